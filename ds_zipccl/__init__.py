@@ -1,0 +1,32 @@
+"""Lossless exponent-coded communication for DeepSpeed. Importing this costs nothing: names load when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+#: public name -> module that has it
+_EXPORTS = {
+    "compress": "ds_zipccl.codecs",
+    "decompress": "ds_zipccl.codecs",
+    "compress_bound": "ds_zipccl.codecs",
+    "FrameError": "ds_zipccl.frame",
+    "ZipcclConfig": "ds_zipccl.config",
+    "ConfigError": "ds_zipccl.config",
+    "install": "ds_zipccl.backend",
+}
+__all__ = [*_EXPORTS, "__version__"]
+
+if TYPE_CHECKING:
+    from ds_zipccl.backend import install
+    from ds_zipccl.codecs import compress, compress_bound, decompress
+    from ds_zipccl.config import ConfigError, ZipcclConfig
+    from ds_zipccl.frame import FrameError
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'ds_zipccl' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -1,0 +1,187 @@
+"""Frame header: pack, parse, validate. The layout is FORMAT.md section 1; nothing else in Python knows it."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+
+import torch
+
+MAGIC = b"ZCCL"
+VERSION = 1
+HEADER = struct.Struct("<4s6BHIQQ")
+HEADER_BYTES = HEADER.size
+MAX_DIMS = 64
+ALIGN = 16
+_CHECKSUM_AT = 12
+
+DTYPES: dict[int, torch.dtype] = {
+    1: torch.bfloat16,
+    2: torch.float16,
+    3: torch.float32,
+    4: torch.float64,
+    5: torch.int8,
+    6: torch.uint8,
+    7: torch.int16,
+    8: torch.int32,
+    9: torch.int64,
+    10: torch.bool,
+    11: torch.complex64,
+    12: torch.complex128,
+    13: torch.float8_e4m3fn,
+    14: torch.float8_e5m2,
+}
+DTYPE_IDS = {dtype: key for key, dtype in DTYPES.items()}
+
+
+class CodecId(IntEnum):
+    """Codec byte of a frame."""
+
+    RAW = 0
+    EXPONENT = 1
+
+
+_CODECS = tuple(int(codec) for codec in CodecId)
+
+
+class _Flags(IntFlag):
+    CHECKSUM = 1
+    SHAPED = 2
+
+
+class FrameErrorCode(IntEnum):
+    """Why a frame was refused (FORMAT.md section 4); numbers never change meaning."""
+
+    TRUNCATED = 1
+    MAGIC = 2
+    VERSION = 3
+    CODEC = 4
+    DTYPE = 5
+    RESERVED = 6
+    SHAPE = 7
+    SIZE = 8
+    CHECKSUM = 9
+    MISMATCH = 10
+    INDEX = 11
+    BLOCK = 12
+
+
+class FrameError(ValueError):
+    """A frame that must not be decoded; ``code`` is a :class:`FrameErrorCode`."""
+
+    def __init__(self, code: int, message: str) -> None:
+        self.code = FrameErrorCode(code)
+        super().__init__(f"{self.code.name}: {message}")
+
+
+@dataclass(frozen=True)
+class Header:
+    """Header of a frame. ``shape`` is None for a flat frame; ``block`` is 0 for the raw codec."""
+
+    codec: CodecId
+    dtype: torch.dtype
+    numel: int
+    frame_bytes: int
+    block: int = 0
+    shape: tuple[int, ...] | None = None
+    checksum: int | None = None
+
+    @property
+    def payload_at(self) -> int:
+        """Offset of the payload in the frame, in bytes."""
+        return payload_offset(None if self.shape is None else len(self.shape))
+
+
+def pad16(size: int) -> int:
+    return (size + ALIGN - 1) // ALIGN * ALIGN
+
+
+def payload_offset(ndim: int | None) -> int:
+    """Bytes before the payload; ``ndim`` None means a flat frame."""
+    return HEADER_BYTES + pad16(8 * (ndim or 0))
+
+
+def pack(header: Header, buffer: torch.Tensor) -> None:
+    """Write header and shape to the start of ``buffer`` (1-D uint8, the payload already in place).
+
+    ``header.checksum`` not None asks for a checksum; its value is computed here, over the finished frame.
+    """
+    shape = header.shape or ()
+    flags = _Flags(0)
+    if header.shape is not None:
+        flags |= _Flags.SHAPED
+    if header.checksum is not None:
+        flags |= _Flags.CHECKSUM
+    block_log2 = header.block.bit_length() - 1 if header.block else 0
+    view = memoryview(buffer.numpy())
+    HEADER.pack_into(
+        view, 0, MAGIC, VERSION, header.codec, DTYPE_IDS[header.dtype], flags, len(shape), block_log2, 0, 0,
+        header.numel, header.frame_bytes,
+    )  # fmt: skip
+    dims = struct.pack(f"<{len(shape)}Q", *shape)
+    view[HEADER_BYTES : header.payload_at] = dims.ljust(header.payload_at - HEADER_BYTES, b"\0")
+    if header.checksum is not None:
+        struct.pack_into("<I", view, _CHECKSUM_AT, zlib.crc32(view[: header.frame_bytes]))
+
+
+def parse(frame: torch.Tensor) -> Header:
+    """Read and validate the header of ``frame`` (1-D uint8 CPU tensor, may be longer than the frame).
+
+    Raises:
+        FrameError: anything FORMAT.md section 4 tells a decoder to reject before it looks into the payload.
+        TypeError: ``frame`` is not a 1-D contiguous uint8 tensor on the CPU.
+    """
+    if frame.dtype != torch.uint8 or frame.dim() != 1 or not frame.is_contiguous() or frame.device.type != "cpu":
+        raise TypeError(
+            f"a frame is a contiguous 1-D uint8 CPU tensor, got {frame.dtype} of shape {tuple(frame.shape)} on {frame.device}"
+        )
+    size = frame.numel()
+    if size < HEADER_BYTES:
+        raise FrameError(FrameErrorCode.TRUNCATED, f"{size} bytes, a header alone has {HEADER_BYTES}")
+    view = memoryview(frame.numpy())
+    magic, version, codec, dtype_id, flags, ndim, block_log2, reserved, checksum, numel, frame_bytes = HEADER.unpack_from(view)
+    if magic != MAGIC:
+        raise FrameError(FrameErrorCode.MAGIC, f"starts with {magic!r}, a frame starts with {MAGIC!r}")
+    if version != VERSION:
+        raise FrameError(
+            FrameErrorCode.VERSION, f"format version {version}, this package reads {VERSION}: same ds_zipccl on all ranks?"
+        )
+    if codec not in _CODECS:
+        raise FrameError(FrameErrorCode.CODEC, f"codec {codec}, known are {_CODECS}")
+    if dtype_id not in DTYPES:
+        raise FrameError(FrameErrorCode.DTYPE, f"dtype {dtype_id}, known are {list(DTYPES)}")
+    dtype = DTYPES[dtype_id]
+    shaped = bool(flags & _Flags.SHAPED)
+    blocked = codec == CodecId.EXPONENT
+    if (
+        reserved
+        or flags & ~int(_Flags.SHAPED | _Flags.CHECKSUM)
+        or (ndim and not shaped)
+        or (checksum and not flags & _Flags.CHECKSUM)
+        or block_log2 not in (range(7, 11) if blocked else (0,))
+    ):
+        raise FrameError(FrameErrorCode.RESERVED, "a reserved field is not zero, or block_log2 does not fit the codec")
+    if ndim > MAX_DIMS:
+        raise FrameError(FrameErrorCode.SHAPE, f"{ndim} dimensions, at most {MAX_DIMS}")
+    payload_at = payload_offset(ndim)
+    if not payload_at <= frame_bytes <= size:
+        raise FrameError(FrameErrorCode.TRUNCATED, f"frame of {frame_bytes} bytes in a buffer of {size}")
+    shape = struct.unpack_from(f"<{ndim}Q", view, HEADER_BYTES) if shaped else None
+    if shape is not None and math.prod(shape) != numel:
+        raise FrameError(FrameErrorCode.SHAPE, f"shape {shape} has {math.prod(shape)} elements, header says {numel}")
+    if flags & _Flags.CHECKSUM and _crc(view, frame_bytes) != checksum:
+        raise FrameError(FrameErrorCode.CHECKSUM, "the frame was damaged on its way")
+    return Header(
+        CodecId(codec), dtype, numel, frame_bytes, 1 << block_log2 if blocked else 0, shape,
+        checksum if flags & _Flags.CHECKSUM else None,
+    )  # fmt: skip
+
+
+def _crc(view: memoryview, frame_bytes: int) -> int:
+    """CRC-32 of the frame with the checksum field zero."""
+    crc = zlib.crc32(view[:_CHECKSUM_AT])
+    crc = zlib.crc32(bytes(4), crc)
+    return zlib.crc32(view[_CHECKSUM_AT + 4 : frame_bytes], crc)

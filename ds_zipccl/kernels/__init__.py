@@ -1,0 +1,75 @@
+"""Kernels of the exponent codec: one table, device type -> routes in order of preference.
+
+A route turns words into payload bytes and back (FORMAT.md section 2). All routes give the same bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ds_zipccl.kernels import native, numba_route
+
+
+class Route(Protocol):
+    """Both calls block, run on the calling thread and release the interpreter lock while they work."""
+
+    def encode(self, words: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        """Encode flat contiguous ``words`` into ``out`` (uint8, payload_bound() bytes); returns the payload's bytes."""
+        ...
+
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        """Decode ``payload`` (uint8) into flat contiguous ``words``; raises FrameError."""
+        ...
+
+
+class RouteUnavailable(RuntimeError):
+    """The route that was asked for cannot run here; the message says why and what to do."""
+
+
+#: name -> loader; a loader returns a Route or raises with the reason. Order is preference.
+ROUTES: dict[str, dict[str, Callable[[], Route]]] = {
+    "cpu": {"native": native.load, "numba": numba_route.load},
+    "cuda": {"native": native.load_cuda},
+}
+
+_loaded: dict[tuple[str, str], Route | str] = {}
+_lock = threading.Lock()
+
+
+def _load(device: str, name: str) -> Route | str:
+    """The route, or the reason why there is none; tried once per process."""
+    with _lock:
+        if (device, name) not in _loaded:
+            try:
+                _loaded[device, name] = ROUTES[device][name]()
+            except Exception as error:  # whatever keeps a route from loading, the next one is tried
+                _loaded[device, name] = f"{type(error).__name__}: {error}"
+        return _loaded[device, name]
+
+
+def why(device: str = "cpu") -> dict[str, str]:
+    """Every route of ``device`` in order: "" if usable here, else the reason. Loads (and builds) them."""
+    return {name: found if isinstance(found := _load(device, name), str) else "" for name in ROUTES.get(device, {})}
+
+
+def route(name: str = "auto", device: str = "cpu") -> Route:
+    """The named route, or for "auto" the first that works; the first call may build it (seconds).
+
+    Raises:
+        RouteUnavailable: none works here; the message has every reason.
+        ValueError: no route of that name.
+    """
+    table = ROUTES.get(device, {})
+    if name != "auto" and name not in table:
+        raise ValueError(f"no route {name!r} for device {device!r}; known routes: {', '.join(('auto', *table))}")
+    reasons = []
+    for candidate in table if name == "auto" else (name,):
+        found = _load(device, candidate)
+        if not isinstance(found, str):
+            return found
+        reasons.append(f"{candidate}: {found}")
+    raise RouteUnavailable(f"no kernels for {device} tensors here. " + "; ".join(reasons))

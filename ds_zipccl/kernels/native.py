@@ -1,0 +1,57 @@
+"""The C++ route: a plain C interface called through ctypes, which releases the interpreter lock."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ds_zipccl.frame import DTYPE_IDS, FrameError
+from ds_zipccl.op_builder import cache
+
+
+class NativeRoute:
+    """Route over a library that op_builder built; see :class:`ds_zipccl.kernels.Route`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, u64, i32, u32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32
+        self._encode = library.zipccl_encode
+        self._encode.argtypes, self._encode.restype = [pointer, u64, i32, u32, pointer], u64
+        self._decode = library.zipccl_decode
+        self._decode.argtypes, self._decode.restype = [pointer, u64, pointer, u64, i32, u32], i32
+
+    def encode(self, words: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        return int(self._encode(words.data_ptr(), words.numel(), DTYPE_IDS[words.dtype], block, out.data_ptr()))
+
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        status = self._decode(
+            payload.data_ptr(), payload.numel(), words.data_ptr(), words.numel(), DTYPE_IDS[words.dtype], block
+        )
+        if status:
+            raise FrameError(status, "the payload contradicts itself")
+
+
+def load() -> NativeRoute:
+    """The route, built through the DeepSpeed op builder unless its library is in the cache already.
+
+    Raises:
+        BuildError: no compiler, or it failed.
+        ImportError: the library must be built and DeepSpeed is not installed.
+    """
+    path = cache.library_path()
+    if path.exists():
+        return NativeRoute(ctypes.CDLL(str(path)))
+    from ds_zipccl.op_builder.zipccl import ZipcclCPUBuilder
+
+    return NativeRoute(ZipcclCPUBuilder().load())
+
+
+def load_cuda() -> NativeRoute:
+    """The CUDA route of the op builder.
+
+    Raises:
+        BuildError: always, in this release; the message says why.
+    """
+    from ds_zipccl.op_builder.zipccl import ZipcclCUDABuilder
+
+    return NativeRoute(ZipcclCUDABuilder().load())

@@ -1,0 +1,102 @@
+"""Compiled libraries, kept by content: same sources, flags, compiler and CPU give the same file. Knows nothing of DeepSpeed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+if not CSRC.is_dir():  # a plain checkout, where op_builder/ stands beside the package
+    CSRC = Path(__file__).resolve().parent.parent / "ds_zipccl" / "csrc"
+
+CPU_SOURCES = ("cpu_encode.cpp", "cpu_decode.cpp")
+CPU_FLAGS = ("-O3", "-std=c++17", "-march=native", "-fPIC", "-shared", "-fvisibility=default")
+
+
+class BuildError(RuntimeError):
+    """A library could not be built; the message holds the command and the compiler's words."""
+
+
+def cache_root() -> Path:
+    """Folder for everything compiled at run time; never inside the package."""
+    chosen = os.environ.get("DS_ZIPCCL_CACHE") or os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(chosen) if chosen else Path.home() / ".cache" / "torch_extensions"
+    return root / "ds_zipccl"
+
+
+@cache
+def compiler() -> str:
+    """Path of the C++ compiler.
+
+    Raises:
+        BuildError: there is none.
+    """
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+        found = shutil.which(name)
+        if found:
+            return found
+    looked = wanted or "c++, g++, clang++"
+    raise BuildError(f"no C++ compiler ({looked} not on PATH); install g++ or set CXX")
+
+
+@cache
+def _identity() -> bytes:
+    """What besides sources and flags decides the machine code: the compiler, and the CPU that -march=native looks at."""
+    version = subprocess.run([compiler(), "--version"], capture_output=True, timeout=60).stdout
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    cpu = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return version + "\n".join(sorted(cpu)).encode()
+
+
+def library_path(sources: Sequence[str] = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> Path:
+    """Where the library of these sources (names under csrc) is or will be."""
+    digest = hashlib.sha256(_identity())
+    for part in (*sources, *flags):
+        digest.update(part.encode() + b"\0")
+    for path in sorted(CSRC.iterdir()):
+        if path.name in sources or path.suffix in (".h", ".cuh"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return cache_root() / f"zipccl_cpu_{digest.hexdigest()[:20]}.so"
+
+
+def build(sources: Sequence[str] = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> Path:
+    """Compile the library unless it is there already, and return its path; blocks while another process builds it.
+
+    The file appears by atomic rename, so a build that is killed leaves nothing behind that could be loaded.
+
+    Raises:
+        BuildError: no compiler, the compiler failed, or the cache folder cannot be written.
+    """
+    target = library_path(sources, flags)
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _compile(sources, flags, target)
+    except OSError as error:
+        raise BuildError(f"cannot write to {target.parent}: {error}; set DS_ZIPCCL_CACHE to a folder you can write") from error
+    return target
+
+
+def _compile(sources: Sequence[str], flags: Sequence[str], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        output = Path(folder) / target.name
+        command = [compiler(), *flags, *(str(CSRC / name) for name in sources), "-o", str(output)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if result.returncode:
+            raise BuildError(f"{' '.join(command)} failed:\n{result.stderr.strip()}")
+        os.replace(output, target)

@@ -1,0 +1,48 @@
+"""Packaging. Two folders of the repository become packages inside ds_zipccl; nothing is installed at top level beside it."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "ds_zipccl" / "__init__.py").read_text()).group(1)
+
+setup(
+    name="ds-zipccl",
+    version=VERSION,
+    description="Lossless compressed communication for DeepSpeed",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=[
+        "ds_zipccl",
+        "ds_zipccl.codecs",
+        "ds_zipccl.comm",
+        "ds_zipccl.examples",
+        "ds_zipccl.kernels",
+        "ds_zipccl.op_builder",
+        "ds_zipccl.tools",
+    ],
+    package_dir={"ds_zipccl.op_builder": "op_builder", "ds_zipccl.examples": "examples"},
+    package_data={"ds_zipccl": ["FORMAT.md", "csrc/*"], "ds_zipccl.examples": ["*.json"]},
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed>=0.18",
+        "numpy",
+        "numba",
+        "pydantic>=2",
+        "safetensors",
+        "tqdm",
+    ],
+    extras_require={
+        "plot": ["matplotlib"],
+        "cuda": ["cupy-cuda12x; python_version>='3.10'"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "transformers", "accelerate", "matplotlib"],
+    },
+    entry_points={
+        # torch calls this at `import torch` (documented autoload mechanism, torch 2.5 and later).
+        "torch.backends": ["ds_zipccl = ds_zipccl.autoload:autoload"],
+        "console_scripts": ["ds_zipccl = ds_zipccl.__main__:main"],
+    },
+)
