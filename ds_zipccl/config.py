@@ -20,7 +20,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 #: Every environment variable that the package reads: name -> meaning.
 ENVIRONMENT = {
-    "DS_ZIPCCL": "0: off everywhere, whatever the config says. 1: on with defaults. JSON object: used as the section.",
+    "DS_ZIPCCL": "0: off everywhere, whatever the config says. 1: on with defaults. JSON object: on with this section.",
     "DS_ZIPCCL_CACHE": "folder for compiled kernels (default: TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions)",
     "CXX": "C++ compiler of the native CPU route (default: c++, g++ or clang++, whichever is found first)",
 }
@@ -45,10 +45,12 @@ class ZipcclConfig(BaseModel):
         "off", description="shadow: also run the plain collective every time and compare; for debugging, slow."
     )
     codec: Literal["exponent", "raw"] = Field(
-        "exponent", description="exponent: lossless exponent coding. raw: the same schedules with uncoded frames, to compare."
+        "exponent",
+        description="exponent: lossless exponent coding. raw: the same schedules with uncoded frames, to compare.",
     )
     block: Literal[128, 256, 512, 1024] = Field(
-        512, description="Elements that share an exponent window. Smaller follows scales closer, larger has less overhead."
+        512,
+        description="Elements that share an exponent window. Smaller follows scales closer, larger has less overhead.",
     )
     min_bytes: int = Field(65536, ge=0, description="Messages smaller than this many bytes pass through uncoded.")
     route: Literal["auto", "native", "numba"] = Field(
@@ -121,9 +123,11 @@ def environment_section(environ: Mapping[str, str] = os.environ) -> dict[str, An
         section = None
     if not isinstance(section, dict):
         raise ConfigError(f"DS_ZIPCCL must be 0, 1 or the section as a JSON object, got {text!r}")
-    return section
+    return {"enabled": True, **section}
 
 
 def near_misses(param_dict: Mapping[str, Any]) -> list[str]:
     """Top-level keys of a DeepSpeed config that look like a misspelt ``"zipccl"`` (DeepSpeed accepts unknown keys silently)."""
-    return [key for key in difflib.get_close_matches(SECTION, [str(k) for k in param_dict], cutoff=0.75) if key != SECTION]
+    return [
+        key for key in difflib.get_close_matches(SECTION, [str(k) for k in param_dict], cutoff=0.75) if key != SECTION
+    ]

@@ -142,12 +142,15 @@ def parse(frame: torch.Tensor) -> Header:
     if size < HEADER_BYTES:
         raise FrameError(FrameErrorCode.TRUNCATED, f"{size} bytes, a header alone has {HEADER_BYTES}")
     view = memoryview(frame.numpy())
-    magic, version, codec, dtype_id, flags, ndim, block_log2, reserved, checksum, numel, frame_bytes = HEADER.unpack_from(view)
+    magic, version, codec, dtype_id, flags, ndim, block_log2, reserved, checksum, numel, frame_bytes = (
+        HEADER.unpack_from(view)
+    )
     if magic != MAGIC:
         raise FrameError(FrameErrorCode.MAGIC, f"starts with {magic!r}, a frame starts with {MAGIC!r}")
     if version != VERSION:
         raise FrameError(
-            FrameErrorCode.VERSION, f"format version {version}, this package reads {VERSION}: same ds_zipccl on all ranks?"
+            FrameErrorCode.VERSION,
+            f"format version {version}, this package reads {VERSION}: same ds_zipccl on all ranks?",
         )
     if codec not in _CODECS:
         raise FrameError(FrameErrorCode.CODEC, f"codec {codec}, known are {_CODECS}")

@@ -1,4 +1,4 @@
-"""Compiled libraries, kept by content: same sources, flags, compiler and CPU give the same file. Knows nothing of DeepSpeed."""
+"""Compiled libraries, kept by content: same sources, flags and compiler give the same file. Knows nothing of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CSRC = Path(__file__).resolve().parent.parent / "csrc"
 if not CSRC.is_dir():  # a plain checkout, where op_builder/ stands beside the package
     CSRC = Path(__file__).resolve().parent.parent / "ds_zipccl" / "csrc"
 
-CPU_SOURCES = ("cpu_encode.cpp", "cpu_decode.cpp")
-CPU_FLAGS = ("-O3", "-std=c++17", "-march=native", "-fPIC", "-shared", "-fvisibility=default")
+CPU_SOURCES = ("cpu_dispatch.cpp", "cpu_scalar.cpp", "cpu_avx2.cpp")
+CPU_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared")
 
 
 class BuildError(RuntimeError):
@@ -49,14 +49,8 @@ def compiler() -> str:
 
 @cache
 def _identity() -> bytes:
-    """What besides sources and flags decides the machine code: the compiler, and the CPU that -march=native looks at."""
-    version = subprocess.run([compiler(), "--version"], capture_output=True, timeout=60).stdout
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    cpu = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-    return version + "\n".join(sorted(cpu)).encode()
+    """What besides sources and flags decides the machine code: the compiler. The sources choose by CPU at run time."""
+    return subprocess.run([compiler(), "--version"], capture_output=True, timeout=60).stdout
 
 
 def library_path(sources: Sequence[str] = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> Path:
@@ -88,7 +82,9 @@ def build(sources: Sequence[str] = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS
             if not target.exists():
                 _compile(sources, flags, target)
     except OSError as error:
-        raise BuildError(f"cannot write to {target.parent}: {error}; set DS_ZIPCCL_CACHE to a folder you can write") from error
+        raise BuildError(
+            f"cannot write to {target.parent}: {error}; set DS_ZIPCCL_CACHE to a folder you can write"
+        ) from error
     return target
 
 

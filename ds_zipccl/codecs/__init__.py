@@ -122,7 +122,9 @@ def decompress(frame: torch.Tensor, out: torch.Tensor | None = None, *, route: s
     floor = codec.payload_floor(header.numel, header.dtype, header.block)
     bound = codec.payload_bound(header.numel, header.dtype, header.block)
     if not floor <= size <= bound:
-        raise FrameError(FrameErrorCode.SIZE, f"{size} bytes of payload for {header.numel} {header.dtype}: {floor} to {bound} fit")
+        raise FrameError(
+            FrameErrorCode.SIZE, f"{size} bytes of payload for {header.numel} {header.dtype}: {floor} to {bound} fit"
+        )
     if out is None:
         out = torch.empty(header.numel, dtype=header.dtype)
         result = out if header.shape is None else out.view(header.shape)

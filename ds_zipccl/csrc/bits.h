@@ -2,18 +2,19 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
-#ifdef __BMI2__
+#ifdef ZIPCCL_BMI2
 #include <immintrin.h>
 #endif
 
 namespace zipccl {
+namespace {
 
 inline uint64_t ones(uint32_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
 inline uint32_t popcount(uint64_t x) { return uint32_t(__builtin_popcountll(x)); }
 
 // Bits of x at the ones of mask, packed to the low end; and the inverse.
 inline uint64_t compress_bits(uint64_t x, uint64_t mask) {
-#ifdef __BMI2__
+#ifdef ZIPCCL_BMI2
   return _pext_u64(x, mask);
 #else
   uint64_t out = 0;
@@ -22,7 +23,7 @@ inline uint64_t compress_bits(uint64_t x, uint64_t mask) {
 #endif
 }
 inline uint64_t expand_bits(uint64_t x, uint64_t mask) {
-#ifdef __BMI2__
+#ifdef ZIPCCL_BMI2
   return _pdep_u64(x, mask);
 #else
   uint64_t out = 0;
@@ -39,16 +40,6 @@ inline uint64_t spread_low_bits(uint64_t bits) {
   return (picked + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull;
 }
 
-// Bit `bit` of each of 64 bytes as a plane word.
-inline uint64_t plane_of(const uint8_t* bytes, uint32_t bit) {
-  uint64_t plane = 0;
-  for (uint32_t i = 0; i < 8; ++i) {
-    uint64_t eight;
-    memcpy(&eight, bytes + 8 * i, 8);
-    plane |= gather_low_bits(eight >> bit) << 8 * i;
-  }
-  return plane;
-}
 
 // The n (at most 64) bits of a plane that start at element `at`, a multiple of 64; bits past n are zero.
 inline uint64_t load_plane(const uint8_t* plane, uint32_t at, uint32_t n) {
@@ -82,4 +73,5 @@ inline uint64_t read_bits(const uint8_t* bytes, uint32_t at, uint32_t n) {
   return low & ones(n);
 }
 
+}  // namespace
 }  // namespace zipccl

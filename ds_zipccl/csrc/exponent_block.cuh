@@ -9,6 +9,7 @@
 #endif
 
 namespace zipccl {
+namespace {  // each CPU level compiles its own copy: merging them would let one level's instructions reach another
 
 enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3 };
 enum Status : int32_t { OK = 0, INDEX = 11, BLOCK = 12 };  // FrameErrorCode of frame.py
@@ -31,23 +32,23 @@ struct FloatBits {
   static constexpr uint32_t mantissa_mask = (1u << kMantissaBits) - 1;
   static constexpr bool has_trim = kHasTrim;
 
-  static ZIPCCL_FN uint32_t exponent(uint32_t w) { return (w >> M) & exponent_mask; }
-  static ZIPCCL_FN uint32_t sign(uint32_t w) { return w >> (8 * sizeof(W) - 1); }
-  static ZIPCCL_FN bool is_zero(uint32_t w) { return W(w << 1) == 0; }
-  static ZIPCCL_FN uint32_t sign_mantissa(uint32_t w) { return sign(w) << M | (w & mantissa_mask); }
-  static ZIPCCL_FN uint32_t join(uint32_t sign_mantissa, uint32_t e) {
-    return (sign_mantissa >> M) << (8 * sizeof(W) - 1) | (e & exponent_mask) << M | (sign_mantissa & mantissa_mask);
+  // In words, not in wider integers: vector units then handle twice as many 16-bit elements at a time.
+  static ZIPCCL_FN W exponent(W w) { return W(w >> M) & W(exponent_mask); }
+  static ZIPCCL_FN bool is_zero(W w) { return W(w << 1) == 0; }
+  static ZIPCCL_FN W sign_mantissa(W w) { return W(W(w >> (8 * sizeof(W) - 1)) << M) | W(w & W(mantissa_mask)); }
+  static ZIPCCL_FN W join(W sign_mantissa, W e) {
+    return W(W(W(sign_mantissa >> M) << (8 * sizeof(W) - 1)) | W(W(e & W(exponent_mask)) << M)) | W(sign_mantissa & W(mantissa_mask));
   }
-  static ZIPCCL_FN uint32_t negative_zero() { return 1u << (8 * sizeof(W) - 1); }
+  static ZIPCCL_FN W negative_zero() { return W(1u << (8 * sizeof(W) - 1)); }
 };
 using Bf16 = FloatBits<uint16_t, 8, 7, false>;
 using Fp16 = FloatBits<uint16_t, 5, 10, false>;
 using Fp32 = FloatBits<uint32_t, 8, 23, true>;
 
-// k = (top + 1 - e) mod 256 <-> rank, for the ranks 0..10 of the window.
+// k = (top + 1 - e) mod 256 <-> rank, for the ranks 0..10 of the window; 16 entries for lookups by byte shuffle.
 constexpr uint32_t kWindow = 11;
-constexpr uint8_t kRankOfK[kWindow] = {9, 3, 0, 1, 2, 4, 5, 6, 7, 8, 10};
-constexpr uint8_t kKOfRank[kWindow] = {2, 3, 4, 1, 5, 6, 7, 8, 9, 0, 10};
+alignas(16) constexpr uint8_t kRankOfK[16] = {9, 3, 0, 1, 2, 4, 5, 6, 7, 8, 10, kNoRank, kNoRank, kNoRank, kNoRank, kNoRank};
+alignas(16) constexpr uint8_t kKOfRank[16] = {2, 3, 4, 1, 5, 6, 7, 8, 9, 0, 10};
 
 ZIPCCL_FN uint32_t pad16(uint32_t x) { return (x + 15) & ~15u; }
 ZIPCCL_FN uint32_t plane_bytes(uint32_t n) { return (n + 7) / 8; }
@@ -68,4 +69,5 @@ ZIPCCL_FN uint32_t body_bytes(uint32_t mode, uint32_t n, uint32_t trim) {
   return 0;
 }
 
+}  // namespace
 }  // namespace zipccl

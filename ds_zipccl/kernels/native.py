@@ -19,6 +19,24 @@ class NativeRoute:
         self._encode.argtypes, self._encode.restype = [pointer, u64, i32, u32, pointer], u64
         self._decode = library.zipccl_decode
         self._decode.argtypes, self._decode.restype = [pointer, u64, pointer, u64, i32, u32], i32
+        self._level = library.zipccl_level
+        self._level.argtypes, self._level.restype = [], ctypes.c_char_p
+        self._force = library.zipccl_force_level
+        self._force.argtypes, self._force.restype = [ctypes.c_char_p], i32
+
+    @property
+    def level(self) -> str:
+        """Instruction set in use: avx2 or scalar."""
+        return str(self._level().decode())
+
+    def force_level(self, name: str) -> None:
+        """Use the named level from now on in this process ("auto": the best); for tests.
+
+        Raises:
+            ValueError: there is no such level, or this CPU lacks it.
+        """
+        if self._force(name.encode()):
+            raise ValueError(f"level {name!r} is unknown or not supported by this CPU; in use: {self.level}")
 
     def encode(self, words: torch.Tensor, block: int, out: torch.Tensor) -> int:
         return int(self._encode(words.data_ptr(), words.numel(), DTYPE_IDS[words.dtype], block, out.data_ptr()))

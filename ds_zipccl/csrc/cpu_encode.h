@@ -1,4 +1,5 @@
-// Exponent payload encoder for the CPU: one pass over the input, a block at a time (FORMAT.md sections 2 and 3).
+// Exponent payload encoder for the CPU, a block at a time (FORMAT.md sections 2 and 3). `Lanes` does the 64-element steps.
+#pragma once
 #include "bits.h"
 #include "exponent_block.cuh"
 
@@ -11,8 +12,9 @@ struct Form {  // what the table says of a block
 
 // Coded elements of m words (FORMAT.md 2.1): the first part to `first`, the second to `second`. Returns the second part's bytes.
 // `second` needs room for 6 * m / 8 + m + 16 bytes.
-template <typename F>
+template <typename F, typename Lanes>
 uint32_t encode_elements(const typename F::Word* words, uint32_t m, uint32_t top, uint32_t trim, uint8_t* first, uint8_t* second) {
+  if (!F::has_trim) trim = 0;  // the compiler then knows r
   const uint32_t r = 1 + F::M - trim, planes = r % 8, plane = plane_bytes(m);
   uint8_t* bit_planes = first + r / 8 * m;
   uint8_t* tier1 = bit_planes + planes * plane;
@@ -20,46 +22,39 @@ uint32_t encode_elements(const typename F::Word* words, uint32_t m, uint32_t top
   BitWriter tiers[2 * (kTiers - 1)] = {BitWriter(streams[0]), BitWriter(streams[1]), BitWriter(streams[2]),
                                        BitWriter(streams[3]), BitWriter(streams[4]), BitWriter(streams[5])};
   uint32_t raws = 0;
-  uint8_t rank_of_k[256];
-  memset(rank_of_k, kNoRank, sizeof rank_of_k);
-  memcpy(rank_of_k, kRankOfK, kWindow);
 
-  for (uint32_t at = 0; at < m; at += 64) {
-    const uint32_t n = m - at < 64 ? m - at : 64;
-    uint8_t rank[64] = {0}, exponent[64], top_bits[64] = {0};
-    for (uint32_t i = 0; i < n; ++i) {
-      const uint32_t e = F::exponent(words[at + i]), found = rank_of_k[uint8_t(top + 1 - e)];
-      exponent[i] = uint8_t(e);
-      rank[i] = uint8_t(found == kNoRank && e == 0 ? kZeroRank : found);
+  // Inlined twice: with n = 64 every copy has a fixed size.
+  const auto step = [&](uint32_t at, uint32_t n) __attribute__((always_inline)) {
+    typename F::Word group[64];
+    if (n < 64) memset(group, 0, sizeof group);
+    memcpy(group, words + at, n * sizeof(group[0]));
+    uint8_t exponent[64], part[64];
+    uint64_t codes[2 * kTiers];
+    for (uint32_t i = 0; i < 64; ++i) exponent[i] = uint8_t(F::exponent(group[i]));
+    for (uint32_t byte = 0; byte < r / 8; ++byte) {
+      for (uint32_t i = 0; i < 64; ++i) part[i] = uint8_t(typename F::Word(F::sign_mantissa(group[i]) >> (trim + 8 * byte)));
+      memcpy(first + byte * m + at, part, n);
     }
-    for (uint32_t byte = 0; byte < r / 8; ++byte)
-      for (uint32_t i = 0; i < n; ++i)
-        first[byte * m + at + i] = uint8_t(F::sign_mantissa(words[at + i]) >> trim >> 8 * byte);
     if (planes) {
-      for (uint32_t i = 0; i < n; ++i) top_bits[i] = uint8_t(F::sign_mantissa(words[at + i]) >> trim >> r / 8 * 8);
-      for (uint32_t p = 0; p < planes; ++p) store_plane(bit_planes + p * plane, at, n, plane_of(top_bits, p));
+      for (uint32_t i = 0; i < 64; ++i) part[i] = uint8_t(typename F::Word(F::sign_mantissa(group[i]) >> (trim + r / 8 * 8)));
+      for (uint32_t p = 0; p < planes; ++p) store_plane(bit_planes + p * plane, at, n, Lanes::plane_of(part, p) & ones(n));
     }
-    // left: elements that no earlier tier named; the code of tier j is min(rank - 3 j, 3)
-    uint64_t left = ones(n);
-    for (uint32_t tier = 0; tier < kTiers && left; ++tier) {
-      uint8_t code[64];
-      for (uint32_t i = 0; i < 64; ++i) {
-        const uint8_t c = uint8_t(rank[i] - 3 * tier);
-        code[i] = c < 3 ? c : 3;
-      }
-      const uint64_t low = plane_of(code, 0) & left, high = plane_of(code, 1) & left;
-      if (tier == 0) {
-        store_plane(tier1, at, n, low);
-        store_plane(tier1 + plane, at, n, high);
-      } else {
-        const uint32_t count = popcount(left);
-        tiers[2 * tier - 2].put(compress_bits(low, left), count);
-        tiers[2 * tier - 1].put(compress_bits(high, left), count);
-      }
-      left = low & high;
+    Lanes::tier_codes(exponent, top, codes);
+    store_plane(tier1, at, n, codes[0] & ones(n));
+    store_plane(tier1 + plane, at, n, codes[1] & ones(n));
+    uint64_t left = codes[0] & codes[1] & ones(n);  // elements that no earlier tier named
+    for (uint32_t tier = 1; tier < kTiers && left; ++tier) {
+      const uint64_t low = codes[2 * tier], high = codes[2 * tier + 1];
+      const uint32_t count = popcount(left);
+      tiers[2 * tier - 2].put(compress_bits(low, left), count);
+      tiers[2 * tier - 1].put(compress_bits(high, left), count);
+      left &= low & high;
     }
     for (; left; left &= left - 1) raw[raws++] = exponent[__builtin_ctzll(left)];
-  }
+  };
+  uint32_t at = 0;
+  for (; at + 64 <= m; at += 64) step(at, 64);
+  if (at < m) step(at, m - at);
 
   BitWriter out(second);
   for (const BitWriter& tier : tiers)
@@ -73,7 +68,7 @@ uint32_t encode_elements(const typename F::Word* words, uint32_t m, uint32_t top
 }
 
 // Zero map, signs and the other words compacted (FORMAT.md 2.2). Returns the tail's bytes.
-template <typename F>
+template <typename F, typename Lanes>
 uint32_t encode_sparse(const typename F::Word* words, uint32_t n, uint32_t top, uint32_t trim, uint8_t* tail) {
   typename F::Word others[kMaxBlock];
   uint8_t sign_bits[kMaxBlock / 8 + 16];
@@ -97,11 +92,11 @@ uint32_t encode_sparse(const typename F::Word* words, uint32_t n, uint32_t top, 
     at += plane_bytes(signs.bits);
   }
   const uint32_t first = first_part_bytes(m, 1 + F::M - trim);
-  return at + first + encode_elements<F>(others, m, top, trim, tail + at, tail + at + first);
+  return at + first + encode_elements<F, Lanes>(others, m, top, trim, tail + at, tail + at + first);
 }
 
 // Encodes a block: body at `body`, tail at `tail` (room for the worst case of both). FORMAT.md section 3.
-template <typename F>
+template <typename F, typename Lanes>
 Form encode_block(const typename F::Word* words, uint32_t n, uint8_t* body, uint8_t* tail) {
   using Word = typename F::Word;
   uint32_t differs = 0, any = 0, zeros = 0, largest = 0;
@@ -127,10 +122,10 @@ Form encode_block(const typename F::Word* words, uint32_t n, uint8_t* body, uint
   }
   form.body = body_bytes<F>(form.mode, n, form.trim);
   if (form.mode == SPARSE) {
-    form.tail = encode_sparse<F>(words, n, form.top, form.trim, tail);
+    form.tail = encode_sparse<F, Lanes>(words, n, form.top, form.trim, tail);
   } else {
     const uint32_t first = first_part_bytes(n, 1 + F::M - form.trim);
-    form.tail = encode_elements<F>(words, n, form.top, form.trim, body, tail);
+    form.tail = encode_elements<F, Lanes>(words, n, form.top, form.trim, body, tail);
     memset(body + first, 0, form.body - first);
   }
   const uint32_t raw = body_bytes<F>(RAW, n, 0);
@@ -140,7 +135,7 @@ Form encode_block(const typename F::Word* words, uint32_t n, uint8_t* body, uint
   return {RAW, 0, 0, raw, 0};
 }
 
-template <typename F>
+template <typename F, typename Lanes>
 uint64_t encode(const uint8_t* input, uint64_t numel, uint32_t block, uint8_t* out) {
   using Word = typename F::Word;
   const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = (numel + per_chunk - 1) / per_chunk;
@@ -161,7 +156,7 @@ uint64_t encode(const uint8_t* input, uint64_t numel, uint32_t block, uint8_t* o
     for (uint32_t b = 0; b < blocks; ++b) {
       const uint32_t n = uint32_t(here - uint64_t(b) * block < block ? here - uint64_t(b) * block : block);
       memcpy(words, input + (start + uint64_t(b) * block) * sizeof(Word), n * sizeof(Word));
-      const Form form = encode_block<F>(words, n, out + at, tails + tail);
+      const Form form = encode_block<F, Lanes>(words, n, out + at, tails + tail);
       const uint16_t entry = uint16_t(form.mode << kTailBits | form.tail);
       table[b] = uint8_t(form.top);
       memcpy(table + blocks + 2 * b, &entry, 2);
@@ -179,15 +174,4 @@ uint64_t encode(const uint8_t* input, uint64_t numel, uint32_t block, uint8_t* o
 }  // namespace
 }  // namespace zipccl
 
-// Encodes numel words of `dtype` to `out`, which must hold codecs.exponent.payload_bound() bytes. Returns the payload's bytes.
-extern "C" uint64_t zipccl_encode(const void* words, uint64_t numel, int32_t dtype, uint32_t block, void* out) {
-  using namespace zipccl;
-  const uint8_t* in = static_cast<const uint8_t*>(words);
-  uint8_t* to = static_cast<uint8_t*>(out);
-  switch (dtype) {
-    case BF16: return encode<Bf16>(in, numel, block, to);
-    case FP16: return encode<Fp16>(in, numel, block, to);
-    case FP32: return encode<Fp32>(in, numel, block, to);
-  }
-  return 0;
-}
+

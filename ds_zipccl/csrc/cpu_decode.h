@@ -1,4 +1,5 @@
-// Exponent payload decoder for the CPU. Everything read is proven to lie in the payload first (FORMAT.md section 4).
+// Exponent payload decoder for the CPU; `Lanes` does the 64-element steps. Everything read is proven to lie in the payload first (FORMAT.md section 4).
+#pragma once
 #include "bits.h"
 #include "exponent_block.cuh"
 
@@ -19,9 +20,10 @@ uint32_t count_both(const uint8_t* bytes, uint32_t low, uint32_t high, uint32_t 
 
 // Decodes m coded elements (FORMAT.md 2.1). `first` has the whole first part; `second` has `bytes` bytes and 16 readable ones after
 // them, and must be used up exactly.
-template <typename F>
+template <typename F, typename Lanes>
 Status decode_elements(const uint8_t* first, const uint8_t* second, uint32_t bytes, uint32_t m, uint32_t top, uint32_t trim,
                        typename F::Word* words) {
+  if (!F::has_trim) trim = 0;  // the compiler then knows r
   const uint32_t r = 1 + F::M - trim, planes = r % 8, plane = plane_bytes(m);
   const uint8_t* bit_planes = first + r / 8 * m;
   const uint8_t* tier1 = bit_planes + planes * plane;
@@ -41,45 +43,44 @@ Status decode_elements(const uint8_t* first, const uint8_t* second, uint32_t byt
   if ((end + 7) / 8 + left != bytes) return BLOCK;
   const uint8_t* raw = second + (end + 7) / 8;
 
-  for (uint32_t at = 0; at < m; at += 64) {
-    const uint32_t n = m - at < 64 ? m - at : 64;
-    uint8_t exponent[64], code[64], upper[64] = {0};
-    uint64_t low = load_plane(tier1, at, n), high = load_plane(tier1 + plane, at, n);
-    for (uint32_t i = 0; i < 8; ++i) {
-      const uint64_t codes = spread_low_bits(low >> 8 * i) + 2 * spread_low_bits(high >> 8 * i);
-      memcpy(code + 8 * i, &codes, 8);
-    }
-    for (uint32_t i = 0; i < 64; ++i) exponent[i] = uint8_t(top - 1 - code[i]);  // ranks 0 to 2 are top-1 to top-3
-    uint64_t escaped = low & high;
+  // Inlined twice: with n = 64 every copy has a fixed size.
+  const auto step = [&](uint32_t at, uint32_t n) __attribute__((always_inline)) {
+    uint64_t codes[2 * kTiers] = {load_plane(tier1, at, n), load_plane(tier1 + plane, at, n)};
+    uint64_t escaped = codes[0] & codes[1];
     for (uint32_t tier = 1; tier < kTiers && escaped; ++tier) {
       const uint32_t count = popcount(escaped);
-      low = expand_bits(read_bits(second, at_bit[2 * tier - 2], count), escaped);
-      high = expand_bits(read_bits(second, at_bit[2 * tier - 1], count), escaped);
+      codes[2 * tier] = expand_bits(read_bits(second, at_bit[2 * tier - 2], count), escaped);
+      codes[2 * tier + 1] = expand_bits(read_bits(second, at_bit[2 * tier - 1], count), escaped);
       at_bit[2 * tier - 2] += count;
       at_bit[2 * tier - 1] += count;
-      for (uint64_t named = escaped & ~(low & high); named; named &= named - 1) {
-        const uint32_t i = uint32_t(__builtin_ctzll(named)), rank = 3 * tier + (low >> i & 1) + 2 * (high >> i & 1);
-        exponent[i] = rank == kZeroRank ? 0 : uint8_t(top + 1 - kKOfRank[rank]);
-      }
-      escaped = low & high;
+      escaped = codes[2 * tier] & codes[2 * tier + 1];
     }
+    uint8_t exponent[64], part[64] = {0};
+    Lanes::exponents(codes, top, exponent);
     for (; escaped; escaped &= escaped - 1) exponent[__builtin_ctzll(escaped)] = *raw++;
 
-    uint32_t rest[64] = {0};
-    for (uint32_t p = 0; p < planes; ++p) {
-      const uint64_t bits = load_plane(bit_planes + p * plane, at, n);
-      for (uint32_t i = 0; i < 64; ++i) upper[i] |= uint8_t((bits >> i & 1) << p);
+    typename F::Word rest[64] = {0}, group[64];
+    if (planes) {
+      uint64_t bits[8] = {0};
+      for (uint32_t p = 0; p < planes; ++p) bits[p] = load_plane(bit_planes + p * plane, at, n);
+      Lanes::bytes_of(bits, planes, part);
+      for (uint32_t i = 0; i < 64; ++i) rest[i] = typename F::Word(part[i]) << r / 8 * 8;
     }
-    for (uint32_t i = 0; i < n; ++i) rest[i] = uint32_t(upper[i]) << r / 8 * 8;
-    for (uint32_t byte = 0; byte < r / 8; ++byte)
-      for (uint32_t i = 0; i < n; ++i) rest[i] |= uint32_t(first[byte * m + at + i]) << 8 * byte;
-    for (uint32_t i = 0; i < n; ++i) words[at + i] = typename F::Word(F::join(rest[i] << trim, exponent[i]));
-  }
+    for (uint32_t byte = 0; byte < r / 8; ++byte) {
+      memcpy(part, first + byte * m + at, n);
+      for (uint32_t i = 0; i < 64; ++i) rest[i] |= typename F::Word(typename F::Word(part[i]) << 8 * byte);
+    }
+    for (uint32_t i = 0; i < 64; ++i) group[i] = F::join(typename F::Word(rest[i] << trim), exponent[i]);
+    memcpy(words + at, group, n * sizeof(group[0]));
+  };
+  uint32_t at = 0;
+  for (; at + 64 <= m; at += 64) step(at, 64);
+  if (at < m) step(at, m - at);
   return OK;
 }
 
 // Decodes a SPARSE tail of `bytes` bytes (16 more are readable).
-template <typename F>
+template <typename F, typename Lanes>
 Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t top, uint32_t trim, typename F::Word* words) {
   const uint32_t plane = plane_bytes(n);
   if (bytes < 1 + plane || tail[0] > 1) return BLOCK;
@@ -90,7 +91,7 @@ Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t t
   const uint32_t first = first_part_bytes(m, 1 + F::M - trim);
   if (at + first > bytes) return BLOCK;
   typename F::Word others[kMaxBlock];
-  const Status status = decode_elements<F>(tail + at, tail + at + first, bytes - at - first, m, top, trim, others);
+  const Status status = decode_elements<F, Lanes>(tail + at, tail + at + first, bytes - at - first, m, top, trim, others);
   if (status) return status;
   uint32_t zero = 0, other = 0;
   for (uint32_t i = 0; i < n; ++i) {
@@ -105,7 +106,7 @@ Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t t
   return OK;
 }
 
-template <typename F>
+template <typename F, typename Lanes>
 Status decode_chunk(const uint8_t* chunk, uint64_t bytes, uint64_t numel, uint32_t block, uint8_t* out) {
   using Word = typename F::Word;
   const uint32_t blocks = uint32_t((numel + block - 1) / block);
@@ -142,8 +143,8 @@ Status decode_chunk(const uint8_t* chunk, uint64_t bytes, uint64_t numel, uint32
         if (tail_bytes) return BLOCK;
         memcpy(words, chunk + body, n * sizeof(Word));
         break;
-      case CASCADE: status = decode_elements<F>(chunk + body, local, tail_bytes, n, chunk[b], trim, words); break;
-      case SPARSE: status = decode_sparse<F>(local, tail_bytes, n, chunk[b], trim, words); break;
+      case CASCADE: status = decode_elements<F, Lanes>(chunk + body, local, tail_bytes, n, chunk[b], trim, words); break;
+      case SPARSE: status = decode_sparse<F, Lanes>(local, tail_bytes, n, chunk[b], trim, words); break;
     }
     if (status) return status;
     memcpy(out + uint64_t(b) * block * sizeof(Word), words, n * sizeof(Word));
@@ -153,8 +154,8 @@ Status decode_chunk(const uint8_t* chunk, uint64_t bytes, uint64_t numel, uint32
   return (tail + 15) / 16 * 16 == bytes ? OK : BLOCK;
 }
 
-template <typename F>
-Status decode(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint32_t block, uint8_t* out) {
+template <typename F, typename Lanes>
+int32_t decode(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint32_t block, uint8_t* out) {
   const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = (numel + per_chunk - 1) / per_chunk;
   uint64_t at = (4 * chunks + 15) / 16 * 16;
   if (at > bytes) return INDEX;
@@ -168,7 +169,7 @@ Status decode(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint32_t b
     }
     if (uint64_t(offset) * 16 != at || end < at || end > bytes) return INDEX;
     const uint64_t start = chunk * per_chunk, here = numel - start < per_chunk ? numel - start : per_chunk;
-    const Status status = decode_chunk<F>(payload + at, end - at, here, block, out + start * sizeof(typename F::Word));
+    const Status status = decode_chunk<F, Lanes>(payload + at, end - at, here, block, out + start * sizeof(typename F::Word));
     if (status) return status;
     at = end;
   }
@@ -178,15 +179,3 @@ Status decode(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint32_t b
 }  // namespace
 }  // namespace zipccl
 
-// Decodes a payload of `bytes` bytes to numel words of `dtype`. Returns 0 or a FrameErrorCode; the words are then undefined.
-extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block) {
-  using namespace zipccl;
-  const uint8_t* in = static_cast<const uint8_t*>(payload);
-  uint8_t* out = static_cast<uint8_t*>(words);
-  switch (dtype) {
-    case BF16: return decode<Bf16>(in, bytes, numel, block, out);
-    case FP16: return decode<Fp16>(in, bytes, numel, block, out);
-    case FP32: return decode<Fp32>(in, bytes, numel, block, out);
-  }
-  return BLOCK;
-}

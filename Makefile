@@ -1,0 +1,30 @@
+# make demo | make test: each does all the set-up it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+RANKS ?= 2
+export DS_ACCELERATOR = cpu
+export PYTHONWARNINGS = ignore::FutureWarning
+
+.PHONY: demo test fuzz lint clean
+
+# torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
+$(VENV)/ready: setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or later is needed, $(PYTHON) is %d.%d; use make PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q torch==2.13.0 numpy setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q -e '.[test]'
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/python examples/train_gpt.py --compare --ranks $(RANKS) --ds-config examples/ds_config_zero3.json
+
+test: $(VENV)/ready lint
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info out

@@ -1,0 +1,73 @@
+"""``python -m ds_zipccl``: the command line. A command's module is imported only when it is the one that runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from ds_zipccl import __version__
+from ds_zipccl.tools import ToolError
+
+PROGRAM = "python -m ds_zipccl"
+
+#: words on the command line -> module with add_arguments() and main(), one-line help
+COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("report",): ("report", "versions, routes and op builders: what works here, and why the rest does not"),
+    ("analyze",): ("analyze", "entropy, bound and ratio of the tensors of a file, or of synthetic data"),
+    ("bench", "codec"): ("bench_codec", "ratio and speed of compress and decompress, beside memcpy"),
+    ("bench", "comm"): ("bench_comm", "time and bytes of collectives: plain, our schedule uncoded, coded"),
+    ("bench", "train"): ("bench_train", "whole training runs, plain and coded"),
+}
+GROUPS = {"bench": "measurements: codec, comm, train"}
+
+
+def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
+    """Parser that knows every command's name, and the options of the ``chosen`` one."""
+    parser = argparse.ArgumentParser(
+        PROGRAM, description="Lossless compressed communication for DeepSpeed.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"ds_zipccl {__version__}")
+    levels = {(): parser.add_subparsers(metavar="COMMAND", required=True)}
+    for group, text in GROUPS.items():
+        sub = levels[()].add_parser(group, help=text, description=text, allow_abbrev=False)
+        levels[(group,)] = sub.add_subparsers(metavar="WHAT", required=True)
+    for words, (name, text) in COMMANDS.items():
+        command = levels[words[:-1]].add_parser(
+            words[-1], help=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        if words == chosen:
+            module = importlib.import_module(f"ds_zipccl.tools.{name}")
+            command.description = (module.__doc__ or text).replace("``", "")
+            module.add_arguments(command)
+            command.set_defaults(main=module.main)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        Exit status: 0 all is well; 1 something measured is wrong; 2 the command could not do what was asked.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((command for command in COMMANDS if tuple(words[: len(command)]) == command), None)
+    args = _parser(chosen).parse_args(words)
+    args.command = shlex.join([*PROGRAM.split(), *words])
+    try:
+        return int(args.main(args))
+    except ToolError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head` has seen enough; keep the interpreter's last flush quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Coded collectives on plain ``torch.distributed`` groups: its names, its argument order, its meaning, fewer bytes.
+
+Every function takes two more keywords: ``config``, a :class:`ds_zipccl.config.ZipcclConfig` that must be equal on all ranks of
+the group, and ``role``, one of :data:`ds_zipccl.config.ROLES`, for the policy and the statistics. Calls that the policy does not
+code go to ``torch.distributed`` unchanged.
+"""
+
+from ds_zipccl.comm.exchange import CommError
+from ds_zipccl.comm.moves import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_to_all,
+    all_to_all_single,
+    broadcast,
+)
+from ds_zipccl.comm.p2p import irecv, isend, recv, send
+from ds_zipccl.comm.shadow import ShadowMismatch
+from ds_zipccl.comm.sums import all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor
+from ds_zipccl.comm.work import Work
+
+__all__ = [
+    "CommError",
+    "ShadowMismatch",
+    "Work",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "send",
+]

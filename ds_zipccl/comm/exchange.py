@@ -1,0 +1,169 @@
+"""Frames between the ranks of one group: tags, posting, receiving, errors.
+
+Frames are bytes that travel by paired sends and receives on the caller's own group. gloo accepts a receive buffer larger than
+what was sent, so a receive is posted with the bound of the frame and no sizes are exchanged: the header has the true length.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import policy
+from ds_zipccl.codecs import CODECS, compress, compress_bound, decompress
+from ds_zipccl.comm.work import CommError
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.frame import FrameError
+
+#: Tags in each of our ranges (admission). The ranges lie above the tags that programs use and below 2**31.
+TAGS = 1 << 28
+COLLECTIVE_TAG = 1 << 30
+P2P_TAG = COLLECTIVE_TAG + TAGS
+SHADOW_TAG = P2P_TAG + TAGS
+#: Exchanges of one collective (admission: all_reduce has two).
+ROUNDS = 2
+
+#: Operations issued so far on each group; goes with the group, so that a group made anew starts afresh on all ranks.
+_issued: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+_issued_lock = threading.Lock()
+
+#: Buffers of failed operations: the transport may still read and write them, so they must outlive the error.
+_abandoned: list[object] = []
+
+
+def next_tag(group: dist.ProcessGroup) -> int:
+    """Tag of the next collective of ``group``: the first of ROUNDS tags. To be called in program order."""
+    with _issued_lock:
+        issued = _issued.setdefault(group, count())
+        return COLLECTIVE_TAG + next(issued) * ROUNDS % TAGS
+
+
+class Link:
+    """One coded operation of this rank: its group, its tag, its codec, and what it has sent.
+
+    ``rank``, ``peers`` and all ranks below are ranks of the group. ``peers`` is the order in which to receive, nearest below
+    first; it is also the order in which gloo's ring adds. ``raw_bytes`` and ``wire_bytes`` count what was sent.
+    """
+
+    def __init__(
+        self, op: str, group: dist.ProcessGroup, config: ZipcclConfig, role: str, codec: str, tag: int | None = None
+    ) -> None:
+        self.op = op
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
+        self.raw_bytes = 0
+        self.wire_bytes = 0
+        self._config = config
+        self._role = role
+        self._codec = codec
+        self._tag = next_tag(group) if tag is None else tag
+
+    @contextmanager
+    def round(self, index: int = 0) -> Iterator[Round]:
+        """One exchange; on leaving, every send is out. After an error nothing is waited for, so that it shows at once."""
+        exchange = Round(self, self._tag + index)
+        try:
+            yield exchange
+            exchange.flush()
+        except BaseException:
+            _abandoned.append(exchange)
+            raise
+
+    def error(self, what: str) -> CommError:
+        """``what`` went wrong, with where."""
+        name = getattr(self.group, "group_name", "?")
+        where = f"group {name!r} of {self.size} ranks, role {self._role}, global rank {dist.get_rank()}"
+        return CommError(f"{self.op} ({where}): {what}")
+
+    def global_rank(self, peer: int) -> int:
+        """Rank in the default group of a rank of this group."""
+        return dist.get_global_rank(self.group, peer)
+
+    def encode(self, flat: torch.Tensor) -> torch.Tensor:
+        """Frame of a flat tensor."""
+        codec = policy.frame_codec(self._codec, flat.nbytes)
+        block = self._config.block
+        buffer = torch.empty(compress_bound(flat.numel(), flat.dtype, codec, block=block), dtype=torch.uint8)
+        return compress(flat, codec, out=buffer, block=block, shaped=False, checksum=False, route=self._config.route)
+
+    def landing(self, flat: torch.Tensor) -> torch.Tensor:
+        """Buffer that holds any frame of as many elements as ``flat``, whatever codec the sender chooses."""
+        block = self._config.block
+        bounds = (compress_bound(flat.numel(), flat.dtype, codec, block=block) for codec in CODECS)
+        return torch.empty(max(bounds), dtype=torch.uint8)
+
+    def decode(self, frame: torch.Tensor, peer: int, out: torch.Tensor) -> torch.Tensor:
+        """Decode the frame of ``peer`` into flat ``out``.
+
+        Raises:
+            CommError: from FrameError: it is damaged, or holds another dtype or number of elements.
+        """
+        try:
+            return decompress(frame, out, route=self._config.route)
+        except FrameError as error:
+            raise self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}") from error
+
+    def count(self, flat: torch.Tensor, frame: torch.Tensor) -> None:
+        """Account for one frame sent."""
+        self.raw_bytes += flat.nbytes
+        self.wire_bytes += frame.nbytes
+
+    def wait(self, handle: dist.Work, doing: str, timeout: timedelta | None = None) -> None:
+        """Wait for a handle of the transport, by default as long as the group waits.
+
+        Raises:
+            CommError: from what the transport raised.
+        """
+        try:
+            handle.wait() if timeout is None else handle.wait(timeout)
+        except RuntimeError as error:
+            raise self.error(f"{doing}: {error}") from error
+
+
+class Round:
+    """Frames of one tag. Frames of one pair of ranks arrive in the order they were sent; empty tensors are not sent."""
+
+    def __init__(self, link: Link, tag: int) -> None:
+        self._link = link
+        self._tag = tag
+        self._sends: list[tuple[int, dist.Work, torch.Tensor]] = []
+        self._receives: defaultdict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
+
+    def expect(self, peer: int, out: torch.Tensor) -> None:
+        """Post the receive for what :meth:`receive` will decode into flat ``out``; nothing is written to ``out`` yet."""
+        if out.numel():
+            buffer = self._link.landing(out)
+            self._receives[peer].append((self._link.group.recv([buffer], peer, self._tag), buffer))
+
+    def send(self, flat: torch.Tensor, *peers: int) -> None:
+        """Encode once, send to every peer. ``flat`` may be overwritten afterwards."""
+        if flat.numel():
+            frame = self._link.encode(flat)
+            for peer in peers:
+                self._sends.append((peer, self._link.group.send([frame], peer, self._tag), frame))
+                self._link.count(flat, frame)
+
+    def receive(self, peer: int, out: torch.Tensor) -> torch.Tensor:
+        """Wait for the next frame of ``peer`` and decode it into flat ``out``, which it returns."""
+        if out.numel():
+            handle, buffer = self._receives[peer].popleft()
+            self._link.wait(handle, f"receiving from global rank {self._link.global_rank(peer)}")
+            self._link.decode(buffer, peer, out)
+        return out
+
+    def flush(self) -> None:
+        """Wait until every send is out."""
+        while self._sends:
+            peer, handle, _ = self._sends[-1]
+            self._link.wait(handle, f"sending to global rank {self._link.global_rank(peer)}")
+            self._sends.pop()

@@ -1,0 +1,104 @@
+"""The order and the accuracy of sums.
+
+``match`` adds in the tensor's own dtype, rounding at every step, in the order of gloo's rings: the elements of chunk ``c`` of
+``n`` are summed as ``((x[c-1] + x[c-2]) + ...) + x[c]``, indices mod n. Chunks are cut by gloo's segment sizes, which differ
+between its all-reduce and its reduce. ``fp32`` adds in fp32 in rank order and rounds once. Which payload a NaN sum carries is
+left open for fp16 and fp32, by the hardware as well; bf16 sums make it 0x7fc0, as gloo's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+#: gloo's largest segment, in bytes (admission: part of its rings' geometry).
+_SEGMENT_BYTES = 1 << 20
+
+
+def _ceil(count: int, unit: int) -> int:
+    return (count + unit - 1) // unit
+
+
+def _up(count: int, unit: int) -> int:
+    return _ceil(count, unit) * unit
+
+
+def all_reduce_chunk(numel: int, itemsize: int, ranks: int) -> int:
+    """Elements in a chunk of gloo's ring all-reduce and reduce-scatter."""
+    total = numel * itemsize
+    segments = _up(max(_ceil(total, _SEGMENT_BYTES), 2 * ranks), ranks)
+    segment = _up(_ceil(total, segments), itemsize)
+    return segments // ranks * segment // itemsize
+
+
+def reduce_chunk(numel: int, itemsize: int, ranks: int) -> int:
+    """Elements in a chunk of gloo's ring reduce."""
+    total = numel * itemsize
+    segment = _up(max(1, min(_ceil(total, 2 * ranks), _SEGMENT_BYTES)), itemsize)
+    segments = _up(max(_ceil(total, segment), 2 * ranks), ranks)
+    return segments // ranks * segment // itemsize
+
+
+def cut(numel: int, chunk: int, ranks: int) -> list[slice]:
+    """The chunk of each rank, in a message of ``numel`` elements; the last ones may be short or empty."""
+    return [slice(min(rank * chunk, numel), min((rank + 1) * chunk, numel)) for rank in range(ranks)]
+
+
+class Reduction:
+    """SUM or AVG over ``ranks`` contributions. ``kind`` is "match" or "fp32"."""
+
+    def __init__(self, kind: str, op: str, ranks: int) -> None:
+        self._fp32 = kind == "fp32"
+        self._average = op == "AVG"
+        self._ranks = ranks
+
+    def fold(self, take: Callable[[int], torch.Tensor], out: torch.Tensor, begin: int, chunk: int) -> torch.Tensor:
+        """Write the sum of all contributions into flat ``out``, which it returns; :meth:`finish` is still to come.
+
+        Args:
+            take: contribution of a rank, flat, of ``out``'s size; called once per rank. Where one order serves all of ``out``,
+                contributions are taken in that order and only one is held at a time.
+            out: may share memory with the contributions: it is written last.
+            begin, chunk: first element of ``out`` in the message, and the size of the message's chunks, in elements.
+        """
+        if not out.numel():
+            return out
+        pieces = list(self._pieces(begin, begin + out.numel(), chunk))
+        if len(pieces) == 1:
+            return self._store(out, self._add(take(rank) for rank in pieces[0][1]))
+        held = [take(rank) for rank in range(self._ranks)]
+        totals = [self._add(held[rank][piece] for rank in order) for piece, order in pieces]
+        for (piece, _), total in zip(pieces, totals, strict=True):
+            self._store(out[piece], total)
+        return out
+
+    def finish(self, out: torch.Tensor) -> None:
+        """Divide for AVG, as gloo does after everything else ("fp32" has done it before rounding)."""
+        if self._average and not self._fp32:
+            out.div_(self._ranks)
+
+    def _pieces(self, begin: int, end: int, chunk: int) -> Iterator[tuple[slice, Sequence[int]]]:
+        """Parts of [begin, end), relative to ``begin``, with the order of ranks in which each is summed."""
+        if self._fp32:
+            yield slice(0, end - begin), range(self._ranks)
+            return
+        for c in range(begin // chunk, (end - 1) // chunk + 1):
+            order = [(c - 1 - step) % self._ranks for step in range(self._ranks)]
+            yield slice(max(c * chunk, begin) - begin, min((c + 1) * chunk, end) - begin), order
+
+    def _add(self, contributions: Iterator[torch.Tensor]) -> torch.Tensor:
+        first = next(contributions)
+        total = torch.add(first.float() if self._fp32 else first, next(contributions))
+        del first
+        for contribution in contributions:
+            total.add_(contribution)
+        return total
+
+    def _store(self, out: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        if self._fp32 and self._average:
+            total.div_(self._ranks)
+        out.copy_(total)
+        if out.dtype == torch.bfloat16 and bool((nan := out.isnan()).any()):
+            out.masked_fill_(nan, torch.nan)
+        return out

@@ -1,0 +1,88 @@
+"""check = "shadow": the plain collective runs beside the coded one, on copies, and the results are compared.
+
+Moves must agree in every bit. Sums must agree in every bit too, except that any NaN equals any NaN, and that "fp32" sums of
+three or more ranks (or averages) may differ from the plain result ``want`` by rounding:
+``|got - want| <= ranks * eps * sum(|x|)``, eps being the distance from 1 to the next number of the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from ds_zipccl.comm.work import CommError
+
+#: How the results of an operation may differ from the plain ones.
+Tolerance = Literal["bits", "nan", "rounding"]
+#: plain(inputs, outputs, async_op): the operation of torch.distributed on these tensors.
+Plain = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], bool], Any]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ShadowMismatch(CommError):
+    """The coded result differs from the plain one."""
+
+
+class Shadow:
+    """The plain collective, issued now on the calling thread, so that all ranks issue it in program order."""
+
+    def __init__(
+        self,
+        plain: Plain,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        tolerance: Tolerance,
+        ranks: int,
+    ) -> None:
+        self._tolerance = tolerance
+        self._ranks = ranks
+        self._wanted = [tensor.detach().clone() for tensor in outputs]
+        self._handles = [plain([tensor.detach().clone() for tensor in inputs], self._wanted, True)]
+        self._magnitudes: list[torch.Tensor] = []
+        if tolerance == "rounding":
+            self._magnitudes = [tensor.detach().abs() for tensor in outputs]
+            self._handles.append(plain([tensor.detach().abs() for tensor in inputs], self._magnitudes, True))
+
+    def compare(self, outputs: Sequence[torch.Tensor], error: Callable[[str], CommError]) -> None:
+        """Wait for the plain result and compare.
+
+        Raises:
+            ShadowMismatch: with the first difference, in the words of ``error``.
+        """
+        for handle in self._handles:
+            handle.wait()
+        for number, (got, want) in enumerate(zip(outputs, self._wanted, strict=True)):
+            wrong = self._wrong(number, got.detach().reshape(-1), want.reshape(-1))
+            if bool(wrong.any()):
+                index = int(wrong.nonzero()[0])
+                values = " ".join(
+                    f"{name} {_show(flat.reshape(-1)[index])}" for name, flat in (("got", got), ("wanted", want))
+                )
+                message = f"{int(wrong.sum())} of {wrong.numel()} wrong in output {number}, first at {index}: {values}"
+                raise ShadowMismatch(str(error(message)))
+
+    def _wrong(self, number: int, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+        if self._tolerance == "rounding":
+            return _beyond_rounding(got, want, self._magnitudes[number].reshape(-1), self._ranks)
+        wrong = bits(got) != bits(want)
+        return wrong if self._tolerance == "bits" else wrong & ~(got.isnan() & want.isnan())
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bit patterns as integers."""
+    return tensor.view(_WORDS[tensor.element_size()])
+
+
+def _beyond_rounding(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Where ``got`` is farther from ``want`` than rounding explains; no claim where sum(|x|) is not finite."""
+    limits = torch.finfo(got.dtype)
+    bound = ranks * (limits.eps * magnitude.double() + limits.smallest_normal * limits.eps)
+    return ~((got.double() - want.double()).abs() <= bound) & magnitude.isfinite()
+
+
+def _show(value: torch.Tensor) -> str:
+    width = 2 * value.element_size()
+    return f"{value.item():g} (0x{int(bits(value.reshape(1))[0]) & (1 << 4 * width) - 1:0{width}x})"

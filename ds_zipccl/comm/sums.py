@@ -1,0 +1,250 @@
+"""Collectives that add: all-reduce, reduce, reduce-scatter.
+
+Frames go to the rank that adds, which decodes and folds them in a documented order (:mod:`ds_zipccl.comm.reduction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.comm.exchange import Link, Round
+from ds_zipccl.comm.moves import gather, split
+from ds_zipccl.comm.operation import Call, Operation, backend_of, group_rank, is_member, reduce_op_name, run
+from ds_zipccl.comm.reduction import Reduction, all_reduce_chunk, cut, reduce_chunk
+from ds_zipccl.comm.shadow import Plain, Tolerance
+from ds_zipccl.comm.work import JoinedWork
+from ds_zipccl.config import DEFAULT, ZipcclConfig
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+) -> Any:
+    """``torch.distributed.all_reduce``: in place, the same bits on every rank."""
+    return _all_reduce_tensors(
+        "all_reduce",
+        [tensor],
+        lambda inputs, outputs, later: dist.all_reduce(outputs[0], op, group, later),
+        op,
+        Call(group, async_op, config, role),
+    )
+
+
+def all_reduce_coalesced(
+    tensors: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+) -> Any:
+    """``torch.distributed.all_reduce_coalesced``: one all-reduce over the tensors laid end to end, in place."""
+
+    def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
+        handle = dist.all_reduce_coalesced(list(outputs), op, group, later)
+        return JoinedWork("all_reduce_coalesced", [handle], outputs) if handle is not None else None
+
+    return _all_reduce_tensors("all_reduce_coalesced", tensors, plain, op, Call(group, async_op, config, role))
+
+
+def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain, op: Any, call: Call) -> Any:
+    ranks = dist.get_world_size(call.group)
+    reduction, tolerance = _reduction(tensors, op, call.group, call.config)
+
+    def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        chunk = all_reduce_chunk(whole.numel(), whole.element_size(), ranks)
+        slices = cut(whole.numel(), chunk, ranks)
+        shards = [whole[part] for part in slices]
+        own = shards[link.rank]
+        with link.round(0) as exchange:
+            _send_shards(exchange, link, shards, own)
+            total = reduction.fold(
+                _contributions(exchange, link, own), torch.empty_like(own), slices[link.rank].start, chunk
+            )
+        gather(link, 1, [(total, shards)])
+        reduction.finish(whole)
+        if len(outputs) > 1:
+            for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
+                flat.copy_(part)
+
+    numel = sum(tensor.numel() for tensor in tensors)
+    operation = Operation(
+        name=name,
+        inputs=[],
+        outputs=tensors,
+        plain=plain,
+        coded=coded,
+        numel=numel,
+        sent=2 * numel * (ranks - 1) / ranks,
+        reduce_op=op,
+        tolerance=tolerance,
+        memory_order=True,
+    )
+    return run(operation, call)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+) -> Any:
+    """``torch.distributed.reduce``: the sum goes in place to global rank ``dst`` (or group rank); other ranks keep theirs."""
+    if not is_member(group):
+        return dist.reduce(tensor, dst, op, group, async_op)
+    root = group_rank(group, dst, group_dst)
+    root_globally = dist.get_global_rank(group or dist.group.WORLD, root)
+    adds = dist.get_rank(group) == root
+    reduction, tolerance = _reduction([tensor], op, group, config)
+
+    def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        with link.round() as exchange:
+            for flat in inputs:
+                exchange.send(flat, root)
+            for flat in outputs:
+                for peer in link.peers:
+                    exchange.expect(peer, flat)
+                chunk = reduce_chunk(flat.numel(), flat.element_size(), link.size)
+                reduction.fold(_contributions(exchange, link, flat), flat, 0, chunk)
+                reduction.finish(flat)
+
+    operation = Operation(
+        name="reduce",
+        inputs=[] if adds else [tensor],
+        outputs=[tensor] if adds else [],
+        plain=lambda inputs, outputs, later: dist.reduce([*inputs, *outputs][0], root_globally, op, group, later),
+        coded=coded,
+        numel=tensor.numel(),
+        sent=tensor.numel() * (not adds),
+        reduce_op=op,
+        tolerance=tolerance,
+        memory_order=True,
+    )
+    return run(operation, Call(group, async_op, config, role))
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+) -> Any:
+    """``torch.distributed.reduce_scatter_tensor``: the output of rank r is the sum of all shards r of the inputs.
+
+    The output may be the own shard of the input.
+    """
+    ranks = dist.get_world_size(group)
+    reduction, tolerance = _reduction([output], op, group, config)
+
+    def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        chunk = all_reduce_chunk(inputs[0].numel(), inputs[0].element_size(), ranks)
+        _reduce_scatter(link, split(inputs[0], ranks), outputs[0], reduction, link.rank * outputs[0].numel(), chunk)
+
+    wrong = output.numel() * ranks != input.numel()
+    operation = Operation(
+        name="reduce_scatter_tensor",
+        inputs=[input],
+        outputs=[output],
+        plain=lambda inputs, outputs, later: dist.reduce_scatter_tensor(outputs[0], inputs[0], op, group, later),
+        coded=coded,
+        numel=input.numel(),
+        sent=input.numel() * (ranks - 1) / ranks,
+        problem=f"input must have {ranks} times {output.numel()} elements of output, got {input.numel()}"
+        if wrong
+        else "",
+        reduce_op=op,
+        tolerance=tolerance,
+    )
+    return run(operation, Call(group, async_op, config, role))
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+) -> Any:
+    """``torch.distributed.reduce_scatter``: the output of rank r is the sum of all ``input_list[r]``; sizes may differ."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    reduction, tolerance = _reduction([output], op, group, config)
+
+    def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        # gloo all-reduces each tensor of the list by itself: every shard has a grid of its own
+        chunk = all_reduce_chunk(outputs[0].numel(), outputs[0].element_size(), ranks)
+        _reduce_scatter(link, inputs, outputs[0], reduction, 0, chunk)
+
+    sizes = [tensor.numel() for tensor in input_list]
+    wrong = len(sizes) != ranks or sizes[rank] != output.numel()
+    operation = Operation(
+        name="reduce_scatter",
+        inputs=input_list,
+        outputs=[output],
+        plain=lambda inputs, outputs, later: dist.reduce_scatter(outputs[0], list(inputs), op, group, later),
+        coded=coded,
+        numel=sum(sizes),
+        sent=sum(sizes) * (ranks - 1) / ranks,
+        problem=f"input_list must have {ranks} tensors, the one of this rank of {output.numel()} elements, got {sizes}"
+        if wrong
+        else "",
+        reduce_op=op,
+        tolerance=tolerance,
+    )
+    return run(operation, Call(group, async_op, config, role))
+
+
+def _reduce_scatter(
+    link: Link, shards: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction, begin: int, chunk: int
+) -> None:
+    own = shards[link.rank]
+    with link.round() as exchange:
+        _send_shards(exchange, link, shards, own)
+        reduction.fold(_contributions(exchange, link, own), out, begin, chunk)
+    reduction.finish(out)
+
+
+def _send_shards(exchange: Round, link: Link, shards: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+    """Send every peer its shard, with receives for the own one posted."""
+    for peer in link.peers:
+        exchange.expect(peer, own)
+    for peer in reversed(link.peers):
+        exchange.send(shards[peer], peer)
+
+
+def _contributions(exchange: Round, link: Link, own: torch.Tensor) -> Any:
+    """The contribution of a rank: the own one as it is, a peer's decoded into a new tensor."""
+    return lambda rank: own if rank == link.rank else exchange.receive(rank, torch.empty_like(own))
+
+
+def _reduction(
+    tensors: Sequence[torch.Tensor], op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig
+) -> tuple[Reduction, Tolerance]:
+    """The arithmetic that the config asks for, and how near it comes to the plain backend's."""
+    kind, name, ranks = config.reduction, reduce_op_name(op), dist.get_world_size(group)
+    if kind == "auto":
+        kind = "match" if all(backend_of(group, tensor.device.type) == "gloo" for tensor in tensors[:1]) else "fp32"
+    exact = kind == "match" or (ranks == 2 and name == "SUM")
+    return Reduction(kind, name, ranks), "nan" if exact else "rounding"

@@ -1,0 +1,191 @@
+"""Handles of operations in flight, and the threads that run them.
+
+Every asynchronous operation has a thread of its own while it is in flight, so that no order in which a program waits for its
+operations can block one behind another. Threads are kept and used again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+#: Longest time that the end of the interpreter waits for operations nobody waited for (admission, seconds).
+EXIT_SECONDS = 5.0
+
+
+class CommError(RuntimeError):
+    """A coded operation failed; the message names the operation, its group, this rank and the peer."""
+
+
+class Work:
+    """An operation in flight, like ``torch.distributed.Work``. It keeps its tensors alive until it is done."""
+
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._name = name
+        self._tensors = list(tensors)
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the outputs hold the result; may be called again.
+
+        Raises:
+            CommError: the operation failed, or is not done after ``timeout`` (it then goes on, and can be waited for again).
+        """
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise CommError(
+                f"{self._name} is not done after {timeout}; it is still running and can be waited for again"
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """True once the outputs are written, or the operation failed; does not block."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """True once the outputs are written."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What :meth:`wait` would raise; None while in flight and after success."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors, after :meth:`wait`."""
+        self.wait()
+        return self._tensors
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # it belongs to whoever waits
+            self._error = error
+        finally:
+            self._done.set()
+
+
+class PostedWork(Work):
+    """A send or receive that the transport has already taken; ``finish`` runs once, in the first :meth:`wait`.
+
+    As with plain gloo, a posted operation counts as completed from its first :meth:`wait` on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        finish: Callable[[timedelta | None], None],
+        source: Callable[[], int],
+    ) -> None:
+        super().__init__(name, tensors)
+        self._finish: Callable[[timedelta | None], None] | None = finish
+        self._source = source
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the frame is out, or decoded into the tensor; may be called again.
+
+        Raises:
+            CommError: the frame did not arrive in ``timeout`` (gloo then closes the connection), or cannot be decoded.
+        """
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                self._run(lambda: finish(timeout))
+        return super().wait()
+
+    def source_rank(self) -> int:
+        """Group rank of the sender, after :meth:`wait`."""
+        return self._source()
+
+    _source_rank = source_rank
+
+
+class JoinedWork(Work):
+    """Several plain handles as one, in order."""
+
+    def __init__(self, name: str, handles: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(name, tensors)
+        self._handles = list(handles)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all are done. ``timeout`` is for each of them."""
+        for handle in self._handles:
+            handle.wait() if timeout is None else handle.wait(timeout)
+        self._done.set()
+        return True
+
+    def is_completed(self) -> bool:
+        """True once all are done; does not block."""
+        return all(_completed(handle) for handle in self._handles)
+
+
+def _completed(handle: Any) -> bool:
+    return handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed()
+
+
+class _Threads:
+    """As many threads as operations were ever in flight together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: list[threading.Thread] = []
+        self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._closed = False
+        atexit.register(self.close)
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run ``job``, which must not raise, on an idle thread or a new one; returns at once."""
+        with self._lock:
+            queue = self._idle.pop() if self._idle else self._add()
+        queue.put(job)
+
+    def _add(self) -> SimpleQueue[Callable[[], None] | None]:
+        queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        thread = threading.Thread(target=self._serve, args=(queue,), name=f"ds_zipccl-{len(self._all)}", daemon=True)
+        self._all.append(thread)
+        thread.start()
+        return queue
+
+    def _serve(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (job := queue.get()) is not None:
+            job()
+            del job  # it holds the operation's tensors
+            with self._lock:
+                if self._closed:
+                    return
+                self._idle.append(queue)
+
+    def close(self) -> None:
+        """Let operations finish: no thread may be inside the transport while the interpreter is taken down."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for queue in idle:
+            queue.put(None)
+        deadline = time.monotonic() + EXIT_SECONDS
+        for thread in self._all:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_threads = _Threads()
+
+
+def start(name: str, tensors: Sequence[torch.Tensor], job: Callable[[], None]) -> Work:
+    """Run ``job`` on a background thread; returns at once. ``tensors`` are the outputs that the handle reports."""
+    work = Work(name, tensors)
+    _threads.run(lambda: work._run(job))
+    return work

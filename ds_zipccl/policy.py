@@ -1,0 +1,85 @@
+"""Which messages are coded. Pure: a plan depends on nothing but values that are equal on every rank of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ds_zipccl.codecs import CODED_DTYPES
+from ds_zipccl.config import ROLES, ZipcclConfig
+
+#: Sums that a schedule of ours computes (admission: the others are not sums of decoded frames).
+CODED_REDUCE_OPS = ("SUM", "AVG")
+#: Backends with a schedule of ours, by device type (admission: the order of gloo's sums and its tag matching are known).
+CODED_BACKENDS = {"cpu": ("gloo",)}
+#: A segment smaller than this many bytes goes into a raw frame (seed: a coder call costs more than it saves there).
+RAW_BELOW_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Message:
+    """One operation as every rank of its group sees it.
+
+    ``numel`` counts the whole message (the output of a gather, the input of a reduce-scatter) in elements; None where ranks
+    may see different sizes (all-to-all). ``device`` is a device type, ``reduce_op`` the name in ``torch.distributed.ReduceOp``.
+    """
+
+    op: str
+    dtype: torch.dtype
+    numel: int | None
+    ranks: int
+    device: str
+    backend: str
+    role: str
+    reduce_op: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """FRAMES with a codec, or PASS with the reason (empty for frames; one of few texts, fit to be counted)."""
+
+    frames: bool
+    codec: str
+    reason: str
+
+
+#: Admission: what a message must satisfy, in this order. The first reason that is not empty makes it pass.
+RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
+    lambda message, config: "" if config.enabled else "not enabled",
+    lambda message, config: "role is never coded" if config.roles.get(message.role) == "never" else "",
+    lambda message, config: "" if message.ranks > 1 else "group of one rank",
+    lambda message, config: (
+        "" if message.dtype in CODED_DTYPES else f"dtype {str(message.dtype).removeprefix('torch.')}"
+    ),
+    lambda message, config: "" if message.reduce_op in (None, *CODED_REDUCE_OPS) else f"reduce op {message.reduce_op}",
+    lambda message, config: "" if message.device in CODED_BACKENDS else f"no coded route on {message.device} yet",
+    lambda message, config: (
+        ""
+        if message.backend in CODED_BACKENDS[message.device]
+        else f"no coded schedule for backend {message.backend} yet"
+    ),
+    lambda message, config: "smaller than min_bytes" if _bytes_below(message, config.min_bytes) else "",
+)
+
+
+def plan(message: Message, config: ZipcclConfig) -> Plan:
+    """Decide on one message.
+
+    Raises:
+        ValueError: the role is none of :data:`ds_zipccl.config.ROLES`.
+    """
+    if message.role not in ROLES:
+        raise ValueError(f"role {message.role!r} of {message.op} is unknown; roles are {', '.join(ROLES)}")
+    reason = next(filter(None, (rule(message, config) for rule in RULES)), "")
+    return Plan(not reason, "" if reason else config.codec, reason)
+
+
+def frame_codec(codec: str, nbytes: int) -> str:
+    """Codec of one frame of ``nbytes`` bytes of tensor. The sender's own choice: the frame names it."""
+    return "raw" if nbytes < RAW_BELOW_BYTES else codec
+
+
+def _bytes_below(message: Message, limit: int) -> bool:
+    return message.numel is not None and message.numel * message.dtype.itemsize < limit

@@ -1,0 +1,110 @@
+"""Process-wide counters of what was sent: plain integers under one lock, never a synchronisation with a device or a rank."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class _Row:
+    calls: int = 0
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    passed: int = 0
+    passed_bytes: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+_rows: dict[tuple[str, str], _Row] = {}
+_lock = threading.Lock()
+
+
+def record(role: str, op: str, raw_bytes: int, wire_bytes: int) -> None:
+    """Count one coded call: bytes this rank would have sent uncoded, and bytes it sent, headers included."""
+    with _lock:
+        row = _rows.setdefault((role, op), _Row())
+        row.calls += 1
+        row.raw_bytes += raw_bytes
+        row.wire_bytes += wire_bytes
+
+
+def record_pass(role: str, op: str, raw_bytes: int, reason: str) -> None:
+    """Count one call that went to the plain backend, and why."""
+    with _lock:
+        row = _rows.setdefault((role, op), _Row())
+        row.passed += 1
+        row.passed_bytes += raw_bytes
+        row.reasons[reason] += 1
+
+
+def _ratio(raw_bytes: int, wire_bytes: int) -> float:
+    """Original / compressed; 1.0 where this rank sent nothing."""
+    return raw_bytes / wire_bytes if wire_bytes else 1.0
+
+
+def rows() -> list[dict[str, Any]]:
+    """One dict per (role, op), sorted: role, op, calls, raw_bytes, wire_bytes, ratio, passed, passed_bytes, reasons.
+
+    ``calls``, ``raw_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` the others; ``reasons`` maps
+    a reason to its number of calls. A snapshot: later calls do not change it.
+    """
+    with _lock:
+        return [
+            {
+                "role": role,
+                "op": op,
+                "calls": row.calls,
+                "raw_bytes": row.raw_bytes,
+                "wire_bytes": row.wire_bytes,
+                "ratio": _ratio(row.raw_bytes, row.wire_bytes),
+                "passed": row.passed,
+                "passed_bytes": row.passed_bytes,
+                "reasons": dict(row.reasons),
+            }
+            for (role, op), row in sorted(_rows.items())
+        ]
+
+
+def totals() -> dict[str, float]:
+    """raw_bytes, wire_bytes and ratio over all coded calls of this process."""
+    with _lock:
+        raw_bytes = sum(row.raw_bytes for row in _rows.values())
+        wire_bytes = sum(row.wire_bytes for row in _rows.values())
+    return {"raw_bytes": raw_bytes, "wire_bytes": wire_bytes, "ratio": _ratio(raw_bytes, wire_bytes)}
+
+
+def reset() -> None:
+    """Forget everything counted so far."""
+    with _lock:
+        _rows.clear()
+
+
+_HEADER = ("role", "op", "coded", "MB", "sent MB", "ratio", "passed", "MB", "why passed")
+
+
+def table() -> str:
+    """The rows as plain text, columns aligned, MB of 10^6 bytes; the last line is the total over coded calls."""
+    cells = [_HEADER]
+    for row in rows():
+        why = ", ".join(f"{reason} ({count})" for reason, count in sorted(row["reasons"].items()))
+        cells.append(
+            (row["role"], row["op"], *_amounts(row), str(row["passed"]), f"{row['passed_bytes'] / 1e6:.2f}", why)
+        )  # fmt: skip
+    total = {"calls": sum(row["calls"] for row in rows()), **totals()}
+    cells.append(("total", "", *_amounts(total), "", "", ""))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    texts = {0, 1, len(_HEADER) - 1}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in texts else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    )
+
+
+def _amounts(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    return str(row["calls"]), f"{row['raw_bytes'] / 1e6:.2f}", f"{row['wire_bytes'] / 1e6:.2f}", f"{row['ratio']:.3f}"

@@ -1,0 +1,225 @@
+"""``bench train``: whole training runs, plain and coded, from one seed. No timing without checking the bits.
+
+Every run is ``examples/train_gpt.py`` in processes of its own; plain and coded runs alternate, plain first. Columns:
+
+* ``mode``, ``ranks``, ``link``: what trained, on how many local ranks, joined by what.
+* ``variant``: ``plain`` (``DS_ZIPCCL=0``) or ``coded`` (``reduction: match``, which promises the plain run's bits).
+* ``step_ms``: median of rank 0's steps, the first few left out.
+* ``raw_bytes``: what a bandwidth-optimal uncoded schedule sends, per rank (mean) and run. ALL traffic of DeepSpeed counts,
+  from initialisation to the gather of the final parameters: coded calls and calls that passed uncoded.
+* ``wire_bytes``: the same with coded calls at what they really sent, headers included. The plain row carries ``raw_bytes``
+  here: what the plain backend's own schedules move cannot be seen from outside.
+* ``loss_last``: mean over ranks. ``params_sha256``: over all final parameters of all ranks (the table shows 16 digits).
+* ``speedup``: plain ``step_ms`` / this row's ``step_ms``.
+
+Below each pair: the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_zipccl.tools import ToolError
+from ds_zipccl.tools.tables import Column, Table, complain, say, write_json
+
+PACKAGE = Path(__file__).resolve().parents[1]
+#: where examples/ lies in an installed wheel, and in a checkout
+EXAMPLES = (PACKAGE / "examples", PACKAGE.parent / "examples")
+#: mode -> (DeepSpeed config next to the script, further options of the script)
+MODES: dict[str, tuple[str, list[str]]] = {
+    "zero1": ("ds_config_zero1.json", []),
+    "zero2": ("ds_config_zero2.json", []),
+    "zero3": ("ds_config_zero3.json", []),
+    "moe": ("ds_config_moe.json", ["--experts", "4"]),
+}
+#: variant -> DS_ZIPCCL of its processes
+VARIANTS = {"plain": "0", "coded": json.dumps({"enabled": True, "reduction": "match"})}
+LINK = "loopback"
+COLUMNS = (
+    Column("mode", width=5),
+    Column("ranks", "d"),
+    Column("link", width=8),
+    Column("variant"),
+    Column("step_ms", ".1f", 8),
+    Column("raw_bytes", ",d", 15),
+    Column("wire_bytes", ",d", 15),
+    Column("loss_last", ".6f"),
+    Column("params_sha256", width=16),
+    Column("speedup", ".3f"),
+)
+
+Results = dict[str, Any]  # what examples/train_gpt.py --results writes
+
+
+@dataclass(frozen=True)
+class Training:
+    """One configuration to run; ``timeout`` in seconds for one run."""
+
+    script: Path
+    mode: str
+    ranks: int
+    steps: int
+    size: str = "small"
+    timeout: float = 1800
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``bench train``."""
+    option = parser.add_argument
+    option("--mode", nargs="+", choices=MODES, default=["zero3"], help="what to train (default: zero3)")
+    option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="local ranks (default: 2)")
+    option("--steps", type=int, default=20, metavar="K", help="optimizer steps per run (default: 20)")
+    option("--skip", type=int, default=3, help="first steps left out of step_ms (default: 3)")
+    option("--repeat", type=int, default=1, help="runs of each variant, alternating (default: 1)")
+    option(
+        "--size", choices=("tiny", "small", "medium"), default="small", help="model (default: small, 11M parameters)"
+    )
+    option("--script", type=Path, metavar="FILE", help="training script (default: the package's examples/train_gpt.py)")
+    option("--timeout", type=float, default=1800, metavar="S", help="seconds for one run (default: 1800)")
+    option("--json", metavar="FILE", help="write rows and verdicts here")
+
+
+def find_script(named: Path | None = None) -> Path:
+    """The training script.
+
+    Raises:
+        ToolError: neither the named file nor the package's own exists; says where it was looked for.
+    """
+    places = [named] if named else [folder / "train_gpt.py" for folder in EXAMPLES]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " and ".join(map(str, places))
+    raise ToolError(f"no training script at {looked}: name examples/train_gpt.py of a checkout with --script")
+
+
+def run(training: Training, variant: str) -> Results:
+    """Train once and return the script's results; blocks. The script's progress bar goes to stderr.
+
+    Raises:
+        ToolError: the run failed or took too long; the message ends with the end of its output.
+    """
+    config, options = MODES[training.mode]
+    with tempfile.TemporaryDirectory() as folder:
+        results, output = Path(folder) / "results.json", Path(folder) / "output.txt"
+        command = [sys.executable, str(training.script), "--ds-config", str(training.script.parent / config), *options]
+        command += ["--ranks", str(training.ranks), "--steps", str(training.steps), "--size", training.size]
+        command += ["--name", f"{training.mode} x{training.ranks} {variant}", "--results", str(results)]
+        environment = {**os.environ, "DS_ZIPCCL": VARIANTS[variant], "OMP_NUM_THREADS": "1"}
+        with output.open("wb") as sink:
+            process = subprocess.Popen(command, stdout=sink, env=environment, start_new_session=True)
+            try:
+                status: int | str = process.wait(training.timeout)
+            except subprocess.TimeoutExpired:
+                status = f"timeout after {training.timeout:.0f} s"
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)  # torchrun is in this group, and ends its ranks in turn
+                    process.wait()
+        if status != 0:
+            tail = output.read_text(errors="replace")[-4000:]
+            raise ToolError(
+                f"{variant} run ended with status {status}; errors are above, its output ends with:\n{tail}"
+            )
+        return json.loads(results.read_text())
+
+
+def problems(runs: Mapping[str, list[Results]]) -> list[str]:
+    """Everything wrong with one configuration's runs (variant -> results); empty where nothing is."""
+    found = []
+    first = runs["plain"][0]
+    for variant, result in ((variant, result) for variant, results in runs.items() for result in results):
+        differing = [step for step, pair in enumerate(zip(result["losses"], first["losses"]), 1) if len(set(pair)) > 1]
+        calls = result["sent"]["coded_calls"] if result["sent"] else 0
+        checks = {
+            f"losses differ from the first plain run's at steps {differing}": differing,
+            "parameters differ from the first plain run's": result["params_sha256"] != first["params_sha256"],
+            "ranks ended with different parameters": not result["replicas_equal"],
+            "a loss is not finite": not all(math.isfinite(float.fromhex(loss)) for loss in result["losses"]),
+            "nothing was coded: is ds_zipccl installed with its entry point?": variant == "coded" and not calls,
+            f"{calls:.0f} calls were coded": variant == "plain" and calls,
+        }
+        found += [f"{variant} run: {problem}" for problem, wrong in checks.items() if wrong]
+    return found
+
+
+def rows(training: Training, runs: Mapping[str, list[Results]], skip: int) -> list[dict[str, Any]]:
+    """One row per variant, columns as in the module's docstring; ``skip`` first steps are left out of ``step_ms``."""
+    step_ms = {
+        variant: statistics.median(ms for result in results for ms in result["step_ms"][skip:])
+        for variant, results in runs.items()
+    }
+    sent = runs["coded"][0]["sent"] or {"raw_bytes": 0, "wire_bytes": 0, "passed_bytes": 0}
+    raw = round(sent["raw_bytes"] + sent["passed_bytes"])
+    wire = {"plain": raw, "coded": round(sent["wire_bytes"] + sent["passed_bytes"])}
+    return [
+        {
+            "mode": training.mode,
+            "ranks": training.ranks,
+            "link": LINK,
+            "variant": variant,
+            "step_ms": step_ms[variant],
+            "raw_bytes": raw,
+            "wire_bytes": wire[variant],
+            "loss_last": float.fromhex(results[0]["losses"][-1]),
+            "params_sha256": results[0]["params_sha256"],
+            "speedup": step_ms["plain"] / step_ms[variant],
+        }
+        for variant, results in runs.items()
+    ]
+
+
+def _pair(training: Training, repeat: int, skip: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows and verdict of one configuration; a failed run is a problem in the verdict and gives no rows."""
+    verdict: dict[str, Any] = {"mode": training.mode, "ranks": training.ranks, "ratio_coded": None}
+    runs: dict[str, list[Results]] = {variant: [] for variant in VARIANTS}
+    try:
+        for variant in list(VARIANTS) * repeat:
+            runs[variant].append(run(training, variant))
+    except ToolError as error:
+        return [], verdict | {"problems": [str(error)]}
+    sent = runs["coded"][0]["sent"]
+    if sent and sent["coded_calls"]:
+        verdict["ratio_coded"] = sent["raw_bytes"] / sent["wire_bytes"]
+    verdict |= {"parameters": runs["coded"][0]["parameters"], "sent": sent, "problems": problems(runs)}
+    return rows(training, runs, skip), verdict
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``bench train``; returns the exit status: 0 where every run worked and every bit is equal, else 1.
+
+    Raises:
+        ToolError: the options do not fit together, or there is no training script.
+    """
+    if args.repeat < 1 or not 0 <= args.skip < args.steps:
+        raise ToolError(
+            f"need --repeat >= 1 and --steps > --skip >= 0, got {args.repeat}, {args.steps} and {args.skip}"
+        )
+    script = find_script(args.script)
+    table, written, verdicts = Table(COLUMNS), [], []
+    for mode, ranks in ((mode, ranks) for mode in args.mode for ranks in args.ranks):
+        training = Training(script, mode, ranks, args.steps, args.size, args.timeout)
+        found, verdict = _pair(training, args.repeat, args.skip)
+        for row in found:
+            table.add(row | {"params_sha256": row["params_sha256"][:16]})
+        ratio = f"ratio over coded bytes {verdict['ratio_coded']:.3f}; " if verdict["ratio_coded"] else ""
+        say(f"# {mode}, {ranks} ranks: {ratio}bits: {'NOT proven equal' if verdict['problems'] else 'equal'}")
+        for problem in verdict["problems"]:
+            complain(f"{mode}, {ranks} ranks: {problem}")
+        written += found
+        verdicts.append(verdict)
+    if args.json:
+        write_json(args.json, written, verdicts=verdicts, steps=args.steps, size=args.size, repeat=args.repeat)
+    return int(any(verdict["problems"] for verdict in verdicts))

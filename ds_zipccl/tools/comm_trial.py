@@ -1,0 +1,111 @@
+"""What one process of ``bench comm`` does: run every variant of a collective in turn, time it, count it, check it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm, stats
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.tools.bench_comm import OPS, VARIANTS, Case, Op
+from ds_zipccl.tools.exponents import differing, words
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
+
+LINK = "loopback"
+LOOPBACKS = ("lo", "lo0")  # names of that interface on Linux, macOS
+
+
+def take_part(rank: int, ranks: int, port: int, cases: list[Case], results: Queue[dict[str, Any]]) -> None:
+    """Run all ``cases`` as one of ``ranks`` processes that meet at the store on ``port``; rank 0 puts rows into ``results``."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in LOOPBACKS), None)
+    if loopback:  # else gloo picks the interface that the host name belongs to, which need not exist
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    # Newer names of the same collectives; the ones used here exist in every torch that DeepSpeed runs on.
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=cases[0].timeout)
+    store = dist.TCPStore("127.0.0.1", port, None, False, patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
+    for case in cases:
+        for row in measure(case, rank, ranks):
+            if rank == 0:
+                results.put(row)
+    dist.barrier()  # gloo aborts now and then where a process leaves before the others
+    dist.destroy_process_group()
+
+
+def measure(case: Case, rank: int, ranks: int) -> list[dict[str, Any]]:
+    """One row for each variant; the same on every rank."""
+    op = OPS[case.op]
+    trial = Trial(op, case, rank, ranks)
+    shape = (len(VARIANTS), case.repeats + 1)
+    seconds, wrong, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape).long(), torch.zeros(shape).long()
+    for repeat in range(case.repeats + 1):  # the first time builds kernels and touches pages; only its bits count
+        for index, codec in enumerate(VARIANTS.values()):
+            seconds[index, repeat], wrong[index, repeat], sent[index, repeat] = trial.run(codec)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    dist.all_reduce(wrong)
+    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    raw_bytes = int(case.numel * op.sent(ranks)) * trial.itemsize
+    return [
+        {
+            "op": case.op,
+            "dtype": case.dtype,
+            "numel": case.numel,
+            "ranks": ranks,
+            "link": LINK,
+            "variant": variant,
+            "time_us": statistics.median(seconds[index, 1:].tolist()) * 1e6,
+            "raw_bytes": raw_bytes,
+            "wire_bytes": raw_bytes if codec is None else int(sent[index].max()),
+            "wrong": int(wrong[index].max()),
+        }
+        for index, (variant, codec) in enumerate(VARIANTS.items())
+    ]
+
+
+class Trial:
+    """Buffers of one case on one rank, and what the plain collective makes of them."""
+
+    def __init__(self, op: Op, case: Case, rank: int, ranks: int) -> None:
+        self._op = op
+        self._source = case.data.make(int(case.numel * op.inputs(ranks)), case.dtype, seed=rank)
+        numel = self._source.numel() if op.outputs is None else int(case.numel * op.outputs(ranks))
+        self._output = self._source.new_zeros(numel)
+        self._wanted = self._output.clone()
+        self.itemsize = self._source.element_size()
+        self.run(None)
+        self._wanted = self._output.clone()
+
+    def run(self, codec: str | None) -> tuple[float, int, int]:
+        """Run once, on all ranks together: seconds, elements that differ from the plain result, bytes sent (0 for plain).
+
+        Raises:
+            RuntimeError: the policy let the operation pass, so that the row would not be what its name says.
+        """
+        if self._op.outputs is None:
+            self._output.copy_(self._source)
+        else:  # bits that are wrong everywhere: a result that is left out shows
+            torch.bitwise_not(words(self._wanted), out=words(self._output))
+        module: Any = dist if codec is None else comm
+        more = {} if codec is None else {"config": ZipcclConfig(enabled=True, codec=codec, min_bytes=0)}
+        stats.reset()
+        dist.barrier()
+        start = time.perf_counter()
+        self._op.call(module, self._output, self._source, **more)
+        seconds = time.perf_counter() - start
+        passed = [reason for row in stats.rows() for reason in row["reasons"]]
+        if passed:
+            raise RuntimeError(f"codec {codec} was asked for, but the operation passed uncoded: {', '.join(passed)}")
+        wrong = differing(self._output, self._wanted, any_nan=self._op.sums)
+        return seconds, wrong, int(stats.totals()["wire_bytes"])

@@ -1,0 +1,379 @@
+#!/usr/bin/env python3
+"""Train a small GPT with DeepSpeed on text that every machine has: the sources of Python's standard library.
+
+    python examples/train_gpt.py --compare                # plain and coded from one seed: same bits?
+    python examples/train_gpt.py --ranks 4 --size tiny    # starts its four ranks itself
+    torchrun --nproc-per-node 2 examples/train_gpt.py --ds-config examples/ds_config_zero2.json
+    deepspeed --num_accelerators 2 examples/train_gpt.py --ds-config examples/ds_config_moe.json --experts 4
+
+No line below makes ds_zipccl code the traffic: installing the package and writing "zipccl": {"enabled": true}
+into the DeepSpeed config is all. Only bytes_sent names it, to read its counters for the progress bar. DS_ZIPCCL=0
+in the environment trains the same script uncoded, which is how --compare gets its plain run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives that DeepSpeed still calls
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported; it only warns without
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of the model and of its data."""
+
+    vocabulary: int  # commonest words and symbols; the rest is one "unknown" token
+    width: int
+    layers: int
+    heads: int
+    context: int  # tokens per sequence
+    characters: int  # how much of the text is read
+
+
+SIZES = {
+    "tiny": Size(vocabulary=2048, width=128, layers=2, heads=2, context=32, characters=400_000),  # 1M parameters
+    "small": Size(vocabulary=8192, width=320, layers=5, heads=5, context=128, characters=4_000_000),  # 11M
+    "medium": Size(vocabulary=16384, width=512, layers=12, heads=8, context=256, characters=12_000_000),  # 54M
+}
+
+
+# ---- text --------------------------------------------------------------------------------------------------
+
+
+def read_text(data: Path | None, characters: int) -> str:
+    """The first characters of a file, or of the standard library's modules in a fixed shuffled order."""
+    if data:
+        return data.read_text(encoding="utf-8", errors="replace")[:characters]
+    library = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = sorted(file for file in library.rglob("*.py") if not skipped & set(file.relative_to(library).parts))
+    if not files:
+        raise SystemExit(f"no Python sources under {library} to train on: name a text with --data FILE")
+    random.Random(0).shuffle(files)
+    text = ""
+    while files and len(text) < characters:
+        text += files.pop().read_text(encoding="utf-8", errors="replace")
+    return text[:characters]
+
+
+def tokenise(text: str, vocabulary: int) -> Tensor:
+    """Words, digits, line ends, indents and symbols as numbers by frequency; 0: not in the vocabulary."""
+    words = re.findall(r"[^\W\d_]+|\d|_|\n| {4}|[^\w\s]", text)
+    common = Counter(words).most_common(vocabulary - 1)
+    number = {word: index for index, (word, _) in enumerate(common, start=1)}
+    return torch.tensor([number.get(word, 0) for word in words])
+
+
+def batches(tokens: Tensor, batch: int, context: int, seed: int, rank: int, world: int) -> Iterator[Tensor]:
+    """Endless [batch, context + 1] windows at random places, fixed by seed, step and rank."""
+    step = 0
+    while True:
+        source = torch.Generator().manual_seed((seed << 32) + step * world + rank)
+        starts = torch.randint(len(tokens) - context - 1, (batch,), generator=source)
+        yield torch.stack([tokens[start : start + context + 1] for start in starts.tolist()])
+        step += 1
+
+
+# ---- model -------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """Bias-free. Everything kept or sent is bf16; products on a CPU are fp32, which is far faster there."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        compute = x.dtype if ON_GPU else torch.float32
+        return F.linear(x.to(compute), self.weight.to(compute)).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = math.ceil(width * 8 / 3 / 64) * 64
+        self.gate, self.up, self.down = Linear(width, hidden), Linear(width, hidden), Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        compute = x.dtype if ON_GPU else torch.float32
+        qkv = self.qkv(x).to(compute).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width).to(x.dtype))
+
+
+class Block(nn.Module):
+    """One transformer layer; with experts its feed-forward part is DeepSpeed's mixture of experts."""
+
+    def __init__(self, size: Size, experts: int, world: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
+        self.attention = Attention(size.width, size.heads)
+        self.feed_forward: nn.Module = SwiGLU(size.width)
+        if experts:
+            from deepspeed.moe.layer import MoE
+
+            spread = math.gcd(experts, world)  # ranks that share out one set of experts
+            self.feed_forward = MoE(size.width, self.feed_forward, experts, spread, capacity_factor=1.25)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.norm1(x))
+        y = self.feed_forward(self.norm2(x))
+        y, balance = (y[0], y[1]) if isinstance(y, tuple) else (y, x.new_zeros(()))
+        return x + y, balance
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer; called with tokens it returns the loss."""
+
+    def __init__(self, size: Size, experts: int = 0, world: int = 1) -> None:
+        super().__init__()
+        self.words = nn.Embedding(size.vocabulary, size.width)
+        self.places = nn.Embedding(size.context, size.width)
+        nn.init.normal_(self.words.weight, std=0.02)
+        nn.init.normal_(self.places.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(size, experts, world) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width)
+        self.head = Linear(size.width, size.vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        x = self.words(inputs) + self.places(torch.arange(inputs.shape[1], device=tokens.device))
+        balance = x.new_zeros(())
+        for block in self.blocks:
+            x, extra = block(x)
+            balance = balance + extra
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) + 0.01 * balance.float()
+
+
+# ---- one rank ----------------------------------------------------------------------------------------------
+
+
+def bytes_sent() -> dict[str, float] | None:
+    """What this rank has sent so far, or None where ds_zipccl is not installed.
+
+    raw_bytes (what uncoded schedules send) and wire_bytes (what was sent) are over the coded_calls; the other calls
+    sent their passed_bytes as they were.
+    """
+    try:
+        from ds_zipccl import stats
+    except ImportError:
+        return None
+    rows, totals = stats.rows(), stats.totals()
+    return {
+        "raw_bytes": totals["raw_bytes"],
+        "wire_bytes": totals["wire_bytes"],
+        "coded_calls": sum(row["calls"] for row in rows),
+        "passed_bytes": sum(row["passed_bytes"] for row in rows),
+    }
+
+
+def parameters_hash(model: nn.Module, zero3: bool) -> str:
+    """sha256 of all parameters as this rank sees them; ZeRO-3's are gathered one at a time."""
+    import deepspeed
+
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]) if zero3 else nullcontext():
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train on this rank, with a progress bar on rank 0; every rank returns the results of all."""
+    import deepspeed
+    import torch.distributed as dist
+
+    deepspeed.utils.logging.logger.setLevel("WARNING")
+    torch.set_num_threads(args.threads)  # sums depend on how they are split over threads
+    torch.use_deterministic_algorithms(ON_GPU)  # CPU kernels repeat bit for bit anyway
+    if not ON_GPU:
+        # An inference-only operator that DeepSpeed would otherwise compile now, for one to two minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    rank, world, size = dist.get_rank(), dist.get_world_size(), SIZES[args.size]
+
+    torch.manual_seed(args.seed)
+    model = GPT(size, args.experts, world)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    groups: list = [{"params": list(model.parameters()), "name": "all"}]
+    if args.experts:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = split_params_into_different_moe_groups_for_optimizer(groups)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=str(args.ds_config))
+
+    tokens = tokenise(read_text(args.data, size.characters), size.vocabulary)
+    batch = engine.train_micro_batch_size_per_gpu()
+    source = batches(tokens, batch, size.context, args.seed, rank, world)
+    losses, step_ms = [], []
+    with tqdm(range(args.steps), disable=rank != 0, unit="step", desc=args.name or args.ds_config.stem) as bar:
+        for _ in bar:
+            started = time.perf_counter()
+            for _ in range(engine.gradient_accumulation_steps()):
+                loss = engine(next(source).to(engine.device))
+                engine.backward(loss)
+                engine.step()
+            losses.append(loss.item())
+            step_ms.append(1000 * (time.perf_counter() - started))
+            sent = bytes_sent() if rank == 0 else None
+            saved = f"{(sent['raw_bytes'] - sent['wire_bytes']) / 1e6:.1f}MB" if sent else "n/a"
+            bar.set_postfix(loss=f"{losses[-1]:.4f}", saved=saved)
+
+    digest = parameters_hash(model, engine.zero_optimization_stage() == 3)
+    everyone: list = [None] * world
+    dist.all_gather_object(everyone, (losses, digest, bytes_sent()))  # through torch: not part of the counted traffic
+    curves, digests, sent = zip(*everyone)
+    return {
+        "ranks": world,
+        "parameters": parameters,
+        "losses": [(sum(step) / world).hex() for step in zip(*curves)],  # means over ranks, every bit of them
+        "params_sha256": hashlib.sha256("".join(digests).encode()).hexdigest(),
+        "replicas_equal": bool(args.experts) or len(set(digests)) == 1,  # experts do differ by rank
+        "step_ms": step_ms,
+        "sent": {key: sum(one[key] for one in sent) / world for key in sent[0]} if sent[0] else None,
+    }
+
+
+def train_one_rank(args: argparse.Namespace) -> None:
+    """What each process of torchrun or deepspeed does."""
+    import torch.distributed as dist
+
+    results = train(args)
+    if args.results and dist.get_rank() == 0:
+        args.results.write_text(json.dumps(results))
+    dist.barrier()  # gloo aborts at exit where a rank leaves while another is still talking
+    dist.destroy_process_group()
+
+
+# ---- all ranks ---------------------------------------------------------------------------------------------
+
+
+def launch(args: argparse.Namespace, extra: list[str], environment: dict[str, str]) -> dict:
+    """Run this script with the same options on args.ranks local ranks under torchrun; returns the results."""
+    same = [option for option in sys.argv[1:] if option != "--compare"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), __file__, *same, *extra]
+        environment = {"OMP_NUM_THREADS": str(args.threads), **os.environ, **environment}
+        status = subprocess.run([*command, "--results", str(results)], env=environment).returncode
+        if status:
+            raise SystemExit(f"training on {args.ranks} ranks ended with status {status}; see above")
+        return json.loads(results.read_text())
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Train plain and coded from the same seed and print whether anything differs; 0 where nothing does."""
+    plain = launch(args, ["--name", "plain"], {"DS_ZIPCCL": "0"})
+    coded = launch(args, ["--name", "coded"], {})
+    if args.results:
+        args.results.write_text(json.dumps({"plain": plain, "coded": coded}))
+    count = f"{plain['parameters']:,} parameters"
+    print(f"\n{args.ds_config.stem}, {count}, {args.ranks} ranks, {args.steps} steps\n")
+    print(f"{'step':>6}{'plain loss':>14}{'coded loss':>14}")
+    for step in sorted({*range(0, args.steps, max(1, args.steps // 10)), args.steps - 1}):
+        values = (float.fromhex(run["losses"][step]) for run in (plain, coded))
+        print(f"{step + 1:>6}" + "".join(f"{value:>14.6f}" for value in values))
+
+    words = {True: "yes", False: "no"}
+    losses, parameters = (plain[key] == coded[key] for key in ("losses", "params_sha256"))
+    print(f"\nlosses bit-identical:      {words[losses]}")
+    print(f"parameters bit-identical:  {words[parameters]}  (sha256 {coded['params_sha256'][:16]})")
+    sent = coded["sent"]
+    if not sent or not sent["coded_calls"]:
+        print(f"nothing was coded: is ds_zipccl installed, and is its section in {args.ds_config} enabled?")
+        return 1
+    raw, wire, passed = (sent[key] / 1e6 for key in ("raw_bytes", "wire_bytes", "passed_bytes"))
+    print(f"raw bytes per rank:        {raw:.1f} MB in coded calls (and {passed:.1f} MB passed uncoded)")
+    print(f"wire bytes per rank:       {wire:.1f} MB for them, {raw - wire:.1f} MB saved")
+    print(f"wire ratio, coded bytes:   {raw / wire:.3f}")
+    medians = [statistics.median(run["step_ms"]) for run in (plain, coded)]
+    print(f"median step:               {medians[0]:.0f} ms plain, {medians[1]:.0f} ms coded")
+    identical = losses and parameters and plain["replicas_equal"] and coded["replicas_equal"]
+    print(f"\nbit-identical: {words[identical]}")
+    return 0 if identical else 1
+
+
+def options() -> argparse.ArgumentParser:
+    here = Path(__file__).resolve().parent
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    option = parser.add_argument
+    option("--ds-config", "--deepspeed_config", type=Path, default=here / "ds_config_zero3.json", metavar="FILE")
+    option("--size", choices=SIZES, default="small", help="of model and text (default: small, 11M parameters)")
+    option("--steps", type=int, default=30)
+    option("--experts", type=int, default=0, help="experts per layer (default: none; not with ZeRO-3)")
+    option("--data", type=Path, metavar="FILE", help="text to train on (default: the standard library)")
+    option("--seed", type=int, default=1)
+    option("--threads", type=int, default=1, help="CPU threads per rank")
+    option("--ranks", type=int, default=2, help="local ranks to start where no launcher did")
+    option("--compare", action="store_true", help="train plain and coded, and compare")
+    option("--results", type=Path, metavar="FILE", help="rank 0 writes losses, hash and bytes here (JSON)")
+    option("--name", help=argparse.SUPPRESS)  # of the progress bar
+    option("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    return parser
+
+
+def main() -> int:
+    args = options().parse_args()
+    if "RANK" in os.environ:
+        if args.compare:
+            raise SystemExit("--compare starts ranks of its own: run it with python, without torchrun or deepspeed")
+        train_one_rank(args)
+        return 0
+    if args.compare:
+        return compare(args)
+    results = launch(args, [], {})
+    if args.results:
+        args.results.write_text(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Deterministic words to code: made with integers only, so the same on every machine and with every library version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Float:
+    """A coded dtype by its bits (FORMAT.md section 2); ``word`` is numpy's unsigned integer of that size."""
+
+    dtype: torch.dtype
+    exponent: int
+    mantissa: int
+    word: type
+
+    @property
+    def sign(self) -> int:
+        return 1 << (self.exponent + self.mantissa)
+
+    @property
+    def largest_exponent(self) -> int:
+        return (1 << self.exponent) - 1
+
+
+BF16 = Float(torch.bfloat16, 8, 7, np.uint16)
+FP16 = Float(torch.float16, 5, 10, np.uint16)
+FP32 = Float(torch.float32, 8, 23, np.uint32)
+FLOATS = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+BLOCKS = (128, 256, 512, 1024)
+CHUNK_BLOCKS = 32
+
+
+def hashes(count: int, seed: int) -> np.ndarray:
+    """``count`` uint64 of splitmix64."""
+    with np.errstate(over="ignore"):
+        z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def _below(count: int, seed: int, limit: int) -> np.ndarray:
+    return (hashes(count, seed) >> np.uint64(11)) % np.uint64(limit)
+
+
+def random_words(count: int, kind: Float, seed: int) -> np.ndarray:
+    return (hashes(count, seed) >> np.uint64(8)).astype(kind.word)
+
+
+def with_exponents(words: np.ndarray, exponents: np.ndarray, kind: Float) -> np.ndarray:
+    """``words`` with their exponent fields replaced (modulo the field)."""
+    field = kind.largest_exponent
+    kept = words & kind.word((kind.sign | ((1 << kind.mantissa) - 1)))
+    return kept | ((exponents.astype(np.int64) & field).astype(kind.word) << kind.word(kind.mantissa))
+
+
+def bell(count: int, kind: Float, seed: int) -> np.ndarray:
+    """Exponents as of a bell-shaped distribution: each binade down is half as likely."""
+    middle = kind.largest_exponent // 2 + 1 + seed % 5
+    steps = np.zeros(count, dtype=np.int64)
+    draws = hashes(count, seed + 1)
+    for bit in range(1, 24):
+        steps += (draws & np.uint64((1 << bit) - 1)) == 0
+    lift = (draws >> np.uint64(40)) % np.uint64(8) == 0
+    return with_exponents(random_words(count, kind, seed), middle - steps + lift, kind)
+
+
+def _zeroed(words: np.ndarray, kind: Float, seed: int, per_1024: int, negative: bool) -> np.ndarray:
+    zero = _below(len(words), seed + 7, 1024) < per_1024
+    signs = (_below(len(words), seed + 8, 2) * np.uint64(kind.sign if negative else 0)).astype(kind.word)
+    return np.where(zero, signs, words)
+
+
+def _threshold(count: int, kind: Float, seed: int) -> np.ndarray:
+    """One zero more or less than the sixteenth from which a block is SPARSE, when ``count`` is a block."""
+    words = bell(count, kind, seed)
+    words[:: 16 if seed % 2 else 17] = 0
+    return words
+
+
+def _specials(count: int, kind: Float, seed: int) -> np.ndarray:
+    """NaNs with payloads, infinities, denormals, largest and smallest."""
+    top = _below(count, seed, 2) * np.uint64(kind.largest_exponent)
+    words = with_exponents(random_words(count, kind, seed + 1), top, kind)
+    keep = _below(count, seed + 2, 4)[:, None] == np.arange(4)
+    low = kind.word((1 << kind.mantissa) - 1)
+    choices = [words, words & ~low, words | low, (words & ~low) | kind.word(1)]
+    return np.select(list(keep.T), choices).astype(kind.word)
+
+
+def _outliers(count: int, kind: Float, seed: int) -> np.ndarray:
+    rare = _below(count, seed + 3, 40) == 0
+    return np.where(rare, random_words(count, kind, seed + 4), bell(count, kind, seed))
+
+
+def _trimmed(count: int, kind: Float, seed: int) -> np.ndarray:
+    """Low bits that are zero in all words: fp32 that came from something shorter."""
+    shift = kind.word(1 + seed % kind.mantissa)
+    return bell(count, kind, seed) >> shift << shift
+
+
+Texture = Callable[[int, Float, int], np.ndarray]
+TEXTURES: dict[str, Texture] = {
+    "zeros": lambda n, kind, seed: np.zeros(n, kind.word),
+    "negative_zeros": lambda n, kind, seed: np.full(n, kind.sign, kind.word),
+    "mixed_zeros": lambda n, kind, seed: _zeroed(np.zeros(n, kind.word), kind, seed, 1024, True),
+    "constant": lambda n, kind, seed: np.full(n, random_words(1, kind, seed)[0], kind.word),
+    "random": random_words,
+    "bell": bell,
+    "sparse": lambda n, kind, seed: _zeroed(bell(n, kind, seed), kind, seed, 300 + seed % 700, False),
+    "sparse_signed": lambda n, kind, seed: _zeroed(bell(n, kind, seed), kind, seed, 80 + seed % 900, True),
+    "threshold": _threshold,
+    "specials": _specials,
+    "outliers": _outliers,
+    "trimmed": _trimmed,
+    "trimmed_sparse": lambda n, kind, seed: _zeroed(_trimmed(n, kind, seed), kind, seed, 400, True),
+    "ramp": lambda n, kind, seed: (np.arange(n) * (1 + seed % 97)).astype(kind.word),
+}
+
+
+def mixed(count: int, kind: Float, block: int, seed: int, names: tuple[str, ...] = tuple(TEXTURES)) -> np.ndarray:
+    """``count`` words in which every block has a texture of its own."""
+    words = np.empty(count, kind.word)
+    chosen = _below(count // block + 1, seed, len(names))
+    for at in range(0, count, block):
+        here = words[at : at + block]
+        here[:] = TEXTURES[names[int(chosen[at // block])]](len(here), kind, seed + at // block)
+    return words
+
+
+def tensor(words: np.ndarray, kind: Float) -> torch.Tensor:
+    """A flat tensor of ``kind.dtype`` with these bits; owns its memory."""
+    result = torch.empty(len(words), dtype=kind.dtype)
+    result.view(torch.uint8).numpy()[:] = words.view(np.uint8)
+    return result
+
+
+def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Fails unless dtype, shape and every bit agree; the message names the first word that does not."""
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    left = got.detach().reshape(-1).view(torch.uint8).view(-1, got.dtype.itemsize)
+    right = wanted.detach().reshape(-1).view(torch.uint8).view(-1, got.dtype.itemsize)
+    if not torch.equal(left, right):
+        wrong = (left != right).any(1).nonzero().view(-1)
+        at = int(wrong[0])
+        raise AssertionError(
+            f"{len(wrong)} of {got.numel()} words differ, the first at {at}: "
+            f"got {bytes(left[at].tolist()).hex()}, wanted {bytes(right[at].tolist()).hex()}"
+        )

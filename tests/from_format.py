@@ -1,0 +1,239 @@
+"""A third codec, written from FORMAT.md alone and slow on purpose: where it agrees, the document is enough."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+
+FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23)}  # dtype id -> E, M
+RANK_OF_K = {2: 0, 3: 1, 4: 2, 1: 3, 5: 4, 6: 5, 7: 6, 8: 7, 9: 8, 0: 9, 10: 10}
+K_OF_RANK = {rank: k for k, rank in RANK_OF_K.items()}
+FILL, RAW, CASCADE, SPARSE = range(4)
+
+
+class Contradiction(ValueError):
+    """Something that section 4 tells a decoder to reject in the payload."""
+
+
+def _demand(condition: bool, what: str) -> None:
+    if not condition:
+        raise Contradiction(what)
+
+
+def _pad(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 16)
+
+
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit)
+
+
+def _bits(data: bytes) -> list[int]:
+    return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").tolist()
+
+
+def _plane(bits: list[int]) -> bytes:
+    return np.packbits(np.array(bits, dtype=np.uint8), bitorder="little").tobytes()
+
+
+def _cuts(numel: int, size: int) -> list[int]:
+    return [min(size, numel - at) for at in range(0, numel, size)]
+
+
+# --- section 2, words <- payload
+
+
+def _first_bytes(m: int, r: int) -> int:
+    return r // 8 * m + (r % 8 + 2) * _up(m, 8)
+
+
+def _decode_elements(first: bytes, second: bytes, m: int, t: int, z: int, e_bits: int, m_bits: int) -> list[int]:
+    r, plane = 1 + m_bits - z, _up(m, 8)
+    v = [sum(first[byte * m + i] << 8 * byte for byte in range(r // 8)) for i in range(m)]
+    at = r // 8 * m
+    planes = [_bits(first[at + plane * p : at + plane * (p + 1)]) for p in range(r % 8 + 2)]
+    for p in range(r % 8):
+        v = [value | planes[p][i] << (r // 8 * 8 + p) for i, value in enumerate(v)]
+    low, high = planes[r % 8 :]
+    stream, position, left = _bits(second), 0, list(range(m))
+    exponent = [0] * m
+    for tier in range(1, 5):
+        if tier > 1:
+            end = position + 2 * len(left)
+            _demand(end <= len(stream), "a tier ends after the tail")
+            middle = position + len(left)
+            low, high, position = stream[position:middle], stream[middle:end], end
+        escaped = []
+        for entry, i in enumerate(left):
+            code = low[entry] + 2 * high[entry]
+            if code == 3:
+                escaped.append(i)
+            elif 3 * (tier - 1) + code != 11:
+                exponent[i] = t + 1 - K_OF_RANK[3 * (tier - 1) + code]
+        left = escaped
+    position = _up(position, 8)
+    _demand(position + len(left) == len(second), "the tail is not used up exactly")
+    for i, e in zip(left, second[position:], strict=True):
+        exponent[i] = e
+    words = []
+    for value, e in zip(v, exponent, strict=True):
+        value <<= z
+        mantissa = value & ((1 << m_bits) - 1)
+        words.append((value >> m_bits) << (e_bits + m_bits) | (e % (1 << e_bits)) << m_bits | mantissa)
+    return words
+
+
+def _decode_sparse(tail: bytes, n: int, t: int, z: int, e_bits: int, m_bits: int) -> list[int]:
+    at = 1 + _up(n, 8)
+    _demand(len(tail) >= at, "no room for the zero map")
+    _demand(tail[0] < 2, "unknown flags")
+    zero = _bits(tail[1:at])[:n]
+    signs = [0] * n
+    if tail[0]:
+        signs = _bits(tail[at:])
+        at += _up(sum(zero), 8)
+    m = n - sum(zero)
+    first = at + _first_bytes(m, 1 + m_bits - z)
+    _demand(first <= len(tail), "no room for the first part")
+    others = iter(_decode_elements(tail[at:first], tail[first:], m, t, z, e_bits, m_bits))
+    minus = iter(signs)
+    return [next(minus) << (e_bits + m_bits) if is_zero else next(others) for is_zero in zero]
+
+
+def _decode_chunk(chunk: bytes, lengths: list[int], e_bits: int, m_bits: int) -> list[int]:
+    item, b = (1 + e_bits + m_bits) // 8, len(lengths)
+    body = _up((4 if item == 4 else 3) * b, 16) * 16
+    _demand(body <= len(chunk), "no room for the table")
+    tops, entries = chunk[:b], struct.unpack(f"<{b}H", chunk[b : 3 * b])
+    trims = chunk[3 * b : 4 * b] if item == 4 else bytes(b)
+    sizes = []
+    for n, entry, z in zip(lengths, entries, trims, strict=True):
+        mode = entry >> 13
+        _demand(mode < 4 and z <= m_bits, "unknown mode or trim")
+        sizes.append(_up({RAW: n * item, CASCADE: _first_bytes(n, 1 + m_bits - z)}.get(mode, 0), 16) * 16)
+    tail = body + sum(sizes)
+    words: list[int] = []
+    for n, entry, t, z, size in zip(lengths, entries, tops, trims, sizes, strict=True):
+        mode, length = entry >> 13, entry & 8191
+        _demand(tail + length <= len(chunk), "a tail outside the chunk")
+        first, second = chunk[body : body + size], chunk[tail : tail + length]
+        body, tail = body + size, tail + length
+        if mode == CASCADE:
+            words += _decode_elements(first, second, n, t, z, e_bits, m_bits)
+        elif mode == SPARSE:
+            words += _decode_sparse(second, n, t, z, e_bits, m_bits)
+        elif mode == RAW:
+            _demand(not second, "a raw block with a tail")
+            words += [int.from_bytes(first[i * item : (i + 1) * item], "little") for i in range(n)]
+        else:
+            _demand(len(second) in (0, item), "a fill that is neither zero nor a word")
+            words += [int.from_bytes(second, "little")] * n
+    _demand(_up(tail, 16) * 16 == len(chunk), "bytes left in the chunk")
+    return words
+
+
+def decode_payload(payload: bytes, numel: int, dtype: int, block: int) -> list[int]:
+    lengths = _cuts(numel, block)
+    chunks = [lengths[i : i + 32] for i in range(0, len(lengths), 32)]
+    starts = [16 * offset for offset in struct.unpack_from(f"<{len(chunks)}I", payload)]
+    bounds = [*starts, len(payload)]
+    _demand(bounds[0] == _up(4 * len(chunks), 16) * 16, "the index does not end where the chunks begin")
+    _demand(bounds == sorted(bounds), "chunks out of order")
+    words: list[int] = []
+    for here, start, end in zip(chunks, starts, bounds[1:], strict=True):
+        words += _decode_chunk(payload[start:end], here, *FIELDS[dtype])
+    return words
+
+
+def decode(frame: bytes) -> tuple[int, tuple[int, ...] | None, list[int]]:
+    """dtype id, shape, and words of an exponent frame that is valid."""
+    magic, version, codec, dtype, flags, ndim, log2, _, checksum, numel, size = struct.unpack_from("<4s6BHIQQ", frame)
+    _demand((magic, version, codec) == (b"ZCCL", 1, 1), "not an exponent frame")
+    frame = frame[:size]
+    if flags & 1:
+        _demand(zlib.crc32(frame[:12] + bytes(4) + frame[16:]) == checksum, "checksum")
+    shape = struct.unpack_from(f"<{ndim}Q", frame, 32) if flags & 2 else None
+    return dtype, shape, decode_payload(frame[32 + _up(8 * ndim, 16) * 16 :], numel, dtype, 1 << log2)
+
+
+# --- sections 2 and 3, words -> payload
+
+
+def _encode_elements(words: list[int], t: int, z: int, e_bits: int, m_bits: int) -> tuple[bytes, bytes]:
+    r, e_mask = 1 + m_bits - z, (1 << e_bits) - 1
+    v = [(w >> (e_bits + m_bits) << m_bits | w & ((1 << m_bits) - 1)) >> z for w in words]
+    exponents = [w >> m_bits & e_mask for w in words]
+    ranks = [RANK_OF_K.get((t + 1 - e) % 256, 11 if e == 0 else 12) for e in exponents]
+    first = b"".join(bytes(value >> 8 * byte & 255 for value in v) for byte in range(r // 8))
+    first += b"".join(_plane([value >> (r // 8 * 8 + p) & 1 for value in v]) for p in range(r % 8))
+    stream: list[int] = []
+    for tier in range(1, 5):
+        codes = [min(rank - 3 * (tier - 1), 3) for rank in ranks if rank >= 3 * (tier - 1)]
+        low, high = [code & 1 for code in codes], [code >> 1 for code in codes]
+        if tier == 1:
+            first += _plane(low) + _plane(high)
+        else:
+            stream += low + high
+    unnamed = bytes(e for e, rank in zip(exponents, ranks, strict=True) if rank == 12)
+    return first, _plane(stream) + unnamed
+
+
+def _encode_block(words: list[int], e_bits: int, m_bits: int) -> tuple[int, int, int, bytes, bytes]:
+    """mode, top, trim, body with padding, tail."""
+    item, n, sign = (1 + e_bits + m_bits) // 8, len(words), 1 << (e_bits + m_bits)
+    if len(set(words)) == 1:
+        return FILL, 0, 0, b"", words[0].to_bytes(item, "little") if words[0] else b""
+    others = [w for w in words if w % sign]
+    exponents = [w >> m_bits & ((1 << e_bits) - 1) for w in others]
+    c = len(others)
+    t = min(max(exponents), (8 * sum(exponents) + 23 * c) // (8 * c)) if c else 0
+    z = 0
+    if item == 4:
+        while z < m_bits and not any(w >> z & 1 for w in words):
+            z += 1
+    if 16 * (n - c) >= n:
+        zero = [int(w % sign == 0) for w in words]
+        minus = [int(w != 0) for w in words if w % sign == 0]
+        first, second = _encode_elements(others, t, z, e_bits, m_bits)
+        signs = _plane(minus) if any(minus) else b""
+        form = SPARSE, t, z, b"", bytes([any(minus)]) + _plane(zero) + signs + first + second
+    else:
+        first, second = _encode_elements(words, t, z, e_bits, m_bits)
+        form = CASCADE, t, z, _pad(first), second
+    raw = _pad(b"".join(w.to_bytes(item, "little") for w in words))
+    return form if len(form[3]) + len(form[4]) < len(raw) else (RAW, 0, 0, raw, b"")
+
+
+def encode_payload(words: list[int], dtype: int, block: int) -> bytes:
+    e_bits, m_bits = FIELDS[dtype]
+    blocks = [_encode_block(words[at : at + block], e_bits, m_bits) for at in range(0, len(words), block)]
+    chunks = []
+    for at in range(0, len(blocks), 32):
+        modes, tops, trims, bodies, tails = zip(*blocks[at : at + 32], strict=True)
+        entries = (mode << 13 | len(tail) for mode, tail in zip(modes, tails, strict=True))
+        table = bytes(tops) + b"".join(struct.pack("<H", entry) for entry in entries)
+        table += bytes(trims) if 1 + e_bits + m_bits == 32 else b""
+        chunks.append(_pad(_pad(table) + b"".join(bodies) + b"".join(tails)))
+    offset = _up(4 * len(chunks), 16)
+    index = b""
+    for chunk in chunks:
+        index += struct.pack("<I", offset)
+        offset += len(chunk) // 16
+    return _pad(index) + b"".join(chunks)
+
+
+def encode(words: list[int], dtype: int, block: int, shape: tuple[int, ...] | None, checksum: bool) -> bytes:
+    """The exponent frame of these words."""
+    dims = _pad(struct.pack(f"<{len(shape or ())}Q", *(shape or ())))
+    payload = encode_payload(words, dtype, block)
+    flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
+
+    def header(crc: int) -> bytes:
+        log2 = block.bit_length() - 1
+        return struct.pack(
+            "<4s6BHIQQ", b"ZCCL", 1, 1, dtype, flags, len(shape or ()), log2, 0, crc, len(words), size
+        )
+
+    return header(zlib.crc32(header(0) + dims + payload) if checksum else 0) + dims + payload

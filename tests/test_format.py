@@ -1,0 +1,100 @@
+"""FORMAT.md against the code: a codec written from the document agrees, and the document's examples and tables are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import corpus
+import from_format
+import numpy as np
+import pytest
+import torch
+
+import ds_zipccl
+from ds_zipccl import codecs
+from ds_zipccl import frame as framing
+
+FORMAT = (Path(ds_zipccl.__file__).parent / "FORMAT.md").read_text()
+
+
+def _words(tensor: torch.Tensor) -> list[int]:
+    word = {2: np.uint16, 4: np.uint32}[tensor.dtype.itemsize]
+    return tensor.reshape(-1).view(torch.uint8).numpy().view(word).tolist()
+
+
+@pytest.mark.parametrize("block", corpus.BLOCKS)
+@pytest.mark.parametrize("name", corpus.FLOATS)
+def test_a_codec_written_from_the_document_agrees(route: str, name: str, block: int) -> None:
+    kind = corpus.FLOATS[name]
+    dtype = framing.DTYPE_IDS[kind.dtype]
+    sizes = (0, 1, 2, 3, 4, 7, 9, 31, 64, block - 1, block, block + 1, 5 * block + 17)
+    for seed, numel in enumerate((*sizes, 33 * 128 + 5 if block == 128 else 9 * block)):
+        words = corpus.mixed(numel, kind, block, seed)
+        tensor = corpus.tensor(words, kind)
+        for shape, checksum in ((None, False), ((numel, 1), True)):
+            shaped = tensor if shape is None else tensor.view(shape)
+            frame = ds_zipccl.compress(shaped, block=block, shaped=shape is not None, checksum=checksum, route=route)
+            wanted = from_format.encode(words.tolist(), dtype, block, shape, checksum)
+            assert frame.numpy().tobytes() == wanted, f"{numel} words, seed {seed}"
+            assert from_format.decode(wanted) == (dtype, shape, words.tolist())
+
+
+@pytest.mark.parametrize("texture", corpus.TEXTURES)
+@pytest.mark.parametrize("name", corpus.FLOATS)
+def test_every_texture_agrees_with_the_document(route: str, name: str, texture: str) -> None:
+    kind = corpus.FLOATS[name]
+    dtype = framing.DTYPE_IDS[kind.dtype]
+    for seed, numel in enumerate((128, 128, 1, 2, 5, 8, 16, 17, 40, 100)):
+        words = corpus.TEXTURES[texture](numel, kind, seed)
+        frame = ds_zipccl.compress(corpus.tensor(words, kind), block=128, shaped=False, checksum=False, route=route)
+        assert frame.numpy().tobytes() == from_format.encode(words.tolist(), dtype, 128, None, False)
+        assert _words(ds_zipccl.decompress(frame, route=route)) == words.tolist()
+
+
+def test_document_tables_are_those_of_the_code() -> None:
+    dtypes = {int(key): name for key, name in re.findall(r"\| (\d+) \| ([a-z]+\d\w*|bool) ", FORMAT)}
+    assert dtypes == {key: str(dtype).removeprefix("torch.") for key, dtype in framing.DTYPES.items()}
+    codes = {name: int(code) for code, name in re.findall(r"^\| (\d+) \| ([A-Z]+) \|", FORMAT, re.MULTILINE)}
+    codes = {name: code for name, code in codes.items() if name not in ("FILL", "RAW", "CASCADE", "SPARSE")}
+    assert codes == {code.name: int(code) for code in framing.FrameErrorCode}
+    ks = re.search(r"^\| k \|(.+)\| otherwise, e = 0 \| otherwise \|$", FORMAT, re.MULTILINE)
+    ranks = re.search(r"^\| rank \|(.+)\| 11 \| none \|$", FORMAT, re.MULTILINE)
+    assert ks and ranks
+    k_row, rank_row = ([int(cell) for cell in row[1].split("|")] for row in (ks, ranks))
+    assert dict(zip(k_row, rank_row, strict=True)) == from_format.RANK_OF_K
+
+
+def _examples() -> list[tuple[dict[str, object], bytes]]:
+    """The examples of section 5: an ``Input:`` line of Python keywords, then an indented hex dump, whose ``#`` begin remarks."""
+    section = FORMAT.split("## 5. Examples")[1]
+    found = []
+    for text, dump in re.findall(r"^Input: `(.+?)`$(.+?)(?=^Input:|\Z)", section, re.MULTILINE | re.DOTALL):
+        lines = [line.split("#")[0] for line in dump.splitlines() if line.startswith("    ")]
+        arguments = eval(f"dict({text})", {"torch": torch, "inf": float("inf")})  # noqa: S307  our own document
+        found.append((arguments, bytes.fromhex("".join(lines))))
+    return found
+
+
+def test_document_examples_are_what_the_routes_give(route: str) -> None:
+    examples = _examples()
+    assert len(examples) >= 3
+    for arguments, frame in examples:
+        data = arguments.pop("data")
+        dtype = arguments.pop("dtype")
+        tensor = torch.tensor(data, dtype=dtype)
+        assert ds_zipccl.compress(tensor, route=route, **arguments).numpy().tobytes() == frame
+        decoded = ds_zipccl.decompress(torch.tensor(list(frame), dtype=torch.uint8), route=route)
+        corpus.assert_same_bits(decoded, tensor if arguments.get("shaped", True) else tensor.view(-1))
+
+
+def test_examples_show_every_mode() -> None:
+    modes = set()
+    for arguments, frame in _examples():
+        header = framing.parse(torch.tensor(list(frame), dtype=torch.uint8))
+        if header.codec == framing.CodecId.EXPONENT:
+            blocks = -(-header.numel // header.block)
+            table = header.payload_at + 16
+            modes |= {frame[table + blocks + 2 * b + 1] >> 5 for b in range(blocks)}
+        assert arguments["dtype"] in (codecs.CODED_DTYPES if header.codec else framing.DTYPE_IDS)
+    assert modes == {0, 1, 2, 3}
