@@ -47,16 +47,21 @@ def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
     return parser
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line without the program's name; exits with status 2 where it makes no sense."""
+    chosen = next((command for command in COMMANDS if tuple(words[: len(command)]) == command), None)
+    args = _parser(chosen).parse_args(words)
+    args.command = shlex.join([*PROGRAM.split(), *words])
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
         Exit status: 0 all is well; 1 something measured is wrong; 2 the command could not do what was asked.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    chosen = next((command for command in COMMANDS if tuple(words[: len(command)]) == command), None)
-    args = _parser(chosen).parse_args(words)
-    args.command = shlex.join([*PROGRAM.split(), *words])
+    args = parse(list(sys.argv[1:] if argv is None else argv))
     try:
         return int(args.main(args))
     except ToolError as error:

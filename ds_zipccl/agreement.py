@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -16,8 +17,9 @@ from ds_zipccl.config import ConfigError
 ABSENT = "absent"
 _PREFIX = "ds_zipccl/config"
 _PATIENCE = timedelta(seconds=30)  # between two messages about ranks that are missing
+_COURTESY = timedelta(seconds=60)  # a rank without a section waits this long at most: nobody asked it to wait
+_FAREWELL = timedelta(seconds=10)  # for the others to read a disagreement before the rank that hosts the store leaves
 _rounds = itertools.count()
-_last_round: int | None = None
 
 
 def canonical(section: dict[str, Any] | None) -> str:
@@ -28,67 +30,59 @@ def canonical(section: dict[str, Any] | None) -> str:
 def agree(text: str, timeout: timedelta) -> None:
     """Compare ``text`` with what the other ranks of the world say; blocks until all have said something.
 
-    A rank that says :data:`ABSENT` does not wait: whoever merely has the package installed owes nobody anything. It learns of a
-    difference from :func:`verdict` when the others have given up.
+    Ranks that say :data:`ABSENT` give up waiting after a minute, without an error if nobody has asked for coding: the package may be
+    installed on some machines only and used on none.
 
     Raises:
         ConfigError: ranks differ, or some rank said nothing within ``timeout``; the message names them.
     """
-    global _last_round
-    _last_round = next(_rounds)
     ranks, me = dist.get_world_size(), dist.get_rank()
+    prefix = f"{_PREFIX}/{next(_rounds)}"
     store = _get_default_store()
-    keys = [f"{_PREFIX}/{_last_round}/{rank}" for rank in range(ranks)]
+    keys = [f"{prefix}/{rank}" for rank in range(ranks)]
     store.set(keys[me], text)
-    if text == ABSENT:
-        return
-    _wait(store, keys, timeout)
-    said = [store.get(key).decode(errors="replace") for key in keys]
-    if len(set(said)) > 1:
-        message = _difference(said)
-        store.set(f"{_PREFIX}/{_last_round}/verdict", message)
-        raise ConfigError(message)
+    silent = _wait(store, keys, min(timeout, _COURTESY) if text == ABSENT else timeout)
+    said = {rank: store.get(key).decode(errors="replace") for rank, key in enumerate(keys) if rank not in silent}
+    if len(set(said.values())) > 1:
+        store.set(f"{prefix}/{me}/read", "")
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"{prefix}/{rank}/read" for rank in said], _FAREWELL)
+        raise ConfigError(_difference(said))
+    if silent and text != ABSENT:
+        raise ConfigError(_missing(silent))
 
 
-def _wait(store: dist.Store, keys: list[str], timeout: timedelta) -> None:
-    """Wait for the keys of all ranks, saying now and then which are missing."""
+def _wait(store: dist.Store, keys: list[str], timeout: timedelta) -> list[int]:
+    """Wait for the keys of all ranks, saying now and then which are missing. Returns those missing at the end."""
     deadline = time.monotonic() + timeout.total_seconds()
-    while True:
+    while (left := deadline - time.monotonic()) > 0:
         try:
-            return store.wait(keys, min(_PATIENCE, timeout))
+            store.wait(keys, min(_PATIENCE, timedelta(seconds=left)))
+            return []
         except RuntimeError:  # torch's DistStoreError is one
             silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        hint = (
-            f"ranks {silent} have not said which zipccl section they use; they may be late. If not: is ds_zipccl installed there, "
-            "and not switched off by DS_ZIPCCL=0? All ranks need the same package and the same section"
-        )
-        if time.monotonic() >= deadline:
-            raise ConfigError(hint)
-        print(f"[ds_zipccl] waiting: {hint}", flush=True)
+            print(f"[ds_zipccl] waiting: {_missing(silent)}", flush=True)
+    return silent
 
 
-def verdict() -> str | None:
-    """What the other ranks found wrong in the last round, if anything; does not wait."""
-    key = f"{_PREFIX}/{_last_round}/verdict"
-    try:
-        store = _get_default_store()
-        return store.get(key).decode() if store.check([key]) else None
-    except (RuntimeError, ValueError):  # no store any more: nothing to add to the caller's own error
-        return None
+def _missing(silent: list[int]) -> str:
+    return (
+        f"ranks {silent} have not said which zipccl section they use. Unless they are just late: is ds_zipccl installed there, "
+        "and not switched off by DS_ZIPCCL=0? All ranks need the same package and the same section"
+    )
 
 
-def _difference(said: list[str]) -> str:
+def _difference(said: dict[int, str]) -> str:
     """Names the keys on which ranks differ, with the ranks that hold each value."""
-    sections = [{} if text == ABSENT else json.loads(text) for text in said]
+    sections = {rank: json.loads(text) for rank, text in said.items() if text != ABSENT}
     lines = ["the zipccl configuration differs between ranks:"]
-    if ABSENT in said:
-        lines.append(f"  no section at all: ranks {[rank for rank, text in enumerate(said) if text == ABSENT]}")
-    for key in sorted(set().union(*sections)):
+    if len(sections) < len(said):
+        lines.append(f"  no section at all: ranks {[rank for rank in said if rank not in sections]}")
+    for key in sorted(set().union(*sections.values())):
         holders: dict[str, list[int]] = {}
-        for rank, section in enumerate(sections):
-            if said[rank] != ABSENT:
-                value = json.dumps(section[key]) if key in section else "not set"
-                holders.setdefault(value, []).append(rank)
+        for rank, section in sections.items():
+            value = json.dumps(section[key]) if key in section else "not set"
+            holders.setdefault(value, []).append(rank)
         if len(holders) > 1:
             lines.append(f"  {key}: " + "; ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items()))
     lines.append("give every rank the same ds_config and the same DS_ZIPCCL")

@@ -73,7 +73,7 @@ def _coded(name: str) -> Callable[..., Any]:
     @torch.compiler.disable
     def method(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
         if self.zipccl is None:
-            return self._explain(plain, args, kwargs)
+            return plain(self, *args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         values = [given[key] if key in given else _DEFAULTS[key] for key in parameters]
         if "op" in parameters:
@@ -133,16 +133,6 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if torch.distributed.get_rank() == 0:
             print(_banner(config), flush=True)
             atexit.register(_print_table, "at the end")
-
-    def _explain(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Plain collective of a rank without a configuration; a failure may be the other ranks' disagreement with it."""
-        try:
-            return plain(self, *args, **kwargs)
-        except RuntimeError as error:
-            message = agreement.verdict()
-            if message is None:
-                raise
-            raise ConfigError(message) from error
 
 
 for _name in COLLECTIVES:

@@ -76,6 +76,11 @@ def totals() -> dict[str, float]:
     return {"raw_bytes": raw_bytes, "wire_bytes": wire_bytes, "ratio": _ratio(raw_bytes, wire_bytes)}
 
 
+def events(samples: int) -> list[tuple[str, float, int]]:
+    """The totals as DeepSpeed monitor events (name, value, samples so far)."""
+    return [(f"Train/zipccl/{name}", float(value), samples) for name, value in totals().items()]
+
+
 def reset() -> None:
     """Forget everything counted so far."""
     with _lock:

@@ -60,7 +60,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(vocabulary=2048, width=128, layers=2, heads=2, context=32, characters=400_000),  # 1M parameters
-    "small": Size(vocabulary=8192, width=320, layers=5, heads=5, context=128, characters=4_000_000),  # 11M
+    "small": Size(vocabulary=8192, width=320, layers=5, heads=5, context=64, characters=4_000_000),  # 11M
     "medium": Size(vocabulary=16384, width=512, layers=12, heads=8, context=256, characters=12_000_000),  # 54M
 }
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import settings
+from collections.abc import Iterator
 
-from ds_zipccl import kernels
+import pytest
+import torch
+import variants
+from hypothesis import settings
 
 # Same examples on every run: a failure repeats, and two runs of one commit agree.
 settings.register_profile("zipccl", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.load_profile("zipccl")
-
-ROUTES = tuple(kernels.ROUTES["cpu"])
+# The tensors here are small, and the cores are shared with other jobs.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,21 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _usable(name: str) -> str:
-    """``name``; skips the test, with the reason, where that route cannot run."""
-    reason = kernels.why()[name]
+@pytest.fixture(params=variants.ALL, ids=str)
+def route(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Name of a CPU route, once for every instruction set it has; skips, with the reason, what cannot run here."""
+    reason = request.param.why_not()
     if reason:
-        pytest.skip(f"route {name} is not usable here: {reason}")
-    return name
-
-
-@pytest.fixture(params=ROUTES)
-def route(request: pytest.FixtureRequest) -> str:
-    """Name of a CPU route; the test runs once for each."""
-    return _usable(request.param)
-
-
-@pytest.fixture
-def both_routes() -> tuple[str, ...]:
-    """All CPU routes at once, for tests that compare them."""
-    return tuple(_usable(name) for name in ROUTES)
+        pytest.skip(f"{request.param} is not usable here: {reason}")
+    with request.param.in_use() as name:
+        yield name

@@ -55,7 +55,7 @@ def random_words(count: int, kind: Float, seed: int) -> np.ndarray:
 def with_exponents(words: np.ndarray, exponents: np.ndarray, kind: Float) -> np.ndarray:
     """``words`` with their exponent fields replaced (modulo the field)."""
     field = kind.largest_exponent
-    kept = words & kind.word((kind.sign | ((1 << kind.mantissa) - 1)))
+    kept = words & kind.word(kind.sign | ((1 << kind.mantissa) - 1))
     return kept | ((exponents.astype(np.int64) & field).astype(kind.word) << kind.word(kind.mantissa))
 
 

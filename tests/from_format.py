@@ -232,8 +232,6 @@ def encode(words: list[int], dtype: int, block: int, shape: tuple[int, ...] | No
 
     def header(crc: int) -> bytes:
         log2 = block.bit_length() - 1
-        return struct.pack(
-            "<4s6BHIQQ", b"ZCCL", 1, 1, dtype, flags, len(shape or ()), log2, 0, crc, len(words), size
-        )
+        return struct.pack("<4s6BHIQQ", b"ZCCL", 1, 1, dtype, flags, len(shape or ()), log2, 0, crc, len(words), size)
 
     return header(zlib.crc32(header(0) + dims + payload) if checksum else 0) + dims + payload

@@ -18,6 +18,8 @@ from typing import Any
 
 #: For the fork server and all ranks: several of them share few cores, and gloo must not look names up.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+#: Seconds that the other ranks have to fail too, once one has failed.
+GRACE = 2.0
 _PRELOAD = ["numpy", "torch", "torch.distributed", "torch.testing", "pytest", "ds_zipccl.comm"]
 
 
@@ -78,12 +80,18 @@ def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, tuple[bo
             except EOFError:
                 answers[rank] = (False, "died without a word")
             if not answers[rank][0]:
-                deadline = min(deadline, time.monotonic() + 5.0)
+                deadline = min(deadline, time.monotonic() + GRACE)
     return answers
 
 
 def _rank(
-    pipe: Connection, case: Callable[..., Any], rank: int, ranks: int, arguments: tuple[Any, ...], store: str, timeout: float
+    pipe: Connection,
+    case: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    arguments: tuple[Any, ...],
+    store: str,
+    timeout: float,
 ) -> None:
     import torch
     import torch.distributed as dist

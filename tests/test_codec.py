@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import corpus
 import numpy as np
 import pytest
 import torch
+import variants
 from corpus import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 import ds_zipccl
 from ds_zipccl import codecs, kernels
 from ds_zipccl import frame as framing
+from ds_zipccl.op_builder import cache
 
 FLOATS = list(corpus.FLOATS.values())
 MILLION = 1 << 20
@@ -43,10 +47,10 @@ def test_all_patterns_of_16_bits(route: str, kind: corpus.Float, block: int) -> 
 
 @pytest.mark.parametrize("kind", FLOATS[:2], ids=["bf16", "fp16"])
 def test_every_pattern_among_ordinary_words(route: str, kind: corpus.Float) -> None:
-    """Each pattern alone in a block of common values, where it must take an escape rather than RAW."""
+    """Each pattern with three others in a block of common values, where it must take an escape rather than RAW."""
     words = corpus.bell(256 * 128, kind, 3).reshape(256, 128)
-    for start in range(0, 1 << 16, 256):
-        words[:, 77] = np.arange(start, start + 256)
+    for start in range(0, 1 << 16, 1024):
+        words[:, 50:54] = np.arange(start, start + 1024).reshape(256, 4)
         tensor = corpus.tensor(words.reshape(-1), kind)
         frame = ds_zipccl.compress(tensor, block=128, shaped=False, checksum=False, route=route)
         assert frame.numel() < tensor.numel() * 2
@@ -67,8 +71,8 @@ def test_random_words_never_grow_by_more_than_a_percent(kind: corpus.Float, bloc
     for size in (1 << 16, (1 << 16) + kind.dtype.itemsize, 100_000, 1 << 20):
         words = corpus.random_words(size // kind.dtype.itemsize, kind, size)
         frame = ds_zipccl.compress(corpus.tensor(words, kind), block=block, route=route)
-        # A table entry is 3 bytes: 1.2% of a block of 128 words of 16 bits, the one case above one percent.
-        limit = 1.013 if block == 128 and kind.dtype.itemsize == 2 else 1.01
+        # A table entry is 3 bytes, 1.2% of a block of 128 words of 16 bits: the one case above one percent.
+        limit = 1.014 if block == 128 and kind.dtype.itemsize == 2 else 1.01
         assert frame.numel() <= limit * words.nbytes
 
 
@@ -99,21 +103,16 @@ def test_fp32_that_came_from_bf16_shrinks_more_than_twofold(route: str) -> None:
 
 @pytest.mark.parametrize("texture", corpus.TEXTURES)
 @pytest.mark.parametrize("kind", FLOATS, ids=corpus.FLOATS)
-def test_bound_holds_for_every_length(kind: corpus.Float, texture: str) -> None:
+def test_bound_holds_for_every_length(route: str, kind: corpus.Float, texture: str) -> None:
     """Also into a buffer of exactly the bound: every length of one short block, then the last of several blocks."""
     guard = 64
-    for n in (*range(140), 511, 513, 4095, 4097):
+    for n in (*range(40), 63, 64, 65, 127, 128, 129, 511, 513, 4095, 4097):
         tensor = corpus.tensor(corpus.TEXTURES[texture](n, kind, n), kind)
         bound = ds_zipccl.compress_bound(n, kind.dtype, block=128)
-        frames = []
-        for name, reason in kernels.why().items():
-            assert not reason
-            buffer = torch.full((bound + guard,), 0xA5, dtype=torch.uint8)
-            frame = ds_zipccl.compress(tensor, out=buffer[:bound], block=128, shaped=False, route=name)
-            assert (buffer[bound:] == 0xA5).all(), f"{name} wrote past the bound at {n} words"
-            assert_same_bits(ds_zipccl.decompress(frame, route=name), tensor)
-            frames.append(frame)
-        assert torch.equal(*frames)
+        buffer = torch.full((bound + guard,), 0xA5, dtype=torch.uint8)
+        frame = ds_zipccl.compress(tensor, out=buffer[:bound], block=128, shaped=False, route=route)
+        assert (buffer[bound:] == 0xA5).all(), f"wrote past the bound at {n} words"
+        assert_same_bits(ds_zipccl.decompress(frame, route=route), tensor)
 
 
 # --- routes
@@ -134,31 +133,39 @@ def coded(draw: st.DrawFn) -> tuple[corpus.Float, int, np.ndarray]:
 
 
 @given(coded(), st.booleans(), st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_routes_agree(case: tuple[corpus.Float, int, np.ndarray], shaped: bool, checksum: bool) -> None:
     kind, block, words = case
     tensor = corpus.tensor(words, kind)
-    usable = [name for name, reason in kernels.why().items() if not reason]
+    bound = ds_zipccl.compress_bound(len(words), kind.dtype, ndim=1 if shaped else None, block=block)
     frames = {}
-    for name in usable:
-        frames[name] = ds_zipccl.compress(tensor, block=block, shaped=shaped, checksum=checksum, route=name)
-        again = ds_zipccl.compress(tensor, block=block, shaped=shaped, checksum=checksum, route=name)
-        assert torch.equal(frames[name], again), "not deterministic"
-        bound = ds_zipccl.compress_bound(len(words), kind.dtype, ndim=1 if shaped else None, block=block)
-        assert frames[name].numel() <= bound
-    for name, frame in frames.items():
-        assert torch.equal(frame, frames[usable[0]]), f"{name} and {usable[0]} give different bytes"
-        for reader in usable:
-            assert_same_bits(ds_zipccl.decompress(frame, route=reader), tensor)
+    for variant in variants.usable():
+        with variant.in_use() as route:
+            arguments = {"block": block, "shaped": shaped, "checksum": checksum, "route": route}
+            frames[variant] = ds_zipccl.compress(tensor, **arguments)
+            assert torch.equal(frames[variant], ds_zipccl.compress(tensor, **arguments)), f"{variant} does not repeat"
+            assert frames[variant].numel() <= bound
+            assert_same_bits(ds_zipccl.decompress(frames[variant], route=route), tensor)
+    first, *others = frames
+    for other in others:
+        assert torch.equal(frames[first], frames[other]), f"{first} and {other} give different bytes"
 
 
 def test_routes_of_this_machine() -> None:
     """numba is a dependency; without a C++ compiler the native route says so."""
     reasons = kernels.why()
+    assert list(reasons) == list(dict.fromkeys(variant.route for variant in variants.ALL))
     assert reasons["numba"] == ""
     assert reasons["native"] == "" or "BuildError" in reasons["native"]
-    with pytest.raises(ValueError, match="no route 'gpu'.*native, numba"):
+    with pytest.raises(ValueError, match=r"no route 'gpu'.*native, numba"):
         ds_zipccl.compress(torch.zeros(3), route="gpu")
+
+
+def test_every_level_is_under_test() -> None:
+    """A level that csrc has and variants.ALL lacks would go untested."""
+    sources = "".join(path.read_text() for path in cache.CSRC.glob("cpu_*.cpp"))
+    levels = set(re.findall(r"^ZIPCCL_LEVEL\((\w+),", sources, re.MULTILINE))
+    assert levels == {variant.level for variant in variants.ALL if variant.level}
 
 
 # --- tensors and buffers of all kinds
@@ -207,7 +214,9 @@ def test_other_dtypes_become_raw_frames(dtype: torch.dtype, route: str) -> None:
     for codec in codecs.CODECS:
         frame = roundtrip(tensor, route, codec=codec) if codec == "exponent" else ds_zipccl.compress(tensor, codec)
         assert_same_bits(ds_zipccl.decompress(frame), tensor)
-        coded_as = framing.CodecId.EXPONENT if codec == "exponent" and dtype in codecs.CODED_DTYPES else framing.CodecId.RAW
+        coded_as = (
+            framing.CodecId.EXPONENT if codec == "exponent" and dtype in codecs.CODED_DTYPES else framing.CodecId.RAW
+        )
         assert framing.parse(frame).codec == coded_as
 
 
@@ -247,10 +256,13 @@ def test_out_of_decompress(route: str) -> None:
     assert_same_bits(part[200:800], tensor)
     assert not part[:200].any() and not part[800:].any()
     for wrong in (torch.empty(599, dtype=torch.bfloat16), torch.empty(600, dtype=torch.float16), torch.empty(0)):
-        with pytest.raises(ds_zipccl.FrameError, match="600 torch.bfloat16") as caught:
+        with pytest.raises(ds_zipccl.FrameError, match=r"600 torch\.bfloat16") as caught:
             ds_zipccl.decompress(frame, wrong, route=route)
         assert caught.value.code is framing.FrameErrorCode.MISMATCH
-    for wrong in (torch.empty(600, 2, dtype=torch.bfloat16)[:, 0], torch.empty(600, dtype=torch.bfloat16, device="meta")):
+    for wrong in (
+        torch.empty(600, 2, dtype=torch.bfloat16)[:, 0],
+        torch.empty(600, dtype=torch.bfloat16, device="meta"),
+    ):
         with pytest.raises(TypeError, match="contiguous CPU tensor"):
             ds_zipccl.decompress(frame, wrong, route=route)
 
@@ -258,7 +270,9 @@ def test_out_of_decompress(route: str) -> None:
 def test_frames_in_longer_buffers(route: str) -> None:
     """Frames one after another, found by their own lengths."""
     tensors = [corpus.tensor(corpus.mixed(100 * i, corpus.FP16, 128, i), corpus.FP16) for i in range(5)]
-    stream = torch.cat([ds_zipccl.compress(t, route=route) for t in tensors] + [torch.full((99,), 255, dtype=torch.uint8)])
+    stream = torch.cat(
+        [ds_zipccl.compress(t, route=route) for t in tensors] + [torch.full((99,), 255, dtype=torch.uint8)]
+    )
     at = 0
     for tensor in tensors:
         assert_same_bits(ds_zipccl.decompress(stream[at:], route=route), tensor)

@@ -141,13 +141,15 @@ def flip_a_bit() -> None:
 
 
 def test_a_wrong_bit_is_seen() -> None:
-    with pytest.raises(runner.RankFailure, match="rank 1: (.|\n)*words differ"):
+    with pytest.raises(runner.RankFailure, match=r"rank 1: (.|\n)*words differ"):
         runner.run(moves, 2, flip_a_bit)
 
 
 def as_plain(rank: int, ranks: int) -> None:
     """The same as torch.distributed, with what it can do on gloo."""
-    for seed, move in enumerate((all_gather, all_gather_into_tensor, broadcast, all_to_all_single, all_to_all_single_even)):
+    for seed, move in enumerate(
+        (all_gather, all_gather_into_tensor, broadcast, all_to_all_single, all_to_all_single_even)
+    ):
         inputs = [filled(peer, 5000, corpus.BF16, seed) for peer in range(ranks)]
         for got, want in zip(move(coded(), inputs, rank, False)[0], move(dist, inputs, rank, False)[0], strict=True):
             corpus.assert_same_bits(got, want)
@@ -259,7 +261,9 @@ def passes(rank: int, ranks: int) -> None:
     handle.wait()
     assert output.tolist() == list(range(ranks)) and handle.is_completed()
     outputs = [torch.zeros(ranks, dtype=torch.int64), torch.zeros(2 * ranks, dtype=torch.int64)]
-    handle = comm.all_gather_coalesced(outputs, [torch.tensor([rank]), torch.tensor([rank, -rank])], None, True, config=CODED)
+    handle = comm.all_gather_coalesced(
+        outputs, [torch.tensor([rank]), torch.tensor([rank, -rank])], None, True, config=CODED
+    )
     handle.wait()
     assert outputs[0].tolist() == list(range(ranks)) and handle.is_completed()
     assert all(row["calls"] == 0 and row["reasons"] == {"dtype int64": 1} for row in stats.rows())

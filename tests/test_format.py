@@ -71,7 +71,7 @@ def _examples() -> list[tuple[dict[str, object], bytes]]:
     found = []
     for text, dump in re.findall(r"^Input: `(.+?)`$(.+?)(?=^Input:|\Z)", section, re.MULTILINE | re.DOTALL):
         lines = [line.split("#")[0] for line in dump.splitlines() if line.startswith("    ")]
-        arguments = eval(f"dict({text})", {"torch": torch, "inf": float("inf")})  # noqa: S307  our own document
+        arguments = eval(f"dict({text})", {"torch": torch, "inf": float("inf")})
         found.append((arguments, bytes.fromhex("".join(lines))))
     return found
 

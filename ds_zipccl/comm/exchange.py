@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -118,14 +117,17 @@ class Link:
         self.raw_bytes += flat.nbytes
         self.wire_bytes += frame.nbytes
 
-    def wait(self, handle: dist.Work, doing: str, timeout: timedelta | None = None) -> None:
-        """Wait for a handle of the transport, by default as long as the group waits.
+    @contextmanager
+    def naming(self, doing: str) -> Iterator[None]:
+        """Give errors of the transport a place.
 
         Raises:
             CommError: from what the transport raised.
         """
         try:
-            handle.wait() if timeout is None else handle.wait(timeout)
+            yield
+        except CommError:
+            raise
         except RuntimeError as error:
             raise self.error(f"{doing}: {error}") from error
 
@@ -143,21 +145,24 @@ class Round:
         """Post the receive for what :meth:`receive` will decode into flat ``out``; nothing is written to ``out`` yet."""
         if out.numel():
             buffer = self._link.landing(out)
-            self._receives[peer].append((self._link.group.recv([buffer], peer, self._tag), buffer))
+            with self._receiving(peer):
+                self._receives[peer].append((self._link.group.recv([buffer], peer, self._tag), buffer))
 
     def send(self, flat: torch.Tensor, *peers: int) -> None:
         """Encode once, send to every peer. ``flat`` may be overwritten afterwards."""
         if flat.numel():
             frame = self._link.encode(flat)
             for peer in peers:
-                self._sends.append((peer, self._link.group.send([frame], peer, self._tag), frame))
+                with self._sending(peer):
+                    self._sends.append((peer, self._link.group.send([frame], peer, self._tag), frame))
                 self._link.count(flat, frame)
 
     def receive(self, peer: int, out: torch.Tensor) -> torch.Tensor:
         """Wait for the next frame of ``peer`` and decode it into flat ``out``, which it returns."""
         if out.numel():
             handle, buffer = self._receives[peer].popleft()
-            self._link.wait(handle, f"receiving from global rank {self._link.global_rank(peer)}")
+            with self._receiving(peer):
+                handle.wait()
             self._link.decode(buffer, peer, out)
         return out
 
@@ -165,5 +170,12 @@ class Round:
         """Wait until every send is out."""
         while self._sends:
             peer, handle, _ = self._sends[-1]
-            self._link.wait(handle, f"sending to global rank {self._link.global_rank(peer)}")
+            with self._sending(peer):
+                handle.wait()
             self._sends.pop()
+
+    def _sending(self, peer: int) -> AbstractContextManager[None]:
+        return self._link.naming(f"sending to global rank {self._link.global_rank(peer)}")
+
+    def _receiving(self, peer: int) -> AbstractContextManager[None]:
+        return self._link.naming(f"receiving from global rank {self._link.global_rank(peer)}")

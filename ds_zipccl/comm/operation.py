@@ -75,7 +75,7 @@ def run(op: Operation, call: Call) -> Any:
 
     @torch.inference_mode()  # thread-local, and the only mode that may write to every tensor
     def job() -> None:
-        flat = _memory_order if op.memory_order else _logical_order
+        flat = memory_order if op.memory_order else logical_order
         outputs = [flat(tensor) for tensor in op.outputs]
         op.coded(link, [flat(tensor) for tensor in op.inputs], outputs)
         for tensor, written in zip(op.outputs, outputs, strict=True):
@@ -149,12 +149,16 @@ def _mixture(tensors: Sequence[torch.Tensor]) -> str:
     return f"tensors must be of one dtype on one device, got {', '.join(kinds)}" if len(kinds) > 1 else ""
 
 
-def _logical_order(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1)
+def logical_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Flat view of a contiguous tensor, otherwise a copy."""
+    return _flat_view(tensor.contiguous())
 
 
-def _memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Flat view of a dense tensor whatever its strides; otherwise a copy in logical order."""
-    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return tensor.as_strided((tensor.numel(),), (1,))
-    return _logical_order(tensor)
+def memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Flat view of a dense tensor whatever its strides, otherwise a copy in logical order."""
+    return _flat_view(tensor) if torch.ops.aten.is_non_overlapping_and_dense(tensor) else logical_order(tensor)
+
+
+def _flat_view(dense: torch.Tensor) -> torch.Tensor:
+    # as_strided, because view(-1) keeps the odd stride that a tensor of one element may have
+    return dense.as_strided((dense.numel(),), (1,))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_zipccl import policy, stats
 from ds_zipccl.comm.exchange import P2P_TAG, SHADOW_TAG, TAGS, Link
-from ds_zipccl.comm.operation import decide, group_rank, is_member
+from ds_zipccl.comm.operation import decide, group_rank, is_member, logical_order
 from ds_zipccl.comm.shadow import Shadow
 from ds_zipccl.comm.work import PostedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
@@ -80,16 +80,18 @@ def isend(
         stats.record_pass(role, "send", tensor.nbytes, plan.reason)
         return dist.isend(tensor, to, group, tag)
     link = Link("send", group, config, role, plan.codec, P2P_TAG + tag)
-    with torch.inference_mode():
-        flat = tensor.contiguous().view(-1)
+    doing = f"sending to global rank {to}"
+    with torch.inference_mode(), link.naming(doing):
+        flat = logical_order(tensor)
         frame = link.encode(flat)
         handle = group.send([frame], peer, P2P_TAG + tag)
         beside = dist.isend(flat.clone(), to, group, SHADOW_TAG + tag) if config.check == "shadow" else None
 
     def finish(timeout: timedelta | None) -> None:
-        link.wait(handle, f"sending to global rank {to}", timeout)
-        if beside is not None:
-            beside.wait()
+        with link.naming(doing):
+            _wait(handle, timeout)
+            if beside is not None:
+                beside.wait()
         stats.record(role, "send", flat.nbytes, frame.nbytes)
 
     return PostedWork("send", [tensor], finish, handle._source_rank)
@@ -122,7 +124,8 @@ def irecv(
 
         return Shadow(plain, [], [tensor.contiguous()], "bits", link.size)
 
-    with torch.inference_mode():
+    doing = "receiving from " + ("any rank" if peer is None else f"global rank {link.global_rank(peer)}")
+    with torch.inference_mode(), link.naming(doing):
         buffer = link.landing(tensor)
         handle = (
             group.recv_anysource([buffer], P2P_TAG + tag) if peer is None else group.recv([buffer], peer, P2P_TAG + tag)
@@ -131,13 +134,10 @@ def irecv(
 
     @torch.inference_mode()
     def finish(timeout: timedelta | None) -> None:
-        link.wait(
-            handle,
-            "receiving from " + ("any rank" if peer is None else f"global rank {link.global_rank(peer)}"),
-            timeout,
-        )
+        with link.naming(doing):
+            _wait(handle, timeout)
         source = handle._source_rank() if peer is None else peer
-        flat = tensor.contiguous().view(-1)
+        flat = logical_order(tensor)
         link.decode(buffer, source, flat)
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
@@ -146,6 +146,10 @@ def irecv(
         stats.record(role, "recv", 0, 0)
 
     return PostedWork("recv", [tensor], finish, handle._source_rank)
+
+
+def _wait(handle: dist.Work, timeout: timedelta | None) -> None:
+    handle.wait() if timeout is None else handle.wait(timeout)
 
 
 def _plan(

@@ -58,7 +58,7 @@ class Shadow:
             wrong = self._wrong(number, got.detach().reshape(-1), want.reshape(-1))
             if bool(wrong.any()):
                 index = int(wrong.nonzero()[0])
-                values = " ".join(
+                values = ", ".join(
                     f"{name} {_show(flat.reshape(-1)[index])}" for name, flat in (("got", got), ("wanted", want))
                 )
                 message = f"{int(wrong.sum())} of {wrong.numel()} wrong in output {number}, first at {index}: {values}"

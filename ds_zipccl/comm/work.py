@@ -115,26 +115,22 @@ class PostedWork(Work):
 
 
 class JoinedWork(Work):
-    """Several plain handles as one, in order."""
+    """Several handles of torch.distributed, works or futures, as one."""
 
     def __init__(self, name: str, handles: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(name, tensors)
         self._handles = list(handles)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all are done. ``timeout`` is for each of them."""
+        """Block until all are done; ``timeout`` has no effect, the group's own has."""
         for handle in self._handles:
-            handle.wait() if timeout is None else handle.wait(timeout)
+            handle.wait()
         self._done.set()
         return True
 
     def is_completed(self) -> bool:
         """True once all are done; does not block."""
-        return all(_completed(handle) for handle in self._handles)
-
-
-def _completed(handle: Any) -> bool:
-    return handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed()
+        return all((getattr(handle, "done", None) or handle.is_completed)() for handle in self._handles)
 
 
 class _Threads:

@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
 def _columns(name_width: int) -> tuple[Column, ...]:
     return (
         Column("name", width=name_width),
-        Column("dtype", width=8),
+        Column("dtype", width=13),
         Column("numel", ",d", 13),
         Column("zeros", ".1%", 6),
         Column("entropy", ".3f"),

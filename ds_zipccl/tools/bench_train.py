@@ -9,7 +9,8 @@ Every run is ``examples/train_gpt.py`` in processes of its own; plain and coded 
   from initialisation to the gather of the final parameters: coded calls and calls that passed uncoded.
 * ``wire_bytes``: the same with coded calls at what they really sent, headers included. The plain row carries ``raw_bytes``
   here: what the plain backend's own schedules move cannot be seen from outside.
-* ``loss_last``: mean over ranks. ``params_sha256``: over all final parameters of all ranks (the table shows 16 digits).
+* ``loss_last``: mean over ranks, nothing where it is not finite.
+* ``params_sha256``: over all final parameters of all ranks (the table shows 16 digits).
 * ``speedup``: plain ``step_ms`` / this row's ``step_ms``.
 
 Below each pair: the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong.
@@ -173,7 +174,7 @@ def rows(training: Training, runs: Mapping[str, list[Results]], skip: int) -> li
             "step_ms": step_ms[variant],
             "raw_bytes": raw,
             "wire_bytes": wire[variant],
-            "loss_last": float.fromhex(results[0]["losses"][-1]),
+            "loss_last": loss if math.isfinite(loss := float.fromhex(results[0]["losses"][-1])) else None,
             "params_sha256": results[0]["params_sha256"],
             "speedup": step_ms["plain"] / step_ms[variant],
         }
@@ -221,5 +222,6 @@ def main(args: argparse.Namespace) -> int:
         written += found
         verdicts.append(verdict)
     if args.json:
-        write_json(args.json, written, verdicts=verdicts, steps=args.steps, size=args.size, repeat=args.repeat)
+        more = {"verdicts": verdicts, "steps": args.steps, "skip": args.skip, "size": args.size, "repeat": args.repeat}
+        write_json(args.json, written, args.command, **more)
     return int(any(verdict["problems"] for verdict in verdicts))

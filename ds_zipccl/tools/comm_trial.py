@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import statistics
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -27,6 +29,7 @@ LOOPBACKS = ("lo", "lo0")  # names of that interface on Linux, macOS
 
 def take_part(rank: int, ranks: int, port: int, cases: list[Case], results: Queue[dict[str, Any]]) -> None:
     """Run all ``cases`` as one of ``ranks`` processes that meet at the store on ``port``; rank 0 puts rows into ``results``."""
+    threading.Thread(target=_follow_parent, daemon=True).start()
     loopback = next((name for _, name in socket.if_nameindex() if name in LOOPBACKS), None)
     if loopback:  # else gloo picks the interface that the host name belongs to, which need not exist
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -42,6 +45,13 @@ def take_part(rank: int, ranks: int, port: int, cases: list[Case], results: Queu
                 results.put(row)
     dist.barrier()  # gloo aborts now and then where a process leaves before the others
     dist.destroy_process_group()
+
+
+def _follow_parent() -> None:
+    """End this process when the one that started it is gone, however it went."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def measure(case: Case, rank: int, ranks: int) -> list[dict[str, Any]]:

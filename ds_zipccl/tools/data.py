@@ -59,20 +59,26 @@ def _sparse20(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torc
     return _normal(x, sigma, generator).masked_fill_(zero, 0)
 
 
-def _per_row(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A uniform number from 0 to 1 for every row, at each of its elements."""
-    draws = x.new_empty(-(-x.numel() // _ROW)).uniform_(generator=generator)
-    return draws.repeat_interleave(_ROW)[: x.numel()]
+def _row_draws(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A uniform number from 0 to 1 for every row."""
+    return x.new_empty(-(-x.numel() // _ROW)).uniform_(generator=generator)
+
+
+def _each(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The value of its row for every element."""
+    return rows.repeat_interleave(_ROW)[: x.numel()]
 
 
 def _embedding(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torch.Tensor:
-    zero = _per_row(x, generator) < 0.97
-    return _normal(x, sigma, generator).masked_fill_(zero, 0)
+    draws = _row_draws(x, generator)
+    seen = max(1, round(0.03 * draws.numel()))  # tokens of the batch
+    zero = draws < draws.topk(seen).values[-1]
+    return _normal(x, sigma, generator).masked_fill_(_each(zero, x), 0)
 
 
 def _rows(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torch.Tensor:
-    scales = _per_row(x, generator).mul_(8).sub_(4).exp2_()
-    return _normal(x, sigma, generator).mul_(scales)
+    scales = _row_draws(x, generator).mul_(8).sub_(4).exp2_()
+    return _normal(x, sigma, generator).mul_(_each(scales, x))
 
 
 #: Every data set, by name.

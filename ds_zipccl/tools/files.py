@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ Loader = Callable[[], torch.Tensor]
 
 
 def tensors(path: str) -> dict[str, Loader]:
-    """Name -> function that reads the CPU tensor, in the file's order; nested containers give names such as ``optimizer.state.0.exp_avg``.
+    """Name -> function that reads the CPU tensor, in the file's order; nested containers give names such as ``state.0.exp_avg``.
 
     Raises:
         ToolError: the file cannot be read, is of no known format, or holds objects other than tensors and plain values.
@@ -48,12 +49,13 @@ def _torch(path: str) -> dict[str, Loader]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
+        # Of torch's long text only the cause: the rest explains how to execute the file after all.
+        cause = re.search(r"(Trying to load|Unsupported \w+:).*?(?=\.?(?: Please|\n|$))", str(error))
         raise ToolError(
-            f"{path} refused: it holds more than tensors and plain values, and nothing else is unpickled here "
-            f"({reason}). Save a state_dict, or better a safetensors file, and analyze that."
+            f"{path} refused: it holds more than tensors and plain values, and nothing else is unpickled here"
+            f"{f' ({cause[0]})' if cause else ''}. Save a state_dict, or better a safetensors file, and analyze that."
         ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
         raise ToolError(f"{path} is not a sound torch file: {str(error).splitlines()[0]}") from error
     return dict(_flatten("", content))
 

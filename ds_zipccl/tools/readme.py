@@ -30,7 +30,10 @@ def _config() -> str:
     fields = ZipcclConfig.model_fields.items()
     return _table(
         ("key", "default", "meaning"),
-        ((f"`{key}`", f"`{json.dumps(field.get_default(call_default_factory=True))}`", field.description) for key, field in fields),
+        (
+            (f"`{key}`", f"`{json.dumps(field.get_default(call_default_factory=True))}`", field.description)
+            for key, field in fields
+        ),
     )
 
 

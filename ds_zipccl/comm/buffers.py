@@ -1,0 +1,55 @@
+"""Staging memory that is used again: fresh memory costs more to touch than a frame costs to make."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+
+#: Free memory kept for later, per process (seed, bytes: the frames of two all-reduces of 64 MiB).
+KEEP_BYTES = 256 << 20
+#: Blocks smaller than this are not worth keeping (seed, bytes): the allocator keeps those itself.
+_SMALLEST = 64 << 10
+
+
+class Buffers:
+    """Free blocks of bytes, the last one returned first; beyond ``keep`` bytes the longest unused ones go."""
+
+    def __init__(self, keep: int = KEEP_BYTES) -> None:
+        self._keep = keep
+        self._free: deque[torch.Tensor] = deque()
+        self._free_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A block of at least ``nbytes`` and at most an eighth more, uint8, contents undefined. To be called under inference_mode."""
+        size = _rounded(nbytes)
+        with self._lock:
+            for at in range(len(self._free) - 1, -1, -1):
+                if self._free[at].numel() == size:
+                    block = self._free[at]
+                    del self._free[at]
+                    self._free_bytes -= size
+                    return block
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give(self, block: torch.Tensor) -> None:
+        """Return a block that nobody uses any more."""
+        if block.numel() < _SMALLEST:
+            return
+        with self._lock:
+            self._free.append(block)
+            self._free_bytes += block.numel()
+            while self._free_bytes > self._keep:
+                self._free_bytes -= self._free.popleft().numel()
+
+
+def _rounded(nbytes: int) -> int:
+    """Up to the next of eight sizes per power of two, so that messages of nearly one size share blocks."""
+    step = 1 << max(6, nbytes.bit_length() - 4)
+    return (nbytes + step - 1) // step * step
+
+
+#: The blocks of this process.
+BUFFERS = Buffers()

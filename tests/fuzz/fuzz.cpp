@@ -1,0 +1,182 @@
+// Encodes generated words, damages the payloads and decodes them at every level, to be built with AddressSanitizer and UBSan (asan.py).
+// All buffers are exactly as large as their contents and often unaligned, so that a byte read or written outside is seen.
+// Usage: fuzz SEED MUTATIONS SECONDS LEVEL...   Ends after that many mutations or seconds; the exit status is 0 if all went well.
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <string>
+#include <vector>
+
+extern "C" uint64_t zipccl_encode(const void* words, uint64_t numel, int32_t dtype, uint32_t block, void* out);
+extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block);
+extern "C" int32_t zipccl_force_level(const char* name);
+
+namespace {
+
+uint64_t state;
+uint64_t draw() {  // splitmix64
+  uint64_t z = state += 0x9E3779B97F4A7C15;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+  z = (z ^ z >> 27) * 0x94D049BB133111EB;
+  return z ^ z >> 31;
+}
+uint64_t below(uint64_t limit) { return draw() % limit; }
+
+// Memory of exactly `size` bytes, `shift` bytes from an aligned address; a null pointer where size is 0, as an empty tensor has.
+class Exact {
+ public:
+  Exact(uint64_t size, uint64_t shift) : size_(size), memory_(size ? static_cast<uint8_t*>(malloc(size + shift)) : nullptr) {
+    data = size ? memory_ + shift : nullptr;
+  }
+  Exact(const Exact&) = delete;
+  ~Exact() { free(memory_); }
+  uint64_t size() const { return size_; }
+  uint8_t* data;
+
+ private:
+  uint64_t size_;
+  uint8_t* memory_;
+};
+
+struct Case {
+  int32_t dtype;  // FORMAT.md table 1.1
+  uint32_t block;
+  uint64_t numel;
+  uint64_t item() const { return dtype == 3 ? 4 : 2; }
+  uint32_t mantissa() const { return dtype == 1 ? 7 : dtype == 2 ? 10 : 23; }
+  uint32_t exponents() const { return dtype == 2 ? 31 : 255; }
+  uint32_t sign() const { return 1u << (8 * item() - 1); }
+};
+
+uint64_t pad16(uint64_t x) { return (x + 15) / 16 * 16; }
+
+// The bound of FORMAT.md section 3: index, tables, every block as large as raw, a padding for the tails of each chunk.
+uint64_t bound(const Case& c) {
+  const uint64_t per_chunk = 32 * uint64_t(c.block), chunks = (c.numel + per_chunk - 1) / per_chunk;
+  uint64_t total = pad16(4 * chunks);
+  for (uint64_t at = 0; at < c.numel; at += per_chunk) {
+    const uint64_t here = c.numel - at < per_chunk ? c.numel - at : per_chunk, blocks = (here + c.block - 1) / c.block;
+    total += pad16(blocks * (c.dtype == 3 ? 4 : 3)) + 16;
+    for (uint64_t b = 0; b < here; b += c.block) total += pad16((here - b < c.block ? here - b : c.block) * c.item());
+  }
+  return total;
+}
+
+// Words of n elements with a texture drawn for them: zeros, a constant, anything, bell-shaped, sparse, with low bits cut off.
+void generate(const Case& c, uint64_t n, uint8_t* words) {
+  const uint64_t texture = below(9), middle = c.exponents() / 4 + below(c.exponents() / 2), constant = draw();
+  const uint64_t zeros_in_64 = texture == 5 ? below(65) : texture == 6 ? 4 : 0, trim = below(c.mantissa() + 1);
+  for (uint64_t i = 0; i < n; ++i) {
+    uint32_t word = uint32_t(draw());
+    if (texture == 0) word = 0;
+    if (texture == 1) word = c.sign();
+    if (texture == 2) word = uint32_t(constant);
+    if (texture >= 4) {
+      uint64_t e = middle - uint64_t(__builtin_ctzll(draw() | 1ull << 20)) + (draw() % 8 == 0);
+      if (texture == 7 && below(30) == 0) e = draw();
+      word = (word & ~(c.exponents() << c.mantissa())) | (uint32_t(e) & c.exponents()) << c.mantissa();
+    }
+    if (texture == 8) word = word >> trim << trim;
+    if (below(64) < zeros_in_64) word = below(4) ? 0 : c.sign();
+    memcpy(words + i * c.item(), &word, c.item());
+  }
+}
+
+// Damages `frame` in place, perhaps cutting or extending it, and perhaps what the receiver takes it for.
+void damage(std::string& payload, Case& c) {
+  const uint64_t kind = below(9), size = payload.size();
+  const auto poke = [&](uint64_t from, uint64_t to) {
+    if (from < to && to <= size) payload[from + below(to - from)] ^= char(1 + below(255));
+  };
+  const uint64_t chunks = (c.numel + 32 * c.block - 1) / (32 * c.block), index = pad16(4 * chunks);
+  switch (kind) {
+    case 0: payload.resize(below(size + 1)); break;
+    case 1: payload.append(below(40), char(draw())); break;
+    case 2: poke(0, 4 * chunks); break;
+    case 3: poke(index, index + 128 < size ? index + 128 : size); break;  // the first table
+    case 4: poke(0, size); break;
+    case 5:
+      for (uint64_t i = 0; i < 8; ++i) poke(0, size);
+      break;
+    case 6: c.numel = below(8) ? c.numel + below(130) : below(40000); break;
+    case 7: c.block = 128u << below(4); break;
+    case 8:
+      for (uint64_t at = below(size + 1), end = at + below(64); at < end && at < size; ++at) payload[at] = char(draw());
+      break;
+  }
+}
+
+[[noreturn]] void fail(const char* what, const Case& c, const char* level) {
+  printf("FAILED: %s: dtype %d, block %u, numel %llu, level %s\n", what, c.dtype, c.block, (unsigned long long)c.numel, level);
+  exit(1);
+}
+
+std::string encode_everywhere(const Case& c, const std::vector<const char*>& levels, const Exact& words) {
+  std::string payload;
+  for (const char* level : levels) {
+    if (zipccl_force_level(level)) fail("no such level", c, level);
+    Exact out(bound(c), below(16));
+    const uint64_t size = zipccl_encode(words.data, c.numel, c.dtype, c.block, out.data);
+    if (size > out.size()) fail("larger than the bound", c, level);
+    const std::string now(reinterpret_cast<char*>(out.data), size);
+    if (level != levels[0] && now != payload) fail("levels write different bytes", c, level);
+    payload = now;
+  }
+  return payload;
+}
+
+// The status, the same at every level; the words of the last level in `words`.
+int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels, const std::string& payload, std::string& words) {
+  int32_t status = 0;
+  const uint64_t shift = below(16);
+  Exact in(payload.size(), shift);
+  if (in.size()) memcpy(in.data, payload.data(), payload.size());
+  for (const char* level : levels) {
+    zipccl_force_level(level);
+    Exact out(c.numel * c.item(), shift);
+    const int32_t now = zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, c.block);
+    if (now != 0 && now != 11 && now != 12) fail("unknown status", c, level);
+    if (level != levels[0] && now != status) fail("levels differ in status", c, level);
+    status = now;
+    if (status) continue;
+    const std::string got(reinterpret_cast<char*>(out.data), out.size());
+    if (level != levels[0] && got != words) fail("levels decode different words", c, level);
+    words = got;
+  }
+  return status;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 5) return fprintf(stderr, "usage: fuzz SEED MUTATIONS SECONDS LEVEL...\n"), 2;
+  state = strtoull(argv[1], nullptr, 10);
+  const uint64_t mutations = strtoull(argv[2], nullptr, 10);
+  const time_t end = time(nullptr) + atol(argv[3]);
+  const std::vector<const char*> levels(argv + 4, argv + argc);
+  uint64_t done = 0, payloads = 0, count[13] = {0};
+  std::string decoded;
+  while (done < mutations && time(nullptr) < end) {
+    Case c{int32_t(1 + below(3)), 128u << below(4), 0};
+    const uint64_t lengths[] = {below(70), below(300), c.block - 1 + below(3), below(5 * c.block), 32 * 128 + below(200)};
+    c.numel = lengths[below(c.block == 128 ? 5 : 4)];
+    Exact words(c.numel * c.item(), below(16));
+    for (uint64_t at = 0; at < c.numel; at += c.block)
+      generate(c, c.numel - at < c.block ? c.numel - at : c.block, words.data + at * c.item());
+    const std::string payload = encode_everywhere(c, levels, words);
+    if (decode_everywhere(c, levels, payload, decoded)) fail("refused its own payload", c, levels[0]);
+    if (words.size() && memcmp(words.data, decoded.data(), words.size())) fail("not the same words", c, levels[0]);
+    ++payloads;
+    for (int i = 0; i < 40; ++i, ++done) {
+      std::string damaged = payload;
+      Case receiver = c;
+      damage(damaged, receiver);
+      ++count[decode_everywhere(receiver, levels, damaged, decoded)];
+    }
+  }
+  printf("payloads %llu mutations %llu accepted %llu index %llu block %llu\n", (unsigned long long)payloads,
+         (unsigned long long)done, (unsigned long long)count[0], (unsigned long long)count[11], (unsigned long long)count[12]);
+}

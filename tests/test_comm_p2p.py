@@ -1,0 +1,146 @@
+"""send, recv, isend and irecv: bits, order, tags, sources."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import corpus
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm, stats
+from ds_zipccl.comm.exchange import TAGS
+from ds_zipccl.config import ZipcclConfig
+
+CODED = ZipcclConfig(enabled=True, min_bytes=0)
+SIZES = (0, 1, 7, 2049, 20001)
+send, recv, isend, irecv = (
+    partial(getattr(comm, name), config=CODED, role="pp") for name in ("send", "recv", "isend", "irecv")
+)
+
+
+def filled(rank: int, size: int, seed: int) -> torch.Tensor:
+    kind = list(corpus.FLOATS.values())[seed % 3]
+    return corpus.tensor(corpus.mixed(size, kind, 128, 101 * seed + rank), kind)
+
+
+def back_and_forth(rank: int, ranks: int) -> None:
+    for seed, size in enumerate(SIZES * 3):
+        tensor = filled(0, size, seed)
+        if rank == 0:
+            send(tensor, 1)
+            answer = torch.empty_like(tensor)
+            assert recv(answer, 1, None, 3) == 1
+            corpus.assert_same_bits(answer, filled(1, size, seed))
+        else:
+            got = torch.empty_like(tensor)
+            assert recv(got, 0) == 0
+            corpus.assert_same_bits(got, tensor)
+            work = isend(filled(1, size, seed), 0, None, 3)
+            assert work.wait() and work.wait() and work.is_completed() and work.is_success()
+    sent = sum(filled(0, size, seed).nbytes for seed, size in enumerate(SIZES * 3))
+    rows = {row["op"]: row for row in stats.rows()}
+    assert rows["send"]["role"] == "pp" and rows["send"]["raw_bytes"] == sent and rows["send"]["wire_bytes"] > 0
+    assert rows["recv"]["calls"] == len(SIZES) * 3 and rows["recv"]["wire_bytes"] == 0
+
+
+def test_back_and_forth() -> None:
+    runner.run(back_and_forth, 2)
+
+
+def order(rank: int, ranks: int) -> None:
+    """In order per tag; across tags in any order; beside collectives; what was sent may be overwritten."""
+    tensors = [filled(5, 3000, 3 * number) for number in range(4)]
+    if rank == 0:
+        works = []
+        for number, tensor in enumerate(tensors):
+            scratch = tensor.clone()
+            works.append(isend(scratch, 1, None, number % 2))
+            scratch.zero_()
+        for work in works:
+            work.wait()
+    else:
+        places = [torch.zeros_like(tensor) for tensor in tensors]
+        works = {number: irecv(places[number], 0, None, number % 2) for number in (1, 3, 0, 2)}
+        for number in (2, 3, 1, 0):
+            works[number].wait()
+            assert works[number].is_completed()
+            corpus.assert_same_bits(places[number], tensors[number])
+    total = torch.ones(3000)
+    if rank == 0:
+        work = isend(tensors[0], 1)
+        comm.all_reduce(total, config=CODED)
+        dist.all_reduce(total)
+        work.wait()
+    else:
+        comm.all_reduce(total, config=CODED)
+        dist.all_reduce(total)
+        got = torch.zeros(40, 75, dtype=torch.bfloat16).t()
+        recv(got, 0)
+        corpus.assert_same_bits(got.contiguous().view(-1), tensors[0])
+    assert total.tolist() == [4.0] * 3000
+
+
+def test_order() -> None:
+    runner.run(order, 2)
+
+
+def sources(rank: int, ranks: int) -> None:
+    """From anybody, by rank in a group, in a group whose ranks are turned round."""
+    group = dist.new_group([2, 0, 1])
+    members = dist.get_process_group_ranks(group)
+    if rank == 0:
+        seen = set()
+        for _ in range(ranks - 1):
+            got = torch.zeros(3000)
+            source = recv(got)
+            corpus.assert_same_bits(got, filled(source, 3000, 2))
+            seen.add(source)
+        assert seen == {1, 2}
+        dist.barrier()
+        got = torch.zeros(3000)
+        work = irecv(got, group=group)
+        work.wait()
+        assert members[work.source_rank()] == 1
+        corpus.assert_same_bits(got, filled(9, 3000, 2))
+        dist.barrier()
+        assert recv(got, group=group, group_src=members.index(2)) == 2
+        corpus.assert_same_bits(got, filled(8, 3000, 2))
+        return
+    send(filled(rank, 3000, 2), 0)
+    dist.barrier()
+    if rank == 1:
+        send(filled(9, 3000, 2), 0, group)
+    dist.barrier()
+    if rank == 2:
+        send(filled(8, 3000, 2), group=group, group_dst=members.index(0))
+
+
+def test_sources() -> None:
+    runner.run(sources, 3)
+
+
+def passes(rank: int, ranks: int) -> None:
+    tensor = torch.full((5,), rank)
+    high = torch.full((5,), float(rank))
+    if rank == 0:
+        send(tensor, 1)
+        send(high, 1, None, TAGS)
+        isend(tensor, 1).wait()
+    else:
+        assert recv(tensor, 0) == 0 and recv(high, 0, None, TAGS) == 0
+        assert tensor.tolist() == high.tolist() == [0] * 5
+        assert recv(tensor) == 0
+    rows = {row["op"]: row["reasons"] for row in stats.rows()}
+    assert rows == {"send" if rank == 0 else "recv": {"dtype int64": 2, f"tag not below {TAGS}": 1}}
+    with pytest.raises(ValueError, match="this rank itself"):
+        send(tensor, rank)
+    outside = dist.new_group([0])
+    if rank == 1:
+        assert irecv(tensor, 0, outside) is None and recv(tensor, 0, outside) == -1
+
+
+def test_passes() -> None:
+    runner.run(passes, 2)

@@ -1,0 +1,155 @@
+"""The "zipccl" section and DS_ZIPCCL: what is taken, and what the refusal of anything else says."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+import ds_zipccl
+from ds_zipccl.config import (
+    DEFAULT,
+    ENVIRONMENT,
+    ROLES,
+    ConfigError,
+    ZipcclConfig,
+    environment_section,
+    near_misses,
+    parse_section,
+)
+
+KEYS = "enabled, reduction, check, codec, block, min_bytes, route, roles, log_interval"
+
+GOOD = [
+    {},
+    {"enabled": True},
+    {"reduction": "match", "check": "shadow", "codec": "raw", "block": 128, "min_bytes": 0, "route": "numba"},
+    {"roles": {"zero_param": "never", "ep": "always"}, "log_interval": 0},
+]
+
+
+@pytest.mark.parametrize("section", GOOD, ids=str)
+def test_good_sections(section: dict[str, object]) -> None:
+    config = parse_section(section)
+    assert config.model_dump(exclude_unset=True) == section
+    assert json.loads(config.model_dump_json()) == config.model_dump()
+    assert parse_section(config.model_dump()) == config
+
+
+def test_defaults() -> None:
+    assert ", ".join(ZipcclConfig.model_fields) == KEYS
+    assert not ZipcclConfig().enabled
+    assert DEFAULT.enabled and DEFAULT.model_copy(update={"enabled": False}) == ZipcclConfig()
+    assert all(field.description for field in ZipcclConfig.model_fields.values())
+    with pytest.raises(ValidationError, match="frozen"):
+        DEFAULT.enabled = False
+
+
+REFUSED = [
+    ({"enable": True}, ['"zipccl.enable" is not a known key', 'did you mean "enabled"?', f"known keys: {KEYS}"]),
+    ({"blocks": 512}, ['"zipccl.blocks" is not a known key', 'did you mean "block"?']),
+    ({"xyzzy": 1}, ['"zipccl.xyzzy" is not a known key; known keys: ']),
+    ({3: 1}, ['"zipccl.3" is not a known key']),
+    ({"enabled": 1}, ['"zipccl.enabled" must be true | false, got 1']),
+    ({"enabled": "true"}, ['"zipccl.enabled" must be true | false, got "true"']),
+    ({"enabled": None}, ["got null"]),
+    ({"block": 300}, ['"zipccl.block" must be 128 | 256 | 512 | 1024, got 300']),
+    ({"block": "512"}, ['got "512"']),
+    ({"block": 512.5}, ["128 | 256 | 512 | 1024, got 512.5"]),
+    ({"min_bytes": -1}, ['"zipccl.min_bytes" must be an integer >= 0, got -1']),
+    ({"min_bytes": "64k"}, ['got "64k"']),
+    ({"min_bytes": True}, ["an integer >= 0, got true"]),
+    ({"log_interval": 1.5}, ['"zipccl.log_interval" must be an integer >= 0, got 1.5']),
+    ({"reduction": "sum"}, ['"zipccl.reduction" must be "auto" | "match" | "fp32", got "sum"']),
+    ({"codec": "zstd"}, ['"exponent" | "raw", got "zstd"']),
+    ({"route": "cuda"}, ['"auto" | "native" | "numba", got "cuda"']),
+    ({"check": True}, ['"off" | "shadow", got true']),
+    (
+        {"roles": {"dq": "always"}},
+        ['"zipccl.roles" must be an object of "zero_param" | "zero_grad"', '{"dq": "always"}'],
+    ),
+    ({"roles": {"dp": "sometimes"}}, ['to "always" | "never", got {"dp": "sometimes"}']),
+    ({"roles": ["dp"]}, ['"zipccl.roles" must be', 'got ["dp"]']),
+    ({"block": 1, "enabeld": 1}, ['"zipccl.block" must be', '"zipccl.enabeld" is not a known key']),
+    ([], ['"zipccl" must be an object such as {"enabled": true}, got []']),
+    (True, ["got True"]),
+    (None, ["got None"]),
+]
+
+
+@pytest.mark.parametrize("section, words", REFUSED, ids=lambda value: str(value)[:40])
+def test_refused_sections(section: object, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_section(section)
+    for word in words:
+        assert word in str(caught.value)
+    problems = len(section) if isinstance(section, dict) else 1
+    assert len(str(caught.value).splitlines()) == problems, "one line a key"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_can_be_switched(role: str) -> None:
+    assert parse_section({"roles": {role: "never"}}).roles == {role: "never"}
+
+
+@pytest.mark.parametrize(
+    "text, section",
+    [
+        (None, None),
+        ("", None),
+        ("  ", None),
+        ("0", {"enabled": False}),
+        (" 1\n", {"enabled": True}),
+        ("{}", {"enabled": True}),
+        ('{"block": 256}', {"enabled": True, "block": 256}),
+        ('{"enabled": false}', {"enabled": False}),
+    ],
+)
+def test_environment(text: str | None, section: dict[str, object] | None) -> None:
+    assert environment_section({} if text is None else {"DS_ZIPCCL": text}) == section
+
+
+@pytest.mark.parametrize("text", ["true", "yes", "2", "01", "[1]", '"1"', "null", "{bad", "{'block': 256}"])
+def test_refused_environment(text: str) -> None:
+    with pytest.raises(ConfigError, match="DS_ZIPCCL must be 0, 1 or the section as a JSON object") as caught:
+        environment_section({"DS_ZIPCCL": text})
+    assert repr(text) in str(caught.value)
+
+
+def test_near_misses() -> None:
+    ordinary = {
+        "train_batch_size": 1,
+        "zero_optimization": {},
+        "bf16": {},
+        "fp16": {},
+        "gradient_clipping": 1.0,
+        "compression_training": {},
+        "communication_data_type": "fp32",
+        "zenflow": {},
+        "zipccl": {},
+        "flops_profiler": {},
+    }
+    assert near_misses(ordinary) == []
+    for wrong in ("zipcl", "zip_ccl", "zipccI", "ds_zipccl", "zippccl", "zicpcl", "ZipCCL", "ZIPCCL"):
+        assert near_misses({**ordinary, wrong: {}}) == [wrong]
+
+
+def test_environment_table_is_complete() -> None:
+    """Every variable the package reads by a literal name is in ENVIRONMENT, or belongs to torch; and the table names no others."""
+    root = Path(ds_zipccl.__file__).parent
+    read = set()
+    for path in [*root.rglob("*.py"), *(root / "op_builder").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                source, literals = ast.unparse(node.func), node.args[:1]
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+                source, literals = ast.unparse(node.value) + ".get", [node.slice]
+            else:
+                continue
+            if source.endswith(("environ.get", "getenv")):
+                read |= {arg.value for arg in literals if isinstance(arg, ast.Constant)}
+    torch_reads = {"TORCH_EXTENSIONS_DIR", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    assert read - torch_reads == set(ENVIRONMENT)

@@ -1,0 +1,179 @@
+"""The house of the package: a file imports only from lower floors, few files know DeepSpeed, imports cost nothing, files stay short."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import ds_zipccl
+
+PACKAGE = Path(ds_zipccl.__file__).parent
+ROOT = PACKAGE.parent
+
+#: From the ground up. A name is a module or subpackage of ds_zipccl; within a subpackage everything may import everything.
+FLOORS = (
+    {"frame", "config", "op_builder", "autoload"},
+    {"kernels"},
+    {"codecs"},
+    {"policy", "stats"},
+    {"agreement", "calibrate", "comm"},
+    {"backend"},
+    {"tools"},
+    {"__main__"},
+)
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+#: The hook that runs when DeepSpeed is imported; nothing else looks upwards.
+UPWARDS = {("autoload", "backend")}
+KNOW_DEEPSPEED = {"op_builder/zipccl.py", "config.py", "backend.py", "autoload.py"}
+MAX_LINES = 400
+
+
+def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """Every module that a file names in an import, absolute, at whatever depth; names taken from a module come as ``module.name``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+            yield from (
+                arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ds_zipccl":
+            yield f"ds_zipccl.{node.attr}"  # `import ds_zipccl`, then a public name, which loads its module
+
+
+def violations(place: PurePosixPath, text: str) -> list[str]:
+    """What breaks the rules in the file at ``place`` in the package."""
+    own = place.parts[0].removesuffix(".py")
+    if own == "__init__":
+        return []  # its names load lazily: test_importing_costs_nothing
+    if own not in FLOOR_OF:
+        return [f"{place}: {own} has no floor"]
+    found = []
+    for name in _imports(ast.parse(text), ".".join(["ds_zipccl", *place.parts[:-1]])):
+        top, _, rest = name.partition(".")
+        if top == "deepspeed" and place.as_posix() not in KNOW_DEEPSPEED:
+            # report and bench say which version they ran with
+            if not (own == "tools" and name == "deepspeed.__version__"):
+                found.append(f"{place} imports {name}")
+        elif top == "op_builder":
+            found.append(f"{place} imports {name}: its name is ds_zipccl.op_builder")
+        elif top == "ds_zipccl":
+            target = rest.split(".")[0]
+            target = ds_zipccl._EXPORTS.get(target, f"ds_zipccl.{target}").split(".")[1]
+            lower = FLOOR_OF.get(target, -1) < FLOOR_OF[own] or target == own or (own, target) in UPWARDS
+            if target in FLOOR_OF and not lower:
+                found.append(f"{place} imports {name}, which is not below it")
+    return found
+
+
+def test_files_import_only_from_lower_floors() -> None:
+    # op_builder may be a link, which rglob does not follow
+    files = {*PACKAGE.rglob("*.py"), *(PACKAGE / "op_builder").glob("*.py")}
+    places = {PurePosixPath(path.relative_to(PACKAGE)): path.read_text() for path in files}
+    assert {place.parts[0] for place in places} > {"codecs", "kernels", "comm", "op_builder", "frame.py", "__main__.py"}
+    assert [line for place, text in sorted(places.items()) for line in violations(place, text)] == []
+
+
+def test_sources_include_only_each_other() -> None:
+    """csrc is the ground floor: what it includes in quotes lies beside it."""
+    for path in (PACKAGE / "csrc").iterdir():
+        for name in re.findall(r'#include "(.+?)"', path.read_text()):
+            assert (path.parent / name).is_file(), f"{path.name} includes {name}"
+
+
+@pytest.mark.parametrize(
+    "file, line, complaint",
+    [
+        ("frame.py", "from ds_zipccl import codecs", "frame.py imports ds_zipccl.codecs, which is not below it"),
+        ("frame.py", "from ds_zipccl import compress", "frame.py imports ds_zipccl.compress"),
+        ("codecs/raw.py", "def f():\n    from .. import policy", "raw.py imports ds_zipccl.policy"),
+        ("kernels/native.py", "import ds_zipccl.comm.work", "native.py imports ds_zipccl.comm.work"),
+        ("policy.py", "import ds_zipccl\nds_zipccl.install()", "policy.py imports ds_zipccl.install"),
+        ("comm/work.py", "import deepspeed.comm", "work.py imports deepspeed.comm"),
+        ("comm/work.py", "import importlib\nimportlib.import_module('deepspeed')", "work.py imports deepspeed"),
+        ("tools/report.py", "from deepspeed.comm import comm", "report.py imports deepspeed.comm.comm"),
+        ("backend.py", "import op_builder", "backend.py imports op_builder"),
+    ],
+)
+def test_the_check_sees_a_planted_import(file: str, line: str, complaint: str) -> None:
+    text = (PACKAGE / file).read_text() if (PACKAGE / file).exists() else ""
+    before, after = (violations(PurePosixPath(file), text + more) for more in ("", f"\n{line}\n"))
+    assert len(new := [found for found in after if found not in before]) == 1
+    assert complaint in new[0]
+
+
+def test_a_file_needs_a_floor() -> None:
+    assert violations(PurePosixPath("shelf.py"), "") == ["shelf.py: shelf has no floor"]
+
+
+def test_files_are_short() -> None:
+    files = [
+        path
+        for folder in (PACKAGE, ROOT / "op_builder", ROOT / "tests", ROOT / "examples")
+        for path in folder.rglob("*")
+    ]
+    sources = [
+        path for path in files if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh") and "build" not in path.parts
+    ]
+    assert len(sources) > 30
+    long = {
+        str(path.relative_to(ROOT)): lines for path in sources if (lines := path.read_text().count("\n")) > MAX_LINES
+    }
+    assert long == {}
+
+
+def _python(code: str, **environment: str) -> None:
+    """Run ``code`` in a fresh interpreter; fails with what it wrote."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_costs_nothing(tmp_path: Path) -> None:
+    """Neither torch nor DeepSpeed; and whatever is imported, nothing is built and nothing set up."""
+    cache = tmp_path / "cache"
+    code = """
+import sys
+before = set(sys.modules)
+import ds_zipccl
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert not new & {"torch", "deepspeed", "numpy", "numba", "pydantic"}, new
+import ds_zipccl.comm, ds_zipccl.codecs, ds_zipccl.policy, ds_zipccl.stats
+assert "deepspeed" not in sys.modules
+assert "numba" not in sys.modules
+import torch
+assert not torch.distributed.is_initialized()
+assert not torch.cuda.is_initialized()
+"""
+    _python(code, DS_ZIPCCL_CACHE=str(cache))
+    assert not cache.exists()
+
+
+def test_works_where_deepspeed_is_not_installed() -> None:
+    """comm and the codecs are for plain torch.distributed; the numba route needs no DeepSpeed to build anything."""
+    _python(
+        """
+import sys
+sys.modules["deepspeed"] = None
+import torch, ds_zipccl, ds_zipccl.comm
+x = torch.randn(999).bfloat16()
+assert torch.equal(ds_zipccl.decompress(ds_zipccl.compress(x, route="numba")), x)
+"""
+    )

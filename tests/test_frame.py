@@ -1,0 +1,211 @@
+"""The header: what pack writes and parse reads, and one hand-made frame for everything that FORMAT.md section 4 rejects."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, replace
+
+import corpus
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ds_zipccl
+from ds_zipccl import frame as framing
+from ds_zipccl.frame import CodecId, FrameErrorCode, Header
+
+LAYOUT = "<4s6BHIQQ"  # FORMAT.md section 1, not frame.py's
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A frame by its fields, none of them checked; ``size`` None stands for the true length."""
+
+    magic: bytes = b"ZCCL"
+    version: int = 1
+    codec: int = 0
+    dtype: int = 6
+    flags: int = 0
+    ndim: int = 0
+    log2: int = 0
+    reserved: int = 0
+    checksum: int = 0
+    numel: int = 4
+    size: int | None = None
+    dims: tuple[int, ...] = ()
+    padding: bytes | None = None
+    payload: bytes = b"abcd"
+
+    def bytes(self) -> bytes:
+        dims = struct.pack(f"<{len(self.dims)}Q", *self.dims)
+        dims += bytes(-len(dims) % 16) if self.padding is None else self.padding
+        size = 32 + len(dims) + len(self.payload) if self.size is None else self.size
+        fields = (self.magic, self.version, self.codec, self.dtype, self.flags, self.ndim, self.log2)
+        return struct.pack(LAYOUT, *fields, self.reserved, self.checksum, self.numel, size) + dims + self.payload
+
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.bytes()), dtype=torch.uint8)
+
+
+GOOD = Raw()
+SHAPED = Raw(flags=2, ndim=3, dims=(2, 1, 2))
+#: four zeros of bf16: index, table, nothing else
+CODED = Raw(codec=1, dtype=1, log2=9, payload=bytes([1]) + bytes(31))
+#: two chunks of zeros
+CHUNKS = Raw(codec=1, dtype=1, log2=7, numel=8192, payload=bytes([1, 0, 0, 0, 7]) + bytes(11 + 192))
+HUGE = 1 << 62
+
+
+def code(frame: Raw | torch.Tensor, out: torch.Tensor | None = None, route: str = "auto") -> FrameErrorCode | None:
+    """Why decompress refuses the frame; None if it does not. Anything but a FrameError is a failure."""
+    try:
+        ds_zipccl.decompress(frame.tensor() if isinstance(frame, Raw) else frame, out, route=route)
+    except ds_zipccl.FrameError as error:
+        assert str(error).startswith(error.code.name + ": ")
+        return error.code
+    return None
+
+
+def test_hand_made_frames_are_good(route: str) -> None:
+    assert ds_zipccl.decompress(GOOD.tensor()).tolist() == list(b"abcd")
+    assert ds_zipccl.decompress(SHAPED.tensor()).tolist() == [[[97, 98]], [[99, 100]]]
+    assert ds_zipccl.decompress(CODED.tensor(), route=route).tolist() == [0, 0, 0, 0]
+    assert ds_zipccl.decompress(CHUNKS.tensor(), route=route).tolist() == [0] * 8192
+
+
+def _entry(mode: int, tail: int, data: bytes = b"\1" * 16) -> Raw:
+    """CODED with another table entry for its only block, and ``data`` after the table."""
+    table = bytes([0]) + struct.pack("<H", mode << 13 | tail)
+    return replace(CODED, payload=CODED.payload[:16] + table.ljust(16, b"\0") + data)
+
+
+REFUSED = {
+    "magic": (replace(GOOD, magic=b"ZCCM"), FrameErrorCode.MAGIC),
+    "version 0": (replace(GOOD, version=0), FrameErrorCode.VERSION),
+    "version 2": (replace(GOOD, version=2), FrameErrorCode.VERSION),
+    "unknown codec": (replace(GOOD, codec=2), FrameErrorCode.CODEC),
+    "codec of another dtype": (replace(CODED, dtype=4), FrameErrorCode.CODEC),
+    "dtype 0": (replace(GOOD, dtype=0), FrameErrorCode.DTYPE),
+    "dtype 15": (replace(GOOD, dtype=15), FrameErrorCode.DTYPE),
+    "unknown flag": (replace(GOOD, flags=4), FrameErrorCode.RESERVED),
+    "dimensions without shape": (replace(GOOD, ndim=1), FrameErrorCode.RESERVED),
+    "checksum without flag": (replace(GOOD, checksum=1), FrameErrorCode.RESERVED),
+    "reserved bytes": (replace(GOOD, reserved=0x100), FrameErrorCode.RESERVED),
+    "blocks in a raw frame": (replace(GOOD, log2=9), FrameErrorCode.RESERVED),
+    "no blocks in a coded frame": (replace(CODED, log2=0), FrameErrorCode.RESERVED),
+    "blocks of 64": (replace(CODED, log2=6), FrameErrorCode.RESERVED),
+    "blocks of 2048": (replace(CODED, log2=11), FrameErrorCode.RESERVED),
+    "padding of the shape": (replace(SHAPED, padding=b"\0\0\0\0\0\0\0\1"), FrameErrorCode.RESERVED),
+    "65 dimensions": (Raw(flags=2, ndim=65, dims=(1,) * 65, numel=1, payload=b"a"), FrameErrorCode.SHAPE),
+    "255 dimensions in a short buffer": (replace(GOOD, flags=2, ndim=255), FrameErrorCode.SHAPE),
+    "product of sizes": (replace(SHAPED, dims=(2, 1, 3)), FrameErrorCode.SHAPE),
+    "product overflows to numel": (replace(SHAPED, dims=(1 << 32, 1 << 32, 4), numel=4), FrameErrorCode.SHAPE),
+    "scalar of four": (replace(GOOD, flags=2), FrameErrorCode.SHAPE),
+    "size past 2^63": (Raw(flags=2, ndim=2, dims=((1 << 64) - 1, 0), numel=0, payload=b""), FrameErrorCode.SHAPE),
+    "sizes past 2^63": (Raw(flags=2, ndim=3, dims=(HUGE, HUGE, 0), numel=0, payload=b""), FrameErrorCode.SHAPE),
+    "header cut": (GOOD.tensor()[:31], FrameErrorCode.TRUNCATED),
+    "nothing": (GOOD.tensor()[:0], FrameErrorCode.TRUNCATED),
+    "shape cut": (SHAPED.tensor()[:40], FrameErrorCode.TRUNCATED),
+    "payload cut": (GOOD.tensor()[:-1], FrameErrorCode.TRUNCATED),
+    "frame_bytes past the buffer": (replace(GOOD, size=37), FrameErrorCode.TRUNCATED),
+    "frame_bytes of 2^64": (replace(GOOD, size=(1 << 64) - 1), FrameErrorCode.TRUNCATED),
+    "frame_bytes before the shape's end": (replace(SHAPED, size=40), FrameErrorCode.TRUNCATED),
+    "frame_bytes 0": (replace(GOOD, size=0), FrameErrorCode.TRUNCATED),
+    "raw payload short": (replace(GOOD, size=35), FrameErrorCode.SIZE),
+    "raw payload long": (replace(GOOD, payload=b"abcde"), FrameErrorCode.SIZE),
+    "numel of 2^64 in a raw frame": (replace(GOOD, numel=(1 << 64) - 1), FrameErrorCode.SIZE),
+    "numel of 2^64 in a coded frame": (replace(CODED, numel=(1 << 64) - 1), FrameErrorCode.SIZE),
+    "coded payload short": (replace(CODED, payload=CODED.payload[:16]), FrameErrorCode.SIZE),
+    "coded payload long": (replace(CODED, payload=CODED.payload + bytes(48)), FrameErrorCode.SIZE),
+    "checksum": (replace(GOOD, flags=1, checksum=1), FrameErrorCode.CHECKSUM),
+    "first chunk before the index ends": (replace(CODED, payload=bytes(32)), FrameErrorCode.INDEX),
+    "first chunk late": (replace(CODED, payload=bytes([2]) + bytes(31)), FrameErrorCode.INDEX),
+    "second chunk outside": (
+        replace(CHUNKS, payload=CHUNKS.payload[:4] + b"\xff" * 4 + CHUNKS.payload[8:]),
+        FrameErrorCode.INDEX,
+    ),
+    "second chunk before the first": (replace(CHUNKS, payload=CHUNKS.payload[:4] + bytes(204)), FrameErrorCode.INDEX),
+    "second chunk inside the first": (
+        replace(CHUNKS, payload=CHUNKS.payload[:4] + b"\3" + CHUNKS.payload[5:]),
+        FrameErrorCode.BLOCK,
+    ),
+    "payload longer than its chunk": (replace(CODED, payload=CODED.payload + bytes(16)), FrameErrorCode.BLOCK),
+    "mode 4": (_entry(4, 0), FrameErrorCode.BLOCK),
+    "mode 7": (_entry(7, 0), FrameErrorCode.BLOCK),
+    "fill of half a word": (_entry(0, 1), FrameErrorCode.BLOCK),
+    "fill of two words": (_entry(0, 4), FrameErrorCode.BLOCK),
+    "raw with a tail": (_entry(1, 2), FrameErrorCode.BLOCK),
+    "tail outside the chunk": (_entry(3, 17), FrameErrorCode.BLOCK),
+    "sparse without room for its map": (_entry(3, 1), FrameErrorCode.BLOCK),
+    "sparse without room for its words": (_entry(3, 2), FrameErrorCode.BLOCK),
+    "cascade without its tail": (_entry(2, 0, b"\xff" * 16), FrameErrorCode.BLOCK),
+    "trim of 24 bits": (
+        replace(CODED, dtype=3, payload=CODED.payload[:19] + bytes([24]) + bytes(12)),
+        FrameErrorCode.BLOCK,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_its_code(name: str, route: str) -> None:
+    frame, wanted = REFUSED[name]
+    assert code(frame, route=route) == wanted
+
+
+def test_every_code_is_shown() -> None:
+    shown = {wanted for _, wanted in REFUSED.values()} | {FrameErrorCode.MISMATCH}
+    assert shown == set(FrameErrorCode)
+    assert code(GOOD, torch.empty(4, dtype=torch.int8)) == FrameErrorCode.MISMATCH
+
+
+def test_what_is_not_a_frame_at_all() -> None:
+    for wrong in (
+        GOOD.tensor().view(torch.int8),
+        GOOD.tensor().view(2, -1),
+        torch.zeros(72, dtype=torch.uint8)[::2],
+        GOOD.tensor().to("meta"),
+    ):
+        with pytest.raises(TypeError, match="a frame is a contiguous 1-D uint8 CPU tensor, got"):
+            framing.parse(wrong)
+
+
+headers = st.builds(
+    Header,
+    codec=st.just(CodecId.RAW),
+    dtype=st.sampled_from(list(framing.DTYPES.values())),
+    numel=st.just(0),
+    frame_bytes=st.just(0),
+    shape=st.none() | st.lists(st.integers(0, 5), max_size=64).map(tuple),
+    checksum=st.none() | st.just(0),
+)
+
+
+@given(headers)
+def test_pack_and_parse(header: Header) -> None:
+    numel = torch.Size(header.shape).numel() if header.shape is not None else 7
+    frame_bytes = header.payload_at + min(numel, 3)
+    header = replace(header, numel=numel, frame_bytes=frame_bytes)
+    buffer = torch.arange(frame_bytes + 9).to(torch.uint8)
+    framing.pack(header, buffer)
+    parsed = framing.parse(buffer)
+    raw = bytearray(buffer.numpy().tobytes()[:frame_bytes])
+    if header.checksum is not None:
+        raw[12:16] = bytes(4)
+        assert parsed.checksum == zlib.crc32(raw)
+        parsed = replace(parsed, checksum=0)
+    assert parsed == header
+    assert buffer[header.payload_at :].tolist() == [i % 256 for i in range(header.payload_at, frame_bytes + 9)]
+
+
+def test_every_single_bit_flip_is_refused() -> None:
+    """With a checksum, in one frame of each codec, every bit counts."""
+    tensor = corpus.tensor(corpus.mixed(200, corpus.BF16, 128, 3), corpus.BF16).view(100, 2)
+    for codec in ("raw", "exponent"):
+        frame = ds_zipccl.compress(tensor, codec, block=128)
+        for bit in range(8 * frame.numel()):
+            frame[bit // 8] ^= 1 << bit % 8
+            assert code(frame) is not None, f"bit {bit} of a {codec} frame"
+            frame[bit // 8] ^= 1 << bit % 8
+        assert code(frame) is None

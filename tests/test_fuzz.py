@@ -1,0 +1,109 @@
+"""Damaged frames: each is refused with a code or, without a checksum, gives a tensor of the right size. Never anything else."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import mutations
+import numpy as np
+import pytest
+import torch
+import variants
+
+from ds_zipccl import kernels
+from ds_zipccl.codecs import decompress
+from ds_zipccl.frame import FrameError, FrameErrorCode
+
+COUNT = 100_000
+GUARD = b"\x5c" * 16
+
+
+def _outcome(
+    frame: torch.Tensor, out: torch.Tensor | None, route: str
+) -> tuple[FrameErrorCode | None, torch.Tensor | None]:
+    """(code, None) or (None, tensor); any other exception is a failure of the test."""
+    try:
+        return None, decompress(frame, out, route=route)
+    except FrameError as error:
+        return error.code, None
+
+
+def _tensor(frame: bytearray) -> torch.Tensor:
+    return torch.frombuffer(frame, dtype=torch.uint8) if frame else torch.empty(0, dtype=torch.uint8)
+
+
+def _lost_its_checksum(frame: bytearray) -> bool:
+    """Flag and value both gone: then it is a frame without a checksum, and no decoder can tell."""
+    return len(frame) >= 16 and not frame[7] & 1 and not any(frame[12:16])
+
+
+@pytest.mark.parametrize("route", dict.fromkeys(variant.route for variant in variants.usable()))
+def test_damaged_frames_with_a_checksum_are_refused(route: str) -> None:
+    rng = random.Random(1)
+    bases = mutations.bases(checksum=True)
+    kinds, codes = Counter(), Counter()
+    for _ in range(COUNT):
+        kind, frame = mutations.damaged(rng, rng.choice(bases))
+        if _lost_its_checksum(frame):
+            continue
+        code, result = _outcome(_tensor(frame), None, route)
+        assert result is None, f"{kind.name} was accepted: {frame.hex()}"
+        kinds[kind.name] += 1
+        codes[code] += 1
+    assert sum(kinds.values()) > 0.999 * COUNT
+    assert set(kinds) == {kind.name for kind in mutations.KINDS}
+    assert codes[FrameErrorCode.CHECKSUM] > COUNT / 4, codes
+
+
+class Guarded:
+    """An output for frames like ``base``, with guards on both sides in the same memory."""
+
+    def __init__(self, base: mutations.Base) -> None:
+        size = base.tensor.nbytes
+        self.memory = np.frombuffer(bytearray(GUARD + bytes(size) + GUARD), np.uint8)
+        self.out = (
+            torch.from_numpy(self.memory[16 : 16 + size]).view(base.tensor.dtype) if size else base.tensor.clone()
+        )
+
+    def intact(self) -> bool:
+        return self.memory[:16].tobytes() == GUARD and self.memory[-16:].tobytes() == GUARD
+
+
+def test_damaged_frames_without_a_checksum() -> None:
+    """Every variant gives the same answer: the same code, or the same words, and not a byte outside them."""
+    rng = random.Random(2)
+    bases = mutations.bases(checksum=False)
+    outs = [Guarded(base) for base in bases]
+    usable = variants.usable()
+    # The numba route and the level that "auto" takes see every frame, other levels of the native route every fourth.
+    quick = [variant for variant in usable if variant.level in ("", kernels.route().level)]
+    kinds, passed, codes = Counter(), Counter(), Counter()
+    for turn in range(COUNT):
+        at = rng.randrange(len(bases))
+        kind, frame = mutations.damaged(rng, bases[at])
+        tensor = _tensor(frame)
+        out = outs[at].out if rng.random() < 0.5 else None
+        answers = []
+        for variant in quick if turn % 4 else usable:
+            with variant.in_use() as route:
+                code, result = _outcome(tensor, out, route)
+            if code is None:
+                assert kind.may_pass, f"{kind.name} was accepted by {variant}: {frame.hex()}"
+                assert out is None or result is out
+                bits = result.view(-1).view(torch.uint8).numpy().tobytes()
+                answers.append((None, result.dtype, result.shape, bits))
+            else:
+                wanted = kind.codes if out is None else kind.codes | {FrameErrorCode.MISMATCH}
+                assert code in wanted, f"{code!r} for {kind.name} by {variant}: {frame.hex()}"
+                answers.append((code,))
+            assert out is None or outs[at].intact(), f"{variant} wrote outside, {kind.name}: {frame.hex()}"
+        assert answers.count(answers[0]) == len(answers), f"{kind.name}: {frame.hex()}"
+        kinds[kind.name] += 1
+        codes[code] += 1
+        passed[kind.name] += code is None
+    assert set(kinds) == {kind.name for kind in mutations.KINDS}
+    assert set(codes) == {None, *FrameErrorCode}, codes
+    assert passed["flip_in_the_payload"] > kinds["flip_in_the_payload"] / 2, (
+        "without a checksum most bytes are mantissas"
+    )

@@ -1,0 +1,105 @@
+"""The wheel: what is in it, what is not, and that it works where the repository is out of sight."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: What building needs. A copy: setuptools leaves build folders beside setup.py.
+SOURCES = ("ds_zipccl", "op_builder", "examples", "tests", "setup.py", "pyproject.toml", "README.md")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree, target = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(source, tree / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(source, tree / name)
+    _run(
+        "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", str(target), str(tree)
+    )
+    (found,) = target.iterdir()
+    return found
+
+
+def _run(*arguments: str, cwd: Path | None = None, **environment: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, *arguments]
+    result = subprocess.run(
+        command, cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_contents(wheel: Path) -> None:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
+    assert len(names) == len(set(names))
+    info = f"{wheel.name.rsplit('-', 3)[0]}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"ds_zipccl", info}
+
+    package = ROOT / "ds_zipccl"
+    wanted = {f"ds_zipccl/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}
+    wanted |= {f"ds_zipccl/op_builder/{path.name}" for path in (ROOT / "op_builder").glob("*.py")}
+    wanted |= {f"ds_zipccl/csrc/{path.name}" for path in (package / "csrc").iterdir()}
+    wanted |= {f"ds_zipccl/examples/{path.name}" for path in (ROOT / "examples").iterdir() if path.is_file()}
+    wanted.add("ds_zipccl/FORMAT.md")
+    assert {name for name in names if not name.startswith(info)} == wanted
+
+
+def test_metadata(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    info = f"{wheel.name.rsplit('-', 3)[0]}.dist-info"
+    points = configparser.ConfigParser()
+    points.read_string(archive.read(f"{info}/entry_points.txt").decode())
+    assert dict(points["torch.backends"]) == {"ds_zipccl": "ds_zipccl.autoload:autoload"}
+    assert dict(points["console_scripts"]) == {"ds_zipccl": "ds_zipccl.__main__:main"}
+    metadata = archive.read(f"{info}/METADATA").decode()
+    for requirement in ("torch", "deepspeed", "numpy", "numba", "pydantic"):
+        assert f"Requires-Dist: {requirement}" in metadata
+    assert archive.read(f"{info}/top_level.txt").decode().split() == ["ds_zipccl"]
+
+
+def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
+    """From the wheel alone: it finds its C++ sources, builds them, writes its cache elsewhere, and codes."""
+    site, cache = tmp_path / "site", tmp_path / "cache"
+    _run("-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(site), str(wheel))
+    before = {path: path.stat().st_mtime_ns for path in site.rglob("*")}
+    output = _run(
+        "-c",
+        """
+import importlib.metadata, importlib.util
+import torch, ds_zipccl
+from ds_zipccl import kernels
+from ds_zipccl.op_builder import cache
+assert importlib.util.find_spec("op_builder") is None
+assert not any(kernels.why().values()), kernels.why()
+x = torch.randn(5000).bfloat16()
+assert torch.equal(ds_zipccl.decompress(ds_zipccl.compress(x)), x)
+for point in importlib.metadata.distribution("ds-zipccl").entry_points:
+    assert callable(point.load()), point
+print(ds_zipccl.__file__, cache.library_path(), importlib.metadata.version("ds-zipccl") == ds_zipccl.__version__)
+""",
+        cwd=tmp_path,
+        PYTHONPATH=str(site),
+        PYTHONDONTWRITEBYTECODE="1",
+        DS_ZIPCCL_CACHE=str(cache),
+    )
+    where, library, same_version = output.split()[-3:]
+    assert Path(where).is_relative_to(site) and Path(library).is_relative_to(cache) and same_version == "True"
+    assert list(cache.rglob("zipccl_cpu_*.so")) == [Path(library)]
+    assert {path: path.stat().st_mtime_ns for path in site.rglob("*")} == before, (
+        "something was written into the package"
+    )

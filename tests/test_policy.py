@@ -1,0 +1,68 @@
+"""The policy is a table over values that all ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import CODED_REDUCE_OPS, RAW_BELOW_BYTES, RULES, Message, Plan, frame_codec, plan
+
+GOOD = Message("all_reduce", torch.bfloat16, 1 << 20, 4, "cpu", "gloo", "zero_grad", "SUM")
+ON = ZipcclConfig(enabled=True)
+
+REFUSED = {
+    "not enabled": (GOOD, ZipcclConfig()),
+    "role is never coded": (GOOD, ZipcclConfig(enabled=True, roles={"zero_grad": "never"})),
+    "group of one rank": (replace(GOOD, ranks=1), ON),
+    "dtype float64": (replace(GOOD, dtype=torch.float64), ON),
+    "reduce op MAX": (replace(GOOD, reduce_op="MAX"), ON),
+    "no coded route on cuda yet": (replace(GOOD, device="cuda", backend="nccl"), ON),
+    "no coded schedule for backend mpi yet": (replace(GOOD, backend="mpi"), ON),
+    "smaller than min_bytes": (replace(GOOD, numel=32767), ON),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_each_reason(reason: str) -> None:
+    assert plan(*REFUSED[reason]) == Plan(False, "", reason)
+
+
+def test_every_rule_has_a_case() -> None:
+    used = {next(at for at, rule in enumerate(RULES) if rule(message, config)) for message, config in REFUSED.values()}
+    assert used == set(range(len(RULES)))
+
+
+@pytest.mark.parametrize("codec", ["exponent", "raw"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("reduce_op", [None, *CODED_REDUCE_OPS])
+def test_coded(codec: str, dtype: torch.dtype, reduce_op: str | None) -> None:
+    message = replace(GOOD, dtype=dtype, reduce_op=reduce_op)
+    assert plan(message, ZipcclConfig(enabled=True, codec=codec)) == Plan(True, codec, "")
+
+
+def test_a_role_that_is_not_named_is_coded() -> None:
+    assert plan(GOOD, ZipcclConfig(enabled=True, roles={"zero_grad": "always", "ep": "never"})).frames
+
+
+def test_min_bytes_is_the_first_size_coded() -> None:
+    at = replace(GOOD, numel=32768)
+    assert plan(at, ON).frames and not plan(at, ZipcclConfig(enabled=True, min_bytes=65537)).frames
+    assert plan(replace(GOOD, numel=0), ZipcclConfig(enabled=True, min_bytes=0)).frames
+
+
+def test_unknown_sizes_are_coded() -> None:
+    """An all-to-all must be decided without sizes, which ranks may see differently."""
+    assert plan(replace(GOOD, op="all_to_all_single", numel=None, reduce_op=None), ON).frames
+
+
+def test_unknown_role() -> None:
+    with pytest.raises(ValueError, match="role 'zero' of all_reduce is unknown; roles are zero_param, zero_grad"):
+        plan(replace(GOOD, role="zero"), ON)
+
+
+def test_small_segments_travel_raw() -> None:
+    assert frame_codec("exponent", RAW_BELOW_BYTES) == "exponent"
+    assert frame_codec("exponent", RAW_BELOW_BYTES - 1) == frame_codec("raw", RAW_BELOW_BYTES) == "raw"
