@@ -33,6 +33,9 @@ DTYPES: dict[int, torch.dtype] = {
     12: torch.complex128,
     13: torch.float8_e4m3fn,
     14: torch.float8_e5m2,
+    15: torch.uint16,
+    16: torch.uint32,
+    17: torch.uint64,
 }
 DTYPE_IDS = {dtype: key for key, dtype in DTYPES.items()}
 

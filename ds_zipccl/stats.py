@@ -22,10 +22,18 @@ _rows: dict[tuple[str, str], _Row] = {}
 _lock = threading.Lock()
 
 
+def _row(role: str, op: str) -> _Row:
+    """The row to count in; the lock is held."""
+    row = _rows.get((role, op))
+    if row is None:
+        row = _rows[role, op] = _Row()
+    return row
+
+
 def record(role: str, op: str, raw_bytes: int, wire_bytes: int) -> None:
     """Count one coded call: bytes this rank would have sent uncoded, and bytes it sent, headers included."""
     with _lock:
-        row = _rows.setdefault((role, op), _Row())
+        row = _row(role, op)
         row.calls += 1
         row.raw_bytes += raw_bytes
         row.wire_bytes += wire_bytes
@@ -34,7 +42,7 @@ def record(role: str, op: str, raw_bytes: int, wire_bytes: int) -> None:
 def record_pass(role: str, op: str, raw_bytes: int, reason: str) -> None:
     """Count one call that went to the plain backend, and why."""
     with _lock:
-        row = _rows.setdefault((role, op), _Row())
+        row = _row(role, op)
         row.passed += 1
         row.passed_bytes += raw_bytes
         row.reasons[reason] += 1

@@ -47,10 +47,10 @@ def test_all_patterns_of_16_bits(route: str, kind: corpus.Float, block: int) -> 
 
 @pytest.mark.parametrize("kind", FLOATS[:2], ids=["bf16", "fp16"])
 def test_every_pattern_among_ordinary_words(route: str, kind: corpus.Float) -> None:
-    """Each pattern with three others in a block of common values, where it must take an escape rather than RAW."""
-    words = corpus.bell(256 * 128, kind, 3).reshape(256, 128)
+    """Each pattern alone in a block of common values, where it must take an escape rather than RAW."""
+    words = corpus.bell(1024 * 128, kind, 3).reshape(1024, 128)
     for start in range(0, 1 << 16, 1024):
-        words[:, 50:54] = np.arange(start, start + 1024).reshape(256, 4)
+        words[:, 50] = np.arange(start, start + 1024)
         tensor = corpus.tensor(words.reshape(-1), kind)
         frame = ds_zipccl.compress(tensor, block=128, shaped=False, checksum=False, route=route)
         assert frame.numel() < tensor.numel() * 2
@@ -133,7 +133,7 @@ def coded(draw: st.DrawFn) -> tuple[corpus.Float, int, np.ndarray]:
 
 
 @given(coded(), st.booleans(), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_routes_agree(case: tuple[corpus.Float, int, np.ndarray], shaped: bool, checksum: bool) -> None:
     kind, block, words = case
     tensor = corpus.tensor(words, kind)
@@ -309,8 +309,8 @@ def test_what_compress_refuses() -> None:
             ds_zipccl.compress(tensor, **arguments)
     with pytest.raises(ValueError, match=r"meta.*\.cpu\(\)"):
         ds_zipccl.compress(tensor.to("meta"))
-    with pytest.raises(ValueError, match="uint16"):
-        ds_zipccl.compress(torch.zeros(8, dtype=torch.uint16))
+    with pytest.raises(ValueError, match="float8_e8m0fnu has no place in a frame"):
+        ds_zipccl.compress(torch.zeros(8, dtype=torch.float8_e8m0fnu))
     with pytest.raises(ValueError, match="64"):
         ds_zipccl.compress(torch.zeros((1,) * 65))
     with pytest.raises(ValueError, match="no codec 'lz4'"):

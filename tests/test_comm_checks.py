@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from ds_zipccl import FrameError, comm, compress, stats
 from ds_zipccl.comm import exchange
+from ds_zipccl.comm.buffers import BUFFERS
 from ds_zipccl.comm.shadow import Shadow
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameErrorCode
@@ -140,8 +143,9 @@ def test_shadow_disagrees() -> None:
     )
 
 
-def differ(got: list[float], want: list[float], terms: list[float], dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the rounding check of three ranks objects."""
+def differ(tolerance: Any, got: list[float], want: list[float], terms: list[float] | None = None) -> bool:
+    """Whether the check objects to results of three ranks; ``terms`` are the sums of magnitudes, which make them bf16."""
+    dtype = torch.float32 if terms is None else torch.bfloat16
 
     class Done:
         def wait(self) -> None:
@@ -153,7 +157,7 @@ def differ(got: list[float], want: list[float], terms: list[float], dtype: torch
         outputs[0].copy_(torch.tensor(next(results), dtype=dtype))
         return Done()
 
-    shadow = Shadow(plain, [], [torch.zeros(len(got), dtype=dtype)], "rounding", 3)
+    shadow = Shadow(plain, [], [torch.zeros(len(got), dtype=dtype)], tolerance, 3)
     try:
         shadow.compare([torch.tensor(got, dtype=dtype)], comm.CommError)
     except comm.ShadowMismatch:
@@ -161,15 +165,31 @@ def differ(got: list[float], want: list[float], terms: list[float], dtype: torch
     return False
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+def test_moves_must_agree_in_every_bit() -> None:
+    assert not differ("bits", [1.0, NAN, -0.0], [1.0, NAN, -0.0])
+    assert differ("bits", [0.0], [-0.0])
+    assert differ("bits", [NAN], [-NAN])
+
+
+def test_sums_must_agree_in_every_bit_but_those_of_nan() -> None:
+    assert not differ("nan", [1.0, NAN, INF], [1.0, -NAN, INF])
+    assert differ("nan", [0.0], [-0.0])
+    assert differ("nan", [NAN], [1.0])
+    assert differ("nan", [1.0], [NAN])
+
+
 def test_rounding_bound() -> None:
     """|got - want| <= 3 eps sum(|x|), and bf16 has eps = 1 / 128."""
-    assert not differ([1.0, 0.0], [1.0, -0.0], [1.0, 0.0])
-    assert not differ([1.015625], [1.0], [1.0])
-    assert differ([1.03125], [1.0], [1.0])
-    assert not differ([1.03125], [1.0], [2.0])
-    assert differ([float("nan")], [1.0], [1.0])
-    assert not differ([float("nan"), 3.0], [float("inf"), float("nan")], [float("inf"), float("nan")])
-    assert differ([1e-6], [0.0], [0.0])
+    assert not differ("rounding", [1.0, 0.0], [1.0, -0.0], [1.0, 0.0])
+    assert not differ("rounding", [1.015625], [1.0], [1.0])
+    assert differ("rounding", [1.03125], [1.0], [1.0])
+    assert not differ("rounding", [1.03125], [1.0], [2.0])
+    assert differ("rounding", [NAN], [1.0], [1.0])
+    assert not differ("rounding", [NAN, 3.0], [INF, NAN], [INF, NAN])
+    assert differ("rounding", [1e-6], [0.0], [0.0])
 
 
 DAMAGES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -226,3 +246,31 @@ def mismatched(rank: int, ranks: int) -> None:
 
 def test_mismatched_sizes() -> None:
     runner.run(mismatched, 2)
+
+
+def refusing(rank: int, ranks: int) -> None:
+    """A rank that fails owes its peers nothing: what it has posted still goes out, also to a peer that comes later."""
+    if rank == 0:
+
+        def refuse(*arguments: Any, **settings: Any) -> None:
+            raise FrameError(FrameErrorCode.CHECKSUM, "as planted")
+
+        exchange.decompress = refuse
+    if rank == 1:
+        time.sleep(1.0)
+    output = torch.zeros(90000 * ranks, dtype=torch.bfloat16)
+    call = partial(shadowed(check="off").all_gather_into_tensor, output)
+    if rank == 0:
+        with pytest.raises(comm.CommError, match="CHECKSUM: as planted") as caught:
+            call(filled(rank, 90000, 1))
+        del caught
+        gc.collect()
+        for _ in range(4):
+            BUFFERS.take(180_000).fill_(255)
+    else:
+        call(filled(rank, 90000, 1))
+        corpus.assert_same_bits(output, torch.cat([filled(peer, 90000, 1) for peer in range(ranks)]))
+
+
+def test_a_failed_rank_still_sends() -> None:
+    runner.run(refusing, 3, timeout=40)

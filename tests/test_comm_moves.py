@@ -102,9 +102,17 @@ def all_to_all_single_even(api: Any, inputs: list[torch.Tensor], rank: int, late
     return [output], [torch.stack([row[rank] for row in rows])]
 
 
+def all_to_all_in_place(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
+    ranks = len(inputs)
+    rows = [tensor[: len(tensor) // ranks * ranks].view(ranks, -1) for tensor in inputs]
+    both = rows[rank].clone()
+    wait(api.all_to_all_single(both, both, None, None, None, later))
+    return [both], [torch.stack([row[rank] for row in rows])]
+
+
 MOVES: tuple[Callable[..., Any], ...] = (
     all_gather, all_gather_into_tensor, all_gather_in_place, all_gather_coalesced, broadcast, all_to_all, all_to_all_single,
-    all_to_all_single_even,
+    all_to_all_single_even, all_to_all_in_place,
 )  # fmt: skip
 
 
@@ -271,6 +279,19 @@ def passes(rank: int, ranks: int) -> None:
 
 def test_passes() -> None:
     runner.run(passes, 2)
+
+
+def incompressible(rank: int, ranks: int) -> float:
+    """Frames larger than what they hold."""
+    for kind in corpus.FLOATS.values():
+        inputs = [corpus.tensor(corpus.random_words(20001, kind, peer), kind) for peer in range(ranks)]
+        outputs, wanted = all_gather_into_tensor(coded(), inputs, rank, False)
+        corpus.assert_same_bits(outputs[0], wanted[0])
+    return stats.totals()["ratio"]
+
+
+def test_incompressible() -> None:
+    assert all(0.98 < ratio < 1 for ratio in runner.run(incompressible, 2))
 
 
 def counts(rank: int, ranks: int) -> list[dict[str, Any]]:

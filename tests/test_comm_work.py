@@ -181,6 +181,19 @@ def test_threads_are_used_again() -> None:
     assert 1 <= served <= 4
 
 
+def test_threads_end_with_their_last_operation() -> None:
+    threads, go = work._Threads(), threading.Event()
+    threads.run(lambda: None)
+    for _ in range(3):
+        threads.run(lambda: go.wait())
+    closing = threading.Thread(target=threads.close)
+    closing.start()
+    time.sleep(0.1)
+    go.set()
+    closing.join()
+    assert len(threads._all) >= 3 and not any(thread.is_alive() for thread in threads._all)
+
+
 def lost_peer(rank: int, ranks: int) -> str:
     """The error of a peer that dies names the operation and the peer."""
     if rank == 1:

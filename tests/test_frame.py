@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 import zlib
 from dataclasses import dataclass, replace
@@ -88,7 +89,7 @@ REFUSED = {
     "unknown codec": (replace(GOOD, codec=2), FrameErrorCode.CODEC),
     "codec of another dtype": (replace(CODED, dtype=4), FrameErrorCode.CODEC),
     "dtype 0": (replace(GOOD, dtype=0), FrameErrorCode.DTYPE),
-    "dtype 15": (replace(GOOD, dtype=15), FrameErrorCode.DTYPE),
+    "dtype 18": (replace(GOOD, dtype=18), FrameErrorCode.DTYPE),
     "unknown flag": (replace(GOOD, flags=4), FrameErrorCode.RESERVED),
     "dimensions without shape": (replace(GOOD, ndim=1), FrameErrorCode.RESERVED),
     "checksum without flag": (replace(GOOD, checksum=1), FrameErrorCode.RESERVED),
@@ -158,6 +159,13 @@ def test_every_code_is_shown() -> None:
     shown = {wanted for _, wanted in REFUSED.values()} | {FrameErrorCode.MISMATCH}
     assert shown == set(FrameErrorCode)
     assert code(GOOD, torch.empty(4, dtype=torch.int8)) == FrameErrorCode.MISMATCH
+
+
+def test_errors_survive_pickling() -> None:
+    """Processes send their errors to each other."""
+    error = pickle.loads(pickle.dumps(ds_zipccl.FrameError(9, "the frame was damaged")))
+    assert error.code is FrameErrorCode.CHECKSUM
+    assert str(error) == "CHECKSUM: the frame was damaged"
 
 
 def test_what_is_not_a_frame_at_all() -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import launch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -31,22 +29,14 @@ CONFIG = {
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
-def launch(zipccl: str, folder: Path) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    command = [sys.executable, *launcher, "--master-port", str(port), __file__, str(folder)]
-    fixed = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DS_ZIPCCL": zipccl, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env={**os.environ, **fixed}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return json.loads((folder / "results.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     """Results with ``DS_ZIPCCL=0``, and with nothing but the section in the DeepSpeed config."""
-    return launch("0", tmp_path_factory.mktemp("plain")), launch("", tmp_path_factory.mktemp("coded"))
+    folders = {zipccl: tmp_path_factory.mktemp("run") for zipccl in ("0", "")}
+    plain, coded = (
+        launch(__file__, 2, folder, DS_ZIPCCL=zipccl, HF_HUB_OFFLINE="1") for zipccl, folder in folders.items()
+    )
+    return plain["results"], coded["results"]
 
 
 @pytest.mark.parametrize("library", ["trainer", "accelerate"])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_zipccl.op_builder import cache
+
 ROOT = Path(__file__).parent.parent
 #: What building needs. A copy: setuptools leaves build folders beside setup.py.
 SOURCES = ("ds_zipccl", "op_builder", "examples", "tests", "setup.py", "pyproject.toml", "README.md")
@@ -73,13 +75,21 @@ def test_metadata(wheel: Path) -> None:
 
 
 def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
-    """From the wheel alone: it finds its C++ sources, builds them, writes its cache elsewhere, and codes."""
-    site, cache = tmp_path / "site", tmp_path / "cache"
+    """From the wheel alone it finds its C++ sources, the same as the repository's, and codes; nothing is written into it."""
+    site = tmp_path / "site"
     _run("-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(site), str(wheel))
     before = {path: path.stat().st_mtime_ns for path in site.rglob("*")}
-    output = _run(
-        "-c",
-        """
+    output = _run("-c", INSTALLED, cwd=tmp_path, PYTHONPATH=str(site), PYTHONDONTWRITEBYTECODE="1")
+    where, sources, library, same_version = output.split()[-4:]
+    assert Path(where).is_relative_to(site) and Path(sources).is_relative_to(site)
+    assert Path(library) == cache.library_path(), "the name has the hash of sources and flags"
+    assert same_version == "True"
+    assert {path: path.stat().st_mtime_ns for path in site.rglob("*")} == before, (
+        "something was written into the package"
+    )
+
+
+INSTALLED = """
 import importlib.metadata, importlib.util
 import torch, ds_zipccl
 from ds_zipccl import kernels
@@ -90,16 +100,6 @@ x = torch.randn(5000).bfloat16()
 assert torch.equal(ds_zipccl.decompress(ds_zipccl.compress(x)), x)
 for point in importlib.metadata.distribution("ds-zipccl").entry_points:
     assert callable(point.load()), point
-print(ds_zipccl.__file__, cache.library_path(), importlib.metadata.version("ds-zipccl") == ds_zipccl.__version__)
-""",
-        cwd=tmp_path,
-        PYTHONPATH=str(site),
-        PYTHONDONTWRITEBYTECODE="1",
-        DS_ZIPCCL_CACHE=str(cache),
-    )
-    where, library, same_version = output.split()[-3:]
-    assert Path(where).is_relative_to(site) and Path(library).is_relative_to(cache) and same_version == "True"
-    assert list(cache.rglob("zipccl_cpu_*.so")) == [Path(library)]
-    assert {path: path.stat().st_mtime_ns for path in site.rglob("*")} == before, (
-        "something was written into the package"
-    )
+same_version = importlib.metadata.version("ds-zipccl") == ds_zipccl.__version__
+print(ds_zipccl.__file__, cache.CSRC, cache.library_path(), same_version)
+"""

@@ -185,14 +185,22 @@ def test_codec_counts_wrong_elements(
     path = tmp_path / "wrong.json"
     words = ["bench", "codec", "--numel", "4K", "--dtype", "bf16", "--data", "random", "--repeats", "1"]
     threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
     assert main([*words, "--json", str(path)]) == 1
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
     assert {row["wrong"] for row in content(path)["rows"]} == {3}
     assert "elements came back with other bits" in capsys.readouterr().err
 
-    monkeypatch.setattr(
-        codecs, "decompress", lambda frame, out, **more: out
-    )  # does nothing: the buffer must not look right
+    calls = []
+
+    def works_once(frame: torch.Tensor, out: torch.Tensor, **more: Any) -> torch.Tensor:
+        calls.append(frame)
+        return right(frame, out, **more) if len(calls) == 1 else out
+
+    # What one call left in the buffer must not count for the next.
+    monkeypatch.setattr(codecs, "decompress", works_once)
+    words += ["--codec", "raw"]
     assert main([*words, "--json", str(path)]) == 1
     assert {row["wrong"] for row in content(path)["rows"]} == {4096}
 
@@ -445,6 +453,12 @@ def test_block_tables_read_what_the_encoder_chose() -> None:
     assert modes.tolist() == [0, 1, 2, 2, *[1] * 30, 3]
     assert int(tops[3]) - int(tops[2]) == 4  # 16 = 2**4
     assert int(tops[2]) in (127, 128)  # a Gaussian of deviation 1 has its top at 1 to 4
+
+
+def test_choices_are_those_of_the_codec() -> None:
+    assert data.BLOCKS == codecs.exponent.BLOCKS
+    assert [getattr(torch, name) for name in data.DEFAULT_DTYPES] == list(codecs.CODED_DTYPES)
+    assert set(bench_codec.CODECS) == set(codecs.CODECS)
 
 
 def test_differing_looks_at_bits() -> None:

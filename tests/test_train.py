@@ -11,7 +11,6 @@ import copy
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import launch
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 #: ranks -> what trains on them
@@ -32,19 +32,6 @@ STEPS = 4
 Trained = Callable[[int, str], dict[str, Any]]
 
 
-def launch(ranks: int, zipccl: str, folder: Path, *options: str) -> dict[str, Any]:
-    """Run ``rank_program`` on ``ranks`` ranks; the JSON files it left, by name."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
-    command = [sys.executable, *launcher, "--master-port", str(port), __file__, str(folder), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DS_ZIPCCL": zipccl}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """(ranks, "plain" or "coded") -> results by mode; each pair is launched once, when it is first asked for."""
@@ -52,7 +39,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     @functools.cache
     def get(ranks: int, variant: str) -> dict[str, Any]:
         zipccl = {"plain": "0", "coded": CODED[ranks]}[variant]
-        return launch(ranks, zipccl, tmp_path_factory.mktemp(f"{variant}{ranks}"), "--modes", *MODES[ranks])
+        folder = tmp_path_factory.mktemp(f"{variant}{ranks}")
+        return launch(__file__, ranks, folder, "--modes", *MODES[ranks], DS_ZIPCCL=zipccl)
 
     return get
 
@@ -79,20 +67,12 @@ def test_training_moves(trained: Trained) -> None:
 
 def test_a_wrong_bit_shows(trained: Trained, tmp_path: Path) -> None:
     """Negative proof: a codec that flips the lowest bit of one element of each message, on one rank, is found out."""
-    wrong = launch(2, CODED[2], tmp_path, "--modes", "zero2", "zero3", "--wrong-bit")
+    wrong = launch(__file__, 2, tmp_path, "--modes", "zero2", "zero3", "--wrong-bit", DS_ZIPCCL=CODED[2])
     for mode in ("zero2", "zero3"):
         assert wrong[mode]["sent"]["coded_calls"] == trained(2, "coded")[mode]["sent"]["coded_calls"]
         assert wrong[mode]["losses"] != trained(2, "plain")[mode]["losses"]
         assert wrong[mode]["params_sha256"] != trained(2, "plain")[mode]["params_sha256"]
         assert not wrong[mode]["replicas_equal"]
-
-
-def test_ranks_with_different_sections_all_refuse(tmp_path: Path) -> None:
-    sections = ['{"enabled": true, "block": 128}', '{"enabled": true, "block": 256}']
-    refused = launch(2, "", tmp_path, "--sections", *sections)
-    assert set(refused) == {"refused0", "refused1"}
-    for message in refused.values():
-        assert "block" in message and "128 on ranks [0]" in message and "256 on ranks [1]" in message
 
 
 def test_example_compares(tmp_path: Path) -> None:
@@ -166,31 +146,22 @@ def rank_program() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--modes", nargs="+", default=["zero3"])
     parser.add_argument("--wrong-bit", action="store_true", help="every message that rank 0 decodes gets one wrong bit")
-    parser.add_argument("--sections", nargs="+", help="DS_ZIPCCL of each rank; leaves refusedRANK.json")
     args = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    if args.sections:
-        os.environ["DS_ZIPCCL"] = args.sections[rank]
     sys.path.insert(0, str(EXAMPLE.parent))
     import torch.distributed as dist
     import train_gpt
 
     from ds_zipccl import stats
-    from ds_zipccl.config import ConfigError
     from ds_zipccl.tools.bench_train import MODES as CONFIGS
 
-    if args.wrong_bit and rank == 0:
+    if args.wrong_bit and os.environ["RANK"] == "0":
         plant_wrong_bit()
     for mode in args.modes:
         config, options = CONFIGS[mode]
         given = ["--ds-config", str(EXAMPLE.parent / config), "--size", "tiny", "--steps", str(STEPS), *options]
         stats.reset()
-        try:
-            results = train_gpt.train(train_gpt.options().parse_args(given))
-        except ConfigError as error:
-            (args.folder / f"refused{rank}.json").write_text(json.dumps(str(error)))
-            os._exit(0 if args.sections else 1)  # torchrun would end the other rank before it has spoken
-        if rank == 0:
+        results = train_gpt.train(train_gpt.options().parse_args(given))
+        if dist.get_rank() == 0:
             (args.folder / f"{mode}.json").write_text(json.dumps(results | {"rows": stats.rows()}))
     dist.barrier()
     dist.destroy_process_group()

@@ -33,6 +33,10 @@ CODED_DTYPES = CODECS["exponent"].DTYPES
 def _codec(name: str, dtype: torch.dtype) -> Codec:
     if name not in CODECS:
         raise ValueError(f"no codec {name!r}; known codecs: {', '.join(CODECS)}")
+    if dtype not in framing.DTYPE_IDS:
+        raise ValueError(
+            f"{dtype} has no place in a frame; view the tensor as one of {', '.join(map(str, framing.DTYPE_IDS))}"
+        )
     codec = CODECS[name]
     return codec if dtype in codec.DTYPES else CODECS["raw"]
 
@@ -43,7 +47,7 @@ def compress_bound(
     """Largest frame of any ``numel`` elements of ``dtype``, in bytes; ``ndim`` None is a flat frame.
 
     Raises:
-        ValueError: unknown codec.
+        ValueError: unknown codec, or a dtype that no frame holds.
     """
     chosen = _codec(codec, dtype)
     return framing.payload_offset(ndim) + chosen.payload_bound(numel, dtype, chosen.block(block))
@@ -75,7 +79,8 @@ def compress(
         1-D uint8 tensor: a view of ``out``, or a new tensor of the frame's size.
 
     Raises:
-        ValueError: unknown codec, block or route, a buffer that does not fit, or a tensor that is not on the CPU.
+        ValueError: unknown codec, block or route, a dtype that no frame holds, a buffer that does not fit, or a tensor that is
+            not on the CPU.
         RouteUnavailable: no kernels here.
     """
     if tensor.device.type != "cpu":

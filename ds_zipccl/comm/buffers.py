@@ -23,7 +23,7 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A block of at least ``nbytes`` and at most an eighth more, uint8, contents undefined. To be called under inference_mode."""
+        """A block of at least ``nbytes``, uint8, contents undefined. To be called under inference_mode."""
         size = _rounded(nbytes)
         with self._lock:
             for at in range(len(self._free) - 1, -1, -1):
@@ -53,3 +53,24 @@ def _rounded(nbytes: int) -> int:
 
 #: The blocks of this process.
 BUFFERS = Buffers()
+
+
+class Lease:
+    """Staging memory of one operation. Dropping it unreleased is safe: the blocks are then not used again."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+
+    def bytes(self, nbytes: int) -> torch.Tensor:
+        """1-D uint8 tensor, contents undefined."""
+        self._blocks.append(BUFFERS.take(nbytes))
+        return self._blocks[-1][:nbytes]
+
+    def like(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """1-D tensor of as many elements as ``flat``, contents undefined."""
+        return self.bytes(flat.numel() * dtype.itemsize).view(dtype)
+
+    def release(self) -> None:
+        """Give everything back; tensors taken from this lease must not be used any more."""
+        while self._blocks:
+            BUFFERS.give(self._blocks.pop())

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ds_zipccl import policy
 from ds_zipccl.codecs import CODECS, compress, compress_bound, decompress
+from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameError
@@ -49,7 +50,8 @@ class Link:
     """One coded operation of this rank: its group, its tag, its codec, and what it has sent.
 
     ``rank``, ``peers`` and all ranks below are ranks of the group. ``peers`` is the order in which to receive, nearest below
-    first; it is also the order in which gloo's ring adds. ``raw_bytes`` and ``wire_bytes`` count what was sent.
+    first; it is also the order in which gloo's ring adds. ``raw_bytes`` and ``wire_bytes`` count what was sent. ``lease`` is
+    staging memory for the time of the operation.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Link:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
+        self.lease = Lease()
         self.raw_bytes = 0
         self.wire_bytes = 0
         self._config = config
@@ -77,6 +80,7 @@ class Link:
         except BaseException:
             _abandoned.append(exchange)
             raise
+        exchange.lease.release()
 
     def error(self, what: str) -> CommError:
         """``what`` went wrong, with where."""
@@ -88,18 +92,18 @@ class Link:
         """Rank in the default group of a rank of this group."""
         return dist.get_global_rank(self.group, peer)
 
-    def encode(self, flat: torch.Tensor) -> torch.Tensor:
+    def encode(self, flat: torch.Tensor, lease: Lease) -> torch.Tensor:
         """Frame of a flat tensor."""
         codec = policy.frame_codec(self._codec, flat.nbytes)
         block = self._config.block
-        buffer = torch.empty(compress_bound(flat.numel(), flat.dtype, codec, block=block), dtype=torch.uint8)
+        buffer = lease.bytes(compress_bound(flat.numel(), flat.dtype, codec, block=block))
         return compress(flat, codec, out=buffer, block=block, shaped=False, checksum=False, route=self._config.route)
 
-    def landing(self, flat: torch.Tensor) -> torch.Tensor:
+    def landing(self, flat: torch.Tensor, lease: Lease) -> torch.Tensor:
         """Buffer that holds any frame of as many elements as ``flat``, whatever codec the sender chooses."""
         block = self._config.block
         bounds = (compress_bound(flat.numel(), flat.dtype, codec, block=block) for codec in CODECS)
-        return torch.empty(max(bounds), dtype=torch.uint8)
+        return lease.bytes(max(bounds))
 
     def decode(self, frame: torch.Tensor, peer: int, out: torch.Tensor) -> torch.Tensor:
         """Decode the frame of ``peer`` into flat ``out``.
@@ -133,25 +137,29 @@ class Link:
 
 
 class Round:
-    """Frames of one tag. Frames of one pair of ranks arrive in the order they were sent; empty tensors are not sent."""
+    """Frames of one tag. Frames of one pair of ranks arrive in the order they were sent; empty tensors are not sent.
+
+    ``lease`` has the memory of the frames.
+    """
 
     def __init__(self, link: Link, tag: int) -> None:
         self._link = link
         self._tag = tag
+        self.lease = Lease()
         self._sends: list[tuple[int, dist.Work, torch.Tensor]] = []
         self._receives: defaultdict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
 
     def expect(self, peer: int, out: torch.Tensor) -> None:
         """Post the receive for what :meth:`receive` will decode into flat ``out``; nothing is written to ``out`` yet."""
         if out.numel():
-            buffer = self._link.landing(out)
+            buffer = self._link.landing(out, self.lease)
             with self._receiving(peer):
                 self._receives[peer].append((self._link.group.recv([buffer], peer, self._tag), buffer))
 
     def send(self, flat: torch.Tensor, *peers: int) -> None:
         """Encode once, send to every peer. ``flat`` may be overwritten afterwards."""
         if flat.numel():
-            frame = self._link.encode(flat)
+            frame = self._link.encode(flat, self.lease)
             for peer in peers:
                 with self._sending(peer):
                     self._sends.append((peer, self._link.group.send([frame], peer, self._tag), frame))

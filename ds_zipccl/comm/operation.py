@@ -78,6 +78,7 @@ def run(op: Operation, call: Call) -> Any:
         flat = memory_order if op.memory_order else logical_order
         outputs = [flat(tensor) for tensor in op.outputs]
         op.coded(link, [flat(tensor) for tensor in op.inputs], outputs)
+        link.lease.release()
         for tensor, written in zip(op.outputs, outputs, strict=True):
             if written.data_ptr() != tensor.data_ptr():
                 tensor.copy_(written.view(tensor.shape))

@@ -83,7 +83,7 @@ def isend(
     doing = f"sending to global rank {to}"
     with torch.inference_mode(), link.naming(doing):
         flat = logical_order(tensor)
-        frame = link.encode(flat)
+        frame = link.encode(flat, link.lease)
         handle = group.send([frame], peer, P2P_TAG + tag)
         beside = dist.isend(flat.clone(), to, group, SHADOW_TAG + tag) if config.check == "shadow" else None
 
@@ -93,6 +93,7 @@ def isend(
             if beside is not None:
                 beside.wait()
         stats.record(role, "send", flat.nbytes, frame.nbytes)
+        link.lease.release()
 
     return PostedWork("send", [tensor], finish, handle._source_rank)
 
@@ -126,7 +127,7 @@ def irecv(
 
     doing = "receiving from " + ("any rank" if peer is None else f"global rank {link.global_rank(peer)}")
     with torch.inference_mode(), link.naming(doing):
-        buffer = link.landing(tensor)
+        buffer = link.landing(tensor, link.lease)
         handle = (
             group.recv_anysource([buffer], P2P_TAG + tag) if peer is None else group.recv([buffer], peer, P2P_TAG + tag)
         )
@@ -139,6 +140,7 @@ def irecv(
         source = handle._source_rank() if peer is None else peer
         flat = logical_order(tensor)
         link.decode(buffer, source, flat)
+        link.lease.release()
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
         if config.check == "shadow":

@@ -9,8 +9,11 @@ left open for fp16 and fp32, by the hardware as well; bf16 sums make it 0x7fc0, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
+
+from ds_zipccl.comm.buffers import Lease
 
 #: gloo's largest segment, in bytes (admission: part of its rings' geometry).
 _SEGMENT_BYTES = 1 << 20
@@ -53,25 +56,35 @@ class Reduction:
         self._average = op == "AVG"
         self._ranks = ranks
 
-    def fold(self, take: Callable[[int], torch.Tensor], out: torch.Tensor, begin: int, chunk: int) -> torch.Tensor:
-        """Write the sum of all contributions into flat ``out``, which it returns; :meth:`finish` is still to come.
+    def fold(
+        self, take: Callable[[int, torch.Tensor], torch.Tensor], out: torch.Tensor, begin: int, chunk: int, lease: Lease
+    ) -> None:
+        """Write the sum of all contributions into flat ``out``; :meth:`finish` is still to come.
 
         Args:
-            take: contribution of a rank, flat, of ``out``'s size; called once per rank. Where one order serves all of ``out``,
-                contributions are taken in that order and only one is held at a time.
+            take: contribution of a rank, flat, of ``out``'s size and dtype: the given tensor, filled, or another. Called once
+                per rank. Where one order serves all of ``out``, contributions are taken in that order, one at a time.
             out: may share memory with the contributions: it is written last.
             begin, chunk: first element of ``out`` in the message, and the size of the message's chunks, in elements.
         """
         if not out.numel():
-            return out
+            return
+        total = lease.like(out, torch.float32 if self._fp32 else out.dtype)
         pieces = list(self._pieces(begin, begin + out.numel(), chunk))
         if len(pieces) == 1:
-            return self._store(out, self._add(take(rank) for rank in pieces[0][1]))
-        held = [take(rank) for rank in range(self._ranks)]
-        totals = [self._add(held[rank][piece] for rank in order) for piece, order in pieces]
-        for (piece, _), total in zip(pieces, totals, strict=True):
-            self._store(out[piece], total)
-        return out
+            scratch = lease.like(out, out.dtype)
+            contribution = partial(take, into=scratch)
+        else:
+            contribution = [take(rank, lease.like(out, out.dtype)) for rank in range(self._ranks)].__getitem__
+        for piece, (first, *others) in pieces:
+            part = total[piece].copy_(contribution(first)[piece])
+            for rank in others:
+                part.add_(contribution(rank)[piece])
+        if self._fp32 and self._average:
+            total.div_(self._ranks)
+        out.copy_(total)
+        if out.dtype == torch.bfloat16 and bool(out.amax().isnan()):
+            out.masked_fill_(out.isnan(), torch.nan)
 
     def finish(self, out: torch.Tensor) -> None:
         """Divide for AVG, as gloo does after everything else ("fp32" has done it before rounding)."""
@@ -86,19 +99,3 @@ class Reduction:
         for c in range(begin // chunk, (end - 1) // chunk + 1):
             order = [(c - 1 - step) % self._ranks for step in range(self._ranks)]
             yield slice(max(c * chunk, begin) - begin, min((c + 1) * chunk, end) - begin), order
-
-    def _add(self, contributions: Iterator[torch.Tensor]) -> torch.Tensor:
-        first = next(contributions)
-        total = torch.add(first.float() if self._fp32 else first, next(contributions))
-        del first
-        for contribution in contributions:
-            total.add_(contribution)
-        return total
-
-    def _store(self, out: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        if self._fp32 and self._average:
-            total.div_(self._ranks)
-        out.copy_(total)
-        if out.dtype == torch.bfloat16 and bool((nan := out.isnan()).any()):
-            out.masked_fill_(nan, torch.nan)
-        return out

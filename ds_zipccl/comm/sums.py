@@ -5,7 +5,7 @@ Frames go to the rank that adds, which decodes and folds them in a documented or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,10 +69,8 @@ def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain
         own = shards[link.rank]
         with link.round(0) as exchange:
             _send_shards(exchange, link, shards, own)
-            total = reduction.fold(
-                _contributions(exchange, link, own), torch.empty_like(own), slices[link.rank].start, chunk
-            )
-        gather(link, 1, [(total, shards)])
+            reduction.fold(_contributions(exchange, link, own), own, slices[link.rank].start, chunk, link.lease)
+        gather(link, 1, [(own, shards)])
         reduction.finish(whole)
         if len(outputs) > 1:
             for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
@@ -121,7 +119,7 @@ def reduce(
                 for peer in link.peers:
                     exchange.expect(peer, flat)
                 chunk = reduce_chunk(flat.numel(), flat.element_size(), link.size)
-                reduction.fold(_contributions(exchange, link, flat), flat, 0, chunk)
+                reduction.fold(_contributions(exchange, link, flat), flat, 0, chunk, link.lease)
                 reduction.finish(flat)
 
     operation = Operation(
@@ -222,7 +220,7 @@ def _reduce_scatter(
     own = shards[link.rank]
     with link.round() as exchange:
         _send_shards(exchange, link, shards, own)
-        reduction.fold(_contributions(exchange, link, own), out, begin, chunk)
+        reduction.fold(_contributions(exchange, link, own), out, begin, chunk, link.lease)
     reduction.finish(out)
 
 
@@ -234,9 +232,9 @@ def _send_shards(exchange: Round, link: Link, shards: Sequence[torch.Tensor], ow
         exchange.send(shards[peer], peer)
 
 
-def _contributions(exchange: Round, link: Link, own: torch.Tensor) -> Any:
-    """The contribution of a rank: the own one as it is, a peer's decoded into a new tensor."""
-    return lambda rank: own if rank == link.rank else exchange.receive(rank, torch.empty_like(own))
+def _contributions(exchange: Round, link: Link, own: torch.Tensor) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """The contribution of a rank: the own one as it is, a peer's decoded into the given tensor."""
+    return lambda rank, into: own if rank == link.rank else exchange.receive(rank, into)
 
 
 def _reduction(

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="bf16 fp16 fp32 of synthetic data (bf16)",
     )
-    parser.add_argument("--block", type=int, choices=(128, 256, 512, 1024), default=512, help="elements a block (512)")
+    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=512, help="elements a block (512)")
     parser.add_argument("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
     parser.add_argument("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")

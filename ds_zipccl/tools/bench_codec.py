@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--route", nargs="+", default=[], metavar="R", help="kernels to use (all that work here)")
     parser.add_argument("--codec", nargs="+", choices=CODECS, default=CODECS, help="codecs (all)")
-    parser.add_argument("--block", type=int, choices=(128, 256, 512, 1024), default=512, help="elements a block (512)")
+    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=512, help="elements a block (512)")
     parser.add_argument("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()
@@ -112,7 +111,7 @@ def _routes(wanted: list[str]) -> list[str]:
             raise ToolError(f"route {name}: {reasons.get(name) or 'no such route; known: ' + ', '.join(reasons)}")
     for name in reasons:
         if reasons[name] and not wanted:
-            print(f"route {name} left out: {reasons[name]}", file=sys.stderr)
+            tables.complain(f"route {name} left out: {reasons[name]}")
     usable = wanted or [name for name, reason in reasons.items() if not reason]
     if not usable:
         raise ToolError("no route works here; `python -m ds_zipccl report` says why")
@@ -169,7 +168,7 @@ def _measure(case: Case, block: int, repeats: int) -> dict[str, Any]:
                 seconds[name].append(_seconds(step, calls[name]))
             wrong = max(wrong, differing(back, tensor))
     except FrameError as error:
-        tables.complain(f"{case}: own frame refused: {error}")
+        tables.complain(f"{case.route} {case.codec} {case.dtype} {case.data}: own frame refused: {error}")
         return _row(case, None, Fields.of(tensor.dtype).ratio(exponents(tensor).entropy), {}, case.numel)
     raw_bytes = tensor.numel() * tensor.itemsize
     speeds = {name: raw_bytes / statistics.median(times) / 1e9 for name, times in seconds.items()}

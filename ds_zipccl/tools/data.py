@@ -22,6 +22,8 @@ DTYPES = {
     "float16": "float16",
     "float32": "float32",
 }
+#: Elements a block may have (FORMAT.md section 1, block_log2).
+BLOCKS = (128, 256, 512, 1024)
 DEFAULT_DTYPES = ("bfloat16", "float16", "float32")
 
 #: (uninitialised float32 vector, scale, generator) -> values; may use the vector for them
