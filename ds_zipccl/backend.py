@@ -70,7 +70,6 @@ def _coded(name: str) -> Callable[..., Any]:
     plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
 
     @functools.wraps(plain)
-    @torch.compiler.disable
     def method(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
         if self.zipccl is None:
             return plain(self, *args, **kwargs)

@@ -128,6 +128,6 @@ def environment_section(environ: Mapping[str, str] = os.environ) -> dict[str, An
 
 def near_misses(param_dict: Mapping[str, Any]) -> list[str]:
     """Top-level keys of a DeepSpeed config that look like a misspelt ``"zipccl"`` (DeepSpeed accepts unknown keys silently)."""
-    return [
-        key for key in difflib.get_close_matches(SECTION, [str(k) for k in param_dict], cutoff=0.75) if key != SECTION
-    ]
+    names = {str(key): str(key).lower() for key in param_dict if key != SECTION}
+    close = difflib.get_close_matches(SECTION, names.values(), n=len(names) or 1, cutoff=0.75)
+    return [key for key, lowered in names.items() if lowered in close]

@@ -16,6 +16,7 @@ HEADER = struct.Struct("<4s6BHIQQ")
 HEADER_BYTES = HEADER.size
 MAX_DIMS = 64
 ALIGN = 16
+_MAX_NUMEL = (1 << 63) - 1  # torch counts elements in signed 64 bits
 _CHECKSUM_AT = 12
 
 DTYPES: dict[int, torch.dtype] = {
@@ -77,7 +78,11 @@ class FrameError(ValueError):
 
     def __init__(self, code: int, message: str) -> None:
         self.code = FrameErrorCode(code)
+        self.message = message
         super().__init__(f"{self.code.name}: {message}")
+
+    def __reduce__(self) -> tuple[type[FrameError], tuple[int, str]]:
+        return FrameError, (int(self.code), self.message)
 
 
 @dataclass(frozen=True)
@@ -176,8 +181,11 @@ def parse(frame: torch.Tensor) -> Header:
     if not payload_at <= frame_bytes <= size:
         raise FrameError(FrameErrorCode.TRUNCATED, f"frame of {frame_bytes} bytes in a buffer of {size}")
     shape = struct.unpack_from(f"<{ndim}Q", view, HEADER_BYTES) if shaped else None
-    if shape is not None and math.prod(shape) != numel:
-        raise FrameError(FrameErrorCode.SHAPE, f"shape {shape} has {math.prod(shape)} elements, header says {numel}")
+    if any(view[HEADER_BYTES + 8 * ndim : payload_at]):
+        raise FrameError(FrameErrorCode.RESERVED, "the padding after the shape is not zero")
+    # Sizes beside a zero may be anything as far as the product goes, but torch multiplies them in 64 bits.
+    if shape is not None and (math.prod(shape) != numel or math.prod(filter(None, shape)) > _MAX_NUMEL):
+        raise FrameError(FrameErrorCode.SHAPE, f"shape {shape} does not have the {numel} elements that the header says")
     if flags & _Flags.CHECKSUM and _crc(view, frame_bytes) != checksum:
         raise FrameError(FrameErrorCode.CHECKSUM, "the frame was damaged on its way")
     return Header(

@@ -367,6 +367,9 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = options().parse_args()
+    for file in (args.ds_config, args.data):
+        if file and not file.is_file():
+            raise SystemExit(f"{file}: no such file")
     if "RANK" in os.environ:
         if args.compare:
             raise SystemExit("--compare starts ranks of its own: run it with python, without torchrun or deepspeed")

@@ -263,6 +263,13 @@ def passes(rank: int, ranks: int) -> None:
         assert [row["reasons"] for row in stats.rows()] == [{reason: 1}]
         assert stats.totals()["raw_bytes"] == 0
     stats.reset()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    comm.broadcast(torch.ones(4), 0, config=CODED)
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    assert list(stats.rows()[0]["reasons"]) == [
+        "no coded schedule for backend gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL yet"
+    ]
+    stats.reset()
     counts = torch.full((ranks,), rank)
     output = torch.zeros_like(counts)
     handle = comm.all_to_all_single(output, counts, async_op=True, config=CODED)

@@ -239,35 +239,37 @@ EXIT = textwrap.dedent(
     import sys, torch, torch.distributed as dist
     from ds_zipccl import comm
     from ds_zipccl.config import ZipcclConfig
-    rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, store = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
     config = ZipcclConfig(enabled=True, min_bytes=0)
-    tensors = [torch.ones(10000) for _ in range(4)]
+    tensors = [torch.ones(100_000) for _ in range(8)]
     works = [comm.all_reduce(tensor, async_op=True, config=config) for tensor in tensors]
-    if how == "waited":
-        for work in works:
-            work.wait()
-        assert all(tensor[-1] == 2 for tensor in tensors)
+    for work in works:
+        work.wait()
+    assert all(tensor[-1] == 2 for tensor in tensors)
     print("done", flush=True)
+    works = [comm.all_reduce(tensor, async_op=True, config=config) for tensor in tensors]
     """
 )
 
 
-@pytest.mark.parametrize("how", ["waited", "not waited"])
-def test_exit_without_destroy(how: str, tmp_path: Path) -> None:
+def test_exit_without_destroy(tmp_path: Path) -> None:
+    """With threads idle, and with operations in flight that nobody waits for."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", EXIT]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), how],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", EXIT, str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         for process in processes:
-            output, errors = process.communicate(timeout=90)
+            output, errors = process.communicate(timeout=120)
             assert (process.returncode, output, errors) == (0, "done\n", "")
     finally:
         for process in processes:

@@ -74,12 +74,13 @@ def test_hand_made_frames_are_good(route: str) -> None:
     assert ds_zipccl.decompress(SHAPED.tensor()).tolist() == [[[97, 98]], [[99, 100]]]
     assert ds_zipccl.decompress(CODED.tensor(), route=route).tolist() == [0, 0, 0, 0]
     assert ds_zipccl.decompress(CHUNKS.tensor(), route=route).tolist() == [0] * 8192
+    assert ds_zipccl.decompress(_entry(3, 2, b"\0\x0f").tensor(), route=route).tolist() == [0] * 4
 
 
 def _entry(mode: int, tail: int, data: bytes = b"\1" * 16) -> Raw:
-    """CODED with another table entry for its only block, and ``data`` after the table."""
+    """CODED with another table entry for its only block, and ``data``, padded, after the table."""
     table = bytes([0]) + struct.pack("<H", mode << 13 | tail)
-    return replace(CODED, payload=CODED.payload[:16] + table.ljust(16, b"\0") + data)
+    return replace(CODED, payload=CODED.payload[:16] + table.ljust(16, b"\0") + data.ljust(16, b"\0"))
 
 
 REFUSED = {
@@ -139,6 +140,8 @@ REFUSED = {
     "fill of two words": (_entry(0, 4), FrameErrorCode.BLOCK),
     "raw with a tail": (_entry(1, 2), FrameErrorCode.BLOCK),
     "tail outside the chunk": (_entry(3, 17), FrameErrorCode.BLOCK),
+    "sparse with unknown flags": (_entry(3, 2, b"\2\x0f"), FrameErrorCode.BLOCK),
+    "sparse without room for its signs": (_entry(3, 2, b"\1\x0f"), FrameErrorCode.BLOCK),
     "sparse without room for its map": (_entry(3, 1), FrameErrorCode.BLOCK),
     "sparse without room for its words": (_entry(3, 2), FrameErrorCode.BLOCK),
     "cascade without its tail": (_entry(2, 0, b"\xff" * 16), FrameErrorCode.BLOCK),

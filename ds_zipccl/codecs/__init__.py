@@ -85,19 +85,27 @@ def compress(
     """
     if tensor.device.type != "cpu":
         raise ValueError(f"compress takes CPU tensors, got one on {tensor.device}; move it with .cpu()")
+    if tensor.dim() > framing.MAX_DIMS and shaped:
+        raise ValueError(f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False")
     chosen = _codec(codec, tensor.dtype)
     block = chosen.block(block)
-    words = tensor.detach().contiguous().view(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    words = plain.as_strided((plain.numel(),), (1,))  # view(-1) may keep a stride of 0
     shape = tuple(tensor.shape) if shaped else None
     payload_at = framing.payload_offset(None if shape is None else len(shape))
     bound = payload_at + chosen.payload_bound(words.numel(), words.dtype, block)
     if out is None:
         buffer = torch.empty(bound, dtype=torch.uint8)
-    elif out.dtype == torch.uint8 and out.dim() == 1 and out.is_contiguous() and out.numel() >= bound:
+    elif (
+        (out.dtype, out.dim(), out.device.type) == (torch.uint8, 1, "cpu")
+        and out.is_contiguous()
+        and out.numel() >= bound
+    ):
         buffer = out
     else:
         raise ValueError(
-            f"out must be a contiguous 1-D uint8 tensor of at least {bound} bytes, got {out.dtype} of shape {tuple(out.shape)}"
+            f"out must be a contiguous 1-D uint8 CPU tensor of at least {bound} bytes, "
+            f"got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )
     size = payload_at + chosen.encode(words, block, buffer[payload_at:], route)
     header = Header(chosen.ID, words.dtype, words.numel(), size, block, shape, 0 if checksum else None)
@@ -134,11 +142,13 @@ def decompress(frame: torch.Tensor, out: torch.Tensor | None = None, *, route: s
         out = torch.empty(header.numel, dtype=header.dtype)
         result = out if header.shape is None else out.view(header.shape)
     else:
-        if out.device.type != "cpu" or not out.is_contiguous():
-            raise TypeError(f"out must be a contiguous CPU tensor, got strides {out.stride()} on {out.device}")
+        if out.device.type != "cpu" or not out.is_contiguous() or out.is_conj() or out.is_neg():
+            kind = "a conjugate or negative view" if out.is_conj() or out.is_neg() else f"strides {out.stride()}"
+            raise TypeError(f"out must be a contiguous CPU tensor, got {kind} on {out.device}")
         if out.dtype != header.dtype or out.numel() != header.numel:
             wanted = f"{math.prod(out.shape)} {out.dtype}"
             raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.numel} {header.dtype}, wanted {wanted}")
         result = out
-    codec.decode(frame[header.payload_at : header.frame_bytes], header.block, out.detach().view(-1), route)
+    words = out.detach().as_strided((out.numel(),), (1,))
+    codec.decode(frame[header.payload_at : header.frame_bytes], header.block, words, route)
     return result

@@ -37,7 +37,7 @@ class ExponentCodec:
         return pad16(4 * _ceil(numel, chunk)) + full * pad16(table * CHUNK_BLOCKS) + last
 
     def payload_bound(self, numel: int, dtype: torch.dtype, block: int) -> int:
-        """Bytes of a payload in which every block is as large as raw, with all paddings."""
+        """Bytes of a payload in which every block is as large as raw, with all paddings; also the room that encoders work in."""
         full, rest = divmod(numel, block)
         bodies = full * block * dtype.itemsize + pad16(rest * dtype.itemsize)
         return self.payload_floor(numel, dtype, block) + bodies + 16 * _ceil(numel, block * CHUNK_BLOCKS)

@@ -137,7 +137,11 @@ def backend_of(group: dist.ProcessGroup | None, device: str) -> str:
     if not is_member(group):
         return ""
     pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return pairs.get(device, "")
+    name = pairs.get(device, "")
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        # torch then compares how many messages each rank has sent and received, and takes a difference for a wrong program
+        return f"{name} under TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    return name
 
 
 def reduce_op_name(op: dist.ReduceOp) -> str:

@@ -193,7 +193,8 @@ with _kernel_cache():
             tails_end = 0
             for b in range(blocks):
                 here = part[b * block : (b + 1) * block]
-                body = out[at : at + _pad16(len(here) * itemsize)]
+                # 16 bytes more than RAW takes: coded elements of a very short block can be longer, before they lose against it
+                body = out[at : at + _pad16(len(here) * itemsize) + 16]
                 body[:] = 0
                 tail[:] = 0
                 mode, top, trim, body_bytes, tail_bytes = _encode_block(here, exponent, mantissa, body, tail)
@@ -294,7 +295,7 @@ with _kernel_cache():
         tail = body
         for b in range(blocks):
             mode = chunk[blocks + 2 * b + 1] >> (TAIL_BITS - 8)
-            trim = chunk[3 * blocks + b] if itemsize == 4 else 0
+            trim = np.int64(chunk[3 * blocks + b]) if itemsize == 4 else 0
             if mode > SPARSE or trim > mantissa:
                 return BLOCK
             tail += _body_bytes(mode, min(block, len(words) - b * block), trim, mantissa, itemsize)
