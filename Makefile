@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 RANKS ?= 2
-SECONDS ?= 600
+FUZZ_SECONDS ?= 600
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
@@ -25,7 +25,7 @@ test: $(VENV)/ready lint
 
 # Ten minutes of damaged frames under AddressSanitizer and UBSan, from a new seed; `make test` has a short version.
 fuzz: $(VENV)/ready
-	$(BIN)/python tests/fuzz/asan.py $(SECONDS)
+	$(BIN)/python tests/fuzz/asan.py $(FUZZ_SECONDS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -37,7 +37,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib"],
-        "cuda": ["cupy-cuda12x; python_version>='3.10'"],
+        "cuda": ["cupy-cuda13x"],
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "transformers", "accelerate", "matplotlib"],
     },
     entry_points={

@@ -140,6 +140,7 @@ uint64_t encode(const uint8_t* input, uint64_t numel, uint32_t block, uint8_t* o
   using Word = typename F::Word;
   const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = (numel + per_chunk - 1) / per_chunk;
   uint64_t at = (4 * chunks + 15) / 16 * 16;
+  if (!numel) return 0;  // the pointers may be null then
   memset(out, 0, at);
   // One block's worst case past the end: a tail is measured before it is known to lose against RAW.
   uint8_t tails[kChunkBlocks * kMaxBlock * sizeof(Word) + 8 * kMaxBlock];
