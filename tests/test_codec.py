@@ -259,12 +259,20 @@ def test_out_of_decompress(route: str) -> None:
         with pytest.raises(ds_zipccl.FrameError, match=r"600 torch\.bfloat16") as caught:
             ds_zipccl.decompress(frame, wrong, route=route)
         assert caught.value.code is framing.FrameErrorCode.MISMATCH
-    for wrong in (
-        torch.empty(600, 2, dtype=torch.bfloat16)[:, 0],
-        torch.empty(600, dtype=torch.bfloat16, device="meta"),
-    ):
+    gaps, elsewhere = torch.empty(600, 2, dtype=torch.bfloat16)[:, 0], torch.empty(600, device="meta")
+    for wrong in (gaps, elsewhere, torch.zeros(1, dtype=torch.complex64).conj().imag):
         with pytest.raises(TypeError, match="contiguous CPU tensor"):
             ds_zipccl.decompress(frame, wrong, route=route)
+
+
+def test_out_of_one_element_with_any_stride(route: str) -> None:
+    for codec in codecs.CODECS:
+        frame = ds_zipccl.compress(torch.tensor([3.5]), codec, route=route)
+        column = torch.zeros(5, 7)
+        ds_zipccl.decompress(frame, column[:1, 3], route=route)
+        assert column[0, 3] == 3.5 and column.sum() == 3.5
+        nothing = ds_zipccl.compress(torch.zeros(0), codec, route=route)
+        assert ds_zipccl.decompress(nothing, torch.from_numpy(np.zeros(0, np.float32)), route=route).numel() == 0
 
 
 def test_frames_in_longer_buffers(route: str) -> None:

@@ -75,6 +75,8 @@ def test_hand_made_frames_are_good(route: str) -> None:
     assert ds_zipccl.decompress(CODED.tensor(), route=route).tolist() == [0, 0, 0, 0]
     assert ds_zipccl.decompress(CHUNKS.tensor(), route=route).tolist() == [0] * 8192
     assert ds_zipccl.decompress(_entry(3, 2, b"\0\x0f").tensor(), route=route).tolist() == [0] * 4
+    signed = ds_zipccl.decompress(_entry(3, 3, b"\1\x0f\5").tensor(), route=route)
+    assert signed.signbit().tolist() == [True, False, True, False]
 
 
 def _entry(mode: int, tail: int, data: bytes = b"\1" * 16) -> Raw:
@@ -140,7 +142,7 @@ REFUSED = {
     "fill of two words": (_entry(0, 4), FrameErrorCode.BLOCK),
     "raw with a tail": (_entry(1, 2), FrameErrorCode.BLOCK),
     "tail outside the chunk": (_entry(3, 17), FrameErrorCode.BLOCK),
-    "sparse with unknown flags": (_entry(3, 2, b"\2\x0f"), FrameErrorCode.BLOCK),
+    "sparse with unknown flags": (_entry(3, 3, b"\3\x0f\5"), FrameErrorCode.BLOCK),
     "sparse without room for its signs": (_entry(3, 2, b"\1\x0f"), FrameErrorCode.BLOCK),
     "sparse without room for its map": (_entry(3, 1), FrameErrorCode.BLOCK),
     "sparse without room for its words": (_entry(3, 2), FrameErrorCode.BLOCK),
