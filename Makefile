@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 600
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test fuzz lint clean
+.PHONY: demo test corpus fuzz lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -22,6 +22,10 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready lint
 	$(BIN)/python -m pytest -q
+
+# Tensors of a real training step, for `bench codec --corpus`; about half a minute.
+corpus: $(VENV)/ready
+	$(BIN)/python examples/make_corpus.py --out out/corpus.safetensors
 
 # Ten minutes of damaged frames under AddressSanitizer and UBSan, from a new seed; `make test` has a short version.
 fuzz: $(VENV)/ready
