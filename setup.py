@@ -37,6 +37,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib"],
+        "bench": ["zipnn", "zstandard", "lz4"],
         "cuda": ["cupy-cuda13x"],
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "transformers", "accelerate", "matplotlib"],
     },

@@ -17,10 +17,13 @@ from ds_zipccl import codecs, kernels
 from ds_zipccl.__main__ import COMMANDS, main
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.tools import bench_codec, comm_trial, data
+from ds_zipccl.tools.exponents import Fields
 
 CODEC_KEYS = (
-    "route codec dtype data numel ratio entropy_ratio encode_gbps decode_gbps memcpy_gbps wrong".split()
+    "route codec dtype data numel ratio entropy_ratio encode_gbps decode_gbps memcpy_gbps "
+    "encode_memcpy decode_memcpy wrong".split()
 )  # fmt: skip
+CODED = bench_codec.CODECS[1:]
 COMM_KEYS = "op dtype numel ranks link variant time_us raw_bytes wire_bytes wrong".split()
 SIGMAS = ("1e-6", "0.0003", "1", "30", "1e3")
 MILLION = 1 << 20
@@ -90,6 +93,10 @@ print(out.getvalue())
         (["bench", "codec", "--numel", "1.5M"], "64K"),
         (["bench", "codec", "--route", "nosuch"], "native"),
         (["bench", "codec", "--dtype", "bf16", "--data", "bf16_in_fp32"], "for fp32"),
+        (["bench", "codec", "--threads", "0"], "at least 1, got 0"),
+        (["bench", "codec", "--peers", "nosuch"], "zipnn"),
+        (["bench", "codec", "--corpus", "/nonexistent/file"], "cannot read"),
+        (["bench", "codec", "--tile"], "--corpus"),
         (["bench", "comm", "--ranks", "1"], "at least 2"),
         (["bench", "comm", "--op", "nosuch"], "all_gather"),
         (["analyze", "/nonexistent/file"], "cannot read"),
@@ -130,13 +137,16 @@ def test_codec_json_has_all_rows(codec_run: tuple[dict[str, Any], str]) -> None:
     assert found["versions"]["torch"] == torch.__version__
     usable = [name for name, reason in kernels.why().items() if not reason]
     sets = [*(f"normal:{float(sigma):g}" for sigma in SIGMAS), "random", "zeros"]
-    wanted = [(name, *pair) for name in sets for pair in [("raw", "none"), *(("exponent", route) for route in usable)]]
+    pairs = [("raw", "none"), *((codec, route) for codec in CODED for route in usable)]
+    wanted = [(name, *pair) for name in sets for pair in pairs]
     assert [(row["data"], row["codec"], row["route"]) for row in found["rows"]] == wanted
     for row in found["rows"]:
         assert list(row) == CODEC_KEYS
         assert (row["numel"], row["dtype"], row["wrong"]) == (MILLION, "bfloat16", 0)
         assert min(row["encode_gbps"], row["decode_gbps"]) > 0
         assert 0.1 < row["memcpy_gbps"] < 1000
+        for name in ("encode", "decode"):
+            assert row[f"{name}_memcpy"] == pytest.approx(row[f"{name}_gbps"] / row["memcpy_gbps"])
 
 
 def test_codec_ratios_are_true(codec_run: tuple[dict[str, Any], str]) -> None:
@@ -148,7 +158,7 @@ def test_codec_ratios_are_true(codec_run: tuple[dict[str, Any], str]) -> None:
 
 
 def test_codec_ratio_claims(codec_run: tuple[dict[str, Any], str]) -> None:
-    rows = [row for row in codec_run[0]["rows"] if row["codec"] == "exponent"]
+    rows = [row for row in codec_run[0]["rows"] if row["codec"] in CODED]
     gaussian = [row for row in rows if row["data"].startswith("normal")]
     assert len(gaussian) >= len(SIGMAS)
     for row in gaussian:
@@ -221,6 +231,40 @@ def test_codec_speeds_are_bytes_of_tensor_over_median_time(monkeypatch: pytest.M
     assert row["memcpy_gbps"] == pytest.approx(4000 / 0.002 / 1e9)
     assert row["encode_gbps"] == pytest.approx(4000 / 0.006 / 1e9)
     assert row["decode_gbps"] == pytest.approx(4000 / 0.004 / 1e9)
+    assert (row["encode_memcpy"], row["decode_memcpy"]) == (pytest.approx(1 / 3), pytest.approx(1 / 2))
+
+
+def test_codec_names_are_those_of_the_table() -> None:
+    assert tuple(codecs.CODECS) == bench_codec.CODECS
+
+
+def test_codec_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right, seen = bench_codec._seconds, set()
+    monkeypatch.setattr(bench_codec, "_seconds", lambda *of: (seen.add(torch.get_num_threads()), right(*of))[1])
+    path, before = tmp_path / "threads.json", torch.get_num_threads()
+    words = ["bench", "codec", "--numel", "4K", "--dtype", "bf16", "--data", "normal", "--codec", "raw"]
+    for count in (1, 2):
+        assert main([*words, "--threads", str(count), "--json", str(path)]) == 0
+        assert (content(path)["threads"], torch.get_num_threads(), seen) == (count, before, {count})
+        seen.clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "bits"), [("e4m3", "float8_e4m3fn", (4, 3)), ("e5m2", "float8_e5m2", (5, 2))]
+)
+def test_codec_fp8(dtype: str, name: str, bits: tuple[int, int], tmp_path: Path) -> None:
+    path = tmp_path / "fp8.json"
+    words = ["bench", "codec", "--numel", "64K", "--dtype", dtype, "--data", "normal", "random", "--repeats", "1"]
+    assert main([*words, "--json", str(path)]) == 0
+    exponent, mantissa = bits
+    for row in content(path)["rows"]:
+        tensor = data.spec(row["data"]).make(row["numel"], row["dtype"])
+        assert (row["dtype"], row["wrong"], tensor.nbytes) == (name, 0, row["numel"])
+        assert (Fields.of(tensor.dtype).exponent, Fields.of(tensor.dtype).mantissa) == bits
+        fields = (tensor.view(torch.uint8).numpy() >> mantissa) & (1 << exponent) - 1
+        _, counts = np.unique(fields, return_counts=True)
+        entropy = -(counts / counts.sum() * np.log2(counts / counts.sum())).sum()
+        assert row["entropy_ratio"] == pytest.approx(8 / (1 + mantissa + entropy))
 
 
 # ---------------------------------------------------------------- bench comm

@@ -18,10 +18,10 @@ DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32": "float32",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
 }
+DTYPES |= {name: name for name in DTYPES.values()}
 #: Elements a block may have (FORMAT.md section 1, block_log2).
 BLOCKS = (128, 256, 512, 1024)
 DEFAULT_DTYPES = ("bfloat16", "float16", "float32")
@@ -39,7 +39,7 @@ class DataSet:
     about: str
     fill: Fill | None
     scaled: bool = True
-    dtypes: tuple[str, ...] = DEFAULT_DTYPES
+    dtypes: tuple[str, ...] = tuple(dict.fromkeys(DTYPES.values()))
 
 
 def _normal(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torch.Tensor:

@@ -1,0 +1,112 @@
+"""Lossless compressors of others, which ``bench codec --peers`` measures as it measures our own codecs; one table.
+
+They take and return bytes through their Python interfaces and allocate what they return: that is part of their times, as it is
+when somebody uses them. ``pip install ds-zipccl[bench]`` brings those that are not part of Python. Naming one imports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Functions(NamedTuple):
+    """``compress`` may change the bytes that it is given, as ZipNN's does."""
+
+    compress: Callable[[memoryview], bytes]
+    decompress: Callable[[bytes], bytes | bytearray]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A compressor. ``load(dtype, threads)`` raises ImportError where it is absent; ``package`` is its name for pip, "" for Python."""
+
+    load: Callable[[str, int], Functions]
+    package: str = ""
+    dtypes: tuple[str, ...] | None = None  # torch names; None: any bytes
+
+    def takes(self, dtype: str) -> bool:
+        return self.dtypes is None or dtype in self.dtypes
+
+
+def _zlib(dtype: str, threads: int) -> Functions:
+    import zlib
+
+    return Functions(lambda raw: zlib.compress(raw, 1), zlib.decompress)
+
+
+def _zstd(level: int) -> Callable[[str, int], Functions]:
+    def load(dtype: str, threads: int) -> Functions:
+        import zstandard
+
+        # threads=1 would start one beside this one; 0 is none.
+        packer = zstandard.ZstdCompressor(level=level, threads=threads if threads > 1 else 0)
+        return Functions(packer.compress, zstandard.ZstdDecompressor().decompress)
+
+    return load
+
+
+def _lz4(dtype: str, threads: int) -> Functions:
+    import lz4.block
+
+    return Functions(lz4.block.compress, lz4.block.decompress)
+
+
+def _zipnn(dtype: str, threads: int) -> Functions:
+    from zipnn import ZipNN
+
+    packer = ZipNN(input_format="byte", bytearray_dtype=dtype, threads=threads)
+    return Functions(packer.compress, packer.decompress)
+
+
+#: Every peer, by name; a number is its level. zlib and lz4 use one thread whatever they are allowed.
+PEERS: dict[str, Peer] = {
+    "zlib1": Peer(_zlib),
+    "zstd1": Peer(_zstd(1), "zstandard"),
+    "zstd3": Peer(_zstd(3), "zstandard"),
+    "lz4": Peer(_lz4, "lz4"),
+    "zipnn": Peer(_zipnn, "zipnn", ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")),
+}
+
+
+class PeerTrial:
+    """One peer and one tensor, with the methods of ``bench_codec.Trial``."""
+
+    repeatable = False  # every timing needs an input that is whole
+
+    def __init__(self, tensor: torch.Tensor, name: str, threads: int) -> None:
+        import torch
+
+        self._tensor = tensor
+        self._functions = PEERS[name].load(str(tensor.dtype).removeprefix("torch."), threads)
+        self._input = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        self._view = memoryview(self._input.numpy())
+        self._coded, self._decoded = b"", bytearray()
+
+    def prepare(self) -> None:
+        import torch
+
+        self._input.copy_(self._tensor.view(torch.uint8))
+        self._decoded = bytearray()
+
+    def encode(self) -> None:
+        self._coded = self._functions.compress(self._view)
+
+    def decode(self) -> None:
+        self._decoded = self._functions.decompress(self._coded)
+
+    def result(self) -> torch.Tensor:
+        """What was decoded last, as a flat tensor of the dtype; empty if its size fits none."""
+        import torch
+
+        decoded = bytearray(self._decoded)  # torch wants to be able to write
+        fits = len(decoded) and len(decoded) % self._tensor.itemsize == 0
+        return torch.frombuffer(decoded, dtype=self._tensor.dtype) if fits else self._tensor.new_empty(0)
+
+    @property
+    def coded_bytes(self) -> int:
+        return len(self._coded)
