@@ -75,9 +75,21 @@ class Training:
         nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
         self.schedule.step()
-        with torch.no_grad():
-            for master, parameter in zip(self.masters, self.parameters.values()):
-                parameter.copy_(master)
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for master, parameter in zip(self.masters, self.parameters.values()):
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def forward(self, dtype: torch.dtype) -> list[Tensor]:
+        """Outputs for a new batch of the model with its masters rounded to ``dtype``; it stays a model of that dtype."""
+        self.outputs.clear()
+        self.model.to(dtype)
+        self._round()
+        self.model(next(self.source))
+        return self.outputs
 
     def state(self, name: str) -> list[Tensor]:
         """AdamW's ``name``, fp32, one tensor a parameter."""
@@ -92,10 +104,8 @@ def feed_forward_inputs(training: Training) -> Tensor:
     seen: list[Tensor] = []
     layer = training.model.blocks[training.size.layers // 2]
     hook = layer.feed_forward.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].flatten(0, 1)))
-    with torch.no_grad():
-        for _ in range(MOE_BATCHES):
-            training.outputs.clear()
-            training.model(next(training.source))
+    for _ in range(MOE_BATCHES):
+        training.forward(torch.bfloat16)
     hook.remove()
     return torch.cat(seen)
 
@@ -152,7 +162,7 @@ def collect(training: Training, steps: int) -> dict[str, Tensor]:
             bar.set_postfix(loss=f"{training.backward():.4f}")
             if step < steps - 1:
                 training.update()
-    model, parameters = training.model, training.parameters
+    parameters = training.parameters
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     outputs = [output.detach() for output in training.outputs]
     output_gradients = [output.grad for output in training.outputs]
@@ -178,12 +188,15 @@ def collect(training: Training, steps: int) -> dict[str, Tensor]:
         "grad.model_fp32": fuse(cast(gradients.values(), torch.float32)),
         "adam.exp_avg": fuse(training.state("exp_avg")),
         "master.model": fuse(training.masters),
-        "act.forward_fp16": fuse(cast(outputs, torch.float16)),
         "act.forward_e4m3": fuse(cast(outputs, torch.float8_e4m3fn)),
         "grad.model_e5m2": fuse(cast(gradients.values(), torch.float8_e5m2)),
     }
-    model.zero_grad()
-    return tensors | {"moe.dispatch": dispatch(feed_forward_inputs(training))}
+    training.model.zero_grad()
+    tensors["moe.dispatch"] = dispatch(feed_forward_inputs(training))
+    tensors["act.forward_fp16"] = fuse(
+        training.forward(torch.float16)
+    )  # from fp32: bf16 ones have zeros as lowest bits
+    return tensors
 
 
 def describe(tensors: dict[str, Tensor]) -> None:
@@ -209,8 +222,8 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"--steps and --batch must be at least 1, got {args.steps} and {args.batch}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     tensors = collect(Training(args.size, args.steps, args.batch, args.seed), args.steps)
-    about = {"size": args.size, "steps": str(args.steps), "batch": str(args.batch), "seed": str(args.seed)}
-    save_file(tensors, args.out, metadata=about)
+    about = f"--size {args.size} --steps {args.steps} --batch {args.batch} --seed {args.seed}"
+    save_file(tensors, args.out, metadata={"options": about})  # one entry: several would be in any order
     describe(tensors)
     return 0
 

@@ -99,6 +99,8 @@ def test_frames_give_the_same_bits(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def test_seed_decides_what_is_written(made: tuple[Path, str], tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    make(tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == made[0].read_bytes()
     make(tmp_path / "other.safetensors", "--seed", "2")
     other = load_file(tmp_path / "other.safetensors")
     assert {name: tensor.shape for name, tensor in other.items()} == {name: t.shape for name, t in tensors.items()}
