@@ -6,7 +6,7 @@ Columns (also the keys of the rows in ``--json``):
   set, or a tensor of a ``--corpus``), ``numel``: what was coded by what.
 * ``ratio``: bytes of the tensor / bytes of its frame, header included.
 * ``entropy_ratio``: the ceiling of a code that sends sign and mantissa whole and each exponent in as many bits as the measured
-  entropy of all of them. Zeros, equal words and trailing zero bits are coded better than that.
+  entropy of all of them. Zeros, equal words, trailing zero bits and scales that differ within the tensor are coded better.
 * ``encode_gbps``, ``decode_gbps``, ``memcpy_gbps``: 1e9 bytes of tensor a second, medians, on ``--threads`` threads; memcpy is
   ``Tensor.copy_`` of the tensor's bytes, timed in turn with the two others.
 * ``encode_memcpy``, ``decode_memcpy``: the speeds as a part of the memcpy speed of the same row. Quote these, of tensors that no
