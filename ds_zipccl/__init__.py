@@ -10,7 +10,9 @@ __version__ = "0.1.0"
 #: public name -> module that has it
 _EXPORTS = {
     "compress": "ds_zipccl.codecs",
+    "compress_segments": "ds_zipccl.codecs",
     "decompress": "ds_zipccl.codecs",
+    "decompress_add": "ds_zipccl.codecs",
     "compress_bound": "ds_zipccl.codecs",
     "FrameError": "ds_zipccl.frame",
     "ZipcclConfig": "ds_zipccl.config",
@@ -21,7 +23,7 @@ __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from ds_zipccl.backend import install
-    from ds_zipccl.codecs import compress, compress_bound, decompress
+    from ds_zipccl.codecs import compress, compress_bound, compress_segments, decompress, decompress_add
     from ds_zipccl.config import ConfigError, ZipcclConfig
     from ds_zipccl.frame import FrameError
 

@@ -44,12 +44,13 @@ class ZipcclConfig(BaseModel):
     check: Literal["off", "shadow"] = Field(
         "off", description="shadow: also run the plain collective every time and compare; for debugging, slow."
     )
-    codec: Literal["exponent", "raw"] = Field(
-        "exponent",
-        description="exponent: lossless exponent coding. raw: the same schedules with uncoded frames, to compare.",
+    codec: Literal["cascade", "window", "raw"] = Field(
+        "cascade",
+        description="Lossless exponent coding: cascade has the best ratio, window is faster. raw: the same schedules with uncoded "
+        "frames, to compare.",
     )
     block: Literal[128, 256, 512, 1024] = Field(
-        512,
+        1024,
         description="Elements that share an exponent window. Smaller follows scales closer, larger has less overhead.",
     )
     min_bytes: int = Field(65536, ge=0, description="Messages smaller than this many bytes pass through uncoded.")

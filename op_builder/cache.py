@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +18,20 @@ CSRC = Path(__file__).resolve().parent.parent / "csrc"
 if not CSRC.is_dir():  # a plain checkout, where op_builder/ stands beside the package
     CSRC = Path(__file__).resolve().parent.parent / "ds_zipccl" / "csrc"
 
-CPU_SOURCES = ("cpu_dispatch.cpp", "cpu_scalar.cpp", "cpu_avx2.cpp")
-CPU_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared")
+_AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mpopcnt")
+#: source -> flags of its own. Each level has its instruction set; which one runs is chosen by CPU at run time.
+CPU_SOURCES: dict[str, tuple[str, ...]] = {
+    "cpu_payload.cpp": (),
+    "cpu_dispatch.cpp": (),
+    "cpu_scalar.cpp": (),
+}
+if platform.machine() in ("x86_64", "AMD64"):
+    CPU_SOURCES |= {
+        "cpu_avx2.cpp": _AVX2,
+        "cpu_avx512.cpp": (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))),
+    }
+#: -ffp-contract=off: a sum rounds where the source says so.
+CPU_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread")
 
 
 class BuildError(RuntimeError):
@@ -53,10 +67,14 @@ def _identity() -> bytes:
     return subprocess.run([compiler(), "--version"], capture_output=True, timeout=60).stdout
 
 
-def library_path(sources: Sequence[str] = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> Path:
-    """Where the library of these sources (names under csrc) is or will be."""
+#: Names under csrc with the flags that only they are compiled with.
+Sources = Mapping[str, Sequence[str]]
+
+
+def library_path(sources: Sources = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> Path:
+    """Where the library of these sources is or will be."""
     digest = hashlib.sha256(_identity())
-    for part in (*sources, *flags):
+    for part in (*flags, *(part for name, own in sources.items() for part in (name, *own))):
         digest.update(part.encode() + b"\0")
     for path in sorted(CSRC.iterdir()):
         if path.name in sources or path.suffix in (".h", ".cuh"):
@@ -64,7 +82,7 @@ def library_path(sources: Sequence[str] = CPU_SOURCES, flags: Sequence[str] = CP
     return cache_root() / f"zipccl_cpu_{digest.hexdigest()[:20]}.so"
 
 
-def build(sources: Sequence[str] = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> Path:
+def build(sources: Sources = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> Path:
     """Compile the library unless it is there already, and return its path; blocks while another process builds it.
 
     The file appears by atomic rename, so a build that is killed leaves nothing behind that could be loaded.
@@ -88,11 +106,21 @@ def build(sources: Sequence[str] = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS
     return target
 
 
-def _compile(sources: Sequence[str], flags: Sequence[str], target: Path) -> None:
+def _compile(sources: Sources, flags: Sequence[str], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = [Path(folder) / f"{name}.o" for name in sources]
+        commands = [
+            [compiler(), *flags, *own, "-c", str(CSRC / name), "-o", str(output)]
+            for (name, own), output in zip(sources.items(), objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
         output = Path(folder) / target.name
-        command = [compiler(), *flags, *(str(CSRC / name) for name in sources), "-o", str(output)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if result.returncode:
-            raise BuildError(f"{' '.join(command)} failed:\n{result.stderr.strip()}")
+        _run([compiler(), *flags, "-shared", *map(str, objects), "-o", str(output)])
         os.replace(output, target)
+
+
+def _run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if result.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{result.stderr.strip()}")

@@ -12,7 +12,7 @@ from ds_zipccl.op_builder import cache
 
 
 class ZipcclCPUBuilder(CPUOpBuilder):  # type: ignore[misc]
-    """The C++ route. Built at first use in about two seconds; kept by content (see :mod:`.cache`)."""
+    """The C++ route. Built at first use in about five seconds; kept by content (see :mod:`.cache`)."""
 
     BUILD_VAR = "DS_BUILD_ZIPCCL_CPU"
     NAME = "zipccl_cpu"

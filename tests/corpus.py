@@ -30,9 +30,14 @@ class Float:
 BF16 = Float(torch.bfloat16, 8, 7, np.uint16)
 FP16 = Float(torch.float16, 5, 10, np.uint16)
 FP32 = Float(torch.float32, 8, 23, np.uint32)
-FLOATS = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+E4M3 = Float(torch.float8_e4m3fn, 4, 3, np.uint8)
+E5M2 = Float(torch.float8_e5m2, 5, 2, np.uint8)
+FLOATS = {"bf16": BF16, "fp16": FP16, "fp32": FP32, "e4m3": E4M3, "e5m2": E5M2}
+#: What is added and sent; gloo has no float8.
+SUMMED = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 BLOCKS = (128, 256, 512, 1024)
-CHUNK_BLOCKS = 32
+CHUNK_BLOCKS = 16
+CODES = ("cascade", "window")
 
 
 def hashes(count: int, seed: int) -> np.ndarray:
@@ -98,6 +103,13 @@ def _outliers(count: int, kind: Float, seed: int) -> np.ndarray:
     return np.where(rare, random_words(count, kind, seed + 4), bell(count, kind, seed))
 
 
+def _wide(count: int, kind: Float, seed: int) -> np.ndarray:
+    """Exponents spread over more binades than a bell's: a cascade gives way to a window, or nearly so."""
+    middle = kind.largest_exponent // 2
+    steps = sum(_below(count, seed + i, 3 + seed % 4).astype(np.int64) for i in range(3))
+    return with_exponents(random_words(count, kind, seed), middle - steps, kind)
+
+
 def _trimmed(count: int, kind: Float, seed: int) -> np.ndarray:
     """Low bits that are zero in all words: fp32 that came from something shorter."""
     shift = kind.word(1 + seed % kind.mantissa)
@@ -117,6 +129,7 @@ TEXTURES: dict[str, Texture] = {
     "threshold": _threshold,
     "specials": _specials,
     "outliers": _outliers,
+    "wide": _wide,
     "trimmed": _trimmed,
     "trimmed_sparse": lambda n, kind, seed: _zeroed(_trimmed(n, kind, seed), kind, seed, 400, True),
     "ramp": lambda n, kind, seed: (np.arange(n) * (1 + seed % 97)).astype(kind.word),

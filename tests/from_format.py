@@ -7,10 +7,16 @@ import zlib
 
 import numpy as np
 
-FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23)}  # dtype id -> E, M
-RANK_OF_K = {2: 0, 3: 1, 4: 2, 1: 3, 5: 4, 6: 5, 7: 6, 8: 7, 9: 8, 0: 9, 10: 10}
-K_OF_RANK = {rank: k for k, rank in RANK_OF_K.items()}
-FILL, RAW, CASCADE, SPARSE = range(4)
+FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23), 13: (4, 3), 14: (5, 2)}  # dtype id -> E, M
+FILL, RAW, CASCADE, SPARSE, WINDOW = range(5)
+#: mode -> tier -> what the codes below the escape name
+NAMED: dict[int, tuple[tuple[int | str, ...], ...]] = {
+    CASCADE: ((4, 5, 6), (3, 7, 8), (9, 10, 11), (2, 12, "zero")),
+    WINDOW: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0, "zero")),
+}
+PLANES = {CASCADE: 2, WINDOW: 3}
+MODES = {"cascade": CASCADE, "window": WINDOW}
+CHUNK = 16
 
 
 class Contradiction(ValueError):
@@ -45,33 +51,34 @@ def _cuts(numel: int, size: int) -> list[int]:
 # --- section 2, words <- payload
 
 
-def _first_bytes(m: int, r: int) -> int:
-    return r // 8 * m + (r % 8 + 2) * _up(m, 8)
+def _first_bytes(mode: int, m: int, r: int) -> int:
+    return r // 8 * m + (r % 8 + PLANES[mode]) * _up(m, 8)
 
 
-def _decode_elements(first: bytes, second: bytes, m: int, t: int, z: int, e_bits: int, m_bits: int) -> list[int]:
+def _decode_elements(
+    mode: int, first: bytes, second: bytes, m: int, t: int, z: int, e_bits: int, m_bits: int
+) -> list[int]:
     r, plane = 1 + m_bits - z, _up(m, 8)
     v = [sum(first[byte * m + i] << 8 * byte for byte in range(r // 8)) for i in range(m)]
     at = r // 8 * m
-    planes = [_bits(first[at + plane * p : at + plane * (p + 1)]) for p in range(r % 8 + 2)]
+    planes = [_bits(first[at + plane * p : at + plane * (p + 1)]) for p in range(r % 8 + PLANES[mode])]
     for p in range(r % 8):
         v = [value | planes[p][i] << (r // 8 * 8 + p) for i, value in enumerate(v)]
-    low, high = planes[r % 8 :]
+    planes = planes[r % 8 :]
     stream, position, left = _bits(second), 0, list(range(m))
     exponent = [0] * m
-    for tier in range(1, 5):
-        if tier > 1:
-            end = position + 2 * len(left)
-            _demand(end <= len(stream), "a tier ends after the tail")
-            middle = position + len(left)
-            low, high, position = stream[position:middle], stream[middle:end], end
+    for tier, named in enumerate(NAMED[mode]):
+        if tier:
+            _demand(position + 2 * len(left) <= len(stream), "a tier ends after the tail")
+            planes = [stream[position + p * len(left) : position + (p + 1) * len(left)] for p in range(2)]
+            position += 2 * len(left)
         escaped = []
         for entry, i in enumerate(left):
-            code = low[entry] + 2 * high[entry]
-            if code == 3:
+            code = sum(bits[entry] << p for p, bits in enumerate(planes))
+            if code == len(named):
                 escaped.append(i)
-            elif 3 * (tier - 1) + code != 11:
-                exponent[i] = t + 1 - K_OF_RANK[3 * (tier - 1) + code]
+            elif named[code] != "zero":
+                exponent[i] = t + 3 - named[code]
         left = escaped
     position = _up(position, 8)
     _demand(position + len(left) == len(second), "the tail is not used up exactly")
@@ -95,9 +102,9 @@ def _decode_sparse(tail: bytes, n: int, t: int, z: int, e_bits: int, m_bits: int
         signs = _bits(tail[at:])
         at += _up(sum(zero), 8)
     m = n - sum(zero)
-    first = at + _first_bytes(m, 1 + m_bits - z)
+    first = at + _first_bytes(CASCADE, m, 1 + m_bits - z)
     _demand(first <= len(tail), "no room for the first part")
-    others = iter(_decode_elements(tail[at:first], tail[first:], m, t, z, e_bits, m_bits))
+    others = iter(_decode_elements(CASCADE, tail[at:first], tail[first:], m, t, z, e_bits, m_bits))
     minus = iter(signs)
     return [next(minus) << (e_bits + m_bits) if is_zero else next(others) for is_zero in zero]
 
@@ -111,8 +118,9 @@ def _decode_chunk(chunk: bytes, lengths: list[int], e_bits: int, m_bits: int) ->
     sizes = []
     for n, entry, z in zip(lengths, entries, trims, strict=True):
         mode = entry >> 13
-        _demand(mode < 4 and z <= m_bits, "unknown mode or trim")
-        sizes.append(_up({RAW: n * item, CASCADE: _first_bytes(n, 1 + m_bits - z)}.get(mode, 0), 16) * 16)
+        _demand(mode <= WINDOW and z <= m_bits, "unknown mode or trim")
+        coded = _first_bytes(mode, n, 1 + m_bits - z) if mode in NAMED else 0
+        sizes.append(_up(n * item if mode == RAW else coded, 16) * 16)
     tail = body + sum(sizes)
     words: list[int] = []
     for n, entry, t, z, size in zip(lengths, entries, tops, trims, sizes, strict=True):
@@ -120,8 +128,8 @@ def _decode_chunk(chunk: bytes, lengths: list[int], e_bits: int, m_bits: int) ->
         _demand(tail + length <= len(chunk), "a tail outside the chunk")
         first, second = chunk[body : body + size], chunk[tail : tail + length]
         body, tail = body + size, tail + length
-        if mode == CASCADE:
-            words += _decode_elements(first, second, n, t, z, e_bits, m_bits)
+        if mode in NAMED:
+            words += _decode_elements(mode, first, second, n, t, z, e_bits, m_bits)
         elif mode == SPARSE:
             words += _decode_sparse(second, n, t, z, e_bits, m_bits)
         elif mode == RAW:
@@ -136,7 +144,7 @@ def _decode_chunk(chunk: bytes, lengths: list[int], e_bits: int, m_bits: int) ->
 
 def decode_payload(payload: bytes, numel: int, dtype: int, block: int) -> list[int]:
     lengths = _cuts(numel, block)
-    chunks = [lengths[i : i + 32] for i in range(0, len(lengths), 32)]
+    chunks = [lengths[i : i + CHUNK] for i in range(0, len(lengths), CHUNK)]
     starts = [16 * offset for offset in struct.unpack_from(f"<{len(chunks)}I", payload)]
     bounds = [*starts, len(payload)]
     _demand(bounds[0] == _up(4 * len(chunks), 16) * 16, "the index does not end where the chunks begin")
@@ -161,26 +169,30 @@ def decode(frame: bytes) -> tuple[int, tuple[int, ...] | None, list[int]]:
 # --- sections 2 and 3, words -> payload
 
 
-def _encode_elements(words: list[int], t: int, z: int, e_bits: int, m_bits: int) -> tuple[bytes, bytes]:
+def _encode_elements(mode: int, words: list[int], t: int, z: int, e_bits: int, m_bits: int) -> tuple[bytes, bytes, int]:
+    """First part, second part, and how many elements escape tier 1."""
     r, e_mask = 1 + m_bits - z, (1 << e_bits) - 1
     v = [(w >> (e_bits + m_bits) << m_bits | w & ((1 << m_bits) - 1)) >> z for w in words]
-    exponents = [w >> m_bits & e_mask for w in words]
-    ranks = [RANK_OF_K.get((t + 1 - e) % 256, 11 if e == 0 else 12) for e in exponents]
+    left = [w >> m_bits & e_mask for w in words]
     first = b"".join(bytes(value >> 8 * byte & 255 for value in v) for byte in range(r // 8))
     first += b"".join(_plane([value >> (r // 8 * 8 + p) & 1 for value in v]) for p in range(r % 8))
     stream: list[int] = []
-    for tier in range(1, 5):
-        codes = [min(rank - 3 * (tier - 1), 3) for rank in ranks if rank >= 3 * (tier - 1)]
-        low, high = [code & 1 for code in codes], [code >> 1 for code in codes]
-        if tier == 1:
-            first += _plane(low) + _plane(high)
+    escapes = 0
+    for tier, named in enumerate(NAMED[mode]):
+        code_of = {name: code for code, name in enumerate(named)}
+        zero = code_of.get("zero", len(named))
+        codes = [code_of.get((t + 3 - e) % 256, len(named) if e else zero) for e in left]
+        left = [e for e, code in zip(left, codes, strict=True) if code == len(named)]
+        planes = [[code >> p & 1 for code in codes] for p in range(2 if tier else PLANES[mode])]
+        if tier:
+            stream += [bit for plane in planes for bit in plane]
         else:
-            stream += low + high
-    unnamed = bytes(e for e, rank in zip(exponents, ranks, strict=True) if rank == 12)
-    return first, _plane(stream) + unnamed
+            first += b"".join(map(_plane, planes))
+            escapes = len(left)
+    return first, _plane(stream) + bytes(left), escapes
 
 
-def _encode_block(words: list[int], e_bits: int, m_bits: int) -> tuple[int, int, int, bytes, bytes]:
+def _encode_block(words: list[int], mode: int, e_bits: int, m_bits: int) -> tuple[int, int, int, bytes, bytes]:
     """mode, top, trim, body with padding, tail."""
     item, n, sign = (1 + e_bits + m_bits) // 8, len(words), 1 << (e_bits + m_bits)
     if len(set(words)) == 1:
@@ -188,7 +200,10 @@ def _encode_block(words: list[int], e_bits: int, m_bits: int) -> tuple[int, int,
     others = [w for w in words if w % sign]
     exponents = [w >> m_bits & ((1 << e_bits) - 1) for w in others]
     c = len(others)
-    t = min(max(exponents), (8 * sum(exponents) + 23 * c) // (8 * c)) if c else 0
+
+    def top(bias: int) -> int:
+        return min(max(exponents), (8 * sum(exponents) + bias * c) // (8 * c)) if c else 0
+
     z = 0
     if item == 4:
         while z < m_bits and not any(w >> z & 1 for w in words):
@@ -196,22 +211,26 @@ def _encode_block(words: list[int], e_bits: int, m_bits: int) -> tuple[int, int,
     if 16 * (n - c) >= n:
         zero = [int(w % sign == 0) for w in words]
         minus = [int(w != 0) for w in words if w % sign == 0]
-        first, second = _encode_elements(others, t, z, e_bits, m_bits)
+        first, second, _ = _encode_elements(CASCADE, others, top(23), z, e_bits, m_bits)
         signs = _plane(minus) if any(minus) else b""
-        form = SPARSE, t, z, b"", bytes([any(minus)]) + _plane(zero) + signs + first + second
+        form = SPARSE, top(23), z, b"", bytes([any(minus)]) + _plane(zero) + signs + first + second
     else:
-        first, second = _encode_elements(words, t, z, e_bits, m_bits)
-        form = CASCADE, t, z, _pad(first), second
+        t = top(23 if mode == CASCADE else 20)
+        first, second, escapes = _encode_elements(mode, words, t, z, e_bits, m_bits)
+        if mode == CASCADE and 8 * escapes > 3 * n:
+            mode, t = WINDOW, top(28)
+            first, second, _ = _encode_elements(mode, words, t, z, e_bits, m_bits)
+        form = mode, t, z, _pad(first), second
     raw = _pad(b"".join(w.to_bytes(item, "little") for w in words))
     return form if len(form[3]) + len(form[4]) < len(raw) else (RAW, 0, 0, raw, b"")
 
 
-def encode_payload(words: list[int], dtype: int, block: int) -> bytes:
+def encode_payload(words: list[int], dtype: int, block: int, code: str) -> bytes:
     e_bits, m_bits = FIELDS[dtype]
-    blocks = [_encode_block(words[at : at + block], e_bits, m_bits) for at in range(0, len(words), block)]
+    blocks = [_encode_block(words[at : at + block], MODES[code], e_bits, m_bits) for at in range(0, len(words), block)]
     chunks = []
-    for at in range(0, len(blocks), 32):
-        modes, tops, trims, bodies, tails = zip(*blocks[at : at + 32], strict=True)
+    for at in range(0, len(blocks), CHUNK):
+        modes, tops, trims, bodies, tails = zip(*blocks[at : at + CHUNK], strict=True)
         entries = (mode << 13 | len(tail) for mode, tail in zip(modes, tails, strict=True))
         table = bytes(tops) + b"".join(struct.pack("<H", entry) for entry in entries)
         table += bytes(trims) if 1 + e_bits + m_bits == 32 else b""
@@ -224,10 +243,12 @@ def encode_payload(words: list[int], dtype: int, block: int) -> bytes:
     return _pad(index) + b"".join(chunks)
 
 
-def encode(words: list[int], dtype: int, block: int, shape: tuple[int, ...] | None, checksum: bool) -> bytes:
+def encode(
+    words: list[int], dtype: int, block: int, shape: tuple[int, ...] | None, checksum: bool, code: str = "cascade"
+) -> bytes:
     """The exponent frame of these words."""
     dims = _pad(struct.pack(f"<{len(shape or ())}Q", *(shape or ())))
-    payload = encode_payload(words, dtype, block)
+    payload = encode_payload(words, dtype, block, code)
     flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
 
     def header(crc: int) -> bytes:

@@ -34,34 +34,35 @@ class Base:
 
     @property
     def chunks(self) -> int:
-        return -(-self.numel // (32 * self.block)) if self.coded else 0
+        return -(-self.numel // (corpus.CHUNK_BLOCKS * self.block)) if self.coded else 0
 
     def table(self, chunk: int) -> tuple[int, int]:
         """Offset of a chunk's table, and its number of blocks."""
         offset = struct.unpack_from("<I", self.frame, self.payload_at + 4 * chunk)[0]
-        left = self.numel - 32 * self.block * chunk
-        return self.payload_at + 16 * offset, min(32, -(-left // self.block))
+        left = self.numel - corpus.CHUNK_BLOCKS * self.block * chunk
+        return self.payload_at + 16 * offset, min(corpus.CHUNK_BLOCKS, -(-left // self.block))
 
 
-def bases(checksum: bool, largest: int = 9000) -> list[Base]:
-    """Frames of every codec, dtype, block size and mode, with and without a shape, of up to ``largest`` elements."""
+def bases(checksum: bool, largest: int = 4200) -> list[Base]:
+    """Frames of every codec, coded dtype, block size and mode, with and without a shape, of up to ``largest`` elements."""
     found = []
     for at, kind in enumerate(corpus.FLOATS.values()):
         for block in corpus.BLOCKS:
-            for seed, numel in enumerate((0, 1, 5, 100, block, block + 1, 700, 2100, 32 * 128 + 3, 9000)):
-                if numel > largest or (numel > 3000 and block > 128):
+            for seed, numel in enumerate((0, 1, 5, 100, block, block + 1, 700, 2100, 17 * 128 + 3, 4200)):
+                if numel > largest or (numel > 2100 and block > 128):
                     continue
                 seed = 100 * at + 10 * (block % 11) + seed
                 names = (
                     tuple(corpus.TEXTURES)
-                    if numel < 3000
+                    if numel < 2101
                     else ("zeros", "constant", "negative_zeros", "sparse", "bell")
                 )
                 tensor = corpus.tensor(corpus.mixed(numel, kind, block, seed, names), kind)
                 shaped = seed % 3 != 0
                 if shaped:
                     tensor = tensor.view((numel // 2, 2, 1) if numel % 2 == 0 else (numel,))
-                frame = ds_zipccl.compress(tensor, block=block, shaped=shaped, checksum=checksum)
+                code = corpus.CODES[seed % 2]
+                frame = ds_zipccl.compress(tensor, code, block=block, shaped=shaped, checksum=checksum)
                 payload_at = 32 + (8 * tensor.dim() + 15) // 16 * 16 if shaped else 32
                 found.append(Base(frame.numpy().tobytes(), tensor, True, payload_at, block))
     for tensor in (torch.arange(50), torch.ones(7, 3), torch.zeros(0, dtype=torch.int8)):
@@ -262,7 +263,8 @@ def unknown_mode(rng: random.Random, base: Base) -> bytearray | None:
         return None
     table, blocks, b = place
     frame = bytearray(base.frame)
-    frame[table + blocks + 2 * b + 1] |= 0x80
+    at = table + blocks + 2 * b + 1
+    frame[at] = frame[at] & 0x1F | rng.randrange(5, 8) << 5
     return frame
 
 
@@ -274,7 +276,8 @@ def another_mode(rng: random.Random, base: Base) -> bytearray | None:
         return None
     table, blocks, b = place
     frame = bytearray(base.frame)
-    frame[table + blocks + 2 * b + 1] ^= rng.randrange(1, 4) << 5
+    at = table + blocks + 2 * b + 1
+    frame[at] = frame[at] & 0x1F | ((frame[at] >> 5) + rng.randrange(1, 5)) % 5 << 5
     return frame
 
 

@@ -26,7 +26,7 @@ def roundtrip(tensor: torch.Tensor, route: str, **arguments: object) -> torch.Te
     """The frame, after proof that it holds ``tensor`` and keeps its bound."""
     frame = ds_zipccl.compress(tensor, route=route, **arguments)
     assert_same_bits(ds_zipccl.decompress(frame, route=route), tensor)
-    block = arguments.get("block", 512)
+    block = arguments.get("block", 1024)
     assert frame.numel() <= ds_zipccl.compress_bound(tensor.numel(), tensor.dtype, ndim=tensor.dim(), block=block)
     return frame
 
@@ -34,25 +34,27 @@ def roundtrip(tensor: torch.Tensor, route: str, **arguments: object) -> torch.Te
 # --- every bit pattern
 
 
+@pytest.mark.parametrize("code", corpus.CODES)
 @pytest.mark.parametrize("block", corpus.BLOCKS)
 @pytest.mark.parametrize("kind", FLOATS[:2], ids=["bf16", "fp16"])
-def test_all_patterns_of_16_bits(route: str, kind: corpus.Float, block: int) -> None:
+def test_all_patterns_of_16_bits(route: str, kind: corpus.Float, block: int, code: str) -> None:
     ordered = np.arange(1 << 16).astype(np.uint16)
     by_mantissa = np.argsort(ordered & ((1 << kind.mantissa) - 1), kind="stable").astype(np.uint16)
     shuffled = ordered[np.argsort(corpus.hashes(1 << 16, 5))]
     for words in (ordered, by_mantissa, shuffled):
         assert len(np.unique(words)) == 1 << 16
-        roundtrip(corpus.tensor(words, kind), route, block=block)
+        roundtrip(corpus.tensor(words, kind), route, codec=code, block=block)
 
 
+@pytest.mark.parametrize("code", corpus.CODES)
 @pytest.mark.parametrize("kind", FLOATS[:2], ids=["bf16", "fp16"])
-def test_every_pattern_among_ordinary_words(route: str, kind: corpus.Float) -> None:
+def test_every_pattern_among_ordinary_words(route: str, kind: corpus.Float, code: str) -> None:
     """Each pattern alone in a block of common values, where it must take an escape rather than RAW."""
     words = corpus.bell(1024 * 128, kind, 3).reshape(1024, 128)
     for start in range(0, 1 << 16, 1024):
         words[:, 50] = np.arange(start, start + 1024)
         tensor = corpus.tensor(words.reshape(-1), kind)
-        frame = ds_zipccl.compress(tensor, block=128, shaped=False, checksum=False, route=route)
+        frame = ds_zipccl.compress(tensor, code, block=128, shaped=False, checksum=False, route=route)
         assert frame.numel() < tensor.numel() * 2
         assert_same_bits(ds_zipccl.decompress(frame, route=route), tensor)
 
@@ -71,9 +73,9 @@ def test_random_words_never_grow_by_more_than_a_percent(kind: corpus.Float, bloc
     for size in (1 << 16, (1 << 16) + kind.dtype.itemsize, 100_000, 1 << 20):
         words = corpus.random_words(size // kind.dtype.itemsize, kind, size)
         frame = ds_zipccl.compress(corpus.tensor(words, kind), block=block, route=route)
-        # A table entry is 3 bytes, 1.2% of a block of 128 words of 16 bits: the one case above one percent.
-        limit = 1.014 if block == 128 and kind.dtype.itemsize == 2 else 1.01
-        assert frame.numel() <= limit * words.nbytes
+        # A table entry is 3 bytes, index and padding take another: that is over a percent of a short block.
+        limit = max(0.01, 4 / (block * kind.dtype.itemsize))
+        assert frame.numel() <= (1 + limit) * words.nbytes
 
 
 @pytest.mark.parametrize("kind", FLOATS, ids=corpus.FLOATS)
@@ -83,14 +85,19 @@ def test_zeros_shrink_a_hundredfold(kind: corpus.Float, route: str) -> None:
         assert 100 * ds_zipccl.compress(zeros, route=route).numel() < size
 
 
-@pytest.mark.parametrize("sigma", [1e-6, 3e-5, 1e-3, 0.02, 0.7, 1.0, 1.5, 42.0, 1e3])
-def test_gaussian_bf16_ratio(sigma: float, route: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensor = (torch.randn(MILLION, generator=generator) * sigma).bfloat16()
-    assert 2 * MILLION / ds_zipccl.compress(tensor, route=route).numel() >= 1.47
+def test_gaussian_bf16_ratio(route: str) -> None:
+    """Over scales from 1e-6 to 1e3 and, in between, over all positions of the binades' borders."""
+    normal = torch.randn(MILLION, generator=torch.Generator().manual_seed(1))
+    sigmas = [1e-6, 3e-5, 1e-3, 0.02, 42.0, 1e3, *(2 ** (step / 12) for step in range(12))]
+    ratios = {
+        code: [2 * MILLION / ds_zipccl.compress((normal * s).bfloat16(), code, route=route).numel() for s in sigmas]
+        for code in corpus.CODES
+    }
+    assert min(ratios["cascade"]) >= 1.485 and sum(ratios["cascade"]) >= 1.49 * len(sigmas)
+    assert min(ratios["window"]) >= 1.42
 
 
-@pytest.mark.parametrize("dtype, ratio", [(torch.float16, 1.16), (torch.float32, 1.19)])
+@pytest.mark.parametrize("dtype, ratio", [(torch.float16, 1.165), (torch.float32, 1.195), (torch.float8_e4m3fn, 1.2)])
 def test_gaussian_ratio_of_other_floats(dtype: torch.dtype, ratio: float, route: str) -> None:
     tensor = torch.randn(MILLION, generator=torch.Generator().manual_seed(2)).to(dtype)
     assert tensor.nbytes / ds_zipccl.compress(tensor, route=route).numel() >= ratio
@@ -132,16 +139,16 @@ def coded(draw: st.DrawFn) -> tuple[corpus.Float, int, np.ndarray]:
     return kind, block, corpus.mixed(numel, kind, block, draw(st.integers(0, 9999)), names)
 
 
-@given(coded(), st.booleans(), st.booleans())
-@settings(max_examples=120)
-def test_routes_agree(case: tuple[corpus.Float, int, np.ndarray], shaped: bool, checksum: bool) -> None:
+@given(coded(), st.sampled_from(corpus.CODES), st.booleans(), st.booleans())
+@settings(max_examples=150)
+def test_routes_agree(case: tuple[corpus.Float, int, np.ndarray], code: str, shaped: bool, checksum: bool) -> None:
     kind, block, words = case
     tensor = corpus.tensor(words, kind)
     bound = ds_zipccl.compress_bound(len(words), kind.dtype, ndim=1 if shaped else None, block=block)
     frames = {}
     for variant in variants.usable():
         with variant.in_use() as route:
-            arguments = {"block": block, "shaped": shaped, "checksum": checksum, "route": route}
+            arguments = {"codec": code, "block": block, "shaped": shaped, "checksum": checksum, "route": route}
             frames[variant] = ds_zipccl.compress(tensor, **arguments)
             assert torch.equal(frames[variant], ds_zipccl.compress(tensor, **arguments)), f"{variant} does not repeat"
             assert frames[variant].numel() <= bound
@@ -212,11 +219,9 @@ def test_other_dtypes_become_raw_frames(dtype: torch.dtype, route: str) -> None:
     data = torch.from_numpy(corpus.hashes(240, 3).view(np.uint8).copy())
     tensor = (data > 99)[:77] if dtype == torch.bool else data.view(dtype)[:77]
     for codec in codecs.CODECS:
-        frame = roundtrip(tensor, route, codec=codec) if codec == "exponent" else ds_zipccl.compress(tensor, codec)
+        frame = ds_zipccl.compress(tensor, codec) if codec == "raw" else roundtrip(tensor, route, codec=codec)
         assert_same_bits(ds_zipccl.decompress(frame), tensor)
-        coded_as = (
-            framing.CodecId.EXPONENT if codec == "exponent" and dtype in codecs.CODED_DTYPES else framing.CodecId.RAW
-        )
+        coded_as = framing.CodecId.EXPONENT if codec != "raw" and dtype in codecs.CODED_DTYPES else framing.CodecId.RAW
         assert framing.parse(frame).codec == coded_as
 
 
@@ -232,7 +237,7 @@ def test_unaligned_memory(kind: corpus.Float, route: str) -> None:
     words = corpus.mixed(1300, kind, 128, 11)
     raw = bytearray(b"\x77" + words.tobytes())
     tensor = torch.frombuffer(raw, dtype=kind.dtype, offset=1)
-    assert tensor.data_ptr() % kind.dtype.itemsize == 1
+    assert tensor.data_ptr() % 2 == 1
     bound = ds_zipccl.compress_bound(1300, kind.dtype, ndim=1, block=128)
     aligned = ds_zipccl.compress(corpus.tensor(words, kind), block=128, route=route)
     for offset in (0, 1, 3, 7):
@@ -309,7 +314,7 @@ def test_out_of_compress(route: str) -> None:
 def test_what_compress_refuses() -> None:
     tensor = torch.zeros(8)
     for arguments, words in (
-        ({"codec": "zstd"}, "no codec 'zstd'; known codecs: raw, exponent"),
+        ({"codec": "zstd"}, "no codec 'zstd'; known codecs: raw, cascade, window"),
         ({"block": 100}, "block 100 .* 128, 256, 512, 1024"),
         ({"block": 2048}, "block 2048"),
     ):

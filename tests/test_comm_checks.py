@@ -38,7 +38,7 @@ def filled(rank: int, size: int, seed: int, kind: corpus.Float = corpus.BF16) ->
 
 def calls(api: Any, rank: int, ranks: int, seed: int) -> dict[str, Callable[[bool], Any]]:
     """Every collective once; those that gloo can do, too."""
-    kind = list(corpus.FLOATS.values())[seed % 3]
+    kind = list(corpus.SUMMED.values())[seed % 3]
     mine, size = filled(rank, 1200 * ranks, seed, kind), 1200 * ranks
     many = torch.empty(size * ranks, dtype=kind.dtype)
     return {

@@ -121,7 +121,7 @@ def moves(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> Non
         plant()
     api = coded()
     for seed, (move, size) in enumerate((move, size) for size in SIZES for move in MOVES):
-        kind = list(corpus.FLOATS.values())[seed % 3]
+        kind = list(corpus.SUMMED.values())[seed % 3]
         inputs = [filled(peer, size, kind, seed) for peer in range(ranks)]
         for later in (False, True):
             outputs, wanted = move(api, inputs, rank, later)
@@ -290,7 +290,7 @@ def test_passes() -> None:
 
 def incompressible(rank: int, ranks: int) -> float:
     """Frames larger than what they hold."""
-    for kind in corpus.FLOATS.values():
+    for kind in corpus.SUMMED.values():
         inputs = [corpus.tensor(corpus.random_words(20001, kind, peer), kind) for peer in range(ranks)]
         outputs, wanted = all_gather_into_tensor(coded(), inputs, rank, False)
         corpus.assert_same_bits(outputs[0], wanted[0])

@@ -22,7 +22,7 @@ send, recv, isend, irecv = (
 
 
 def filled(rank: int, size: int, seed: int) -> torch.Tensor:
-    kind = list(corpus.FLOATS.values())[seed % 3]
+    kind = list(corpus.SUMMED.values())[seed % 3]
     return corpus.tensor(corpus.mixed(size, kind, 128, 101 * seed + rank), kind)
 
 

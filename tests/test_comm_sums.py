@@ -126,7 +126,7 @@ def as_gloo(rank: int, ranks: int, sizes: Sequence[int], plant: Callable[[], Non
     if plant is not None:
         plant()
     for seed, (size, add) in enumerate((size, add) for size in sizes for add in SUMS):
-        kind = list(corpus.FLOATS.values())[(seed + size) % 3]
+        kind = list(corpus.SUMMED.values())[(seed + size) % 3]
         op = dist.ReduceOp.AVG if seed % 5 == 0 else dist.ReduceOp.SUM
         if size < ranks and add in (reduce_scatter_tensor, reduce_scatter_in_place, reduce_scatter):
             continue  # gloo refuses empty ones
@@ -193,14 +193,14 @@ def test_a_fault_is_seen(plant: Callable[[], None]) -> None:
 
 def by_definition(rank: int, ranks: int) -> None:
     """fp32: x0 + x1 + ... in fp32, divided for AVG, rounded once."""
-    for seed, kind in enumerate(corpus.FLOATS.values()):
+    for seed, kind in enumerate(corpus.SUMMED.values()):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             contributions = [bell(peer, 5003, kind, seed) for peer in range(ranks)]
             total = contributions[0].float()
             for contribution in contributions[1:]:
                 total = total + contribution.float()
             wanted = (total / ranks if op == dist.ReduceOp.AVG else total).to(kind.dtype)
-            for codec in ("exponent", "raw"):
+            for codec in ("cascade", "raw"):
                 got = contributions[rank].clone()
                 coded(reduction="fp32", codec=codec).all_reduce(got, op)
                 corpus.assert_same_bits(got, wanted)
@@ -224,7 +224,7 @@ def test_fp32_by_definition() -> None:
 
 def same_everywhere(rank: int, ranks: int) -> list[Any]:
     results = []
-    for codec in ("exponent", "raw"):
+    for codec in ("cascade", "raw"):
         for kind in ("match", "fp32"):
             tensor = wild(rank, 3001, corpus.BF16, 0)
             coded(codec=codec, reduction=kind).all_reduce(tensor)

@@ -64,7 +64,7 @@ REFUSED = [
     ({"min_bytes": True}, ["an integer >= 0, got true"]),
     ({"log_interval": 1.5}, ['"zipccl.log_interval" must be an integer >= 0, got 1.5']),
     ({"reduction": "sum"}, ['"zipccl.reduction" must be "auto" | "match" | "fp32", got "sum"']),
-    ({"codec": "zstd"}, ['"exponent" | "raw", got "zstd"']),
+    ({"codec": "zstd"}, ['"cascade" | "window" | "raw", got "zstd"']),
     ({"route": "cuda"}, ['"auto" | "native" | "numba", got "cuda"']),
     ({"check": True}, ['"off" | "shadow", got true']),
     (

@@ -23,6 +23,7 @@ MODES = {
     "fill": ("zeros", "negative_zeros", "constant"),
     "raw": ("random",),
     "cascade": ("bell", "outliers", "trimmed"),
+    "window": ("bell", "wide", "trimmed"),
     "sparse": ("sparse", "sparse_signed", "mixed_zeros", "trimmed_sparse"),
     "mixed": tuple(corpus.TEXTURES),
 }
@@ -31,7 +32,8 @@ MODES = {
 def _coded(name: str, mode: str, numel: int, block: int) -> tuple[torch.Tensor, dict[str, object]]:
     kind = corpus.FLOATS[name]
     words = corpus.mixed(numel, kind, block, seed=len(mode), names=MODES[mode])
-    return corpus.tensor(words, kind), {"block": block, "shaped": False, "checksum": False}
+    arguments = {"block": block, "shaped": False, "checksum": False}
+    return corpus.tensor(words, kind), arguments | ({"codec": "window"} if mode == "window" else {})
 
 
 CASES = {
@@ -41,9 +43,10 @@ CASES = {
         ("fill", 700, 128),
         ("raw", 300, 128),
         ("cascade", 600, 256),
+        ("window", 600, 256),
         ("sparse", 1100, 512),
         ("mixed", 2500, 1024),
-        ("mixed", 4096 + 130, 128),
+        ("mixed", 2048 + 130, 128),
     )
 } | {
     "bf16_shaped": (_coded("bf16", "mixed", 1200, 512)[0].view(30, 1, 40), {}),
@@ -102,10 +105,10 @@ def test_golden_frames_show_every_mode() -> None:
         for case in CASES:
             frame = torch.frombuffer(bytearray(_path(case).read_bytes()), dtype=torch.uint8)
             header = framing.parse(frame)
-            blocks = min(32, -(-header.numel // header.block)) if header.block else 0
+            blocks = min(corpus.CHUNK_BLOCKS, -(-header.numel // header.block)) if header.block else 0
             if not case.startswith(name) or not blocks:
                 continue
-            chunks = -(-header.numel // (32 * header.block))
+            chunks = -(-header.numel // (corpus.CHUNK_BLOCKS * header.block))
             table = header.payload_at + framing.pad16(4 * chunks)
             modes |= {int(high) >> 5 for high in frame[table + blocks + 1 : table + 3 * blocks : 2]}
-        assert modes == {0, 1, 2, 3}, name
+        assert modes == {0, 1, 2, 3, 4}, name

@@ -51,7 +51,7 @@ def test_a_missing_bound_check_is_seen(tmp_path: Path, levels: list[str]) -> Non
     """Without the proof that a tail lies in its chunk, some damaged payload makes the decoder read outside."""
     csrc = tmp_path / "csrc"
     shutil.copytree(cache.CSRC, csrc)
-    check = "if (tail + tail_bytes > bytes) return BLOCK;"
+    check = "if (tail + entry.tail_bytes > bytes) return BLOCK;"
     source = csrc / "cpu_decode.h"
     assert check in source.read_text(), "the line to take out has moved"
     source.write_text(source.read_text().replace(check, ""))

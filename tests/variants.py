@@ -44,7 +44,7 @@ class Variant:
             native.force_level("auto")
 
 
-ALL = (Variant("native", "avx2"), Variant("native", "scalar"), Variant("numba"))
+ALL = (Variant("native", "avx512"), Variant("native", "avx2"), Variant("native", "scalar"), Variant("numba"))
 
 
 def usable() -> list[Variant]:

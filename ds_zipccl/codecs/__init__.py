@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 
 
 class Codec(Protocol):
-    """A payload format. ``words`` are flat contiguous CPU tensors, payloads flat uint8 tensors; calls block."""
+    """A payload format. Words are flat contiguous CPU tensors, payloads flat uint8 tensors; calls block."""
 
     ID: CodecId
     DTYPES: tuple[torch.dtype, ...]
@@ -21,13 +22,22 @@ class Codec(Protocol):
     def block(self, wanted: int) -> int: ...
     def payload_bound(self, numel: int, dtype: torch.dtype, block: int) -> int: ...
     def payload_floor(self, numel: int, dtype: torch.dtype, block: int) -> int: ...
-    def encode(self, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> int: ...
+    def encode(
+        self, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
+    ) -> list[int]: ...
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, route: str) -> None: ...
+    def decode_add(
+        self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str
+    ) -> None: ...
 
 
-CODECS: dict[str, Codec] = {"raw": raw.RawCodec(), "exponent": exponent.ExponentCodec()}
-_BY_ID = {codec.ID: codec for codec in CODECS.values()}
-CODED_DTYPES = CODECS["exponent"].DTYPES
+CODECS: dict[str, Codec] = {
+    "raw": raw.RawCodec(),
+    "cascade": exponent.ExponentCodec("cascade"),
+    "window": exponent.ExponentCodec("window"),
+}
+_DECODERS = {CodecId.RAW: CODECS["raw"], CodecId.EXPONENT: CODECS["cascade"]}
+CODED_DTYPES = CODECS["cascade"].DTYPES
 
 
 def _codec(name: str, dtype: torch.dtype) -> Codec:
@@ -42,7 +52,7 @@ def _codec(name: str, dtype: torch.dtype) -> Codec:
 
 
 def compress_bound(
-    numel: int, dtype: torch.dtype, codec: str = "exponent", *, ndim: int | None = None, block: int = 512
+    numel: int, dtype: torch.dtype, codec: str = "cascade", *, ndim: int | None = None, block: int = 1024
 ) -> int:
     """Largest frame of any ``numel`` elements of ``dtype``, in bytes; ``ndim`` None is a flat frame.
 
@@ -55,20 +65,22 @@ def compress_bound(
 
 def compress(
     tensor: torch.Tensor,
-    codec: str = "exponent",
+    codec: str = "cascade",
     *,
     out: torch.Tensor | None = None,
-    block: int = 512,
+    block: int = 1024,
     shaped: bool = True,
     checksum: bool = True,
     route: str = "auto",
 ) -> torch.Tensor:
     """Code a CPU tensor as one frame (FORMAT.md); blocks.
 
-    bfloat16, float16 and float32 are exponent coded, any other dtype becomes a raw frame. Lossless for every bit pattern.
+    bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 are exponent coded, any other dtype becomes a raw frame. Lossless
+    for every bit pattern.
 
     Args:
         tensor: any shape; a non-contiguous one is copied first.
+        codec: "cascade" (best ratio), "window" (faster), or "raw".
         out: 1-D contiguous uint8 buffer of at least :func:`compress_bound` bytes; the frame is written to its start.
         block: elements that share a window: 128, 256, 512 or 1024.
         shaped: put the shape into the frame; without it :func:`decompress` gives a flat tensor.
@@ -89,28 +101,58 @@ def compress(
         raise ValueError(f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False")
     chosen = _codec(codec, tensor.dtype)
     block = chosen.block(block)
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    words = plain.as_strided((plain.numel(),), (1,))  # view(-1) may keep a stride of 0
+    words = _flat(tensor)
     shape = tuple(tensor.shape) if shaped else None
     payload_at = framing.payload_offset(None if shape is None else len(shape))
     bound = payload_at + chosen.payload_bound(words.numel(), words.dtype, block)
-    if out is None:
-        buffer = torch.empty(bound, dtype=torch.uint8)
-    elif (
-        (out.dtype, out.dim(), out.device.type) == (torch.uint8, 1, "cpu")
-        and out.is_contiguous()
-        and out.numel() >= bound
-    ):
-        buffer = out
-    else:
-        raise ValueError(
-            f"out must be a contiguous 1-D uint8 CPU tensor of at least {bound} bytes, "
-            f"got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
-        )
-    size = payload_at + chosen.encode(words, block, buffer[payload_at:], route)
+    buffer = torch.empty(bound, dtype=torch.uint8) if out is None else _room(out, bound)
+    size = payload_at + chosen.encode([words], block, [buffer[payload_at:]], route)[0]
     header = Header(chosen.ID, words.dtype, words.numel(), size, block, shape, 0 if checksum else None)
     framing.pack(header, buffer)
     return buffer[:size].clone() if out is None else buffer[:size]
+
+
+def compress_segments(
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    outs: Sequence[torch.Tensor],
+    codec: str = "cascade",
+    *,
+    block: int = 1024,
+    route: str = "auto",
+) -> list[torch.Tensor]:
+    """Code consecutive segments of a flat CPU tensor, ``sizes`` elements each, as a flat frame each, without checksums; blocks.
+
+    One call of the kernels for all of them, as an all-to-all needs it. ``outs`` hold :func:`compress_bound` bytes each, see
+    :func:`compress`; so do the other arguments. Returns a view of each buffer, its frame.
+
+    Raises:
+        ValueError: as :func:`compress`; or the sizes do not add up to the tensor, or their number is not that of the buffers.
+        RouteUnavailable: no kernels here.
+    """
+    if (
+        tensor.device.type != "cpu"
+        or sum(sizes) != tensor.numel()
+        or len(sizes) != len(outs)
+        or min(sizes, default=0) < 0
+    ):
+        raise ValueError(
+            f"wanted {len(sizes)} buffers and a CPU tensor of {sum(sizes)} elements for sizes {list(sizes)}, got {len(outs)} "
+            f"buffers and {tensor.numel()} elements on {tensor.device}"
+        )
+    chosen = _codec(codec, tensor.dtype)
+    block = chosen.block(block)
+    segments = _flat(tensor).split(list(sizes)) if sizes else ()
+    at = framing.payload_offset(None)
+    buffers = [
+        _room(out, at + chosen.payload_bound(size, tensor.dtype, block)) for size, out in zip(sizes, outs, strict=True)
+    ]
+    payloads = chosen.encode(segments, block, [buffer[at:] for buffer in buffers], route)
+    frames = []
+    for size, buffer, payload in zip(sizes, buffers, payloads, strict=True):
+        framing.pack(Header(chosen.ID, tensor.dtype, size, at + payload, block), buffer)
+        frames.append(buffer[: at + payload])
+    return frames
 
 
 def decompress(frame: torch.Tensor, out: torch.Tensor | None = None, *, route: str = "auto") -> torch.Tensor:
@@ -127,8 +169,68 @@ def decompress(frame: torch.Tensor, out: torch.Tensor | None = None, *, route: s
         FrameError: the frame is damaged, foreign, or not of ``out``'s dtype and size; ``out`` is then undefined.
         TypeError: ``frame`` is not a 1-D uint8 CPU tensor, or ``out`` is not a contiguous CPU tensor.
     """
+    header, codec = _open(frame)
+    if out is None:
+        out = torch.empty(header.numel, dtype=header.dtype)
+        result = out if header.shape is None else out.view(header.shape)
+    else:
+        result = _wanted(out, header, (header.dtype,))
+    words = out.detach().as_strided((out.numel(),), (1,))
+    codec.decode(frame[header.payload_at : header.frame_bytes], header.block, words, route)
+    return result
+
+
+def decompress_add(
+    frame: torch.Tensor, sums: torch.Tensor, *, dtype: torch.dtype | None = None, route: str = "auto"
+) -> torch.Tensor:
+    """Add the tensor in ``frame`` to ``sums``, in one pass over it; blocks.
+
+    Args:
+        frame: as for :func:`decompress`, of bfloat16, float16 or float32.
+        sums: contiguous CPU tensor of the frame's number of elements: of its dtype, and each sum is rounded to that (to nearest,
+            ties to even), or float32. NaN sums of bfloat16 are 0x7fc0, as gloo makes them; other NaN payloads are left open.
+        dtype: what the frame must hold; None: ``sums``' dtype, or any of those if that is float32.
+
+    Returns:
+        ``sums``.
+
+    Raises:
+        FrameError, TypeError: as :func:`decompress`; ``sums`` is then undefined.
+    """
+    header, codec = _open(frame)
+    if header.dtype not in SUMMED_DTYPES or dtype not in (None, header.dtype):
+        wanted = dtype or ", ".join(map(str, SUMMED_DTYPES))
+        raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.dtype}, wanted {wanted}")
+    flat = _wanted(sums, header, (header.dtype, torch.float32)).detach().as_strided((sums.numel(),), (1,))
+    codec.decode_add(frame[header.payload_at : header.frame_bytes], header.block, header.dtype, flat, route)
+    return sums
+
+
+#: What decompress_add adds.
+SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as they are stored; a copy where they do not lie one after the other."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,))  # view(-1) may keep a stride of 0
+
+
+def _room(out: torch.Tensor, bound: int) -> torch.Tensor:
+    """``out``, if a frame of ``bound`` bytes can be written to it."""
+    fits = (out.dtype, out.dim(), out.device.type) == (torch.uint8, 1, "cpu") and out.is_contiguous()
+    if not fits or out.numel() < bound:
+        raise ValueError(
+            f"out must be a contiguous 1-D uint8 CPU tensor of at least {bound} bytes, "
+            f"got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+        )
+    return out
+
+
+def _open(frame: torch.Tensor) -> tuple[Header, Codec]:
+    """Header of a frame and the codec that decodes it; the payload's size is possible."""
     header = framing.parse(frame)
-    codec = _BY_ID[header.codec]
+    codec = _DECODERS[header.codec]
     if header.dtype not in codec.DTYPES:
         raise FrameError(FrameErrorCode.CODEC, f"codec {header.codec.name} does not hold {header.dtype}")
     size = header.frame_bytes - header.payload_at
@@ -138,17 +240,15 @@ def decompress(frame: torch.Tensor, out: torch.Tensor | None = None, *, route: s
         raise FrameError(
             FrameErrorCode.SIZE, f"{size} bytes of payload for {header.numel} {header.dtype}: {floor} to {bound} fit"
         )
-    if out is None:
-        out = torch.empty(header.numel, dtype=header.dtype)
-        result = out if header.shape is None else out.view(header.shape)
-    else:
-        if out.device.type != "cpu" or not out.is_contiguous() or out.is_conj() or out.is_neg():
-            kind = "a conjugate or negative view" if out.is_conj() or out.is_neg() else f"strides {out.stride()}"
-            raise TypeError(f"out must be a contiguous CPU tensor, got {kind} on {out.device}")
-        if out.dtype != header.dtype or out.numel() != header.numel:
-            wanted = f"{math.prod(out.shape)} {out.dtype}"
-            raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.numel} {header.dtype}, wanted {wanted}")
-        result = out
-    words = out.detach().as_strided((out.numel(),), (1,))
-    codec.decode(frame[header.payload_at : header.frame_bytes], header.block, words, route)
-    return result
+    return header, codec
+
+
+def _wanted(out: torch.Tensor, header: Header, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    """``out``, if what the header describes can be decoded to it."""
+    if out.device.type != "cpu" or not out.is_contiguous() or out.is_conj() or out.is_neg():
+        kind = "a conjugate or negative view" if out.is_conj() or out.is_neg() else f"strides {out.stride()}"
+        raise TypeError(f"out must be a contiguous CPU tensor, got {kind} on {out.device}")
+    if out.dtype not in dtypes or out.numel() != header.numel:
+        wanted = f"{math.prod(out.shape)} {out.dtype}"
+        raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.numel} {header.dtype}, wanted {wanted}")
+    return out

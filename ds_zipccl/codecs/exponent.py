@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ds_zipccl import kernels
 from ds_zipccl.frame import CodecId, pad16
 
 BLOCKS = (128, 256, 512, 1024)
-CHUNK_BLOCKS = 32
-_TABLE_BYTES = {torch.bfloat16: 3, torch.float16: 3, torch.float32: 4}  # per block
+CHUNK_BLOCKS = 16
+_TABLE_BYTES = {
+    torch.bfloat16: 3, torch.float16: 3, torch.float32: 4, torch.float8_e4m3fn: 3, torch.float8_e5m2: 3
+}  # per block # fmt: skip
 _MAX_PAYLOAD = 16 << 32  # chunk offsets are 32 bits in units of 16 bytes
 
 
@@ -18,10 +22,13 @@ def _ceil(count: int, unit: int) -> int:
 
 
 class ExponentCodec:
-    """See :class:`ds_zipccl.codecs.Codec`."""
+    """See :class:`ds_zipccl.codecs.Codec`. ``code``: "cascade" (best ratio) or "window" (fastest); frames of both are decoded alike."""
 
     ID = CodecId.EXPONENT
     DTYPES = tuple(_TABLE_BYTES)
+
+    def __init__(self, code: str) -> None:
+        self._code = code
 
     def block(self, wanted: int) -> int:
         if wanted not in BLOCKS:
@@ -42,11 +49,16 @@ class ExponentCodec:
         bodies = full * block * dtype.itemsize + pad16(rest * dtype.itemsize)
         return self.payload_floor(numel, dtype, block) + bodies + 16 * _ceil(numel, block * CHUNK_BLOCKS)
 
-    def encode(self, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> int:
-        bound = self.payload_bound(words.numel(), words.dtype, block)
-        if bound > _MAX_PAYLOAD:
-            raise ValueError(f"{words.numel()} elements are too many for one frame; cut the tensor")
-        return kernels.route(route).encode(words, block, out)
+    def encode(
+        self, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
+    ) -> list[int]:
+        for words in segments:
+            if self.payload_bound(words.numel(), words.dtype, block) > _MAX_PAYLOAD:
+                raise ValueError(f"{words.numel()} elements are too many for one frame; cut the tensor")
+        return kernels.route(route).encode(segments, self._code, block, outs) if segments else []
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, route: str) -> None:
         kernels.route(route).decode(payload, block, words)
+
+    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
+        kernels.route(route).decode_add(payload, block, dtype, sums)

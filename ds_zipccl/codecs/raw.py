@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ds_zipccl.frame import DTYPE_IDS, CodecId
@@ -21,10 +23,20 @@ class RawCodec:
 
     payload_floor = payload_bound
 
-    def encode(self, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> int:
-        data = words.view(torch.uint8)
-        out[: data.numel()].copy_(data)
-        return data.numel()
+    def encode(
+        self, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
+    ) -> list[int]:
+        for words, out in zip(segments, outs, strict=True):
+            data = words.view(torch.uint8)
+            out[: data.numel()].copy_(data)
+        return [words.numel() * words.itemsize for words in segments]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, route: str) -> None:
         words.view(torch.uint8).copy_(payload)
+
+    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
+        values = torch.empty(sums.numel(), dtype=dtype)  # of its own: a payload may lie at any address
+        self.decode(payload, block, values, route)
+        sums.add_(values)
+        if sums.dtype == torch.bfloat16:
+            sums.masked_fill_(sums.isnan(), torch.nan)  # torch's vector units give another NaN than c10 and gloo

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import policy
-from ds_zipccl.codecs import CODECS, compress, compress_bound, decompress
+from ds_zipccl.codecs import CODECS, compress, compress_bound, decompress, decompress_add
 from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
@@ -111,8 +111,22 @@ class Link:
         Raises:
             CommError: from FrameError: it is damaged, or holds another dtype or number of elements.
         """
-        try:
+        with self._refusing(peer):
             return decompress(frame, out, route=self._config.route)
+
+    def decode_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        """Add what the frame of ``peer`` holds, of ``dtype``, to flat ``sums``.
+
+        Raises:
+            CommError: as :meth:`decode`.
+        """
+        with self._refusing(peer):
+            decompress_add(frame, sums, dtype=dtype, route=self._config.route)
+
+    @contextmanager
+    def _refusing(self, peer: int) -> Iterator[None]:
+        try:
+            yield
         except FrameError as error:
             raise self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}") from error
 
@@ -168,11 +182,19 @@ class Round:
     def receive(self, peer: int, out: torch.Tensor) -> torch.Tensor:
         """Wait for the next frame of ``peer`` and decode it into flat ``out``, which it returns."""
         if out.numel():
-            handle, buffer = self._receives[peer].popleft()
-            with self._receiving(peer):
-                handle.wait()
-            self._link.decode(buffer, peer, out)
+            self._link.decode(self._arrived(peer), peer, out)
         return out
+
+    def receive_add(self, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        """Wait for the next frame of ``peer``, which holds ``dtype``, and add it to flat ``sums`` of that dtype or float32."""
+        if sums.numel():
+            self._link.decode_add(self._arrived(peer), peer, dtype, sums)
+
+    def _arrived(self, peer: int) -> torch.Tensor:
+        handle, buffer = self._receives[peer].popleft()
+        with self._receiving(peer):
+            handle.wait()
+        return buffer
 
     def flush(self) -> None:
         """Wait until every send is out."""

@@ -8,8 +8,8 @@ left open for fp16 and fp32, by the hardware as well; bf16 sums make it 0x7fc0, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -48,6 +48,18 @@ def cut(numel: int, chunk: int, ranks: int) -> list[slice]:
     return [slice(min(rank * chunk, numel), min((rank + 1) * chunk, numel)) for rank in range(ranks)]
 
 
+class Contributions(Protocol):
+    """What every rank of the group adds to a sum; flat tensors of the sum's size and dtype, each asked for once."""
+
+    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
+        """The contribution: ``into``, filled, or another tensor."""
+        ...
+
+    def add(self, rank: int, sums: torch.Tensor) -> None:
+        """Add the contribution to ``sums``, of its dtype or float32."""
+        ...
+
+
 class Reduction:
     """SUM or AVG over ``ranks`` contributions. ``kind`` is "match" or "fp32"."""
 
@@ -56,14 +68,11 @@ class Reduction:
         self._average = op == "AVG"
         self._ranks = ranks
 
-    def fold(
-        self, take: Callable[[int, torch.Tensor], torch.Tensor], out: torch.Tensor, begin: int, chunk: int, lease: Lease
-    ) -> None:
+    def fold(self, contributions: Contributions, out: torch.Tensor, begin: int, chunk: int, lease: Lease) -> None:
         """Write the sum of all contributions into flat ``out``; :meth:`finish` is still to come.
 
         Args:
-            take: contribution of a rank, flat, of ``out``'s size and dtype: the given tensor, filled, or another. Called once
-                per rank. Where one order serves all of ``out``, contributions are taken in that order, one at a time.
+            contributions: where one order serves all of ``out``, they are taken and added in that order, one at a time.
             out: may share memory with the contributions: it is written last.
             begin, chunk: first element of ``out`` in the message, and the size of the message's chunks, in elements.
         """
@@ -72,14 +81,18 @@ class Reduction:
         total = lease.like(out, torch.float32 if self._fp32 else out.dtype)
         pieces = list(self._pieces(begin, begin + out.numel(), chunk))
         if len(pieces) == 1:
-            scratch = lease.like(out, out.dtype)
-            contribution = partial(take, into=scratch)
-        else:
-            contribution = [take(rank, lease.like(out, out.dtype)) for rank in range(self._ranks)].__getitem__
-        for piece, (first, *others) in pieces:
-            part = total[piece].copy_(contribution(first)[piece])
+            _, (first, *others) = pieces[0]
+            taken = contributions.take(first, lease.like(out, out.dtype) if self._fp32 else total)
+            if taken is not total:
+                total.copy_(taken)
             for rank in others:
-                part.add_(contribution(rank)[piece])
+                contributions.add(rank, total)
+        else:
+            taken = [contributions.take(rank, lease.like(out, out.dtype)) for rank in range(self._ranks)]
+            for piece, (first, *others) in pieces:
+                part = total[piece].copy_(taken[first][piece])
+                for rank in others:
+                    part.add_(taken[rank][piece])
         if self._fp32 and self._average:
             total.div_(self._ranks)
         out.copy_(total)

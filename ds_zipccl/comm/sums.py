@@ -5,7 +5,7 @@ Frames go to the rank that adds, which decodes and folds them in a documented or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain
         own = shards[link.rank]
         with link.round(0) as exchange:
             _send_shards(exchange, link, shards, own)
-            reduction.fold(_contributions(exchange, link, own), own, slices[link.rank].start, chunk, link.lease)
+            reduction.fold(_Received(exchange, link.rank, own), own, slices[link.rank].start, chunk, link.lease)
         gather(link, 1, [(own, shards)])
         reduction.finish(whole)
         if len(outputs) > 1:
@@ -119,7 +119,7 @@ def reduce(
                 for peer in link.peers:
                     exchange.expect(peer, flat)
                 chunk = reduce_chunk(flat.numel(), flat.element_size(), link.size)
-                reduction.fold(_contributions(exchange, link, flat), flat, 0, chunk, link.lease)
+                reduction.fold(_Received(exchange, link.rank, flat), flat, 0, chunk, link.lease)
                 reduction.finish(flat)
 
     operation = Operation(
@@ -220,7 +220,7 @@ def _reduce_scatter(
     own = shards[link.rank]
     with link.round() as exchange:
         _send_shards(exchange, link, shards, own)
-        reduction.fold(_contributions(exchange, link, own), out, begin, chunk, link.lease)
+        reduction.fold(_Received(exchange, link.rank, own), out, begin, chunk, link.lease)
     reduction.finish(out)
 
 
@@ -232,9 +232,20 @@ def _send_shards(exchange: Round, link: Link, shards: Sequence[torch.Tensor], ow
         exchange.send(shards[peer], peer)
 
 
-def _contributions(exchange: Round, link: Link, own: torch.Tensor) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """The contribution of a rank: the own one as it is, a peer's decoded into the given tensor."""
-    return lambda rank, into: own if rank == link.rank else exchange.receive(rank, into)
+class _Received:
+    """:class:`ds_zipccl.comm.reduction.Contributions`: the own one as it is, those of peers decoded from their frames."""
+
+    def __init__(self, exchange: Round, rank: int, own: torch.Tensor) -> None:
+        self._exchange, self._rank, self._own = exchange, rank, own
+
+    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
+        return self._own if rank == self._rank else self._exchange.receive(rank, into)
+
+    def add(self, rank: int, sums: torch.Tensor) -> None:
+        if rank == self._rank:
+            sums.add_(self._own)
+        else:
+            self._exchange.receive_add(rank, self._own.dtype, sums)
 
 
 def _reduction(

@@ -1,45 +1,15 @@
-// Bit planes on the host: 64 elements at a time, one bit each.
+// Bit planes and bit strings on the host: 64 elements at a time, one bit each.
 #pragma once
 #include <stdint.h>
 #include <string.h>
-#ifdef ZIPCCL_BMI2
-#include <immintrin.h>
-#endif
+
+#include "exponent_block.cuh"
 
 namespace zipccl {
 namespace {
 
 inline uint64_t ones(uint32_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
 inline uint32_t popcount(uint64_t x) { return uint32_t(__builtin_popcountll(x)); }
-
-// Bits of x at the ones of mask, packed to the low end; and the inverse.
-inline uint64_t compress_bits(uint64_t x, uint64_t mask) {
-#ifdef ZIPCCL_BMI2
-  return _pext_u64(x, mask);
-#else
-  uint64_t out = 0;
-  for (uint32_t at = 0; mask; mask &= mask - 1, ++at) out |= (x >> __builtin_ctzll(mask) & 1) << at;
-  return out;
-#endif
-}
-inline uint64_t expand_bits(uint64_t x, uint64_t mask) {
-#ifdef ZIPCCL_BMI2
-  return _pdep_u64(x, mask);
-#else
-  uint64_t out = 0;
-  for (; mask; mask &= mask - 1, x >>= 1)
-    if (x & 1) out |= mask & -mask;
-  return out;
-#endif
-}
-
-// The low bits of 8 bytes as one byte, and the inverse: bytes of 0 or 1.
-inline uint64_t gather_low_bits(uint64_t bytes) { return (bytes & 0x0101010101010101ull) * 0x0102040810204080ull >> 56; }
-inline uint64_t spread_low_bits(uint64_t bits) {
-  uint64_t picked = (bits & 0xff) * 0x0101010101010101ull & 0x8040201008040201ull;
-  return (picked + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull;
-}
-
 
 // The n (at most 64) bits of a plane that start at element `at`, a multiple of 64; bits past n are zero.
 inline uint64_t load_plane(const uint8_t* plane, uint32_t at, uint32_t n) {
@@ -49,28 +19,70 @@ inline uint64_t load_plane(const uint8_t* plane, uint32_t at, uint32_t n) {
 }
 inline void store_plane(uint8_t* plane, uint32_t at, uint32_t n, uint64_t word) { memcpy(plane + at / 8, &word, (n + 7) / 8); }
 
-// A growing bit string; the caller owns room for all its bits and 8 bytes more.
+// Writes a bit string, 64 bits at a time; up to 16 bytes past its end may change.
 struct BitWriter {
-  uint8_t* bytes;
-  uint32_t bits = 0;
-  explicit BitWriter(uint8_t* to) : bytes(to) { bytes[0] = 0; }
-  void put(uint64_t value, uint32_t n) {  // value has no bits past n
-    uint32_t shift = bits % 8;
-    uint64_t low = value << shift | bytes[bits / 8];
-    memcpy(bytes + bits / 8, &low, 8);
-    bytes[bits / 8 + 8] = shift ? uint8_t(value >> (64 - shift)) : 0;
-    bits += n;
+  uint8_t *begin, *word;
+  uint64_t bits = 0;  // of the word under way, `fill` of them
+  uint32_t fill = 0;
+  explicit BitWriter(uint8_t* to) : begin(to), word(to) {}
+  void put(uint64_t value, uint32_t n) {  // n at most 64; value has no bits past n
+    bits |= value << fill;
+    memcpy(word, &bits, 8);
+    const uint64_t over = value >> 1 >> (63 - fill);
+    const bool full = fill + n >= 64;
+    bits = full ? over : bits;
+    word += full ? 8 : 0;
+    fill = (fill + n) % 64;
+  }
+  uint8_t* end() {  // the byte after the last bit
+    memcpy(word, &bits, 8);
+    return word + (fill + 7) / 8;
   }
 };
 
 // n (at most 64) bits from bit `at` of a string that has 9 readable bytes past its end.
 inline uint64_t read_bits(const uint8_t* bytes, uint32_t at, uint32_t n) {
   uint64_t low;
-  uint32_t shift = at % 8;
+  const uint32_t shift = at % 8;
   memcpy(&low, bytes + at / 8, 8);
-  low >>= shift;
-  if (shift) low |= uint64_t(bytes[at / 8 + 8]) << (64 - shift);
-  return low & ones(n);
+  return (low >> shift | uint64_t(bytes[at / 8 + 8]) << 1 << (63 - shift)) & ones(n);
+}
+
+// The two bit planes of a tier after the first, and its entries.
+struct TierPlanes {
+  uint32_t count = 0;
+  uint64_t low[kMaxBlock / 64], high[kMaxBlock / 64];
+};
+
+// Extremes and sum of exponents.
+struct Survey {
+  uint32_t least, largest, sum;
+};
+
+// A number as a type, for generic lambdas.
+template <uint32_t kValue>
+struct Index {
+  static constexpr uint32_t value = kValue;
+};
+
+// Calls step(at, n) for every group of 64 of m elements; inlined twice, so that copies of a whole group have a fixed size.
+template <typename Step>
+__attribute__((always_inline)) inline void each_group(uint32_t m, Step step) {
+  uint32_t at = 0;
+  for (; at + 64 <= m; at += 64) step(at, 64u);
+  if (at < m) step(at, m - at);
+}
+
+// Ask for a cache line, to read or to write it; the address may be anything.
+inline void prefetch(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
+inline void prefetch_to_write(const uint8_t* at) { __builtin_prefetch(at, 1, 2); }
+
+// A word at any address.
+template <typename W>
+inline W load_word(const uint8_t* from) {
+  W w;
+  memcpy(&w, from, sizeof w);
+  return w;
 }
 
 }  // namespace

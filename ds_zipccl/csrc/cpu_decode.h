@@ -1,4 +1,5 @@
-// Exponent payload decoder for the CPU; `Lanes` does the 64-element steps. Everything read is proven to lie in the payload first (FORMAT.md section 4).
+// Exponent payload decoder for the CPU, a chunk at a time; `Lanes` does the steps of 64 elements. Everything read is proven to lie in
+// the chunk first (FORMAT.md section 4).
 #pragma once
 #include "bits.h"
 #include "exponent_block.cuh"
@@ -6,176 +7,253 @@
 namespace zipccl {
 namespace {
 
+constexpr uint32_t kAhead = 8192;  // bytes that the destination is asked for ahead of its writing
 constexpr uint32_t kTailMax = 1u << kTailBits;
 
-// Ones of the AND of two bit strings of n bits that start at bits `low` and `high` of `bytes`.
-uint32_t count_both(const uint8_t* bytes, uint32_t low, uint32_t high, uint32_t n) {
-  uint32_t count = 0;
-  for (uint32_t at = 0; at < n; at += 64) {
-    const uint32_t here = n - at < 64 ? n - at : 64;
-    count += popcount(read_bits(bytes, low + at, here) & read_bits(bytes, high + at, here));
+// Reads the `count` entries of a tier from bit `at` on; returns how many escape.
+inline uint32_t read_tier(const uint8_t* second, uint32_t at, uint32_t count, TierPlanes& tier) {
+  uint32_t escaped = 0;
+  tier.count = count;
+  for (uint32_t i = 0; i < count; i += 64) {
+    const uint32_t n = count - i < 64 ? count - i : 64;
+    tier.low[i / 64] = read_bits(second, at + i, n);
+    tier.high[i / 64] = read_bits(second, at + count + i, n);
+    escaped += popcount(tier.low[i / 64] & tier.high[i / 64]);
   }
-  return count;
+  return escaped;
 }
 
-// Decodes m coded elements (FORMAT.md 2.1). `first` has the whole first part; `second` has `bytes` bytes and 16 readable ones after
-// them, and must be used up exactly.
-template <typename F, typename Lanes>
-Status decode_elements(const uint8_t* first, const uint8_t* second, uint32_t bytes, uint32_t m, uint32_t top, uint32_t trim,
-                       typename F::Word* words) {
+// Finds the tiers after the first in the second part, which has `bytes` bytes and 16 readable ones after them and must be used up
+// exactly, and the exponents that no tier names, which go to `list` (room for m + 64). `tier1` are its planes for m elements.
+template <typename Code>
+Status read_tiers(const uint8_t* tier1, uint32_t m, const uint8_t* second, uint32_t bytes, TierPlanes* tiers, uint8_t* list) {
+  uint32_t left = 0, end = 0;
+  each_group(m, [&](uint32_t at, uint32_t n) __attribute__((always_inline)) {
+    uint64_t escaped = ~0ull;
+    for (uint32_t p = 0; p < Code::tier[0].bits; ++p) escaped &= load_plane(tier1 + p * plane_bytes(m), at, n);
+    left += popcount(escaped);
+  });
+  for (uint32_t tier = 0; tier + 1 < kTiers; ++tier) {
+    if (end + 2 * left > 8 * bytes) return BLOCK;
+    const uint32_t count = left;
+    left = read_tier(second, end, count, tiers[tier]);
+    end += 2 * count;
+  }
+  const uint32_t at = (end + 7) / 8;
+  if (at + left != bytes) return BLOCK;
+  memcpy(list, second + at, 8);
+  if (left > 8) memcpy(list, second + at, left);
+  return OK;
+}
+
+// The exponents of a tier after the first, to `to` (room for 64 more): by its planes, or the next of those it escapes, `escapes`.
+template <typename Code, uint32_t kTier, typename Lanes>
+void decode_tier(const TierPlanes& planes, uint32_t top, const uint8_t* escapes, uint8_t* to) {
+  for (uint32_t at = 0; at < planes.count; at += 64) {
+    const uint64_t codes[2] = {planes.low[at / 64], planes.high[at / 64]}, escaped = codes[0] & codes[1];
+    Lanes::store(to + at, Lanes::expand(Lanes::template exponents<Code, kTier>(codes, top), escaped, escapes));
+    escapes += popcount(escaped);
+  }
+}
+
+// Stores the first n words of a group.
+template <typename Lanes, typename W, typename Group>
+__attribute__((always_inline)) inline void put_group(uint8_t* to, const Group& group, uint32_t n) {
+  if (n == 64) return Lanes::template store_words<W>(to, group);
+  uint8_t last[64 * sizeof(W)];
+  Lanes::template store_words<W>(last, group);
+  memcpy(to, last, n * sizeof(W));
+}
+
+// Decodes m coded elements (FORMAT.md 2.1) from the whole first part and `list`, the exponents that tier 1 escapes.
+template <typename F, typename Code, typename Lanes>
+void decode_elements(const uint8_t* first, const uint8_t* list, uint32_t m, uint32_t top, uint32_t trim, uint8_t* words) {
+  using Word = typename F::Word;
   if (!F::has_trim) trim = 0;  // the compiler then knows r
+  constexpr uint32_t bits = Code::tier[0].bits;
   const uint32_t r = 1 + F::M - trim, planes = r % 8, plane = plane_bytes(m);
   const uint8_t* bit_planes = first + r / 8 * m;
-  const uint8_t* tier1 = bit_planes + planes * plane;
+  const uint8_t* tier1 = first + parts_bytes(m, r);
+  each_group(m, [&](uint32_t at, uint32_t n) __attribute__((always_inline)) {
+    uint64_t codes[bits], escaped = ~0ull;
+    for (uint32_t p = 0; p < bits; ++p) escaped &= codes[p] = load_plane(tier1 + p * plane, at, n);
+    auto e = Lanes::template widen<Word>(Lanes::expand(Lanes::template exponents<Code, 0>(codes, top), escaped, list));
+    if (F::E < 8) e = e & Word(F::exponent_mask);
+    list += popcount(escaped);
 
-  uint32_t left = 0, at_bit[2 * (kTiers - 1)], end = 0;
-  for (uint32_t at = 0; at < m; at += 64) {
-    const uint32_t n = m - at < 64 ? m - at : 64;
-    left += popcount(load_plane(tier1, at, n) & load_plane(tier1 + plane, at, n));
-  }
-  for (uint32_t tier = 0; tier < kTiers - 1; ++tier) {
-    at_bit[2 * tier] = end;
-    at_bit[2 * tier + 1] = end + left;
-    end += 2 * left;
-    if (end > 8 * bytes) return BLOCK;
-    left = count_both(second, at_bit[2 * tier], at_bit[2 * tier + 1], left);
-  }
-  if ((end + 7) / 8 + left != bytes) return BLOCK;
-  const uint8_t* raw = second + (end + 7) / 8;
-
-  // Inlined twice: with n = 64 every copy has a fixed size.
-  const auto step = [&](uint32_t at, uint32_t n) __attribute__((always_inline)) {
-    uint64_t codes[2 * kTiers] = {load_plane(tier1, at, n), load_plane(tier1 + plane, at, n)};
-    uint64_t escaped = codes[0] & codes[1];
-    for (uint32_t tier = 1; tier < kTiers && escaped; ++tier) {
-      const uint32_t count = popcount(escaped);
-      codes[2 * tier] = expand_bits(read_bits(second, at_bit[2 * tier - 2], count), escaped);
-      codes[2 * tier + 1] = expand_bits(read_bits(second, at_bit[2 * tier - 1], count), escaped);
-      at_bit[2 * tier - 2] += count;
-      at_bit[2 * tier - 1] += count;
-      escaped = codes[2 * tier] & codes[2 * tier + 1];
-    }
-    uint8_t exponent[64], part[64] = {0};
-    Lanes::exponents(codes, top, exponent);
-    for (; escaped; escaped &= escaped - 1) exponent[__builtin_ctzll(escaped)] = *raw++;
-
-    typename F::Word rest[64] = {0}, group[64];
-    if (planes) {
-      uint64_t bits[8] = {0};
-      for (uint32_t p = 0; p < planes; ++p) bits[p] = load_plane(bit_planes + p * plane, at, n);
-      Lanes::bytes_of(bits, planes, part);
-      for (uint32_t i = 0; i < 64; ++i) rest[i] = typename F::Word(part[i]) << r / 8 * 8;
-    }
+    typename Lanes::template Vec<Word> v = {};
+    uint8_t ragged[64];
     for (uint32_t byte = 0; byte < r / 8; ++byte) {
-      memcpy(part, first + byte * m + at, n);
-      for (uint32_t i = 0; i < 64; ++i) rest[i] |= typename F::Word(typename F::Word(part[i]) << 8 * byte);
+      const uint8_t* part = first + byte * m + at;
+      if (n < 64) part = static_cast<const uint8_t*>(memcpy(ragged, part, n));
+      v = v | (Lanes::template widen<Word>(Lanes::load(part)) << 8 * byte);
     }
-    for (uint32_t i = 0; i < 64; ++i) group[i] = F::join(typename F::Word(rest[i] << trim), exponent[i]);
-    memcpy(words + at, group, n * sizeof(group[0]));
-  };
-  uint32_t at = 0;
-  for (; at + 64 <= m; at += 64) step(at, 64);
-  if (at < m) step(at, m - at);
-  return OK;
+    if (planes) {
+      uint64_t rest[7];
+      for (uint32_t p = 0; p < planes; ++p) rest[p] = load_plane(bit_planes + p * plane, at, n);
+      v = v | (Lanes::template widen<Word>(Lanes::from_planes(rest, planes)) << r / 8 * 8);
+    }
+    put_group<Lanes, Word>(words + at * sizeof(Word), F::join(v << trim, e), n);
+  });
 }
 
 // Decodes a SPARSE tail of `bytes` bytes (16 more are readable).
 template <typename F, typename Lanes>
-Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t top, uint32_t trim, typename F::Word* words) {
+Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t top, uint32_t trim, uint8_t* words) {
+  using Word = typename F::Word;
   const uint32_t plane = plane_bytes(n);
   if (bytes < 1 + plane || tail[0] > 1) return BLOCK;
   const uint8_t* map = tail + 1;
   uint32_t zeros = 0;
-  for (uint32_t at = 0; at < n; at += 64) zeros += popcount(load_plane(map, at, n - at < 64 ? n - at : 64));
+  each_group(n, [&](uint32_t at, uint32_t here) { zeros += popcount(load_plane(map, at, here)); });
   const uint32_t m = n - zeros, signs_at = 1 + plane, at = signs_at + (tail[0] ? plane_bytes(zeros) : 0);
-  const uint32_t first = first_part_bytes(m, 1 + F::M - trim);
+  const uint32_t r = 1 + F::M - trim, first = first_part_bytes(m, r, Cascade::tier[0].bits);
   if (at + first > bytes) return BLOCK;
-  typename F::Word others[kMaxBlock];
-  const Status status = decode_elements<F, Lanes>(tail + at, tail + at + first, bytes - at - first, m, top, trim, others);
+  Word others[kMaxBlock + 64];
+  TierPlanes tiers[kTiers - 1];
+  uint8_t list[kMaxBlock + 64], other[kMaxBlock + 64];
+  const Status status = read_tiers<Cascade>(tail + at + parts_bytes(m, r), m, tail + at + first, bytes - at - first, tiers, list);
   if (status) return status;
-  uint32_t zero = 0, other = 0;
-  for (uint32_t i = 0; i < n; ++i) {
-    if (map[i / 8] >> i % 8 & 1) {
-      const bool negative = tail[0] && (tail[signs_at + zero / 8] >> zero % 8 & 1);
-      words[i] = typename F::Word(negative ? F::negative_zero() : 0);
+  decode_tier<Cascade, 3, Lanes>(tiers[2], top, list, other);
+  decode_tier<Cascade, 2, Lanes>(tiers[1], top, other, list);
+  decode_tier<Cascade, 1, Lanes>(tiers[0], top, list, other);
+  decode_elements<F, Cascade, Lanes>(tail + at, other, m, top, trim, reinterpret_cast<uint8_t*>(others));
+  uint8_t bytes_of[sizeof(Word)][kMaxBlock + 64];  // the words as byte planes, to be expanded one by one
+  each_group(m, [&](uint32_t i, uint32_t) __attribute__((always_inline)) {
+    const auto group = Lanes::template load_words<Word>(reinterpret_cast<const uint8_t*>(others + i));
+    for (uint32_t byte = 0; byte < sizeof(Word); ++byte) Lanes::store(bytes_of[byte] + i, Lanes::template narrow<Word>(group >> 8 * byte));
+  });
+  uint32_t next = 0;
+  each_group(n, [&](uint32_t i, uint32_t here) __attribute__((always_inline)) {
+    const uint64_t keep = ~load_plane(map, i, here) & ones(here);
+    typename Lanes::template Vec<Word> group = {};
+    for (uint32_t byte = 0; byte < sizeof(Word); ++byte)
+      group = group | Lanes::template widen<Word>(Lanes::expand({}, keep, bytes_of[byte] + next)) << 8 * byte;
+    next += popcount(keep);
+    put_group<Lanes, Word>(words + i * sizeof(Word), group, here);
+  });
+  if (tail[0]) {
+    uint32_t zero = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+      if (!(map[i / 8] >> i % 8 & 1)) continue;
+      const Word word = Word(tail[signs_at + zero / 8] >> zero % 8 & 1 ? F::negative_zero : 0);
+      memcpy(words + i * sizeof(Word), &word, sizeof word);
       ++zero;
-    } else {
-      words[i] = others[other++];
     }
   }
   return OK;
 }
 
-template <typename F, typename Lanes>
-Status decode_chunk(const uint8_t* chunk, uint64_t bytes, uint64_t numel, uint32_t block, uint8_t* out) {
-  using Word = typename F::Word;
-  const uint32_t blocks = uint32_t((numel + block - 1) / block);
-  uint64_t body = table_bytes<F>(blocks), tail = body;
-  if (body > bytes) return BLOCK;
-  uint16_t entries[kChunkBlocks];
-  memcpy(entries, chunk + blocks, 2 * blocks);
-  const uint8_t* trims = chunk + 3 * blocks;
-  const uint32_t last = uint32_t(numel - uint64_t(blocks - 1) * block);
-  for (uint32_t b = 0; b < blocks; ++b) {
-    const uint32_t mode = entries[b] >> kTailBits, trim = F::has_trim ? trims[b] : 0;
-    if (mode > SPARSE || trim > F::M) return BLOCK;
-    tail += body_bytes<F>(mode, b + 1 < blocks ? block : last, trim);
+// A block on its way: what the table says of it, and what the next pass needs.
+struct Entry {
+  uint32_t mode, top, trim, n, tail_bytes;
+  const uint8_t *body, *tail;
+  TierPlanes tiers[kTiers - 1];
+  uint8_t lists[2][kMaxBlock + 64];  // of the escapes; tiers go from one to the other, the second one is read for the words
+};
+
+// First pass: checks a block's tail, which is readable to 16 bytes past its end, and finds its tiers. Its body lies in the chunk.
+template <typename F>
+Status read_tail(Entry& entry) {
+  const uint8_t* tier1 = entry.body + parts_bytes(entry.n, 1 + F::M - entry.trim);
+  switch (entry.mode) {
+    case FILL: return entry.tail_bytes == 0 || entry.tail_bytes == sizeof(typename F::Word) ? OK : BLOCK;
+    case RAW: return entry.tail_bytes == 0 ? OK : BLOCK;
+    case CASCADE: return read_tiers<Cascade>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
+    case WINDOW: return read_tiers<Window>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
+    default: return OK;  // SPARSE is checked as it is decoded
   }
-  for (uint32_t b = 0; b < blocks; ++b) {
-    const uint32_t mode = entries[b] >> kTailBits, tail_bytes = entries[b] & (kTailMax - 1);
-    const uint32_t n = b + 1 < blocks ? block : last, trim = F::has_trim ? trims[b] : 0;
-    if (tail + tail_bytes > bytes) return BLOCK;
-    // A copy with room to read past its end: bit strings are read eight bytes at a time.
-    uint8_t local[kTailMax + 16];
-    memcpy(local, chunk + tail, tail_bytes);
-    memset(local + tail_bytes, 0, 16);
-    Word words[kMaxBlock];
-    Status status = OK;
-    switch (mode) {
-      case FILL: {
-        if (tail_bytes != 0 && tail_bytes != sizeof(Word)) return BLOCK;
-        Word word = 0;
-        memcpy(&word, local, tail_bytes);
-        for (uint32_t i = 0; i < n; ++i) words[i] = word;
-        break;
-      }
-      case RAW:
-        if (tail_bytes) return BLOCK;
-        memcpy(words, chunk + body, n * sizeof(Word));
-        break;
-      case CASCADE: status = decode_elements<F, Lanes>(chunk + body, local, tail_bytes, n, chunk[b], trim, words); break;
-      case SPARSE: status = decode_sparse<F, Lanes>(local, tail_bytes, n, chunk[b], trim, words); break;
-    }
-    if (status) return status;
-    memcpy(out + uint64_t(b) * block * sizeof(Word), words, n * sizeof(Word));
-    body += body_bytes<F>(mode, n, trim);
-    tail += tail_bytes;
-  }
-  return (tail + 15) / 16 * 16 == bytes ? OK : BLOCK;
 }
 
+// Last pass: the words of a block.
 template <typename F, typename Lanes>
-int32_t decode(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint32_t block, uint8_t* out) {
-  const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = (numel + per_chunk - 1) / per_chunk;
-  uint64_t at = (4 * chunks + 15) / 16 * 16;
-  if (at > bytes) return INDEX;
-  for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
-    uint32_t offset, next;
-    memcpy(&offset, payload + 4 * chunk, 4);
-    uint64_t end = bytes;
-    if (chunk + 1 < chunks) {
-      memcpy(&next, payload + 4 * chunk + 4, 4);
-      end = uint64_t(next) * 16;
+Status decode_block(const Entry& entry, uint8_t* words) {
+  using Word = typename F::Word;
+  switch (entry.mode) {
+    case FILL: {
+      Word fill[64], word = 0;
+      memcpy(&word, entry.tail, entry.tail_bytes);
+      for (Word& each : fill) each = word;
+      for (uint32_t at = 0; at < entry.n; at += 64)
+        memcpy(words + at * sizeof(Word), fill, (entry.n - at < 64 ? entry.n - at : 64) * sizeof(Word));
+      return OK;
     }
-    if (uint64_t(offset) * 16 != at || end < at || end > bytes) return INDEX;
-    const uint64_t start = chunk * per_chunk, here = numel - start < per_chunk ? numel - start : per_chunk;
-    const Status status = decode_chunk<F, Lanes>(payload + at, end - at, here, block, out + start * sizeof(typename F::Word));
-    if (status) return status;
-    at = end;
+    case RAW: memcpy(words, entry.body, entry.n * sizeof(Word)); return OK;
+    case CASCADE: decode_elements<F, Cascade, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, words); return OK;
+    case WINDOW: decode_elements<F, Window, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, words); return OK;
+    default: return decode_sparse<F, Lanes>(entry.tail, entry.tail_bytes, entry.n, entry.top, entry.trim, words);
   }
-  return at == bytes ? OK : INDEX;
+}
+
+// Decodes a chunk of numel words and hands each block to put(words, first element, n). `where(b)` says where block b is to be decoded to.
+template <typename F, typename Lanes, typename Where, typename Put>
+Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, Where where, Put put) {
+  const uint32_t blocks = (numel + block - 1) / block;
+  uint64_t body = table_bytes<F>(blocks), tail = body;
+  if (body > bytes) return BLOCK;
+  Entry entries[kChunkBlocks];
+  for (uint32_t b = 0; b < blocks; ++b) {
+    Entry& entry = entries[b];
+    const uint32_t packed = load_word<uint16_t>(chunk + blocks + 2 * b);
+    entry.mode = packed >> kTailBits;
+    entry.tail_bytes = packed & (kTailMax - 1);
+    entry.top = chunk[b];
+    entry.trim = F::has_trim ? chunk[3 * blocks + b] : 0;
+    entry.n = b + 1 < blocks ? block : numel - b * block;
+    if (entry.mode >= kModes || entry.trim > F::M) return BLOCK;
+    entry.body = chunk + tail;  // the tails begin where the bodies end
+    tail += body_bytes<F>(entry.mode, entry.n, entry.trim);
+  }
+  // Bit strings are read eight bytes at a time: what would then be read past the chunk is read from a copy.
+  uint8_t end[kTailMax + 32];
+  uint64_t end_at = bytes;
+  for (uint32_t b = 0; b < blocks; ++b) {
+    Entry& entry = entries[b];
+    if (tail + entry.tail_bytes > bytes) return BLOCK;
+    if (tail < end_at && tail + entry.tail_bytes + 16 > bytes) {
+      end_at = tail;
+      memcpy(end, chunk + tail, bytes - tail);
+      memset(end + (bytes - tail), 0, 16);
+    }
+    entry.tail = tail < end_at ? chunk + tail : end + (tail - end_at);
+    tail += entry.tail_bytes;
+    const Status status = read_tail<F>(entry);
+    if (status) return status;
+  }
+  if ((tail + 15) / 16 * 16 != bytes) return BLOCK;
+  // Tier by tier, not block by block: cpu_encode.h says why.
+  const auto tier = [&](auto code, auto index) __attribute__((always_inline)) {
+    using Code = decltype(code);
+    for (uint32_t b = 0; b < blocks; ++b)
+      if (entries[b].mode == Code::mode)
+        decode_tier<Code, index.value, Lanes>(entries[b].tiers[index.value - 1], entries[b].top, entries[b].lists[(index.value + 1) % 2],
+                                              entries[b].lists[index.value % 2]);
+  };
+  tier(Cascade(), Index<3>());
+  tier(Cascade(), Index<2>());
+  tier(Cascade(), Index<1>());
+  tier(Window(), Index<3>());
+  tier(Window(), Index<2>());
+  tier(Window(), Index<1>());
+  for (uint32_t b = 0; b < blocks; ++b) {
+    // The next chunk begins where this one ends, and its passes jump about in it: have it near by then.
+    for (uint64_t at = b * bytes / blocks; at < (b + 1) * bytes / blocks; at += 64) prefetch(chunk + bytes + at);
+    uint8_t* words = where(b);
+    for (uint64_t at = 0; at < block * sizeof(typename F::Word); at += 64) prefetch_to_write(words + kAhead + at);
+    const Status status = decode_block<F, Lanes>(entries[b], words);
+    if (status) return status;
+    put(words, b * block, entries[b].n);
+  }
+  return OK;
+}
+
+// Decodes a chunk to `out`.
+template <typename F, typename Lanes>
+int32_t decode_chunk(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* out) {
+  const uint32_t block_bytes = block * uint32_t(sizeof(typename F::Word));
+  return each_block<F, Lanes>(
+      chunk, bytes, numel, block, [&](uint32_t b) { return out + b * block_bytes; }, [](const uint8_t*, uint32_t, uint32_t) {});
 }
 
 }  // namespace
 }  // namespace zipccl
-

@@ -1,23 +1,49 @@
-// What a CPU level offers: the codec for each dtype. cpu_scalar.cpp and cpu_avx2.cpp define one each, cpu_dispatch.cpp chooses.
+// What a CPU level offers: the codec of a chunk for each type. cpu_scalar.cpp, cpu_avx2.cpp and cpu_avx512.cpp define one each,
+// cpu_dispatch.cpp chooses.
 #pragma once
 #include <stdint.h>
 
+// Places of types and codes in the tables below; cpu_payload.cpp knows the dtypes of FORMAT.md table 1.1.
+enum ZipcclType { ZIPCCL_BF16, ZIPCCL_FP16, ZIPCCL_FP32, ZIPCCL_E4M3, ZIPCCL_E5M2, ZIPCCL_TYPES };
+enum ZipcclCode { ZIPCCL_CASCADE, ZIPCCL_WINDOW, ZIPCCL_CODES };
+
+// A piece of an encoded chunk: `bytes` bytes, then zeros up to `padded`, a multiple of 16.
+struct ZipcclPart {
+  const uint8_t* from;
+  uint32_t bytes, padded;
+};
+constexpr uint32_t kZipcclParts = 18;  // table, up to 16 bodies, tails
+constexpr uint32_t kZipcclWorkspace = 256 << 10;
+
 struct ZipcclLevel {
+  // Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace (kZipcclWorkspace bytes, aligned to 64).
+  // `soon` is where they will probably go, `next` what will be encoded next.
+  using Encode = uint32_t(const uint8_t* words, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts, const uint8_t* soon,
+                          const uint8_t* next);
+  using Decode = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* words);
+  using Add = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* sum);
+
   const char* name;
-  // Both indexed by dtype (FORMAT.md table 1.1); entry 0 is unused.
-  uint64_t (*encode[4])(const uint8_t* words, uint64_t numel, uint32_t block, uint8_t* out);
-  int32_t (*decode[4])(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint32_t block, uint8_t* words);
+  Encode* encode[ZIPCCL_TYPES][ZIPCCL_CODES];
+  Decode* decode[ZIPCCL_TYPES];
+  Add* add[ZIPCCL_FP32 + 1][2];  // to sums of the type itself, to floats
 };
 
 extern const ZipcclLevel zipccl_scalar;
 #if defined(__x86_64__)
-extern const ZipcclLevel zipccl_avx2;
+extern const ZipcclLevel zipccl_avx2, zipccl_avx512;
 #endif
 
-#define ZIPCCL_LEVEL(NAME, LANES)                                                              \
-  const ZipcclLevel zipccl_##NAME = {                                                          \
-      #NAME,                                                                                   \
-      {nullptr, zipccl::encode<zipccl::Bf16, zipccl::LANES>,                                   \
-       zipccl::encode<zipccl::Fp16, zipccl::LANES>, zipccl::encode<zipccl::Fp32, zipccl::LANES>}, \
-      {nullptr, zipccl::decode<zipccl::Bf16, zipccl::LANES>,                                   \
-       zipccl::decode<zipccl::Fp16, zipccl::LANES>, zipccl::decode<zipccl::Fp32, zipccl::LANES>}}
+// The level in use.
+const ZipcclLevel& zipccl_chosen();
+
+#define ZIPCCL_ENCODE(F, LANES) {zipccl::encode_chunk<zipccl::F, zipccl::Cascade, zipccl::LANES>, zipccl::encode_chunk<zipccl::F, zipccl::Window, zipccl::LANES>}
+#define ZIPCCL_ADD(F, LANES) {zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t>}
+#define ZIPCCL_LEVEL(NAME, LANES)                                                                                                       \
+  const ZipcclLevel zipccl_##NAME = {#NAME,                                                                                             \
+                                     {ZIPCCL_ENCODE(Bf16, LANES), ZIPCCL_ENCODE(Fp16, LANES), ZIPCCL_ENCODE(Fp32, LANES),               \
+                                      ZIPCCL_ENCODE(E4m3, LANES), ZIPCCL_ENCODE(E5m2, LANES)},                                          \
+                                     {zipccl::decode_chunk<zipccl::Bf16, zipccl::LANES>, zipccl::decode_chunk<zipccl::Fp16, zipccl::LANES>, \
+                                      zipccl::decode_chunk<zipccl::Fp32, zipccl::LANES>, zipccl::decode_chunk<zipccl::E4m3, zipccl::LANES>, \
+                                      zipccl::decode_chunk<zipccl::E5m2, zipccl::LANES>},                                               \
+                                     {ZIPCCL_ADD(Bf16, LANES), ZIPCCL_ADD(Fp16, LANES), ZIPCCL_ADD(Fp32, LANES)}}

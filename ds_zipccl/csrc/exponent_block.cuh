@@ -1,4 +1,4 @@
-// The exponent payload (FORMAT.md section 2): constants, float traits, ranks and sizes. Integers only, host and device.
+// The exponent payload (FORMAT.md section 2): constants, float traits, codes and sizes. Integers only, host and device.
 #pragma once
 #include <stdint.h>
 
@@ -11,50 +11,78 @@
 namespace zipccl {
 namespace {  // each CPU level compiles its own copy: merging them would let one level's instructions reach another
 
-enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3 };
+enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WINDOW = 4, kModes = 5 };
 enum Status : int32_t { OK = 0, INDEX = 11, BLOCK = 12 };  // FrameErrorCode of frame.py
-enum Dtype : int32_t { BF16 = 1, FP16 = 2, FP32 = 3 };     // FORMAT.md table 1.1
 
-constexpr uint32_t kChunkBlocks = 32;
+constexpr uint32_t kChunkBlocks = 16;
 constexpr uint32_t kMaxBlock = 1024;
-constexpr uint32_t kTiers = 4;      // two bits each: three ranks and an escape
-constexpr uint32_t kNoRank = 12;    // an exponent that no tier names
-constexpr uint32_t kZeroRank = 11;  // exponent field 0 outside the window
 constexpr uint32_t kTailBits = 13;
-constexpr uint32_t kTopBias = 23;  // eighths of a binade from the mean exponent to the window's top (FORMAT.md section 3)
 
-// Only these traits know where a float type keeps its bits.
-template <typename W, uint32_t kExponentBits, uint32_t kMantissaBits, bool kHasTrim>
+// Only these traits know where a float type keeps its bits. The functions take words, or vectors of words.
+template <typename W, uint32_t kExponentBits, uint32_t kMantissaBits, bool kHasTrim = false>
 struct FloatBits {
   using Word = W;
-  static constexpr uint32_t M = kMantissaBits;
-  static constexpr uint32_t exponent_mask = (1u << kExponentBits) - 1;
-  static constexpr uint32_t mantissa_mask = (1u << kMantissaBits) - 1;
+  static constexpr uint32_t E = kExponentBits, M = kMantissaBits;
+  static constexpr uint32_t exponent_mask = (1u << E) - 1;
   static constexpr bool has_trim = kHasTrim;
 
-  // In words, not in wider integers: vector units then handle twice as many 16-bit elements at a time.
-  static ZIPCCL_FN W exponent(W w) { return W(w >> M) & W(exponent_mask); }
-  static ZIPCCL_FN bool is_zero(W w) { return W(w << 1) == 0; }
-  static ZIPCCL_FN W sign_mantissa(W w) { return W(W(w >> (8 * sizeof(W) - 1)) << M) | W(w & W(mantissa_mask)); }
-  static ZIPCCL_FN W join(W sign_mantissa, W e) {
-    return W(W(W(sign_mantissa >> M) << (8 * sizeof(W) - 1)) | W(W(e & W(exponent_mask)) << M)) | W(sign_mantissa & W(mantissa_mask));
+  template <typename V>
+  static ZIPCCL_FN V exponent(V w) {
+    return (w >> M) & W(exponent_mask);
   }
-  static ZIPCCL_FN W negative_zero() { return W(1u << (8 * sizeof(W) - 1)); }
+  template <typename V>
+  static ZIPCCL_FN V sign_mantissa(V w) {
+    return ((w >> E) & W(1u << M)) | (w & W((1u << M) - 1));
+  }
+  template <typename V>
+  static ZIPCCL_FN V join(V sign_mantissa, V e) {  // e has no bits past E
+    return (((sign_mantissa << E) & W(1u << (E + M))) | (e << M)) | (sign_mantissa & W((1u << M) - 1));
+  }
+  static constexpr W negative_zero = W(1u << (E + M));
 };
-using Bf16 = FloatBits<uint16_t, 8, 7, false>;
-using Fp16 = FloatBits<uint16_t, 5, 10, false>;
+using Bf16 = FloatBits<uint16_t, 8, 7>;
+using Fp16 = FloatBits<uint16_t, 5, 10>;
 using Fp32 = FloatBits<uint32_t, 8, 23, true>;
+using E4m3 = FloatBits<uint8_t, 4, 3>;
+using E5m2 = FloatBits<uint8_t, 5, 2>;
 
-// k = (top + 1 - e) mod 256 <-> rank, for the ranks 0..10 of the window; 16 entries for lookups by byte shuffle.
-constexpr uint32_t kWindow = 11;
-alignas(16) constexpr uint8_t kRankOfK[16] = {9, 3, 0, 1, 2, 4, 5, 6, 7, 8, 10, kNoRank, kNoRank, kNoRank, kNoRank, kNoRank};
-alignas(16) constexpr uint8_t kKOfRank[16] = {2, 3, 4, 1, 5, 6, 7, 8, 9, 0, 10};
+// A tier codes each element that the tiers before it did not name, in `bits` bits. With k = (top + 3 - e) mod 256: code_of_k is the
+// code for k (15: any from 15 up), k_of_code the inverse. The largest code is the escape to the next tier.
+struct Tier {
+  uint32_t bits;
+  alignas(16) uint8_t code_of_k[16], k_of_code[16];
+  constexpr uint32_t escape() const { return (1u << bits) - 1; }
+};
+constexpr uint32_t kTiers = 4;
+constexpr uint32_t kAbove = 3;     // k of the exponent `top` itself
+constexpr uint32_t kZeroCode = 2;  // in the last tier: exponent field 0, where the tiers do not name it by its k
 
-ZIPCCL_FN uint32_t pad16(uint32_t x) { return (x + 15) & ~15u; }
-ZIPCCL_FN uint32_t plane_bytes(uint32_t n) { return (n + 7) / 8; }
+struct Cascade {
+  static constexpr Mode mode = CASCADE;
+  static constexpr uint32_t top_bias = 23;  // eighths of a binade from the mean exponent to the window's top (FORMAT.md section 3)
+  static constexpr Tier tier[kTiers] = {{2, {3, 3, 3, 3, 0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3}, {4, 5, 6}},
+                                        {2, {3, 3, 3, 0, 3, 3, 3, 1, 2, 3, 3, 3, 3, 3, 3, 3}, {3, 7, 8}},
+                                        {2, {3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 1, 2, 3, 3, 3, 3}, {9, 10, 11}},
+                                        {2, {3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 1, 3, 3, 3}, {2, 12}}};
+};
+struct Window {
+  static constexpr Mode mode = WINDOW;
+  static constexpr uint32_t top_bias = 20;
+  static constexpr Tier tier[kTiers] = {{3, {7, 7, 7, 0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 7, 7}, {3, 4, 5, 6, 7, 8, 9}},
+                                        {2, {3, 3, 1, 3, 3, 3, 3, 3, 3, 3, 0, 2, 3, 3, 3, 3}, {10, 2, 11}},
+                                        {2, {3, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 2, 3, 3}, {12, 1, 13}},
+                                        {2, {1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 3}, {14, 0}}};
+};
+constexpr uint32_t kWideBias = 28;  // of a WINDOW that takes the place of a CASCADE
 
-// Bytes of the first part of n coded elements with r sign and mantissa bits.
-ZIPCCL_FN uint32_t first_part_bytes(uint32_t n, uint32_t r) { return r / 8 * n + (r % 8 + 2) * plane_bytes(n); }
+ZIPCCL_FN constexpr uint32_t pad16(uint32_t x) { return (x + 15) & ~15u; }
+ZIPCCL_FN constexpr uint32_t plane_bytes(uint32_t n) { return (n + 7) / 8; }
+
+// Bytes of n elements' sign and mantissa, r bits each; and of the first part of n coded elements.
+ZIPCCL_FN constexpr uint32_t parts_bytes(uint32_t n, uint32_t r) { return r / 8 * n + r % 8 * plane_bytes(n); }
+ZIPCCL_FN constexpr uint32_t first_part_bytes(uint32_t n, uint32_t r, uint32_t tier1_bits) {
+  return parts_bytes(n, r) + tier1_bits * plane_bytes(n);
+}
 
 template <typename F>
 ZIPCCL_FN uint32_t table_bytes(uint32_t blocks) {
@@ -64,9 +92,12 @@ ZIPCCL_FN uint32_t table_bytes(uint32_t blocks) {
 // Bytes of a block's body with its padding.
 template <typename F>
 ZIPCCL_FN uint32_t body_bytes(uint32_t mode, uint32_t n, uint32_t trim) {
-  if (mode == RAW) return pad16(n * uint32_t(sizeof(typename F::Word)));
-  if (mode == CASCADE) return pad16(first_part_bytes(n, 1 + F::M - trim));
-  return 0;
+  switch (mode) {
+    case RAW: return pad16(n * uint32_t(sizeof(typename F::Word)));
+    case CASCADE: return pad16(first_part_bytes(n, 1 + F::M - trim, Cascade::tier[0].bits));
+    case WINDOW: return pad16(first_part_bytes(n, 1 + F::M - trim, Window::tier[0].bits));
+    default: return 0;
+  }
 }
 
 }  // namespace

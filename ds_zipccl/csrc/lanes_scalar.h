@@ -1,4 +1,4 @@
-// The 64-element steps of the codec in portable C++.
+// The steps of 64 elements in portable C++, which the other levels must equal.
 #pragma once
 #include "bits.h"
 #include "exponent_block.cuh"
@@ -7,55 +7,121 @@ namespace zipccl {
 namespace {
 
 struct ScalarLanes {
-  // Bit `bit` of each of 64 bytes as a plane.
-  static uint64_t plane_of(const uint8_t* bytes, uint32_t bit) {
+  // 64 words; shifts and masks apply to each.
+  template <typename W>
+  struct Vec {
+    W w[64];
+    Vec operator>>(uint32_t count) const { return map([=](W x) { return W(x >> count); }); }
+    Vec operator<<(uint32_t count) const { return map([=](W x) { return W(x << count); }); }
+    Vec operator&(W mask) const { return map([=](W x) { return W(x & mask); }); }
+    Vec operator|(const Vec& other) const {
+      Vec out;
+      for (uint32_t i = 0; i < 64; ++i) out.w[i] = w[i] | other.w[i];
+      return out;
+    }
+    template <typename Each>
+    Vec map(Each each) const {
+      Vec out;
+      for (uint32_t i = 0; i < 64; ++i) out.w[i] = each(w[i]);
+      return out;
+    }
+  };
+  using Bytes = Vec<uint8_t>;
+
+  static Bytes load(const uint8_t* from) { return load_words<uint8_t>(from); }
+  static void store(uint8_t* to, const Bytes& x) { store_words(to, x); }
+  template <typename W>
+  static Vec<W> load_words(const uint8_t* from) {
+    Vec<W> x;
+    memcpy(&x, from, sizeof x);
+    return x;
+  }
+  template <typename W>
+  static void store_words(uint8_t* to, const Vec<W>& x) {
+    memcpy(to, &x, sizeof x);
+  }
+  // The low byte of each word; and bytes as words.
+  template <typename W>
+  static Bytes narrow(const Vec<W>& x) {
+    Bytes out;
+    for (uint32_t i = 0; i < 64; ++i) out.w[i] = uint8_t(x.w[i]);
+    return out;
+  }
+  template <typename W>
+  static Vec<W> widen(const Bytes& x) {
+    Vec<W> out;
+    for (uint32_t i = 0; i < 64; ++i) out.w[i] = x.w[i];
+    return out;
+  }
+
+  // Surveys at most 16 groups of bytes.
+  struct Census {
+    Survey all = {255, 0, 0};
+    void add(const Bytes& x) {
+      for (uint32_t i = 0; i < 64; ++i) {
+        const uint32_t e = x.w[i];
+        all.least = e < all.least ? e : all.least;
+        all.largest = e > all.largest ? e : all.largest;
+        all.sum += e;
+      }
+    }
+    Survey result() const { return all; }
+  };
+
+  // Bit `bit` of each byte as a plane: the low bits of eight bytes come together in the top byte of a product.
+  static uint64_t plane(const Bytes& x, uint32_t bit) {
     uint64_t plane = 0;
     for (uint32_t i = 0; i < 8; ++i) {
-      uint64_t eight;
-      memcpy(&eight, bytes + 8 * i, 8);
-      plane |= gather_low_bits(eight >> bit) << 8 * i;
+      const uint64_t eight = load_word<uint64_t>(x.w + 8 * i) >> bit & 0x0101010101010101ull;
+      plane |= (eight * 0x0102040810204080ull >> 56) << 8 * i;
     }
     return plane;
   }
-
   // The inverse for `count` planes: bit p of byte i is bit i of planes[p].
-  static void bytes_of(const uint64_t* planes, uint32_t count, uint8_t* bytes) {
+  static Bytes from_planes(const uint64_t* planes, uint32_t count) {
+    Bytes out;
     for (uint32_t i = 0; i < 8; ++i) {
       uint64_t eight = 0;
-      for (uint32_t p = 0; p < count; ++p) eight |= spread_low_bits(planes[p] >> 8 * i) << p;
-      memcpy(bytes + 8 * i, &eight, 8);
+      for (uint32_t p = 0; p < count; ++p) {
+        const uint64_t picked = (planes[p] >> 8 * i & 0xff) * 0x0101010101010101ull & 0x8040201008040201ull;
+        eight |= ((picked + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull) << p;
+      }
+      memcpy(out.w + 8 * i, &eight, 8);
     }
+    return out;
   }
 
-  // Codes of 64 exponents in every tier, low and high plane of tier 1, of tier 2, ...: min(rank - 3 (tier - 1), 3), and anything in a
-  // tier after the one that names the element.
-  static void tier_codes(const uint8_t* exponent, uint32_t top, uint64_t* codes) {
-    uint8_t rank[64], code[64];
-    for (uint32_t i = 0; i < 64; ++i) {
-      const uint32_t k = uint8_t(top + 1 - exponent[i]);
-      rank[i] = k < kWindow ? kRankOfK[k] : exponent[i] ? kNoRank : kZeroRank;
-    }
-    for (uint32_t tier = 0; tier < kTiers; ++tier) {
-      for (uint32_t i = 0; i < 64; ++i) {
-        const uint8_t c = uint8_t(rank[i] - 3 * tier);
-        code[i] = c < 3 ? c : 3;
-      }
-      codes[2 * tier] = plane_of(code, 0);
-      codes[2 * tier + 1] = plane_of(code, 1);
-    }
+  // Codes of exponents in a tier.
+  template <typename Code, uint32_t kTier>
+  static Bytes codes(const Bytes& exponent, uint32_t top) {
+    constexpr Tier tier = Code::tier[kTier];
+    return exponent.map([=](uint8_t e) {
+      const uint8_t k = uint8_t(top + kAbove - e), code = tier.code_of_k[k < 15 ? k : 15];
+      return kTier + 1 == kTiers && !e && code == tier.escape() ? uint8_t(kZeroCode) : code;
+    });
+  }
+  // Exponents from the planes of their codes in a tier; those that escape come out undefined.
+  template <typename Code, uint32_t kTier>
+  static Bytes exponents(const uint64_t* planes, uint32_t top) {
+    constexpr Tier tier = Code::tier[kTier];
+    return from_planes(planes, tier.bits).map([=](uint8_t code) {
+      return kTier + 1 == kTiers && code == kZeroCode ? uint8_t(0) : uint8_t(top + kAbove - tier.k_of_code[code]);
+    });
   }
 
-  // Exponents from their codes, which must be zero in tiers after the one that names the element. Those no tier names come out undefined.
-  static void exponents(const uint64_t* codes, uint32_t top, uint8_t* exponent) {
-    uint8_t rank[64] = {0};
-    for (uint32_t plane = 0; plane < 2 * kTiers; ++plane)
-      for (uint32_t i = 0; i < 8; ++i) {
-        uint64_t eight;
-        memcpy(&eight, rank + 8 * i, 8);
-        eight += spread_low_bits(codes[plane] >> 8 * i) << plane % 2;
-        memcpy(rank + 8 * i, &eight, 8);
-      }
-    for (uint32_t i = 0; i < 64; ++i) exponent[i] = rank[i] < kWindow ? uint8_t(top + 1 - kKOfRank[rank[i]]) : 0;
+  // Writes the bytes at the ones of mask to `to`, close together; all 64 bytes there may change.
+  static void compress(const Bytes& x, uint64_t mask, uint8_t* to) {
+    for (; mask; mask &= mask - 1) *to++ = x.w[__builtin_ctzll(mask)];
+  }
+  // The inverse: the next bytes of `from` (64 are readable) at the ones of mask, x elsewhere.
+  static Bytes expand(Bytes x, uint64_t mask, const uint8_t* from) {
+    for (; mask; mask &= mask - 1) x.w[__builtin_ctzll(mask)] = *from++;
+    return x;
+  }
+  // Which words are zero.
+  template <typename W>
+  static uint64_t zeros(const Vec<W>& x) {
+    return plane(narrow(x.map([](W w) { return W(w == 0); })), 0);
   }
 };
 

@@ -6,7 +6,7 @@ A route turns words into payload bytes and back (FORMAT.md section 2). All route
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,14 +15,22 @@ from ds_zipccl.kernels import native, numba_route
 
 
 class Route(Protocol):
-    """Both calls block, run on the calling thread and release the interpreter lock while they work."""
+    """All calls block and release the interpreter lock while they work. Words are flat contiguous CPU tensors."""
 
-    def encode(self, words: torch.Tensor, block: int, out: torch.Tensor) -> int:
-        """Encode flat contiguous ``words`` into ``out`` (uint8, payload_bound() bytes); returns the payload's bytes."""
+    def encode(
+        self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[int]:
+        """Encode each segment (at least one, all of one dtype) with ``code``, "cascade" or "window", into its ``outs``
+        (uint8, payload_bound() bytes each); returns the payloads' bytes."""
         ...
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        """Decode ``payload`` (uint8) into flat contiguous ``words``; raises FrameError."""
+        """Decode ``payload`` (uint8) into ``words``; raises FrameError."""
+        ...
+
+    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        """Add the words of ``dtype`` in ``payload`` to ``sums``, of the same dtype (each sum is rounded to it) or float32;
+        raises FrameError."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -10,15 +11,35 @@ from ds_zipccl.frame import DTYPE_IDS, FrameError
 from ds_zipccl.op_builder import cache
 
 
+class _Segment(ctypes.Structure):
+    """ZipcclSegment of csrc/cpu_payload.cpp."""
+
+    _fields_ = [
+        ("words", ctypes.c_void_p),
+        ("numel", ctypes.c_uint64),
+        ("out", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+#: Place of a code in ZipcclCode of csrc/cpu_level.h.
+_CODES = {"cascade": 0, "window": 1}
+
+
 class NativeRoute:
-    """Route over a library that op_builder built; see :class:`ds_zipccl.kernels.Route`."""
+    """Route over a library that op_builder built; see :class:`ds_zipccl.kernels.Route`.
+
+    Tensors of a few MiB and more are spread over ``torch.get_num_threads()`` threads.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, u64, i32, u32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32
         self._encode = library.zipccl_encode
-        self._encode.argtypes, self._encode.restype = [pointer, u64, i32, u32, pointer], u64
+        self._encode.argtypes, self._encode.restype = [pointer, u32, i32, i32, u32, i32], None
         self._decode = library.zipccl_decode
-        self._decode.argtypes, self._decode.restype = [pointer, u64, pointer, u64, i32, u32], i32
+        self._decode.argtypes, self._decode.restype = [pointer, u64, pointer, u64, i32, u32, i32], i32
+        self._decode_add = library.zipccl_decode_add
+        self._decode_add.argtypes, self._decode_add.restype = [pointer, u64, pointer, u64, i32, u32, i32, i32], i32
         self._level = library.zipccl_level
         self._level.argtypes, self._level.restype = [], ctypes.c_char_p
         self._force = library.zipccl_force_level
@@ -26,7 +47,7 @@ class NativeRoute:
 
     @property
     def level(self) -> str:
-        """Instruction set in use: avx2 or scalar."""
+        """Instruction set in use: avx512, avx2 or scalar."""
         return str(self._level().decode())
 
     def force_level(self, name: str) -> None:
@@ -38,15 +59,36 @@ class NativeRoute:
         if self._force(name.encode()):
             raise ValueError(f"level {name!r} is unknown or not supported by this CPU; in use: {self.level}")
 
-    def encode(self, words: torch.Tensor, block: int, out: torch.Tensor) -> int:
-        return int(self._encode(words.data_ptr(), words.numel(), DTYPE_IDS[words.dtype], block, out.data_ptr()))
+    def encode(
+        self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[int]:
+        pairs = zip(segments, outs, strict=True)
+        array = (_Segment * len(segments))(*((w.data_ptr(), w.numel(), out.data_ptr(), 0) for w, out in pairs))
+        dtype = DTYPE_IDS[segments[0].dtype]
+        self._encode(ctypes.addressof(array), len(array), dtype, _CODES[code], block, torch.get_num_threads())
+        return [segment.bytes for segment in array]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        status = self._decode(
-            payload.data_ptr(), payload.numel(), words.data_ptr(), words.numel(), DTYPE_IDS[words.dtype], block
-        )
-        if status:
-            raise FrameError(status, "the payload contradicts itself")
+        _check(
+            self._decode(
+                payload.data_ptr(), payload.numel(), words.data_ptr(), words.numel(), DTYPE_IDS[words.dtype], block,
+                torch.get_num_threads(),
+            )
+        )  # fmt: skip
+
+    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        wide = sums.dtype != dtype
+        _check(
+            self._decode_add(
+                payload.data_ptr(), payload.numel(), sums.data_ptr(), sums.numel(), DTYPE_IDS[dtype], block, wide,
+                torch.get_num_threads(),
+            )
+        )  # fmt: skip
+
+
+def _check(status: int) -> None:
+    if status:
+        raise FrameError(status, "the payload contradicts itself")
 
 
 def load() -> NativeRoute:

@@ -1,7 +1,8 @@
-"""The numba route: compiled on the machine by numba, no C++ compiler needed."""
+"""The numba route: compiled on the machine by numba, no C++ compiler needed. One thread."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -14,28 +15,42 @@ _FLOATS = {
     torch.bfloat16: (8, 7, np.uint16),
     torch.float16: (5, 10, np.uint16),
     torch.float32: (8, 23, np.uint32),
+    torch.float8_e4m3fn: (4, 3, np.uint8),
+    torch.float8_e5m2: (5, 2, np.uint8),
 }
 
 
 class NumbaRoute:
-    """Route over :mod:`ds_zipccl.kernels.reference`; see :class:`ds_zipccl.kernels.Route`."""
+    """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`."""
 
-    def __init__(self, reference: ModuleType) -> None:
-        self._reference = reference
+    def __init__(self, encoder: ModuleType, decoder: ModuleType) -> None:
+        self._encoder, self._decoder = encoder, decoder
+        self._modes = {"cascade": encoder.CASCADE, "window": encoder.WINDOW}
 
-    def encode(self, words: torch.Tensor, block: int, out: torch.Tensor) -> int:
-        exponent, mantissa, word = _FLOATS[words.dtype]
-        return int(self._reference.encode(_array(words, word), exponent, mantissa, block, out.numpy()))
+    def encode(
+        self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[int]:
+        return [
+            int(self._encoder.encode(_array(words), self._modes[code], *_FLOATS[words.dtype][:2], block, out.numpy()))
+            for words, out in zip(segments, outs, strict=True)
+        ]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        exponent, mantissa, word = _FLOATS[words.dtype]
-        status = self._reference.decode(payload.numpy(), exponent, mantissa, block, _array(words, word))
+        exponent, mantissa, _ = _FLOATS[words.dtype]
+        status = self._decoder.decode(payload.numpy(), exponent, mantissa, block, _array(words))
         if status:
             raise FrameError(status, "the payload contradicts itself")
 
+    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        values = torch.empty(sums.numel(), dtype=dtype)
+        self.decode(payload, block, values)
+        sums.add_(values)
+        if sums.dtype == torch.bfloat16:
+            sums.masked_fill_(sums.isnan(), torch.nan)  # torch's vector units give another NaN than c10 and gloo
 
-def _array(words: torch.Tensor, word: type) -> np.ndarray:
-    return words.detach().view(torch.uint8).numpy().view(word)
+
+def _array(words: torch.Tensor) -> np.ndarray:
+    return words.detach().view(torch.uint8).numpy().view(_FLOATS[words.dtype][2])
 
 
 def load() -> NumbaRoute:
@@ -44,6 +59,6 @@ def load() -> NumbaRoute:
     Raises:
         ImportError: numba is not installed.
     """
-    from ds_zipccl.kernels import reference
+    from ds_zipccl.kernels import reference_decode, reference_encode
 
-    return NumbaRoute(reference)
+    return NumbaRoute(reference_encode, reference_decode)

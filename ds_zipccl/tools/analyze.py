@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="bf16 fp16 fp32 of synthetic data (bf16)",
     )
-    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=512, help="elements a block (512)")
+    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=1024, help="elements a block (1024)")
     parser.add_argument("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
     parser.add_argument("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
@@ -147,7 +147,7 @@ def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histo
         drawing.add(tensor, frame)
     bound = Fields.of(tensor.dtype).ratio(found.within_blocks)
     return row | {
-        "zeros": 1 - int(torch.count_nonzero(tensor)) / tensor.numel(),
+        "zeros": 1 - int(torch.count_nonzero(tensor.float())) / tensor.numel(),
         "entropy": found.entropy,
         "block_entropy": found.within_blocks,
         "bound": bound,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 #: Keys of ``ds_zipccl.codecs.CODECS`` in the order of their rows, raw first: what a coded frame is compared with. A literal, as the
 #: codecs import torch; a test compares them.
-CODECS = ("raw", "exponent")
+CODECS = ("raw", "cascade", "window")
 NO_ROUTE = "none"
 PEER_ROUTE = "peer"
 SAMPLE_S = 0.02  # seconds that one timing should at least take, so that the clock does not matter
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", nargs="*", choices=peers.PEERS, help="compressors of others (none; all if none is named)"
     )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads to measure with (1)")
-    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=512, help="elements a block (512)")
+    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=1024, help="elements a block (1024)")
     parser.add_argument("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.multiprocessing import ProcessContext
 
 #: variant -> codec of its frames; None: torch.distributed's own collective
-VARIANTS = {"plain": None, "raw": "raw", "coded": "exponent"}
+VARIANTS = {"plain": None, "raw": "raw", "coded": "cascade"}
 GOODBYE_S = 60  # seconds for the processes to end after their last row
 COLUMNS = (
     Column("op", width=14),

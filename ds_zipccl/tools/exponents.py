@@ -12,9 +12,8 @@ import torch
 from ds_zipccl import frame as framing
 
 #: Block modes by number (FORMAT.md section 2).
-MODES = ("FILL", "RAW", "CASCADE", "SPARSE")
-WINDOWED = (2, 3)
-_CHUNK_BLOCKS = 32
+MODES = ("FILL", "RAW", "CASCADE", "SPARSE", "WINDOW")
+_CHUNK_BLOCKS = 16
 _TAIL_BITS = 13
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLICE_BLOCKS = 4096  # blocks looked at together: bounds the memory beside the tensor itself
@@ -94,7 +93,7 @@ class Exponents:
         return float(entropy(self.counts))
 
 
-def exponents(tensor: torch.Tensor, block: int = 512) -> Exponents:
+def exponents(tensor: torch.Tensor, block: int = 1024) -> Exponents:
     """Statistics of a float CPU tensor; an empty one has entropy 0.
 
     A few hundred samples look more orderly than what they were drawn from. Miller and Madow's correction, (kinds - 1) / 2 nats

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ds_zipccl.kernels.reference import K_OF_RANK
+from ds_zipccl.kernels.reference import ABOVE, CASCADE, CODE_OF_K, SPARSE, TIER1_BITS, TIERS, WINDOW
 from ds_zipccl.tools import ToolError
-from ds_zipccl.tools.exponents import MODES, WINDOWED, Fields, block_tables, exponent_blocks
+from ds_zipccl.tools.exponents import MODES, Fields, block_tables, exponent_blocks
 
 try:
     import matplotlib
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _TIERS = ("#1f5a99", "#4f8fd0", "#94bfe6", "#d3e4f5")  # colours, first tier to fourth
 _OUTSIDE = "#c44e52"
-_RANKS = {1 - int(k): rank for rank, k in enumerate(K_OF_RANK)}  # by exponent minus top of the block's window
+#: mode of a block -> the mode whose tiers its elements are coded with (FORMAT.md 2.1)
+_TIERS_OF = {CASCADE: CASCADE, SPARSE: CASCADE, WINDOW: WINDOW}
 _REACH = 16  # binades shown on either side of a window's top; what lies farther is in the outermost bar
 
 
@@ -44,13 +45,14 @@ class Histograms:
         for part in exponent_blocks(tensor, self._block):
             here = slice(at, at := at + len(part))
             counts.plain += np.bincount(part.reshape(-1), minlength=values)
-            windowed = np.isin(modes[here], WINDOWED)
-            top = tops[here][windowed].astype(np.int64)
-            counts.tops += np.bincount(top, minlength=256)
             counts.modes += np.bincount(modes[here], minlength=len(MODES))
-            inside = part[windowed]
-            distance = np.clip(inside - top[:, None], -_REACH, _REACH)[inside > 0]
-            counts.aligned += np.bincount(distance + _REACH, minlength=2 * _REACH + 1)
+            for mode, tiers in _TIERS_OF.items():
+                chosen = modes[here] == mode
+                top = tops[here][chosen].astype(np.int64)
+                counts.tops[tiers] += np.bincount(top, minlength=256)
+                inside = part[chosen]
+                distance = np.clip(inside - top[:, None], -_REACH, _REACH)[inside > 0]
+                counts.aligned[tiers] += np.bincount(distance + _REACH, minlength=2 * _REACH + 1)
 
     def save(self, path: str, title: str) -> None:
         """Write the PNG file ``path``.
@@ -75,18 +77,21 @@ class Histograms:
 
 
 class _Counts:
-    """Histograms (int64): exponent fields; the same minus their block's top, clipped; tops of blocks; modes of blocks."""
+    """Histograms (int64): exponent fields; modes of blocks; and, for each mode with tiers of its own, exponents minus their block's
+    top, clipped, and tops of blocks."""
 
     def __init__(self, values: int) -> None:
         self.plain = np.zeros(values, dtype=np.int64)
-        self.aligned = np.zeros(2 * _REACH + 1, dtype=np.int64)
-        self.tops = np.zeros(256, dtype=np.int64)
+        self.aligned = {mode: np.zeros(2 * _REACH + 1, dtype=np.int64) for mode in _TIERS_OF.values()}
+        self.tops = {mode: np.zeros(256, dtype=np.int64) for mode in _TIERS_OF.values()}
         self.modes = np.zeros(len(MODES), dtype=np.int64)
 
 
-def _tier(distance: int) -> int | None:
-    """Tier (0 to 3) that codes an exponent ``distance`` above its block's top; None outside of the window (FORMAT.md 2.1)."""
-    return _RANKS[distance] // 3 if distance in _RANKS else None
+def _tier(mode: int, distance: int) -> int | None:
+    """Tier (0 to 3) that names an exponent ``distance`` above its block's top; None where none does (FORMAT.md 2.1)."""
+    codes = CODE_OF_K[mode, :, (ABOVE - distance) % 256]
+    named = [tier for tier in range(TIERS) if codes[tier] < (3 if tier else (1 << TIER1_BITS[mode]) - 1)]
+    return named[0] if named else None
 
 
 def _draw_plain(axes: Axes, dtype: torch.dtype, counts: _Counts) -> None:
@@ -95,16 +100,18 @@ def _draw_plain(axes: Axes, dtype: torch.dtype, counts: _Counts) -> None:
     seen = np.flatnonzero(counts.plain[1:]) + 1
     shares = 100 * counts.plain / max(1, counts.plain.sum())
     axes.bar(seen - bias, shares[seen], width=0.85, color="#444444", zorder=2)
-    if counts.tops.any():
-        median = int(np.searchsorted(np.cumsum(counts.tops), counts.tops.sum() / 2)) - bias
-        spans = [1 - int(k) for k in K_OF_RANK]
+    mode = max(counts.tops, key=lambda mode: counts.tops[mode].sum())
+    tops = counts.tops[mode]
+    if tops.any():
+        median = int(np.searchsorted(np.cumsum(tops), tops.sum() / 2)) - bias
+        tiers = {distance: _tier(mode, distance) for distance in range(-_REACH, _REACH + 1)}
+        spans = [distance for distance, tier in tiers.items() if tier is not None]
         axes.axvspan(
             median + min(spans) - 0.5, median + max(spans) + 0.5, color="#e6eff8", label="window of the median block"
         )
-        first = [distance for distance in _RANKS if _tier(distance) == 0]
-        axes.axvspan(
-            median + min(first) - 0.5, median + max(first) + 0.5, color="#b5d2ee", label="its first tier (2 bits)"
-        )
+        first = [distance for distance, tier in tiers.items() if tier == 0]
+        label = f"its first tier ({TIER1_BITS[mode]} bits)"
+        axes.axvspan(median + min(first) - 0.5, median + max(first) + 0.5, color="#b5d2ee", label=label)
         axes.legend(fontsize=8, loc="upper left")
     name = str(dtype).removeprefix("torch.")
     axes.set_title(f"{name}, {counts.plain.sum():,} elements, {shares[0]:.2g}% zero or denormal", fontsize=10)
@@ -115,12 +122,16 @@ def _draw_plain(axes: Axes, dtype: torch.dtype, counts: _Counts) -> None:
 def _draw_aligned(axes: Axes, counts: _Counts, block: int) -> None:
     """Shares by distance from the top of the block's own window, coloured by what codes them."""
     distances = np.arange(-_REACH, _REACH + 1)
-    shares = 100 * counts.aligned / max(1, counts.aligned.sum())
-    tiers = [_tier(int(distance)) for distance in distances]
-    kinds = [(tier, f"tier {tier + 1}: {2 * tier + 2} bits", colour) for tier, colour in enumerate(_TIERS)]
-    for tier, label, colour in [*kinds, (None, f"outside: {2 * len(_TIERS) + 8} bits", _OUTSIDE)]:
-        mine = np.array([other == tier for other in tiers])
-        axes.bar(distances[mine], shares[mine], width=0.85, color=colour, label=f"{label}, {shares[mine].sum():.3g}%")
+    total = max(1, sum(int(aligned.sum()) for aligned in counts.aligned.values()))
+    base = np.zeros(len(distances))
+    for tier, colour in [*enumerate(_TIERS), (None, _OUTSIDE)]:
+        shares = np.zeros(len(distances))
+        for mode, aligned in counts.aligned.items():
+            mine = np.array([_tier(mode, int(distance)) == tier for distance in distances])
+            shares += 100 * np.where(mine, aligned, 0) / total
+        label = "no tier" if tier is None else f"tier {tier + 1}"
+        axes.bar(distances, shares, width=0.85, bottom=base, color=colour, label=f"{label}: {shares.sum():.3g}%")
+        base += shares
     axes.legend(fontsize=8, loc="upper left")
     total = max(1, counts.modes.sum())
     modes = ", ".join(f"{100 * n / total:.3g}% {mode}" for mode, n in zip(MODES, counts.modes, strict=True) if n)

@@ -55,7 +55,7 @@ def _codec() -> str:
                 *(f"{row[key]:.2f}" for key in ("encode_gbps", "decode_gbps", "memcpy_gbps")),
             )
             for row in results["rows"]
-            if row["codec"] == "exponent"
+            if row["codec"] in ("cascade", "window")
         ),
     )
 

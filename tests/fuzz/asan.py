@@ -10,11 +10,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ds_zipccl.op_builder import cache
 
-FLAGS = ("-g1", "-std=c++17", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+FLAGS = (
+    "-g1",
+    "-std=c++17",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+    "-pthread",
+)
 DRIVER = Path(__file__).with_name("fuzz.cpp")
 
 
@@ -27,12 +35,19 @@ def build(folder: Path, csrc: Path = cache.CSRC, optimization: str = "-O0") -> P
         RuntimeError: the compiler failed; the message has its words.
     """
     target = folder / "fuzz"
-    sources = [DRIVER, *(csrc / name for name in cache.CPU_SOURCES)]
-    command = [cache.compiler(), optimization, *FLAGS, *map(str, sources), "-o", str(target)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if result.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
+    sources = {DRIVER: (f"-I{csrc}",), **{csrc / name: flags for name, flags in cache.CPU_SOURCES.items()}}
+    common = (cache.compiler(), optimization, *FLAGS)
+    objects = {source: folder / f"{source.name}.o" for source in sources}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_compile, ((*common, *sources[at], "-c", at, "-o", objects[at]) for at in sources)))
+    _compile((*common, *objects.values(), "-o", target))
     return target
+
+
+def _compile(command: Sequence[str | Path]) -> None:
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{result.stderr}")
 
 
 def run(fuzz: Path, seed: int, mutations: int, seconds: int, levels: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -10,8 +10,17 @@
 #include <string>
 #include <vector>
 
-extern "C" uint64_t zipccl_encode(const void* words, uint64_t numel, int32_t dtype, uint32_t block, void* out);
-extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block);
+struct ZipcclSegment {  // as in cpu_payload.cpp
+  const void* words;
+  uint64_t numel;
+  void* out;
+  uint64_t bytes;
+};
+extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads);
+extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
+                                 int32_t threads);
+extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
+                                     int32_t wide, int32_t threads);
 extern "C" int32_t zipccl_force_level(const char* name);
 
 namespace {
@@ -45,9 +54,10 @@ struct Case {
   int32_t dtype;  // FORMAT.md table 1.1
   uint32_t block;
   uint64_t numel;
-  uint64_t item() const { return dtype == 3 ? 4 : 2; }
-  uint32_t mantissa() const { return dtype == 1 ? 7 : dtype == 2 ? 10 : 23; }
-  uint32_t exponents() const { return dtype == 2 ? 31 : 255; }
+  int32_t code;
+  uint64_t item() const { return dtype == 3 ? 4 : dtype > 3 ? 1 : 2; }
+  uint32_t mantissa() const { return dtype == 1 ? 7 : dtype == 2 ? 10 : dtype == 3 ? 23 : dtype == 13 ? 3 : 2; }
+  uint32_t exponents() const { return dtype == 2 || dtype == 14 ? 31 : dtype == 13 ? 15 : 255; }
   uint32_t sign() const { return 1u << (8 * item() - 1); }
 };
 
@@ -55,7 +65,7 @@ uint64_t pad16(uint64_t x) { return (x + 15) / 16 * 16; }
 
 // The bound of FORMAT.md section 3: index, tables, every block as large as raw, a padding for the tails of each chunk.
 uint64_t bound(const Case& c) {
-  const uint64_t per_chunk = 32 * uint64_t(c.block), chunks = (c.numel + per_chunk - 1) / per_chunk;
+  const uint64_t per_chunk = 16 * uint64_t(c.block), chunks = (c.numel + per_chunk - 1) / per_chunk;
   uint64_t total = pad16(4 * chunks);
   for (uint64_t at = 0; at < c.numel; at += per_chunk) {
     const uint64_t here = c.numel - at < per_chunk ? c.numel - at : per_chunk, blocks = (here + c.block - 1) / c.block;
@@ -67,7 +77,7 @@ uint64_t bound(const Case& c) {
 
 // Words of n elements with a texture drawn for them: zeros, a constant, anything, bell-shaped, sparse, with low bits cut off.
 void generate(const Case& c, uint64_t n, uint8_t* words) {
-  const uint64_t texture = below(9), middle = c.exponents() / 4 + below(c.exponents() / 2), constant = draw();
+  const uint64_t texture = below(10), middle = c.exponents() / 4 + below(c.exponents() / 2), constant = draw();
   const uint64_t zeros_in_64 = texture == 5 ? below(65) : texture == 6 ? 4 : 0, trim = below(c.mantissa() + 1);
   for (uint64_t i = 0; i < n; ++i) {
     uint32_t word = uint32_t(draw());
@@ -79,6 +89,7 @@ void generate(const Case& c, uint64_t n, uint8_t* words) {
       if (texture == 7 && below(30) == 0) e = draw();
       word = (word & ~(c.exponents() << c.mantissa())) | (uint32_t(e) & c.exponents()) << c.mantissa();
     }
+    if (texture == 9) word = (word & ~(c.exponents() << c.mantissa())) | (uint32_t(middle + below(10)) & c.exponents()) << c.mantissa();  // wide
     if (texture == 8) word = word >> trim << trim;
     if (below(64) < zeros_in_64) word = below(4) ? 0 : c.sign();
     memcpy(words + i * c.item(), &word, c.item());
@@ -91,7 +102,7 @@ void damage(std::string& payload, Case& c) {
   const auto poke = [&](uint64_t from, uint64_t to) {
     if (from < to && to <= size) payload[from + below(to - from)] ^= char(1 + below(255));
   };
-  const uint64_t chunks = (c.numel + 32 * c.block - 1) / (32 * c.block), index = pad16(4 * chunks);
+  const uint64_t chunks = (c.numel + 16 * c.block - 1) / (16 * c.block), index = pad16(4 * chunks);
   switch (kind) {
     case 0: payload.resize(below(size + 1)); break;
     case 1: payload.append(below(40), char(draw())); break;
@@ -119,7 +130,9 @@ std::string encode_everywhere(const Case& c, const std::vector<const char*>& lev
   for (const char* level : levels) {
     if (zipccl_force_level(level)) fail("no such level", c, level);
     Exact out(bound(c), below(16));
-    const uint64_t size = zipccl_encode(words.data, c.numel, c.dtype, c.block, out.data);
+    ZipcclSegment segment = {words.data, c.numel, out.data, 0};
+    zipccl_encode(&segment, 1, c.dtype, c.code, c.block, 1);
+    const uint64_t size = segment.bytes;
     if (size > out.size()) fail("larger than the bound", c, level);
     const std::string now(reinterpret_cast<char*>(out.data), size);
     if (level != levels[0] && now != payload) fail("levels write different bytes", c, level);
@@ -137,10 +150,16 @@ int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels,
   for (const char* level : levels) {
     zipccl_force_level(level);
     Exact out(c.numel * c.item(), shift);
-    const int32_t now = zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, c.block);
+    const int32_t now = zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, c.block, 1);
     if (now != 0 && now != 11 && now != 12) fail("unknown status", c, level);
     if (level != levels[0] && now != status) fail("levels differ in status", c, level);
     status = now;
+    if (c.dtype <= 3) {  // the same decoder before an addition
+      const int32_t wide = int32_t(below(2));
+      Exact sums(c.numel * (wide ? 4 : c.item()), shift);
+      if (sums.size()) memset(sums.data, 0x3c, sums.size());
+      if (zipccl_decode_add(in.data, in.size(), sums.data, c.numel, c.dtype, c.block, wide, 1) != now) fail("decode_add differs", c, level);
+    }
     if (status) continue;
     const std::string got(reinterpret_cast<char*>(out.data), out.size());
     if (level != levels[0] && got != words) fail("levels decode different words", c, level);
@@ -160,8 +179,9 @@ int main(int argc, char** argv) {
   uint64_t done = 0, payloads = 0, count[13] = {0};
   std::string decoded;
   while (done < mutations && time(nullptr) < end) {
-    Case c{int32_t(1 + below(3)), 128u << below(4), 0};
-    const uint64_t lengths[] = {below(70), below(300), c.block - 1 + below(3), below(5 * c.block), 32 * 128 + below(200)};
+    const int32_t dtypes[] = {1, 2, 3, 13, 14};
+    Case c{dtypes[below(5)], 128u << below(4), 0, int32_t(below(2))};
+    const uint64_t lengths[] = {below(70), below(300), c.block - 1 + below(3), below(5 * c.block), 16 * 128 + below(200)};
     c.numel = lengths[below(c.block == 128 ? 5 : 4)];
     Exact words(c.numel * c.item(), below(16));
     for (uint64_t at = 0; at < c.numel; at += c.block)

@@ -1,0 +1,165 @@
+// The C interface of the CPU codec: whole payloads (FORMAT.md section 2), their chunks spread over threads.
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "cpu_level.h"
+#include "exponent_block.cuh"
+
+using namespace zipccl;
+
+namespace {
+
+constexpr uint64_t kBytesPerThread = 1 << 20;  // seed, measured on Zen 4: with less to do a thread costs more than it saves
+constexpr uint64_t kRun = 16;  // chunks that a thread decodes in a row: each asks for the next one's bytes
+constexpr uint32_t kItemsize[ZIPCCL_TYPES] = {2, 2, 4, 1, 1};
+
+// Place of a dtype of FORMAT.md table 1.1 in the tables of a level.
+ZipcclType type_of(int32_t dtype) {
+  switch (dtype) {
+    case 2: return ZIPCCL_FP16;
+    case 3: return ZIPCCL_FP32;
+    case 13: return ZIPCCL_E4M3;
+    case 14: return ZIPCCL_E5M2;
+    default: return ZIPCCL_BF16;
+  }
+}
+
+uint64_t chunks_of(uint64_t numel, uint32_t block) { return (numel + uint64_t(block) * kChunkBlocks - 1) / (uint64_t(block) * kChunkBlocks); }
+uint64_t index_bytes(uint64_t chunks) { return (4 * chunks + 15) / 16 * 16; }
+
+// Runs work() on up to `threads` threads, this one included; fewer where the data is small or the system has no more.
+template <typename Work>
+void on_threads(int32_t threads, uint64_t bytes, Work work) {
+  const uint64_t useful = std::min<uint64_t>(threads < 1 ? 1 : threads, bytes / kBytesPerThread);
+  std::vector<std::thread> others;
+  try {
+    for (uint64_t i = 1; i < useful; ++i) others.emplace_back(work);
+  } catch (const std::system_error&) {
+  }
+  work();
+  for (std::thread& thread : others) thread.join();
+}
+
+// Copies a part of a chunk with its padding.
+void place(uint8_t* to, const ZipcclPart& part) {
+  memcpy(to, part.from, part.bytes);
+  memset(to + part.bytes, 0, part.padded - part.bytes);
+}
+
+}  // namespace
+
+// One payload to be encoded: numel words to `out`, which must hold codecs.exponent.payload_bound() bytes; `bytes` is the result.
+struct ZipcclSegment {
+  const void* words;
+  uint64_t numel;
+  void* out;
+  uint64_t bytes;
+};
+
+// Encodes `count` segments of `dtype` with `code` (0 cascade, 1 window).
+extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::Encode* const encode_chunk = zipccl_chosen().encode[type][code];
+  const uint64_t per_chunk = uint64_t(block) * kChunkBlocks;
+  uint64_t total = 0, all_chunks = 0;
+  for (uint32_t s = 0; s < count; ++s) {
+    const uint64_t chunks = chunks_of(segments[s].numel, block);
+    segments[s].bytes = index_bytes(chunks);
+    if (chunks) memset(segments[s].out, 0, segments[s].bytes);
+    total += segments[s].numel * kItemsize[type];
+    all_chunks += chunks;
+  }
+  // Chunks are encoded in any order, but placed in theirs: the next to be placed is `turn`.
+  std::atomic<uint64_t> ticket{0}, turn{0};
+  std::atomic<uint8_t*> end{nullptr};  // of what was placed last
+  on_threads(threads, total, [&] {
+    alignas(64) uint8_t workspace[kZipcclWorkspace];
+    ZipcclPart parts[kZipcclParts];
+    uint32_t s = 0, bytes = 0;
+    uint64_t before = 0;  // chunks of the segments before s
+    for (uint64_t next; (next = ticket.fetch_add(1, std::memory_order_relaxed)) < all_chunks;) {
+      for (uint64_t here; next - before >= (here = chunks_of(segments[s].numel, block)); ++s) before += here;
+      ZipcclSegment& segment = segments[s];
+      const uint64_t chunk = next - before, start = chunk * per_chunk;
+      const uint8_t* const words = static_cast<const uint8_t*>(segment.words) + start * kItemsize[type];
+      const uint64_t ahead = next - turn.load(std::memory_order_relaxed);
+      bytes = encode_chunk(words, uint32_t(std::min(segment.numel - start, per_chunk)), block, workspace, parts,
+                           end.load(std::memory_order_relaxed) + ahead * bytes, words + threads * per_chunk * kItemsize[type]);
+      for (uint32_t spins = 0; turn.load(std::memory_order_acquire) != next; ++spins)
+        if (spins > 1000) std::this_thread::yield();
+      uint8_t* const out = static_cast<uint8_t*>(segment.out);
+      uint8_t* to = out + segment.bytes;
+      const uint32_t offset = uint32_t(segment.bytes / 16);
+      segment.bytes += bytes;
+      end.store(to + bytes, std::memory_order_relaxed);
+      turn.store(next + 1, std::memory_order_release);
+      memcpy(out + 4 * chunk, &offset, 4);
+      uint8_t* const stop = to + bytes;
+      for (const ZipcclPart* part = parts; to < stop; to += part++->padded) place(to, *part);
+    }
+  });
+}
+
+namespace {
+
+// Calls decode_chunk(chunk, its bytes, first element, elements) for every chunk of a payload. The first chunk's failure in order wins.
+template <typename DecodeChunk>
+int32_t each_chunk(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint32_t block, int32_t threads, uint64_t raw_bytes,
+                   DecodeChunk decode_chunk) {
+  const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = chunks_of(numel, block), begin = index_bytes(chunks);
+  if (begin > bytes) return INDEX;
+  if (!chunks) return bytes ? INDEX : OK;
+  std::atomic<uint64_t> ticket{0}, failure{~0ull};  // chunk << 8 | status
+  on_threads(threads, raw_bytes, [&] {
+    for (uint64_t chunk = 0, last = 0;; ++chunk) {
+      if (chunk == last) last = (chunk = ticket.fetch_add(kRun, std::memory_order_relaxed)) + kRun;
+      if (chunk >= chunks || failure.load(std::memory_order_relaxed) >> 8 < chunk) break;
+      uint32_t offsets[2] = {0, 0};
+      memcpy(offsets, payload + 4 * chunk, chunk + 1 < chunks ? 8 : 4);
+      const uint64_t start = uint64_t(offsets[0]) * 16, end = chunk + 1 < chunks ? uint64_t(offsets[1]) * 16 : bytes;
+      int32_t status = INDEX;
+      if (start >= begin && start <= end && end <= bytes && (chunk || start == begin)) {
+        const uint64_t first = chunk * per_chunk;
+        status = decode_chunk(payload + start, end - start, first, uint32_t(std::min(numel - first, per_chunk)));
+      }
+      if (status) {
+        uint64_t known = failure.load();
+        while (chunk < known >> 8 && !failure.compare_exchange_weak(known, chunk << 8 | uint64_t(status))) {
+        }
+      }
+    }
+  });
+  return failure.load() == ~0ull ? int32_t(OK) : int32_t(failure.load() & 255);
+}
+
+}  // namespace
+
+// Decodes a payload of `bytes` bytes to numel words of `dtype`. Returns 0 or a FrameErrorCode; the words are then undefined.
+extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
+                                 int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::Decode* const decode_chunk = zipccl_chosen().decode[type];
+  const uint64_t total = numel * kItemsize[type];
+  return each_chunk(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
+                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n) {
+                      return decode_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(words) + first * kItemsize[type]);
+                    });
+}
+
+// Decodes a payload and adds it to numel sums: of `dtype` (1 to 3) itself, each rounded to it, or floats if `wide`.
+extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
+                                     int32_t wide, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::Add* const add_chunk = zipccl_chosen().add[type][wide != 0];
+  const uint32_t itemsize = wide ? 4 : kItemsize[type];
+  return each_chunk(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * kItemsize[type],
+                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n) {
+                      return add_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(sums) + first * itemsize);
+                    });
+}

@@ -1,0 +1,176 @@
+"""decompress_add, compress_segments and threads: what they add to compress and decompress changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import corpus
+import numpy as np
+import pytest
+import torch
+import variants
+from corpus import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_zipccl
+from ds_zipccl import codecs
+from ds_zipccl.frame import HEADER_BYTES, FrameErrorCode, parse
+
+FLOATS = list(corpus.SUMMED.values())
+
+
+def sample(numel: int, kind: corpus.Float, seed: int, finite: bool = False) -> torch.Tensor:
+    names = ("zeros", "bell", "sparse_signed", "wide", "trimmed") if finite else tuple(corpus.TEXTURES)
+    return corpus.tensor(corpus.mixed(numel, kind, 128, seed, names), kind)
+
+
+def added(sums: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """By definition: in fp32 (fp16 and bf16 sums are exact enough there), rounded once to the type of ``sums``."""
+    return (sums.float() + values.float()).to(sums.dtype)
+
+
+def assert_equal_sums(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Bit for bit, but for the payloads of fp16 and fp32 NaNs."""
+    nans = wanted.isnan()
+    assert torch.equal(got.isnan(), nans)
+    assert_same_bits(got.masked_fill(nans, 0), wanted.masked_fill(nans, 0))
+    if got.dtype == torch.bfloat16:
+        assert set(got[nans].view(torch.int16).tolist()) <= {0x7FC0}
+
+
+# --- decompress_add
+
+
+@pytest.mark.parametrize("code", [*corpus.CODES, "raw"])
+@pytest.mark.parametrize("kind", FLOATS, ids=corpus.SUMMED)
+def test_sums_are_those_of_the_definition(kind: corpus.Float, code: str, route: str) -> None:
+    for seed, numel in enumerate((0, 1, 5, 127, 128, 1025, 20_000)):
+        values = sample(numel, kind, seed)
+        frame = ds_zipccl.compress(values, code, block=128, route=route)
+        for sums in (sample(numel, kind, seed + 50), sample(numel, corpus.FP32, seed + 50)):
+            wanted = added(sums, values)
+            assert ds_zipccl.decompress_add(frame, sums, route=route) is sums
+            assert_equal_sums(sums, wanted)
+
+
+def test_all_sums_of_bf16_and_fp16_patterns(route: str) -> None:
+    """Every pattern plus a few: rounding of ties, carries into infinity, subnormals, NaNs of every payload."""
+    for kind in FLOATS[:2]:
+        values = corpus.tensor(np.arange(1 << 16).astype(np.uint16), kind)
+        frame = ds_zipccl.compress(values, route=route)
+        for word in (0, 1, 2, kind.sign, kind.sign | 1, 0x3C00, 0x3C01, 0x0400, 0x7BFF, 0x7F7F, 0x7C00, 0xFF80, 0x0080):
+            sums = corpus.tensor(np.full(1 << 16, word, np.uint16), kind)
+            wanted = added(sums, values)
+            assert_equal_sums(ds_zipccl.decompress_add(frame, sums, route=route), wanted)
+
+
+@given(st.sampled_from(FLOATS), st.integers(0, 3000), st.integers(0, 999), st.booleans())
+@settings(max_examples=60)
+def test_variants_agree_on_sums(kind: corpus.Float, numel: int, seed: int, wide: bool) -> None:
+    frame = ds_zipccl.compress(sample(numel, kind, seed, finite=True), block=128, checksum=False)
+    start = sample(numel, corpus.FP32 if wide else kind, seed + 1, finite=True)
+    results = []
+    for variant in variants.usable():
+        with variant.in_use() as route:
+            results.append(ds_zipccl.decompress_add(frame, start.clone(), route=route))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+def test_what_decompress_add_refuses(route: str) -> None:
+    frame = ds_zipccl.compress(torch.ones(10, dtype=torch.bfloat16), route=route)
+    for sums, dtype in (
+        (torch.zeros(9), None),
+        (torch.zeros(10, dtype=torch.float16), None),
+        (torch.zeros(10, dtype=torch.float64), None),
+        (torch.zeros(10), torch.float16),
+    ):
+        with pytest.raises(ds_zipccl.FrameError, match="wanted") as caught:
+            ds_zipccl.decompress_add(frame, sums, dtype=dtype, route=route)
+        assert caught.value.code is FrameErrorCode.MISMATCH
+    whole = ds_zipccl.compress(torch.arange(10), route=route)
+    with pytest.raises(ds_zipccl.FrameError, match="int64"):
+        ds_zipccl.decompress_add(whole, torch.zeros(10, dtype=torch.int64), route=route)
+    with pytest.raises(TypeError, match="contiguous"):
+        ds_zipccl.decompress_add(frame, torch.zeros(20)[::2], route=route)
+    broken = ds_zipccl.compress(corpus.tensor(corpus.bell(4096, corpus.BF16, 1), corpus.BF16), checksum=False)
+    broken[HEADER_BYTES + 18] ^= 0x40  # in the first chunk's table
+    with pytest.raises(ds_zipccl.FrameError):
+        ds_zipccl.decompress_add(broken, torch.zeros(4096), route=route)
+
+
+# --- compress_segments
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+@pytest.mark.parametrize("sizes", [(), (0,), (5,), (0, 7, 0), (128, 128, 128), (3000, 1, 40_000, 17)])
+def test_segments_are_frames_of_their_own(sizes: tuple[int, ...], codec: str, route: str) -> None:
+    tensor = sample(sum(sizes), corpus.BF16, len(sizes))
+    outs = [torch.empty(ds_zipccl.compress_bound(n, tensor.dtype, codec), dtype=torch.uint8) for n in sizes]
+    frames = ds_zipccl.compress_segments(tensor, sizes, outs, codec, route=route)
+    assert len(frames) == len(sizes)
+    for part, frame, out in zip(tensor.split(list(sizes)) if sizes else (), frames, outs, strict=True):
+        assert frame.data_ptr() == out.data_ptr()
+        assert torch.equal(frame, ds_zipccl.compress(part, codec, shaped=False, checksum=False, route=route))
+        assert_same_bits(ds_zipccl.decompress(frame, route=route), part)
+
+
+def test_what_compress_segments_refuses() -> None:
+    tensor, out = torch.ones(10), torch.empty(1000, dtype=torch.uint8)
+    for sizes, outs in (((5,), [out]), ((5, 5), [out]), ((11, -1), [out, out])):
+        with pytest.raises(ValueError, match="sizes"):
+            ds_zipccl.compress_segments(tensor, sizes, outs)
+    with pytest.raises(ValueError, match="at least"):
+        ds_zipccl.compress_segments(tensor, (10,), [out[:20]])
+
+
+# --- threads
+
+
+@pytest.fixture(params=[2, 3, 7])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    try:
+        yield request.param
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def large() -> torch.Tensor:
+    return sample(6_000_011, corpus.BF16, 77)
+
+
+def test_threads_change_no_byte(threads: int, large: torch.Tensor) -> None:
+    sizes = (1_000_000, 0, 4_999_999, 12)
+    outs = [torch.empty(ds_zipccl.compress_bound(n, large.dtype), dtype=torch.uint8) for n in sizes]
+    for _ in range(3):
+        frame = ds_zipccl.compress(large, shaped=False, checksum=False)
+        parts = ds_zipccl.compress_segments(large, sizes, outs)
+        back = ds_zipccl.decompress(frame)
+        sums = ds_zipccl.decompress_add(frame, torch.ones(large.numel()))
+        torch.set_num_threads(1)
+        assert torch.equal(frame, ds_zipccl.compress(large, shaped=False, checksum=False))
+        for part, segment in zip(parts, large.split(list(sizes)), strict=True):
+            assert torch.equal(part, ds_zipccl.compress(segment, shaped=False, checksum=False))
+        assert_same_bits(back, large)
+        assert_equal_sums(sums, large.float() + 1)
+        torch.set_num_threads(threads)
+
+
+def test_the_first_bad_chunk_is_reported_whatever_thread_finds_it(threads: int, large: torch.Tensor) -> None:
+    """An index that contradicts itself early wins over a table that does late."""
+    frame = ds_zipccl.compress(large, shaped=False, checksum=False)
+    chunks = -(-large.numel() // (corpus.CHUNK_BLOCKS * parse(frame).block))
+    offsets = frame[HEADER_BYTES : HEADER_BYTES + 4 * chunks].numpy().view("<u4")
+    late = HEADER_BYTES + 16 * int(offsets[-2]) + 17  # the mode of a block
+    frame[late] |= 0xE0
+    with pytest.raises(ds_zipccl.FrameError) as caught:
+        ds_zipccl.decompress(frame)
+    assert caught.value.code is FrameErrorCode.BLOCK
+    offsets[3] = 1 << 31
+    with pytest.raises(ds_zipccl.FrameError) as caught:
+        ds_zipccl.decompress(frame)
+    assert caught.value.code is FrameErrorCode.INDEX
