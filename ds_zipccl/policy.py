@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,9 @@ CODED_BACKENDS = {"cpu": ("gloo",)}
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: A segment smaller than this many bytes goes into a raw frame (seed: a coder call costs more than it saves there).
 RAW_BELOW_BYTES = 4096
+#: Segments smaller than this many bytes are encoded together (seed: for larger ones it pays more that the first is under way
+#: while the next is encoded).
+TOGETHER_BELOW_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ def plan(message: Message, config: ZipcclConfig) -> Plan:
 def frame_codec(codec: str, nbytes: int) -> str:
     """Codec of one frame of ``nbytes`` bytes of tensor. The sender's own choice: the frame names it."""
     return "raw" if nbytes < RAW_BELOW_BYTES else codec
+
+
+def encode_together(nbytes: Sequence[int]) -> bool:
+    """Whether segments of these sizes are encoded in one call: all small, and none so small that its frame is raw."""
+    return len(nbytes) > 1 and min(nbytes) >= RAW_BELOW_BYTES and max(nbytes) < TOGETHER_BELOW_BYTES
 
 
 def _bytes_below(message: Message, limit: int) -> bool:

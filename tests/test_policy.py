@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import CODED_REDUCE_OPS, RAW_BELOW_BYTES, RULES, Message, Plan, frame_codec, plan
+from ds_zipccl.policy import (
+    CODED_REDUCE_OPS,
+    RAW_BELOW_BYTES,
+    RULES,
+    TOGETHER_BELOW_BYTES,
+    Message,
+    Plan,
+    encode_together,
+    frame_codec,
+    plan,
+)
 
 GOOD = Message("all_reduce", torch.bfloat16, 1 << 20, 4, "cpu", "gloo", "zero_grad", "SUM")
 ON = ZipcclConfig(enabled=True)
@@ -66,3 +76,9 @@ def test_unknown_role() -> None:
 def test_small_segments_travel_raw() -> None:
     assert frame_codec("window", RAW_BELOW_BYTES) == "window"
     assert frame_codec("cascade", RAW_BELOW_BYTES - 1) == frame_codec("raw", RAW_BELOW_BYTES) == "raw"
+
+
+def test_segments_are_encoded_together_where_all_are_small() -> None:
+    assert encode_together([RAW_BELOW_BYTES, TOGETHER_BELOW_BYTES - 1])
+    for sizes in ([], [9000], [9000, RAW_BELOW_BYTES - 1], [9000, TOGETHER_BELOW_BYTES]):
+        assert not encode_together(sizes)

@@ -113,44 +113,42 @@ def compress(
 
 
 def compress_segments(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
+    segments: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
     codec: str = "cascade",
     *,
     block: int = 1024,
     route: str = "auto",
 ) -> list[torch.Tensor]:
-    """Code consecutive segments of a flat CPU tensor, ``sizes`` elements each, as a flat frame each, without checksums; blocks.
+    """Code each of several CPU tensors of one dtype as a flat frame without a checksum; blocks.
 
-    One call of the kernels for all of them, as an all-to-all needs it. ``outs`` hold :func:`compress_bound` bytes each, see
-    :func:`compress`; so do the other arguments. Returns a view of each buffer, its frame.
+    One call of the kernels for all of them, as an all-to-all wants it. ``outs`` are a buffer for each, of :func:`compress_bound`
+    bytes; the other arguments are those of :func:`compress`. Returns a view of each buffer, its frame.
 
     Raises:
-        ValueError: as :func:`compress`; or the sizes do not add up to the tensor, or their number is not that of the buffers.
+        ValueError: as :func:`compress`; or the dtypes differ, or the number of buffers is not that of the segments.
         RouteUnavailable: no kernels here.
     """
-    if (
-        tensor.device.type != "cpu"
-        or sum(sizes) != tensor.numel()
-        or len(sizes) != len(outs)
-        or min(sizes, default=0) < 0
-    ):
+    if not segments:
+        return []
+    dtype = segments[0].dtype
+    kinds = {(segment.dtype, segment.device.type) for segment in segments}
+    if kinds != {(dtype, "cpu")} or len(segments) != len(outs):
         raise ValueError(
-            f"wanted {len(sizes)} buffers and a CPU tensor of {sum(sizes)} elements for sizes {list(sizes)}, got {len(outs)} "
-            f"buffers and {tensor.numel()} elements on {tensor.device}"
+            f"wanted CPU tensors of one dtype and a buffer for each, got {len(segments)} of {sorted(map(str, kinds))} "
+            f"and {len(outs)} buffers"
         )
-    chosen = _codec(codec, tensor.dtype)
+    chosen = _codec(codec, dtype)
     block = chosen.block(block)
-    segments = _flat(tensor).split(list(sizes)) if sizes else ()
+    flats = [_flat(segment) for segment in segments]
     at = framing.payload_offset(None)
     buffers = [
-        _room(out, at + chosen.payload_bound(size, tensor.dtype, block)) for size, out in zip(sizes, outs, strict=True)
+        _room(out, at + chosen.payload_bound(flat.numel(), dtype, block)) for flat, out in zip(flats, outs, strict=True)
     ]
-    payloads = chosen.encode(segments, block, [buffer[at:] for buffer in buffers], route)
+    payloads = chosen.encode(flats, block, [buffer[at:] for buffer in buffers], route)
     frames = []
-    for size, buffer, payload in zip(sizes, buffers, payloads, strict=True):
-        framing.pack(Header(chosen.ID, tensor.dtype, size, at + payload, block), buffer)
+    for flat, buffer, payload in zip(flats, buffers, payloads, strict=True):
+        framing.pack(Header(chosen.ID, dtype, flat.numel(), at + payload, block), buffer)
         frames.append(buffer[: at + payload])
     return frames
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import policy
-from ds_zipccl.codecs import CODECS, compress, compress_bound, decompress, decompress_add
+from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments, decompress, decompress_add
 from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
@@ -99,6 +99,12 @@ class Link:
         buffer = lease.bytes(compress_bound(flat.numel(), flat.dtype, codec, block=block))
         return compress(flat, codec, out=buffer, block=block, shaped=False, checksum=False, route=self._config.route)
 
+    def encode_all(self, flats: Sequence[torch.Tensor], lease: Lease) -> list[torch.Tensor]:
+        """Frames of flat tensors of one dtype, in one call of the kernels."""
+        block = self._config.block
+        buffers = [lease.bytes(compress_bound(flat.numel(), flat.dtype, self._codec, block=block)) for flat in flats]
+        return compress_segments(flats, buffers, self._codec, block=block, route=self._config.route)
+
     def landing(self, flat: torch.Tensor, lease: Lease) -> torch.Tensor:
         """Buffer that holds any frame of as many elements as ``flat``, whatever codec the sender chooses."""
         block = self._config.block
@@ -175,9 +181,23 @@ class Round:
         if flat.numel():
             frame = self._link.encode(flat, self.lease)
             for peer in peers:
-                with self._sending(peer):
-                    self._sends.append((peer, self._link.group.send([frame], peer, self._tag), frame))
-                self._link.count(flat, frame)
+                self._post(peer, flat, frame)
+
+    def _post(self, peer: int, flat: torch.Tensor, frame: torch.Tensor) -> None:
+        with self._sending(peer):
+            self._sends.append((peer, self._link.group.send([frame], peer, self._tag), frame))
+        self._link.count(flat, frame)
+
+    def scatter(self, flats: Sequence[torch.Tensor], peers: Sequence[int]) -> None:
+        """Send each of ``peers`` its own of ``flats``, in this order. Small ones are encoded in one call, large ones as they go out."""
+        chosen = [peer for peer in peers if flats[peer].numel()]
+        if policy.encode_together([flats[peer].nbytes for peer in chosen]):
+            frames = self._link.encode_all([flats[peer] for peer in chosen], self.lease)
+            for peer, frame in zip(chosen, frames, strict=True):
+                self._post(peer, flats[peer], frame)
+        else:
+            for peer in chosen:
+                self.send(flats[peer], peer)
 
     def receive(self, peer: int, out: torch.Tensor) -> torch.Tensor:
         """Wait for the next frame of ``peer`` and decode it into flat ``out``, which it returns."""

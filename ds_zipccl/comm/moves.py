@@ -252,8 +252,7 @@ def _exchange_segments(link: Link, inputs: Sequence[torch.Tensor], outputs: Sequ
     with link.round() as exchange:
         for peer in link.peers:
             exchange.expect(peer, outputs[peer])
-        for peer in reversed(link.peers):
-            exchange.send(inputs[peer], peer)
+        exchange.scatter(inputs, link.peers[::-1])
         outputs[link.rank].copy_(inputs[link.rank])
         for peer in link.peers:
             exchange.receive(peer, outputs[peer])

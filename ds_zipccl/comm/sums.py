@@ -228,8 +228,7 @@ def _send_shards(exchange: Round, link: Link, shards: Sequence[torch.Tensor], ow
     """Send every peer its shard, with receives for the own one posted."""
     for peer in link.peers:
         exchange.expect(peer, own)
-    for peer in reversed(link.peers):
-        exchange.send(shards[peer], peer)
+    exchange.scatter(shards, link.peers[::-1])
 
 
 class _Received:
