@@ -175,3 +175,22 @@ def test_the_first_bad_chunk_is_reported_whatever_thread_finds_it(threads: int, 
     with pytest.raises(ds_zipccl.FrameError) as caught:
         ds_zipccl.decompress(frame)
     assert caught.value.code is FrameErrorCode.INDEX
+
+
+# --- past the cache
+
+
+@pytest.mark.parametrize("name", corpus.FLOATS)
+def test_large_outputs_wherever_they_begin(name: str, route: str) -> None:
+    """From 8 MiB on words are written past the cache, where the output begins at a cache line."""
+    kind = corpus.FLOATS[name]
+    size = kind.dtype.itemsize
+    piece = sample(300_000 // size, kind, 5)
+    tensor = piece.repeat(30 * size)[: 9_000_000 // size + 5]
+    frame = ds_zipccl.compress(tensor, shaped=False, checksum=False, route=route)
+    memory = torch.empty(tensor.nbytes + 192, dtype=torch.uint8)
+    line = -memory.data_ptr() % 64
+    for begin in (line, line + 64 - size):
+        out = memory.fill_(0x5C)[begin : begin + tensor.nbytes].view(kind.dtype)
+        assert_same_bits(ds_zipccl.decompress(frame, out, route=route), tensor)
+        assert (memory[:begin] == 0x5C).all() and (memory[begin + tensor.nbytes :] == 0x5C).all()

@@ -58,16 +58,17 @@ void decode_tier(const TierPlanes& planes, uint32_t top, const uint8_t* escapes,
 
 // Stores the first n words of a group.
 template <typename Lanes, typename W, typename Group>
-__attribute__((always_inline)) inline void put_group(uint8_t* to, const Group& group, uint32_t n) {
-  if (n == 64) return Lanes::template store_words<W>(to, group);
+__attribute__((always_inline)) inline void put_group(uint8_t* to, const Group& group, uint32_t n, bool stream) {
+  if (n == 64) return stream ? Lanes::template stream_words<W>(to, group) : Lanes::template store_words<W>(to, group);
   uint8_t last[64 * sizeof(W)];
   Lanes::template store_words<W>(last, group);
   memcpy(to, last, n * sizeof(W));
 }
 
-// Decodes m coded elements (FORMAT.md 2.1) from the whole first part and `list`, the exponents that tier 1 escapes.
+// Decodes m coded elements (FORMAT.md 2.1) from the whole first part and `list`, the exponents that tier 1 escapes. `stream`: the
+// words go past the cache; their address is then a multiple of 64.
 template <typename F, typename Code, typename Lanes>
-void decode_elements(const uint8_t* first, const uint8_t* list, uint32_t m, uint32_t top, uint32_t trim, uint8_t* words) {
+void decode_elements(const uint8_t* first, const uint8_t* list, uint32_t m, uint32_t top, uint32_t trim, bool stream, uint8_t* words) {
   using Word = typename F::Word;
   if (!F::has_trim) trim = 0;  // the compiler then knows r
   constexpr uint32_t bits = Code::tier[0].bits;
@@ -93,13 +94,13 @@ void decode_elements(const uint8_t* first, const uint8_t* list, uint32_t m, uint
       for (uint32_t p = 0; p < planes; ++p) rest[p] = load_plane(bit_planes + p * plane, at, n);
       v = v | (Lanes::template widen<Word>(Lanes::from_planes(rest, planes)) << r / 8 * 8);
     }
-    put_group<Lanes, Word>(words + at * sizeof(Word), F::join(v << trim, e), n);
+    put_group<Lanes, Word>(words + at * sizeof(Word), F::join(v << trim, e), n, stream);
   });
 }
 
 // Decodes a SPARSE tail of `bytes` bytes (16 more are readable).
 template <typename F, typename Lanes>
-Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t top, uint32_t trim, uint8_t* words) {
+Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t top, uint32_t trim, bool stream, uint8_t* words) {
   using Word = typename F::Word;
   const uint32_t plane = plane_bytes(n);
   if (bytes < 1 + plane || tail[0] > 1) return BLOCK;
@@ -117,7 +118,7 @@ Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t t
   decode_tier<Cascade, 3, Lanes>(tiers[2], top, list, other);
   decode_tier<Cascade, 2, Lanes>(tiers[1], top, other, list);
   decode_tier<Cascade, 1, Lanes>(tiers[0], top, list, other);
-  decode_elements<F, Cascade, Lanes>(tail + at, other, m, top, trim, reinterpret_cast<uint8_t*>(others));
+  decode_elements<F, Cascade, Lanes>(tail + at, other, m, top, trim, false, reinterpret_cast<uint8_t*>(others));
   uint8_t bytes_of[sizeof(Word)][kMaxBlock + 64];  // the words as byte planes, to be expanded one by one
   each_group(m, [&](uint32_t i, uint32_t) __attribute__((always_inline)) {
     const auto group = Lanes::template load_words<Word>(reinterpret_cast<const uint8_t*>(others + i));
@@ -130,17 +131,16 @@ Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t t
     for (uint32_t byte = 0; byte < sizeof(Word); ++byte)
       group = group | Lanes::template widen<Word>(Lanes::expand({}, keep, bytes_of[byte] + next)) << 8 * byte;
     next += popcount(keep);
-    put_group<Lanes, Word>(words + i * sizeof(Word), group, here);
+    put_group<Lanes, Word>(words + i * sizeof(Word), group, here, stream);
   });
-  if (tail[0]) {
-    uint32_t zero = 0;
-    for (uint32_t i = 0; i < n; ++i) {
-      if (!(map[i / 8] >> i % 8 & 1)) continue;
-      const Word word = Word(tail[signs_at + zero / 8] >> zero % 8 & 1 ? F::negative_zero : 0);
-      memcpy(words + i * sizeof(Word), &word, sizeof word);
-      ++zero;
-    }
-  }
+  if (!tail[0]) return OK;
+  uint32_t zero = 0;
+  each_group(n, [&](uint32_t i, uint32_t here) {
+    uint64_t left = load_plane(map, i, here), signs = read_bits(tail + signs_at, zero, popcount(left));
+    zero += popcount(left);
+    for (; signs; signs >>= 1, left &= left - 1)
+      if (signs & 1) memcpy(words + (i + uint32_t(__builtin_ctzll(left))) * sizeof(Word), &F::negative_zero, sizeof(Word));
+  });
   return OK;
 }
 
@@ -167,7 +167,7 @@ Status read_tail(Entry& entry) {
 
 // Last pass: the words of a block.
 template <typename F, typename Lanes>
-Status decode_block(const Entry& entry, uint8_t* words) {
+Status decode_block(const Entry& entry, bool stream, uint8_t* words) {
   using Word = typename F::Word;
   switch (entry.mode) {
     case FILL: {
@@ -179,15 +179,15 @@ Status decode_block(const Entry& entry, uint8_t* words) {
       return OK;
     }
     case RAW: memcpy(words, entry.body, entry.n * sizeof(Word)); return OK;
-    case CASCADE: decode_elements<F, Cascade, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, words); return OK;
-    case WINDOW: decode_elements<F, Window, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, words); return OK;
-    default: return decode_sparse<F, Lanes>(entry.tail, entry.tail_bytes, entry.n, entry.top, entry.trim, words);
+    case CASCADE: decode_elements<F, Cascade, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
+    case WINDOW: decode_elements<F, Window, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
+    default: return decode_sparse<F, Lanes>(entry.tail, entry.tail_bytes, entry.n, entry.top, entry.trim, stream, words);
   }
 }
 
 // Decodes a chunk of numel words and hands each block to put(words, first element, n). `where(b)` says where block b is to be decoded to.
 template <typename F, typename Lanes, typename Where, typename Put>
-Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, Where where, Put put) {
+Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, Where where, Put put) {
   const uint32_t blocks = (numel + block - 1) / block;
   uint64_t body = table_bytes<F>(blocks), tail = body;
   if (body > bytes) return BLOCK;
@@ -239,8 +239,9 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     // The next chunk begins where this one ends, and its passes jump about in it: have it near by then.
     for (uint64_t at = b * bytes / blocks; at < (b + 1) * bytes / blocks; at += 64) prefetch(chunk + bytes + at);
     uint8_t* words = where(b);
-    for (uint64_t at = 0; at < block * sizeof(typename F::Word); at += 64) prefetch_to_write(words + kAhead + at);
-    const Status status = decode_block<F, Lanes>(entries[b], words);
+    if (!stream)
+      for (uint64_t at = 0; at < block * sizeof(typename F::Word); at += 64) prefetch_to_write(words + kAhead + at);
+    const Status status = decode_block<F, Lanes>(entries[b], stream, words);
     if (status) return status;
     put(words, b * block, entries[b].n);
   }
@@ -249,10 +250,11 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
 
 // Decodes a chunk to `out`.
 template <typename F, typename Lanes>
-int32_t decode_chunk(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* out) {
+int32_t decode_chunk(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, uint8_t* out) {
+  stream = stream && reinterpret_cast<uintptr_t>(out) % 64 == 0;
   const uint32_t block_bytes = block * uint32_t(sizeof(typename F::Word));
   return each_block<F, Lanes>(
-      chunk, bytes, numel, block, [&](uint32_t b) { return out + b * block_bytes; }, [](const uint8_t*, uint32_t, uint32_t) {});
+      chunk, bytes, numel, block, stream, [&](uint32_t b) { return out + b * block_bytes; }, [](const uint8_t*, uint32_t, uint32_t) {});
 }
 
 }  // namespace

@@ -20,7 +20,8 @@ struct ZipcclLevel {
   // `soon` is where they will probably go, `next` what will be encoded next.
   using Encode = uint32_t(const uint8_t* words, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts, const uint8_t* soon,
                           const uint8_t* next);
-  using Decode = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* words);
+  // `stream`: the words need not stay in the cache.
+  using Decode = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, uint8_t* words);
   using Add = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* sum);
 
   const char* name;

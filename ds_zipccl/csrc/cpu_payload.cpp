@@ -11,11 +11,16 @@
 #include "cpu_level.h"
 #include "exponent_block.cuh"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 using namespace zipccl;
 
 namespace {
 
 constexpr uint64_t kBytesPerThread = 1 << 20;  // seed, measured on Zen 4: with less to do a thread costs more than it saves
+constexpr uint64_t kStreamBytes = 8 << 20;      // seed: more words than this leave the cache before anyone reads them
 constexpr uint64_t kRun = 16;  // chunks that a thread decodes in a row: each asks for the next one's bytes
 constexpr uint32_t kItemsize[ZIPCCL_TYPES] = {2, 2, 4, 1, 1};
 
@@ -32,6 +37,13 @@ ZipcclType type_of(int32_t dtype) {
 
 uint64_t chunks_of(uint64_t numel, uint32_t block) { return (numel + uint64_t(block) * kChunkBlocks - 1) / (uint64_t(block) * kChunkBlocks); }
 uint64_t index_bytes(uint64_t chunks) { return (4 * chunks + 15) / 16 * 16; }
+
+// Lets the words that went past the cache be seen by whoever is told that they are there.
+void finish_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
 
 // Runs work() on up to `threads` threads, this one included; fewer where the data is small or the system has no more.
 template <typename Work>
@@ -77,7 +89,7 @@ extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t d
   }
   // Chunks are encoded in any order, but placed in theirs: the next to be placed is `turn`.
   std::atomic<uint64_t> ticket{0}, turn{0};
-  std::atomic<uint8_t*> end{nullptr};  // of what was placed last
+  std::atomic<uint8_t*> end{static_cast<uint8_t*>(segments->out) + segments->bytes};  // of what was placed last
   on_threads(threads, total, [&] {
     alignas(64) uint8_t workspace[kZipcclWorkspace];
     ZipcclPart parts[kZipcclParts];
@@ -134,6 +146,7 @@ int32_t each_chunk(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint3
         }
       }
     }
+    finish_streams();
   });
   return failure.load() == ~0ull ? int32_t(OK) : int32_t(failure.load() & 255);
 }
@@ -148,7 +161,7 @@ extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* word
   const uint64_t total = numel * kItemsize[type];
   return each_chunk(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
                     [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n) {
-                      return decode_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(words) + first * kItemsize[type]);
+                      return decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes, static_cast<uint8_t*>(words) + first * kItemsize[type]);
                     });
 }
 

@@ -58,7 +58,7 @@ int32_t add_chunk(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
   using Word = typename F::Word;
   alignas(64) uint8_t words[kMaxBlock * sizeof(Word)];
   return each_block<F, Lanes>(
-      chunk, bytes, numel, block, [&](uint32_t) { return words; },
+      chunk, bytes, numel, block, false, [&](uint32_t) { return words; },
       [&](const uint8_t* from, uint32_t first, uint32_t n) {
         uint8_t* to = sum + uint64_t(first) * sizeof(Sum);
         for (uint32_t i = 0; i < n; ++i) {

@@ -121,6 +121,10 @@ struct Avx2Lanes {
     each_register(x, [&](__m256i words, uint32_t i) { store32(to + 32 * i, words); });
   }
   template <typename W>
+  static void stream_words(uint8_t* to, const Vec<W>& x) {
+    each_register(x, [&](__m256i words, uint32_t i) { _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32 * i), words); });
+  }
+  template <typename W>
   static Bytes narrow(const Vec<W>& x) {
     return x.plane[0];
   }

@@ -92,6 +92,10 @@ struct Avx512Lanes {
     each_register(x, [&](__m512i words, uint32_t i) { _mm512_storeu_si512(to + 64 * i, words); });
   }
   template <typename W>
+  static void stream_words(uint8_t* to, const Vec<W>& x) {
+    each_register(x, [&](__m512i words, uint32_t i) { _mm512_stream_si512(reinterpret_cast<__m512i*>(to + 64 * i), words); });
+  }
+  template <typename W>
   static Bytes narrow(const Vec<W>& x) {
     return x.plane[0];
   }

@@ -40,6 +40,11 @@ struct ScalarLanes {
   static void store_words(uint8_t* to, const Vec<W>& x) {
     memcpy(to, &x, sizeof x);
   }
+  // As store_words, past the cache where the level can; `to` is a multiple of 64.
+  template <typename W>
+  static void stream_words(uint8_t* to, const Vec<W>& x) {
+    store_words(to, x);
+  }
   // The low byte of each word; and bytes as words.
   template <typename W>
   static Bytes narrow(const Vec<W>& x) {

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 CODECS = ("raw", "cascade", "window")
 NO_ROUTE = "none"
 PEER_ROUTE = "peer"
+IDLE_S = (
+    0.05  # for the threads of OpenMP that copied to stop spinning: they would take the cores from what is timed next
+)
 SAMPLE_S = 0.02  # seconds that one timing should at least take, so that the clock does not matter
 
 
@@ -338,6 +341,8 @@ def _run(tensor: torch.Tensor, trial: Trial, repeats: int) -> tuple[dict[str, fl
     for _ in range(repeats):
         trial.prepare()
         for name, step in steps.items():
+            if torch.get_num_threads() > 1:
+                time.sleep(IDLE_S)
             seconds[name].append(_seconds(step, calls[name]))
         wrong = max(wrong, _wrong(trial.result(), tensor))
     return {name: tensor.nbytes / statistics.median(times) / 1e9 for name, times in seconds.items()}, wrong

@@ -44,18 +44,47 @@ def _environment() -> str:
 def _codec() -> str:
     results = _results("codec.json")
     return f"`{results['command']}`\n\n" + _table(
-        ("route", "dtype", "data", "ratio", "bound", "encode GB/s", "decode GB/s", "memcpy GB/s"),
+        (
+            "codec",
+            "dtype",
+            "data",
+            "ratio",
+            "bound",
+            "encode GB/s",
+            "decode GB/s",
+            "encode / memcpy",
+            "decode / memcpy",
+        ),
         (
             (
-                row["route"],
+                row["codec"],
                 row["dtype"],
                 row["data"],
                 f"{row['ratio']:.3f}",
                 f"{row['entropy_ratio']:.3f}",
-                *(f"{row[key]:.2f}" for key in ("encode_gbps", "decode_gbps", "memcpy_gbps")),
+                *(f"{row[key]:.2f}" for key in ("encode_gbps", "decode_gbps", "encode_memcpy", "decode_memcpy")),
             )
             for row in results["rows"]
-            if row["codec"] in ("cascade", "window")
+            if row["codec"] != "raw" and (row["dtype"] == "bfloat16" or row["data"] in ("normal", "bf16_in_fp32"))
+        ),
+    )
+
+
+def _corpus() -> str:
+    """One line a tensor: ratio and speeds of each coder beside each other."""
+    results = _results("corpus.json")
+    coders = list(dict.fromkeys(row["codec"] for row in results["rows"]))
+    tensors: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in results["rows"]:
+        tensors.setdefault((row["data"], row["dtype"]), {})[row["codec"]] = row
+    return f"`{results['command']}`\n\n" + _table(
+        ("tensor", "dtype", *(f"{coder}: ratio, encode, decode GB/s" for coder in coders)),
+        (
+            (
+                *key,
+                *(f"{row['ratio']:.3f}, {row['encode_gbps']:.1f}, {row['decode_gbps']:.1f}" for row in found.values()),
+            )
+            for key, found in tensors.items()
         ),
     )
 
@@ -85,6 +114,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "config": _config,
     "environment": _environment,
     "codec": _codec,
+    "corpus": _corpus,
     "train": _train,
 }
 
