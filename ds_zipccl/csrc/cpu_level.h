@@ -38,13 +38,16 @@ extern const ZipcclLevel zipccl_avx2, zipccl_avx512;
 // The level in use.
 const ZipcclLevel& zipccl_chosen();
 
-#define ZIPCCL_ENCODE(F, LANES) {zipccl::encode_chunk<zipccl::F, zipccl::Cascade, zipccl::LANES>, zipccl::encode_chunk<zipccl::F, zipccl::Window, zipccl::LANES>}
-#define ZIPCCL_ADD(F, LANES) {zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t>}
-#define ZIPCCL_LEVEL(NAME, LANES)                                                                                                       \
-  const ZipcclLevel zipccl_##NAME = {#NAME,                                                                                             \
-                                     {ZIPCCL_ENCODE(Bf16, LANES), ZIPCCL_ENCODE(Fp16, LANES), ZIPCCL_ENCODE(Fp32, LANES),               \
-                                      ZIPCCL_ENCODE(E4m3, LANES), ZIPCCL_ENCODE(E5m2, LANES)},                                          \
-                                     {zipccl::decode_chunk<zipccl::Bf16, zipccl::LANES>, zipccl::decode_chunk<zipccl::Fp16, zipccl::LANES>, \
-                                      zipccl::decode_chunk<zipccl::Fp32, zipccl::LANES>, zipccl::decode_chunk<zipccl::E4m3, zipccl::LANES>, \
-                                      zipccl::decode_chunk<zipccl::E5m2, zipccl::LANES>},                                               \
-                                     {ZIPCCL_ADD(Bf16, LANES), ZIPCCL_ADD(Fp16, LANES), ZIPCCL_ADD(Fp32, LANES)}}
+#define ZIPCCL_ENCODE(F, LANES) \
+  { zipccl::encode_chunk<zipccl::F, zipccl::Cascade, zipccl::LANES>, zipccl::encode_chunk<zipccl::F, zipccl::Window, zipccl::LANES> }
+#define ZIPCCL_DECODE(F, LANES) zipccl::decode_chunk<zipccl::F, zipccl::LANES>
+#define ZIPCCL_ADD(F, LANES) \
+  { zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t> }
+#define ZIPCCL_LEVEL(NAME, LANES)                                                                                         \
+  const ZipcclLevel zipccl_##NAME = {                                                                                     \
+      #NAME,                                                                                                              \
+      {ZIPCCL_ENCODE(Bf16, LANES), ZIPCCL_ENCODE(Fp16, LANES), ZIPCCL_ENCODE(Fp32, LANES), ZIPCCL_ENCODE(E4m3, LANES),    \
+       ZIPCCL_ENCODE(E5m2, LANES)},                                                                                       \
+      {ZIPCCL_DECODE(Bf16, LANES), ZIPCCL_DECODE(Fp16, LANES), ZIPCCL_DECODE(Fp32, LANES), ZIPCCL_DECODE(E4m3, LANES),    \
+       ZIPCCL_DECODE(E5m2, LANES)},                                                                                       \
+      {ZIPCCL_ADD(Bf16, LANES), ZIPCCL_ADD(Fp16, LANES), ZIPCCL_ADD(Fp32, LANES)}}

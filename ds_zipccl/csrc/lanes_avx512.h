@@ -27,6 +27,15 @@ struct Zipped {
   __m512i load() const { return _mm512_load_si512(at); }
 };
 constexpr Zipped kZipLow(0), kZipHigh(1);
+// 16-bit words of one register between those of another: of its first half.
+struct Pairs {
+  alignas(64) uint16_t at[32] = {};
+  constexpr Pairs() {
+    for (uint32_t i = 0; i < 32; ++i) at[i] = uint16_t(i / 2 + i % 2 * 32);
+  }
+  __m512i load() const { return _mm512_load_si512(at); }
+};
+constexpr Pairs kPairs;
 
 struct Avx512Lanes {
   struct Bytes {
@@ -78,8 +87,7 @@ struct Avx512Lanes {
       const __m512i high0 = _mm512_permutex2var_epi8(x.plane[0], kZipHigh.load(), x.plane[1]);
       const __m512i low1 = _mm512_permutex2var_epi8(x.plane[2], kZipLow.load(), x.plane[3]);
       const __m512i high1 = _mm512_permutex2var_epi8(x.plane[2], kZipHigh.load(), x.plane[3]);
-      const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3,
-                                             34, 2, 33, 1, 32, 0);
+      const __m512i first = kPairs.load();
       const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
       put(_mm512_permutex2var_epi16(low0, first, low1), 0);
       put(_mm512_permutex2var_epi16(low0, second, low1), 1);
