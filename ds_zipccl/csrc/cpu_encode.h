@@ -283,8 +283,8 @@ struct Workspace {
 };
 static_assert(sizeof(Workspace) <= kZipcclWorkspace, "callers provide that much");
 
-// Encodes a chunk of numel words (at most 16 blocks). Returns its bytes; `parts` are its contents in order. They will probably be copied
-// to `soon`, and words to be encoded after these are at `next`.
+// Encodes a chunk of numel words (at most 16 blocks). Returns its bytes; `parts` are its contents in order. They will be copied to
+// `soon`, and words that are probably encoded after these are at `next`.
 //
 // Every pass goes over all blocks before the next one starts: its steps for different blocks are independent, so that the processor
 // works on several at a time, and what one pass wrote in small pieces has reached the cache when the next one loads it as a whole.

@@ -17,7 +17,7 @@ constexpr uint32_t kZipcclWorkspace = 256 << 10;
 
 struct ZipcclLevel {
   // Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace (kZipcclWorkspace bytes, aligned to 64).
-  // `soon` is where they will probably go, `next` what will be encoded next.
+  // `soon` is where they will go, `next` what will probably be encoded next; both only to have the memory near.
   using Encode = uint32_t(const uint8_t* words, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts, const uint8_t* soon,
                           const uint8_t* next);
   // `stream`: the words need not stay in the cache.

@@ -21,8 +21,8 @@ namespace {
 
 constexpr uint64_t kBytesPerThread = 1 << 20;  // seed, measured on Zen 4: with less to do a thread costs more than it saves
 constexpr uint64_t kStreamBytes = 8 << 20;      // seed: more words than this leave the cache before anyone reads them
-constexpr uint64_t kRun = 8;          // chunks that a thread takes in a row
-constexpr uint64_t kChunkExtra = 256;  // more than a chunk can be larger than its words
+constexpr uint64_t kRun = 8;              // chunks that a thread takes in a row
+constexpr uint64_t kChunkExtra = 256;     // more than a chunk can be larger than its words
 constexpr uint32_t kItemsize[ZIPCCL_TYPES] = {2, 2, 4, 1, 1};
 
 // Place of a dtype of FORMAT.md table 1.1 in the tables of a level.
