@@ -3,7 +3,8 @@
 Columns (also the keys of the rows in ``--json``):
 
 * ``op``, ``dtype``; ``numel``: elements of the whole tensor (output of a gather, input of a scatter), a multiple of ``ranks``.
-* ``ranks``, ``link``: processes, and what joins them.
+* ``ranks``, ``link``: processes, and what joins them: loopback, or with ``--link RATE`` a network of that rate, shaped by token
+  buckets (:mod:`ds_zipccl.tools.link`; needs root and iproute2).
 * ``variant``: ``plain``, torch.distributed's own collective; ``raw``, our schedule with uncoded frames; ``coded``, with coded
   ones.
 * ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants take turns.
@@ -19,15 +20,17 @@ Every rank has one thread.
 from __future__ import annotations
 
 import argparse
+import itertools
 import queue
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.tools import ToolError, data, tables
+from ds_zipccl.tools import ToolError, data, link, tables
 from ds_zipccl.tools.tables import Column
 
 if TYPE_CHECKING:
@@ -109,6 +112,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op", nargs="+", choices=[*OPS, "all"], default=["all"], metavar="O", help=f"{', '.join(OPS)} (all)"
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], metavar="N", help="processes (2)")
+    parser.add_argument(
+        "--link",
+        nargs="+",
+        type=link.rate,
+        default=[""],
+        metavar="RATE",
+        help="loopback, 200mbit, 1gbit, ... (loopback)",
+    )
     parser.add_argument("--numel", nargs="+", type=data.numel, default=sizes, metavar="N", help="elements (1M 8M)")
     parser.add_argument(
         "--dtype", nargs="+", type=data.dtype, default=["bfloat16"], metavar="T", help="bf16 fp16 fp32 (bf16)"
@@ -127,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
     _check(args)
     names = list(OPS) if "all" in args.op else args.op
     table, rows = tables.Table(COLUMNS), []
-    for ranks in args.ranks:
+    for ranks, rate in itertools.product(args.ranks, args.link):
         cases = [
             Case(op, dtype, numel - numel % ranks, args.data, args.repeats, args.timeout)
             for op in names
@@ -135,9 +146,11 @@ def main(args: argparse.Namespace) -> int:
             for numel in args.numel
         ]
         wanted = len(cases) * len(VARIANTS)
-        for row in tables.progress(_launch(ranks, cases), f"bench comm, {ranks} ranks", wanted):
-            rows.append(row)
-            table.add(row)
+        with link.shaped(rate, ranks) if rate else nullcontext() as network:
+            name = f"bench comm, {ranks} ranks, {network or link.LOOPBACK}"
+            for row in tables.progress(_launch(ranks, cases, network), name, wanted):
+                rows.append(row)
+                table.add(row)
     if args.json:
         tables.write_json(args.json, rows, args.command, data=str(args.data), repeats=args.repeats)
     wrong = sum(row["wrong"] for row in rows)
@@ -158,7 +171,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ToolError(f"{args.data.name} exists in {', '.join(data.DATA[args.data.name].dtypes)}, not in {dtype}")
 
 
-def _launch(ranks: int, cases: list[Case]) -> Iterator[dict[str, Any]]:
+def _launch(ranks: int, cases: list[Case], network: link.Link | None) -> Iterator[dict[str, Any]]:
     """Start the processes, give their rows as they come, and leave none behind.
 
     Raises:
@@ -172,7 +185,7 @@ def _launch(ranks: int, cases: list[Case]) -> Iterator[dict[str, Any]]:
     # The store lives here, on a port that the system chose: no other program can take it in between.
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=cases[0].timeout), wait_for_workers=False)
     results = multiprocessing.get_context("spawn").Queue()
-    context = multiprocessing.spawn(take_part, (ranks, store.port, cases, results), nprocs=ranks, join=False)
+    context = multiprocessing.spawn(take_part, (ranks, network, store.port, cases, results), nprocs=ranks, join=False)
     try:
         for _ in range(len(cases) * len(VARIANTS)):
             yield _next(results, context, cases[0].timeout)

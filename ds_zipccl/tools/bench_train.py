@@ -2,7 +2,8 @@
 
 Every run is ``examples/train_gpt.py`` in processes of its own; plain and coded runs alternate, plain first. Columns:
 
-* ``mode``, ``ranks``, ``link``: what trained, on how many local ranks, joined by what.
+* ``mode``, ``ranks``, ``link``: what trained, on how many ranks, joined by what: loopback, or with ``--link RATE`` a network of that
+  rate, shaped by token buckets (:mod:`ds_zipccl.tools.link`; needs root and iproute2).
 * ``variant``: ``plain`` (``DS_ZIPCCL=0``) or ``coded`` (``reduction: match``, which promises the plain run's bits).
 * ``step_ms``: median of rank 0's steps, the first few left out.
 * ``raw_bytes``: what a bandwidth-optimal uncoded schedule sends, per rank (mean) and run. ALL traffic of DeepSpeed counts,
@@ -19,6 +20,7 @@ Below each pair: the ratio over coded bytes alone, and ``bits: equal`` or everyt
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -27,12 +29,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_zipccl.tools import ToolError
+from ds_zipccl.tools import ToolError, link
 from ds_zipccl.tools.tables import Column, Table, complain, say, write_json
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -47,7 +51,6 @@ MODES: dict[str, tuple[str, list[str]]] = {
 }
 #: variant -> DS_ZIPCCL of its processes
 VARIANTS = {"plain": "0", "coded": json.dumps({"enabled": True, "reduction": "match"})}
-LINK = "loopback"
 COLUMNS = (
     Column("mode", width=5),
     Column("ranks", "d"),
@@ -74,6 +77,7 @@ class Training:
     steps: int
     size: str = "small"
     timeout: float = 1800
+    link: str = ""  # rate of the network between the ranks; loopback if empty
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--mode", nargs="+", choices=MODES, default=["zero3"], help="what to train (default: zero3)")
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="local ranks (default: 2)")
+    option(
+        "--link",
+        nargs="+",
+        type=link.rate,
+        default=[""],
+        metavar="RATE",
+        help="loopback, 200mbit, 1gbit, ... (loopback)",
+    )
     option("--steps", type=int, default=20, metavar="K", help="optimizer steps per run (default: 20)")
     option("--skip", type=int, default=3, help="first steps left out of step_ms (default: 3)")
     option("--repeat", type=int, default=1, help="runs of each variant, alternating (default: 1)")
@@ -106,35 +118,67 @@ def find_script(named: Path | None = None) -> Path:
     raise ToolError(f"no training script at {looked}: name examples/train_gpt.py of a checkout with --script")
 
 
-def run(training: Training, variant: str) -> Results:
+def run(training: Training, variant: str, network: link.Link | None = None) -> Results:
     """Train once and return the script's results; blocks. The script's progress bar goes to stderr.
+
+    ``network``: one rank in each of its namespaces; without one the script starts the ranks itself.
 
     Raises:
         ToolError: the run failed or took too long; the message ends with the end of its output.
     """
-    config, options = MODES[training.mode]
     with tempfile.TemporaryDirectory() as folder:
         results, output = Path(folder) / "results.json", Path(folder) / "output.txt"
-        command = [sys.executable, str(training.script), "--ds-config", str(training.script.parent / config), *options]
-        command += ["--ranks", str(training.ranks), "--steps", str(training.steps), "--size", training.size]
-        command += ["--name", f"{training.mode} x{training.ranks} {variant}", "--results", str(results)]
-        environment = {**os.environ, "DS_ZIPCCL": VARIANTS[variant], "OMP_NUM_THREADS": "1"}
         with output.open("wb") as sink:
-            process = subprocess.Popen(command, stdout=sink, env=environment, start_new_session=True)
+            processes = [
+                subprocess.Popen(command, stdout=sink, env={**os.environ, **environment}, start_new_session=True)
+                for command, environment in _commands(training, variant, network, results)
+            ]
             try:
-                status: int | str = process.wait(training.timeout)
-            except subprocess.TimeoutExpired:
-                status = f"timeout after {training.timeout:.0f} s"
+                status = _outcome(processes, training.timeout)
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)  # torchrun is in this group, and ends its ranks in turn
+                for process in processes:
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGTERM)  # torchrun is in this group, and ends its ranks in turn
+                for process in processes:
                     process.wait()
-        if status != 0:
+        if status:
             tail = output.read_text(errors="replace")[-4000:]
             raise ToolError(
                 f"{variant} run ended with status {status}; errors are above, its output ends with:\n{tail}"
             )
         return json.loads(results.read_text())
+
+
+def _commands(
+    training: Training, variant: str, network: link.Link | None, results: Path
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Each process to start: its command, and what it needs in its environment."""
+    config, options = MODES[training.mode]
+    command = [sys.executable, str(training.script), "--ds-config", str(training.script.parent / config), *options]
+    command += ["--steps", str(training.steps), "--size", training.size, "--results", str(results)]
+    command += ["--name", f"{training.mode} x{training.ranks} {network or link.LOOPBACK} {variant}"]
+    environment = {"DS_ZIPCCL": VARIANTS[variant], "OMP_NUM_THREADS": "1"}
+    if network is None:
+        yield [*command, "--ranks", str(training.ranks)], environment
+        return
+    for rank, namespace in enumerate(network.namespaces):
+        place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": training.ranks, "LOCAL_WORLD_SIZE": 1}
+        meeting = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": link.INTERFACE}
+        # As the script itself does for ranks that it starts: nothing here is compiled.
+        own = {**{key: str(value) for key, value in place.items()}, **meeting, "TORCHDYNAMO_DISABLE": "1"}
+        yield ["ip", "netns", "exec", namespace, *command], environment | own
+
+
+def _outcome(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | str:
+    """0 when all have ended well; else the first status that is not, or that it took too long."""
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        if failed := [process.returncode for process in processes if process.returncode]:
+            return failed[0]
+        if time.monotonic() > deadline:
+            return f"timeout after {timeout:.0f} s"
+        time.sleep(0.05)
+    return next((process.returncode for process in processes if process.returncode), 0)
 
 
 def problems(runs: Mapping[str, list[Results]]) -> list[str]:
@@ -169,7 +213,7 @@ def rows(training: Training, runs: Mapping[str, list[Results]], skip: int) -> li
         {
             "mode": training.mode,
             "ranks": training.ranks,
-            "link": LINK,
+            "link": training.link or link.LOOPBACK,
             "variant": variant,
             "step_ms": step_ms[variant],
             "raw_bytes": raw,
@@ -184,11 +228,13 @@ def rows(training: Training, runs: Mapping[str, list[Results]], skip: int) -> li
 
 def _pair(training: Training, repeat: int, skip: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and verdict of one configuration; a failed run is a problem in the verdict and gives no rows."""
-    verdict: dict[str, Any] = {"mode": training.mode, "ranks": training.ranks, "ratio_coded": None}
+    verdict: dict[str, Any] = {"mode": training.mode, "ranks": training.ranks, "link": training.link or link.LOOPBACK}
+    verdict["ratio_coded"] = None
     runs: dict[str, list[Results]] = {variant: [] for variant in VARIANTS}
     try:
-        for variant in list(VARIANTS) * repeat:
-            runs[variant].append(run(training, variant))
+        with link.shaped(training.link, training.ranks) if training.link else nullcontext() as network:
+            for variant in list(VARIANTS) * repeat:
+                runs[variant].append(run(training, variant, network))
     except ToolError as error:
         return [], verdict | {"problems": [str(error)]}
     sent = runs["coded"][0]["sent"]
@@ -210,13 +256,15 @@ def main(args: argparse.Namespace) -> int:
         )
     script = find_script(args.script)
     table, written, verdicts = Table(COLUMNS), [], []
-    for mode, ranks in ((mode, ranks) for mode in args.mode for ranks in args.ranks):
-        training = Training(script, mode, ranks, args.steps, args.size, args.timeout)
+    for mode, ranks, rate in itertools.product(args.mode, args.ranks, args.link):
+        training = Training(script, mode, ranks, args.steps, args.size, args.timeout, rate)
         found, verdict = _pair(training, args.repeat, args.skip)
         for row in found:
             table.add(row | {"params_sha256": row["params_sha256"][:16]})
         ratio = f"ratio over coded bytes {verdict['ratio_coded']:.3f}; " if verdict["ratio_coded"] else ""
-        say(f"# {mode}, {ranks} ranks: {ratio}bits: {'NOT proven equal' if verdict['problems'] else 'equal'}")
+        say(
+            f"# {mode}, {ranks} ranks, {rate or link.LOOPBACK}: {ratio}bits: {'NOT proven equal' if verdict['problems'] else 'equal'}"
+        )
         for problem in verdict["problems"]:
             complain(f"{mode}, {ranks} ranks: {problem}")
         written += found

@@ -17,32 +17,44 @@ import torch.distributed as dist
 
 from ds_zipccl import comm, stats
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.tools import link
 from ds_zipccl.tools.bench_comm import OPS, VARIANTS, Case, Op
 from ds_zipccl.tools.exponents import differing, words
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
-LINK = "loopback"
+    from ds_zipccl.tools.link import Link
+
 LOOPBACKS = ("lo", "lo0")  # names of that interface on Linux, macOS
 
 
-def take_part(rank: int, ranks: int, port: int, cases: list[Case], results: Queue[dict[str, Any]]) -> None:
-    """Run all ``cases`` as one of ``ranks`` processes that meet at the store on ``port``; rank 0 puts rows into ``results``."""
+def take_part(
+    rank: int, ranks: int, network: Link | None, port: int, cases: list[Case], results: Queue[dict[str, Any]]
+) -> None:
+    """Run all ``cases`` as one of ``ranks`` processes that meet at the store on ``port``; rank 0 puts rows into ``results``.
+
+    ``network``: where this process belongs; None for loopback.
+    """
+    if network:
+        link.enter(network.namespaces[rank])  # before any thread is started
     threading.Thread(target=_follow_parent, daemon=True).start()
+    host = network.host if network else "127.0.0.1"
     loopback = next((name for _, name in socket.if_nameindex() if name in LOOPBACKS), None)
-    if loopback:  # else gloo picks the interface that the host name belongs to, which need not exist
+    if network:
+        os.environ["GLOO_SOCKET_IFNAME"] = link.INTERFACE
+    elif loopback:  # else gloo picks the interface that the host name belongs to, which need not exist
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     # Newer names of the same collectives; the ones used here exist in every torch that DeepSpeed runs on.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     torch.set_num_threads(1)
     patience = timedelta(seconds=cases[0].timeout)
-    store = dist.TCPStore("127.0.0.1", port, None, False, patience)
+    store = dist.TCPStore(host, port, None, False, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     for case in cases:
         for row in measure(case, rank, ranks):
             if rank == 0:
-                results.put(row)
+                results.put(row | {"link": str(network or link.LOOPBACK)})
     dist.barrier()  # gloo aborts now and then where a process leaves before the others
     dist.destroy_process_group()
 
@@ -73,7 +85,7 @@ def measure(case: Case, rank: int, ranks: int) -> list[dict[str, Any]]:
             "dtype": case.dtype,
             "numel": case.numel,
             "ranks": ranks,
-            "link": LINK,
+            "link": link.LOOPBACK,
             "variant": variant,
             "time_us": statistics.median(seconds[index, 1:].tolist()) * 1e6,
             "raw_bytes": raw_bytes,

@@ -89,6 +89,25 @@ def _corpus() -> str:
     )
 
 
+def _comm() -> str:
+    """One line an operation: its three variants beside each other."""
+    results = _results("comm.json")
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in results["rows"]:
+        cases.setdefault((row["op"], row["ranks"], row["link"], f"{row['numel']:,}"), {})[row["variant"]] = row
+    return f"`{results['command']}`\n\n" + _table(
+        ("op", "ranks", "link", "elements", "plain ms", "raw ms", "coded ms", "coded against plain", "against raw"),
+        (
+            (
+                *key,
+                *(f"{row['time_us'] / 1e3:.0f}" for row in found.values()),
+                *(f"{found[other]['time_us'] / found['coded']['time_us']:.2f}" for other in ("plain", "raw")),
+            )
+            for key, found in cases.items()
+        ),
+    )
+
+
 def _train() -> str:
     results = _results("train.json")
     return f"`{results['command']}`\n\n" + _table(
@@ -115,6 +134,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "environment": _environment,
     "codec": _codec,
     "corpus": _corpus,
+    "comm": _comm,
     "train": _train,
 }
 
