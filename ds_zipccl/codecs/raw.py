@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_zipccl.frame import DTYPE_IDS, CodecId
+from ds_zipccl.kernels.sums import add
 
 
 class RawCodec:
@@ -37,6 +38,4 @@ class RawCodec:
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
         values = torch.empty(sums.numel(), dtype=dtype)  # of its own: a payload may lie at any address
         self.decode(payload, block, values, route)
-        sums.add_(values)
-        if sums.dtype == torch.bfloat16:
-            sums.masked_fill_(sums.isnan(), torch.nan)  # torch's vector units give another NaN than c10 and gloo
+        add(sums, values)

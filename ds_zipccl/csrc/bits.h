@@ -21,10 +21,10 @@ inline void store_plane(uint8_t* plane, uint32_t at, uint32_t n, uint64_t word) 
 
 // Writes a bit string, 64 bits at a time; up to 16 bytes past its end may change.
 struct BitWriter {
-  uint8_t *begin, *word;
+  uint8_t* word;
   uint64_t bits = 0;  // of the word under way, `fill` of them
   uint32_t fill = 0;
-  explicit BitWriter(uint8_t* to) : begin(to), word(to) {}
+  explicit BitWriter(uint8_t* to) : word(to) {}
   void put(uint64_t value, uint32_t n) {  // n at most 64; value has no bits past n
     bits |= value << fill;
     memcpy(word, &bits, 8);

@@ -239,8 +239,6 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     // The next chunk begins where this one ends, and its passes jump about in it: have it near by then.
     for (uint64_t at = b * bytes / blocks; at < (b + 1) * bytes / blocks; at += 64) prefetch(chunk + bytes + at);
     uint8_t* words = where(b);
-    if (!stream)
-      for (uint64_t at = 0; at < block * sizeof(typename F::Word); at += 64) prefetch_to_write(words + kAhead + at);
     const Status status = decode_block<F, Lanes>(entries[b], stream, words);
     if (status) return status;
     put(words, b * block, entries[b].n);
@@ -253,8 +251,13 @@ template <typename F, typename Lanes>
 int32_t decode_chunk(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, uint8_t* out) {
   stream = stream && reinterpret_cast<uintptr_t>(out) % 64 == 0;
   const uint32_t block_bytes = block * uint32_t(sizeof(typename F::Word));
-  return each_block<F, Lanes>(
-      chunk, bytes, numel, block, stream, [&](uint32_t b) { return out + b * block_bytes; }, [](const uint8_t*, uint32_t, uint32_t) {});
+  const auto where = [&](uint32_t b) {
+    uint8_t* const to = out + b * block_bytes;
+    if (!stream)
+      for (uint32_t at = 0; at < block_bytes; at += 64) prefetch_to_write(to + kAhead + at);
+    return to;
+  };
+  return each_block<F, Lanes>(chunk, bytes, numel, block, stream, where, [](const uint8_t*, uint32_t, uint32_t) {});
 }
 
 }  // namespace

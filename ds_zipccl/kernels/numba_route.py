@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ds_zipccl.frame import FrameError
+from ds_zipccl.kernels.sums import add
 
 #: dtype -> exponent bits, mantissa bits, numpy word
 _FLOATS = {
@@ -44,9 +45,7 @@ class NumbaRoute:
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         values = torch.empty(sums.numel(), dtype=dtype)
         self.decode(payload, block, values)
-        sums.add_(values)
-        if sums.dtype == torch.bfloat16:
-            sums.masked_fill_(sums.isnan(), torch.nan)  # torch's vector units give another NaN than c10 and gloo
+        add(sums, values)
 
 
 def _array(words: torch.Tensor) -> np.ndarray:

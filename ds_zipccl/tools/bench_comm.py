@@ -24,7 +24,6 @@ import itertools
 import queue
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
@@ -112,14 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op", nargs="+", choices=[*OPS, "all"], default=["all"], metavar="O", help=f"{', '.join(OPS)} (all)"
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], metavar="N", help="processes (2)")
-    parser.add_argument(
-        "--link",
-        nargs="+",
-        type=link.rate,
-        default=[""],
-        metavar="RATE",
-        help="loopback, 200mbit, 1gbit, ... (loopback)",
-    )
+    link.add_argument(parser)
     parser.add_argument("--numel", nargs="+", type=data.numel, default=sizes, metavar="N", help="elements (1M 8M)")
     parser.add_argument(
         "--dtype", nargs="+", type=data.dtype, default=["bfloat16"], metavar="T", help="bf16 fp16 fp32 (bf16)"
@@ -146,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
             for numel in args.numel
         ]
         wanted = len(cases) * len(VARIANTS)
-        with link.shaped(rate, ranks) if rate else nullcontext() as network:
+        with link.joined(rate, ranks) as network:
             name = f"bench comm, {ranks} ranks, {network or link.LOOPBACK}"
             for row in tables.progress(_launch(ranks, cases, network), name, wanted):
                 rows.append(row)

@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,14 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--mode", nargs="+", choices=MODES, default=["zero3"], help="what to train (default: zero3)")
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="local ranks (default: 2)")
-    option(
-        "--link",
-        nargs="+",
-        type=link.rate,
-        default=[""],
-        metavar="RATE",
-        help="loopback, 200mbit, 1gbit, ... (loopback)",
-    )
+    link.add_argument(parser)
     option("--steps", type=int, default=20, metavar="K", help="optimizer steps per run (default: 20)")
     option("--skip", type=int, default=3, help="first steps left out of step_ms (default: 3)")
     option("--repeat", type=int, default=1, help="runs of each variant, alternating (default: 1)")
@@ -232,7 +224,7 @@ def _pair(training: Training, repeat: int, skip: int) -> tuple[list[dict[str, An
     verdict["ratio_coded"] = None
     runs: dict[str, list[Results]] = {variant: [] for variant in VARIANTS}
     try:
-        with link.shaped(training.link, training.ranks) if training.link else nullcontext() as network:
+        with link.joined(training.link, training.ranks) as network:
             for variant in list(VARIANTS) * repeat:
                 runs[variant].append(run(training, variant, network))
     except ToolError as error:

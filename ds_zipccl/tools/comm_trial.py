@@ -52,9 +52,9 @@ def take_part(
     store = dist.TCPStore(host, port, None, False, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     for case in cases:
-        for row in measure(case, rank, ranks):
+        for row in measure(case, rank, ranks, str(network or link.LOOPBACK)):
             if rank == 0:
-                results.put(row | {"link": str(network or link.LOOPBACK)})
+                results.put(row)
     dist.barrier()  # gloo aborts now and then where a process leaves before the others
     dist.destroy_process_group()
 
@@ -66,7 +66,7 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def measure(case: Case, rank: int, ranks: int) -> list[dict[str, Any]]:
+def measure(case: Case, rank: int, ranks: int, joined_by: str) -> list[dict[str, Any]]:
     """One row for each variant; the same on every rank."""
     op = OPS[case.op]
     trial = Trial(op, case, rank, ranks)
@@ -85,7 +85,7 @@ def measure(case: Case, rank: int, ranks: int) -> list[dict[str, Any]]:
             "dtype": case.dtype,
             "numel": case.numel,
             "ranks": ranks,
-            "link": link.LOOPBACK,
+            "link": joined_by,
             "variant": variant,
             "time_us": statistics.median(seconds[index, 1:].tolist()) * 1e6,
             "raw_bytes": raw_bytes,

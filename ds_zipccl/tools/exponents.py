@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from ds_zipccl import frame as framing
+from ds_zipccl.codecs.exponent import CHUNK_BLOCKS
 
 #: Block modes by number (FORMAT.md section 2).
 MODES = ("FILL", "RAW", "CASCADE", "SPARSE", "WINDOW")
-_CHUNK_BLOCKS = 16
 _TAIL_BITS = 13
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLICE_BLOCKS = 4096  # blocks looked at together: bounds the memory beside the tensor itself
@@ -116,10 +116,10 @@ def block_tables(frame: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     header = framing.parse(frame)
     payload = frame[header.payload_at : header.frame_bytes].numpy()
     blocks = -(-header.numel // header.block)
-    chunks = -(-blocks // _CHUNK_BLOCKS)
+    chunks = -(-blocks // CHUNK_BLOCKS)
     tops, modes = [], []
     for chunk, at in enumerate(payload[: 4 * chunks].view("<u4").astype(np.int64) * framing.ALIGN):
-        count = min(_CHUNK_BLOCKS, blocks - chunk * _CHUNK_BLOCKS)
+        count = min(CHUNK_BLOCKS, blocks - chunk * CHUNK_BLOCKS)
         tops.append(payload[at : at + count])
         modes.append(payload[at + count : at + 3 * count].view(np.uint8).reshape(-1, 2)[:, 1] >> _TAIL_BITS - 8)
     return np.concatenate(tops), np.concatenate(modes)

@@ -56,6 +56,17 @@ def bits_per_second(text: str) -> float:
     return float(text[:-4]) * _UNITS[text[-4:]]
 
 
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--link``; its values are for :func:`joined`."""
+    what = "what joins the ranks: loopback, 200mbit, 1gbit, ... (loopback)"
+    parser.add_argument("--link", nargs="+", type=rate, default=[""], metavar="RATE", help=what)
+
+
+def joined(text: str, ranks: int) -> contextlib.AbstractContextManager[Link | None]:
+    """What joins the ranks while the context lasts: a network of this rate, or None for loopback; see :func:`shaped`."""
+    return shaped(text, ranks) if text else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def shaped(text: str, ranks: int) -> Iterator[Link]:
     """A network of this rate for as long as the context lasts; however it ends, nothing is left behind.
