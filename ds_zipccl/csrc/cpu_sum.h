@@ -1,56 +1,10 @@
 // Decode and add: each decoded block goes from the cache into a sum (FORMAT.md says nothing of sums; ds_zipccl/comm/reduction.py does).
 #pragma once
 #include "cpu_decode.h"
+#include "float_values.cuh"
 
 namespace zipccl {
 namespace {
-
-inline float as_float(uint32_t bits) {
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
-inline uint32_t as_bits(float f) {
-  uint32_t bits;
-  memcpy(&bits, &f, 4);
-  return bits;
-}
-
-// A type's values as floats, and floats rounded to it: to nearest, ties to even. No branches, so that loops over them vectorise.
-template <typename F>
-struct Values;
-template <>
-struct Values<Bf16> {
-  static float from(uint16_t w) { return as_float(uint32_t(w) << 16); }
-  static uint16_t round(float f) {  // every NaN becomes 0x7fc0, as in c10::BFloat16 and gloo
-    const uint32_t bits = as_bits(f);
-    return (bits & 0x7fffffff) > 0x7f800000 ? uint16_t(0x7fc0) : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-  }
-};
-template <>
-struct Values<Fp16> {
-  static constexpr uint32_t kInfinity = 255u << 23, kBias = 112u << 23;
-  static float from(uint16_t w) {
-    const uint32_t sign = uint32_t(w & 0x8000) << 16, magnitude = uint32_t(w & 0x7fff) << 13;
-    const uint32_t normal = magnitude >= 31u << 23 ? magnitude | kInfinity : magnitude + kBias;
-    // Subnormal: put the bits below the leading one of 2^-14 and take that one away.
-    const uint32_t subnormal = as_bits(as_float(magnitude + kBias + (1u << 23)) - as_float(kBias + (1u << 23)));
-    return as_float(sign | (magnitude < 1u << 23 ? subnormal : normal));
-  }
-  static uint16_t round(float f) {
-    const uint32_t bits = as_bits(f), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-    const uint32_t normal = (magnitude - kBias + 0xfff + (magnitude >> 13 & 1)) >> 13;
-    const float shift = as_float(126u << 23);  // its last bit is worth the least subnormal
-    const uint32_t subnormal = as_bits(as_float(magnitude) + shift) - as_bits(shift);
-    const uint32_t special = magnitude > kInfinity ? 0x7e00 : 0x7c00;
-    return uint16_t(sign | (magnitude >= 143u << 23 ? special : magnitude < 113u << 23 ? subnormal : normal));
-  }
-};
-template <>
-struct Values<Fp32> {
-  static float from(uint32_t w) { return as_float(w); }
-  static uint32_t round(float f) { return as_bits(f); }
-};
 
 // Adds a chunk of numel words to `sum`: words of the same type, each sum rounded to it, or floats.
 template <typename F, typename Lanes, typename Sum>

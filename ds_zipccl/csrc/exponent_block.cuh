@@ -1,6 +1,15 @@
 // The exponent payload (FORMAT.md section 2): constants, float traits, codes and sizes. Integers only, host and device.
 #pragma once
+#ifdef __CUDACC_RTC__  // has no headers
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef uint64_t uintptr_t;
+#else
 #include <stdint.h>
+#endif
 
 #ifdef __CUDACC__
 #define ZIPCCL_FN __host__ __device__ inline
@@ -12,7 +21,9 @@ namespace zipccl {
 namespace {  // each CPU level compiles its own copy: merging them would let one level's instructions reach another
 
 enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WINDOW = 4, kModes = 5 };
-enum Status : int32_t { OK = 0, INDEX = 11, BLOCK = 12 };  // FrameErrorCode of frame.py
+enum Status : int32_t {  // FrameErrorCode of frame.py
+  OK = 0, TRUNCATED = 1, MAGIC = 2, VERSION = 3, CODEC = 4, RESERVED = 6, SIZE = 8, MISMATCH = 10, INDEX = 11, BLOCK = 12, OVERFLOWED = 13
+};
 
 constexpr uint32_t kChunkBlocks = 16;
 constexpr uint32_t kMaxBlock = 1024;

@@ -1,0 +1,417 @@
+// Exponent payload encoder for CUDA: a block of threads encodes a chunk in shared memory, waits to be told by the chunks before it where
+// it begins (a scan with look-back: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016) and copies
+// it there. One pass over the words; words are read again only where a block turns out RAW.
+#pragma once
+#include "cuda_frame.cuh"
+#include "cuda_words.cuh"
+
+namespace zipccl {
+namespace {
+
+constexpr uint32_t kMaxJobs = 64;  // of a launch; their table travels with the kernel's parameters
+
+struct EncodeJob {
+  const void* words;    // at any address of a word
+  uint8_t* payload;     // a multiple of 16
+  uint8_t* header;      // 32 bytes before the payload: a whole flat frame is written; or null: only the payload
+  uint64_t* bytes;      // where to put the payload's size, or null
+  uint64_t numel;
+  uint64_t capacity;    // bytes that may be written from `payload` on
+  uint64_t first_item;  // its chunks are work items from here on; a job without words has one item
+};
+
+struct EncodeJobs {
+  EncodeJob job[kMaxJobs];
+  uint32_t count, block, dtype;
+  uint32_t* ticket;     // zero
+  uint64_t* places;     // a zero for every item
+  uint32_t* overflows;  // counts payloads that did not fit (may be host memory), or null
+};
+
+struct Form {  // what the table says of a block
+  uint32_t mode, top, trim, body, tail;
+};
+
+template <typename F>
+struct EncodeShared {
+  // A block's staging: its body, then its tail. Both together are smaller than its words, or it is RAW and stays where it is.
+  alignas(16) uint8_t slot[kChunkBlocks][kMaxBlock * sizeof(typename F::Word)];
+  alignas(16) uint8_t list[kWarps][kMaxBlock];
+  alignas(16) uint8_t table[kChunkBlocks * 4];
+  Form form[kChunkBlocks];
+  uint32_t body_at[kChunkBlocks], tail_at[kChunkBlocks];
+  uint32_t item, units;
+  uint64_t start;
+};
+
+// What a constexpr table says, as numbers that instructions hold: code of k in two bits each, and k of code in a byte each.
+ZIPCCL_FN constexpr uint32_t codes_of(const Tier& tier) {
+  uint32_t codes = 0;
+  for (uint32_t k = 0; k < 16; ++k) codes |= uint32_t(tier.code_of_k[k]) << 2 * k;
+  return codes;
+}
+ZIPCCL_FN constexpr bool names_a_run(const Tier& tier) {
+  for (uint32_t code = 0; code + 1 < 1u << tier.bits; ++code)
+    if (tier.k_of_code[code] != tier.k_of_code[0] + code) return false;
+  return true;
+}
+
+// Bytes of octets to a plane of m bytes.
+ZIPCCL_DEVICE void put_octet(uint8_t* plane, uint32_t row, uint32_t m, const Bytes8& x) {
+  uint8_t* to = plane + row * kRow + 8 * lane_id();
+  const uint32_t length = octet_length(row, m);
+  if (length == 8 && reinterpret_cast<uintptr_t>(plane) % 8 == 0) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(x.half[0], x.half[1]);
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (i < length) to[i] = uint8_t(x.byte(i));
+  }
+}
+
+// Signs and mantissas of m words, r bits each after the trim (FORMAT.md 2.1, point 1).
+template <typename F>
+ZIPCCL_DEVICE void encode_parts(const Rows<F>& words, uint32_t m, uint32_t trim, uint8_t* parts) {
+  const uint32_t r = 1 + F::M - (F::has_trim ? trim : 0);
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t length = octet_length(row, m);
+    for (uint32_t byte = 0; byte < r / 8; ++byte) put_octet(parts + byte * m, row, m, words.row[row].part(byte, trim));
+    if (r % 8 && length) {
+      const Bytes8 rest = words.row[row].part(r / 8, trim);
+      for (uint32_t p = 0; p < r % 8; ++p)
+        parts[r / 8 * m + p * plane_bytes(m) + row * kLanes + lane_id()] = uint8_t(plane_of(rest, p) & low_ones(length));
+    }
+  }
+}
+
+// Tier 1 of m words to `planes`. Returns this lane's escapes, a byte of bits for each row.
+template <typename F, typename Code>
+ZIPCCL_DEVICE uint32_t encode_tier1(const Rows<F>& words, uint32_t m, uint32_t top, uint8_t* planes) {
+  constexpr Tier tier = Code::tier[0];
+  static_assert(names_a_run(tier), "codes are differences from the first");
+  constexpr uint32_t bits = tier.bits, first = tier.k_of_code[0];
+  const uint32_t top4 = ((top + kAbove - first) & 255) * kEachByte;
+  uint32_t escapes = 0;
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t length = octet_length(row, m), valid = low_ones(length);
+    const Bytes8 e = words.row[row].exponents();
+    uint32_t codes[2], over[2], escaped = valid;
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      codes[half] = __vsub4(top4, e.half[half]);
+      // Bit 7 of each byte: a difference of 2^bits or more, which escapes; 2^bits - 1 is the escape's own code.
+      over[half] = ((codes[half] & 0x7f7f7f7fu) + (128 - (1u << bits)) * kEachByte) | codes[half];
+    }
+#pragma unroll
+    for (uint32_t p = 0; p < bits; ++p) {
+      const uint32_t low = (codes[0] << (7 - p) | over[0]) & 0x80808080u, high = (codes[1] << (7 - p) | over[1]) & 0x80808080u;
+      const uint32_t plane = __dp4a(high, 0x80402010u, __dp4a(low, 0x08040201u, 0u)) >> 7 & valid;
+      escaped &= plane;
+      if (length) planes[p * plane_bytes(m) + row * kLanes + lane_id()] = uint8_t(plane);
+    }
+    escapes |= escaped << 8 * row;
+  }
+  return escapes;
+}
+
+// The exponents marked in `escapes` to `list`, in order; returns how many.
+template <typename F>
+ZIPCCL_DEVICE uint32_t list_escapes(const Rows<F>& words, uint32_t escapes, uint8_t* list) {
+  uint32_t at[kRows];
+  const uint32_t count = places(escapes, at);
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const Bytes8 e = words.row[row].exponents();
+    uint8_t* to = list + at[row];
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (escapes >> (8 * row + i) & 1) *to++ = uint8_t(e.byte(i));
+  }
+  __syncwarp();
+  return count;
+}
+
+// A tier after the first: the planes of the `left` exponents in `list` to the bit string `slot` from bit `at` on. Those that escape
+// stay in the list; returns how many.
+template <typename Code, uint32_t kTier>
+ZIPCCL_DEVICE uint32_t encode_tier(uint8_t* list, uint32_t left, uint32_t top, uint8_t* slot, uint32_t at) {
+  static_assert(Code::tier[kTier].bits == 2, "two planes");
+  constexpr uint32_t codes = codes_of(Code::tier[kTier]);
+  uint32_t escapes = 0, low_word = 0, high_word = 0;
+  for (uint32_t i = 0; i < left; i += kLanes) {
+    const uint32_t e = i + lane_id() < left ? list[i + lane_id()] : 0, k = (top + kAbove - e) & 255;
+    uint32_t code = codes >> 2 * least(k, 15) & 3;
+    if (kTier + 1 == kTiers && e == 0 && code == 3) code = kZeroCode;
+    const uint32_t here = low_ones(left - i);
+    const uint32_t low = __ballot_sync(kEveryLane, code & 1) & here, high = __ballot_sync(kEveryLane, code & 2) & here;
+    const uint32_t escaped = low & high;
+    if (lane_id() == i / kLanes) low_word = low, high_word = high;
+    __syncwarp();  // every lane has read its exponent: the list is written in place
+    if (escaped >> lane_id() & 1) list[escapes + __popc(escaped & lanes_below())] = uint8_t(e);
+    escapes += __popc(escaped);
+  }
+  __syncwarp();
+  put_bits(slot, at + kLanes * lane_id(), low_word);
+  put_bits(slot, at + left + kLanes * lane_id(), high_word);
+  return escapes;
+}
+
+constexpr uint32_t kNoRoom = ~0u;
+
+// The second part of `left` listed exponents to slot + at. Returns its end in the slot, or kNoRoom if that would not be before `limit`.
+template <typename Code>
+ZIPCCL_DEVICE uint32_t encode_tiers(uint8_t* list, uint32_t left, uint32_t top, uint8_t* slot, uint32_t at, uint32_t limit) {
+  for (uint32_t i = at + lane_id(); i < least(at + (6 * left + 7) / 8, limit); i += kLanes) slot[i] = 0;
+  __syncwarp();
+  uint32_t end = 8 * at, count;
+  if ((end + 2 * left + 7) / 8 >= limit) return kNoRoom;
+  count = left, left = encode_tier<Code, 1>(list, left, top, slot, end), end += 2 * count;
+  if ((end + 2 * left + 7) / 8 >= limit) return kNoRoom;
+  count = left, left = encode_tier<Code, 2>(list, left, top, slot, end), end += 2 * count;
+  if ((end + 2 * left + 7) / 8 >= limit) return kNoRoom;
+  count = left, left = encode_tier<Code, 3>(list, left, top, slot, end), end += 2 * count;
+  const uint32_t bytes = (end + 7) / 8;
+  if (bytes + left >= limit) return kNoRoom;
+  for (uint32_t i = lane_id(); i < left; i += kLanes) slot[bytes + i] = list[i];
+  return bytes + left;
+}
+
+// The window's top (FORMAT.md section 3).
+ZIPCCL_DEVICE uint32_t window_top(uint32_t exponent_sum, uint32_t largest, uint32_t count, uint32_t bias) {
+  const uint32_t some = count ? count : 1;
+  return least((8 * exponent_sum + bias * count) / (8 * some), largest);
+}
+
+// A block whose zeros are left out (FORMAT.md 2.2): its tail to `slot`. Returns the tail's bytes, or kNoRoom.
+template <typename F>
+ZIPCCL_DEVICE uint32_t encode_sparse(Rows<F>& words, uint32_t n, uint32_t zeros, uint32_t top, uint32_t trim, uint8_t* slot, uint32_t limit,
+                                     uint8_t* list) {
+  using Word = typename F::Word;
+  uint32_t negative = 0, keep = 0, at[kRows], zero_at[kRows];
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t map = zeros >> 8 * row & 255;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (map >> i & 1 && words.row[row].word(i)) negative |= 1u << (8 * row + i);
+    keep |= (~map & low_ones(octet_length(row, n))) << 8 * row;
+  }
+  const uint32_t m = places(keep, at), zero_count = places(zeros, zero_at);
+  const bool signs = __any_sync(kEveryLane, negative != 0);
+  const uint32_t map_at = 1, signs_at = map_at + plane_bytes(n), first = signs_at + (signs ? plane_bytes(zero_count) : 0);
+  const uint32_t r = 1 + F::M - trim, tier1 = first + parts_bytes(m, r), second = first + first_part_bytes(m, r, Cascade::tier[0].bits);
+  if (second >= limit) return kNoRoom;
+  // The other words, close together, become the rows; the slot lends the room.
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    Word* to = reinterpret_cast<Word*>(slot) + at[row];
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (keep >> (8 * row + i) & 1) *to++ = words.row[row].word(i);
+  }
+  __syncwarp();
+  if (m) words.load(reinterpret_cast<const Word*>(slot), m, Word(0));
+  __syncwarp();
+  for (uint32_t i = lane_id(); i < (first + 3) / 4; i += kLanes) reinterpret_cast<uint32_t*>(slot)[i] = 0;
+  __syncwarp();
+  if (lane_id() == 0) slot[0] = signs;
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    if (octet_length(row, n)) slot[map_at + row * kLanes + lane_id()] = uint8_t(zeros >> 8 * row);
+  }
+  __syncwarp();
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    uint32_t bit = 8 * signs_at + zero_at[row];
+    for (uint32_t map = zeros >> 8 * row & 255; map; map &= map - 1, ++bit)
+      if (negative >> 8 * row & (map & -map)) put_bits(slot, bit, 1);
+  }
+  __syncwarp();
+  encode_parts<F>(words, m, trim, slot + first);
+  const uint32_t escapes = encode_tier1<F, Cascade>(words, m, top, slot + tier1);
+  const uint32_t left = list_escapes<F>(words, escapes, list);
+  return encode_tiers<Cascade>(list, left, top, slot, second, limit);
+}
+
+// A block's form, its body and tail to `slot`. n is at least one.
+template <typename F, typename Code>
+ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, uint32_t n, uint8_t* slot, uint8_t* list) {
+  using Word = typename F::Word;
+  const uint32_t raw = body_bytes<F>(RAW, n, 0);
+  const Form as_raw = {RAW, 0, 0, raw, 0};
+  const Word head = from[0];
+  Rows<F> words;
+  words.load(from, n, head);
+
+  Survey all = {kEveryLane, 0, 0, 0};
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    words.row[row].survey(all);
+    const Bytes8 e = words.row[row].exponents();
+    all.exponent_sum = __dp4a(e.half[1], kEachByte, __dp4a(e.half[0], kEachByte, all.exponent_sum));
+  }
+  const uint32_t smallest = __reduce_min_sync(kEveryLane, Octet<F>::smallest_of(all.smallest));
+  const uint32_t largest = __reduce_max_sync(kEveryLane, Octet<F>::largest_of(all.largest));
+  const uint32_t sum = __reduce_add_sync(kEveryLane, all.exponent_sum) - (kMaxBlock - n) * uint32_t(F::exponent(head));
+
+  if (smallest == largest) {
+    bool same = true;
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row)
+#pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) same &= words.row[row].word(i) == head;
+    if (__all_sync(kEveryLane, same)) {
+      if (lane_id() == 0) *reinterpret_cast<Word*>(slot) = head;
+      return {FILL, 0, 0, 0, head ? uint32_t(sizeof(Word)) : 0};
+    }
+  }
+
+  uint32_t zeros = 0, zero_count = 0;
+  if (smallest == 0) {
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row)
+#pragma unroll
+      for (uint32_t i = 0; i < 8; ++i)
+        if (i < octet_length(row, n) && !(words.row[row].word(i) & Word(~F::negative_zero))) zeros |= 1u << (8 * row + i);
+    zero_count = __reduce_add_sync(kEveryLane, uint32_t(__popc(zeros)));
+  }
+  const bool sparse = 16 * zero_count >= n;
+  const uint32_t largest_exponent = F::exponent(Word(largest));
+  uint32_t top = window_top(sum, largest_exponent, n - zero_count, sparse ? Cascade::top_bias : Code::top_bias), trim = 0;
+  if (F::has_trim) {
+    const uint32_t any = __reduce_or_sync(kEveryLane, all.any);
+    trim = least(any ? uint32_t(__ffs(int(any))) - 1 : 0, F::M);
+  }
+  if (sparse) {
+    const uint32_t tail = encode_sparse<F>(words, n, zeros, top, trim, slot, raw, list);
+    return tail == kNoRoom ? as_raw : Form{SPARSE, top, trim, 0, tail};
+  }
+
+  const uint32_t r = 1 + F::M - (F::has_trim ? trim : 0);
+  uint8_t* const tier1 = slot + parts_bytes(n, r);
+  uint32_t mode = Code::mode, body = body_bytes<F>(mode, n, trim);
+  if (body >= raw) return as_raw;
+  encode_parts<F>(words, n, trim, slot);
+  uint32_t escapes = encode_tier1<F, Code>(words, n, top, tier1);
+  if (Code::mode == CASCADE && 8 * __reduce_add_sync(kEveryLane, uint32_t(__popc(escapes))) > 3 * n) {
+    mode = WINDOW, body = body_bytes<F>(mode, n, trim);
+    if (body >= raw) return as_raw;
+    top = window_top(sum, largest_exponent, n - zero_count, kWideBias);
+    escapes = encode_tier1<F, Window>(words, n, top, tier1);
+  }
+  const uint32_t first = first_part_bytes(n, r, mode == WINDOW ? Window::tier[0].bits : Cascade::tier[0].bits);
+  if (first + lane_id() < body) slot[first + lane_id()] = 0;
+  const uint32_t left = list_escapes<F>(words, escapes, list);
+  const uint32_t end = mode == WINDOW ? encode_tiers<Window>(list, left, top, slot, body, raw) : encode_tiers<Cascade>(list, left, top, slot, body, raw);
+  return end == kNoRoom ? as_raw : Form{mode, top, trim, body, end - body};
+}
+
+// Tells the chunks after this one how many units of 16 bytes it has, and learns from those before it where it begins, in units. One
+// warp calls it. A place holds 1 << 32 | the units of its chunk, or 2 << 32 | those of all chunks of the payload up to it.
+ZIPCCL_DEVICE uint32_t look_back(uint64_t* places, uint64_t chunk, uint32_t index_units, uint32_t units) {
+  volatile uint64_t* const place = places;
+  if (chunk == 0) {
+    if (lane_id() == 0) place[0] = 2ull << 32 | (index_units + units);
+    return index_units;
+  }
+  if (lane_id() == 0) place[chunk] = 1ull << 32 | units;
+  uint32_t before = 0;
+  for (uint64_t at = chunk;; at -= kLanes) {
+    const bool exists = lane_id() < at;
+    uint64_t seen = exists ? place[at - 1 - lane_id()] : 2ull << 32;
+    while (__any_sync(kEveryLane, seen == 0)) {
+      __nanosleep(32);
+      if (seen == 0) seen = place[at - 1 - lane_id()];
+    }
+    const uint32_t whole = __ballot_sync(kEveryLane, seen >> 33 & 1);
+    const uint32_t last = whole ? uint32_t(__ffs(int(whole))) - 1 : kLanes;  // nearest chunk that knows all before it
+    before += __reduce_add_sync(kEveryLane, lane_id() <= last ? uint32_t(seen) : 0);
+    if (whole) break;
+  }
+  if (lane_id() == 0) place[chunk] = 2ull << 32 | (before + units);
+  return before;
+}
+
+// One work item: a chunk of a job, or a job without words.
+template <typename F, typename Code>
+ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
+  using Word = typename F::Word;
+  ZIPCCL_SHARED(EncodeShared<F>, shared);
+  // Items are taken in order, so that those a chunk waits for have been taken by blocks that run.
+  if (threadIdx.x == 0) shared.item = atomicAdd(jobs.ticket, 1u);
+  __syncthreads();
+  const uint64_t item = shared.item;
+  uint32_t number = 0;
+  while (number + 1 < jobs.count && jobs.job[number + 1].first_item <= item) ++number;
+  const EncodeJob& job = jobs.job[number];
+  const uint64_t chunk = item - job.first_item, per_chunk = uint64_t(jobs.block) * kChunkBlocks, first = chunk * per_chunk;
+  const uint64_t chunks = (job.numel + per_chunk - 1) / per_chunk, index_bytes = (4 * chunks + 15) / 16 * 16;
+  const Word* words = static_cast<const Word*>(job.words) + first;
+  const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk);
+  const uint32_t blocks = (numel + jobs.block - 1) / jobs.block, warp = warp_id(), lane = lane_id();
+
+  for (uint32_t b = warp; b < blocks; b += kWarps) {
+    const uint32_t n = least(numel - b * jobs.block, jobs.block);
+    const Form form = encode_block<F, Code>(words + b * jobs.block, n, shared.slot[b], shared.list[warp]);
+    if (lane == 0) shared.form[b] = form;
+  }
+  __syncthreads();
+
+  if (warp == 0) {
+    const uint32_t table = table_bytes<F>(blocks);
+    const Form form = lane < blocks ? shared.form[lane] : Form{FILL, 0, 0, 0, 0};
+    for (uint32_t i = lane; i < sizeof shared.table / 4; i += kLanes) reinterpret_cast<uint32_t*>(shared.table)[i] = 0;
+    __syncwarp();
+    const uint32_t entry = form.mode << kTailBits | form.tail;
+    if (lane < blocks) {
+      shared.table[lane] = uint8_t(form.top);
+      shared.table[blocks + 2 * lane] = uint8_t(entry);
+      shared.table[blocks + 2 * lane + 1] = uint8_t(entry >> 8);
+      if (F::has_trim) shared.table[3 * blocks + lane] = uint8_t(form.trim);
+    }
+    const uint32_t bodies = __reduce_add_sync(kEveryLane, form.body), tails = __reduce_add_sync(kEveryLane, form.tail);
+    const uint32_t body_at = table + sum_below(form.body), tail_at = table + bodies + sum_below(form.tail);
+    if (lane < blocks) shared.body_at[lane] = body_at, shared.tail_at[lane] = tail_at;
+    const uint32_t units = blocks ? (table + bodies + pad16(tails)) / 16 : 0;
+    const uint32_t start = look_back(jobs.places + job.first_item, chunk, uint32_t(index_bytes / 16), units);
+    if (lane == 0) shared.start = uint64_t(start) * 16, shared.units = units;
+  }
+  __syncthreads();
+
+  const uint64_t end = shared.start + shared.units * 16;
+  if (chunk + 1 >= chunks && threadIdx.x == 0) {
+    if (job.bytes) *job.bytes = end;
+    if (job.header) write_header(job.header, jobs.dtype, jobs.block, job.numel, kHeaderBytes + end, end > job.capacity);
+    if (end > job.capacity && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
+  }
+  if (end > job.capacity || !blocks) return;
+  if (threadIdx.x == 0) reinterpret_cast<uint32_t*>(job.payload)[chunk] = uint32_t(shared.start / 16);
+  if (chunk + 1 == chunks && threadIdx.x < (index_bytes - 4 * chunks) / 4)
+    reinterpret_cast<uint32_t*>(job.payload)[chunks + threadIdx.x] = 0;
+  uint8_t* const out = job.payload + shared.start;
+  if (threadIdx.x < table_bytes<F>(blocks) / 16)
+    reinterpret_cast<uint4*>(out)[threadIdx.x] = reinterpret_cast<const uint4*>(shared.table)[threadIdx.x];
+  for (uint32_t b = warp; b < blocks; b += kWarps) {
+    const Form form = shared.form[b];
+    uint8_t* const body = out + shared.body_at[b];
+    if (form.mode == RAW) {
+      const uint32_t n = least(numel - b * jobs.block, jobs.block);
+      Rows<F> raw;
+      raw.load(words + b * jobs.block, n, Word(0));
+#pragma unroll
+      for (uint32_t row = 0; row < kRows; ++row)
+        raw.row[row].store16(body + (row * kRow + 8 * lane) * sizeof(Word), pad16(octet_length(row, n) * uint32_t(sizeof(Word))));
+    } else {
+      const uint4* const from = reinterpret_cast<const uint4*>(shared.slot[b]);
+      for (uint32_t i = lane; i < form.body / 16; i += kLanes) reinterpret_cast<uint4*>(body)[i] = from[i];
+      copy_bytes(out + shared.tail_at[b], shared.slot[b] + form.body, form.tail);
+    }
+  }
+  const uint32_t tails_end = shared.tail_at[blocks - 1] + shared.form[blocks - 1].tail;
+  if (threadIdx.x < pad16(tails_end) - tails_end) out[tails_end + threadIdx.x] = 0;
+}
+
+}  // namespace
+}  // namespace zipccl

@@ -1,0 +1,117 @@
+// What the CUDA kernels are made of: a warp works on a block (FORMAT.md section 2), its lanes on octets of eight elements.
+#pragma once
+#include "exponent_block.cuh"
+#ifdef ZIPCCL_EMULATION  // the tests run this source on the CPU
+#include "emulation.h"
+#else
+#define ZIPCCL_DEVICE __device__ __forceinline__
+#define ZIPCCL_KERNEL(min_blocks) extern "C" __global__ void __launch_bounds__(256, min_blocks)
+// Shared memory is declared by the kernel's launch; `Type` says how it is laid out.
+#define ZIPCCL_SHARED(Type, name)                     \
+  extern __shared__ __align__(16) uint8_t zipccl_shared[]; \
+  Type& name = *reinterpret_cast<Type*>(zipccl_shared)
+#endif
+
+namespace zipccl {
+namespace {
+
+constexpr uint32_t kLanes = 32, kWarps = 8, kThreads = kWarps * kLanes;
+constexpr uint32_t kRow = 8 * kLanes;            // elements of a row: an octet for every lane
+constexpr uint32_t kRows = kMaxBlock / kRow;     // lane l has elements 256 r + 8 l and on of row r
+constexpr uint32_t kEveryLane = 0xffffffffu;
+constexpr uint32_t kEachByte = 0x01010101u;      // times a byte: that byte four times
+
+ZIPCCL_DEVICE uint32_t lane_id() { return threadIdx.x % kLanes; }
+ZIPCCL_DEVICE uint32_t warp_id() { return threadIdx.x / kLanes; }
+ZIPCCL_DEVICE uint32_t lanes_below() { return (1u << lane_id()) - 1; }
+ZIPCCL_DEVICE uint32_t low_ones(uint32_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
+ZIPCCL_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// Sum of x over the lanes below this one. x may be several numbers in one word, as long as none of these sums overflows its part.
+ZIPCCL_DEVICE uint32_t sum_below(uint32_t x) {
+  const uint32_t lane = lane_id();
+  uint32_t sum = __shfl_up_sync(kEveryLane, x, 1);
+  if (lane == 0) sum = 0;
+#pragma unroll
+  for (uint32_t distance = 1; distance < kLanes; distance *= 2) {
+    const uint32_t below = __shfl_up_sync(kEveryLane, sum, distance);
+    if (lane >= distance) sum += below;
+  }
+  return sum;
+}
+
+// Eight bytes, one for each element of an octet.
+struct Bytes8 {
+  uint32_t half[2];
+  ZIPCCL_DEVICE uint32_t byte(uint32_t i) const { return half[i / 4] >> 8 * (i % 4) & 255; }
+};
+
+// Bit `bit` of each byte as a byte of a bit plane.
+ZIPCCL_DEVICE uint32_t plane_of(const Bytes8& x, uint32_t bit) {
+  const uint32_t low = x.half[0] << (7 - bit) & 0x80808080u, high = x.half[1] << (7 - bit) & 0x80808080u;
+  return __dp4a(high, 0x80402010u, __dp4a(low, 0x08040201u, 0u)) >> 7;
+}
+
+// The inverse: each bit of a byte as a byte of 0 or 1.
+ZIPCCL_DEVICE Bytes8 spread(uint32_t plane) {
+  return {{(plane & 15) * 0x00204081u & kEachByte, (plane >> 4) * 0x00204081u & kEachByte}};
+}
+
+// Four words' low bytes as one.
+ZIPCCL_DEVICE uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// How many of n elements row `row` has for this lane: 0 to 8.
+ZIPCCL_DEVICE uint32_t octet_length(uint32_t row, uint32_t n) {
+  const uint32_t at = row * kRow + 8 * lane_id();
+  return at >= n ? 0 : least(n - at, 8);
+}
+
+// Where the elements of a warp's rows that are marked in `masks` go when they are put close together, in order: row r's masks are
+// byte r. `at[r]` is the place of this lane's first one in row r; returns how many there are.
+ZIPCCL_DEVICE uint32_t places(uint32_t masks, uint32_t (&at)[kRows]) {
+  static_assert(kRows == 4, "a byte of the sums for each row");
+  const uint32_t counts = uint32_t(__popc(masks & 255)) | uint32_t(__popc(masks >> 8 & 255)) << 8 |
+                          uint32_t(__popc(masks >> 16 & 255)) << 16 | uint32_t(__popc(masks >> 24)) << 24;
+  const uint32_t below = sum_below(counts);  // at most 31 * 8
+  const uint32_t last_below = __shfl_sync(kEveryLane, below, kLanes - 1), last = __shfl_sync(kEveryLane, counts, kLanes - 1);
+  uint32_t row_at = 0;
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    at[row] = row_at + (below >> 8 * row & 255);
+    row_at += (last_below >> 8 * row & 255) + (last >> 8 * row & 255);
+  }
+  return row_at;
+}
+
+// 32 bits from bit `at` of a byte string on; those from bit `end` on are zero. Reads only aligned words that hold asked bits.
+ZIPCCL_DEVICE uint32_t read_bits(const uint8_t* string, uint32_t at, uint32_t end) {
+  if (at >= end) return 0;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(string);
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t(3));
+  const uint32_t first = uint32_t(address & 3) * 8 + at, count = least(end - at, 32), shift = first % 32;
+  const uint32_t low = words[first / 32], high = shift + count > 32 ? words[first / 32 + 1] : 0;
+  return __funnelshift_r(low, high, shift) & low_ones(count);
+}
+
+// Sets bits of a zeroed string of words in shared memory, from bit `at` on; other lanes may set others at the same time.
+ZIPCCL_DEVICE void put_bits(uint8_t* string, uint32_t at, uint32_t bits) {
+  uint32_t* word = reinterpret_cast<uint32_t*>(string) + at / 32;
+  const uint32_t shift = at % 32;
+  if (bits << shift) atomicOr(word, bits << shift);
+  if (shift && bits >> (32 - shift)) atomicOr(word + 1, bits >> (32 - shift));
+}
+
+// The warp copies bytes from shared memory (a multiple of 4) to any address.
+ZIPCCL_DEVICE void copy_bytes(uint8_t* to, const uint8_t* from, uint32_t bytes) {
+  const uint32_t head = least(uint32_t(-reinterpret_cast<uintptr_t>(to)) & 3, bytes), words = (bytes - head) / 4;
+  const uint32_t* source = reinterpret_cast<const uint32_t*>(from);
+  for (uint32_t i = lane_id(); i < words; i += kLanes)
+    reinterpret_cast<uint32_t*>(to + head)[i] = head ? __funnelshift_r(source[i], source[i + 1], 8 * head) : source[i];
+  if (lane_id() < head) to[lane_id()] = from[lane_id()];
+  for (uint32_t i = head + 4 * words + lane_id(); i < bytes; i += kLanes) to[i] = from[i];
+}
+
+}  // namespace
+}  // namespace zipccl

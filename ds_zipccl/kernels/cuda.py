@@ -1,0 +1,254 @@
+"""The CUDA routes: one set of kernels (csrc/cuda_*.cuh), started by a launcher that nvcc or NVRTC built.
+
+Everything is put on the device's current torch stream; only the calls of :class:`ds_zipccl.kernels.Route` wait for it, those that
+take whole frames (``*_frames``) never do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES, FrameError
+from ds_zipccl.kernels.sums import add
+
+CHUNK_BLOCKS = 16
+#: Of one launch; as kMaxJobs, kMaxDecodeJobs and kMaxFrames of the kernels.
+MAX_JOBS = 64
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+#: Bytes of shared memory per kernel and itemsize; cuda_kernels.cuh asserts that they suffice.
+SHARED_BYTES = {
+    "encode": {2: 43008, 4: 75776},
+    "decode": {2: 16896, 4: 33280},
+    "decode_sum": {2: 33792, 4: 50176},
+}
+#: What a status word holds until something fails.
+NO_FAILURE = -1
+
+_u32, _u64, _ptr = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
+
+
+class _EncodeJob(ctypes.Structure):
+    _fields_ = [
+        ("words", _ptr), ("payload", _ptr), ("header", _ptr), ("bytes", _ptr),
+        ("numel", _u64), ("capacity", _u64), ("first_item", _u64),
+    ]  # fmt: skip
+
+
+class _EncodeJobs(ctypes.Structure):
+    _fields_ = [
+        ("job", _EncodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
+        ("ticket", _ptr), ("places", _ptr), ("overflows", _ptr),
+    ]  # fmt: skip
+
+
+class _DecodeJob(ctypes.Structure):
+    _fields_ = [
+        ("payload", _ptr), ("header", _ptr), ("bytes", _u64), ("words", _ptr), ("numel", _u64), ("first_item", _u64),
+    ]  # fmt: skip
+
+
+class _DecodeJobs(ctypes.Structure):
+    _fields_ = [
+        ("job", _DecodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32), ("status", _ptr),
+    ]  # fmt: skip
+
+
+class _SumJob(ctypes.Structure):
+    _fields_ = [
+        ("frame", _ptr * MAX_JOBS), ("capacity", _u64 * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
+        ("wide", _u32), ("add", _u32), ("sums", _ptr), ("numel", _u64), ("status", _ptr),
+    ]  # fmt: skip
+
+
+class Launcher(Protocol):
+    """Starts a kernel of csrc/cuda_kernels.cuh by name."""
+
+    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
+        """Put ``grid`` blocks of 256 threads with ``params`` on ``stream`` of the current device; does not wait.
+
+        Raises:
+            RuntimeError: the driver refused.
+        """
+        ...
+
+
+class CudaRoute:
+    """Route for CUDA tensors of bfloat16, float16 and float32; see :class:`ds_zipccl.kernels.Route`.
+
+    Segments start at any address of an element, frames and payloads at multiples of 16 bytes. Work space is one allocation of torch
+    per call, of ``16 + 8 * chunks`` bytes.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    # ------------------------------------------------------------------ payloads; these wait for the device
+
+    def encode(
+        self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[int]:
+        sizes = torch.empty(len(segments), dtype=torch.int64, device=segments[0].device)
+        places = [out if out.data_ptr() % 16 == 0 else torch.empty_like(out) for out in outs]
+        jobs = [
+            _EncodeJob(words.data_ptr(), out.data_ptr(), None, sizes.data_ptr() + 8 * i, words.numel(), out.numel(), 0)
+            for i, (words, out) in enumerate(zip(segments, places, strict=True))
+        ]
+        self._encode(jobs, segments[0], code, block, None)
+        result: list[int] = sizes.tolist()
+        for place, out, size in zip(places, outs, result, strict=True):
+            if size > out.numel():
+                raise ValueError(f"a payload of {size} bytes does not fit in {out.numel()}; use compress_bound()")
+            if place is not out:
+                out[:size].copy_(place[:size])
+        return result
+
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        if payload.data_ptr() % 16:
+            payload = payload.clone()
+        status = new_status(words.device)
+        job = _DecodeJob(payload.data_ptr(), None, payload.numel(), words.data_ptr(), words.numel(), 0)
+        self._decode([job], words, block, status)
+        raise_failure(status)
+
+    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        values = torch.empty(sums.numel(), dtype=dtype, device=sums.device)
+        self.decode(payload, block, values)
+        add(sums, values)
+
+    # ------------------------------------------------------------------ whole flat frames, without a word to the host
+
+    def encode_frames(
+        self,
+        segments: Sequence[torch.Tensor],
+        code: str,
+        block: int,
+        slots: Sequence[torch.Tensor],
+        overflows: torch.Tensor | None = None,
+    ) -> None:
+        """Code each segment as a flat frame into its slot (uint8, at least the header's 32 bytes, of any such size).
+
+        A frame that does not fit leaves its header, with the overflow flag, and writes nothing outside of its slot; ``overflows``
+        (int32, one element; pinned host memory or of the device) then counts one more.
+        """
+        jobs = []
+        for words, slot in zip(segments, slots, strict=True):
+            at = _aligned(slot)
+            room = slot.numel() - HEADER_BYTES
+            if room < 0:
+                raise ValueError(f"a slot holds at least the {HEADER_BYTES} bytes of a header, got {slot.numel()}")
+            jobs.append(_EncodeJob(words.data_ptr(), at + HEADER_BYTES, at, None, words.numel(), room, 0))
+        self._encode(jobs, segments[0], code, block, overflows)
+
+    def decode_frames(
+        self, slots: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], status: torch.Tensor
+    ) -> None:
+        """Decode the flat frame in each slot, raw or coded in blocks of ``block``, to its ``outs``.
+
+        ``status``: int64, one element, :data:`NO_FAILURE` before; see :func:`raise_failure`. The words of a frame that fails
+        are undefined.
+        """
+        jobs = [
+            _DecodeJob(_aligned(slot) + HEADER_BYTES, slot.data_ptr(), slot.numel(), words.data_ptr(), words.numel(), 0)
+            for slot, words in zip(slots, outs, strict=True)
+        ]
+        self._decode(jobs, outs[0], block, status)
+
+    def decode_sum_frames(
+        self,
+        slots: Sequence[torch.Tensor],
+        block: int,
+        dtype: torch.dtype,
+        sums: torch.Tensor,
+        status: torch.Tensor,
+    ) -> None:
+        """Decode flat frames of ``dtype`` and write the sums of their words, in fp32 and in this order, once to ``sums``: rounded
+        to ``dtype``, or float32. Other arguments as for :meth:`decode_frames`."""
+        wide = sums.dtype != dtype
+        whole = sums if wide or len(slots) <= MAX_JOBS else torch.empty_like(sums, dtype=torch.float32)
+        for at in range(0, len(slots), MAX_JOBS):
+            part = slots[at : at + MAX_JOBS]
+            to = sums if at + MAX_JOBS >= len(slots) and whole is sums else whole
+            job = _SumJob(
+                (_ptr * MAX_JOBS)(*map(_aligned, part)), (_u64 * MAX_JOBS)(*(slot.numel() for slot in part)), len(part),
+                block, DTYPE_IDS[dtype], to.dtype != dtype or wide, at > 0, to.data_ptr(), sums.numel(), status.data_ptr(),
+            )  # fmt: skip
+            grid = -(-sums.numel() // (block * CHUNK_BLOCKS))
+            if grid:
+                self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job, sums.device)
+        if whole is not sums:
+            sums.copy_(whole)
+
+    # ------------------------------------------------------------------ launches
+
+    def _encode(
+        self, jobs: list[_EncodeJob], like: torch.Tensor, code: str, block: int, overflows: torch.Tensor | None
+    ) -> None:
+        for part, items in _launches(jobs, block):
+            work = torch.zeros(2 + items, dtype=torch.int64, device=like.device)
+            params = _EncodeJobs(
+                (_EncodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], work.data_ptr(), work.data_ptr() + 16,
+                None if overflows is None else overflows.data_ptr(),
+            )  # fmt: skip
+            self._launch("encode", f"{DTYPES[like.dtype]}_{code}", like.itemsize, items, params, like.device)
+
+    def _decode(self, jobs: list[_DecodeJob], like: torch.Tensor, block: int, status: torch.Tensor) -> None:
+        for part, items in _launches(jobs, block):
+            params = _DecodeJobs(
+                (_DecodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], status.data_ptr()
+            )
+            self._launch("decode", DTYPES[like.dtype], like.itemsize, items, params, like.device)
+
+    def _launch(
+        self, what: str, kind: str, itemsize: int, grid: int, params: ctypes.Structure, device: torch.device
+    ) -> None:
+        with _current(device) as stream:
+            self._launcher.launch(f"zipccl_{what}_{kind}", grid, SHARED_BYTES[what][itemsize], params, stream)
+
+
+def new_status(device: torch.device) -> torch.Tensor:
+    """A status word for the ``*_frames`` calls."""
+    return torch.full((1,), NO_FAILURE, dtype=torch.int64, device=device)
+
+
+def raise_failure(status: torch.Tensor) -> None:
+    """Raise what the kernels wrote to ``status``; waits for the device.
+
+    Raises:
+        FrameError: a frame was refused.
+    """
+    value = int(status.item())
+    if value != NO_FAILURE:
+        number, chunk, code = value >> 48, value >> 8 & (1 << 40) - 1, value & 255
+        raise FrameError(code, f"frame {number} of the call is wrong, in chunk {chunk}")
+
+
+def _launches(jobs: list, block: int) -> Iterator[tuple[list, int]]:
+    """The jobs of each launch, told where their items start, and the launch's number of items."""
+    for at in range(0, len(jobs), MAX_JOBS):
+        part = jobs[at : at + MAX_JOBS]
+        items = 0
+        for job in part:
+            job.first_item = items
+            items += max(1, -(-job.numel // (block * CHUNK_BLOCKS)))
+        yield part, items
+
+
+def _aligned(slot: torch.Tensor) -> int:
+    if slot.data_ptr() % 16:
+        raise ValueError(f"frames start at multiples of 16 bytes, got address {slot.data_ptr():#x}")
+    return slot.data_ptr()
+
+
+@contextlib.contextmanager
+def _current(device: torch.device) -> Iterator[int]:
+    """The device made current, and its current stream."""
+    if device.type != "cuda":  # the tests' emulation
+        yield 0
+        return
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream().cuda_stream

@@ -1,0 +1,185 @@
+// The scheduler of emulation.h, and the kernels behind the C interface that csrc/cuda_launch.cu has on a GPU.
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "cuda_kernels.cuh"
+
+namespace emulation {
+namespace {
+
+constexpr uint32_t kThreads = zipccl::kThreads, kWarps = kThreads / kLanes;
+constexpr uint64_t kStack = 128 << 10;
+constexpr uint32_t kResident = 3;  // blocks that run at a time: the others wait until one of these ends
+
+struct Block;
+struct Fiber {
+  Block* block;
+  uint32_t thread, exchanges = 0;  // how often it has exchanged values with its warp
+  jmp_buf where;
+  bool started = false;
+  char* stack;
+};
+struct Warp {
+  uint32_t here = 0;
+  const char* operation = nullptr;
+  uint32_t values[2][kLanes];  // of this exchange and the last one, which slow lanes still read
+};
+struct Block {
+  uint32_t index, waiting = 0, ended = 0;
+  Fiber fibers[kThreads];
+  Warp warps[kWarps];
+  std::unique_ptr<char[]> shared;
+};
+
+void (*run_kernel)(const void*);
+const void* parameters;
+Fiber* current;
+jmp_buf scheduler;
+std::vector<Fiber*> ready;
+std::mt19937_64 chance;
+uint32_t shared_bytes;
+
+[[noreturn]] void fail(const char* what, const char* more) {
+  fprintf(stderr, "emulation: block %u, thread %u: %s%s\n", current->block->index, current->thread, what, more);
+  abort();
+}
+
+void leave() {
+  if (!_setjmp(current->where)) _longjmp(scheduler, 1);
+}
+
+void body() {
+  run_kernel(parameters);
+  ++current->block->ended;
+  _longjmp(scheduler, 2);
+}
+
+void resume(Fiber* fiber) {
+  current = fiber;
+  if (_setjmp(scheduler)) return;
+  if (fiber->started) _longjmp(fiber->where, 1);
+  fiber->started = true;
+  ucontext_t context, back;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber->stack;
+  context.uc_stack.ss_size = kStack;
+  context.uc_link = nullptr;
+  makecontext(&context, body, 0);
+  swapcontext(&back, &context);
+}
+
+}  // namespace
+
+Index thread_index() { return {current->thread}; }
+Index block_index() { return {current->block->index}; }
+
+void* shared_memory(uint64_t bytes) {
+  if (bytes > shared_bytes) fail("more shared memory is used than was asked for", "");
+  return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(current->block->shared.get()) + 15) & ~uintptr_t(15));
+}
+
+void give_way() {
+  ready.push_back(current);
+  leave();
+}
+
+void wait_for_block() {
+  Block& block = *current->block;
+  if (++block.waiting < kThreads) return leave();
+  block.waiting = 0;
+  for (Fiber& fiber : block.fibers) ready.push_back(&fiber);
+  leave();
+}
+
+const uint32_t* exchange(uint32_t value, const char* operation) {
+  Warp& warp = current->block->warps[current->thread / kLanes];
+  if (warp.here && strcmp(warp.operation, operation)) fail("lanes of a warp wait for different operations: ", operation);
+  warp.operation = operation;
+  uint32_t* const values = warp.values[current->exchanges++ % 2];
+  values[current->thread % kLanes] = value;
+  if (++warp.here == kLanes) {
+    warp.here = 0;
+    for (uint32_t lane = 0; lane < kLanes; ++lane) ready.push_back(&current->block->fibers[current->thread / kLanes * kLanes + lane]);
+  }
+  leave();
+  return values;
+}
+
+}  // namespace emulation
+
+namespace {
+
+using namespace emulation;
+
+struct Kernel {
+  const char* name;
+  void (*run)(const void*);
+};
+template <typename Params, void (*kKernel)(Params)>
+void run_one(const void* params) {
+  kKernel(*static_cast<const Params*>(params));
+}
+#define ZIPCCL_ENTRY(kernel, Params) {#kernel, run_one<zipccl::Params, kernel>},
+const Kernel kKernels[] = {ZIPCCL_EACH_KERNEL(ZIPCCL_ENTRY)};
+
+uint64_t seed = 0;
+
+}  // namespace
+
+// The order in which threads run is drawn from this.
+extern "C" void zipccl_emulation_seed(uint64_t value) { seed = value; }
+
+extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t grid, uint32_t shared, const void* params, void*) {
+  const Kernel* kernel = nullptr;
+  for (const Kernel& each : kKernels)
+    if (!strcmp(each.name, name)) kernel = &each;
+  if (!kernel) return 1;
+  static char* const stacks = static_cast<char*>(
+      mmap(nullptr, kResident * kThreads * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  run_kernel = kernel->run;
+  parameters = params;
+  shared_bytes = shared;
+  chance.seed(seed);
+  // Blocks start in any order.
+  std::vector<uint32_t> order(grid);
+  for (uint32_t i = 0; i < grid; ++i) order[i] = i;
+  for (uint32_t i = grid; i > 1; --i) std::swap(order[i - 1], order[chance() % i]);
+  std::vector<std::unique_ptr<Block>> residents(kResident);
+  uint32_t next = 0;
+  ready.clear();
+  const auto start = [&](uint32_t place) {
+    residents[place] = nullptr;
+    if (next == grid) return;
+    auto block = std::make_unique<Block>();
+    block->index = order[next++];
+    block->shared.reset(new char[shared + 16]);
+    memset(block->shared.get(), 0xa5, shared + 16);
+    for (uint32_t t = 0; t < kThreads; ++t) {
+      block->fibers[t].block = block.get();
+      block->fibers[t].thread = t;
+      block->fibers[t].stack = stacks + (uint64_t(place) * kThreads + t) * kStack;
+      ready.push_back(&block->fibers[t]);
+    }
+    residents[place] = std::move(block);
+  };
+  for (uint32_t place = 0; place < kResident; ++place) start(place);
+  while (!ready.empty()) {
+    const uint64_t pick = chance() % ready.size();
+    Fiber* const fiber = ready[pick];
+    ready[pick] = ready.back();
+    ready.pop_back();
+    resume(fiber);
+    for (uint32_t place = 0; place < kResident; ++place)
+      if (residents[place] && residents[place].get() == fiber->block && fiber->block->ended == kThreads) start(place);
+  }
+  for (const auto& block : residents)
+    if (block) fprintf(stderr, "emulation: block %u waits for ever\n", block->index), abort();
+  return 0;
+}
