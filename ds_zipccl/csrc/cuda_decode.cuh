@@ -16,20 +16,14 @@ struct Entry {
 
 template <typename F>
 struct DecodeScratch {  // of a warp
-  union {
-    uint8_t list[2][kMaxBlock];                 // exponents that a tier escapes; tiers go from one list to the other
-    alignas(16) typename F::Word words[kMaxBlock];  // then those of a SPARSE block that are not zero
-  };
+  alignas(16) uint8_t list[2][kMaxBlock];         // exponents that a tier escapes; tiers go from one list to the other
+  alignas(16) typename F::Word words[kMaxBlock];  // those of a SPARSE block that are not zero
 };
-
-ZIPCCL_FN constexpr uint32_t names_of(const Tier& tier) {  // k of code, a byte each
-  return uint32_t(tier.k_of_code[0]) | uint32_t(tier.k_of_code[1]) << 8 | uint32_t(tier.k_of_code[2]) << 16;
-}
 
 // A warp reads the table of a chunk of numel words that has `bytes` bytes. Returns whether all parts lie in the chunk and fill it.
 template <typename F>
 ZIPCCL_DEVICE bool read_table(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, Entry* entries) {
-  const uint32_t blocks = (numel + block - 1) / block, lane = lane_id(), table = table_bytes<F>(blocks);
+  const uint32_t blocks = pieces(numel, block), lane = lane_id(), table = table_bytes<F>(blocks);
   if (table > bytes) return false;
   uint32_t mode = FILL, top = 0, trim = 0, tail_bytes = 0, body_size = 0;
   bool good = true;
@@ -50,67 +44,90 @@ ZIPCCL_DEVICE bool read_table(const uint8_t* chunk, uint64_t bytes, uint32_t num
   return __all_sync(kEveryLane, good) && pad16(table + bodies + tails) == bytes;
 }
 
-// A lane's words of the two planes of a tier after the first, and where its escapes are among all of the tier's.
+// A lane's words of the two planes of a tier after the first.
 struct TierWords {
-  uint32_t low, high, escapes_below;
+  uint32_t low, high;
 };
 
-// Reads the `count` entries of a tier from bit `at` of `second`; returns how many escape.
-ZIPCCL_DEVICE uint32_t read_tier(const uint8_t* second, uint32_t at, uint32_t count, TierWords& tier) {
+// Reads the `count` entries of a tier from bit `at` of the second part; returns how many escape.
+ZIPCCL_DEVICE uint32_t read_tier(const BitString& second, uint32_t at, uint32_t count, TierWords& tier) {
   const uint32_t first = at + kLanes * lane_id();
-  tier.low = read_bits(second, first, at + count);
-  tier.high = read_bits(second, first + count, at + 2 * count);
-  const uint32_t escapes = uint32_t(__popc(tier.low & tier.high));
-  tier.escapes_below = sum_below(escapes);
-  return __shfl_sync(kEveryLane, tier.escapes_below + escapes, kLanes - 1);
+  tier.low = second.read(first, at + count);
+  tier.high = second.read(first + count, at + 2 * count);
+  return __reduce_add_sync(kEveryLane, uint32_t(__popc(tier.low & tier.high)));
 }
 
-// The exponents of a tier's `count` entries to `to`: by their codes, or the next of those that the tier escapes, `escapes`.
+// The exponents of a tier's `count` entries to `to`: by their codes, or the next of those that the tier escapes, `escapes`. The list is
+// filled up to a multiple of 32.
 template <typename Code, uint32_t kTier>
 ZIPCCL_DEVICE void decode_tier(const TierWords& tier, uint32_t count, uint32_t top, const uint8_t* escapes, uint8_t* to) {
-  constexpr uint32_t names = names_of(Code::tier[kTier]);
+  constexpr Tier table = Code::tier[kTier];
+  const uint32_t lane = lane_id(), below = lanes_below(), own = 1u << lane, above = top + kAbove;
+  const uint32_t e0 = above - table.k_of_code[0], e1 = above - table.k_of_code[1];
+  const uint32_t e2 = kTier + 1 == kTiers && kZeroCode == 2 ? 0 : above - table.k_of_code[2];
   for (uint32_t i = 0; i < count; i += kLanes) {
     const uint32_t low = __shfl_sync(kEveryLane, tier.low, i / kLanes), high = __shfl_sync(kEveryLane, tier.high, i / kLanes);
-    const uint32_t below = __shfl_sync(kEveryLane, tier.escapes_below, i / kLanes), escaped = low & high;
-    const uint32_t code = (low >> lane_id() & 1) | (high >> lane_id() & 1) << 1;
-    if (i + lane_id() < count) {
-      uint32_t e = top + kAbove - (names >> 8 * code & 255);
-      if (kTier + 1 == kTiers && code == kZeroCode) e = 0;
-      if (code == 3) e = escapes[below + __popc(escaped & lanes_below())];
-      to[i + lane_id()] = uint8_t(e);
-    }
+    const uint32_t escaped = low & high;
+    uint32_t e = high & own ? e2 : low & own ? e1 : e0;
+    if (escaped & own) e = escapes[__popc(escaped & below)];
+    to[i + lane] = uint8_t(e);
+    escapes += __popc(escaped);
   }
   __syncwarp();
 }
 
-// Decodes m coded elements (FORMAT.md 2.1). The first part is proven to be there; the second must fill its `bytes` bytes exactly.
-template <typename F, typename Code>
-ZIPCCL_DEVICE bool decode_elements(const uint8_t* first, const uint8_t* second, uint32_t bytes, uint32_t m, uint32_t top, uint32_t trim,
-                                   uint8_t (*list)[kMaxBlock], Rows<F>& words) {
-  constexpr uint32_t bits = Code::tier[0].bits;
+// An octet of a byte plane of `extent` bytes.
+template <typename Extent>
+ZIPCCL_DEVICE Bytes8 get_octet(const uint8_t* plane, uint32_t row, Extent extent) {
+  const uint8_t* const from = plane + row * kRow + 8 * lane_id();
+  const uint32_t length = extent.length(row);
+  if (Extent::whole || (length == 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0)) {
+    const uint2 eight = *reinterpret_cast<const uint2*>(from);
+    return {{eight.x, eight.y}};
+  }
+  Bytes8 x = {{0, 0}};
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i)
+    if (i < length) x.half[i / 4] |= uint32_t(from[i]) << 8 * (i % 4);
+  return x;
+}
+
+// Decodes m coded elements (FORMAT.md 2.1) and hands every octet to put(row, octet). The first part is proven to be there; the second must
+// fill its `bytes` bytes exactly, or the result is false.
+template <typename F, typename Code, typename Extent, typename Put>
+ZIPCCL_DEVICE bool decode_elements(const uint8_t* first, const uint8_t* second, uint32_t bytes, Extent extent, uint32_t top, uint32_t trim,
+                                   uint8_t (*list)[kMaxBlock], Put put) {
+  constexpr uint32_t bits = Code::tier[0].bits, part_bytes = (1 + F::M + 7) / 8;
+  const uint32_t m = extent.n;
   if (!F::has_trim) trim = 0;  // the compiler then knows r
   const uint32_t r = 1 + F::M - trim;
   const uint8_t* const tier1 = first + parts_bytes(m, r);
-  uint32_t codes[bits], escapes = kEveryLane, at[kRows];  // a byte for each row
+  uint32_t codes[bits], escapes = 0;  // a byte for each row
 #pragma unroll
-  for (uint32_t p = 0; p < bits; ++p) {
-    codes[p] = 0;
+  for (uint32_t p = 0; p < bits; ++p) codes[p] = 0;
+#pragma unroll Extent::unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t length = extent.length(row);
+    uint32_t escaped = low_ones(length);
 #pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row)
-      if (octet_length(row, m)) codes[p] |= uint32_t(tier1[p * plane_bytes(m) + row * kLanes + lane_id()]) << 8 * row;
-    escapes &= codes[p];
+    for (uint32_t p = 0; p < bits; ++p) {
+      const uint32_t plane = length ? tier1[p * plane_bytes(m) + row * kLanes + lane_id()] : 0;
+      codes[p] |= plane << 8 * row;
+      escaped &= plane;
+    }
+    escapes |= escaped << 8 * row;
   }
-#pragma unroll
-  for (uint32_t row = 0; row < kRows; ++row) escapes &= ~(~low_ones(octet_length(row, m)) << 8 * row & 255u << 8 * row);
-  const uint32_t count1 = places(escapes, at);
+  const Places places(escapes);
 
   TierWords tiers[kTiers - 1];
+  const BitString bit_string(second);
+  const uint32_t count1 = places.count;
   if (2 * count1 > 8 * bytes) return false;
-  const uint32_t count2 = read_tier(second, 0, count1, tiers[0]);
+  const uint32_t count2 = read_tier(bit_string, 0, count1, tiers[0]);
   if (2 * (count1 + count2) > 8 * bytes) return false;
-  const uint32_t count3 = read_tier(second, 2 * count1, count2, tiers[1]);
+  const uint32_t count3 = read_tier(bit_string, 2 * count1, count2, tiers[1]);
   if (2 * (count1 + count2 + count3) > 8 * bytes) return false;
-  const uint32_t left = read_tier(second, 2 * (count1 + count2), count3, tiers[2]);
+  const uint32_t left = read_tier(bit_string, 2 * (count1 + count2), count3, tiers[2]);
   const uint32_t tier_bytes = (2 * (count1 + count2 + count3) + 7) / 8;
   if (tier_bytes + left != bytes) return false;
   decode_tier<Code, 3>(tiers[2], count3, top, second + tier_bytes, list[0]);
@@ -118,9 +135,8 @@ ZIPCCL_DEVICE bool decode_elements(const uint8_t* first, const uint8_t* second, 
   decode_tier<Code, 1>(tiers[0], count1, top, list[1], list[0]);
 
   const uint32_t top4 = ((top + kAbove - Code::tier[0].k_of_code[0]) & 255) * kEachByte;
-#pragma unroll
+#pragma unroll Extent::unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t length = octet_length(row, m);
     Bytes8 code = {{0, 0}};
 #pragma unroll
     for (uint32_t p = 0; p < bits; ++p) {
@@ -128,25 +144,16 @@ ZIPCCL_DEVICE bool decode_elements(const uint8_t* first, const uint8_t* second, 
       code.half[0] |= plane.half[0] << p, code.half[1] |= plane.half[1] << p;
     }
     Bytes8 e = {{__vsub4(top4, code.half[0]), __vsub4(top4, code.half[1])}};
-    const uint8_t* escaped = list[0] + at[row];
+    const uint8_t* escaped = list[0] + places.of(row);
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i)
       if (escapes >> (8 * row + i) & 1) e.half[i / 4] = __byte_perm(e.half[i / 4], *escaped++, 0x3210 + (4 - i % 4) * (1 << 4 * (i % 4)));
 
-    Bytes8 parts[(1 + F::M + 7) / 8 > 1 ? (1 + F::M + 7) / 8 : 2] = {};
+    Bytes8 parts[part_bytes > 1 ? part_bytes : 2] = {};
 #pragma unroll
-    for (uint32_t byte = 0; byte < (1 + F::M + 7) / 8; ++byte) {
-      if (byte < r / 8) {
-        const uint8_t* const from = first + byte * m + row * kRow + 8 * lane_id();
-        if (length == 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0) {
-          const uint2 eight = *reinterpret_cast<const uint2*>(from);
-          parts[byte] = {{eight.x, eight.y}};
-        } else {
-#pragma unroll
-          for (uint32_t i = 0; i < 8; ++i)
-            if (i < length) parts[byte].half[i / 4] |= uint32_t(from[i]) << 8 * (i % 4);
-        }
-      } else if (byte == r / 8 && length) {
+    for (uint32_t byte = 0; byte < part_bytes; ++byte) {
+      if (byte < r / 8) parts[byte] = get_octet(first + byte * m, row, extent);
+      if (byte == r / 8 && extent.length(row)) {
         for (uint32_t p = 0; p < r % 8; ++p) {
           const Bytes8 plane = spread(first[r / 8 * m + p * plane_bytes(m) + row * kLanes + lane_id()]);
           parts[byte].half[0] |= plane.half[0] << p, parts[byte].half[1] |= plane.half[1] << p;
@@ -154,73 +161,104 @@ ZIPCCL_DEVICE bool decode_elements(const uint8_t* first, const uint8_t* second, 
       }
     }
     if (F::E < 8) e.half[0] &= F::exponent_mask * kEachByte, e.half[1] &= F::exponent_mask * kEachByte;
-    words.row[row].join(parts, e, trim);
+    Octet<F> octet;
+    octet.join(parts, e, trim);
+    put(row, octet);
   }
-  __syncwarp();  // the lists have been read
   return true;
 }
 
-// Decodes a SPARSE tail of `bytes` bytes to n words (FORMAT.md 2.2).
-template <typename F>
-ZIPCCL_DEVICE bool decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t top, uint32_t trim, DecodeScratch<F>& scratch,
-                                 Rows<F>& words) {
-  using Word = typename F::Word;
-  const uint32_t plane = plane_bytes(n);
+// The zero map of a SPARSE block (FORMAT.md 2.2): this lane's zeros, a byte of bits for each row, and where things are in the tail.
+struct ZeroMap {
+  uint32_t zeros, others, signs_at, first;  // signs_at is 0 where there are no signs
+};
+ZIPCCL_DEVICE bool read_zero_map(const uint8_t* tail, uint32_t bytes, Part extent, ZeroMap& map) {
+  const uint32_t plane = plane_bytes(extent.n);
   if (bytes < 1 + plane || tail[0] > 1) return false;
-  uint32_t zeros = 0, keep = 0, at[kRows], zero_at[kRows];
-#pragma unroll
+  map.zeros = 0;
   for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t valid = low_ones(octet_length(row, n));
-    const uint32_t map = valid ? tail[1 + row * kLanes + lane_id()] & valid : 0;
-    zeros |= map << 8 * row;
-    keep |= (~map & valid) << 8 * row;
+    const uint32_t valid = low_ones(extent.length(row));
+    if (valid) map.zeros |= (tail[1 + row * kLanes + lane_id()] & valid) << 8 * row;
   }
-  const uint32_t m = places(keep, at), zero_count = places(zeros, zero_at);
-  const uint32_t signs_at = 1 + plane, first = signs_at + (tail[0] ? plane_bytes(zero_count) : 0);
-  const uint32_t second = first + first_part_bytes(m, 1 + F::M - trim, Cascade::tier[0].bits);
-  if (second > bytes) return false;
-  if (!decode_elements<F, Cascade>(tail + first, tail + second, bytes - second, m, top, trim, scratch.list, words)) return false;
-  words.store(scratch.words, m);
-  __syncwarp();
-#pragma unroll
-  for (uint32_t row = 0; row < kRows; ++row) {
-    const Word* other = scratch.words + at[row];
-    uint32_t sign = 8 * signs_at + zero_at[row];
+  const uint32_t zeros = __reduce_add_sync(kEveryLane, uint32_t(__popc(map.zeros)));
+  map.others = extent.n - zeros;
+  map.signs_at = tail[0] ? 1 + plane : 0;
+  map.first = 1 + plane + (tail[0] ? plane_bytes(zeros) : 0);
+  return true;
+}
+
+// The words that are not zero, `others` close together, and the zeros between them to n words. They may be the same memory.
+template <typename F>
+ZIPCCL_DEVICE void put_zeros(const ZeroMap& map, const uint8_t* tail, Part extent, const typename F::Word* others, typename F::Word* to) {
+  using Word = typename F::Word;
+  uint32_t keep = 0;
+  for (uint32_t row = 0; row < kRows; ++row) keep |= (~(map.zeros >> 8 * row) & low_ones(extent.length(row))) << 8 * row;
+  const Places at(keep), zero_at(map.zeros);
+  // From the last row on: words of earlier rows are not written over before they have been read.
+  for (uint32_t row = kRows; row-- > 0;) {
+    const Word* other = others + at.of(row);
+    uint32_t sign = 8 * map.signs_at + zero_at.of(row);
+    Octet<F> octet;
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
       Word word = 0;
       if (keep >> (8 * row + i) & 1) word = *other++;
-      if (zeros >> (8 * row + i) & 1) {
-        if (tail[0] && tail[sign / 8] >> sign % 8 & 1) word = F::negative_zero;
+      if (map.zeros >> (8 * row + i) & 1) {
+        if (map.signs_at && tail[sign / 8] >> sign % 8 & 1) word = F::negative_zero;
         ++sign;
       }
-      words.row[row].set(i, word);
+      octet.set(i, word);
     }
+    __syncwarp();
+    octet.store(to + row * kRow + 8 * lane_id(), extent.length(row));
   }
-  __syncwarp();  // the words have been read
+}
+
+// Decodes a block of n words of a chunk whose table is good to any address of a word, which may be those of the scratch. Returns whether
+// the block is good.
+template <typename F>
+ZIPCCL_DEVICE bool decode_part(const uint8_t* chunk, const Entry& entry, uint32_t n, DecodeScratch<F>& scratch, typename F::Word* to) {
+  using Word = typename F::Word;
+  const uint32_t mode = entry.mode;
+  const uint8_t *const tail = chunk + entry.tail, *first = chunk + entry.body, *second = tail;
+  if (mode == FILL || mode == RAW) {
+    Word fill = 0;
+    if (mode == FILL)
+      for (uint32_t i = 0; i < entry.tail_bytes; ++i) fill |= Word(Word(tail[i]) << 8 * i);
+    for (uint32_t row = 0; row < kRows; ++row) {
+      const uint32_t at = row * kRow + 8 * lane_id(), length = Part{n}.length(row);
+      Octet<F> octet;
+      octet.load(reinterpret_cast<const Word*>(first) + at, mode == RAW ? length : 0, fill);
+      octet.store(to + at, length);
+    }
+    return true;
+  }
+  Part extent{n};
+  Word* words = to;
+  ZeroMap map = {};
+  if (mode == SPARSE) {
+    if (!read_zero_map(tail, entry.tail_bytes, Part{n}, map)) return false;
+    extent.n = map.others, words = scratch.words;
+    first = tail + map.first, second = first + first_part_bytes(map.others, 1 + F::M - entry.trim, Cascade::tier[0].bits);
+    if (second > tail + entry.tail_bytes) return false;
+  }
+  const uint32_t bytes = uint32_t(tail + entry.tail_bytes - second);
+  const auto put = [=](uint32_t row, const Octet<F>& octet) { octet.store(words + row * kRow + 8 * lane_id(), extent.length(row)); };
+  if (mode == WINDOW) return decode_elements<F, Window>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put);
+  if (!decode_elements<F, Cascade>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put)) return false;
+  __syncwarp();
+  if (mode == SPARSE) put_zeros<F>(map, tail, Part{n}, words, to);
   return true;
 }
 
-// Decodes a block of n words of a chunk whose table is good; returns whether the block is.
-template <typename F>
-ZIPCCL_DEVICE bool decode_block(const uint8_t* chunk, const Entry& entry, uint32_t n, DecodeScratch<F>& scratch, Rows<F>& words) {
-  using Word = typename F::Word;
+// Whether a block of n words is one that decode_whole() takes.
+ZIPCCL_DEVICE bool is_whole(const Entry& entry, uint32_t n) { return n == Whole::n && (entry.mode == CASCADE || entry.mode == WINDOW); }
+
+template <typename F, typename Put>
+ZIPCCL_DEVICE bool decode_whole(const uint8_t* chunk, const Entry& entry, DecodeScratch<F>& scratch, Put put) {
   const uint8_t *const body = chunk + entry.body, *const tail = chunk + entry.tail;
-  switch (entry.mode) {
-    case FILL: {
-      Word word = 0;
-      for (uint32_t i = 0; i < entry.tail_bytes; ++i) word |= Word(Word(tail[i]) << 8 * i);
-#pragma unroll
-      for (uint32_t row = 0; row < kRows; ++row)
-#pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) words.row[row].set(i, word);
-      return true;
-    }
-    case RAW: words.load(reinterpret_cast<const Word*>(body), n, Word(0)); return true;
-    case CASCADE: return decode_elements<F, Cascade>(body, tail, entry.tail_bytes, n, entry.top, entry.trim, scratch.list, words);
-    case WINDOW: return decode_elements<F, Window>(body, tail, entry.tail_bytes, n, entry.top, entry.trim, scratch.list, words);
-    default: return decode_sparse<F>(tail, entry.tail_bytes, n, entry.top, entry.trim, scratch, words);
-  }
+  if (entry.mode == CASCADE) return decode_elements<F, Cascade>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
+  return decode_elements<F, Window>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
 }
 
 // Where a chunk of a payload lies, if its offsets are possible.
@@ -228,8 +266,8 @@ struct ChunkBytes {
   const uint8_t* at;  // null: they are not
   uint64_t bytes;
 };
-ZIPCCL_DEVICE ChunkBytes find_chunk(const uint8_t* payload, uint64_t bytes, uint64_t chunk, uint64_t chunks) {
-  const uint64_t begin = (4 * chunks + 15) / 16 * 16;
+ZIPCCL_DEVICE ChunkBytes find_chunk(const uint8_t* payload, uint64_t bytes, uint32_t chunk, uint32_t chunks) {
+  const uint32_t begin = pad16(4 * chunks);
   if (begin > bytes) return {nullptr, 0};
   const uint32_t* const index = reinterpret_cast<const uint32_t*>(payload);
   const uint64_t start = uint64_t(index[chunk]) * 16, end = chunk + 1 < chunks ? uint64_t(index[chunk + 1]) * 16 : bytes;
@@ -270,56 +308,79 @@ template <typename F>
 struct DecodeShared {
   DecodeScratch<F> scratch[kWarps];
   Entry entry[kChunkBlocks];
-  uint32_t good;
+  const uint8_t* chunk;
+  typename F::Word* words;
+  uint32_t numel, good;
 };
+
+// A warp decodes the blocks that are its own, whole ones or the others. Returns whether they are good.
+template <typename F, bool kWhole>
+ZIPCCL_DEVICE bool decode_blocks(DecodeShared<F>& shared, uint32_t block) {
+  using Word = typename F::Word;
+  const bool aligned = reinterpret_cast<uintptr_t>(shared.words) % 16 == 0;
+  for (uint32_t b = warp_id(); b * block < shared.numel; b += kWarps) {
+    const Entry& entry = shared.entry[b];
+    Word* const words = shared.words + b * block;
+    const uint32_t n = least(shared.numel - b * block, block);
+    if ((aligned && is_whole(entry, n)) != kWhole) continue;
+    bool good;
+    if constexpr (kWhole) {
+      const auto put = [=](uint32_t row, const Octet<F>& octet) {
+        octet.store_whole(reinterpret_cast<uint8_t*>(words + row * kRow + 8 * lane_id()), 8 * sizeof(Word));
+      };
+      good = decode_whole<F>(shared.chunk, entry, shared.scratch[warp_id()], put);
+    } else {
+      good = decode_part<F>(shared.chunk, entry, n, shared.scratch[warp_id()], words);
+    }
+    __syncwarp();  // the lists have been read
+    if (!good) return false;
+  }
+  return true;
+}
 
 // One work item: a chunk of a job, or as many words of a raw frame; or a job without words.
 template <typename F>
 ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
   using Word = typename F::Word;
   ZIPCCL_SHARED(DecodeShared<F>, shared);
-  const uint64_t item = blockIdx.x;
+  const uint32_t item = blockIdx.x;
   uint32_t number = 0;
   while (number + 1 < jobs.count && jobs.job[number + 1].first_item <= item) ++number;
   const DecodeJob& job = jobs.job[number];
-  const uint64_t chunk = item - job.first_item;
-  const uint32_t block = jobs.block;
-  const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = (job.numel + per_chunk - 1) / per_chunk, first = chunk * per_chunk;
-  const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk), blocks = (numel + block - 1) / block;
+  const uint32_t block = jobs.block, per_chunk = block * kChunkBlocks;
+  const uint32_t chunk = item - uint32_t(job.first_item), chunks = pieces(job.numel, per_chunk);
+  const uint64_t first = uint64_t(chunk) * per_chunk;
+  const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk);
+  Word* const words = static_cast<Word*>(job.words) + first;
   uint64_t bytes = job.bytes;
+  int32_t status = OK;
+  bool raw = false;
   if (job.header) {
     const Opened opened = read_header(job.header, job.bytes, jobs.dtype, block, job.numel, sizeof(Word));
-    bytes = opened.payload_bytes;
-    if (opened.status) {
-      if (chunk == 0 && threadIdx.x == 0) report(jobs.status, number, 0, opened.status);
-      return;
-    }
-    if (!opened.coded) {
-      copy_raw(job.payload + first * sizeof(Word), static_cast<uint8_t*>(job.words) + first * sizeof(Word), numel * sizeof(Word));
-      return;
-    }
+    status = opened.status, bytes = opened.payload_bytes, raw = !opened.coded;
   }
-  if (chunk >= chunks) {
-    if (bytes && threadIdx.x == 0) report(jobs.status, number, 0, INDEX);
+  if (status || chunk >= chunks) {  // the first item speaks for the frame
+    if (!status && bytes) status = INDEX;
+    if (status && chunk == 0 && threadIdx.x == 0) report(jobs.status, number, 0, status);
+    return;
+  }
+  if (raw) {
+    copy_raw(job.payload + first * sizeof(Word), reinterpret_cast<uint8_t*>(words), numel * sizeof(Word));
     return;
   }
   const ChunkBytes found = find_chunk(job.payload, bytes, chunk, chunks);
-  if (!found.at) {
-    if (threadIdx.x == 0) report(jobs.status, number, chunk, INDEX);
-    return;
-  }
   if (warp_id() == 0) {
-    const bool good = read_table<F>(found.at, found.bytes, numel, block, shared.entry);
-    if (lane_id() == 0) shared.good = good;
+    status = INDEX;
+    if (found.at) status = read_table<F>(found.at, found.bytes, numel, block, shared.entry) ? OK : BLOCK;
+    if (threadIdx.x == 0) {
+      shared.chunk = found.at, shared.words = words, shared.numel = numel, shared.good = status == OK;
+      if (status) report(jobs.status, number, chunk, status);
+    }
   }
   __syncthreads();
-  bool good = shared.good;
-  for (uint32_t b = warp_id(); good && b < blocks; b += kWarps) {
-    const uint32_t n = least(numel - b * block, block);
-    Rows<F> words;
-    good = decode_block<F>(found.at, shared.entry[b], n, shared.scratch[warp_id()], words);
-    if (good) words.store(static_cast<Word*>(job.words) + first + b * block, n);
-  }
+  if (!shared.good) return;
+  // What is seldom, and takes registers, in a loop of its own.
+  const bool good = decode_blocks<F, true>(shared, jobs.block) && decode_blocks<F, false>(shared, jobs.block);
   if (!good && lane_id() == 0) report(jobs.status, number, chunk, BLOCK);
 }
 

@@ -17,7 +17,7 @@ struct EncodeJob {
   uint64_t* bytes;      // where to put the payload's size, or null
   uint64_t numel;
   uint64_t capacity;    // bytes that may be written from `payload` on
-  uint64_t first_item;  // its chunks are work items from here on; a job without words has one item
+  uint64_t first_item;  // its chunks, or one item for a job without words, are work items from here on
 };
 
 struct EncodeJobs {
@@ -44,11 +44,12 @@ struct EncodeShared {
   uint64_t start;
 };
 
-// What a constexpr table says, as numbers that instructions hold: code of k in two bits each, and k of code in a byte each.
-ZIPCCL_FN constexpr uint32_t codes_of(const Tier& tier) {
-  uint32_t codes = 0;
-  for (uint32_t k = 0; k < 16; ++k) codes |= uint32_t(tier.code_of_k[k]) << 2 * k;
-  return codes;
+// What a constexpr table says, as a number that instructions hold: shifted left by k it is negative if bit `plane` of k's code is clear.
+// Codes of k past the table are escapes, which have all bits.
+ZIPCCL_FN constexpr uint32_t clear_bits(const Tier& tier, uint32_t plane) {
+  uint32_t bits = 0;
+  for (uint32_t k = 0; k < 16; ++k) bits |= uint32_t(~tier.code_of_k[k] >> plane & 1) << (31 - k);
+  return bits;
 }
 ZIPCCL_FN constexpr bool names_a_run(const Tier& tier) {
   for (uint32_t code = 0; code + 1 < 1u << tier.bits; ++code)
@@ -56,11 +57,12 @@ ZIPCCL_FN constexpr bool names_a_run(const Tier& tier) {
   return true;
 }
 
-// Bytes of octets to a plane of m bytes.
-ZIPCCL_DEVICE void put_octet(uint8_t* plane, uint32_t row, uint32_t m, const Bytes8& x) {
+// Bytes of octets to a plane of bytes.
+template <typename Extent>
+ZIPCCL_DEVICE void put_octet(uint8_t* plane, uint32_t row, Extent extent, const Bytes8& x) {
   uint8_t* to = plane + row * kRow + 8 * lane_id();
-  const uint32_t length = octet_length(row, m);
-  if (length == 8 && reinterpret_cast<uintptr_t>(plane) % 8 == 0) {
+  const uint32_t length = extent.length(row);
+  if (Extent::whole || (length == 8 && reinterpret_cast<uintptr_t>(plane) % 8 == 0)) {
     *reinterpret_cast<uint2*>(to) = make_uint2(x.half[0], x.half[1]);
   } else {
 #pragma unroll
@@ -69,34 +71,36 @@ ZIPCCL_DEVICE void put_octet(uint8_t* plane, uint32_t row, uint32_t m, const Byt
   }
 }
 
-// Signs and mantissas of m words, r bits each after the trim (FORMAT.md 2.1, point 1).
-template <typename F>
-ZIPCCL_DEVICE void encode_parts(const Rows<F>& words, uint32_t m, uint32_t trim, uint8_t* parts) {
-  const uint32_t r = 1 + F::M - (F::has_trim ? trim : 0);
-#pragma unroll
+// The low `count` bits of an octet's bytes to planes of m bits.
+ZIPCCL_DEVICE void put_planes(const Bytes8& x, uint32_t count, uint32_t row, uint32_t m, uint32_t length, uint8_t* planes) {
+  for (uint32_t p = 0; p < count; ++p) planes[p * plane_bytes(m) + row * kLanes + lane_id()] = uint8_t(plane_of(x, p) & low_ones(length));
+}
+
+// Signs and mantissas of a block's words, r bits each after the trim (FORMAT.md 2.1, point 1).
+template <typename F, typename Words, typename Extent>
+ZIPCCL_DEVICE void encode_parts(const Words& words, Extent extent, uint32_t trim, uint8_t* parts) {
+  const uint32_t m = extent.n, r = 1 + F::M - (F::has_trim ? trim : 0);
+#pragma unroll Extent::unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t length = octet_length(row, m);
-    for (uint32_t byte = 0; byte < r / 8; ++byte) put_octet(parts + byte * m, row, m, words.row[row].part(byte, trim));
-    if (r % 8 && length) {
-      const Bytes8 rest = words.row[row].part(r / 8, trim);
-      for (uint32_t p = 0; p < r % 8; ++p)
-        parts[r / 8 * m + p * plane_bytes(m) + row * kLanes + lane_id()] = uint8_t(plane_of(rest, p) & low_ones(length));
-    }
+    const Octet<F> octet = words.octet(row);
+    const uint32_t length = extent.length(row);
+    for (uint32_t byte = 0; byte < r / 8; ++byte) put_octet(parts + byte * m, row, extent, octet.part(byte, trim));
+    if (r % 8 && length) put_planes(octet.part(r / 8, trim), r % 8, row, m, length, parts + r / 8 * m);
   }
 }
 
-// Tier 1 of m words to `planes`. Returns this lane's escapes, a byte of bits for each row.
-template <typename F, typename Code>
-ZIPCCL_DEVICE uint32_t encode_tier1(const Rows<F>& words, uint32_t m, uint32_t top, uint8_t* planes) {
+// Tier 1 of m exponents to `planes`; exponents(row) are a lane's in a row. Returns this lane's escapes, a byte of bits for each row.
+template <typename Code, typename Exponents, typename Extent>
+ZIPCCL_DEVICE uint32_t encode_tier1(Exponents exponents, Extent extent, uint32_t top, uint8_t* planes) {
   constexpr Tier tier = Code::tier[0];
   static_assert(names_a_run(tier), "codes are differences from the first");
   constexpr uint32_t bits = tier.bits, first = tier.k_of_code[0];
   const uint32_t top4 = ((top + kAbove - first) & 255) * kEachByte;
   uint32_t escapes = 0;
-#pragma unroll
+#pragma unroll Extent::unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t length = octet_length(row, m), valid = low_ones(length);
-    const Bytes8 e = words.row[row].exponents();
+    const uint32_t length = extent.length(row), valid = low_ones(length);
+    const Bytes8 e = exponents(row);
     uint32_t codes[2], over[2], escaped = valid;
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
@@ -109,52 +113,57 @@ ZIPCCL_DEVICE uint32_t encode_tier1(const Rows<F>& words, uint32_t m, uint32_t t
       const uint32_t low = (codes[0] << (7 - p) | over[0]) & 0x80808080u, high = (codes[1] << (7 - p) | over[1]) & 0x80808080u;
       const uint32_t plane = __dp4a(high, 0x80402010u, __dp4a(low, 0x08040201u, 0u)) >> 7 & valid;
       escaped &= plane;
-      if (length) planes[p * plane_bytes(m) + row * kLanes + lane_id()] = uint8_t(plane);
+      if (length) planes[p * plane_bytes(extent.n) + row * kLanes + lane_id()] = uint8_t(plane);
     }
     escapes |= escaped << 8 * row;
   }
   return escapes;
 }
 
-// The exponents marked in `escapes` to `list`, in order; returns how many.
-template <typename F>
-ZIPCCL_DEVICE uint32_t list_escapes(const Rows<F>& words, uint32_t escapes, uint8_t* list) {
-  uint32_t at[kRows];
-  const uint32_t count = places(escapes, at);
-#pragma unroll
+// The bytes(row) that are marked in `marks` to `list`, in order; they may come from there. Returns how many.
+template <typename Extent, typename Bytes>
+ZIPCCL_DEVICE uint32_t list_marked(Bytes bytes, uint32_t marks, uint8_t* list) {
+  const Places places(marks);
+#pragma unroll Extent::unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    const Bytes8 e = words.row[row].exponents();
-    uint8_t* to = list + at[row];
+    const Bytes8 x = bytes(row);
+    if (!Extent::whole) __syncwarp();
+    uint8_t* to = list + places.of(row);
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i)
-      if (escapes >> (8 * row + i) & 1) *to++ = uint8_t(e.byte(i));
+      if (marks >> (8 * row + i) & 1) *to++ = uint8_t(x.byte(i));
+    if (!Extent::whole) __syncwarp();
   }
   __syncwarp();
-  return count;
+  return places.count;
 }
 
 // A tier after the first: the planes of the `left` exponents in `list` to the bit string `slot` from bit `at` on. Those that escape
 // stay in the list; returns how many.
 template <typename Code, uint32_t kTier>
 ZIPCCL_DEVICE uint32_t encode_tier(uint8_t* list, uint32_t left, uint32_t top, uint8_t* slot, uint32_t at) {
-  static_assert(Code::tier[kTier].bits == 2, "two planes");
-  constexpr uint32_t codes = codes_of(Code::tier[kTier]);
-  uint32_t escapes = 0, low_word = 0, high_word = 0;
-  for (uint32_t i = 0; i < left; i += kLanes) {
-    const uint32_t e = i + lane_id() < left ? list[i + lane_id()] : 0, k = (top + kAbove - e) & 255;
-    uint32_t code = codes >> 2 * least(k, 15) & 3;
-    if (kTier + 1 == kTiers && e == 0 && code == 3) code = kZeroCode;
-    const uint32_t here = low_ones(left - i);
-    const uint32_t low = __ballot_sync(kEveryLane, code & 1) & here, high = __ballot_sync(kEveryLane, code & 2) & here;
-    const uint32_t escaped = low & high;
-    if (lane_id() == i / kLanes) low_word = low, high_word = high;
+  constexpr Tier tier = Code::tier[kTier];
+  static_assert(tier.bits == 2, "two planes");
+  static_assert(kZeroCode == 2 && tier.code_of_k[tier.k_of_code[0]] == 0, "as below");
+  constexpr uint32_t clear_low = clear_bits(tier, 0), clear_high = clear_bits(tier, 1);
+  const uint32_t lane = lane_id(), below = lanes_below(), own = 1u << lane, above = top + kAbove;
+  const uint32_t named = (above - tier.k_of_code[0]) & 255;  // stands where the list has ended: a code of zero bits
+  uint32_t escapes = 0, low_word = 0, high_word = 0, word = lane;
+#pragma unroll (kTier == 1 ? 2 : 1)
+  for (uint32_t i = 0; i < left; i += kLanes, --word) {
+    const uint32_t e = i + lane < left ? list[i + lane] : named, k = (above - e) & 255;
+    bool low_here = int32_t(__funnelshift_lc(0, clear_low, k)) >= 0;
+    const bool high_here = int32_t(__funnelshift_lc(0, clear_high, k)) >= 0;
+    if (kTier + 1 == kTiers && e == 0 && high_here) low_here = false;  // kZeroCode
+    const uint32_t low = __ballot_sync(kEveryLane, low_here), high = __ballot_sync(kEveryLane, high_here), escaped = low & high;
+    if (word == 0) low_word = low, high_word = high;
     __syncwarp();  // every lane has read its exponent: the list is written in place
-    if (escaped >> lane_id() & 1) list[escapes + __popc(escaped & lanes_below())] = uint8_t(e);
+    if (escaped & own) list[escapes + __popc(escaped & below)] = uint8_t(e);
     escapes += __popc(escaped);
   }
   __syncwarp();
-  put_bits(slot, at + kLanes * lane_id(), low_word);
-  put_bits(slot, at + left + kLanes * lane_id(), high_word);
+  put_bits(slot, at + kLanes * lane, low_word);
+  put_bits(slot, at + left + kLanes * lane, high_word);
   return escapes;
 }
 
@@ -186,96 +195,103 @@ ZIPCCL_DEVICE uint32_t window_top(uint32_t exponent_sum, uint32_t largest, uint3
 
 // A block whose zeros are left out (FORMAT.md 2.2): its tail to `slot`. Returns the tail's bytes, or kNoRoom.
 template <typename F>
-ZIPCCL_DEVICE uint32_t encode_sparse(Rows<F>& words, uint32_t n, uint32_t zeros, uint32_t top, uint32_t trim, uint8_t* slot, uint32_t limit,
+ZIPCCL_DEVICE uint32_t encode_sparse(const Stored<F>& words, uint32_t zeros, uint32_t top, uint32_t trim, uint8_t* slot, uint32_t limit,
                                      uint8_t* list) {
-  using Word = typename F::Word;
-  uint32_t negative = 0, keep = 0, at[kRows], zero_at[kRows];
-#pragma unroll
+  const Part extent = words.extent;
+  uint32_t negative = 0, keep = 0;
   for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t map = zeros >> 8 * row & 255;
+    const Octet<F> octet = words.octet(row);
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i)
-      if (map >> i & 1 && words.row[row].word(i)) negative |= 1u << (8 * row + i);
-    keep |= (~map & low_ones(octet_length(row, n))) << 8 * row;
+      if (zeros >> (8 * row + i) & 1 && octet.word(i)) negative |= 1u << (8 * row + i);
+    keep |= (~(zeros >> 8 * row) & low_ones(extent.length(row))) << 8 * row;
   }
-  const uint32_t m = places(keep, at), zero_count = places(zeros, zero_at);
+  const Places at(keep), zero_at(zeros);
+  const uint32_t m = at.count;
   const bool signs = __any_sync(kEveryLane, negative != 0);
-  const uint32_t map_at = 1, signs_at = map_at + plane_bytes(n), first = signs_at + (signs ? plane_bytes(zero_count) : 0);
+  const uint32_t map_at = 1, signs_at = map_at + plane_bytes(extent.n), first = signs_at + (signs ? plane_bytes(zero_at.count) : 0);
   const uint32_t r = 1 + F::M - trim, tier1 = first + parts_bytes(m, r), second = first + first_part_bytes(m, r, Cascade::tier[0].bits);
   if (second >= limit) return kNoRoom;
-  // The other words, close together, become the rows; the slot lends the room.
-#pragma unroll
-  for (uint32_t row = 0; row < kRows; ++row) {
-    Word* to = reinterpret_cast<Word*>(slot) + at[row];
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i)
-      if (keep >> (8 * row + i) & 1) *to++ = words.row[row].word(i);
-  }
-  __syncwarp();
-  if (m) words.load(reinterpret_cast<const Word*>(slot), m, Word(0));
-  __syncwarp();
+
   for (uint32_t i = lane_id(); i < (first + 3) / 4; i += kLanes) reinterpret_cast<uint32_t*>(slot)[i] = 0;
   __syncwarp();
   if (lane_id() == 0) slot[0] = signs;
-#pragma unroll
-  for (uint32_t row = 0; row < kRows; ++row) {
-    if (octet_length(row, n)) slot[map_at + row * kLanes + lane_id()] = uint8_t(zeros >> 8 * row);
-  }
+  for (uint32_t row = 0; row < kRows; ++row)
+    if (extent.length(row)) slot[map_at + row * kLanes + lane_id()] = uint8_t(zeros >> 8 * row);
   __syncwarp();
-#pragma unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    uint32_t bit = 8 * signs_at + zero_at[row];
+    uint32_t bit = 8 * signs_at + zero_at.of(row);
     for (uint32_t map = zeros >> 8 * row & 255; map; map &= map - 1, ++bit)
       if (negative >> 8 * row & (map & -map)) put_bits(slot, bit, 1);
   }
   __syncwarp();
-  encode_parts<F>(words, m, trim, slot + first);
-  const uint32_t escapes = encode_tier1<F, Cascade>(words, m, top, slot + tier1);
-  const uint32_t left = list_escapes<F>(words, escapes, list);
+
+  const auto part = [&](uint32_t byte) { return [&, byte](uint32_t row) { return words.octet(row).part(byte, trim); }; };
+  const auto listed = [&](uint32_t row) { return *reinterpret_cast<const Bytes8*>(list + row * kRow + 8 * lane_id()); };
+  for (uint32_t byte = 0; byte < r / 8; ++byte) list_marked<Part>(part(byte), keep, slot + first + byte * m);
+  if (r % 8) {
+    list_marked<Part>(part(r / 8), keep, list);
+    for (uint32_t row = 0; row < kRows; ++row) {
+      const uint32_t length = Part{m}.length(row);
+      if (length) put_planes(listed(row), r % 8, row, m, length, slot + first + r / 8 * m);
+    }
+    __syncwarp();
+  }
+  list_marked<Part>([&](uint32_t row) { return words.octet(row).exponents(); }, keep, list);
+  const uint32_t escapes = encode_tier1<Cascade>(listed, Part{m}, top, slot + tier1);
+  const uint32_t left = list_marked<Part>(listed, escapes, list);
   return encode_tiers<Cascade>(list, left, top, slot, second, limit);
 }
 
-// A block's form, its body and tail to `slot`. n is at least one.
-template <typename F, typename Code>
-ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, uint32_t n, uint8_t* slot, uint8_t* list) {
+constexpr uint32_t kLater = kModes;  // no mode: the code for whole blocks leaves the block to the code for parts
+
+// A block's form, its body and tail to `slot`. n is at least one. What is seldom and takes registers, zeros and equal words, is left to
+// the code for parts.
+template <typename F, typename Code, typename Extent>
+ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uint8_t* slot, uint8_t* list) {
   using Word = typename F::Word;
-  const uint32_t raw = body_bytes<F>(RAW, n, 0);
+  const uint32_t n = extent.n, raw = body_bytes<F>(RAW, n, 0);
   const Form as_raw = {RAW, 0, 0, raw, 0};
-  const Word head = from[0];
-  Rows<F> words;
-  words.load(from, n, head);
+  const Word head = Extent::whole ? Word(0) : from[0];
+  const typename WordsOf<F, Extent>::Type words{from, extent, head};
+  const auto exponents = [&](uint32_t row) { return words.octet(row).exponents(); };
 
   Survey all = {kEveryLane, 0, 0, 0};
-#pragma unroll
+#pragma unroll Extent::unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    words.row[row].survey(all);
-    const Bytes8 e = words.row[row].exponents();
+    words.octet(row).survey(all);
+    const Bytes8 e = exponents(row);
     all.exponent_sum = __dp4a(e.half[1], kEachByte, __dp4a(e.half[0], kEachByte, all.exponent_sum));
   }
   const uint32_t smallest = __reduce_min_sync(kEveryLane, Octet<F>::smallest_of(all.smallest));
   const uint32_t largest = __reduce_max_sync(kEveryLane, Octet<F>::largest_of(all.largest));
   const uint32_t sum = __reduce_add_sync(kEveryLane, all.exponent_sum) - (kMaxBlock - n) * uint32_t(F::exponent(head));
 
-  if (smallest == largest) {
-    bool same = true;
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row)
-#pragma unroll
-      for (uint32_t i = 0; i < 8; ++i) same &= words.row[row].word(i) == head;
-    if (__all_sync(kEveryLane, same)) {
-      if (lane_id() == 0) *reinterpret_cast<Word*>(slot) = head;
-      return {FILL, 0, 0, 0, head ? uint32_t(sizeof(Word)) : 0};
-    }
-  }
-
   uint32_t zeros = 0, zero_count = 0;
-  if (smallest == 0) {
+  if constexpr (Extent::whole) {
+    if (smallest == 0 || smallest == largest) return {kLater, 0, 0, 0, 0};
+  } else {
+    if (smallest == largest) {
+      bool same = true;
+      for (uint32_t row = 0; row < kRows; ++row) {
+        const Octet<F> octet = words.octet(row);
 #pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row)
+        for (uint32_t i = 0; i < 8; ++i) same &= octet.word(i) == head;
+      }
+      if (__all_sync(kEveryLane, same)) {
+        if (lane_id() == 0) *reinterpret_cast<Word*>(slot) = head;
+        return {FILL, 0, 0, 0, head ? uint32_t(sizeof(Word)) : 0};
+      }
+    }
+    if (smallest == 0) {
+      for (uint32_t row = 0; row < kRows; ++row) {
+        const Octet<F> octet = words.octet(row);
 #pragma unroll
-      for (uint32_t i = 0; i < 8; ++i)
-        if (i < octet_length(row, n) && !(words.row[row].word(i) & Word(~F::negative_zero))) zeros |= 1u << (8 * row + i);
-    zero_count = __reduce_add_sync(kEveryLane, uint32_t(__popc(zeros)));
+        for (uint32_t i = 0; i < 8; ++i)
+          if (i < extent.length(row) && !(octet.word(i) & Word(~F::negative_zero))) zeros |= 1u << (8 * row + i);
+      }
+      zero_count = __reduce_add_sync(kEveryLane, uint32_t(__popc(zeros)));
+    }
   }
   const bool sparse = 16 * zero_count >= n;
   const uint32_t largest_exponent = F::exponent(Word(largest));
@@ -284,33 +300,35 @@ ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, uint32_t n, uint8_
     const uint32_t any = __reduce_or_sync(kEveryLane, all.any);
     trim = least(any ? uint32_t(__ffs(int(any))) - 1 : 0, F::M);
   }
-  if (sparse) {
-    const uint32_t tail = encode_sparse<F>(words, n, zeros, top, trim, slot, raw, list);
-    return tail == kNoRoom ? as_raw : Form{SPARSE, top, trim, 0, tail};
+  if constexpr (!Extent::whole) {
+    if (sparse) {
+      const uint32_t tail = encode_sparse<F>(words, zeros, top, trim, slot, raw, list);
+      return tail == kNoRoom ? as_raw : Form{SPARSE, top, trim, 0, tail};
+    }
   }
 
   const uint32_t r = 1 + F::M - (F::has_trim ? trim : 0);
   uint8_t* const tier1 = slot + parts_bytes(n, r);
   uint32_t mode = Code::mode, body = body_bytes<F>(mode, n, trim);
   if (body >= raw) return as_raw;
-  encode_parts<F>(words, n, trim, slot);
-  uint32_t escapes = encode_tier1<F, Code>(words, n, top, tier1);
+  encode_parts<F>(words, extent, trim, slot);
+  uint32_t escapes = encode_tier1<Code>(exponents, extent, top, tier1);
   if (Code::mode == CASCADE && 8 * __reduce_add_sync(kEveryLane, uint32_t(__popc(escapes))) > 3 * n) {
     mode = WINDOW, body = body_bytes<F>(mode, n, trim);
     if (body >= raw) return as_raw;
     top = window_top(sum, largest_exponent, n - zero_count, kWideBias);
-    escapes = encode_tier1<F, Window>(words, n, top, tier1);
+    escapes = encode_tier1<Window>(exponents, extent, top, tier1);
   }
   const uint32_t first = first_part_bytes(n, r, mode == WINDOW ? Window::tier[0].bits : Cascade::tier[0].bits);
   if (first + lane_id() < body) slot[first + lane_id()] = 0;
-  const uint32_t left = list_escapes<F>(words, escapes, list);
+  const uint32_t left = list_marked<Extent>(exponents, escapes, list);
   const uint32_t end = mode == WINDOW ? encode_tiers<Window>(list, left, top, slot, body, raw) : encode_tiers<Cascade>(list, left, top, slot, body, raw);
   return end == kNoRoom ? as_raw : Form{mode, top, trim, body, end - body};
 }
 
 // Tells the chunks after this one how many units of 16 bytes it has, and learns from those before it where it begins, in units. One
 // warp calls it. A place holds 1 << 32 | the units of its chunk, or 2 << 32 | those of all chunks of the payload up to it.
-ZIPCCL_DEVICE uint32_t look_back(uint64_t* places, uint64_t chunk, uint32_t index_units, uint32_t units) {
+ZIPCCL_DEVICE uint32_t look_back(uint64_t* places, uint32_t chunk, uint32_t index_units, uint32_t units) {
   volatile uint64_t* const place = places;
   if (chunk == 0) {
     if (lane_id() == 0) place[0] = 2ull << 32 | (index_units + units);
@@ -318,7 +336,7 @@ ZIPCCL_DEVICE uint32_t look_back(uint64_t* places, uint64_t chunk, uint32_t inde
   }
   if (lane_id() == 0) place[chunk] = 1ull << 32 | units;
   uint32_t before = 0;
-  for (uint64_t at = chunk;; at -= kLanes) {
+  for (uint32_t at = chunk;; at -= kLanes) {
     const bool exists = lane_id() < at;
     uint64_t seen = exists ? place[at - 1 - lane_id()] : 2ull << 32;
     while (__any_sync(kEveryLane, seen == 0)) {
@@ -334,6 +352,17 @@ ZIPCCL_DEVICE uint32_t look_back(uint64_t* places, uint64_t chunk, uint32_t inde
   return before;
 }
 
+// A RAW block to a multiple of 16, with its padding.
+template <typename F>
+ZIPCCL_DEVICE void copy_raw_block(const typename F::Word* from, uint32_t n, uint8_t* body) {
+  constexpr uint32_t itemsize = sizeof(typename F::Word);
+  for (uint32_t at = 8 * lane_id(); at * itemsize < pad16(n * itemsize); at += kRow) {
+    Octet<F> octet;
+    octet.load(from + at, at < n ? least(n - at, 8) : 0, 0);
+    octet.store_whole(body + at * itemsize, least(pad16(n * itemsize) - at * itemsize, 8 * itemsize));
+  }
+}
+
 // One work item: a chunk of a job, or a job without words.
 template <typename F, typename Code>
 ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
@@ -342,19 +371,28 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   // Items are taken in order, so that those a chunk waits for have been taken by blocks that run.
   if (threadIdx.x == 0) shared.item = atomicAdd(jobs.ticket, 1u);
   __syncthreads();
-  const uint64_t item = shared.item;
+  const uint32_t item = shared.item;
   uint32_t number = 0;
   while (number + 1 < jobs.count && jobs.job[number + 1].first_item <= item) ++number;
   const EncodeJob& job = jobs.job[number];
-  const uint64_t chunk = item - job.first_item, per_chunk = uint64_t(jobs.block) * kChunkBlocks, first = chunk * per_chunk;
-  const uint64_t chunks = (job.numel + per_chunk - 1) / per_chunk, index_bytes = (4 * chunks + 15) / 16 * 16;
-  const Word* words = static_cast<const Word*>(job.words) + first;
+  const uint32_t chunk = item - uint32_t(job.first_item), per_chunk = jobs.block * kChunkBlocks;
+  const uint32_t chunks = pieces(job.numel, per_chunk), index_bytes = pad16(4 * chunks);
+  const uint64_t first = uint64_t(chunk) * per_chunk;
+  const Word* const words = static_cast<const Word*>(job.words) + first;
   const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk);
-  const uint32_t blocks = (numel + jobs.block - 1) / jobs.block, warp = warp_id(), lane = lane_id();
+  const uint32_t blocks = pieces(numel, jobs.block), warp = warp_id(), lane = lane_id();
 
   for (uint32_t b = warp; b < blocks; b += kWarps) {
     const uint32_t n = least(numel - b * jobs.block, jobs.block);
-    const Form form = encode_block<F, Code>(words + b * jobs.block, n, shared.slot[b], shared.list[warp]);
+    const Word* const from = words + b * jobs.block;
+    Form form = {kLater, 0, 0, 0, 0};
+    if (n == Whole::n && reinterpret_cast<uintptr_t>(from) % 16 == 0) form = encode_block<F, Code>(from, Whole(), shared.slot[b], shared.list[warp]);
+    if (lane == 0) shared.form[b] = form;
+  }
+  __syncwarp();
+  for (uint32_t b = warp; b < blocks; b += kWarps) {
+    if (shared.form[b].mode != kLater) continue;
+    const Form form = encode_block<F, Code>(words + b * jobs.block, Part{least(numel - b * jobs.block, jobs.block)}, shared.slot[b], shared.list[warp]);
     if (lane == 0) shared.form[b] = form;
   }
   __syncthreads();
@@ -375,7 +413,7 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     const uint32_t body_at = table + sum_below(form.body), tail_at = table + bodies + sum_below(form.tail);
     if (lane < blocks) shared.body_at[lane] = body_at, shared.tail_at[lane] = tail_at;
     const uint32_t units = blocks ? (table + bodies + pad16(tails)) / 16 : 0;
-    const uint32_t start = look_back(jobs.places + job.first_item, chunk, uint32_t(index_bytes / 16), units);
+    const uint32_t start = look_back(jobs.places + job.first_item, chunk, index_bytes / 16, units);
     if (lane == 0) shared.start = uint64_t(start) * 16, shared.units = units;
   }
   __syncthreads();
@@ -397,12 +435,7 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     const Form form = shared.form[b];
     uint8_t* const body = out + shared.body_at[b];
     if (form.mode == RAW) {
-      const uint32_t n = least(numel - b * jobs.block, jobs.block);
-      Rows<F> raw;
-      raw.load(words + b * jobs.block, n, Word(0));
-#pragma unroll
-      for (uint32_t row = 0; row < kRows; ++row)
-        raw.row[row].store16(body + (row * kRow + 8 * lane) * sizeof(Word), pad16(octet_length(row, n) * uint32_t(sizeof(Word))));
+      copy_raw_block<F>(words + b * jobs.block, least(numel - b * jobs.block, jobs.block), body);
     } else {
       const uint4* const from = reinterpret_cast<const uint4*>(shared.slot[b]);
       for (uint32_t i = lane; i < form.body / 16; i += kLanes) reinterpret_cast<uint4*>(body)[i] = from[i];

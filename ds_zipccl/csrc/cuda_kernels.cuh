@@ -5,30 +5,56 @@
 #include "cuda_encode.cuh"
 #include "cuda_sum.cuh"
 
-#define ZIPCCL_KERNELS(type, F, encode_blocks, decode_blocks, sum_blocks)                                                            \
-  ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_cascade(const zipccl::EncodeJobs jobs) {                                        \
-    zipccl::encode<zipccl::F, zipccl::Cascade>(jobs);                                                                                 \
-  }                                                                                                                                   \
-  ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_window(const zipccl::EncodeJobs jobs) {                                         \
-    zipccl::encode<zipccl::F, zipccl::Window>(jobs);                                                                                  \
-  }                                                                                                                                   \
-  ZIPCCL_KERNEL(decode_blocks) zipccl_decode_##type(const zipccl::DecodeJobs jobs) { zipccl::decode<zipccl::F>(jobs); }               \
-  ZIPCCL_KERNEL(sum_blocks) zipccl_decode_sum_##type(const zipccl::SumJob job) { zipccl::decode_sum<zipccl::F>(job); }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define ZIPCCL_DECODE_BLOCKS 3  // with 64 registers the decoder spills there
+#else
+#define ZIPCCL_DECODE_BLOCKS 4
+#endif
 
-ZIPCCL_KERNELS(bf16, Bf16, 4, 4, 2)
-ZIPCCL_KERNELS(fp16, Fp16, 4, 4, 2)
-ZIPCCL_KERNELS(fp32, Fp32, 2, 3, 2)
-#undef ZIPCCL_KERNELS
+#define ZIPCCL_CODEC(type, F, encode_blocks, decode_blocks)                                      \
+  ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_cascade(const zipccl::EncodeJobs jobs) {    \
+    zipccl::encode<zipccl::F, zipccl::Cascade>(jobs);                                            \
+  }                                                                                              \
+  ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_window(const zipccl::EncodeJobs jobs) {     \
+    zipccl::encode<zipccl::F, zipccl::Window>(jobs);                                             \
+  }                                                                                              \
+  ZIPCCL_KERNEL(decode_blocks) zipccl_decode_##type(const zipccl::DecodeJobs jobs) { zipccl::decode<zipccl::F>(jobs); }
+#define ZIPCCL_SUM(type, F) \
+  ZIPCCL_KERNEL(2) zipccl_decode_sum_##type(const zipccl::SumJob job) { zipccl::decode_sum<zipccl::F>(job); }
+
+ZIPCCL_CODEC(bf16, Bf16, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_CODEC(fp16, Fp16, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_CODEC(fp32, Fp32, 2, 3)
+ZIPCCL_CODEC(e4m3, E4m3, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_CODEC(e5m2, E5m2, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_SUM(bf16, Bf16)
+ZIPCCL_SUM(fp16, Fp16)
+ZIPCCL_SUM(fp32, Fp32)
+#undef ZIPCCL_CODEC
+#undef ZIPCCL_SUM
+#undef ZIPCCL_DECODE_BLOCKS
 
 // Calls each(kernel, type of its parameters).
-#define ZIPCCL_KERNELS_OF(each, type)                 \
-  each(zipccl_encode_##type##_cascade, EncodeJobs) \
-  each(zipccl_encode_##type##_window, EncodeJobs)  \
-  each(zipccl_decode_##type, DecodeJobs)           \
-  each(zipccl_decode_sum_##type, SumJob)
-#define ZIPCCL_EACH_KERNEL(each) ZIPCCL_KERNELS_OF(each, bf16) ZIPCCL_KERNELS_OF(each, fp16) ZIPCCL_KERNELS_OF(each, fp32)
+#define ZIPCCL_CODEC_OF(each, type)                 \
+  each(zipccl_encode_##type##_cascade, EncodeJobs)   \
+  each(zipccl_encode_##type##_window, EncodeJobs)    \
+  each(zipccl_decode_##type, DecodeJobs)
+#define ZIPCCL_EACH_KERNEL(each)                                                               \
+  ZIPCCL_CODEC_OF(each, bf16)                                                                  \
+  ZIPCCL_CODEC_OF(each, fp16)                                                                  \
+  ZIPCCL_CODEC_OF(each, fp32)                                                                  \
+  ZIPCCL_CODEC_OF(each, e4m3)                                                                  \
+  ZIPCCL_CODEC_OF(each, e5m2)                                                                  \
+  each(zipccl_decode_sum_bf16, SumJob) each(zipccl_decode_sum_fp16, SumJob) each(zipccl_decode_sum_fp32, SumJob)
 
 // kernels/cuda.py asks for so much shared memory.
-static_assert(sizeof(zipccl::EncodeShared<zipccl::Bf16>) <= 43008 && sizeof(zipccl::EncodeShared<zipccl::Fp32>) <= 75776, "SHARED_BYTES");
-static_assert(sizeof(zipccl::DecodeShared<zipccl::Bf16>) <= 16896 && sizeof(zipccl::DecodeShared<zipccl::Fp32>) <= 33280, "SHARED_BYTES");
-static_assert(sizeof(zipccl::SumShared<zipccl::Bf16>) <= 33792 && sizeof(zipccl::SumShared<zipccl::Fp32>) <= 50176, "SHARED_BYTES");
+#define ZIPCCL_FITS(What, F, bytes) static_assert(sizeof(zipccl::What##Shared<zipccl::F>) <= (bytes), "SHARED_BYTES")
+ZIPCCL_FITS(Encode, E4m3, 26624);
+ZIPCCL_FITS(Encode, Bf16, 43008);
+ZIPCCL_FITS(Encode, Fp32, 75776);
+ZIPCCL_FITS(Decode, E4m3, 25088);
+ZIPCCL_FITS(Decode, Bf16, 33280);
+ZIPCCL_FITS(Decode, Fp32, 49664);
+ZIPCCL_FITS(Sum, Bf16, 50176);
+ZIPCCL_FITS(Sum, Fp32, 66560);
+#undef ZIPCCL_FITS

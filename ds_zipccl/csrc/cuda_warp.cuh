@@ -27,6 +27,9 @@ ZIPCCL_DEVICE uint32_t lanes_below() { return (1u << lane_id()) - 1; }
 ZIPCCL_DEVICE uint32_t low_ones(uint32_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 ZIPCCL_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
+// How many chunks, or blocks, of a power of two of words there are.
+ZIPCCL_DEVICE uint32_t pieces(uint64_t numel, uint32_t power) { return uint32_t((numel + power - 1) >> (__ffs(int(power)) - 1)); }
+
 // Sum of x over the lanes below this one. x may be several numbers in one word, as long as none of these sums overflows its part.
 ZIPCCL_DEVICE uint32_t sum_below(uint32_t x) {
   const uint32_t lane = lane_id();
@@ -62,38 +65,62 @@ ZIPCCL_DEVICE uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// How many of n elements row `row` has for this lane: 0 to 8.
-ZIPCCL_DEVICE uint32_t octet_length(uint32_t row, uint32_t n) {
-  const uint32_t at = row * kRow + 8 * lane_id();
-  return at >= n ? 0 : least(n - at, 8);
-}
+// How many elements a block has, and of them a lane in a row: eight, in a whole block, or fewer. Code for whole blocks, whose words lie at
+// a multiple of 16, is what runs nearly always.
+struct Whole {
+  static constexpr uint32_t n = kMaxBlock, unroll = kRows;
+  static constexpr bool whole = true;
+  ZIPCCL_DEVICE uint32_t length(uint32_t) const { return 8; }
+};
+struct Part {
+  static constexpr uint32_t unroll = 1;  // a row at a time: fewer registers
+  static constexpr bool whole = false;
+  uint32_t n;
+  ZIPCCL_DEVICE uint32_t length(uint32_t row) const {
+    const uint32_t at = row * kRow + 8 * lane_id();
+    return at >= n ? 0 : least(n - at, 8);
+  }
+};
 
 // Where the elements of a warp's rows that are marked in `masks` go when they are put close together, in order: row r's masks are
-// byte r. `at[r]` is the place of this lane's first one in row r; returns how many there are.
-ZIPCCL_DEVICE uint32_t places(uint32_t masks, uint32_t (&at)[kRows]) {
-  static_assert(kRows == 4, "a byte of the sums for each row");
-  const uint32_t counts = uint32_t(__popc(masks & 255)) | uint32_t(__popc(masks >> 8 & 255)) << 8 |
-                          uint32_t(__popc(masks >> 16 & 255)) << 16 | uint32_t(__popc(masks >> 24)) << 24;
-  const uint32_t below = sum_below(counts);  // at most 31 * 8
-  const uint32_t last_below = __shfl_sync(kEveryLane, below, kLanes - 1), last = __shfl_sync(kEveryLane, counts, kLanes - 1);
-  uint32_t row_at = 0;
-#pragma unroll
-  for (uint32_t row = 0; row < kRows; ++row) {
-    at[row] = row_at + (below >> 8 * row & 255);
-    row_at += (last_below >> 8 * row & 255) + (last >> 8 * row & 255);
-  }
-  return row_at;
-}
+// byte r.
+struct Places {
+  uint32_t early, late, count;  // two rows' places each
 
-// 32 bits from bit `at` of a byte string on; those from bit `end` on are zero. Reads only aligned words that hold asked bits.
-ZIPCCL_DEVICE uint32_t read_bits(const uint8_t* string, uint32_t at, uint32_t end) {
-  if (at >= end) return 0;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(string);
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t(3));
-  const uint32_t first = uint32_t(address & 3) * 8 + at, count = least(end - at, 32), shift = first % 32;
-  const uint32_t low = words[first / 32], high = shift + count > 32 ? words[first / 32 + 1] : 0;
-  return __funnelshift_r(low, high, shift) & low_ones(count);
-}
+  ZIPCCL_DEVICE explicit Places(uint32_t masks) {
+    static_assert(kRows == 4, "a byte of the sums for each row");
+    const uint32_t counts = uint32_t(__popc(masks & 255)) | uint32_t(__popc(masks >> 8 & 255)) << 8 |
+                            uint32_t(__popc(masks >> 16 & 255)) << 16 | uint32_t(__popc(masks >> 24)) << 24;
+    const uint32_t below = sum_below(counts);  // at most 31 * 8
+    const uint32_t last_below = __shfl_sync(kEveryLane, below, kLanes - 1), last = __shfl_sync(kEveryLane, counts, kLanes - 1);
+    uint32_t at[kRows];
+    count = 0;
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) {
+      at[row] = count + (below >> 8 * row & 255);
+      count += (last_below >> 8 * row & 255) + (last >> 8 * row & 255);
+    }
+    early = at[0] | at[1] << 16, late = at[2] | at[3] << 16;
+  }
+  // Of this lane's first one in a row.
+  ZIPCCL_DEVICE uint32_t of(uint32_t row) const { return (row < 2 ? early : late) >> 16 * (row % 2) & 0xffff; }
+};
+
+// A string of bits that starts at any byte.
+struct BitString {
+  const uint32_t* words;  // of which the first byte is one
+  uint32_t phase;         // its bits before that byte
+
+  ZIPCCL_DEVICE explicit BitString(const uint8_t* bytes)
+      : words(reinterpret_cast<const uint32_t*>(reinterpret_cast<uintptr_t>(bytes) & ~uintptr_t(3))),
+        phase(8 * uint32_t(reinterpret_cast<uintptr_t>(bytes) & 3)) {}
+  // The 32 bits from bit `at` on; those from bit `end` on are zero. Reads only words that hold asked bits.
+  ZIPCCL_DEVICE uint32_t read(uint32_t at, uint32_t end) const {
+    const uint32_t count = at < end ? end - at : 0, first = phase + at;
+    const uint32_t low = count ? words[first / 32] : 0, high = first % 32 + least(count, 32) > 32 ? words[first / 32 + 1] : 0;
+    return __funnelshift_r(low, high, first) & low_ones(count);
+  }
+};
 
 // Sets bits of a zeroed string of words in shared memory, from bit `at` on; other lanes may set others at the same time.
 ZIPCCL_DEVICE void put_bits(uint8_t* string, uint32_t at, uint32_t bits) {

@@ -84,12 +84,25 @@ struct Octet<F, uint16_t> {
   static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t two) { return least(two & 0xffffu, two >> 16); }
   static ZIPCCL_DEVICE uint32_t largest_of(uint32_t two) { return two >> 16 > (two & 0xffffu) ? two >> 16 : two & 0xffffu; }
 
-  ZIPCCL_DEVICE void load16(const uint8_t* from) {  // from a multiple of 16
+  ZIPCCL_DEVICE void load_whole(const uint8_t* from) {  // a multiple of the octet's bytes, at most 16
     const uint4 x = *reinterpret_cast<const uint4*>(from);
     pair[0] = x.x, pair[1] = x.y, pair[2] = x.z, pair[3] = x.w;
   }
-  ZIPCCL_DEVICE void store16(uint8_t* to, uint32_t bytes) const {  // `bytes` a multiple of 16
+  ZIPCCL_DEVICE void store_whole(uint8_t* to, uint32_t bytes) const {  // the first `bytes` bytes, a multiple of 16
     if (bytes) *reinterpret_cast<uint4*>(to) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  }
+
+  // The first `length` words from and to any address of a word; `pad` stands for the others.
+  ZIPCCL_DEVICE void load(const uint16_t* from, uint32_t length, uint16_t pad) {
+    if (length == 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_whole(reinterpret_cast<const uint8_t*>(from));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
+  }
+  ZIPCCL_DEVICE void store(uint16_t* to, uint32_t length) const {
+    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint16_t));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (i < length) to[i] = word(i);
   }
 };
 
@@ -128,52 +141,113 @@ struct Octet<F, uint32_t> {
   static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t one) { return one; }
   static ZIPCCL_DEVICE uint32_t largest_of(uint32_t one) { return one; }
 
-  ZIPCCL_DEVICE void load16(const uint8_t* from) {
+  ZIPCCL_DEVICE void load_whole(const uint8_t* from) {
     const uint4 x = reinterpret_cast<const uint4*>(from)[0], y = reinterpret_cast<const uint4*>(from)[1];
     w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w, w[4] = y.x, w[5] = y.y, w[6] = y.z, w[7] = y.w;
   }
-  ZIPCCL_DEVICE void store16(uint8_t* to, uint32_t bytes) const {
+  ZIPCCL_DEVICE void store_whole(uint8_t* to, uint32_t bytes) const {
     if (bytes) reinterpret_cast<uint4*>(to)[0] = make_uint4(w[0], w[1], w[2], w[3]);
     if (bytes > 16) reinterpret_cast<uint4*>(to)[1] = make_uint4(w[4], w[5], w[6], w[7]);
   }
+
+  // The first `length` words from and to any address of a word; `pad` stands for the others.
+  ZIPCCL_DEVICE void load(const uint32_t* from, uint32_t length, uint32_t pad) {
+    if (length == 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_whole(reinterpret_cast<const uint8_t*>(from));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
+  }
+  ZIPCCL_DEVICE void store(uint32_t* to, uint32_t length) const {
+    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint32_t));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (i < length) to[i] = word(i);
+  }
 };
 
-// Up to kMaxBlock words over the lanes of a warp.
+template <typename F>
+struct Octet<F, uint8_t> {
+  static constexpr uint32_t kSign = 0x80808080u, kMantissa = ((1u << F::M) - 1) * kEachByte;
+  uint32_t quad[2];
+
+  ZIPCCL_DEVICE uint8_t word(uint32_t i) const { return uint8_t(quad[i / 4] >> 8 * (i % 4)); }
+  ZIPCCL_DEVICE void set(uint32_t i, uint8_t w) {
+    quad[i / 4] = (quad[i / 4] & ~(255u << 8 * (i % 4))) | uint32_t(w) << 8 * (i % 4);
+  }
+  ZIPCCL_DEVICE Bytes8 exponents() const {
+    return {{quad[0] >> F::M & F::exponent_mask * kEachByte, quad[1] >> F::M & F::exponent_mask * kEachByte}};
+  }
+  ZIPCCL_DEVICE Bytes8 part(uint32_t, uint32_t) const {
+    return {{((quad[0] & kSign) >> F::E) | (quad[0] & kMantissa), ((quad[1] & kSign) >> F::E) | (quad[1] & kMantissa)}};
+  }
+  ZIPCCL_DEVICE void join(const Bytes8* parts, const Bytes8& e, uint32_t) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i)
+      quad[i] = (parts[0].half[i] << F::E & kSign) | (e.half[i] << F::M & ~kSign & ~kMantissa) | (parts[0].half[i] & kMantissa);
+  }
+  ZIPCCL_DEVICE void survey(Survey& all) const {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t magnitude = word(i) & 0x7f;
+      all.smallest = least(all.smallest, magnitude);
+      all.largest = magnitude > all.largest ? magnitude : all.largest;
+    }
+  }
+  static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t one) { return one; }
+  static ZIPCCL_DEVICE uint32_t largest_of(uint32_t one) { return one; }
+
+  ZIPCCL_DEVICE void load_whole(const uint8_t* from) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    quad[0] = x.x, quad[1] = x.y;
+  }
+  ZIPCCL_DEVICE void store_whole(uint8_t* to, uint32_t bytes) const {
+    if (bytes) *reinterpret_cast<uint2*>(to) = make_uint2(quad[0], quad[1]);
+  }
+
+  // The first `length` words from and to any address of a word; `pad` stands for the others.
+  ZIPCCL_DEVICE void load(const uint8_t* from, uint32_t length, uint8_t pad) {
+    if (length == 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_whole(reinterpret_cast<const uint8_t*>(from));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
+  }
+  ZIPCCL_DEVICE void store(uint8_t* to, uint32_t length) const {
+    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint8_t));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (i < length) to[i] = word(i);
+  }
+};
+
+// The words of a whole block, in registers; they lie at a multiple of 16.
 template <typename F>
 struct Rows {
-  using Word = typename F::Word;
-  Octet<F> row[kRows];
+  Octet<F> octets[kRows];
+  ZIPCCL_DEVICE Rows(const typename F::Word* words, Whole, typename F::Word) {
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) octets[row].load_whole(reinterpret_cast<const uint8_t*>(words + row * kRow + 8 * lane_id()));
+  }
+  ZIPCCL_DEVICE const Octet<F>& octet(uint32_t row) const { return octets[row]; }
+};
 
-  // n words (more than none) from any address of words; `pad` stands where a row has no more.
-  ZIPCCL_DEVICE void load(const Word* words, uint32_t n, Word pad) {
-    const bool aligned = reinterpret_cast<uintptr_t>(words) % 16 == 0;
-#pragma unroll
-    for (uint32_t r = 0; r < kRows; ++r) {
-      const Word* from = words + r * kRow + 8 * lane_id();
-      const uint32_t length = octet_length(r, n);
-      if (aligned && length == 8) {
-        row[r].load16(reinterpret_cast<const uint8_t*>(from));
-      } else {
-#pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) row[r].set(i, i < length ? from[i] : pad);
-      }
-    }
+// The words of a part of a block, in memory: read where they are asked for. `pad` stands where a row has no more.
+template <typename F>
+struct Stored {
+  const typename F::Word* words;
+  Part extent;
+  typename F::Word pad;
+  ZIPCCL_DEVICE Octet<F> octet(uint32_t row) const {
+    Octet<F> octet;
+    octet.load(words + row * kRow + 8 * lane_id(), extent.length(row), pad);
+    return octet;
   }
-  ZIPCCL_DEVICE void store(Word* words, uint32_t n) const {
-    const bool aligned = reinterpret_cast<uintptr_t>(words) % 16 == 0;
-#pragma unroll
-    for (uint32_t r = 0; r < kRows; ++r) {
-      Word* to = words + r * kRow + 8 * lane_id();
-      const uint32_t length = octet_length(r, n);
-      if (aligned && length == 8) {
-        row[r].store16(reinterpret_cast<uint8_t*>(to), 8 * sizeof(Word));
-      } else {
-#pragma unroll
-        for (uint32_t i = 0; i < 8; ++i)
-          if (i < length) to[i] = row[r].word(i);
-      }
-    }
-  }
+};
+
+template <typename F, typename Extent>
+struct WordsOf {
+  using Type = Stored<F>;
+};
+template <typename F>
+struct WordsOf<F, Whole> {
+  using Type = Rows<F>;
 };
 
 }  // namespace

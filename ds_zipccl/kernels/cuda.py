@@ -19,12 +19,15 @@ from ds_zipccl.kernels.sums import add
 CHUNK_BLOCKS = 16
 #: Of one launch; as kMaxJobs, kMaxDecodeJobs and kMaxFrames of the kernels.
 MAX_JOBS = 64
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+}  # fmt: skip
 #: Bytes of shared memory per kernel and itemsize; cuda_kernels.cuh asserts that they suffice.
 SHARED_BYTES = {
-    "encode": {2: 43008, 4: 75776},
-    "decode": {2: 16896, 4: 33280},
-    "decode_sum": {2: 33792, 4: 50176},
+    "encode": {1: 26624, 2: 43008, 4: 75776},
+    "decode": {1: 25088, 2: 33280, 4: 49664},
+    "decode_sum": {2: 50176, 4: 66560},
 }
 #: What a status word holds until something fails.
 NO_FAILURE = -1
@@ -78,7 +81,7 @@ class Launcher(Protocol):
 
 
 class CudaRoute:
-    """Route for CUDA tensors of bfloat16, float16 and float32; see :class:`ds_zipccl.kernels.Route`.
+    """Route for CUDA tensors; see :class:`ds_zipccl.kernels.Route`.
 
     Segments start at any address of an element, frames and payloads at multiples of 16 bytes. Work space is one allocation of torch
     per call, of ``16 + 8 * chunks`` bytes.

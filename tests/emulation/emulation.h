@@ -7,6 +7,7 @@
 
 #define __global__
 #define ZIPCCL_DEVICE inline
+
 #define ZIPCCL_KERNEL(min_blocks) extern "C" void
 #define ZIPCCL_SHARED(Type, name) Type& name = *static_cast<Type*>(emulation::shared_memory(sizeof(Type)))
 
@@ -115,6 +116,9 @@ inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return uint32_t((uint64_t(high) << 32 | low) >> (shift & 31));
+}
+inline uint32_t __funnelshift_lc(uint32_t low, uint32_t high, uint32_t shift) {
+  return uint32_t((uint64_t(high) << 32 | low) << (shift < 32 ? shift : 32) >> 32);
 }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
