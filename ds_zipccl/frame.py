@@ -17,6 +17,7 @@ HEADER_BYTES = HEADER.size
 MAX_DIMS = 64
 ALIGN = 16
 _MAX_NUMEL = (1 << 63) - 1  # torch counts elements in signed 64 bits
+_FLAGS_AT = 7
 _CHECKSUM_AT = 12
 
 DTYPES: dict[int, torch.dtype] = {
@@ -54,6 +55,7 @@ _CODECS = tuple(int(codec) for codec in CodecId)
 class _Flags(IntFlag):
     CHECKSUM = 1
     SHAPED = 2
+    OVERFLOWED = 4
 
 
 class FrameErrorCode(IntEnum):
@@ -71,6 +73,7 @@ class FrameErrorCode(IntEnum):
     MISMATCH = 10
     INDEX = 11
     BLOCK = 12
+    OVERFLOWED = 13
 
 
 class FrameError(ValueError):
@@ -135,8 +138,20 @@ def pack(header: Header, buffer: torch.Tensor) -> None:
         struct.pack_into("<I", view, _CHECKSUM_AT, zlib.crc32(view[: header.frame_bytes]))
 
 
-def parse(frame: torch.Tensor) -> Header:
+#: No header with its shape is longer.
+MAX_HEADER_BYTES = HEADER_BYTES + 8 * MAX_DIMS
+
+
+def has_checksum(start: torch.Tensor) -> bool:
+    """Whether a frame that begins like ``start`` (1-D uint8 CPU tensor) says that it has one; nothing else is looked at."""
+    return start.numel() > _FLAGS_AT and bool(int(start[_FLAGS_AT]) & _Flags.CHECKSUM)
+
+
+def parse(frame: torch.Tensor, size: int | None = None) -> Header:
     """Read and validate the header of ``frame`` (1-D uint8 CPU tensor, may be longer than the frame).
+
+    ``size``: bytes of the buffer that the frame lies in, if ``frame`` is but its first :data:`MAX_HEADER_BYTES`; not for frames
+    with a checksum.
 
     Raises:
         FrameError: anything FORMAT.md section 4 tells a decoder to reject before it looks into the payload.
@@ -146,7 +161,7 @@ def parse(frame: torch.Tensor) -> Header:
         raise TypeError(
             f"a frame is a contiguous 1-D uint8 CPU tensor, got {frame.dtype} of shape {tuple(frame.shape)} on {frame.device}"
         )
-    size = frame.numel()
+    size = frame.numel() if size is None else size
     if size < HEADER_BYTES:
         raise FrameError(FrameErrorCode.TRUNCATED, f"{size} bytes, a header alone has {HEADER_BYTES}")
     view = memoryview(frame.numpy())
@@ -164,6 +179,11 @@ def parse(frame: torch.Tensor) -> Header:
         raise FrameError(FrameErrorCode.CODEC, f"codec {codec}, known are {_CODECS}")
     if dtype_id not in DTYPES:
         raise FrameError(FrameErrorCode.DTYPE, f"dtype {dtype_id}, known are {list(DTYPES)}")
+    if flags == _Flags.OVERFLOWED:
+        raise FrameError(
+            FrameErrorCode.OVERFLOWED,
+            f"the frame would have had {frame_bytes} bytes and did not fit in its sender's slot",
+        )
     dtype = DTYPES[dtype_id]
     shaped = bool(flags & _Flags.SHAPED)
     blocked = codec == CodecId.EXPONENT

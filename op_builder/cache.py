@@ -9,8 +9,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -19,19 +20,18 @@ if not CSRC.is_dir():  # a plain checkout, where op_builder/ stands beside the p
     CSRC = Path(__file__).resolve().parent.parent / "ds_zipccl" / "csrc"
 
 _AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mpopcnt")
-#: source -> flags of its own. Each level has its instruction set; which one runs is chosen by CPU at run time.
-CPU_SOURCES: dict[str, tuple[str, ...]] = {
-    "cpu_payload.cpp": (),
-    "cpu_dispatch.cpp": (),
-    "cpu_scalar.cpp": (),
-}
-if platform.machine() in ("x86_64", "AMD64"):
-    CPU_SOURCES |= {
-        "cpu_avx2.cpp": _AVX2,
-        "cpu_avx512.cpp": (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))),
-    }
-#: -ffp-contract=off: a sum rounds where the source says so.
-CPU_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a library is made."""
+
+    name: str
+    #: Gives the compiler's path, or raises BuildError.
+    compiler: Callable[[], str]
+    #: Path under csrc, or anywhere, -> flags that only this source is compiled with.
+    sources: Mapping[str, tuple[str, ...]]
+    flags: tuple[str, ...]
 
 
 class BuildError(RuntimeError):
@@ -62,27 +62,69 @@ def compiler() -> str:
 
 
 @cache
-def _identity() -> bytes:
-    """What besides sources and flags decides the machine code: the compiler. The sources choose by CPU at run time."""
-    return subprocess.run([compiler(), "--version"], capture_output=True, timeout=60).stdout
+def nvcc() -> str:
+    """Path of the CUDA compiler: in ``CUDA_HOME``, on ``PATH``, or where CUDA is installed usually.
+
+    Raises:
+        BuildError: there is none.
+    """
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which(str(Path(home) / "bin" / "nvcc")) if home else shutil.which("nvcc")
+    found = found or shutil.which("/usr/local/cuda/bin/nvcc")
+    if not found:
+        raise BuildError("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda; install the CUDA toolkit or CuPy")
+    return found
 
 
-#: Names under csrc with the flags that only they are compiled with.
-Sources = Mapping[str, Sequence[str]]
+def _cpu_sources() -> dict[str, tuple[str, ...]]:
+    """Each level has its instruction set; which one runs is chosen by CPU at run time."""
+    sources: dict[str, tuple[str, ...]] = {"cpu_payload.cpp": (), "cpu_dispatch.cpp": (), "cpu_scalar.cpp": ()}
+    if platform.machine() in ("x86_64", "AMD64"):
+        avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
+        sources |= {"cpu_avx2.cpp": _AVX2, "cpu_avx512.cpp": (*_AVX2, *avx512)}
+    return sources
 
 
-def library_path(sources: Sources = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> Path:
-    """Where the library of these sources is or will be."""
-    digest = hashlib.sha256(_identity())
-    for part in (*flags, *(part for name, own in sources.items() for part in (name, *own))):
+#: -ffp-contract=off: a sum rounds where the source says so.
+CPU = Recipe("zipccl_cpu", compiler, _cpu_sources(), ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread"))
+
+
+def cuda(architectures: Sequence[str]) -> Recipe:
+    """The CUDA kernels for compute capabilities such as "9.0", or "9.0+PTX" for later ones too.
+
+    Not --use_fast_math: it flushes subnormal floats, and sums would differ.
+    """
+    targets = []
+    for architecture in architectures:
+        number = architecture.removesuffix("+PTX").replace(".", "")
+        code = f"[sm_{number},compute_{number}]" if architecture.endswith("+PTX") else f"sm_{number}"
+        targets.append(f"-gencode=arch=compute_{number},code={code}")
+    flags = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", "--threads=0", *targets)
+    return Recipe("zipccl_cuda", nvcc, {"cuda_launch.cu": ()}, flags)
+
+
+@cache
+def _identity(compiler: str) -> bytes:
+    """What besides sources and flags decides the machine code. The CPU's sources choose by CPU at run time."""
+    return subprocess.run([compiler, "--version"], capture_output=True, timeout=60).stdout
+
+
+def library_path(recipe: Recipe = CPU) -> Path:
+    """Where the library is or will be.
+
+    Raises:
+        BuildError: no compiler.
+    """
+    digest = hashlib.sha256(_identity(recipe.compiler()))
+    for part in (*recipe.flags, *(part for name, own in recipe.sources.items() for part in (name, *own))):
         digest.update(part.encode() + b"\0")
-    for path in sorted(CSRC.iterdir()):
-        if path.name in sources or path.suffix in (".h", ".cuh"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return cache_root() / f"zipccl_cpu_{digest.hexdigest()[:20]}.so"
+    headers = [path for path in CSRC.iterdir() if path.suffix in (".h", ".cuh")]
+    for path in sorted([*headers, *(CSRC / name for name in recipe.sources)]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return cache_root() / f"{recipe.name}_{digest.hexdigest()[:20]}.so"
 
 
-def build(sources: Sources = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> Path:
+def build(recipe: Recipe = CPU) -> Path:
     """Compile the library unless it is there already, and return its path; blocks while another process builds it.
 
     The file appears by atomic rename, so a build that is killed leaves nothing behind that could be loaded.
@@ -90,7 +132,7 @@ def build(sources: Sources = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> P
     Raises:
         BuildError: no compiler, the compiler failed, or the cache folder cannot be written.
     """
-    target = library_path(sources, flags)
+    target = library_path(recipe)
     if target.exists():
         return target
     try:
@@ -98,7 +140,7 @@ def build(sources: Sources = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> P
         with open(target.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
-                _compile(sources, flags, target)
+                _compile(recipe, target)
     except OSError as error:
         raise BuildError(
             f"cannot write to {target.parent}: {error}; set DS_ZIPCCL_CACHE to a folder you can write"
@@ -106,17 +148,18 @@ def build(sources: Sources = CPU_SOURCES, flags: Sequence[str] = CPU_FLAGS) -> P
     return target
 
 
-def _compile(sources: Sources, flags: Sequence[str], target: Path) -> None:
+def _compile(recipe: Recipe, target: Path) -> None:
+    command = [recipe.compiler(), *recipe.flags]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        objects = [Path(folder) / f"{name}.o" for name in sources]
+        objects = [Path(folder) / f"{Path(name).name}.o" for name in recipe.sources]
         commands = [
-            [compiler(), *flags, *own, "-c", str(CSRC / name), "-o", str(output)]
-            for (name, own), output in zip(sources.items(), objects, strict=True)
+            [*command, *own, "-c", str(CSRC / name), "-o", str(output)]
+            for (name, own), output in zip(recipe.sources.items(), objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
         output = Path(folder) / target.name
-        _run([compiler(), *flags, "-shared", *map(str, objects), "-o", str(output)])
+        _run([*command, "-shared", *map(str, objects), "-o", str(output)])
         os.replace(output, target)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import os
 
+import torch
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
@@ -24,14 +25,14 @@ class ZipcclCPUBuilder(CPUOpBuilder):  # type: ignore[misc]
         return f"ds_zipccl.{self.NAME}"
 
     def sources(self) -> list[str]:
-        return [str(cache.CSRC / name) for name in cache.CPU_SOURCES]
+        return [str(cache.CSRC / name) for name in cache.CPU.sources]
 
     def include_paths(self) -> list[str]:
         return [str(cache.CSRC)]
 
     def cxx_args(self) -> list[str]:
         # Not super().cxx_args(): it asks py-cpuinfo, which takes seconds, and adds flags these sources do not need.
-        return list(cache.CPU_FLAGS)
+        return list(cache.CPU.flags)
 
     def is_compatible(self, verbose: bool = False) -> bool:
         try:
@@ -48,17 +49,19 @@ class ZipcclCPUBuilder(CPUOpBuilder):  # type: ignore[misc]
         Raises:
             BuildError: see :func:`.cache.build`.
         """
-        return ctypes.CDLL(str(cache.build(cache.CPU_SOURCES, self.cxx_args())))
+        return ctypes.CDLL(str(cache.build(cache.CPU)))
 
     jit_load = load
 
 
 class ZipcclCUDABuilder(CUDAOpBuilder):  # type: ignore[misc]
-    """The CUDA route's place in the table; this release has no CUDA kernels, so it is never compatible."""
+    """The CUDA kernels behind a C interface. Built at first use in less than a minute; kept by content (see :mod:`.cache`).
+
+    Architectures: ``TORCH_CUDA_ARCH_LIST`` as torch reads it, else those of the devices that torch sees.
+    """
 
     BUILD_VAR = "DS_BUILD_ZIPCCL_CUDA"
     NAME = "zipccl_cuda"
-    REASON = "this release of ds_zipccl has no CUDA kernels; CUDA tensors pass through uncoded"
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name=name or self.NAME)
@@ -67,15 +70,47 @@ class ZipcclCUDABuilder(CUDAOpBuilder):  # type: ignore[misc]
         return f"ds_zipccl.{self.NAME}"
 
     def sources(self) -> list[str]:
-        return []
+        return [str(cache.CSRC / name) for name in cache.cuda(()).sources]
+
+    def include_paths(self) -> list[str]:
+        return [str(cache.CSRC)]
+
+    def nvcc_args(self) -> list[str]:
+        return list(self.recipe().flags)
+
+    def recipe(self) -> cache.Recipe:
+        """What is built here.
+
+        Raises:
+            BuildError: no device to build for.
+        """
+        wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+        if not wanted:
+            devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+            wanted = sorted({"{}.{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
+        if not wanted:
+            raise cache.BuildError("torch sees no CUDA device; to build for one elsewhere set TORCH_CUDA_ARCH_LIST")
+        return cache.cuda(wanted)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        if verbose:
-            self.warning(self.REASON)
-        return False
+        try:
+            self.recipe()
+            cache.nvcc()
+        except cache.BuildError as error:
+            if verbose:
+                self.warning(str(error))
+            return False
+        return True
 
-    def load(self, verbose: bool = True) -> Any:
-        raise cache.BuildError(self.REASON)
+    def load(self, verbose: bool = True) -> ctypes.CDLL:
+        """Build if needed and load.
+
+        Raises:
+            BuildError: no nvcc, no device, or see :func:`.cache.build`.
+        """
+        return ctypes.CDLL(str(cache.build(self.recipe())))
+
+    jit_load = load
 
 
 BUILDERS = {builder.NAME: builder for builder in (ZipcclCPUBuilder, ZipcclCUDABuilder)}

@@ -13,7 +13,9 @@ import torch
 import ds_zipccl
 from ds_zipccl.frame import FrameErrorCode
 
-TRUNCATED, MAGIC, VERSION, CODEC, DTYPE, RESERVED, SHAPE, SIZE, CHECKSUM, MISMATCH, INDEX, BLOCK = FrameErrorCode
+TRUNCATED, MAGIC, VERSION, CODEC, DTYPE, RESERVED, SHAPE, SIZE, CHECKSUM, MISMATCH, INDEX, BLOCK, OVERFLOWED = (
+    FrameErrorCode
+)
 PAYLOAD = frozenset({INDEX, BLOCK})
 ANY = frozenset(FrameErrorCode)
 
@@ -186,7 +188,7 @@ def dtype(rng: random.Random, base: Base) -> bytearray:
     return frame
 
 
-@_kind(RESERVED, CHECKSUM, SHAPE, may_pass=True)
+@_kind(RESERVED, CHECKSUM, SHAPE, OVERFLOWED, may_pass=True)
 def flags(rng: random.Random, base: Base) -> bytearray:
     return _set_byte(rng, base, 7)
 

@@ -19,6 +19,8 @@ from ds_zipccl.codecs import decompress
 from ds_zipccl.frame import FrameError, FrameErrorCode
 
 COUNT = 100_000
+#: One frame in so many goes to the emulated CUDA kernels, which start 256 threads for each.
+RARELY = 25
 ROUTES = tuple(dict.fromkeys(variant.route for variant in variants.ALL))
 GUARD = b"\x5c" * 16
 
@@ -49,15 +51,16 @@ def test_damaged_frames_with_a_checksum_are_refused(route: str) -> None:
     rng = random.Random(1)
     bases = mutations.bases(checksum=True)
     kinds, codes = Counter(), Counter()
-    for _ in range(COUNT):
+    for _ in range(COUNT // (RARELY if route == "emulated" else 1)):
         kind, frame = mutations.damaged(rng, rng.choice(bases))
         code, result = outcome(as_tensor(frame), None, route)
         assert result is None or _lost_its_checksum(frame), f"{kind.name} was accepted: {frame.hex()}"
         kinds[kind.name] += 1
         codes[code] += 1
-    assert codes[None] < COUNT / 1000, codes
+    tried = sum(codes.values())
+    assert codes[None] < tried / 1000, codes
     assert set(kinds) == {kind.name for kind in mutations.KINDS}
-    assert codes[FrameErrorCode.CHECKSUM] > COUNT / 4, codes
+    assert codes[FrameErrorCode.CHECKSUM] > tried / 4, codes
 
 
 class Guarded:
@@ -79,7 +82,7 @@ def test_damaged_frames_without_a_checksum() -> None:
     rng = random.Random(2)
     bases = mutations.bases(checksum=False)
     outs = [Guarded(base) for base in bases]
-    routes = [variant for variant in map(variants.Variant, ROUTES) if not variant.why_not()]
+    all_routes = [variant for variant in map(variants.Variant, ROUTES) if not variant.why_not()]
     # Every route sees every frame, the native one at its best level; every fourth frame also goes to the other levels.
     levels = [variant for variant in variants.usable() if variant.level][1:]
     kinds, passed, codes = Counter(), Counter(), Counter()
@@ -89,6 +92,7 @@ def test_damaged_frames_without_a_checksum() -> None:
         tensor = as_tensor(frame)
         out = outs[at].out if rng.random() < 0.5 else None
         answers = []
+        routes = [variant for variant in all_routes if variant.route != "emulated" or turn % RARELY == 0]
         for variant in routes if turn % 4 else routes + levels:
             with variant.in_use() as route:
                 code, result = outcome(tensor, out, route)

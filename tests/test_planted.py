@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import random
 import shutil
 from collections.abc import Callable
@@ -71,11 +72,11 @@ class Plant:
             assert good in text, f"{good!r} is no longer in {self.file}: plant the mistake elsewhere"
             text = text.replace(good, bad)
         (csrc / self.file).write_text(text)
-        flags = ["-O0" if flag == "-O3" else flag for flag in cache.CPU_FLAGS]
+        flags = tuple("-O0" if flag == "-O3" else flag for flag in cache.CPU.flags)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cache, "CSRC", csrc)
             patch.setenv("DS_ZIPCCL_CACHE", str(folder))
-            return native.NativeRoute(ctypes.CDLL(str(cache.build(flags=flags))))
+            return native.NativeRoute(ctypes.CDLL(str(cache.build(dataclasses.replace(cache.CPU, flags=flags)))))
 
 
 def _tail_sizes() -> None:

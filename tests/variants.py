@@ -6,7 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import emulation
+
 from ds_zipccl import kernels
+
+# The CUDA kernels, emulated: nothing but tests asks for this route.
+kernels.ROUTES["cpu"].setdefault("emulated", emulation.load)
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,13 @@ class Variant:
             native.force_level("auto")
 
 
-ALL = (Variant("native", "avx512"), Variant("native", "avx2"), Variant("native", "scalar"), Variant("numba"))
+ALL = (
+    Variant("native", "avx512"),
+    Variant("native", "avx2"),
+    Variant("native", "scalar"),
+    Variant("numba"),
+    Variant("emulated"),
+)
 
 
 def usable() -> list[Variant]:

@@ -14,7 +14,7 @@ from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 
 
 class Codec(Protocol):
-    """A payload format. Words are flat contiguous CPU tensors, payloads flat uint8 tensors; calls block."""
+    """A payload format. Words are flat contiguous tensors, payloads flat uint8 tensors of the same device; calls block."""
 
     ID: CodecId
     DTYPES: tuple[torch.dtype, ...]
@@ -38,6 +38,8 @@ CODECS: dict[str, Codec] = {
 }
 _DECODERS = {CodecId.RAW: CODECS["raw"], CodecId.EXPONENT: CODECS["cascade"]}
 CODED_DTYPES = CODECS["cascade"].DTYPES
+#: Where tensors are coded.
+DEVICES = ("cpu", "cuda")
 
 
 def _codec(name: str, dtype: torch.dtype) -> Codec:
@@ -73,7 +75,7 @@ def compress(
     checksum: bool = True,
     route: str = "auto",
 ) -> torch.Tensor:
-    """Code a CPU tensor as one frame (FORMAT.md); blocks.
+    """Code a tensor as one frame (FORMAT.md) on its device, CPU or CUDA; blocks, on CUDA for the current stream.
 
     bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 are exponent coded, any other dtype becomes a raw frame. Lossless
     for every bit pattern.
@@ -81,10 +83,11 @@ def compress(
     Args:
         tensor: any shape; a non-contiguous one is copied first.
         codec: "cascade" (best ratio), "window" (faster), or "raw".
-        out: 1-D contiguous uint8 buffer of at least :func:`compress_bound` bytes; the frame is written to its start.
+        out: 1-D contiguous uint8 buffer of at least :func:`compress_bound` bytes on the tensor's device; the frame is written to its
+            start.
         block: elements that share a window: 128, 256, 512 or 1024.
         shaped: put the shape into the frame; without it :func:`decompress` gives a flat tensor.
-        checksum: add a CRC-32, so that a damaged frame is refused rather than decoded (about 1 GB/s).
+        checksum: add a CRC-32, so that a damaged frame is refused rather than decoded (about 1 GB/s; from CUDA by way of the host).
         route: kernels to use, see :data:`ds_zipccl.kernels.ROUTES`.
 
     Returns:
@@ -92,11 +95,13 @@ def compress(
 
     Raises:
         ValueError: unknown codec, block or route, a dtype that no frame holds, a buffer that does not fit, or a tensor that is
-            not on the CPU.
+            neither on the CPU nor on CUDA.
         RouteUnavailable: no kernels here.
     """
-    if tensor.device.type != "cpu":
-        raise ValueError(f"compress takes CPU tensors, got one on {tensor.device}; move it with .cpu()")
+    if tensor.device.type not in DEVICES:
+        raise ValueError(
+            f"compress takes tensors on {' and '.join(DEVICES)}, got one on {tensor.device}; move it with .cpu()"
+        )
     if tensor.dim() > framing.MAX_DIMS and shaped:
         raise ValueError(f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False")
     chosen = _codec(codec, tensor.dtype)
@@ -105,10 +110,12 @@ def compress(
     shape = tuple(tensor.shape) if shaped else None
     payload_at = framing.payload_offset(None if shape is None else len(shape))
     bound = payload_at + chosen.payload_bound(words.numel(), words.dtype, block)
-    buffer = torch.empty(bound, dtype=torch.uint8) if out is None else _room(out, bound)
+    buffer = (
+        torch.empty(bound, dtype=torch.uint8, device=words.device) if out is None else _room(out, bound, words.device)
+    )
     size = payload_at + chosen.encode([words], block, [buffer[payload_at:]], route)[0]
     header = Header(chosen.ID, words.dtype, words.numel(), size, block, shape, 0 if checksum else None)
-    framing.pack(header, buffer)
+    _pack(header, buffer)
     return buffer[:size].clone() if out is None else buffer[:size]
 
 
@@ -120,7 +127,7 @@ def compress_segments(
     block: int = 1024,
     route: str = "auto",
 ) -> list[torch.Tensor]:
-    """Code each of several CPU tensors of one dtype as a flat frame without a checksum; blocks.
+    """Code each of several tensors of one dtype and device as a flat frame without a checksum; blocks.
 
     One call of the kernels for all of them, as an all-to-all wants it. ``outs`` are a buffer for each, of :func:`compress_bound`
     bytes; the other arguments are those of :func:`compress`. Returns a view of each buffer, its frame.
@@ -132,10 +139,10 @@ def compress_segments(
     if not segments:
         return []
     dtype = segments[0].dtype
-    kinds = {(segment.dtype, segment.device.type) for segment in segments}
-    if kinds != {(dtype, "cpu")} or len(segments) != len(outs):
+    kinds = {(segment.dtype, segment.device) for segment in segments}
+    if len(kinds) != 1 or segments[0].device.type not in DEVICES or len(segments) != len(outs):
         raise ValueError(
-            f"wanted CPU tensors of one dtype and a buffer for each, got {len(segments)} of {sorted(map(str, kinds))} "
+            f"wanted tensors of one dtype and device and a buffer for each, got {len(segments)} of {sorted(map(str, kinds))} "
             f"and {len(outs)} buffers"
         )
     chosen = _codec(codec, dtype)
@@ -143,12 +150,13 @@ def compress_segments(
     flats = [_flat(segment) for segment in segments]
     at = framing.payload_offset(None)
     buffers = [
-        _room(out, at + chosen.payload_bound(flat.numel(), dtype, block)) for flat, out in zip(flats, outs, strict=True)
+        _room(out, at + chosen.payload_bound(flat.numel(), dtype, block), flat.device)
+        for flat, out in zip(flats, outs, strict=True)
     ]
     payloads = chosen.encode(flats, block, [buffer[at:] for buffer in buffers], route)
     frames = []
     for flat, buffer, payload in zip(flats, buffers, payloads, strict=True):
-        framing.pack(Header(chosen.ID, dtype, flat.numel(), at + payload, block), buffer)
+        _pack(Header(chosen.ID, dtype, flat.numel(), at + payload, block), buffer)
         frames.append(buffer[: at + payload])
     return frames
 
@@ -157,22 +165,22 @@ def decompress(frame: torch.Tensor, out: torch.Tensor | None = None, *, route: s
     """The tensor in ``frame``; blocks.
 
     Args:
-        frame: 1-D uint8 CPU tensor as :func:`compress` gives it; bytes after the frame's own length are ignored.
-        out: contiguous CPU tensor of the frame's dtype and number of elements, of any shape; written in place.
+        frame: 1-D uint8 tensor as :func:`compress` gives it; bytes after the frame's own length are ignored.
+        out: contiguous tensor on the frame's device, of the frame's dtype and number of elements, of any shape; written in place.
 
     Returns:
         ``out``, or a new tensor of the frame's dtype and shape (flat if the frame has no shape).
 
     Raises:
         FrameError: the frame is damaged, foreign, or not of ``out``'s dtype and size; ``out`` is then undefined.
-        TypeError: ``frame`` is not a 1-D uint8 CPU tensor, or ``out`` is not a contiguous CPU tensor.
+        TypeError: ``frame`` is not a 1-D uint8 tensor, or ``out`` is not a contiguous one on its device.
     """
     header, codec = _open(frame)
     if out is None:
-        out = torch.empty(header.numel, dtype=header.dtype)
+        out = torch.empty(header.numel, dtype=header.dtype, device=frame.device)
         result = out if header.shape is None else out.view(header.shape)
     else:
-        result = _wanted(out, header, (header.dtype,))
+        result = _wanted(out, header, (header.dtype,), frame.device)
     words = out.detach().as_strided((out.numel(),), (1,))
     codec.decode(frame[header.payload_at : header.frame_bytes], header.block, words, route)
     return result
@@ -185,8 +193,9 @@ def decompress_add(
 
     Args:
         frame: as for :func:`decompress`, of bfloat16, float16 or float32.
-        sums: contiguous CPU tensor of the frame's number of elements: of its dtype, and each sum is rounded to that (to nearest,
-            ties to even), or float32. NaN sums of bfloat16 are 0x7fc0, as gloo makes them; other NaN payloads are left open.
+        sums: contiguous tensor on the frame's device, of the frame's number of elements: of its dtype, and each sum is rounded to
+            that (to nearest, ties to even), or float32. NaN sums of bfloat16 are 0x7fc0, as gloo makes them; other NaN
+            payloads are left open.
         dtype: what the frame must hold; None: ``sums``' dtype, or any of those if that is float32.
 
     Returns:
@@ -199,7 +208,7 @@ def decompress_add(
     if header.dtype not in SUMMED_DTYPES or dtype not in (None, header.dtype):
         wanted = dtype or ", ".join(map(str, SUMMED_DTYPES))
         raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.dtype}, wanted {wanted}")
-    flat = _wanted(sums, header, (header.dtype, torch.float32)).detach().as_strided((sums.numel(),), (1,))
+    flat = _wanted(sums, header, (header.dtype, torch.float32), frame.device).detach().as_strided((sums.numel(),), (1,))
     codec.decode_add(frame[header.payload_at : header.frame_bytes], header.block, header.dtype, flat, route)
     return sums
 
@@ -214,20 +223,36 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,))  # view(-1) may keep a stride of 0
 
 
-def _room(out: torch.Tensor, bound: int) -> torch.Tensor:
+def _room(out: torch.Tensor, bound: int, device: torch.device) -> torch.Tensor:
     """``out``, if a frame of ``bound`` bytes can be written to it."""
-    fits = (out.dtype, out.dim(), out.device.type) == (torch.uint8, 1, "cpu") and out.is_contiguous()
+    fits = (out.dtype, out.dim(), out.device) == (torch.uint8, 1, device) and out.is_contiguous()
     if not fits or out.numel() < bound:
         raise ValueError(
-            f"out must be a contiguous 1-D uint8 CPU tensor of at least {bound} bytes, "
+            f"out must be a contiguous 1-D uint8 tensor of at least {bound} bytes on {device}, "
             f"got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )
     return out
 
 
+def _pack(header: Header, buffer: torch.Tensor) -> None:
+    if buffer.device.type == "cpu":
+        framing.pack(header, buffer)
+        return
+    host = buffer[: header.payload_at if header.checksum is None else header.frame_bytes].cpu()
+    framing.pack(header, host)
+    buffer[: header.payload_at].copy_(host[: header.payload_at])
+
+
+def _parse(frame: torch.Tensor) -> Header:
+    if frame.device.type == "cpu" or frame.dim() != 1:
+        return framing.parse(frame)
+    start = frame[: framing.MAX_HEADER_BYTES].cpu()
+    return framing.parse(frame.cpu()) if framing.has_checksum(start) else framing.parse(start, frame.numel())
+
+
 def _open(frame: torch.Tensor) -> tuple[Header, Codec]:
     """Header of a frame and the codec that decodes it; the payload's size is possible."""
-    header = framing.parse(frame)
+    header = _parse(frame)
     codec = _DECODERS[header.codec]
     if header.dtype not in codec.DTYPES:
         raise FrameError(FrameErrorCode.CODEC, f"codec {header.codec.name} does not hold {header.dtype}")
@@ -241,11 +266,11 @@ def _open(frame: torch.Tensor) -> tuple[Header, Codec]:
     return header, codec
 
 
-def _wanted(out: torch.Tensor, header: Header, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+def _wanted(out: torch.Tensor, header: Header, dtypes: tuple[torch.dtype, ...], device: torch.device) -> torch.Tensor:
     """``out``, if what the header describes can be decoded to it."""
-    if out.device.type != "cpu" or not out.is_contiguous() or out.is_conj() or out.is_neg():
+    if out.device != device or not out.is_contiguous() or out.is_conj() or out.is_neg():
         kind = "a conjugate or negative view" if out.is_conj() or out.is_neg() else f"strides {out.stride()}"
-        raise TypeError(f"out must be a contiguous CPU tensor, got {kind} on {out.device}")
+        raise TypeError(f"out must be a contiguous tensor on {device}, got {kind} on {out.device}")
     if out.dtype not in dtypes or out.numel() != header.numel:
         wanted = f"{math.prod(out.shape)} {out.dtype}"
         raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.numel} {header.dtype}, wanted {wanted}")

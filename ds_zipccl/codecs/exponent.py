@@ -55,10 +55,12 @@ class ExponentCodec:
         for words in segments:
             if self.payload_bound(words.numel(), words.dtype, block) > _MAX_PAYLOAD:
                 raise ValueError(f"{words.numel()} elements are too many for one frame; cut the tensor")
-        return kernels.route(route).encode(segments, self._code, block, outs) if segments else []
+        if not segments:
+            return []
+        return kernels.route(route, segments[0].device.type).encode(segments, self._code, block, outs)
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, route: str) -> None:
-        kernels.route(route).decode(payload, block, words)
+        kernels.route(route, words.device.type).decode(payload, block, words)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-        kernels.route(route).decode_add(payload, block, dtype, sums)
+        kernels.route(route, sums.device.type).decode_add(payload, block, dtype, sums)

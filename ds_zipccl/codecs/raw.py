@@ -36,6 +36,8 @@ class RawCodec:
         words.view(torch.uint8).copy_(payload)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-        values = torch.empty(sums.numel(), dtype=dtype)  # of its own: a payload may lie at any address
+        values = torch.empty(
+            sums.numel(), dtype=dtype, device=sums.device
+        )  # of its own: a payload may lie at any address
         self.decode(payload, block, values, route)
         add(sums, values)

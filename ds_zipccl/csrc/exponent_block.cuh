@@ -62,7 +62,7 @@ using E5m2 = FloatBits<uint8_t, 5, 2>;
 struct Tier {
   uint32_t bits;
   alignas(16) uint8_t code_of_k[16], k_of_code[16];
-  constexpr uint32_t escape() const { return (1u << bits) - 1; }
+  ZIPCCL_FN constexpr uint32_t escape() const { return (1u << bits) - 1; }
 };
 constexpr uint32_t kTiers = 4;
 constexpr uint32_t kAbove = 3;     // k of the exponent `top` itself

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
-from ds_zipccl.kernels import native, numba_route
+from ds_zipccl.kernels import cuda_launchers, native, numba_route
 
 
 class Route(Protocol):
-    """All calls block and release the interpreter lock while they work. Words are flat contiguous CPU tensors."""
+    """All calls block and release the interpreter lock while they work. Words are flat contiguous tensors of the route's device."""
 
     def encode(
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
@@ -41,7 +41,7 @@ class RouteUnavailable(RuntimeError):
 #: name -> loader; a loader returns a Route or raises with the reason. Order is preference.
 ROUTES: dict[str, dict[str, Callable[[], Route]]] = {
     "cpu": {"native": native.load, "numba": numba_route.load},
-    "cuda": {"native": native.load_cuda},
+    "cuda": {"native": cuda_launchers.load_native, "nvrtc": cuda_launchers.load_nvrtc},
 }
 
 _loaded: dict[tuple[str, str], Route | str] = {}

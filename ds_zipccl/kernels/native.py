@@ -104,14 +104,3 @@ def load() -> NativeRoute:
     from ds_zipccl.op_builder.zipccl import ZipcclCPUBuilder
 
     return NativeRoute(ZipcclCPUBuilder().load())
-
-
-def load_cuda() -> NativeRoute:
-    """The CUDA route of the op builder.
-
-    Raises:
-        BuildError: always, in this release; the message says why.
-    """
-    from ds_zipccl.op_builder.zipccl import ZipcclCUDABuilder
-
-    return NativeRoute(ZipcclCUDABuilder().load())

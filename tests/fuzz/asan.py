@@ -35,7 +35,7 @@ def build(folder: Path, csrc: Path = cache.CSRC, optimization: str = "-O0") -> P
         RuntimeError: the compiler failed; the message has its words.
     """
     target = folder / "fuzz"
-    sources = {DRIVER: (f"-I{csrc}",), **{csrc / name: flags for name, flags in cache.CPU_SOURCES.items()}}
+    sources = {DRIVER: (f"-I{csrc}",), **{csrc / name: flags for name, flags in cache.CPU.sources.items()}}
     common = (cache.compiler(), optimization, *FLAGS)
     objects = {source: folder / f"{source.name}.o" for source in sources}
     with ThreadPoolExecutor() as pool:
