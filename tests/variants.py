@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import emulation
+import torch
 
 from ds_zipccl import kernels
+from ds_zipccl.kernels import cuda_launchers
 
-# The CUDA kernels, emulated: nothing but tests asks for this route.
-kernels.ROUTES["cpu"].setdefault("emulated", emulation.load)
+
+class OnDevice:
+    """A CUDA route for CPU tensors, so that the tests of every route are its tests too."""
+
+    def __init__(self, route: kernels.Route) -> None:
+        self.route = route
+
+    def encode(
+        self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[int]:
+        there = [torch.empty_like(out, device="cuda") for out in outs]
+        sizes = self.route.encode([segment.cuda() for segment in segments], code, block, there)
+        for size, out, found in zip(sizes, outs, there, strict=True):
+            out[:size].copy_(found[:size])
+        return sizes
+
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        there = torch.empty_like(words, device="cuda")
+        self.route.decode(payload.cuda(), block, there)
+        words.copy_(there)
+
+    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        there = sums.cuda()
+        self.route.decode_add(payload.cuda(), block, dtype, there)
+        sums.copy_(there)
+
+
+# The CUDA kernels, emulated and, where there is a GPU, on it: nothing but tests asks for these routes.
+kernels.ROUTES["cpu"] |= {
+    "emulated": emulation.load,
+    "cuda-native": lambda: OnDevice(cuda_launchers.load_native()),
+    "cuda-nvrtc": lambda: OnDevice(cuda_launchers.load_nvrtc()),
+}
 
 
 @dataclass(frozen=True)

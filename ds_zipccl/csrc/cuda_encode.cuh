@@ -157,7 +157,7 @@ ZIPCCL_DEVICE uint32_t encode_tier(uint8_t* list, uint32_t left, uint32_t top, u
     if (kTier + 1 == kTiers && e == 0 && high_here) low_here = false;  // kZeroCode
     const uint32_t low = __ballot_sync(kEveryLane, low_here), high = __ballot_sync(kEveryLane, high_here), escaped = low & high;
     if (word == 0) low_word = low, high_word = high;
-    __syncwarp();  // every lane has read its exponent: the list is written in place
+    // In place: by the ballots every lane has read its exponent.
     if (escaped & own) list[escapes + __popc(escaped & below)] = uint8_t(e);
     escapes += __popc(escaped);
   }
@@ -172,8 +172,7 @@ constexpr uint32_t kNoRoom = ~0u;
 // The second part of `left` listed exponents to slot + at. Returns its end in the slot, or kNoRoom if that would not be before `limit`.
 template <typename Code>
 ZIPCCL_DEVICE uint32_t encode_tiers(uint8_t* list, uint32_t left, uint32_t top, uint8_t* slot, uint32_t at, uint32_t limit) {
-  for (uint32_t i = at + lane_id(); i < least(at + (6 * left + 7) / 8, limit); i += kLanes) slot[i] = 0;
-  __syncwarp();
+  for (uint32_t i = at + lane_id(); i < least(at + (6 * left + 7) / 8, limit); i += kLanes) slot[i] = 0;  // seen by all before the first bits are put
   uint32_t end = 8 * at, count;
   if ((end + 2 * left + 7) / 8 >= limit) return kNoRoom;
   count = left, left = encode_tier<Code, 1>(list, left, top, slot, end), end += 2 * count;

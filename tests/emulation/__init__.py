@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
 
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.op_builder import cache
@@ -45,8 +44,6 @@ def launcher(changes: Mapping[str, tuple[str, str]] | None = None, folder: Path 
     """The emulation; with ``changes`` (file of csrc -> text, its replacement) of a copy in ``folder``."""
     csrc = None
     if changes is not None:
-        import shutil
-
         assert folder is not None
         csrc = folder / "csrc"
         shutil.copytree(cache.CSRC, csrc)
@@ -64,5 +61,4 @@ def launcher(changes: Mapping[str, tuple[str, str]] | None = None, folder: Path 
 
 def load() -> CudaRoute:
     """The route, for CPU tensors."""
-    torch.empty(0)
     return CudaRoute(launcher())

@@ -45,6 +45,8 @@ jmp_buf scheduler;
 std::vector<Fiber*> ready;
 std::mt19937_64 chance;
 uint32_t shared_bytes;
+uint64_t sighs = 0;  // how often threads gave way since a warp last got on
+constexpr uint64_t kPatience = 10'000'000;
 
 [[noreturn]] void fail(const char* what, const char* more) {
   fprintf(stderr, "emulation: block %u, thread %u: %s%s\n", current->block->index, current->thread, what, more);
@@ -86,6 +88,7 @@ void* shared_memory(uint64_t bytes) {
 }
 
 void give_way() {
+  if (++sighs > kPatience) fail("threads spin for ever: ", "what they wait for does not come");
   ready.push_back(current);
   leave();
 }
@@ -106,6 +109,7 @@ const uint32_t* exchange(uint32_t value, const char* operation) {
   values[current->thread % kLanes] = value;
   if (++warp.here == kLanes) {
     warp.here = 0;
+    if (strcmp(operation, "any")) sighs = 0;  // a loop that waits has only this one
     for (uint32_t lane = 0; lane < kLanes; ++lane) ready.push_back(&current->block->fibers[current->thread / kLanes * kLanes + lane]);
   }
   leave();
