@@ -39,7 +39,17 @@ setup(
         "plot": ["matplotlib"],
         "bench": ["zipnn", "zstandard", "lz4"],
         "cuda": ["cupy-cuda13x"],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "transformers", "accelerate", "matplotlib"],
+        "bench-cuda": ["nvidia-nvcomp-cu13"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "transformers",
+            "accelerate",
+            "matplotlib",
+            "nvidia-cuda-nvrtc",
+        ],
     },
     entry_points={
         # torch calls this at `import torch` (documented autoload mechanism, torch 2.5 and later).

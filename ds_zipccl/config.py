@@ -22,6 +22,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 ENVIRONMENT = {
     "DS_ZIPCCL": "0: off everywhere, whatever the config says. 1: on with defaults. JSON object: on with this section.",
     "DS_ZIPCCL_CACHE": "folder for compiled kernels (default: TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions)",
+    "CUDA_HOME": "where nvcc is looked for, in its bin (default: PATH, then /usr/local/cuda)",
     "CXX": "C++ compiler of the native CPU route (default: c++, g++ or clang++, whichever is found first)",
 }
 

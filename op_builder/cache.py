@@ -68,7 +68,7 @@ def nvcc() -> str:
     Raises:
         BuildError: there is none.
     """
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    home = os.environ.get("CUDA_HOME")
     found = shutil.which(str(Path(home) / "bin" / "nvcc")) if home else shutil.which("nvcc")
     found = found or shutil.which("/usr/local/cuda/bin/nvcc")
     if not found:
@@ -89,6 +89,22 @@ def _cpu_sources() -> dict[str, tuple[str, ...]]:
 CPU = Recipe("zipccl_cpu", compiler, _cpu_sources(), ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread"))
 
 
+def architectures() -> list[str]:
+    """What to build CUDA kernels for: ``TORCH_CUDA_ARCH_LIST``, as torch reads it, or what the devices here are.
+
+    Raises:
+        BuildError: neither says.
+    """
+    import torch
+
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    devices = range(torch.cuda.device_count()) if not wanted and torch.cuda.is_available() else ()
+    found = wanted or sorted({"{}.{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
+    if not found:
+        raise BuildError("torch sees no CUDA device; to build for one elsewhere set TORCH_CUDA_ARCH_LIST")
+    return found
+
+
 def cuda(architectures: Sequence[str]) -> Recipe:
     """The CUDA kernels for compute capabilities such as "9.0", or "9.0+PTX" for later ones too.
 
@@ -99,7 +115,8 @@ def cuda(architectures: Sequence[str]) -> Recipe:
         number = architecture.removesuffix("+PTX").replace(".", "")
         code = f"[sm_{number},compute_{number}]" if architecture.endswith("+PTX") else f"sm_{number}"
         targets.append(f"-gencode=arch=compute_{number},code={code}")
-    flags = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", "--threads=0", *targets)
+    # 177, 186: loops over no planes, where a type has no such planes.
+    flags = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", "-diag-suppress=177,186", "--threads=0", *targets)
     return Recipe("zipccl_cuda", nvcc, {"cuda_launch.cu": ()}, flags)
 
 

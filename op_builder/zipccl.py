@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 
-import torch
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
@@ -84,13 +82,7 @@ class ZipcclCUDABuilder(CUDAOpBuilder):  # type: ignore[misc]
         Raises:
             BuildError: no device to build for.
         """
-        wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-        if not wanted:
-            devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-            wanted = sorted({"{}.{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
-        if not wanted:
-            raise cache.BuildError("torch sees no CUDA device; to build for one elsewhere set TORCH_CUDA_ARCH_LIST")
-        return cache.cuda(wanted)
+        return cache.cuda(cache.architectures())
 
     def is_compatible(self, verbose: bool = False) -> bool:
         try:

@@ -151,5 +151,5 @@ def test_environment_table_is_complete() -> None:
                 continue
             if source.endswith(("environ.get", "getenv")):
                 read |= {arg.value for arg in literals if isinstance(arg, ast.Constant)}
-    torch_reads = {"TORCH_EXTENSIONS_DIR", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    torch_reads = {"TORCH_EXTENSIONS_DIR", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_CUDA_ARCH_LIST"}
     assert read - torch_reads == set(ENVIRONMENT)

@@ -234,7 +234,11 @@ RACES: dict[str, tuple[str, str, str]] = {
         "    escapes += __popc(escaped);\n  }\n  __syncwarp();",
         "    escapes += __popc(escaped);\n  }",
     ),
-    "bits are put while the list is still read": ("cuda_encode.cuh", "  }\n  __syncwarp();\n  put_bits", "  }\n  put_bits"),
+    "bits are put while the list is still read": (
+        "cuda_encode_block.cuh",
+        "  }\n  __syncwarp();\n  put_bits",
+        "  }\n  put_bits",
+    ),
     "look-back does not wait": ("cuda_encode.cuh", "while (__any_sync(kEveryLane, seen == 0))", "while (false)"),
     "lanes of a warp disagree": ("cuda_warp.cuh", "if (lane == 0) sum = 0;", "if (lane == 0) return 0;"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import emulation
@@ -39,12 +39,12 @@ class OnDevice:
         sums.copy_(there)
 
 
-# The CUDA kernels, emulated and, where there is a GPU, on it: nothing but tests asks for these routes.
-kernels.ROUTES["cpu"] |= {
-    "emulated": emulation.load,
-    "cuda-native": lambda: OnDevice(cuda_launchers.load_native()),
-    "cuda-nvrtc": lambda: OnDevice(cuda_launchers.load_nvrtc()),
-}
+#: The CUDA kernels, emulated and, where there is a GPU, on it: nothing but tests asks for these routes.
+FOR_TESTS: dict[str, Callable[[], kernels.Route]] = {"emulated": emulation.load}
+if torch.cuda.is_available():
+    FOR_TESTS["cuda-native"] = lambda: OnDevice(cuda_launchers.load_native())
+    FOR_TESTS["cuda-nvrtc"] = lambda: OnDevice(cuda_launchers.load_nvrtc())
+kernels.ROUTES["cpu"] |= FOR_TESTS
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Variant:
 
     def why_not(self) -> str:
         """Why this variant cannot run here; "" if it can."""
-        reason = kernels.why()[self.route]
+        reason = kernels.why().get(self.route, "there is no GPU")
         if not reason and self.level:
             try:
                 with self.in_use():
@@ -87,7 +87,7 @@ ALL = (
     Variant("native", "avx2"),
     Variant("native", "scalar"),
     Variant("numba"),
-    Variant("emulated"),
+    *map(Variant, FOR_TESTS),
 )
 
 

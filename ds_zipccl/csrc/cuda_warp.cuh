@@ -1,9 +1,7 @@
 // What the CUDA kernels are made of: a warp works on a block (FORMAT.md section 2), its lanes on octets of eight elements.
 #pragma once
 #include "exponent_block.cuh"
-#ifdef ZIPCCL_EMULATION  // the tests run this source on the CPU
-#include "emulation.h"
-#else
+#ifndef ZIPCCL_EMULATION  // the tests run this source on the CPU, with words of their own for these
 #define ZIPCCL_DEVICE __device__ __forceinline__
 #define ZIPCCL_KERNEL(min_blocks) extern "C" __global__ void __launch_bounds__(256, min_blocks)
 // Shared memory is declared by the kernel's launch; `Type` says how it is laid out.

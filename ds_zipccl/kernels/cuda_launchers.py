@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from ds_zipccl.kernels.cuda import CudaRoute
-from ds_zipccl.op_builder.cache import CSRC
+from ds_zipccl.op_builder import cache
 
 
 class LibraryLauncher:
@@ -54,7 +54,7 @@ class CupyLauncher:
 NVRTC_OPTIONS = ("--std=c++17",)
 
 
-@cache
+@functools.cache
 def source() -> str:
     """The text of csrc/cuda_kernels.cuh with everything it includes, as NVRTC wants it."""
     seen: set[str] = set()
@@ -63,7 +63,7 @@ def source() -> str:
         if name in seen:
             return ""
         seen.add(name)
-        text = (CSRC / name).read_text().replace("#pragma once\n", "")
+        text = (cache.CSRC / name).read_text().replace("#pragma once\n", "")
         return re.sub(r'#include "([a-z0-9_]+\.cuh)"\n', lambda found: expand(found[1]), text)
 
     return expand("cuda_kernels.cuh")
@@ -74,9 +74,12 @@ def load_native() -> CudaRoute:
 
     Raises:
         BuildError: no CUDA device, no nvcc, or it failed.
-        ImportError: DeepSpeed is not installed.
+        ImportError: the library must be built and DeepSpeed is not installed.
     """
     _need_device()
+    path = cache.library_path(cache.cuda(cache.architectures()))
+    if path.exists():
+        return CudaRoute(LibraryLauncher(ctypes.CDLL(str(path))))
     from ds_zipccl.op_builder.zipccl import ZipcclCUDABuilder
 
     return CudaRoute(LibraryLauncher(ZipcclCUDABuilder().load()))

@@ -43,6 +43,7 @@ PEER_ROUTE = "peer"
 IDLE_S = (
     0.05  # for the threads of OpenMP that copied to stop spinning: they would take the cores from what is timed next
 )
+MIB = (1, 4, 16, 64, 256, 1024)  # message sizes on CUDA
 SAMPLE_S = 0.02  # seconds that one timing should at least take, so that the clock does not matter
 
 
@@ -110,6 +111,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers", nargs="*", choices=peers.PEERS, help="compressors of others (none; all if none is named)"
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where to code (cpu); cuda has other columns"
+    )
+    parser.add_argument(
+        "--mib", nargs="+", type=int, default=list(MIB), metavar="M", help="sizes with --device cuda (1 to 1024)"
+    )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads to measure with (1)")
     parser.add_argument("--block", type=int, choices=data.BLOCKS, default=1024, help="elements a block (1024)")
     parser.add_argument("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
@@ -124,6 +131,10 @@ def main(args: argparse.Namespace) -> int:
     for option in ("repeats", "threads"):
         if getattr(args, option) < 1:
             raise ToolError(f"--{option} must be at least 1, got {getattr(args, option)}")
+    if args.device == "cuda":
+        from ds_zipccl.tools import bench_cuda
+
+        return bench_cuda.main(args)
     if args.tile and not args.corpus:
         raise ToolError("--tile is for the tensors of a --corpus: name its files")
     coders = [*_ours(args), *_others(args)]

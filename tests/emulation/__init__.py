@@ -17,7 +17,15 @@ HERE = Path(__file__).parent
 def recipe(csrc: Path | None = None) -> cache.Recipe:
     """How the emulation is built, with the kernels of another folder if one is named."""
     text = hashlib.sha256((HERE / "emulation.h").read_bytes()).hexdigest()[:16]
-    flags = ("-O2", "-std=c++17", "-fPIC", "-ffp-contract=off", f"-DZIPCCL_EMULATION=0x{text}", f"-I{HERE}")
+    flags = (
+        "-O2",
+        "-std=c++17",
+        "-fPIC",
+        "-ffp-contract=off",
+        f"-DTEXT=0x{text}",
+        "-include",
+        str(HERE / "emulation.h"),
+    )
     return cache.Recipe(
         "zipccl_emulation", cache.compiler, {str(HERE / "emulated.cpp"): (f"-I{csrc or cache.CSRC}",)}, flags
     )

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define __global__
+#define ZIPCCL_EMULATION
 #define ZIPCCL_DEVICE inline
 
 #define ZIPCCL_KERNEL(min_blocks) extern "C" void
