@@ -46,6 +46,7 @@ class CodecId(IntEnum):
 
     RAW = 0
     EXPONENT = 1
+    DELTA = 2
 
 
 _CODECS = tuple(int(codec) for codec in CodecId)
@@ -166,7 +167,7 @@ def parse(frame: torch.Tensor) -> Header:
         raise FrameError(FrameErrorCode.DTYPE, f"dtype {dtype_id}, known are {list(DTYPES)}")
     dtype = DTYPES[dtype_id]
     shaped = bool(flags & _Flags.SHAPED)
-    blocked = codec == CodecId.EXPONENT
+    blocked = codec != CodecId.RAW
     if (
         reserved
         or flags & ~int(_Flags.SHAPED | _Flags.CHECKSUM)

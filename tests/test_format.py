@@ -70,8 +70,8 @@ def test_document_tables_are_those_of_the_code() -> None:
 
 
 def _examples() -> list[tuple[dict[str, object], bytes]]:
-    """The examples of section 5: an ``Input:`` line of Python keywords, then an indented hex dump, whose ``#`` begin remarks."""
-    section = FORMAT.split("## 5. Examples")[1]
+    """The examples of section 6: an ``Input:`` line of Python keywords, then an indented hex dump, whose ``#`` begin remarks."""
+    section = FORMAT.split("## 6. Examples")[1]
     found = []
     for text, dump in re.findall(r"^Input: `(.+?)`$(.+?)(?=^Input:|\Z)", section, re.MULTILINE | re.DOTALL):
         lines = [line.split("#")[0] for line in dump.splitlines() if line.startswith("    ")]
