@@ -22,6 +22,8 @@ _AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mpopcnt")
 #: source -> flags of its own. Each level has its instruction set; which one runs is chosen by CPU at run time.
 CPU_SOURCES: dict[str, tuple[str, ...]] = {
     "cpu_payload.cpp": (),
+    "cpu_delta.cpp": (),
+    "cpu_hash.cpp": (),
     "cpu_dispatch.cpp": (),
     "cpu_scalar.cpp": (),
 }

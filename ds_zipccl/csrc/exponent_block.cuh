@@ -11,7 +11,7 @@
 namespace zipccl {
 namespace {  // each CPU level compiles its own copy: merging them would let one level's instructions reach another
 
-enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WINDOW = 4, kModes = 5 };
+enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WINDOW = 4, CHANGE = 5 };
 enum Status : int32_t { OK = 0, INDEX = 11, BLOCK = 12 };  // FrameErrorCode of frame.py
 
 constexpr uint32_t kChunkBlocks = 16;

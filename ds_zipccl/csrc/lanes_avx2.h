@@ -225,6 +225,13 @@ struct Avx2Lanes {
     }
     return Bytes::make([&](uint32_t i) { return _mm256_blendv_epi8(x.half(i), load32(bytes + 32 * i), spread(all, i)); });
   }
+  static uint64_t above(const Bytes& x, uint8_t limit) {
+    const __m256i at = _mm256_set1_epi8(char(limit));
+    return top_bits(_mm256_cmpgt_epi8(x.half(0), at), _mm256_cmpgt_epi8(x.half(1), at));
+  }
+  static uint64_t gather(uint64_t x, uint64_t mask) { return _pext_u64(x, mask); }
+  static uint64_t scatter(uint64_t x, uint64_t mask) { return _pdep_u64(x, mask); }
+
   template <typename W>
   static uint64_t zeros(const Vec<W>& x) {
     Bytes any = x.plane[0];

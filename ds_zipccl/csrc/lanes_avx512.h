@@ -173,6 +173,10 @@ struct Avx512Lanes {
     return _mm512_mask_expand_epi8(x, mask, packed);
   }
 
+  static uint64_t above(Bytes x, uint8_t limit) { return _mm512_cmpgt_epu8_mask(x, _mm512_set1_epi8(char(limit))); }
+  static uint64_t gather(uint64_t x, uint64_t mask) { return _pext_u64(x, mask); }
+  static uint64_t scatter(uint64_t x, uint64_t mask) { return _pdep_u64(x, mask); }
+
   template <typename W>
   static uint64_t zeros(const Vec<W>& x) {
     Bytes any = x.plane[0];

@@ -123,6 +123,21 @@ struct ScalarLanes {
     for (; mask; mask &= mask - 1) x.w[__builtin_ctzll(mask)] = *from++;
     return x;
   }
+  // Which bytes, all below 128, are above `limit`.
+  static uint64_t above(const Bytes& x, uint8_t limit) {
+    return plane(x.map([=](uint8_t byte) { return uint8_t(byte > limit); }), 0);
+  }
+  // The bits of x at the ones of mask, close together; and the inverse.
+  static uint64_t gather(uint64_t x, uint64_t mask) {
+    uint64_t out = 0;
+    for (uint32_t i = 0; mask; mask &= mask - 1, ++i) out |= (x >> __builtin_ctzll(mask) & 1) << i;
+    return out;
+  }
+  static uint64_t scatter(uint64_t x, uint64_t mask) {
+    uint64_t out = 0;
+    for (; mask; mask &= mask - 1, x >>= 1) out |= (mask & (0 - mask)) & (0 - (x & 1));
+    return out;
+  }
   // Which words are zero.
   template <typename W>
   static uint64_t zeros(const Vec<W>& x) {
