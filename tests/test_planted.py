@@ -85,7 +85,7 @@ def _tail_sizes() -> None:
     for base in mutations.bases(checksum=False) * 10:
         frame = kind.mutate(rng, base)
         if frame is not None:
-            code, _ = test_fuzz.outcome(test_fuzz.as_tensor(frame), None, "auto")
+            code, _ = test_fuzz.outcome(test_fuzz.as_tensor(frame), None, "auto", base.against)
             assert code is not None, "a wrong tail size was accepted"
 
 

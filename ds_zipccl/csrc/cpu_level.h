@@ -27,8 +27,7 @@ struct ZipcclLevel {
   using DeltaEncode = uint32_t(const uint8_t* words, const uint8_t* base, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts);
   // `words` may be `base`, or are apart from it.
   using DeltaDecode = int32_t(const uint8_t* chunk, uint64_t bytes, const uint8_t* base, uint32_t numel, uint32_t block, uint8_t* words);
-  // Adds the terms of `count` u64 at `data`, the first of which is x_`first`, to the two sums of FORMAT.md section 5.
-  using HashWords = void(const uint8_t* data, uint64_t first, uint64_t count, uint64_t* sums);
+  using HashBlocks = void(const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums);  // cpu_hash.h
 
   const char* name;
   Encode* encode[ZIPCCL_TYPES][ZIPCCL_CODES];
@@ -36,7 +35,7 @@ struct ZipcclLevel {
   Add* add[ZIPCCL_FP32 + 1][2];  // to sums of the type itself, to floats
   DeltaEncode* delta_encode[ZIPCCL_FP32 + 1];
   DeltaDecode* delta_decode[ZIPCCL_FP32 + 1];
-  HashWords* hash;
+  HashBlocks* hash;
 };
 
 extern const ZipcclLevel zipccl_scalar;
@@ -64,4 +63,4 @@ const ZipcclLevel& zipccl_chosen();
       {ZIPCCL_ADD(Bf16, LANES), ZIPCCL_ADD(Fp16, LANES), ZIPCCL_ADD(Fp32, LANES)},                                               \
       ZIPCCL_BASED(encode_delta_chunk, LANES),                                                                            \
       ZIPCCL_BASED(decode_delta_chunk, LANES),                                                                            \
-      zipccl::hash_words}
+      zipccl::hash_blocks<zipccl::LANES>}

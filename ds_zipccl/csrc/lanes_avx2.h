@@ -232,6 +232,25 @@ struct Avx2Lanes {
   static uint64_t gather(uint64_t x, uint64_t mask) { return _pext_u64(x, mask); }
   static uint64_t scatter(uint64_t x, uint64_t mask) { return _pdep_u64(x, mask); }
 
+  static void hash_sums(const uint8_t* data, const uint64_t* keys, const uint64_t* others, uint32_t count, uint64_t* sums) {
+    __m256i sum[2][2] = {{_mm256_setzero_si256(), _mm256_setzero_si256()}, {_mm256_setzero_si256(), _mm256_setzero_si256()}};
+    const auto add = [&](uint32_t at, __m256i* sums) {
+      const __m256i x = load32(data + 8 * at), k = load32(reinterpret_cast<const uint8_t*>(keys + at)), other = load32(reinterpret_cast<const uint8_t*>(others + at));
+      const __m256i y = _mm256_add_epi32(x, k), z = _mm256_add_epi32(x, other);
+      sums[0] = _mm256_add_epi64(sums[0], _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32)));
+      sums[1] = _mm256_add_epi64(sums[1], _mm256_mul_epu32(z, _mm256_srli_epi64(z, 32)));
+    };
+    for (uint32_t at = 0; at < count; at += 8) {
+      add(at, sum[0]);
+      add(at + 4, sum[1]);
+    }
+    for (uint32_t h = 0; h < 2; ++h) {
+      const __m256i x = _mm256_add_epi64(sum[0][h], sum[1][h]);
+      const __m128i half = _mm_add_epi64(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+      sums[h] = uint64_t(_mm_cvtsi128_si64(half)) + uint64_t(_mm_extract_epi64(half, 1));
+    }
+  }
+
   template <typename W>
   static uint64_t zeros(const Vec<W>& x) {
     Bytes any = x.plane[0];

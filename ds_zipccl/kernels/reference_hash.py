@@ -6,7 +6,8 @@ import numpy as np
 
 from ds_zipccl.kernels.reference import jit, kernel_cache
 
-_KEYS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03))
+_WORDS = 128  # of a block
+_STEP = np.uint64(0x9E3779B97F4A7C15)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
@@ -19,21 +20,24 @@ with kernel_cache():
         return z ^ z >> np.uint64(31)
 
     @jit
-    def _term(x, key):
-        return ((x + key) & _LOW) * (((x >> _HALF) + (key >> _HALF)) & _LOW)
-
-    @jit
     def region_hash(data):
         """The two halves of the hash of a uint8 array."""
-        size = np.uint64(len(data))
-        first = second = key = other = np.uint64(0)
-        for at in range(0, len(data), 8):
-            x = np.uint64(0)
-            for byte in range(min(8, len(data) - at)):
-                x |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
-            key += _KEYS[0]
-            other += _KEYS[1]
-            first += _term(x, key)
-            second += _term(x, other)
-        first = _mix(first + _mix(size + np.uint64(1)))
-        return first, _mix(second + _mix(size + first))
+        size = len(data)
+        keys = np.empty((2, _WORDS), dtype=np.uint64)
+        for half in range(2):
+            for i in range(_WORDS):
+                keys[half, i] = _mix(np.uint64(_WORDS * half + i + 1) * _STEP)
+        block = np.empty(8 * _WORDS, dtype=np.uint8)
+        words = block.view(np.uint64)
+        totals = keys[:, 0] + np.uint64(size)
+        for at in range(0, size, 8 * _WORDS):
+            here = min(8 * _WORDS, size - at)
+            block[:here] = data[at : at + here]
+            block[here:] = 0
+            for half in range(2):
+                total = np.uint64(at // (8 * _WORDS) + 1) * _STEP
+                for i in range(_WORDS):
+                    x, key = words[i], keys[half, i]
+                    total += ((x + key) & _LOW) * (((x >> _HALF) + (key >> _HALF)) & _LOW)
+                totals[half] += _mix(total)
+        return _mix(totals[0]), _mix(totals[1])
