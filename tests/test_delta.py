@@ -148,7 +148,9 @@ def test_bound_holds_in_an_exact_buffer(route: str, kind: corpus.Float) -> None:
 def test_unaligned_memory(route: str) -> None:
     for kind in FLOATS:
         tensor, base = pair(1300, kind, 128, 9)
-        moved = torch.frombuffer(bytearray(b"\7" + base.view(torch.uint8).numpy().tobytes()), dtype=kind.dtype, offset=1)
+        moved = torch.frombuffer(
+            bytearray(b"\7" + base.view(torch.uint8).numpy().tobytes()), dtype=kind.dtype, offset=1
+        )
         frame = ds_zipccl.compress(tensor, "delta", base=moved, block=128, route=route)
         assert torch.equal(frame, ds_zipccl.compress(tensor, "delta", base=base, block=128, route=route))
         assert_same_bits(ds_zipccl.decompress(frame, moved, base=moved, route=route), tensor)

@@ -147,7 +147,9 @@ def compress_segments(
         RouteUnavailable: no kernels here.
     """
     if codec in BASED_CODECS:
-        raise ValueError(f"compress_segments takes no base, which codec {codec!r} needs; call compress for each segment")
+        raise ValueError(
+            f"compress_segments takes no base, which codec {codec!r} needs; call compress for each segment"
+        )
     if not segments:
         return []
     dtype = segments[0].dtype
@@ -262,7 +264,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _base_of(codec: str, words: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor | None:
     """The base's elements as they are stored, or None for a codec without one."""
     if (base is None) is (codec in BASED_CODECS):
-        raise ValueError(f"codec {codec!r} {'needs a' if base is None else 'takes no'} base; 'delta' is the one with a base")
+        raise ValueError(
+            f"codec {codec!r} {'needs a' if base is None else 'takes no'} base; 'delta' is the one with a base"
+        )
     if base is None:
         return None
     if (base.dtype, base.numel(), base.device.type) != (words.dtype, words.numel(), "cpu"):

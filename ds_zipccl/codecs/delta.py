@@ -19,9 +19,7 @@ class DeltaCodec(ExponentCodec):
     def __init__(self) -> None:
         super().__init__("cascade")
 
-    def encode_against(
-        self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor, route: str
-    ) -> int:
+    def encode_against(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor, route: str) -> int:
         """Encode to ``out`` (uint8, payload_bound() bytes); returns the payload's bytes."""
         self.check_size(words, block)
         return kernels.route(route).encode_delta(words, base, block, out)

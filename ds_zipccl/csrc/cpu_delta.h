@@ -8,6 +8,7 @@ namespace zipccl {
 namespace {
 
 constexpr uint32_t kLevels = 6;
+constexpr uint32_t kStep = 4;        // low planes that are handled together
 constexpr uint32_t kGroupSizes = 4;  // 1, 4, 8, 16 elements share a bit of the group map
 
 template <typename F>
@@ -70,7 +71,7 @@ struct PlaneBits {
 template <typename F>
 struct Change {
   using Word = typename F::Word;
-  uint32_t n, top, flags, tail, escapes, planes;  // planes: low planes that are not empty
+  uint32_t n, top, flags, tail, escapes;
   alignas(64) Word sizes[kMaxBlock];             // |D|
   alignas(64) uint8_t exponents[kMaxBlock];      // of the base
   uint64_t negative[kGroups], marked[kGroups], level1[kGroups], escaped[kGroups];
@@ -122,13 +123,6 @@ void plan_change(Change<F>& change) {
   change.sign.clear();
   change.escapes = 0;
   uint32_t live[kGroupSizes] = {0};
-  uint8_t least = 255;
-  for (uint32_t i = 0; i < change.n; ++i) {  // the smallest exponent that is not zero has the largest k
-    const uint8_t e = uint8_t(change.exponents[i] - 1);
-    least = e < least ? e : least;
-  }
-  const uint32_t deepest = least < 254 && least + 1u < change.top ? change.top - least - 1u : 0;
-  change.planes = deepest < Scale<F>::shifts ? deepest : Scale<F>::shifts;
   each_group(change.n, [&](uint32_t at, uint32_t here) __attribute__((always_inline)) {
     alignas(64) uint8_t shifts[64], levels[64];
     const Word* const sizes = change.sizes + at;
@@ -142,8 +136,15 @@ void plan_change(Change<F>& change) {
     const uint64_t shifted = Lanes::above(k, 0) & ones(here), level1 = reached, signs = level1 | shifted;
     change.level1[at / 64] = level1;
     live[0] += here;
-    for (uint32_t size = 1; size < kGroupSizes; ++size) live[size] += popcount(fill_groups(level1, size + 1) & ones(here));
+    uint64_t some = level1 | level1 >> 1;
+    for (uint32_t size = 1; size < kGroupSizes; ++size) {
+      some |= some >> (1u << size);
+      live[size] += popcount(some & group_starts(size + 1, 64)) << (size + 1);
+      const uint32_t last = here % (1u << (size + 1));  // of a group that the block's end cuts short
+      if (last && some >> (here - last) & 1) live[size] -= (1u << (size + 1)) - last;
+    }
     for (uint32_t level = 1; level < kLevels; ++level) {
+      if (level > 1 && !reached) break;
       const uint64_t next = Lanes::above(q, uint8_t(level));
       change.level[level - 1].put(Lanes::gather(next, reached), popcount(reached));
       reached = next;
@@ -152,11 +153,15 @@ void plan_change(Change<F>& change) {
     change.escapes += popcount(reached);
     change.sign.put(Lanes::gather(change.negative[at / 64], signs), popcount(signs));
     const auto group = Lanes::template load_words<Word>(reinterpret_cast<const uint8_t*>(sizes));
-    for (uint32_t byte = 0; 8 * byte < change.planes; ++byte) {
-      const auto part = Lanes::template narrow<Word>(group >> 8 * byte);
-      for (uint32_t p = 8 * byte; p < 8 * byte + 8 && p < change.planes; ++p) {
-        const uint64_t has = Lanes::above(k, uint8_t(p)) & ones(here);
-        change.low[p].put(Lanes::gather(Lanes::plane(part, p % 8), has), popcount(has));
+    uint64_t has = shifted;
+#pragma GCC unroll 8
+    for (uint32_t first = 0; first < Scale<F>::shifts; first += kStep) {
+      if (!has) break;  // who has no bit p has none above it
+      const auto part = Lanes::template narrow<Word>(group >> first);
+#pragma GCC unroll 4
+      for (uint32_t p = 0; p < kStep; ++p) {
+        if (first + p < Scale<F>::shifts) change.low[first + p].put(Lanes::gather(Lanes::plane(part, p), has), popcount(has));
+        has = Lanes::above(k, uint8_t(first + p + 1));
       }
     }
   });
@@ -195,7 +200,7 @@ void write_change(const uint8_t* words, const Change<F>& change, uint8_t* tail) 
   };
   for (const PlaneBits& plane : change.level) put(plane);
   put(change.sign);
-  for (uint32_t p = 0; p < change.planes; ++p) put(change.low[p]);
+  for (const PlaneBits& plane : change.low) put(plane);
   uint8_t* end = out.end();
   for (uint32_t at = 0; change.escapes && at < change.n; at += 64)
     for (uint64_t left = change.escaped[at / 64]; left; left &= left - 1, end += sizeof(Word))
@@ -220,7 +225,7 @@ Status decode_change(const uint8_t* tail, uint32_t bytes, const uint8_t* base, u
     count = 0;
     for (uint32_t i = 0; i < n; i += 64) {
       const uint64_t starts = group_starts(log2, n - i);
-      reached[i / 64] &= fill_groups(Lanes::scatter(read_bits(tail, at, popcount(starts)), starts), log2);
+      reached[i / 64] &= fill_groups(Lanes::scatter(peek_bits(tail, at), starts), log2);
       at += popcount(starts);
       count += popcount(reached[i / 64]);
     }
@@ -228,24 +233,24 @@ Status decode_change(const uint8_t* tail, uint32_t bytes, const uint8_t* base, u
   // Levels as binary numbers in three planes: an element that goes on from level to level counts up.
   for (uint32_t level = 1; level <= kLevels; ++level) {
     if (at + count > end) return BLOCK;
+    if (!count && level > 1) break;
     count = 0;
+    const uint64_t second = level % 2 ? 0 : ~0ull, third = level == 4 ? ~0ull : 0;
     for (uint32_t i = 0; i < n; i += 64) {
       uint64_t& here = reached[i / 64];
+      if (level == 1) q[0][i / 64] = q[1][i / 64] = q[2][i / 64] = 0;
+      if (level > 2 && !here) continue;  // rare from here on
       const uint32_t bits = popcount(here);
-      here = Lanes::scatter(read_bits(tail, at, bits), here);
+      here = Lanes::scatter(peek_bits(tail, at), here);
       at += bits;
       count += popcount(here);
-      if (level == 1) {
-        level1[i / 64] = q[0][i / 64] = here;
-        q[1][i / 64] = q[2][i / 64] = 0;
-      } else {
-        q[0][i / 64] ^= here;
-        if (level % 2 == 0) q[1][i / 64] ^= here;
-        if (level == 4) q[2][i / 64] = here;
-      }
+      if (level == 1) level1[i / 64] = here;
+      q[0][i / 64] ^= here;
+      q[1][i / 64] ^= here & second;
+      q[2][i / 64] |= here & third;
     }
   }
-  uint32_t sign_at = at, low_at[Scale<F>::shifts], lows[Scale<F>::shifts] = {0}, planes = 0;
+  uint32_t sign_at = at, low_at[Scale<F>::shifts], lows[Scale<F>::shifts] = {0};
   each_group(n, [&](uint32_t i, uint32_t here) __attribute__((always_inline)) {
     Word b[64];
     alignas(64) uint8_t exponents[64], shifts[64];
@@ -263,7 +268,6 @@ Status decode_change(const uint8_t* tail, uint32_t bytes, const uint8_t* base, u
   for (uint32_t p = 0; p < Scale<F>::shifts; ++p) {
     low_at[p] = at;
     at += lows[p];
-    planes += lows[p] != 0;
   }
   const uint32_t escapes_at = (at + 7) / 8;
   if (escapes_at + count * sizeof(Word) != bytes) return BLOCK;
@@ -272,22 +276,25 @@ Status decode_change(const uint8_t* tail, uint32_t bytes, const uint8_t* base, u
     const uint32_t g = i / 64;
     alignas(64) uint8_t negative[64], levels[64];
     alignas(64) Word sizes[64] = {0}, units[64] = {0}, b[64];
-    const uint64_t signs = level1[g] | shift[0][g], minus = Lanes::scatter(read_bits(tail, sign_at, popcount(signs)), signs);
+    const uint64_t signs = level1[g] | shift[0][g], minus = Lanes::scatter(peek_bits(tail, sign_at), signs);
     sign_at += popcount(signs);
     const uint64_t level[3] = {q[0][g], q[1][g], q[2][g]};
     Lanes::store(negative, Lanes::from_planes(&minus, 1));
     Lanes::store(levels, Lanes::from_planes(level, 3));
     typename Lanes::template Vec<Word> low = {}, unit = {};  // of k: 2^k - 1
-    for (uint32_t byte = 0; 8 * byte < planes; ++byte) {
-      uint64_t bits[8], has[8];
-      const uint32_t some = planes - 8 * byte < 8 ? planes - 8 * byte : 8;
-      for (uint32_t p = 0; p < some; ++p) {
-        has[p] = shift[8 * byte + p][g];
-        bits[p] = Lanes::scatter(read_bits(tail, low_at[8 * byte + p], popcount(has[p])), has[p]);
-        low_at[8 * byte + p] += popcount(has[p]);
+#pragma GCC unroll 8
+    for (uint32_t first = 0; first < Scale<F>::shifts; first += kStep) {
+      if (!shift[first][g]) break;  // who has no bit p has none above it
+      uint64_t bits[kStep], has[kStep];
+#pragma GCC unroll 4
+      for (uint32_t p = 0; p < kStep; ++p) {
+        const bool exists = first + p < Scale<F>::shifts;
+        has[p] = exists ? shift[first + p][g] : 0;
+        bits[p] = exists ? Lanes::scatter(peek_bits(tail, low_at[first + p]), has[p]) : 0;
+        if (exists) low_at[first + p] += popcount(has[p]);
       }
-      low = low | (Lanes::template widen<Word>(Lanes::from_planes(bits, some)) << 8 * byte);
-      unit = unit | (Lanes::template widen<Word>(Lanes::from_planes(has, some)) << 8 * byte);
+      low = low | (Lanes::template widen<Word>(Lanes::from_planes(bits, kStep)) << first);
+      unit = unit | (Lanes::template widen<Word>(Lanes::from_planes(has, kStep)) << first);
     }
     Lanes::template store_words<Word>(reinterpret_cast<uint8_t*>(sizes), low);
     Lanes::template store_words<Word>(reinterpret_cast<uint8_t*>(units), unit);

@@ -127,7 +127,7 @@ struct ScalarLanes {
   static uint64_t above(const Bytes& x, uint8_t limit) {
     return plane(x.map([=](uint8_t byte) { return uint8_t(byte > limit); }), 0);
   }
-  // The bits of x at the ones of mask, close together; and the inverse.
+  // The bits of x at the ones of mask, close together; and the inverse, for as many low bits of x as mask has ones.
   static uint64_t gather(uint64_t x, uint64_t mask) {
     uint64_t out = 0;
     for (uint32_t i = 0; mask; mask &= mask - 1, ++i) out |= (x >> __builtin_ctzll(mask) & 1) << i;

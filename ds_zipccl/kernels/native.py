@@ -43,7 +43,10 @@ class NativeRoute:
         self._encode_delta = library.zipccl_delta_encode
         self._encode_delta.argtypes, self._encode_delta.restype = [pointer, pointer, u64, pointer, i32, u32, i32], u64
         self._decode_delta = library.zipccl_delta_decode
-        self._decode_delta.argtypes, self._decode_delta.restype = [pointer, u64, pointer, pointer, u64, i32, u32, i32], i32
+        self._decode_delta.argtypes, self._decode_delta.restype = (
+            [pointer, u64, pointer, pointer, u64, i32, u32, i32],
+            i32,
+        )
         self._hash = library.zipccl_hash
         self._hash.argtypes, self._hash.restype = [pointer, u64, pointer, i32], None
         self._level = library.zipccl_level

@@ -41,9 +41,7 @@ class NumbaRoute:
 
     def _encode(self, words: torch.Tensor, base: torch.Tensor, mode: int, block: int, out: torch.Tensor) -> int:
         exponent, mantissa, _ = _FLOATS[words.dtype]
-        return int(
-            self._encoder.encode(_array(words), _array(base), mode, exponent, mantissa, block, out.numpy())
-        )
+        return int(self._encoder.encode(_array(words), _array(base), mode, exponent, mantissa, block, out.numpy()))
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
         self.decode_delta(payload, words[:0], block, words)
