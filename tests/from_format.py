@@ -270,12 +270,12 @@ def encode(
     flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
 
     def header(crc: int) -> bytes:
-        log2 = block.bit_length() - 1
+        log2, codec = block.bit_length() - 1, 1 if base is None else 2
         return struct.pack(
             "<4s6BHIQQ",
             b"ZCCL",
             1,
-            1 if base is None else 2,
+            codec,
             dtype,
             flags,
             len(shape or ()),

@@ -24,7 +24,8 @@ struct ZipcclLevel {
   using Decode = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, uint8_t* words);
   using Add = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* sum);
 
-  using DeltaEncode = uint32_t(const uint8_t* words, const uint8_t* base, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts);
+  using DeltaEncode = uint32_t(const uint8_t* words, const uint8_t* base, uint32_t numel, uint32_t block, void* workspace,
+                               ZipcclPart* parts);
   // `words` may be `base`, or are apart from it.
   using DeltaDecode = int32_t(const uint8_t* chunk, uint64_t bytes, const uint8_t* base, uint32_t numel, uint32_t block, uint8_t* words);
   using HashBlocks = void(const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums);  // cpu_hash.h
@@ -52,7 +53,8 @@ const ZipcclLevel& zipccl_chosen();
 #define ZIPCCL_ADD(F, LANES) \
   { zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t> }
 #define ZIPCCL_BASED(FUNCTION, LANES) \
-  { zipccl::FUNCTION<zipccl::Bf16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES> }
+  { zipccl::FUNCTION<zipccl::Bf16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp16, zipccl::LANES>,                    \
+    zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES> }
 #define ZIPCCL_LEVEL(NAME, LANES)                                                                                         \
   const ZipcclLevel zipccl_##NAME = {                                                                                     \
       #NAME,                                                                                                              \

@@ -235,8 +235,10 @@ struct Avx2Lanes {
   static void hash_sums(const uint8_t* data, const uint64_t* keys, const uint64_t* others, uint32_t count, uint64_t* sums) {
     __m256i sum[2][2] = {{_mm256_setzero_si256(), _mm256_setzero_si256()}, {_mm256_setzero_si256(), _mm256_setzero_si256()}};
     const auto add = [&](uint32_t at, __m256i* sums) {
-      const __m256i x = load32(data + 8 * at), k = load32(reinterpret_cast<const uint8_t*>(keys + at)), other = load32(reinterpret_cast<const uint8_t*>(others + at));
-      const __m256i y = _mm256_add_epi32(x, k), z = _mm256_add_epi32(x, other);
+      const auto plus = [&](const uint64_t* k) {
+        return _mm256_add_epi32(load32(data + 8 * at), load32(reinterpret_cast<const uint8_t*>(k + at)));
+      };
+      const __m256i y = plus(keys), z = plus(others);
       sums[0] = _mm256_add_epi64(sums[0], _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32)));
       sums[1] = _mm256_add_epi64(sums[1], _mm256_mul_epu32(z, _mm256_srli_epi64(z, 32)));
     };

@@ -1,8 +1,9 @@
 """Exponent payload in numba: the readable reference of FORMAT.md section 2, and the fallback without a compiler.
 
 Here is what encoder and decoder share; they are :mod:`.reference_encode` and :mod:`.reference_decode`, with :mod:`.reference_delta`
-for blocks that have a base. Words are numpy uint8, uint16 or uint32 arrays, payloads uint8 arrays. A float type is ``(E, M)``: exponent and mantissa bits. Loops are simple enough for LLVM to
-vectorise; bit planes are made and read eight elements at a time, as bytes of a uint64.
+for blocks that have a base. Words are numpy uint8, uint16 or uint32 arrays, payloads uint8 arrays. A float type is ``(E, M)``: exponent
+and mantissa bits. Loops are simple enough for LLVM to vectorise; bit planes are made and read eight elements at a time, as bytes of a
+uint64.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ with kernel_cache():
     def _encode_against(words, base, exponent, mantissa, body, tail, exponents, codes, values):
         """As _encode_block, for a block of a delta payload."""
         top, size = encode_change(words, base, exponent, mantissa, tail)
-        if size == 0 or words.min() != words.max() and 4 * size < pad16(words.nbytes):
+        if size == 0 or (words.min() != words.max() and 4 * size < pad16(words.nbytes)):
             return CHANGE, top, 0, 0, size
         change = tail[:size].copy()
         tail[:] = 0

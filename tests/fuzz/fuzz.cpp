@@ -174,7 +174,8 @@ int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels,
     const bool in_place = c.code == 2 && payload.size() % 2;
     if (in_place && out.size()) memcpy(out.data, own.data, out.size());
     const int32_t now = c.code < 2 ? zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, c.block, 1)
-                                   : zipccl_delta_decode(in.data, in.size(), in_place ? out.data : own.data, out.data, c.numel, c.dtype, c.block, 1);
+                                   : zipccl_delta_decode(in.data, in.size(), in_place ? out.data : own.data, out.data, c.numel, c.dtype,
+                                                         c.block, 1);
     if (now != 0 && now != 11 && now != 12) fail("unknown status", c, level);
     if (level != levels[0] && now != status) fail("levels differ in status", c, level);
     status = now;
@@ -212,7 +213,8 @@ int main(int argc, char** argv) {
     for (uint64_t at = 0; at < c.numel; at += c.block)
       generate(c, c.numel - at < c.block ? c.numel - at : c.block, words.data + at * c.item());
     Exact base(words.size(), below(16));
-    for (uint64_t at = 0; at < c.numel; at += c.block) change(c, c.numel - at < c.block ? c.numel - at : c.block, words.data + at * c.item(), base.data + at * c.item());
+    for (uint64_t at = 0; at < c.numel; at += c.block)
+      change(c, c.numel - at < c.block ? c.numel - at : c.block, words.data + at * c.item(), base.data + at * c.item());
     const std::string payload = encode_everywhere(c, levels, words, base);
     if (decode_everywhere(c, levels, payload, base, decoded)) fail("refused its own payload", c, levels[0]);
     if (words.size() && memcmp(words.data, decoded.data(), words.size())) fail("not the same words", c, levels[0]);
