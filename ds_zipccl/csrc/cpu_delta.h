@@ -86,18 +86,22 @@ void survey_change(const uint8_t* words, const uint8_t* base, Change<F>& change)
   typename Lanes::Census exponents, logs;
   uint32_t count = 0;
   each_group(change.n, [&](uint32_t at, uint32_t here) __attribute__((always_inline)) {
-    Word w[64], b[64];
-    if (here < 64) memset(w, 0, sizeof w), memset(b, 0, sizeof b);
-    memcpy(w, words + at * sizeof(Word), here * sizeof(Word));
-    memcpy(b, base + at * sizeof(Word), here * sizeof(Word));
+    Word ragged[2][64];
+    const uint8_t *w = words + at * sizeof(Word), *b = base + at * sizeof(Word);
+    if (here < 64) {
+      memset(ragged, 0, sizeof ragged);
+      w = static_cast<const uint8_t*>(memcpy(ragged[0], w, here * sizeof(Word)));
+      b = static_cast<const uint8_t*>(memcpy(ragged[1], b, here * sizeof(Word)));
+    }
     alignas(64) uint8_t negative[64], changed[64], log2[64];
     Word* const sizes = change.sizes + at;
     uint8_t* const e = change.exponents + at;
     for (uint32_t i = 0; i < 64; ++i) {
-      const Word d = Word(order_of(w[i]) - order_of(b[i])), minus = Word(Word(0) - (d >> top_bit));
+      const Word before = load_word<Word>(b + i * sizeof(Word));
+      const Word d = Word(order_of(load_word<Word>(w + i * sizeof(Word))) - order_of(before)), minus = Word(Word(0) - (d >> top_bit));
       sizes[i] = Word((d ^ minus) - minus);
       negative[i] = uint8_t(d >> top_bit);
-      e[i] = uint8_t(F::exponent(b[i]));
+      e[i] = uint8_t(F::exponent(before));
     }
     for (uint32_t i = 0; i < 64; ++i) {
       Word log = 0;
@@ -252,11 +256,14 @@ Status decode_change(const uint8_t* tail, uint32_t bytes, const uint8_t* base, u
   }
   uint32_t sign_at = at, low_at[Scale<F>::shifts], lows[Scale<F>::shifts] = {0};
   each_group(n, [&](uint32_t i, uint32_t here) __attribute__((always_inline)) {
-    Word b[64];
+    Word ragged[64];
     alignas(64) uint8_t exponents[64], shifts[64];
-    if (here < 64) memset(b, 0, sizeof b);
-    memcpy(b, base + i * sizeof(Word), here * sizeof(Word));
-    for (uint32_t j = 0; j < 64; ++j) exponents[j] = uint8_t(F::exponent(b[j]));
+    const uint8_t* b = base + i * sizeof(Word);
+    if (here < 64) {
+      memset(ragged, 0, sizeof ragged);
+      b = static_cast<const uint8_t*>(memcpy(ragged, b, here * sizeof(Word)));
+    }
+    for (uint32_t j = 0; j < 64; ++j) exponents[j] = uint8_t(F::exponent(load_word<Word>(b + j * sizeof(Word))));
     shifts_of<F>(exponents, top, shifts);
     const auto k = Lanes::load(shifts);
     for (uint32_t p = 0; p < Scale<F>::shifts; ++p) {
@@ -275,7 +282,8 @@ Status decode_change(const uint8_t* tail, uint32_t bytes, const uint8_t* base, u
   each_group(n, [&](uint32_t i, uint32_t here) __attribute__((always_inline)) {
     const uint32_t g = i / 64;
     alignas(64) uint8_t negative[64], levels[64];
-    alignas(64) Word sizes[64] = {0}, units[64] = {0}, b[64];
+    alignas(64) Word sizes[64], units[64], after[64], ragged[64];
+    const uint8_t* b = base + i * sizeof(Word);
     const uint64_t signs = level1[g] | shift[0][g], minus = Lanes::scatter(peek_bits(tail, sign_at), signs);
     sign_at += popcount(signs);
     const uint64_t level[3] = {q[0][g], q[1][g], q[2][g]};
@@ -298,13 +306,15 @@ Status decode_change(const uint8_t* tail, uint32_t bytes, const uint8_t* base, u
     }
     Lanes::template store_words<Word>(reinterpret_cast<uint8_t*>(sizes), low);
     Lanes::template store_words<Word>(reinterpret_cast<uint8_t*>(units), unit);
-    memcpy(b, base + i * sizeof(Word), here * sizeof(Word));
-    if (here < 64) memset(b + here, 0, (64 - here) * sizeof(Word));
+    if (here < 64) {
+      memset(ragged, 0, sizeof ragged);
+      b = static_cast<const uint8_t*>(memcpy(ragged, b, here * sizeof(Word)));
+    }
     for (uint32_t j = 0; j < 64; ++j) {
       const Word size = Word(sizes[j] + uint32_t(levels[j]) * (units[j] + 1u)), flip = Word(Word(0) - negative[j]);
-      b[j] = word_of(Word(order_of(b[j]) + Word((size ^ flip) - flip)));
+      after[j] = word_of(Word(order_of(load_word<Word>(b + j * sizeof(Word))) + Word((size ^ flip) - flip)));
     }
-    memcpy(words + i * sizeof(Word), b, here * sizeof(Word));
+    memcpy(words + i * sizeof(Word), after, here * sizeof(Word));
     for (uint64_t left = reached[g]; left; left &= left - 1, escape += sizeof(Word))
       memcpy(words + (i + uint32_t(__builtin_ctzll(left))) * sizeof(Word), escape, sizeof(Word));
   });
