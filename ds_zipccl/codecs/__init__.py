@@ -189,8 +189,9 @@ def decompress(
         ``out``, or a new tensor of the frame's dtype and shape (flat if the frame has no shape).
 
     Raises:
-        FrameError: the frame is damaged, foreign, or not of the dtype and size of ``out`` and ``base``; ``out`` is then undefined.
-        ValueError: a delta frame without ``base``, or ``out`` overlaps a part of ``base``.
+        FrameError: the frame is damaged, foreign, or not of the dtype and size of ``out`` and ``base``, or a delta frame without
+            ``base``; ``out`` is then undefined. It is a ValueError.
+        ValueError: ``out`` overlaps a part of ``base``.
         TypeError: ``frame`` is not a 1-D uint8 CPU tensor, or ``out`` is not a contiguous CPU tensor.
     """
     header, codec = _open(frame)
@@ -279,7 +280,7 @@ def _base_of(codec: str, words: torch.Tensor, base: torch.Tensor | None) -> torc
 def _held(base: torch.Tensor | None, header: Header, words: torch.Tensor) -> torch.Tensor:
     """The receiver's base, flat, if a delta frame can be decoded against it to ``words``."""
     if base is None:
-        raise ValueError("a delta frame needs the base it was coded against: pass base=")
+        raise FrameError(FrameErrorCode.CODEC, "a delta frame needs the base it was coded against: pass base=")
     flat = _wanted(base, header, (header.dtype,)).detach().as_strided((base.numel(),), (1,))
     apart = abs(flat.data_ptr() - words.data_ptr())
     if 0 < apart < words.numel() * words.itemsize:
