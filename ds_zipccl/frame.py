@@ -47,6 +47,7 @@ class CodecId(IntEnum):
 
     RAW = 0
     EXPONENT = 1
+    DELTA = 2
 
 
 _CODECS = tuple(int(codec) for codec in CodecId)
@@ -186,7 +187,7 @@ def parse(frame: torch.Tensor, size: int | None = None) -> Header:
         )
     dtype = DTYPES[dtype_id]
     shaped = bool(flags & _Flags.SHAPED)
-    blocked = codec == CodecId.EXPONENT
+    blocked = codec != CodecId.RAW
     if (
         reserved
         or flags & ~int(_Flags.SHAPED | _Flags.CHECKSUM)

@@ -78,7 +78,8 @@ def nvcc() -> str:
 
 def _cpu_sources() -> dict[str, tuple[str, ...]]:
     """Each level has its instruction set; which one runs is chosen by CPU at run time."""
-    sources: dict[str, tuple[str, ...]] = {"cpu_payload.cpp": (), "cpu_dispatch.cpp": (), "cpu_scalar.cpp": ()}
+    names = ("cpu_payload.cpp", "cpu_delta.cpp", "cpu_hash.cpp", "cpu_dispatch.cpp", "cpu_scalar.cpp")
+    sources: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
     if platform.machine() in ("x86_64", "AMD64"):
         avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
         sources |= {"cpu_avx2.cpp": _AVX2, "cpu_avx512.cpp": (*_AVX2, *avx512)}

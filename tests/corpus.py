@@ -146,6 +146,51 @@ def mixed(count: int, kind: Float, block: int, seed: int, names: tuple[str, ...]
     return words
 
 
+# --- bases: what the words were before they became what they are
+
+
+def _stepped(words: np.ndarray, kind: Float, seed: int, per_1024: int, reach: int) -> np.ndarray:
+    """Some words moved by up to about ``reach`` units in the order of the floats, most of them by less; small words by more."""
+    count, bits = len(words), kind.word(0).nbytes * 8
+    modulus = (1 << bits) - 1
+    order = words.astype(np.int64)
+    order = np.where(order & kind.sign, order ^ modulus, order | kind.sign)
+    draws = hashes(count, seed + 20)
+    exponents = (words.astype(np.int64) >> kind.mantissa) & kind.largest_exponent
+    lift = np.clip(int(exponents.max(initial=0)) - 2 - exponents, 0, kind.mantissa)
+    step = 1 + (draws >> np.uint64(32)).astype(np.int64) % (reach << lift)
+    step = np.where(draws & np.uint64(1), step, -step)
+    moved = (order + np.where(_below(count, seed + 21, 1024) < per_1024, step, 0)) & modulus
+    return np.where(moved & kind.sign, moved ^ kind.sign, moved ^ modulus).astype(kind.word)
+
+
+def _replaced(words: np.ndarray, kind: Float, seed: int, per_1024: int) -> np.ndarray:
+    return np.where(_below(len(words), seed + 22, 1024) < per_1024, random_words(len(words), kind, seed + 23), words)
+
+
+BASES: dict[str, Callable[[np.ndarray, Float, int], np.ndarray]] = {
+    "same": lambda words, kind, seed: words.copy(),
+    "few_steps": lambda words, kind, seed: _stepped(words, kind, seed, 1 + seed % 60, 1),
+    "steps": lambda words, kind, seed: _stepped(words, kind, seed, 200 + seed % 824, 1 + seed % 3),
+    "long_steps": lambda words, kind, seed: _stepped(words, kind, seed, 1024, 1 << seed % 8),
+    "few_replaced": lambda words, kind, seed: _replaced(words, kind, seed, 1 + seed % 40),
+    "steps_and_replaced": lambda words, kind, seed: _replaced(_stepped(words, kind, seed, 500, 2), kind, seed, 10),
+    "half": lambda words, kind, seed: np.concatenate((words[: len(words) // 2], ~words[len(words) // 2 :])),
+    "negated": lambda words, kind, seed: words ^ kind.word(kind.sign),
+    "zeros": lambda words, kind, seed: np.zeros_like(words),
+    "other": lambda words, kind, seed: random_words(len(words), kind, seed + 24),
+}
+
+
+def before(words: np.ndarray, kind: Float, block: int, seed: int, names: tuple[str, ...] = tuple(BASES)) -> np.ndarray:
+    """A base of ``words`` in which every block has changed in a way of its own."""
+    base = np.empty_like(words)
+    chosen = _below(len(words) // block + 1, seed + 25, len(names))
+    for at in range(0, len(words), block):
+        base[at : at + block] = BASES[names[int(chosen[at // block])]](words[at : at + block], kind, seed + at // block)
+    return base
+
+
 def tensor(words: np.ndarray, kind: Float) -> torch.Tensor:
     """A flat tensor of ``kind.dtype`` with these bits; owns its memory."""
     result = torch.empty(len(words), dtype=kind.dtype)

@@ -6,9 +6,10 @@ import struct
 import zlib
 
 import numpy as np
+from from_format_delta import Contradiction, decode_change, encode_change
 
 FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23), 13: (4, 3), 14: (5, 2)}  # dtype id -> E, M
-FILL, RAW, CASCADE, SPARSE, WINDOW = range(5)
+FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
 #: mode -> tier -> what the codes below the escape name
 NAMED: dict[int, tuple[tuple[int | str, ...], ...]] = {
     CASCADE: ((4, 5, 6), (3, 7, 8), (9, 10, 11), (2, 12, "zero")),
@@ -17,10 +18,6 @@ NAMED: dict[int, tuple[tuple[int | str, ...], ...]] = {
 PLANES = {CASCADE: 2, WINDOW: 3}
 MODES = {"cascade": CASCADE, "window": WINDOW}
 CHUNK = 16
-
-
-class Contradiction(ValueError):
-    """Something that section 4 tells a decoder to reject in the payload."""
 
 
 def _demand(condition: bool, what: str) -> None:
@@ -109,7 +106,9 @@ def _decode_sparse(tail: bytes, n: int, t: int, z: int, e_bits: int, m_bits: int
     return [next(minus) << (e_bits + m_bits) if is_zero else next(others) for is_zero in zero]
 
 
-def _decode_chunk(chunk: bytes, lengths: list[int], e_bits: int, m_bits: int) -> list[int]:
+def _decode_chunk(
+    chunk: bytes, lengths: list[int], e_bits: int, m_bits: int, base: list[int] | None = None
+) -> list[int]:
     item, b = (1 + e_bits + m_bits) // 8, len(lengths)
     body = _up((4 if item == 4 else 3) * b, 16) * 16
     _demand(body <= len(chunk), "no room for the table")
@@ -118,7 +117,7 @@ def _decode_chunk(chunk: bytes, lengths: list[int], e_bits: int, m_bits: int) ->
     sizes = []
     for n, entry, z in zip(lengths, entries, trims, strict=True):
         mode = entry >> 13
-        _demand(mode <= WINDOW and z <= m_bits, "unknown mode or trim")
+        _demand(mode <= (WINDOW if base is None else CHANGE) and z <= m_bits, "unknown mode or trim")
         coded = _first_bytes(mode, n, 1 + m_bits - z) if mode in NAMED else 0
         sizes.append(_up(n * item if mode == RAW else coded, 16) * 16)
     tail = body + sum(sizes)
@@ -130,6 +129,8 @@ def _decode_chunk(chunk: bytes, lengths: list[int], e_bits: int, m_bits: int) ->
         body, tail = body + size, tail + length
         if mode in NAMED:
             words += _decode_elements(mode, first, second, n, t, z, e_bits, m_bits)
+        elif mode == CHANGE:
+            words += decode_change(second, base[len(words) : len(words) + n], t, e_bits, m_bits)
         elif mode == SPARSE:
             words += _decode_sparse(second, n, t, z, e_bits, m_bits)
         elif mode == RAW:
@@ -142,7 +143,7 @@ def _decode_chunk(chunk: bytes, lengths: list[int], e_bits: int, m_bits: int) ->
     return words
 
 
-def decode_payload(payload: bytes, numel: int, dtype: int, block: int) -> list[int]:
+def decode_payload(payload: bytes, numel: int, dtype: int, block: int, base: list[int] | None = None) -> list[int]:
     lengths = _cuts(numel, block)
     chunks = [lengths[i : i + CHUNK] for i in range(0, len(lengths), CHUNK)]
     starts = [16 * offset for offset in struct.unpack_from(f"<{len(chunks)}I", payload)]
@@ -151,19 +152,20 @@ def decode_payload(payload: bytes, numel: int, dtype: int, block: int) -> list[i
     _demand(bounds == sorted(bounds), "chunks out of order")
     words: list[int] = []
     for here, start, end in zip(chunks, starts, bounds[1:], strict=True):
-        words += _decode_chunk(payload[start:end], here, *FIELDS[dtype])
+        before = None if base is None else base[len(words) : len(words) + sum(here)]
+        words += _decode_chunk(payload[start:end], here, *FIELDS[dtype], before)
     return words
 
 
-def decode(frame: bytes) -> tuple[int, tuple[int, ...] | None, list[int]]:
-    """dtype id, shape, and words of an exponent frame that is valid."""
+def decode(frame: bytes, base: list[int] | None = None) -> tuple[int, tuple[int, ...] | None, list[int]]:
+    """dtype id, shape, and words of a valid exponent frame, or with ``base`` of a delta frame."""
     magic, version, codec, dtype, flags, ndim, log2, _, checksum, numel, size = struct.unpack_from("<4s6BHIQQ", frame)
-    _demand((magic, version, codec) == (b"ZCCL", 1, 1), "not an exponent frame")
+    _demand((magic, version, codec) == (b"ZCCL", 1, 1 if base is None else 2), "a frame of another kind")
     frame = frame[:size]
     if flags & 1:
         _demand(zlib.crc32(frame[:12] + bytes(4) + frame[16:]) == checksum, "checksum")
     shape = struct.unpack_from(f"<{ndim}Q", frame, 32) if flags & 2 else None
-    return dtype, shape, decode_payload(frame[32 + _up(8 * ndim, 16) * 16 :], numel, dtype, 1 << log2)
+    return dtype, shape, decode_payload(frame[32 + _up(8 * ndim, 16) * 16 :], numel, dtype, 1 << log2, base)
 
 
 # --- sections 2 and 3, words -> payload
@@ -225,9 +227,24 @@ def _encode_block(words: list[int], mode: int, e_bits: int, m_bits: int) -> tupl
     return form if len(form[3]) + len(form[4]) < len(raw) else (RAW, 0, 0, raw, b"")
 
 
-def encode_payload(words: list[int], dtype: int, block: int, code: str) -> bytes:
+def _encode_against(words: list[int], base: list[int], e_bits: int, m_bits: int) -> tuple[int, int, int, bytes, bytes]:
+    if words == base:
+        return CHANGE, 0, 0, b"", b""
+    alone = _encode_block(words, CASCADE, e_bits, m_bits)
+    if alone[0] == FILL:
+        return alone
+    t, tail = encode_change(words, base, e_bits, m_bits)
+    raw = 16 * _up(len(words) * (1 + e_bits + m_bits) // 8, 16)
+    return (CHANGE, t, 0, b"", tail) if 4 * len(tail) < raw or len(tail) < len(alone[3]) + len(alone[4]) else alone
+
+
+def encode_payload(words: list[int], dtype: int, block: int, code: str, base: list[int] | None = None) -> bytes:
     e_bits, m_bits = FIELDS[dtype]
-    blocks = [_encode_block(words[at : at + block], MODES[code], e_bits, m_bits) for at in range(0, len(words), block)]
+    starts = range(0, len(words), block)
+    if base is None:
+        blocks = [_encode_block(words[at : at + block], MODES[code], e_bits, m_bits) for at in starts]
+    else:
+        blocks = [_encode_against(words[at : at + block], base[at : at + block], e_bits, m_bits) for at in starts]
     chunks = []
     for at in range(0, len(blocks), CHUNK):
         modes, tops, trims, bodies, tails = zip(*blocks[at : at + CHUNK], strict=True)
@@ -244,15 +261,29 @@ def encode_payload(words: list[int], dtype: int, block: int, code: str) -> bytes
 
 
 def encode(
-    words: list[int], dtype: int, block: int, shape: tuple[int, ...] | None, checksum: bool, code: str = "cascade"
-) -> bytes:
-    """The exponent frame of these words."""
+    words: list[int], dtype: int, block: int, shape: tuple[int, ...] | None, checksum: bool, code: str = "cascade",
+    base: list[int] | None = None,
+) -> bytes:  # fmt: skip
+    """The exponent frame of these words, or the delta frame where there is a base."""
     dims = _pad(struct.pack(f"<{len(shape or ())}Q", *(shape or ())))
-    payload = encode_payload(words, dtype, block, code)
+    payload = encode_payload(words, dtype, block, code, base)
     flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
 
     def header(crc: int) -> bytes:
-        log2 = block.bit_length() - 1
-        return struct.pack("<4s6BHIQQ", b"ZCCL", 1, 1, dtype, flags, len(shape or ()), log2, 0, crc, len(words), size)
+        log2, codec = block.bit_length() - 1, 1 if base is None else 2
+        return struct.pack(
+            "<4s6BHIQQ",
+            b"ZCCL",
+            1,
+            codec,
+            dtype,
+            flags,
+            len(shape or ()),
+            log2,
+            0,
+            crc,
+            len(words),
+            size,
+        )
 
     return header(zlib.crc32(header(0) + dims + payload) if checksum else 0) + dims + payload

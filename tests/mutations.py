@@ -29,10 +29,16 @@ class Base:
     coded: bool
     payload_at: int = 32
     block: int = 0
+    base: torch.Tensor | None = None  # of a delta frame
 
     @property
     def numel(self) -> int:
         return self.tensor.numel()
+
+    @property
+    def against(self) -> torch.Tensor:
+        """A base to decode with; frames other than delta frames must not care."""
+        return self.tensor if self.base is None else self.base
 
     @property
     def chunks(self) -> int:
@@ -63,10 +69,15 @@ def bases(checksum: bool, largest: int = 4200) -> list[Base]:
                 shaped = seed % 3 != 0
                 if shaped:
                     tensor = tensor.view((numel // 2, 2, 1) if numel % 2 == 0 else (numel,))
-                code = corpus.CODES[seed % 2]
-                frame = ds_zipccl.compress(tensor, code, block=block, shaped=shaped, checksum=checksum)
                 payload_at = 32 + (8 * tensor.dim() + 15) // 16 * 16 if shaped else 32
-                found.append(Base(frame.numpy().tobytes(), tensor, True, payload_at, block))
+                bases = [None]
+                if kind in corpus.SUMMED.values():
+                    words = tensor.reshape(-1).view(torch.uint8).numpy().view(kind.word)
+                    bases.append(corpus.tensor(corpus.before(words, kind, block, seed), kind))
+                for base in bases:
+                    code = corpus.CODES[seed % 2] if base is None else "delta"
+                    frame = ds_zipccl.compress(tensor, code, base=base, block=block, shaped=shaped, checksum=checksum)
+                    found.append(Base(frame.numpy().tobytes(), tensor, True, payload_at, block, base))
     for tensor in (torch.arange(50), torch.ones(7, 3), torch.zeros(0, dtype=torch.int8)):
         frame = ds_zipccl.compress(tensor, "raw", checksum=checksum, shaped=tensor.dim() > 1)
         found.append(Base(frame.numpy().tobytes(), tensor, False, 32 if tensor.dim() == 1 else 48))
@@ -176,8 +187,9 @@ def version(rng: random.Random, base: Base) -> bytearray:
     return _set_byte(rng, base, 4)
 
 
-@_kind(CODEC, RESERVED)
+@_kind(CODEC, RESERVED, BLOCK, may_pass=True)
 def codec(rng: random.Random, base: Base) -> bytearray:
+    """Passes where a delta frame has no block that needs its base, or an exponent frame is taken for a delta frame."""
     return _set_byte(rng, base, 5)
 
 
@@ -266,7 +278,7 @@ def unknown_mode(rng: random.Random, base: Base) -> bytearray | None:
     table, blocks, b = place
     frame = bytearray(base.frame)
     at = table + blocks + 2 * b + 1
-    frame[at] = frame[at] & 0x1F | rng.randrange(5, 8) << 5
+    frame[at] = frame[at] & 0x1F | rng.randrange(5 if base.base is None else 6, 8) << 5
     return frame
 
 
@@ -306,7 +318,7 @@ def tail_bytes_of_a_coded_block(rng: random.Random, base: Base) -> bytearray | N
         return None
     table, blocks, b = place
     at = table + blocks + 2 * b
-    if base.frame[at + 1] >> 5 == 0:
+    if base.frame[at + 1] >> 5 == 0 or base.frame[at : at + 2] == b"\0\xa0":  # FILL, or a CHANGE that changes nothing
         return None
     frame = bytearray(base.frame)
     entry = struct.unpack_from("<H", frame, at)[0]

@@ -16,7 +16,9 @@ from ds_zipccl.op_builder import cache
 ARCHITECTURES = ("8.0", "9.0", "10.0")
 CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
           (f"encode_{kind}_cascade", f"encode_{kind}_window", f"decode_{kind}")}  # fmt: skip
-KERNELS = CODECS | {f"zipccl_decode_sum_{kind}" for kind in ("bf16", "fp16", "fp32")}
+OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
+          (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta")}  # fmt: skip
+KERNELS = CODECS | OTHERS | {"zipccl_hash"}
 #: Registers of 64 Ki that let as many blocks of 256 threads run at a time as the kernels' bounds say.
 REGISTERS = {"encode_bf16": 64, "encode_fp16": 64, "decode_sum": 128}
 

@@ -55,11 +55,30 @@ def test_every_texture_agrees_with_the_document(route: str, name: str, texture: 
             assert _words(ds_zipccl.decompress(frame, route=route)) == words.tolist()
 
 
+@pytest.mark.parametrize("change", corpus.BASES)
+@pytest.mark.parametrize("name", corpus.SUMMED)
+def test_delta_frames_follow_the_document(route: str, name: str, change: str) -> None:
+    kind = corpus.FLOATS[name]
+    dtype = framing.DTYPE_IDS[kind.dtype]
+    for seed, numel in enumerate((1, 2, 7, 16, 17, 63, 64, 65, 100, 128, 129, 300, 17 * 128 + 5)):
+        words = corpus.mixed(numel, kind, 128, seed)
+        before = corpus.before(words, kind, 128, seed, (change,))
+        arguments = {"base": corpus.tensor(before, kind), "block": 128, "shaped": False, "checksum": False}
+        frame = ds_zipccl.compress(corpus.tensor(words, kind), "delta", route=route, **arguments)
+        wanted = from_format.encode(words.tolist(), dtype, 128, None, False, base=before.tolist())
+        assert frame.numpy().tobytes() == wanted, f"{numel} words"
+        assert from_format.decode(wanted, before.tolist())[2] == words.tolist()
+
+
 def test_document_tables_are_those_of_the_code() -> None:
     dtypes = {int(key): name for key, name in re.findall(r"\| (\d+) \| ([a-z]+\d\w*|bool) ", FORMAT)}
     assert dtypes == {key: str(dtype).removeprefix("torch.") for key, dtype in framing.DTYPES.items()}
     codes = {name: int(code) for code, name in re.findall(r"^\| (\d+) \| ([A-Z]+) \|", FORMAT, re.MULTILINE)}
-    codes = {name: code for name, code in codes.items() if name not in ("FILL", "RAW", "CASCADE", "SPARSE", "WINDOW")}
+    codes = {
+        name: code
+        for name, code in codes.items()
+        if name not in ("FILL", "RAW", "CASCADE", "SPARSE", "WINDOW", "CHANGE")
+    }
     assert codes == {code.name: int(code) for code in framing.FrameErrorCode}
     rows = re.findall(r"^\| (CASCADE|WINDOW) \| (\d) \| (.+?) \| (\d) \|$", FORMAT, re.MULTILINE)
     assert len(rows) == 8
@@ -70,8 +89,8 @@ def test_document_tables_are_those_of_the_code() -> None:
 
 
 def _examples() -> list[tuple[dict[str, object], bytes]]:
-    """The examples of section 5: an ``Input:`` line of Python keywords, then an indented hex dump, whose ``#`` begin remarks."""
-    section = FORMAT.split("## 5. Examples")[1]
+    """The examples of section 6: an ``Input:`` line of Python keywords, then an indented hex dump, whose ``#`` begin remarks."""
+    section = FORMAT.split("## 6. Examples")[1]
     found = []
     for text, dump in re.findall(r"^Input: `(.+?)`$(.+?)(?=^Input:|\Z)", section, re.MULTILINE | re.DOTALL):
         lines = [line.split("#")[0] for line in dump.splitlines() if line.startswith("    ")]
@@ -87,8 +106,11 @@ def test_document_examples_are_what_the_routes_give(route: str) -> None:
         data = arguments.pop("data")
         dtype = arguments.pop("dtype")
         tensor = torch.tensor(data, dtype=dtype)
+        if "base" in arguments:
+            arguments["base"] = torch.tensor(arguments["base"], dtype=dtype)
         assert ds_zipccl.compress(tensor, route=route, **arguments).numpy().tobytes() == frame
-        decoded = ds_zipccl.decompress(torch.tensor(list(frame), dtype=torch.uint8), route=route)
+        received = torch.tensor(list(frame), dtype=torch.uint8)
+        decoded = ds_zipccl.decompress(received, base=arguments.get("base"), route=route)
         corpus.assert_same_bits(decoded, tensor if arguments.get("shaped", True) else tensor.view(-1))
 
 
@@ -96,9 +118,9 @@ def test_examples_show_every_mode() -> None:
     modes = set()
     for arguments, frame in _examples():
         header = framing.parse(torch.tensor(list(frame), dtype=torch.uint8))
-        if header.codec == framing.CodecId.EXPONENT:
+        if header.block:
             blocks = -(-header.numel // header.block)
             table = header.payload_at + 16
             modes |= {frame[table + blocks + 2 * b + 1] >> 5 for b in range(blocks)}
         assert arguments["dtype"] in (codecs.CODED_DTYPES if header.codec else framing.DTYPE_IDS)
-    assert modes == {0, 1, 2, 3, 4}
+    assert modes == {0, 1, 2, 3, 4, 5}

@@ -36,26 +36,47 @@ def _coded(name: str, mode: str, numel: int, block: int) -> tuple[torch.Tensor, 
     return corpus.tensor(words, kind), arguments | ({"codec": "window"} if mode == "window" else {})
 
 
-CASES = {
-    f"{name}_{mode}_{block}": _coded(name, mode, numel, block)
-    for name in corpus.FLOATS
-    for mode, numel, block in (
-        ("fill", 700, 128),
-        ("raw", 300, 128),
-        ("cascade", 600, 256),
-        ("window", 600, 256),
-        ("sparse", 1100, 512),
-        ("mixed", 2500, 1024),
-        ("mixed", 2048 + 130, 128),
-    )
-} | {
-    "bf16_shaped": (_coded("bf16", "mixed", 1200, 512)[0].view(30, 1, 40), {}),
-    "fp32_scalar": (torch.tensor(1.5), {}),
-    "fp16_empty": (torch.empty(3, 0, dtype=torch.float16), {}),
-    "int64_raw": (torch.arange(-9, 9).view(3, 6), {}),
-    "bool_raw": (torch.arange(40) % 3 == 0, {"checksum": False}),
-    "bf16_raw_codec": (_coded("bf16", "mixed", 50, 128)[0], {"codec": "raw"}),
-}
+def _delta(name: str, numel: int, block: int) -> tuple[torch.Tensor, dict[str, object]]:
+    kind = corpus.FLOATS[name]
+    words = corpus.mixed(numel, kind, block, seed=7, names=("bell", "sparse", "specials", "wide"))
+    base = corpus.tensor(corpus.before(words, kind, block, 7), kind)
+    return corpus.tensor(words, kind), {
+        "codec": "delta",
+        "base": base,
+        "block": block,
+        "shaped": False,
+        "checksum": False,
+    }
+
+
+CASES = (
+    {
+        f"{name}_{mode}_{block}": _coded(name, mode, numel, block)
+        for name in corpus.FLOATS
+        for mode, numel, block in (
+            ("fill", 700, 128),
+            ("raw", 300, 128),
+            ("cascade", 600, 256),
+            ("window", 600, 256),
+            ("sparse", 1100, 512),
+            ("mixed", 2500, 1024),
+            ("mixed", 2048 + 130, 128),
+        )
+    }
+    | {
+        f"{name}_delta_{block}": _delta(name, numel, block)
+        for name in corpus.SUMMED
+        for numel, block in ((1500, 128), (2500, 512))
+    }
+    | {
+        "bf16_shaped": (_coded("bf16", "mixed", 1200, 512)[0].view(30, 1, 40), {}),
+        "fp32_scalar": (torch.tensor(1.5), {}),
+        "fp16_empty": (torch.empty(3, 0, dtype=torch.float16), {}),
+        "int64_raw": (torch.arange(-9, 9).view(3, 6), {}),
+        "bool_raw": (torch.arange(40) % 3 == 0, {"checksum": False}),
+        "bf16_raw_codec": (_coded("bf16", "mixed", 50, 128)[0], {"codec": "raw"}),
+    }
+)
 
 
 def _path(name: str) -> Path:
@@ -76,7 +97,7 @@ def test_golden_frame(name: str, route: str, update: set[str] | None) -> None:
         _path(name).write_bytes(frame.numpy().tobytes())
         update.add(name)
     golden = torch.frombuffer(bytearray(_path(name).read_bytes()), dtype=torch.uint8)
-    assert_same_bits(ds_zipccl.decompress(golden, route=route), tensor)
+    assert_same_bits(ds_zipccl.decompress(golden, base=arguments.get("base"), route=route), tensor)
     assert torch.equal(frame, golden), f"{name}: {frame.numel()} bytes now, {golden.numel()} in tests/golden"
 
 
@@ -88,10 +109,12 @@ def test_the_folder_holds_these_and_no_more() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_frames_follow_the_document(name: str) -> None:
-    tensor, _ = CASES[name]
+    tensor, arguments = CASES[name]
     frame = _path(name).read_bytes()
-    if frame[5] == framing.CodecId.EXPONENT:
-        dtype, shape, words = from_format.decode(frame)
+    if frame[5] != framing.CodecId.RAW:
+        base = arguments.get("base")
+        before = base if base is None else base.view(torch.uint8).numpy().view(f"u{tensor.dtype.itemsize}").tolist()
+        dtype, shape, words = from_format.decode(frame, before)
         assert framing.DTYPES[dtype] == tensor.dtype
         assert shape in (None, tuple(tensor.shape))
         assert words == tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.dtype.itemsize}").tolist()
@@ -111,4 +134,4 @@ def test_golden_frames_show_every_mode() -> None:
             chunks = -(-header.numel // (corpus.CHUNK_BLOCKS * header.block))
             table = header.payload_at + framing.pad16(4 * chunks)
             modes |= {int(high) >> 5 for high in frame[table + blocks + 1 : table + 3 * blocks : 2]}
-        assert modes == {0, 1, 2, 3, 4}, name
+        assert modes == {0, 1, 2, 3, 4} | ({5} if name in corpus.SUMMED else set()), name

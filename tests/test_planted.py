@@ -14,6 +14,7 @@ import corpus
 import mutations
 import pytest
 import test_codec
+import test_delta
 import test_fuzz
 import test_golden
 import torch
@@ -86,7 +87,7 @@ def _tail_sizes() -> None:
     for base in mutations.bases(checksum=False) * 10:
         frame = kind.mutate(rng, base)
         if frame is not None:
-            code, _ = test_fuzz.outcome(test_fuzz.as_tensor(frame), None, "auto")
+            code, _ = test_fuzz.outcome(test_fuzz.as_tensor(frame), None, "auto", base.against)
             assert code is not None, "a wrong tail size was accepted"
 
 
@@ -96,6 +97,16 @@ PLANTS = {
         "exponent_block.cuh",
         {"{3, 3, 3, 3, 0, 1, 2,": "{3, 3, 3, 3, 1, 0, 2,", "{4, 5, 6}}": "{5, 4, 6}}"},
         IDENTITY["golden"],
+    ),
+    "a top of changes a little higher": Plant(
+        "cpu_delta.h",
+        {"F::M == 10 ? 4 : 0": "F::M == 10 ? 4 : 2"},
+        lambda: test_golden.test_golden_frame("bf16_delta_512", "auto", None),
+    ),
+    "a level counts for less": Plant(
+        "cpu_delta.h",
+        {"level == 4 ? ~0ull : 0": "level == 5 ? ~0ull : 0"},
+        lambda: test_delta.test_every_texture_and_every_change("auto", corpus.BF16, "long_steps"),
     ),
     "longer tails accepted": Plant("cpu_decode.h", {"at + left != bytes": "at + left > bytes"}, _tail_sizes),
 }

@@ -47,12 +47,19 @@ def test_a_hundred_thousand_damaged_payloads(tmp_path: Path, levels: list[str]) 
     assert min(count["accepted"], count["index"], count["block"]) > MUTATIONS / 20, count
 
 
-def test_a_missing_bound_check_is_seen(tmp_path: Path, levels: list[str]) -> None:
-    """Without the proof that a tail lies in its chunk, some damaged payload makes the decoder read outside."""
+#: A proof of the decoders, and the file it is in.
+CHECKS = {
+    "if (tail + entry.tail_bytes > bytes) return BLOCK;": "cpu_decode.h",
+    "if (escapes_at + count * sizeof(Word) != bytes) return BLOCK;": "cpu_delta.h",
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_missing_bound_check_is_seen(check: str, tmp_path: Path, levels: list[str]) -> None:
+    """Without the proof that a tail lies in its chunk, or what it holds in the tail, some damaged payload makes a decoder read outside."""
     csrc = tmp_path / "csrc"
     shutil.copytree(cache.CSRC, csrc)
-    check = "if (tail + entry.tail_bytes > bytes) return BLOCK;"
-    source = csrc / "cpu_decode.h"
+    source = csrc / CHECKS[check]
     assert check in source.read_text(), "the line to take out has moved"
     source.write_text(source.read_text().replace(check, ""))
     result = asan.run(asan.build(tmp_path, csrc), 1, MUTATIONS, 60, levels[:1])

@@ -38,6 +38,20 @@ class OnDevice:
         self.route.decode_add(payload.cuda(), block, dtype, there)
         sums.copy_(there)
 
+    def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        there = torch.empty_like(out, device="cuda")
+        size = self.route.encode_delta(words.cuda(), base.cuda(), block, there)
+        out[:size].copy_(there[:size])
+        return size
+
+    def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        there = base.cuda()
+        self.route.decode_delta(payload.cuda(), there, block, there)
+        words.copy_(there)
+
+    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
+        return self.route.region_hash(data.cuda())
+
 
 #: The CUDA kernels, emulated and, where there is a GPU, on it: nothing but tests asks for these routes.
 FOR_TESTS: dict[str, Callable[[], kernels.Route]] = {"emulated": emulation.load}

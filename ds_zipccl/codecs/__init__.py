@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from ds_zipccl import frame as framing
-from ds_zipccl.codecs import exponent, raw
+from ds_zipccl import kernels
+from ds_zipccl.codecs import delta, exponent, raw
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 
 
@@ -36,20 +38,27 @@ CODECS: dict[str, Codec] = {
     "cascade": exponent.ExponentCodec("cascade"),
     "window": exponent.ExponentCodec("window"),
 }
-_DECODERS = {CodecId.RAW: CODECS["raw"], CodecId.EXPONENT: CODECS["cascade"]}
+#: Codecs of a tensor against another one, its base; they too have what a Codec has.
+BASED_CODECS: dict[str, delta.DeltaCodec] = {"delta": delta.DeltaCodec()}
+_DECODERS: dict[CodecId, Codec] = {
+    CodecId.RAW: CODECS["raw"],
+    CodecId.EXPONENT: CODECS["cascade"],
+    CodecId.DELTA: BASED_CODECS["delta"],
+}
 CODED_DTYPES = CODECS["cascade"].DTYPES
 #: Where tensors are coded.
 DEVICES = ("cpu", "cuda")
 
 
 def _codec(name: str, dtype: torch.dtype) -> Codec:
-    if name not in CODECS:
-        raise ValueError(f"no codec {name!r}; known codecs: {', '.join(CODECS)}")
+    known: dict[str, Codec] = {**CODECS, **BASED_CODECS}
+    if name not in known:
+        raise ValueError(f"no codec {name!r}; known codecs: {', '.join(known)}")
     if dtype not in framing.DTYPE_IDS:
         raise ValueError(
             f"{dtype} has no place in a frame; view the tensor as one of {', '.join(map(str, framing.DTYPE_IDS))}"
         )
-    codec = CODECS[name]
+    codec = known[name]
     return codec if dtype in codec.DTYPES else CODECS["raw"]
 
 
@@ -69,6 +78,7 @@ def compress(
     tensor: torch.Tensor,
     codec: str = "cascade",
     *,
+    base: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     block: int = 1024,
     shaped: bool = True,
@@ -82,7 +92,10 @@ def compress(
 
     Args:
         tensor: any shape; a non-contiguous one is copied first.
-        codec: "cascade" (best ratio), "window" (faster), or "raw".
+        codec: "cascade" (best ratio), "window" (faster), or "raw"; or "delta", for parameters that have changed a little since the
+            receiver got ``base``: bfloat16, float16 and float32, other dtypes become raw frames.
+        base: for "delta" and no other codec: tensor of the dtype, device and number of elements of ``tensor``; the receiver must hold
+            the same bits (compare :func:`region_hash`).
         out: 1-D contiguous uint8 buffer of at least :func:`compress_bound` bytes on the tensor's device; the frame is written to its
             start.
         block: elements that share a window: 128, 256, 512 or 1024.
@@ -94,8 +107,8 @@ def compress(
         1-D uint8 tensor: a view of ``out``, or a new tensor of the frame's size.
 
     Raises:
-        ValueError: unknown codec, block or route, a dtype that no frame holds, a buffer that does not fit, or a tensor that is
-            neither on the CPU nor on CUDA.
+        ValueError: unknown codec, block or route, a dtype that no frame holds, a buffer that does not fit, a tensor that is neither
+            on the CPU nor on CUDA, or a base that is missing, not wanted or of another kind.
         RouteUnavailable: no kernels here.
     """
     if tensor.device.type not in DEVICES:
@@ -107,13 +120,17 @@ def compress(
     chosen = _codec(codec, tensor.dtype)
     block = chosen.block(block)
     words = _flat(tensor)
+    against = _base_of(codec, words, base)
     shape = tuple(tensor.shape) if shaped else None
     payload_at = framing.payload_offset(None if shape is None else len(shape))
     bound = payload_at + chosen.payload_bound(words.numel(), words.dtype, block)
     buffer = (
         torch.empty(bound, dtype=torch.uint8, device=words.device) if out is None else _room(out, bound, words.device)
     )
-    size = payload_at + chosen.encode([words], block, [buffer[payload_at:]], route)[0]
+    if against is not None and isinstance(chosen, delta.DeltaCodec):
+        size = payload_at + chosen.encode_against(words, against, block, buffer[payload_at:], route)
+    else:
+        size = payload_at + chosen.encode([words], block, [buffer[payload_at:]], route)[0]
     header = Header(chosen.ID, words.dtype, words.numel(), size, block, shape, 0 if checksum else None)
     _pack(header, buffer)
     return buffer[:size].clone() if out is None else buffer[:size]
@@ -130,12 +147,16 @@ def compress_segments(
     """Code each of several tensors of one dtype and device as a flat frame without a checksum; blocks.
 
     One call of the kernels for all of them, as an all-to-all wants it. ``outs`` are a buffer for each, of :func:`compress_bound`
-    bytes; the other arguments are those of :func:`compress`. Returns a view of each buffer, its frame.
+    bytes; the other arguments are those of :func:`compress`, without a base. Returns a view of each buffer, its frame.
 
     Raises:
         ValueError: as :func:`compress`; or the dtypes differ, or the number of buffers is not that of the segments.
         RouteUnavailable: no kernels here.
     """
+    if codec in BASED_CODECS:
+        raise ValueError(
+            f"compress_segments takes no base, which codec {codec!r} needs; call compress for each segment"
+        )
     if not segments:
         return []
     dtype = segments[0].dtype
@@ -161,19 +182,25 @@ def compress_segments(
     return frames
 
 
-def decompress(frame: torch.Tensor, out: torch.Tensor | None = None, *, route: str = "auto") -> torch.Tensor:
+def decompress(
+    frame: torch.Tensor, out: torch.Tensor | None = None, *, base: torch.Tensor | None = None, route: str = "auto"
+) -> torch.Tensor:
     """The tensor in ``frame``; blocks.
 
     Args:
         frame: 1-D uint8 tensor as :func:`compress` gives it; bytes after the frame's own length are ignored.
         out: contiguous tensor on the frame's device, of the frame's dtype and number of elements, of any shape; written in place.
+        base: what a delta frame was coded against, bit for bit: contiguous tensor on the frame's device, ``out`` itself or apart from
+            it. Other frames do not look at it.
 
     Returns:
         ``out``, or a new tensor of the frame's dtype and shape (flat if the frame has no shape).
 
     Raises:
-        FrameError: the frame is damaged, foreign, or not of ``out``'s dtype and size; ``out`` is then undefined.
-        TypeError: ``frame`` is not a 1-D uint8 tensor, or ``out`` is not a contiguous one on its device.
+        FrameError: the frame is damaged, foreign, or not of the dtype and size of ``out`` and ``base``, or a delta frame without
+            ``base``; ``out`` is then undefined. It is a ValueError.
+        ValueError: ``out`` overlaps a part of ``base``.
+        TypeError: ``frame`` is not a 1-D uint8 tensor, or ``out`` or ``base`` is not a contiguous one on its device.
     """
     header, codec = _open(frame)
     if out is None:
@@ -182,7 +209,11 @@ def decompress(frame: torch.Tensor, out: torch.Tensor | None = None, *, route: s
     else:
         result = _wanted(out, header, (header.dtype,), frame.device)
     words = out.detach().as_strided((out.numel(),), (1,))
-    codec.decode(frame[header.payload_at : header.frame_bytes], header.block, words, route)
+    payload = frame[header.payload_at : header.frame_bytes]
+    if isinstance(codec, delta.DeltaCodec):
+        codec.decode_against(payload, _held(base, header, words), header.block, words, route)
+    else:
+        codec.decode(payload, header.block, words, route)
     return result
 
 
@@ -202,15 +233,34 @@ def decompress_add(
         ``sums``.
 
     Raises:
-        FrameError, TypeError: as :func:`decompress`; ``sums`` is then undefined.
+        FrameError, TypeError: as :func:`decompress`; ``sums`` is then undefined. Delta frames cannot be added.
     """
     header, codec = _open(frame)
+    if isinstance(codec, delta.DeltaCodec):
+        raise FrameError(FrameErrorCode.CODEC, "a delta frame cannot be added; decompress it with its base first")
     if header.dtype not in SUMMED_DTYPES or dtype not in (None, header.dtype):
         wanted = dtype or ", ".join(map(str, SUMMED_DTYPES))
         raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.dtype}, wanted {wanted}")
     flat = _wanted(sums, header, (header.dtype, torch.float32), frame.device).detach().as_strided((sums.numel(),), (1,))
     codec.decode_add(frame[header.payload_at : header.frame_bytes], header.block, header.dtype, flat, route)
     return sums
+
+
+def region_hash(tensor: torch.Tensor, *, route: str = "auto") -> bytes:
+    """16 bytes that tell whether two tensors hold the same bits (FORMAT.md section 5), as both ends of a delta frame must; blocks.
+
+    Not for tensors that somebody may have made to collide. Dtype and shape do not count, only the contiguous tensor's bytes.
+
+    Raises:
+        TypeError: ``tensor`` is not a contiguous CPU or CUDA tensor.
+        RouteUnavailable: no kernels here.
+    """
+    if tensor.device.type not in DEVICES or not tensor.is_contiguous():
+        raise TypeError(
+            f"region_hash takes a contiguous tensor on {' or '.join(DEVICES)}, got strides {tensor.stride()} on {tensor.device}"
+        )
+    first, second = kernels.route(route, tensor.device.type).region_hash(_flat(tensor).view(torch.uint8))
+    return struct.pack("<QQ", first, second)
 
 
 #: What decompress_add adds.
@@ -221,6 +271,33 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as they are stored; a copy where they do not lie one after the other."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,))  # view(-1) may keep a stride of 0
+
+
+def _base_of(codec: str, words: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor | None:
+    """The base's elements as they are stored, or None for a codec without one."""
+    if (base is None) is (codec in BASED_CODECS):
+        raise ValueError(
+            f"codec {codec!r} {'needs a' if base is None else 'takes no'} base; 'delta' is the one with a base"
+        )
+    if base is None:
+        return None
+    if (base.dtype, base.numel(), base.device) != (words.dtype, words.numel(), words.device):
+        raise ValueError(
+            f"base must be a tensor of {words.numel()} {words.dtype} on {words.device}, "
+            f"got {base.numel()} {base.dtype} on {base.device}"
+        )
+    return _flat(base)
+
+
+def _held(base: torch.Tensor | None, header: Header, words: torch.Tensor) -> torch.Tensor:
+    """The receiver's base, flat, if a delta frame can be decoded against it to ``words``."""
+    if base is None:
+        raise FrameError(FrameErrorCode.CODEC, "a delta frame needs the base it was coded against: pass base=")
+    flat = _wanted(base, header, (header.dtype,), words.device).detach().as_strided((base.numel(),), (1,))
+    apart = abs(flat.data_ptr() - words.data_ptr())
+    if 0 < apart < words.numel() * words.itemsize:
+        raise ValueError("base and out overlap in part; they must be the same memory or apart")
+    return flat
 
 
 def _room(out: torch.Tensor, bound: int, device: torch.device) -> torch.Tensor:

@@ -49,12 +49,16 @@ class ExponentCodec:
         bodies = full * block * dtype.itemsize + pad16(rest * dtype.itemsize)
         return self.payload_floor(numel, dtype, block) + bodies + 16 * _ceil(numel, block * CHUNK_BLOCKS)
 
+    def check_size(self, words: torch.Tensor, block: int) -> None:
+        """Raises ValueError where chunk offsets would not hold the payload."""
+        if self.payload_bound(words.numel(), words.dtype, block) > _MAX_PAYLOAD:
+            raise ValueError(f"{words.numel()} elements are too many for one frame; cut the tensor")
+
     def encode(
         self, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
     ) -> list[int]:
         for words in segments:
-            if self.payload_bound(words.numel(), words.dtype, block) > _MAX_PAYLOAD:
-                raise ValueError(f"{words.numel()} elements are too many for one frame; cut the tensor")
+            self.check_size(words, block)
         if not segments:
             return []
         return kernels.route(route, segments[0].device.type).encode(segments, self._code, block, outs)

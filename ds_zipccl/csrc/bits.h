@@ -40,13 +40,14 @@ struct BitWriter {
   }
 };
 
-// n (at most 64) bits from bit `at` of a string that has 9 readable bytes past its end.
-inline uint64_t read_bits(const uint8_t* bytes, uint32_t at, uint32_t n) {
+// The 64 bits from bit `at` of a string that has 9 readable bytes past its end; and the first n of them.
+inline uint64_t peek_bits(const uint8_t* bytes, uint32_t at) {
   uint64_t low;
   const uint32_t shift = at % 8;
   memcpy(&low, bytes + at / 8, 8);
-  return (low >> shift | uint64_t(bytes[at / 8 + 8]) << 1 << (63 - shift)) & ones(n);
+  return low >> shift | uint64_t(bytes[at / 8 + 8]) << 1 << (63 - shift);
 }
+inline uint64_t read_bits(const uint8_t* bytes, uint32_t at, uint32_t n) { return peek_bits(bytes, at) & ones(n); }
 
 // The two bit planes of a tier after the first, and its entries.
 struct TierPlanes {

@@ -161,13 +161,22 @@ Status read_tail(Entry& entry) {
     case RAW: return entry.tail_bytes == 0 ? OK : BLOCK;
     case CASCADE: return read_tiers<Cascade>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
     case WINDOW: return read_tiers<Window>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
-    default: return OK;  // SPARSE is checked as it is decoded
+    default: return OK;  // SPARSE and CHANGE are checked as they are decoded
   }
 }
 
-// Last pass: the words of a block.
-template <typename F, typename Lanes>
-Status decode_block(const Entry& entry, bool stream, uint8_t* words) {
+// What decodes the modes of a delta payload (cpu_delta_chunk.h), in a payload without a base: they are unknown.
+struct NoBase {
+  static constexpr uint32_t last_mode = WINDOW;
+  template <typename F, typename Lanes>
+  Status decode(const Entry&, uint32_t, uint8_t*) const {
+    return BLOCK;
+  }
+};
+
+// Last pass: the words of a block, the first of which is element `at` of the chunk.
+template <typename F, typename Lanes, typename Base>
+Status decode_block(const Entry& entry, const Base& base, uint32_t at, bool stream, uint8_t* words) {
   using Word = typename F::Word;
   switch (entry.mode) {
     case FILL: {
@@ -181,13 +190,16 @@ Status decode_block(const Entry& entry, bool stream, uint8_t* words) {
     case RAW: memcpy(words, entry.body, entry.n * sizeof(Word)); return OK;
     case CASCADE: decode_elements<F, Cascade, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
     case WINDOW: decode_elements<F, Window, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
-    default: return decode_sparse<F, Lanes>(entry.tail, entry.tail_bytes, entry.n, entry.top, entry.trim, stream, words);
+    case SPARSE: return decode_sparse<F, Lanes>(entry.tail, entry.tail_bytes, entry.n, entry.top, entry.trim, stream, words);
+    default: return base.template decode<F, Lanes>(entry, at, words);
   }
 }
 
-// Decodes a chunk of numel words and hands each block to put(words, first element, n). `where(b)` says where block b is to be decoded to.
-template <typename F, typename Lanes, typename Where, typename Put>
-Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, Where where, Put put) {
+// Decodes a chunk of numel words and hands each block to put(words, first element, n). `where(b)` says where block b is to be decoded to;
+// `base` decodes the modes that need one.
+template <typename F, typename Lanes, typename Where, typename Put, typename Base = NoBase>
+Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, Where where, Put put,
+                  const Base& base = {}) {
   const uint32_t blocks = (numel + block - 1) / block;
   uint64_t body = table_bytes<F>(blocks), tail = body;
   if (body > bytes) return BLOCK;
@@ -200,7 +212,7 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     entry.top = chunk[b];
     entry.trim = F::has_trim ? chunk[3 * blocks + b] : 0;
     entry.n = b + 1 < blocks ? block : numel - b * block;
-    if (entry.mode >= kModes || entry.trim > F::M) return BLOCK;
+    if (entry.mode > Base::last_mode || entry.trim > F::M) return BLOCK;
     entry.body = chunk + tail;  // the tails begin where the bodies end
     tail += body_bytes<F>(entry.mode, entry.n, entry.trim);
   }
@@ -239,7 +251,7 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     // The next chunk begins where this one ends, and its passes jump about in it: have it near by then.
     for (uint64_t at = b * bytes / blocks; at < (b + 1) * bytes / blocks; at += 64) prefetch(chunk + bytes + at);
     uint8_t* words = where(b);
-    const Status status = decode_block<F, Lanes>(entries[b], stream, words);
+    const Status status = decode_block<F, Lanes>(entries[b], base, b * block, stream, words);
     if (status) return status;
     put(words, b * block, entries[b].n);
   }

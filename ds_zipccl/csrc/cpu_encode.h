@@ -283,6 +283,18 @@ struct Workspace {
 };
 static_assert(sizeof(Workspace) <= kZipcclWorkspace, "callers provide that much");
 
+// Writes what the table says of a block; returns its body.
+template <typename F>
+ZipcclPart enter(Workspace& work, uint32_t b, uint32_t blocks) {
+  const Block& here = work.blocks[b];
+  const Form& form = here.form;
+  const uint16_t entry = uint16_t(form.mode << kTailBits | form.tail);
+  work.table[b] = uint8_t(form.top);
+  memcpy(work.table + blocks + 2 * b, &entry, 2);
+  if (F::has_trim) work.table[3 * blocks + b] = uint8_t(form.trim);
+  return {here.body, form.mode == RAW ? here.n * uint32_t(sizeof(typename F::Word)) : form.body, form.body};
+}
+
 // Encodes a chunk of numel words (at most 16 blocks). Returns its bytes; `parts` are its contents in order. They will be copied to
 // `soon`, and words that are probably encoded after these are at `next`.
 //
@@ -328,14 +340,9 @@ uint32_t encode_chunk(const uint8_t* words, uint32_t numel, uint32_t block, void
     for (uint32_t at = 0; at < half; at += 64) prefetch(next + at);
     next += half;
     write_tail<F, Code, Lanes>(here, work.tails + tail);
-    const Form& form = here.form;
-    const uint16_t entry = uint16_t(form.mode << kTailBits | form.tail);
-    work.table[b] = uint8_t(form.top);
-    memcpy(work.table + blocks + 2 * b, &entry, 2);
-    if (F::has_trim) work.table[3 * blocks + b] = uint8_t(form.trim);
-    *parts++ = {here.body, form.mode == RAW ? here.n * uint32_t(sizeof(Word)) : form.body, form.body};
-    bytes += form.body;
-    tail += form.tail;
+    *parts++ = enter<F>(work, b, blocks);
+    bytes += here.form.body;
+    tail += here.form.tail;
   }
   *parts = {work.tails, tail, pad16(tail)};
   return bytes + pad16(tail);

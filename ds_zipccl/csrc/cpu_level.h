@@ -24,10 +24,19 @@ struct ZipcclLevel {
   using Decode = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, uint8_t* words);
   using Add = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* sum);
 
+  using DeltaEncode = uint32_t(const uint8_t* words, const uint8_t* base, uint32_t numel, uint32_t block, void* workspace,
+                               ZipcclPart* parts);
+  // `words` may be `base`, or are apart from it.
+  using DeltaDecode = int32_t(const uint8_t* chunk, uint64_t bytes, const uint8_t* base, uint32_t numel, uint32_t block, uint8_t* words);
+  using HashBlocks = void(const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums);  // cpu_hash.h
+
   const char* name;
   Encode* encode[ZIPCCL_TYPES][ZIPCCL_CODES];
   Decode* decode[ZIPCCL_TYPES];
   Add* add[ZIPCCL_FP32 + 1][2];  // to sums of the type itself, to floats
+  DeltaEncode* delta_encode[ZIPCCL_FP32 + 1];
+  DeltaDecode* delta_decode[ZIPCCL_FP32 + 1];
+  HashBlocks* hash;
 };
 
 extern const ZipcclLevel zipccl_scalar;
@@ -43,6 +52,9 @@ const ZipcclLevel& zipccl_chosen();
 #define ZIPCCL_DECODE(F, LANES) zipccl::decode_chunk<zipccl::F, zipccl::LANES>
 #define ZIPCCL_ADD(F, LANES) \
   { zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t> }
+#define ZIPCCL_BASED(FUNCTION, LANES) \
+  { zipccl::FUNCTION<zipccl::Bf16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp16, zipccl::LANES>,                    \
+    zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES> }
 #define ZIPCCL_LEVEL(NAME, LANES)                                                                                         \
   const ZipcclLevel zipccl_##NAME = {                                                                                     \
       #NAME,                                                                                                              \
@@ -50,4 +62,7 @@ const ZipcclLevel& zipccl_chosen();
        ZIPCCL_ENCODE(E5m2, LANES)},                                                                                       \
       {ZIPCCL_DECODE(Bf16, LANES), ZIPCCL_DECODE(Fp16, LANES), ZIPCCL_DECODE(Fp32, LANES), ZIPCCL_DECODE(E4m3, LANES),    \
        ZIPCCL_DECODE(E5m2, LANES)},                                                                                       \
-      {ZIPCCL_ADD(Bf16, LANES), ZIPCCL_ADD(Fp16, LANES), ZIPCCL_ADD(Fp32, LANES)}}
+      {ZIPCCL_ADD(Bf16, LANES), ZIPCCL_ADD(Fp16, LANES), ZIPCCL_ADD(Fp32, LANES)},                                               \
+      ZIPCCL_BASED(encode_delta_chunk, LANES),                                                                            \
+      ZIPCCL_BASED(decode_delta_chunk, LANES),                                                                            \
+      zipccl::hash_blocks<zipccl::LANES>}

@@ -2,7 +2,7 @@
 // it begins (a scan with look-back: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016) and copies
 // it there. One pass over the words; words are read again only where a block turns out RAW.
 #pragma once
-#include "cuda_encode_block.cuh"
+#include "cuda_delta.cuh"
 #include "cuda_frame.cuh"
 
 namespace zipccl {
@@ -12,6 +12,7 @@ constexpr uint32_t kMaxJobs = 64;  // of a launch; their table travels with the 
 
 struct EncodeJob {
   const void* words;    // at any address of a word
+  const void* base;     // of a delta payload, at any address of a word
   uint8_t* payload;     // a multiple of 16
   uint8_t* header;      // 32 bytes before the payload: a whole flat frame is written; or null: only the payload
   uint64_t* bytes;      // where to put the payload's size, or null
@@ -77,6 +78,15 @@ ZIPCCL_DEVICE void copy_raw_block(const typename F::Word* from, uint32_t n, uint
   }
 }
 
+// How blocks are coded: with one of the codes, or against a base.
+template <typename Code>
+struct Alone : Code {
+  static constexpr bool delta = false;
+};
+struct AgainstBase {
+  static constexpr bool delta = true;
+};
+
 // One work item: a chunk of a job, or a job without words.
 template <typename F, typename Code>
 ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
@@ -100,13 +110,24 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     const uint32_t n = least(numel - b * jobs.block, jobs.block);
     const Word* const from = words + b * jobs.block;
     Form form = {kLater, 0, 0, 0, 0};
-    if (n == Whole::n && reinterpret_cast<uintptr_t>(from) % 16 == 0) form = encode_block<F, Code>(from, Whole(), shared.slot[b], shared.list[warp]);
+    if constexpr (!Code::delta) {
+      if (n == Whole::n && reinterpret_cast<uintptr_t>(from) % 16 == 0)
+        form = encode_block<F, Code>(from, Whole(), shared.slot[b], shared.list[warp]);
+    }
     if (lane == 0) shared.form[b] = form;
   }
   __syncwarp();
   for (uint32_t b = warp; b < blocks; b += kWarps) {
     if (shared.form[b].mode != kLater) continue;
-    const Form form = encode_block<F, Code>(words + b * jobs.block, Part{least(numel - b * jobs.block, jobs.block)}, shared.slot[b], shared.list[warp]);
+    const uint32_t n = least(numel - b * jobs.block, jobs.block);
+    const Word* const from = words + b * jobs.block;
+    Form form;
+    if constexpr (Code::delta) {
+      const Word* const base = static_cast<const Word*>(job.base) + first + b * jobs.block;
+      form = encode_change<F>(from, base, n, shared.slot[b], shared.list[warp]);
+    } else {
+      form = encode_block<F, Code>(from, Part{n}, shared.slot[b], shared.list[warp]);
+    }
     if (lane == 0) shared.form[b] = form;
   }
   __syncthreads();
@@ -135,7 +156,7 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   const uint64_t end = shared.start + shared.units * 16;
   if (chunk + 1 >= chunks && threadIdx.x == 0) {
     if (job.bytes) *job.bytes = end;
-    if (job.header) write_header(job.header, jobs.dtype, jobs.block, job.numel, kHeaderBytes + end, end > job.capacity);
+    if (job.header) write_header(job.header, Code::delta ? kCodecDelta : kCodecExponent, jobs.dtype, jobs.block, job.numel, kHeaderBytes + end, end > job.capacity);
     if (end > job.capacity && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
   }
   if (end > job.capacity || !blocks) return;

@@ -207,7 +207,7 @@ ZIPCCL_DEVICE uint32_t encode_sparse(const Stored<F>& words, uint32_t zeros, uin
   return encode_tiers<Cascade>(list, left, top, slot, second, limit);
 }
 
-constexpr uint32_t kLater = kModes;  // no mode: the code for whole blocks leaves the block to the code for parts
+constexpr uint32_t kLater = CHANGE + 1;  // no mode: the code for whole blocks leaves the block to the code for parts
 
 // A block's form, its body and tail to `slot`. n is at least one. What is seldom and takes registers, zeros and equal words, is left to
 // the code for parts.

@@ -7,14 +7,14 @@ namespace {
 
 constexpr uint32_t kHeaderBytes = 32;
 constexpr uint32_t kMagic = 'Z' | 'C' << 8 | 'C' << 16 | 'L' << 24;
-constexpr uint32_t kVersion = 1, kCodecRaw = 0, kCodecExponent = 1, kFlagOverflow = 4;
+constexpr uint32_t kVersion = 1, kCodecRaw = 0, kCodecExponent = 1, kCodecDelta = 2, kFlagOverflow = 4;
 
 ZIPCCL_FN constexpr uint32_t log2_of(uint32_t power) { return power > 1 ? 1 + log2_of(power / 2) : 0; }
 
 // `overflow`: the frame did not fit in its slot; it ends here, though frame_bytes says what it would have had.
-ZIPCCL_DEVICE void write_header(uint8_t* to, uint32_t dtype, uint32_t block, uint64_t numel, uint64_t frame_bytes, bool overflow) {
+ZIPCCL_DEVICE void write_header(uint8_t* to, uint32_t codec, uint32_t dtype, uint32_t block, uint64_t numel, uint64_t frame_bytes, bool overflow) {
   uint4* const header = reinterpret_cast<uint4*>(to);
-  header[0] = make_uint4(kMagic, kVersion | kCodecExponent << 8 | dtype << 16 | (overflow ? kFlagOverflow : 0) << 24, log2_of(block) << 8, 0);
+  header[0] = make_uint4(kMagic, kVersion | codec << 8 | dtype << 16 | (overflow ? kFlagOverflow : 0) << 24, log2_of(block) << 8, 0);
   header[1] = make_uint4(uint32_t(numel), uint32_t(numel >> 32), uint32_t(frame_bytes), uint32_t(frame_bytes >> 32));
 }
 
@@ -24,13 +24,14 @@ struct Opened {
   uint64_t payload_bytes;
 };
 
-// Reads the header of a flat frame without a checksum in a buffer of `capacity` bytes. It is to hold numel words of `dtype`, raw or in
-// blocks of `block`.
-ZIPCCL_DEVICE Opened read_header(const uint8_t* from, uint64_t capacity, uint32_t dtype, uint32_t block, uint64_t numel, uint32_t itemsize) {
+// Reads the header of a flat frame without a checksum in a buffer of `capacity` bytes. It is to hold numel words of `dtype`, raw or
+// coded with `wanted` in blocks of `block`.
+ZIPCCL_DEVICE Opened read_header(const uint8_t* from, uint64_t capacity, uint32_t wanted, uint32_t dtype, uint32_t block, uint64_t numel,
+                                 uint32_t itemsize) {
   if (capacity < kHeaderBytes) return {TRUNCATED, false, 0};
   const uint4 a = reinterpret_cast<const uint4*>(from)[0], b = reinterpret_cast<const uint4*>(from)[1];
   const uint32_t codec = a.y >> 8 & 255, flags = a.y >> 24, log2 = a.z >> 8 & 255;
-  const bool coded = codec == kCodecExponent;
+  const bool coded = codec == wanted;
   const uint64_t frame_bytes = uint64_t(b.w) << 32 | b.z, payload_bytes = frame_bytes - kHeaderBytes;
   if (a.x != kMagic) return {MAGIC, coded, 0};
   if ((a.y & 255) != kVersion) return {VERSION, coded, 0};

@@ -3,6 +3,7 @@
 #pragma once
 #include "cuda_decode.cuh"
 #include "cuda_encode.cuh"
+#include "cuda_hash.cuh"
 #include "cuda_sum.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -13,12 +14,19 @@
 
 #define ZIPCCL_CODEC(type, F, encode_blocks, decode_blocks)                                      \
   ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_cascade(const zipccl::EncodeJobs jobs) {    \
-    zipccl::encode<zipccl::F, zipccl::Cascade>(jobs);                                            \
+    zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Cascade>>(jobs);                                            \
   }                                                                                              \
   ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_window(const zipccl::EncodeJobs jobs) {     \
-    zipccl::encode<zipccl::F, zipccl::Window>(jobs);                                             \
+    zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Window>>(jobs);                                             \
   }                                                                                              \
   ZIPCCL_KERNEL(decode_blocks) zipccl_decode_##type(const zipccl::DecodeJobs jobs) { zipccl::decode<zipccl::F>(jobs); }
+#define ZIPCCL_DELTA(type, F, encode_blocks, decode_blocks)                                       \
+  ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_delta(const zipccl::EncodeJobs jobs) {      \
+    zipccl::encode<zipccl::F, zipccl::AgainstBase>(jobs);                                        \
+  }                                                                                              \
+  ZIPCCL_KERNEL(decode_blocks) zipccl_decode_##type##_delta(const zipccl::DecodeJobs jobs) {      \
+    zipccl::decode<zipccl::F, true>(jobs);                                                       \
+  }
 #define ZIPCCL_SUM(type, F) \
   ZIPCCL_KERNEL(2) zipccl_decode_sum_##type(const zipccl::SumJob job) { zipccl::decode_sum<zipccl::F>(job); }
 
@@ -27,11 +35,16 @@ ZIPCCL_CODEC(fp16, Fp16, 4, ZIPCCL_DECODE_BLOCKS)
 ZIPCCL_CODEC(fp32, Fp32, 2, 3)
 ZIPCCL_CODEC(e4m3, E4m3, 4, ZIPCCL_DECODE_BLOCKS)
 ZIPCCL_CODEC(e5m2, E5m2, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_DELTA(bf16, Bf16, 3, 3)
+ZIPCCL_DELTA(fp16, Fp16, 3, 3)
+ZIPCCL_DELTA(fp32, Fp32, 2, 2)
 ZIPCCL_SUM(bf16, Bf16)
 ZIPCCL_SUM(fp16, Fp16)
 ZIPCCL_SUM(fp32, Fp32)
 #undef ZIPCCL_CODEC
+#undef ZIPCCL_DELTA
 #undef ZIPCCL_SUM
+ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) { zipccl::hash_region(job, gridDim.x); }
 #undef ZIPCCL_DECODE_BLOCKS
 
 // Calls each(kernel, type of its parameters).
@@ -45,6 +58,10 @@ ZIPCCL_SUM(fp32, Fp32)
   ZIPCCL_CODEC_OF(each, fp32)                                                                  \
   ZIPCCL_CODEC_OF(each, e4m3)                                                                  \
   ZIPCCL_CODEC_OF(each, e5m2)                                                                  \
+  each(zipccl_encode_bf16_delta, EncodeJobs) each(zipccl_decode_bf16_delta, DecodeJobs)          \
+  each(zipccl_encode_fp16_delta, EncodeJobs) each(zipccl_decode_fp16_delta, DecodeJobs)          \
+  each(zipccl_encode_fp32_delta, EncodeJobs) each(zipccl_decode_fp32_delta, DecodeJobs)          \
+  each(zipccl_hash, HashJob)                                                                     \
   each(zipccl_decode_sum_bf16, SumJob) each(zipccl_decode_sum_fp16, SumJob) each(zipccl_decode_sum_fp32, SumJob)
 
 // kernels/cuda.py asks for so much shared memory.

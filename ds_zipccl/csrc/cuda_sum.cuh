@@ -31,7 +31,7 @@ struct SumShared {
 template <typename F>
 ZIPCCL_DEVICE int32_t open_summand(const SumJob& job, uint32_t frame, uint32_t chunk, uint32_t numel, SumShared<F>& shared) {
   const uint8_t* const at = job.frame[frame];
-  const Opened opened = read_header(at, job.capacity[frame], job.dtype, job.block, job.numel, sizeof(typename F::Word));
+  const Opened opened = read_header(at, job.capacity[frame], kCodecExponent, job.dtype, job.block, job.numel, sizeof(typename F::Word));
   if (opened.status) return opened.status;
   const uint8_t* from = at + kHeaderBytes;
   if (opened.coded) {

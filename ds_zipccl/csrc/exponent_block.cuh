@@ -20,7 +20,7 @@ typedef uint64_t uintptr_t;
 namespace zipccl {
 namespace {  // each CPU level compiles its own copy: merging them would let one level's instructions reach another
 
-enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WINDOW = 4, kModes = 5 };
+enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WINDOW = 4, CHANGE = 5 };
 enum Status : int32_t {  // FrameErrorCode of frame.py
   OK = 0, TRUNCATED = 1, MAGIC = 2, VERSION = 3, CODEC = 4, RESERVED = 6, SIZE = 8, MISMATCH = 10, INDEX = 11, BLOCK = 12, OVERFLOWED = 13
 };

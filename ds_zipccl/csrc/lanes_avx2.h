@@ -225,6 +225,34 @@ struct Avx2Lanes {
     }
     return Bytes::make([&](uint32_t i) { return _mm256_blendv_epi8(x.half(i), load32(bytes + 32 * i), spread(all, i)); });
   }
+  static uint64_t above(const Bytes& x, uint8_t limit) {
+    const __m256i at = _mm256_set1_epi8(char(limit));
+    return top_bits(_mm256_cmpgt_epi8(x.half(0), at), _mm256_cmpgt_epi8(x.half(1), at));
+  }
+  static uint64_t gather(uint64_t x, uint64_t mask) { return _pext_u64(x, mask); }
+  static uint64_t scatter(uint64_t x, uint64_t mask) { return _pdep_u64(x, mask); }
+
+  static void hash_sums(const uint8_t* data, const uint64_t* keys, const uint64_t* others, uint32_t count, uint64_t* sums) {
+    __m256i sum[2][2] = {{_mm256_setzero_si256(), _mm256_setzero_si256()}, {_mm256_setzero_si256(), _mm256_setzero_si256()}};
+    const auto add = [&](uint32_t at, __m256i* sums) {
+      const auto plus = [&](const uint64_t* k) {
+        return _mm256_add_epi32(load32(data + 8 * at), load32(reinterpret_cast<const uint8_t*>(k + at)));
+      };
+      const __m256i y = plus(keys), z = plus(others);
+      sums[0] = _mm256_add_epi64(sums[0], _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32)));
+      sums[1] = _mm256_add_epi64(sums[1], _mm256_mul_epu32(z, _mm256_srli_epi64(z, 32)));
+    };
+    for (uint32_t at = 0; at < count; at += 8) {
+      add(at, sum[0]);
+      add(at + 4, sum[1]);
+    }
+    for (uint32_t h = 0; h < 2; ++h) {
+      const __m256i x = _mm256_add_epi64(sum[0][h], sum[1][h]);
+      const __m128i half = _mm_add_epi64(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+      sums[h] = uint64_t(_mm_cvtsi128_si64(half)) + uint64_t(_mm_extract_epi64(half, 1));
+    }
+  }
+
   template <typename W>
   static uint64_t zeros(const Vec<W>& x) {
     Bytes any = x.plane[0];

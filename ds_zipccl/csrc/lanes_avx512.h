@@ -173,6 +173,28 @@ struct Avx512Lanes {
     return _mm512_mask_expand_epi8(x, mask, packed);
   }
 
+  static uint64_t above(Bytes x, uint8_t limit) { return _mm512_cmpgt_epu8_mask(x, _mm512_set1_epi8(char(limit))); }
+  static uint64_t gather(uint64_t x, uint64_t mask) { return _pext_u64(x, mask); }
+  static uint64_t scatter(uint64_t x, uint64_t mask) { return _pdep_u64(x, mask); }
+
+  static void hash_sums(const uint8_t* data, const uint64_t* keys, const uint64_t* others, uint32_t count, uint64_t* sums) {
+    __m512i sum[2][2] = {{_mm512_setzero_si512(), _mm512_setzero_si512()}, {_mm512_setzero_si512(), _mm512_setzero_si512()}};
+    const auto add = [&](uint32_t at, __m512i* sums) {
+      const __m512i x = _mm512_loadu_si512(data + 8 * at), k = _mm512_load_si512(keys + at), other = _mm512_load_si512(others + at);
+      const __m512i y = _mm512_add_epi32(x, k), z = _mm512_add_epi32(x, other);
+      sums[0] = _mm512_add_epi64(sums[0], _mm512_mul_epu32(y, _mm512_srli_epi64(y, 32)));
+      sums[1] = _mm512_add_epi64(sums[1], _mm512_mul_epu32(z, _mm512_srli_epi64(z, 32)));
+    };
+    for (uint32_t at = 0; at < count; at += 16) {
+      add(at, sum[0]);
+      add(at + 8, sum[1]);
+    }
+    for (uint32_t h = 0; h < 2; ++h) {
+      const __m512i x = _mm512_add_epi64(sum[0][h], sum[1][h]);
+      sums[h] = uint64_t(_mm512_reduce_add_epi64(x));
+    }
+  }
+
   template <typename W>
   static uint64_t zeros(const Vec<W>& x) {
     Bytes any = x.plane[0];

@@ -123,6 +123,30 @@ struct ScalarLanes {
     for (; mask; mask &= mask - 1) x.w[__builtin_ctzll(mask)] = *from++;
     return x;
   }
+  // Which bytes, all below 128, are above `limit`.
+  static uint64_t above(const Bytes& x, uint8_t limit) {
+    return plane(x.map([=](uint8_t byte) { return uint8_t(byte > limit); }), 0);
+  }
+  // The bits of x at the ones of mask, close together; and the inverse, for as many low bits of x as mask has ones.
+  static uint64_t gather(uint64_t x, uint64_t mask) {
+    uint64_t out = 0;
+    for (uint32_t i = 0; mask; mask &= mask - 1, ++i) out |= (x >> __builtin_ctzll(mask) & 1) << i;
+    return out;
+  }
+  static uint64_t scatter(uint64_t x, uint64_t mask) {
+    uint64_t out = 0;
+    for (; mask; mask &= mask - 1, x >>= 1) out |= (mask & (0 - mask)) & (0 - (x & 1));
+    return out;
+  }
+  // Sums of the products of the halves of `count` u64 (a multiple of 16) after adding keys to them, once for each set of keys.
+  static void hash_sums(const uint8_t* data, const uint64_t* keys, const uint64_t* others, uint32_t count, uint64_t* sums) {
+    sums[0] = sums[1] = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint64_t x = load_word<uint64_t>(data + 8 * i), k = keys[i], other = others[i];
+      sums[0] += uint64_t(uint32_t(x + k)) * uint32_t((x >> 32) + (k >> 32));
+      sums[1] += uint64_t(uint32_t(x + other)) * uint32_t((x >> 32) + (other >> 32));
+    }
+  }
   // Which words are zero.
   template <typename W>
   static uint64_t zeros(const Vec<W>& x) {

@@ -33,6 +33,19 @@ class Route(Protocol):
         raises FrameError."""
         ...
 
+    def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        """Encode ``words`` against ``base``, of the same dtype (bfloat16, float16 or float32) and size, into ``out`` (uint8,
+        payload_bound() bytes); returns the payload's bytes."""
+        ...
+
+    def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        """The inverse; ``words`` may be ``base``'s memory or apart from it. Raises FrameError."""
+        ...
+
+    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
+        """Both halves of the hash of ``data`` (uint8; FORMAT.md section 5)."""
+        ...
+
 
 class RouteUnavailable(RuntimeError):
     """The route that was asked for cannot run here; the message says why and what to do."""

@@ -28,7 +28,10 @@ SHARED_BYTES = {
     "encode": {1: 26624, 2: 43008, 4: 75776},
     "decode": {1: 25088, 2: 33280, 4: 49664},
     "decode_sum": {2: 50176, 4: 66560},
+    "hash": {1: 0},
 }
+#: Blocks of threads that hash at most; each takes 8 KiB at a time.
+HASH_GRID = 1024
 #: What a status word holds until something fails.
 NO_FAILURE = -1
 
@@ -37,7 +40,7 @@ _u32, _u64, _ptr = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 
 class _EncodeJob(ctypes.Structure):
     _fields_ = [
-        ("words", _ptr), ("payload", _ptr), ("header", _ptr), ("bytes", _ptr),
+        ("words", _ptr), ("base", _ptr), ("payload", _ptr), ("header", _ptr), ("bytes", _ptr),
         ("numel", _u64), ("capacity", _u64), ("first_item", _u64),
     ]  # fmt: skip
 
@@ -51,7 +54,8 @@ class _EncodeJobs(ctypes.Structure):
 
 class _DecodeJob(ctypes.Structure):
     _fields_ = [
-        ("payload", _ptr), ("header", _ptr), ("bytes", _u64), ("words", _ptr), ("numel", _u64), ("first_item", _u64),
+        ("payload", _ptr), ("header", _ptr), ("bytes", _u64), ("words", _ptr), ("base", _ptr),
+        ("numel", _u64), ("first_item", _u64),
     ]  # fmt: skip
 
 
@@ -66,6 +70,10 @@ class _SumJob(ctypes.Structure):
         ("frame", _ptr * MAX_JOBS), ("capacity", _u64 * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
         ("wide", _u32), ("add", _u32), ("sums", _ptr), ("numel", _u64), ("status", _ptr),
     ]  # fmt: skip
+
+
+class _HashJob(ctypes.Structure):
+    _fields_ = [("data", _ptr), ("bytes", _u64), ("sums", _ptr), ("ticket", _ptr)]
 
 
 class Launcher(Protocol):
@@ -95,33 +103,29 @@ class CudaRoute:
     def encode(
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
     ) -> list[int]:
-        sizes = torch.empty(len(segments), dtype=torch.int64, device=segments[0].device)
-        places = [out if out.data_ptr() % 16 == 0 else torch.empty_like(out) for out in outs]
-        jobs = [
-            _EncodeJob(words.data_ptr(), out.data_ptr(), None, sizes.data_ptr() + 8 * i, words.numel(), out.numel(), 0)
-            for i, (words, out) in enumerate(zip(segments, places, strict=True))
-        ]
-        self._encode(jobs, segments[0], code, block, None)
-        result: list[int] = sizes.tolist()
-        for place, out, size in zip(places, outs, result, strict=True):
-            if size > out.numel():
-                raise ValueError(f"a payload of {size} bytes does not fit in {out.numel()}; use compress_bound()")
-            if place is not out:
-                out[:size].copy_(place[:size])
-        return result
+        return self._encode_payloads(segments, None, code, block, outs)
+
+    def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        return self._encode_payloads([words], base, "delta", block, [out])[0]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        if payload.data_ptr() % 16:
-            payload = payload.clone()
-        status = new_status(words.device)
-        job = _DecodeJob(payload.data_ptr(), None, payload.numel(), words.data_ptr(), words.numel(), 0)
-        self._decode([job], words, block, status)
-        raise_failure(status)
+        self._decode_payload(payload, None, block, words)
+
+    def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        self._decode_payload(payload, base, block, words)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         values = torch.empty(sums.numel(), dtype=dtype, device=sums.device)
         self.decode(payload, block, values)
         add(sums, values)
+
+    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
+        work = torch.zeros(3, dtype=torch.int64, device=data.device)
+        job = _HashJob(data.data_ptr(), data.numel(), work.data_ptr(), work.data_ptr() + 16)
+        grid = max(1, min(HASH_GRID, -(-data.numel() // 8192)))
+        self._launch("hash", "", 1, grid, job, data.device)
+        first, second, _ = (int(half) & (1 << 64) - 1 for half in work.tolist())
+        return first, second
 
     # ------------------------------------------------------------------ whole flat frames, without a word to the host
 
@@ -144,7 +148,7 @@ class CudaRoute:
             room = slot.numel() - HEADER_BYTES
             if room < 0:
                 raise ValueError(f"a slot holds at least the {HEADER_BYTES} bytes of a header, got {slot.numel()}")
-            jobs.append(_EncodeJob(words.data_ptr(), at + HEADER_BYTES, at, None, words.numel(), room, 0))
+            jobs.append(_EncodeJob(words.data_ptr(), None, at + HEADER_BYTES, at, None, words.numel(), room, 0))
         self._encode(jobs, segments[0], code, block, overflows)
 
     def decode_frames(
@@ -156,7 +160,9 @@ class CudaRoute:
         are undefined.
         """
         jobs = [
-            _DecodeJob(_aligned(slot) + HEADER_BYTES, slot.data_ptr(), slot.numel(), words.data_ptr(), words.numel(), 0)
+            _DecodeJob(
+                _aligned(slot) + HEADER_BYTES, slot.data_ptr(), slot.numel(), words.data_ptr(), None, words.numel(), 0
+            )
             for slot, words in zip(slots, outs, strict=True)
         ]
         self._decode(jobs, outs[0], block, status)
@@ -188,6 +194,43 @@ class CudaRoute:
 
     # ------------------------------------------------------------------ launches
 
+    def _encode_payloads(
+        self,
+        segments: Sequence[torch.Tensor],
+        base: torch.Tensor | None,
+        code: str,
+        block: int,
+        outs: Sequence[torch.Tensor],
+    ) -> list[int]:
+        sizes = torch.empty(len(segments), dtype=torch.int64, device=segments[0].device)
+        places = [out if out.data_ptr() % 16 == 0 else torch.empty_like(out) for out in outs]
+        jobs = [
+            _EncodeJob(
+                words.data_ptr(), None if base is None else base.data_ptr(), out.data_ptr(), None,
+                sizes.data_ptr() + 8 * i, words.numel(), out.numel(), 0,
+            )
+            for i, (words, out) in enumerate(zip(segments, places, strict=True))
+        ]  # fmt: skip
+        self._encode(jobs, segments[0], code, block, None)
+        result: list[int] = sizes.tolist()
+        for place, out, size in zip(places, outs, result, strict=True):
+            if size > out.numel():
+                raise ValueError(f"a payload of {size} bytes does not fit in {out.numel()}; use compress_bound()")
+            if place is not out:
+                out[:size].copy_(place[:size])
+        return result
+
+    def _decode_payload(
+        self, payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor
+    ) -> None:
+        if payload.data_ptr() % 16:
+            payload = payload.clone()
+        status = new_status(words.device)
+        place = None if base is None else base.data_ptr()
+        job = _DecodeJob(payload.data_ptr(), None, payload.numel(), words.data_ptr(), place, words.numel(), 0)
+        self._decode([job], words, block, status, "" if base is None else "_delta")
+        raise_failure(status)
+
     def _encode(
         self, jobs: list[_EncodeJob], like: torch.Tensor, code: str, block: int, overflows: torch.Tensor | None
     ) -> None:
@@ -199,18 +242,22 @@ class CudaRoute:
             )  # fmt: skip
             self._launch("encode", f"{DTYPES[like.dtype]}_{code}", like.itemsize, items, params, like.device)
 
-    def _decode(self, jobs: list[_DecodeJob], like: torch.Tensor, block: int, status: torch.Tensor) -> None:
+    def _decode(
+        self, jobs: list[_DecodeJob], like: torch.Tensor, block: int, status: torch.Tensor, code: str = ""
+    ) -> None:
         for part, items in _launches(jobs, block):
             params = _DecodeJobs(
                 (_DecodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], status.data_ptr()
             )
-            self._launch("decode", DTYPES[like.dtype], like.itemsize, items, params, like.device)
+            self._launch("decode", DTYPES[like.dtype] + code, like.itemsize, items, params, like.device)
 
     def _launch(
         self, what: str, kind: str, itemsize: int, grid: int, params: ctypes.Structure, device: torch.device
     ) -> None:
         with _current(device) as stream:
-            self._launcher.launch(f"zipccl_{what}_{kind}", grid, SHARED_BYTES[what][itemsize], params, stream)
+            self._launcher.launch(
+                "_".join(filter(None, ("zipccl", what, kind))), grid, SHARED_BYTES[what][itemsize], params, stream
+            )
 
 
 def new_status(device: torch.device) -> torch.Tensor:

@@ -40,6 +40,15 @@ class NativeRoute:
         self._decode.argtypes, self._decode.restype = [pointer, u64, pointer, u64, i32, u32, i32], i32
         self._decode_add = library.zipccl_decode_add
         self._decode_add.argtypes, self._decode_add.restype = [pointer, u64, pointer, u64, i32, u32, i32, i32], i32
+        self._encode_delta = library.zipccl_delta_encode
+        self._encode_delta.argtypes, self._encode_delta.restype = [pointer, pointer, u64, pointer, i32, u32, i32], u64
+        self._decode_delta = library.zipccl_delta_decode
+        self._decode_delta.argtypes, self._decode_delta.restype = (
+            [pointer, u64, pointer, pointer, u64, i32, u32, i32],
+            i32,
+        )
+        self._hash = library.zipccl_hash
+        self._hash.argtypes, self._hash.restype = [pointer, u64, pointer, i32], None
         self._level = library.zipccl_level
         self._level.argtypes, self._level.restype = [], ctypes.c_char_p
         self._force = library.zipccl_force_level
@@ -84,6 +93,27 @@ class NativeRoute:
                 torch.get_num_threads(),
             )
         )  # fmt: skip
+
+    def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        return int(
+            self._encode_delta(
+                words.data_ptr(), base.data_ptr(), words.numel(), out.data_ptr(), DTYPE_IDS[words.dtype], block,
+                torch.get_num_threads(),
+            )
+        )  # fmt: skip
+
+    def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        _check(
+            self._decode_delta(
+                payload.data_ptr(), payload.numel(), base.data_ptr(), words.data_ptr(), words.numel(),
+                DTYPE_IDS[words.dtype], block, torch.get_num_threads(),
+            )
+        )  # fmt: skip
+
+    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
+        halves = (ctypes.c_uint64 * 2)()
+        self._hash(data.data_ptr(), data.numel(), ctypes.addressof(halves), torch.get_num_threads())
+        return halves[0], halves[1]
 
 
 def _check(status: int) -> None:

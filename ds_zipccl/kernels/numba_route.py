@@ -24,23 +24,37 @@ _FLOATS = {
 class NumbaRoute:
     """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`."""
 
-    def __init__(self, encoder: ModuleType, decoder: ModuleType) -> None:
-        self._encoder, self._decoder = encoder, decoder
+    def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType) -> None:
+        self._encoder, self._decoder, self._hasher = encoder, decoder, hasher
         self._modes = {"cascade": encoder.CASCADE, "window": encoder.WINDOW}
 
     def encode(
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
     ) -> list[int]:
         return [
-            int(self._encoder.encode(_array(words), self._modes[code], *_FLOATS[words.dtype][:2], block, out.numpy()))
+            self._encode(words, words[:0], self._modes[code], block, out)
             for words, out in zip(segments, outs, strict=True)
         ]
 
-    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+    def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        return self._encode(words, base, self._modes["cascade"], block, out)
+
+    def _encode(self, words: torch.Tensor, base: torch.Tensor, mode: int, block: int, out: torch.Tensor) -> int:
         exponent, mantissa, _ = _FLOATS[words.dtype]
-        status = self._decoder.decode(payload.numpy(), exponent, mantissa, block, _array(words))
+        return int(self._encoder.encode(_array(words), _array(base), mode, exponent, mantissa, block, out.numpy()))
+
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        self.decode_delta(payload, words[:0], block, words)
+
+    def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        exponent, mantissa, _ = _FLOATS[words.dtype]
+        status = self._decoder.decode(payload.numpy(), _array(base), exponent, mantissa, block, _array(words))
         if status:
             raise FrameError(status, "the payload contradicts itself")
+
+    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
+        first, second = self._hasher.region_hash(data.numpy())
+        return int(first), int(second)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         values = torch.empty(sums.numel(), dtype=dtype)
@@ -58,6 +72,6 @@ def load() -> NumbaRoute:
     Raises:
         ImportError: numba is not installed.
     """
-    from ds_zipccl.kernels import reference_decode, reference_encode
+    from ds_zipccl.kernels import reference_decode, reference_encode, reference_hash
 
-    return NumbaRoute(reference_encode, reference_decode)
+    return NumbaRoute(reference_encode, reference_decode, reference_hash)

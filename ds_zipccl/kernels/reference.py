@@ -1,8 +1,9 @@
 """Exponent payload in numba: the readable reference of FORMAT.md section 2, and the fallback without a compiler.
 
-Here is what encoder and decoder share; they are :mod:`.reference_encode` and :mod:`.reference_decode`. Words are numpy uint8, uint16
-or uint32 arrays, payloads uint8 arrays. A float type is ``(E, M)``: exponent and mantissa bits. Loops are simple enough for LLVM to
-vectorise; bit planes are made and read eight elements at a time, as bytes of a uint64.
+Here is what encoder and decoder share; they are :mod:`.reference_encode` and :mod:`.reference_decode`, with :mod:`.reference_delta`
+for blocks that have a base. Words are numpy uint8, uint16 or uint32 arrays, payloads uint8 arrays. A float type is ``(E, M)``: exponent
+and mantissa bits. Loops are simple enough for LLVM to vectorise; bit planes are made and read eight elements at a time, as bytes of a
+uint64.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from ds_zipccl.op_builder.cache import cache_root
 
-FILL, RAW, CASCADE, SPARSE, WINDOW = range(5)
+FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
 OK, INDEX, BLOCK = 0, 11, 12  # FrameErrorCode
 CHUNK_BLOCKS = 16
 MAX_BLOCK = 1024

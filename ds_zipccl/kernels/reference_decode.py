@@ -8,6 +8,7 @@ from ds_zipccl.kernels.reference import (
     ABOVE,
     BLOCK,
     CASCADE,
+    CHANGE,
     CHUNK_BLOCKS,
     FILL,
     INDEX,
@@ -29,6 +30,7 @@ from ds_zipccl.kernels.reference import (
     parts_bytes,
     plane_bytes,
 )
+from ds_zipccl.kernels.reference_delta import decode_change
 
 _PICK = np.uint64(0x8040201008040201)  # from eight copies of a byte its bit i in byte i
 _CARRY = np.uint64(0x7F7F7F7F7F7F7F7F)
@@ -141,7 +143,7 @@ with kernel_cache():
         return OK
 
     @jit
-    def _decode_chunk(chunk, words, exponent, mantissa, block):
+    def _decode_chunk(chunk, base, words, exponent, mantissa, block):
         itemsize = (1 + exponent + mantissa) // 8
         blocks = (len(words) + block - 1) // block
         body = pad16(blocks * (4 if itemsize == 4 else 3))
@@ -152,7 +154,7 @@ with kernel_cache():
         for b in range(blocks):
             mode = chunk[blocks + 2 * b + 1] >> (TAIL_BITS - 8)
             trim = np.int64(chunk[3 * blocks + b]) if itemsize == 4 else 0
-            if mode > WINDOW or trim > mantissa:
+            if mode > (CHANGE if len(base) else WINDOW) or trim > mantissa:
                 return BLOCK
             tail += body_bytes(mode, min(block, len(words) - b * block), trim, mantissa, itemsize)
         for b in range(blocks):
@@ -178,6 +180,8 @@ with kernel_cache():
                 if tail_bytes:
                     return BLOCK
                 here.view(np.uint8)[:] = first[: len(here) * itemsize]
+            elif mode == CHANGE:
+                status = decode_change(second, base[b * block : (b + 1) * block], top, exponent, mantissa, here)
             elif mode == SPARSE:
                 status = _decode_sparse(second, top, trim, exponent, mantissa, here)
             else:
@@ -199,8 +203,11 @@ with kernel_cache():
         return 16 * value
 
     @jit
-    def decode(payload, exponent, mantissa, block, words):
-        """Decode ``payload`` to ``words``. Returns 0 or a FrameErrorCode; the words are then undefined."""
+    def decode(payload, base, exponent, mantissa, block, words):
+        """Decode ``payload`` to ``words``. Returns 0 or a FrameErrorCode; the words are then undefined.
+
+        ``base`` is empty for an exponent payload, and for a delta payload the words' base, which may be ``words`` itself.
+        """
         chunk_size = block * CHUNK_BLOCKS
         chunks = (len(words) + chunk_size - 1) // chunk_size
         at = pad16(4 * chunks)
@@ -210,8 +217,8 @@ with kernel_cache():
             end = _offset(payload, chunk + 1) if chunk + 1 < chunks else len(payload)
             if _offset(payload, chunk) != at or end < at or end > len(payload):
                 return INDEX
-            part = words[chunk * chunk_size : (chunk + 1) * chunk_size]
-            status = _decode_chunk(payload[at:end], part, exponent, mantissa, block)
+            start, stop = chunk * chunk_size, (chunk + 1) * chunk_size
+            status = _decode_chunk(payload[at:end], base[start:stop], words[start:stop], exponent, mantissa, block)
             if status != OK:
                 return status
             at = end

@@ -8,6 +8,7 @@ from ds_zipccl.kernels.reference import (
     ABOVE,
     CASCADE,
     CASCADE_BIAS,
+    CHANGE,
     CHUNK_BLOCKS,
     CODE_OF_K,
     FILL,
@@ -29,6 +30,7 @@ from ds_zipccl.kernels.reference import (
     parts_bytes,
     plane_bytes,
 )
+from ds_zipccl.kernels.reference_delta import encode_change
 
 _GATHER = np.uint64(0x0102040810204080)  # brings the low bits of eight bytes together in the top byte
 
@@ -177,8 +179,26 @@ with kernel_cache():
         return RAW, 0, 0, raw, 0
 
     @jit
-    def encode(words, wanted, exponent, mantissa, block, out):
-        """Encode ``words`` to ``out`` (payload_bound() bytes) in mode CASCADE or WINDOW. Returns the payload's bytes."""
+    def _encode_against(words, base, exponent, mantissa, body, tail, exponents, codes, values):
+        """As _encode_block, for a block of a delta payload."""
+        top, size = encode_change(words, base, exponent, mantissa, tail)
+        if size == 0 or (words.min() != words.max() and 4 * size < pad16(words.nbytes)):
+            return CHANGE, top, 0, 0, size
+        change = tail[:size].copy()
+        tail[:] = 0
+        form = _encode_block(words, CASCADE, exponent, mantissa, body, tail, exponents, codes, values)
+        if form[0] == FILL or form[3] + form[4] <= size:
+            return form
+        tail[:] = 0
+        tail[:size] = change
+        return CHANGE, top, 0, 0, size
+
+    @jit
+    def encode(words, base, wanted, exponent, mantissa, block, out):
+        """Encode ``words`` to ``out`` (payload_bound() bytes). Returns the payload's bytes.
+
+        ``base`` is empty for an exponent payload in mode ``wanted``, CASCADE or WINDOW, and for a delta payload the words' base.
+        """
         itemsize = (1 + exponent + mantissa) // 8
         chunk_size = block * CHUNK_BLOCKS
         chunks = (len(words) + chunk_size - 1) // chunk_size
@@ -202,9 +222,15 @@ with kernel_cache():
             tails_end = 0
             for b in range(blocks):
                 here = part[b * block : (b + 1) * block]
-                mode, top, trim, size, tail_bytes = _encode_block(
-                    here, wanted, exponent, mantissa, body, tail, exponents, codes, values
-                )
+                if len(base):
+                    start = chunk * chunk_size + b * block
+                    mode, top, trim, size, tail_bytes = _encode_against(
+                        here, base[start : start + len(here)], exponent, mantissa, body, tail, exponents, codes, values
+                    )
+                else:
+                    mode, top, trim, size, tail_bytes = _encode_block(
+                        here, wanted, exponent, mantissa, body, tail, exponents, codes, values
+                    )
                 out[table + b] = top
                 out[table + blocks + 2 * b] = tail_bytes & 255
                 out[table + blocks + 2 * b + 1] = mode << (TAIL_BITS - 8) | tail_bytes >> 8

@@ -44,7 +44,7 @@ Fiber* current;
 jmp_buf scheduler;
 std::vector<Fiber*> ready;
 std::mt19937_64 chance;
-uint32_t shared_bytes;
+uint32_t shared_bytes, blocks_of_grid;
 uint64_t sighs = 0;  // how often threads gave way since a warp last got on
 constexpr uint64_t kPatience = 10'000'000;
 
@@ -81,6 +81,7 @@ void resume(Fiber* fiber) {
 
 Index thread_index() { return {current->thread}; }
 Index block_index() { return {current->block->index}; }
+Index grid_size() { return {blocks_of_grid}; }
 
 void* shared_memory(uint64_t bytes) {
   if (bytes > shared_bytes) fail("more shared memory is used than was asked for", "");
@@ -150,6 +151,7 @@ extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t grid, uint32_t 
   run_kernel = kernel->run;
   parameters = params;
   shared_bytes = shared;
+  blocks_of_grid = grid;
   chance.seed(seed);
   // Blocks start in any order.
   std::vector<uint32_t> order(grid);

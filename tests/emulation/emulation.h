@@ -29,6 +29,7 @@ struct Index {
 };
 Index thread_index();
 Index block_index();
+Index grid_size();
 void* shared_memory(uint64_t bytes);
 
 // Waits until every lane of the warp has come to the same operation, and returns what each brought. The lanes must all take part.
@@ -65,6 +66,7 @@ uint32_t by_parts(uint32_t a, uint32_t b, uint32_t bits, Each each) {
 
 #define threadIdx (emulation::thread_index())
 #define blockIdx (emulation::block_index())
+#define gridDim (emulation::grid_size())
 
 inline void __syncthreads() { emulation::wait_for_block(); }
 inline void __syncwarp() { emulation::exchange(0, "syncwarp"); }
@@ -108,11 +110,16 @@ inline uint32_t atomicAdd_system(uint32_t* at, uint32_t value) { return atomicAd
 inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
   return emulation::atomic(at, [=](uint32_t before) { return before | value; });
 }
+inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
+  return emulation::atomic(at, [=](unsigned long long before) { return before + value; });
+}
+inline void __threadfence() {}
 inline unsigned long long atomicMin_system(unsigned long long* at, unsigned long long value) {
   return emulation::atomic(at, [=](unsigned long long before) { return value < before ? value : before; });
 }
 
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz(uint32_t(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return uint32_t((uint64_t(high) << 32 | low) >> (shift & 31));

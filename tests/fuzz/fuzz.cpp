@@ -21,6 +21,10 @@ extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* word
                                  int32_t threads);
 extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
                                      int32_t wide, int32_t threads);
+extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uint64_t numel, void* out, int32_t dtype, uint32_t block,
+                                        int32_t threads);
+extern "C" int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* base, void* words, uint64_t numel, int32_t dtype,
+                                       uint32_t block, int32_t threads);
 extern "C" int32_t zipccl_force_level(const char* name);
 
 namespace {
@@ -54,7 +58,7 @@ struct Case {
   int32_t dtype;  // FORMAT.md table 1.1
   uint32_t block;
   uint64_t numel;
-  int32_t code;
+  int32_t code;         // 2: delta
   uint64_t item() const { return dtype == 3 ? 4 : dtype > 3 ? 1 : 2; }
   uint32_t mantissa() const { return dtype == 1 ? 7 : dtype == 2 ? 10 : dtype == 3 ? 23 : dtype == 13 ? 3 : 2; }
   uint32_t exponents() const { return dtype == 2 || dtype == 14 ? 31 : dtype == 13 ? 15 : 255; }
@@ -96,6 +100,18 @@ void generate(const Case& c, uint64_t n, uint8_t* words) {
   }
 }
 
+// What n words were before: themselves, a few units away, or for some anything else.
+void change(const Case& c, uint64_t n, const uint8_t* words, uint8_t* base) {
+  const uint64_t in_64 = below(65), reach = 1 + below(1ull << below(8)), replaced = below(4) ? 0 : below(65);
+  for (uint64_t i = 0; i < n; ++i) {
+    uint32_t word = 0;
+    memcpy(&word, words + i * c.item(), c.item());
+    if (below(64) < in_64) word += uint32_t(below(2 * reach + 1) - reach);
+    if (below(64) < replaced) word = uint32_t(draw());
+    memcpy(base + i * c.item(), &word, c.item());
+  }
+}
+
 // Damages `frame` in place, perhaps cutting or extending it, and perhaps what the receiver takes it for.
 void damage(std::string& payload, Case& c) {
   const uint64_t kind = below(9), size = payload.size();
@@ -125,14 +141,14 @@ void damage(std::string& payload, Case& c) {
   exit(1);
 }
 
-std::string encode_everywhere(const Case& c, const std::vector<const char*>& levels, const Exact& words) {
+std::string encode_everywhere(const Case& c, const std::vector<const char*>& levels, const Exact& words, const Exact& base) {
   std::string payload;
   for (const char* level : levels) {
     if (zipccl_force_level(level)) fail("no such level", c, level);
     Exact out(bound(c), below(16));
     ZipcclSegment segment = {words.data, c.numel, out.data, 0};
-    zipccl_encode(&segment, 1, c.dtype, c.code, c.block, 1);
-    const uint64_t size = segment.bytes;
+    if (c.code < 2) zipccl_encode(&segment, 1, c.dtype, c.code, c.block, 1);
+    const uint64_t size = c.code < 2 ? segment.bytes : zipccl_delta_encode(words.data, base.data, c.numel, out.data, c.dtype, c.block, 1);
     if (size > out.size()) fail("larger than the bound", c, level);
     const std::string now(reinterpret_cast<char*>(out.data), size);
     if (level != levels[0] && now != payload) fail("levels write different bytes", c, level);
@@ -142,19 +158,28 @@ std::string encode_everywhere(const Case& c, const std::vector<const char*>& lev
 }
 
 // The status, the same at every level; the words of the last level in `words`.
-int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels, const std::string& payload, std::string& words) {
+int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels, const std::string& payload, const Exact& base,
+                          std::string& words) {
   int32_t status = 0;
   const uint64_t shift = below(16);
   Exact in(payload.size(), shift);
   if (in.size()) memcpy(in.data, payload.data(), payload.size());
+  Exact own(c.numel * c.item(), shift);  // as much of the base as the receiver believes in
+  for (uint64_t at = 0; base.size() && at < own.size(); at += base.size())
+    memcpy(own.data + at, base.data, own.size() - at < base.size() ? own.size() - at : base.size());
+  if (own.size() && !base.size()) memset(own.data, 0, own.size());
   for (const char* level : levels) {
     zipccl_force_level(level);
     Exact out(c.numel * c.item(), shift);
-    const int32_t now = zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, c.block, 1);
+    const bool in_place = c.code == 2 && payload.size() % 2;
+    if (in_place && out.size()) memcpy(out.data, own.data, out.size());
+    const int32_t now = c.code < 2 ? zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, c.block, 1)
+                                   : zipccl_delta_decode(in.data, in.size(), in_place ? out.data : own.data, out.data, c.numel, c.dtype,
+                                                         c.block, 1);
     if (now != 0 && now != 11 && now != 12) fail("unknown status", c, level);
     if (level != levels[0] && now != status) fail("levels differ in status", c, level);
     status = now;
-    if (c.dtype <= 3) {  // the same decoder before an addition
+    if (c.dtype <= 3 && c.code < 2) {  // the same decoder before an addition
       const int32_t wide = int32_t(below(2));
       Exact sums(c.numel * (wide ? 4 : c.item()), shift);
       if (sums.size()) memset(sums.data, 0x3c, sums.size());
@@ -181,20 +206,24 @@ int main(int argc, char** argv) {
   while (done < mutations && time(nullptr) < end) {
     const int32_t dtypes[] = {1, 2, 3, 13, 14};
     Case c{dtypes[below(5)], 128u << below(4), 0, int32_t(below(2))};
+    if (c.dtype <= 3 && below(2)) c.code = 2;
     const uint64_t lengths[] = {below(70), below(300), c.block - 1 + below(3), below(5 * c.block), 16 * 128 + below(200)};
     c.numel = lengths[below(c.block == 128 ? 5 : 4)];
     Exact words(c.numel * c.item(), below(16));
     for (uint64_t at = 0; at < c.numel; at += c.block)
       generate(c, c.numel - at < c.block ? c.numel - at : c.block, words.data + at * c.item());
-    const std::string payload = encode_everywhere(c, levels, words);
-    if (decode_everywhere(c, levels, payload, decoded)) fail("refused its own payload", c, levels[0]);
+    Exact base(words.size(), below(16));
+    for (uint64_t at = 0; at < c.numel; at += c.block)
+      change(c, c.numel - at < c.block ? c.numel - at : c.block, words.data + at * c.item(), base.data + at * c.item());
+    const std::string payload = encode_everywhere(c, levels, words, base);
+    if (decode_everywhere(c, levels, payload, base, decoded)) fail("refused its own payload", c, levels[0]);
     if (words.size() && memcmp(words.data, decoded.data(), words.size())) fail("not the same words", c, levels[0]);
     ++payloads;
     for (int i = 0; i < 40; ++i, ++done) {
       std::string damaged = payload;
       Case receiver = c;
       damage(damaged, receiver);
-      ++count[decode_everywhere(receiver, levels, damaged, decoded)];
+      ++count[decode_everywhere(receiver, levels, damaged, base, decoded)];
     }
   }
   printf("payloads %llu mutations %llu accepted %llu index %llu block %llu\n", (unsigned long long)payloads,

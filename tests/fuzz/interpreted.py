@@ -29,6 +29,12 @@ def encode_all_lengths() -> None:
             tensor = corpus.tensor(words, kind)
             frame = compress(tensor, shaped=False, checksum=False, route="numba")
             corpus.assert_same_bits(decompress(frame, route="numba"), tensor)
+            if kind not in corpus.SUMMED.values():
+                continue
+            for change in corpus.BASES.values():
+                base = corpus.tensor(change(words, kind, len(words)), kind)
+                frame = compress(tensor, "delta", base=base, shaped=False, checksum=False, route="numba")
+                corpus.assert_same_bits(decompress(frame, base=base, route="numba"), tensor)
 
 
 def decode_damaged(count: int) -> tuple[int, int]:
@@ -36,10 +42,12 @@ def decode_damaged(count: int) -> tuple[int, int]:
     bases = mutations.bases(checksum=False, largest=130)
     refused = 0
     for _ in range(count):
-        _, frame = mutations.damaged(rng, rng.choice(bases))
+        base = rng.choice(bases)
+        _, frame = mutations.damaged(rng, base)
         try:
             decompress(
                 torch.frombuffer(frame, dtype=torch.uint8) if frame else torch.empty(0, dtype=torch.uint8),
+                base=base.against,
                 route="numba",
             )
         except FrameError:

@@ -1,0 +1,325 @@
+// The CHANGE block of delta payloads for CUDA (FORMAT.md 2.3 and section 3): a warp codes the words of a block against their base, a row at
+// a time. Planes are bit strings over the elements that are marked for them, so that everything is addressed by counts of marks.
+#pragma once
+#include "cuda_decode_block.cuh"
+#include "cuda_encode_block.cuh"
+
+namespace zipccl {
+namespace {
+
+constexpr uint32_t kLevels = 6;  // an element that has all of them is written as a word
+
+// Of a type: eighths of a binade from the mean size of the changes to the scale.
+template <typename F>
+struct ChangeBias;
+template <>
+struct ChangeBias<Bf16> {
+  static constexpr uint32_t value = 0;
+};
+template <>
+struct ChangeBias<Fp16> {
+  static constexpr uint32_t value = 4;
+};
+template <>
+struct ChangeBias<Fp32> {
+  static constexpr uint32_t value = 16;
+};
+
+// A word's place in the order of the floats, and back.
+template <typename F>
+ZIPCCL_DEVICE uint32_t order_of(typename F::Word w) {
+  using Word = typename F::Word;
+  return Word(w & F::negative_zero ? ~w : w | F::negative_zero);
+}
+template <typename F>
+ZIPCCL_DEVICE typename F::Word word_of(uint32_t order) {
+  using Word = typename F::Word;
+  const Word o = Word(order);
+  return o & F::negative_zero ? Word(o & ~F::negative_zero) : Word(~o);
+}
+
+// What became of a base: its size and sign.
+struct Change {
+  uint32_t size;
+  bool negative;
+};
+template <typename F>
+ZIPCCL_DEVICE Change change_of(typename F::Word word, typename F::Word base) {
+  using Word = typename F::Word;
+  const Word d = Word(order_of<F>(word) - order_of<F>(base));
+  const bool negative = d & F::negative_zero;
+  return {negative ? uint32_t(Word(0 - d)) : uint32_t(d), negative};
+}
+
+// Low bits of an element's change, by its base and the block's scale.
+template <typename F>
+ZIPCCL_DEVICE uint32_t low_bits_of(typename F::Word base, uint32_t top) {
+  const uint32_t e = F::exponent(base);
+  return e == 0 || top <= e ? 0 : least(top - e, F::M + 1);
+}
+
+// A lane's bits of one row among those of a plane, and where they are in its string.
+ZIPCCL_DEVICE void put_marked(uint8_t* string, uint32_t at, uint32_t marks, uint32_t bits) {
+  uint32_t close = 0, count = 0;
+  for (; marks; marks &= marks - 1, ++count) close |= uint32_t((bits & marks & -marks) != 0) << count;
+  put_bits(string, at, close);
+}
+ZIPCCL_DEVICE uint32_t get_marked(const BitString& string, uint32_t at, uint32_t marks) {
+  uint32_t close = string.read(at, at + uint32_t(__popc(marks))), bits = 0;
+  for (; marks; marks &= marks - 1, close >>= 1)
+    if (close & 1) bits |= marks & -marks;
+  return bits;
+}
+
+// A row's groups of 4, 8 or 16: the place of this lane's first group among all, and its groups as marks of elements.
+ZIPCCL_DEVICE uint32_t group_at(uint32_t row, uint32_t group) { return (row * kRow + 8 * lane_id()) / group; }
+ZIPCCL_DEVICE uint32_t live_marks(uint32_t some, uint32_t group, uint32_t neighbour) {  // `some`: elements that make their group live
+  if (group == 4) return ((some & 0x0f) ? 0x0fu : 0u) | ((some & 0xf0) ? 0xf0u : 0u);
+  return (group == 16 ? some | neighbour : some) ? 0xffu : 0u;
+}
+
+// Elements of each row that are in a live group, where `changed` are those that have a level; a byte for each row.
+ZIPCCL_DEVICE uint32_t live_elements(uint32_t changed, uint32_t group, Part extent) {
+  const uint32_t neighbour = __shfl_sync(kEveryLane, changed, lane_id() ^ 1);
+  uint32_t live = 0;
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t marks = group == 1 ? 0xffu : live_marks(changed >> 8 * row & 255, group, neighbour >> 8 * row & 255);
+    live |= (marks & low_ones(extent.length(row))) << 8 * row;
+  }
+  return live;
+}
+
+// The bytes of `shifts` that are over `bit`, as marks.
+ZIPCCL_DEVICE uint32_t over(const Bytes8& shifts, uint32_t bit) {
+  const uint32_t add = (127 - bit) * kEachByte;
+  return plane_of({{shifts.half[0] + add, shifts.half[1] + add}}, 7);
+}
+
+// Writes one plane for the elements in `marks`; returns the place after it.
+ZIPCCL_DEVICE uint32_t put_plane(uint8_t* string, uint32_t at, uint32_t marks, uint32_t bits) {
+  const Places places(marks);
+  for (uint32_t row = 0; row < kRows; ++row) put_marked(string, at + places.of(row), marks >> 8 * row & 255, bits >> 8 * row & 255);
+  return at + places.count;
+}
+
+// Codes a block against its base to `slot`, as CHANGE or as without a base; `list` has room for a byte of each element.
+template <typename F>
+ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F::Word* bases, uint32_t n, uint8_t* slot, uint8_t* list) {
+  using Word = typename F::Word;
+  const Part extent{n};
+  const uint32_t raw = body_bytes<F>(RAW, n, 0);
+  const Word head = words[0];
+  uint32_t changed = 0, size_sum = 0;
+  bool same = true;
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t at = row * kRow + 8 * lane_id(), length = extent.length(row);
+    for (uint32_t i = 0; i < length; ++i) {
+      const Word word = words[at + i], base = bases[at + i];
+      const Change change = change_of<F>(word, base);
+      same &= word == head;
+      if (!change.size) continue;
+      changed |= 1u << (8 * row + i);
+      size_sum += F::exponent(base) + least(31 - uint32_t(__clz(int(change.size))), F::M + 1);
+    }
+  }
+  const uint32_t count = __reduce_add_sync(kEveryLane, uint32_t(__popc(changed))), sum = __reduce_add_sync(kEveryLane, size_sum);
+  if (count == 0) return {CHANGE, 0, 0, 0, 0};
+  if (__all_sync(kEveryLane, same)) return encode_block<F, Cascade>(words, extent, slot, list);
+  const uint32_t top = least(255, (8 * sum + ChangeBias<F>::value * count) / (8 * count));
+
+  // Levels, signs and shifts of this lane's elements; shifts to `list`.
+  uint32_t levels[kLevels] = {}, negative = 0, shifted = 0, low_count = 0, most = 0;
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t at = row * kRow + 8 * lane_id(), length = extent.length(row);
+    Bytes8 shifts = {{0, 0}};
+    for (uint32_t i = 0; i < length; ++i) {
+      const Change change = change_of<F>(words[at + i], bases[at + i]);
+      const uint32_t k = low_bits_of<F>(bases[at + i], top), q = change.size >> k, mark = 1u << (8 * row + i);
+#pragma unroll
+      for (uint32_t level = 0; level < kLevels; ++level)
+        if (q > level) levels[level] |= mark;
+      if (change.negative) negative |= mark;
+      if (k) shifted |= mark;
+      if (i < 4) shifts.half[0] |= k << 8 * i;
+      if (i >= 4) shifts.half[1] |= k << 8 * (i - 4);
+      low_count += k;
+      most = k > most ? k : most;
+    }
+    *reinterpret_cast<Bytes8*>(list + at) = shifts;
+  }
+  __syncwarp();
+  most = __reduce_max_sync(kEveryLane, most);
+
+  // The group size with the fewest bits; then the size of all is known.
+  uint32_t group = 1, live = live_elements(levels[0], 1, extent), fewest = n;
+  for (uint32_t size = 4; size <= 16; size *= 2) {
+    const uint32_t candidate = live_elements(levels[0], size, extent);
+    const uint32_t bits = (n + size - 1) / size + __reduce_add_sync(kEveryLane, uint32_t(__popc(candidate)));
+    if (bits < fewest) group = size, live = candidate, fewest = bits;
+  }
+  uint32_t own = low_count + uint32_t(__popc(levels[0] | shifted));
+#pragma unroll
+  for (uint32_t level = 0; level + 1 < kLevels; ++level) own += uint32_t(__popc(levels[level]));
+  const uint32_t escaped = levels[kLevels - 1];
+  const uint32_t bits = fewest + __reduce_add_sync(kEveryLane, own), words_at = 1 + (bits + 7) / 8;
+  const uint32_t tail = words_at + __reduce_add_sync(kEveryLane, uint32_t(__popc(escaped))) * uint32_t(sizeof(Word));
+  if (4 * tail >= raw) {
+    const Form alone = encode_block<F, Cascade>(words, extent, slot, list);
+    if (alone.body + alone.tail <= tail) return alone;
+    // The list was lent: put the shifts back.
+    __syncwarp();
+    for (uint32_t row = 0; row < kRows; ++row) {
+      const uint32_t at = row * kRow + 8 * lane_id(), length = extent.length(row);
+      for (uint32_t i = 0; i < 8; ++i) list[at + i] = i < length ? uint8_t(low_bits_of<F>(bases[at + i], top)) : 0;
+    }
+  }
+  __syncwarp();
+  for (uint32_t i = lane_id(); i < (tail + 3) / 4; i += kLanes) reinterpret_cast<uint32_t*>(slot)[i] = 0;
+  __syncwarp();
+  if (lane_id() == 0) slot[0] = uint8_t(group > 1 ? __ffs(int(group)) - 2 : 0);
+  __syncwarp();
+
+  uint32_t at = 8;
+  if (group > 1) {
+    const uint32_t neighbour = __shfl_sync(kEveryLane, levels[0], lane_id() ^ 1);
+    for (uint32_t row = 0; row < kRows; ++row) {
+      const uint32_t some = levels[0] >> 8 * row & 255, marks = live_marks(some, group, neighbour >> 8 * row & 255);
+      if (!extent.length(row) || (group == 16 && lane_id() % 2)) continue;
+      put_bits(slot, at + group_at(row, group), group == 4 ? (marks & 1) | (marks >> 4 & 1) << 1 : marks & 1);
+    }
+    at += (n + group - 1) / group;
+  }
+  at = put_plane(slot, at, live, levels[0]);
+#pragma unroll
+  for (uint32_t level = 1; level < kLevels; ++level) at = put_plane(slot, at, levels[level - 1], levels[level]);
+  at = put_plane(slot, at, levels[0] | shifted, negative);
+  for (uint32_t p = 0; p < most; ++p) {
+    uint32_t marks = 0, low = 0;
+    for (uint32_t row = 0; row < kRows; ++row) {
+      const uint32_t first = row * kRow + 8 * lane_id();
+      const uint32_t here = over(*reinterpret_cast<const Bytes8*>(list + first), p);
+      marks |= here << 8 * row;
+      for (uint32_t left = here; left; left &= left - 1) {
+        const uint32_t i = uint32_t(__ffs(int(left))) - 1;
+        low |= (change_of<F>(words[first + i], bases[first + i]).size >> p & 1) << (8 * row + i);
+      }
+    }
+    at = put_plane(slot, at, marks, low);
+  }
+  const Places places(escaped);
+  for (uint32_t row = 0; row < kRows; ++row) {
+    uint32_t to = words_at + places.of(row) * uint32_t(sizeof(Word));
+    for (uint32_t left = escaped >> 8 * row & 255; left; left &= left - 1)
+      for (uint32_t byte = 0; byte < sizeof(Word); ++byte)
+        slot[to++] = uint8_t(words[row * kRow + 8 * lane_id() + uint32_t(__ffs(int(left))) - 1] >> 8 * byte);
+  }
+  __syncwarp();
+  return {CHANGE, top, 0, 0, tail};
+}
+
+// One plane of a tail that is being read: where it is, and whether all planes so far lie in it.
+struct Planes {
+  const BitString string;
+  uint32_t at, end;
+  bool good;
+
+  // The bits of the elements in `marks`.
+  ZIPCCL_DEVICE uint32_t next(uint32_t marks) {
+    const Places places(marks);
+    good = good && at + places.count <= end;
+    uint32_t bits = 0;
+    if (good)
+      for (uint32_t row = 0; row < kRows; ++row) bits |= get_marked(string, at + places.of(row), marks >> 8 * row & 255) << 8 * row;
+    at += places.count;
+    return bits;
+  }
+};
+
+// Decodes a CHANGE tail of `bytes` bytes against n bases to `words`, which may be the same memory. Returns whether it is good.
+template <typename F>
+ZIPCCL_DEVICE bool decode_change(const uint8_t* tail, uint32_t bytes, const typename F::Word* bases, uint32_t n, uint32_t top,
+                                 DecodeScratch<F>& scratch, typename F::Word* words) {
+  using Word = typename F::Word;
+  const Part extent{n};
+  if (bytes == 0) {
+    for (uint32_t i = lane_id(); i < n; i += kLanes) words[i] = bases[i];
+    return true;
+  }
+  if (tail[0] > 3) return false;
+  const uint32_t group = tail[0] ? 2u << tail[0] : 1;
+  Planes planes{BitString(tail), 8, 8 * bytes, true};
+  uint8_t* const list = scratch.list[0];
+
+  uint32_t shifted = 0, most = 0, live = 0;
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t first = row * kRow + 8 * lane_id(), length = extent.length(row);
+    Bytes8 shifts = {{0, 0}};
+    for (uint32_t i = 0; i < length; ++i) {
+      const uint32_t k = low_bits_of<F>(bases[first + i], top);
+      if (k) shifted |= 1u << (8 * row + i);
+      if (i < 4) shifts.half[0] |= k << 8 * i;
+      if (i >= 4) shifts.half[1] |= k << 8 * (i - 4);
+      most = k > most ? k : most;
+    }
+    *reinterpret_cast<Bytes8*>(list + first) = shifts;
+    Octet<F> none;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) none.set(i, 0);
+    none.store_whole(reinterpret_cast<uint8_t*>(scratch.words + first), 8 * sizeof(Word));
+  }
+  most = __reduce_max_sync(kEveryLane, most);
+
+  const uint32_t groups = group > 1 ? (n + group - 1) / group : 0;
+  if (8 + groups > planes.end) return false;
+  for (uint32_t row = 0; row < kRows; ++row) {
+    uint32_t marks = 0xff;
+    if (group > 1 && extent.length(row)) {
+      const uint32_t at = 8 + group_at(row, group), bits = planes.string.read(at, 8 + groups);
+      marks = group == 4 ? (bits & 1) * 0x0f | (bits >> 1 & 1) * 0xf0 : (bits & 1) * 0xff;
+    }
+    live |= (marks & low_ones(extent.length(row))) << 8 * row;
+  }
+  planes.at += groups;
+
+  uint32_t levels[kLevels];
+  levels[0] = planes.next(live);
+#pragma unroll
+  for (uint32_t level = 1; level < kLevels; ++level) levels[level] = planes.next(levels[level - 1]);
+  const uint32_t negative = planes.next(levels[0] | shifted);
+  for (uint32_t p = 0; p < most; ++p) {  // low bits gather in the scratch, every lane's where its words are
+    uint32_t marks = 0;
+    for (uint32_t row = 0; row < kRows; ++row)
+      marks |= over(*reinterpret_cast<const Bytes8*>(list + row * kRow + 8 * lane_id()), p) << 8 * row;
+    const uint32_t low = planes.next(marks);
+    for (uint32_t row = 0; row < kRows; ++row)
+      for (uint32_t left = low >> 8 * row & 255; left; left &= left - 1)
+        scratch.words[row * kRow + 8 * lane_id() + uint32_t(__ffs(int(left))) - 1] |= Word(Word(1) << p);
+  }
+  const uint32_t escaped = levels[kLevels - 1], words_at = (planes.at + 7) / 8;
+  const Places places(escaped);
+  if (!planes.good || words_at + places.count * sizeof(Word) != bytes) return false;
+
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t first = row * kRow + 8 * lane_id(), length = extent.length(row);
+    uint32_t from = words_at + places.of(row) * uint32_t(sizeof(Word));
+    for (uint32_t i = 0; i < length; ++i) {
+      const uint32_t bit = 8 * row + i, base = bases[first + i];
+      uint32_t q = 0;
+#pragma unroll
+      for (uint32_t level = 0; level < kLevels; ++level) q += levels[level] >> bit & 1;
+      Word word = 0;
+      if (q == kLevels) {
+        for (uint32_t byte = 0; byte < sizeof(Word); ++byte) word |= Word(Word(tail[from++]) << 8 * byte);
+      } else {
+        const uint32_t size = q << list[first + i] | scratch.words[first + i];
+        const uint32_t order = order_of<F>(Word(base));
+        word = word_of<F>(negative >> bit & 1 ? order - size : order + size);
+      }
+      words[first + i] = word;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace zipccl

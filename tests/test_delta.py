@@ -1,0 +1,215 @@
+"""The delta codec: words come back against their base, in place too; all routes write the same bytes; what is refused."""
+
+from __future__ import annotations
+
+import corpus
+import numpy as np
+import pytest
+import torch
+import variants
+from corpus import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_zipccl
+from ds_zipccl import codecs
+from ds_zipccl import frame as framing
+from ds_zipccl.frame import FrameErrorCode
+
+FLOATS = list(corpus.SUMMED.values())
+PLAIN = {"shaped": False, "checksum": False}
+
+
+def pair(numel: int, kind: corpus.Float, block: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words and their base, of every texture and way of changing."""
+    words = corpus.mixed(numel, kind, block, seed)
+    return corpus.tensor(words, kind), corpus.tensor(corpus.before(words, kind, block, seed), kind)
+
+
+def roundtrip(tensor: torch.Tensor, base: torch.Tensor, route: str, **arguments: object) -> torch.Tensor:
+    """The frame, after proof that it gives ``tensor`` apart from the base and in its place, and keeps its bound."""
+    frame = ds_zipccl.compress(tensor, "delta", base=base, route=route, **arguments)
+    kept = base.clone()
+    assert_same_bits(ds_zipccl.decompress(frame, base=base, route=route).view(tensor.shape), tensor)
+    assert_same_bits(base, kept)
+    assert ds_zipccl.decompress(frame, kept, base=kept, route=route) is kept
+    assert_same_bits(kept.view(tensor.shape), tensor)
+    bound = codecs.compress_bound(tensor.numel(), tensor.dtype, "delta", ndim=tensor.dim(), block=arguments["block"])
+    assert frame.numel() <= bound
+    return frame
+
+
+def modes_of(frame: torch.Tensor, chunk: int = 0) -> list[int]:
+    """The modes in the frame's first chunk."""
+    header = framing.parse(frame)
+    blocks = min(corpus.CHUNK_BLOCKS, -(-header.numel // header.block))
+    table = header.payload_at + framing.pad16(4 * -(-header.numel // (corpus.CHUNK_BLOCKS * header.block)))
+    return [int(high) >> 5 for high in frame[table + blocks + 1 : table + 3 * blocks : 2]]
+
+
+@pytest.mark.parametrize("change", corpus.BASES)
+@pytest.mark.parametrize("kind", FLOATS, ids=corpus.SUMMED)
+def test_every_texture_and_every_change(route: str, kind: corpus.Float, change: str) -> None:
+    for seed, texture in enumerate(corpus.TEXTURES.values()):
+        for n in (1, 2, 17, 63, 64, 65, 127, 300):
+            words = texture(n, kind, seed)
+            base = corpus.BASES[change](words, kind, seed)
+            roundtrip(corpus.tensor(words, kind), corpus.tensor(base, kind), route, block=128, shaped=False)
+
+
+@pytest.mark.parametrize("block", corpus.BLOCKS)
+@pytest.mark.parametrize("kind", FLOATS[:2], ids=["bf16", "fp16"])
+def test_all_patterns_of_16_bits_against_each_other(route: str, kind: corpus.Float, block: int) -> None:
+    ordered = np.arange(1 << 16).astype(np.uint16)
+    for seed, base in enumerate((ordered, ordered + np.uint16(1), ordered[::-1].copy(), ordered * np.uint16(40503))):
+        shuffled = np.argsort(corpus.hashes(1 << 16, seed))
+        for words, before in ((ordered, base), (ordered[shuffled], base[shuffled])):
+            roundtrip(corpus.tensor(words, kind), corpus.tensor(before, kind), route, block=block)
+
+
+@st.composite
+def changed(draw: st.DrawFn) -> tuple[corpus.Float, int, np.ndarray, np.ndarray]:
+    """Float type, block size, words near a block or chunk border and their base, of several textures or wholly arbitrary."""
+    kind = draw(st.sampled_from(FLOATS))
+    block = draw(st.sampled_from(corpus.BLOCKS))
+    if draw(st.booleans()):
+        data = draw(st.binary(max_size=800))
+        words = np.frombuffer(data[: len(data) // 8 * 8], kind.word)
+        return kind, block, words[: len(words) // 2], words[len(words) // 2 :]
+    border = draw(st.sampled_from([0, block, 2 * block, corpus.CHUNK_BLOCKS * block]))
+    numel = max(0, border + draw(st.integers(-17, 70)))
+    names = tuple(draw(st.lists(st.sampled_from(sorted(corpus.TEXTURES)), min_size=1, max_size=4)))
+    changes = tuple(draw(st.lists(st.sampled_from(sorted(corpus.BASES)), min_size=1, max_size=4)))
+    seed = draw(st.integers(0, 9999))
+    words = corpus.mixed(numel, kind, block, seed, names)
+    return kind, block, words, corpus.before(words, kind, block, seed, changes)
+
+
+@given(changed())
+@settings(max_examples=150)
+def test_routes_agree(case: tuple[corpus.Float, int, np.ndarray, np.ndarray]) -> None:
+    kind, block, words, before = case
+    tensor, base = corpus.tensor(words, kind), corpus.tensor(before, kind)
+    frames = {}
+    for variant in variants.usable():
+        with variant.in_use() as route:
+            frames[variant] = roundtrip(tensor, base, route, block=block)
+    first, *others = frames
+    for other in others:
+        assert torch.equal(frames[first], frames[other]), f"{first} and {other} give different bytes"
+
+
+def test_threads_change_nothing() -> None:
+    tensor, base = pair(3 << 20, corpus.BF16, 1024, 5)
+    one = roundtrip(tensor, base, "native", block=1024)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(roundtrip(tensor, base, "native", block=1024), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=corpus.SUMMED)
+def test_never_larger_than_cascade(route: str, kind: corpus.Float) -> None:
+    for name, change in corpus.BASES.items():
+        words = corpus.bell(50_000, kind, 4)
+        tensor, base = corpus.tensor(words, kind), corpus.tensor(change(words, kind, 4), kind)
+        alone = ds_zipccl.compress(tensor, route=route, **PLAIN)
+        against = ds_zipccl.compress(tensor, "delta", base=base, route=route, **PLAIN)
+        assert against.numel() <= alone.numel(), name
+        if name == "same":
+            assert against.numel() < tensor.nbytes / 400
+            assert set(modes_of(against)) == {5}
+
+
+def test_a_step_of_bf16_weights_shrinks_a_lot(route: str) -> None:
+    """A step as an optimizer makes it: about the same size for every weight, some thousandths of the weights' scale."""
+    draw = torch.Generator().manual_seed(1)
+    master = 0.02 * torch.randn(1 << 18, generator=draw)
+    for rate, ratio in ((2e-4, 3.7), (1e-5, 10)):
+        stepped = (master + rate * torch.randn(1 << 18, generator=draw)).bfloat16()
+        frame = ds_zipccl.compress(stepped, "delta", base=master.bfloat16(), route=route)
+        assert stepped.nbytes / frame.numel() > ratio
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=corpus.SUMMED)
+def test_bound_holds_in_an_exact_buffer(route: str, kind: corpus.Float) -> None:
+    for n in (*range(20), 63, 65, 128, 129, 513, 2049):
+        tensor, base = pair(n, kind, 128, n)
+        bound = ds_zipccl.compress_bound(n, kind.dtype, "delta", block=128)
+        buffer = torch.full((bound + 64,), 0xA5, dtype=torch.uint8)
+        ds_zipccl.compress(tensor, "delta", base=base, out=buffer[:bound], block=128, shaped=False, route=route)
+        assert (buffer[bound:] == 0xA5).all(), f"wrote past the bound at {n} words"
+
+
+def test_unaligned_memory(route: str) -> None:
+    for kind in FLOATS:
+        tensor, base = pair(1300, kind, 128, 9)
+        moved = torch.frombuffer(
+            bytearray(b"\7" + base.view(torch.uint8).numpy().tobytes()), dtype=kind.dtype, offset=1
+        )
+        frame = ds_zipccl.compress(tensor, "delta", base=moved, block=128, route=route)
+        assert torch.equal(frame, ds_zipccl.compress(tensor, "delta", base=base, block=128, route=route))
+        assert_same_bits(ds_zipccl.decompress(frame, moved, base=moved, route=route), tensor)
+
+
+# --- what is refused
+
+
+def test_a_base_is_needed_and_only_by_delta() -> None:
+    tensor, base = pair(300, corpus.BF16, 128, 1)
+    frame = ds_zipccl.compress(tensor, "delta", base=base)
+    with pytest.raises(ValueError, match="'delta' needs a base"):
+        ds_zipccl.compress(tensor, "delta")
+    with pytest.raises(ValueError, match="'cascade' takes no base"):
+        ds_zipccl.compress(tensor, base=base)
+    with pytest.raises(ValueError, match="takes no base, which codec 'delta' needs"):
+        codecs.compress_segments([tensor], [torch.empty(9999, dtype=torch.uint8)], "delta")
+    with pytest.raises(ValueError, match="needs the base"):
+        ds_zipccl.decompress(frame)
+    plain = ds_zipccl.compress(tensor)
+    assert_same_bits(ds_zipccl.decompress(plain, base=torch.zeros(3)), tensor)
+
+
+def test_bases_of_another_kind() -> None:
+    tensor, base = pair(300, corpus.BF16, 128, 1)
+    frame = ds_zipccl.compress(tensor, "delta", base=base)
+    for wrong in (base[:-1], base.half(), base.to("meta")):
+        with pytest.raises(ValueError, match=r"base must be a tensor of 300 torch\.bfloat16 on cpu"):
+            ds_zipccl.compress(tensor, "delta", base=wrong)
+    for wrong in (base[:-1], base.half(), torch.empty(0)):
+        with pytest.raises(ds_zipccl.FrameError) as caught:
+            ds_zipccl.decompress(frame, base=wrong)
+        assert caught.value.code is FrameErrorCode.MISMATCH
+    with pytest.raises(TypeError, match="contiguous CPU tensor"):
+        ds_zipccl.decompress(frame, base=base.repeat_interleave(2)[::2])
+    longer = torch.zeros(400, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="overlap"):
+        ds_zipccl.decompress(frame, longer[1:301], base=longer[:300])
+    with pytest.raises(ds_zipccl.FrameError, match="cannot be added"):
+        codecs.decompress_add(frame, torch.zeros(300))
+
+
+def test_other_dtypes_become_raw_frames() -> None:
+    for tensor in (torch.arange(9), torch.ones(5).to(torch.float8_e5m2)):
+        frame = ds_zipccl.compress(tensor, "delta", base=tensor)
+        assert framing.parse(frame).codec is framing.CodecId.RAW
+        assert_same_bits(ds_zipccl.decompress(frame), tensor)
+
+
+def test_change_is_unknown_in_an_exponent_frame(route: str) -> None:
+    tensor, _ = pair(300, corpus.BF16, 128, 1)
+    frame = ds_zipccl.compress(tensor, "delta", base=tensor, block=128, route=route, **PLAIN)
+    frame[5] = framing.CodecId.EXPONENT
+    with pytest.raises(ds_zipccl.FrameError) as caught:
+        ds_zipccl.decompress(frame, route=route)
+    assert caught.value.code is FrameErrorCode.BLOCK
+
+
+def test_strided_tensors_and_bases(route: str) -> None:
+    tensor, base = (torch.randn(30, 40).bfloat16() for _ in range(2))
+    frame = ds_zipccl.compress(tensor.t(), "delta", base=base.t(), route=route)
+    assert_same_bits(ds_zipccl.decompress(frame, base=base.t().contiguous(), route=route), tensor.t().contiguous())
