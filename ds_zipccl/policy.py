@@ -12,7 +12,7 @@ from ds_zipccl.config import ROLES, ZipcclConfig
 #: Sums that a schedule of ours computes (admission: the others are not sums of decoded frames).
 CODED_REDUCE_OPS = ("SUM", "AVG")
 #: Backends with a schedule of ours, by device type (admission: the order of gloo's sums and its tag matching are known).
-CODED_BACKENDS = {"cpu": ("gloo",)}
+CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo",)}
 #: dtypes that are coded on the wire (admission: gloo has no float8, and what it refuses must not depend on a message's size).
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: A segment smaller than this many bytes goes into a raw frame (seed: a coder call costs more than it saves there).

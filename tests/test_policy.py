@@ -29,7 +29,8 @@ REFUSED = {
     "group of one rank": (replace(GOOD, ranks=1), ON),
     "dtype float64": (replace(GOOD, dtype=torch.float64), ON),
     "reduce op MAX": (replace(GOOD, reduce_op="MAX"), ON),
-    "no coded route on cuda yet": (replace(GOOD, device="cuda", backend="nccl"), ON),
+    "no coded route on xpu yet": (replace(GOOD, device="xpu", backend="xccl"), ON),
+    "no coded schedule for backend nccl yet": (replace(GOOD, device="cuda", backend="nccl"), ON),
     "no coded schedule for backend mpi yet": (replace(GOOD, backend="mpi"), ON),
     "smaller than min_bytes": (replace(GOOD, numel=32767), ON),
 }

@@ -67,7 +67,9 @@ class Lease:
         return self._blocks[-1][:nbytes]
 
     def like(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """1-D tensor of as many elements as ``flat``, contents undefined."""
+        """1-D tensor of as many elements as ``flat``, on its device, contents undefined."""
+        if flat.device.type != "cpu":  # torch keeps the memory of other devices itself
+            return torch.empty(flat.numel(), dtype=dtype, device=flat.device)
         return self.bytes(flat.numel() * dtype.itemsize).view(dtype)
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ds_zipccl import policy
 from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments, decompress, decompress_add
+from ds_zipccl.comm import staging
 from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
@@ -96,12 +97,16 @@ class Link:
         """Frame of a flat tensor."""
         codec = policy.frame_codec(self._codec, flat.nbytes)
         block = self._config.block
+        if staging.is_staged(flat):
+            return staging.encode(flat, codec, block, self._config.route, lease)
         buffer = lease.bytes(compress_bound(flat.numel(), flat.dtype, codec, block=block))
         return compress(flat, codec, out=buffer, block=block, shaped=False, checksum=False, route=self._config.route)
 
     def encode_all(self, flats: Sequence[torch.Tensor], lease: Lease) -> list[torch.Tensor]:
         """Frames of flat tensors of one dtype, in one call of the kernels."""
         block = self._config.block
+        if staging.is_staged(flats[0]):
+            return [staging.encode(flat, self._codec, block, self._config.route, lease) for flat in flats]
         buffers = [lease.bytes(compress_bound(flat.numel(), flat.dtype, self._codec, block=block)) for flat in flats]
         return compress_segments(flats, buffers, self._codec, block=block, route=self._config.route)
 
@@ -118,6 +123,8 @@ class Link:
             CommError: from FrameError: it is damaged, or holds another dtype or number of elements.
         """
         with self._refusing(peer):
+            if staging.is_staged(out):
+                return staging.decode(frame, out, self._config.route)
             return decompress(frame, out, route=self._config.route)
 
     def decode_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
@@ -127,6 +134,8 @@ class Link:
             CommError: as :meth:`decode`.
         """
         with self._refusing(peer):
+            if staging.is_staged(sums):
+                return staging.decode_add(frame, dtype, sums, self._config.route)
             decompress_add(frame, sums, dtype=dtype, route=self._config.route)
 
     @contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import policy, stats
-from ds_zipccl.comm import work
+from ds_zipccl.comm import staging, work
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.shadow import Plain, Shadow, Tolerance
 from ds_zipccl.config import ZipcclConfig
@@ -73,8 +73,13 @@ def run(op: Operation, call: Call) -> Any:
     link = Link(op.name, group, config, role, plan.codec)
     shadow = Shadow(op.plain, op.inputs, op.outputs, op.tolerance, link.size) if config.check == "shadow" else None
 
-    @torch.inference_mode()  # thread-local, and the only mode that may write to every tensor
+    stream = staging.callers_stream(tensors[0])
+
     def job() -> None:
+        with torch.inference_mode(), stream():  # thread-local, and the only mode that may write to every tensor
+            carry_out()
+
+    def carry_out() -> None:
         flat = memory_order if op.memory_order else logical_order
         outputs = [flat(tensor) for tensor in op.outputs]
         op.coded(link, [flat(tensor) for tensor in op.inputs], outputs)
