@@ -14,6 +14,7 @@ _EXPORTS = {
     "decompress": "ds_zipccl.codecs",
     "decompress_add": "ds_zipccl.codecs",
     "compress_bound": "ds_zipccl.codecs",
+    "region_hash": "ds_zipccl.codecs",
     "FrameError": "ds_zipccl.frame",
     "ZipcclConfig": "ds_zipccl.config",
     "ConfigError": "ds_zipccl.config",
@@ -23,7 +24,7 @@ __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from ds_zipccl.backend import install
-    from ds_zipccl.codecs import compress, compress_bound, compress_segments, decompress, decompress_add
+    from ds_zipccl.codecs import compress, compress_bound, compress_segments, decompress, decompress_add, region_hash
     from ds_zipccl.config import ConfigError, ZipcclConfig
     from ds_zipccl.frame import FrameError
 

@@ -26,8 +26,14 @@ CUDA_TESTS = (
 #: A round with every mode, block size and dtype in it, small enough for a sanitizer.
 ROUND = """
 import torch
-from ds_zipccl.codecs import compress, decompress
+from ds_zipccl.codecs import compress, decompress, region_hash
 for route in ("native", "nvrtc"):
+    old = torch.randn(50_000).bfloat16().cuda()
+    new = (old.float() + 1e-3 * torch.randn(50_000, device="cuda")).bfloat16()
+    frame = compress(new, "delta", base=old, route=route, checksum=False)
+    assert torch.equal(frame.cpu(), compress(new.cpu(), "delta", base=old.cpu(), checksum=False))
+    assert torch.equal(decompress(frame, base=old, route=route), new)
+    assert region_hash(new, route=route) == region_hash(new.cpu())
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
         for block in (128, 1024):
             x = torch.randn(3 * 16 * block + 77)
@@ -48,7 +54,7 @@ def steps() -> dict[str, tuple[list[str], int]]:
     python = sys.executable
     found = {
         "build and report": ([python, "-m", "ds_zipccl", "report"], 120),
-        "tests": ([python, "-m", "pytest", "-q", "-k", "cuda", *(f"tests/{name}" for name in CUDA_TESTS)], 200),
+        "tests": ([python, "-m", "pytest", "-q", "-k", "cuda or nccl", *(f"tests/{name}" for name in CUDA_TESTS)], 200),
         "round": ([python, "-c", ROUND], 60),
     }  # fmt: skip
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"

@@ -70,6 +70,41 @@ def _codec() -> str:
     )
 
 
+def _cuda() -> str:
+    if not (ROOT / "docs" / "results" / "cuda.json").exists():
+        return (
+            "Not measured yet: the kernels compile for sm_80, sm_90 and sm_100 without spills, and the tests run their source on the CPU, "
+            "but no GPU was at hand. `make gpu` tests and measures them on one, and writes this table."
+        )
+    results = _results("cuda.json")
+    return f"{results['device']}, `{results['command']}`\n\n" + _table(
+        (
+            "route",
+            "codec",
+            "MiB",
+            "ratio",
+            "encode GB/s",
+            "decode GB/s",
+            "copy GB/s",
+            "encode / copy",
+            "decode / copy",
+            "wrong",
+        ),
+        (
+            (
+                row["route"],
+                row["codec"],
+                row["mib"],
+                f"{row['ratio']:.3f}",
+                *(f"{row[key]:.0f}" for key in ("encode_gbps", "decode_gbps", "copy_gbps")),
+                *(f"{row[key]:.2f}" for key in ("encode_moved", "decode_moved")),
+                row["wrong"],
+            )
+            for row in results["rows"]
+        ),
+    )
+
+
 def _corpus() -> str:
     """One line a tensor: ratio and speeds of each coder beside each other."""
     results = _results("corpus.json")
@@ -134,6 +169,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "environment": _environment,
     "codec": _codec,
     "corpus": _corpus,
+    "cuda": _cuda,
     "comm": _comm,
     "train": _train,
 }
