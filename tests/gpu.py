@@ -53,15 +53,15 @@ def steps() -> dict[str, tuple[list[str], int]]:
     """Name -> command and its seconds at most."""
     python = sys.executable
     found = {
-        "build and report": ([python, "-m", "ds_zipccl", "report"], 120),
-        "tests": ([python, "-m", "pytest", "-q", "-k", "cuda or nccl", *(f"tests/{name}" for name in CUDA_TESTS)], 200),
-        "round": ([python, "-c", ROUND], 60),
+        "build and report": ([python, "-m", "ds_zipccl", "report"], 70),
+        "tests": ([python, "-m", "pytest", "-q", "-k", "cuda or nccl", *(f"tests/{name}" for name in CUDA_TESTS)], 140),
+        "round": ([python, "-c", ROUND], 30),
     }  # fmt: skip
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     for tool in ("memcheck", "racecheck"):
-        found[tool] = ([sanitizer, "--tool", tool, "--error-exitcode", "9", python, "-c", ROUND], 100)
+        found[tool] = ([sanitizer, "--tool", tool, "--error-exitcode", "9", python, "-c", ROUND], 60)
     bench = ["bench", "codec", "--device", "cuda", "--dtype", "bf16", "--peers", "--json", str(RESULTS)]
-    found["bench"] = ([python, "-m", "ds_zipccl", *bench], 150)
+    found["bench"] = ([python, "-m", "ds_zipccl", *bench], 110)
     return found
 
 

@@ -25,7 +25,7 @@ ZIPCCL_DEVICE void report(uint64_t* status, uint64_t job, uint64_t chunk, int32_
   atomicMin_system(reinterpret_cast<unsigned long long*>(status), static_cast<unsigned long long>(job << 48 | chunk << 8 | uint32_t(what)));
 }
 
-constexpr uint32_t kMaxDecodeJobs = 64;
+constexpr uint32_t kMaxDecodeJobs = 48;  // as kMaxJobs
 
 struct DecodeJob {
   const uint8_t* payload;  // a multiple of 16

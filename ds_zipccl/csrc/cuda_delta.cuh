@@ -207,6 +207,7 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
     at = put_plane(slot, at, marks, low);
   }
   const Places places(escaped);
+  __syncwarp();  // bits of other lanes are in the first byte's word
   for (uint32_t row = 0; row < kRows; ++row) {
     uint32_t to = words_at + places.of(row) * uint32_t(sizeof(Word));
     for (uint32_t left = escaped >> 8 * row & 255; left; left &= left - 1)

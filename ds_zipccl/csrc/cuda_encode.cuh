@@ -8,7 +8,7 @@
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kMaxJobs = 64;  // of a launch; their table travels with the kernel's parameters
+constexpr uint32_t kMaxJobs = 48;  // of a launch; their table travels with the kernel's parameters, of which 4 KiB work everywhere
 
 struct EncodeJob {
   const void* words;    // at any address of a word

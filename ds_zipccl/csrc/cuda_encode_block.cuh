@@ -147,6 +147,7 @@ ZIPCCL_DEVICE uint32_t encode_tiers(uint8_t* list, uint32_t left, uint32_t top, 
   count = left, left = encode_tier<Code, 3>(list, left, top, slot, end), end += 2 * count;
   const uint32_t bytes = (end + 7) / 8;
   if (bytes + left >= limit) return kNoRoom;
+  __syncwarp();  // bits of other lanes are in the first byte's word
   for (uint32_t i = lane_id(); i < left; i += kLanes) slot[bytes + i] = list[i];
   return bytes + left;
 }

@@ -75,3 +75,4 @@ ZIPCCL_FITS(Decode, Fp32, 49664);
 ZIPCCL_FITS(Sum, Bf16, 50176);
 ZIPCCL_FITS(Sum, Fp32, 66560);
 #undef ZIPCCL_FITS
+static_assert(sizeof(zipccl::EncodeJobs) <= 4096 && sizeof(zipccl::DecodeJobs) <= 4096 && sizeof(zipccl::SumJob) <= 4096, "parameters");

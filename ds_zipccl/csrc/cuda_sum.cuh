@@ -6,7 +6,7 @@
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kMaxFrames = 64;  // of a launch
+constexpr uint32_t kMaxFrames = 48;  // of a launch
 
 struct SumJob {
   const uint8_t* frame[kMaxFrames];  // flat frames without checksums, each at a multiple of 16

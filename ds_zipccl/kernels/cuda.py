@@ -18,7 +18,7 @@ from ds_zipccl.kernels.sums import add
 
 CHUNK_BLOCKS = 16
 #: Of one launch; as kMaxJobs, kMaxDecodeJobs and kMaxFrames of the kernels.
-MAX_JOBS = 64
+MAX_JOBS = 48
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
