@@ -83,7 +83,7 @@ def _coded(name: str) -> Callable[..., Any]:
             return plain(self, *values)
         token = PLAIN.set(functools.partial(plain, self, *values))
         try:
-            return run(*values, config=self.zipccl, role=role)
+            return run(*values, config=self._settings(role), role=role)
         finally:
             PLAIN.reset(token)
 
@@ -101,6 +101,12 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if _override() is not None:
             self.configure(None)
+
+    def _settings(self, role: str) -> ZipcclConfig | None:
+        """The configuration for a role: ZeRO-3 gathers parameters into new memory, where no last step's are."""
+        if role != "zero_param" or self.zero_stage in (1, 2) or self.zipccl is None or self.zipccl.delta == "off":
+            return self.zipccl
+        return self.zipccl.model_copy(update={"delta": "off"})
 
     def configure(self, section: dict[str, Any] | None) -> None:
         """Agree on the configuration with all ranks and switch coding on or off. A collective: every rank calls it.

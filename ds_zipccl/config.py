@@ -54,6 +54,11 @@ class ZipcclConfig(BaseModel):
         1024,
         description="Elements that share an exponent window. Smaller follows scales closer, larger has less overhead.",
     )
+    delta: Literal["auto", "off"] = Field(
+        "off",
+        description="auto: with ZeRO-1 and ZeRO-2, gather parameters as differences against the last step's where every rank proves, "
+        "by a hash, to hold them. Keeps a copy of the shard that this rank owns. For slow links: it computes more.",
+    )
     min_bytes: int = Field(65536, ge=0, description="Messages smaller than this many bytes pass through uncoded.")
     route: Literal["auto", "native", "numba"] = Field(
         "auto", description="Kernels: native (C++, built at first use), numba, or auto: the first that works."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ class _Row:
     passed: int = 0
     passed_bytes: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    differences: Counter[str] = field(default_factory=Counter)
 
 
 _rows: dict[tuple[str, str], _Row] = {}
@@ -48,16 +50,23 @@ def record_pass(role: str, op: str, raw_bytes: int, reason: str) -> None:
         row.reasons[reason] += 1
 
 
+def record_difference(role: str, op: str, reason: str) -> None:
+    """Count one gather that this rank's shard went out for as a difference, or in full for a reason."""
+    with _lock:
+        _row(role, op).differences[reason] += 1
+
+
 def _ratio(raw_bytes: int, wire_bytes: int) -> float:
     """Original / compressed; 1.0 where this rank sent nothing."""
     return raw_bytes / wire_bytes if wire_bytes else 1.0
 
 
 def rows() -> list[dict[str, Any]]:
-    """One dict per (role, op), sorted: role, op, calls, raw_bytes, wire_bytes, ratio, passed, passed_bytes, reasons.
+    """One dict per (role, op), sorted: role, op, calls, raw_bytes, wire_bytes, ratio, passed, passed_bytes, reasons, differences.
 
     ``calls``, ``raw_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` the others; ``reasons`` maps
-    a reason to its number of calls. A snapshot: later calls do not change it.
+    a reason to its number of calls, and ``differences`` the reason why a shard went in full, empty where it went as a difference
+    against the last one. A snapshot: later calls do not change it.
     """
     with _lock:
         return [
@@ -71,6 +80,7 @@ def rows() -> list[dict[str, Any]]:
                 "passed": row.passed,
                 "passed_bytes": row.passed_bytes,
                 "reasons": dict(row.reasons),
+                "differences": dict(row.differences),
             }
             for (role, op), row in sorted(_rows.items())
         ]
@@ -99,7 +109,8 @@ _HEADER = ("role", "op", "coded", "MB", "sent MB", "ratio", "passed", "MB", "why
 
 
 def table() -> str:
-    """The rows as plain text, columns aligned, MB of 10^6 bytes; the last line is the total over coded calls."""
+    """The rows as plain text, columns aligned, MB of 10^6 bytes, and the total over coded calls; then a line for what went
+    as differences."""
     cells = [_HEADER]
     for row in rows():
         why = ", ".join(f"{reason} ({count})" for reason, count in sorted(row["reasons"].items()))
@@ -110,13 +121,24 @@ def table() -> str:
     cells.append(("total", "", *_amounts(total), "", "", ""))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     texts = {0, 1, len(_HEADER) - 1}
-    return "\n".join(
+    lines = [
         "  ".join(
             cell.ljust(width) if index in texts else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in cells
-    )
+    ]
+    return "\n".join([*lines, *_differences()])
+
+
+def _differences() -> Iterator[str]:
+    """A line for every operation that sends differences: how many, and why not the others."""
+    for row in rows():
+        counts = dict(row["differences"])
+        total, hits = sum(counts.values()), counts.pop("", 0)
+        why = "".join(f", {reason} ({count})" for reason, count in sorted(counts.items()))
+        if total:
+            yield f"{row['role']} {row['op']}: {hits} of {total} shards went as differences{why}"
 
 
 def _amounts(row: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -24,7 +24,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 #: ranks -> what trains on them
 MODES = {2: ("zero1", "zero2", "zero3", "moe"), 3: ("zero2", "zero3"), 4: ("zero2", "zero3")}
 #: ranks -> DS_ZIPCCL of the coded launch; empty: the section of the example's own config file
-CODED = dict.fromkeys(MODES, '{"enabled": true, "reduction": "match", "min_bytes": 4096}') | {2: ""}
+CODED = dict.fromkeys(MODES, '{"enabled": true, "reduction": "match", "min_bytes": 4096, "delta": "auto"}') | {2: ""}
 ROLES = {"zero1": {"zero_grad", "zero_param"}, "moe": {"zero_grad", "zero_param", "ep"}}
 ROLES |= dict.fromkeys(("zero2", "zero3"), ROLES["zero1"])
 STEPS = 4
@@ -54,6 +54,19 @@ def test_plain_and_coded_agree(trained: Trained, ranks: int, mode: str) -> None:
     assert plain["sent"]["coded_calls"] == 0
     assert {row["role"] for row in coded["rows"] if row["calls"]} == ROLES[mode]
     assert 1.3 * coded["sent"]["wire_bytes"] < coded["sent"]["raw_bytes"]
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_differences_are_for_zero2(trained: Trained, ranks: int) -> None:
+    """There every gather but the first of each place is a difference; ZeRO-3's memory is new every time."""
+    gathers = {
+        mode: next(row for row in trained(ranks, "coded")[mode]["rows"] if row["op"] == "all_gather_into_tensor")
+        for mode in ("zero2", "zero3")
+    }
+    differences = gathers["zero2"]["differences"]
+    assert set(differences) == {"", "nothing was gathered there"}
+    assert differences[""] == (STEPS - 1) * differences["nothing was gathered there"]
+    assert not gathers["zero3"]["differences"]
 
 
 def test_training_moves(trained: Trained) -> None:

@@ -93,14 +93,15 @@ class Link:
         """Rank in the default group of a rank of this group."""
         return dist.get_global_rank(self.group, peer)
 
-    def encode(self, flat: torch.Tensor, lease: Lease) -> torch.Tensor:
-        """Frame of a flat tensor."""
-        codec = policy.frame_codec(self._codec, flat.nbytes)
+    def encode(self, flat: torch.Tensor, lease: Lease, base: torch.Tensor | None = None) -> torch.Tensor:
+        """Frame of a flat tensor, a difference if there is a base."""
+        codec = policy.frame_codec(self._codec, flat.nbytes) if base is None else "delta"
         block = self._config.block
         if staging.is_staged(flat):
             return staging.encode(flat, codec, block, self._config.route, lease)
         buffer = lease.bytes(compress_bound(flat.numel(), flat.dtype, codec, block=block))
-        return compress(flat, codec, out=buffer, block=block, shaped=False, checksum=False, route=self._config.route)
+        route = self._config.route
+        return compress(flat, codec, base=base, out=buffer, block=block, shaped=False, checksum=False, route=route)
 
     def encode_all(self, flats: Sequence[torch.Tensor], lease: Lease) -> list[torch.Tensor]:
         """Frames of flat tensors of one dtype, in one call of the kernels."""
@@ -116,8 +117,10 @@ class Link:
         bounds = (compress_bound(flat.numel(), flat.dtype, codec, block=block) for codec in CODECS)
         return lease.bytes(max(bounds))
 
-    def decode(self, frame: torch.Tensor, peer: int, out: torch.Tensor) -> torch.Tensor:
-        """Decode the frame of ``peer`` into flat ``out``.
+    def decode(
+        self, frame: torch.Tensor, peer: int, out: torch.Tensor, base: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Decode the frame of ``peer`` into flat ``out``; ``base`` is for frames that are differences.
 
         Raises:
             CommError: from FrameError: it is damaged, or holds another dtype or number of elements.
@@ -125,7 +128,7 @@ class Link:
         with self._refusing(peer):
             if staging.is_staged(out):
                 return staging.decode(frame, out, self._config.route)
-            return decompress(frame, out, route=self._config.route)
+            return decompress(frame, out, base=base, route=self._config.route)
 
     def decode_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Add what the frame of ``peer`` holds, of ``dtype``, to flat ``sums``.
@@ -185,10 +188,11 @@ class Round:
             with self._receiving(peer):
                 self._receives[peer].append((self._link.group.recv([buffer], peer, self._tag), buffer))
 
-    def send(self, flat: torch.Tensor, *peers: int) -> None:
-        """Encode once, send to every peer. ``flat`` may be overwritten afterwards."""
+    def send(self, flat: torch.Tensor, *peers: int, base: torch.Tensor | None = None) -> None:
+        """Encode once, send to every peer; with ``base``, which all of them hold, as a difference. ``flat`` may be overwritten
+        afterwards."""
         if flat.numel():
-            frame = self._link.encode(flat, self.lease)
+            frame = self._link.encode(flat, self.lease, base)
             for peer in peers:
                 self._post(peer, flat, frame)
 
@@ -208,10 +212,11 @@ class Round:
             for peer in chosen:
                 self.send(flats[peer], peer)
 
-    def receive(self, peer: int, out: torch.Tensor) -> torch.Tensor:
-        """Wait for the next frame of ``peer`` and decode it into flat ``out``, which it returns."""
+    def receive(self, peer: int, out: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for the next frame of ``peer`` and decode it, against ``base`` if it is a difference, into flat ``out``, which it
+        returns."""
         if out.numel():
-            self._link.decode(self._arrived(peer), peer, out)
+            self._link.decode(self._arrived(peer), peer, out, base)
         return out
 
     def receive_add(self, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.comm import changes
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, run
 from ds_zipccl.comm.work import JoinedWork
@@ -108,6 +109,8 @@ def _gather_tensors(
         return JoinedWork(name, handles, outputs) if later and len(handles) != 1 else handles[0]
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        if changes.wanted(call.config, name, call.role, inputs[0]):
+            return changes.gather(link, inputs[0], split(outputs[0], link.size))
         gather(link, 0, [(own, split(whole, link.size)) for own, whole in zip(inputs, outputs, strict=True)])
 
     own, whole = [tensor.numel() for tensor in input_tensors], [tensor.numel() for tensor in output_tensors]

@@ -1,0 +1,182 @@
+"""Gathers of parameters as differences: the same bits whatever the ranks hold, and a difference only where all hold the base."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import corpus
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm, stats
+from ds_zipccl.codecs import decompress
+from ds_zipccl.comm import changes, exchange
+from ds_zipccl.config import ZipcclConfig
+
+CONFIG = ZipcclConfig(enabled=True, min_bytes=0, delta="auto")
+SHARD = 40_000
+FULL, OTHER = "nothing was gathered there", "a rank holds something else"
+
+
+def step(weights: torch.Tensor, seed: int) -> None:
+    """A step of an optimizer on every shard, the same on all ranks."""
+    noise = torch.randn(weights.numel(), generator=torch.Generator().manual_seed(seed))
+    weights.add_(1e-3 * noise)
+
+
+class Trainer:
+    """What a ZeRO-1/2 rank does: keep the whole in bf16, step its own shard, gather in place."""
+
+    def __init__(self, rank: int, ranks: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.masters = torch.randn(ranks * SHARD, generator=torch.Generator().manual_seed(1))
+        self.whole = self.masters.to(dtype, copy=True)
+        self.seed = 100
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self.whole.chunk(self.ranks)[self.rank]
+
+    def gather(self, *, moved: bool = True, later: bool = False) -> dict[str, int]:
+        """One step; what it added to the count of differences. The result is checked."""
+        if moved:
+            self.seed += 1
+            step(self.masters, self.seed)
+        wanted = self.masters.to(self.whole.dtype)
+        self.own.copy_(wanted.chunk(self.ranks)[self.rank])
+        stats.reset()
+        handle = comm.all_gather_into_tensor(self.whole, self.own, None, later, config=CONFIG, role="zero_param")
+        if later:
+            handle.wait()
+        assert torch.equal(self.whole.view(torch.uint8), wanted.view(torch.uint8))
+        (row,) = stats.rows()
+        self.ratio = row["ratio"]
+        return row["differences"]
+
+
+def steps(rank: int, ranks: int, kind: str) -> None:
+    trainer = Trainer(rank, ranks, corpus.SUMMED[kind].dtype)
+    assert trainer.gather() == {FULL: 1}
+    full = trainer.ratio
+    for turn in range(3):
+        assert trainer.gather(later=turn == 1) == {"": 1}
+        assert trainer.ratio > (2.5 if kind == "bf16" else 1.1) * full
+    assert trainer.gather(moved=False) == {"": 1}
+    assert trainer.ratio > 100, "nothing has changed"
+
+
+@pytest.mark.parametrize("kind", corpus.SUMMED)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_steps(ranks: int, kind: str) -> None:
+    runner.run(steps, ranks, kind)
+
+
+def edited(rank: int, ranks: int) -> None:
+    """One bit of one rank's copy of one shard: that shard goes in full, once; the others do not."""
+    trainer = Trainer(rank, ranks)
+    trainer.gather()
+    if rank == 1:
+        trainer.whole[3].view(torch.int16).bitwise_xor_(1)  # in the shard of rank 0
+    assert trainer.gather() == ({OTHER: 1} if rank == 0 else {"": 1})
+    assert trainer.gather() == {"": 1}
+
+
+def loaded(rank: int, ranks: int) -> None:
+    """A checkpoint on all ranks: nobody holds what was sent last. Then another rank's memory is new."""
+    trainer = Trainer(rank, ranks)
+    trainer.gather()
+    trainer.masters = torch.randn(ranks * SHARD, generator=torch.Generator().manual_seed(2))
+    trainer.whole.copy_(trainer.masters.bfloat16())
+    assert trainer.gather() == {OTHER: 1}
+    assert trainer.gather() == {"": 1}
+    kept = trainer.whole
+    if rank == ranks - 1:
+        trainer.whole = trainer.whole.clone()  # a new engine, say
+    assert trainer.gather() == ({FULL: 1} if rank == ranks - 1 else {"": 1})
+    assert trainer.gather() == {"": 1}
+    assert kept is not None
+
+
+def skipped(rank: int, ranks: int) -> None:
+    """A rank that changed its own shard and threw the change away."""
+    trainer = Trainer(rank, ranks)
+    trainer.gather()
+    if rank == 0:
+        trainer.own.zero_()
+    assert trainer.gather(moved=False) == {"": 1}
+
+
+@pytest.mark.parametrize("case", [edited, loaded, skipped], ids=lambda case: case.__name__)
+def test_what_ranks_hold(case: Any) -> None:
+    runner.run(case, 3)
+
+
+def trusting(rank: int, ranks: int) -> None:
+    changes._objection = lambda link, last, places: "" if last is not None else FULL
+    edited(rank, ranks)
+
+
+def equal_hashes(rank: int, ranks: int) -> None:
+    changes.region_hash = lambda region: bytes(16)
+    edited(rank, ranks)
+
+
+@pytest.mark.parametrize("mistake", [trusting, equal_hashes], ids=lambda case: case.__name__)
+def test_a_missing_proof_is_noticed(mistake: Any) -> None:
+    """Differences against something else give other parameters: what these tests compare."""
+    with pytest.raises(runner.RankFailure):
+        runner.run(mistake, 3)
+
+
+def after_an_error(rank: int, ranks: int) -> None:
+    """A refused frame ends the operation; the next gather assumes nothing."""
+    trainer = Trainer(rank, ranks)
+    trainer.gather()
+    failing = [True]
+
+    def damaged(frame: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
+        if frame[5] == 2 and failing.pop():
+            frame = frame.clone()
+            frame[4] = 9
+        return decompress(frame, *arguments, **more)
+
+    exchange.decompress = damaged
+    with pytest.raises(comm.CommError, match=r"frame from global rank .* refused"):
+        trainer.gather()
+    exchange.decompress = decompress
+    dist.barrier()
+    trainer.whole.copy_(trainer.masters.bfloat16())
+    assert trainer.gather() == {FULL: 1}
+
+
+def test_after_an_error() -> None:
+    runner.run(after_an_error, 2)
+
+
+def others(rank: int, ranks: int) -> None:
+    """Off, another role, another operation, small shards, the raw codec: no differences."""
+    whole = torch.randn(ranks * SHARD, generator=torch.Generator().manual_seed(1)).bfloat16()
+    own = whole.chunk(ranks)[rank]
+    for _ in range(2):
+        comm.all_gather_into_tensor(whole, own, config=CONFIG.model_copy(update={"delta": "off"}), role="zero_param")
+        comm.all_gather_into_tensor(whole, own, config=CONFIG, role="dp")
+        comm.all_gather(list(whole.chunk(ranks)), own.clone(), config=CONFIG, role="zero_param")
+        comm.all_gather_into_tensor(whole[: 64 * ranks], whole[:64], config=CONFIG, role="zero_param")
+        comm.all_gather_into_tensor(whole, own, config=CONFIG.model_copy(update={"codec": "raw"}), role="zero_param")
+    assert not any(row["differences"] for row in stats.rows())
+    assert "differences" not in stats.table()
+
+
+def test_where_there_are_none() -> None:
+    runner.run(others, 2)
+
+
+def test_the_table_says_it() -> None:
+    stats.reset()
+    stats.record_difference("zero_param", "all_gather_into_tensor", FULL)
+    stats.record_difference("zero_param", "all_gather_into_tensor", "")
+    line = f"zero_param all_gather_into_tensor: 1 of 2 shards went as differences, {FULL} (1)"
+    assert stats.table().splitlines()[-1] == line
+    stats.reset()
