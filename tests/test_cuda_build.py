@@ -20,7 +20,8 @@ OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
           (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta")}  # fmt: skip
 KERNELS = CODECS | OTHERS | {"zipccl_hash"}
 #: Registers of 64 Ki that let as many blocks of 256 threads run at a time as the kernels' bounds say.
-REGISTERS = {"encode_bf16": 64, "encode_fp16": 64, "decode_sum": 128}
+REGISTERS = {f"encode_{kind}_{code}": 64 for kind in ("bf16", "fp16") for code in ("cascade", "window")}
+REGISTERS |= {"decode_sum": 128, "hash": 64}
 
 
 @pytest.fixture(scope="module")
