@@ -4,7 +4,7 @@ Every run is ``examples/train_gpt.py`` in processes of its own; plain and coded 
 
 * ``mode``, ``ranks``, ``link``: what trained, on how many ranks, joined by what: loopback, or with ``--link RATE`` a network of that
   rate, shaped by token buckets (:mod:`ds_zipccl.tools.link`; needs root and iproute2).
-* ``variant``: ``plain`` (``DS_ZIPCCL=0``) or ``coded`` (``reduction: match``, which promises the plain run's bits).
+* ``variant``: ``plain`` (``DS_ZIPCCL=0``) or ``coded`` (``reduction: match`` and ``--delta``, which promise the plain run's bits).
 * ``step_ms``: median of rank 0's steps, the first few left out.
 * ``raw_bytes``: what a bandwidth-optimal uncoded schedule sends, per rank (mean) and run. ALL traffic of DeepSpeed counts,
   from initialisation to the gather of the final parameters: coded calls and calls that passed uncoded.
@@ -48,8 +48,8 @@ MODES: dict[str, tuple[str, list[str]]] = {
     "zero3": ("ds_config_zero3.json", []),
     "moe": ("ds_config_moe.json", ["--experts", "4"]),
 }
-#: variant -> DS_ZIPCCL of its processes
-VARIANTS = {"plain": "0", "coded": json.dumps({"enabled": True, "reduction": "match"})}
+#: variant -> the section of its processes; None: coding is off
+VARIANTS: dict[str, dict[str, Any] | None] = {"plain": None, "coded": {"enabled": True, "reduction": "match"}}
 COLUMNS = (
     Column("mode", width=5),
     Column("ranks", "d"),
@@ -77,6 +77,7 @@ class Training:
     size: str = "small"
     timeout: float = 1800
     link: str = ""  # rate of the network between the ranks; loopback if empty
+    delta: str = "off"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--repeat", type=int, default=1, help="runs of each variant, alternating (default: 1)")
     option(
         "--size", choices=("tiny", "small", "medium"), default="small", help="model (default: small, 11M parameters)"
+    )
+    option(
+        "--delta", choices=("off", "auto"), default="off", help="the key of the section, for coded runs (default: off)"
     )
     option("--script", type=Path, metavar="FILE", help="training script (default: the package's examples/train_gpt.py)")
     option("--timeout", type=float, default=1800, metavar="S", help="seconds for one run (default: 1800)")
@@ -149,7 +153,9 @@ def _commands(
     command = [sys.executable, str(training.script), "--ds-config", str(training.script.parent / config), *options]
     command += ["--steps", str(training.steps), "--size", training.size, "--results", str(results)]
     command += ["--name", f"{training.mode} x{training.ranks} {network or link.LOOPBACK} {variant}"]
-    environment = {"DS_ZIPCCL": VARIANTS[variant], "OMP_NUM_THREADS": "1"}
+    section = VARIANTS[variant]
+    wanted = "0" if section is None else json.dumps({**section, "delta": training.delta})
+    environment = {"DS_ZIPCCL": wanted, "OMP_NUM_THREADS": "1"}
     if network is None:
         yield [*command, "--ranks", str(training.ranks)], environment
         return
@@ -249,7 +255,7 @@ def main(args: argparse.Namespace) -> int:
     script = find_script(args.script)
     table, written, verdicts = Table(COLUMNS), [], []
     for mode, ranks, rate in itertools.product(args.mode, args.ranks, args.link):
-        training = Training(script, mode, ranks, args.steps, args.size, args.timeout, rate)
+        training = Training(script, mode, ranks, args.steps, args.size, args.timeout, rate, args.delta)
         found, verdict = _pair(training, args.repeat, args.skip)
         for row in found:
             table.add(row | {"params_sha256": row["params_sha256"][:16]})
