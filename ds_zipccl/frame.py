@@ -16,6 +16,8 @@ HEADER = struct.Struct("<4s6BHIQQ")
 HEADER_BYTES = HEADER.size
 MAX_DIMS = 64
 ALIGN = 16
+#: Blocks of a chunk, the unit of parallel work in a coded payload.
+CHUNK_BLOCKS = 16
 _MAX_NUMEL = (1 << 63) - 1  # torch counts elements in signed 64 bits
 _FLAGS_AT = 7
 _CHECKSUM_AT = 12

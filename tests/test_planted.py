@@ -99,7 +99,7 @@ PLANTS = {
         IDENTITY["golden"],
     ),
     "a top of changes a little higher": Plant(
-        "cpu_delta.h",
+        "change_block.cuh",
         {"F::M == 10 ? 4 : 0": "F::M == 10 ? 4 : 2"},
         lambda: test_golden.test_golden_frame("bf16_delta_512", "auto", None),
     ),

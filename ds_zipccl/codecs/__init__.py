@@ -40,6 +40,7 @@ CODECS: dict[str, Codec] = {
 }
 #: Codecs of a tensor against another one, its base; they too have what a Codec has.
 BASED_CODECS: dict[str, delta.DeltaCodec] = {"delta": delta.DeltaCodec()}
+_NAMED: dict[str, Codec] = {**CODECS, **BASED_CODECS}
 _DECODERS: dict[CodecId, Codec] = {
     CodecId.RAW: CODECS["raw"],
     CodecId.EXPONENT: CODECS["cascade"],
@@ -51,14 +52,13 @@ DEVICES = ("cpu", "cuda")
 
 
 def _codec(name: str, dtype: torch.dtype) -> Codec:
-    known: dict[str, Codec] = {**CODECS, **BASED_CODECS}
-    if name not in known:
-        raise ValueError(f"no codec {name!r}; known codecs: {', '.join(known)}")
+    if name not in _NAMED:
+        raise ValueError(f"no codec {name!r}; known codecs: {', '.join(_NAMED)}")
     if dtype not in framing.DTYPE_IDS:
         raise ValueError(
             f"{dtype} has no place in a frame; view the tensor as one of {', '.join(map(str, framing.DTYPE_IDS))}"
         )
-    codec = known[name]
+    codec = _NAMED[name]
     return codec if dtype in codec.DTYPES else CODECS["raw"]
 
 

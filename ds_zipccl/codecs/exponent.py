@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.frame import CodecId, pad16
+from ds_zipccl.frame import CHUNK_BLOCKS, CodecId, pad16
 
 BLOCKS = (128, 256, 512, 1024)
-CHUNK_BLOCKS = 16
 _TABLE_BYTES = {
     torch.bfloat16: 3, torch.float16: 3, torch.float32: 4, torch.float8_e4m3fn: 3, torch.float8_e5m2: 3
 }  # per block # fmt: skip

@@ -1,33 +1,15 @@
 // The CHANGE block of delta payloads on the CPU (FORMAT.md 2.3 and section 3), and what its encoder and decoder share: the arithmetic of
 // 64 elements as plain loops, which each level compiles to its own vectors.
 #pragma once
+#include "change_block.cuh"
 #include "cpu_decode.h"
 #include "cpu_encode.h"
 
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kLevels = 6;
 constexpr uint32_t kStep = 4;        // low planes that are handled together
 constexpr uint32_t kGroupSizes = 4;  // 1, 4, 8, 16 elements share a bit of the group map
-
-template <typename F>
-struct Scale {  // of changes
-  static constexpr uint32_t shifts = F::M + 1;  // the largest k
-  static constexpr uint32_t bias = F::M == 23 ? 16 : F::M == 10 ? 4 : 0;
-};
-
-// A word as a number in the order of the floats, and back.
-template <typename Word>
-inline Word order_of(Word w) {
-  constexpr Word sign = Word(Word(1) << (8 * sizeof(Word) - 1));
-  return Word(w ^ (Word(Word(0) - (w >> (8 * sizeof(Word) - 1))) | sign));
-}
-template <typename Word>
-inline Word word_of(Word order) {
-  constexpr Word sign = Word(Word(1) << (8 * sizeof(Word) - 1));
-  return Word(order ^ (Word((order >> (8 * sizeof(Word) - 1)) - 1) | sign));
-}
 
 // k of 64 elements from their bases' exponents.
 template <typename F>
@@ -39,16 +21,15 @@ inline void shifts_of(const uint8_t* exponents, uint32_t top, uint8_t* shifts) {
   }
 }
 
-// Elements of the groups of 1 << log2 elements in which some bit of x is set.
-inline uint64_t fill_groups(uint64_t x, uint32_t log2) {
-  static const uint64_t first[] = {~0ull, 0, 0x1111111111111111ull, 0x0101010101010101ull, 0x0001000100010001ull};
-  for (uint32_t by = 1; by < 1u << log2; by *= 2) x |= x >> by;
-  return (x & first[log2]) * ((1ull << (1u << log2)) - 1);
-}
-// The first element of each group, of n (at most 64) elements.
+// The first element of each group of 1 << log2, of n (at most 64) elements.
 inline uint64_t group_starts(uint32_t log2, uint32_t n) {
   static const uint64_t first[] = {~0ull, 0, 0x1111111111111111ull, 0x0101010101010101ull, 0x0001000100010001ull};
   return first[log2] & ones(n);
+}
+// Elements of the groups in which some bit of x is set.
+inline uint64_t fill_groups(uint64_t x, uint32_t log2) {
+  for (uint32_t by = 1; by < 1u << log2; by *= 2) x |= x >> by;
+  return (x & group_starts(log2, 64)) * ((1ull << (1u << log2)) - 1);
 }
 // log2 of the group size that the flags name.
 inline uint32_t group_log2(uint32_t flags) { return flags ? flags + 1 : 0; }

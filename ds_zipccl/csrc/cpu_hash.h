@@ -1,24 +1,15 @@
 // Blocks of the hash of a region (FORMAT.md section 5).
 #pragma once
-#include <stdint.h>
+#include "region_hash.cuh"
 
 namespace zipccl {
 namespace {
-
-constexpr uint32_t kHashWords = 128;  // u64 of a block
-constexpr uint64_t kHashStep = 0x9E3779B97F4A7C15ull;
-
-constexpr uint64_t hash_mix(uint64_t z) {
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ z >> 27) * 0x94D049BB133111EBull;
-  return z ^ z >> 31;
-}
 
 struct HashKeys {
   alignas(64) uint64_t of[2][kHashWords];
   constexpr HashKeys() : of() {
     for (uint32_t h = 0; h < 2; ++h)
-      for (uint32_t i = 0; i < kHashWords; ++i) of[h][i] = hash_mix((kHashWords * h + i + 1) * kHashStep);
+      for (uint32_t i = 0; i < kHashWords; ++i) of[h][i] = hash_key(kHashWords * h + i);
   }
 };
 constexpr HashKeys kHashKeys;

@@ -1,42 +1,12 @@
 // The CHANGE block of delta payloads for CUDA (FORMAT.md 2.3 and section 3): a warp codes the words of a block against their base, a row at
 // a time. Planes are bit strings over the elements that are marked for them, so that everything is addressed by counts of marks.
 #pragma once
+#include "change_block.cuh"
 #include "cuda_decode_block.cuh"
 #include "cuda_encode_block.cuh"
 
 namespace zipccl {
 namespace {
-
-constexpr uint32_t kLevels = 6;  // an element that has all of them is written as a word
-
-// Of a type: eighths of a binade from the mean size of the changes to the scale.
-template <typename F>
-struct ChangeBias;
-template <>
-struct ChangeBias<Bf16> {
-  static constexpr uint32_t value = 0;
-};
-template <>
-struct ChangeBias<Fp16> {
-  static constexpr uint32_t value = 4;
-};
-template <>
-struct ChangeBias<Fp32> {
-  static constexpr uint32_t value = 16;
-};
-
-// A word's place in the order of the floats, and back.
-template <typename F>
-ZIPCCL_DEVICE uint32_t order_of(typename F::Word w) {
-  using Word = typename F::Word;
-  return Word(w & F::negative_zero ? ~w : w | F::negative_zero);
-}
-template <typename F>
-ZIPCCL_DEVICE typename F::Word word_of(uint32_t order) {
-  using Word = typename F::Word;
-  const Word o = Word(order);
-  return o & F::negative_zero ? Word(o & ~F::negative_zero) : Word(~o);
-}
 
 // What became of a base: its size and sign.
 struct Change {
@@ -46,7 +16,7 @@ struct Change {
 template <typename F>
 ZIPCCL_DEVICE Change change_of(typename F::Word word, typename F::Word base) {
   using Word = typename F::Word;
-  const Word d = Word(order_of<F>(word) - order_of<F>(base));
+  const Word d = Word(order_of(word) - order_of(base));
   const bool negative = d & F::negative_zero;
   return {negative ? uint32_t(Word(0 - d)) : uint32_t(d), negative};
 }
@@ -55,7 +25,7 @@ ZIPCCL_DEVICE Change change_of(typename F::Word word, typename F::Word base) {
 template <typename F>
 ZIPCCL_DEVICE uint32_t low_bits_of(typename F::Word base, uint32_t top) {
   const uint32_t e = F::exponent(base);
-  return e == 0 || top <= e ? 0 : least(top - e, F::M + 1);
+  return e == 0 || top <= e ? 0 : least(top - e, Scale<F>::shifts);
 }
 
 // A lane's bits of one row among those of a plane, and where they are in its string.
@@ -89,6 +59,27 @@ ZIPCCL_DEVICE uint32_t live_elements(uint32_t changed, uint32_t group, Part exte
   return live;
 }
 
+// What lists the shifts of a block's elements: marks of those that have one, their sum, and the largest.
+struct Shifts {
+  uint32_t marks = 0, sum = 0, most = 0;
+};
+// Shifts of this lane's elements to its octets of `list`.
+template <typename F>
+ZIPCCL_DEVICE Shifts list_shifts(const typename F::Word* bases, Part extent, uint32_t top, uint8_t* list) {
+  Shifts all;
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t at = row * kRow + 8 * lane_id(), length = extent.length(row);
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t k = i < length ? low_bits_of<F>(bases[at + i], top) : 0;
+      list[at + i] = uint8_t(k);
+      if (k) all.marks |= 1u << (8 * row + i);
+      all.sum += k;
+      all.most = k > all.most ? k : all.most;
+    }
+  }
+  return all;
+}
+
 // The bytes of `shifts` that are over `bit`, as marks.
 ZIPCCL_DEVICE uint32_t over(const Bytes8& shifts, uint32_t bit) {
   const uint32_t add = (127 - bit) * kEachByte;
@@ -119,36 +110,29 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
       same &= word == head;
       if (!change.size) continue;
       changed |= 1u << (8 * row + i);
-      size_sum += F::exponent(base) + least(31 - uint32_t(__clz(int(change.size))), F::M + 1);
+      size_sum += F::exponent(base) + least(31 - uint32_t(__clz(int(change.size))), Scale<F>::shifts);
     }
   }
   const uint32_t count = __reduce_add_sync(kEveryLane, uint32_t(__popc(changed))), sum = __reduce_add_sync(kEveryLane, size_sum);
   if (count == 0) return {CHANGE, 0, 0, 0, 0};
   if (__all_sync(kEveryLane, same)) return encode_block<F, Cascade>(words, extent, slot, list);
-  const uint32_t top = least(255, (8 * sum + ChangeBias<F>::value * count) / (8 * count));
+  const uint32_t top = least(255, (8 * sum + Scale<F>::bias * count) / (8 * count));
 
-  // Levels, signs and shifts of this lane's elements; shifts to `list`.
-  uint32_t levels[kLevels] = {}, negative = 0, shifted = 0, low_count = 0, most = 0;
+  // Shifts, levels and signs of this lane's elements.
+  const Shifts shifts = list_shifts<F>(bases, extent, top, list);
+  const uint32_t most = __reduce_max_sync(kEveryLane, shifts.most);
+  uint32_t levels[kLevels] = {}, negative = 0;
   for (uint32_t row = 0; row < kRows; ++row) {
     const uint32_t at = row * kRow + 8 * lane_id(), length = extent.length(row);
-    Bytes8 shifts = {{0, 0}};
     for (uint32_t i = 0; i < length; ++i) {
       const Change change = change_of<F>(words[at + i], bases[at + i]);
-      const uint32_t k = low_bits_of<F>(bases[at + i], top), q = change.size >> k, mark = 1u << (8 * row + i);
+      const uint32_t q = change.size >> list[at + i], mark = 1u << (8 * row + i);
 #pragma unroll
       for (uint32_t level = 0; level < kLevels; ++level)
         if (q > level) levels[level] |= mark;
       if (change.negative) negative |= mark;
-      if (k) shifted |= mark;
-      if (i < 4) shifts.half[0] |= k << 8 * i;
-      if (i >= 4) shifts.half[1] |= k << 8 * (i - 4);
-      low_count += k;
-      most = k > most ? k : most;
     }
-    *reinterpret_cast<Bytes8*>(list + at) = shifts;
   }
-  __syncwarp();
-  most = __reduce_max_sync(kEveryLane, most);
 
   // The group size with the fewest bits; then the size of all is known.
   uint32_t group = 1, live = live_elements(levels[0], 1, extent), fewest = n;
@@ -157,7 +141,7 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
     const uint32_t bits = (n + size - 1) / size + __reduce_add_sync(kEveryLane, uint32_t(__popc(candidate)));
     if (bits < fewest) group = size, live = candidate, fewest = bits;
   }
-  uint32_t own = low_count + uint32_t(__popc(levels[0] | shifted));
+  uint32_t own = shifts.sum + uint32_t(__popc(levels[0] | shifts.marks));
 #pragma unroll
   for (uint32_t level = 0; level + 1 < kLevels; ++level) own += uint32_t(__popc(levels[level]));
   const uint32_t escaped = levels[kLevels - 1];
@@ -168,10 +152,7 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
     if (alone.body + alone.tail <= tail) return alone;
     // The list was lent: put the shifts back.
     __syncwarp();
-    for (uint32_t row = 0; row < kRows; ++row) {
-      const uint32_t at = row * kRow + 8 * lane_id(), length = extent.length(row);
-      for (uint32_t i = 0; i < 8; ++i) list[at + i] = i < length ? uint8_t(low_bits_of<F>(bases[at + i], top)) : 0;
-    }
+    list_shifts<F>(bases, extent, top, list);
   }
   __syncwarp();
   for (uint32_t i = lane_id(); i < (tail + 3) / 4; i += kLanes) reinterpret_cast<uint32_t*>(slot)[i] = 0;
@@ -192,7 +173,7 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
   at = put_plane(slot, at, live, levels[0]);
 #pragma unroll
   for (uint32_t level = 1; level < kLevels; ++level) at = put_plane(slot, at, levels[level - 1], levels[level]);
-  at = put_plane(slot, at, levels[0] | shifted, negative);
+  at = put_plane(slot, at, levels[0] | shifts.marks, negative);
   for (uint32_t p = 0; p < most; ++p) {
     uint32_t marks = 0, low = 0;
     for (uint32_t row = 0; row < kRows; ++row) {
@@ -251,24 +232,11 @@ ZIPCCL_DEVICE bool decode_change(const uint8_t* tail, uint32_t bytes, const type
   Planes planes{BitString(tail), 8, 8 * bytes, true};
   uint8_t* const list = scratch.list[0];
 
-  uint32_t shifted = 0, most = 0, live = 0;
-  for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t first = row * kRow + 8 * lane_id(), length = extent.length(row);
-    Bytes8 shifts = {{0, 0}};
-    for (uint32_t i = 0; i < length; ++i) {
-      const uint32_t k = low_bits_of<F>(bases[first + i], top);
-      if (k) shifted |= 1u << (8 * row + i);
-      if (i < 4) shifts.half[0] |= k << 8 * i;
-      if (i >= 4) shifts.half[1] |= k << 8 * (i - 4);
-      most = k > most ? k : most;
-    }
-    *reinterpret_cast<Bytes8*>(list + first) = shifts;
-    Octet<F> none;
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) none.set(i, 0);
-    none.store_whole(reinterpret_cast<uint8_t*>(scratch.words + first), 8 * sizeof(Word));
-  }
-  most = __reduce_max_sync(kEveryLane, most);
+  uint32_t live = 0;
+  const Shifts shifts = list_shifts<F>(bases, extent, top, list);
+  const uint32_t most = __reduce_max_sync(kEveryLane, shifts.most);
+  for (uint32_t row = 0; row < kRows; ++row)
+    for (uint32_t i = 0; i < 8; ++i) scratch.words[row * kRow + 8 * lane_id() + i] = 0;
 
   const uint32_t groups = group > 1 ? (n + group - 1) / group : 0;
   if (8 + groups > planes.end) return false;
@@ -286,7 +254,7 @@ ZIPCCL_DEVICE bool decode_change(const uint8_t* tail, uint32_t bytes, const type
   levels[0] = planes.next(live);
 #pragma unroll
   for (uint32_t level = 1; level < kLevels; ++level) levels[level] = planes.next(levels[level - 1]);
-  const uint32_t negative = planes.next(levels[0] | shifted);
+  const uint32_t negative = planes.next(levels[0] | shifts.marks);
   for (uint32_t p = 0; p < most; ++p) {  // low bits gather in the scratch, every lane's where its words are
     uint32_t marks = 0;
     for (uint32_t row = 0; row < kRows; ++row)
@@ -304,7 +272,7 @@ ZIPCCL_DEVICE bool decode_change(const uint8_t* tail, uint32_t bytes, const type
     const uint32_t first = row * kRow + 8 * lane_id(), length = extent.length(row);
     uint32_t from = words_at + places.of(row) * uint32_t(sizeof(Word));
     for (uint32_t i = 0; i < length; ++i) {
-      const uint32_t bit = 8 * row + i, base = bases[first + i];
+      const uint32_t bit = 8 * row + i;
       uint32_t q = 0;
 #pragma unroll
       for (uint32_t level = 0; level < kLevels; ++level) q += levels[level] >> bit & 1;
@@ -312,9 +280,8 @@ ZIPCCL_DEVICE bool decode_change(const uint8_t* tail, uint32_t bytes, const type
       if (q == kLevels) {
         for (uint32_t byte = 0; byte < sizeof(Word); ++byte) word |= Word(Word(tail[from++]) << 8 * byte);
       } else {
-        const uint32_t size = q << list[first + i] | scratch.words[first + i];
-        const uint32_t order = order_of<F>(Word(base));
-        word = word_of<F>(negative >> bit & 1 ? order - size : order + size);
+        const Word size = Word(q << list[first + i] | scratch.words[first + i]), order = order_of(bases[first + i]);
+        word = word_of(Word(negative >> bit & 1 ? order - size : order + size));
       }
       words[first + i] = word;
     }

@@ -9,8 +9,6 @@ constexpr uint32_t kHeaderBytes = 32;
 constexpr uint32_t kMagic = 'Z' | 'C' << 8 | 'C' << 16 | 'L' << 24;
 constexpr uint32_t kVersion = 1, kCodecRaw = 0, kCodecExponent = 1, kCodecDelta = 2, kFlagOverflow = 4;
 
-ZIPCCL_FN constexpr uint32_t log2_of(uint32_t power) { return power > 1 ? 1 + log2_of(power / 2) : 0; }
-
 // `overflow`: the frame did not fit in its slot; it ends here, though frame_bytes says what it would have had.
 ZIPCCL_DEVICE void write_header(uint8_t* to, uint32_t codec, uint32_t dtype, uint32_t block, uint64_t numel, uint64_t frame_bytes, bool overflow) {
   uint4* const header = reinterpret_cast<uint4*>(to);

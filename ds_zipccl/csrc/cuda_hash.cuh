@@ -2,12 +2,10 @@
 // together.
 #pragma once
 #include "cuda_warp.cuh"
+#include "region_hash.cuh"
 
 namespace zipccl {
 namespace {
-
-constexpr uint32_t kHashWords = 128;  // of a block, u64 each
-constexpr uint64_t kHashStep = 0x9E3779B97F4A7C15ull;
 
 struct HashJob {
   const uint8_t* data;  // at any address
@@ -15,13 +13,6 @@ struct HashJob {
   uint64_t* sums;       // two zeros, then the result: both halves of the hash
   uint32_t* ticket;     // zero
 };
-
-ZIPCCL_DEVICE uint64_t mix(uint64_t z) {
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ z >> 27) * 0x94D049BB133111EBull;
-  return z ^ z >> 31;
-}
-ZIPCCL_DEVICE uint64_t hash_key(uint32_t j) { return mix((j + 1) * kHashStep); }
 
 ZIPCCL_DEVICE uint64_t sum_of_lanes(uint64_t x) {
 #pragma unroll
@@ -62,7 +53,7 @@ ZIPCCL_DEVICE void hash_region(const HashJob& job, uint32_t grid) {
       }
     }
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) sums[half] += mix(sum_of_lanes(products[half]) + (block + 1) * kHashStep);
+    for (uint32_t half = 0; half < 2; ++half) sums[half] += hash_mix(sum_of_lanes(products[half]) + (block + 1) * kHashStep);
   }
   if (lane_id() == 0) {
     for (uint32_t half = 0; half < 2; ++half)
@@ -72,7 +63,7 @@ ZIPCCL_DEVICE void hash_region(const HashJob& job, uint32_t grid) {
       __threadfence();
       for (uint32_t half = 0; half < 2; ++half) {
         volatile uint64_t* const sum = job.sums + half;
-        *sum = mix(job.bytes + hash_key(kHashWords * half) + *sum);
+        *sum = hash_mix(job.bytes + hash_key(kHashWords * half) + *sum);
       }
     }
   }

@@ -25,8 +25,10 @@ ZIPCCL_DEVICE uint32_t lanes_below() { return (1u << lane_id()) - 1; }
 ZIPCCL_DEVICE uint32_t low_ones(uint32_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 ZIPCCL_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
+ZIPCCL_DEVICE uint32_t log2_of(uint32_t power) { return uint32_t(__ffs(int(power))) - 1; }
+
 // How many chunks, or blocks, of a power of two of words there are.
-ZIPCCL_DEVICE uint32_t pieces(uint64_t numel, uint32_t power) { return uint32_t((numel + power - 1) >> (__ffs(int(power)) - 1)); }
+ZIPCCL_DEVICE uint32_t pieces(uint64_t numel, uint32_t power) { return uint32_t((numel + power - 1) >> log2_of(power)); }
 
 // Sum of x over the lanes below this one. x may be several numbers in one word, as long as none of these sums overflows its part.
 ZIPCCL_DEVICE uint32_t sum_below(uint32_t x) {

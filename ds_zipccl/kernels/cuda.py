@@ -13,10 +13,9 @@ from typing import Protocol
 
 import torch
 
-from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES, FrameError
+from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, HEADER_BYTES, FrameError
 from ds_zipccl.kernels.sums import add
 
-CHUNK_BLOCKS = 16
 #: Of one launch; as kMaxJobs, kMaxDecodeJobs and kMaxFrames of the kernels.
 MAX_JOBS = 48
 DTYPES = {
@@ -178,13 +177,13 @@ class CudaRoute:
         """Decode flat frames of ``dtype`` and write the sums of their words, in fp32 and in this order, once to ``sums``: rounded
         to ``dtype``, or float32. Other arguments as for :meth:`decode_frames`."""
         wide = sums.dtype != dtype
+        # Sums that several launches add up stay floats until the last one.
         whole = sums if wide or len(slots) <= MAX_JOBS else torch.empty_like(sums, dtype=torch.float32)
         for at in range(0, len(slots), MAX_JOBS):
             part = slots[at : at + MAX_JOBS]
-            to = sums if at + MAX_JOBS >= len(slots) and whole is sums else whole
             job = _SumJob(
                 (_ptr * MAX_JOBS)(*map(_aligned, part)), (_u64 * MAX_JOBS)(*(slot.numel() for slot in part)), len(part),
-                block, DTYPE_IDS[dtype], to.dtype != dtype or wide, at > 0, to.data_ptr(), sums.numel(), status.data_ptr(),
+                block, DTYPE_IDS[dtype], whole.dtype != dtype, at > 0, whole.data_ptr(), sums.numel(), status.data_ptr(),
             )  # fmt: skip
             grid = -(-sums.numel() // (block * CHUNK_BLOCKS))
             if grid:

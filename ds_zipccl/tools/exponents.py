@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ds_zipccl import frame as framing
-from ds_zipccl.codecs.exponent import CHUNK_BLOCKS
+from ds_zipccl.frame import CHUNK_BLOCKS
 
 #: Block modes by number (FORMAT.md section 2).
 MODES = ("FILL", "RAW", "CASCADE", "SPARSE", "WINDOW")
