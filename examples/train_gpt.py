@@ -289,6 +289,7 @@ def train_one_rank(args: argparse.Namespace) -> None:
         args.results.write_text(json.dumps(results))
     dist.barrier()  # gloo aborts at exit where a rank leaves while another is still talking
     dist.destroy_process_group()
+    time.sleep(0.2)  # and where its threads still hold tensors, for whose release they need the interpreter
 
 
 # ---- all ranks ---------------------------------------------------------------------------------------------
