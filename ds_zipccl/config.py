@@ -60,6 +60,11 @@ class ZipcclConfig(BaseModel):
         "by a hash, to hold them. Keeps a copy of the shard that this rank owns. For slow links: it computes more.",
     )
     min_bytes: int = Field(65536, ge=0, description="Messages smaller than this many bytes pass through uncoded.")
+    staging_mib: int = Field(
+        64,
+        ge=1,
+        description="MiB of memory for frames on their way, for each operation in flight; messages go in pieces that fit.",
+    )
     route: Literal["auto", "native", "numba"] = Field(
         "auto", description="Kernels: native (C++, built at first use), numba, or auto: the first that works."
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_zipccl.config import ROLES, ZipcclConfig
+from ds_zipccl.frame import CHUNK_BLOCKS
 
 #: Sums that a schedule of ours computes (admission: the others are not sums of decoded frames).
 CODED_REDUCE_OPS = ("SUM", "AVG")
@@ -20,6 +21,14 @@ RAW_BELOW_BYTES = 4096
 #: Segments smaller than this many bytes are encoded together (seed: for larger ones it pays more that the first is under way
 #: while the next is encoded).
 TOGETHER_BELOW_BYTES = 1 << 20
+#: A message goes in about so many pieces (seed: the first encode and the last decode are not hidden behind the wire) ...
+PIECES = 8
+#: ... of at least and at most so many bytes (seed: a piece costs some 50 us whatever its size; larger ones leave the cache).
+PIECE_BYTES = (1 << 20, 4 << 20)
+#: Pieces end at multiples of this many elements (admission: whole chunks of blocks of every size, see FORMAT.md 1.2).
+PIECE_UNIT = CHUNK_BLOCKS * 1024
+#: Turns between posting a piece and taking it (seed: one on the wire, one waiting).
+WINDOW = 2
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,16 @@ def frame_codec(codec: str, nbytes: int) -> str:
 def encode_together(nbytes: Sequence[int]) -> bool:
     """Whether segments of these sizes are encoded in one call: all small, and none so small that its frame is raw."""
     return len(nbytes) > 1 and min(nbytes) >= RAW_BELOW_BYTES and max(nbytes) < TOGETHER_BELOW_BYTES
+
+
+def piece_numel(numel: int, itemsize: int, ranks: int, staging: int) -> int:
+    """Elements of the pieces that ``numel`` elements to one peer go in, for ``staging`` bytes of memory in all. Equal on both sides.
+
+    With each of its peers a rank holds WINDOW frames that it expects, and twice as many that it has sent.
+    """
+    least, most = PIECE_BYTES
+    wanted = min(max(-(-numel * itemsize // PIECES), least), most, staging // (3 * WINDOW * max(1, ranks - 1)))
+    return max(1, wanted // itemsize // PIECE_UNIT) * PIECE_UNIT
 
 
 def _bytes_below(message: Message, limit: int) -> bool:

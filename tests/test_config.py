@@ -21,7 +21,7 @@ from ds_zipccl.config import (
     parse_section,
 )
 
-KEYS = "enabled, reduction, check, codec, block, delta, min_bytes, route, roles, log_interval"
+KEYS = "enabled, reduction, check, codec, block, delta, min_bytes, staging_mib, route, roles, log_interval"
 
 GOOD = [
     {},

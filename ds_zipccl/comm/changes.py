@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from ds_zipccl import stats
 from ds_zipccl.codecs import BASED_CODECS, region_hash
-from ds_zipccl.comm import staging
+from ds_zipccl.comm import gathers, staging
 from ds_zipccl.comm.exchange import Link
+from ds_zipccl.comm.rounds import posting
 from ds_zipccl.config import ZipcclConfig
 
 #: Operation and role that gather parameters (admission: another's buffers do not hold what came last).
@@ -43,18 +44,13 @@ def wanted(config: ZipcclConfig, op: str, role: str, own: torch.Tensor) -> bool:
 
 
 def gather(link: Link, own: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
-    """As ``moves.gather`` of one flat shard: give every rank ``own``, and write that of rank r to ``places[r]``."""
+    """As ``gathers.gather`` of one flat shard: give every rank ``own``, and write that of rank r to ``places[r]``."""
     key = (places[0].data_ptr(), own.numel(), own.dtype)
     last = _take(link.group, key)
     reason = _objection(link, last, places)
-    with link.round(1) as exchange:
-        for peer in link.peers:
-            exchange.expect(peer, places[peer])
-        exchange.send(own, *link.peers, base=None if reason else last)
-        places[link.rank].copy_(own)
-        last = own.clone() if last is None else last.copy_(own)
-        for peer in link.peers:
-            exchange.receive(peer, places[peer], base=places[peer])
+    gathers.gather(link, 1, [own], [[place] for place in places], base=None if reason else last)
+    own = places[link.rank]
+    last = own.clone() if last is None else last.copy_(own)
     _keep(link.group, key, last)
     stats.record_difference(ROLE, OPERATION, reason)
 
@@ -62,7 +58,7 @@ def gather(link: Link, own: torch.Tensor, places: Sequence[torch.Tensor]) -> Non
 def _objection(link: Link, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
     """Why this rank's shard must go in full; empty where every rank holds what was sent last. Round 0."""
     answers = {peer: torch.empty(HASH_BYTES, dtype=torch.uint8) for peer in link.peers}
-    with link.round(0) as exchange:
+    with posting(link, 0) as exchange:
         for peer in link.peers:
             exchange.expect(peer, answers[peer])
         for peer in link.peers:

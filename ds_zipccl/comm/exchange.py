@@ -1,4 +1,4 @@
-"""Frames between the ranks of one group: tags, posting, receiving, errors.
+"""Frames of one operation between the ranks of a group: tags, coding, errors.
 
 Frames are bytes that travel by paired sends and receives on the caller's own group. gloo accepts a receive buffer larger than
 what was sent, so a receive is posted with the bound of the frame and no sizes are exchanged: the header has the true length.
@@ -7,9 +7,8 @@ what was sent, so a receive is posted with the bound of the frame and no sizes a
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -35,9 +34,6 @@ ROUNDS = 2
 #: Operations issued so far on each group; goes with the group, so that a group made anew starts afresh on all ranks.
 _issued: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 _issued_lock = threading.Lock()
-
-#: Buffers of failed operations: the transport may still read and write them, so they must outlive the error.
-_abandoned: list[object] = []
 
 
 def next_tag(group: dist.ProcessGroup) -> int:
@@ -71,17 +67,13 @@ class Link:
         self._codec = codec
         self._tag = next_tag(group) if tag is None else tag
 
-    @contextmanager
-    def round(self, index: int = 0) -> Iterator[Round]:
-        """One exchange; on leaving, every send is out. After an error nothing is waited for, so that it shows at once."""
-        exchange = Round(self, self._tag + index)
-        try:
-            yield exchange
-            exchange.flush()
-        except BaseException:
-            _abandoned.append(exchange)
-            raise
-        exchange.lease.release()
+    def tag(self, index: int) -> int:
+        """Tag of round ``index``."""
+        return self._tag + index
+
+    def piece_numel(self, flat: torch.Tensor) -> int:
+        """Elements of the pieces that ``flat`` goes in; the last one may be shorter."""
+        return policy.piece_numel(flat.numel(), flat.element_size(), self.size, self._config.staging_mib << 20)
 
     def error(self, what: str) -> CommError:
         """``what`` went wrong, with where."""
@@ -166,80 +158,3 @@ class Link:
             raise
         except RuntimeError as error:
             raise self.error(f"{doing}: {error}") from error
-
-
-class Round:
-    """Frames of one tag. Frames of one pair of ranks arrive in the order they were sent; empty tensors are not sent.
-
-    ``lease`` has the memory of the frames.
-    """
-
-    def __init__(self, link: Link, tag: int) -> None:
-        self._link = link
-        self._tag = tag
-        self.lease = Lease()
-        self._sends: list[tuple[int, dist.Work, torch.Tensor]] = []
-        self._receives: defaultdict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
-
-    def expect(self, peer: int, out: torch.Tensor) -> None:
-        """Post the receive for what :meth:`receive` will decode into flat ``out``; nothing is written to ``out`` yet."""
-        if out.numel():
-            buffer = self._link.landing(out, self.lease)
-            with self._receiving(peer):
-                self._receives[peer].append((self._link.group.recv([buffer], peer, self._tag), buffer))
-
-    def send(self, flat: torch.Tensor, *peers: int, base: torch.Tensor | None = None) -> None:
-        """Encode once, send to every peer; with ``base``, which all of them hold, as a difference. ``flat`` may be overwritten
-        afterwards."""
-        if flat.numel():
-            frame = self._link.encode(flat, self.lease, base)
-            for peer in peers:
-                self._post(peer, flat, frame)
-
-    def _post(self, peer: int, flat: torch.Tensor, frame: torch.Tensor) -> None:
-        with self._sending(peer):
-            self._sends.append((peer, self._link.group.send([frame], peer, self._tag), frame))
-        self._link.count(flat, frame)
-
-    def scatter(self, flats: Sequence[torch.Tensor], peers: Sequence[int]) -> None:
-        """Send each of ``peers`` its own of ``flats``, in this order. Small ones are encoded in one call, large ones as they go out."""
-        chosen = [peer for peer in peers if flats[peer].numel()]
-        if policy.encode_together([flats[peer].nbytes for peer in chosen]):
-            frames = self._link.encode_all([flats[peer] for peer in chosen], self.lease)
-            for peer, frame in zip(chosen, frames, strict=True):
-                self._post(peer, flats[peer], frame)
-        else:
-            for peer in chosen:
-                self.send(flats[peer], peer)
-
-    def receive(self, peer: int, out: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait for the next frame of ``peer`` and decode it, against ``base`` if it is a difference, into flat ``out``, which it
-        returns."""
-        if out.numel():
-            self._link.decode(self._arrived(peer), peer, out, base)
-        return out
-
-    def receive_add(self, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        """Wait for the next frame of ``peer``, which holds ``dtype``, and add it to flat ``sums`` of that dtype or float32."""
-        if sums.numel():
-            self._link.decode_add(self._arrived(peer), peer, dtype, sums)
-
-    def _arrived(self, peer: int) -> torch.Tensor:
-        handle, buffer = self._receives[peer].popleft()
-        with self._receiving(peer):
-            handle.wait()
-        return buffer
-
-    def flush(self) -> None:
-        """Wait until every send is out."""
-        while self._sends:
-            peer, handle, _ = self._sends[-1]
-            with self._sending(peer):
-                handle.wait()
-            self._sends.pop()
-
-    def _sending(self, peer: int) -> AbstractContextManager[None]:
-        return self._link.naming(f"sending to global rank {self._link.global_rank(peer)}")
-
-    def _receiving(self, peer: int) -> AbstractContextManager[None]:
-        return self._link.naming(f"receiving from global rank {self._link.global_rank(peer)}")

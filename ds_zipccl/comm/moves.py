@@ -11,27 +11,11 @@ import torch.distributed as dist
 
 from ds_zipccl.comm import changes
 from ds_zipccl.comm.exchange import Link
+from ds_zipccl.comm.gathers import detached, gather
 from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, run
+from ds_zipccl.comm.rounds import Pieces, posting, pump
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
-
-
-def gather(link: Link, index: int, shards: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]]) -> None:
-    """Round ``index``: give every rank each own shard, and write those of rank r to ``places[r]``.
-
-    ``shards`` holds pairs (own shard, places), all flat. An own shard may lie in any place.
-    """
-    with link.round(index) as exchange:
-        for peer in link.peers:
-            for _, places in shards:
-                exchange.expect(peer, places[peer])
-        for own, _ in shards:
-            exchange.send(own, *link.peers)
-        for own, places in shards:
-            places[link.rank].copy_(own)
-        for peer in link.peers:
-            for _, places in shards:
-                exchange.receive(peer, places[peer])
 
 
 def split(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
@@ -57,7 +41,7 @@ def all_gather(
         inputs=[tensor],
         outputs=tensor_list,
         plain=lambda inputs, outputs, later: dist.all_gather(list(outputs), inputs[0], group, later),
-        coded=lambda link, inputs, outputs: gather(link, 0, [(inputs[0], outputs)]),
+        coded=lambda link, inputs, outputs: gather(link, 0, inputs, [[place] for place in outputs]),
         numel=tensor.numel() * ranks,
         sent=tensor.numel() * (ranks - 1),
         problem=f"tensor_list must have {ranks} tensors of shape {tuple(tensor.shape)}, got {shapes}" if wrong else "",
@@ -111,7 +95,7 @@ def _gather_tensors(
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         if changes.wanted(call.config, name, call.role, inputs[0]):
             return changes.gather(link, inputs[0], split(outputs[0], link.size))
-        gather(link, 0, [(own, split(whole, link.size)) for own, whole in zip(inputs, outputs, strict=True)])
+        gather(link, 0, inputs, list(zip(*(split(whole, link.size) for whole in outputs), strict=True)))
 
     own, whole = [tensor.numel() for tensor in input_tensors], [tensor.numel() for tensor in output_tensors]
     wrong = [numel * ranks for numel in own] != whole
@@ -146,12 +130,19 @@ def broadcast(
     sends = dist.get_rank(group) == root
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        with link.round() as exchange:
-            for flat in outputs:
-                exchange.expect(root, flat)
-                exchange.receive(root, flat)
-            for flat in inputs:
-                exchange.send(flat, *link.peers)
+        pieces = Pieces(link, [*inputs, *outputs])
+        with posting(link) as exchange:
+
+            def post(turn: int) -> None:
+                exchange.turn()
+                for piece in pieces.at(turn):
+                    exchange.send(piece, *link.peers) if sends else exchange.expect(root, piece)
+
+            def take(turn: int) -> None:
+                for piece in pieces.at(turn):
+                    sends or exchange.receive(root, piece)
+
+            pump(pieces.turns, post, take)
 
     operation = Operation(
         name="broadcast",
@@ -252,10 +243,19 @@ def _others(sizes: Sequence[int], group: dist.ProcessGroup | None) -> int:
 
 
 def _exchange_segments(link: Link, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    with link.round() as exchange:
-        for peer in link.peers:
-            exchange.expect(peer, outputs[peer])
-        exchange.scatter(inputs, link.peers[::-1])
-        outputs[link.rank].copy_(inputs[link.rank])
-        for peer in link.peers:
-            exchange.receive(peer, outputs[peer])
+    sources = detached(inputs, outputs)
+    leaving, coming = Pieces(link, sources), Pieces(link, [outputs[peer] for peer in link.peers])
+    outputs[link.rank].copy_(sources[link.rank])
+    with posting(link) as exchange:
+
+        def post(turn: int) -> None:
+            exchange.turn()
+            for peer, place in zip(link.peers, coming.at(turn), strict=True):
+                exchange.expect(peer, place)
+            exchange.scatter(leaving.at(turn), link.peers[::-1])
+
+        def take(turn: int) -> None:
+            for peer, place in zip(link.peers, coming.at(turn), strict=True):
+                exchange.receive(peer, place)
+
+        pump(max(leaving.turns, coming.turns), post, take)

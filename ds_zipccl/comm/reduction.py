@@ -68,7 +68,7 @@ class Reduction:
         self._average = op == "AVG"
         self._ranks = ranks
 
-    def fold(self, contributions: Contributions, out: torch.Tensor, begin: int, chunk: int, lease: Lease) -> None:
+    def fold(self, contributions: Contributions, out: torch.Tensor, begin: int, chunk: int) -> None:
         """Write the sum of all contributions into flat ``out``; :meth:`finish` is still to come.
 
         Args:
@@ -78,6 +78,7 @@ class Reduction:
         """
         if not out.numel():
             return
+        lease = Lease()
         total = lease.like(out, torch.float32 if self._fp32 else out.dtype)
         pieces = list(self._pieces(begin, begin + out.numel(), chunk))
         if len(pieces) == 1:
@@ -96,6 +97,7 @@ class Reduction:
         if self._fp32 and self._average:
             total.div_(self._ranks)
         out.copy_(total)
+        lease.release()
         if out.dtype == torch.bfloat16 and bool(out.amax().isnan()):
             out.masked_fill_(out.isnan(), torch.nan)
 

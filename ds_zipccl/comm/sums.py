@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm.exchange import Link, Round
-from ds_zipccl.comm.moves import gather, split
+from ds_zipccl.comm.exchange import Link
+from ds_zipccl.comm.gathers import detached
+from ds_zipccl.comm.moves import split
 from ds_zipccl.comm.operation import Call, Operation, backend_of, group_rank, is_member, reduce_op_name, run
 from ds_zipccl.comm.reduction import Reduction, all_reduce_chunk, cut, reduce_chunk
+from ds_zipccl.comm.rounds import Pieces, Round, posting, pump
 from ds_zipccl.comm.shadow import Plain, Tolerance
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
@@ -65,12 +67,23 @@ def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         chunk = all_reduce_chunk(whole.numel(), whole.element_size(), ranks)
         slices = cut(whole.numel(), chunk, ranks)
-        shards = [whole[part] for part in slices]
-        own = shards[link.rank]
-        with link.round(0) as exchange:
-            _send_shards(exchange, link, shards, own)
-            reduction.fold(_Received(exchange, link.rank, own), own, slices[link.rank].start, chunk, link.lease)
-        gather(link, 1, [(own, shards)])
+        shards = Pieces(link, [whole[part] for part in slices])
+        with posting(link, 0) as leaving, posting(link, 1) as coming:
+            adding = _Adding(link, leaving, shards, reduction, slices[link.rank].start, chunk)
+
+            def add(turn: int) -> None:
+                coming.turn()
+                places = shards.at(turn)
+                for peer in link.peers:
+                    coming.expect(peer, places[peer])
+                adding.take(turn, places[link.rank])
+                coming.send(places[link.rank], *link.peers)
+
+            def take(turn: int) -> None:
+                for peer in link.peers:
+                    coming.receive(peer, shards.at(turn)[peer])
+
+            pump(shards.turns, adding.post, add, take)
         reduction.finish(whole)
         if len(outputs) > 1:
             for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
@@ -112,15 +125,11 @@ def reduce(
     reduction, tolerance = _reduction([tensor], op, group, config)
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        with link.round() as exchange:
-            for flat in inputs:
-                exchange.send(flat, root)
-            for flat in outputs:
-                for peer in link.peers:
-                    exchange.expect(peer, flat)
-                chunk = reduce_chunk(flat.numel(), flat.element_size(), link.size)
-                reduction.fold(_Received(exchange, link.rank, flat), flat, 0, chunk, link.lease)
-                reduction.finish(flat)
+        flat = [*inputs, *outputs][0]
+        chunk = reduce_chunk(flat.numel(), flat.element_size(), link.size)
+        # one shard: all of it is the root's
+        shards = [flat if rank == root else flat[:0] for rank in range(link.size)]
+        _reduce_scatter(link, shards, flat if adds else flat[:0], reduction, 0, chunk)
 
     operation = Operation(
         name="reduce",
@@ -217,18 +226,35 @@ def reduce_scatter(
 def _reduce_scatter(
     link: Link, shards: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction, begin: int, chunk: int
 ) -> None:
-    own = shards[link.rank]
-    with link.round() as exchange:
-        _send_shards(exchange, link, shards, own)
-        reduction.fold(_Received(exchange, link.rank, own), out, begin, chunk, link.lease)
+    sources, places = Pieces(link, detached(shards, [out])), Pieces(link, [out])
+    with posting(link) as exchange:
+        adding = _Adding(link, exchange, sources, reduction, begin, chunk)
+        pump(sources.turns, adding.post, lambda turn: adding.take(turn, places.at(turn)[0]))
     reduction.finish(out)
 
 
-def _send_shards(exchange: Round, link: Link, shards: Sequence[torch.Tensor], own: torch.Tensor) -> None:
-    """Send every peer its shard, with receives for the own one posted."""
-    for peer in link.peers:
-        exchange.expect(peer, own)
-    exchange.scatter(shards, link.peers[::-1])
+class _Adding:
+    """Sends every peer its shard and sums what comes for the own one, a piece a turn."""
+
+    def __init__(
+        self, link: Link, exchange: Round, shards: Pieces, reduction: Reduction, begin: int, chunk: int
+    ) -> None:
+        self._link, self._exchange, self._shards, self._reduction = link, exchange, shards, reduction
+        self._begin, self._chunk = begin, chunk
+
+    def post(self, turn: int) -> None:
+        self._exchange.turn()
+        pieces = self._shards.at(turn)
+        for peer in self._link.peers:
+            self._exchange.expect(peer, pieces[self._link.rank])
+        self._exchange.scatter(pieces, self._link.peers[::-1])
+
+    def take(self, turn: int, out: torch.Tensor) -> None:
+        """Write the sum of the piece into ``out``, which may be the own piece."""
+        own = self._shards.at(turn)[self._link.rank]
+        contributions = _Received(self._exchange, self._link.rank, own)
+        self._reduction.fold(contributions, out, self._begin, self._chunk)
+        self._begin += out.numel()
 
 
 class _Received:

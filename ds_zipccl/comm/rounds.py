@@ -1,0 +1,155 @@
+"""Exchanges of frames in pieces: while one piece is on the wire, the next one is encoded and an earlier one decoded.
+
+A tensor is cut where both sides can tell (:func:`ds_zipccl.policy.piece_numel`), and a frame is made of each piece. Work goes in turns
+(:func:`pump`): turn i posts piece i and takes piece i - WINDOW. A rank at the lowest turn of all finds what it waits for already posted
+by the others, so nobody waits in a circle, and what a rank holds at a time is bounded by the window, not by the message.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import policy
+from ds_zipccl.comm.buffers import Lease
+
+if TYPE_CHECKING:
+    from ds_zipccl.comm.exchange import Link
+
+#: Buffers of failed operations: the transport may still read and write them, so they must outlive the error.
+_abandoned: list[object] = []
+
+
+def pump(turns: int, *stages: Callable[[int], None]) -> None:
+    """Call every stage for 0 to ``turns`` - 1, the first at once and each other policy.WINDOW turns after the one before it."""
+    for turn in range(turns + policy.WINDOW * (len(stages) - 1)):
+        for number, stage in enumerate(stages):
+            if 0 <= turn - policy.WINDOW * number < turns:
+                stage(turn - policy.WINDOW * number)
+
+
+class Pieces(list[Sequence[torch.Tensor]]):
+    """Flat tensors, each as its pieces."""
+
+    def __init__(self, link: Link, flats: Sequence[torch.Tensor]) -> None:
+        super().__init__(flat.split(link.piece_numel(flat)) if flat.numel() else () for flat in flats)
+        self.turns = max(map(len, self), default=0)
+
+    def at(self, turn: int) -> list[torch.Tensor]:
+        """The piece of every tensor; an empty one of those that have no more."""
+        return [pieces[turn] if turn < len(pieces) else torch.empty(0) for pieces in self]
+
+
+class _Posted(NamedTuple):
+    peer: int
+    handle: dist.Work
+    buffer: torch.Tensor
+    lease: Lease
+
+
+@contextmanager
+def posting(link: Link, index: int = 0) -> Iterator[Round]:
+    """One exchange; on leaving, every send is out. After an error nothing is waited for, so that it shows at once."""
+    exchange = Round(link, index)
+    try:
+        yield exchange
+        exchange.flush()
+    except BaseException:
+        _abandoned.append(exchange)
+        raise
+
+
+class Round:
+    """Frames of one tag. Frames of one pair of ranks arrive in the order they were sent; empty tensors are not sent."""
+
+    def __init__(self, link: Link, index: int) -> None:
+        self._link = link
+        self._tag = link.tag(index)
+        self._sends: deque[list[_Posted]] = deque([[]])
+        self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
+
+    def turn(self) -> None:
+        """Begin a turn of posting: waits until the frames of long ago are out, and takes their memory back."""
+        while len(self._sends) > 2 * policy.WINDOW:
+            self._retire()
+        self._sends.append([])
+
+    def expect(self, peer: int, out: torch.Tensor) -> None:
+        """Post the receive for what :meth:`receive` will decode into flat ``out``; nothing is written to ``out`` yet."""
+        if out.numel():
+            buffer = self._link.landing(out, lease := Lease())
+            with self._receiving(peer):
+                handle = self._link.group.recv([buffer], peer, self._tag)
+            self._receives[peer].append(_Posted(peer, handle, buffer, lease))
+
+    def send(self, flat: torch.Tensor, *peers: int, base: torch.Tensor | None = None) -> None:
+        """Encode once, send to every peer; with ``base``, which all of them hold, as a difference. ``flat`` may be overwritten
+        afterwards."""
+        if flat.numel():
+            frame = self._link.encode(flat, lease := Lease(), base)
+            self._post(frame, flat, peers, lease)
+
+    def scatter(self, flats: Sequence[torch.Tensor], peers: Sequence[int]) -> None:
+        """Send each of ``peers`` its own of ``flats``, in this order. Small ones are encoded in one call, large ones as they go out."""
+        chosen = [peer for peer in peers if flats[peer].numel()]
+        if policy.encode_together([flats[peer].nbytes for peer in chosen]):
+            frames = self._link.encode_all([flats[peer] for peer in chosen], lease := Lease())
+            for peer, frame in zip(chosen, frames, strict=True):
+                self._post(frame, flats[peer], [peer], lease)
+        else:
+            for peer in chosen:
+                self.send(flats[peer], peer)
+
+    def _post(self, frame: torch.Tensor, flat: torch.Tensor, peers: Sequence[int], lease: Lease) -> None:
+        for peer in peers:
+            with self._sending(peer):
+                handle = self._link.group.send([frame], peer, self._tag)
+            self._sends[-1].append(_Posted(peer, handle, frame, lease))
+            self._link.count(flat, frame)
+
+    def receive(self, peer: int, out: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for the next frame of ``peer`` and decode it, against ``base`` if it is a difference, into flat ``out``, which it
+        returns."""
+        if out.numel():
+            with self._arrived(peer) as frame:
+                self._link.decode(frame, peer, out, base)
+        return out
+
+    def receive_add(self, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        """Wait for the next frame of ``peer``, which holds ``dtype``, and add it to flat ``sums`` of that dtype or float32."""
+        if sums.numel():
+            with self._arrived(peer) as frame:
+                self._link.decode_add(frame, peer, dtype, sums)
+
+    @contextmanager
+    def _arrived(self, peer: int) -> Iterator[torch.Tensor]:
+        posted = self._receives[peer][0]
+        with self._receiving(peer):
+            posted.handle.wait()
+        self._receives[peer].popleft()
+        yield posted.buffer
+        posted.lease.release()
+
+    def flush(self) -> None:
+        """Wait until every send is out."""
+        while self._sends:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Wait until the frames of the oldest turn are out."""
+        for posted in self._sends[0]:
+            with self._sending(posted.peer):
+                posted.handle.wait()
+        for posted in self._sends.popleft():
+            posted.lease.release()
+
+    def _sending(self, peer: int) -> AbstractContextManager[None]:
+        return self._link.naming(f"sending to global rank {self._link.global_rank(peer)}")
+
+    def _receiving(self, peer: int) -> AbstractContextManager[None]:
+        return self._link.naming(f"receiving from global rank {self._link.global_rank(peer)}")
