@@ -37,6 +37,11 @@ class ZipcclConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     enabled: bool = Field(False, description="Code the traffic of this job.")
+    mode: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="auto: measure, for every kind of message, whether the plain collective, our schedule with uncoded frames or with "
+        "coded ones is fastest here, use that, and keep looking. always: coded. never: plain.",
+    )
     reduction: Literal["auto", "match", "fp32"] = Field(
         "auto",
         description="Order and type of sums. match: bit for bit what the uncoded backend gives (gloo). fp32: accumulate in "
@@ -68,12 +73,16 @@ class ZipcclConfig(BaseModel):
     route: Literal["auto", "native", "numba"] = Field(
         "auto", description="Kernels: native (C++, built at first use), numba, or auto: the first that works."
     )
-    roles: dict[Role, Literal["always", "never"]] = Field(
-        default_factory=dict, description="Coding per role; roles not named are coded: " + ", ".join(ROLES) + "."
+    roles: dict[Role, Literal["auto", "always", "never"]] = Field(
+        default_factory=dict, description="The mode of single roles: " + ", ".join(ROLES) + "."
     )
     log_interval: int = Field(
         100, ge=0, description="Optimizer steps between tables on rank 0; 0 prints the table at the end only."
     )
+
+    def mode_of(self, role: str) -> str:
+        """The mode of a role."""
+        return dict(self.roles).get(role, self.mode)
 
 
 #: What :mod:`ds_zipccl.comm` uses when called without a config.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,24 @@ PIECES = 8
 PIECE_BYTES = (1 << 20, 4 << 20)
 #: Pieces end at multiples of this many elements (admission: whole chunks of blocks of every size, see FORMAT.md 1.2).
 PIECE_UNIT = CHUNK_BLOCKS * 1024
+#: Frames that stay uncoded after one that shrank by less than LEAST_RATIO (seed: an encode in so many is not felt).
+RAW_FRAMES, LEAST_RATIO = 15, 1.03
+#: Calls of each candidate in its first trial and in a later one; the first of them warms up and does not count (seed).
+TRIAL_CALLS, PROBE_CALLS = 4, 3
+#: Calls between sending measurements and using them (admission: ranks must not wait for each other's background work).
+DELAY_CALLS = 4
+#: Calls between checks of a choice whose calls take more than CHECK_SECONDS, and of the others (seed: a check costs about 0.2 ms).
+CHECK_CALLS, CHECK_SECONDS = (32, 256), 2e-3
+#: Calls of the current choice that a check looks at, the last ones (seed).
+CHECKED_CALLS = 3
+#: Checks until the other candidates are tried again; doubles each time up to the second number (seed).
+REVIEW_CHECKS = (2, 32)
+#: Another candidate must take less than this share of the current one's time (seed: above the noise of medians of three).
+HYSTERESIS = 0.95
+#: A time this many times longer or shorter than the estimate starts a new trial at once (seed).
+DRIFT = 1.3
+#: Weight of a new measurement in an estimate (seed).
+FOLLOW = 0.5
 #: Turns between posting a piece and taking it (seed: one on the wire, one waiting).
 WINDOW = 2
 
@@ -57,11 +76,14 @@ class Plan:
     codec: str
     reason: str
 
+    def __str__(self) -> str:
+        return "plain" if not self.frames else "uncoded frames" if self.codec == "raw" else f"{self.codec} frames"
+
 
 #: Admission: what a message must satisfy, in this order. The first reason that is not empty makes it pass.
 RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: "" if config.enabled else "not enabled",
-    lambda message, config: "role is never coded" if config.roles.get(message.role) == "never" else "",
+    lambda message, config: "role is never coded" if config.mode_of(message.role) == "never" else "",
     lambda message, config: "" if message.ranks > 1 else "group of one rank",
     lambda message, config: (
         "" if message.dtype in CODED_DTYPES else f"dtype {str(message.dtype).removeprefix('torch.')}"
@@ -89,9 +111,70 @@ def plan(message: Message, config: ZipcclConfig) -> Plan:
     return Plan(not reason, "" if reason else config.codec, reason)
 
 
+def candidates(message: Message, config: ZipcclConfig, exact: bool) -> tuple[Plan, ...]:
+    """What competes for a message that :func:`plan` admits; one where nothing is to be found out.
+
+    ``exact``: our schedules give the plain collective's bits. Where they do not, the plain one stays out: what a program computes must
+    not depend on timings.
+    """
+    coded = plan(message, config)
+    if config.mode_of(message.role) != "auto":
+        return (coded,)
+    ours = (coded,) if coded.codec == "raw" else (Plan(True, "raw", ""), coded)
+    return (Plan(False, "", "plain is faster"), *ours) if exact else ours
+
+
+def size_class(message: Message) -> int:
+    """Messages of one class share a choice: a power of two of bytes; 0 where ranks may see different sizes."""
+    return 0 if message.numel is None else (message.numel * message.dtype.itemsize).bit_length()
+
+
+def size_text(size: int) -> str:
+    """A size class in words."""
+    return f"up to {(1 << size) / (1 << 20):.3g} MiB" if size else "any size"
+
+
+def choose(current: int, estimates: Sequence[float]) -> int:
+    """The candidate with the shortest time in seconds (inf where unknown); ``current`` unless another is clearly shorter."""
+    best = min(range(len(estimates)), key=estimates.__getitem__)
+    return best if estimates[best] < HYSTERESIS * estimates[current] else current
+
+
+def follow(estimate: float, seconds: float) -> float:
+    """The estimate after another measurement; inf stands for none."""
+    if math.isinf(seconds) or math.isinf(estimate):
+        return min(estimate, seconds)
+    return estimate + FOLLOW * (seconds - estimate)
+
+
+def drifted(estimate: float, seconds: float) -> bool:
+    """Whether a measurement is so far from the estimate that the other candidates deserve another trial."""
+    return math.isfinite(seconds) and not estimate / DRIFT < seconds < estimate * DRIFT
+
+
+def check_calls(seconds: float) -> int:
+    """Calls between two checks of a choice that takes so many seconds a call: what ranks tell each other must cost next to nothing."""
+    return CHECK_CALLS[0] if seconds > CHECK_SECONDS else CHECK_CALLS[1]
+
+
+def probed(current: int, estimates: Sequence[float], review: int) -> list[int]:
+    """The candidates that review number ``review`` tries again: one twice as slow every second time, and so on."""
+    others = [index for index in range(len(estimates)) if index != current]
+    behind = {
+        index: estimates[index] / estimates[current] if math.isfinite(estimates[current]) else 1.0 for index in others
+    }
+    rarity = {index: int(min(8.0, max(1.0, behind[index]))).bit_length() - 1 for index in others}
+    return [index for index in others if review % (1 << rarity[index]) == 0]
+
+
 def frame_codec(codec: str, nbytes: int) -> str:
     """Codec of one frame of ``nbytes`` bytes of tensor. The sender's own choice: the frame names it."""
     return "raw" if nbytes < RAW_BELOW_BYTES else codec
+
+
+def incompressible(raw_bytes: int, wire_bytes: int) -> bool:
+    """Whether frames like this one are better not coded for a while (RAW_FRAMES of them). The sender's own choice."""
+    return raw_bytes >= RAW_BELOW_BYTES and raw_bytes < LEAST_RATIO * wire_bytes
 
 
 def encode_together(nbytes: Sequence[int]) -> bool:

@@ -18,8 +18,16 @@ class _Row:
     passed_bytes: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     differences: Counter[str] = field(default_factory=Counter)
+    choices: dict[str, _Choice] = field(default_factory=dict)
 
 
+@dataclass
+class _Choice:
+    latest: str
+    count: int = 0
+
+
+_staging_bytes = 0
 _rows: dict[tuple[str, str], _Row] = {}
 _lock = threading.Lock()
 
@@ -32,9 +40,14 @@ def _row(role: str, op: str) -> _Row:
     return row
 
 
-def record(role: str, op: str, raw_bytes: int, wire_bytes: int) -> None:
-    """Count one coded call: bytes this rank would have sent uncoded, and bytes it sent, headers included."""
+def record(role: str, op: str, raw_bytes: int, wire_bytes: int, staging_bytes: int = 0) -> None:
+    """Count one coded call: bytes this rank would have sent uncoded, and bytes it sent, headers included.
+
+    ``staging_bytes``: the most memory that frames have taken in this process until now.
+    """
+    global _staging_bytes
     with _lock:
+        _staging_bytes = max(_staging_bytes, staging_bytes)
         row = _row(role, op)
         row.calls += 1
         row.raw_bytes += raw_bytes
@@ -56,17 +69,27 @@ def record_difference(role: str, op: str, reason: str) -> None:
         _row(role, op).differences[reason] += 1
 
 
+def record_choice(role: str, op: str, what: str, text: str) -> None:
+    """Count a choice of schedule for the messages that ``what`` tells apart; the latest text is kept."""
+    with _lock:
+        choice = _row(role, op).choices.setdefault(what, _Choice(text))
+        choice.latest = text
+        choice.count += 1
+
+
 def _ratio(raw_bytes: int, wire_bytes: int) -> float:
     """Original / compressed; 1.0 where this rank sent nothing."""
     return raw_bytes / wire_bytes if wire_bytes else 1.0
 
 
 def rows() -> list[dict[str, Any]]:
-    """One dict per (role, op), sorted: role, op, calls, raw_bytes, wire_bytes, ratio, passed, passed_bytes, reasons, differences.
+    """One dict per (role, op), sorted: role, op, calls, raw_bytes, wire_bytes, ratio, passed, passed_bytes, reasons, differences,
+    choices.
 
     ``calls``, ``raw_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` the others; ``reasons`` maps
     a reason to its number of calls, and ``differences`` the reason why a shard went in full, empty where it went as a difference
-    against the last one. A snapshot: later calls do not change it.
+    against the last one. ``choices`` maps a kind of message to the schedule that was chosen last and how often one was. A
+    snapshot: later calls do not change it.
     """
     with _lock:
         return [
@@ -81,17 +104,24 @@ def rows() -> list[dict[str, Any]]:
                 "passed_bytes": row.passed_bytes,
                 "reasons": dict(row.reasons),
                 "differences": dict(row.differences),
+                "choices": {what: (choice.latest, choice.count) for what, choice in row.choices.items()},
             }
             for (role, op), row in sorted(_rows.items())
         ]
 
 
 def totals() -> dict[str, float]:
-    """raw_bytes, wire_bytes and ratio over all coded calls of this process."""
+    """raw_bytes, wire_bytes and ratio over all coded calls of this process, and staging_bytes, the most memory that frames took."""
     with _lock:
         raw_bytes = sum(row.raw_bytes for row in _rows.values())
         wire_bytes = sum(row.wire_bytes for row in _rows.values())
-    return {"raw_bytes": raw_bytes, "wire_bytes": wire_bytes, "ratio": _ratio(raw_bytes, wire_bytes)}
+        staging = _staging_bytes
+    return {
+        "raw_bytes": raw_bytes,
+        "wire_bytes": wire_bytes,
+        "ratio": _ratio(raw_bytes, wire_bytes),
+        "staging_bytes": staging,
+    }
 
 
 def events(samples: int) -> list[tuple[str, float, int]]:
@@ -101,8 +131,10 @@ def events(samples: int) -> list[tuple[str, float, int]]:
 
 def reset() -> None:
     """Forget everything counted so far."""
+    global _staging_bytes
     with _lock:
         _rows.clear()
+        _staging_bytes = 0
 
 
 _HEADER = ("role", "op", "coded", "MB", "sent MB", "ratio", "passed", "MB", "why passed")
@@ -128,7 +160,9 @@ def table() -> str:
         ).rstrip()
         for line in cells
     ]
-    return "\n".join([*lines, *_differences()])
+    if total["staging_bytes"]:
+        lines.append(f"memory for frames: {total['staging_bytes'] / 1e6:.1f} MB at most")
+    return "\n".join([*lines, *_differences(), *_choices()])
 
 
 def _differences() -> Iterator[str]:
@@ -139,6 +173,14 @@ def _differences() -> Iterator[str]:
         why = "".join(f", {reason} ({count})" for reason, count in sorted(counts.items()))
         if total:
             yield f"{row['role']} {row['op']}: {hits} of {total} shards went as differences{why}"
+
+
+def _choices() -> Iterator[str]:
+    """A line for every kind of message whose schedule was chosen by measurement."""
+    for row in rows():
+        for what, (latest, count) in sorted(row["choices"].items()):
+            switches = f"; switched {count - 1} times" if count > 1 else ""
+            yield f"{row['role']} {row['op']}, {what}: {latest}{switches}"
 
 
 def _amounts(row: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -79,7 +79,7 @@ def test_lease() -> None:
     assert address(BUFFERS.take(100_001)) == address(frame)
 
 
-CODED = ZipcclConfig(enabled=True, min_bytes=0)
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 
 
 def steady(rank: int, ranks: int, reduction: str) -> None:

@@ -15,7 +15,7 @@ from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import changes, exchange
 from ds_zipccl.config import ZipcclConfig
 
-CONFIG = ZipcclConfig(enabled=True, min_bytes=0, delta="auto")
+CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, delta="auto")
 SHARD = 40_000
 FULL, OTHER = "nothing was gathered there", "a rank holds something else"
 

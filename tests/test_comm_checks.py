@@ -22,7 +22,7 @@ from ds_zipccl.comm.shadow import Shadow
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameErrorCode
 
-SHADOWED = ZipcclConfig(enabled=True, min_bytes=0, check="shadow")
+SHADOWED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, check="shadow")
 
 
 def shadowed(**settings: Any) -> SimpleNamespace:

@@ -17,7 +17,7 @@ from ds_zipccl import comm, stats
 from ds_zipccl.comm import exchange
 from ds_zipccl.config import ZipcclConfig
 
-CODED = ZipcclConfig(enabled=True, min_bytes=0)
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 SIZES = (0, 1, 2, 7, 2049, 20001)
 NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "broadcast", "all_to_all", "all_to_all_single")
 
@@ -253,7 +253,10 @@ def passes(rank: int, ranks: int) -> None:
         "dtype int32": lambda: comm.broadcast(torch.ones(4, dtype=torch.int32), 0, config=CODED),
         "smaller than min_bytes": lambda: comm.broadcast(torch.ones(4), 0, config=ZipcclConfig(enabled=True)),
         "role is never coded": lambda: comm.broadcast(
-            torch.ones(4), 0, config=ZipcclConfig(enabled=True, min_bytes=0, roles={"ep": "never"}), role="ep"
+            torch.ones(4),
+            0,
+            config=ZipcclConfig(enabled=True, mode="always", min_bytes=0, roles={"ep": "never"}),
+            role="ep",
         ),
         "group of one rank": lambda: comm.broadcast(torch.ones(4), rank, alone, config=CODED),
     }
@@ -264,7 +267,7 @@ def passes(rank: int, ranks: int) -> None:
         assert stats.totals()["raw_bytes"] == 0
     stats.reset()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    comm.broadcast(torch.ones(4), 0, config=CODED)
+    comm.broadcast(torch.ones(4), 0, dist.new_group(list(range(ranks))), config=CODED)
     dist.set_debug_level(dist.DebugLevel.OFF)
     assert list(stats.rows()[0]["reasons"]) == [
         "no coded schedule for backend gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL yet"

@@ -14,7 +14,7 @@ from ds_zipccl import comm, stats
 from ds_zipccl.comm.exchange import TAGS
 from ds_zipccl.config import ZipcclConfig
 
-CODED = ZipcclConfig(enabled=True, min_bytes=0)
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 SIZES = (0, 1, 7, 2049, 20001)
 send, recv, isend, irecv = (
     partial(getattr(comm, name), config=CODED, role="pp") for name in ("send", "recv", "isend", "irecv")

@@ -14,7 +14,7 @@ from ds_zipccl import comm, stats
 from ds_zipccl.comm import staging
 from ds_zipccl.config import ZipcclConfig
 
-CODED = ZipcclConfig(enabled=True, min_bytes=0)
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 DEVICES = ["cpu", "cpu without kernels", "cuda", "cuda without kernels"]
 
 

@@ -20,7 +20,7 @@ from ds_zipccl import comm, stats
 from ds_zipccl.comm import exchange, reduction
 from ds_zipccl.config import ZipcclConfig
 
-CODED = ZipcclConfig(enabled=True, min_bytes=0)
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 NAMES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 MIB = 1 << 20
 

@@ -26,7 +26,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm import exchange, work
 from ds_zipccl.config import ZipcclConfig
 
-CODED = ZipcclConfig(enabled=True, min_bytes=0)
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 gather = partial(comm.all_gather_into_tensor, config=CODED)
 add = partial(comm.all_reduce, config=CODED)
 
@@ -241,7 +241,7 @@ EXIT = textwrap.dedent(
     from ds_zipccl.config import ZipcclConfig
     rank, store = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-    config = ZipcclConfig(enabled=True, min_bytes=0)
+    config = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
     tensors = [torch.ones(100_000) for _ in range(8)]
     works = [comm.all_reduce(tensor, async_op=True, config=config) for tensor in tensors]
     for work in works:

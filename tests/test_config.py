@@ -21,7 +21,7 @@ from ds_zipccl.config import (
     parse_section,
 )
 
-KEYS = "enabled, reduction, check, codec, block, delta, min_bytes, staging_mib, route, roles, log_interval"
+KEYS = "enabled, mode, reduction, check, codec, block, delta, min_bytes, staging_mib, route, roles, log_interval"
 
 GOOD = [
     {},
@@ -71,7 +71,7 @@ REFUSED = [
         {"roles": {"dq": "always"}},
         ['"zipccl.roles" must be an object of "zero_param" | "zero_grad"', '{"dq": "always"}'],
     ),
-    ({"roles": {"dp": "sometimes"}}, ['to "always" | "never", got {"dp": "sometimes"}']),
+    ({"roles": {"dp": "sometimes"}}, ['to "auto" | "always" | "never", got {"dp": "sometimes"}']),
     ({"roles": ["dp"]}, ['"zipccl.roles" must be', 'got ["dp"]']),
     ({"block": 1, "enabeld": 1}, ['"zipccl.block" must be', '"zipccl.enabeld" is not a known key']),
     ([], ['"zipccl" must be an object such as {"enabled": true}, got []']),

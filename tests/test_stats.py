@@ -26,11 +26,11 @@ def test_rows() -> None:
     assert stats.rows() == [
         {
             "role": "dp", "op": "broadcast", "calls": 0, "raw_bytes": 0, "wire_bytes": 0, "ratio": 1.0,
-            "passed": 2, "passed_bytes": 16, "reasons": {"dtype int64": 2}, "differences": {},
+            "passed": 2, "passed_bytes": 16, "reasons": {"dtype int64": 2}, "differences": {}, "choices": {},
         },
         {
             "role": "zero_grad", "op": "all_reduce", "calls": 2, "raw_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5,
-            "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {},
+            "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {}, "choices": {},
         },
     ]  # fmt: skip
     assert stats.totals() == {"raw_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5}
@@ -44,7 +44,7 @@ def test_rows_are_a_snapshot() -> None:
 
 
 def test_nothing_counted() -> None:
-    assert stats.rows() == [] and stats.totals() == {"raw_bytes": 0, "wire_bytes": 0, "ratio": 1.0}
+    assert stats.rows() == [] and stats.totals() == {"raw_bytes": 0, "wire_bytes": 0, "ratio": 1.0, "staging_bytes": 0}
 
 
 def test_threads() -> None:

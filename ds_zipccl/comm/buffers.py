@@ -20,12 +20,16 @@ class Buffers:
         self._keep = keep
         self._free: deque[torch.Tensor] = deque()
         self._free_bytes = 0
+        self._used_bytes = 0
         self._lock = threading.Lock()
+        self.peak = 0  # most bytes that were in use at a time
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A block of at least ``nbytes``, uint8, contents undefined. To be called under inference_mode."""
         size = _rounded(nbytes)
         with self._lock:
+            self._used_bytes += size
+            self.peak = max(self.peak, self._used_bytes)
             for at in range(len(self._free) - 1, -1, -1):
                 if self._free[at].numel() == size:
                     block = self._free[at]
@@ -36,9 +40,10 @@ class Buffers:
 
     def give(self, block: torch.Tensor) -> None:
         """Return a block that nobody uses any more."""
-        if block.numel() < _SMALLEST:
-            return
         with self._lock:
+            self._used_bytes -= block.numel()
+            if block.numel() < _SMALLEST:
+                return
             self._free.append(block)
             self._free_bytes += block.numel()
             while self._free_bytes > self._keep:

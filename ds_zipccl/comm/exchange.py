@@ -36,6 +36,26 @@ _issued: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary
 _issued_lock = threading.Lock()
 
 
+class _Habit:
+    """Frames of one kind that do not shrink go uncoded for a while: coding them is time lost."""
+
+    def __init__(self) -> None:
+        self._left = 0
+
+    def skips(self) -> bool:
+        """Whether the next frame goes uncoded."""
+        self._left -= self._left > 0
+        return self._left > 0
+
+    def note(self, raw_bytes: int, wire_bytes: int) -> None:
+        """A frame was coded to so many bytes."""
+        if policy.incompressible(raw_bytes, wire_bytes):
+            self._left = policy.RAW_FRAMES + 1
+
+
+_habits: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], _Habit]] = WeakKeyDictionary()
+
+
 def next_tag(group: dist.ProcessGroup) -> int:
     """Tag of the next collective of ``group``: the first of ROUNDS tags. To be called in program order."""
     with _issued_lock:
@@ -66,6 +86,7 @@ class Link:
         self._role = role
         self._codec = codec
         self._tag = next_tag(group) if tag is None else tag
+        self._habit = _habits.setdefault(group, {}).setdefault((op, role), _Habit())
 
     def tag(self, index: int) -> int:
         """Tag of round ``index``."""
@@ -88,6 +109,14 @@ class Link:
     def encode(self, flat: torch.Tensor, lease: Lease, base: torch.Tensor | None = None) -> torch.Tensor:
         """Frame of a flat tensor, a difference if there is a base."""
         codec = policy.frame_codec(self._codec, flat.nbytes) if base is None else "delta"
+        if codec == self._codec and self._habit.skips():
+            codec = "raw"
+        frame = self._encode(flat, codec, lease, base)
+        if codec == self._codec:
+            self._habit.note(flat.nbytes, frame.nbytes)
+        return frame
+
+    def _encode(self, flat: torch.Tensor, codec: str, lease: Lease, base: torch.Tensor | None) -> torch.Tensor:
         block = self._config.block
         if staging.is_staged(flat):
             return staging.encode(flat, codec, block, self._config.route, lease)

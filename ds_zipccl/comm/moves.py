@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ds_zipccl.comm import changes
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.gathers import detached, gather
+from ds_zipccl.comm.members import size_of
 from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, run
 from ds_zipccl.comm.rounds import Pieces, posting, pump
 from ds_zipccl.comm.work import JoinedWork
@@ -33,7 +34,7 @@ def all_gather(
     role: str = "dp",
 ) -> Any:
     """``torch.distributed.all_gather``: ``tensor_list[r]`` becomes the ``tensor`` of rank r, which all have one shape."""
-    ranks = dist.get_world_size(group)
+    ranks = size_of(group)
     wrong = len(tensor_list) != ranks or any(place.shape != tensor.shape for place in tensor_list)
     shapes = [tuple(place.shape) for place in tensor_list]
     operation = Operation(
@@ -83,7 +84,7 @@ def all_gather_coalesced(
 def _gather_tensors(
     name: str, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], call: Call
 ) -> Any:
-    ranks = dist.get_world_size(call.group)
+    ranks = size_of(call.group)
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         handles = [
@@ -152,6 +153,7 @@ def broadcast(
         coded=coded,
         numel=tensor.numel(),
         sent=tensor.numel() * sends,
+        one_sided=True,
     )
     return run(operation, Call(group, async_op, config, role))
 
@@ -215,7 +217,7 @@ def all_to_all_single(
 def _segments(tensor: torch.Tensor, rows: Sequence[int] | None, group: dist.ProcessGroup | None) -> list[int]:
     """Elements of each rank's segment."""
     if not rows:
-        ranks = dist.get_world_size(group)
+        ranks = size_of(group)
         return [tensor.numel() // ranks] * ranks
     return [count * math.prod(tensor.shape[1:]) for count in rows]
 
@@ -228,7 +230,7 @@ def _unsplit(tensor: torch.Tensor, sizes: Sequence[int]) -> str:
 
 def _misfit(inputs: Sequence[int], outputs: Sequence[int], group: dist.ProcessGroup | None) -> str:
     """Why segments of these numbers of elements cannot change ranks."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = size_of(group), dist.get_rank(group)
     if len(inputs) != ranks or len(outputs) != ranks:
         return f"one segment for each of {ranks} ranks is wanted, got {len(inputs)} inputs and {len(outputs)} outputs"
     if inputs[rank] != outputs[rank]:

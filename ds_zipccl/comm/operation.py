@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,13 +13,18 @@ import torch.distributed as dist
 
 from ds_zipccl import policy, stats
 from ds_zipccl.comm import staging, work
+from ds_zipccl.comm.buffers import BUFFERS
 from ds_zipccl.comm.exchange import Link
+from ds_zipccl.comm.members import REMEMBERED, Members, known
 from ds_zipccl.comm.shadow import Plain, Shadow, Tolerance
+from ds_zipccl.comm.tuning import Stopwatch, Tuner
 from ds_zipccl.config import ZipcclConfig
 
 #: What a call that passes through runs instead of torch.distributed's function; DeepSpeed's backend puts its own method here.
 PLAIN: ContextVar[Callable[[], Any] | None] = ContextVar("ds_zipccl_plain", default=None)
 
+#: Makes a stopwatch for a call that is to be timed.
+Watch = Callable[[], Stopwatch] | None
 #: coded(link, inputs, outputs): the operation with frames, on flat contiguous views of the tensors.
 Coded = Callable[[Link, list[torch.Tensor], list[torch.Tensor]], None]
 
@@ -37,6 +43,7 @@ class Operation:
     problem: str = ""  # why the arguments cannot be coded or sent at all
     reduce_op: dist.ReduceOp | None = None
     tolerance: Tolerance = "bits"
+    one_sided: bool = False  # some ranks may be done long before others
     memory_order: bool = False  # treat dense tensors as gloo's sums do: in the order of memory
 
 
@@ -57,23 +64,45 @@ def run(op: Operation, call: Call) -> Any:
         ValueError: arguments that do not fit together, on the rank that has them and before anything is sent.
         CommError: a peer or the transport failed, or a frame was refused; ``async_op`` operations raise it in ``wait()``.
     """
-    group, async_op, config, role = call.group or dist.group.WORLD, call.async_op, call.config, call.role
-    if not is_member(group):
-        return op.plain(op.inputs, op.outputs, async_op)
-    tensors = [*op.outputs, *op.inputs]
-    if not tensors:
+    members = known(call.group)
+    if members is None:
+        return op.plain(op.inputs, op.outputs, call.async_op)
+    tensor = (op.outputs or op.inputs or [None])[0]
+    if tensor is None:
         raise ValueError(f"{op.name}: no tensors")
-    plan = decide(op.name, tensors[0], op.numel, group, config, role, op.reduce_op)
+    plan, tuner = decide(op, tensor, members, call)
+    watch = None
+    if tuner is not None:
+        plan, watch = tuner.next()
     if not plan.frames:
-        stats.record_pass(role, op.name, int(op.sent * tensors[0].element_size()), plan.reason)
-        return PLAIN.get()() if PLAIN.get() else op.plain(op.inputs, op.outputs, async_op)
+        return _pass(op, call, plan.reason, int(op.sent * tensor.element_size()), watch)
+    return _code(op, call, plan, watch)
+
+
+def _pass(op: Operation, call: Call, reason: str, nbytes: int, watch: Watch) -> Any:
+    """Carry out ``op`` by the plain collective."""
+    stats.record_pass(call.role, op.name, nbytes, reason)
+    plain = PLAIN.get()
+    stopwatch = watch() if watch else None
+    handle = plain() if plain else op.plain(op.inputs, op.outputs, call.async_op)
+    if stopwatch is not None:
+        stopwatch.stop_after(handle) if call.async_op else stopwatch.stop()
+    return handle
+
+
+def _code(op: Operation, call: Call, plan: policy.Plan, watch: Watch) -> Any:
+    """Carry out ``op`` by our own schedule."""
+    tensors = [*op.outputs, *op.inputs]
     problem = op.problem or _mixture(tensors)
     if problem:
         raise ValueError(f"{op.name}: {problem}")
-    link = Link(op.name, group, config, role, plan.codec)
-    shadow = Shadow(op.plain, op.inputs, op.outputs, op.tolerance, link.size) if config.check == "shadow" else None
-
+    group = dist.group.WORLD if call.group is None else call.group
+    link = Link(op.name, group, call.config, call.role, plan.codec)
+    shadow = None
+    if call.config.check == "shadow":
+        shadow = Shadow(op.plain, op.inputs, op.outputs, op.tolerance, link.size)
     stream = staging.callers_stream(tensors[0])
+    stopwatch = watch() if watch else None
 
     def job() -> None:
         with torch.inference_mode(), stream():  # thread-local, and the only mode that may write to every tensor
@@ -87,11 +116,13 @@ def run(op: Operation, call: Call) -> Any:
         for tensor, written in zip(op.outputs, outputs, strict=True):
             if written.data_ptr() != tensor.data_ptr():
                 tensor.copy_(written.view(tensor.shape))
+        if stopwatch is not None:
+            stopwatch.stop()
         if shadow is not None:
             shadow.compare(op.outputs, link.error)
-        stats.record(role, op.name, link.raw_bytes, link.wire_bytes)
+        stats.record(call.role, op.name, link.raw_bytes, link.wire_bytes, BUFFERS.peak)
 
-    if async_op:
+    if call.async_op:
         return work.start(op.name, op.outputs, job)
     job()
     return None
@@ -99,7 +130,7 @@ def run(op: Operation, call: Call) -> Any:
 
 def is_member(group: dist.ProcessGroup | None) -> bool:
     """Whether this rank is in the group."""
-    return dist.get_rank(group) >= 0
+    return known(group) is not None
 
 
 def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: int | None) -> int:
@@ -113,45 +144,77 @@ def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: i
     return rank if global_rank is None else dist.get_group_rank(group or dist.group.WORLD, global_rank)
 
 
-def decide(
-    op: str,
-    tensor: torch.Tensor,
-    numel: int | None,
-    group: dist.ProcessGroup,
-    config: ZipcclConfig,
-    role: str,
-    reduce_op: dist.ReduceOp | None = None,
-) -> policy.Plan:
-    """The plan for a message of ``numel`` elements like those of ``tensor``."""
-    device = tensor.device.type if tensor.layout == torch.strided else f"{tensor.device.type} ({tensor.layout})"
-    message = policy.Message(
+def decide(op: Operation, tensor: torch.Tensor, members: Members, call: Call) -> tuple[policy.Plan, Tuner | None]:
+    """The plan for an operation on tensors like ``tensor``, or who chooses it from call to call."""
+    name = "" if op.reduce_op is None else reduce_op_name(op.reduce_op)
+    # a config is compared by identity: that is cheap, and the memory below keeps it alive
+    key = (
+        op.name,
+        op.numel,
+        tensor.dtype,
+        tensor.device.type,
+        tensor.layout,
+        call.role,
+        name,
+        op.tolerance,
+        id(call.config),
+    )
+    found = members.plans.get(key)
+    if found is None:
+        if len(members.plans) >= REMEMBERED:
+            members.plans.clear()
+        message = message_of(op.name, tensor, op.numel, members, call.role, name or None)
+        found = members.plans[key] = (*_decide(op, message, members, call), call.config)
+    return found[:2]
+
+
+def message_of(
+    op: str, tensor: torch.Tensor, numel: int | None, members: Members, role: str, reduce_op: str | None = None
+) -> policy.Message:
+    """What the policy wants to know of ``numel`` elements like those of ``tensor``."""
+    device = tensor.device.type
+    return policy.Message(
         op=op,
         dtype=tensor.dtype,
         numel=numel,
-        ranks=dist.get_world_size(group),
-        device=device,
-        backend=backend_of(group, tensor.device.type),
+        ranks=members.size,
+        device=device if tensor.layout == torch.strided else f"{device} ({tensor.layout})",
+        backend=members.backend(device),
         role=role,
-        reduce_op=None if reduce_op is None else reduce_op_name(reduce_op),
+        reduce_op=reduce_op,
     )
-    return policy.plan(message, config)
 
 
-def backend_of(group: dist.ProcessGroup | None, device: str) -> str:
-    """Name of the backend that serves tensors on ``device`` in the group, such as "gloo"; "" where there is none."""
-    if not is_member(group):
-        return ""
-    pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    name = pairs.get(device, "")
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        # torch then compares how many messages each rank has sent and received, and takes a difference for a wrong program
-        return f"{name} under TORCH_DISTRIBUTED_DEBUG=DETAIL"
-    return name
+def _decide(op: Operation, message: policy.Message, members: Members, call: Call) -> tuple[policy.Plan, Tuner | None]:
+    plan = policy.plan(message, call.config)
+    competing = policy.candidates(message, call.config, exact=op.tolerance != "rounding") if plan.frames else ()
+    if len(competing) < 2:
+        return plan, None
+    size = policy.size_class(message)
+    key = (op.name, size, message.dtype, message.device, message.role, message.reduce_op, call.config.model_dump_json())
+    if key not in members.tuners:
+        group = dist.group.WORLD if call.group is None else call.group
+        what = f"{str(message.dtype).removeprefix('torch.')}, {policy.size_text(size)}, {members.size} ranks"
+        members.tuners[key] = Tuner(
+            competing,
+            lambda: Link(op.name, group, call.config, call.role, plan.codec),
+            lambda text: stats.record_choice(call.role, op.name, what, text),
+            one_sided=op.one_sided,
+        )
+    return plan, members.tuners[key]
+
+
+@functools.cache
+def _names() -> dict[dist.ReduceOp.RedOpType, str]:
+    return {member: name for name, member in dist.ReduceOp.RedOpType.__members__.items()}
 
 
 def reduce_op_name(op: dist.ReduceOp) -> str:
     """Name of a reduce op as in ``torch.distributed.ReduceOp``."""
-    return next((name for name, member in dist.ReduceOp.RedOpType.__members__.items() if op == member), "unknown")
+    names = _names()
+    if op in names:  # RedOpType itself, which is what torch.distributed.ReduceOp.SUM is
+        return names[op]
+    return next((name for member, name in names.items() if op == member), "unknown")
 
 
 def _mixture(tensors: Sequence[torch.Tensor]) -> str:

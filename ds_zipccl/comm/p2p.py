@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ds_zipccl import policy, stats
 from ds_zipccl.comm.exchange import P2P_TAG, SHADOW_TAG, TAGS, Link
-from ds_zipccl.comm.operation import decide, group_rank, is_member, logical_order
+from ds_zipccl.comm.members import known
+from ds_zipccl.comm.operation import group_rank, is_member, logical_order, message_of
 from ds_zipccl.comm.shadow import Shadow
 from ds_zipccl.comm.work import PostedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
@@ -157,7 +158,9 @@ def _wait(handle: dist.Work, timeout: timedelta | None) -> None:
 def _plan(
     op: str, tensor: torch.Tensor, group: dist.ProcessGroup, tag: int, peer: int | None, config: ZipcclConfig, role: str
 ) -> policy.Plan:
-    plan = decide(op, tensor, tensor.numel(), group, config, role)
+    members = known(group)
+    assert members is not None  # callers have looked
+    plan = policy.plan(message_of(op, tensor, tensor.numel(), members, role), config)
     if plan.frames and peer == dist.get_rank(group):
         return policy.Plan(False, "", "to itself")
     if plan.frames and not 0 <= tag < TAGS:

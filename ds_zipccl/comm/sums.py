@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.gathers import detached
+from ds_zipccl.comm.members import known, size_of
 from ds_zipccl.comm.moves import split
-from ds_zipccl.comm.operation import Call, Operation, backend_of, group_rank, is_member, reduce_op_name, run
+from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, reduce_op_name, run
 from ds_zipccl.comm.reduction import Reduction, all_reduce_chunk, cut, reduce_chunk
 from ds_zipccl.comm.rounds import Pieces, Round, posting, pump
 from ds_zipccl.comm.shadow import Plain, Tolerance
@@ -60,7 +61,7 @@ def all_reduce_coalesced(
 
 
 def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain, op: Any, call: Call) -> Any:
-    ranks = dist.get_world_size(call.group)
+    ranks = size_of(call.group)
     reduction, tolerance = _reduction(tensors, op, call.group, call.config)
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -141,6 +142,7 @@ def reduce(
         sent=tensor.numel() * (not adds),
         reduce_op=op,
         tolerance=tolerance,
+        one_sided=True,
         memory_order=True,
     )
     return run(operation, Call(group, async_op, config, role))
@@ -160,7 +162,7 @@ def reduce_scatter_tensor(
 
     The output may be the own shard of the input.
     """
-    ranks = dist.get_world_size(group)
+    ranks = size_of(group)
     reduction, tolerance = _reduction([output], op, group, config)
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -196,7 +198,7 @@ def reduce_scatter(
     role: str = "dp",
 ) -> Any:
     """``torch.distributed.reduce_scatter``: the output of rank r is the sum of all ``input_list[r]``; sizes may differ."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = size_of(group), dist.get_rank(group)
     reduction, tolerance = _reduction([output], op, group, config)
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -277,8 +279,9 @@ def _reduction(
     tensors: Sequence[torch.Tensor], op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig
 ) -> tuple[Reduction, Tolerance]:
     """The arithmetic that the config asks for, and how near it comes to the plain backend's."""
-    kind, name, ranks = config.reduction, reduce_op_name(op), dist.get_world_size(group)
+    members = known(group)
+    kind, name, ranks = config.reduction, reduce_op_name(op), members.size if members else -1
     if kind == "auto":
-        kind = "match" if all(backend_of(group, tensor.device.type) == "gloo" for tensor in tensors[:1]) else "fp32"
+        kind = "match" if members and tensors and members.backend(tensors[0].device.type) == "gloo" else "fp32"
     exact = kind == "match" or (ranks == 2 and name == "SUM")
     return Reduction(kind, name, ranks), "nan" if exact else "rounding"

@@ -6,11 +6,11 @@ Columns (also the keys of the rows in ``--json``):
 * ``ranks``, ``link``: processes, and what joins them: loopback, or with ``--link RATE`` a network of that rate, shaped by token
   buckets (:mod:`ds_zipccl.tools.link`; needs root and iproute2).
 * ``variant``: ``plain``, torch.distributed's own collective; ``raw``, our schedule with uncoded frames; ``coded``, with coded
-  ones.
+  ones; ``auto``, whichever of them ds_zipccl has found to be fastest in its first 28 calls.
 * ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants take turns.
 * ``raw_bytes``: what a rank sends under a bandwidth-optimal schedule without coding.
 * ``wire_bytes``: what the busiest rank really sent, headers included. Which bytes gloo's own schedules move is not visible from
-  here: the plain row carries ``raw_bytes`` in both. A broadcast's source sends one frame to each other rank.
+  here: the plain row carries ``raw_bytes`` in both, and so does ``auto`` where it passes. A broadcast's source sends one frame to each other rank.
 * ``wrong``: elements, summed over ranks, whose bits differ from the plain result; the most of any repeat. In sums
   one NaN is as good as another: their payload is not defined.
 
@@ -35,8 +35,15 @@ from ds_zipccl.tools.tables import Column
 if TYPE_CHECKING:
     from torch.multiprocessing import ProcessContext
 
-#: variant -> codec of its frames; None: torch.distributed's own collective
-VARIANTS = {"plain": None, "raw": "raw", "coded": "cascade"}
+#: variant -> settings of ds_zipccl.comm; None: torch.distributed's own collective
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "raw": {"mode": "always", "min_bytes": 0, "codec": "raw"},
+    "coded": {"mode": "always", "min_bytes": 0},
+    "auto": {"mode": "auto"},
+}
+#: Calls of ``auto`` before it is timed: what it takes to choose.
+SETTLING = 28
 GOODBYE_S = 60  # seconds for the processes to end after their last row
 COLUMNS = (
     Column("op", width=14),
@@ -102,6 +109,7 @@ class Case:
     data: data.Spec
     repeats: int
     timeout: float  # seconds
+    variants: tuple[str, ...] = ("plain", "raw", "coded")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +125,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", nargs="+", type=data.dtype, default=["bfloat16"], metavar="T", help="bf16 fp16 fp32 (bf16)"
     )
     parser.add_argument("--data", type=data.spec, default=spec, metavar="D", help="data set, see below (normal)")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=["plain", "raw", "coded"], metavar="V",
+        help=f"{', '.join(VARIANTS)} (plain raw coded)",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
     parser.add_argument(
         "--timeout", type=float, default=300, metavar="S", help="seconds for one case, then all is killed (300)"
@@ -132,12 +144,12 @@ def main(args: argparse.Namespace) -> int:
     table, rows = tables.Table(COLUMNS), []
     for ranks, rate in itertools.product(args.ranks, args.link):
         cases = [
-            Case(op, dtype, numel - numel % ranks, args.data, args.repeats, args.timeout)
+            Case(op, dtype, numel - numel % ranks, args.data, args.repeats, args.timeout, tuple(args.variants))
             for op in names
             for dtype in args.dtype
             for numel in args.numel
         ]
-        wanted = len(cases) * len(VARIANTS)
+        wanted = len(cases) * len(args.variants)
         with link.joined(rate, ranks) as network:
             name = f"bench comm, {ranks} ranks, {network or link.LOOPBACK}"
             for row in tables.progress(_launch(ranks, cases, network), name, wanted):
@@ -179,7 +191,7 @@ def _launch(ranks: int, cases: list[Case], network: link.Link | None) -> Iterato
     results = multiprocessing.get_context("spawn").Queue()
     context = multiprocessing.spawn(take_part, (ranks, network, store.port, cases, results), nprocs=ranks, join=False)
     try:
-        for _ in range(len(cases) * len(VARIANTS)):
+        for _ in range(sum(len(case.variants) for case in cases)):
             yield _next(results, context, cases[0].timeout)
         deadline = time.monotonic() + GOODBYE_S
         while not _ended(context, timeout=1):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ds_zipccl import comm, stats
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.tools import link
-from ds_zipccl.tools.bench_comm import OPS, VARIANTS, Case, Op
+from ds_zipccl.tools.bench_comm import OPS, SETTLING, VARIANTS, Case, Op
 from ds_zipccl.tools.exponents import differing, words
 
 if TYPE_CHECKING:
@@ -70,11 +70,13 @@ def measure(case: Case, rank: int, ranks: int, joined_by: str) -> list[dict[str,
     """One row for each variant; the same on every rank."""
     op = OPS[case.op]
     trial = Trial(op, case, rank, ranks)
-    shape = (len(VARIANTS), case.repeats + 1)
+    shape = (len(case.variants), case.repeats + 1)
     seconds, wrong, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape).long(), torch.zeros(shape).long()
+    for _ in range(SETTLING if "auto" in case.variants else 0):
+        trial.run("auto")
     for repeat in range(case.repeats + 1):  # the first time builds kernels and touches pages; only its bits count
-        for index, codec in enumerate(VARIANTS.values()):
-            seconds[index, repeat], wrong[index, repeat], sent[index, repeat] = trial.run(codec)
+        for index, variant in enumerate(case.variants):
+            seconds[index, repeat], wrong[index, repeat], sent[index, repeat] = trial.run(variant)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     dist.all_reduce(wrong)
     dist.all_reduce(sent, dist.ReduceOp.MAX)
@@ -89,10 +91,10 @@ def measure(case: Case, rank: int, ranks: int, joined_by: str) -> list[dict[str,
             "variant": variant,
             "time_us": statistics.median(seconds[index, 1:].tolist()) * 1e6,
             "raw_bytes": raw_bytes,
-            "wire_bytes": raw_bytes if codec is None else int(sent[index].max()),
+            "wire_bytes": int(sent[index, -1]) or raw_bytes,
             "wrong": int(wrong[index].max()),
         }
-        for index, (variant, codec) in enumerate(VARIANTS.items())
+        for index, variant in enumerate(case.variants)
     ]
 
 
@@ -106,10 +108,13 @@ class Trial:
         self._output = self._source.new_zeros(numel)
         self._wanted = self._output.clone()
         self.itemsize = self._source.element_size()
-        self.run(None)
+        self._configs = {
+            name: None if VARIANTS[name] is None else ZipcclConfig(enabled=True, **VARIANTS[name]) for name in VARIANTS
+        }
+        self.run("plain")
         self._wanted = self._output.clone()
 
-    def run(self, codec: str | None) -> tuple[float, int, int]:
+    def run(self, variant: str) -> tuple[float, int, int]:
         """Run once, on all ranks together: seconds, elements that differ from the plain result, bytes sent (0 for plain).
 
         Raises:
@@ -119,15 +124,16 @@ class Trial:
             self._output.copy_(self._source)
         else:  # bits that are wrong everywhere: a result that is left out shows
             torch.bitwise_not(words(self._wanted), out=words(self._output))
-        module: Any = dist if codec is None else comm
-        more = {} if codec is None else {"config": ZipcclConfig(enabled=True, codec=codec, min_bytes=0)}
+        config = self._configs[variant]
+        module: Any = dist if config is None else comm
+        more = {} if config is None else {"config": config}
         stats.reset()
         dist.barrier()
         start = time.perf_counter()
         self._op.call(module, self._output, self._source, **more)
         seconds = time.perf_counter() - start
         passed = [reason for row in stats.rows() for reason in row["reasons"]]
-        if passed:
-            raise RuntimeError(f"codec {codec} was asked for, but the operation passed uncoded: {', '.join(passed)}")
+        if passed and variant != "auto":
+            raise RuntimeError(f"{variant} was asked for, but the operation passed uncoded: {', '.join(passed)}")
         wrong = differing(self._output, self._wanted, any_nan=self._op.sums)
         return seconds, wrong, int(stats.totals()["wire_bytes"])

@@ -1,0 +1,53 @@
+"""What a rank knows of its groups, worked out once: asking torch at every call would cost more than a small message takes."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+#: Kinds of messages whose plans are remembered (admission: programs repeat themselves).
+REMEMBERED = 4096
+
+
+class Members:
+    """A group that this rank is in. ``plans`` and ``tuners`` belong to :mod:`ds_zipccl.comm.operation`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.plans: dict[tuple[Any, ...], Any] = {}
+        self.tuners: dict[tuple[Any, ...], Any] = {}
+        pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        # torch then compares how many messages each rank has sent and received, and takes a difference for a wrong program
+        detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if dist.get_debug_level() == dist.DebugLevel.DETAIL else ""
+        self.backends = {device: name + detail for device, name in pairs}
+
+    def backend(self, device: str) -> str:
+        """Name of the backend that serves tensors on ``device``, such as "gloo"; "" where there is none."""
+        return self.backends.get(device, "")
+
+
+_members: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
+
+
+def known(group: dist.ProcessGroup | None) -> Members | None:
+    """The group's members; None for a group that this rank is not in. ``group`` None is the default group.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or does not know the group.
+    """
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):  # torch's mark for a group that others are in
+        return None
+    members = _members.get(group)
+    if members is None and dist.get_rank(group) >= 0:
+        members = _members[group] = Members(group)
+    return members
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """Ranks in the group; -1 where this rank is not in it."""
+    members = known(group)
+    return members.size if members else -1
