@@ -33,7 +33,7 @@ def test_rows() -> None:
             "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {}, "choices": {},
         },
     ]  # fmt: skip
-    assert stats.totals() == {"raw_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5}
+    assert stats.totals() == {"raw_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5, "staging_bytes": 0}
 
 
 def test_rows_are_a_snapshot() -> None:

@@ -109,10 +109,10 @@ class Link:
     def encode(self, flat: torch.Tensor, lease: Lease, base: torch.Tensor | None = None) -> torch.Tensor:
         """Frame of a flat tensor, a difference if there is a base."""
         codec = policy.frame_codec(self._codec, flat.nbytes) if base is None else "delta"
-        if codec == self._codec and self._habit.skips():
+        if codec not in ("raw", "delta") and self._habit.skips():
             codec = "raw"
         frame = self._encode(flat, codec, lease, base)
-        if codec == self._codec:
+        if codec not in ("raw", "delta"):
             self._habit.note(flat.nbytes, frame.nbytes)
         return frame
 

@@ -193,7 +193,10 @@ def all_to_all_single(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> Any:
-    """``torch.distributed.all_to_all_single``: rows of dimension 0 change ranks, in equal parts or by the split sizes."""
+    """``torch.distributed.all_to_all_single``: rows of dimension 0 change ranks, in equal parts or by the split sizes.
+
+    Either all ranks give split sizes or none does.
+    """
     sizes = [_segments(input, input_split_sizes, group), _segments(output, output_split_sizes, group)]
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -207,7 +210,7 @@ def all_to_all_single(
             outputs[0], inputs[0], output_split_sizes, input_split_sizes, group, later
         ),
         coded=coded,
-        numel=None,
+        numel=None if input_split_sizes or output_split_sizes else input.numel(),
         sent=_others(sizes[0], group),
         problem=_unsplit(input, sizes[0]) or _unsplit(output, sizes[1]) or _misfit(*sizes, group),
     )

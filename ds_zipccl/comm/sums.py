@@ -5,6 +5,7 @@ Frames go to the rank that adds, which decodes and folds them in a documented or
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -280,8 +281,15 @@ def _reduction(
 ) -> tuple[Reduction, Tolerance]:
     """The arithmetic that the config asks for, and how near it comes to the plain backend's."""
     members = known(group)
-    kind, name, ranks = config.reduction, reduce_op_name(op), members.size if members else -1
+    if members is None:
+        return Reduction("fp32", "", -1), "nan"  # never used
+    device = tensors[0].device.type if tensors else ""
+    return _exactness(config.reduction, members.backend(device), reduce_op_name(op), members.size)
+
+
+@functools.lru_cache
+def _exactness(kind: str, backend: str, op: str, ranks: int) -> tuple[Reduction, Tolerance]:
     if kind == "auto":
-        kind = "match" if members and tensors and members.backend(tensors[0].device.type) == "gloo" else "fp32"
-    exact = kind == "match" or (ranks == 2 and name == "SUM")
-    return Reduction(kind, name, ranks), "nan" if exact else "rounding"
+        kind = "match" if backend == "gloo" else "fp32"
+    exact = kind == "match" or (ranks == 2 and op == "SUM")
+    return Reduction(kind, op, ranks), "nan" if exact else "rounding"

@@ -10,7 +10,8 @@ Columns (also the keys of the rows in ``--json``):
 * ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants take turns.
 * ``raw_bytes``: what a rank sends under a bandwidth-optimal schedule without coding.
 * ``wire_bytes``: what the busiest rank really sent, headers included. Which bytes gloo's own schedules move is not visible from
-  here: the plain row carries ``raw_bytes`` in both, and so does ``auto`` where it passes. A broadcast's source sends one frame to each other rank.
+  here: the plain row carries ``raw_bytes`` in both, and so does ``auto`` where it passes.
+  A broadcast's source sends one frame to each other rank.
 * ``wrong``: elements, summed over ranks, whose bits differ from the plain result; the most of any repeat. In sums
   one NaN is as good as another: their payload is not defined.
 

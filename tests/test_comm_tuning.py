@@ -1,0 +1,218 @@
+"""mode auto: the fastest schedule is found and followed, by all ranks at the same call, with the same bits throughout."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import corpus
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm, policy, stats
+from ds_zipccl.comm import rounds
+from ds_zipccl.comm.operation import PLAIN
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import Message, Plan, candidates, choose, drifted, follow, probed
+
+AUTO = ZipcclConfig(enabled=True, min_bytes=0)
+MESSAGE = Message("all_gather", torch.bfloat16, 1 << 20, 2, "cpu", "gloo", "dp")
+NUMEL = 40_000
+
+
+def test_candidates() -> None:
+    assert [str(plan) for plan in candidates(MESSAGE, AUTO, True)] == ["plain", "uncoded frames", "cascade frames"]
+    assert [str(plan) for plan in candidates(MESSAGE, AUTO, False)] == ["uncoded frames", "cascade frames"]
+    raw = AUTO.model_copy(update={"codec": "raw"})
+    assert [str(plan) for plan in candidates(MESSAGE, raw, True)] == ["plain", "uncoded frames"]
+    for config in (AUTO.model_copy(update={"mode": "always"}), AUTO.model_copy(update={"roles": {"dp": "always"}})):
+        assert candidates(MESSAGE, config, True) == (Plan(True, "cascade", ""),)
+
+
+def test_size_classes() -> None:
+    sizes = [policy.size_class(replace(MESSAGE, numel=numel)) for numel in (1 << 20, (1 << 20) - 1, 1 << 19, None)]
+    assert sizes[0] == sizes[1] + 1 == sizes[2] + 1 and sizes[3] == 0
+    assert policy.size_text(sizes[1]) == "up to 2 MiB"
+
+
+def test_choices() -> None:
+    assert choose(0, [1.0, 0.96, 2.0]) == 0 and choose(0, [1.0, 0.94, 2.0]) == 1 and choose(2, [3.0, 4.0, 3.1]) == 2
+    assert choose(0, [math.inf, 2.0]) == 1 and choose(0, [math.inf, math.inf]) == 0
+    assert follow(math.inf, 2.0) == 2.0 and follow(2.0, math.inf) == 2.0 and 2.0 < follow(2.0, 4.0) < 4.0
+    assert drifted(1.0, 1.4) and drifted(1.0, 0.7) and not drifted(1.0, 1.2) and not drifted(1.0, math.inf)
+
+
+def test_slow_candidates_are_tried_less_often() -> None:
+    times = [1.0, 1.5, 2.5, 9.0, math.inf]
+    tries = [sum(index in probed(0, times, review) for review in range(1, 65)) for index in range(5)]
+    assert tries == [0, 64, 32, 8, 8]
+    assert probed(1, times, 0) == [0, 2, 3, 4]  # after a drift: all
+
+
+class Speeds:
+    """Adds seconds to the plain collective and to our schedule."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plain = self.ours = 0.0
+        pump = rounds.pump
+
+        def slow(*args: Any) -> None:
+            time.sleep(self.ours)
+            pump(*args)
+
+        for module in (comm.sums, comm.gathers, comm.moves):
+            monkeypatch.setattr(module, "pump", slow)
+
+    def call(self, plain: Callable[[], Any], ours: Callable[[], Any]) -> tuple[str, Any]:
+        """Run ``ours`` with a ``plain`` that is slowed down; says which way it went."""
+        stats.reset()
+
+        def slow() -> Any:
+            time.sleep(self.plain)
+            return plain()
+
+        token = PLAIN.set(slow)
+        try:
+            handle = ours()
+        finally:
+            PLAIN.reset(token)
+        passed = any(row["passed"] for row in stats.rows())
+        return "plain" if passed else "frames", handle
+
+
+def own(rank: int, step: int) -> torch.Tensor:
+    return corpus.tensor(corpus.bell(NUMEL, corpus.BF16, 100 * step + rank), corpus.BF16)
+
+
+def followed(rank: int, ranks: int, later: bool) -> list[str]:
+    """The faster way is chosen in 30 calls; when the speeds change, so does the choice, on all ranks at once."""
+    ways: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "CHECK_CALLS", (6, 6))
+        patch.setattr(policy, "REVIEW_CHECKS", (2, 4))
+        speeds, noise = Speeds(patch), random.Random(rank)
+        for speeds.plain, speeds.ours in ((0.03, 0.0), (0.0, 0.03), (0.03, 0.0)):
+            for step in range(60):
+                if step % 5 == rank:
+                    time.sleep(noise.random() / 50)  # somebody is always late
+                tensor, wanted = own(rank, step), own(rank, step)
+                dist.all_reduce(wanted)
+                way, handle = speeds.call(
+                    lambda tensor=tensor: dist.all_reduce(tensor, async_op=later),
+                    lambda tensor=tensor: comm.all_reduce(tensor, async_op=later, config=AUTO),
+                )
+                handle.wait() if later else None
+                corpus.assert_same_bits(tensor, wanted)
+                ways.append(way)
+    return ways
+
+
+@pytest.mark.parametrize("ranks, later", [(2, False), (3, True)])
+def test_the_faster_way_is_followed(ranks: int, later: bool) -> None:
+    first, *others = runner.run(followed, ranks, later)
+    assert all(ways == first for ways in others)
+    assert set(first[:12]) == {"plain", "frames"}
+    for begin, way in ((0, "frames"), (60, "plain"), (120, "frames")):
+        settled = first[begin + 30 : begin + 60]
+        assert settled.count(way) >= 20, (way, first)
+
+
+def table(rank: int, ranks: int) -> str:
+    stats.reset()
+    for step in range(20):
+        comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), own(rank, step), config=AUTO)
+    return stats.table()
+
+
+def test_the_table_shows_choices() -> None:
+    first, second = runner.run(table, 2)
+    lines = [next(line for line in text.splitlines() if "from call 17 on" in line) for text in (first, second)]
+    assert lines[0] == lines[1]  # the numbers are agreed too
+    assert lines[0].startswith("dp all_gather_into_tensor, bfloat16, up to 0.25 MiB, 2 ranks: ")
+    assert "plain " in lines[0] and "uncoded frames " in lines[0] and "cascade frames " in lines[0]
+
+
+def in_opposite_orders(rank: int, ranks: int) -> None:
+    """Nobody waits in a circle where ranks start operations of two groups in opposite orders."""
+    groups = [dist.new_group(list(range(ranks))) for _ in range(2)]
+    for step in range(40):
+        works = {}
+        for group in groups if rank % 2 else groups[::-1]:
+            tensor = own(rank, step)
+            works[group] = (tensor, comm.all_reduce(tensor, group=group, async_op=True, config=AUTO))
+        for _, work in works.values():
+            work.wait()
+        corpus.assert_same_bits(*(tensor for tensor, _ in works.values()))
+
+
+def test_opposite_orders() -> None:
+    runner.run(in_opposite_orders, 2)
+
+
+def inexact(rank: int, ranks: int) -> set[str]:
+    """Where the plain collective would give other bits it does not compete."""
+    config = AUTO.model_copy(update={"reduction": "fp32"})
+    stats.reset()
+    for step in range(24):
+        comm.all_reduce(own(rank, step), config=config)
+    return set(stats.rows()[0]["reasons"])
+
+
+def test_other_bits_do_not_compete() -> None:
+    assert runner.run(inexact, 3) == [set()] * 3
+    assert runner.run(inexact, 2) == [{"plain is faster"}] * 2
+
+
+def incompressible(rank: int, ranks: int) -> list[float]:
+    """Frames that do not shrink go uncoded, until the data changes."""
+    always = AUTO.model_copy(update={"mode": "always"})
+    words = torch.randint(-(1 << 15), 1 << 15, (NUMEL,), dtype=torch.int16).view(torch.bfloat16)
+    ratios = []
+    for data in [words] * 40 + [own(rank, 1)] * 40:
+        stats.reset()
+        comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), data, config=always)
+        ratios.append(stats.totals()["ratio"])
+    return ratios
+
+
+def test_incompressible_data() -> None:
+    for ratios in runner.run(incompressible, 2):
+        coded = [ratio < 0.9995 for ratio in ratios[:40]]  # an uncoded frame adds nothing but its header
+        assert sum(coded) <= 4 and coded[0]
+        assert all(ratio > 1.4 for ratio in ratios[-20:])
+
+
+def kinds(rank: int, ranks: int) -> None:
+    """Every operation under auto, sizes and dtypes mixed, bits against the plain one."""
+    choice = random.Random(7)
+    for _ in range(150):
+        numel, dtype = ranks * choice.choice([20_000, 50_000]), choice.choice([torch.bfloat16, torch.float32])
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(choice.randrange(1 << 30) + rank)).to(dtype)
+        op = choice.choice(["gather", "scatter", "reduce", "all_to_all", "broadcast"])
+        results = []
+        for module, more in ((dist, {}), (comm, {"config": AUTO})):
+            y = x.clone()
+            if op == "gather":
+                y = x.new_empty(numel * ranks)
+                module.all_gather_into_tensor(y, x, **more)
+            elif op == "scatter":
+                y = x.new_empty(numel // ranks)
+                module.reduce_scatter_tensor(y, x, **more)
+            elif op == "reduce":
+                module.all_reduce(y, **more)
+            elif op == "all_to_all":
+                module.all_to_all_single(y, x, **more)
+            else:
+                module.broadcast(y, 1, **more)
+            results.append(y)
+        corpus.assert_same_bits(*results)
+
+
+def test_every_operation() -> None:
+    runner.run(kinds, 3)
