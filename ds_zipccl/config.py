@@ -68,7 +68,7 @@ class ZipcclConfig(BaseModel):
     staging_mib: int = Field(
         64,
         ge=1,
-        description="MiB of memory for frames on their way, for each operation in flight; messages go in pieces that fit.",
+        description="MiB of memory for frames on their way, for each operation in flight; large messages go in pieces that fit.",
     )
     route: Literal["auto", "native", "numba"] = Field(
         "auto", description="Kernels: native (C++, built at first use), numba, or auto: the first that works."

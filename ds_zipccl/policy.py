@@ -185,10 +185,10 @@ def encode_together(nbytes: Sequence[int]) -> bool:
 def piece_numel(numel: int, itemsize: int, ranks: int, staging: int) -> int:
     """Elements of the pieces that ``numel`` elements to one peer go in, for ``staging`` bytes of memory in all. Equal on both sides.
 
-    With each of its peers a rank holds WINDOW frames that it expects, and twice as many that it has sent.
+    With each of its peers a rank holds WINDOW frames that it expects and twice as many that it has sent, and for a moment one more of each.
     """
     least, most = PIECE_BYTES
-    wanted = min(max(-(-numel * itemsize // PIECES), least), most, staging // (3 * WINDOW * max(1, ranks - 1)))
+    wanted = min(max(-(-numel * itemsize // PIECES), least), most, staging // ((3 * WINDOW + 2) * max(1, ranks - 1)))
     return max(1, wanted // itemsize // PIECE_UNIT) * PIECE_UNIT
 
 

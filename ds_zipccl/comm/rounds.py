@@ -34,10 +34,10 @@ def pump(turns: int, *stages: Callable[[int], None]) -> None:
 
 
 class Pieces(list[Sequence[torch.Tensor]]):
-    """Flat tensors, each as its pieces."""
+    """Flat tensors, each as its pieces; ``rounds``: exchanges of them that go on at a time."""
 
-    def __init__(self, link: Link, flats: Sequence[torch.Tensor]) -> None:
-        super().__init__(flat.split(link.piece_numel(flat)) if flat.numel() else () for flat in flats)
+    def __init__(self, link: Link, flats: Sequence[torch.Tensor], rounds: int = 1) -> None:
+        super().__init__(flat.split(link.piece_numel(flat, rounds)) if flat.numel() else () for flat in flats)
         self.turns = max(map(len, self), default=0)
 
     def at(self, turn: int) -> list[torch.Tensor]:

@@ -69,7 +69,7 @@ def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         chunk = all_reduce_chunk(whole.numel(), whole.element_size(), ranks)
         slices = cut(whole.numel(), chunk, ranks)
-        shards = Pieces(link, [whole[part] for part in slices])
+        shards = Pieces(link, [whole[part] for part in slices], rounds=2)
         with posting(link, 0) as leaving, posting(link, 1) as coming:
             adding = _Adding(link, leaving, shards, reduction, slices[link.rank].start, chunk)
 

@@ -1,0 +1,157 @@
+"""Messages in pieces: the same bits, bounded memory, nobody waits in a circle, memory that inputs and outputs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import corpus
+import pytest
+import ranks as runner
+import test_comm_changes
+import test_comm_moves
+import test_comm_sums
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm, policy
+from ds_zipccl.comm import rounds
+from ds_zipccl.comm.buffers import BUFFERS
+from ds_zipccl.comm.gathers import detached
+from ds_zipccl.config import ZipcclConfig
+
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
+
+
+def test_pieces_fit_the_memory() -> None:
+    for numel in (1, 1000, 1 << 20, (1 << 24) + 5, 1 << 28):
+        for ranks in (2, 3, 8, 64):
+            for staging in (1 << 20, 64 << 20):
+                piece = policy.piece_numel(numel, 2, ranks, staging)
+                assert piece % policy.PIECE_UNIT == 0 and 0 < piece * 2 <= policy.PIECE_BYTES[1]
+                if piece > policy.PIECE_UNIT:
+                    assert (3 * policy.WINDOW + 2) * (ranks - 1) * piece * 2 <= staging
+    assert (1 << 24) / policy.piece_numel(1 << 24, 2, 2, 64 << 20) == 8
+
+
+def test_stages_follow_each_other() -> None:
+    seen: list[tuple[str, int]] = []
+    rounds.pump(4, lambda turn: seen.append(("post", turn)), lambda turn: seen.append(("take", turn)))
+    for stage in ("post", "take"):
+        assert [turn for name, turn in seen if name == stage] == [0, 1, 2, 3]
+    for turn in range(4):
+        assert seen.index(("take", turn)) > seen.index(("post", min(3, turn + policy.WINDOW)))
+
+
+def in_small_pieces(
+    rank: int, ranks: int, case: Callable[..., None], arguments: tuple[Any, ...] = (), least: int = 256
+) -> int:
+    """``case`` with pieces of ``least`` bytes and more; returns the most turns that a message took."""
+    turns = 0
+
+    def counted(most: int, *stages: Callable[[int], None]) -> None:
+        nonlocal turns
+        turns = max(turns, most)
+        rounds.pump(most, *stages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "PIECE_UNIT", 64)
+        patch.setattr(policy, "PIECE_BYTES", (least, 16 * least))
+        for module in (comm.sums, comm.gathers, comm.moves):
+            patch.setattr(module, "pump", counted)
+        case(rank, ranks, *arguments)
+    return turns
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "case, arguments",
+    [(test_comm_moves.moves, ()), (test_comm_sums.as_gloo, ([1, 7, 1000, 20001],))],
+    ids=["moves", "sums"],
+)
+def test_the_same_in_pieces(case: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    assert min(runner.run(in_small_pieces, ranks, case, arguments)) >= 8
+
+
+def test_differences_in_pieces() -> None:
+    assert min(runner.run(in_small_pieces, 3, test_comm_changes.steps, ("bf16",), 1 << 15)) >= 2
+
+
+def skewed(rank: int, ranks: int) -> None:
+    """Very uneven segments: one rank has far more turns than the others."""
+    sizes = [[30_000 if (a, b) == (0, 1) else 100 * (a + b) for b in range(ranks)] for a in range(ranks)]
+    send = [
+        corpus.tensor(corpus.bell(size, corpus.BF16, 10 * rank + peer), corpus.BF16)
+        for peer, size in enumerate(sizes[rank])
+    ]
+    got = [torch.empty(sizes[peer][rank], dtype=torch.bfloat16) for peer in range(ranks)]
+    comm.all_to_all(got, send, config=CODED)
+    for peer, tensor in enumerate(got):
+        corpus.assert_same_bits(
+            tensor, corpus.tensor(corpus.bell(sizes[peer][rank], corpus.BF16, 10 * peer + rank), corpus.BF16)
+        )
+
+
+def test_uneven_turns() -> None:
+    assert runner.run(in_small_pieces, 3, skewed)[0] > 10
+
+
+def sharing(rank: int, ranks: int) -> None:
+    """Inputs that lie where other outputs are written."""
+    memory = torch.arange(ranks * 5000, dtype=torch.float32) + 1e6 * rank
+    others = [torch.arange(ranks * 5000, dtype=torch.float32) + 1e6 * peer for peer in range(ranks)]
+    shift = 700
+    own = memory[shift : shift + 5000].clone()
+    whole = memory.clone()
+    comm.all_gather_into_tensor(whole, whole[shift : shift + 5000].copy_(own), config=CODED)
+    corpus.assert_same_bits(whole, torch.cat([other[shift : shift + 5000] for other in others]))
+
+    crossed = memory.clone()  # the output of a reduce-scatter in a peer's shard
+    place = crossed[(rank + 1) % ranks * 5000 :][:5000]
+    comm.reduce_scatter_tensor(place, crossed, config=CODED)
+    plain = torch.empty(5000)
+    dist.reduce_scatter_tensor(plain, memory.clone())
+    corpus.assert_same_bits(place, plain)
+
+    swapped = memory.clone()  # a shift by less than a segment
+    head, tail = swapped[: ranks * 4000], swapped[shift : shift + ranks * 4000]
+    kept = head.clone()
+    comm.all_to_all_single(tail, head, config=CODED)
+    plain = torch.empty_like(kept)
+    dist.all_to_all_single(plain, kept)
+    corpus.assert_same_bits(tail, plain)
+
+
+def test_shared_memory() -> None:
+    assert min(runner.run(in_small_pieces, 3, sharing)) >= 8
+
+
+def test_only_what_is_overwritten_too_early_is_copied() -> None:
+    memory = torch.zeros(100)
+    first, second, across = memory[:50], memory[50:], memory[25:75]
+    kept = detached([first, across, torch.zeros(3), memory[:0]], [first, second])
+    assert [kept[0] is first, kept[1] is across] == [True, False] and len(kept) == 4
+
+
+def bounded(rank: int, ranks: int) -> list[int]:
+    """The most memory for frames in each operation on 48 MiB."""
+    peaks = []
+    tensor = corpus.tensor(corpus.bell(12 << 20, corpus.BF16, rank), corpus.BF16)
+    operations: tuple[Callable[..., Any], ...] = (
+        lambda **more: comm.all_reduce(tensor, **more),
+        lambda **more: comm.broadcast(tensor, 0, **more),
+        lambda **more: comm.all_to_all_single(torch.empty_like(tensor), tensor, **more),
+        lambda **more: comm.all_gather_into_tensor(tensor.repeat(ranks), tensor.clone(), **more),
+        lambda **more: comm.reduce_scatter_tensor(tensor[: len(tensor) // ranks].clone(), tensor, **more),
+    )
+    for operation in operations:
+        BUFFERS.peak = 0
+        operation(config=CODED.model_copy(update={"staging_mib": 6}))
+        peaks.append(BUFFERS.peak)
+    return peaks
+
+
+def test_memory_is_bounded() -> None:
+    for peaks in runner.run(bounded, 3):
+        # frames may be a little larger than pieces, buffers are rounded up by an eighth; a sum is made beside them
+        assert all(0 < peak <= 1.3 * (6 << 20) for peak in peaks), peaks
