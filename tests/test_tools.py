@@ -25,7 +25,7 @@ CODEC_KEYS = (
     "encode_memcpy decode_memcpy wrong".split()
 )  # fmt: skip
 CODED = bench_codec.CODECS[1:]
-COMM_KEYS = "op dtype numel ranks link variant time_us raw_bytes wire_bytes wrong".split()
+COMM_KEYS = "op dtype numel ranks nodes link variant time_us raw_bytes wire_bytes wrong".split()
 SIGMAS = ("1e-6", "0.0003", "1", "30", "1e3")
 MILLION = 1 << 20
 
