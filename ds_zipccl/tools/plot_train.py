@@ -25,7 +25,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def save(path: str, rows: Rows) -> None:
-    """Write the PNG file ``path``: a panel per mode, ranks and nodes, a group of bars per link, a bar per variant.
+    """Write the PNG file ``path``: a panel per mode and ranks, a group of bars per link, a bar per variant.
 
     Args:
         rows: as ``bench train`` gives them, at least one; times in milliseconds.
@@ -35,9 +35,9 @@ def save(path: str, rows: Rows) -> None:
     """
     panels: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
-        nodes = f" in {row['nodes']} nodes" if 1 < row["nodes"] < row["ranks"] else ""
-        links = panels.setdefault(f"{row['mode']}, {row['ranks']} ranks{nodes}", {})
-        links.setdefault(row["link"], []).append(row)
+        links = panels.setdefault(f"{row['mode']}, {row['ranks']} ranks", {})
+        nodes = f", {row['nodes']} nodes" if 1 < row["nodes"] < row["ranks"] else ""
+        links.setdefault(row["link"] + nodes, []).append(row)
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     bars = max(sum(1 + len(group) for group in links.values()) for links in panels.values())
