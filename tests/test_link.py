@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,13 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 needs_network = pytest.mark.skipif(bool(link.why_not()), reason=f"no shaped network here: {link.why_not()}")
 
 
-def left_behind() -> str:
-    """Namespaces and bridges with our names."""
+def left_behind(pid: int | None = None) -> str:
+    """Namespaces and bridges of a process, of this one if None; others may be measuring at the same time."""
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     bridges = subprocess.run(["ip", "-o", "link", "show", "type", "bridge"], capture_output=True, text=True).stdout
-    return "\n".join(line for line in (spaces + bridges).splitlines() if "zc" in line)
+    return "\n".join(
+        line for line in (spaces + bridges).splitlines() if re.search(rf"zc{pid or os.getpid()}[bn]", line)
+    )
 
 
 def rows(path: Path) -> list[dict[str, object]]:
@@ -157,8 +160,9 @@ def test_nothing_stays_however_it_ends() -> None:
     assert not left_behind()
     # A process that is killed cannot clean up: the next one does.
     killed = "import os; from ds_zipccl.tools import link\nwith link.shaped('1gbit', 3): os.kill(os.getpid(), 9)"
-    assert subprocess.run([sys.executable, "-c", killed], cwd=Path(__file__).parent).returncode == -9
-    assert left_behind()
+    process = subprocess.Popen([sys.executable, "-c", killed], cwd=Path(__file__).parent)
+    assert process.wait() == -9
+    assert left_behind(process.pid)
     with link.shaped("1gbit", 2):
-        assert f"zc{os.getpid()}" in left_behind()
+        assert left_behind() and not left_behind(process.pid)
     assert not left_behind()
