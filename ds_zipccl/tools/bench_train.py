@@ -66,10 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench train``."""
     option = parser.add_argument
     option("--mode", nargs="+", choices=MODES, default=["zero3"], help="what to train (default: zero3)")
-    known = ["plain", "coded"]
-    option(
-        "--variants", nargs="+", choices=VARIANTS, default=known, help="plain always runs too (default: plain coded)"
-    )
+    which = f"of {', '.join(VARIANTS)}; plain always runs (default: plain coded)"
+    option("--variants", nargs="+", choices=VARIANTS, default=["plain", "coded"], metavar="V", help=which)
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="local ranks (default: 2)")
     link.add_arguments(parser)
     option("--steps", type=int, default=20, metavar="K", help="optimizer steps per run (default: 20)")

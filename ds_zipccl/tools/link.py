@@ -42,10 +42,12 @@ class Link:
 
     @property
     def nodes(self) -> int:
+        """How many namespaces share out the ranks."""
         return len(self.namespaces)
 
     @property
     def ranks_per_node(self) -> int:
+        """The same in every node."""
         return self.ranks // self.nodes
 
     def namespace(self, rank: int) -> str:
