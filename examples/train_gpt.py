@@ -228,6 +228,7 @@ def train(args: argparse.Namespace) -> dict:
     """Train on this rank, with a progress bar on rank 0; every rank returns the results of all."""
     import deepspeed
     import torch.distributed as dist
+    from comm_time import CommTime
 
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(args.threads)  # sums depend on how they are split over threads
@@ -236,6 +237,9 @@ def train(args: argparse.Namespace) -> dict:
         # An inference-only operator that DeepSpeed would otherwise compile now, for one to two minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
+    clock = CommTime()
+    if args.comm_time:
+        clock.watch(deepspeed.comm.comm.cdb)
     rank, world, size = dist.get_rank(), dist.get_world_size(), SIZES[args.size]
 
     torch.manual_seed(args.seed)
@@ -251,16 +255,17 @@ def train(args: argparse.Namespace) -> dict:
     tokens = tokenise(read_text(args.data, size.characters), size.vocabulary)
     batch = engine.train_micro_batch_size_per_gpu()
     source = batches(tokens, batch, size.context, args.seed, rank, world)
-    losses, step_ms = [], []
+    losses, step_ms, comm_ms = [], [], []
     with tqdm(range(args.steps), disable=rank != 0, unit="step", desc=args.name or args.ds_config.stem) as bar:
         for _ in bar:
-            started = time.perf_counter()
+            started, waited = time.perf_counter(), clock.ms
             for _ in range(engine.gradient_accumulation_steps()):
                 loss = engine(next(source).to(engine.device))
                 engine.backward(loss)
                 engine.step()
             losses.append(loss.item())
             step_ms.append(1000 * (time.perf_counter() - started))
+            comm_ms.append(clock.ms - waited)
             sent = bytes_sent() if rank == 0 else None
             saved = f"{(sent['raw_bytes'] - sent['wire_bytes']) / 1e6:.1f}MB" if sent else "n/a"
             bar.set_postfix(loss=f"{losses[-1]:.4f}", saved=saved)
@@ -276,6 +281,7 @@ def train(args: argparse.Namespace) -> dict:
         "params_sha256": hashlib.sha256("".join(digests).encode()).hexdigest(),
         "replicas_equal": bool(args.experts) or len(set(digests)) == 1,  # experts do differ by rank
         "step_ms": step_ms,
+        "comm_ms": comm_ms if args.comm_time else None,
         "sent": {key: sum(one[key] for one in sent) / world for key in sent[0]} if sent[0] else None,
     }
 
@@ -361,6 +367,7 @@ def options() -> argparse.ArgumentParser:
     option("--ranks", type=int, default=2, help="local ranks to start where no launcher did")
     option("--compare", action="store_true", help="train plain and coded, and compare")
     option("--results", type=Path, metavar="FILE", help="rank 0 writes losses, hash and bytes here (JSON)")
+    option("--comm-time", action="store_true", help="results have rank 0's time in collectives, per step")
     option("--name", help=argparse.SUPPRESS)  # of the progress bar
     option("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser

@@ -25,7 +25,7 @@ CODEC_KEYS = (
     "encode_memcpy decode_memcpy wrong".split()
 )  # fmt: skip
 CODED = bench_codec.CODECS[1:]
-COMM_KEYS = "op dtype numel ranks link variant time_us raw_bytes wire_bytes wrong".split()
+COMM_KEYS = "op dtype numel ranks nodes link variant time_us raw_bytes wire_bytes wrong".split()
 SIGMAS = ("1e-6", "0.0003", "1", "30", "1e3")
 MILLION = 1 << 20
 
@@ -284,7 +284,7 @@ def test_comm_rows(tmp_path: Path) -> None:
     nbytes = 60_000 * 2
     for row in found["rows"]:
         assert list(row) == COMM_KEYS
-        assert (row["numel"], row["ranks"], row["link"], row["wrong"]) == (60_000, 3, "loopback", 0)
+        assert (row["numel"], row["ranks"], row["nodes"], row["link"], row["wrong"]) == (60_000, 3, 1, "loopback", 0)
         assert row["raw_bytes"] == round(shares[row["op"]] * nbytes)
         assert 20 < row["time_us"] < 60e6
         sent = row["raw_bytes"] * (2 if row["op"] == "broadcast" else 1)  # the source sends to both others

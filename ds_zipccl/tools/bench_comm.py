@@ -3,8 +3,9 @@
 Columns (also the keys of the rows in ``--json``):
 
 * ``op``, ``dtype``; ``numel``: elements of the whole tensor (output of a gather, input of a scatter), a multiple of ``ranks``.
-* ``ranks``, ``link``: processes, and what joins them: loopback, or with ``--link RATE`` a network of that rate, shaped by token
-  buckets (:mod:`ds_zipccl.tools.link`; needs root and iproute2).
+* ``ranks``, ``nodes``, ``link``: processes, the nodes that share them out in blocks, and what joins the nodes: loopback (one node),
+  or with ``--link RATE`` a network of that rate, shaped by token buckets (:mod:`ds_zipccl.tools.link`; needs root and iproute2).
+  Every rank is a node of its own unless ``--nodes`` says otherwise.
 * ``variant``: ``plain``, torch.distributed's own collective; ``raw``, our schedule with uncoded frames; ``coded``, with coded
   ones; ``auto``, whichever of them ds_zipccl has found to be fastest in its first 28 calls.
 * ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants take turns.
@@ -51,6 +52,7 @@ COLUMNS = (
     Column("dtype", width=8),
     Column("numel", ",d", 11),
     Column("ranks", "d"),
+    Column("nodes", "d"),
     Column("link", width=8),
     Column("variant"),
     Column("time_us", ".0f", 9),
@@ -120,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op", nargs="+", choices=[*OPS, "all"], default=["all"], metavar="O", help=f"{', '.join(OPS)} (all)"
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], metavar="N", help="processes (2)")
-    link.add_argument(parser)
+    link.add_arguments(parser)
     parser.add_argument("--numel", nargs="+", type=data.numel, default=sizes, metavar="N", help="elements (1M 8M)")
     parser.add_argument(
         "--dtype", nargs="+", type=data.dtype, default=["bfloat16"], metavar="T", help="bf16 fp16 fp32 (bf16)"
@@ -151,7 +153,7 @@ def main(args: argparse.Namespace) -> int:
             for numel in args.numel
         ]
         wanted = len(cases) * len(args.variants)
-        with link.joined(rate, ranks) as network:
+        with link.joined(rate, ranks, args.nodes) as network:
             name = f"bench comm, {ranks} ranks, {network or link.LOOPBACK}"
             for row in tables.progress(_launch(ranks, cases, network), name, wanted):
                 rows.append(row)
@@ -171,6 +173,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ToolError(f"--ranks must be at least 2, got {min(args.ranks)}: one rank has nobody to send to")
     if min(args.numel) < max(args.ranks):
         raise ToolError(f"--numel must be at least the number of ranks, got {min(args.numel)} for {max(args.ranks)}")
+    link.check(args.link, args.ranks, args.nodes)
     for dtype in args.dtype:
         if not args.data.has(dtype):
             raise ToolError(f"{args.data.name} exists in {', '.join(data.DATA[args.data.name].dtypes)}, not in {dtype}")

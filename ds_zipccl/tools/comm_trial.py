@@ -37,7 +37,7 @@ def take_part(
     ``network``: where this process belongs; None for loopback.
     """
     if network:
-        link.enter(network.namespaces[rank])  # before any thread is started
+        link.enter(network.namespace(rank))  # before any thread is started
     threading.Thread(target=_follow_parent, daemon=True).start()
     host = network.host if network else "127.0.0.1"
     loopback = next((name for _, name in socket.if_nameindex() if name in LOOPBACKS), None)
@@ -52,7 +52,7 @@ def take_part(
     store = dist.TCPStore(host, port, None, False, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     for case in cases:
-        for row in measure(case, rank, ranks, str(network or link.LOOPBACK)):
+        for row in measure(case, rank, ranks, network):
             if rank == 0:
                 results.put(row)
     dist.barrier()  # gloo aborts now and then where a process leaves before the others
@@ -66,7 +66,7 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def measure(case: Case, rank: int, ranks: int, joined_by: str) -> list[dict[str, Any]]:
+def measure(case: Case, rank: int, ranks: int, network: Link | None) -> list[dict[str, Any]]:
     """One row for each variant; the same on every rank."""
     op = OPS[case.op]
     trial = Trial(op, case, rank, ranks)
@@ -87,7 +87,8 @@ def measure(case: Case, rank: int, ranks: int, joined_by: str) -> list[dict[str,
             "dtype": case.dtype,
             "numel": case.numel,
             "ranks": ranks,
-            "link": joined_by,
+            "nodes": network.nodes if network else 1,
+            "link": str(network or link.LOOPBACK),
             "variant": variant,
             "time_us": statistics.median(seconds[index, 1:].tolist()) * 1e6,
             "raw_bytes": raw_bytes,

@@ -1,6 +1,7 @@
-"""A slow network on one machine: a network namespace a rank, joined by a bridge and shaped by token buckets (``--link``).
+"""A slow network on one machine: a network namespace a node, joined by a bridge and shaped by token buckets (``--link``, ``--nodes``).
 
-Needs root and iproute2 (``ip``, ``tc``) on Linux. Every end of every rank's cable is shaped: what it sends and what it receives.
+Needs root and iproute2 (``ip``, ``tc``) on Linux. Every end of every node's cable is shaped: what it sends and what it receives.
+Ranks of one node share its cable, and reach each other inside it at the speed of loopback.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_zipccl.tools import ToolError
 
 LOOPBACK = "loopback"
-#: The interface of a rank inside its namespace.
+#: The interface of a node inside its namespace.
 INTERFACE = "zip0"
-MAX_RANKS = 200
+MAX_NODES = 200
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PREFIX = "zc"
 _BURST_S = 0.002  # seconds of the rate that may pass at once; a token bucket needs some
@@ -31,12 +32,27 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Link:
-    """A network that is up. ``namespaces``, ``addresses``: of each rank; ``host``: address of the process that made it."""
+    """A network that is up. ``namespaces``, ``addresses``: of each node; ``host``: address of the process that made it."""
 
     rate: str
+    ranks: int
     namespaces: tuple[str, ...]
     addresses: tuple[str, ...]
     host: str
+
+    @property
+    def nodes(self) -> int:
+        """How many namespaces share out the ranks."""
+        return len(self.namespaces)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The same in every node."""
+        return self.ranks // self.nodes
+
+    def namespace(self, rank: int) -> str:
+        """Where a rank lives: the first ranks in the first node, and so on."""
+        return self.namespaces[rank // self.ranks_per_node]
 
     def __str__(self) -> str:
         return self.rate
@@ -56,44 +72,67 @@ def bits_per_second(text: str) -> float:
     return float(text[:-4]) * _UNITS[text[-4:]]
 
 
-def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--link``; its values are for :func:`joined`."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--link`` and ``--nodes``; their values are for :func:`check` and :func:`joined`."""
     what = "what joins the ranks: loopback, 200mbit, 1gbit, ... (loopback)"
     parser.add_argument("--link", nargs="+", type=rate, default=[""], metavar="RATE", help=what)
+    where = "with --link: nodes that share out the ranks, in blocks; inside one there is loopback (one for each rank)"
+    parser.add_argument("--nodes", type=int, metavar="M", help=where)
 
 
-def joined(text: str, ranks: int) -> contextlib.AbstractContextManager[Link | None]:
+def check(rates: Sequence[str], ranks: Sequence[int], nodes: int | None) -> None:
+    """Whether ``--link``, ``--ranks`` and ``--nodes`` fit together, before anything is measured.
+
+    Raises:
+        ToolError: they do not; says what was given and what would do.
+    """
+    if nodes is None:
+        return
+    if not any(rates):
+        raise ToolError("--nodes needs a --link between the nodes, such as --link 1gbit; on loopback there is one node")
+    uneven = [count for count in ranks if nodes < 1 or count % nodes]
+    if uneven:
+        raise ToolError(f"--nodes must share out --ranks evenly, got {nodes} nodes for {uneven[0]} ranks")
+
+
+def joined(text: str, ranks: int, nodes: int | None = None) -> contextlib.AbstractContextManager[Link | None]:
     """What joins the ranks while the context lasts: a network of this rate, or None for loopback; see :func:`shaped`."""
-    return shaped(text, ranks) if text else contextlib.nullcontext()
+    return shaped(text, ranks, nodes) if text else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def shaped(text: str, ranks: int) -> Iterator[Link]:
+def shaped(text: str, ranks: int, nodes: int | None = None) -> Iterator[Link]:
     """A network of this rate for as long as the context lasts; however it ends, nothing is left behind.
 
     What a killed process has left is taken away by the next one.
 
+    Args:
+        nodes: how many share out the ranks, in blocks; one for each rank if None.
+
     Raises:
-        ToolError: not Linux, not root, no iproute2, too many ranks, or the system refuses; the message says what to do.
+        ToolError: not Linux, not root, no iproute2, ranks that cannot be shared out, too many nodes, or the system refuses; the
+            message says what to do.
     """
     reason = why_not()
     if reason:
         raise ToolError(f"--link {text}: {reason}")
-    if ranks > MAX_RANKS:
-        raise ToolError(f"--link joins at most {MAX_RANKS} ranks, got {ranks}")
+    check([text], [ranks], nodes)
+    nodes = nodes or ranks
+    if nodes > MAX_NODES:
+        raise ToolError(f"--link joins at most {MAX_NODES} nodes, got {nodes}: put more ranks in each with --nodes")
     _sweep()
     base = f"{_PREFIX}{os.getpid()}"
-    namespaces = tuple(f"{base}n{rank}" for rank in range(ranks))
+    namespaces = tuple(f"{base}n{node}" for node in range(nodes))
     subnet = f"10.93.{os.getpid() % 256}"  # another one for another benchmark at the same time
-    addresses = tuple(f"{subnet}.{rank + 1}" for rank in range(ranks))
+    addresses = tuple(f"{subnet}.{node + 1}" for node in range(nodes))
     host = f"{subnet}.254"
     try:
         _run("ip", "link", "add", f"{base}b", "type", "bridge")
         _run("ip", "address", "add", f"{host}/24", "dev", f"{base}b")
         _run("ip", "link", "set", f"{base}b", "up")
-        for rank, namespace in enumerate(namespaces):
-            _plug_in(f"{base}b", f"{base}v{rank}", namespace, f"{addresses[rank]}/24", text)
-        yield Link(text, namespaces, addresses, host)
+        for node, namespace in enumerate(namespaces):
+            _plug_in(f"{base}b", f"{base}v{node}", namespace, f"{addresses[node]}/24", text)
+        yield Link(text, ranks, namespaces, addresses, host)
     finally:
         _remove(base)
 

@@ -127,11 +127,13 @@ def _corpus() -> str:
 def _comm() -> str:
     """One line an operation: its three variants beside each other."""
     results = _results("comm.json")
+    places = [key for key in ("ranks", "nodes", "link") if key in results["rows"][0]]
     cases: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in results["rows"]:
-        cases.setdefault((row["op"], row["ranks"], row["link"], f"{row['numel']:,}"), {})[row["variant"]] = row
+        case = (row["op"], *(row[key] for key in places), f"{row['numel']:,}")
+        cases.setdefault(case, {})[row["variant"]] = row
     return f"`{results['command']}`\n\n" + _table(
-        ("op", "ranks", "link", "elements", "plain ms", "raw ms", "coded ms", "coded against plain", "against raw"),
+        ("op", *places, "elements", "plain ms", "raw ms", "coded ms", "coded against plain", "against raw"),
         (
             (
                 *key,
@@ -143,25 +145,31 @@ def _comm() -> str:
     )
 
 
+#: column of the training table -> key of its rows, and how its values look
+_TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "mode": ("mode", str),
+    "ranks": ("ranks", str),
+    "nodes": ("nodes", str),
+    "link": ("link", str),
+    "variant": ("variant", str),
+    "step ms": ("step_ms", "{:.0f}".format),
+    "comm ms": ("comm_ms", "{:.0f}".format),
+    "raw MB": ("raw_bytes", lambda count: f"{count / 1e6:.1f}"),
+    "wire MB": ("wire_bytes", lambda count: f"{count / 1e6:.1f}"),
+    "parameters (sha256)": ("params_sha256", "{:.12}".format),
+    "speed-up": ("speedup", "{:.2f}".format),
+    "of comm": ("comm_speedup", "{:.2f}".format),
+}
+
+
 def _train() -> str:
+    """Picture and table; columns that older results do not have are left out."""
     results = _results("train.json")
-    return f"`{results['command']}`\n\n" + _table(
-        ("mode", "ranks", "link", "variant", "step ms", "raw MB", "wire MB", "parameters (sha256)", "speed-up"),
-        (
-            (
-                row["mode"],
-                row["ranks"],
-                row["link"],
-                row["variant"],
-                f"{row['step_ms']:.0f}",
-                f"{row['raw_bytes'] / 1e6:.1f}",
-                f"{row['wire_bytes'] / 1e6:.1f}",
-                row["params_sha256"][:12],
-                f"{row['speedup']:.2f}",
-            )
-            for row in results["rows"]
-        ),
-    )
+    shown = {head: how for head, how in _TRAINED.items() if how[0] in results["rows"][0]}
+    rows = ([text(row[key]) for key, text in shown.values()] for row in results["rows"])
+    picture = "docs/results/train.png"
+    drawn = f"![Steps, computing and communication apart]({picture})\n\n" if (ROOT / picture).exists() else ""
+    return f"{drawn}`{results['command']}`\n\n" + _table(shown, rows)
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
