@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_zipccl import __version__
 from ds_zipccl.config import ConfigError
 
 ABSENT = "absent"
@@ -40,7 +41,7 @@ def agree(text: str, timeout: timedelta) -> None:
     prefix = f"{_PREFIX}/{next(_rounds)}"
     store = _get_default_store()
     keys = [f"{prefix}/{rank}" for rank in range(ranks)]
-    store.set(keys[me], text)
+    store.set(keys[me], text if text == ABSENT else _with_version(text))
     silent = _wait(store, keys, min(timeout, _COURTESY) if text == ABSENT else timeout)
     said = {rank: store.get(key).decode(errors="replace") for rank, key in enumerate(keys) if rank not in silent}
     if len(set(said.values())) > 1:
@@ -50,6 +51,11 @@ def agree(text: str, timeout: timedelta) -> None:
         raise ConfigError(_difference(said))
     if silent and text != ABSENT:
         raise ConfigError(_missing(silent))
+
+
+def _with_version(text: str) -> str:
+    """Ranks choose schedules by themselves and must choose alike: that needs one version of the package."""
+    return json.dumps({"version of ds_zipccl": __version__, **json.loads(text)}, sort_keys=True)
 
 
 def _wait(store: dist.Store, keys: list[str], timeout: timedelta) -> list[int]:
@@ -85,5 +91,5 @@ def _difference(said: dict[int, str]) -> str:
             holders.setdefault(value, []).append(rank)
         if len(holders) > 1:
             lines.append(f"  {key}: " + "; ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items()))
-    lines.append("give every rank the same ds_config and the same DS_ZIPCCL")
+    lines.append("give every rank the same package, the same ds_config and the same DS_ZIPCCL")
     return "\n".join(lines)

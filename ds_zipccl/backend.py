@@ -94,6 +94,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
     """DeepSpeed's TorchBackend with coded collectives; a pass-through until a configuration switches it on."""
 
     zipccl: ZipcclConfig | None = None
+    _without_delta: ZipcclConfig | None = None
     zero_stage = 0
     _section: str | None = None
 
@@ -104,9 +105,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
 
     def _settings(self, role: str) -> ZipcclConfig | None:
         """The configuration for a role: ZeRO-3 gathers parameters into new memory, where no last step's are."""
-        if role != "zero_param" or self.zero_stage in (1, 2) or self.zipccl is None or self.zipccl.delta == "off":
-            return self.zipccl
-        return self.zipccl.model_copy(update={"delta": "off"})
+        return self.zipccl if role != "zero_param" or self.zero_stage in (1, 2) else self._without_delta
 
     def configure(self, section: dict[str, Any] | None) -> None:
         """Agree on the configuration with all ranks and switch coding on or off. A collective: every rank calls it.
@@ -134,7 +133,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if not config.enabled:
             return
         kernels.route(config.route)  # build now, not in the middle of the first step
-        self.zipccl = config
+        self.zipccl, self._without_delta = config, config.model_copy(update={"delta": "off"})
         if torch.distributed.get_rank() == 0:
             print(_banner(config), flush=True)
             atexit.register(_print_table, "at the end")

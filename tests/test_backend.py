@@ -87,7 +87,7 @@ def test_section_table_and_monitor(tmp_path: Path) -> None:
     first, second = succeed(
         tmp_path,
         f"""
-e = engine({{"enabled": True, "min_bytes": 1024, "log_interval": 2}},
+e = engine({{"enabled": True, "mode": "always", "min_bytes": 1024, "log_interval": 2}},
            csv_monitor={{"enabled": True, "output_path": {str(tmp_path)!r}, "job_name": "run"}})
 assert backend() == "ZipcclBackend", backend()
 steps(e, 5)
@@ -115,7 +115,7 @@ from ds_zipccl import stats
 print("CODED", stats.totals()["raw_bytes"])
 leave()
 """,
-        DS_ZIPCCL="1",
+        DS_ZIPCCL='{"mode": "always"}',
     )
     for output in outputs:
         assert f"CODED {2 << 16}" in output
@@ -130,7 +130,7 @@ import ds_zipccl
 torch.distributed.init_process_group("gloo")
 deepspeed.init_distributed()
 assert backend() == "TorchBackend", backend()
-ds_zipccl.install({"enabled": True, "min_bytes": 0})
+ds_zipccl.install({"enabled": True, "mode": "always", "min_bytes": 0})
 assert backend() == "ZipcclBackend", backend()
 steps(engine(None), 2)
 from ds_zipccl import stats
@@ -163,6 +163,20 @@ def test_bad_section_stops_every_rank(tmp_path: Path) -> None:
         assert status != 0 and "ConfigError" in output
         assert 'did you mean "min_bytes"?' in output
         assert '"auto" | "match" | "fp32", got "sum"' in output
+
+
+OTHER_VERSION = """
+if rank == 1:
+    from ds_zipccl import agreement
+    agreement.__version__ = "0.0.9"
+engine({"enabled": True})
+"""
+
+
+def test_ranks_of_other_versions_all_stop(tmp_path: Path) -> None:
+    for status, output in launch(tmp_path, PRELUDE + OTHER_VERSION):
+        assert status != 0 and "ConfigError" in output
+        assert '"0.1.0" on ranks [0]; "0.0.9" on ranks [1]' in output
 
 
 DIFFERENT = {

@@ -24,7 +24,7 @@ CONFIG = {
     "gradient_clipping": "auto",
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3},
-    "zipccl": {"enabled": True, "min_bytes": 4096},
+    "zipccl": {"enabled": True, "mode": "always", "min_bytes": 4096},
 }
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 

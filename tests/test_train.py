@@ -24,7 +24,10 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 #: ranks -> what trains on them
 MODES = {2: ("zero1", "zero2", "zero3", "moe"), 3: ("zero2", "zero3"), 4: ("zero2", "zero3")}
 #: ranks -> DS_ZIPCCL of the coded launch; empty: the section of the example's own config file
-CODED = dict.fromkeys(MODES, '{"enabled": true, "reduction": "match", "min_bytes": 4096, "delta": "auto"}') | {2: ""}
+CODED = dict.fromkeys(
+    MODES, '{"enabled": true, "mode": "always", "reduction": "match", "min_bytes": 4096, "delta": "auto"}'
+) | {2: ""}
+AUTO = '{"enabled": true, "min_bytes": 4096, "delta": "auto"}'
 ROLES = {"zero1": {"zero_grad", "zero_param"}, "moe": {"zero_grad", "zero_param", "ep"}}
 ROLES |= dict.fromkeys(("zero2", "zero3"), ROLES["zero1"])
 STEPS = 4
@@ -34,11 +37,11 @@ Trained = Callable[[int, str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """(ranks, "plain" or "coded") -> results by mode; each pair is launched once, when it is first asked for."""
+    """(ranks, "plain", "coded" or "auto") -> results by mode; each pair is launched once, when it is first asked for."""
 
     @functools.cache
     def get(ranks: int, variant: str) -> dict[str, Any]:
-        zipccl = {"plain": "0", "coded": CODED[ranks]}[variant]
+        zipccl = {"plain": "0", "coded": CODED[ranks], "auto": AUTO}[variant]
         folder = tmp_path_factory.mktemp(f"{variant}{ranks}")
         return launch(__file__, ranks, folder, "--modes", *MODES[ranks], DS_ZIPCCL=zipccl)
 
@@ -54,6 +57,15 @@ def test_plain_and_coded_agree(trained: Trained, ranks: int, mode: str) -> None:
     assert plain["sent"]["coded_calls"] == 0
     assert {row["role"] for row in coded["rows"] if row["calls"]} == ROLES[mode]
     assert 1.3 * coded["sent"]["wire_bytes"] < coded["sent"]["raw_bytes"]
+
+
+@pytest.mark.parametrize("mode", MODES[3])
+def test_schedules_compete_without_a_trace(trained: Trained, mode: str) -> None:
+    """While every schedule is tried in turn, the bits are those of the plain run."""
+    plain, auto = trained(3, "plain")[mode], trained(3, "auto")[mode]
+    assert (auto["losses"], auto["params_sha256"]) == (plain["losses"], plain["params_sha256"])
+    assert {"plain is faster"} <= {reason for row in auto["rows"] for reason in row["reasons"]}
+    assert auto["sent"]["coded_calls"] > 0
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

@@ -15,9 +15,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 #: Longest time that the end of the interpreter waits for operations nobody waited for (admission, seconds).
 EXIT_SECONDS = 5.0
+#: Time that gloo's threads get at the end of the interpreter to release the tensors of the last operations (seed, seconds). They need the
+#: interpreter for that, and abort the process where it is already being taken down.
+SETTLE_SECONDS = 0.2
 
 
 class CommError(RuntimeError):
@@ -175,6 +179,8 @@ class _Threads:
         deadline = time.monotonic() + EXIT_SECONDS
         for thread in self._all:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if dist.is_available() and dist.is_initialized():
+            time.sleep(SETTLE_SECONDS)
 
 
 _threads = _Threads()
