@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,8 @@ CODED_REDUCE_OPS = ("SUM", "AVG")
 CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo",)}
 #: dtypes that are coded on the wire (admission: gloo has no float8, and what it refuses must not depend on a message's size).
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Operations with a schedule by node (admission: handing on needs no arithmetic; sums by node would round otherwise).
+GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced")
 #: A segment smaller than this many bytes goes into a raw frame (seed: a coder call costs more than it saves there).
 RAW_BELOW_BYTES = 4096
 #: Segments smaller than this many bytes are encoded together (seed: for larger ones it pays more that the first is under way
@@ -70,14 +72,19 @@ class Message:
 
 @dataclass(frozen=True)
 class Plan:
-    """FRAMES with a codec, or PASS with the reason (empty for frames; one of few texts, fit to be counted)."""
+    """FRAMES with a codec, or PASS with the reason (empty for frames; one of few texts, fit to be counted).
+
+    ``by_node``: between nodes every shard goes once, and ranks of one node hand on what they got.
+    """
 
     frames: bool
     codec: str
     reason: str
+    by_node: bool = False
 
     def __str__(self) -> str:
-        return "plain" if not self.frames else "uncoded frames" if self.codec == "raw" else f"{self.codec} frames"
+        kind = "uncoded" if self.codec == "raw" else self.codec
+        return f"{kind} frames{' by node' if self.by_node else ''}" if self.frames else "plain"
 
 
 #: Admission: what a message must satisfy, in this order. The first reason that is not empty makes it pass.
@@ -111,16 +118,18 @@ def plan(message: Message, config: ZipcclConfig) -> Plan:
     return Plan(not reason, "" if reason else config.codec, reason)
 
 
-def candidates(message: Message, config: ZipcclConfig, exact: bool) -> tuple[Plan, ...]:
+def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool = False) -> tuple[Plan, ...]:
     """What competes for a message that :func:`plan` admits; one where nothing is to be found out.
 
-    ``exact``: our schedules give the plain collective's bits. Where they do not, the plain one stays out: what a program computes must
-    not depend on timings.
+    ``levels``: the group has several nodes with several ranks each. ``exact``: our schedules give the plain collective's bits.
+    Where they do not, the plain one stays out: what a program computes must not depend on timings.
     """
     coded = plan(message, config)
     if config.mode_of(message.role) != "auto":
         return (coded,)
     ours = (coded,) if coded.codec == "raw" else (Plan(True, "raw", ""), coded)
+    if levels and message.op in GATHERS:
+        ours += (replace(coded, by_node=True),)
     return (Plan(False, "", "plain is faster"), *ours) if exact else ours
 
 

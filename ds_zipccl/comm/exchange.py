@@ -28,8 +28,8 @@ TAGS = 1 << 28
 COLLECTIVE_TAG = 1 << 30
 P2P_TAG = COLLECTIVE_TAG + TAGS
 SHADOW_TAG = P2P_TAG + TAGS
-#: Exchanges of one collective (admission: all_reduce has two).
-ROUNDS = 2
+#: Exchanges of one collective (admission: gathers by node have two, and differences one before them).
+ROUNDS = 3
 
 #: Operations issued so far on each group; goes with the group, so that a group made anew starts afresh on all ranks.
 _issued: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -68,17 +68,26 @@ class Link:
 
     ``rank``, ``peers`` and all ranks below are ranks of the group. ``peers`` is the order in which to receive, nearest below
     first; it is also the order in which gloo's ring adds. ``raw_bytes`` and ``wire_bytes`` count what was sent. ``lease`` is
-    staging memory for the time of the operation.
+    staging memory for the time of the operation. ``nodes``: the ranks by node where the schedule goes by node.
     """
 
     def __init__(
-        self, op: str, group: dist.ProcessGroup, config: ZipcclConfig, role: str, codec: str, tag: int | None = None
+        self,
+        op: str,
+        group: dist.ProcessGroup,
+        config: ZipcclConfig,
+        role: str,
+        codec: str,
+        *,
+        tag: int | None = None,
+        nodes: Sequence[Sequence[int]] = (),
     ) -> None:
         self.op = op
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
+        self.nodes = nodes
         self.lease = Lease()
         self.raw_bytes = 0
         self.wire_bytes = 0

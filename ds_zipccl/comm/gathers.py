@@ -1,4 +1,4 @@
-"""The schedule of gathers: every rank sends its shard to every other, in pieces."""
+"""The schedules of gathers: every rank sends its shard to every other, in pieces; or only to one of each other node, which hands it on."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ def gather(
     base of what comes is what stands in its place.
     """
     sources = detached(own, [place for there in places for place in there])
+    if link.nodes:
+        _by_node(link, index, sources, places, base)
+    else:
+        _directly(link, index, sources, places, base)
+    for source, place in zip(sources, places[link.rank], strict=True):
+        place.copy_(source)
+
+
+def _directly(
+    link: Link,
+    index: int,
+    sources: Sequence[torch.Tensor],
+    places: Sequence[Sequence[torch.Tensor]],
+    base: torch.Tensor | None,
+) -> None:
     leaving, coming = Pieces(link, sources), {peer: Pieces(link, places[peer]) for peer in link.peers}
     bases = None if base is None else Pieces(link, [base])
     with posting(link, index) as exchange:
@@ -41,8 +56,54 @@ def gather(
                     exchange.receive(peer, place, base=place)
 
         pump(leaving.turns, post, take)
-    for source, place in zip(sources, places[link.rank], strict=True):
-        place.copy_(source)
+
+
+def _by_node(
+    link: Link,
+    index: int,
+    sources: Sequence[torch.Tensor],
+    places: Sequence[Sequence[torch.Tensor]],
+    base: torch.Tensor | None,
+) -> None:
+    """Rank i of a node sends to rank i of every other node and to its neighbours in the node, and hands on to these what it got from
+    the other nodes, as it came: every shard enters a node once. Rounds ``index`` and the next."""
+    mine = next(ranks for ranks in link.nodes if link.rank in ranks)
+    seat = mine.index(link.rank)
+    neighbours = [rank for rank in mine if rank != link.rank]
+    away = [[ranks[number] for ranks in link.nodes if ranks is not mine] for number in range(len(mine))]
+    leaving = Pieces(link, sources, rounds=2)
+    coming = [Pieces(link, there, rounds=2) for there in places]
+    bases = None if base is None else Pieces(link, [base], rounds=2)
+    with posting(link, index) as across, posting(link, index + 1) as within:
+
+        def post(turn: int) -> None:
+            across.turn()
+            for peer in (*away[seat], *neighbours):
+                for place in coming[peer].at(turn):
+                    across.expect(peer, place)
+            for piece in leaving.at(turn):
+                across.send(piece, *away[seat], *neighbours, base=None if bases is None else bases.at(turn)[0])
+
+        def hand_on(turn: int) -> None:
+            within.turn()
+            for neighbour, theirs in zip(mine, away, strict=True):
+                for peer in theirs if neighbour != link.rank else ():
+                    for place in coming[peer].at(turn):
+                        within.expect(neighbour, place)
+            for peer in away[seat]:
+                for place in coming[peer].at(turn):
+                    across.hand_on(peer, place, within, neighbours)
+
+        def take(turn: int) -> None:
+            for neighbour, theirs in zip(mine, away, strict=True):
+                if neighbour != link.rank:
+                    for place in coming[neighbour].at(turn):
+                        across.receive(neighbour, place, base=place)
+                    for peer in theirs:
+                        for place in coming[peer].at(turn):
+                            within.receive(neighbour, place, base=place)
+
+        pump(leaving.turns, post, hand_on, take)
 
 
 def detached(sources: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

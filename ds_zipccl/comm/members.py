@@ -7,6 +7,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from ds_zipccl.comm import topology
+
 #: Kinds of messages whose plans are remembered (admission: programs repeat themselves).
 REMEMBERED = 4096
 
@@ -19,10 +21,12 @@ class Members:
         self.size = dist.get_world_size(group)
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.tuners: dict[tuple[Any, ...], Any] = {}
+        self.nodes: list[list[int]] | None = None
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # torch then compares how many messages each rank has sent and received, and takes a difference for a wrong program
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if dist.get_debug_level() == dist.DebugLevel.DETAIL else ""
         self.backends = {device: name + detail for device, name in pairs}
+        topology.publish()
 
     def backend(self, device: str) -> str:
         """Name of the backend that serves tensors on ``device``, such as "gloo"; "" where there is none."""
@@ -51,3 +55,13 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     """Ranks in the group; -1 where this rank is not in it."""
     members = known(group)
     return members.size if members else -1
+
+
+def nodes_of(group: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of a group that this rank is in, by node. Blocks, the first time, until all of them have used a group."""
+    members = known(group)
+    if members is None:
+        return []
+    if members.nodes is None:
+        members.nodes = topology.nodes(group)
+    return members.nodes

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import policy, stats
-from ds_zipccl.comm import staging, work
+from ds_zipccl.comm import staging, topology, work
 from ds_zipccl.comm.buffers import BUFFERS
 from ds_zipccl.comm.exchange import Link
-from ds_zipccl.comm.members import REMEMBERED, Members, known
+from ds_zipccl.comm.members import REMEMBERED, Members, known, nodes_of
 from ds_zipccl.comm.shadow import Plain, Shadow, Tolerance
 from ds_zipccl.comm.tuning import Stopwatch, Tuner
 from ds_zipccl.config import ZipcclConfig
@@ -97,7 +97,8 @@ def _code(op: Operation, call: Call, plan: policy.Plan, watch: Watch) -> Any:
     if problem:
         raise ValueError(f"{op.name}: {problem}")
     group = dist.group.WORLD if call.group is None else call.group
-    link = Link(op.name, group, call.config, call.role, plan.codec)
+    nodes = nodes_of(group) if plan.by_node else ()
+    link = Link(op.name, group, call.config, call.role, plan.codec, nodes=nodes)
     shadow = None
     if call.config.check == "shadow":
         shadow = Shadow(op.plain, op.inputs, op.outputs, op.tolerance, link.size)
@@ -187,13 +188,14 @@ def message_of(
 
 def _decide(op: Operation, message: policy.Message, members: Members, call: Call) -> tuple[policy.Plan, Tuner | None]:
     plan = policy.plan(message, call.config)
-    competing = policy.candidates(message, call.config, exact=op.tolerance != "rounding") if plan.frames else ()
-    if len(competing) < 2:
+    if not plan.frames or call.config.mode_of(call.role) != "auto":
         return plan, None
+    group = dist.group.WORLD if call.group is None else call.group
+    several = topology.levels(nodes_of(group)) if op.name in policy.GATHERS else False
+    competing = policy.candidates(message, call.config, exact=op.tolerance != "rounding", levels=several)
     size = policy.size_class(message)
     key = (op.name, size, message.dtype, message.device, message.role, message.reduce_op, call.config.model_dump_json())
     if key not in members.tuners:
-        group = dist.group.WORLD if call.group is None else call.group
         what = f"{str(message.dtype).removeprefix('torch.')}, {policy.size_text(size)}, {members.size} ranks"
         members.tuners[key] = Tuner(
             competing,

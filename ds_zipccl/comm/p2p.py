@@ -80,7 +80,7 @@ def isend(
     if not plan.frames:
         stats.record_pass(role, "send", tensor.nbytes, plan.reason)
         return dist.isend(tensor, to, group, tag)
-    link = Link("send", group, config, role, plan.codec, P2P_TAG + tag)
+    link = Link("send", group, config, role, plan.codec, tag=P2P_TAG + tag)
     doing = f"sending to global rank {to}"
     with torch.inference_mode(), link.naming(doing):
         flat = logical_order(tensor)
@@ -118,7 +118,7 @@ def irecv(
     if not plan.frames:
         stats.record_pass(role, "recv", 0, plan.reason)
         return dist.irecv(tensor, None if peer is None else dist.get_global_rank(group, peer), group, tag)
-    link = Link("recv", group, config, role, plan.codec, P2P_TAG + tag)
+    link = Link("recv", group, config, role, plan.codec, tag=P2P_TAG + tag)
 
     def beside(source: int) -> Shadow:
         def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:

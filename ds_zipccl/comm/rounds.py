@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ds_zipccl import policy
 from ds_zipccl.comm.buffers import Lease
+from ds_zipccl.frame import parse
 
 if TYPE_CHECKING:
     from ds_zipccl.comm.exchange import Link
@@ -116,24 +117,34 @@ class Round:
         """Wait for the next frame of ``peer`` and decode it, against ``base`` if it is a difference, into flat ``out``, which it
         returns."""
         if out.numel():
-            with self._arrived(peer) as frame:
-                self._link.decode(frame, peer, out, base)
+            with self._arrived(peer) as posted:
+                self._link.decode(posted.buffer, peer, out, base)
         return out
+
+    def hand_on(self, peer: int, out: torch.Tensor, to: Round, peers: Sequence[int]) -> None:
+        """As :meth:`receive` with what stands in ``out`` as its base, and send the frame as it is to ``peers``, in round ``to``."""
+        if out.numel():
+            with self._arrived(peer, keep=True) as posted:
+                self._link.decode(posted.buffer, peer, out, out)
+            frame = posted.buffer[: parse(posted.buffer).frame_bytes]
+            to._post(frame, out, peers, posted.lease)
 
     def receive_add(self, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Wait for the next frame of ``peer``, which holds ``dtype``, and add it to flat ``sums`` of that dtype or float32."""
         if sums.numel():
-            with self._arrived(peer) as frame:
-                self._link.decode_add(frame, peer, dtype, sums)
+            with self._arrived(peer) as posted:
+                self._link.decode_add(posted.buffer, peer, dtype, sums)
 
     @contextmanager
-    def _arrived(self, peer: int) -> Iterator[torch.Tensor]:
+    def _arrived(self, peer: int, keep: bool = False) -> Iterator[_Posted]:
+        """The next frame of ``peer``; its memory goes back afterwards unless it is to be kept."""
         posted = self._receives[peer][0]
         with self._receiving(peer):
             posted.handle.wait()
         self._receives[peer].popleft()
-        yield posted.buffer
-        posted.lease.release()
+        yield posted
+        if not keep:
+            posted.lease.release()
 
     def flush(self) -> None:
         """Wait until every send is out."""
