@@ -22,7 +22,7 @@ FLOORS = (
     {"frame", "config", "op_builder", "autoload"},
     {"kernels"},
     {"codecs"},
-    {"policy", "stats"},
+    {"policy", "stats", "costs"},
     {"agreement", "calibrate", "comm"},
     {"backend"},
     {"tools"},

@@ -104,6 +104,13 @@ class Case:
     timeout: float  # seconds
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """One row to be measured: the :class:`ds_zipccl.costs.Profile` of the ranks, as :meth:`to_json` gives it."""
+
+    timeout: float  # seconds
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench comm``."""
     sizes, spec = [1 << 20, 1 << 23], data.Spec("normal")
@@ -131,16 +138,15 @@ def main(args: argparse.Namespace) -> int:
     names = list(OPS) if "all" in args.op else args.op
     table, rows = tables.Table(COLUMNS), []
     for ranks, rate in itertools.product(args.ranks, args.link):
-        cases = [
+        cases: list[Case | Calibration] = [
             Case(op, dtype, numel - numel % ranks, args.data, args.repeats, args.timeout)
             for op in names
             for dtype in args.dtype
             for numel in args.numel
         ]
-        wanted = len(cases) * len(VARIANTS)
         with link.joined(rate, ranks) as network:
             name = f"bench comm, {ranks} ranks, {network or link.LOOPBACK}"
-            for row in tables.progress(_launch(ranks, cases, network), name, wanted):
+            for row in tables.progress(launch(ranks, cases, network), name, rows_of(cases)):
                 rows.append(row)
                 table.add(row)
     if args.json:
@@ -163,7 +169,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ToolError(f"{args.data.name} exists in {', '.join(data.DATA[args.data.name].dtypes)}, not in {dtype}")
 
 
-def _launch(ranks: int, cases: list[Case], network: link.Link | None) -> Iterator[dict[str, Any]]:
+def launch(ranks: int, cases: list[Case | Calibration], network: link.Link | None) -> Iterator[dict[str, Any]]:
     """Start the processes, give their rows as they come, and leave none behind.
 
     Raises:
@@ -179,7 +185,7 @@ def _launch(ranks: int, cases: list[Case], network: link.Link | None) -> Iterato
     results = multiprocessing.get_context("spawn").Queue()
     context = multiprocessing.spawn(take_part, (ranks, network, store.port, cases, results), nprocs=ranks, join=False)
     try:
-        for _ in range(len(cases) * len(VARIANTS)):
+        for _ in range(rows_of(cases)):
             yield _next(results, context, cases[0].timeout)
         deadline = time.monotonic() + GOODBYE_S
         while not _ended(context, timeout=1):
@@ -189,6 +195,11 @@ def _launch(ranks: int, cases: list[Case], network: link.Link | None) -> Iterato
         for process in context.processes:
             process.kill()
             process.join()
+
+
+def rows_of(cases: list[Case | Calibration]) -> int:
+    """Number of rows that :func:`launch` gives."""
+    return sum(len(VARIANTS) if isinstance(case, Case) else 1 for case in cases)
 
 
 def _next(results: Any, context: ProcessContext, timeout: float) -> dict[str, Any]:
