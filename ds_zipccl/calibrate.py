@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,16 @@ TAG = 0x70000000
 #: Bytes of the exchanges (seed: the last two are large against the burst that a shaped link lets through at once).
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
 #: Seconds that exchanges may take in all, so that the whole calibration stays under two ...
-_BUDGET_S = 1.4
-#: ... and one size, unless once takes longer: of the repeats up to REPEATS the median counts.
-_SIZE_BUDGET_S = 0.25
-_REPEATS = 5
+_BUDGET_S = 1.3
+#: ... and those of one size: as many as fit, at least one, at most so many. The median counts, without the first if there are others.
+_SIZE_BUDGET_S = 0.2
+_MOST = 10
 #: Pause before an exchange: what a link lets through at once, it has then saved up again, as between a program's operations.
 _PAUSE_S = 0.01
-#: Elements of the tensor that is coded (4 MiB), and of one whose coding costs nothing but the calls.
-_NUMEL, _TINY = 1 << 21, 64
+#: Elements of what is coded at once (4 MiB), how many of these lie side by side, more than caches hold, and elements of a tensor whose
+#: coding costs nothing but the calls.
+_NUMEL, _PIECES, _TINY = 1 << 21, 8, 64
+_REPEATS = 5
 
 
 def measure(group: dist.ProcessGroup | None = None) -> Profile:
@@ -45,7 +48,9 @@ def measure(group: dist.ProcessGroup | None = None) -> Profile:
     group = group or dist.group.WORLD
     ranks = dist.get_world_size(group)
     if ranks < 2:
-        raise ValueError(f"a link is measured between ranks of the group: wanted at least 2, of which this is one; got {ranks}")
+        raise ValueError(
+            f"a link is measured between ranks of the group: wanted at least 2, of which this is one; got {ranks}"
+        )
     backends = dist.get_backend_config(group)
     if dict(pair.split(":") for pair in backends.split(",")).get("cpu") != "gloo":
         raise ValueError(f"only groups whose CPU tensors go over gloo can be measured yet, got backends {backends}")
@@ -66,17 +71,17 @@ def coding_profile(transfer: tuple[tuple[float, float], ...], seconds: Iterable[
 def coding_seconds() -> Iterator[float]:
     """Times of this process alone, on one thread: encode, decode, decode and add, make a raw frame, add a raw one, and a call."""
     with _one_thread():
-        tensor = torch.empty(_NUMEL).normal_(generator=torch.Generator().manual_seed(0)).bfloat16()
-        frames = {codec: _encode(tensor, codec, _buffer(tensor, codec)) for codec in ("cascade", "raw")}
-        out, sums = torch.empty_like(tensor), torch.zeros_like(tensor)
-        spare = _buffer(tensor, "cascade")
-        yield _median(lambda: _encode(tensor, "cascade", spare))
-        yield _median(lambda: decompress(frames["cascade"], out))
-        yield _median(lambda: decompress_add(frames["cascade"], sums))
-        yield _median(lambda: _encode(tensor, "raw", spare))
-        yield _median(lambda: decompress_add(frames["raw"], sums))
-        few, buffer = tensor[:_TINY], _buffer(tensor[:_TINY], "cascade")
-        yield _median(lambda: decompress(_encode(few, "cascade", buffer), out[:_TINY]))
+        values = torch.empty(_NUMEL).normal_(generator=torch.Generator().manual_seed(0)).bfloat16()
+        tensors, outs = values.repeat(_PIECES, 1), values.repeat(_PIECES, 1)
+        buffers = {codec: _buffer(values, codec) for codec in ("cascade", "raw")}
+        frames = {codec: _encode(values, codec, _buffer(values, codec)) for codec in buffers}
+        yield _median(lambda piece: _encode(tensors[piece], "cascade", buffers["cascade"]))
+        yield _median(lambda piece: decompress(frames["cascade"], outs[piece]))
+        yield _median(lambda piece: decompress_add(frames["cascade"], outs[piece]))
+        yield _median(lambda piece: _encode(tensors[piece], "raw", buffers["raw"]))
+        yield _median(lambda piece: decompress_add(frames["raw"], outs[piece]))
+        few, buffer = values[:_TINY], _buffer(values[:_TINY], "cascade")
+        yield _median(lambda piece: decompress(_encode(few, "cascade", buffer), outs[piece, :_TINY]))
 
 
 def _buffer(tensor: torch.Tensor, codec: str) -> torch.Tensor:
@@ -87,10 +92,9 @@ def _encode(tensor: torch.Tensor, codec: str, buffer: torch.Tensor) -> torch.Ten
     return compress(tensor, codec, out=buffer, shaped=False, checksum=False)
 
 
-def _median(step: Callable[[], object], repeats: int = 3) -> float:
-    """Median seconds of a step, after one that does not count."""
-    step()
-    return statistics.median(_seconds(step) for _ in range(repeats))
+def _median(step: Callable[[int], object]) -> float:
+    """Median seconds of a step, on one piece after the other; the first time does not count."""
+    return statistics.median([_seconds(partial(step, index % _PIECES)) for index in range(_REPEATS + 1)][1:])
 
 
 def _seconds(step: Callable[[], object]) -> float:
@@ -112,23 +116,20 @@ def _one_thread() -> Iterator[None]:
 def _transfer(group: dist.ProcessGroup) -> tuple[tuple[float, float], ...]:
     """Points (bytes, seconds), with the same numbers on all ranks; fewer of them on slow links."""
     points: list[tuple[float, float]] = []
-    spent = expected = 0.0
+    spent = 0.0
     for size in SIZES:
-        if spent + expected > _BUDGET_S:
+        if points and spent + size / points[-1][0] * points[-1][1] > _BUDGET_S:
             break
-        repeats = max(1, min(_REPEATS, int(_SIZE_BUDGET_S / (expected + _PAUSE_S))))
-        times = _exchanges(group, size, repeats, warm_up=repeats > 1)
-        seconds = statistics.median(times[-repeats:])
+        times = _exchanges(group, size)
+        seconds = statistics.median(times[1:] or times)
         # A smaller transfer that took longer was disturbed: it says nothing.
         points = [*(point for point in points if point[1] < seconds), (float(size), seconds)]
         spent += sum(times) + len(times) * _PAUSE_S
-        following = SIZES[SIZES.index(size) + 1 :]
-        expected = seconds * following[0] / size if following else 0.0
     return tuple(points)
 
 
-def _exchanges(group: dist.ProcessGroup, size: int, repeats: int, warm_up: bool) -> list[float]:
-    """Seconds of the slowest rank for each of some exchanges of ``size`` bytes with both neighbours, the warm-up first."""
+def _exchanges(group: dist.ProcessGroup, size: int) -> list[float]:
+    """Seconds of the slowest rank for each of some exchanges of ``size`` bytes with both neighbours."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sent, received = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
@@ -137,10 +138,11 @@ def _exchanges(group: dist.ProcessGroup, size: int, repeats: int, warm_up: bool)
         for work in works:
             work.wait()
 
-    seconds = torch.empty(repeats + warm_up, dtype=torch.float64)
-    for repeat in range(len(seconds)):
+    times: list[float] = []
+    while not times or (len(times) < _MOST and sum(times) + len(times) * _PAUSE_S + times[-1] < _SIZE_BUDGET_S):
         time.sleep(_PAUSE_S)
         dist.barrier(group)
-        seconds[repeat] = _seconds(exchange)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    return list(seconds.tolist())
+        seconds = torch.tensor(_seconds(exchange), dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+        times.append(seconds.item())
+    return times

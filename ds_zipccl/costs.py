@@ -228,5 +228,5 @@ def _exchange(
     work = max(encode - first, decode - last) if traffic.once else encode - first + decode - last
     sent = traffic.sent(ranks) * nbytes / ratio
     wire = max(profile.seconds(sent), profile.alpha + sent / profile.bandwidth if again else 0.0)
-    own = frame / speed if traffic.sums else 0.0
+    own = 0.0 if traffic.once else frame / profile.copy * (3 if traffic.sums else 1)
     return first + max((ranks - 2) * profile.alpha + wire, work) + last + own

@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run ``bench comm``; 1 if any result differs from the plain one, else 0."""
-    _check(args)
+    check(args)
     names = list(OPS) if "all" in args.op else args.op
     table, rows = tables.Table(COLUMNS), []
     for ranks, rate in itertools.product(args.ranks, args.link):
@@ -157,7 +157,12 @@ def main(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that make no sense.
+
+    Raises:
+        ToolError: says which.
+    """
     if args.repeats < 1 or args.timeout <= 0:
         raise ToolError("--repeats must be at least 1, --timeout above 0")
     if min(args.ranks) < 2:
