@@ -175,10 +175,11 @@ def predict(
     broadcast sends n-1 frames of S in ours; plain, S goes down a tree in log2 n steps. So
 
     * plain, gloo: (steps - 1) alpha + transfer(bytes). Adding hides behind the wire.
-    * raw, coded: call + first + max(wire, work) + last for each exchange, where wire = (n-2) alpha + transfer(bytes / ratio); first is
-      the encoding of the first piece and last the decoding of the last piece of every peer, which nothing hides; work is the rest of
-      encoding and decoding, on one thread. In sums decoding is adding, and the own contribution costs as much as one frame more. Raw
-      frames are copied instead of coded, and their ratio is 1. A second exchange finds no burst left that the link lets through.
+    * raw, coded: call + first + max(wire, work) + last + own for each exchange, where wire = (n-2) alpha + transfer(bytes / ratio); first
+      is the encoding of the first piece and last the decoding of the last piece of every peer, which nothing hides; work is the rest of
+      encoding and decoding, on one thread; own is one copy of the own shard. In sums decoding is adding, and own is three passes: into
+      the sum, out of it, and a look for NaN. Raw frames are copied instead of coded, and their ratio is 1. A second exchange finds
+      nothing left of the burst that the link lets through at once.
 
     Args:
         op: one of :data:`OPS`.
