@@ -20,9 +20,9 @@ TAG = 0x70000000
 #: Bytes of the exchanges (seed: the last two are large against the burst that a shaped link lets through at once).
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
 #: Seconds that exchanges may take in all, so that the whole calibration stays under two ...
-_BUDGET_S = 1.3
+_BUDGET_S = 1.4
 #: ... and those of one size: as many as fit, at least one, at most so many. The median counts, without the first if there are others.
-_SIZE_BUDGET_S = 0.2
+_SIZE_BUDGET_S = 0.3
 _MOST = 10
 #: Pause before an exchange: what a link lets through at once, it has then saved up again, as between a program's operations.
 _PAUSE_S = 0.01

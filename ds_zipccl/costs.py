@@ -177,9 +177,9 @@ def predict(
     * plain, gloo: (steps - 1) alpha + transfer(bytes). Adding hides behind the wire.
     * raw, coded: call + first + max(wire, work) + last + own for each exchange, where wire = (n-2) alpha + transfer(bytes / ratio); first
       is the encoding of the first piece and last the decoding of the last piece of every peer, which nothing hides; work is the rest of
-      encoding and decoding, on one thread; own is one copy of the own shard. In sums decoding is adding, and own is three passes: into
-      the sum, out of it, and a look for NaN. Raw frames are copied instead of coded, and their ratio is 1. A second exchange finds
-      nothing left of the burst that the link lets through at once.
+      encoding and decoding, on one thread; own is one copy of the own shard. In sums all but one peer's frames are added as they are
+      decoded, and own is three passes: adding the own shard, writing the sum, looking for NaN. Raw frames are copied instead of coded,
+      and their ratio is 1. A second exchange finds nothing left of the burst that the link lets through at once.
 
     Args:
         op: one of :data:`OPS`.
@@ -220,9 +220,9 @@ def _exchange(
 ) -> float:
     """Seconds of one exchange of ours without its call; ``again`` if another one has just emptied the link's burst."""
     frame = traffic.frame(ranks) * nbytes
-    received = frame if traffic.once else frame * (ranks - 1)
-    speed = profile.add if traffic.sums else profile.decode
-    encode, decode = traffic.encoded(ranks) * nbytes / profile.encode, received / speed
+    encode, decode = traffic.encoded(ranks) * nbytes / profile.encode, frame / profile.decode
+    if not traffic.once:
+        decode += (ranks - 2) * frame / (profile.add if traffic.sums else profile.decode)
     shown = min(1.0, piece / frame) if frame else 1.0  # the part of a frame that nothing hides
     first, last = shown * frame / profile.encode, shown * decode
     # of a broadcast the source only encodes and the others only decode

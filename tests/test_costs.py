@@ -98,19 +98,34 @@ def test_every_term_counts_once() -> None:
     """One piece on two ranks: nothing overlaps, so that time is the sum of its parts."""
     line = replace(PROFILE, transfer=((1.0, 1e-3), (1e9 + 1, 1.001)))  # 1 ms and 1 GB/s
     shard = 32 * MIB
-    wire, encode, decode, add, copy = (shard / speed for speed in (1.5e9, 8e9, 10e9, 5e9, 20e9))
+    wire, encode, decode, copy = (shard / speed for speed in (1.5e9, 8e9, 10e9, 20e9))
     coded = {op: predict(op, "coded", 2 * shard, 2, line, 1.5, math.inf) for op in OPS}
     gather = 1e-3 + wire + encode + decode + copy
-    scatter = 1e-3 + wire + encode + add + 3 * copy
+    scatter = 1e-3 + wire + encode + decode + 3 * copy
     assert coded["all_gather"] == pytest.approx(5e-5 + gather)
     assert coded["all_to_all"] == pytest.approx(5e-5 + gather)
     assert coded["reduce_scatter"] == pytest.approx(5e-5 + scatter)
     assert coded["all_reduce"] == pytest.approx(5e-5 + gather + scatter)
     assert coded["broadcast"] == pytest.approx(5e-5 + 1e-3 + 2 * (wire + encode + decode))
     assert predict("reduce_scatter", "raw", 2 * shard, 2, line, 1.5, math.inf) == pytest.approx(
-        5e-5 + 1e-3 + 1.5 * wire + 4 * copy + shard / 1e9
+        5e-5 + 1e-3 + 1.5 * wire + 5 * copy
     )
     assert predict("all_reduce", "plain", 3 * shard, 3, line) == pytest.approx(4e-3 + 4 * shard / 1e9)
+
+
+def test_terms_of_three_ranks() -> None:
+    """A gather encodes one frame, a scatter one for each peer, of which the second while the first travels; of two that come one is
+    decoded, and in sums the other is added."""
+    line = replace(PROFILE, transfer=((1.0, 1e-3), (1e9 + 1, 1.001)))
+    shard = 32 * MIB
+    wire, encode, decode, add, copy, add_raw = (shard / speed for speed in (1.5e9, 8e9, 10e9, 5e9, 20e9, 1e9))
+    found = {op: predict(op, "coded", 3 * shard, 3, line, 1.5, math.inf) for op in OPS}
+    common = 5e-5 + 2e-3 + 2 * wire + encode + decode
+    assert found["all_gather"] == found["all_to_all"] == pytest.approx(common + decode + copy)
+    assert found["reduce_scatter"] == pytest.approx(common + add + 3 * copy)
+    assert found["broadcast"] == pytest.approx(5e-5 + 2e-3 + 3 * (2 * wire + encode + decode))
+    raw = predict("reduce_scatter", "raw", 3 * shard, 3, line, 1.5, math.inf)
+    assert raw == pytest.approx(5e-5 + 2e-3 + 3 * wire + add_raw + 5 * copy)
 
 
 def test_pieces_hide_coding_behind_the_wire() -> None:
