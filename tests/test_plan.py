@@ -64,6 +64,8 @@ def test_bytes_and_times_of_a_gather(tmp_path: Path, fast: str) -> None:
     line = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
     assert plain["ms"] == pytest.approx(20e3 * predict("all_gather", "plain", 1e8 / 4, 4, line))
     assert nodes["ms"] == pytest.approx(20e3 * predict("all_gather", "coded", 1e8 / 4, 4, line, 2.0))
+    crossing = Profile.from_json(FAST.to_json() | {"transfer": [[1 / 0.8, 1e-5 + 0.8e-9], [1e9 / 0.8, 1e-5 + 0.8]]})
+    assert flat["ms"] == pytest.approx(20e3 * predict("all_gather", "coded", 1e8, 16, crossing, 2.0))
     assert nodes["speedup"] > 1.5 > 1 > flat["speedup"]
 
 

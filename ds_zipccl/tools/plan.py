@@ -18,7 +18,9 @@ Left out: overlap with compute and with each other, congestion, the memory and t
 (scalars, MoE, pipeline), and the latency of many ranks beyond --latency for every message. NCCL groups pass through uncoded in this
 release: for them the table says what coding would give.
 
-plan --validate measures this machine's ranks and compares: see its rows in --json, and ds_zipccl/tools/validate.py.
+plan --validate measures link and codec between ranks of this machine, predicts what bench comm then measures in the same processes,
+and has status 1 where our schedules are off by more than 20%. off: predicted / measured; plain is predicted as gloo's own schedules,
+as far as they are known; ideal_ms: what a bandwidth-optimal one would take.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", type=_count, metavar="P", help="parameters of the model, such as 70e9")
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="(8)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
     parser.add_argument("--link", nargs="+", type=link.rate, metavar="RATE", help="of one GPU: 400gbit; see above")
     parser.add_argument("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
     parser.add_argument(
