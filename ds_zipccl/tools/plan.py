@@ -183,12 +183,11 @@ def _traffic(args: argparse.Namespace) -> list[Traffic]:
 
 def _schedules(gpus: int, per_node: int) -> list[Schedule]:
     nodes = gpus // per_node
-    by_nodes = {"ranks": nodes, "tensor": 1 / per_node, "crossing": 1.0}
-    plain = Schedule("plain", "plain", **by_nodes)
+    plain = Schedule("plain", "plain", nodes, 1 / per_node, 1.0)
     if per_node == 1:
-        return [plain, Schedule("coded", "coded", **by_nodes)]
+        return [plain, replace(plain, variant="coded", codec="coded")]
     flat = Schedule("coded, flat", "coded", gpus, 1.0, (gpus - per_node) / (gpus - 1))
-    return [plain, flat, Schedule("coded, by nodes", "coded", **by_nodes)]
+    return [plain, flat, replace(plain, variant="coded, by nodes", codec="coded")]
 
 
 def _slowed(profile: Profile, crossing: float) -> Profile:
