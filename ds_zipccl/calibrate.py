@@ -47,7 +47,7 @@ def measure(group: dist.ProcessGroup | None = None) -> Profile:
     """
     group = group or dist.group.WORLD
     ranks = dist.get_world_size(group)
-    if ranks < 2:
+    if group is None or ranks < 2:
         raise ValueError(
             f"a link is measured between ranks of the group: wanted at least 2, of which this is one; got {ranks}"
         )
