@@ -23,6 +23,7 @@ FLOORS = (
     {"kernels"},
     {"codecs"},
     {"policy", "stats"},
+    {"costs"},
     {"agreement", "calibrate", "comm"},
     {"backend"},
     {"tools"},

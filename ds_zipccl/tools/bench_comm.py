@@ -115,6 +115,13 @@ class Case:
     variants: tuple[str, ...] = ("plain", "raw", "coded")
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """One row to be measured: the :class:`ds_zipccl.costs.Profile` of the ranks, as :meth:`to_json` gives it."""
+
+    timeout: float  # seconds
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench comm``."""
     sizes, spec = [1 << 20, 1 << 23], data.Spec("normal")
@@ -142,20 +149,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run ``bench comm``; 1 if any result differs from the plain one, else 0."""
-    _check(args)
+    check(args)
     names = list(OPS) if "all" in args.op else args.op
     table, rows = tables.Table(COLUMNS), []
     for ranks, rate in itertools.product(args.ranks, args.link):
-        cases = [
+        cases: list[Case | Calibration] = [
             Case(op, dtype, numel - numel % ranks, args.data, args.repeats, args.timeout, tuple(args.variants))
             for op in names
             for dtype in args.dtype
             for numel in args.numel
         ]
-        wanted = len(cases) * len(args.variants)
         with link.joined(rate, ranks, args.nodes) as network:
             name = f"bench comm, {ranks} ranks, {network or link.LOOPBACK}"
-            for row in tables.progress(_launch(ranks, cases, network), name, wanted):
+            for row in tables.progress(launch(ranks, cases, network), name, rows_of(cases)):
                 rows.append(row)
                 table.add(row)
     if args.json:
@@ -166,7 +172,12 @@ def main(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that make no sense.
+
+    Raises:
+        ToolError: says which.
+    """
     if args.repeats < 1 or args.timeout <= 0:
         raise ToolError("--repeats must be at least 1, --timeout above 0")
     if min(args.ranks) < 2:
@@ -179,7 +190,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ToolError(f"{args.data.name} exists in {', '.join(data.DATA[args.data.name].dtypes)}, not in {dtype}")
 
 
-def _launch(ranks: int, cases: list[Case], network: link.Link | None) -> Iterator[dict[str, Any]]:
+def launch(ranks: int, cases: list[Case | Calibration], network: link.Link | None) -> Iterator[dict[str, Any]]:
     """Start the processes, give their rows as they come, and leave none behind.
 
     Raises:
@@ -195,7 +206,7 @@ def _launch(ranks: int, cases: list[Case], network: link.Link | None) -> Iterato
     results = multiprocessing.get_context("spawn").Queue()
     context = multiprocessing.spawn(take_part, (ranks, network, store.port, cases, results), nprocs=ranks, join=False)
     try:
-        for _ in range(sum(len(case.variants) for case in cases)):
+        for _ in range(rows_of(cases)):
             yield _next(results, context, cases[0].timeout)
         deadline = time.monotonic() + GOODBYE_S
         while not _ended(context, timeout=1):
@@ -205,6 +216,11 @@ def _launch(ranks: int, cases: list[Case], network: link.Link | None) -> Iterato
         for process in context.processes:
             process.kill()
             process.join()
+
+
+def rows_of(cases: list[Case | Calibration]) -> int:
+    """Number of rows that :func:`launch` gives."""
+    return sum(len(case.variants) if isinstance(case, Case) else 1 for case in cases)
 
 
 def _next(results: Any, context: ProcessContext, timeout: float) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm, stats
+from ds_zipccl import calibrate, comm, stats
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.tools import link
-from ds_zipccl.tools.bench_comm import OPS, SETTLING, VARIANTS, Case, Op
+from ds_zipccl.tools.bench_comm import OPS, SETTLING, VARIANTS, Calibration, Case, Op
 from ds_zipccl.tools.exponents import differing, words
 
 if TYPE_CHECKING:
@@ -30,7 +30,12 @@ LOOPBACKS = ("lo", "lo0")  # names of that interface on Linux, macOS
 
 
 def take_part(
-    rank: int, ranks: int, network: Link | None, port: int, cases: list[Case], results: Queue[dict[str, Any]]
+    rank: int,
+    ranks: int,
+    network: Link | None,
+    port: int,
+    cases: list[Case | Calibration],
+    results: Queue[dict[str, Any]],
 ) -> None:
     """Run all ``cases`` as one of ``ranks`` processes that meet at the store on ``port``; rank 0 puts rows into ``results``.
 
@@ -52,7 +57,8 @@ def take_part(
     store = dist.TCPStore(host, port, None, False, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     for case in cases:
-        for row in measure(case, rank, ranks, network):
+        rows = [calibrate.measure().to_json()] if isinstance(case, Calibration) else measure(case, rank, ranks, network)
+        for row in rows:
             if rank == 0:
                 results.put(row)
     dist.barrier()  # gloo aborts now and then where a process leaves before the others

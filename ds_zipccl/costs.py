@@ -1,0 +1,237 @@
+"""How long a collective takes, plain and coded, by an alpha-beta model of what was measured. Pure: numbers in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+from ds_zipccl import policy
+from ds_zipccl.config import DEFAULT
+
+_ITEMSIZE = 2  # of bf16
+#: plain: bandwidth-optimal rings; gloo: torch.distributed's own schedules on gloo; raw and coded: ours, without and with coding.
+VARIANTS = ("plain", "gloo", "raw", "coded")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the slowest rank of a group can do.
+
+    ``transfer``: (bytes, seconds), both rising, of an exchange in which every rank sends so many bytes to the next rank and receives
+    as many from the one before, at once. Bytes of bf16 tensor a second on one thread: ``encode``, ``decode``; ``add``, decode a
+    frame and add it; ``copy``, put a tensor into a raw frame or take it out; ``add_raw``, add a raw frame. ``call``: seconds that an
+    operation of ours costs whatever its size.
+
+    Raises:
+        ValueError: a number is not finite or not above 0 (``call`` may be 0), or the points do not rise.
+    """
+
+    transfer: tuple[tuple[float, float], ...]
+    encode: float
+    decode: float
+    add: float
+    copy: float
+    add_raw: float
+    call: float
+
+    def __post_init__(self) -> None:
+        speeds = (self.encode, self.decode, self.add, self.copy, self.add_raw)
+        numbers = [*speeds, *(number for point in self.transfer for number in point)]
+        if not all(_finite(number) and number > 0 for number in numbers) or not _finite(self.call) or self.call < 0:
+            raise ValueError(f"a profile has finite numbers above 0 (call may be 0), got {self}")
+        risen = all(low < high for before, after in pairwise(self.transfer) for low, high in zip(before, after))
+        if not self.transfer or not risen:
+            raise ValueError(
+                f"transfer wants points (bytes, seconds) that both rise, at least one, got {self.transfer}"
+            )
+
+    @property
+    def alpha(self) -> float:
+        """Seconds that the smallest message takes."""
+        return self.transfer[0][1]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a large message gains by: the slope between the last two points."""
+        (bytes0, seconds0), (bytes1, seconds1) = ((0.0, 0.0), *self.transfer)[-2:]
+        return (bytes1 - bytes0) / (seconds1 - seconds0)
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of an exchange of ``nbytes``: on the lines between the points, constant below the first, straight on above the last."""
+        after = bisect_left(self.transfer, (nbytes,))
+        if after == 0:
+            return self.alpha
+        bytes0, seconds0 = self.transfer[after - 1]
+        if after == len(self.transfer):
+            return seconds0 + (nbytes - bytes0) / self.bandwidth
+        bytes1, seconds1 = self.transfer[after]
+        return seconds0 + (nbytes - bytes0) / (bytes1 - bytes0) * (seconds1 - seconds0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as :mod:`json` takes it."""
+        return asdict(self) | {"transfer": [list(point) for point in self.transfer]}
+
+    @classmethod
+    def from_json(cls, content: Any) -> Profile:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: a key is missing or unknown, or a value makes no sense.
+        """
+        wanted = {field.name for field in fields(cls)}
+        if not isinstance(content, Mapping) or set(content) != wanted:
+            got = sorted(content) if isinstance(content, Mapping) else type(content).__name__
+            raise ValueError(f"a profile is an object with the keys {', '.join(sorted(wanted))}, got {got}")
+        points = content["transfer"]
+        if not isinstance(points, list) or not all(isinstance(point, list) and len(point) == 2 for point in points):
+            raise ValueError(f"transfer must be a list of pairs [bytes, seconds], got {points!r}")
+        return cls(**{**content, "transfer": tuple((size, seconds) for size, seconds in points)})
+
+
+def _finite(number: Any) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+
+
+def _one(ranks: int) -> float:
+    return 1.0
+
+
+def _shard(ranks: int) -> float:
+    return 1 / ranks
+
+
+def _others(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """What an operation moves, by the number of ranks, in parts of the whole tensor.
+
+    ``steps``: messages one after another in the plain schedule, in which a rank sends ``plain``; ``gloo``: what takes as long as gloo's.
+    In ours a rank sends ``sent``, encodes ``encoded``, and one frame holds ``frame``; it receives one from every peer, or ``once``.
+    ``sums``: what arrives is added up.
+    """
+
+    steps: Callable[[int], int]
+    plain: Callable[[int], float]
+    gloo: Callable[[int], float]
+    sent: Callable[[int], float] = _others
+    encoded: Callable[[int], float] = _others
+    frame: Callable[[int], float] = _shard
+    once: bool = False
+    sums: bool = False
+
+
+def _gloo_gather(ranks: int) -> float:
+    """Measured on shaped links: with two ranks its two half-shards do not overlap as they should."""
+    return _others(ranks) * (1.5 if ranks == 2 else 1.1)
+
+
+def _gloo_all_to_all(ranks: int) -> float:
+    """Measured on shaped links: half duplex with two ranks, and hardly better with more."""
+    return _others(ranks) * (2.0 if ranks == 2 else 1.55)
+
+
+def _gloo_broadcast(ranks: int) -> float:
+    """A binomial tree; what a rank sends to its children goes out at once and shares its link."""
+
+    def depth(width: int) -> int:  # tensor times until all of a subtree of `width` ranks have it
+        children = [1 << bit for bit in range(width.bit_length()) if 1 << bit < width]
+        return max((len(children) + depth(min(child, width - child)) for child in children), default=0)
+
+    return float(depth(ranks))
+
+
+_TRAFFIC = {
+    "all_gather": _Traffic(lambda n: n - 1, _others, _gloo_gather, encoded=_shard),
+    "reduce_scatter": _Traffic(lambda n: n - 1, _others, lambda n: 2 * _others(n), sums=True),
+    "all_reduce": _Traffic(lambda n: 2 * (n - 1), lambda n: 2 * _others(n), lambda n: 2 * _others(n)),
+    "all_to_all": _Traffic(lambda n: n - 1, _others, _gloo_all_to_all),
+    "broadcast": _Traffic(
+        lambda n: (n - 1).bit_length(), _one, _gloo_broadcast, lambda n: n - 1, _one, _one, once=True
+    ),
+}
+#: Exchanges of ours, one after the other.
+_ROUNDS = {"all_reduce": ("reduce_scatter", "all_gather")}
+OPS = tuple(_TRAFFIC)
+
+
+def predict(
+    op: str,
+    variant: str,
+    nbytes: float,
+    ranks: int,
+    profile: Profile,
+    ratio: float = 1.0,
+    piece: float | None = None,
+) -> float:
+    """Seconds of one operation on the slowest rank.
+
+    With n ranks, a tensor of ``nbytes`` = S and alpha the time of the smallest message, every rank sends (n-1)/n S: in n-1 steps, each
+    of which costs an alpha, by a ring, and in n-1 messages in ours. All-reduce is a reduce-scatter and an all-gather. The source of a
+    broadcast sends n-1 frames of S in ours; plain, S goes down a tree in log2 n steps. So
+
+    * plain, gloo: (steps - 1) alpha + transfer(bytes). Adding hides behind the wire.
+    * raw, coded: call + first + max(wire, work) + last + own for each exchange, where wire = (n-2) alpha + transfer(bytes / ratio); first
+      is the encoding of the first piece and last the decoding of the last piece of every peer, which nothing hides; work is the rest of
+      encoding and decoding, on one thread; own is one copy of the own shard. In sums all but one peer's frames are added as they are
+      decoded, and own is three passes: adding the own shard, writing the sum, looking for NaN. Raw frames are copied instead of coded,
+      and their ratio is 1. A second exchange finds nothing left of the burst that the link lets through at once.
+
+    Args:
+        op: one of :data:`OPS`.
+        variant: one of :data:`VARIANTS`.
+        nbytes: of the whole tensor: output of a gather, input of a scatter.
+        ranks: of the group, at least 2.
+        profile: of the slowest rank.
+        ratio: bytes of tensor over bytes of its frames.
+        piece: bytes of tensor into which messages are cut, ``math.inf`` where they are not; as the policy does if None.
+
+    Raises:
+        ValueError: an argument that makes no sense.
+    """
+    if op not in OPS or variant not in VARIANTS:
+        raise ValueError(f"op is one of {', '.join(OPS)}, variant one of {', '.join(VARIANTS)}; got {op}, {variant}")
+    if ranks < 2 or nbytes < 0 or not ratio > 0 or (piece is not None and not piece > 0):
+        raise ValueError(f"wanted ranks >= 2, bytes >= 0, ratio and piece > 0; got {ranks}, {nbytes}, {ratio}, {piece}")
+    if variant in ("plain", "gloo"):
+        traffic = _TRAFFIC[op]
+        share = traffic.plain if variant == "plain" else traffic.gloo
+        return (traffic.steps(ranks) - 1) * profile.alpha + profile.seconds(share(ranks) * nbytes)
+    if variant == "raw":
+        profile, ratio = _copying(profile), 1.0
+    rounds = _ROUNDS.get(op, (op,))
+    return profile.call + sum(
+        _exchange(_TRAFFIC[name], nbytes, ranks, profile, ratio, piece, again=index > 0)
+        for index, name in enumerate(rounds)
+    )
+
+
+def _copying(profile: Profile) -> Profile:
+    """The profile of a codec that copies."""
+    return replace(profile, encode=profile.copy, decode=profile.copy, add=profile.add_raw)
+
+
+def _exchange(
+    traffic: _Traffic, nbytes: float, ranks: int, profile: Profile, ratio: float, piece: float | None, again: bool
+) -> float:
+    """Seconds of one exchange of ours without its call; ``again`` if another one has just emptied the link's burst."""
+    frame = traffic.frame(ranks) * nbytes
+    encode, decode = traffic.encoded(ranks) * nbytes / profile.encode, frame / profile.decode
+    if not traffic.once:
+        decode += (ranks - 2) * frame / (profile.add if traffic.sums else profile.decode)
+    if piece is None:
+        piece = _ITEMSIZE * policy.piece_numel(int(frame) // _ITEMSIZE, _ITEMSIZE, ranks, DEFAULT.staging_mib << 20)
+    shown = min(1.0, piece / frame) if frame else 1.0  # the part of a frame that nothing hides
+    first, last = shown * frame / profile.encode, shown * decode
+    # of a broadcast the source only encodes and the others only decode
+    work = max(encode - first, decode - last) if traffic.once else encode - first + decode - last
+    sent = traffic.sent(ranks) * nbytes / ratio
+    wire = max(profile.seconds(sent), profile.alpha + sent / profile.bandwidth if again else 0.0)
+    own = 0.0 if traffic.once else frame / profile.copy * (3 if traffic.sums else 1)
+    return first + max((ranks - 2) * profile.alpha + wire, work) + last + own
