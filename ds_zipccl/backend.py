@@ -15,8 +15,10 @@ from torch.distributed import ReduceOp
 
 import ds_zipccl
 from ds_zipccl import agreement, autoload, comm, kernels, stats
+from ds_zipccl.comm.members import known
 from ds_zipccl.comm.operation import PLAIN
-from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
+from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
+from ds_zipccl.costs import Profile
 
 #: DeepSpeed's collectives: name -> parameters as TorchBackend declares them, in the order of ds_zipccl.comm's.
 _REDUCE = ("op", "group", "async_op")
@@ -134,8 +136,9 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             return
         kernels.route(config.route)  # build now, not in the middle of the first step
         self.zipccl, self._without_delta = config, config.model_copy(update={"delta": "off"})
+        profile = comm.calibrate() if _measurable(config) else None
         if torch.distributed.get_rank() == 0:
-            print(_banner(config), flush=True)
+            print(_banner(config, profile), flush=True)
             atexit.register(_print_table, "at the end")
 
 
@@ -149,15 +152,27 @@ def _override() -> dict[str, Any] | None:
     return from_environment if from_environment is not None else _installed
 
 
-def _banner(config: ZipcclConfig) -> str:
+def _measurable(config: ZipcclConfig) -> bool:
+    """Whether some role's schedules compete, over a link that can be measured."""
+    competing = any(config.mode_of(role) == "auto" for role in ROLES)
+    members = known(None)
+    return competing and members is not None and members.size > 1 and members.backend("cpu") == "gloo"
+
+
+def _banner(config: ZipcclConfig, profile: Profile | None) -> str:
     routes = kernels.why()
     used = next(name for name in routes if not routes[name] and config.route in ("auto", name))
     skipped = "".join(f"; {name} not used: {reason}" for name, reason in routes.items() if reason)
-    off = [role for role, mode in config.roles.items() if mode == "never"]
+    off = [role for role in ROLES if config.mode_of(role) == "never"]
     settings = config.model_dump(exclude={"enabled", "route", "roles"})
+    link = ""
+    if profile is not None:
+        link = f"; link {8e-6 * profile.bandwidth:.0f} Mbit/s, {1e6 * profile.alpha:.0f} us"
+        link += f", coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
     return (
         f"[ds_zipccl {ds_zipccl.__version__}] on, kernels: {used}{skipped}; "
         + ", ".join(f"{key} {value}" for key, value in settings.items())
+        + link
         + (f"; passed through by config: {', '.join(off)}" if off else "")
     )
 

@@ -15,10 +15,12 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm, policy, stats
-from ds_zipccl.comm import rounds
+from ds_zipccl import comm, costs, policy, stats
+from ds_zipccl.comm import rounds, topology
+from ds_zipccl.comm.members import known, nodes_of
 from ds_zipccl.comm.operation import PLAIN
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.costs import Profile
 from ds_zipccl.policy import Message, Plan, candidates, choose, drifted, follow, probed
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
@@ -216,3 +218,89 @@ def kinds(rank: int, ranks: int) -> None:
 
 def test_every_operation() -> None:
     runner.run(kinds, 3)
+
+
+SLOW = Profile(((4096.0, 1e-4), (32e6, 0.26)), *(8e9,) * 5, call=5e-5)
+FAST = Profile(((4096.0, 1e-4), (32e6, 0.003)), *(8e9,) * 5, call=5e-5)
+
+
+def test_what_cannot_win_is_not_tried() -> None:
+    plans = candidates(MESSAGE, AUTO, True, True)
+    assert [str(plan) for plan in plans][2:] == ["cascade frames", "cascade frames by node"]
+    assert costs.promising(plans, MESSAGE, SLOW) == (plans[0], *plans[2:])
+    for profile, message in ((FAST, MESSAGE), (None, MESSAGE), (SLOW, replace(MESSAGE, numel=None))):
+        assert costs.promising(plans, message, profile) == plans
+    raw = candidates(MESSAGE, AUTO.model_copy(update={"codec": "raw"}), True)
+    assert costs.promising(raw, MESSAGE, SLOW) == raw
+    assert costs.pays(1 << 24, SLOW) and not costs.pays(1 << 24, FAST)
+
+
+def measured(rank: int, ranks: int, profile: Profile) -> dict[str, int]:
+    """Sends by what was measured of the link."""
+    known(None).profile = profile
+    stats.reset()
+    tensor = own(0, 1)
+    comm.send(tensor, 1, config=AUTO) if rank == 0 else comm.recv(tensor.zero_(), 0, config=AUTO)
+    corpus.assert_same_bits(tensor, own(0, 1))
+    return stats.rows()[0]["reasons"]
+
+
+def test_sends_by_the_speed_of_the_link() -> None:
+    assert runner.run(measured, 2, replace(SLOW, transfer=((1.0, 1e-5), (32e6, 1.0)))) == [{}] * 2
+    assert runner.run(measured, 2, FAST) == [{"link faster than coding": 1}] * 2
+
+
+def by_nodes(rank: int, ranks: int, nodes: int) -> list[str]:
+    """Gathers where some ranks share a node: every schedule is tried, the bits are right, and a shard enters a node once."""
+    known(None).nodes = [list(range(first, first + ranks // nodes)) for first in range(0, ranks, ranks // nodes)]
+    calls = []
+    for step in range(policy.TRIAL_CALLS * 4):
+        stats.reset()
+        got = torch.zeros(NUMEL * ranks, dtype=torch.bfloat16)
+        mine = got[rank * NUMEL :][:NUMEL].copy_(own(rank, step)) if step % 2 else own(rank, step)
+        comm.all_gather_into_tensor(got, mine, config=AUTO)
+        corpus.assert_same_bits(got, torch.cat([own(peer, step) for peer in range(ranks)]))
+        calls.append(stats.totals()["raw_bytes"] / mine.nbytes)
+    return calls
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 2), (6, 3)])
+def test_gathers_by_node(ranks: int, nodes: int) -> None:
+    seats = ranks // nodes
+    everyone, chosen = ranks - 1, (nodes - 1) + (seats - 1) * nodes  # frames that a rank sends
+    for calls in runner.run(by_nodes, ranks, nodes):
+        assert calls == [0] * 4 + [everyone] * 8 + [chosen] * 4
+
+
+def differences_by_node(rank: int, ranks: int) -> None:
+    """Differences are handed on as they are."""
+    known(None).nodes = [[0, 1], [2, 3]]
+    config = AUTO.model_copy(update={"delta": "auto"})
+    whole = torch.randn(ranks * NUMEL, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = {}
+    for step in range(policy.TRIAL_CALLS * 4):
+        wanted = (whole.float() * (1 + 1e-3 * step)).bfloat16()
+        whole.chunk(ranks)[rank].copy_(wanted.chunk(ranks)[rank])
+        stats.reset()
+        comm.all_gather_into_tensor(whole, whole.chunk(ranks)[rank], config=config, role="zero_param")
+        corpus.assert_same_bits(whole, wanted)
+        found = stats.rows()[0]["differences"]
+    assert found == {"": 1}
+
+
+def test_differences_by_node() -> None:
+    runner.run(differences_by_node, 4)
+
+
+def here_and_there(rank: int, ranks: int) -> list[list[int]]:
+    """Nodes as ranks themselves say."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
+        return nodes_of(dist.new_group(list(range(ranks))))
+
+
+def test_topology() -> None:
+    assert runner.run(here_and_there, 4) == [[[0, 2], [1, 3]]] * 4
+    assert topology.levels([[0, 2], [1, 3]]) and not topology.levels([[0, 1, 2]])
+    assert not topology.levels([[0], [1]]) and not topology.levels([[0, 1], [2]])
+    assert topology.here() == topology.here() != ""

@@ -6,6 +6,7 @@ code go to ``torch.distributed`` unchanged.
 """
 
 from ds_zipccl.comm.exchange import CommError
+from ds_zipccl.comm.members import calibrate
 from ds_zipccl.comm.moves import (
     all_gather,
     all_gather_coalesced,
@@ -31,6 +32,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_single",
     "broadcast",
+    "calibrate",
     "irecv",
     "isend",
     "recv",

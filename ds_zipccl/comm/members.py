@@ -7,7 +7,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from ds_zipccl.calibrate import measure
 from ds_zipccl.comm import topology
+from ds_zipccl.costs import Profile
 
 #: Kinds of messages whose plans are remembered (admission: programs repeat themselves).
 REMEMBERED = 4096
@@ -22,6 +24,7 @@ class Members:
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.tuners: dict[tuple[Any, ...], Any] = {}
         self.nodes: list[list[int]] | None = None
+        self.profile: Profile | None = None
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # torch then compares how many messages each rank has sent and received, and takes a difference for a wrong program
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if dist.get_debug_level() == dist.DebugLevel.DETAIL else ""
@@ -65,3 +68,24 @@ def nodes_of(group: dist.ProcessGroup) -> list[list[int]]:
     if members.nodes is None:
         members.nodes = topology.nodes(group)
     return members.nodes
+
+
+def calibrate(group: dist.ProcessGroup | None = None) -> Profile:
+    """Measure link and codec of a group (None: the default group) for ``mode`` auto. A collective: every rank of it calls; blocks for
+    less than 2 s. Groups that are not measured themselves are taken to be like the default group.
+
+    Raises:
+        ValueError: the group has one rank, this rank is not in it, or its CPU tensors do not go over gloo.
+        RuntimeError: a peer or the transport failed.
+    """
+    profile = measure(group)
+    members = known(group)
+    assert members is not None  # measure() has looked
+    members.profile = profile
+    return profile
+
+
+def profile_of(members: Members) -> Profile | None:
+    """What is known of the group's link; equal on all ranks."""
+    world = None if members.profile else known(None)
+    return members.profile or (world.profile if world else None)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import policy, stats
+from ds_zipccl import costs, policy, stats
 from ds_zipccl.comm import staging, topology, work
 from ds_zipccl.comm.buffers import BUFFERS
 from ds_zipccl.comm.exchange import Link
-from ds_zipccl.comm.members import REMEMBERED, Members, known, nodes_of
+from ds_zipccl.comm.members import REMEMBERED, Members, known, nodes_of, profile_of
 from ds_zipccl.comm.shadow import Plain, Shadow, Tolerance
 from ds_zipccl.comm.tuning import Stopwatch, Tuner
 from ds_zipccl.config import ZipcclConfig
@@ -193,6 +193,7 @@ def _decide(op: Operation, message: policy.Message, members: Members, call: Call
     group = dist.group.WORLD if call.group is None else call.group
     several = topology.levels(nodes_of(group)) if op.name in policy.GATHERS else False
     competing = policy.candidates(message, call.config, exact=op.tolerance != "rounding", levels=several)
+    competing = costs.promising(competing, message, profile_of(members))
     size = policy.size_class(message)
     key = (op.name, size, message.dtype, message.device, message.role, message.reduce_op, call.config.model_dump_json())
     if key not in members.tuners:

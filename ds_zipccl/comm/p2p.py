@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import policy, stats
+from ds_zipccl import costs, policy, stats
 from ds_zipccl.comm.exchange import P2P_TAG, SHADOW_TAG, TAGS, Link
-from ds_zipccl.comm.members import known
+from ds_zipccl.comm.members import known, profile_of
 from ds_zipccl.comm.operation import group_rank, is_member, logical_order, message_of
 from ds_zipccl.comm.shadow import Shadow
 from ds_zipccl.comm.work import PostedWork
@@ -161,6 +161,9 @@ def _plan(
     members = known(group)
     assert members is not None  # callers have looked
     plan = policy.plan(message_of(op, tensor, tensor.numel(), members, role), config)
+    profile = profile_of(members) if plan.frames and config.mode_of(role) == "auto" else None
+    if profile is not None and not costs.pays(tensor.nbytes, profile):
+        return policy.Plan(False, "", "link faster than coding")
     if plan.frames and peer == dist.get_rank(group):
         return policy.Plan(False, "", "to itself")
     if plan.frames and not 0 <= tag < TAGS:
