@@ -33,7 +33,7 @@ PIECE_UNIT = CHUNK_BLOCKS * 1024
 #: Frames that stay uncoded after one that shrank by less than LEAST_RATIO (seed: an encode in so many is not felt).
 RAW_FRAMES, LEAST_RATIO = 15, 1.03
 #: Calls of each candidate in its first trial and in a later one; the first of them warms up and does not count (seed).
-TRIAL_CALLS, PROBE_CALLS = 4, 3
+TRIAL_CALLS, PROBE_CALLS = 7, 3
 #: Calls between sending measurements and using them (admission: ranks must not wait for each other's background work).
 DELAY_CALLS = 4
 #: Calls between checks of a choice whose calls take more than CHECK_SECONDS, and of the others (seed: a check costs about 0.2 ms).
@@ -87,9 +87,19 @@ class Plan:
         return f"{kind} frames{' by node' if self.by_node else ''}" if self.frames else "plain"
 
 
+#: Why small messages pass.
+SMALL = "smaller than min_bytes"
+
+
+def small(nbytes: int, config: ZipcclConfig) -> bool:
+    """Whether a message of so many bytes passes whatever it is: looked at first, because small messages feel every question."""
+    return nbytes < config.min_bytes and config.enabled
+
+
 #: Admission: what a message must satisfy, in this order. The first reason that is not empty makes it pass.
 RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: "" if config.enabled else "not enabled",
+    lambda message, config: SMALL if message.numel is not None and small(_nbytes(message), config) else "",
     lambda message, config: "role is never coded" if config.mode_of(message.role) == "never" else "",
     lambda message, config: "" if message.ranks > 1 else "group of one rank",
     lambda message, config: (
@@ -102,7 +112,6 @@ RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
         if message.backend in CODED_BACKENDS[message.device]
         else f"no coded schedule for backend {message.backend} yet"
     ),
-    lambda message, config: "smaller than min_bytes" if _bytes_below(message, config.min_bytes) else "",
 )
 
 
@@ -201,5 +210,5 @@ def piece_numel(numel: int, itemsize: int, ranks: int, staging: int) -> int:
     return max(1, wanted // itemsize // PIECE_UNIT) * PIECE_UNIT
 
 
-def _bytes_below(message: Message, limit: int) -> bool:
-    return message.numel is not None and message.numel * message.dtype.itemsize < limit
+def _nbytes(message: Message) -> int:
+    return (message.numel or 0) * message.dtype.itemsize

@@ -127,14 +127,14 @@ def test_the_faster_way_is_followed(ranks: int, later: bool) -> None:
 
 def table(rank: int, ranks: int) -> str:
     stats.reset()
-    for step in range(20):
+    for step in range(30):
         comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), own(rank, step), config=AUTO)
     return stats.table()
 
 
 def test_the_table_shows_choices() -> None:
     first, second = runner.run(table, 2)
-    lines = [next(line for line in text.splitlines() if "from call 17 on" in line) for text in (first, second)]
+    lines = [next(line for line in text.splitlines() if "from call 26 on" in line) for text in (first, second)]
     assert lines[0] == lines[1]  # the numbers are agreed too
     assert lines[0].startswith("dp all_gather_into_tensor, bfloat16, up to 0.25 MiB, 2 ranks: ")
     assert "plain " in lines[0] and "uncoded frames " in lines[0] and "cascade frames " in lines[0]
@@ -269,7 +269,8 @@ def test_gathers_by_node(ranks: int, nodes: int) -> None:
     seats = ranks // nodes
     everyone, chosen = ranks - 1, (nodes - 1) + (seats - 1) * nodes  # frames that a rank sends
     for calls in runner.run(by_nodes, ranks, nodes):
-        assert calls == [0] * 4 + [everyone] * 8 + [chosen] * 4
+        calls_each = policy.TRIAL_CALLS
+        assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each
 
 
 def differences_by_node(rank: int, ranks: int) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_zipccl import policy
 from ds_zipccl.comm import changes
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.gathers import detached, gather
 from ds_zipccl.comm.members import size_of
-from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, run
+from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, others, pass_small, run
 from ds_zipccl.comm.rounds import Pieces, posting, pump
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
@@ -63,9 +64,13 @@ def all_gather_into_tensor(
 
     The input may be the own shard of the output.
     """
-    return _gather_tensors(
-        "all_gather_into_tensor", [output_tensor], [input_tensor], Call(group, async_op, config, role)
-    )
+    name, call = "all_gather_into_tensor", Call(group, async_op, config, role)
+    if policy.small(output_tensor.nbytes, config):
+        sent = others(output_tensor.nbytes, group)
+        return pass_small(
+            name, call, sent, lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        )
+    return _gather_tensors(name, [output_tensor], [input_tensor], call)
 
 
 def all_gather_coalesced(
@@ -126,6 +131,10 @@ def broadcast(
     """``torch.distributed.broadcast``: every rank's ``tensor`` becomes that of global rank ``src`` (or group rank)."""
     if not is_member(group):
         return dist.broadcast(tensor, src, group, async_op)
+    call = Call(group, async_op, config, role)
+    if src is not None and policy.small(tensor.nbytes, config):
+        sent = tensor.nbytes if src == dist.get_rank() else 0
+        return pass_small("broadcast", call, sent, lambda: dist.broadcast(tensor, src, group, async_op))
     root = group_rank(group, src, group_src)
     root_globally = dist.get_global_rank(group or dist.group.WORLD, root)
     sends = dist.get_rank(group) == root
@@ -153,9 +162,8 @@ def broadcast(
         coded=coded,
         numel=tensor.numel(),
         sent=tensor.numel() * sends,
-        one_sided=True,
     )
-    return run(operation, Call(group, async_op, config, role))
+    return run(operation, call)
 
 
 def all_to_all(
@@ -197,6 +205,15 @@ def all_to_all_single(
 
     Either all ranks give split sizes or none does.
     """
+    call = Call(group, async_op, config, role)
+    even = not input_split_sizes and not output_split_sizes
+    if even and policy.small(input.nbytes, config):
+        return pass_small(
+            "all_to_all_single",
+            call,
+            others(input.nbytes, group),
+            lambda: dist.all_to_all_single(output, input, None, None, group, async_op),
+        )
     sizes = [_segments(input, input_split_sizes, group), _segments(output, output_split_sizes, group)]
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -210,11 +227,11 @@ def all_to_all_single(
             outputs[0], inputs[0], output_split_sizes, input_split_sizes, group, later
         ),
         coded=coded,
-        numel=None if input_split_sizes or output_split_sizes else input.numel(),
+        numel=input.numel() if even else None,
         sent=_others(sizes[0], group),
         problem=_unsplit(input, sizes[0]) or _unsplit(output, sizes[1]) or _misfit(*sizes, group),
     )
-    return run(operation, Call(group, async_op, config, role))
+    return run(operation, call)
 
 
 def _segments(tensor: torch.Tensor, rows: Sequence[int] | None, group: dist.ProcessGroup | None) -> list[int]:

@@ -15,7 +15,7 @@ from ds_zipccl import costs, policy, stats
 from ds_zipccl.comm import staging, topology, work
 from ds_zipccl.comm.buffers import BUFFERS
 from ds_zipccl.comm.exchange import Link
-from ds_zipccl.comm.members import REMEMBERED, Members, known, nodes_of, profile_of
+from ds_zipccl.comm.members import REMEMBERED, Members, known, nodes_of, profile_of, size_of
 from ds_zipccl.comm.shadow import Plain, Shadow, Tolerance
 from ds_zipccl.comm.tuning import Stopwatch, Tuner
 from ds_zipccl.config import ZipcclConfig
@@ -23,8 +23,6 @@ from ds_zipccl.config import ZipcclConfig
 #: What a call that passes through runs instead of torch.distributed's function; DeepSpeed's backend puts its own method here.
 PLAIN: ContextVar[Callable[[], Any] | None] = ContextVar("ds_zipccl_plain", default=None)
 
-#: Makes a stopwatch for a call that is to be timed.
-Watch = Callable[[], Stopwatch] | None
 #: coded(link, inputs, outputs): the operation with frames, on flat contiguous views of the tensors.
 Coded = Callable[[Link, list[torch.Tensor], list[torch.Tensor]], None]
 
@@ -43,7 +41,6 @@ class Operation:
     problem: str = ""  # why the arguments cannot be coded or sent at all
     reduce_op: dist.ReduceOp | None = None
     tolerance: Tolerance = "bits"
-    one_sided: bool = False  # some ranks may be done long before others
     memory_order: bool = False  # treat dense tensors as gloo's sums do: in the order of memory
 
 
@@ -79,18 +76,31 @@ def run(op: Operation, call: Call) -> Any:
     return _code(op, call, plan, watch)
 
 
-def _pass(op: Operation, call: Call, reason: str, nbytes: int, watch: Watch) -> Any:
+def pass_small(op: str, call: Call, sent: int, plain: Callable[[], Any]) -> Any:
+    """Carry out an operation on too few bytes to look at closely, of which this rank sends ``sent``, by the plain collective."""
+    stats.record_pass(call.role, op, sent, policy.SMALL)
+    return (PLAIN.get() or plain)()
+
+
+def others(nbytes: int, group: dist.ProcessGroup | None) -> int:
+    """The part of ``nbytes`` that belongs to other ranks of the group when each has as much."""
+    ranks = size_of(group)
+    return nbytes * (ranks - 1) // ranks
+
+
+def _pass(op: Operation, call: Call, reason: str, nbytes: int, watch: Stopwatch | None) -> Any:
     """Carry out ``op`` by the plain collective."""
     stats.record_pass(call.role, op.name, nbytes, reason)
     plain = PLAIN.get()
-    stopwatch = watch() if watch else None
+    if watch is not None:
+        watch.start(meet=not call.async_op)
     handle = plain() if plain else op.plain(op.inputs, op.outputs, call.async_op)
-    if stopwatch is not None:
-        stopwatch.stop_after(handle) if call.async_op else stopwatch.stop()
+    if watch is not None:
+        watch.stop_after(handle) if call.async_op else watch.stop()
     return handle
 
 
-def _code(op: Operation, call: Call, plan: policy.Plan, watch: Watch) -> Any:
+def _code(op: Operation, call: Call, plan: policy.Plan, watch: Stopwatch | None) -> Any:
     """Carry out ``op`` by our own schedule."""
     tensors = [*op.outputs, *op.inputs]
     problem = op.problem or _mixture(tensors)
@@ -103,7 +113,8 @@ def _code(op: Operation, call: Call, plan: policy.Plan, watch: Watch) -> Any:
     if call.config.check == "shadow":
         shadow = Shadow(op.plain, op.inputs, op.outputs, op.tolerance, link.size)
     stream = staging.callers_stream(tensors[0])
-    stopwatch = watch() if watch else None
+    if watch is not None:
+        watch.start(meet=not call.async_op)
 
     def job() -> None:
         with torch.inference_mode(), stream():  # thread-local, and the only mode that may write to every tensor
@@ -117,8 +128,8 @@ def _code(op: Operation, call: Call, plan: policy.Plan, watch: Watch) -> Any:
         for tensor, written in zip(op.outputs, outputs, strict=True):
             if written.data_ptr() != tensor.data_ptr():
                 tensor.copy_(written.view(tensor.shape))
-        if stopwatch is not None:
-            stopwatch.stop()
+        if watch is not None:
+            watch.stop()
         if shadow is not None:
             shadow.compare(op.outputs, link.error)
         stats.record(call.role, op.name, link.raw_bytes, link.wire_bytes, BUFFERS.peak)
@@ -202,7 +213,6 @@ def _decide(op: Operation, message: policy.Message, members: Members, call: Call
             competing,
             lambda: Link(op.name, group, call.config, call.role, plan.codec),
             lambda text: stats.record_choice(call.role, op.name, what, text),
-            one_sided=op.one_sided,
         )
     return plan, members.tuners[key]
 

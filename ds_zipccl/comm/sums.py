@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_zipccl import policy
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.gathers import detached
 from ds_zipccl.comm.members import known, size_of
 from ds_zipccl.comm.moves import split
-from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, reduce_op_name, run
+from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, others, pass_small, reduce_op_name, run
 from ds_zipccl.comm.reduction import Reduction, all_reduce_chunk, cut, reduce_chunk
 from ds_zipccl.comm.rounds import Pieces, Round, posting, pump
 from ds_zipccl.comm.shadow import Plain, Tolerance
@@ -34,12 +35,17 @@ def all_reduce(
     role: str = "dp",
 ) -> Any:
     """``torch.distributed.all_reduce``: in place, the same bits on every rank."""
+    call = Call(group, async_op, config, role)
+    if policy.small(tensor.nbytes, config):
+        return pass_small(
+            "all_reduce", call, 2 * others(tensor.nbytes, group), lambda: dist.all_reduce(tensor, op, group, async_op)
+        )
     return _all_reduce_tensors(
         "all_reduce",
         [tensor],
         lambda inputs, outputs, later: dist.all_reduce(outputs[0], op, group, later),
         op,
-        Call(group, async_op, config, role),
+        call,
     )
 
 
@@ -143,7 +149,6 @@ def reduce(
         sent=tensor.numel() * (not adds),
         reduce_op=op,
         tolerance=tolerance,
-        one_sided=True,
         memory_order=True,
     )
     return run(operation, Call(group, async_op, config, role))
@@ -163,6 +168,14 @@ def reduce_scatter_tensor(
 
     The output may be the own shard of the input.
     """
+    call = Call(group, async_op, config, role)
+    if policy.small(input.nbytes, config):
+        return pass_small(
+            "reduce_scatter_tensor",
+            call,
+            others(input.nbytes, group),
+            lambda: dist.reduce_scatter_tensor(output, input, op, group, async_op),
+        )
     ranks = size_of(group)
     reduction, tolerance = _reduction([output], op, group, config)
 
@@ -185,7 +198,7 @@ def reduce_scatter_tensor(
         reduce_op=op,
         tolerance=tolerance,
     )
-    return run(operation, Call(group, async_op, config, role))
+    return run(operation, call)
 
 
 def reduce_scatter(

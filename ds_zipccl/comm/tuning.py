@@ -1,8 +1,9 @@
 """Which of several schedules a kind of message goes by: tried first, then followed, switched by all ranks at the same call.
 
 Everything here goes by call numbers, which are equal on all ranks, as is all that decisions are made of: ranks send each other the times
-they measured, without waiting, and some calls later each makes the same decision from the same numbers. Of one call the time of the
-rank that took shortest counts: the others have waited for somebody.
+they measured, without waiting, and some calls later each makes the same decision from the same numbers. Ranks meet before a call that is
+timed, and the time of the slowest counts. Those whose call is asynchronous must not wait for others; if there is one, the time of
+the fastest counts: the others may have waited for somebody.
 """
 
 from __future__ import annotations
@@ -30,17 +31,13 @@ Tell = Callable[[str], None]
 class Tuner:
     """The choice between ``candidates`` for one kind of message on one group. Called in program order.
 
-    ``link`` opens a connection with a tag of its own for the ranks' measurements. ``one_sided``: some ranks may be done long before
-    others, so that the longest time of a call counts.
+    ``link`` opens a connection with a tag of its own for what ranks tell each other.
     """
 
-    def __init__(
-        self, candidates: Sequence[Plan], link: Callable[[], Link], tell: Tell, one_sided: bool = False
-    ) -> None:
+    def __init__(self, candidates: Sequence[Plan], link: Callable[[], Link], tell: Tell) -> None:
         self._candidates = candidates
         self._link = link
         self._tell = tell
-        self._one_sided = one_sided
         self._current = 0
         self._estimates = [math.inf] * len(candidates)
         self._calls = 0
@@ -49,19 +46,19 @@ class Tuner:
         self._checks = self._reviews = 0
         self._review_at = policy.REVIEW_CHECKS[0]
         self._queue: deque[int] = deque()
-        self._slots: list[tuple[int, list[float]]] = []
+        self._slots: list[tuple[int, Stopwatch]] = []
         self._try(range(len(candidates)), policy.TRIAL_CALLS)
 
-    def next(self) -> tuple[Plan, Callable[[], Stopwatch] | None]:
-        """The plan for the next call, and what makes a stopwatch for it where it is to be timed.
+    def next(self) -> tuple[Plan, Stopwatch | None]:
+        """The plan for the next call, and a stopwatch where it is to be timed.
 
         Raises:
             CommError: a rank's measurements did not come.
         """
         if self._calls == self._due:
-            self._told = _Told(self._link(), [times[0] if times else math.inf for _, times in self._slots])
+            self._told = _Told(self._link(), [watch.reading() for _, watch in self._slots])
         elif self._told is not None and self._calls == self._due + policy.DELAY_CALLS:
-            self._decide(self._told.agreed(self._one_sided))
+            self._decide(slowest(self._told.all()))
         self._calls += 1
         if self._queue:
             index, timed = self._queue.popleft(), True
@@ -69,9 +66,8 @@ class Tuner:
             index, timed = self._current, self._due - policy.CHECKED_CALLS < self._calls <= self._due
         if not timed:
             return self._candidates[index], None
-        times: list[float] = []
-        self._slots.append((index, times))
-        return self._candidates[index], lambda: Stopwatch(times)
+        self._slots.append((index, Stopwatch(_Told(self._link(), [(0.0, 0.0)]))))
+        return self._candidates[index], self._slots[-1][1]
 
     def _try(self, indices: Sequence[int], calls: int) -> None:
         """Let the next calls try these candidates, a block of calls each: differences need what the call before has left behind."""
@@ -126,33 +122,45 @@ class Tuner:
 
 
 class Stopwatch:
-    """Runs from its making until :meth:`stop`, which may be called in another thread."""
+    """For one call of this rank; ``meeting`` tells that the other ranks have come to it."""
 
-    def __init__(self, times: list[float]) -> None:
-        self._times = times
+    def __init__(self, meeting: _Told) -> None:
+        self._meeting = meeting
+        self._met = False
+        self._start = math.nan
+        self._seconds = math.inf
+
+    def start(self, meet: bool) -> None:
+        """Begin; if this rank may ``meet`` the others, once all are there."""
+        if meet:
+            self._meeting.all()
+        self._met = meet
         self._start = time.perf_counter()
 
     def stop(self) -> None:
-        self._times.append(time.perf_counter() - self._start)
+        """End; may be called in another thread."""
+        self._seconds = time.perf_counter() - self._start
 
     def stop_after(self, handle: Any) -> None:
-        """Stop when a handle of torch.distributed is done; a handle that cannot tell is not timed."""
+        """End when a handle of torch.distributed is done; a handle that cannot tell is not timed."""
         try:
             handle.get_future().then(lambda _: self.stop())
         except (AttributeError, RuntimeError):
             return
 
+    def reading(self) -> tuple[float, float]:
+        """Seconds, inf if it did not run or runs still, and 1 if the ranks have met, else 0."""
+        return self._seconds, float(self._met)
+
 
 class _Told:
-    """Measurements on their way between all ranks."""
+    """Pairs of numbers on their way between all ranks."""
 
-    def __init__(self, link: Link, times: Sequence[float]) -> None:
+    def __init__(self, link: Link, pairs: Sequence[tuple[float, float]]) -> None:
         self._link = link
-        mine = torch.tensor(times, dtype=torch.float64)
+        mine = torch.tensor(pairs, dtype=torch.float64)
         self._all = [mine, *(torch.empty_like(mine) for _ in link.peers)]
         self._handles: list[dist.Work] = []
-        if not times:
-            return
         for peer, theirs in zip(link.peers, self._all[1:], strict=True):
             with link.naming(f"telling global rank {link.global_rank(peer)} measured times"):
                 self._handles += [
@@ -160,10 +168,16 @@ class _Told:
                     link.group.send([mine], peer, link.tag(0)),
                 ]
 
-    def agreed(self, one_sided: bool) -> list[float]:
-        """The time of every call over all ranks; blocks until all are there."""
+    def all(self) -> torch.Tensor:
+        """``[ranks, pairs, 2]``, float64, this rank first; blocks until all are there."""
         with self._link.naming("waiting for the times that other ranks measured"):
             for handle in self._handles:
                 handle.wait()
-        times = torch.stack(self._all).nan_to_num(nan=math.inf, posinf=math.inf)
-        return list((times.amax(0) if one_sided else times.amin(0)).tolist())
+        self._handles = []
+        return torch.stack(self._all)
+
+
+def slowest(told: torch.Tensor) -> list[float]:
+    """Seconds of every call, from ``[ranks, calls, (seconds, met)]``: of the slowest rank where all have met, else of the fastest."""
+    seconds = told[:, :, 0].nan_to_num(nan=math.inf, posinf=math.inf)
+    return list(torch.where((told[:, :, 1] == 1).all(0), seconds.amax(0), seconds.amin(0)).tolist())
