@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -306,3 +308,26 @@ def test_topology() -> None:
     assert topology.levels([[0, 2], [1, 3]]) and not topology.levels([[0, 1, 2]])
     assert not topology.levels([[0], [1]]) and not topology.levels([[0, 1], [2]])
     assert topology.here() == topology.here() != ""
+
+
+def forgotten(rank: int, ranks: int) -> None:
+    """What is remembered of a group keeps neither the group nor tensors alive."""
+    group = dist.new_group(list(range(ranks)))
+    alive = weakref.ref(group)
+    for step in range(40):
+        tensor = own(rank, step)
+        comm.all_reduce(tensor, group=group, config=AUTO)
+        if step == 0:
+            first = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert first() is None
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert alive() is None
+
+
+def test_groups_and_tensors_are_let_go() -> None:
+    runner.run(forgotten, 2)

@@ -108,9 +108,12 @@ class Link:
 
     def error(self, what: str) -> CommError:
         """``what`` went wrong, with where."""
+        return CommError(f"{self.where()}: {what}")
+
+    def where(self) -> str:
+        """Names the operation, its group and this rank."""
         name = getattr(self.group, "group_name", "?")
-        where = f"group {name!r} of {self.size} ranks, role {self._role}, global rank {dist.get_rank()}"
-        return CommError(f"{self.op} ({where}): {what}")
+        return f"{self.op} (group {name!r} of {self.size} ranks, role {self._role}, global rank {dist.get_rank()})"
 
     def global_rank(self, peer: int) -> int:
         """Rank in the default group of a rank of this group."""

@@ -70,7 +70,7 @@ def run(op: Operation, call: Call) -> Any:
     plan, tuner = decide(op, tensor, members, call)
     watch = None
     if tuner is not None:
-        plan, watch = tuner.next()
+        plan, watch = tuner.next(lambda: _link(op, call, plan))
     if not plan.frames:
         return _pass(op, call, plan.reason, int(op.sent * tensor.element_size()), watch)
     return _code(op, call, plan, watch)
@@ -106,9 +106,7 @@ def _code(op: Operation, call: Call, plan: policy.Plan, watch: Stopwatch | None)
     problem = op.problem or _mixture(tensors)
     if problem:
         raise ValueError(f"{op.name}: {problem}")
-    group = dist.group.WORLD if call.group is None else call.group
-    nodes = nodes_of(group) if plan.by_node else ()
-    link = Link(op.name, group, call.config, call.role, plan.codec, nodes=nodes)
+    link = _link(op, call, plan)
     shadow = None
     if call.config.check == "shadow":
         shadow = Shadow(op.plain, op.inputs, op.outputs, op.tolerance, link.size)
@@ -138,6 +136,12 @@ def _code(op: Operation, call: Call, plan: policy.Plan, watch: Stopwatch | None)
         return work.start(op.name, op.outputs, job)
     job()
     return None
+
+
+def _link(op: Operation, call: Call, plan: policy.Plan) -> Link:
+    group = dist.group.WORLD if call.group is None else call.group
+    nodes = nodes_of(group) if plan.by_node else ()
+    return Link(op.name, group, call.config, call.role, plan.codec, nodes=nodes)
 
 
 def is_member(group: dist.ProcessGroup | None) -> bool:
@@ -208,12 +212,8 @@ def _decide(op: Operation, message: policy.Message, members: Members, call: Call
     size = policy.size_class(message)
     key = (op.name, size, message.dtype, message.device, message.role, message.reduce_op, call.config.model_dump_json())
     if key not in members.tuners:
-        what = f"{str(message.dtype).removeprefix('torch.')}, {policy.size_text(size)}, {members.size} ranks"
-        members.tuners[key] = Tuner(
-            competing,
-            lambda: Link(op.name, group, call.config, call.role, plan.codec),
-            lambda text: stats.record_choice(call.role, op.name, what, text),
-        )
+        kind = f"{str(message.dtype).removeprefix('torch.')}, {policy.size_text(size)}, {message.ranks} ranks"
+        members.tuners[key] = Tuner(competing, functools.partial(stats.record_choice, message.role, message.op, kind))
     return plan, members.tuners[key]
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import policy
+from ds_zipccl.comm.work import CommError
 from ds_zipccl.policy import Plan
 
 if TYPE_CHECKING:
@@ -31,12 +32,11 @@ Tell = Callable[[str], None]
 class Tuner:
     """The choice between ``candidates`` for one kind of message on one group. Called in program order.
 
-    ``link`` opens a connection with a tag of its own for what ranks tell each other.
+    It lives as long as the group and must keep neither the group nor an operation's tensors alive.
     """
 
-    def __init__(self, candidates: Sequence[Plan], link: Callable[[], Link], tell: Tell) -> None:
+    def __init__(self, candidates: Sequence[Plan], tell: Tell) -> None:
         self._candidates = candidates
-        self._link = link
         self._tell = tell
         self._current = 0
         self._estimates = [math.inf] * len(candidates)
@@ -49,14 +49,16 @@ class Tuner:
         self._slots: list[tuple[int, Stopwatch]] = []
         self._try(range(len(candidates)), policy.TRIAL_CALLS)
 
-    def next(self) -> tuple[Plan, Stopwatch | None]:
+    def next(self, link: Callable[[], Link]) -> tuple[Plan, Stopwatch | None]:
         """The plan for the next call, and a stopwatch where it is to be timed.
+
+        ``link`` opens a connection with a tag of its own, for what ranks tell each other.
 
         Raises:
             CommError: a rank's measurements did not come.
         """
         if self._calls == self._due:
-            self._told = _Told(self._link(), [watch.reading() for _, watch in self._slots])
+            self._told = _Told(link(), [watch.reading() for _, watch in self._slots])
         elif self._told is not None and self._calls == self._due + policy.DELAY_CALLS:
             self._decide(slowest(self._told.all()))
         self._calls += 1
@@ -66,7 +68,7 @@ class Tuner:
             index, timed = self._current, self._due - policy.CHECKED_CALLS < self._calls <= self._due
         if not timed:
             return self._candidates[index], None
-        self._slots.append((index, Stopwatch(_Told(self._link(), [(0.0, 0.0)]))))
+        self._slots.append((index, Stopwatch(_Told(link(), [(0.0, 0.0)]))))
         return self._candidates[index], self._slots[-1][1]
 
     def _try(self, indices: Sequence[int], calls: int) -> None:
@@ -157,7 +159,7 @@ class _Told:
     """Pairs of numbers on their way between all ranks."""
 
     def __init__(self, link: Link, pairs: Sequence[tuple[float, float]]) -> None:
-        self._link = link
+        self._where = link.where()
         mine = torch.tensor(pairs, dtype=torch.float64)
         self._all = [mine, *(torch.empty_like(mine) for _ in link.peers)]
         self._handles: list[dist.Work] = []
@@ -170,9 +172,11 @@ class _Told:
 
     def all(self) -> torch.Tensor:
         """``[ranks, pairs, 2]``, float64, this rank first; blocks until all are there."""
-        with self._link.naming("waiting for the times that other ranks measured"):
+        try:
             for handle in self._handles:
                 handle.wait()
+        except RuntimeError as error:
+            raise CommError(f"{self._where}: waiting for the times that other ranks measured: {error}") from error
         self._handles = []
         return torch.stack(self._all)
 

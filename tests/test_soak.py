@@ -1,0 +1,35 @@
+"""The soak of tests/soak.py, for seconds instead of half an hour, and a mistake that it must find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks as runner
+import soak
+import torch
+
+from ds_zipccl.comm import exchange
+
+
+def test_a_short_soak() -> None:
+    for found in runner.run(soak.soak, soak.RANKS, 12.0, 1):
+        assert found["operations"] >= 2 * soak.BLOCK and found["growth"] < 2 * soak.GROWTH_MIB
+
+
+def flip_a_bit() -> None:
+    """From now on the last element of large decoded tensors has a wrong bit."""
+    decompress = exchange.decompress
+
+    def wrong(frame: torch.Tensor, out: torch.Tensor, **settings: Any) -> torch.Tensor:
+        decompress(frame, out, **settings)
+        if out.numel() > 100_000:
+            out.view(torch.uint8)[-1] ^= 1
+        return out
+
+    exchange.decompress = wrong
+
+
+def test_a_wrong_bit_is_found() -> None:
+    with pytest.raises(runner.RankFailure, match="elements are wrong after operation"):
+        runner.run(soak.soak, soak.RANKS, 30.0, 1, flip_a_bit)
