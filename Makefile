@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 RANKS ?= 2
 FUZZ_SECONDS ?= 600
+SOAK_SECONDS ?= 1800
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test corpus fuzz gpu lint clean
+.PHONY: demo test corpus fuzz soak gpu lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -30,6 +31,10 @@ corpus: $(VENV)/ready
 # Ten minutes of damaged frames under AddressSanitizer and UBSan, from a new seed; `make test` has a short version.
 fuzz: $(VENV)/ready
 	$(BIN)/python tests/fuzz/asan.py $(FUZZ_SECONDS)
+
+# Half an hour of random operations on four ranks, each compared with the plain collective; `make test` has a short version.
+soak: $(VENV)/ready
+	$(BIN)/python tests/soak.py $(SOAK_SECONDS)
 
 # On a machine with a GPU: tests, sanitizers and measurements in less than eight minutes. In the environment of $(PYTHON), which has torch
 # with CUDA and what `pip install -e '.[test,cuda,bench-cuda]'` brings.
