@@ -7,11 +7,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_zipccl import policy
 from ds_zipccl.config import DEFAULT
-from ds_zipccl.policy import Message, Plan
+
+if TYPE_CHECKING:
+    from ds_zipccl.policy import Message, Plan
 
 #: Ratio of near-Gaussian bf16 (measured: 1.50), where nothing is known of the data yet.
 TYPICAL_RATIO = 1.5
@@ -232,6 +233,8 @@ def _exchange(
     if not traffic.once:
         decode += (ranks - 2) * frame / (profile.add if traffic.sums else profile.decode)
     if piece is None:
+        from ds_zipccl import policy  # brings torch, which `plan --help` can do without
+
         piece = _ITEMSIZE * policy.piece_numel(int(frame) // _ITEMSIZE, _ITEMSIZE, ranks, DEFAULT.staging_mib << 20)
     shown = min(1.0, piece / frame) if frame else 1.0  # the part of a frame that nothing hides
     first, last = shown * frame / profile.encode, shown * decode

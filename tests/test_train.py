@@ -270,7 +270,9 @@ def test_time_in_collectives_is_counted_once(monkeypatch: pytest.MonkeyPatch) ->
 
     from ds_zipccl import comm
 
-    assert {name for name in comm.__all__ if name.islower()} <= set(CALLS)  # plain and coded are timed alike
+    assert {name for name in comm.__all__ if name.islower()} - {"calibrate"} <= set(
+        CALLS
+    )  # plain and coded are timed alike
     backend, clock = Backend(), CommTime()
     clock.watch(backend)
 
