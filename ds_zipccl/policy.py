@@ -17,6 +17,8 @@ CODED_REDUCE_OPS = ("SUM", "AVG")
 CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo",)}
 #: dtypes that are coded on the wire (admission: gloo has no float8, and what it refuses must not depend on a message's size).
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Operations in which some ranks need nothing of others (admission: these must not be made to wait).
+ONE_SIDED = ("broadcast", "reduce")
 #: Operations with a schedule by node (admission: handing on needs no arithmetic; sums by node would round otherwise).
 GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced")
 #: A segment smaller than this many bytes goes into a raw frame (seed: a coder call costs more than it saves there).
@@ -34,8 +36,11 @@ PIECE_UNIT = CHUNK_BLOCKS * 1024
 RAW_FRAMES, LEAST_RATIO = 15, 1.03
 #: Calls of each candidate in its first trial and in a later one; the first of them warms up and does not count (seed).
 TRIAL_CALLS, PROBE_CALLS = 7, 3
-#: Calls between sending measurements and using them (admission: ranks must not wait for each other's background work).
-DELAY_CALLS = 4
+#: Calls between sending measurements and using them: where ranks have met at every timed call, so that all have come as far, and
+#: where they have not (admission: a program that lets a rank run farther ahead than this could wait for itself).
+DELAY_CALLS = (4, 64)
+#: Messages that have no size in common count as if they were of this power of two of bytes (seed).
+ANY_SIZE = 20
 #: Calls between checks of a choice whose calls take more than CHECK_SECONDS, and of the others (seed: a check costs about 0.2 ms).
 CHECK_CALLS, CHECK_SECONDS = (32, 256), 2e-3
 #: Calls of the current choice that a check looks at, the last ones (seed).
@@ -153,7 +158,10 @@ def size_text(size: int) -> str:
 
 
 def choose(current: int, estimates: Sequence[float]) -> int:
-    """The candidate with the shortest time in seconds (inf where unknown); ``current`` unless another is clearly shorter."""
+    """The candidate with the shortest time in seconds (inf where unknown); ``current`` unless another is clearly shorter, or where its own
+    time could not be told."""
+    if math.isinf(estimates[current]):
+        return current
     best = min(range(len(estimates)), key=estimates.__getitem__)
     return best if estimates[best] < HYSTERESIS * estimates[current] else current
 

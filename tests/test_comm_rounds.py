@@ -129,8 +129,9 @@ def test_shared_memory() -> None:
 def test_only_what_is_overwritten_too_early_is_copied() -> None:
     memory = torch.zeros(100)
     first, second, across = memory[:50], memory[50:], memory[25:75]
-    kept = detached([first, across, torch.zeros(3), memory[:0]], [first, second])
-    assert [kept[0] is first, kept[1] is across] == [True, False] and len(kept) == 4
+    sources = [first, second, across, torch.zeros(3), memory[:0]]
+    kept = detached(sources, [first, second], [first, first, across, first, first])
+    assert [got is source for got, source in zip(kept, sources, strict=True)] == [True, False, False, True, True]
 
 
 def bounded(rank: int, ranks: int) -> list[int]:

@@ -48,7 +48,7 @@ def test_size_classes() -> None:
 
 def test_choices() -> None:
     assert choose(0, [1.0, 0.96, 2.0]) == 0 and choose(0, [1.0, 0.94, 2.0]) == 1 and choose(2, [3.0, 4.0, 3.1]) == 2
-    assert choose(0, [math.inf, 2.0]) == 1 and choose(0, [math.inf, math.inf]) == 0
+    assert choose(0, [math.inf, 2.0]) == 0 and choose(1, [math.inf, 2.0]) == 1
     assert follow(math.inf, 2.0) == 2.0 and follow(2.0, math.inf) == 2.0 and 2.0 < follow(2.0, 4.0) < 4.0
     assert drifted(1.0, 1.4) and drifted(1.0, 0.7) and not drifted(1.0, 1.2) and not drifted(1.0, math.inf)
 
@@ -101,6 +101,7 @@ def followed(rank: int, ranks: int, later: bool) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "CHECK_CALLS", (6, 6))
         patch.setattr(policy, "REVIEW_CHECKS", (2, 4))
+        patch.setattr(policy, "DELAY_CALLS", (4, 8))
         speeds, noise = Speeds(patch), random.Random(rank)
         for speeds.plain, speeds.ours in ((0.03, 0.0), (0.0, 0.03), (0.03, 0.0)):
             for step in range(PHASE):
@@ -235,7 +236,9 @@ def test_what_cannot_win_is_not_tried() -> None:
         assert costs.promising(plans, message, profile) == plans
     raw = candidates(MESSAGE, AUTO.model_copy(update={"codec": "raw"}), True)
     assert costs.promising(raw, MESSAGE, SLOW) == raw
-    assert costs.pays(1 << 24, SLOW) and not costs.pays(1 << 24, FAST)
+    assert costs.pays(1 << 24, torch.bfloat16, SLOW) and not costs.pays(1 << 24, torch.bfloat16, FAST)
+    middle = Profile(((4096.0, 1e-4), (32e6, 0.032)), *(8e9,) * 5, call=5e-5)  # 1 GB/s
+    assert costs.pays(1 << 24, torch.bfloat16, middle) and not costs.pays(1 << 24, torch.float16, middle)
 
 
 def measured(rank: int, ranks: int, profile: Profile) -> dict[str, int]:
@@ -296,15 +299,18 @@ def test_differences_by_node() -> None:
     runner.run(differences_by_node, 4)
 
 
-def here_and_there(rank: int, ranks: int) -> list[list[int]]:
-    """Nodes as ranks themselves say."""
+def here_and_there(rank: int, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Nodes as ranks themselves say, of a part of them, before and after they were asked."""
+    part = dist.new_group([0, 2, 3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
-        return nodes_of(dist.new_group(list(range(ranks))))
+        before = nodes_of(part) if rank != 1 else []
+        comm.calibrate()
+        return before, nodes_of(part) if rank != 1 else []
 
 
 def test_topology() -> None:
-    assert runner.run(here_and_there, 4) == [[[0, 2], [1, 3]]] * 4
+    assert runner.run(here_and_there, 4) == [([], [[0, 1], [2]]), ([], []), *([([], [[0, 1], [2]])] * 2)]
     assert topology.levels([[0, 2], [1, 3]]) and not topology.levels([[0, 1, 2]])
     assert not topology.levels([[0], [1]]) and not topology.levels([[0, 1], [2]])
     assert topology.here() == topology.here() != ""

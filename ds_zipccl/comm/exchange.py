@@ -60,15 +60,15 @@ def next_tag(group: dist.ProcessGroup) -> int:
     """Tag of the next collective of ``group``: the first of ROUNDS tags. To be called in program order."""
     with _issued_lock:
         issued = _issued.setdefault(group, count())
-        return COLLECTIVE_TAG + next(issued) * ROUNDS % TAGS
+        return COLLECTIVE_TAG + next(issued) % (TAGS // ROUNDS) * ROUNDS
 
 
 class Link:
     """One coded operation of this rank: its group, its tag, its codec, and what it has sent.
 
     ``rank``, ``peers`` and all ranks below are ranks of the group. ``peers`` is the order in which to receive, nearest below
-    first; it is also the order in which gloo's ring adds. ``raw_bytes`` and ``wire_bytes`` count what was sent. ``lease`` is
-    staging memory for the time of the operation. ``nodes``: the ranks by node where the schedule goes by node.
+    first; it is also the order in which gloo's ring adds. ``raw_bytes`` and ``wire_bytes`` count what was sent. ``nodes``:
+    the ranks by node where the schedule goes by node.
     """
 
     def __init__(
@@ -88,12 +88,11 @@ class Link:
         self.size = dist.get_world_size(group)
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.nodes = nodes
-        self.lease = Lease()
         self.raw_bytes = 0
         self.wire_bytes = 0
         self._config = config
         self._role = role
-        self._codec = codec
+        self.codec = codec
         self._tag = next_tag(group) if tag is None else tag
         self._habit = _habits.setdefault(group, {}).setdefault((op, role), _Habit())
 
@@ -121,7 +120,7 @@ class Link:
 
     def encode(self, flat: torch.Tensor, lease: Lease, base: torch.Tensor | None = None) -> torch.Tensor:
         """Frame of a flat tensor, a difference if there is a base."""
-        codec = policy.frame_codec(self._codec, flat.nbytes) if base is None else "delta"
+        codec = policy.frame_codec(self.codec, flat.nbytes) if base is None else "delta"
         if codec not in ("raw", "delta") and self._habit.skips():
             codec = "raw"
         frame = self._encode(flat, codec, lease, base)
@@ -141,9 +140,13 @@ class Link:
         """Frames of flat tensors of one dtype, in one call of the kernels."""
         block = self._config.block
         if staging.is_staged(flats[0]):
-            return [staging.encode(flat, self._codec, block, self._config.route, lease) for flat in flats]
-        buffers = [lease.bytes(compress_bound(flat.numel(), flat.dtype, self._codec, block=block)) for flat in flats]
-        return compress_segments(flats, buffers, self._codec, block=block, route=self._config.route)
+            return [staging.encode(flat, self.codec, block, self._config.route, lease) for flat in flats]
+        codec = "raw" if self.codec != "raw" and self._habit.skips() else self.codec
+        buffers = [lease.bytes(compress_bound(flat.numel(), flat.dtype, codec, block=block)) for flat in flats]
+        frames = compress_segments(flats, buffers, codec, block=block, route=self._config.route)
+        if codec != "raw":
+            self._habit.note(sum(flat.nbytes for flat in flats), sum(frame.nbytes for frame in frames))
+        return frames
 
     def landing(self, flat: torch.Tensor, lease: Lease) -> torch.Tensor:
         """Buffer that holds any frame of as many elements as ``flat``, whatever codec the sender chooses."""

@@ -22,7 +22,7 @@ def gather(
     All tensors are flat. Own ones may lie in any place. With ``base`` the own tensor, a single one, goes as a difference against it; the
     base of what comes is what stands in its place.
     """
-    sources = detached(own, [place for there in places for place in there])
+    sources = detached(own, [place for there in places for place in there], places[link.rank])
     if link.nodes:
         _by_node(link, index, sources, places, base)
     else:
@@ -106,18 +106,22 @@ def _by_node(
         pump(leaving.turns, post, hand_on, take)
 
 
-def detached(sources: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def detached(
+    sources: Sequence[torch.Tensor], written: Sequence[torch.Tensor], homes: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
     """``sources``, copied where they share memory with what is written while they are still being sent.
 
-    A source in the very place of something written is safe: its pieces leave before the same pieces are written.
+    Source i may lie in ``homes[i]``, exactly: nothing is written there before the same piece of it has left.
     """
     spans = {_span(flat) for flat in written if flat.numel()}
 
-    def shared(flat: torch.Tensor) -> bool:
+    def shared(flat: torch.Tensor, home: torch.Tensor) -> bool:
         begin, end = _span(flat)
-        return any(begin < last and first < end for first, last in spans - {(begin, end)})
+        return any(begin < last and first < end for first, last in spans - ({_span(home)} & {(begin, end)}))
 
-    return [flat.clone() if flat.numel() and shared(flat) else flat for flat in sources]
+    return [
+        flat.clone() if flat.numel() and shared(flat, home) else flat for flat, home in zip(sources, homes, strict=True)
+    ]
 
 
 def _span(flat: torch.Tensor) -> tuple[int, int]:

@@ -24,12 +24,12 @@ class Members:
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.tuners: dict[tuple[Any, ...], Any] = {}
         self.nodes: list[list[int]] | None = None
+        self.places: dict[int, int] = {}  # of the default group: global rank -> node
         self.profile: Profile | None = None
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # torch then compares how many messages each rank has sent and received, and takes a difference for a wrong program
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if dist.get_debug_level() == dist.DebugLevel.DETAIL else ""
         self.backends = {device: name + detail for device, name in pairs}
-        topology.publish()
 
     def backend(self, device: str) -> str:
         """Name of the backend that serves tensors on ``device``, such as "gloo"; "" where there is none."""
@@ -61,18 +61,21 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def nodes_of(group: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of a group that this rank is in, by node. Blocks, the first time, until all of them have used a group."""
-    members = known(group)
-    if members is None:
+    """The ranks of a group that this rank is in, by node; none before :func:`calibrate`."""
+    members, world = known(group), known(None)
+    if members is None or world is None:
         return []
-    if members.nodes is None:
-        members.nodes = topology.nodes(group)
-    return members.nodes
+    if members.nodes is None and world.places:
+        members.nodes = topology.by_node(group, world.places)
+    return members.nodes or []
 
 
 def calibrate(group: dist.ProcessGroup | None = None) -> Profile:
-    """Measure link and codec of a group (None: the default group) for ``mode`` auto. A collective: every rank of it calls; blocks for
-    less than 2 s. Groups that are not measured themselves are taken to be like the default group.
+    """Measure link and codec of a group (None: the default group) for ``mode`` auto, and find which ranks share a node.
+
+    A collective: every rank of the group calls it, while nothing else is under way on the group; blocks for less than 2 s. Groups that are
+    not measured themselves are taken to be like the default group. Where nothing is measured every schedule is tried, gathers do not go by
+    node, and sends are always coded.
 
     Raises:
         ValueError: the group has one rank, this rank is not in it, or its CPU tensors do not go over gloo.
@@ -82,6 +85,8 @@ def calibrate(group: dist.ProcessGroup | None = None) -> Profile:
     members = known(group)
     assert members is not None  # measure() has looked
     members.profile = profile
+    if group is None or group is dist.group.WORLD:
+        members.places = topology.find(dist.group.WORLD)
     return profile
 
 

@@ -99,7 +99,7 @@ def _gather_tensors(
         return JoinedWork(name, handles, outputs) if later and len(handles) != 1 else handles[0]
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        if changes.wanted(call.config, name, call.role, inputs[0]):
+        if link.codec != "raw" and changes.wanted(call.config, name, call.role, inputs[0]):
             return changes.gather(link, inputs[0], split(outputs[0], link.size))
         gather(link, 0, inputs, list(zip(*(split(whole, link.size) for whole in outputs), strict=True)))
 
@@ -179,6 +179,7 @@ def all_to_all(
     sizes = [[tensor.numel() for tensor in tensors] for tensors in (input_tensor_list, output_tensor_list)]
     operation = Operation(
         name="all_to_all",
+        plain_fits=False,  # gloo refuses sizes that differ
         inputs=input_tensor_list,
         outputs=output_tensor_list,
         plain=lambda inputs, outputs, later: dist.all_to_all(list(outputs), list(inputs), group, later),
@@ -265,7 +266,7 @@ def _others(sizes: Sequence[int], group: dist.ProcessGroup | None) -> int:
 
 
 def _exchange_segments(link: Link, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    sources = detached(inputs, outputs)
+    sources = detached(inputs, outputs, outputs)
     leaving, coming = Pieces(link, sources), Pieces(link, [outputs[peer] for peer in link.peers])
     outputs[link.rank].copy_(sources[link.rank])
     with posting(link) as exchange:

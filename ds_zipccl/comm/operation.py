@@ -41,6 +41,7 @@ class Operation:
     problem: str = ""  # why the arguments cannot be coded or sent at all
     reduce_op: dist.ReduceOp | None = None
     tolerance: Tolerance = "bits"
+    plain_fits: bool = True  # the plain collective does whatever ours does
     memory_order: bool = False  # treat dense tensors as gloo's sums do: in the order of memory
 
 
@@ -67,13 +68,30 @@ def run(op: Operation, call: Call) -> Any:
     tensor = (op.outputs or op.inputs or [None])[0]
     if tensor is None:
         raise ValueError(f"{op.name}: no tensors")
-    plan, tuner = decide(op, tensor, members, call)
-    watch = None
+    admitted, tuner = decide(op, tensor, members, call)
+    problem = (op.problem or _mixture([*op.outputs, *op.inputs])) if admitted.frames else ""
+    if problem:
+        raise ValueError(f"{op.name}: {problem}")
+    plan, watch = admitted, None
     if tuner is not None:
-        plan, watch = tuner.next(lambda: _link(op, call, plan))
+        plan, watch = tuner.next(lambda: _link(op, call, admitted))
+        if watch is not None:
+            watch.nbytes = _nbytes(op, tensor)
     if not plan.frames:
         return _pass(op, call, plan.reason, int(op.sent * tensor.element_size()), watch)
     return _code(op, call, plan, watch)
+
+
+def _nbytes(op: Operation, tensor: torch.Tensor) -> int:
+    """The size of the message; where ranks may see different ones, what this rank sends and receives."""
+    if op.numel is not None:
+        return op.numel * tensor.element_size()
+    return sum(one.nbytes for one in (*op.outputs, *op.inputs))
+
+
+def _may_meet(op: Operation, call: Call) -> bool:
+    """Whether ranks may wait for each other first: in a call that blocks, of an operation in which each needs every other anyway."""
+    return not call.async_op and op.numel is not None and op.name not in policy.ONE_SIDED
 
 
 def pass_small(op: str, call: Call, sent: int, plain: Callable[[], Any]) -> Any:
@@ -84,7 +102,7 @@ def pass_small(op: str, call: Call, sent: int, plain: Callable[[], Any]) -> Any:
 
 def others(nbytes: int, group: dist.ProcessGroup | None) -> int:
     """The part of ``nbytes`` that belongs to other ranks of the group when each has as much."""
-    ranks = size_of(group)
+    ranks = max(1, size_of(group))
     return nbytes * (ranks - 1) // ranks
 
 
@@ -93,7 +111,7 @@ def _pass(op: Operation, call: Call, reason: str, nbytes: int, watch: Stopwatch 
     stats.record_pass(call.role, op.name, nbytes, reason)
     plain = PLAIN.get()
     if watch is not None:
-        watch.start(meet=not call.async_op)
+        watch.start(meet=_may_meet(op, call))
     handle = plain() if plain else op.plain(op.inputs, op.outputs, call.async_op)
     if watch is not None:
         watch.stop_after(handle) if call.async_op else watch.stop()
@@ -102,17 +120,13 @@ def _pass(op: Operation, call: Call, reason: str, nbytes: int, watch: Stopwatch 
 
 def _code(op: Operation, call: Call, plan: policy.Plan, watch: Stopwatch | None) -> Any:
     """Carry out ``op`` by our own schedule."""
-    tensors = [*op.outputs, *op.inputs]
-    problem = op.problem or _mixture(tensors)
-    if problem:
-        raise ValueError(f"{op.name}: {problem}")
     link = _link(op, call, plan)
     shadow = None
     if call.config.check == "shadow":
         shadow = Shadow(op.plain, op.inputs, op.outputs, op.tolerance, link.size)
-    stream = staging.callers_stream(tensors[0])
+    stream = staging.callers_stream((op.outputs or op.inputs)[0])
     if watch is not None:
-        watch.start(meet=not call.async_op)
+        watch.start(meet=_may_meet(op, call))
 
     def job() -> None:
         with torch.inference_mode(), stream():  # thread-local, and the only mode that may write to every tensor
@@ -122,7 +136,6 @@ def _code(op: Operation, call: Call, plan: policy.Plan, watch: Stopwatch | None)
         flat = memory_order if op.memory_order else logical_order
         outputs = [flat(tensor) for tensor in op.outputs]
         op.coded(link, [flat(tensor) for tensor in op.inputs], outputs)
-        link.lease.release()
         for tensor, written in zip(op.outputs, outputs, strict=True):
             if written.data_ptr() != tensor.data_ptr():
                 tensor.copy_(written.view(tensor.shape))
@@ -206,14 +219,21 @@ def _decide(op: Operation, message: policy.Message, members: Members, call: Call
     if not plan.frames or call.config.mode_of(call.role) != "auto":
         return plan, None
     group = dist.group.WORLD if call.group is None else call.group
-    several = topology.levels(nodes_of(group)) if op.name in policy.GATHERS else False
-    competing = policy.candidates(message, call.config, exact=op.tolerance != "rounding", levels=several)
+    several = topology.levels(nodes_of(group))
+    competing = policy.candidates(
+        message, call.config, exact=op.tolerance != "rounding" and op.plain_fits, levels=several
+    )
     competing = costs.promising(competing, message, profile_of(members))
     size = policy.size_class(message)
     key = (op.name, size, message.dtype, message.device, message.role, message.reduce_op, call.config.model_dump_json())
     if key not in members.tuners:
-        kind = f"{str(message.dtype).removeprefix('torch.')}, {policy.size_text(size)}, {message.ranks} ranks"
-        members.tuners[key] = Tuner(competing, functools.partial(stats.record_choice, message.role, message.op, kind))
+        dtype, summed = str(message.dtype).removeprefix("torch."), message.reduce_op or "SUM"
+        where = "" if group is dist.group.WORLD else f", group {group.group_name}"
+        kind = (
+            f"{dtype}{'' if summed == 'SUM' else ' ' + summed}, {policy.size_text(size)}, {message.ranks} ranks{where}"
+        )
+        tell = functools.partial(stats.record_choice, message.role, message.op, kind)
+        members.tuners[key] = Tuner(competing, tell, nominal=1 << (size or policy.ANY_SIZE))
     return plan, members.tuners[key]
 
 

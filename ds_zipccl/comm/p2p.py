@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import costs, policy, stats
+from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.comm.exchange import P2P_TAG, SHADOW_TAG, TAGS, Link
 from ds_zipccl.comm.members import known, profile_of
 from ds_zipccl.comm.operation import group_rank, is_member, logical_order, message_of
@@ -84,7 +85,7 @@ def isend(
     doing = f"sending to global rank {to}"
     with torch.inference_mode(), link.naming(doing):
         flat = logical_order(tensor)
-        frame = link.encode(flat, link.lease)
+        frame = link.encode(flat, lease := Lease())
         handle = group.send([frame], peer, P2P_TAG + tag)
         beside = dist.isend(flat.clone(), to, group, SHADOW_TAG + tag) if config.check == "shadow" else None
 
@@ -94,7 +95,7 @@ def isend(
             if beside is not None:
                 beside.wait()
         stats.record(role, "send", flat.nbytes, frame.nbytes)
-        link.lease.release()
+        lease.release()
 
     return PostedWork("send", [tensor], finish, handle._source_rank)
 
@@ -128,7 +129,7 @@ def irecv(
 
     doing = "receiving from " + ("any rank" if peer is None else f"global rank {link.global_rank(peer)}")
     with torch.inference_mode(), link.naming(doing):
-        buffer = link.landing(tensor, link.lease)
+        buffer = link.landing(tensor, lease := Lease())
         handle = (
             group.recv_anysource([buffer], P2P_TAG + tag) if peer is None else group.recv([buffer], peer, P2P_TAG + tag)
         )
@@ -141,7 +142,7 @@ def irecv(
         source = handle._source_rank() if peer is None else peer
         flat = logical_order(tensor)
         link.decode(buffer, source, flat)
-        link.lease.release()
+        lease.release()
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
         if config.check == "shadow":
@@ -162,7 +163,7 @@ def _plan(
     assert members is not None  # callers have looked
     plan = policy.plan(message_of(op, tensor, tensor.numel(), members, role), config)
     profile = profile_of(members) if plan.frames and config.mode_of(role) == "auto" else None
-    if profile is not None and not costs.pays(tensor.nbytes, profile):
+    if profile is not None and not costs.pays(tensor.nbytes, tensor.dtype, profile):
         return policy.Plan(False, "", "link faster than coding")
     if plan.frames and peer == dist.get_rank(group):
         return policy.Plan(False, "", "to itself")

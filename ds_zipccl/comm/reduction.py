@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from ds_zipccl.comm.buffers import Lease
+from ds_zipccl.kernels.sums import settle_nans
 
 #: gloo's largest segment, in bytes (admission: part of its rings' geometry).
 _SEGMENT_BYTES = 1 << 20
@@ -49,7 +50,13 @@ def cut(numel: int, chunk: int, ranks: int) -> list[slice]:
 
 
 class Contributions(Protocol):
-    """What every rank of the group adds to a sum; flat tensors of the sum's size and dtype, each asked for once."""
+    """What every rank of the group adds to a sum; flat tensors of the sum's size and dtype, each asked for once.
+
+    ``own`` is the contribution of ``rank``, which is here already.
+    """
+
+    rank: int
+    own: torch.Tensor
 
     def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
         """The contribution: ``into``, filled, or another tensor."""
@@ -73,20 +80,23 @@ class Reduction:
 
         Args:
             contributions: where one order serves all of ``out``, they are taken and added in that order, one at a time.
-            out: may share memory with the contributions: it is written last.
+            out: may be the own contribution's memory, and shares none with others'.
             begin, chunk: first element of ``out`` in the message, and the size of the message's chunks, in elements.
         """
         if not out.numel():
             return
         lease = Lease()
-        total = lease.like(out, torch.float32 if self._fp32 else out.dtype)
         pieces = list(self._pieces(begin, begin + out.numel(), chunk))
+        first, second, *others = pieces[0][1]
+        if second == contributions.rank:  # the first two commute, and what is here already can be added to
+            first, second = second, first
+        in_place = len(pieces) == 1 and first == contributions.rank and not self._fp32
+        total = out if in_place else lease.like(out, torch.float32 if self._fp32 else out.dtype)
         if len(pieces) == 1:
-            _, (first, *others) = pieces[0]
             taken = contributions.take(first, lease.like(out, out.dtype) if self._fp32 else total)
-            if taken is not total:
+            if taken.data_ptr() != total.data_ptr():
                 total.copy_(taken)
-            for rank in others:
+            for rank in (second, *others):
                 contributions.add(rank, total)
         else:
             taken = [contributions.take(rank, lease.like(out, out.dtype)) for rank in range(self._ranks)]
@@ -96,10 +106,10 @@ class Reduction:
                     part.add_(taken[rank][piece])
         if self._fp32 and self._average:
             total.div_(self._ranks)
-        out.copy_(total)
+        if total is not out:
+            out.copy_(total)
         lease.release()
-        if out.dtype == torch.bfloat16 and bool(out.amax().isnan()):
-            out.masked_fill_(out.isnan(), torch.nan)
+        settle_nans(out)
 
     def finish(self, out: torch.Tensor) -> None:
         """Divide for AVG, as gloo does after everything else ("fp32" has done it before rounding)."""

@@ -242,7 +242,7 @@ def reduce_scatter(
 def _reduce_scatter(
     link: Link, shards: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction, begin: int, chunk: int
 ) -> None:
-    sources, places = Pieces(link, detached(shards, [out])), Pieces(link, [out])
+    sources, places = Pieces(link, detached(shards, [out], [out] * len(shards))), Pieces(link, [out])
     with posting(link) as exchange:
         adding = _Adding(link, exchange, sources, reduction, begin, chunk)
         pump(sources.turns, adding.post, lambda turn: adding.take(turn, places.at(turn)[0]))
@@ -277,16 +277,16 @@ class _Received:
     """:class:`ds_zipccl.comm.reduction.Contributions`: the own one as it is, those of peers decoded from their frames."""
 
     def __init__(self, exchange: Round, rank: int, own: torch.Tensor) -> None:
-        self._exchange, self._rank, self._own = exchange, rank, own
+        self._exchange, self.rank, self.own = exchange, rank, own
 
     def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
-        return self._own if rank == self._rank else self._exchange.receive(rank, into)
+        return self.own if rank == self.rank else self._exchange.receive(rank, into)
 
     def add(self, rank: int, sums: torch.Tensor) -> None:
-        if rank == self._rank:
-            sums.add_(self._own)
+        if rank == self.rank:
+            sums.add_(self.own)
         else:
-            self._exchange.receive_add(rank, self._own.dtype, sums)
+            self._exchange.receive_add(rank, self.own.dtype, sums)
 
 
 def _reduction(

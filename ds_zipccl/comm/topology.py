@@ -1,17 +1,16 @@
-"""Which ranks share a node. Found out through the rendezvous store: every rank says where it is before it asks where others are."""
+"""Which ranks share a node."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
-
-_KEY = "ds_zipccl/node/"
 
 
 def here() -> str:
@@ -25,18 +24,26 @@ def here() -> str:
     return " ".join(parts)
 
 
-def publish() -> None:
-    """Tell the other ranks of the world where this one is; does not wait for any."""
-    _get_default_store().set(f"{_KEY}{dist.get_rank()}", here())
+def find(group: dist.ProcessGroup) -> dict[int, int]:
+    """Global rank -> number of its node. A collective on CPU tensors: every rank of the group calls; blocks."""
+    mine = torch.frombuffer(bytearray(hashlib.sha256(here().encode()).digest()), dtype=torch.uint8)
+    names = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(names, mine, group)
+    numbers: dict[bytes, int] = {}
+    ranks = dist.get_process_group_ranks(group)
+    return {
+        rank: numbers.setdefault(bytes(name.tolist()), len(numbers)) for rank, name in zip(ranks, names, strict=True)
+    }
 
 
-def nodes(group: dist.ProcessGroup) -> list[list[int]]:
-    """The group's ranks by node, in order. Blocks until every rank of the group has called :func:`publish`."""
-    store = _get_default_store()
-    found: defaultdict[str, list[int]] = defaultdict(list)
+def by_node(group: dist.ProcessGroup, found: dict[int, int]) -> list[list[int]]:
+    """Ranks of the group, by node, in order; none where a rank's node is unknown."""
+    nodes: defaultdict[int, list[int]] = defaultdict(list)
     for rank, globally in enumerate(dist.get_process_group_ranks(group)):
-        found[store.get(f"{_KEY}{globally}").decode()].append(rank)
-    return list(found.values())
+        if globally not in found:
+            return []
+        nodes[found[globally]].append(rank)
+    return list(nodes.values())
 
 
 def levels(nodes: Sequence[Sequence[int]]) -> bool:

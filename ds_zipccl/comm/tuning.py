@@ -2,8 +2,9 @@
 
 Everything here goes by call numbers, which are equal on all ranks, as is all that decisions are made of: ranks send each other the times
 they measured, without waiting, and some calls later each makes the same decision from the same numbers. Ranks meet before a call that is
-timed, and the time of the slowest counts. Those whose call is asynchronous must not wait for others; if there is one, the time of
-the fastest counts: the others may have waited for somebody.
+timed, and the time of the slowest counts. Where a call is asynchronous, or some ranks need nothing of others, nobody may be made
+to wait: then the time of the fastest counts, as the others may have waited for somebody, and the decision comes many calls later,
+when the numbers have long arrived (policy.DELAY_CALLS).
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ Tell = Callable[[str], None]
 class Tuner:
     """The choice between ``candidates`` for one kind of message on one group. Called in program order.
 
-    It lives as long as the group and must keep neither the group nor an operation's tensors alive.
+    It lives as long as the group and must keep neither the group nor an operation's tensors alive. Estimates are in seconds for
+    ``nominal`` bytes: messages of one kind may differ in size.
     """
 
-    def __init__(self, candidates: Sequence[Plan], tell: Tell) -> None:
+    def __init__(self, candidates: Sequence[Plan], tell: Tell, nominal: int) -> None:
         self._candidates = candidates
+        self._nominal = nominal
         self._tell = tell
         self._current = 0
         self._estimates = [math.inf] * len(candidates)
@@ -50,7 +53,8 @@ class Tuner:
         self._try(range(len(candidates)), policy.TRIAL_CALLS)
 
     def next(self, link: Callable[[], Link]) -> tuple[Plan, Stopwatch | None]:
-        """The plan for the next call, and a stopwatch where it is to be timed.
+        """The plan for the next call, and a stopwatch where it is to be timed. Blocks at a decision until all ranks have come to where
+        they sent their measurements.
 
         ``link`` opens a connection with a tag of its own, for what ranks tell each other.
 
@@ -59,8 +63,11 @@ class Tuner:
         """
         if self._calls == self._due:
             self._told = _Told(link(), [watch.reading() for _, watch in self._slots])
-        elif self._told is not None and self._calls == self._due + policy.DELAY_CALLS:
-            self._decide(slowest(self._told.all()))
+        elif self._told is not None:
+            soon, late = (self._due + delay for delay in policy.DELAY_CALLS)
+            met = all(watch.reading()[1] for _, watch in self._slots)
+            if self._calls == late or (self._calls == soon and met and bool((self._told.all()[:, :, 1] == 1).all())):
+                self._decide(slowest(self._told.all()))
         self._calls += 1
         if self._queue:
             index, timed = self._queue.popleft(), True
@@ -68,7 +75,7 @@ class Tuner:
             index, timed = self._current, self._due - policy.CHECKED_CALLS < self._calls <= self._due
         if not timed:
             return self._candidates[index], None
-        self._slots.append((index, Stopwatch(_Told(link(), [(0.0, 0.0)]))))
+        self._slots.append((index, Stopwatch(_Told(link(), [(0.0, 0.0)]), self._nominal)))
         return self._candidates[index], self._slots[-1][1]
 
     def _try(self, indices: Sequence[int], calls: int) -> None:
@@ -85,7 +92,8 @@ class Tuner:
             measured[index].append(seconds)
         tried = set(measured) != {self._current} or len(self._candidates) == 1
         before = self._estimates[self._current]
-        now = {index: statistics.median(times[1:] or times) for index, times in measured.items()}
+        # the first call of a trial warms up
+        now = {index: statistics.median((times[1:] if tried else []) or times) for index, times in measured.items()}
         for index, seconds in now.items():
             self._estimates[index] = policy.follow(self._estimates[index], seconds)
         if tried:
@@ -124,9 +132,10 @@ class Tuner:
 
 
 class Stopwatch:
-    """For one call of this rank; ``meeting`` tells that the other ranks have come to it."""
+    """For one call of this rank, of ``nbytes``; ``meeting`` tells that the other ranks have come to it."""
 
-    def __init__(self, meeting: _Told) -> None:
+    def __init__(self, meeting: _Told, nominal: int) -> None:
+        self.nbytes = self._nominal = nominal
         self._meeting = meeting
         self._met = False
         self._start = math.nan
@@ -146,13 +155,14 @@ class Stopwatch:
     def stop_after(self, handle: Any) -> None:
         """End when a handle of torch.distributed is done; a handle that cannot tell is not timed."""
         try:
-            handle.get_future().then(lambda _: self.stop())
+            future = handle if hasattr(handle, "then") else handle.get_future()
+            future.then(lambda _: self.stop())
         except (AttributeError, RuntimeError):
             return
 
     def reading(self) -> tuple[float, float]:
-        """Seconds, inf if it did not run or runs still, and 1 if the ranks have met, else 0."""
-        return self._seconds, float(self._met)
+        """Seconds for the nominal size, inf if it did not run or runs still, and 1 if the ranks have met, else 0."""
+        return self._seconds * self._nominal / max(1, self.nbytes), float(self._met)
 
 
 class _Told:
@@ -171,7 +181,7 @@ class _Told:
                 ]
 
     def all(self) -> torch.Tensor:
-        """``[ranks, pairs, 2]``, float64, this rank first; blocks until all are there."""
+        """``[ranks, pairs, 2]``, float64, this rank first; blocks until all are there. May be called again."""
         try:
             for handle in self._handles:
                 handle.wait()

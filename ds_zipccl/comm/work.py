@@ -132,6 +132,11 @@ class JoinedWork(Work):
         self._done.set()
         return True
 
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completes when all have."""
+        futures = [handle if hasattr(handle, "then") else handle.get_future() for handle in self._handles]
+        return torch.futures.collect_all(futures)
+
     def is_completed(self) -> bool:
         """True once all are done; does not block."""
         return all((getattr(handle, "done", None) or handle.is_completed)() for handle in self._handles)

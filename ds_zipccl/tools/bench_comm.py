@@ -7,7 +7,7 @@ Columns (also the keys of the rows in ``--json``):
   or with ``--link RATE`` a network of that rate, shaped by token buckets (:mod:`ds_zipccl.tools.link`; needs root and iproute2).
   Every rank is a node of its own unless ``--nodes`` says otherwise.
 * ``variant``: ``plain``, torch.distributed's own collective; ``raw``, our schedule with uncoded frames; ``coded``, with coded
-  ones; ``auto``, whichever of them ds_zipccl has found to be fastest in its first 28 calls.
+  ones; ``auto``, whichever of them ds_zipccl has found to be fastest, in calls before.
 * ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants take turns.
 * ``raw_bytes``: what a rank sends under a bandwidth-optimal schedule without coding.
 * ``wire_bytes``: what the busiest rank really sent, headers included. Which bytes gloo's own schedules move is not visible from
@@ -44,8 +44,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "coded": {"mode": "always", "min_bytes": 0},
     "auto": {"mode": "auto"},
 }
-#: Calls of ``auto`` before it is timed: what it takes to choose.
-SETTLING = 28
 GOODBYE_S = 60  # seconds for the processes to end after their last row
 COLUMNS = (
     Column("op", width=14),

@@ -7,8 +7,8 @@ Every run is ``examples/train_gpt.py`` in processes of its own; the variants tak
   or with ``--link RATE`` a network of that rate, shaped by token buckets (:mod:`ds_zipccl.tools.link`; needs root and iproute2).
   Every rank is a node of its own unless ``--nodes`` says otherwise.
 * ``variant``: ``plain`` (``DS_ZIPCCL=0``); ``raw``, our schedules with uncoded frames; ``coded``; ``auto``, whichever of the three is
-  fastest for a message, which takes some 16 calls of its kind to find out. All have ``reduction: match``, which promises the plain
-  run's bits, and the coded ones ``--delta``.
+  fastest for a message, which takes 25 blocking calls of its kind to find out, or 85 asynchronous ones. All have ``reduction: match``,
+  which promises the plain run's bits, and the coded ones ``--delta``.
 * ``step_ms``: median of rank 0's steps, the first few left out.
 * ``comm_ms``: median over the same steps of the time that rank 0's program spent in calls of collectives and in ``wait()`` of
   their handles, other ranks' delays included. What overlaps with computing is not in it.

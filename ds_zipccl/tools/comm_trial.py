@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import calibrate, comm, stats
+from ds_zipccl import calibrate, comm, policy, stats
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.tools import link
-from ds_zipccl.tools.bench_comm import OPS, SETTLING, VARIANTS, Calibration, Case, Op
+from ds_zipccl.tools.bench_comm import OPS, VARIANTS, Calibration, Case, Op
 from ds_zipccl.tools.exponents import differing, words
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def take_part(
     patience = timedelta(seconds=cases[0].timeout)
     store = dist.TCPStore(host, port, None, False, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
+    if any(isinstance(case, Case) and "auto" in case.variants for case in cases):
+        comm.calibrate()
     for case in cases:
         rows = [calibrate.measure().to_json()] if isinstance(case, Calibration) else measure(case, rank, ranks, network)
         for row in rows:
@@ -78,7 +80,7 @@ def measure(case: Case, rank: int, ranks: int, network: Link | None) -> list[dic
     trial = Trial(op, case, rank, ranks)
     shape = (len(case.variants), case.repeats + 1)
     seconds, wrong, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape).long(), torch.zeros(shape).long()
-    for _ in range(SETTLING if "auto" in case.variants else 0):
+    for _ in range(settling(case.op) if "auto" in case.variants else 0):
         trial.run("auto")
     for repeat in range(case.repeats + 1):  # the first time builds kernels and touches pages; only its bits count
         for index, variant in enumerate(case.variants):
@@ -103,6 +105,12 @@ def measure(case: Case, rank: int, ranks: int, network: Link | None) -> list[dic
         }
         for index, variant in enumerate(case.variants)
     ]
+
+
+def settling(op: str) -> int:
+    """Calls that ``auto`` takes to choose between four schedules at most."""
+    soon, late = policy.DELAY_CALLS
+    return 4 * policy.TRIAL_CALLS + (late if op in policy.ONE_SIDED else soon) + 1
 
 
 class Trial:

@@ -9,9 +9,9 @@ Operations have DeepSpeed's default sizes: 5e8 elements, and 5e7 for the gathers
 --link is what one GPU can send and receive between nodes, both at once: its share of the node's network cards. Columns:
 
 * variant: plain, uncoded by nodes: GPUs of one place in all nodes exchange, and what moves inside nodes is free, as near to NCCL's
-  rings as an optimist gets. coded, flat: what this release's schedules do: every GPU sends to every other, so that the part
-  (gpus - gpus_per_node) / (gpus - 1) of what it sends leaves the node. coded, by nodes: the plain one's schedule, coded between nodes;
-  not built yet. With one GPU a node the two are one: coded.
+  rings as an optimist gets. coded, flat: every GPU sends to every other, so that the part (gpus - gpus_per_node) / (gpus - 1) of
+  what it sends leaves the node. coded, by nodes: the plain one's schedule, coded between nodes; this release has it for gathers, not
+  for sums. With one GPU a node the two are one: coded.
 * calls: operations a step. wire_gb: 1e9 bytes that a GPU sends between nodes in a step. ms: their time. speedup: plain ms / ms.
 
 Left out: overlap with compute and with each other, congestion, the memory and time that coding takes from compute, other traffic
