@@ -22,7 +22,11 @@ from programs import launch
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 #: ranks -> what trains on them
-MODES = {2: ("zero1", "zero2", "zero3", "moe"), 3: ("zero2", "zero3"), 4: ("zero2", "zero3")}
+MODES = {
+    2: ("zero1", "zero2", "zero3", "moe", "zero2 overlap", "zero3 overlap"),
+    3: ("zero2", "zero3"),
+    4: ("zero2", "zero3"),
+}
 #: ranks -> DS_ZIPCCL of the coded launch
 CODED = dict.fromkeys(
     MODES, '{"enabled": true, "mode": "always", "reduction": "match", "min_bytes": 4096, "delta": "auto"}'
@@ -30,7 +34,7 @@ CODED = dict.fromkeys(
 CODED |= {2: '{"enabled": true, "mode": "always", "min_bytes": 4096}'}
 AUTO = '{"enabled": true, "min_bytes": 4096, "delta": "auto"}'
 ROLES = {"zero1": {"zero_grad", "zero_param"}, "moe": {"zero_grad", "zero_param", "ep"}}
-ROLES |= dict.fromkeys(("zero2", "zero3"), ROLES["zero1"])
+ROLES |= dict.fromkeys(("zero2", "zero3", "zero2 overlap", "zero3 overlap"), ROLES["zero1"])
 STEPS = 4
 
 Trained = Callable[[int, str], dict[str, Any]]
@@ -315,8 +319,12 @@ def rank_program() -> None:
     if args.wrong_bit and os.environ["RANK"] == "0":
         plant_wrong_bit()
     for mode in args.modes:
-        config, options = CONFIGS[mode]
-        given = ["--ds-config", str(EXAMPLE.parent / config), "--size", "tiny", "--steps", str(STEPS), *options]
+        config, options = CONFIGS[mode.split()[0]]
+        content = json.loads((EXAMPLE.parent / config).read_text())
+        content["zero_optimization"]["overlap_comm"] = mode.endswith("overlap")
+        file = args.folder / f"config{os.environ['RANK']}.txt"
+        file.write_text(json.dumps(content))
+        given = ["--ds-config", str(file), "--size", "tiny", "--steps", str(STEPS), *options]
         stats.reset()
         results = train_gpt.train(train_gpt.options().parse_args(given))
         if dist.get_rank() == 0:

@@ -251,8 +251,11 @@ def reduce_op_name(op: dist.ReduceOp) -> str:
 
 
 def _mixture(tensors: Sequence[torch.Tensor]) -> str:
+    first, *more = tensors
+    if all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in more):
+        return ""
     kinds = sorted({f"{tensor.dtype} on {tensor.device}" for tensor in tensors})
-    return f"tensors must be of one dtype on one device, got {', '.join(kinds)}" if len(kinds) > 1 else ""
+    return f"tensors must be of one dtype on one device, got {', '.join(kinds)}"
 
 
 def logical_order(tensor: torch.Tensor) -> torch.Tensor:
