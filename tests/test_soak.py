@@ -10,11 +10,13 @@ import soak
 import torch
 
 from ds_zipccl.comm import exchange
+from ds_zipccl.comm.buffers import KEEP_BYTES
 
 
 def test_a_short_soak() -> None:
+    """In so short a time memory still grows: to what the pool of buffers keeps."""
     for found in runner.run(soak.soak, soak.RANKS, 12.0, 1):
-        assert found["operations"] >= 2 * soak.BLOCK and found["growth"] < 2 * soak.GROWTH_MIB
+        assert found["operations"] >= 2 * soak.BLOCK and found["growth"] < KEEP_BYTES >> 20
 
 
 def flip_a_bit() -> None:
