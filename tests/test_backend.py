@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PRELUDE = """
-import json, os, sys
+import json, os, sys, time
 import deepspeed
 import deepspeed.comm as dist
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -35,6 +35,7 @@ def backend():
 def leave():
     dist.barrier()
     torch.distributed.destroy_process_group()
+    time.sleep(0.2)  # as in examples/train_gpt.py: torch may abort at exit otherwise, with or without ds_zipccl
 """
 
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ds_zipccl.calibrate import measure
-from ds_zipccl.comm import topology
+from ds_zipccl.comm import topology, work
 from ds_zipccl.costs import Profile
 
 #: Kinds of messages whose plans are remembered (admission: programs repeat themselves).
@@ -30,6 +30,7 @@ class Members:
         # torch then compares how many messages each rank has sent and received, and takes a difference for a wrong program
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if dist.get_debug_level() == dist.DebugLevel.DETAIL else ""
         self.backends = {device: name + detail for device, name in pairs}
+        work.settle_at_exit()
 
     def backend(self, device: str) -> str:
         """Name of the backend that serves tensors on ``device``, such as "gloo"; "" where there is none."""

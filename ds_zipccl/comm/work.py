@@ -150,6 +150,7 @@ class _Threads:
         self._all: list[threading.Thread] = []
         self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
         self._closed = False
+        self.used = False  # whether this process has had a group to communicate in
         atexit.register(self.close)
 
     def run(self, job: Callable[[], None]) -> None:
@@ -184,11 +185,16 @@ class _Threads:
         deadline = time.monotonic() + EXIT_SECONDS
         for thread in self._all:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if dist.is_available() and dist.is_initialized():
+        if self.used or (dist.is_available() and dist.is_initialized()):
             time.sleep(SETTLE_SECONDS)
 
 
 _threads = _Threads()
+
+
+def settle_at_exit() -> None:
+    """Let the end of the interpreter wait for the transport's threads: a group is in use."""
+    _threads.used = True
 
 
 def start(name: str, tensors: Sequence[torch.Tensor], job: Callable[[], None]) -> Work:
