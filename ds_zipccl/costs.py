@@ -249,11 +249,10 @@ def _exchange(
 def promising(candidates: Sequence[Plan], message: Message, profile: Profile | None) -> tuple[Plan, ...]:
     """The schedules worth a trial: without uncoded frames where coded ones will clearly be faster. All where nothing was measured."""
     traffic = next((op for op in OPS if message.op.startswith(op)), None)
-    if profile is None or traffic is None or message.numel is None:
+    if profile is None or traffic is None or message.nbytes is None:
         return tuple(candidates)
-    nbytes = message.numel * message.dtype.itemsize
     raw, coded = (
-        predict(traffic, variant, nbytes, message.ranks, profile, _typical(message.dtype))
+        predict(traffic, variant, message.nbytes, message.ranks, profile, _typical(message.dtype))
         for variant in ("raw", "coded")
     )
     clear = coded < CLEARLY * raw and any(plan.frames and plan.codec != "raw" for plan in candidates)

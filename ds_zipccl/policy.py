@@ -74,6 +74,11 @@ class Message:
     role: str
     reduce_op: str | None = None
 
+    @property
+    def nbytes(self) -> int | None:
+        """Size of the whole message; None where ranks may see different ones."""
+        return None if self.numel is None else self.numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -104,7 +109,7 @@ def small(nbytes: int, config: ZipcclConfig) -> bool:
 #: Admission: what a message must satisfy, in this order. The first reason that is not empty makes it pass.
 RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: "" if config.enabled else "not enabled",
-    lambda message, config: SMALL if message.numel is not None and small(_nbytes(message), config) else "",
+    lambda message, config: SMALL if message.nbytes is not None and small(message.nbytes, config) else "",
     lambda message, config: "role is never coded" if config.mode_of(message.role) == "never" else "",
     lambda message, config: "" if message.ranks > 1 else "group of one rank",
     lambda message, config: (
@@ -149,7 +154,7 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
 
 def size_class(message: Message) -> int:
     """Messages of one class share a choice: a power of two of bytes; 0 where ranks may see different sizes."""
-    return 0 if message.numel is None else (message.numel * message.dtype.itemsize).bit_length()
+    return 0 if message.nbytes is None else message.nbytes.bit_length()
 
 
 def size_text(size: int) -> str:
@@ -216,7 +221,3 @@ def piece_numel(numel: int, itemsize: int, ranks: int, staging: int) -> int:
     least, most = PIECE_BYTES
     wanted = min(max(-(-numel * itemsize // PIECES), least), most, staging // ((3 * WINDOW + 2) * max(1, ranks - 1)))
     return max(1, wanted // itemsize // PIECE_UNIT) * PIECE_UNIT
-
-
-def _nbytes(message: Message) -> int:
-    return (message.numel or 0) * message.dtype.itemsize

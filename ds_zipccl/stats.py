@@ -141,8 +141,8 @@ _HEADER = ("role", "op", "coded", "MB", "sent MB", "ratio", "passed", "MB", "why
 
 
 def table() -> str:
-    """The rows as plain text, columns aligned, MB of 10^6 bytes, and the total over coded calls; then a line for what went
-    as differences."""
+    """The rows as plain text, columns aligned, MB of 10^6 bytes, and the total over coded calls; then lines for
+    memory, for what went as differences, and for the schedules that were chosen."""
     cells = [_HEADER]
     for row in rows():
         why = ", ".join(f"{reason} ({count})" for reason, count in sorted(row["reasons"].items()))

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 #: For the fork server and all ranks: several of them share few cores, and gloo must not look names up.
@@ -61,6 +64,22 @@ def run(case: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 
     if failures:
         raise RankFailure("\n".join([f"{case.__name__} on {ranks} ranks", *failures]))
     return [answers[rank][1] for rank in range(ranks)]
+
+
+def whole_programs(*arguments: Sequence[str], timeout: float = 120.0) -> list[tuple[int, str, str]]:
+    """(exit status, output, errors) of interpreters that start and end as a user's do, all at a time, one for each list of arguments."""
+    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen([sys.executable, *more], env=environment, stdout=pipe, stderr=pipe, text=True)
+        for more in arguments
+    ]
+    try:
+        said = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 
 def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, tuple[bool, Any]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -156,19 +154,10 @@ print("done", flush=True)
 @pytest.mark.parametrize("later", ["now", "later"])
 def test_leaving_without_goodbye(tmp_path: Path, later: str) -> None:
     """The interpreter ends well without destroy_process_group(); with torch alone it aborts now and then."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", LEAVING, str(rank), str(tmp_path / f"store{run}"), later],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for run in range(3) for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=120)
-            assert (process.returncode, output, errors) == (0, "done\n", "")
-    finally:
-        for process in processes:
-            process.kill()
+    programs = [
+        ["-W", "ignore", "-c", LEAVING, str(rank), str(tmp_path / f"store{run}"), later]
+        for run in range(3)
+        for rank in range(2)
+    ]
+    for left in runner.whole_programs(*programs):
+        assert left == (0, "done\n", "")

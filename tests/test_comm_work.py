@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -255,22 +253,6 @@ EXIT = textwrap.dedent(
 
 def test_exit_without_destroy(tmp_path: Path) -> None:
     """With threads idle, and with operations in flight that nobody waits for."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", EXIT, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=120)
-            assert (process.returncode, output, errors) == (0, "done\n", "")
-    finally:
-        for process in processes:
-            process.kill()
+    store = str(tmp_path / "store")
+    for left in runner.whole_programs(*(["-c", EXIT, str(rank), store] for rank in range(2))):
+        assert left == (0, "done\n", "")

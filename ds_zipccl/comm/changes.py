@@ -36,9 +36,9 @@ _sent: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[_Key, torch.Tensor]] = W
 _lock = threading.Lock()
 
 
-def wanted(config: ZipcclConfig, op: str, role: str, own: torch.Tensor) -> bool:
+def wanted(link: Link, config: ZipcclConfig, role: str, own: torch.Tensor) -> bool:
     """Whether a gather of shards like ``own`` goes this way. A function of what is equal on all ranks."""
-    known = (op, role) == (OPERATION, ROLE) and config.delta == "auto" and config.codec != "raw"
+    known = (link.op, role) == (OPERATION, ROLE) and config.delta == "auto" and link.codec != "raw"
     coded = own.dtype in BASED_CODECS["delta"].DTYPES and own.nbytes >= SHARD_BYTES
     return known and coded and not staging.is_staged(own)
 

@@ -19,6 +19,7 @@ from ds_zipccl import policy
 from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments, decompress, decompress_add
 from ds_zipccl.comm import staging
 from ds_zipccl.comm.buffers import Lease
+from ds_zipccl.comm.members import known
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameError
@@ -47,13 +48,10 @@ class _Habit:
         self._left -= self._left > 0
         return self._left > 0
 
-    def note(self, raw_bytes: int, wire_bytes: int) -> None:
-        """A frame was coded to so many bytes."""
-        if policy.incompressible(raw_bytes, wire_bytes):
+    def note(self, codec: str, raw_bytes: int, wire_bytes: int) -> None:
+        """A frame was made, of so many bytes; those of an exponent code tell something."""
+        if codec not in ("raw", "delta") and policy.incompressible(raw_bytes, wire_bytes):
             self._left = policy.RAW_FRAMES + 1
-
-
-_habits: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], _Habit]] = WeakKeyDictionary()
 
 
 def next_tag(group: dist.ProcessGroup) -> int:
@@ -84,8 +82,9 @@ class Link:
     ) -> None:
         self.op = op
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        members = known(group)
+        assert members is not None  # others have no operation here
+        self.rank, self.size = members.rank, members.size
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.nodes = nodes
         self.raw_bytes = 0
@@ -94,7 +93,7 @@ class Link:
         self._role = role
         self.codec = codec
         self._tag = next_tag(group) if tag is None else tag
-        self._habit = _habits.setdefault(group, {}).setdefault((op, role), _Habit())
+        self._habit = members.habits.setdefault((op, role), _Habit())
 
     def tag(self, index: int) -> int:
         """Tag of round ``index``."""
@@ -120,13 +119,14 @@ class Link:
 
     def encode(self, flat: torch.Tensor, lease: Lease, base: torch.Tensor | None = None) -> torch.Tensor:
         """Frame of a flat tensor, a difference if there is a base."""
-        codec = policy.frame_codec(self.codec, flat.nbytes) if base is None else "delta"
-        if codec not in ("raw", "delta") and self._habit.skips():
-            codec = "raw"
+        codec = self._codec_now(flat.nbytes) if base is None else "delta"
         frame = self._encode(flat, codec, lease, base)
-        if codec not in ("raw", "delta"):
-            self._habit.note(flat.nbytes, frame.nbytes)
+        self._habit.note(codec, flat.nbytes, frame.nbytes)
         return frame
+
+    def _codec_now(self, nbytes: int) -> str:
+        codec = policy.frame_codec(self.codec, nbytes)
+        return "raw" if codec != "raw" and self._habit.skips() else codec
 
     def _encode(self, flat: torch.Tensor, codec: str, lease: Lease, base: torch.Tensor | None) -> torch.Tensor:
         block = self._config.block
@@ -141,11 +141,10 @@ class Link:
         block = self._config.block
         if staging.is_staged(flats[0]):
             return [staging.encode(flat, self.codec, block, self._config.route, lease) for flat in flats]
-        codec = "raw" if self.codec != "raw" and self._habit.skips() else self.codec
+        codec = self._codec_now(min(flat.nbytes for flat in flats))
         buffers = [lease.bytes(compress_bound(flat.numel(), flat.dtype, codec, block=block)) for flat in flats]
         frames = compress_segments(flats, buffers, codec, block=block, route=self._config.route)
-        if codec != "raw":
-            self._habit.note(sum(flat.nbytes for flat in flats), sum(frame.nbytes for frame in frames))
+        self._habit.note(codec, sum(flat.nbytes for flat in flats), sum(frame.nbytes for frame in frames))
         return frames
 
     def landing(self, flat: torch.Tensor, lease: Lease) -> torch.Tensor:
@@ -191,8 +190,8 @@ class Link:
         self.wire_bytes += frame.nbytes
 
     @contextmanager
-    def naming(self, doing: str) -> Iterator[None]:
-        """Give errors of the transport a place.
+    def naming(self, doing: str, peer: int | None = None) -> Iterator[None]:
+        """Give errors of the transport a place: what was being done, with ``peer``, a rank of the group, where it is not in the words.
 
         Raises:
             CommError: from what the transport raised.
@@ -202,4 +201,5 @@ class Link:
         except CommError:
             raise
         except RuntimeError as error:
-            raise self.error(f"{doing}: {error}") from error
+            whom = "" if peer is None else f" global rank {self.global_rank(peer)}"
+            raise self.error(f"{doing}{whom}: {error}") from error

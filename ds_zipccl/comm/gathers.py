@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_zipccl.comm.exchange import Link
-from ds_zipccl.comm.rounds import Pieces, posting, pump
+from ds_zipccl.comm.rounds import Pieces, Round, posting, pump
 
 
 def gather(
@@ -23,87 +23,73 @@ def gather(
     base of what comes is what stands in its place.
     """
     sources = detached(own, [place for there in places for place in there], places[link.rank])
-    if link.nodes:
-        _by_node(link, index, sources, places, base)
-    else:
-        _directly(link, index, sources, places, base)
+    schedule, rounds = (_by_node, 2) if link.nodes else (_directly, 1)
+    leaving, bases = (Pieces(link, flats, rounds) for flats in (sources, [] if base is None else [base]))
+    schedule(link, index, leaving, [Pieces(link, there, rounds) for there in places], bases)
     for source, place in zip(sources, places[link.rank], strict=True):
         place.copy_(source)
 
 
-def _directly(
-    link: Link,
-    index: int,
-    sources: Sequence[torch.Tensor],
-    places: Sequence[Sequence[torch.Tensor]],
-    base: torch.Tensor | None,
-) -> None:
-    leaving, coming = Pieces(link, sources), {peer: Pieces(link, places[peer]) for peer in link.peers}
-    bases = None if base is None else Pieces(link, [base])
+def _directly(link: Link, index: int, leaving: Pieces, coming: Sequence[Pieces], bases: Pieces) -> None:
     with posting(link, index) as exchange:
 
         def post(turn: int) -> None:
             exchange.turn()
-            for peer, pieces in coming.items():
-                for place in pieces.at(turn):
+            for peer in link.peers:
+                for place in coming[peer].at(turn):
                     exchange.expect(peer, place)
-            for piece in leaving.at(turn):
-                exchange.send(piece, *link.peers, base=None if bases is None else bases.at(turn)[0])
+            _send(exchange, leaving, bases, turn, link.peers)
 
         def take(turn: int) -> None:
-            for peer, pieces in coming.items():
-                for place in pieces.at(turn):
+            for peer in link.peers:
+                for place in coming[peer].at(turn):
                     exchange.receive(peer, place, base=place)
 
         pump(leaving.turns, post, take)
 
 
-def _by_node(
-    link: Link,
-    index: int,
-    sources: Sequence[torch.Tensor],
-    places: Sequence[Sequence[torch.Tensor]],
-    base: torch.Tensor | None,
-) -> None:
+def _by_node(link: Link, index: int, leaving: Pieces, coming: Sequence[Pieces], bases: Pieces) -> None:
     """Rank i of a node sends to rank i of every other node and to its neighbours in the node, and hands on to these what it got from
     the other nodes, as it came: every shard enters a node once. Rounds ``index`` and the next."""
     mine = next(ranks for ranks in link.nodes if link.rank in ranks)
-    seat = mine.index(link.rank)
     neighbours = [rank for rank in mine if rank != link.rank]
-    away = [[ranks[number] for ranks in link.nodes if ranks is not mine] for number in range(len(mine))]
-    leaving = Pieces(link, sources, rounds=2)
-    coming = [Pieces(link, there, rounds=2) for there in places]
-    bases = None if base is None else Pieces(link, [base], rounds=2)
+    # the ranks of other nodes whose shards come into this one through a rank of it
+    through = {rank: [ranks[seat] for ranks in link.nodes if ranks is not mine] for seat, rank in enumerate(mine)}
     with posting(link, index) as across, posting(link, index + 1) as within:
 
         def post(turn: int) -> None:
             across.turn()
-            for peer in (*away[seat], *neighbours):
+            for peer in (*through[link.rank], *neighbours):
                 for place in coming[peer].at(turn):
                     across.expect(peer, place)
-            for piece in leaving.at(turn):
-                across.send(piece, *away[seat], *neighbours, base=None if bases is None else bases.at(turn)[0])
+            _send(across, leaving, bases, turn, [*through[link.rank], *neighbours])
 
         def hand_on(turn: int) -> None:
             within.turn()
-            for neighbour, theirs in zip(mine, away, strict=True):
-                for peer in theirs if neighbour != link.rank else ():
+            for neighbour in neighbours:
+                for peer in through[neighbour]:
                     for place in coming[peer].at(turn):
                         within.expect(neighbour, place)
-            for peer in away[seat]:
+            for peer in through[link.rank]:
                 for place in coming[peer].at(turn):
                     across.hand_on(peer, place, within, neighbours)
 
         def take(turn: int) -> None:
-            for neighbour, theirs in zip(mine, away, strict=True):
-                if neighbour != link.rank:
-                    for place in coming[neighbour].at(turn):
-                        across.receive(neighbour, place, base=place)
-                    for peer in theirs:
-                        for place in coming[peer].at(turn):
-                            within.receive(neighbour, place, base=place)
+            for neighbour in neighbours:
+                for place in coming[neighbour].at(turn):
+                    across.receive(neighbour, place, base=place)
+                for peer in through[neighbour]:
+                    for place in coming[peer].at(turn):
+                        within.receive(neighbour, place, base=place)
 
         pump(leaving.turns, post, hand_on, take)
+
+
+def _send(exchange: Round, leaving: Pieces, bases: Pieces, turn: int, peers: Sequence[int]) -> None:
+    """Send the own pieces, as differences if there is a base, which only a single tensor may have."""
+    base = next(iter(bases.at(turn)), None)
+    for piece in leaving.at(turn):
+        exchange.send(piece, *peers, base=base)
 
 
 def detached(

@@ -16,13 +16,15 @@ REMEMBERED = 4096
 
 
 class Members:
-    """A group that this rank is in. ``plans`` and ``tuners`` belong to :mod:`ds_zipccl.comm.operation`."""
+    """A group that this rank is in. ``plans`` and ``tuners`` belong to :mod:`ds_zipccl.comm.operation`, ``habits`` to
+    :mod:`ds_zipccl.comm.exchange`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.tuners: dict[tuple[Any, ...], Any] = {}
+        self.habits: dict[tuple[str, str], Any] = {}
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
         self.profile: Profile | None = None

@@ -99,7 +99,7 @@ def _gather_tensors(
         return JoinedWork(name, handles, outputs) if later and len(handles) != 1 else handles[0]
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        if link.codec != "raw" and changes.wanted(call.config, name, call.role, inputs[0]):
+        if changes.wanted(link, call.config, call.role, inputs[0]):
             return changes.gather(link, inputs[0], split(outputs[0], link.size))
         gather(link, 0, inputs, list(zip(*(split(whole, link.size) for whole in outputs), strict=True)))
 

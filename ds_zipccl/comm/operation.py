@@ -216,7 +216,7 @@ def message_of(
 
 def _decide(op: Operation, message: policy.Message, members: Members, call: Call) -> tuple[policy.Plan, Tuner | None]:
     plan = policy.plan(message, call.config)
-    if not plan.frames or call.config.mode_of(call.role) != "auto":
+    if not plan.frames:
         return plan, None
     group = dist.group.WORLD if call.group is None else call.group
     several = topology.levels(nodes_of(group))
@@ -224,6 +224,8 @@ def _decide(op: Operation, message: policy.Message, members: Members, call: Call
         message, call.config, exact=op.tolerance != "rounding" and op.plain_fits, levels=several
     )
     competing = costs.promising(competing, message, profile_of(members))
+    if len(competing) == 1:
+        return competing[0], None
     size = policy.size_class(message)
     key = (op.name, size, message.dtype, message.device, message.role, message.reduce_op, call.config.model_dump_json())
     if key not in members.tuners:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ class Round:
         """Post the receive for what :meth:`receive` will decode into flat ``out``; nothing is written to ``out`` yet."""
         if out.numel():
             buffer = self._link.landing(out, lease := Lease())
-            with self._receiving(peer):
+            with self._link.naming("receiving from", peer):
                 handle = self._link.group.recv([buffer], peer, self._tag)
             self._receives[peer].append(_Posted(peer, handle, buffer, lease))
 
@@ -108,7 +108,7 @@ class Round:
 
     def _post(self, frame: torch.Tensor, flat: torch.Tensor, peers: Sequence[int], lease: Lease) -> None:
         for peer in peers:
-            with self._sending(peer):
+            with self._link.naming("sending to", peer):
                 handle = self._link.group.send([frame], peer, self._tag)
             self._sends[-1].append(_Posted(peer, handle, frame, lease))
             self._link.count(flat, frame)
@@ -139,7 +139,7 @@ class Round:
     def _arrived(self, peer: int, keep: bool = False) -> Iterator[_Posted]:
         """The next frame of ``peer``; its memory goes back afterwards unless it is to be kept."""
         posted = self._receives[peer][0]
-        with self._receiving(peer):
+        with self._link.naming("receiving from", peer):
             posted.handle.wait()
         self._receives[peer].popleft()
         yield posted
@@ -154,13 +154,7 @@ class Round:
     def _retire(self) -> None:
         """Wait until the frames of the oldest turn are out."""
         for posted in self._sends[0]:
-            with self._sending(posted.peer):
+            with self._link.naming("sending to", posted.peer):
                 posted.handle.wait()
         for posted in self._sends.popleft():
             posted.lease.release()
-
-    def _sending(self, peer: int) -> AbstractContextManager[None]:
-        return self._link.naming(f"sending to global rank {self._link.global_rank(peer)}")
-
-    def _receiving(self, peer: int) -> AbstractContextManager[None]:
-        return self._link.naming(f"receiving from global rank {self._link.global_rank(peer)}")

@@ -90,7 +90,7 @@ class Tuner:
         measured: defaultdict[int, list[float]] = defaultdict(list)
         for (index, _), seconds in zip(self._slots, agreed, strict=True):
             measured[index].append(seconds)
-        tried = set(measured) != {self._current} or len(self._candidates) == 1
+        tried = set(measured) != {self._current}
         before = self._estimates[self._current]
         # the first call of a trial warms up
         now = {index: statistics.median((times[1:] if tried else []) or times) for index, times in measured.items()}
@@ -174,7 +174,7 @@ class _Told:
         self._all = [mine, *(torch.empty_like(mine) for _ in link.peers)]
         self._handles: list[dist.Work] = []
         for peer, theirs in zip(link.peers, self._all[1:], strict=True):
-            with link.naming(f"telling global rank {link.global_rank(peer)} measured times"):
+            with link.naming("telling measured times to", peer):
                 self._handles += [
                     link.group.recv([theirs], peer, link.tag(0)),
                     link.group.send([mine], peer, link.tag(0)),
