@@ -14,7 +14,7 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 import ds_zipccl
-from ds_zipccl import agreement, autoload, comm, kernels, stats
+from ds_zipccl import agreement, autoload, comm, kernels, stats, zero3
 from ds_zipccl.comm.members import known
 from ds_zipccl.comm.operation import PLAIN
 from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
@@ -49,6 +49,8 @@ _DEFAULTS = {
     "input_split_sizes": None,
 }
 _P2P = ("send", "recv", "isend", "irecv")
+#: The calls that gather parameters.
+_PARAMETERS = ("all_gather_into_tensor", "zero_param")
 
 _installed: dict[str, Any] | None = None  # the section given to install()
 
@@ -84,8 +86,9 @@ def _coded(name: str) -> Callable[..., Any]:
             stats.record_pass(role, name, values[0].nbytes, f"device {values[0].device.type}")
             return plain(self, *values)
         token = PLAIN.set(functools.partial(plain, self, *values))
+        more = {"base": self._base(values[0], values[2])} if (name, role) == _PARAMETERS else {}
         try:
-            return run(*values, config=self._settings(role), role=role)
+            return run(*values, config=self.zipccl, role=role, **more)
         finally:
             PLAIN.reset(token)
 
@@ -96,7 +99,6 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
     """DeepSpeed's TorchBackend with coded collectives; a pass-through until a configuration switches it on."""
 
     zipccl: ZipcclConfig | None = None
-    _without_delta: ZipcclConfig | None = None
     zero_stage = 0
     _section: str | None = None
 
@@ -105,9 +107,10 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if _override() is not None:
             self.configure(None)
 
-    def _settings(self, role: str) -> ZipcclConfig | None:
-        """The configuration for a role: ZeRO-3 gathers parameters into new memory, where no last step's are."""
-        return self.zipccl if role != "zero_param" or self.zero_stage in (1, 2) else self._without_delta
+    def _base(self, output: torch.Tensor, group: Any) -> comm.Base | None:
+        """What ranks may hold of the parameters that a gather into ``output`` brings: ZeRO-1 and 2 gather in place, ZeRO-3 into new
+        memory."""
+        return comm.IN_PLACE if self.zero_stage in (1, 2) else zero3.base_of(output, group)
 
     def configure(self, section: dict[str, Any] | None) -> None:
         """Agree on the configuration with all ranks and switch coding on or off. A collective: every rank calls it.
@@ -135,7 +138,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if not config.enabled:
             return
         kernels.route(config.route)  # build now, not in the middle of the first step
-        self.zipccl, self._without_delta = config, config.model_copy(update={"delta": "off"})
+        self.zipccl = config
         profile = comm.calibrate() if _measurable(config) else None
         if torch.distributed.get_rank() == 0:
             print(_banner(config, profile), flush=True)
@@ -213,7 +216,7 @@ def adopt_comm(module: ModuleType) -> None:
 def adopt_engine(module: ModuleType) -> None:
     """Count optimizer steps of the engine (and of the pipeline engine, its subclass) for the table and the monitor."""
     engine = module.DeepSpeedEngine
-    original = engine._take_model_step
+    original, configure = engine._take_model_step, engine._configure_zero_optimizer
     if hasattr(original, "ds_zipccl"):
         return
 
@@ -223,8 +226,29 @@ def adopt_engine(module: ModuleType) -> None:
         _after_step(self)
         return result
 
+    @functools.wraps(configure)
+    def _configure_zero_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = configure(self, *args, **kwargs)
+        _keep_gathered(self)
+        return optimizer
+
     _take_model_step.ds_zipccl = True  # type: ignore[attr-defined]
-    engine._take_model_step = _take_model_step
+    engine._take_model_step, engine._configure_zero_optimizer = _take_model_step, _configure_zero_optimizer
+
+
+def adopt_partitioning(module: ModuleType) -> None:
+    """Know which parameters a ZeRO-3 gather is of."""
+    zero3.watch(module.Init)
+
+
+def _keep_gathered(engine: Any) -> None:
+    """Memory for the base of ZeRO-3's differences, where the config wants it. A collective."""
+    config = getattr(importlib.import_module("deepspeed.comm.comm").cdb, "zipccl", None)
+    if config is None or config.zero3_base == "off" or engine.zero_optimization_stage() != 3:
+        return
+    said = zero3.keep(engine.module.parameters(), config.zero3_base, engine.device)
+    if torch.distributed.get_rank() == 0:
+        print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
 
 
 def _after_step(engine: Any) -> None:

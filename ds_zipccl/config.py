@@ -60,9 +60,14 @@ class ZipcclConfig(BaseModel):
         description="Elements that share an exponent window. Smaller follows scales closer, larger has less overhead.",
     )
     delta: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: gather parameters as differences against the last step's where every rank proves, by a hash, to hold them. "
+        "With ZeRO-1 and ZeRO-2 this keeps a copy of the shard that this rank owns; ZeRO-3 needs zero3_base.",
+    )
+    zero3_base: Literal["off", "host", "device"] = Field(
         "off",
-        description="auto: with ZeRO-1 and ZeRO-2, gather parameters as differences against the last step's where every rank proves, "
-        "by a hash, to hold them. Keeps a copy of the shard that this rank owns. For slow links: it computes more.",
+        description="Keep the parameters that ZeRO-3 gathered, so that it has something to send differences against. host: 2 bytes per bf16 "
+        "parameter in memory that the ranks of a node share (/dev/shm). device: as much on every rank's device.",
     )
     min_bytes: int = Field(65536, ge=0, description="Messages smaller than this many bytes pass through uncoded.")
     staging_mib: int = Field(

@@ -21,6 +21,10 @@ CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ONE_SIDED = ("broadcast", "reduce")
 #: Operations with a schedule by node (admission: handing on needs no arithmetic; sums by node would round otherwise).
 GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced")
+#: Differences are made of tensors on these devices (admission: others are staged, and their base is not where the frames are).
+DELTA_DEVICES = ("cpu",)
+#: A shard smaller than this many bytes is not sent as a difference (seed: the hashes cost a message each way).
+DELTA_SHARD_BYTES = 64 << 10
 #: A segment smaller than this many bytes goes into a raw frame (seed: a coder call costs more than it saves there).
 RAW_BELOW_BYTES = 4096
 #: Segments smaller than this many bytes are encoded together (seed: for larger ones it pays more that the first is under way
@@ -63,6 +67,7 @@ class Message:
 
     ``numel`` counts the whole message (the output of a gather, the input of a reduce-scatter) in elements; None where ranks
     may see different sizes (all-to-all). ``device`` is a device type, ``reduce_op`` the name in ``torch.distributed.ReduceOp``.
+    ``based``: of a gather, that the ranks may hold already what was gathered before.
     """
 
     op: str
@@ -73,6 +78,7 @@ class Message:
     backend: str
     role: str
     reduce_op: str | None = None
+    based: bool = False
 
     @property
     def nbytes(self) -> int | None:
@@ -134,7 +140,15 @@ def plan(message: Message, config: ZipcclConfig) -> Plan:
     if message.role not in ROLES:
         raise ValueError(f"role {message.role!r} of {message.op} is unknown; roles are {', '.join(ROLES)}")
     reason = next(filter(None, (rule(message, config) for rule in RULES)), "")
-    return Plan(not reason, "" if reason else config.codec, reason)
+    if reason:
+        return Plan(False, "", reason)
+    return Plan(True, "delta" if _differs(message, config) else config.codec, "")
+
+
+def _differs(message: Message, config: ZipcclConfig) -> bool:
+    """Whether shards may go as differences against what the ranks hold."""
+    wanted = message.based and config.delta == "auto" and config.codec != "raw" and message.device in DELTA_DEVICES
+    return wanted and message.nbytes is not None and message.nbytes >= DELTA_SHARD_BYTES * message.ranks
 
 
 def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool = False) -> tuple[Plan, ...]:
@@ -146,7 +160,7 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     coded = plan(message, config)
     if config.mode_of(message.role) != "auto":
         return (coded,)
-    ours = (coded,) if coded.codec == "raw" else (Plan(True, "raw", ""), coded)
+    ours = tuple(replace(coded, codec=codec) for codec in dict.fromkeys(("raw", config.codec, coded.codec)))
     if levels and message.op in GATHERS:
         ours += (replace(coded, by_node=True),)
     return (Plan(False, "", "plain is faster"), *ours) if exact else ours

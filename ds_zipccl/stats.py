@@ -28,6 +28,7 @@ class _Choice:
 
 
 _staging_bytes = 0
+_memory: dict[str, int] = {}
 _rows: dict[tuple[str, str], _Row] = {}
 _lock = threading.Lock()
 
@@ -69,12 +70,24 @@ def record_difference(role: str, op: str, reason: str) -> None:
         _row(role, op).differences[reason] += 1
 
 
+def record_memory(what: str, nbytes: int) -> None:
+    """Keep how much memory of this rank is taken by ``what`` now."""
+    with _lock:
+        _memory[what] = nbytes
+
+
 def record_choice(role: str, op: str, what: str, text: str) -> None:
     """Count a choice of schedule for the messages that ``what`` tells apart; the latest text is kept."""
     with _lock:
         choice = _row(role, op).choices.setdefault(what, _Choice(text))
         choice.latest = text
         choice.count += 1
+
+
+def memory() -> dict[str, int]:
+    """Bytes that this rank keeps from call to call, by what they are for; :func:`reset` does not forget them."""
+    with _lock:
+        return dict(_memory)
 
 
 def _ratio(raw_bytes: int, wire_bytes: int) -> float:
@@ -162,6 +175,7 @@ def table() -> str:
     ]
     if total["staging_bytes"]:
         lines.append(f"memory for frames: {total['staging_bytes'] / 1e6:.1f} MB at most")
+    lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(memory().items())]
     return "\n".join([*lines, *_differences(), *_choices()])
 
 

@@ -43,7 +43,6 @@ CONFIGS = {
     "window": _ALWAYS.model_copy(update={"codec": "window", "block": 256}),
     "raw": _ALWAYS.model_copy(update={"codec": "raw"}),
 }
-DIFFERENCES = _ALWAYS.model_copy(update={"delta": "auto"})
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
 #: Largest message, in elements; most are far smaller.
 LARGEST = 1 << 21
@@ -153,7 +152,7 @@ class Weights:
         own += 0.01 * torch.randn(self.SHARD, generator=torch.Generator().manual_seed(number * RANKS + rank))
         wanted = torch.zeros_like(self.ours)
         dist.all_gather_into_tensor(wanted, own.clone(), self.group)
-        comm.all_gather_into_tensor(self.ours, own, self.group, config=DIFFERENCES, role="zero_param")
+        comm.all_gather_into_tensor(self.ours, own, self.group, config=_ALWAYS, base=comm.IN_PLACE)
         assert torch.equal(bits(self.ours), bits(wanted)), f"step {number} of {self.members}: weights are wrong"
 
 

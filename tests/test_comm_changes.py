@@ -15,7 +15,7 @@ from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import changes, exchange
 from ds_zipccl.config import ZipcclConfig
 
-CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, delta="auto")
+CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 SHARD = 40_000
 FULL, OTHER = "nothing was gathered there", "a rank holds something else"
 
@@ -28,6 +28,8 @@ def step(weights: torch.Tensor, seed: int) -> None:
 
 class Trainer:
     """What a ZeRO-1/2 rank does: keep the whole in bf16, step its own shard, gather in place."""
+
+    base: comm.Base = comm.IN_PLACE
 
     def __init__(self, rank: int, ranks: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.rank, self.ranks = rank, ranks
@@ -47,7 +49,7 @@ class Trainer:
         wanted = self.masters.to(self.whole.dtype)
         self.own.copy_(wanted.chunk(self.ranks)[self.rank])
         stats.reset()
-        handle = comm.all_gather_into_tensor(self.whole, self.own, None, later, config=CONFIG, role="zero_param")
+        handle = comm.all_gather_into_tensor(self.whole, self.own, None, later, config=CONFIG, base=self.base)
         if later:
             handle.wait()
         assert torch.equal(self.whole.view(torch.uint8), wanted.view(torch.uint8))
@@ -156,15 +158,16 @@ def test_after_an_error() -> None:
 
 
 def others(rank: int, ranks: int) -> None:
-    """Off, another role, another operation, small shards, the raw codec: no differences."""
+    """Off, without a base, another operation, small shards, the raw codec: no differences."""
     whole = torch.randn(ranks * SHARD, generator=torch.Generator().manual_seed(1)).bfloat16()
     own = whole.chunk(ranks)[rank]
     for _ in range(2):
-        comm.all_gather_into_tensor(whole, own, config=CONFIG.model_copy(update={"delta": "off"}), role="zero_param")
-        comm.all_gather_into_tensor(whole, own, config=CONFIG, role="dp")
-        comm.all_gather(list(whole.chunk(ranks)), own.clone(), config=CONFIG, role="zero_param")
-        comm.all_gather_into_tensor(whole[: 64 * ranks], whole[:64], config=CONFIG, role="zero_param")
-        comm.all_gather_into_tensor(whole, own, config=CONFIG.model_copy(update={"codec": "raw"}), role="zero_param")
+        off, raw = (CONFIG.model_copy(update={key: value}) for key, value in (("delta", "off"), ("codec", "raw")))
+        comm.all_gather_into_tensor(whole, own, config=off, base=comm.IN_PLACE)
+        comm.all_gather_into_tensor(whole, own, config=CONFIG)
+        comm.all_gather(list(whole.chunk(ranks)), own.clone(), config=CONFIG)
+        comm.all_gather_into_tensor(whole[: 64 * ranks], whole[:64], config=CONFIG, base=comm.IN_PLACE)
+        comm.all_gather_into_tensor(whole, own, config=raw, base=comm.IN_PLACE)
     assert not any(row["differences"] for row in stats.rows())
     assert "differences" not in stats.table()
 

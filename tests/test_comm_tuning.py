@@ -282,14 +282,13 @@ def test_gathers_by_node(ranks: int, nodes: int) -> None:
 def differences_by_node(rank: int, ranks: int) -> None:
     """Differences are handed on as they are."""
     known(None).nodes = [[0, 1], [2, 3]]
-    config = AUTO.model_copy(update={"delta": "auto"})
     whole = torch.randn(ranks * NUMEL, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = {}
-    for step in range(policy.TRIAL_CALLS * 4):
+    for step in range(policy.TRIAL_CALLS * 5):
         wanted = (whole.float() * (1 + 1e-3 * step)).bfloat16()
         whole.chunk(ranks)[rank].copy_(wanted.chunk(ranks)[rank])
         stats.reset()
-        comm.all_gather_into_tensor(whole, whole.chunk(ranks)[rank], config=config, role="zero_param")
+        comm.all_gather_into_tensor(whole, whole.chunk(ranks)[rank], config=AUTO, base=comm.IN_PLACE)
         corpus.assert_same_bits(whole, wanted)
         found = stats.rows()[0]["differences"]
     assert found == {"": 1}

@@ -5,6 +5,7 @@ the group, and ``role``, one of :data:`ds_zipccl.config.ROLES`, for the policy a
 code go to ``torch.distributed`` unchanged.
 """
 
+from ds_zipccl.comm.changes import IN_PLACE, Base
 from ds_zipccl.comm.exchange import CommError
 from ds_zipccl.comm.members import calibrate
 from ds_zipccl.comm.moves import (
@@ -17,12 +18,16 @@ from ds_zipccl.comm.moves import (
 )
 from ds_zipccl.comm.p2p import irecv, isend, recv, send
 from ds_zipccl.comm.shadow import ShadowMismatch
+from ds_zipccl.comm.stored import Stored, keep
 from ds_zipccl.comm.sums import all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor
 from ds_zipccl.comm.work import Work
 
 __all__ = [
+    "IN_PLACE",
+    "Base",
     "CommError",
     "ShadowMismatch",
+    "Stored",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -35,6 +40,7 @@ __all__ = [
     "calibrate",
     "irecv",
     "isend",
+    "keep",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -1,58 +1,52 @@
-"""Gathers of parameters as differences against what was gathered last, where everybody can prove to hold it.
+"""Gathers of what has changed a little since an earlier one, as differences where every rank proves to hold the same base.
 
-The output of a ZeRO-1/2 gather still holds the last step's parameters, and each rank keeps a copy of the shard it sent last. Before a
-gather every rank tells each owner the hash of what it has in the owner's place. An owner whose copy has that hash on all ranks sends a
-difference, otherwise its shard in full: a loaded checkpoint, an edited weight or new memory costs one full gather, never a wrong bit.
+Before a gather every rank tells each owner the hash of what it holds in the owner's place. An owner who knows that all of them hold what
+it sent then, and has it still, sends a difference; otherwise its shard goes in full: a loaded checkpoint, an edited weight or new memory
+costs one full gather, never a wrong bit. Where the base lies is up to a :class:`Base`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import stats
-from ds_zipccl.codecs import BASED_CODECS, region_hash
-from ds_zipccl.comm import gathers, staging
+from ds_zipccl.codecs import region_hash
+from ds_zipccl.comm import gathers
+from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.rounds import posting
-from ds_zipccl.config import ZipcclConfig
 
-#: Operation and role that gather parameters (admission: another's buffers do not hold what came last).
-OPERATION, ROLE = "all_gather_into_tensor", "zero_param"
-#: A shard smaller than this many bytes is sent in full (seed: the hashes cost a message each way).
-SHARD_BYTES = 64 << 10
-#: Gathers of a group that are remembered; of more, those unused the longest are forgotten (admission).
-REMEMBERED = 256
 HASH_BYTES = 16
 
-#: Where, how many, of what: what is gathered to one place again and again.
-_Key = tuple[int, int, torch.dtype]
-_sent: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[_Key, torch.Tensor]] = WeakKeyDictionary()
-_lock = threading.Lock()
+
+class Base(Protocol):
+    """What the ranks may hold of an earlier gather. ``places`` are the output's shards, flat, one per rank."""
+
+    def begin(self, link: Link, places: Sequence[torch.Tensor], lease: Lease) -> torch.Tensor | None:
+        """Put what this rank holds of every other rank's shard into its place; the own shard as the others got it, flat, or None where
+        they got none. Nothing else may change either until the gather is over."""
+        ...
+
+    def end(self, link: Link, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
+        """Hold what stands in ``places`` now: the gather has succeeded. ``last`` is what :meth:`begin` gave, and nobody else's any more."""
+        ...
 
 
-def wanted(link: Link, config: ZipcclConfig, role: str, own: torch.Tensor) -> bool:
-    """Whether a gather of shards like ``own`` goes this way. A function of what is equal on all ranks."""
-    known = (link.op, role) == (OPERATION, ROLE) and config.delta == "auto" and link.codec != "raw"
-    coded = own.dtype in BASED_CODECS["delta"].DTYPES and own.nbytes >= SHARD_BYTES
-    return known and coded and not staging.is_staged(own)
-
-
-def gather(link: Link, own: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
+def gather(link: Link, own: torch.Tensor, places: Sequence[torch.Tensor], base: Base) -> None:
     """As ``gathers.gather`` of one flat shard: give every rank ``own``, and write that of rank r to ``places[r]``."""
-    key = (places[0].data_ptr(), own.numel(), own.dtype)
-    last = _take(link.group, key)
+    last = base.begin(link, places, lease := Lease())
     reason = _objection(link, last, places)
     gathers.gather(link, 1, [own], [[place] for place in places], base=None if reason else last)
-    own = places[link.rank]
-    last = own.clone() if last is None else last.copy_(own)
-    _keep(link.group, key, last)
-    stats.record_difference(ROLE, OPERATION, reason)
+    base.end(link, places, last)
+    lease.release()
+    stats.record_difference(link.role, link.op, reason)
 
 
 def _objection(link: Link, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
@@ -75,15 +69,48 @@ def _hash(region: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(region_hash(region)), dtype=torch.uint8)
 
 
-def _take(group: dist.ProcessGroup, key: _Key) -> torch.Tensor | None:
-    """What this rank sent last. Out of the memory until the gather has succeeded: after an error nothing is known of the others."""
-    with _lock:
-        return _sent.setdefault(group, OrderedDict()).pop(key, None)
+class _Sent(NamedTuple):
+    shard: torch.Tensor
+    home: StorageWeakRef  # of the output that it was gathered into
 
 
-def _keep(group: dist.ProcessGroup, key: _Key, shard: torch.Tensor) -> None:
-    with _lock:
-        sent = _sent.setdefault(group, OrderedDict())
-        sent[key] = shard
-        while len(sent) > REMEMBERED:
-            sent.popitem(last=False)
+#: Where, how many, of what: what is gathered to one place again and again.
+_Key = tuple[int, int, torch.dtype]
+
+
+class InPlace:
+    """The output itself, which still holds what was gathered into it last, as in ZeRO-1 and ZeRO-2.
+
+    Each rank keeps a copy of the shard it sent, as long as the output's memory lives: one copy of the shards it owns.
+    """
+
+    def __init__(self) -> None:
+        self._sent: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _Sent]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def begin(self, link: Link, places: Sequence[torch.Tensor], lease: Lease) -> torch.Tensor | None:
+        """See :class:`Base`. The copy is out of the memory until the gather has succeeded: after an error nothing is known of the
+        others."""
+        with self._lock:
+            sent = self._sent.setdefault(link.group, {})
+            for key in [key for key, (_, home) in sent.items() if home.expired()]:
+                del sent[key]
+            last = sent.pop(_key(places), None)
+        return None if last is None else last.shard
+
+    def end(self, link: Link, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
+        """See :class:`Base`."""
+        own = places[link.rank]
+        shard = own.clone() if last is None else last.copy_(own)
+        with self._lock:
+            self._sent.setdefault(link.group, {})[_key(places)] = _Sent(shard, StorageWeakRef(own.untyped_storage()))
+            held = sum(shard.nbytes for sent in self._sent.values() for shard, _ in sent.values())
+        stats.record_memory("copies of the shards sent", held)
+
+
+def _key(places: Sequence[torch.Tensor]) -> _Key:
+    return places[0].data_ptr(), places[0].numel(), places[0].dtype
+
+
+#: The one for all gathers.
+IN_PLACE = InPlace()

@@ -29,8 +29,8 @@ TAGS = 1 << 28
 COLLECTIVE_TAG = 1 << 30
 P2P_TAG = COLLECTIVE_TAG + TAGS
 SHADOW_TAG = P2P_TAG + TAGS
-#: Exchanges of one collective (admission: gathers by node have two, and differences one before them).
-ROUNDS = 3
+#: Exchanges of one collective (admission: gathers by node have two, and differences one before and one after them).
+ROUNDS = 4
 
 #: Operations issued so far on each group; goes with the group, so that a group made anew starts afresh on all ranks.
 _issued: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -66,7 +66,8 @@ class Link:
 
     ``rank``, ``peers`` and all ranks below are ranks of the group. ``peers`` is the order in which to receive, nearest below
     first; it is also the order in which gloo's ring adds. ``raw_bytes`` and ``wire_bytes`` count what was sent. ``nodes``:
-    the ranks by node where the schedule goes by node.
+    the ranks by node where the schedule goes by node. ``differs``: what all ranks hold already goes as a difference; ``codec`` is
+    that of all other frames.
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class Link:
         self.raw_bytes = 0
         self.wire_bytes = 0
         self._config = config
-        self._role = role
-        self.codec = codec
+        self.role = role
+        self.differs = codec == "delta"
+        self.codec = config.codec if self.differs else codec
         self._tag = next_tag(group) if tag is None else tag
         self._habit = members.habits.setdefault((op, role), _Habit())
 
@@ -111,7 +113,7 @@ class Link:
     def where(self) -> str:
         """Names the operation, its group and this rank."""
         name = getattr(self.group, "group_name", "?")
-        return f"{self.op} (group {name!r} of {self.size} ranks, role {self._role}, global rank {dist.get_rank()})"
+        return f"{self.op} (group {name!r} of {self.size} ranks, role {self.role}, global rank {dist.get_rank()})"
 
     def global_rank(self, peer: int) -> int:
         """Rank in the default group of a rank of this group."""

@@ -59,10 +59,12 @@ def all_gather_into_tensor(
     *,
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
+    base: changes.Base | None = None,
 ) -> Any:
     """``torch.distributed.all_gather_into_tensor``: shard r of the output is the input of rank r.
 
-    The input may be the own shard of the output.
+    The input may be the own shard of the output. ``base``, which all ranks give or none, names what they may hold of an earlier gather,
+    such as :data:`ds_zipccl.comm.IN_PLACE`: shards then go as differences where all ranks prove to hold it.
     """
     name, call = "all_gather_into_tensor", Call(group, async_op, config, role)
     if policy.small(output_tensor.nbytes, config):
@@ -70,7 +72,7 @@ def all_gather_into_tensor(
         return pass_small(
             name, call, sent, lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
         )
-    return _gather_tensors(name, [output_tensor], [input_tensor], call)
+    return _gather_tensors(name, [output_tensor], [input_tensor], call, base)
 
 
 def all_gather_coalesced(
@@ -87,7 +89,11 @@ def all_gather_coalesced(
 
 
 def _gather_tensors(
-    name: str, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], call: Call
+    name: str,
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    call: Call,
+    base: changes.Base | None = None,
 ) -> Any:
     ranks = size_of(call.group)
 
@@ -99,8 +105,8 @@ def _gather_tensors(
         return JoinedWork(name, handles, outputs) if later and len(handles) != 1 else handles[0]
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        if changes.wanted(link, call.config, call.role, inputs[0]):
-            return changes.gather(link, inputs[0], split(outputs[0], link.size))
+        if base is not None and link.differs:
+            return changes.gather(link, inputs[0], split(outputs[0], link.size), base)
         gather(link, 0, inputs, list(zip(*(split(whole, link.size) for whole in outputs), strict=True)))
 
     own, whole = [tensor.numel() for tensor in input_tensors], [tensor.numel() for tensor in output_tensors]
@@ -113,6 +119,7 @@ def _gather_tensors(
         coded=coded,
         numel=sum(own) * ranks,
         sent=sum(own) * (ranks - 1),
+        based=base is not None,
         problem=f"outputs must have {ranks} times the elements of the inputs {own}, got {whole}" if wrong else "",
     )
     return run(operation, call)

@@ -42,6 +42,7 @@ class Operation:
     reduce_op: dist.ReduceOp | None = None
     tolerance: Tolerance = "bits"
     plain_fits: bool = True  # the plain collective does whatever ours does
+    based: bool = False  # ranks may hold what was gathered before
     memory_order: bool = False  # treat dense tensors as gloo's sums do: in the order of memory
 
 
@@ -186,19 +187,27 @@ def decide(op: Operation, tensor: torch.Tensor, members: Members, call: Call) ->
         call.role,
         name,
         op.tolerance,
+        op.based,
         id(call.config),
     )
     found = members.plans.get(key)
     if found is None:
         if len(members.plans) >= REMEMBERED:
             members.plans.clear()
-        message = message_of(op.name, tensor, op.numel, members, call.role, name or None)
+        message = message_of(op.name, tensor, op.numel, members, call.role, name or None, based=op.based)
         found = members.plans[key] = (*_decide(op, message, members, call), call.config)
     return found[:2]
 
 
 def message_of(
-    op: str, tensor: torch.Tensor, numel: int | None, members: Members, role: str, reduce_op: str | None = None
+    op: str,
+    tensor: torch.Tensor,
+    numel: int | None,
+    members: Members,
+    role: str,
+    reduce_op: str | None = None,
+    *,
+    based: bool = False,
 ) -> policy.Message:
     """What the policy wants to know of ``numel`` elements like those of ``tensor``."""
     device = tensor.device.type
@@ -211,6 +220,7 @@ def message_of(
         backend=members.backend(device),
         role=role,
         reduce_op=reduce_op,
+        based=based,
     )
 
 
@@ -227,14 +237,14 @@ def _decide(op: Operation, message: policy.Message, members: Members, call: Call
     if len(competing) == 1:
         return competing[0], None
     size = policy.size_class(message)
-    key = (op.name, size, message.dtype, message.device, message.role, message.reduce_op, call.config.model_dump_json())
+    kind = (op.name, size, message.dtype, message.device, message.role, message.reduce_op, message.based)
+    key = (*kind, call.config.model_dump_json())
     if key not in members.tuners:
         dtype, summed = str(message.dtype).removeprefix("torch."), message.reduce_op or "SUM"
         where = "" if group is dist.group.WORLD else f", group {group.group_name}"
-        kind = (
-            f"{dtype}{'' if summed == 'SUM' else ' ' + summed}, {policy.size_text(size)}, {message.ranks} ranks{where}"
-        )
-        tell = functools.partial(stats.record_choice, message.role, message.op, kind)
+        what = f"{dtype}{'' if summed == 'SUM' else ' ' + summed}, {policy.size_text(size)}, {message.ranks} ranks"
+        what += f"{', with a base' if message.based else ''}{where}"
+        tell = functools.partial(stats.record_choice, message.role, message.op, what)
         members.tuners[key] = Tuner(competing, tell, nominal=1 << (size or policy.ANY_SIZE))
     return plan, members.tuners[key]
 

@@ -1,0 +1,197 @@
+"""Gathers into new memory as differences against a copy that each rank or each node keeps: the same bits whatever the copies hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm, stats
+from ds_zipccl.comm import changes, stored, topology
+from ds_zipccl.comm.members import known
+from ds_zipccl.comm.stored import Kept
+from ds_zipccl.config import ZipcclConfig
+
+CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
+SHARDS = (40_000, 1_000, 70_001)
+FULL, OTHER = "nothing was gathered there", "a rank holds something else"
+
+
+class Trainer:
+    """What a ZeRO-3 rank does: step its shards of some tensors, gather some of them at a time into new memory, let it go."""
+
+    def __init__(self, rank: int, ranks: int, kind: str) -> None:
+        self.rank, self.ranks, self.seed = rank, ranks, 1
+        self.masters = [torch.randn(ranks, shard, generator=torch.Generator().manual_seed(shard)) for shard in SHARDS]
+        self.kept = comm.keep([(shard, torch.bfloat16) for shard in SHARDS], kind, dist.group.WORLD)
+
+    def step(self) -> None:
+        for master in self.masters:
+            self.seed += 1
+            master.add_(1e-3 * torch.randn(master.shape, generator=torch.Generator().manual_seed(self.seed)))
+
+    def start(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """What is gathered, what should be, and the handle."""
+        wanted = torch.cat([self.masters[index] for index in chosen], dim=1).bfloat16()
+        whole = torch.full(wanted.shape, float("nan"), dtype=torch.bfloat16)
+        own = whole[self.rank].copy_(wanted[self.rank]) if self.seed % 2 else wanted[self.rank].clone()
+        base = comm.Stored([self.kept[index] for index in chosen])
+        return whole, wanted, comm.all_gather_into_tensor(whole.view(-1), own, None, True, config=CONFIG, base=base)
+
+    def gather(self, *chosen: int) -> dict[str, int]:
+        """What a gather, which is checked, adds to the count of differences."""
+        stats.reset()
+        whole, wanted, handle = self.start(chosen)
+        handle.wait()
+        assert torch.equal(whole.view(torch.int16), wanted.view(torch.int16))
+        (row,) = stats.rows()
+        self.ratio = row["ratio"]
+        return row["differences"]
+
+
+def steps(rank: int, ranks: int, kind: str) -> None:
+    trainer = Trainer(rank, ranks, kind)
+    assert trainer.gather(0, 1, 2) == {FULL: 1}
+    full = trainer.ratio
+    for _ in range(3):
+        trainer.step()
+        assert trainer.gather(0, 1, 2) == {"": 1}
+        assert trainer.ratio > 2 * full
+        assert trainer.gather(1, 2) == {"": 1}  # asked for in other company, as in a backward pass
+        assert trainer.ratio > 100
+        assert trainer.gather(0) == {"": 1}
+        assert trainer.ratio > 100
+    nbytes = sum(2 * ranks * shard for shard in SHARDS)
+    assert nbytes <= stats.memory()[f"{kind} copies of gathered parameters"] < nbytes + 64 * len(SHARDS)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_steps(ranks: int, kind: str) -> None:
+    runner.run(steps, ranks, kind)
+
+
+def by_node(rank: int, ranks: int) -> None:
+    """Two nodes of two ranks: each pair has one copy, and shards may come by way of the other rank of a node."""
+    topology.here = lambda: "left" if rank < 2 else "right"
+    trainer = Trainer(rank, ranks, "host")
+    assert [kept.mates for kept in trainer.kept] == [[0, 1] if rank < 2 else [2, 3]] * len(SHARDS)
+    for nodes in ([], [[0, 1], [2, 3]]):
+        known(None).nodes = nodes
+        trainer.gather(0, 2)
+        trainer.step()
+        assert trainer.gather(0, 2) == {"": 1}
+    dist.barrier()
+    before = trainer.kept[0].memory[0, 0].clone()
+    dist.barrier()
+    if rank in (0, 2):
+        trainer.kept[0].memory[0, 0] = 1.0 + rank
+    dist.barrier()
+    assert before != trainer.kept[0].memory[0, 0] == 1.0 + rank // 2 * 2
+    assert not list(stored.SHARED.glob("ds_zipccl-*")), "the memory has a name no longer"
+
+
+def test_nodes_share_a_copy() -> None:
+    runner.run(by_node, 4)
+
+
+def edited(rank: int, ranks: int) -> None:
+    """One bit of one rank's copy of one shard: that shard goes in full, once; the others do not."""
+    trainer = Trainer(rank, ranks, "device")
+    trainer.gather(0, 2)
+    if rank == 1:
+        trainer.kept[2].memory[0, 7].view(torch.int16).bitwise_xor_(1)  # in the shard of rank 0
+    trainer.step()
+    assert trainer.gather(0, 2) == ({OTHER: 1} if rank == 0 else {"": 1})
+    trainer.step()
+    assert trainer.gather(0, 2) == {"": 1}
+
+
+def mistaken(rank: int, ranks: int) -> None:
+    """A rank takes the copy of another tensor, then one whose last gather it has missed."""
+    trainer = Trainer(rank, ranks, "device")
+    trainer.kept.append(Kept(trainer.kept[0].memory.clone(), trainer.kept[0].mates))
+    trainer.masters.append(trainer.masters[0] + 1)
+    trainer.gather(0)
+    trainer.gather(3)
+    right = trainer.kept[0], trainer.kept[0].memory.clone()
+    if rank == 1:
+        trainer.kept[0] = trainer.kept[3]
+    trainer.step()
+    assert trainer.gather(0) == {OTHER: 1}
+    if rank == 1:
+        trainer.kept[0] = right[0]
+        trainer.kept[0].memory.copy_(right[1])
+    trainer.step()
+    assert trainer.gather(0) == {OTHER: 1}
+    trainer.step()
+    assert trainer.gather(0) == {"": 1}
+
+
+def together(rank: int, ranks: int) -> None:
+    """Several gathers in flight, waited for in another order."""
+    trainer = Trainer(rank, ranks, "host")
+    for _ in range(4):
+        trainer.step()
+        for whole, wanted, handle in [trainer.start([index]) for index in (2, 0)][::-1]:
+            handle.wait()
+            assert torch.equal(whole.view(torch.int16), wanted.view(torch.int16))
+    assert trainer.gather(0, 2) == {"": 1}
+    assert trainer.ratio > 100
+
+
+@pytest.mark.parametrize("case", [edited, mistaken, together], ids=lambda case: case.__name__)
+def test_what_copies_hold(case: Any) -> None:
+    runner.run(case, 3)
+
+
+def equal_hashes(rank: int, ranks: int) -> None:
+    changes.region_hash = lambda region: bytes(16)
+    edited(rank, ranks)
+
+
+def test_a_missing_proof_is_noticed() -> None:
+    with pytest.raises(runner.RankFailure, match="torch.equal"):
+        runner.run(equal_hashes, 3)
+
+
+def without_room(rank: int, ranks: int, failing: str) -> str:
+    """What every rank says where one node has no room, or where its ranks do not see the same memory."""
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if failing == "full" and rank == 0:
+        os.posix_fallocate = refuse
+    if failing == "apart" and rank == 1:
+        stored.SHARED = Path("/nowhere")
+    if failing == "foreign" and rank == 1:
+        os.geteuid = lambda: 12345
+    with pytest.raises(comm.CommError) as caught:
+        comm.keep([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
+    assert not list(Path("/dev/shm").glob("ds_zipccl-*"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("failing", "guilty", "why"),
+    [("full", 0, "No space left"), ("apart", 1, "No such file"), ("foreign", 1, "wanted 240000 of our own")],
+)
+def test_memory_that_cannot_be_had(failing: str, guilty: int, why: str) -> None:
+    for rank, text in enumerate(runner.run(without_room, 3, failing)):
+        assert "0.2 MB" in text and '"zero3_base"' in text
+        assert (why if rank == guilty else "another rank has the reason") in text
+
+
+def test_nothing_to_keep() -> None:
+    runner.run(nothing, 2)
+
+
+def nothing(rank: int, ranks: int) -> None:
+    assert comm.keep([], "host", dist.group.WORLD) == []
