@@ -8,7 +8,7 @@ Every run is ``examples/train_gpt.py`` in processes of its own; the variants tak
   Every rank is a node of its own unless ``--nodes`` says otherwise.
 * ``variant``: ``plain`` (``DS_ZIPCCL=0``); ``raw``, our schedules with uncoded frames; ``coded``; ``auto``, whichever of the three is
   fastest for a message, which takes 25 blocking calls of its kind to find out, or 85 asynchronous ones. All have ``reduction: match``,
-  which promises the plain run's bits, and the coded ones ``--delta``.
+  which promises the plain run's bits, and the keys of ``--set``, which :func:`ds_zipccl.config.parse_section` checks.
 * ``step_ms``: median of rank 0's steps, the first few left out.
 * ``comm_ms``: median over the same steps of the time that rank 0's program spent in calls of collectives and in ``wait()`` of
   their handles, other ranks' delays included. What overlaps with computing is not in it.
@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_zipccl.config import ConfigError, parse_section
 from ds_zipccl.tools import ToolError, link
 from ds_zipccl.tools.tables import Column, Table, complain, say, write_json
 from ds_zipccl.tools.train_trial import MODES, Results, Training, find_script, run
@@ -79,7 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size", choices=("tiny", "small", "medium"), default="small", help="model (default: small, 11M parameters)"
     )
     option(
-        "--delta", choices=("off", "auto"), default="off", help="the key of the section, for coded runs (default: off)"
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help='keys of the "zipccl" section for all runs but plain ones',
     )
     option("--script", type=Path, metavar="FILE", help="training script (default: the package's examples/train_gpt.py)")
     option("--timeout", type=float, default=1800, metavar="S", help="seconds for one run (default: 1800)")
@@ -93,9 +99,29 @@ def _codes(variant: str) -> bool:
     return section is not None and section.get("codec") != "raw"
 
 
-def _section(variant: str, delta: str) -> dict[str, Any] | None:
+def _section(variant: str, settings: Sequence[str]) -> dict[str, Any] | None:
+    """The section of a variant's processes with ``settings``, each "key=value" in which the value is JSON, or a string without quotes.
+
+    Raises:
+        ToolError: a setting is none.
+    """
     section = VARIANTS[variant]
-    return section | {"delta": delta} if section is not None and _codes(variant) else section
+    if section is None:
+        return None
+    section = dict(section)
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        try:
+            section[key] = json.loads(value)
+        except json.JSONDecodeError:
+            section[key] = value
+        if not equals or key in VARIANTS[variant]:
+            raise ToolError(f"--set wants KEY=VALUE with a key that {variant} runs do not set themselves, got {setting}")
+    try:
+        parse_section(section)
+    except ConfigError as error:
+        raise ToolError(str(error)) from None
+    return section
 
 
 def problems(runs: Runs) -> list[str]:
@@ -156,7 +182,7 @@ def _measure(training: Training, args: argparse.Namespace) -> tuple[list[dict[st
     try:
         with link.joined(training.link, training.ranks, training.nodes) as network:
             for variant in list(runs) * args.repeat:
-                runs[variant].append(run(training, variant, _section(variant, args.delta), network))
+                runs[variant].append(run(training, variant, _section(variant, args.set), network))
     except ToolError as error:
         return [], training.place | {"ratio_coded": {}, "problems": [str(error)]}
     counted = {variant: results[0]["sent"] for variant, results in runs.items()}
@@ -184,6 +210,8 @@ def main(args: argparse.Namespace) -> int:
             f"need --repeat >= 1 and --steps > --skip >= 0, got {args.repeat}, {args.steps} and {args.skip}"
         )
     link.check(args.link, args.ranks, args.nodes)
+    for variant in args.variants:
+        _section(variant, args.set)  # before hours of measuring
     script = find_script(args.script)
     if args.plot:
         from ds_zipccl.tools import plot_train  # before hours of measuring: matplotlib may be missing
