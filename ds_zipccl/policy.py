@@ -24,7 +24,7 @@ GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced")
 #: Differences are made of tensors on these devices (admission: others are staged, and their base is not where the frames are).
 DELTA_DEVICES = ("cpu",)
 #: A shard smaller than this many bytes is not sent as a difference (seed: the hashes cost a message each way).
-DELTA_SHARD_BYTES = 64 << 10
+DELTA_SHARD_BYTES = 16 << 10
 #: A segment smaller than this many bytes goes into a raw frame (seed: a coder call costs more than it saves there).
 RAW_BELOW_BYTES = 4096
 #: Segments smaller than this many bytes are encoded together (seed: for larger ones it pays more that the first is under way
