@@ -16,7 +16,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 #: DeepSpeed module -> function of ds_zipccl.backend that adjusts it.
-HOOKS = {"deepspeed.comm.comm": "adopt_comm", "deepspeed.runtime.engine": "adopt_engine"}
+HOOKS = {
+    "deepspeed.comm.comm": "adopt_comm",
+    "deepspeed.runtime.zero.stage_1_and_2": "adopt_zero12",
+    "deepspeed.runtime.engine": "adopt_engine",
+}
 
 
 def autoload() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +17,10 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 import ds_zipccl
-from ds_zipccl import agreement, autoload, comm, kernels, stats
+from ds_zipccl import agreement, autoload, comm, kernels, policy, stats
 from ds_zipccl.comm.members import known
 from ds_zipccl.comm.operation import PLAIN
+from ds_zipccl.comm.owners import Owned
 from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 from ds_zipccl.costs import Profile
 
@@ -49,6 +53,23 @@ _DEFAULTS = {
     "input_split_sizes": None,
 }
 _P2P = ("send", "recv", "isend", "irecv")
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """What DeepSpeed is about to all-reduce, and whose its parts are."""
+
+    group: Any
+    owned: Owned
+
+    def fits(self, tensor: torch.Tensor, op: Any, group: Any, later: bool) -> bool:
+        """Whether an all-reduce with these arguments is the one."""
+        same = group is self.group and sum(numel for numel, _ in self.owned) == tensor.numel()
+        return same and op == ReduceOp.SUM and not later
+
+
+#: For the next all-reduce only.
+_BUCKET: ContextVar[_Bucket | None] = ContextVar("ds_zipccl_bucket", default=None)
 
 _installed: dict[str, Any] | None = None  # the section given to install()
 
@@ -85,6 +106,8 @@ def _coded(name: str) -> Callable[..., Any]:
             return plain(self, *values)
         token = PLAIN.set(functools.partial(plain, self, *values))
         try:
+            if name == "all_reduce" and (owned := self._owned(*values, role=role)):
+                return comm.reduce_to_owners(values[0], owned, *values[1:3], config=self._settings(role), role=role)
             return run(*values, config=self._settings(role), role=role)
         finally:
             PLAIN.reset(token)
@@ -108,6 +131,18 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
     def _settings(self, role: str) -> ZipcclConfig | None:
         """The configuration for a role: ZeRO-3 gathers parameters into new memory, where no last step's are."""
         return self.zipccl if role != "zero_param" or self.zero_stage in (1, 2) else self._without_delta
+
+    def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owned | None:
+        """Whose the parts of what is all-reduced are, where only they need the sum; None where all ranks do, or nobody knows."""
+        bucket, config = _BUCKET.get(), self.zipccl
+        _BUCKET.set(None)
+        if config is None or config.owner_only == "off":
+            return None
+        if bucket is not None and bucket.fits(tensor, op, group, later):
+            return bucket.owned
+        if role == "zero_grad" and self.zero_stage in (1, 2) and not policy.small(tensor.nbytes, config):
+            stats.record_ownerless(role, "all_reduce")
+        return None
 
     def configure(self, section: dict[str, Any] | None) -> None:
         """Agree on the configuration with all ranks and switch coding on or off. A collective: every rank calls it.
@@ -225,6 +260,45 @@ def adopt_engine(module: ModuleType) -> None:
 
     _take_model_step.ds_zipccl = True  # type: ignore[attr-defined]
     engine._take_model_step = _take_model_step
+
+
+def adopt_zero12(module: ModuleType) -> None:
+    """Tell :meth:`ZipcclBackend.all_reduce` whose the parts of a bucket of gradients are, when ZeRO-1 or ZeRO-2 reduces one.
+
+    ``allreduce_and_copy_with_multiple_ranks`` all-reduces its tensors laid end to end, a copy of them (cast to the communication dtype
+    if need be), and then reads of the sums those whose ``bucket_ranks`` have this rank: it adds them to this rank's partition and copies
+    them back. A bucket of a single tensor is no copy but the gradient itself: there ranks that do not own it keep their own gradient
+    instead of the sum, as they do in every bucket of several tensors, so that nothing in DeepSpeed may count on it. Everything but the
+    all-reduce is DeepSpeed's own code.
+
+    Left alone, so that all ranks get the sums: ``reduce_scatter`` false, ``contiguous_gradients`` false and the BF16 optimizer, which
+    reduce by other methods and copy all of it back (the norm of the BF16 optimizer's gradients is over all of them); and ZenFlow, which
+    looks at gradients in ways of its own. Not concerned: ``use_multi_rank_bucket_allreduce`` false, which reduces to owners already.
+    """
+    name = "allreduce_and_copy_with_multiple_ranks"
+    optimizer = module.DeepSpeedZeroOptimizer
+    original = getattr(optimizer, name, None)
+    if original is None or hasattr(original, "ds_zipccl"):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        group, owners = given.get("process_group"), given.get("bucket_ranks")
+        bucket = None
+        if owners is not None and not getattr(self, "zenflow", False):
+            sizes = [tensor.numel() for tensor in given["small_bucket"]]
+            sets = [ranks if isinstance(ranks, frozenset) else frozenset((ranks,)) for ranks in owners]
+            bucket = _Bucket(self.dp_process_group if group is None else group, list(zip(sizes, sets, strict=True)))
+        token = _BUCKET.set(bucket)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _BUCKET.reset(token)
+
+    method.ds_zipccl = True  # type: ignore[attr-defined]
+    setattr(optimizer, name, method)
 
 
 def _after_step(engine: Any) -> None:

@@ -64,6 +64,11 @@ class ZipcclConfig(BaseModel):
         description="auto: with ZeRO-1 and ZeRO-2, gather parameters as differences against the last step's where every rank proves, "
         "by a hash, to hold them. Keeps a copy of the shard that this rank owns. For slow links: it computes more.",
     )
+    owner_only: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: with ZeRO-1 and ZeRO-2, send every slice of a bucket of gradients to the ranks that keep it, and to no other: "
+        "half of what the all-reduce sends. off: all-reduce it.",
+    )
     min_bytes: int = Field(65536, ge=0, description="Messages smaller than this many bytes pass through uncoded.")
     staging_mib: int = Field(
         64,

@@ -15,6 +15,7 @@ from ds_zipccl.comm.moves import (
     all_to_all_single,
     broadcast,
 )
+from ds_zipccl.comm.owners import reduce_to_owners
 from ds_zipccl.comm.p2p import irecv, isend, recv, send
 from ds_zipccl.comm.shadow import ShadowMismatch
 from ds_zipccl.comm.sums import all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor
@@ -39,5 +40,6 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "reduce_to_owners",
     "send",
 ]

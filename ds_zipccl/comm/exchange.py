@@ -99,10 +99,9 @@ class Link:
         """Tag of round ``index``."""
         return self._tag + index
 
-    def piece_numel(self, flat: torch.Tensor, rounds: int) -> int:
-        """Elements of the pieces that ``flat`` goes in, in so many rounds at a time; the last one may be shorter."""
-        staging = (self._config.staging_mib << 20) // rounds
-        return policy.piece_numel(flat.numel(), flat.element_size(), self.size, staging)
+    def piece_numel(self, numel: int, itemsize: int, rounds: int) -> int:
+        """Elements of the pieces that so many go in, in so many rounds at a time; the last one may be shorter."""
+        return policy.piece_numel(numel, itemsize, self.size, (self._config.staging_mib << 20) // rounds)
 
     def error(self, what: str) -> CommError:
         """``what`` went wrong, with where."""
