@@ -18,8 +18,9 @@ from types import ModuleType
 #: DeepSpeed module -> function of ds_zipccl.backend that adjusts it.
 HOOKS = {
     "deepspeed.comm.comm": "adopt_comm",
+    "deepspeed.runtime.zero.partition_parameters": "adopt_zero3",
+    "deepspeed.runtime.zero.stage_1_and_2": "adopt_zero12",
     "deepspeed.runtime.engine": "adopt_engine",
-    "deepspeed.runtime.zero.partition_parameters": "adopt_partitioning",
 }
 
 

@@ -14,9 +14,10 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 import ds_zipccl
-from ds_zipccl import agreement, autoload, comm, kernels, stats, zero3
+from ds_zipccl import agreement, autoload, comm, kernels, policy, stats, zero
 from ds_zipccl.comm.members import known
 from ds_zipccl.comm.operation import PLAIN
+from ds_zipccl.comm.owners import Owned
 from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 from ds_zipccl.costs import Profile
 
@@ -88,6 +89,8 @@ def _coded(name: str) -> Callable[..., Any]:
         token = PLAIN.set(functools.partial(plain, self, *values))
         more = {"base": self._base(values[0], values[2])} if (name, role) == _PARAMETERS else {}
         try:
+            if name == "all_reduce" and (owned := self._owned(*values, role=role)):
+                return comm.reduce_to_owners(values[0], owned, *values[1:3], config=self.zipccl, role=role)
             return run(*values, config=self.zipccl, role=role, **more)
         finally:
             PLAIN.reset(token)
@@ -110,7 +113,16 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
     def _base(self, output: torch.Tensor, group: Any) -> comm.Base | None:
         """What ranks may hold of the parameters that a gather into ``output`` brings: ZeRO-1 and 2 gather in place, ZeRO-3 into new
         memory."""
-        return comm.IN_PLACE if self.zero_stage in (1, 2) else zero3.base_of(output, group)
+        return comm.IN_PLACE if self.zero_stage in (1, 2) else zero.base_of(output, group)
+
+    def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owned | None:
+        """Whose the parts of what is all-reduced are, where only they need the sum; None where all ranks do, or nobody knows."""
+        owned = zero.owned(tensor, op, group, later)
+        if owned or self.zipccl.owner_only == "off":
+            return owned if self.zipccl.owner_only == "auto" else None
+        if role == "zero_grad" and self.zero_stage in (1, 2) and not policy.small(tensor.nbytes, self.zipccl):
+            stats.record_ownerless(role, "all_reduce")
+        return None
 
     def configure(self, section: dict[str, Any] | None) -> None:
         """Agree on the configuration with all ranks and switch coding on or off. A collective: every rank calls it.
@@ -236,9 +248,14 @@ def adopt_engine(module: ModuleType) -> None:
     engine._take_model_step, engine._configure_zero_optimizer = _take_model_step, _configure_zero_optimizer
 
 
-def adopt_partitioning(module: ModuleType) -> None:
-    """Know which parameters a ZeRO-3 gather is of."""
-    zero3.watch(module.Init)
+def adopt_zero3(module: ModuleType) -> None:
+    """Know which parameters a gather of ZeRO-3 is of."""
+    zero.watch_gathers(module.Init)
+
+
+def adopt_zero12(module: ModuleType) -> None:
+    """Know whose the parts of a bucket of gradients are that ZeRO-1 or ZeRO-2 all-reduces."""
+    zero.watch_buckets(module.DeepSpeedZeroOptimizer)
 
 
 def _keep_gathered(engine: Any) -> None:
@@ -246,7 +263,7 @@ def _keep_gathered(engine: Any) -> None:
     config = getattr(importlib.import_module("deepspeed.comm.comm").cdb, "zipccl", None)
     if config is None or config.zero3_base == "off" or engine.zero_optimization_stage() != 3:
         return
-    said = zero3.keep(engine.module.parameters(), config.zero3_base, engine.device)
+    said = zero.keep(engine.module.parameters(), config.zero3_base, engine.device)
     if torch.distributed.get_rank() == 0:
         print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
 

@@ -66,8 +66,13 @@ class ZipcclConfig(BaseModel):
     )
     zero3_base: Literal["off", "host", "device"] = Field(
         "off",
-        description="Keep the parameters that ZeRO-3 gathered, so that it has something to send differences against. host: 2 bytes per bf16 "
-        "parameter in memory that the ranks of a node share (/dev/shm). device: as much on every rank's device.",
+        description="Keep the parameters that ZeRO-3 gathered, so that it has something to send differences against. host: 2 bytes per "
+        "bf16 parameter in memory that the ranks of a node share (/dev/shm). device: as much on every rank's device.",
+    )
+    owner_only: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: with ZeRO-1 and ZeRO-2, send every slice of a bucket of gradients to the ranks that keep it, and to no other: "
+        "half of what the all-reduce sends. off: all-reduce it.",
     )
     min_bytes: int = Field(65536, ge=0, description="Messages smaller than this many bytes pass through uncoded.")
     staging_mib: int = Field(

@@ -167,6 +167,8 @@ _TRAFFIC = {
 }
 #: Exchanges of ours, one after the other.
 _ROUNDS = {"all_reduce": ("reduce_scatter", "all_gather")}
+#: Our schedule of these is another operation's, as long as every rank owns about as much.
+_LIKE = {"reduce_to_owners": "reduce_scatter"}
 OPS = tuple(_TRAFFIC)
 
 
@@ -250,7 +252,7 @@ def _exchange(
 
 def promising(candidates: Sequence[Plan], message: Message, profile: Profile | None) -> tuple[Plan, ...]:
     """The schedules worth a trial: without frames that others will clearly beat. All where nothing was measured."""
-    traffic = next((op for op in OPS if message.op.startswith(op)), None)
+    traffic = _LIKE.get(message.op) or next((op for op in OPS if message.op.startswith(op)), None)
     if profile is None or traffic is None or message.nbytes is None:
         return tuple(candidates)
     ratios = {"raw": 1.0, "delta": DELTA_RATIO}

@@ -18,6 +18,7 @@ class _Row:
     passed_bytes: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     differences: Counter[str] = field(default_factory=Counter)
+    ownerless: int = 0
     choices: dict[str, _Choice] = field(default_factory=dict)
 
 
@@ -43,6 +44,9 @@ def _row(role: str, op: str) -> _Row:
 
 def record(role: str, op: str, raw_bytes: int, wire_bytes: int, staging_bytes: int = 0) -> None:
     """Count one coded call: bytes this rank would have sent uncoded, and bytes it sent, headers included.
+
+    Uncoded means our schedule with uncoded frames. Where that sends less than the plain collective by itself (``reduce_to_owners``, about
+    half of an all-reduce), it means the plain collective, so that the ratio has all that was saved.
 
     ``staging_bytes``: the most memory that frames have taken in this process until now.
     """
@@ -76,6 +80,12 @@ def record_memory(what: str, nbytes: int) -> None:
         _memory[what] = nbytes
 
 
+def record_ownerless(role: str, op: str) -> None:
+    """Count one sum of gradients that all ranks got, as nobody knew which of them needs what."""
+    with _lock:
+        _row(role, op).ownerless += 1
+
+
 def record_choice(role: str, op: str, what: str, text: str) -> None:
     """Count a choice of schedule for the messages that ``what`` tells apart; the latest text is kept."""
     with _lock:
@@ -97,11 +107,12 @@ def _ratio(raw_bytes: int, wire_bytes: int) -> float:
 
 def rows() -> list[dict[str, Any]]:
     """One dict per (role, op), sorted: role, op, calls, raw_bytes, wire_bytes, ratio, passed, passed_bytes, reasons, differences,
-    choices.
+    ownerless, choices.
 
     ``calls``, ``raw_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` the others; ``reasons`` maps
     a reason to its number of calls, and ``differences`` the reason why a shard went in full, empty where it went as a difference
-    against the last one. ``choices`` maps a kind of message to the schedule that was chosen last and how often one was. A
+    against the last one. ``ownerless`` counts sums of gradients that went to all ranks although ZeRO keeps a part on each: whose is
+    what was not known. ``choices`` maps a kind of message to the schedule that was chosen last and how often one was. A
     snapshot: later calls do not change it.
     """
     with _lock:
@@ -117,6 +128,7 @@ def rows() -> list[dict[str, Any]]:
                 "passed_bytes": row.passed_bytes,
                 "reasons": dict(row.reasons),
                 "differences": dict(row.differences),
+                "ownerless": row.ownerless,
                 "choices": {what: (choice.latest, choice.count) for what, choice in row.choices.items()},
             }
             for (role, op), row in sorted(_rows.items())
@@ -155,7 +167,7 @@ _HEADER = ("role", "op", "coded", "MB", "sent MB", "ratio", "passed", "MB", "why
 
 def table() -> str:
     """The rows as plain text, columns aligned, MB of 10^6 bytes, and the total over coded calls; then lines for
-    memory, for what went as differences, and for the schedules that were chosen."""
+    memory, for what went as differences, for sums that went to all ranks, and for the schedules that were chosen."""
     cells = [_HEADER]
     for row in rows():
         why = ", ".join(f"{reason} ({count})" for reason, count in sorted(row["reasons"].items()))
@@ -176,7 +188,7 @@ def table() -> str:
     if total["staging_bytes"]:
         lines.append(f"memory for frames: {total['staging_bytes'] / 1e6:.1f} MB at most")
     lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(memory().items())]
-    return "\n".join([*lines, *_differences(), *_choices()])
+    return "\n".join([*lines, *_differences(), *_ownerless(), *_choices()])
 
 
 def _differences() -> Iterator[str]:
@@ -187,6 +199,13 @@ def _differences() -> Iterator[str]:
         why = "".join(f", {reason} ({count})" for reason, count in sorted(counts.items()))
         if total:
             yield f"{row['role']} {row['op']}: {hits} of {total} shards went as differences{why}"
+
+
+def _ownerless() -> Iterator[str]:
+    """A line for every operation that might have sent sums to their owners only, but did not know them."""
+    for row in rows():
+        if row["ownerless"]:
+            yield f"{row['role']} {row['op']}: {row['ownerless']} calls not owner-only: the owners of the bucket are not known"
 
 
 def _choices() -> Iterator[str]:

@@ -57,7 +57,7 @@ def in_small_pieces(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "PIECE_UNIT", 64)
         patch.setattr(policy, "PIECE_BYTES", (least, 16 * least))
-        for module in (comm.sums, comm.gathers, comm.moves):
+        for module in (comm.sums, comm.gathers, comm.moves, comm.owners):
             patch.setattr(module, "pump", counted)
         case(rank, ranks, *arguments)
     return turns

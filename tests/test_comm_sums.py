@@ -172,8 +172,8 @@ def other_order() -> None:
     """From now on chunks are summed in another order."""
     pieces = reduction.Reduction._pieces
 
-    def turned(self: Any, begin: int, end: int, chunk: int) -> Any:
-        return ((piece, list(reversed(order))) for piece, order in pieces(self, begin, end, chunk))
+    def turned(self: Any, spans: Sequence[slice], chunk: int) -> Any:
+        return [(piece, list(reversed(order))) for piece, order in pieces(self, spans, chunk)]
 
     reduction.Reduction._pieces = turned
 

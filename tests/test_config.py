@@ -21,7 +21,7 @@ from ds_zipccl.config import (
     parse_section,
 )
 
-KEYS = "enabled, mode, reduction, check, codec, block, delta, zero3_base, min_bytes, staging_mib, route, roles, log_interval"
+KEYS = "enabled, mode, reduction, check, codec, block, delta, zero3_base, owner_only, min_bytes, staging_mib, route, roles, log_interval"
 
 GOOD = [
     {},

@@ -26,6 +26,7 @@ FLOORS = (
     {"costs"},
     {"agreement", "calibrate"},
     {"comm"},
+    {"zero"},
     {"backend"},
     {"tools"},
     {"__main__"},

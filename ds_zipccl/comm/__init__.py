@@ -16,6 +16,7 @@ from ds_zipccl.comm.moves import (
     all_to_all_single,
     broadcast,
 )
+from ds_zipccl.comm.owners import reduce_to_owners
 from ds_zipccl.comm.p2p import irecv, isend, recv, send
 from ds_zipccl.comm.shadow import ShadowMismatch
 from ds_zipccl.comm.stored import Stored, keep
@@ -45,5 +46,6 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "reduce_to_owners",
     "send",
 ]

@@ -52,7 +52,7 @@ def gather(link: Link, own: torch.Tensor, places: Sequence[torch.Tensor], base: 
 def _objection(link: Link, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
     """Why this rank's shard must go in full; empty where every rank holds what was sent last. Round 0."""
     answers = {peer: torch.empty(HASH_BYTES, dtype=torch.uint8) for peer in link.peers}
-    with posting(link, 0) as exchange:
+    with posting(link, 0, ours=True) as exchange:
         for peer in link.peers:
             exchange.expect(peer, answers[peer])
         for peer in link.peers:

@@ -101,10 +101,9 @@ class Link:
         """Tag of round ``index``."""
         return self._tag + index
 
-    def piece_numel(self, flat: torch.Tensor, rounds: int) -> int:
-        """Elements of the pieces that ``flat`` goes in, in so many rounds at a time; the last one may be shorter."""
-        staging = (self._config.staging_mib << 20) // rounds
-        return policy.piece_numel(flat.numel(), flat.element_size(), self.size, staging)
+    def piece_numel(self, numel: int, itemsize: int, rounds: int) -> int:
+        """Elements of the pieces that so many go in, in so many rounds at a time; the last one may be shorter."""
+        return policy.piece_numel(numel, itemsize, self.size, (self._config.staging_mib << 20) // rounds)
 
     def error(self, what: str) -> CommError:
         """``what`` went wrong, with where."""
@@ -186,10 +185,10 @@ class Link:
         except FrameError as error:
             raise self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}") from error
 
-    def count(self, flat: torch.Tensor, frame: torch.Tensor) -> None:
+    def count(self, raw_bytes: int, wire_bytes: int) -> None:
         """Account for one frame sent."""
-        self.raw_bytes += flat.nbytes
-        self.wire_bytes += frame.nbytes
+        self.raw_bytes += raw_bytes
+        self.wire_bytes += wire_bytes
 
     @contextmanager
     def naming(self, doing: str, peer: int | None = None) -> Iterator[None]:

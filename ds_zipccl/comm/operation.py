@@ -44,6 +44,7 @@ class Operation:
     plain_fits: bool = True  # the plain collective does whatever ours does
     based: bool = False  # ranks may hold what was gathered before
     memory_order: bool = False  # treat dense tensors as gloo's sums do: in the order of memory
+    sends_less: bool = False  # before coding, than the plain collective: then that is what counts as uncoded
 
 
 @dataclass(slots=True)
@@ -144,7 +145,8 @@ def _code(op: Operation, call: Call, plan: policy.Plan, watch: Stopwatch | None)
             watch.stop()
         if shadow is not None:
             shadow.compare(op.outputs, link.error)
-        stats.record(call.role, op.name, link.raw_bytes, link.wire_bytes, BUFFERS.peak)
+        uncoded = int(op.sent * (op.outputs or op.inputs)[0].element_size()) if op.sends_less else link.raw_bytes
+        stats.record(call.role, op.name, uncoded, link.wire_bytes, BUFFERS.peak)
 
     if call.async_op:
         return work.start(op.name, op.outputs, job)

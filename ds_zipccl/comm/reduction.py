@@ -8,7 +8,7 @@ left open for fp16 and fp32, by the hardware as well; bf16 sums make it 0x7fc0, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -49,6 +49,18 @@ def cut(numel: int, chunk: int, ranks: int) -> list[slice]:
     return [slice(min(rank * chunk, numel), min((rank + 1) * chunk, numel)) for rank in range(ranks)]
 
 
+def within(spans: Sequence[slice], begin: int, end: int) -> list[slice]:
+    """Where the elements from ``begin`` to ``end`` of ``spans``, laid end to end, lie; beyond the end there are none."""
+    found, before = [], 0
+    for span in spans:
+        first = max(span.start, span.start + begin - before)
+        last = min(span.stop, span.start + end - before)
+        if first < last:
+            found.append(slice(first, last))
+        before += span.stop - span.start
+    return found
+
+
 class Contributions(Protocol):
     """What every rank of the group adds to a sum; flat tensors of the sum's size and dtype, each asked for once.
 
@@ -75,18 +87,18 @@ class Reduction:
         self._average = op == "AVG"
         self._ranks = ranks
 
-    def fold(self, contributions: Contributions, out: torch.Tensor, begin: int, chunk: int) -> None:
+    def fold(self, contributions: Contributions, out: torch.Tensor, spans: Sequence[slice], chunk: int) -> None:
         """Write the sum of all contributions into flat ``out``; :meth:`finish` is still to come.
 
         Args:
             contributions: where one order serves all of ``out``, they are taken and added in that order, one at a time.
             out: may be the own contribution's memory, and shares none with others'.
-            begin, chunk: first element of ``out`` in the message, and the size of the message's chunks, in elements.
+            spans, chunk: what ``out`` is of the message, laid end to end, and the size of the message's chunks, in elements.
         """
         if not out.numel():
             return
         lease = Lease()
-        pieces = list(self._pieces(begin, begin + out.numel(), chunk))
+        pieces = self._pieces(spans, chunk)
         first, second, *others = pieces[0][1]
         if second == contributions.rank:  # the first two commute, and what is here already can be added to
             first, second = second, first
@@ -116,11 +128,19 @@ class Reduction:
         if self._average and not self._fp32:
             out.div_(self._ranks)
 
-    def _pieces(self, begin: int, end: int, chunk: int) -> Iterator[tuple[slice, Sequence[int]]]:
-        """Parts of [begin, end), relative to ``begin``, with the order of ranks in which each is summed."""
-        if self._fp32:
-            yield slice(0, end - begin), range(self._ranks)
-            return
-        for c in range(begin // chunk, (end - 1) // chunk + 1):
-            order = [(c - 1 - step) % self._ranks for step in range(self._ranks)]
-            yield slice(max(c * chunk, begin) - begin, min((c + 1) * chunk, end) - begin), order
+    def _pieces(self, spans: Sequence[slice], chunk: int) -> list[tuple[slice, Sequence[int]]]:
+        """Parts of ``spans`` laid end to end, as long as can be, with the order of ranks in which each is summed."""
+        if self._fp32 or self._ranks == 2:  # the sum of two does not depend on the order
+            return [(slice(0, sum(span.stop - span.start for span in spans)), range(self._ranks))]
+        pieces: list[tuple[slice, Sequence[int]]] = []
+        at, last = 0, -1
+        for span in spans:
+            for c in range(span.start // chunk, (span.stop - 1) // chunk + 1):
+                end = at + min((c + 1) * chunk, span.stop) - max(c * chunk, span.start)
+                if c == last:
+                    pieces[-1] = (slice(pieces[-1][0].start, end), pieces[-1][1])
+                else:
+                    order = [(c - 1 - step) % self._ranks for step in range(self._ranks)]
+                    pieces.append((slice(at, end), order))
+                at, last = end, c
+        return pieces

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ds_zipccl import policy
 from ds_zipccl.comm.buffers import Lease
+from ds_zipccl.comm.reduction import within
 from ds_zipccl.frame import parse
 
 if TYPE_CHECKING:
@@ -34,11 +35,42 @@ def pump(turns: int, *stages: Callable[[int], None]) -> None:
                 stage(turn - policy.WINDOW * number)
 
 
+class Laid:
+    """Spans of a flat tensor laid end to end, like a flat tensor whose pieces are made when they are asked for: views where a piece lies in
+    one span, otherwise copies."""
+
+    def __init__(self, flat: torch.Tensor, spans: Sequence[slice]) -> None:
+        self._flat, self._spans = flat, spans
+        self.element_size = flat.element_size
+
+    def numel(self) -> int:
+        return sum(span.stop - span.start for span in self._spans)
+
+    def split(self, numel: int) -> Sequence[torch.Tensor]:
+        """All of it in pieces of ``numel`` elements; the last one may be shorter."""
+        return _LaidPieces(self._flat, self._spans, numel, -(-self.numel() // numel))
+
+
+class _LaidPieces(Sequence[torch.Tensor]):
+    def __init__(self, flat: torch.Tensor, spans: Sequence[slice], numel: int, count: int) -> None:
+        self._flat, self._spans, self._numel, self._count = flat, spans, numel, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, turn: int) -> torch.Tensor:  # type: ignore[override]
+        parts = [self._flat[span] for span in within(self._spans, turn * self._numel, (turn + 1) * self._numel)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class Pieces(list[Sequence[torch.Tensor]]):
     """Flat tensors, each as its pieces; ``rounds``: exchanges of them that go on at a time."""
 
-    def __init__(self, link: Link, flats: Sequence[torch.Tensor], rounds: int = 1) -> None:
-        super().__init__(flat.split(link.piece_numel(flat, rounds)) if flat.numel() else () for flat in flats)
+    def __init__(self, link: Link, flats: Sequence[torch.Tensor | Laid], rounds: int = 1) -> None:
+        super().__init__(
+            flat.split(link.piece_numel(flat.numel(), flat.element_size(), rounds)) if flat.numel() else ()
+            for flat in flats
+        )
         self.turns = max(map(len, self), default=0)
 
     def at(self, turn: int) -> list[torch.Tensor]:
@@ -54,9 +86,12 @@ class _Posted(NamedTuple):
 
 
 @contextmanager
-def posting(link: Link, index: int = 0) -> Iterator[Round]:
-    """One exchange; on leaving, every send is out. After an error nothing is waited for, so that it shows at once."""
-    exchange = Round(link, index)
+def posting(link: Link, index: int = 0, *, ours: bool = False) -> Iterator[Round]:
+    """One exchange; on leaving, every send is out. After an error nothing is waited for, so that it shows at once.
+
+    ``ours``: of messages that plain collectives do not send.
+    """
+    exchange = Round(link, index, ours)
     try:
         yield exchange
         exchange.flush()
@@ -68,8 +103,9 @@ def posting(link: Link, index: int = 0) -> Iterator[Round]:
 class Round:
     """Frames of one tag. Frames of one pair of ranks arrive in the order they were sent; empty tensors are not sent."""
 
-    def __init__(self, link: Link, index: int) -> None:
+    def __init__(self, link: Link, index: int, ours: bool) -> None:
         self._link = link
+        self._ours = ours
         self._tag = link.tag(index)
         self._sends: deque[list[_Posted]] = deque([[]])
         self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
@@ -111,7 +147,7 @@ class Round:
             with self._link.naming("sending to", peer):
                 handle = self._link.group.send([frame], peer, self._tag)
             self._sends[-1].append(_Posted(peer, handle, frame, lease))
-            self._link.count(flat, frame)
+            self._link.count(0 if self._ours else flat.nbytes, frame.nbytes)
 
     def receive(self, peer: int, out: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
         """Wait for the next frame of ``peer`` and decode it, against ``base`` if it is a difference, into flat ``out``, which it

@@ -5,12 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import stats
 from ds_zipccl.comm import topology
@@ -26,6 +28,9 @@ TOKEN_BYTES = 16
 ALIGNMENT = 64
 #: Round after those of the gather itself.
 _DONE = 3
+
+#: Memory that :func:`keep` has given, while somebody uses it, and its bytes.
+_pools: list[tuple[StorageWeakRef, int]] = []
 
 
 @dataclass(slots=True)
@@ -72,7 +77,7 @@ class Stored:
             kept.filled = True
         others = [mate for mate in mates if mate != link.rank]
         word = torch.zeros(1, dtype=torch.uint8)
-        with posting(link, _DONE) as exchange:
+        with posting(link, _DONE, ours=True) as exchange:
             for mate in others:
                 exchange.expect(mate, word)
             for mate in others:
@@ -107,11 +112,11 @@ def keep(
         device = "cpu"
         mates = next(node for node in topology.by_node(group, topology.find(group)) if rank in node)
     sizes = [-(-ranks * numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in shards]
-    if kind == "host":
-        pool = _shared(sum(sizes), mates, group)
-    else:
-        pool = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    stats.record_memory(f"{kind} copies of gathered parameters", pool.nbytes)
+    total = sum(sizes)
+    pool = _shared(total, mates, group) if kind == "host" else torch.empty(total, dtype=torch.uint8, device=device)
+    _pools.append((StorageWeakRef(pool.untyped_storage()), total))
+    _pools[:] = [(pool, size) for pool, size in _pools if not pool.expired()]
+    stats.record_memory("copies of gathered parameters", sum(size for _, size in _pools))
     found = []
     for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
         memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)
@@ -126,28 +131,43 @@ def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup) -> torc
     dist.all_gather(tokens, token, group)
     file = SHARED / f"ds_zipccl-{bytes(tokens[mates[0]].tolist()).hex()}"
     leads = dist.get_rank(group) == mates[0]
-    memory, problem = torch.empty(0), ""
     try:
-        for attempt in (_reserve if leads else lambda file, nbytes: memory, _map):
-            try:
-                memory = attempt(file, nbytes)
-            except OSError as error:
-                problem = str(error)
-            _agree(problem, nbytes, group)
+        with _agreeing(nbytes, group):
+            if leads:
+                _reserve(file, nbytes)
+        with _agreeing(nbytes, group):
+            memory = _map(file, nbytes)
     finally:
         if leads:
             file.unlink(missing_ok=True)
     return memory
 
 
-def _reserve(file: Path, nbytes: int) -> torch.Tensor:
+@contextmanager
+def _agreeing(nbytes: int, group: dist.ProcessGroup) -> Iterator[None]:
+    """All ranks go on together, or none does."""
+    problem = ""
+    try:
+        yield
+    except OSError as error:
+        problem = str(error)
+    good = torch.tensor([not problem], dtype=torch.uint8)
+    dist.all_reduce(good, dist.ReduceOp.MIN, group)
+    if not good:
+        raise CommError(
+            f"{nbytes / 1e6:.1f} MB of memory shared by the ranks of a node cannot be had: "
+            f"{problem or 'another rank has the reason'}; "
+            f'make {SHARED} larger (docker run --shm-size), or set "zero3_base" to "device" or "off"'
+        )
+
+
+def _reserve(file: Path, nbytes: int) -> None:
     """Make the file with all its room, so that no later write can fail."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     finally:
         os.close(descriptor)
-    return torch.empty(0)
 
 
 def _map(file: Path, nbytes: int) -> torch.Tensor:
@@ -159,14 +179,3 @@ def _map(file: Path, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
     finally:
         os.close(descriptor)
-
-
-def _agree(problem: str, nbytes: int, group: dist.ProcessGroup) -> None:
-    """Go on together, or not at all."""
-    good = torch.tensor([not problem], dtype=torch.uint8)
-    dist.all_reduce(good, dist.ReduceOp.MIN, group)
-    if not good:
-        raise CommError(
-            f"{nbytes / 1e6:.1f} MB of memory shared by the ranks of a node cannot be had: {problem or 'another rank has the reason'}; "
-            f'make {SHARED} larger (docker run --shm-size), or set "zero3_base" to "device" or "off"'
-        )

@@ -6,6 +6,7 @@ Frames go to the rank that adds, which decodes and folds them in a documented or
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from ds_zipccl.comm.gathers import detached
 from ds_zipccl.comm.members import known, size_of
 from ds_zipccl.comm.moves import split
 from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, others, pass_small, reduce_op_name, run
-from ds_zipccl.comm.reduction import Reduction, all_reduce_chunk, cut, reduce_chunk
+from ds_zipccl.comm.reduction import Reduction, all_reduce_chunk, cut, reduce_chunk, within
 from ds_zipccl.comm.rounds import Pieces, Round, posting, pump
 from ds_zipccl.comm.shadow import Plain, Tolerance
 from ds_zipccl.comm.work import JoinedWork
@@ -69,7 +70,7 @@ def all_reduce_coalesced(
 
 def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain, op: Any, call: Call) -> Any:
     ranks = size_of(call.group)
-    reduction, tolerance = _reduction(tensors, op, call.group, call.config)
+    reduction, tolerance = arithmetic(tensors, op, call.group, call.config)
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -77,14 +78,14 @@ def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain
         slices = cut(whole.numel(), chunk, ranks)
         shards = Pieces(link, [whole[part] for part in slices], rounds=2)
         with posting(link, 0) as leaving, posting(link, 1) as coming:
-            adding = _Adding(link, leaving, shards, reduction, slices[link.rank].start, chunk)
+            adding = Adding(link, leaving, shards, reduction, [slices[link.rank]], chunk)
 
             def add(turn: int) -> None:
                 coming.turn()
                 places = shards.at(turn)
                 for peer in link.peers:
                     coming.expect(peer, places[peer])
-                adding.take(turn, places[link.rank])
+                adding.take(places[link.rank])
                 coming.send(places[link.rank], *link.peers)
 
             def take(turn: int) -> None:
@@ -130,14 +131,14 @@ def reduce(
     root = group_rank(group, dst, group_dst)
     root_globally = dist.get_global_rank(group or dist.group.WORLD, root)
     adds = dist.get_rank(group) == root
-    reduction, tolerance = _reduction([tensor], op, group, config)
+    reduction, tolerance = arithmetic([tensor], op, group, config)
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         flat = [*inputs, *outputs][0]
         chunk = reduce_chunk(flat.numel(), flat.element_size(), link.size)
         # one shard: all of it is the root's
         shards = [flat if rank == root else flat[:0] for rank in range(link.size)]
-        _reduce_scatter(link, shards, flat if adds else flat[:0], reduction, 0, chunk)
+        _reduce_scatter(link, shards, flat if adds else flat[:0], reduction, slice(0, flat.numel()), chunk)
 
     operation = Operation(
         name="reduce",
@@ -177,11 +178,13 @@ def reduce_scatter_tensor(
             lambda: dist.reduce_scatter_tensor(output, input, op, group, async_op),
         )
     ranks = size_of(group)
-    reduction, tolerance = _reduction([output], op, group, config)
+    reduction, tolerance = arithmetic([output], op, group, config)
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         chunk = all_reduce_chunk(inputs[0].numel(), inputs[0].element_size(), ranks)
-        _reduce_scatter(link, split(inputs[0], ranks), outputs[0], reduction, link.rank * outputs[0].numel(), chunk)
+        begin = link.rank * outputs[0].numel()
+        span = slice(begin, begin + outputs[0].numel())
+        _reduce_scatter(link, split(inputs[0], ranks), outputs[0], reduction, span, chunk)
 
     wrong = output.numel() * ranks != input.numel()
     operation = Operation(
@@ -213,12 +216,12 @@ def reduce_scatter(
 ) -> Any:
     """``torch.distributed.reduce_scatter``: the output of rank r is the sum of all ``input_list[r]``; sizes may differ."""
     ranks, rank = size_of(group), dist.get_rank(group)
-    reduction, tolerance = _reduction([output], op, group, config)
+    reduction, tolerance = arithmetic([output], op, group, config)
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         # gloo all-reduces each tensor of the list by itself: every shard has a grid of its own
         chunk = all_reduce_chunk(outputs[0].numel(), outputs[0].element_size(), ranks)
-        _reduce_scatter(link, inputs, outputs[0], reduction, 0, chunk)
+        _reduce_scatter(link, inputs, outputs[0], reduction, slice(0, outputs[0].numel()), chunk)
 
     sizes = [tensor.numel() for tensor in input_list]
     wrong = len(sizes) != ranks or sizes[rank] != output.numel()
@@ -240,37 +243,49 @@ def reduce_scatter(
 
 
 def _reduce_scatter(
-    link: Link, shards: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction, begin: int, chunk: int
+    link: Link, shards: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction, span: slice, chunk: int
 ) -> None:
     sources, places = Pieces(link, detached(shards, [out], [out] * len(shards))), Pieces(link, [out])
     with posting(link) as exchange:
-        adding = _Adding(link, exchange, sources, reduction, begin, chunk)
-        pump(sources.turns, adding.post, lambda turn: adding.take(turn, places.at(turn)[0]))
+        adding = Adding(link, exchange, sources, reduction, [span], chunk)
+        pump(sources.turns, adding.post, lambda turn: adding.take(places.at(turn)[0]))
     reduction.finish(out)
 
 
-class _Adding:
-    """Sends every peer its shard and sums what comes for the own one, a piece a turn."""
+class Adding:
+    """Sends every peer its shard and sums what comes for the own one, a piece a turn.
+
+    ``spans``: what the own shard is of the message, laid end to end; ``chunk``: the size of the message's chunks, in elements.
+    """
 
     def __init__(
-        self, link: Link, exchange: Round, shards: Pieces, reduction: Reduction, begin: int, chunk: int
+        self, link: Link, exchange: Round, shards: Pieces, reduction: Reduction, spans: Sequence[slice], chunk: int
     ) -> None:
         self._link, self._exchange, self._shards, self._reduction = link, exchange, shards, reduction
-        self._begin, self._chunk = begin, chunk
+        self._spans, self._chunk = spans, chunk
+        self._own: deque[torch.Tensor] = deque()  # posted and not taken yet
+        self._taken = 0  # elements
 
     def post(self, turn: int) -> None:
         self._exchange.turn()
         pieces = self._shards.at(turn)
+        self._own.append(pieces[self._link.rank])
         for peer in self._link.peers:
             self._exchange.expect(peer, pieces[self._link.rank])
         self._exchange.scatter(pieces, self._link.peers[::-1])
 
-    def take(self, turn: int, out: torch.Tensor) -> None:
-        """Write the sum of the piece into ``out``, which may be the own piece."""
-        own = self._shards.at(turn)[self._link.rank]
-        contributions = _Received(self._exchange, self._link.rank, own)
-        self._reduction.fold(contributions, out, self._begin, self._chunk)
-        self._begin += out.numel()
+    def take(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, list[slice]]:
+        """Write the sum of the next piece into ``out``, which may be the own piece, as it is if None.
+
+        Returns:
+            The sum, and what it is of the message.
+        """
+        own = self._own.popleft()
+        out = own if out is None else out
+        begin, self._taken = self._taken, self._taken + out.numel()
+        spans = within(self._spans, begin, self._taken)
+        self._reduction.fold(_Received(self._exchange, self._link.rank, own), out, spans, self._chunk)
+        return out, spans
 
 
 class _Received:
@@ -289,7 +304,7 @@ class _Received:
             self._exchange.receive_add(rank, self.own.dtype, sums)
 
 
-def _reduction(
+def arithmetic(
     tensors: Sequence[torch.Tensor], op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig
 ) -> tuple[Reduction, Tolerance]:
     """The arithmetic that the config asks for, and how near it comes to the plain backend's."""

@@ -116,7 +116,9 @@ def _section(variant: str, settings: Sequence[str]) -> dict[str, Any] | None:
         except json.JSONDecodeError:
             section[key] = value
         if not equals or key in VARIANTS[variant]:
-            raise ToolError(f"--set wants KEY=VALUE with a key that {variant} runs do not set themselves, got {setting}")
+            raise ToolError(
+                f"--set wants KEY=VALUE with a key that {variant} runs do not set themselves, got {setting}"
+            )
     try:
         parse_section(section)
     except ConfigError as error:

@@ -1,0 +1,143 @@
+"""All-reduce for those who keep a part of the result only: every part goes to the ranks that own it, and to no other.
+
+ZeRO-1 and ZeRO-2 all-reduce whole buckets of gradients, of which each rank keeps the slices of its own partition. With n ranks an
+all-reduce sends 2 (n-1)/n of the bucket from each rank; what owners need is half of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import policy
+from ds_zipccl.comm.exchange import Link
+from ds_zipccl.comm.members import size_of
+from ds_zipccl.comm.operation import Call, Operation, is_member, memory_order, others, pass_small, run
+from ds_zipccl.comm.reduction import all_reduce_chunk
+from ds_zipccl.comm.rounds import Laid, Pieces, posting, pump
+from ds_zipccl.comm.sums import Adding, arithmetic
+from ds_zipccl.comm.work import JoinedWork
+from ds_zipccl.config import DEFAULT, ZipcclConfig
+
+NAME = "reduce_to_owners"
+
+#: (elements, group ranks that own them), from the start of a tensor to its end.
+Owned = Sequence[tuple[int, Collection[int]]]
+
+
+def reduce_to_owners(
+    tensor: torch.Tensor,
+    owned: Owned,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+) -> None:
+    """``torch.distributed.all_reduce`` in place, of which every rank needs only the parts that it owns. Blocks.
+
+    What this rank owns is afterwards what :func:`ds_zipccl.comm.all_reduce` makes of it, bit for bit; averages that are NaN may be
+    another NaN. The rest is undefined: as it was, or the sum too where the policy leaves the call to the plain collective.
+
+    Args:
+        tensor: dense, of any shape: parts follow each other in memory.
+        owned: its parts. A part may have several owners, or none. All ranks give the same owners to each element; where they cut parts
+            does not matter.
+
+    Raises:
+        ValueError: the tensor is not dense, the parts do not add up to it, or an owner is no rank of the group; nothing was sent.
+        CommError: as :func:`ds_zipccl.comm.operation.run`.
+    """
+    if not is_member(group):
+        dist.all_reduce(tensor, op, group)
+        return
+    ranks, rank = size_of(group), dist.get_rank(group)
+    spans = spans_of(tensor, owned, ranks)
+    call = Call(group, False, config, role)
+    if policy.small(tensor.nbytes, config):
+        sent = 2 * others(tensor.nbytes, group)
+        pass_small(NAME, call, sent, lambda: dist.all_reduce(tensor, op, group))
+        return
+    mine = spans[rank]
+    shared = any(rank in owners and len(set(owners)) > 1 for _, owners in owned)
+    reduction, tolerance = arithmetic([tensor], op, group, config)
+
+    def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
+        dist.all_reduce(inputs[0], op, group)
+        for output, part in zip(outputs, _parts(inputs[0], mine), strict=True):
+            if output.data_ptr() != part.data_ptr():
+                output.copy_(part)
+        return JoinedWork(NAME, [], outputs) if later else None
+
+    def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        whole = inputs[0]
+        source = whole.clone() if shared else whole  # other owners of what is written here may still wait for it
+        shards = Pieces(link, [Laid(whole if to == rank else source, theirs) for to, theirs in enumerate(spans)])
+        chunk = all_reduce_chunk(whole.numel(), whole.element_size(), ranks)
+        with posting(link) as exchange:
+            adding = Adding(link, exchange, shards, reduction, mine, chunk)
+
+            def take(turn: int) -> None:
+                sums, places = adding.take()
+                reduction.finish(sums)
+                for place, part in zip(places, sums.split([span.stop - span.start for span in places]), strict=True):
+                    if whole[place].data_ptr() != part.data_ptr():
+                        whole[place].copy_(part)
+
+            pump(shards.turns, adding.post, take)
+
+    operation = Operation(
+        name=NAME,
+        inputs=[tensor],
+        outputs=_parts(tensor, mine),
+        plain=plain,
+        coded=coded,
+        numel=tensor.numel(),
+        sent=2 * tensor.numel() * (ranks - 1) / ranks,
+        sends_less=True,
+        reduce_op=op,
+        tolerance=tolerance,
+        memory_order=True,
+    )
+    run(operation, call)
+
+
+def spans_of(tensor: torch.Tensor, owned: Owned, ranks: int) -> list[list[slice]]:
+    """What each rank owns of ``tensor``, in elements in the order of memory, in as few spans as can be.
+
+    Raises:
+        ValueError: as :func:`reduce_to_owners`.
+    """
+    if tensor.layout != torch.strided or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        shape = f"shape {tuple(tensor.shape)}" + (
+            f" and strides {tensor.stride()}" if tensor.layout == torch.strided else ""
+        )
+        raise ValueError(
+            f"{NAME}: wanted a dense tensor, got one of layout {tensor.layout}, {shape}; make it contiguous"
+        )
+    spans: list[list[slice]] = [[] for _ in range(ranks)]
+    end = 0
+    for numel, owners in owned:
+        begin, end = end, end + numel
+        if numel < 0 or not all(0 <= owner < ranks for owner in owners):
+            wanted = f"0 or more elements and owners from 0 to {ranks - 1}"
+            raise ValueError(f"{NAME}: wanted {wanted} (ranks of the group), got {numel} of {sorted(owners)}")
+        for owner in set(owners) if numel else ():
+            theirs = spans[owner]
+            if theirs and theirs[-1].stop == begin:
+                begins = theirs.pop().start
+                theirs.append(slice(begins, end))
+            else:
+                theirs.append(slice(begin, end))
+    if end != tensor.numel():
+        raise ValueError(f"{NAME}: parts must add up to the tensor's {tensor.numel()} elements, got {end}")
+    return spans
+
+
+def _parts(tensor: torch.Tensor, spans: Sequence[slice]) -> list[torch.Tensor]:
+    """Flat views."""
+    flat = memory_order(tensor.detach())
+    return [flat[span] for span in spans]
