@@ -113,7 +113,9 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
     def _base(self, output: torch.Tensor, group: Any) -> comm.Base | None:
         """What ranks may hold of the parameters that a gather into ``output`` brings: ZeRO-1 and 2 gather in place, ZeRO-3 into new
         memory."""
-        return comm.IN_PLACE if self.zero_stage in (1, 2) else zero.base_of(output, group)
+        if zero.gathers() or self.zero_stage not in (1, 2):
+            return zero.base_of(output, group)
+        return comm.IN_PLACE
 
     def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owned | None:
         """Whose the parts of what is all-reduced are, where only they need the sum; None where all ranks do, or nobody knows."""
@@ -263,7 +265,7 @@ def _keep_gathered(engine: Any) -> None:
     config = getattr(importlib.import_module("deepspeed.comm.comm").cdb, "zipccl", None)
     if config is None or config.zero3_base == "off" or engine.zero_optimization_stage() != 3:
         return
-    said = zero.keep(engine.module.parameters(), config.zero3_base, engine.device)
+    engine.ds_zipccl_kept, said = zero.keep(engine.module.parameters(), config.zero3_base, engine.device)
     if torch.distributed.get_rank() == 0:
         print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
 

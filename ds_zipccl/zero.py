@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from ds_zipccl import comm, policy
 from ds_zipccl.comm.members import known
 from ds_zipccl.comm.owners import Owned
+from ds_zipccl.comm.stored import Kept
 
 # ---- buckets of gradients, ZeRO-1 and ZeRO-2 -------------------------------------------------------------------------
 
@@ -88,7 +90,8 @@ def owned(tensor: torch.Tensor, op: Any, group: Any, later: bool) -> Owned | Non
 
 #: The parameters that are being asked for and have not been gathered yet, in DeepSpeed's order.
 _wanted: ContextVar[list[Any] | None] = ContextVar("ds_zipccl_wanted", default=None)
-#: Attribute of a parameter: its :class:`ds_zipccl.comm.stored.Kept`.
+#: Attribute of a parameter: a weak reference to its :class:`ds_zipccl.comm.stored.Kept`. DeepSpeed does not let go of parameters when their
+#: engine is gone, and this memory is larger than they are.
 _KEPT = "ds_zipccl_kept"
 
 
@@ -121,11 +124,11 @@ def watch_gathers(init: Any) -> None:
     init._convert_to_deepspeed_param = _convert_to_deepspeed_param
 
 
-def keep(parameters: Iterable[Any], kind: str, device: torch.device) -> str:
+def keep(parameters: Iterable[Any], kind: str, device: torch.device) -> tuple[list[Kept], str]:
     """Memory for what is gathered of the parameters that ZeRO-3 frees after use. A collective of all groups that share them.
 
     Returns:
-        What was done, for the user.
+        The memory, in use as long as the caller holds it, and what was done, for the user.
 
     Raises:
         CommError: see :func:`ds_zipccl.comm.keep`.
@@ -134,7 +137,8 @@ def keep(parameters: Iterable[Any], kind: str, device: torch.device) -> str:
     for param in parameters:
         if hasattr(param, "ds_id") and not param.ds_persist:
             groups.setdefault(param.ds_process_group, []).append(param)
-    nbytes, mates, skipped = 0, 1, ""
+    everything: list[Kept] = []
+    skipped = ""
     for group, params in groups.items():
         members = known(group)
         if members is None or members.size == 1:
@@ -145,11 +149,19 @@ def keep(parameters: Iterable[Any], kind: str, device: torch.device) -> str:
             continue
         shards = [(param.ds_tensor.ds_numel, param.ds_tensor.dtype) for param in params]
         for param, kept in zip(params, comm.keep(shards, kind, group, device), strict=True):
-            setattr(param, _KEPT, kept)
-            nbytes, mates = nbytes + kept.memory.nbytes, len(kept.mates)
-    return (
-        f"{nbytes / 1e6:.1f} MB, {f'shared by the {mates} ranks of a node' if mates > 1 else 'on every rank'}{skipped}"
+            setattr(param, _KEPT, weakref.ref(kept))
+            everything.append(kept)
+    nbytes, mates = (
+        sum(kept.memory.nbytes for kept in everything),
+        max((len(kept.mates) for kept in everything), default=1),
     )
+    where = f"shared by the {mates} ranks of a node" if mates > 1 else "on every rank"
+    return everything, f"{nbytes / 1e6:.1f} MB, {where}{skipped}"
+
+
+def gathers() -> bool:
+    """Whether ZeRO-3 is asking for parameters: a process may have an engine of another stage too."""
+    return _wanted.get() is not None
 
 
 def base_of(output: torch.Tensor, group: dist.ProcessGroup | None) -> comm.Stored | None:
@@ -164,9 +176,14 @@ def base_of(output: torch.Tensor, group: dist.ProcessGroup | None) -> comm.Store
     if sum(param.ds_tensor.ds_numel for param in mine) != numel:
         return None
     wanted[:] = [param for param in wanted if all(param is not one for one in mine)]
-    return comm.Stored([getattr(param, _KEPT) for param in mine])
+    return comm.Stored([kept for param in mine if (kept := _kept(param))])
+
+
+def _kept(param: Any) -> Kept | None:
+    reference = getattr(param, _KEPT, None)
+    return None if reference is None else reference()
 
 
 def _fits(param: Any, dtype: torch.dtype, group: dist.ProcessGroup | None) -> bool:
-    kept = getattr(param, _KEPT, None)
+    kept = _kept(param)
     return kept is not None and param.ds_process_group is group and kept.memory.dtype == dtype

@@ -33,7 +33,7 @@ _DONE = 3
 _pools: list[tuple[StorageWeakRef, int]] = []
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Kept:
     """What was gathered of one tensor: ``memory`` is ``[ranks, numel]``, the same for all ranks in ``mates``, this one among them.
 
