@@ -19,6 +19,7 @@ from ds_zipccl.comm.members import known
 from ds_zipccl.comm.operation import PLAIN
 from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 from ds_zipccl.costs import Profile
+from ds_zipccl.step_log import StepLog
 
 #: DeepSpeed's collectives: name -> parameters as TorchBackend declares them, in the order of ds_zipccl.comm's.
 _REDUCE = ("op", "group", "async_op")
@@ -96,6 +97,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
     """DeepSpeed's TorchBackend with coded collectives; a pass-through until a configuration switches it on."""
 
     zipccl: ZipcclConfig | None = None
+    step_log: StepLog | None = None  # rank 0's, where the section names a file
     _without_delta: ZipcclConfig | None = None
     zero_stage = 0
     _section: str | None = None
@@ -140,6 +142,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if torch.distributed.get_rank() == 0:
             print(_banner(config, profile), flush=True)
             atexit.register(_print_table, "at the end")
+            self.step_log = StepLog(config.step_log) if config.step_log else None
 
 
 for _name in COLLECTIVES:
@@ -171,7 +174,7 @@ def _banner(config: ZipcclConfig, profile: Profile | None) -> str:
         link += f", coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
     return (
         f"[ds_zipccl {ds_zipccl.__version__}] on, kernels: {used}{skipped}; "
-        + ", ".join(f"{key} {value}" for key, value in settings.items())
+        + ", ".join(f"{key} {value}" for key, value in settings.items() if value != "")
         + link
         + (f"; passed through by config: {', '.join(off)}" if off else "")
     )
@@ -211,7 +214,7 @@ def adopt_comm(module: ModuleType) -> None:
 
 
 def adopt_engine(module: ModuleType) -> None:
-    """Count optimizer steps of the engine (and of the pipeline engine, its subclass) for the table and the monitor."""
+    """See optimizer steps of the engine (and of the pipeline engine, its subclass) for the step log, the table and the monitor."""
     engine = module.DeepSpeedEngine
     original = engine._take_model_step
     if hasattr(original, "ds_zipccl"):
@@ -219,17 +222,21 @@ def adopt_engine(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cdb = importlib.import_module("deepspeed.comm.comm").cdb
+        log = getattr(cdb, "step_log", None)
+        # The rates of this step: at its end the scheduler sets the next ones.
+        rates = [float(rate) for rate in self.get_lr()] if log is not None else []
         result = original(self, *args, **kwargs)
-        _after_step(self)
+        if log is not None:
+            log.write(self.global_steps, rates)
+        _after_step(self, getattr(cdb, "zipccl", None))
         return result
 
     _take_model_step.ds_zipccl = True  # type: ignore[attr-defined]
     engine._take_model_step = _take_model_step
 
 
-def _after_step(engine: Any) -> None:
-    cdb = importlib.import_module("deepspeed.comm.comm").cdb
-    config = getattr(cdb, "zipccl", None)
+def _after_step(engine: Any, config: ZipcclConfig | None) -> None:
     if config is None or not config.log_interval or engine.global_steps % config.log_interval:
         return
     if torch.distributed.get_rank() == 0:
