@@ -21,6 +21,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("bench", "codec"): ("bench_codec", "ratio and speed of compress and decompress, beside memcpy"),
     ("bench", "comm"): ("bench_comm", "time and bytes of collectives: plain, our schedule uncoded, coded"),
     ("bench", "train"): ("bench_train", "whole training runs, plain and coded"),
+    ("steps",): ("steps", "ratios over a training, from the step logs that it wrote"),
     ("plan",): ("plan", "communication time of a training step, predicted; --validate compares with this machine"),
 }
 GROUPS = {"bench": "measurements: codec, comm, train"}

@@ -20,6 +20,7 @@ from ds_zipccl.comm.operation import PLAIN
 from ds_zipccl.comm.owners import Owned
 from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 from ds_zipccl.costs import Profile
+from ds_zipccl.step_log import StepLog
 
 #: DeepSpeed's collectives: name -> parameters as TorchBackend declares them, in the order of ds_zipccl.comm's.
 _REDUCE = ("op", "group", "async_op")
@@ -102,6 +103,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
     """DeepSpeed's TorchBackend with coded collectives; a pass-through until a configuration switches it on."""
 
     zipccl: ZipcclConfig | None = None
+    step_log: StepLog | None = None  # rank 0's, where the section names a file
     zero_stage = 0
     _section: str | None = None
 
@@ -157,6 +159,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if torch.distributed.get_rank() == 0:
             print(_banner(config, profile), flush=True)
             atexit.register(_print_table, "at the end")
+            self.step_log = StepLog(config.step_log) if config.step_log else None
 
 
 for _name in COLLECTIVES:
@@ -188,7 +191,7 @@ def _banner(config: ZipcclConfig, profile: Profile | None) -> str:
         link += f", coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
     return (
         f"[ds_zipccl {ds_zipccl.__version__}] on, kernels: {used}{skipped}; "
-        + ", ".join(f"{key} {value}" for key, value in settings.items())
+        + ", ".join(f"{key} {value}" for key, value in settings.items() if value != "")
         + link
         + (f"; passed through by config: {', '.join(off)}" if off else "")
     )
@@ -228,26 +231,21 @@ def adopt_comm(module: ModuleType) -> None:
 
 
 def adopt_engine(module: ModuleType) -> None:
-    """Count optimizer steps of the engine (and of the pipeline engine, its subclass) for the table and the monitor."""
+    """See what engines (and the pipeline engine, their subclass) do that matters here."""
     engine = module.DeepSpeedEngine
-    original, configure = engine._take_model_step, engine._configure_zero_optimizer
-    if hasattr(original, "ds_zipccl"):
-        return
+    for name, around in _AROUND.items():
+        original = getattr(engine, name)
+        if not hasattr(original, "ds_zipccl"):
+            setattr(engine, name, _surrounded(original, around))
 
+
+def _surrounded(original: Callable[..., Any], around: Callable[[Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        _after_step(self)
-        return result
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(self, functools.partial(original, self, *args, **kwargs))
 
-    @functools.wraps(configure)
-    def _configure_zero_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = configure(self, *args, **kwargs)
-        _keep_gathered(self)
-        return optimizer
-
-    _take_model_step.ds_zipccl = True  # type: ignore[attr-defined]
-    engine._take_model_step, engine._configure_zero_optimizer = _take_model_step, _configure_zero_optimizer
+    method.ds_zipccl = True  # type: ignore[attr-defined]
+    return method
 
 
 def adopt_zero3(module: ModuleType) -> None:
@@ -260,25 +258,46 @@ def adopt_zero12(module: ModuleType) -> None:
     zero.watch_buckets(module.DeepSpeedZeroOptimizer)
 
 
-def _keep_gathered(engine: Any) -> None:
-    """Memory for the base of ZeRO-3's differences, where the config wants it. A collective."""
-    config = getattr(importlib.import_module("deepspeed.comm.comm").cdb, "zipccl", None)
-    if config is None or config.zero3_base == "off" or engine.zero_optimization_stage() != 3:
-        return
-    engine.ds_zipccl_kept, said = zero.keep(engine.module.parameters(), config.zero3_base, engine.device)
-    if torch.distributed.get_rank() == 0:
-        print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
+def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
+    """After ZeRO-3's optimizer: memory for the base of its differences, where the config wants it. A collective."""
+    optimizer = original()
+    config = getattr(_cdb(), "zipccl", None)
+    if config is not None and config.zero3_base != "off" and engine.zero_optimization_stage() == 3:
+        engine.ds_zipccl_kept, said = zero.keep(engine.module.parameters(), config.zero3_base, engine.device)
+        if torch.distributed.get_rank() == 0:
+            print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
+    return optimizer
 
 
-def _after_step(engine: Any) -> None:
-    cdb = importlib.import_module("deepspeed.comm.comm").cdb
-    config = getattr(cdb, "zipccl", None)
-    if config is None or not config.log_interval or engine.global_steps % config.log_interval:
-        return
-    if torch.distributed.get_rank() == 0:
-        _print_table(f"after {engine.global_steps} steps")
-    if engine.monitor.enabled:
-        engine.monitor.write_events(stats.events(engine.global_samples))
+def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
+    """Around optimizer steps: the step log, the table and the monitor."""
+    cdb = _cdb()
+    log, config = getattr(cdb, "step_log", None), getattr(cdb, "zipccl", None)
+    # The rates of this step: at its end the scheduler sets the next ones.
+    rates = [float(rate) for rate in engine.get_lr()] if log is not None else []
+    result = original()
+    if log is not None:
+        log.write(engine.global_steps, rates)
+    if config is not None and config.log_interval and not engine.global_steps % config.log_interval:
+        if torch.distributed.get_rank() == 0:
+            _print_table(f"after {engine.global_steps} steps")
+        if engine.monitor.enabled:
+            engine.monitor.write_events(stats.events(engine.global_samples))
+    return result
+
+
+def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
+    """With the engine goes the memory for its differences: DeepSpeed does not let go of the engine itself."""
+    engine.ds_zipccl_kept = None
+    return original()
+
+
+def _cdb() -> Any:
+    return importlib.import_module("deepspeed.comm.comm").cdb
+
+
+#: DeepSpeedEngine's methods -> what is called instead, with the engine and the original.
+_AROUND = {"_configure_zero_optimizer": _configure_zero, "_take_model_step": _take_step, "destroy": _destroy}
 
 
 def install(section: dict[str, Any] | None = None) -> None:

@@ -89,6 +89,11 @@ class ZipcclConfig(BaseModel):
     log_interval: int = Field(
         100, ge=0, description="Optimizer steps between tables on rank 0; 0 prints the table at the end only."
     )
+    step_log: str = Field(
+        "",
+        description="Path of a file in an existing folder to which rank 0 adds a JSON line of what it sent after every optimizer step; "
+        "empty: none.",
+    )
 
     def mode_of(self, role: str) -> str:
         """The mode of a role."""
@@ -106,7 +111,7 @@ def _allowed(annotation: Any) -> str:
         return " | ".join(json.dumps(value) for value in args)
     if origin is dict:
         return f"an object of {_allowed(args[0])} to {_allowed(args[1])}"
-    return {bool: "true | false", int: "an integer >= 0"}[annotation]
+    return {bool: "true | false", int: "an integer >= 0", str: "a string"}[annotation]
 
 
 def parse_section(section: Any) -> ZipcclConfig:

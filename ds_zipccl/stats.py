@@ -31,6 +31,8 @@ class _Choice:
 _staging_bytes = 0
 _memory: dict[str, int] = {}
 _rows: dict[tuple[str, str], _Row] = {}
+_SENT = ("raw_bytes", "wire_bytes", "passed_bytes")
+_seen: dict[str, tuple[Counter[tuple[str, str]], Counter[str]]] = {}  # reader -> what since_last() last found counted
 _lock = threading.Lock()
 
 
@@ -149,9 +151,38 @@ def totals() -> dict[str, float]:
     }
 
 
+def since_last(reader: str) -> dict[str, dict[str, Any]]:
+    """What was sent since ``reader``, a name of the caller's choice, last asked; at first, since the process started or :func:`reset`.
+
+    ``roles`` maps each role that sent something to raw_bytes and wire_bytes of its coded calls, passed_bytes of the others, and the
+    ratio of them all; ``differences`` a reason as in :func:`rows` to the number of shards.
+    """
+    sent: Counter[tuple[str, str]] = Counter()
+    differences: Counter[str] = Counter()
+    with _lock:
+        for (role, _), row in _rows.items():
+            for key in _SENT:
+                sent[role, key] += getattr(row, key)
+            differences.update(row.differences)
+        sent_before, differences_before = _seen.get(reader, (Counter(), Counter()))
+        _seen[reader] = sent, differences
+    new = sent - sent_before
+    roles = {role: {key: new[role, key] for key in _SENT} for role in sorted({role for role, _ in new})}
+    return {
+        "roles": {role: {**counts, "ratio": ratio(**counts)} for role, counts in roles.items()},
+        "differences": dict(differences - differences_before),
+    }
+
+
+def ratio(raw_bytes: int, wire_bytes: int, passed_bytes: int) -> float:
+    """Original / compressed of coded calls together with those that passed through."""
+    return _ratio(raw_bytes + passed_bytes, wire_bytes + passed_bytes)
+
+
 def events(samples: int) -> list[tuple[str, float, int]]:
-    """The totals as DeepSpeed monitor events (name, value, samples so far)."""
-    return [(f"Train/zipccl/{name}", float(value), samples) for name, value in totals().items()]
+    """DeepSpeed monitor events (name, value, samples so far): the totals, and each role's ratio since the events before."""
+    values = totals() | {f"{role}/ratio": sent["ratio"] for role, sent in since_last("events")["roles"].items()}
+    return [(f"Train/zipccl/{name}", float(value), samples) for name, value in values.items()]
 
 
 def reset() -> None:
@@ -159,6 +190,7 @@ def reset() -> None:
     global _staging_bytes
     with _lock:
         _rows.clear()
+        _seen.clear()
         _staging_bytes = 0
 
 

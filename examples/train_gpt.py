@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives that DeepSpeed still calls
@@ -97,12 +98,10 @@ def tokenise(text: str, vocabulary: int) -> Tensor:
 
 def batches(tokens: Tensor, batch: int, context: int, seed: int, rank: int, world: int) -> Iterator[Tensor]:
     """Endless [batch, context + 1] windows at random places, fixed by seed, step and rank."""
-    step = 0
-    while True:
+    for step in count():
         source = torch.Generator().manual_seed((seed << 32) + step * world + rank)
         starts = torch.randint(len(tokens) - context - 1, (batch,), generator=source)
         yield torch.stack([tokens[start : start + context + 1] for start in starts.tolist()])
-        step += 1
 
 
 # ---- model -------------------------------------------------------------------------------------------------
@@ -194,11 +193,7 @@ class GPT(nn.Module):
 
 
 def bytes_sent() -> dict[str, float] | None:
-    """What this rank has sent so far, or None where ds_zipccl is not installed.
-
-    raw_bytes (what uncoded schedules send) and wire_bytes (what was sent) are over the coded_calls; the other calls
-    sent their passed_bytes as they were.
-    """
+    """What this rank has sent so far, None without ds_zipccl: wire_bytes for raw_bytes in coded calls, passed_bytes in the others."""
     try:
         from ds_zipccl import stats
     except ImportError:
@@ -222,6 +217,17 @@ def parameters_hash(model: nn.Module, zero3: bool) -> str:
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
             digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def deepspeed_config(args: argparse.Namespace) -> dict:
+    """What the config file says, and --lr and --schedule change."""
+    config = json.loads(args.ds_config.read_text())
+    if args.lr is not None:
+        config["optimizer"]["params"]["lr"] = args.lr
+    if args.schedule == "cosine":
+        steps = {"total_num_steps": args.steps, "warmup_num_steps": max(1, args.steps // 20)}
+        config["scheduler"] = {"type": "WarmupCosineLR", "params": {**steps, "warmup_type": "linear"}}
+    return config
 
 
 def train(args: argparse.Namespace) -> dict:
@@ -250,11 +256,10 @@ def train(args: argparse.Namespace) -> dict:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         groups = split_params_into_different_moe_groups_for_optimizer(groups)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=str(args.ds_config))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=deepspeed_config(args))
 
     tokens = tokenise(read_text(args.data, size.characters), size.vocabulary)
-    batch = engine.train_micro_batch_size_per_gpu()
-    source = batches(tokens, batch, size.context, args.seed, rank, world)
+    source = batches(tokens, engine.train_micro_batch_size_per_gpu(), size.context, args.seed, rank, world)
     losses, step_ms, comm_ms = [], [], []
     with tqdm(range(args.steps), disable=rank != 0, unit="step", desc=args.name or args.ds_config.stem) as bar:
         for _ in bar:
@@ -312,8 +317,7 @@ def launch(args: argparse.Namespace, extra: list[str], environment: dict[str, st
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
         command += ["--master-addr", "127.0.0.1", "--master-port", str(port), __file__, *same, *extra]
         # DeepSpeed's optimizers load torch's compiler, which takes seconds; nothing here is compiled.
-        quick = {"OMP_NUM_THREADS": str(args.threads), "TORCHDYNAMO_DISABLE": "1"}
-        environment = {**quick, **os.environ, **environment}
+        environment = {"OMP_NUM_THREADS": str(args.threads), "TORCHDYNAMO_DISABLE": "1", **os.environ, **environment}
         status = subprocess.run([*command, "--results", str(results)], env=environment).returncode
         if status:
             raise SystemExit(f"training on {args.ranks} ranks ended with status {status}; see above")
@@ -326,8 +330,7 @@ def compare(args: argparse.Namespace) -> int:
     coded = launch(args, ["--name", "coded"], {})
     if args.results:
         args.results.write_text(json.dumps({"plain": plain, "coded": coded}))
-    count = f"{plain['parameters']:,} parameters"
-    print(f"\n{args.ds_config.stem}, {count}, {args.ranks} ranks, {args.steps} steps\n")
+    print(f"\n{args.ds_config.stem}, {plain['parameters']:,} parameters, {args.ranks} ranks, {args.steps} steps\n")
     print(f"{'step':>6}{'plain loss':>14}{'coded loss':>14}")
     for step in sorted({*range(0, args.steps, max(1, args.steps // 10)), args.steps - 1}):
         values = (float.fromhex(run["losses"][step]) for run in (plain, coded))
@@ -360,6 +363,8 @@ def options() -> argparse.ArgumentParser:
     option("--ds-config", "--deepspeed_config", type=Path, default=here / "ds_config_zero3.json", metavar="FILE")
     option("--size", choices=SIZES, default="small", help="of model and text (default: small, 11M parameters)")
     option("--steps", type=int, default=30)
+    option("--lr", type=float, metavar="X", help="learning rate (default: what the config file says)")
+    option("--schedule", choices=("config", "cosine"), default="config", help="cosine: 5%% warm-up, then cosine decay")
     option("--experts", type=int, default=0, help="experts per layer (default: none; not with ZeRO-3)")
     option("--data", type=Path, metavar="FILE", help="text to train on (default: the standard library)")
     option("--seed", type=int, default=1)

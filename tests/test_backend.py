@@ -84,14 +84,20 @@ def succeed(tmp_path: Path, program: str, ranks: int = 2, **environment: str | l
 
 
 def test_section_table_and_monitor(tmp_path: Path) -> None:
-    """The section alone switches coding on; the table appears every log_interval steps and at the end, on rank 0 only."""
+    """The section alone switches coding on; table, step log and monitor come from rank 0 only and count optimizer steps."""
+    log = tmp_path / "steps.jsonl"
     first, second = succeed(
         tmp_path,
         f"""
-e = engine({{"enabled": True, "mode": "always", "min_bytes": 1024, "log_interval": 2}},
-           csv_monitor={{"enabled": True, "output_path": {str(tmp_path)!r}, "job_name": "run"}})
+e = engine({{"enabled": True, "mode": "always", "min_bytes": 1024, "log_interval": 2, "step_log": {str(log)!r}}},
+           csv_monitor={{"enabled": True, "output_path": {str(tmp_path)!r}, "job_name": "run"}},
+           gradient_accumulation_steps=2, scheduler={{"type": "WarmupLR", "params": {{"warmup_num_steps": 100}}}})
 assert backend() == "ZipcclBackend", backend()
-steps(e, 5)
+rates = []
+for _ in range(5):
+    rates.append(e.get_lr())
+    steps(e, 2)
+print("RATES", json.dumps(rates))
 leave()
 """,
     )
@@ -100,8 +106,15 @@ leave()
         assert first.count(f"traffic of rank 0 {when}") == 1, first
     assert "zero_grad" in first and "zero_param" in first
     assert "[ds_zipccl" not in second
-    ratio = (tmp_path / "run" / "Train_zipccl_ratio.csv").read_text().strip().splitlines()
-    assert float(ratio[-1].split(",")[1]) > 1.3
+    for name in ("ratio", "zero_param_ratio", "zero_grad_ratio"):
+        header, *values = (tmp_path / "run" / f"Train_zipccl_{name}.csv").read_text().split()
+        assert header == "step,ratio" and len(values) == 2
+        assert all(float(value.split(",")[1]) > 1.3 for value in values)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    rates = [line["lr"] for line in lines]
+    assert f"RATES {json.dumps(rates)}" in first and rates[1] < rates[2], "those of the step itself, not of the next"
+    assert all(line["roles"]["zero_param"]["raw_bytes"] == 256 * 257 for line in lines)  # rank 0's half, in bf16
 
 
 def test_environment_switches_on_without_an_engine(tmp_path: Path) -> None:

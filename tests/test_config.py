@@ -21,13 +21,18 @@ from ds_zipccl.config import (
     parse_section,
 )
 
-KEYS = "enabled, mode, reduction, check, codec, block, delta, zero3_base, owner_only, min_bytes, staging_mib, route, roles, log_interval"
+KEYS = (
+    "enabled, mode, reduction, check, codec, block, delta, zero3_base, owner_only, min_bytes, staging_mib, route, roles, log_interval, "
+    "step_log"
+)
 
 GOOD = [
     {},
     {"enabled": True},
     {"reduction": "match", "check": "shadow", "codec": "raw", "block": 128, "min_bytes": 0, "route": "numba"},
     {"roles": {"zero_param": "never", "ep": "always"}, "log_interval": 0},
+    {"step_log": ""},
+    {"step_log": "runs/first.jsonl"},
 ]
 
 
@@ -63,6 +68,8 @@ REFUSED = [
     ({"min_bytes": "64k"}, ['got "64k"']),
     ({"min_bytes": True}, ["an integer >= 0, got true"]),
     ({"log_interval": 1.5}, ['"zipccl.log_interval" must be an integer >= 0, got 1.5']),
+    ({"step_log": None}, ['"zipccl.step_log" must be a string, got null']),
+    ({"step_log": ["a"]}, ['"zipccl.step_log" must be a string, got ["a"]']),
     ({"reduction": "sum"}, ['"zipccl.reduction" must be "auto" | "match" | "fp32", got "sum"']),
     ({"codec": "zstd"}, ['"cascade" | "window" | "raw", got "zstd"']),
     ({"route": "cuda"}, ['"auto" | "native" | "numba", got "cuda"']),

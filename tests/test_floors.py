@@ -23,7 +23,7 @@ FLOORS = (
     {"kernels"},
     {"codecs"},
     {"policy", "stats"},
-    {"costs"},
+    {"costs", "step_log"},
     {"agreement", "calibrate"},
     {"comm"},
     {"zero"},

@@ -1,13 +1,16 @@
-"""Counters: sums, snapshots, threads, the table."""
+"""Counters: sums, snapshots, differences between them, threads, the table, the log of steps."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ds_zipccl import stats
+from ds_zipccl.step_log import StepLog
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +82,77 @@ def test_table() -> None:
     stats.record_ownerless("zero_grad", "all_reduce")
     line = "zero_grad all_reduce: 2 calls not owner-only: the owners of the bucket are not known"
     assert stats.table().splitlines()[-1] == line
+
+
+def one_step(wire_bytes: int, reason: str) -> None:
+    stats.record("zero_param", "all_gather_into_tensor", 3000, wire_bytes)
+    stats.record_difference("zero_param", "all_gather_into_tensor", reason)
+    stats.record("zero_grad", "reduce", 400, 300)
+    stats.record("zero_grad", "all_reduce", 100, 100)
+    stats.record_pass("zero_grad", "all_reduce", 200, "smaller than min_bytes")
+
+
+def test_since_last_is_what_came_since_that_reader_asked() -> None:
+    assert stats.since_last("a") == {"roles": {}, "differences": {}}
+    one_step(2000, "nothing was gathered there")
+    grad = {"raw_bytes": 500, "wire_bytes": 400, "passed_bytes": 200, "ratio": 700 / 600}
+    param = {"raw_bytes": 3000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 1.5}
+    first = {"roles": {"zero_grad": grad, "zero_param": param}, "differences": {"nothing was gathered there": 1}}
+    assert stats.since_last("a") == first
+    assert list(first["roles"]) == list(stats.since_last("b")["roles"])
+    assert stats.since_last("a") == {"roles": {}, "differences": {}}
+    one_step(500, "")
+    one_step(1500, "")
+    param = {"raw_bytes": 6000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 3.0}
+    grad = {"raw_bytes": 1000, "wire_bytes": 800, "passed_bytes": 400, "ratio": 1400 / 1200}
+    second = {"roles": {"zero_grad": grad, "zero_param": param}, "differences": {"": 2}}
+    assert stats.since_last("a") == second == stats.since_last("b")
+    assert stats.since_last("c")["roles"]["zero_param"]["raw_bytes"] == 9000, "a new reader gets all"
+    stats.record("dp", "send", 2, 1)
+    assert stats.since_last("a")["roles"] == {"dp": {"raw_bytes": 2, "wire_bytes": 1, "passed_bytes": 0, "ratio": 2.0}}
+    one_step(700, "")
+    stats.reset()
+    one_step(600, "")
+    assert stats.since_last("a")["roles"]["zero_param"]["wire_bytes"] == 600, "what was reset does not count"
+
+
+def test_events_have_the_ratio_of_each_role_since_the_last_ones() -> None:
+    for wire_bytes, ratio, total in ((2000, 1.5, 3500 / 2400), (1000, 3.0, 7000 / 3800)):
+        one_step(wire_bytes, "")
+        events = {name: value for name, value, samples in stats.events(8) if samples == 8}
+        assert events["Train/zipccl/zero_param/ratio"] == ratio
+        assert events["Train/zipccl/zero_grad/ratio"] == 700 / 600
+        assert events["Train/zipccl/ratio"] == total
+    assert "Train/zipccl/zero_param/ratio" not in {name for name, *_ in stats.events(9)}, "nothing was sent"
+
+
+def test_step_log_adds_a_line_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text("of an earlier process\n")
+    log = StepLog(str(path))
+    written = []
+    for step, (wire_bytes, reason) in enumerate([(2000, "nothing was gathered there"), (500, ""), (250, "")], 7):
+        one_step(wire_bytes, reason)
+        log.write(step, [0.1 * step, 0.0])
+        earlier, *lines = path.read_text().splitlines()
+        assert earlier == "of an earlier process" and len(lines) == step - 6, "there when the step is over"
+        written.append(json.loads(lines[-1]))
+    assert [line["step"] for line in written] == [7, 8, 9]
+    assert [line["lr"] for line in written] == [[0.1 * step, 0.0] for step in (7, 8, 9)]
+    assert [line["roles"]["zero_param"]["wire_bytes"] for line in written] == [2000, 500, 250]
+    assert [line["roles"]["zero_param"]["ratio"] for line in written] == [1.5, 6, 12]
+    assert [line["differences"] for line in written] == [
+        {"nothing was gathered there": 1},
+        *[{"as differences": 1}] * 2,
+    ]
+
+
+@pytest.mark.parametrize("path", ["/nonexistent/steps.jsonl", "/", "/dev/full", "a\0b"])
+def test_a_step_log_that_cannot_be_written_stops_nothing(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if path == "/dev/full" and not Path(path).exists():
+        pytest.skip("this system has no file that is always full")
+    log = StepLog(path)
+    for step in (1, 2, 3):
+        log.write(step, [0.1])
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f'cannot write the "step_log" {path}: ' in said and "training goes on" in said

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ AUTO = '{"enabled": true, "min_bytes": 4096, "delta": "auto"}'
 ROLES = {"zero1": {"zero_grad", "zero_param"}, "moe": {"zero_grad", "zero_param", "ep"}}
 ROLES |= dict.fromkeys(("zero2", "zero3", "zero2 overlap", "zero3 overlap"), ROLES["zero1"])
 STEPS = 4
+STEP_LOG = "steps.jsonl"
 
 Trained = Callable[[int, str], dict[str, Any]]
 
@@ -46,8 +48,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
     @functools.cache
     def get(ranks: int, variant: str) -> dict[str, Any]:
-        zipccl = {"plain": "0", "coded": CODED[ranks], "auto": AUTO}[variant]
         folder = tmp_path_factory.mktemp(f"{variant}{ranks}")
+        logged = json.dumps({**json.loads(CODED[ranks]), "step_log": str(folder / STEP_LOG)})
+        zipccl = {"plain": "0", "coded": logged, "auto": AUTO}[variant]
         return launch(__file__, ranks, folder, "--modes", *MODES[ranks], DS_ZIPCCL=zipccl)
 
     return get
@@ -87,6 +90,40 @@ def test_differences_are_for_zero2(trained: Trained, ranks: int) -> None:
     assert not gathers["zero3"]["differences"]
 
 
+@pytest.mark.parametrize(("ranks", "mode"), [(ranks, mode) for ranks in (2, 3) for mode in MODES[ranks]])
+def test_steps_of_the_log_add_up(trained: Trained, ranks: int, mode: str) -> None:
+    """Every byte and every difference is in the line of one step."""
+    coded = trained(ranks, "coded")[mode]
+    lines, rows = coded["logged"], coded["rows"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["lr"] == [6e-4] * len(line["lr"]) != [] for line in lines)
+    hashed = {"zero_param"} if mode.startswith("zero3") else set()  # gathered once more, after the last step
+    for role in {row["role"] for row in rows} - hashed:
+        for key in ("raw_bytes", "wire_bytes", "passed_bytes"):
+            in_lines = [line["roles"].get(role, {}).get(key, 0) for line in lines]
+            assert sum(in_lines) == sum(row[key] for row in rows if row["role"] == role)
+            assert len(set(in_lines)) == 1 or (role, key) != ("zero_grad", "raw_bytes"), "every step sends as much"
+    gathers = Counter(reason or "as differences" for row in rows for reason in Counter(row["differences"]).elements())
+    assert sum((Counter(line["differences"]) for line in lines), Counter()) == gathers
+
+
+def test_steps_shows_the_log_of_a_training(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds_zipccl.__main__ import main
+
+    coded, file, picture = trained(3, "coded"), tmp_path / "rows.json", tmp_path / "steps.png"
+    assert main(["steps", coded["zero2"]["log"], "--json", str(file), "--plot", str(picture)]) == 0
+    rows = {row["role"]: row for row in json.loads(file.read_text())["rows"]}
+    lines = [line for mode in MODES[3] for line in coded[mode]["logged"]]
+    for role in ("zero_param", "zero_grad"):
+        sent = [line["roles"][role] for line in lines]
+        raw, wire, passed = (sum(counts[key] for counts in sent) for key in ("raw_bytes", "wire_bytes", "passed_bytes"))
+        assert (rows[role]["steps"], rows[role]["ratio"]) == (len(lines), (raw + passed) / (wire + passed))
+        assert rows[role]["max"] == max(counts["ratio"] for counts in sent) > rows[role]["min"] > 1
+    assert "as differences" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_training_moves(trained: Trained) -> None:
     """Equal bits mean something only where losses and parameters change."""
     for mode, results in trained(2, "plain").items():
@@ -119,6 +156,14 @@ def test_example_compares(tmp_path: Path) -> None:
     both = json.loads((tmp_path / "both.json").read_text())
     ratio = both["coded"]["sent"]["raw_bytes"] / both["coded"]["sent"]["wire_bytes"]
     assert f"wire ratio, coded bytes:   {ratio:.3f}" in lines
+
+
+def test_example_sets_rate_and_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    from train_gpt import deepspeed_config, options
+
+    config = deepspeed_config(options().parse_args("--lr 0.5 --schedule cosine --steps 200".split()))
+    assert (config["optimizer"]["params"]["lr"], config["scheduler"]["params"]["warmup_num_steps"]) == (0.5, 10)
 
 
 def test_bench_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,7 +373,10 @@ def rank_program() -> None:
         stats.reset()
         results = train_gpt.train(train_gpt.options().parse_args(given))
         if dist.get_rank() == 0:
-            (args.folder / f"{mode}.json").write_text(json.dumps(results | {"rows": stats.rows()}))
+            log = args.folder / STEP_LOG
+            logged = [json.loads(line) for line in log.open()][-STEPS:] if log.exists() else []
+            results |= {"rows": stats.rows(), "log": str(log), "logged": logged}
+            (args.folder / f"{mode}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
