@@ -6,6 +6,7 @@ import atexit
 import functools
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.distributed import ReduceOp
 
 import ds_zipccl
 from ds_zipccl import agreement, autoload, comm, kernels, policy, stats
-from ds_zipccl.comm.members import known
+from ds_zipccl.comm.members import known, size_of
 from ds_zipccl.comm.operation import PLAIN
 from ds_zipccl.comm.owners import Owned
 from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
@@ -66,6 +67,13 @@ class _Bucket:
         """Whether an all-reduce with these arguments is the one."""
         same = group is self.group and sum(numel for numel, _ in self.owned) == tensor.numel()
         return same and op == ReduceOp.SUM and not later
+
+    def shares(self) -> list[int]:
+        """Elements that each rank of the group owns."""
+        shares: Counter[int] = Counter()
+        for numel, owners in self.owned:
+            shares.update(dict.fromkeys(owners, numel))
+        return [shares[rank] for rank in range(size_of(self.group))]
 
 
 #: For the next all-reduce only.
@@ -133,15 +141,18 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         return self.zipccl if role != "zero_param" or self.zero_stage in (1, 2) else self._without_delta
 
     def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owned | None:
-        """Whose the parts of what is all-reduced are, where only they need the sum; None where all ranks do, or nobody knows."""
+        """Whose the parts of what is all-reduced are, where only they need the sum and it pays; None where all ranks are to get it."""
         bucket, config = _BUCKET.get(), self.zipccl
         _BUCKET.set(None)
         if config is None or config.owner_only == "off":
             return None
+        reason = "the owners of the bucket are not known"
         if bucket is not None and bucket.fits(tensor, op, group, later):
-            return bucket.owned
+            if policy.owners_pay(bucket.shares(), tensor.numel()):
+                return bucket.owned
+            reason = "a few ranks own most of the bucket"
         if role == "zero_grad" and self.zero_stage in (1, 2) and not policy.small(tensor.nbytes, config):
-            stats.record_ownerless(role, "all_reduce")
+            stats.record_whole(role, "all_reduce", reason)
         return None
 
     def configure(self, section: dict[str, Any] | None) -> None:
@@ -271,9 +282,10 @@ def adopt_zero12(module: ModuleType) -> None:
     instead of the sum, as they do in every bucket of several tensors, so that nothing in DeepSpeed may count on it. Everything but the
     all-reduce is DeepSpeed's own code.
 
-    Left alone, so that all ranks get the sums: ``reduce_scatter`` false, ``contiguous_gradients`` false and the BF16 optimizer, which
-    reduce by other methods and copy all of it back (the norm of the BF16 optimizer's gradients is over all of them); and ZenFlow, which
-    looks at gradients in ways of its own. Not concerned: ``use_multi_rank_bucket_allreduce`` false, which reduces to owners already.
+    Left alone, so that all ranks get the sums, and counted by :func:`ds_zipccl.stats.record_whole`: ``reduce_scatter`` false,
+    ``contiguous_gradients`` false and the BF16 optimizer, which reduce by other methods and copy all of it back (the norm of the BF16
+    optimizer's gradients is over all of them); and ZenFlow, which looks at gradients in ways of its own. Not concerned:
+    ``use_multi_rank_bucket_allreduce`` false, which reduces to owners already.
     """
     name = "allreduce_and_copy_with_multiple_ranks"
     optimizer = module.DeepSpeedZeroOptimizer

@@ -104,6 +104,54 @@ leave()
     assert float(ratio[-1].split(",")[1]) > 1.3
 
 
+OWNERS = """
+from collections import Counter
+from ds_zipccl import stats
+section = {"enabled": True, "mode": "always", "min_bytes": 1024, "check": "shadow"}
+def sums(stage=2, optimizer=None, micro=1, **more):
+    stats.reset()
+    zero = {"stage": stage, "reduce_bucket_size": 1 << 20} | more.pop("zero", {})
+    more |= {"optimizer": optimizer} if optimizer else {}
+    e = engine(section, zero_optimization=zero, gradient_accumulation_steps=micro, **more)
+    before = [p.detach().clone() for p in e.module.parameters()]
+    steps(e, 2 * micro)
+    assert all(not torch.equal(p, q) for p, q in zip(e.module.parameters(), before))
+    whole, calls = Counter(), {}
+    for row in stats.rows():
+        if row["role"] == "zero_grad":
+            whole.update(row["whole"])
+            if row["calls"]:
+                calls[row["op"]] = row["calls"]
+                assert row["op"] != "reduce_to_owners" or row["raw_bytes"] > 2.2 * row["wire_bytes"]
+    return calls, dict(whole)
+unknown = "the owners of the bucket are not known"
+to_owners = ({"reduce_to_owners": 2}, {})
+"""
+
+
+def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
+    """Where DeepSpeed says who keeps what; every sum is compared with the plain one. Elsewhere the table tells."""
+    succeed(
+        tmp_path,
+        OWNERS
+        + """
+assert sums(1) == sums(2) == to_owners
+assert sums(communication_data_type="fp32") == sums(zero={"overlap_comm": True}) == to_owners
+assert sums(zero={"round_robin_gradients": True}) == to_owners
+assert sums(micro=2) == ({"reduce_to_owners": 4}, {})
+assert sums(zero={"use_multi_rank_bucket_allreduce": False})[1] == {}
+for zero in ({"reduce_scatter": False}, {"contiguous_gradients": False}):
+    calls, whole = sums(zero=zero)
+    assert calls == {"all_reduce": 2} and whole == {unknown: 2}, (zero, calls, whole)
+assert f"zero_grad all_reduce: 2 calls not owner-only: {unknown}" in stats.table()
+calls, whole = sums(1, data_types={"grad_accum_dtype": "fp32"})
+assert "reduce_to_owners" not in calls or not whole, (calls, whole)
+print("BF16", calls, whole)
+leave()
+""",
+    )
+
+
 def test_environment_switches_on_without_an_engine(tmp_path: Path) -> None:
     outputs = succeed(
         tmp_path,
