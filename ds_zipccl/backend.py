@@ -120,13 +120,18 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         return comm.IN_PLACE
 
     def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owned | None:
-        """Whose the parts of what is all-reduced are, where only they need the sum; None where all ranks do, or nobody knows."""
-        owned = zero.owned(tensor, op, group, later)
-        if owned or self.zipccl.owner_only == "off":
-            return owned if self.zipccl.owner_only == "auto" else None
-        if role == "zero_grad" and self.zero_stage in (1, 2) and not policy.small(tensor.nbytes, self.zipccl):
-            stats.record_ownerless(role, "all_reduce")
-        return None
+        """Whose the parts of what is all-reduced are, where only they need the sum and it pays; None where all ranks are to get it."""
+        owned, reason = zero.owned(tensor, op, group, later)
+        if self.zipccl.owner_only == "off":
+            return None
+        if (
+            reason
+            and role == "zero_grad"
+            and self.zero_stage in (1, 2)
+            and not policy.small(tensor.nbytes, self.zipccl)
+        ):
+            stats.record_whole(role, "all_reduce", reason)
+        return owned
 
     def configure(self, section: dict[str, Any] | None) -> None:
         """Agree on the configuration with all ranks and switch coding on or off. A collective: every rank calls it.

@@ -212,6 +212,14 @@ def probed(current: int, estimates: Sequence[float], review: int) -> list[int]:
     return [index for index in others if review % (1 << rarity[index]) == 0]
 
 
+def owners_pay(owned: Sequence[int], numel: int) -> bool:
+    """Whether sending a sum of ``numel`` elements to its owners, rank r of which owns ``owned[r]``, keeps no rank's link busier than an
+    all-reduce does: where a few ranks own most of it, all others send to these at once."""
+    others, total = len(owned) - 1, sum(owned)
+    busiest = max(max(total - own, others * own) for own in owned)
+    return busiest * len(owned) <= 2 * numel * others
+
+
 def frame_codec(codec: str, nbytes: int) -> str:
     """Codec of one frame of ``nbytes`` bytes of tensor. The sender's own choice: the frame names it."""
     return "raw" if nbytes < RAW_BELOW_BYTES else codec

@@ -18,7 +18,7 @@ class _Row:
     passed_bytes: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     differences: Counter[str] = field(default_factory=Counter)
-    ownerless: int = 0
+    whole: Counter[str] = field(default_factory=Counter)
     choices: dict[str, _Choice] = field(default_factory=dict)
 
 
@@ -82,10 +82,10 @@ def record_memory(what: str, nbytes: int) -> None:
         _memory[what] = nbytes
 
 
-def record_ownerless(role: str, op: str) -> None:
-    """Count one sum of gradients that all ranks got, as nobody knew which of them needs what."""
+def record_whole(role: str, op: str, reason: str) -> None:
+    """Count one sum of gradients that all ranks got although ZeRO keeps a part on each, and why."""
     with _lock:
-        _row(role, op).ownerless += 1
+        _row(role, op).whole[reason] += 1
 
 
 def record_choice(role: str, op: str, what: str, text: str) -> None:
@@ -109,12 +109,12 @@ def _ratio(raw_bytes: int, wire_bytes: int) -> float:
 
 def rows() -> list[dict[str, Any]]:
     """One dict per (role, op), sorted: role, op, calls, raw_bytes, wire_bytes, ratio, passed, passed_bytes, reasons, differences,
-    ownerless, choices.
+    whole, choices.
 
     ``calls``, ``raw_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` the others; ``reasons`` maps
     a reason to its number of calls, and ``differences`` the reason why a shard went in full, empty where it went as a difference
-    against the last one. ``ownerless`` counts sums of gradients that went to all ranks although ZeRO keeps a part on each: whose is
-    what was not known. ``choices`` maps a kind of message to the schedule that was chosen last and how often one was. A
+    against the last one. ``whole`` maps a reason to the sums of gradients that went to all ranks for it instead of to their owners.
+    ``choices`` maps a kind of message to the schedule that was chosen last and how often one was. A
     snapshot: later calls do not change it.
     """
     with _lock:
@@ -130,7 +130,7 @@ def rows() -> list[dict[str, Any]]:
                 "passed_bytes": row.passed_bytes,
                 "reasons": dict(row.reasons),
                 "differences": dict(row.differences),
-                "ownerless": row.ownerless,
+                "whole": dict(row.whole),
                 "choices": {what: (choice.latest, choice.count) for what, choice in row.choices.items()},
             }
             for (role, op), row in sorted(_rows.items())
@@ -220,7 +220,7 @@ def table() -> str:
     if total["staging_bytes"]:
         lines.append(f"memory for frames: {total['staging_bytes'] / 1e6:.1f} MB at most")
     lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(memory().items())]
-    return "\n".join([*lines, *_differences(), *_ownerless(), *_choices()])
+    return "\n".join([*lines, *_differences(), *_whole(), *_choices()])
 
 
 def _differences() -> Iterator[str]:
@@ -233,11 +233,11 @@ def _differences() -> Iterator[str]:
             yield f"{row['role']} {row['op']}: {hits} of {total} shards went as differences{why}"
 
 
-def _ownerless() -> Iterator[str]:
-    """A line for every operation that might have sent sums to their owners only, but did not know them."""
+def _whole() -> Iterator[str]:
+    """A line for every reason why sums went to all ranks, not to their owners only."""
     for row in rows():
-        if row["ownerless"]:
-            yield f"{row['role']} {row['op']}: {row['ownerless']} calls not owner-only: the owners of the bucket are not known"
+        for reason, count in sorted(row["whole"].items()):
+            yield f"{row['role']} {row['op']}: {count} calls not owner-only: {reason}"
 
 
 def _choices() -> Iterator[str]:

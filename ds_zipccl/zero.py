@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm, policy
-from ds_zipccl.comm.members import known
+from ds_zipccl.comm.members import known, size_of
 from ds_zipccl.comm.owners import Owned
 from ds_zipccl.comm.stored import Kept
 
@@ -36,6 +37,13 @@ class _Bucket:
         same = group is self.group and sum(numel for numel, _ in self.owned) == tensor.numel()
         return same and op == dist.ReduceOp.SUM and not later
 
+    def shares(self) -> list[int]:
+        """Elements that each rank of the group owns."""
+        shares: Counter[int] = Counter()
+        for numel, owners in self.owned:
+            shares.update(dict.fromkeys(owners, numel))
+        return [shares[rank] for rank in range(size_of(self.group))]
+
 
 #: For the next all-reduce only.
 _bucket: ContextVar[_Bucket | None] = ContextVar("ds_zipccl_bucket", default=None)
@@ -50,9 +58,10 @@ def watch_buckets(optimizer: Any) -> None:
     instead of the sum, as they do in every bucket of several tensors, so that nothing in DeepSpeed may count on it. Everything but the
     all-reduce is DeepSpeed's own code.
 
-    Left alone, so that all ranks get the sums: ``reduce_scatter`` false, ``contiguous_gradients`` false and the BF16 optimizer, which
-    reduce by other methods and copy all of it back (the norm of the BF16 optimizer's gradients is over all of them); and ZenFlow, which
-    looks at gradients in ways of its own. Not concerned: ``use_multi_rank_bucket_allreduce`` false, which reduces to owners already.
+    Left alone, so that all ranks get the sums, and counted by :func:`ds_zipccl.stats.record_whole`: ``reduce_scatter`` false,
+    ``contiguous_gradients`` false and the BF16 optimizer, which reduce by other methods and copy all of it back (the norm of the BF16
+    optimizer's gradients is over all of them); and ZenFlow, which looks at gradients in ways of its own. Not concerned:
+    ``use_multi_rank_bucket_allreduce`` false, which reduces to owners already.
     """
     name = "allreduce_and_copy_with_multiple_ranks"
     original = getattr(optimizer, name, None)
@@ -79,11 +88,15 @@ def watch_buckets(optimizer: Any) -> None:
     setattr(optimizer, name, method)
 
 
-def owned(tensor: torch.Tensor, op: Any, group: Any, later: bool) -> Owned | None:
-    """Whose the parts of what is all-reduced are, where nobody else needs their sums; None where all may, or nobody knows."""
+def owned(tensor: torch.Tensor, op: Any, group: Any, later: bool) -> tuple[Owned | None, str]:
+    """Whose the parts of what is all-reduced are, where nobody else needs their sums and it pays; else None, and why."""
     bucket = _bucket.get()
     _bucket.set(None)
-    return bucket.owned if bucket is not None and bucket.fits(tensor, op, group, later) else None
+    if bucket is None or not bucket.fits(tensor, op, group, later):
+        return None, "the owners of the bucket are not known"
+    if not policy.owners_pay(bucket.shares(), tensor.numel()):
+        return None, "a few ranks own most of the bucket"
+    return bucket.owned, ""
 
 
 # ---- gathers of parameters, ZeRO-3 -----------------------------------------------------------------------------------

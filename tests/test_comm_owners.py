@@ -62,6 +62,8 @@ def several(draw: random.Random, size: int, ranks: int) -> Owned:
 
 
 MAPS: tuple[Callable[[random.Random, int, int], Owned], ...] = (balanced, one_owner, uneven, tiny, several)
+#: For messages of several pieces, which are dear.
+LARGE = (tiny, several)
 
 
 def recut(owned: Owned, draw: random.Random) -> Owned:
@@ -87,6 +89,8 @@ def as_all_reduce(
     if plant is not None:
         plant()
     for seed, size, owners_of in itertools.product(range(seeds), sizes, MAPS):
+        if size >= MIB and owners_of not in LARGE:
+            continue
         case = random.Random(f"{seed} {size} {owners_of.__name__}")
         owned = owners_of(case, size, ranks)
         kind, fill = (
@@ -112,7 +116,7 @@ def test_owners_have_the_bits_of_an_all_reduce(ranks: int) -> None:
 
 
 def test_more_maps() -> None:
-    runner.run(as_all_reduce, 3, [2, 37, 4099], 6)
+    runner.run(as_all_reduce, 3, [37, 4099], 4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -188,7 +192,7 @@ def as_defined(rank: int, ranks: int) -> None:
     corpus.assert_same_bits(got, want if rank == 2 else mine)
 
     stats.reset()
-    for config in (ZipcclConfig(enabled=True, mode="never"), ZipcclConfig(enabled=True), ZipcclConfig()):
+    for config in (AUTO.model_copy(update={"mode": "never"}), ZipcclConfig(enabled=True), ZipcclConfig()):
         want, got = mine.clone(), mine.clone()
         dist.all_reduce(want)
         comm.reduce_to_owners(got, owned, config=config)

@@ -53,8 +53,12 @@ def start(lab: Lab, name: str = "plain", **more: Any) -> Any:
 
 def steps(lab: Lab, name: str) -> None:
     engine = start(lab, name)
-    lab.train(engine, 2)  # in the first step biases come with the weights of their layers; then they stay, and weights come alone
-    lab.ends("first", [FIRST] if name == "hpz" else [DIFFERENCE, FIRST])  # hpZ's backward passes gather by its own shards
+    lab.train(
+        engine, 2
+    )  # in the first step biases come with the weights of their layers; then they stay, and weights come alone
+    lab.ends(
+        "first", [FIRST] if name == "hpz" else [DIFFERENCE, FIRST]
+    )  # hpZ's backward passes gather by its own shards
     lab.train(engine, 3)
     lab.ends("later", [DIFFERENCE])
 

@@ -17,6 +17,7 @@ from ds_zipccl.policy import (
     Plan,
     encode_together,
     frame_codec,
+    owners_pay,
     plan,
 )
 
@@ -83,3 +84,12 @@ def test_segments_are_encoded_together_where_all_are_small() -> None:
     assert encode_together([RAW_BELOW_BYTES, TOGETHER_BELOW_BYTES - 1])
     for sizes in ([], [9000], [9000, RAW_BELOW_BYTES - 1], [9000, TOGETHER_BELOW_BYTES]):
         assert not encode_together(sizes)
+
+
+def test_owners_must_not_be_few() -> None:
+    """The busiest link carries no more than in an all-reduce, where every rank sends and receives 2 (n-1)/n of the tensor."""
+    assert owners_pay([0], 8) and owners_pay([8, 0], 8) and owners_pay([3, 5], 8)  # one or two ranks: always
+    assert owners_pay([2, 2, 2, 2], 8) and owners_pay([4, 4, 0, 0], 8) and owners_pay([4, 0, 2, 2], 8)
+    assert not owners_pay([5, 3, 0, 0], 8) and not owners_pay([0, 0, 8, 0], 8)
+    assert not owners_pay([8, 8, 8], 8)  # all own all
+    assert owners_pay([0, 0, 0], 8) and owners_pay([0, 0, 0], 0)

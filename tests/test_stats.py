@@ -29,12 +29,12 @@ def test_rows() -> None:
     assert stats.rows() == [
         {
             "role": "dp", "op": "broadcast", "calls": 0, "raw_bytes": 0, "wire_bytes": 0, "ratio": 1.0,
-            "passed": 2, "passed_bytes": 16, "reasons": {"dtype int64": 2}, "differences": {}, "ownerless": 0,
+            "passed": 2, "passed_bytes": 16, "reasons": {"dtype int64": 2}, "differences": {}, "whole": {},
             "choices": {},
         },
         {
             "role": "zero_grad", "op": "all_reduce", "calls": 2, "raw_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5,
-            "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {}, "ownerless": 0,
+            "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {}, "whole": {},
             "choices": {},
         },
     ]  # fmt: skip
@@ -78,9 +78,9 @@ def test_table() -> None:
         "zero_param  all_gather_into_tensor      1  3.00     2.00  1.500       0  0.00",
         "total                                   1  3.00     2.00  1.500",
     ]
-    stats.record_ownerless("zero_grad", "all_reduce")
-    stats.record_ownerless("zero_grad", "all_reduce")
-    line = "zero_grad all_reduce: 2 calls not owner-only: the owners of the bucket are not known"
+    for _ in range(2):
+        stats.record_whole("zero_grad", "all_reduce", "a reason")
+    line = "zero_grad all_reduce: 2 calls not owner-only: a reason"
     assert stats.table().splitlines()[-1] == line
 
 

@@ -12,9 +12,10 @@ Every run is ``examples/train_gpt.py`` in processes of its own; the variants tak
 * ``step_ms``: median of rank 0's steps, the first few left out.
 * ``comm_ms``: median over the same steps of the time that rank 0's program spent in calls of collectives and in ``wait()`` of
   their handles, other ranks' delays included. What overlaps with computing is not in it.
-* ``raw_bytes``: what a bandwidth-optimal uncoded schedule sends, per rank (mean) and run. ALL traffic of DeepSpeed counts,
-  from initialisation to the gather of the final parameters: coded calls and calls that passed uncoded.
-* ``wire_bytes``: the same with coded calls at what they really sent, headers included. The plain row carries ``raw_bytes``
+* ``raw_bytes``: what bandwidth-optimal uncoded schedules of the operations that DeepSpeed calls send, per rank (mean) and run. ALL its
+  traffic counts, from initialisation to the gather of the final parameters: coded calls and calls that passed uncoded.
+* ``wire_bytes``: the same with coded calls at what they really sent, headers included: with ZeRO-1 and ZeRO-2 less even in raw
+  frames, as gradients go to their owners only. The plain row carries ``raw_bytes``
   here: what the plain backend's own schedules move cannot be seen from outside.
 * ``loss_last``: mean over ranks, nothing where it is not finite.
 * ``params_sha256``: over all final parameters of all ranks (the table shows 16 digits).
