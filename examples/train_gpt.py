@@ -6,9 +6,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --ds-config examples/ds_config_zero2.json
     deepspeed --num_accelerators 2 examples/train_gpt.py --ds-config examples/ds_config_moe.json --experts 4
 
-No line below makes ds_zipccl code the traffic: installing the package and writing "zipccl": {"enabled": true}
-into the DeepSpeed config is all. Only bytes_sent names it, to read its counters for the progress bar. DS_ZIPCCL=0
-in the environment trains the same script uncoded, which is how --compare gets its plain run.
+No line below makes ds_zipccl code the traffic: installing the package and "zipccl": {"enabled": true} in the config
+is all. Only bytes_sent names it, to read its counters. With DS_ZIPCCL=0 in the environment nothing is coded.
 """
 
 from __future__ import annotations
@@ -200,8 +199,7 @@ def bytes_sent() -> dict[str, float] | None:
         return None
     rows, totals = stats.rows(), stats.totals()
     return {
-        "raw_bytes": totals["raw_bytes"],
-        "wire_bytes": totals["wire_bytes"],
+        **{key: totals[key] for key in ("raw_bytes", "wire_bytes")},
         "coded_calls": sum(row["calls"] for row in rows),
         "passed_bytes": sum(row["passed_bytes"] for row in rows),
     }
@@ -220,8 +218,9 @@ def parameters_hash(model: nn.Module, zero3: bool) -> str:
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict:
-    """What the config file says, and --lr and --schedule change."""
+    """What the config file says, and --accumulation, --lr and --schedule change."""
     config = json.loads(args.ds_config.read_text())
+    config |= {"gradient_accumulation_steps": args.accumulation} if args.accumulation else {}
     if args.lr is not None:
         config["optimizer"]["params"]["lr"] = args.lr
     if args.schedule == "cosine":
@@ -308,14 +307,14 @@ def train_one_rank(args: argparse.Namespace) -> None:
 
 def launch(args: argparse.Namespace, extra: list[str], environment: dict[str, str]) -> dict:
     """Run this script with the same options on args.ranks local ranks under torchrun; returns the results."""
-    same = [option for option in sys.argv[1:] if option != "--compare"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), __file__, *same, *extra]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), __file__]
+        command += [*(option for option in sys.argv[1:] if option != "--compare"), *extra]
         # DeepSpeed's optimizers load torch's compiler, which takes seconds; nothing here is compiled.
         environment = {"OMP_NUM_THREADS": str(args.threads), "TORCHDYNAMO_DISABLE": "1", **os.environ, **environment}
         status = subprocess.run([*command, "--results", str(results)], env=environment).returncode
@@ -363,6 +362,7 @@ def options() -> argparse.ArgumentParser:
     option("--ds-config", "--deepspeed_config", type=Path, default=here / "ds_config_zero3.json", metavar="FILE")
     option("--size", choices=SIZES, default="small", help="of model and text (default: small, 11M parameters)")
     option("--steps", type=int, default=30)
+    option("--accumulation", type=int, metavar="N", help="micro-batches per step (default: what the config file says)")
     option("--lr", type=float, metavar="X", help="learning rate (default: what the config file says)")
     option("--schedule", choices=("config", "cosine"), default="config", help="cosine: 5%% warm-up, then cosine decay")
     option("--experts", type=int, default=0, help="experts per layer (default: none; not with ZeRO-3)")

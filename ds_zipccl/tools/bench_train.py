@@ -31,6 +31,7 @@ import argparse
 import itertools
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,6 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help='keys of the "zipccl" section for all runs but plain ones',
+    )
+    option(
+        "--options",
+        type=shlex.split,
+        default=[],
+        metavar="TEXT",
+        help="more of the script's: '--lr 2e-5 --accumulation 4'",
     )
     option("--script", type=Path, metavar="FILE", help="training script (default: the package's examples/train_gpt.py)")
     option("--timeout", type=float, default=1800, metavar="S", help="seconds for one run (default: 1800)")
@@ -220,7 +228,8 @@ def main(args: argparse.Namespace) -> int:
         from ds_zipccl.tools import plot_train  # before hours of measuring: matplotlib may be missing
     table, written, verdicts = Table(COLUMNS), [], []
     for mode, ranks, rate in itertools.product(args.mode, args.ranks, args.link):
-        training = Training(script, mode, ranks, args.steps, args.size, args.timeout, rate, args.nodes)
+        options = tuple(args.options)
+        training = Training(script, mode, ranks, args.steps, args.size, args.timeout, rate, args.nodes, options)
         found, verdict = _measure(training, args)
         for row in found:
             table.add(row | {"params_sha256": row["params_sha256"][:16]})

@@ -42,6 +42,7 @@ class Training:
     timeout: float = 1800
     link: str = ""  # rate of the network between the nodes; loopback if empty
     nodes: int | None = None  # that share out the ranks; with a link one for each rank if None
+    options: tuple[str, ...] = ()  # more of the script's
 
     @property
     def place(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def _commands(
     """Each process to start: its command, and what it needs in its environment."""
     config, options = MODES[training.mode]
     command = [sys.executable, str(training.script), "--ds-config", str(training.script.parent / config), *options]
-    command += ["--steps", str(training.steps), "--size", training.size, "--comm-time", *more]
+    command += ["--steps", str(training.steps), "--size", training.size, "--comm-time", *training.options, *more]
     if network is None:
         yield [*command, "--ranks", str(training.ranks)], {}
         return
