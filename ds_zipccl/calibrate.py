@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.codecs import compress, compress_bound, decompress, decompress_add
+from ds_zipccl.codecs import compress, compress_bound, decompress, decompress_add, region_hash
 from ds_zipccl.costs import Profile
 
 #: Tag of the exchanges here (admission: above all ranges of comm/exchange.py, below 2**31). One serves all: what a rank sends to
@@ -82,6 +82,26 @@ def coding_seconds() -> Iterator[float]:
         yield _median(lambda piece: decompress_add(frames["raw"], outs[piece]))
         few, buffer = values[:_TINY], _buffer(values[:_TINY], "cascade")
         yield _median(lambda piece: decompress(_encode(few, "cascade", buffer), outs[piece, :_TINY]))
+
+
+def difference_seconds(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
+    """Times of this process alone, on one thread, to encode ``after`` against ``before`` and to decode that in place, each with the hash
+    that goes before it. Flat tensors of one dtype and size."""
+    with _one_thread():
+        places, tensors = before.repeat(_PIECES, 1), after.repeat(_PIECES, 1)
+        buffer = _buffer(after, "delta")
+
+        def encode(piece: int) -> torch.Tensor:
+            region_hash(places[piece])
+            return compress(tensors[piece], "delta", base=places[piece], out=buffer, shaped=False, checksum=False)
+
+        def decode(piece: int) -> None:  # a place is a base once: there are more of them than repeats
+            region_hash(places[piece])
+            decompress(frame, places[piece], base=places[piece])
+
+        yield _median(encode)
+        frame = encode(0)
+        yield _median(decode)
 
 
 def _buffer(tensor: torch.Tensor, codec: str) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.costs import Profile, predict
+from ds_zipccl.codecs import compress
+from ds_zipccl.costs import DELTA_RATIO, UNCHANGED_RATIO, Profile, predict
 from ds_zipccl.tools import comm_trial, speeds, validate
 from ds_zipccl.tools.plan import TOTAL
 
@@ -79,11 +80,134 @@ def test_stages_accumulation_and_buckets(tmp_path: Path, fast: str) -> None:
 
     three = {"parameters, forward all_gather": 60, "parameters, backward all_gather": 60, "gradients reduce_scatter": 6}
     assert calls("--accumulation", "3") == three
-    assert calls("--zero", "2", "--accumulation", "3") == {"gradients all_reduce": 6, "parameters all_gather": 2}
-    assert calls("--zero", "1", "--accumulation", "3") == {"gradients all_reduce": 2, "parameters all_gather": 2}
-    assert calls("--zero", "1", "--bucket", "3e8") == {"gradients all_reduce": 7, "parameters all_gather": 7}
+    two = {"gradients all_reduce": 6, "gradients reduce_scatter": 6, "parameters all_gather": 2}
+    assert calls("--zero", "2", "--accumulation", "3") == two
+    one = {"gradients all_reduce": 2, "gradients reduce_scatter": 2, "parameters all_gather": 2}
+    assert calls("--zero", "1", "--accumulation", "3") == one
+    assert calls("--zero", "1", "--bucket", "3e8") == dict.fromkeys(one, 7)
+    assert calls("--zero", "1", "--owner-only", "off") == {"gradients all_reduce": 2, "parameters all_gather": 2}
+    based = {"parameters, first all_gather": 20, "parameters, again all_gather": 100, "gradients reduce_scatter": 6}
+    assert calls("--zero3-base", "device", "--accumulation", "3") == based
     rows = planned(tmp_path, "--profile", fast, "--gpus-per-node", "1")
     assert [row["variant"] for row in rows] == ["plain", "coded"] * 4
+
+
+GATHER = (
+    2 * 15 / 16
+)  # GB that one of 16 ranks sends when 2 GB of parameters are gathered, or scattered to owners, uncoded
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [  # what: GB plain, coded
+        ("--zero 1", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER / 4)}),
+        ("--zero 1 --accumulation 3", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER / 4)}),
+        ("--zero 2 --accumulation 3", {"gradients": (6 * GATHER, 3 * GATHER / 2), "parameters": (GATHER, GATHER / 4)}),
+        ("--zero 2 --delta-ratio 1", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER)}),
+        ("--zero 2 --delta-ratio 30", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER / 30)}),
+        ("--zero 2 --delta off", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER / 2)}),
+        ("--zero 2 --owner-only off", {"gradients": (2 * GATHER, GATHER), "parameters": (GATHER, GATHER / 4)}),
+        (
+            "--zero 3 --accumulation 3",
+            {
+                "parameters, forward": (3 * GATHER, 3 * GATHER / 2),
+                "parameters, backward": (3 * GATHER, 3 * GATHER / 2),
+                "gradients": (3 * GATHER, 3 * GATHER / 2),
+            },
+        ),
+        (
+            "--zero 3 --zero3-base host --accumulation 3",
+            {
+                "parameters, first": (GATHER, GATHER / 4),
+                "parameters, again": (5 * GATHER, 5 * GATHER / 500),
+                "gradients": (3 * GATHER, 3 * GATHER / 2),
+            },
+        ),
+        (
+            "--zero 3 --zero3-base device --delta-ratio 10",
+            {
+                "parameters, first": (GATHER, GATHER / 10),
+                "parameters, again": (GATHER, GATHER / 500),
+                "gradients": (GATHER, GATHER / 2),
+            },
+        ),
+    ],
+)
+def test_bytes_of_a_step(words: str, wanted: dict[str, tuple[float, float]], tmp_path: Path, fast: str) -> None:
+    rows = planned(tmp_path, "--gpus-per-node", "1", "--profile", fast, "--ratio", "2", *words.split())
+    found = {(row["what"], row["variant"]): row["wire_gb"] for row in rows}
+    wanted = {**wanted, TOTAL: tuple(map(sum, zip(*wanted.values())))}
+    for what, (plain, coded) in wanted.items():
+        assert found.pop((what, "plain")) == pytest.approx(plain)
+        assert found.pop((what, "coded")) == pytest.approx(coded)
+    assert not found
+
+
+def test_owners_and_differences_between_nodes(tmp_path: Path, fast: str) -> None:
+    rows = planned(tmp_path, "--zero", "2", "--profile", fast, "--ratio", "2", "--link", "10gbit")
+    # 4 nodes of 4 GPUs: by nodes three quarters of a quarter of 2 GB, flat 12 of 15 peers are in other nodes
+    nodes, flat = 2 / 4 * 3 / 4, GATHER * 12 / 15
+    assert [(row["op"], row["ratio"]) for row in rows[:6]] == [
+        ("all_reduce", 1), ("reduce_scatter", 2), ("reduce_scatter", 2), ("all_gather", 1), ("all_gather", 4), ("all_gather", 4)
+    ]  # fmt: skip
+    expected = [2 * nodes, flat / 2, nodes / 2, nodes, flat / 4, nodes / 4]
+    assert [row["wire_gb"] for row in rows[:6]] == pytest.approx(expected)
+    plain, coded = (line_of(rows, what, "coded, by nodes") for what in ("gradients", "parameters"))
+    local = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
+    assert plain["ms"] == pytest.approx(2e3 * predict("reduce_scatter", "coded", 1e9 / 4, 4, local, 2.0))
+    assert coded["ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9 / 4, 4, local, 4.0))
+    assert coded["exponents_ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9 / 4, 4, local, 2.0))
+
+
+def line_of(rows: list[dict[str, Any]], what: str, variant: str) -> dict[str, Any]:
+    return next(row for row in rows if (row["what"], row["variant"]) == (what, variant))
+
+
+def test_speeds_of_differences(
+    tmp_path: Path, fast: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpus-per-node", "1"]
+    planned(tmp_path, *words, "--zero", "2", "--profile", fast)
+    assert f"{fast} has no speeds of differences: planned as fast as exponents" in capsys.readouterr().out
+    planned(tmp_path, *words, "--zero", "2", "--profile", fast, "--delta", "off")
+    planned(tmp_path, *words, "--profile", fast)
+    assert "flatters" not in capsys.readouterr().out
+
+    monkeypatch.setattr(speeds, "measured", lambda dtype: speeds.Speeds(FAST, 1.5, "made up", link=False))
+    monkeypatch.setattr(speeds, "measured_differences", lambda: ((1e9, 2e9), (5e11, 1e12)))
+    rows = planned(tmp_path, *words, "--zero", "2")
+    printed = capsys.readouterr().out
+    assert "changed parameters: encode 1.0, decode 2.0 GB/s; ratio 4.000" in printed
+    assert 'coded: differences take longer than exponents for parameters (all_gather): "auto"' in printed
+    assert "does not pay" not in printed
+    planned(tmp_path, *words, "--zero", "2", "--link", "80gbit", "--ratio", "1.0001")
+    printed = capsys.readouterr().out
+    assert "coded: coding does not pay for parameters (all_gather)" in printed and "take longer" not in printed
+    local = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
+    slow = Profile.from_json(local.to_json() | {"encode": 1e9, "decode": 2e9})
+    line = line_of(rows, "parameters", "coded")
+    assert line["ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9, 16, slow, 4.0))
+    # ZeRO-3 copies everything twice besides, at 1e12 bytes a second
+    rows = planned(tmp_path, *words, "--zero3-base", "host")
+    assert "unchanged parameters: encode 500.0, decode 333.3 GB/s; ratio 500.000" in capsys.readouterr().out
+    assert content(tmp_path / "plan.json")["unchanged"]["decode"] == pytest.approx(1 / (1e-12 + 2e-12))
+    fresh = Profile.from_json(local.to_json() | {"encode": 5e11, "decode": 1e12 / 3})
+    line = line_of(rows, "parameters, again", "coded")
+    assert line["ms"] == pytest.approx(20e3 * predict("all_gather", "coded", 1e8, 16, fresh, 500.0))
+
+
+def test_what_is_measured_of_differences() -> None:
+    changed, unchanged = speeds.measured_differences()
+    assert all(1e7 < speed < 1e12 for speed in (*changed, *unchanged))
+    assert changed[0] < unchanged[0] and changed[1] < unchanged[1]
+    ratios = [speeds.delta_ratio(dtype) for dtype in ("bfloat16", "float16", "float32")]
+    assert ratios == [DELTA_RATIO, pytest.approx(2.34, abs=0.01), pytest.approx(1.60, abs=0.01)]
+    # the step that stands for those of trainings shrinks bf16 as they do, and what has not changed shrinks as the plan says or more
+    before, after = speeds._step(1 << 20, "bfloat16")
+    for tensor, ratio in ((after, DELTA_RATIO), (before, 630)):
+        frame = compress(tensor, "delta", base=before, shaped=False, checksum=False)
+        assert tensor.nbytes / frame.nbytes == pytest.approx(ratio, rel=0.02)
+    assert UNCHANGED_RATIO < 630
 
 
 def test_where_coding_does_not_pay(tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +263,15 @@ def test_cuda_rows_are_read(tmp_path: Path) -> None:
         (["--accumulation", "0"], "at least 1"),
         (["--ratio", "0"], "above 0"),
         (["--latency", "-1"], "above 0"),
+        (["--delta-ratio", "0.9"], "at least 1"),
+        (["--delta-ratio", "0"], "at least 1"),
+        (["--delta-ratio", "inf"], "at least 1"),
+        (["--delta-ratio", "nan"], "at least 1"),
+        (["--delta", "on"], "auto"),
+        (["--owner-only", "on"], "auto"),
+        (["--zero3-base", "disk"], "host"),
+        (["--zero3-base", "host", "--zero", "2"], "wants --zero 3"),
+        (["--zero3-base", "host", "--delta", "off"], "--delta auto"),
         (["--dtype", "e4m3"], "float32"),
         (["--profile", "/nonexistent"], "cannot read"),
         (["--profile", str(ROOT / "docs/results/train.json")], "holds no speeds"),

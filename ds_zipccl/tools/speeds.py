@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.costs import Profile
+from ds_zipccl.costs import DELTA_RATIO, Profile
 from ds_zipccl.tools import ToolError, data
+
+if TYPE_CHECKING:
+    import torch
 
 Points = tuple[tuple[float, float], ...]
 #: What is looked for in the results of ``bench codec``; those of CUDA name no data, as theirs are normal.
@@ -17,6 +20,8 @@ CODEC, DATA = "cascade", "normal"
 #: Seconds that an operation costs whatever its size, where the file says nothing about it (seed: launches from Python).
 CALL_S = 50e-6
 _NUMEL = 1 << 20  # elements whose ratio is measured
+#: Deviation of a step from that of the weights which it changes (seed: bf16 then shrinks by DELTA_RATIO, as measured of trainings).
+_STEP = 0.008
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,40 @@ def measured(dtype: str) -> Speeds:
     profile = calibrate.coding_profile(((1.0, 1.0),), calibrate.coding_seconds())
     about = f"this machine's CPU, one thread, {DATA} bfloat16, measured now (--profile FILE for others); ratio of {DATA} {dtype}"
     return Speeds(profile, normal_ratio(dtype), about, link=False)
+
+
+def measured_differences() -> tuple[tuple[float, float], tuple[float, float]]:
+    """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included: after a step; of what has not
+    changed. Takes about 0.1 s once the kernels are built."""
+    from ds_zipccl import calibrate
+
+    before, after = _step(_NUMEL // 2, "bfloat16")
+
+    def speeds(now: torch.Tensor) -> tuple[float, float]:
+        encode, decode = calibrate.difference_seconds(before, now)
+        return now.nbytes / encode, now.nbytes / decode
+
+    return speeds(after), speeds(before)
+
+
+def delta_ratio(dtype: str) -> float:
+    """Ratio of parameters against the last step's: that of bf16 is known from trainings, others' from a step like theirs."""
+    from ds_zipccl.codecs import compress
+
+    if dtype == "bfloat16":
+        return DELTA_RATIO
+    before, after = _step(_NUMEL, dtype)
+    return after.nbytes / compress(after, "delta", base=before, shaped=False, checksum=False).nbytes
+
+
+def _step(numel: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights before and after a step."""
+    import torch
+
+    weights, change = (data.Spec(DATA).make(numel, "float32", seed) for seed in range(2))
+    after = weights + _STEP * change
+    wanted = getattr(torch, dtype)
+    return weights.to(wanted), after.to(wanted)
 
 
 def normal_ratio(dtype: str) -> float:
