@@ -51,7 +51,7 @@ def test_settings_and_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         return results(sent=results()["sent"] | {"coded_calls": 3 * (variant != "plain")}, parameters=1)
 
     monkeypatch.setattr(bench_train, "run", run)
-    given = ["bench", "train", "--steps", "4", "--set", "zero3_base=host", "staging_mib=32", "--options", "--lr 2e-5"]
+    given = ["bench", "train", "--steps", "3", "--skip", "1", "--set", "zero3_base=host", "staging_mib=32", "--options", "--lr 2e-5"]
     assert main([*given, "--variants", "raw", "coded"]) == 0
     more = {"zero3_base": "host", "staging_mib": 32}
     variants = bench_train.VARIANTS
