@@ -51,7 +51,19 @@ def test_settings_and_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         return results(sent=results()["sent"] | {"coded_calls": 3 * (variant != "plain")}, parameters=1)
 
     monkeypatch.setattr(bench_train, "run", run)
-    given = ["bench", "train", "--steps", "3", "--skip", "1", "--set", "zero3_base=host", "staging_mib=32", "--options", "--lr 2e-5"]
+    given = [
+        "bench",
+        "train",
+        "--steps",
+        "3",
+        "--skip",
+        "1",
+        "--set",
+        "zero3_base=host",
+        "staging_mib=32",
+        "--options",
+        "--lr 2e-5",
+    ]
     assert main([*given, "--variants", "raw", "coded"]) == 0
     more = {"zero3_base": "host", "staging_mib": 32}
     variants = bench_train.VARIANTS
@@ -195,7 +207,7 @@ def test_time_in_collectives_is_counted_once(monkeypatch: pytest.MonkeyPatch) ->
     from ds_zipccl import comm
 
     # plain and coded are timed alike; sums for their owners are made in the backend's all_reduce
-    collectives = {name for name in comm.__all__ if name.islower()} - {"calibrate", "reduce_to_owners"}
+    collectives = {name for name in comm.__all__ if name.islower()} - {"calibrate", "keep", "reduce_to_owners"}
     assert collectives <= set(CALLS)
     backend, clock = Backend(), CommTime()
     clock.watch(backend)

@@ -172,15 +172,13 @@ Trained = Callable[[int, str, str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """(ranks, "off", "host" or "device", case) -> what each rank found; all cases are launched when the first is asked for."""
-
-    @functools.cache
-    def run(ranks: int, kind: str) -> dict[str, Any]:
+    """(ranks, "off", "host" or "device", case) -> what each rank found. Launches everything, also after a failure only once."""
+    runs = {}
+    for ranks, kind in ((2, "off"), (2, "host"), (2, "device"), (4, "off"), (4, "host")):
         cases = dict.fromkeys(name for count, where, name in RUN if count == ranks and kind in ("off", where))
         folder = tmp_path_factory.mktemp(f"{kind}{ranks}")
-        return launch(__file__, ranks, folder, *cases, DS_ZIPCCL=CODED.get(kind, OFF))
-
-    return lambda ranks, kind, case: run(ranks, kind)[case]
+        runs[ranks, kind] = launch(__file__, ranks, folder, *cases, DS_ZIPCCL=CODED.get(kind, OFF))
+    return lambda ranks, kind, case: runs[ranks, kind][case]
 
 
 @pytest.mark.parametrize(("ranks", "kind", "case"), [run for run in RUN if run[2] != UNPROVEN])
