@@ -49,6 +49,7 @@ def launch(
 def _ranks(timeout: float, ranks: int, argv: list[str]) -> int:
     """Fork the ranks and wait for them; 0 if all succeed."""
     import deepspeed  # noqa: F401
+    import torch._dynamo  # noqa: F401  (the first optimizer of every rank would import it, disabled or not)
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

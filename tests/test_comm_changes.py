@@ -108,7 +108,19 @@ def skipped(rank: int, ranks: int) -> None:
     assert trainer.gather(moved=False) == {"": 1}
 
 
-@pytest.mark.parametrize("case", [edited, loaded, skipped], ids=lambda case: case.__name__)
+def replaced(rank: int, ranks: int) -> None:
+    """What was sent is remembered as long as the memory it was gathered to, which then may come back."""
+    trainer = Trainer(rank, ranks)
+    trainer.gather()
+    for _ in range(4):
+        trainer.whole = trainer.whole.clone()
+        assert trainer.gather() == {FULL: 1}
+    assert trainer.gather() == {"": 1}
+    (sent,) = changes._sent.values()
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize("case", [edited, loaded, skipped, replaced], ids=lambda case: case.__name__)
 def test_what_ranks_hold(case: Any) -> None:
     runner.run(case, 3)
 

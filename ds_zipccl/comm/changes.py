@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import stats
 from ds_zipccl.codecs import BASED_CODECS, region_hash
@@ -32,7 +33,9 @@ HASH_BYTES = 16
 
 #: Where, how many, of what: what is gathered to one place again and again.
 _Key = tuple[int, int, torch.dtype]
-_sent: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[_Key, torch.Tensor]] = WeakKeyDictionary()
+#: What was sent last, and the memory it was gathered to: an engine that is gone must not leave its parameters behind.
+_Sent = tuple[torch.Tensor, StorageWeakRef]
+_sent: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[_Key, _Sent]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -51,7 +54,7 @@ def gather(link: Link, own: torch.Tensor, places: Sequence[torch.Tensor]) -> Non
     gathers.gather(link, 1, [own], [[place] for place in places], base=None if reason else last)
     own = places[link.rank]
     last = own.clone() if last is None else last.copy_(own)
-    _keep(link.group, key, last)
+    _keep(link.group, key, (last, StorageWeakRef(own.untyped_storage())))
     stats.record_difference(ROLE, OPERATION, reason)
 
 
@@ -78,12 +81,15 @@ def _hash(region: torch.Tensor) -> torch.Tensor:
 def _take(group: dist.ProcessGroup, key: _Key) -> torch.Tensor | None:
     """What this rank sent last. Out of the memory until the gather has succeeded: after an error nothing is known of the others."""
     with _lock:
-        return _sent.setdefault(group, OrderedDict()).pop(key, None)
+        shard, memory = _sent.setdefault(group, OrderedDict()).pop(key, (None, None))
+    return None if memory is None or memory.expired() else shard
 
 
-def _keep(group: dist.ProcessGroup, key: _Key, shard: torch.Tensor) -> None:
+def _keep(group: dist.ProcessGroup, key: _Key, shard: _Sent) -> None:
     with _lock:
         sent = _sent.setdefault(group, OrderedDict())
         sent[key] = shard
+        for gone in [other for other, (_, memory) in sent.items() if memory.expired()]:
+            del sent[gone]
         while len(sent) > REMEMBERED:
             sent.popitem(last=False)
