@@ -57,7 +57,7 @@ _PARAMETERS = ("all_gather_into_tensor", "zero_param")
 _installed: dict[str, Any] | None = None  # the section given to install()
 
 
-def _role(name: str, group: Any, zero_stage: int) -> str:
+def _role(name: str, group: Any, with_zero: bool) -> str:
     """What a call is for, from its operation and its group (the words of ds_zipccl.config.ROLES)."""
     groups = importlib.import_module("deepspeed.utils.groups")
     if name in _P2P:
@@ -68,7 +68,7 @@ def _role(name: str, group: Any, zero_stage: int) -> str:
         return "ep" if group is None or group in groups._EXPERT_PARALLEL_GROUP.values() else "sp"
     if name.startswith("all_gather"):
         return "zero_param"
-    return "zero_grad" if zero_stage and name != "broadcast" else "dp"
+    return "zero_grad" if with_zero and name != "broadcast" else "dp"
 
 
 def _coded(name: str) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ def _coded(name: str) -> Callable[..., Any]:
         values = [given[key] if key in given else _DEFAULTS[key] for key in parameters]
         if "op" in parameters:
             values[parameters.index("op")] = self._reduce_op(values[parameters.index("op")])
-        role = _role(name, given.get("group"), self.zero_stage)
+        role = _role(name, given.get("group"), any(self.zero_stages))
         if name in _P2P and values[0].device.type != "cpu":
             stats.record_pass(role, name, values[0].nbytes, f"device {values[0].device.type}")
             return plain(self, *values)
@@ -104,7 +104,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
 
     zipccl: ZipcclConfig | None = None
     step_log: StepLog | None = None  # rank 0's, where the section names a file
-    zero_stage = 0
+    zero_stages: frozenset[int] = frozenset()  # of the engines of this process
+    stepping: int = 0  # the stage of the engine that is taking a step
     _section: str | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,11 +114,9 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             self.configure(None)
 
     def _base(self, output: torch.Tensor, group: Any) -> comm.Base | None:
-        """What ranks may hold of the parameters that a gather into ``output`` brings: ZeRO-1 and 2 gather in place, ZeRO-3 into new
-        memory."""
-        if zero.gathers() or self.zero_stage not in (1, 2):
-            return zero.base_of(output, group)
-        return comm.IN_PLACE
+        """What ranks may hold of the parameters that a gather into ``output`` brings: ZeRO-1 and 2 gather in place, in their steps,
+        ZeRO-3 into new memory."""
+        return comm.IN_PLACE if self.stepping in (1, 2) else zero.base_of(output, group)
 
     def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owned | None:
         """Whose the parts of what is all-reduced are, where only they need the sum and it pays; None where all ranks are to get it."""
@@ -127,7 +126,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if (
             reason
             and role == "zero_grad"
-            and self.zero_stage in (1, 2)
+            and self.zero_stages & {1, 2}
             and not policy.small(tensor.nbytes, self.zipccl)
         ):
             stats.record_whole(role, "all_reduce", reason)
@@ -225,7 +224,7 @@ def adopt_comm(module: ModuleType) -> None:
             misspelt = near_misses(param_dict) if SECTION not in param_dict else []
             if misspelt:
                 raise ConfigError(f'unknown key "{misspelt[0]}" in the DeepSpeed config: did you mean "{SECTION}"?')
-            module.cdb.zero_stage = (param_dict.get("zero_optimization") or {}).get("stage", 0)
+            module.cdb.zero_stages |= {(param_dict.get("zero_optimization") or {}).get("stage", 0)}
             module.cdb.configure(param_dict.get(SECTION))
 
     configure.ds_zipccl = True  # type: ignore[attr-defined]
@@ -278,12 +277,18 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     """Around optimizer steps: the step log, the table and the monitor."""
     cdb = _cdb()
     log, config = getattr(cdb, "step_log", None), getattr(cdb, "zipccl", None)
+    if config is None:
+        return original()
     # The rates of this step: at its end the scheduler sets the next ones.
     rates = [float(rate) for rate in engine.get_lr()] if log is not None else []
-    result = original()
+    cdb.stepping = engine.zero_optimization_stage()
+    try:
+        result = original()
+    finally:
+        cdb.stepping = 0
     if log is not None:
         log.write(engine.global_steps, rates)
-    if config is not None and config.log_interval and not engine.global_steps % config.log_interval:
+    if config.log_interval and not engine.global_steps % config.log_interval:
         if torch.distributed.get_rank() == 0:
             _print_table(f"after {engine.global_steps} steps")
         if engine.monitor.enabled:

@@ -172,11 +172,6 @@ def keep(parameters: Iterable[Any], kind: str, device: torch.device) -> tuple[li
     return everything, f"{nbytes / 1e6:.1f} MB, {where}{skipped}"
 
 
-def gathers() -> bool:
-    """Whether ZeRO-3 is asking for parameters: a process may have an engine of another stage too."""
-    return _wanted.get() is not None
-
-
 def base_of(output: torch.Tensor, group: dist.ProcessGroup | None) -> comm.Stored | None:
     """What was gathered last of the parameters that are now gathered into ``output``; None where they are not known."""
     wanted, members = _wanted.get(), known(group)
