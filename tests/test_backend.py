@@ -167,6 +167,7 @@ assert [(row["op"], row["calls"]) for row in stats.rows()] == [("reduce_to_owner
 torch.nn.Linear = lambda a, b, linear=torch.nn.Linear: torch.nn.Sequential(*(linear(a, b) for _ in range(6)))
 calls, whole = sums(zero={"reduce_bucket_size": 66000})  # a bucket for every layer, and two layers for every rank
 assert set(whole) == {"a few ranks own most of the bucket"} and calls["all_reduce"] == sum(whole.values()), (calls, whole)
+assert sums(zero={"reduce_bucket_size": 200000, "round_robin_gradients": True}) == ({"reduce_to_owners": 4}, {})
 leave()
 """,
         ranks=3,

@@ -2,7 +2,8 @@
 
 Every function takes two more keywords: ``config``, a :class:`ds_zipccl.config.ZipcclConfig` that must be equal on all ranks of
 the group, and ``role``, one of :data:`ds_zipccl.config.ROLES`, for the policy and the statistics. Calls that the policy does not
-code go to ``torch.distributed`` unchanged.
+code go to ``torch.distributed`` unchanged. :func:`reduce_to_owners` has no counterpart there: an all-reduce of which every rank needs a
+part only.
 """
 
 from ds_zipccl.comm.changes import IN_PLACE, Base
