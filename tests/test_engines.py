@@ -189,7 +189,7 @@ def edited_by_all(lab: Lab, name: str) -> None:
         lab.ends(f"edited, {keep=}", {OTHER: 1})
         lab.train(engine)
         lab.ends(f"later, {keep=}", {DIFFERENCE: 1})
-    engine.optimizer.update_lp_params()  # a gather without a step: nothing has changed
+    engine.optimizer.update_lp_params()  # a gather outside of a step goes without a base
     lab.ends("gathered again", {})
 
 
