@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,20 @@ def _reduce(module: Any, task: Task, x: torch.Tensor, more: dict[str, Any]) -> t
     return (out if dist.get_rank() == task.root else x), handle  # the others' contents are gloo's business
 
 
+def _to_owners(module: Any, task: Task, x: torch.Tensor, more: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    """Seven parts of random sizes; rank r's own ones are compared."""
+    draw, ranks, out = random.Random(task.number), len(task.members), x.clone()
+    ends = [*sorted(draw.randrange(x.numel() + 1) for _ in range(6)), x.numel()]
+    owned = [(end - begin, draw.sample(range(ranks), draw.randrange(3) % ranks)) for begin, end in pairwise([0, *ends])]
+    if module is comm:
+        comm.reduce_to_owners(out, owned, _op(task), task.group, config=more["config"])
+    else:
+        module.all_reduce(out, _op(task), task.group)
+    parts = out.split([numel for numel, _ in owned])
+    rank = dist.get_rank(task.group)
+    return torch.cat([part for part, (_, owners) in zip(parts, owned, strict=True) if rank in owners] + [out[:0]]), None
+
+
 def _op(task: Task) -> Any:
     return dist.ReduceOp.AVG if task.average else dist.ReduceOp.SUM
 
@@ -134,17 +149,19 @@ MOVES: dict[str, Callable[..., tuple[torch.Tensor, Any]]] = {
     "all_gather": _gather, "all_gather in place": _gather_in_place, "all_to_all": _all_to_all, "uneven all_to_all": _uneven,
     "broadcast": _broadcast,
 }  # fmt: skip
-OPERATIONS = MOVES | {"reduce_scatter": _scatter, "all_reduce": _all_reduce, "reduce": _reduce}
+OPERATIONS = MOVES | {"reduce_scatter": _scatter, "all_reduce": _all_reduce, "reduce": _reduce, "to_owners": _to_owners}
 
 
 class Weights:
-    """Parameters of a group that change a little and are gathered in place, as differences, again and again."""
+    """Parameters of a group that change a little and are gathered as differences again and again, in place and into new memory."""
 
     SHARD = 60_000
 
     def __init__(self, members: list[int], group: Any) -> None:
         self.group, self.members = group, members
         self.ours = torch.zeros(len(members) * self.SHARD, dtype=torch.bfloat16)
+        mine = dist.get_rank() in members
+        self.stored = comm.Stored(comm.keep([(self.SHARD, torch.bfloat16)], "host", group) if mine else ())
 
     def step(self, number: int) -> None:
         rank = dist.get_rank(self.group)
@@ -153,7 +170,10 @@ class Weights:
         wanted = torch.zeros_like(self.ours)
         dist.all_gather_into_tensor(wanted, own.clone(), self.group)
         comm.all_gather_into_tensor(self.ours, own, self.group, config=_ALWAYS, base=comm.IN_PLACE)
-        assert torch.equal(bits(self.ours), bits(wanted)), f"step {number} of {self.members}: weights are wrong"
+        new = torch.empty_like(self.ours)
+        comm.all_gather_into_tensor(new, own, self.group, config=_ALWAYS, base=self.stored)
+        for what in (self.ours, new):
+            assert torch.equal(bits(what), bits(wanted)), f"step {number} of {self.members}: weights are wrong"
 
 
 def settle(pending: list[tuple[Task, torch.Tensor, Any, torch.Tensor]], draw: random.Random) -> None:
