@@ -88,8 +88,8 @@ def _coded(name: str) -> Callable[..., Any]:
             stats.record_pass(role, name, values[0].nbytes, f"device {values[0].device.type}")
             return plain(self, *values)
         token = PLAIN.set(functools.partial(plain, self, *values))
-        more = {"base": self._base(values[0], values[2])} if (name, role) == _PARAMETERS else {}
         try:
+            more = {"base": self._base(values[0], values[2])} if (name, role) == _PARAMETERS else {}
             if name == "all_reduce" and (owned := self._owned(*values, role=role)):
                 return comm.reduce_to_owners(values[0], owned, *values[1:3], config=self.zipccl, role=role)
             return run(*values, config=self.zipccl, role=role, **more)
@@ -254,7 +254,7 @@ def _surrounded(original: Callable[..., Any], around: Callable[[Any, Callable[[]
 
 def adopt_zero3(module: ModuleType) -> None:
     """Know which parameters a gather of ZeRO-3 is of."""
-    zero.watch_gathers(module.Init)
+    zero.watch_gathers(module)
 
 
 def adopt_zero12(module: ModuleType) -> None:
@@ -267,7 +267,7 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
     optimizer = original()
     config = getattr(_cdb(), "zipccl", None)
     if config is not None and config.zero3_base != "off" and engine.zero_optimization_stage() == 3:
-        engine.ds_zipccl_kept, said = zero.keep(engine.module.parameters(), config.zero3_base, engine.device)
+        engine.ds_zipccl_kept, said = zero.keep(engine.module.parameters(), config, engine.device)
         if torch.distributed.get_rank() == 0:
             print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
     return optimizer

@@ -40,6 +40,9 @@ PIECE_UNIT = CHUNK_BLOCKS * 1024
 RAW_FRAMES, LEAST_RATIO = 15, 1.03
 #: Calls of each candidate in its first trial and in a later one; the first of them warms up and does not count (seed).
 TRIAL_CALLS, PROBE_CALLS = 7, 3
+#: Calls that differences take before they are timed: of one tensor, so that all others of a step have had theirs; of all, where tensors are
+#: not told apart; of all in any case (seed).
+SETTLE_CALLS = (2, 6, 4096)
 #: Calls between sending measurements and using them: where ranks have met at every timed call, so that all have come as far, and
 #: where they have not (admission: a program that lets a rank run farther ahead than this could wait for itself).
 DELAY_CALLS = (4, 64)

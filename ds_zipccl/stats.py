@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class _Choice:
 
 
 _staging_bytes = 0
-_memory: dict[str, int] = {}
+_memory: dict[str, Callable[[], int]] = {}
 _rows: dict[tuple[str, str], _Row] = {}
 _SENT = ("raw_bytes", "wire_bytes", "passed_bytes")
 _seen: dict[str, tuple[Counter[tuple[str, str]], Counter[str]]] = {}  # reader -> what since_last() last found counted
@@ -76,10 +76,9 @@ def record_difference(role: str, op: str, reason: str) -> None:
         _row(role, op).differences[reason] += 1
 
 
-def record_memory(what: str, nbytes: int) -> None:
-    """Keep how much memory of this rank is taken by ``what`` now."""
-    with _lock:
-        _memory[what] = nbytes
+def count_memory(what: str, nbytes: Callable[[], int]) -> None:
+    """Ask ``nbytes`` from now on how many bytes of this rank's memory are taken by ``what``."""
+    _memory[what] = nbytes
 
 
 def record_whole(role: str, op: str, reason: str) -> None:
@@ -97,9 +96,9 @@ def record_choice(role: str, op: str, what: str, text: str) -> None:
 
 
 def memory() -> dict[str, int]:
-    """Bytes that this rank keeps from call to call, by what they are for; :func:`reset` does not forget them."""
-    with _lock:
-        return dict(_memory)
+    """Bytes that this rank keeps from call to call, by what they are for, if there are any."""
+    found = {what: nbytes() for what, nbytes in _memory.items()}
+    return {what: nbytes for what, nbytes in found.items() if nbytes}
 
 
 def _ratio(raw_bytes: int, wire_bytes: int) -> float:

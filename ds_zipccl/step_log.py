@@ -30,7 +30,11 @@ class StepLog:
         self._file: io.FileIO | None = None
         try:
             # Unbuffered: a line is in the file when its step is over, whatever happens to the process then.
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the process)
+            self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (lives as long as the process)
+            if self._file.tell():
+                self._file.seek(-1, io.SEEK_END)
+                if self._file.read(1) != b"\n":  # an earlier process was stopped in the middle of a line
+                    self._write(b"\n")
         except (OSError, ValueError) as error:
             self._give_up(error)
 
@@ -42,9 +46,14 @@ class StepLog:
         differences = {reason or AS_DIFFERENCES: count for reason, count in found["differences"].items()}
         line = {"step": step, "lr": list(rates), "roles": found["roles"], "differences": differences}
         try:
-            self._file.write(f"{json.dumps(line)}\n".encode())
+            self._write(f"{json.dumps(line)}\n".encode())
         except OSError as error:
             self._give_up(error)
+
+    def _write(self, line: bytes) -> None:
+        written = self._file.write(line) if self._file is not None else len(line)
+        if written != len(line):
+            raise OSError(f"{written} of {len(line)} bytes written")
 
     def _give_up(self, error: Exception) -> None:
         self._file = None

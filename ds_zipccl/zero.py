@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ds_zipccl import comm, policy
 from ds_zipccl.comm.members import known, size_of
 from ds_zipccl.comm.owners import Owned
 from ds_zipccl.comm.stored import Kept
+from ds_zipccl.config import ZipcclConfig
 
 # ---- buckets of gradients, ZeRO-1 and ZeRO-2 -------------------------------------------------------------------------
 
@@ -108,11 +110,20 @@ _wanted: ContextVar[list[Any] | None] = ContextVar("ds_zipccl_wanted", default=N
 _KEPT = "ds_zipccl_kept"
 
 
-def watch_gathers(init: Any) -> None:
+def _gathered_dtype(param: Any, shard: torch.Tensor) -> torch.dtype:
+    """What a shard is gathered as; DeepSpeed's own function, where there is one, knows of autocast."""
+    return shard.dtype
+
+
+def watch_gathers(module: ModuleType) -> None:
     """Look on when parameters that ``deepspeed.zero.Init`` partitions are asked for. Repeating it does nothing.
 
-    DeepSpeed lays the shards of several parameters end to end and gathers them into new memory.
+    DeepSpeed lays the shards of several parameters end to end and gathers them into new memory. ``module`` is
+    ``deepspeed.runtime.zero.partition_parameters``.
     """
+    global _gathered_dtype
+    _gathered_dtype = getattr(module, "get_allgather_dtype", _gathered_dtype)
+    init = module.Init
     original = init._convert_to_deepspeed_param
     if hasattr(original, "ds_zipccl"):
         return
@@ -137,7 +148,7 @@ def watch_gathers(init: Any) -> None:
     init._convert_to_deepspeed_param = _convert_to_deepspeed_param
 
 
-def keep(parameters: Iterable[Any], kind: str, device: torch.device) -> tuple[list[Kept], str]:
+def keep(parameters: Iterable[Any], config: ZipcclConfig, device: torch.device) -> tuple[list[Kept], str]:
     """Memory for what is gathered of the parameters that ZeRO-3 frees after use. A collective of all groups that share them.
 
     Returns:
@@ -151,6 +162,13 @@ def keep(parameters: Iterable[Any], kind: str, device: torch.device) -> tuple[li
         if hasattr(param, "ds_id") and not param.ds_persist:
             groups.setdefault(param.ds_process_group, []).append(param)
     everything: list[Kept] = []
+    never = {
+        "delta": config.delta == "off",
+        "codec": config.codec == "raw",
+        "mode": config.mode_of("zero_param") == "never",
+    }
+    if any(never.values()):
+        return [], f"not used, as nothing would be a difference: see {', '.join(key for key in never if never[key])}"
     skipped = ""
     for group, params in groups.items():
         members = known(group)
@@ -160,8 +178,8 @@ def keep(parameters: Iterable[Any], kind: str, device: torch.device) -> tuple[li
         if device.type not in policy.DELTA_DEVICES or backend not in policy.CODED_BACKENDS[device.type]:
             skipped = f"; no differences on {device.type} over {backend} yet"
             continue
-        shards = [(param.ds_tensor.ds_numel, param.ds_tensor.dtype) for param in params]
-        for param, kept in zip(params, comm.keep(shards, kind, group, device), strict=True):
+        shards = [(param.ds_tensor.ds_numel, _gathered_dtype(param, param.ds_tensor)) for param in params]
+        for param, kept in zip(params, comm.keep(shards, config.zero3_base, group, device), strict=True):
             setattr(param, _KEPT, weakref.ref(kept))
             everything.append(kept)
     nbytes, mates = (

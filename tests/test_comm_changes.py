@@ -29,7 +29,7 @@ def step(weights: torch.Tensor, seed: int) -> None:
 class Trainer:
     """What a ZeRO-1/2 rank does: keep the whole in bf16, step its own shard, gather in place."""
 
-    base: comm.Base = comm.IN_PLACE
+    base: comm.Base | None = comm.IN_PLACE
 
     def __init__(self, rank: int, ranks: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.rank, self.ranks = rank, ranks
@@ -79,9 +79,31 @@ def edited(rank: int, ranks: int) -> None:
     """One bit of one rank's copy of one shard: that shard goes in full, once; the others do not."""
     trainer = Trainer(rank, ranks)
     trainer.gather()
-    if rank == 1:
-        trainer.whole[3].view(torch.int16).bitwise_xor_(1)  # in the shard of rank 0
-    assert trainer.gather() == ({OTHER: 1} if rank == 0 else {"": 1})
+    for place in (3, SHARD // 2, SHARD - 1):
+        if rank == 1:
+            trainer.whole[place].view(torch.int16).bitwise_xor_(1)  # in the shard of rank 0
+        assert trainer.gather() == ({OTHER: 1} if rank == 0 else {"": 1})
+        assert trainer.gather() == {"": 1}
+
+
+def workspace(rank: int, ranks: int) -> None:
+    """Gathers of many sizes into the same memory: one copy is kept, as long as the memory lives."""
+    buffer = torch.zeros(ranks * SHARD, dtype=torch.bfloat16)
+    for numel in range(SHARD - 20, SHARD):
+        whole = buffer[: ranks * numel]
+        comm.all_gather_into_tensor(whole, torch.ones(numel).bfloat16(), config=CONFIG, base=comm.IN_PLACE)
+        assert stats.memory()["copies of the shards sent"] == 2 * numel
+    del buffer, whole
+    assert "copies of the shards sent" not in stats.memory()
+
+
+def sometimes(rank: int, ranks: int) -> None:
+    """With a base and without, the same message otherwise."""
+    trainer = Trainer(rank, ranks)
+    trainer.base = None
+    assert trainer.gather() == {}
+    trainer.base = comm.IN_PLACE
+    assert trainer.gather() == {FULL: 1}
     assert trainer.gather() == {"": 1}
 
 
@@ -122,7 +144,9 @@ def replaced(rank: int, ranks: int) -> None:
     assert len(sent) == 1
 
 
-@pytest.mark.parametrize("case", [edited, loaded, skipped, replaced], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [edited, loaded, skipped, replaced, workspace, sometimes], ids=lambda case: case.__name__
+)
 def test_what_ranks_hold(case: Any) -> None:
     runner.run(case, 3)
 

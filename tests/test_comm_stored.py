@@ -12,8 +12,9 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm, stats
-from ds_zipccl.comm import changes, stored, topology
+from ds_zipccl import comm, policy, stats
+from ds_zipccl.codecs import decompress
+from ds_zipccl.comm import changes, exchange, stored, topology, tuning
 from ds_zipccl.comm.members import known
 from ds_zipccl.comm.stored import Kept
 from ds_zipccl.config import ZipcclConfig
@@ -80,6 +81,8 @@ def test_steps(ranks: int, kind: str) -> None:
 def by_node(rank: int, ranks: int) -> None:
     """Two nodes of two ranks: each pair has one copy, and shards may come by way of the other rank of a node."""
     topology.here = lambda: "left" if rank < 2 else "right"
+    names = set(stored.SHARED.iterdir())
+    dist.barrier()
     trainer = Trainer(rank, ranks, "host")
     assert [kept.mates for kept in trainer.kept] == [[0, 1] if rank < 2 else [2, 3]] * len(SHARDS)
     for nodes in ([], [[0, 1], [2, 3]]):
@@ -94,7 +97,7 @@ def by_node(rank: int, ranks: int) -> None:
         trainer.kept[0].memory[0, 0] = 1.0 + rank
     dist.barrier()
     assert before != trainer.kept[0].memory[0, 0] == 1.0 + rank // 2 * 2
-    assert not list(stored.SHARED.glob("ds_zipccl-*")), "the memory has a name no longer"
+    assert not [name for name in set(stored.SHARED.iterdir()) - names if "ds_zipccl" in name.name], "it has no name"
 
 
 def test_nodes_share_a_copy() -> None:
@@ -167,6 +170,8 @@ def without_room(rank: int, ranks: int, failing: str) -> str:
     def refuse(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    names = set(stored.SHARED.iterdir())
+    dist.barrier()
     if failing == "full" and rank == 0:
         os.posix_fallocate = refuse
     if failing == "apart" and rank == 1:
@@ -176,7 +181,7 @@ def without_room(rank: int, ranks: int, failing: str) -> str:
     with pytest.raises(comm.CommError) as caught:
         comm.keep([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
     dist.barrier()
-    assert not list(Path("/dev/shm").glob("ds_zipccl-*"))
+    assert not [name for name in set(Path("/dev/shm").iterdir()) - names if "ds_zipccl" in name.name]
     return str(caught.value)
 
 
@@ -188,6 +193,79 @@ def test_memory_that_cannot_be_had(failing: str, guilty: int, why: str) -> None:
     for rank, text in enumerate(runner.run(without_room, 3, failing)):
         assert "0.2 MB" in text and '"zero3_base"' in text
         assert (why if rank == guilty else "another rank has the reason") in text
+
+
+def opened(rank: int, ranks: int) -> tuple[int, int]:
+    """Flags and permissions with which this rank opens the memory."""
+    calls = []
+
+    def watched(file: Any, flags: int, mode: int = 0o777, open: Any = os.open) -> int:
+        calls.append((flags, mode))
+        return open(file, flags, mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", watched)
+        comm.keep([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
+    (call,) = calls
+    return call
+
+
+def test_the_memory_is_nobody_elses() -> None:
+    (leads, mode), (follows, _) = runner.run(opened, 2)
+    assert leads & os.O_EXCL and leads & os.O_CREAT and mode == 0o600 and follows & os.O_NOFOLLOW
+
+
+def refused(rank: int, ranks: int) -> None:
+    """A rank that refuses a frame goes on to other things; the others of its node do not wait for it, and nobody counts on the copy."""
+    trainer = Trainer(rank, ranks, "host")
+    trainer.gather(0)
+    trainer.step()
+
+    def damaged(frame: torch.Tensor, out: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
+        if rank == 0 and out.numel() == SHARDS[0]:
+            frame = frame.clone()
+            frame[4] = 9
+        return decompress(frame, out, *arguments, **more)
+
+    exchange.decompress = damaged
+    if rank == 0:
+        with pytest.raises(comm.CommError, match="refused"):
+            trainer.gather(0)
+    else:
+        assert trainer.gather(0) == {"": 1}
+    exchange.decompress = decompress
+    dist.barrier()
+    assert trainer.gather(0) == {FULL: 1}
+    assert trainer.gather(0) == {"": 1}
+
+
+def test_nobody_waits_for_who_has_failed() -> None:
+    runner.run(refused, 2, timeout=30)
+
+
+def trials(rank: int, ranks: int) -> list[bool]:
+    """Of every call that was timed while differences were tried: whether it was one. Eight tensors, forward and backward."""
+    config, timed = CONFIG.model_copy(update={"mode": "auto"}), []
+    start = tuning.Stopwatch.start
+    tuning.Stopwatch.start = lambda self, meet: (timed.append(True), start(self, meet))
+    shards = [torch.randn(SHARDS[0]).bfloat16() for _ in range(8)]
+    kept = comm.keep([(SHARDS[0], torch.bfloat16)] * 8, "host", dist.group.WORLD)
+    found = []
+    for turn in range(80):
+        index = min(turn % 16, 15 - turn % 16)
+        stats.reset()
+        timed.clear()
+        whole = torch.empty(ranks * SHARDS[0], dtype=torch.bfloat16)
+        comm.all_gather_into_tensor(whole, shards[index], config=config, base=comm.Stored([kept[index]]))
+        differences = stats.rows()[0]["differences"]
+        if timed and differences:
+            found.append(differences == {"": 1})
+    return found
+
+
+def test_differences_are_tried_when_there_is_something_to_differ_from() -> None:
+    for found in runner.run(trials, 2):
+        assert found[: policy.TRIAL_CALLS] == [True] * policy.TRIAL_CALLS
 
 
 def test_nothing_to_keep() -> None:

@@ -284,7 +284,7 @@ def differences_by_node(rank: int, ranks: int) -> None:
     known(None).nodes = [[0, 1], [2, 3]]
     whole = torch.randn(ranks * NUMEL, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = {}
-    for step in range(policy.TRIAL_CALLS * 5):
+    for step in range(policy.TRIAL_CALLS * 5 + policy.SETTLE_CALLS[1]):
         wanted = (whole.float() * (1 + 1e-3 * step)).bfloat16()
         whole.chunk(ranks)[rank].copy_(wanted.chunk(ranks)[rank])
         stats.reset()

@@ -8,7 +8,7 @@ costs one full gather, never a wrong bit. Where the base lies is up to a :class:
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -38,12 +38,24 @@ class Base(Protocol):
         """Hold what stands in ``places`` now: the gather has succeeded. ``last`` is what :meth:`begin` gave, and nobody else's any more."""
         ...
 
+    def abandon(self, link: Link) -> None:
+        """The gather has failed on this rank; does not block."""
+        ...
+
+    def token(self) -> Hashable:
+        """Tells bases apart, in the same way on all ranks; None where it cannot."""
+        ...
+
 
 def gather(link: Link, own: torch.Tensor, places: Sequence[torch.Tensor], base: Base) -> None:
     """As ``gathers.gather`` of one flat shard: give every rank ``own``, and write that of rank r to ``places[r]``."""
-    last = base.begin(link, places, lease := Lease())
-    reason = _objection(link, last, places)
-    gathers.gather(link, 1, [own], [[place] for place in places], base=None if reason else last)
+    try:
+        last = base.begin(link, places, lease := Lease())
+        reason = _objection(link, last, places)
+        gathers.gather(link, 1, [own], [[place] for place in places], base=None if reason else last)
+    except BaseException:
+        base.abandon(link)
+        raise
     base.end(link, places, last)
     lease.release()
     stats.record_difference(link.role, link.op, reason)
@@ -72,6 +84,7 @@ def _hash(region: torch.Tensor) -> torch.Tensor:
 class _Sent(NamedTuple):
     shard: torch.Tensor
     home: StorageWeakRef  # of the output that it was gathered into
+    span: range  # of the output's addresses
 
 
 #: Where, how many, of what: what is gathered to one place again and again.
@@ -87,25 +100,45 @@ class InPlace:
     def __init__(self) -> None:
         self._sent: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _Sent]] = WeakKeyDictionary()
         self._lock = threading.Lock()
+        stats.count_memory("copies of the shards sent", self._nbytes)
+
+    def _nbytes(self) -> int:
+        with self._lock:
+            self._prune()
+            return sum(one.shard.nbytes for sent in self._sent.values() for one in sent.values())
+
+    def _prune(self) -> None:
+        """Let go of copies whose output is gone."""
+        for sent in self._sent.values():
+            for key in [key for key, one in sent.items() if one.home.expired()]:
+                del sent[key]
 
     def begin(self, link: Link, places: Sequence[torch.Tensor], lease: Lease) -> torch.Tensor | None:
         """See :class:`Base`. The copy is out of the memory until the gather has succeeded: after an error nothing is known of the
         others."""
         with self._lock:
-            sent = self._sent.setdefault(link.group, {})
-            for key in [key for key, (_, home) in sent.items() if home.expired()]:
-                del sent[key]
-            last = sent.pop(_key(places), None)
+            self._prune()
+            last = self._sent.setdefault(link.group, {}).pop(_key(places), None)
         return None if last is None else last.shard
 
     def end(self, link: Link, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
         """See :class:`Base`."""
         own = places[link.rank]
         shard = own.clone() if last is None else last.copy_(own)
+        span = range(places[0].data_ptr(), places[-1].data_ptr() + places[-1].nbytes)
         with self._lock:
-            self._sent.setdefault(link.group, {})[_key(places)] = _Sent(shard, StorageWeakRef(own.untyped_storage()))
-            held = sum(shard.nbytes for sent in self._sent.values() for shard, _ in sent.values())
-        stats.record_memory("copies of the shards sent", held)
+            sent = self._sent.setdefault(link.group, {})
+            # what was gathered there in another size is overwritten
+            for key in [key for key, one in sent.items() if one.span.start < span.stop and span.start < one.span.stop]:
+                del sent[key]
+            sent[_key(places)] = _Sent(shard, StorageWeakRef(own.untyped_storage()), span)
+
+    def abandon(self, link: Link) -> None:
+        """See :class:`Base`."""
+
+    def token(self) -> Hashable:
+        """See :class:`Base`: where memory lies may differ from rank to rank."""
+        return None
 
 
 def _key(places: Sequence[torch.Tensor]) -> _Key:

@@ -99,6 +99,7 @@ class Link:
 
     def tag(self, index: int) -> int:
         """Tag of round ``index``."""
+        assert index < ROUNDS, f"round {index} of {ROUNDS} has the tag of another operation"
         return self._tag + index
 
     def piece_numel(self, numel: int, itemsize: int, rounds: int) -> int:

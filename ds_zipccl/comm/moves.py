@@ -120,6 +120,7 @@ def _gather_tensors(
         numel=sum(own) * ranks,
         sent=sum(own) * (ranks - 1),
         based=base is not None,
+        token=base.token() if base is not None else None,
         problem=f"outputs must have {ranks} times the elements of the inputs {own}, got {whole}" if wrong else "",
     )
     return run(operation, call)

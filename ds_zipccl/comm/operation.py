@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,8 @@ class Operation:
     reduce_op: dist.ReduceOp | None = None
     tolerance: Tolerance = "bits"
     plain_fits: bool = True  # the plain collective does whatever ours does
-    based: bool = False  # ranks may hold what was gathered before
+    based: bool = False  # ranks may hold what was gathered before,
+    token: Hashable = None  # of this, if that can be told
     memory_order: bool = False  # treat dense tensors as gloo's sums do: in the order of memory
     sends_less: bool = False  # before coding, than the plain collective: then that is what counts as uncoded
 
@@ -76,7 +77,7 @@ def run(op: Operation, call: Call) -> Any:
         raise ValueError(f"{op.name}: {problem}")
     plan, watch = admitted, None
     if tuner is not None:
-        plan, watch = tuner.next(lambda: _link(op, call, admitted))
+        plan, watch = tuner.next(lambda: _link(op, call, admitted), op.token)
         if watch is not None:
             watch.nbytes = _nbytes(op, tensor)
     if not plan.frames:

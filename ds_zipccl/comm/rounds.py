@@ -96,8 +96,13 @@ def posting(link: Link, index: int = 0, *, ours: bool = False) -> Iterator[Round
         yield exchange
         exchange.flush()
     except BaseException:
-        _abandoned.append(exchange)
+        abandoned(exchange)
         raise
+
+
+def abandoned(exchange: Round) -> None:
+    """Nobody will wait for what is under way."""
+    _abandoned.append(exchange)
 
 
 class Round:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ds_zipccl import stats
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.comm.exchange import Link
-from ds_zipccl.comm.rounds import posting
+from ds_zipccl.comm.rounds import Round, abandoned, posting
 from ds_zipccl.comm.work import CommError
 
 #: Where the ranks of a node find each other's memory (admission: a file system in memory).
@@ -31,6 +31,7 @@ _DONE = 3
 
 #: Memory that :func:`keep` has given, while somebody uses it, and its bytes.
 _pools: list[tuple[StorageWeakRef, int]] = []
+stats.count_memory("copies of gathered parameters", lambda: sum(size for pool, size in _pools if not pool.expired()))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -73,17 +74,32 @@ class Stored:
             if writer == link.rank:
                 for part, memory in self._parts(place, rank):
                     memory.copy_(part)
-        for kept in self._kept:
-            kept.filled = True
-        others = [mate for mate in mates if mate != link.rank]
-        word = torch.zeros(1, dtype=torch.uint8)
         with posting(link, _DONE, ours=True) as exchange:
-            for mate in others:
-                exchange.expect(mate, word)
-            for mate in others:
-                exchange.send(word, mate)
-            for mate in others:
+            words = self._tell(link, exchange, written=True)
+            for mate, word in words.items():
                 exchange.receive(mate, word)
+        for kept in self._kept:
+            kept.filled = all(bool(word) for word in words.values())
+
+    def abandon(self, link: Link) -> None:
+        """See :class:`ds_zipccl.comm.Base`. The others of the node must not wait for what this rank does not write."""
+        for kept in self._kept:
+            kept.filled = False
+        abandoned(exchange := Round(link, _DONE, ours=True))
+        self._tell(link, exchange, written=False)
+
+    def token(self) -> Hashable:
+        """See :class:`ds_zipccl.comm.Base`."""
+        return id(self._kept[0])
+
+    def _tell(self, link: Link, exchange: Round, *, written: bool) -> dict[int, torch.Tensor]:
+        """Tell the others of the node, and ask them; where their words will be."""
+        words = {mate: torch.zeros(1, dtype=torch.uint8) for mate in self._kept[0].mates if mate != link.rank}
+        for mate, word in words.items():
+            exchange.expect(mate, word)
+        for mate in words:
+            exchange.send(torch.full((1,), written, dtype=torch.uint8), mate)
+        return words
 
     def _parts(self, shard: torch.Tensor, rank: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """The shard of a rank, tensor by tensor, each with the memory of it."""
@@ -112,11 +128,8 @@ def keep(
         device = "cpu"
         mates = next(node for node in topology.by_node(group, topology.find(group)) if rank in node)
     sizes = [-(-ranks * numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in shards]
-    total = sum(sizes)
-    pool = _shared(total, mates, group) if kind == "host" else torch.empty(total, dtype=torch.uint8, device=device)
-    _pools.append((StorageWeakRef(pool.untyped_storage()), total))
-    _pools[:] = [(pool, size) for pool, size in _pools if not pool.expired()]
-    stats.record_memory("copies of gathered parameters", sum(size for _, size in _pools))
+    pool = _shared(sum(sizes), mates, group, device)
+    _pools[:] = [*(one for one in _pools if not one[0].expired()), (StorageWeakRef(pool.untyped_storage()), sum(sizes))]
     found = []
     for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
         memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)
@@ -124,23 +137,44 @@ def keep(
     return found
 
 
-def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Memory that all ranks in ``mates`` see. It has a name only until all have it: nothing is left behind whatever happens to them."""
+def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> torch.Tensor:
+    """Memory that all ranks in ``mates`` see; that of a rank without others is its own, on ``device``. A collective of the group.
+
+    The memory has a name only until all have opened it, and takes no room before: whatever happens, no more than a name is left behind.
+    """
     token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
     tokens = [torch.empty_like(token) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tokens, token, group)
     file = SHARED / f"ds_zipccl-{bytes(tokens[mates[0]].tolist()).hex()}"
-    leads = dist.get_rank(group) == mates[0]
-    try:
+    leads, several = dist.get_rank(group) == mates[0], len(mates) > 1
+    with ExitStack() as opened:
+
+        def keep_open(flags: int) -> int:
+            descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+            opened.callback(os.close, descriptor)
+            return descriptor
+
         with _agreeing(nbytes, group):
-            if leads:
-                _reserve(file, nbytes)
+            if several and leads:
+                descriptor = keep_open(os.O_CREAT | os.O_EXCL)
+                opened.callback(file.unlink, missing_ok=True)
         with _agreeing(nbytes, group):
-            memory = _map(file, nbytes)
-    finally:
-        if leads:
-            file.unlink(missing_ok=True)
+            if several and not leads:
+                descriptor = keep_open(os.O_NOFOLLOW)
+        with _agreeing(nbytes, group):
+            if several and leads:
+                file.unlink()
+                os.posix_fallocate(descriptor, 0, nbytes)  # all of it now, so that no later write can fail
+        with _agreeing(nbytes, group):
+            memory = _map(descriptor, nbytes) if several else torch.empty(nbytes, dtype=torch.uint8, device=device)
     return memory
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    found = os.fstat(descriptor)
+    if (found.st_size, found.st_uid) != (nbytes, os.geteuid()):
+        raise OSError(f"the file has {found.st_size} bytes of user {found.st_uid}, wanted {nbytes} of our own")
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
 @contextmanager
@@ -149,33 +183,13 @@ def _agreeing(nbytes: int, group: dist.ProcessGroup) -> Iterator[None]:
     problem = ""
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:  # of the file system, torch and mmap
         problem = str(error)
     good = torch.tensor([not problem], dtype=torch.uint8)
     dist.all_reduce(good, dist.ReduceOp.MIN, group)
     if not good:
         raise CommError(
-            f"{nbytes / 1e6:.1f} MB of memory shared by the ranks of a node cannot be had: "
+            f"{nbytes / 1e6:.1f} MB of memory for gathered parameters cannot be had: "
             f"{problem or 'another rank has the reason'}; "
-            f'make {SHARED} larger (docker run --shm-size), or set "zero3_base" to "device" or "off"'
+            f'make {SHARED} larger (docker run --shm-size), or set another "zero3_base"'
         )
-
-
-def _reserve(file: Path, nbytes: int) -> None:
-    """Make the file with all its room, so that no later write can fail."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    finally:
-        os.close(descriptor)
-
-
-def _map(file: Path, nbytes: int) -> torch.Tensor:
-    descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        found = os.fstat(descriptor)
-        if (found.st_size, found.st_uid) != (nbytes, os.geteuid()):
-            raise OSError(f"{file} has {found.st_size} bytes of user {found.st_uid}, wanted {nbytes} of our own")
-        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,14 +49,16 @@ class Tuner:
         self._checks = self._reviews = 0
         self._review_at = policy.REVIEW_CHECKS[0]
         self._queue: deque[int] = deque()
+        self._seen: Counter[Hashable] = Counter()  # tensors that went as differences since others last went otherwise
         self._slots: list[tuple[int, Stopwatch]] = []
         self._try(range(len(candidates)), policy.TRIAL_CALLS)
 
-    def next(self, link: Callable[[], Link]) -> tuple[Plan, Stopwatch | None]:
+    def next(self, link: Callable[[], Link], tensor: Hashable = None) -> tuple[Plan, Stopwatch | None]:
         """The plan for the next call, and a stopwatch where it is to be timed. Blocks at a decision until all ranks have come to where
         they sent their measurements.
 
-        ``link`` opens a connection with a tag of its own, for what ranks tell each other.
+        ``link`` opens a connection with a tag of its own, for what ranks tell each other. ``tensor`` tells what is sent from other things
+        of its kind, in the same way on all ranks, if anything can: differences are timed when what they need has been left behind.
 
         Raises:
             CommError: a rank's measurements did not come.
@@ -69,20 +71,32 @@ class Tuner:
             if self._calls == late or (self._calls == soon and met and bool((self._told.all()[:, :, 1] == 1).all())):
                 self._decide(slowest(self._told.all()))
         self._calls += 1
-        if self._queue:
-            index, timed = self._queue.popleft(), True
-        else:
-            index, timed = self._current, self._due - policy.CHECKED_CALLS < self._calls <= self._due
+        trying = bool(self._queue)
+        index = self._queue[0] if trying else self._current
+        ready = self._ready(index, tensor)
+        if trying and ready:
+            self._queue.popleft()
+            self._due = self._calls if not self._queue else -1
+        timed = ready if trying else self._due - policy.CHECKED_CALLS < self._calls <= self._due
         if not timed:
             return self._candidates[index], None
         self._slots.append((index, Stopwatch(_Told(link(), [(0.0, 0.0)]), self._nominal)))
         return self._candidates[index], self._slots[-1][1]
 
+    def _ready(self, index: int, tensor: Hashable) -> bool:
+        """Whether the next call of a candidate shows what it can do: as a difference, what is sent must have been sent so before."""
+        if self._candidates[index].codec != "delta":
+            self._seen.clear()
+            return True
+        self._seen[tensor] += 1
+        before = policy.SETTLE_CALLS[tensor is None]
+        return self._seen[tensor] > before or self._seen.total() > policy.SETTLE_CALLS[-1]
+
     def _try(self, indices: Sequence[int], calls: int) -> None:
-        """Let the next calls try these candidates, a block of calls each: differences need what the call before has left behind."""
+        """Let the next calls try these candidates, a block of calls each: differences need what the calls before have left behind."""
         self._slots = []
         self._queue.extend(index for index in indices for _ in range(calls))
-        self._due = self._calls + len(self._queue)
+        self._due = -1  # known when the last of them comes
 
     def _decide(self, agreed: Sequence[float]) -> None:
         """Take in the measurements of all ranks: choose, and plan what to measure next."""
