@@ -119,7 +119,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         return comm.IN_PLACE if self.stepping in (1, 2) else zero.base_of(output, group)
 
     def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owned | None:
-        """Whose the parts of what is all-reduced are, where only they need the sum and it pays; None where all ranks are to get it."""
+        """Whose the parts of what is all-reduced are, where only they need the sum; None where all ranks do, or nobody knows."""
         owned, reason = zero.owned(tensor, op, group, later)
         if self.zipccl.owner_only == "off":
             return None

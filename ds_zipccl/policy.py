@@ -215,12 +215,17 @@ def probed(current: int, estimates: Sequence[float], review: int) -> list[int]:
     return [index for index in others if review % (1 << rarity[index]) == 0]
 
 
-def owners_pay(owned: Sequence[int], numel: int) -> bool:
-    """Whether sending a sum of ``numel`` elements to its owners, rank r of which owns ``owned[r]``, keeps no rank's link busier than an
-    all-reduce does: where a few ranks own most of it, all others send to these at once."""
+def straight_to_owners(owned: Sequence[int], numel: int) -> bool:
+    """Whether contributions to a sum of ``numel`` elements, ``owned[r]`` of which rank r owns, go straight to the owners; or the sums do,
+    which ranks made of shards of one size: where a few own most of it, all others would send these everything at once.
+
+    By the busiest link: straight, rank r sends what others own and receives ``owned[r]`` from each of them; by shards it receives its
+    shard from each of them, and then what it owns of the others' shards.
+    """
     others, total = len(owned) - 1, sum(owned)
-    busiest = max(max(total - own, others * own) for own in owned)
-    return busiest * len(owned) <= 2 * numel * others
+    straight = max(max(total - own, others * own) for own in owned)
+    by_shards = others * (numel + max(owned))
+    return straight * len(owned) <= by_shards
 
 
 def frame_codec(codec: str, nbytes: int) -> str:

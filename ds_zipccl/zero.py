@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm, policy
-from ds_zipccl.comm.members import known, size_of
+from ds_zipccl.comm.members import known
 from ds_zipccl.comm.owners import Owned
 from ds_zipccl.comm.stored import Kept
 from ds_zipccl.config import ZipcclConfig
@@ -38,13 +37,6 @@ class _Bucket:
         """Whether an all-reduce with these arguments is the one."""
         same = group is self.group and sum(numel for numel, _ in self.owned) == tensor.numel()
         return same and op == dist.ReduceOp.SUM and not later
-
-    def shares(self) -> list[int]:
-        """Elements that each rank of the group owns."""
-        shares: Counter[int] = Counter()
-        for numel, owners in self.owned:
-            shares.update(dict.fromkeys(owners, numel))
-        return [shares[rank] for rank in range(size_of(self.group))]
 
 
 #: For the next all-reduce only.
@@ -91,13 +83,11 @@ def watch_buckets(optimizer: Any) -> None:
 
 
 def owned(tensor: torch.Tensor, op: Any, group: Any, later: bool) -> tuple[Owned | None, str]:
-    """Whose the parts of what is all-reduced are, where nobody else needs their sums and it pays; else None, and why."""
+    """Whose the parts of what is all-reduced are, where nobody else needs their sums; else None, and why."""
     bucket = _bucket.get()
     _bucket.set(None)
     if bucket is None or not bucket.fits(tensor, op, group, later):
         return None, "the owners of the bucket are not known"
-    if not policy.owners_pay(bucket.shares(), tensor.numel()):
-        return None, "a few ranks own most of the bucket"
     return bucket.owned, ""
 
 

@@ -134,7 +134,7 @@ def sums(stage=2, micro=1, **more):
             whole.update(row["whole"])
             if row["calls"]:
                 calls[row["op"]] = row["calls"]
-                assert row["op"] != "reduce_to_owners" or row["raw_bytes"] > 2.2 * row["wire_bytes"]
+                assert row["op"] != "reduce_to_owners" or row["raw_bytes"] > 1.7 * row["wire_bytes"]
     return calls, dict(whole)
 unknown = "the owners of the bucket are not known"
 to_owners = ({"reduce_to_owners": 2}, {})
@@ -166,7 +166,7 @@ assert [float(part[0]) == 6 for part in parts] == [rank < 2, rank == 2, rank == 
 assert [(row["op"], row["calls"]) for row in stats.rows()] == [("reduce_to_owners", 1)]
 torch.nn.Linear = lambda a, b, linear=torch.nn.Linear: torch.nn.Sequential(*(linear(a, b) for _ in range(6)))
 calls, whole = sums(zero={"reduce_bucket_size": 66000})  # a bucket for every layer, and two layers for every rank
-assert set(whole) == {"a few ranks own most of the bucket"} and calls["all_reduce"] == sum(whole.values()), (calls, whole)
+assert set(calls) == {"reduce_to_owners"} and not whole, (calls, whole)
 assert sums(zero={"reduce_bucket_size": 200000, "round_robin_gradients": True}) == ({"reduce_to_owners": 4}, {})
 leave()
 """,

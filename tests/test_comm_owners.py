@@ -1,4 +1,4 @@
-"""Sums for their owners: what a rank owns has the bits of an all-reduce, the rest stays, and half as much is sent."""
+"""Sums for their owners: what a rank owns has the bits of an all-reduce, and about half as much is sent."""
 
 from __future__ import annotations
 
@@ -106,7 +106,6 @@ def as_all_reduce(
             comm.reduce_to_owners(got, recut(owned, random.Random(rank)), op, config=config)
             # torch divides NaNs of bf16 into others in its vector units than beside them, which depends on where a message begins
             assert_same_sums(got[own], want[own], corpus.FP32 if op == dist.ReduceOp.AVG else kind)
-            corpus.assert_same_bits(got[~own], mine[~own])
     assert not any(row["passed"] for row in stats.rows())
 
 

@@ -154,7 +154,8 @@ def test_owners_and_differences_between_nodes(tmp_path: Path, fast: str) -> None
     assert [row["wire_gb"] for row in rows[:6]] == pytest.approx(expected)
     plain, coded = (line_of(rows, what, "coded, by nodes") for what in ("gradients", "parameters"))
     local = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
-    assert plain["ms"] == pytest.approx(2e3 * predict("reduce_scatter", "coded", 1e9 / 4, 4, local, 2.0))
+    crowded = 1 + 1 / 8  # a bucket of half the parameters has 8 owners of 16
+    assert plain["ms"] == pytest.approx(2e3 * crowded * predict("reduce_scatter", "coded", 1e9 / 4, 4, local, 2.0))
     assert coded["ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9 / 4, 4, local, 4.0))
     assert coded["exponents_ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9 / 4, 4, local, 2.0))
 

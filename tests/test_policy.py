@@ -17,8 +17,8 @@ from ds_zipccl.policy import (
     Plan,
     encode_together,
     frame_codec,
-    owners_pay,
     plan,
+    straight_to_owners,
 )
 
 GOOD = Message("all_reduce", torch.bfloat16, 1 << 20, 4, "cpu", "gloo", "zero_grad", "SUM")
@@ -87,9 +87,10 @@ def test_segments_are_encoded_together_where_all_are_small() -> None:
 
 
 def test_owners_must_not_be_few() -> None:
-    """The busiest link carries no more than in an all-reduce, where every rank sends and receives 2 (n-1)/n of the tensor."""
-    assert owners_pay([0], 8) and owners_pay([8, 0], 8) and owners_pay([3, 5], 8)  # one or two ranks: always
-    assert owners_pay([2, 2, 2, 2], 8) and owners_pay([4, 4, 0, 0], 8) and owners_pay([4, 0, 2, 2], 8)
-    assert not owners_pay([5, 3, 0, 0], 8) and not owners_pay([0, 0, 8, 0], 8)
-    assert not owners_pay([8, 8, 8], 8)  # all own all
-    assert owners_pay([0, 0, 0], 8) and owners_pay([0, 0, 0], 0)
+    """Straight where nearly all own as much; else every rank adds an equal shard first."""
+    for one_or_two in ([0], [8], [8, 0], [3, 5]):
+        assert straight_to_owners(one_or_two, 8)
+    assert straight_to_owners([2, 2, 2, 2], 8) and not straight_to_owners([3, 3, 2, 0], 8)
+    assert not straight_to_owners([4, 4, 0, 0], 8) and not straight_to_owners([0, 0, 8, 0], 8)
+    assert not straight_to_owners([8, 8, 8], 8)  # all own all
+    assert straight_to_owners([0, 0, 0], 8) and straight_to_owners([0, 0, 0], 0)

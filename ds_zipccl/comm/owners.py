@@ -16,7 +16,7 @@ from ds_zipccl import policy
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.members import size_of
 from ds_zipccl.comm.operation import Call, Operation, is_member, memory_order, others, pass_small, run
-from ds_zipccl.comm.reduction import all_reduce_chunk
+from ds_zipccl.comm.reduction import Reduction, all_reduce_chunk, cut
 from ds_zipccl.comm.rounds import Laid, Pieces, posting, pump
 from ds_zipccl.comm.sums import Adding, arithmetic
 from ds_zipccl.comm.work import JoinedWork
@@ -40,7 +40,7 @@ def reduce_to_owners(
     """``torch.distributed.all_reduce`` in place, of which every rank needs only the parts that it owns. Blocks.
 
     What this rank owns is afterwards what :func:`ds_zipccl.comm.all_reduce` makes of it, bit for bit; averages that are NaN may be
-    another NaN. The rest is undefined: as it was, or the sum too where the policy leaves the call to the plain collective.
+    another NaN. The rest is undefined: as it was, or sums.
 
     Args:
         tensor: dense, of any shape: parts follow each other in memory.
@@ -62,7 +62,6 @@ def reduce_to_owners(
         pass_small(NAME, call, sent, lambda: dist.all_reduce(tensor, op, group))
         return
     mine = spans[rank]
-    shared = any(rank in owners and len(set(owners)) > 1 for _, owners in owned)
     reduction, tolerance = arithmetic([tensor], op, group, config)
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
@@ -72,22 +71,10 @@ def reduce_to_owners(
                 output.copy_(part)
         return JoinedWork(NAME, [], outputs) if later else None
 
+    straight = policy.straight_to_owners([sum(map(_length, theirs)) for theirs in spans], tensor.numel())
+
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        whole = inputs[0]
-        source = whole.clone() if shared else whole  # other owners of what is written here may still wait for it
-        shards = Pieces(link, [Laid(whole if to == rank else source, theirs) for to, theirs in enumerate(spans)])
-        chunk = all_reduce_chunk(whole.numel(), whole.element_size(), ranks)
-        with posting(link) as exchange:
-            adding = Adding(link, exchange, shards, reduction, mine, chunk)
-
-            def take(turn: int) -> None:
-                sums, places = adding.take()
-                reduction.finish(sums)
-                for place, part in zip(places, sums.split([span.stop - span.start for span in places]), strict=True):
-                    if whole[place].data_ptr() != part.data_ptr():
-                        whole[place].copy_(part)
-
-            pump(shards.turns, adding.post, take)
+        (_straight if straight else _by_shards)(link, inputs[0], spans, reduction)
 
     operation = Operation(
         name=NAME,
@@ -103,6 +90,76 @@ def reduce_to_owners(
         memory_order=True,
     )
     run(operation, call)
+
+
+def _straight(link: Link, whole: torch.Tensor, spans: Sequence[Sequence[slice]], reduction: Reduction) -> None:
+    """Every contribution goes to the owners, who add."""
+    mine, chunk = spans[link.rank], all_reduce_chunk(whole.numel(), whole.element_size(), link.size)
+    others = [span for rank, theirs in enumerate(spans) if rank != link.rank for span in theirs]
+    # other owners of what is written here may still wait for it
+    source = whole.clone() if any(_common(mine, span) for span in others) else whole
+    shards = Pieces(link, [Laid(whole if to == link.rank else source, theirs) for to, theirs in enumerate(spans)])
+    with posting(link) as exchange:
+        adding = Adding(link, exchange, shards, reduction, mine, chunk)
+
+        def take(turn: int) -> None:
+            sums, places = adding.take()
+            reduction.finish(sums)
+            for place, part in zip(places, sums.split(list(map(_length, places))), strict=True):
+                if whole[place].data_ptr() != part.data_ptr():
+                    whole[place].copy_(part)
+
+        pump(shards.turns, adding.post, take)
+
+
+def _by_shards(link: Link, whole: torch.Tensor, spans: Sequence[Sequence[slice]], reduction: Reduction) -> None:
+    """Every rank adds a shard of the same size, as in an all-reduce, and sends the sums to their owners only."""
+    chunk = all_reduce_chunk(whole.numel(), whole.element_size(), link.size)
+    slices = cut(whole.numel(), chunk, link.size)
+    shards = Pieces(link, [whole[part] for part in slices], rounds=2)
+    with posting(link, 0) as leaving, posting(link, 1) as coming:
+        adding = Adding(link, leaving, shards, reduction, [slices[link.rank]], chunk)
+
+        def parts(adder: int, turn: int, owner: int) -> list[torch.Tensor]:
+            """What ``owner`` owns of a piece that ``adder`` adds."""
+            if turn >= len(shards[adder]):
+                return []
+            begin = slices[adder].start + turn * shards[adder][0].numel()
+            piece = slice(begin, begin + shards[adder][turn].numel())
+            return [whole[part] for part in _common(spans[owner], piece)]
+
+        def add(turn: int) -> None:
+            coming.turn()
+            for peer in link.peers:
+                for part in parts(peer, turn, link.rank):
+                    coming.expect(peer, part)
+            if turn < len(shards[link.rank]):
+                adding.take()
+            for peer in link.peers:
+                for part in parts(link.rank, turn, peer):
+                    coming.send(part, peer)
+
+        def take(turn: int) -> None:
+            for peer in link.peers:
+                for part in parts(peer, turn, link.rank):
+                    coming.receive(peer, part)
+
+        pump(shards.turns, adding.post, add, take)
+    for span in spans[link.rank]:
+        reduction.finish(whole[span])
+
+
+def _length(span: slice) -> int:
+    return int(span.stop - span.start)
+
+
+def _common(spans: Sequence[slice], part: slice) -> list[slice]:
+    """What of ``part`` is in one of ``spans``."""
+    return [
+        slice(max(span.start, part.start), min(span.stop, part.stop))
+        for span in spans
+        if span.start < part.stop and part.start < span.stop
+    ]
 
 
 def spans_of(tensor: torch.Tensor, owned: Owned, ranks: int) -> list[list[slice]]:

@@ -8,7 +8,8 @@ Operations have DeepSpeed's default sizes: 5e8 elements, and 5e7 for the gathers
 
 What the coded variants do besides coding exponents goes by the keys of the section in ds_config.json:
 
-* --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only: a reduce_scatter, half of what the all_reduce sends.
+* --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only: a reduce_scatter, half of what the all_reduce sends. Where
+  a bucket is much smaller than the model few ranks own it, and take up to twice as long to receive the sums: that is in ms.
 * --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences against the last step's. The ratio (4 for bf16) is that of the peak
   learning rate; towards the end of its decay it grows to 10 to 70: --delta-ratio.
 * --zero3-base host or device: ZeRO-3 does so too. Only the first gather of a step finds changes ("parameters, first"); those of the
@@ -85,7 +86,7 @@ SWITCHES = (
 class Traffic:
     """One line of a step: ``times`` it moves all parameters by ``op``, in operations of ``bucket`` elements at most.
 
-    Coded variants do it by ``coded_op``, the same if empty, and send what ``coding`` names.
+    Coded variants do it by ``coded_op``, the same if empty, ``slower`` than that, and send what ``coding`` names.
     """
 
     what: str
@@ -94,6 +95,7 @@ class Traffic:
     times: int
     coded_op: str = ""
     coding: str = EXPONENTS
+    slower: float = 1.0
 
 
 class Coding(NamedTuple):
@@ -190,7 +192,8 @@ def step(args: argparse.Namespace, traffics: list[Traffic], codings: dict[str, C
             op = traffic.op if uncoded else traffic.coded_op or traffic.op
             coding = Coding(exponents.profile, 1.0) if uncoded else codings[traffic.coding]
             sent = float(OPS[op].sent(schedule.ranks)) * schedule.crossing * schedule.tensor / coding.ratio
-            ms = traffic.times * _ms(op, operations, schedule, coding)
+            times = traffic.times * (1.0 if uncoded else traffic.slower)
+            ms = times * _ms(op, operations, schedule, coding)
             plain = ms if uncoded else plain
             row = {
                 "what": traffic.what,
@@ -200,7 +203,7 @@ def step(args: argparse.Namespace, traffics: list[Traffic], codings: dict[str, C
                 "ratio": coding.ratio,
                 "wire_gb": traffic.times * sent * args.params * itemsize / 1e9,
                 "ms": ms,
-                "exponents_ms": traffic.times * _ms(op, operations, schedule, exponents),
+                "exponents_ms": times * _ms(op, operations, schedule, exponents),
                 "speedup": plain / ms,
             }
             yield row
@@ -225,9 +228,10 @@ def _ms(op: str, operations: list[tuple[int, int]], schedule: Schedule, coding: 
 def _traffic(args: argparse.Namespace) -> list[Traffic]:
     micro = args.accumulation
     if args.zero < 3:
-        owners = "reduce_scatter" if args.owner_only == "auto" else ""
+        owners, slower = ("reduce_scatter", _crowding(args)) if args.owner_only == "auto" else ("", 1.0)
+        times = micro if args.zero == 2 else 1
         return [
-            Traffic("gradients", "all_reduce", BUCKET, micro if args.zero == 2 else 1, coded_op=owners),
+            Traffic("gradients", "all_reduce", BUCKET, times, coded_op=owners, slower=slower),
             Traffic("parameters", "all_gather", BUCKET, 1, coding=CHANGED if args.delta == "auto" else EXPONENTS),
         ]
     gradients = Traffic("gradients", "reduce_scatter", BUCKET, micro)
@@ -242,6 +246,13 @@ def _traffic(args: argparse.Namespace) -> list[Traffic]:
         Traffic("parameters, again", "all_gather", PREFETCH, 2 * micro - 1, coding=UNCHANGED),
         gradients,
     ]
+
+
+def _crowding(args: argparse.Namespace) -> float:
+    """How much longer a reduce-scatter takes whose sums then go on to the few ranks that own a bucket: 1 where all own as much."""
+    elements = BUCKET if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
+    owners = args.gpus * min(1.0, elements / args.params)
+    return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
 
 
 def _differences(args: argparse.Namespace, profile: Profile) -> dict[str, Coding]:
