@@ -164,14 +164,36 @@ _TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def _train() -> str:
-    """Picture and table; columns that older results do not have are left out."""
-    results = _results("train.json")
-    shown = {head: how for head, how in _TRAINED.items() if how[0] in results["rows"][0]}
-    rows = ([text(row[key]) for key, text in shown.values()] for row in results["rows"])
-    picture = "docs/results/train.png"
-    drawn = f"![Steps, computing and communication apart]({picture})\n\n" if (ROOT / picture).exists() else ""
-    return f"{drawn}`{results['command']}`\n\n" + _table(shown, rows)
+def _train(*names: str) -> str:
+    """Picture and table of each; columns that older results do not have are left out."""
+    parts = []
+    for name in names or ("train",):
+        results = _results(f"{name}.json")
+        shown = {head: how for head, how in _TRAINED.items() if how[0] in results["rows"][0]}
+        rows = ([text(row[key]) for key, text in shown.values()] for row in results["rows"])
+        drawn = _picture("Steps, computing and communication apart", f"{name}.png")
+        parts.append(f"{drawn}`{results['command']}`\n\n" + _table(shown, rows))
+    return "\n\n".join(parts)
+
+
+def _picture(what: str, name: str) -> str:
+    place = f"docs/results/{name}"
+    return f"![{what}]({place})\n\n" if (ROOT / place).exists() else ""
+
+
+def _beyond() -> str:
+    """Trainings with differences and sums to owners."""
+    return _train("train_zero2", "train_zero2_4", "train_zero3_base", "train_zero3_base_4")
+
+
+def _steps() -> str:
+    """Ratios over whole trainings."""
+    results = _results("steps.json")
+    ratios = ("first", "middle", "last", "min", "ratio")
+    rows = ([row["file"], row["role"], *(f"{row[key]:.2f}" for key in ratios)] for row in results["rows"])
+    drawn = _picture("Ratio and learning rate, step by step", "steps.png")
+    heads = ("first tenth", "between", "last tenth", "least", "all")
+    return f"{drawn}`{results['command']}`\n\n" + _table(("file", "role", *heads), rows)
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
@@ -182,6 +204,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "cuda": _cuda,
     "comm": _comm,
     "train": _train,
+    "beyond": _beyond,
+    "steps": _steps,
 }
 
 
