@@ -21,7 +21,8 @@ ROLES: tuple[str, ...] = get_args(Role)
 #: Every environment variable that the package reads: name -> meaning.
 ENVIRONMENT = {
     "DS_ZIPCCL": "0: off everywhere, whatever the config says. 1: on with defaults. JSON object: on with this section.",
-    "DS_ZIPCCL_CACHE": "folder for compiled kernels (default: TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions)",
+    "DS_ZIPCCL_CACHE": "folder for compiled kernels, to which no other user can write (default: TORCH_EXTENSIONS_DIR, else "
+    "~/.cache/torch_extensions)",
     "CUDA_HOME": "where nvcc is looked for, in its bin (default: PATH, then /usr/local/cuda)",
     "CXX": "C++ compiler of the native CPU route (default: c++, g++ or clang++, whichever is found first)",
 }

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from ds_zipccl.op_builder import trust
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 if not CSRC.is_dir():  # a plain checkout, where op_builder/ stands beside the package
@@ -39,10 +44,60 @@ class BuildError(RuntimeError):
 
 
 def cache_root() -> Path:
-    """Folder for everything compiled at run time; never inside the package."""
+    """Folder for everything compiled at run time; never inside the package, and never one that other users can write to.
+
+    The folder that was asked for, or a private one instead; then a line on stderr says why, once in a process.
+
+    Raises:
+        BuildError: other users can write to each of these folders.
+    """
+    return _placed(_wanted_root())[0]
+
+
+def distrust() -> str:
+    """Why :func:`cache_root` is not the folder that was asked for; "" where it is.
+
+    Raises:
+        BuildError: as :func:`cache_root`.
+    """
+    return _placed(_wanted_root())[1]
+
+
+def _wanted_root() -> Path:
     chosen = os.environ.get("DS_ZIPCCL_CACHE") or os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(chosen) if chosen else Path.home() / ".cache" / "torch_extensions"
-    return root / "ds_zipccl"
+    # Resolved: a link could be in a folder that other users can write to, and be changed after the check.
+    return (root / "ds_zipccl").resolve()
+
+
+@cache
+def _placed(wanted: Path) -> tuple[Path, str]:
+    """``wanted`` or the first private folder that can be trusted, and why ``wanted`` cannot."""
+    reasons = [trust.claim(wanted)]
+    if not reasons[0]:
+        return wanted, ""
+    for place in _private_folders():
+        reason = trust.claim(place)
+        if not reason:
+            note = f"compiled kernels are kept in {place}, not in {wanted}: {reasons[0]}; to choose another folder, to which"
+            note += " no other user can write, set DS_ZIPCCL_CACHE"
+            print(f"ds_zipccl: {note}", file=sys.stderr, flush=True)
+            return place, reasons[0]
+        reasons.append(reason)
+    raise BuildError(
+        f"no folder for compiled kernels: {'; '.join(reasons)}; set DS_ZIPCCL_CACHE to a folder to which no other user can write"
+    )
+
+
+def _private_folders() -> Iterator[Path]:
+    """Where to keep libraries instead, best first. The last one is this process's alone, and removed when it ends."""
+    with contextlib.suppress(RuntimeError):  # no home
+        yield (Path.home() / ".cache" / "ds_zipccl").resolve()
+    temporary = Path(tempfile.gettempdir()).resolve()
+    yield temporary / f"ds_zipccl-{os.geteuid()}"
+    own, process = Path(tempfile.mkdtemp(prefix="ds_zipccl-", dir=temporary)), os.getpid()
+    atexit.register(lambda: shutil.rmtree(own, ignore_errors=True) if os.getpid() == process else None)
+    yield own
 
 
 @cache
@@ -154,9 +209,7 @@ def build(recipe: Recipe = CPU) -> Path:
     if target.exists():
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(target.with_suffix(".lock")):
             if not target.exists():
                 _compile(recipe, target)
     except OSError as error:
@@ -166,22 +219,35 @@ def build(recipe: Recipe = CPU) -> Path:
     return target
 
 
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of ``path``, a file that is made where it is missing, and neither followed if it is a link nor written."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
 def _compile(recipe: Recipe, target: Path) -> None:
     command = [recipe.compiler(), *recipe.flags]
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # of mode 0700
         objects = [Path(folder) / f"{Path(name).name}.o" for name in recipe.sources]
         commands = [
             [*command, *own, "-c", str(CSRC / name), "-o", str(output)]
             for (name, own), output in zip(recipe.sources.items(), objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
+            list(pool.map(lambda command: _run(command, folder), commands))
         output = Path(folder) / target.name
-        _run([*command, "-shared", *map(str, objects), "-o", str(output)])
+        _run([*command, "-shared", *map(str, objects), "-o", str(output)], folder)
         os.replace(output, target)
 
 
-def _run(command: Sequence[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def _run(command: Sequence[str], folder: str) -> None:
+    """Run a compiler. It keeps its temporary files in ``folder``, and makes no file that others can write, whatever the umask."""
+    environment = {**os.environ, "TMPDIR": folder}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, umask=0o022)
     if result.returncode:
         raise BuildError(f"{' '.join(command)} failed:\n{result.stderr.strip()}")

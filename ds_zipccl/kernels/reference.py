@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numba
 import numpy as np
 
-from ds_zipccl.op_builder.cache import cache_root
+from ds_zipccl.op_builder.cache import BuildError, cache_root
 
 FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
 OK, INDEX, BLOCK = 0, 11, 12  # FrameErrorCode
@@ -45,24 +46,37 @@ for _mode, _tiers in _NAMED.items():
 LOW_BITS = np.uint64(0x0101010101010101)
 
 
-@contextlib.contextmanager
-def kernel_cache() -> Iterator[None]:
-    """Let numba keep compiled code in our cache folder, not inside the installed package.
+def _kernel_folder() -> str:
+    """Where numba keeps compiled code; "" if no folder can be trusted or written to.
 
-    One folder for each content of these files: numba itself does not see that a function of another file has changed.
+    One folder for each content of these files: numba itself does not see that a function of another file has changed. NUMBA_CACHE_DIR
+    does not count: numba runs what it finds in its folder, so that only folders that :mod:`ds_zipccl.op_builder.trust` passes will do.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("reference*.py")):
         digest.update(path.read_bytes())
+    try:
+        folder = cache_root() / f"numba_{digest.hexdigest()[:20]}"
+        folder.mkdir(mode=0o700, exist_ok=True)  # numba makes files by the umask, which may let a group write to them
+    except (BuildError, OSError):
+        return ""
+    return str(folder) if os.access(folder, os.W_OK) else ""
+
+
+@contextlib.contextmanager
+def kernel_cache() -> Iterator[None]:
+    """Let numba keep compiled code in our cache folder, not inside the installed package."""
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = before or str(cache_root() / f"numba_{digest.hexdigest()[:20]}")
+    numba.config.CACHE_DIR = _KERNEL_FOLDER
     try:
         yield
     finally:
         numba.config.CACHE_DIR = before
 
 
-jit = numba.njit(nogil=True, cache=True)
+_KERNEL_FOLDER = _kernel_folder()
+#: Without a folder each process compiles anew: numba's own choice would be a folder that nobody has checked.
+jit = numba.njit(nogil=True, cache=bool(_KERNEL_FOLDER))
 
 
 with kernel_cache():

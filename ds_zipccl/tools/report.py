@@ -128,15 +128,14 @@ def environment() -> Mapping[str, str]:
 
 
 def cache() -> Mapping[str, str]:
-    from ds_zipccl.op_builder.cache import cache_root
+    from ds_zipccl.op_builder.cache import cache_root, distrust
 
-    root = cache_root()
+    root, reason = cache_root(), distrust()
     files = [path for path in root.rglob("*") if path.is_file()]
-    parent = next(path for path in (root, *root.parents) if path.exists())
     return {
-        "folder": str(root),
+        "folder": f"{root}, in place of the usual one: {reason}" if reason else str(root),
         "holds": f"{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB",
-        "writable": "yes" if os.access(parent, os.W_OK) else "no: set DS_ZIPCCL_CACHE to a folder you can write",
+        "writable": "yes" if os.access(root, os.W_OK) else "no: set DS_ZIPCCL_CACHE to a folder you can write",
     }
 
 

@@ -1,0 +1,100 @@
+"""Folders that code may be loaded from: only this user and root can have put anything there. Knows nothing of DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from functools import cache
+from pathlib import Path
+
+_WRITABLE = (
+    stat.S_IWGRP | stat.S_IWOTH
+)  # where a file has an ACL, the group's bits are the most that the ACL gives anybody
+_SEARCHABLE = stat.S_IXGRP | stat.S_IXOTH
+
+
+def claim(folder: Path) -> str:
+    """Make ``folder``, for this user alone, where it is missing, and return why its content cannot be trusted; "" if it can.
+
+    Each folder from the root to ``folder`` must belong to this user or to root, and group and others must not write to it: a user
+    who can write to a folder can replace its entries. A sticky folder such as /tmp may stand above ``folder``, as only owners
+    replace entries there. All entries of ``folder`` must pass too, because they may be older than its mode.
+
+    After a folder has passed, no other user can change it or a folder above it, so the answer holds until a library is loaded. That is
+    why each folder is looked at before anything is made in it.
+
+    Args:
+        folder: a path without links; ``Path.resolve`` gives it.
+    """
+    try:
+        for part in (*reversed(folder.parents), folder):
+            reason = _part(part, above=part != folder)
+            if reason:
+                return reason
+        return _entries(folder, reachable=bool(os.lstat(folder).st_mode & _SEARCHABLE))
+    except OSError as error:
+        return str(error)
+
+
+def _part(folder: Path, above: bool) -> str:
+    """Why another user could replace the content of ``folder``, which is made where it is missing."""
+    try:
+        status = os.lstat(folder)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.mkdir(folder, 0o700)
+        status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{folder} is not a folder"
+    if above and status.st_uid == _outside():
+        return _writer(folder, status, sticky=True)
+    return _owner(folder, status) or _writer(folder, status, sticky=above)
+
+
+def _entries(folder: Path, reachable: bool) -> str:
+    """Why an entry of ``folder`` could be another user's, at any depth. ``reachable``: other users can open files in it."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # of a build in another process, which has ended
+                status, path = entry.stat(follow_symlinks=False), Path(entry.path)
+                if entry.is_symlink():
+                    return f"{path} is a link, and this package makes none"
+                reason = _owner(path, status) or (_writer(path, status, sticky=False) if reachable else "")
+                if not reason and entry.is_dir(follow_symlinks=False):
+                    reason = _entries(path, reachable and bool(status.st_mode & _SEARCHABLE))
+                if reason:
+                    return reason
+    return ""
+
+
+def _owner(path: Path, status: os.stat_result) -> str:
+    user = os.geteuid()
+    if status.st_uid in (user, 0):
+        return ""
+    return (
+        f"{path} belongs to uid {status.st_uid}, and only uid {user}"
+        + (" and root are" if user else " is")
+        + " trusted"
+    )
+
+
+def _writer(path: Path, status: os.stat_result, sticky: bool) -> str:
+    if not status.st_mode & _WRITABLE or (sticky and status.st_mode & stat.S_ISVTX):
+        return ""
+    everybody = status.st_mode & stat.S_IWOTH
+    return f"{'everybody' if everybody else f'group {status.st_gid}'} can write to {path}"
+
+
+@cache
+def _outside() -> int | None:
+    """The uid that stands for root and all other users outside of this user namespace; None where every user is known.
+
+    In an unprivileged container it owns / and /tmp, which must not count against the user's own folders below.
+    """
+    try:
+        unknown = int(Path("/proc/sys/fs/overflowuid").read_text())
+        ranges = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    except OSError:
+        return None
+    return None if any(first <= unknown < first + count for first, _, count in ranges) else unknown
