@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "DS_ZIPCCL_CACHE": "folder for compiled kernels, to which no other user can write (default: TORCH_EXTENSIONS_DIR, else "
     "~/.cache/torch_extensions)",
     "CUDA_HOME": "where nvcc is looked for, in its bin (default: PATH, then /usr/local/cuda)",
-    "CXX": "C++ compiler of the native CPU route (default: c++, g++ or clang++, whichever is found first)",
+    "CXX": "C++ compiler of the native CPU route, arguments allowed (default: c++, g++ or clang++, whichever is found first)",
 }
 
 

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,8 @@ class Recipe:
     """How a library is made."""
 
     name: str
-    #: Gives the compiler's path, or raises BuildError.
-    compiler: Callable[[], str]
+    #: Gives the command that starts the compiler, its path and arguments, or raises BuildError.
+    compiler: Callable[[], tuple[str, ...]]
     #: Path under csrc, or anywhere, -> flags that only this source is compiled with.
     sources: Mapping[str, tuple[str, ...]]
     flags: tuple[str, ...]
@@ -101,24 +102,31 @@ def _private_folders() -> Iterator[Path]:
 
 
 @cache
-def compiler() -> str:
-    """Path of the C++ compiler.
+def compiler() -> tuple[str, ...]:
+    """Command that starts the C++ compiler: its path, and the arguments that CXX gives it, as in ``ccache g++``.
 
     Raises:
         BuildError: there is none.
     """
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+    wanted = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(wanted)
+    except ValueError as error:
+        raise BuildError(
+            f"CXX must be a command as a shell reads it, got {wanted!r}: {error}; correct its quotes"
+        ) from None
+    # The whole value comes first: the path of a compiler may contain spaces.
+    for name, *arguments in [[wanted], words] if words else [["c++"], ["g++"], ["clang++"]]:
         found = shutil.which(name)
         if found:
-            return found
-    looked = wanted or "c++, g++, clang++"
+            return found, *arguments
+    looked = words[0] if words else "c++, g++, clang++"
     raise BuildError(f"no C++ compiler ({looked} not on PATH); install g++ or set CXX")
 
 
 @cache
-def nvcc() -> str:
-    """Path of the CUDA compiler: in ``CUDA_HOME``, on ``PATH``, or where CUDA is installed usually.
+def nvcc() -> tuple[str]:
+    """Command that starts the CUDA compiler, which is its path: in ``CUDA_HOME``, on ``PATH``, or where CUDA is installed usually.
 
     Raises:
         BuildError: there is none.
@@ -128,7 +136,7 @@ def nvcc() -> str:
     found = found or shutil.which("/usr/local/cuda/bin/nvcc")
     if not found:
         raise BuildError("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda; install the CUDA toolkit or CuPy")
-    return found
+    return (found,)
 
 
 def _cpu_sources() -> dict[str, tuple[str, ...]]:
@@ -177,9 +185,9 @@ def cuda(architectures: Sequence[str]) -> Recipe:
 
 
 @cache
-def _identity(compiler: str) -> bytes:
+def _identity(compiler: tuple[str, ...]) -> bytes:
     """What besides sources and flags decides the machine code. The CPU's sources choose by CPU at run time."""
-    return subprocess.run([compiler, "--version"], capture_output=True, timeout=60).stdout
+    return subprocess.run([*compiler, "--version"], capture_output=True, timeout=60).stdout
 
 
 def library_path(recipe: Recipe = CPU) -> Path:
@@ -188,8 +196,13 @@ def library_path(recipe: Recipe = CPU) -> Path:
     Raises:
         BuildError: no compiler.
     """
-    digest = hashlib.sha256(_identity(recipe.compiler()))
-    for part in (*recipe.flags, *(part for name, own in recipe.sources.items() for part in (name, *own))):
+    compiler = recipe.compiler()
+    digest = hashlib.sha256(_identity(compiler))
+    for part in (
+        *compiler[1:],
+        *recipe.flags,
+        *(part for name, own in recipe.sources.items() for part in (name, *own)),
+    ):
         digest.update(part.encode() + b"\0")
     headers = [path for path in CSRC.iterdir() if path.suffix in (".h", ".cuh")]
     for path in sorted([*headers, *(CSRC / name for name in recipe.sources)]):
@@ -231,7 +244,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(recipe: Recipe, target: Path) -> None:
-    command = [recipe.compiler(), *recipe.flags]
+    command = [*recipe.compiler(), *recipe.flags]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # of mode 0700
         objects = [Path(folder) / f"{Path(name).name}.o" for name in recipe.sources]
         commands = [

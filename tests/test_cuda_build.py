@@ -25,7 +25,7 @@ REGISTERS |= {"decode_sum": 128, "hash": 64}
 
 
 @pytest.fixture(scope="module")
-def nvcc() -> str:
+def nvcc() -> tuple[str]:
     try:
         return cache.nvcc()
     except cache.BuildError as error:
@@ -33,11 +33,11 @@ def nvcc() -> str:
 
 
 @pytest.fixture(scope="module")
-def report(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def report(nvcc: tuple[str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the assembler says of every kernel on every architecture."""
     recipe = cache.cuda(ARCHITECTURES)
     output = tmp_path_factory.mktemp("cuda") / "kernels.o"
-    command = [nvcc, *recipe.flags, "-Werror=all-warnings", "-Xptxas=-v", "-c", str(cache.CSRC / "cuda_launch.cu")]
+    command = [*nvcc, *recipe.flags, "-Werror=all-warnings", "-Xptxas=-v", "-c", str(cache.CSRC / "cuda_launch.cu")]
     result = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr
     return result.stderr
@@ -63,7 +63,7 @@ def test_resources(report: str) -> None:
 
 
 def test_the_builders_library_explains_itself(
-    nvcc: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    nvcc: tuple[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Built as a user without a GPU would for another machine; starting a kernel here is an error that says why."""
     from ds_zipccl.op_builder.zipccl import ZipcclCUDABuilder

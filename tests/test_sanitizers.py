@@ -24,7 +24,7 @@ def _sanitizers(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("trial")
     (folder / "trial.cpp").write_text("int main() {}")
     try:
-        command = [cache.compiler(), *asan.FLAGS, str(folder / "trial.cpp"), "-o", str(folder / "trial")]
+        command = [*cache.compiler(), *asan.FLAGS, str(folder / "trial.cpp"), "-o", str(folder / "trial")]
     except cache.BuildError as error:
         pytest.skip(str(error))
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

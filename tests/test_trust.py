@@ -279,7 +279,7 @@ def test_planted_libraries_do_not_run(built: Path, shared: Path, tmp_path: Path)
         shutil.copytree(built / "ds_zipccl", copy)
     (library,), (lock,) = (shared / "ds_zipccl").glob("*.so"), (shared / "ds_zipccl").glob("*.lock")
     (tmp_path / "evil.cpp").write_text(EVIL)
-    cache._run([cache.compiler(), "-shared", "-fPIC", str(tmp_path / "evil.cpp"), "-o", str(library)], str(tmp_path))
+    cache._run([*cache.compiler(), "-shared", "-fPIC", str(tmp_path / "evil.cpp"), "-o", str(library)], str(tmp_path))
     load = f"import ctypes; ctypes.CDLL({str(library)!r})"
     assert subprocess.check_output([sys.executable, "-c", load]) == b"PLANTED CODE RUNS\n"
     for path in (shared / "ds_zipccl").rglob("*.nb?"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import shlex
 import subprocess
 from collections.abc import Callable, Mapping
 
@@ -64,9 +65,9 @@ def machine() -> Mapping[str, str]:
 def _compiler() -> Mapping[str, str]:
     from ds_zipccl.op_builder import cache
 
-    path = cache.compiler()
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
-    return {"compiler": f"{path}: {answer.splitlines()[0]}"}
+    command = cache.compiler()
+    answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    return {"compiler": f"{shlex.join(command)}: {answer.splitlines()[0]}"}
 
 
 def _cuda() -> Mapping[str, str]:

@@ -62,7 +62,7 @@ def launcher(changes: Mapping[str, tuple[str, str]] | None = None, folder: Path 
         made = recipe(csrc)
         library = folder / "emulation.so"
         source, own = next(iter(made.sources.items()))
-        cache._run([made.compiler(), *made.flags, *own, source, "-shared", "-o", str(library)], str(folder))
+        cache._run([*made.compiler(), *made.flags, *own, source, "-shared", "-o", str(library)], str(folder))
         return EmulatedLauncher(ctypes.CDLL(str(library)))
     return EmulatedLauncher(ctypes.CDLL(str(cache.build(recipe()))))
 

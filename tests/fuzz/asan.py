@@ -36,7 +36,7 @@ def build(folder: Path, csrc: Path = cache.CSRC, optimization: str = "-O0") -> P
     """
     target = folder / "fuzz"
     sources = {DRIVER: (f"-I{csrc}",), **{csrc / name: flags for name, flags in cache.CPU.sources.items()}}
-    common = (cache.compiler(), optimization, *FLAGS)
+    common = (*cache.compiler(), optimization, *FLAGS)
     objects = {source: folder / f"{source.name}.o" for source in sources}
     with ThreadPoolExecutor() as pool:
         list(pool.map(_compile, ((*common, *sources[at], "-c", at, "-o", objects[at]) for at in sources)))
