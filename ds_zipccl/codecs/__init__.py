@@ -97,7 +97,7 @@ def compress(
         base: for "delta" and no other codec: tensor of the dtype, device and number of elements of ``tensor``; the receiver must hold
             the same bits (compare :func:`region_hash`).
         out: 1-D contiguous uint8 buffer of at least :func:`compress_bound` bytes on the tensor's device; the frame is written to its
-            start.
+            start, which must be apart from ``tensor`` and ``base``.
         block: elements that share a window: 128, 256, 512 or 1024.
         shaped: put the shape into the frame; without it :func:`decompress` gives a flat tensor.
         checksum: add a CRC-32, so that a damaged frame is refused rather than decoded (about 1 GB/s; from CUDA by way of the host).
@@ -107,8 +107,8 @@ def compress(
         1-D uint8 tensor: a view of ``out``, or a new tensor of the frame's size.
 
     Raises:
-        ValueError: unknown codec, block or route, a dtype that no frame holds, a buffer that does not fit, a tensor that is neither
-            on the CPU nor on CUDA, or a base that is missing, not wanted or of another kind.
+        ValueError: unknown codec, block or route, a dtype that no frame holds, a buffer that does not fit or overlaps what is read, a
+            tensor that is neither on the CPU nor on CUDA, or a base that is missing, not wanted or of another kind.
         RouteUnavailable: no kernels here.
     """
     if tensor.device.type not in DEVICES:
@@ -127,6 +127,8 @@ def compress(
     buffer = (
         torch.empty(bound, dtype=torch.uint8, device=words.device) if out is None else _room(out, bound, words.device)
     )
+    if out is not None:
+        _keep_apart([_span(buffer, bound)], [_span(words)] if against is None else [_span(words), _span(against)])
     if against is not None and isinstance(chosen, delta.DeltaCodec):
         size = payload_at + chosen.encode_against(words, against, block, buffer[payload_at:], route)
     else:
@@ -147,7 +149,8 @@ def compress_segments(
     """Code each of several tensors of one dtype and device as a flat frame without a checksum; blocks.
 
     One call of the kernels for all of them, as an all-to-all wants it. ``outs`` are a buffer for each, of :func:`compress_bound`
-    bytes; the other arguments are those of :func:`compress`, without a base. Returns a view of each buffer, its frame.
+    bytes, apart from each other and from all segments; the other arguments are those of :func:`compress`, without a base. Returns a
+    view of each buffer, its frame.
 
     Raises:
         ValueError: as :func:`compress`; or the dtypes differ, or the number of buffers is not that of the segments.
@@ -170,10 +173,9 @@ def compress_segments(
     block = chosen.block(block)
     flats = [_flat(segment) for segment in segments]
     at = framing.payload_offset(None)
-    buffers = [
-        _room(out, at + chosen.payload_bound(flat.numel(), dtype, block), flat.device)
-        for flat, out in zip(flats, outs, strict=True)
-    ]
+    bounds = [at + chosen.payload_bound(flat.numel(), dtype, block) for flat in flats]
+    buffers = [_room(out, bound, flat.device) for flat, out, bound in zip(flats, outs, bounds, strict=True)]
+    _keep_apart(list(map(_span, buffers, bounds)), list(map(_span, flats)))
     payloads = chosen.encode(flats, block, [buffer[at:] for buffer in buffers], route)
     frames = []
     for flat, buffer, payload in zip(flats, buffers, payloads, strict=True):
@@ -199,7 +201,7 @@ def decompress(
     Raises:
         FrameError: the frame is damaged, foreign, or not of the dtype and size of ``out`` and ``base``, or a delta frame without
             ``base``; ``out`` is then undefined. It is a ValueError.
-        ValueError: ``out`` overlaps a part of ``base``.
+        ValueError: ``out`` overlaps a part of ``base``, or ``frame``; nothing is written.
         TypeError: ``frame`` is not a 1-D uint8 tensor, or ``out`` or ``base`` is not a contiguous one on its device.
     """
     header, codec = _open(frame)
@@ -208,6 +210,7 @@ def decompress(
         result = out if header.shape is None else out.view(header.shape)
     else:
         result = _wanted(out, header, (header.dtype,), frame.device)
+        _keep_apart([_span(out)], [_span(frame, header.frame_bytes)])
     words = out.detach().as_strided((out.numel(),), (1,))
     payload = frame[header.payload_at : header.frame_bytes]
     if isinstance(codec, delta.DeltaCodec):
@@ -234,6 +237,7 @@ def decompress_add(
 
     Raises:
         FrameError, TypeError: as :func:`decompress`; ``sums`` is then undefined. Delta frames cannot be added.
+        ValueError: ``sums`` overlaps ``frame``; nothing is written.
     """
     header, codec = _open(frame)
     if isinstance(codec, delta.DeltaCodec):
@@ -242,6 +246,7 @@ def decompress_add(
         wanted = dtype or ", ".join(map(str, SUMMED_DTYPES))
         raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.dtype}, wanted {wanted}")
     flat = _wanted(sums, header, (header.dtype, torch.float32), frame.device).detach().as_strided((sums.numel(),), (1,))
+    _keep_apart([_span(flat)], [_span(frame, header.frame_bytes)])
     codec.decode_add(frame[header.payload_at : header.frame_bytes], header.block, header.dtype, flat, route)
     return sums
 
@@ -309,6 +314,35 @@ def _room(out: torch.Tensor, bound: int, device: torch.device) -> torch.Tensor:
             f"got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )
     return out
+
+
+def _span(tensor: torch.Tensor, size: int | None = None) -> tuple[int, int]:
+    """First address of a contiguous tensor, and the one after its first ``size`` bytes (None: all)."""
+    start = tensor.data_ptr()
+    return start, start + (tensor.nbytes if size is None else size)
+
+
+def _keep_apart(outputs: Sequence[tuple[int, int]], inputs: Sequence[tuple[int, int]]) -> None:
+    """Raise ValueError if the memory of an output is also in an input or another output.
+
+    Spans are sorted and swept over once, because an all-to-all has many of them.
+    """
+    read_to = written_to = 0
+    spans = [(start, end, True) for start, end in outputs] + [(start, end, False) for start, end in inputs]
+    spans.sort()
+    for start, end, written in spans:
+        if start == end:
+            continue
+        taken = max(written_to, read_to) if written else written_to
+        if start < taken:
+            raise ValueError(
+                f"{min(taken, end) - start} bytes of an output are also in an input or another output, wanted memory of its own: "
+                "pass another out, or a clone of the input"
+            )
+        if written:
+            written_to = max(written_to, end)
+        else:
+            read_to = max(read_to, end)
 
 
 def _pack(header: Header, buffer: torch.Tensor) -> None:
