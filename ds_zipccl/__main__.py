@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        Exit status: 0 all is well; 1 something measured is wrong; 2 the command could not do what was asked.
+        Exit status: 0 all is well; 1 something measured is wrong, or no route works here; 2 the command could not do what was asked.
     """
     args = parse(list(sys.argv[1:] if argv is None else argv))
     try:

@@ -359,7 +359,8 @@ sys.exit(main(["report"]))
     result = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, env={**os.environ, **broken}
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("no route for CPU tensors works here"), result.stdout
     assert "no C++ compiler (/nonexistent/c++" in result.stdout
     for missing in ("numba", "pydantic"):
         assert f"import of {missing} halted" in result.stdout

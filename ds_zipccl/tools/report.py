@@ -1,6 +1,7 @@
 """``report``: versions, routes, op builders, activation and environment: what works here, and why the rest does not.
 
-Never fails because something is missing: the reason stands in its place. The routes are tried for real, so that the first report may
+Nothing that is missing keeps the rest from being printed: the reason stands in its place. But where no CPU route works, or there is a
+CUDA device and no CUDA route works, the last line says so and the status is 1. The routes are tried for real, so that the first report may
 build the native one (seconds). Rows in ``--json``: ``device``, ``route``, ``usable``, ``reason``; beside them one key a section.
 """
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``report``; always 0."""
+    """Run ``report``; 1 if tensors of a device that is here cannot be coded."""
     tables.complain("# trying every route; the first time this builds them")
     found = {name: attempt(section) for name, section in SECTIONS.items()}
     for name, lines in {"versions": tables.versions(), **found}.items():
@@ -40,7 +41,25 @@ def main(args: argparse.Namespace) -> int:
             for device, route, reason in ((*key.partition(" ")[::2], reason) for key, reason in found["routes"].items())
         ]
         tables.write_json(args.json, rows, args.command, **found)
-    return 0
+    useless = [device for device in _devices() if not _any_usable(device, found["routes"])]
+    if useless:
+        devices = " and ".join(device.upper() for device in useless)
+        tables.say(f"no route for {devices} tensors works here, so they cannot be coded; the reasons are under routes")
+    return 1 if useless else 0
+
+
+def _devices() -> list[str]:
+    """Types of device that tensors can be on here."""
+    try:
+        import torch
+
+        return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    except Exception:  # as in attempt(): without torch nothing works, and the routes' section says why
+        return ["cpu"]
+
+
+def _any_usable(device: str, routes: Mapping[str, str]) -> bool:
+    return any(key.partition(" ")[0] == device and reason == USABLE for key, reason in routes.items())
 
 
 def attempt(section: Callable[[], Mapping[str, str]]) -> dict[str, str]:

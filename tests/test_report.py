@@ -1,0 +1,40 @@
+"""The status of ``report`` and its last line, by what works here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_zipccl import kernels
+from ds_zipccl.__main__ import main
+
+WORKS, FAILS = object, None  # loaders: object() stands for a route, None cannot be called
+
+
+@pytest.mark.parametrize(
+    ("cpu", "cuda", "device", "wrong"),
+    [
+        ((WORKS, FAILS), (FAILS, FAILS), False, ""),
+        ((FAILS, WORKS), (FAILS, WORKS), True, ""),
+        ((FAILS, FAILS), (FAILS, FAILS), False, "CPU"),
+        ((FAILS, FAILS), (WORKS, WORKS), True, "CPU"),
+        ((WORKS, FAILS), (FAILS, FAILS), True, "CUDA"),
+        ((FAILS, FAILS), (FAILS, FAILS), True, "CPU and CUDA"),
+    ],
+)
+def test_status(
+    cpu: tuple[object, object],
+    cuda: tuple[object, object],
+    device: bool,
+    wrong: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = {"cpu": dict(zip(("native", "numba"), cpu)), "cuda": dict(zip(("native", "nvrtc"), cuda))}
+    monkeypatch.setattr(kernels, "ROUTES", table)
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["report"]) == (1 if wrong else 0)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"no route for {wrong} tensors works here") == bool(wrong)
