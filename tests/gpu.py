@@ -20,7 +20,7 @@ CUDA_TESTS = (
     "test_codec_calls.py",
     "test_golden.py",
     "test_fuzz.py",
-    "test_cuda_comm.py",
+    "test_comm_staging.py",
 )
 
 #: A round with every mode, block size and dtype in it, small enough for a sanitizer.
