@@ -234,8 +234,7 @@ def _encode_against(words: list[int], base: list[int], e_bits: int, m_bits: int)
     if alone[0] == FILL:
         return alone
     t, tail = encode_change(words, base, e_bits, m_bits)
-    raw = 16 * _up(len(words) * (1 + e_bits + m_bits) // 8, 16)
-    return (CHANGE, t, 0, b"", tail) if 4 * len(tail) < raw or len(tail) < len(alone[3]) + len(alone[4]) else alone
+    return (CHANGE, t, 0, b"", tail) if len(tail) < len(alone[3]) + len(alone[4]) else alone
 
 
 def encode_payload(words: list[int], dtype: int, block: int, code: str, base: list[int] | None = None) -> bytes:

@@ -65,7 +65,7 @@ def decode_change(tail: bytes, base: list[int], t: int, e_bits: int, m_bits: int
 
 def encode_change(words: list[int], base: list[int], e_bits: int, m_bits: int) -> tuple[int, bytes]:
     """Top and tail; some word is not the base's."""
-    n, bits = len(words), 1 + e_bits + m_bits
+    bits = 1 + e_bits + m_bits
     change = [(_order(w, bits) - _order(b, bits)) % (1 << bits) for w, b in zip(words, base, strict=True)]
     negative = [int(d >> (bits - 1)) for d in change]
     size = [(1 << bits) - d if minus else d for d, minus in zip(change, negative, strict=True)]
@@ -73,6 +73,14 @@ def encode_change(words: list[int], base: list[int], e_bits: int, m_bits: int) -
     lengths = [e + min(d.bit_length() - 1, m_bits + 1) for e, d in zip(exponents, size, strict=True) if d]
     bias = {7: 0, 10: 4, 23: 16}[m_bits]
     t = min(255, (8 * sum(lengths) + bias * len(lengths)) // (8 * len(lengths)))
+    tails = [_encode_tail(words, base, size, negative, top, e_bits, m_bits) for top in (t, 0)]
+    return (0, tails[1]) if len(tails[1]) < len(tails[0]) else (t, tails[0])
+
+
+def _encode_tail(
+    words: list[int], base: list[int], size: list[int], negative: list[int], t: int, e_bits: int, m_bits: int
+) -> bytes:
+    n, bits = len(words), 1 + e_bits + m_bits
     k = [_k(b, t, e_bits, m_bits) for b in base]
     q = [d >> shift for d, shift in zip(size, k, strict=True)]
     options = []
@@ -87,4 +95,4 @@ def encode_change(words: list[int], base: list[int], e_bits: int, m_bits: int) -
     for p in range(m_bits + 1):
         stream += [size[i] >> p & 1 for i in range(n) if k[i] > p]
     escaped = b"".join(w.to_bytes(bits // 8, "little") for w, level in zip(words, q, strict=True) if level >= 6)
-    return t, bytes([flags]) + np.packbits(np.array(stream, np.uint8), bitorder="little").tobytes() + escaped
+    return bytes([flags]) + np.packbits(np.array(stream, np.uint8), bitorder="little").tobytes() + escaped

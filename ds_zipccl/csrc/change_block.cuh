@@ -25,5 +25,15 @@ ZIPCCL_FN Word word_of(Word order) {
   return Word(order ^ (Word((order >> (8 * sizeof(Word) - 1)) - 1) | sign));
 }
 
+// What n words take at least without a base, more than plane_bytes(n): `zeros` of them are +0 or -0, not all are equal, and their `trim` low
+// bits are zero.
+template <typename F>
+ZIPCCL_FN uint32_t least_alone_bytes(uint32_t n, uint32_t zeros, uint32_t trim) {
+  const uint32_t raw = body_bytes<F>(RAW, n, 0), map = 1 + plane_bytes(n);
+  const uint32_t coded = 16 * zeros < n ? body_bytes<F>(CASCADE, n, trim)
+                                        : map + first_part_bytes(n - zeros, 1 + F::M - trim, Cascade::tier[0].bits);
+  return coded < raw ? coded : raw;
+}
+
 }  // namespace
 }  // namespace zipccl

@@ -48,23 +48,67 @@ struct PlaneBits {
   }
 };
 
+// A block's changes at one scale: min(q, 6) and k of all elements, and the tail that they make.
+struct Scaled {
+  uint32_t top, flags, tail;
+  alignas(64) uint8_t levels[kMaxBlock];
+  alignas(64) uint8_t shifts[kMaxBlock] = {0};
+};
+
+// Adds up the tail of a block at one scale, 64 elements at a time.
+template <typename F, typename Lanes>
+struct TailCensus {
+  typename Lanes::Census levels;
+  uint32_t signs = 0, escapes = 0, live[kGroupSizes] = {0};
+
+  // `here` elements, zeros after them; `shifted` are those with k >= 1. Returns those with a level.
+  template <typename Bytes>
+  __attribute__((always_inline)) uint64_t add(const Bytes& level, uint64_t shifted, uint32_t here) {
+    const uint64_t level1 = Lanes::above(level, 0);
+    levels.add(level);
+    signs += popcount(level1 | shifted);
+    escapes += popcount(Lanes::above(level, kLevels - 1));
+    uint64_t some = level1 | level1 >> 1;
+    for (uint32_t size = 1; size < kGroupSizes; ++size) {
+      some |= some >> (1u << size);
+      live[size] += popcount(some & group_starts(size + 1, 64)) << (size + 1);
+      const uint32_t last = here % (1u << (size + 1));  // of a group that the block's end cuts short
+      if (last && some >> (here - last) & 1) live[size] -= (1u << (size + 1)) - last;
+    }
+    return level1;
+  }
+  // The group size with the fewest bits, and the bytes of the tail of n elements that have `lows` low bits.
+  void enter(uint32_t n, uint32_t lows, Scaled& scaled) const {
+    uint32_t bits = n;
+    scaled.flags = 0;
+    for (uint32_t flags = 1; flags < kGroupSizes; ++flags) {
+      const uint32_t size = 1u << group_log2(flags), now = (n + size - 1) / size + live[flags];
+      if (now < bits) bits = now, scaled.flags = flags;
+    }
+    bits += levels.result().sum - escapes + signs + lows;  // level j + 1 has a bit for whom level j counts
+    scaled.tail = 1 + (bits + 7) / 8 + escapes * uint32_t(sizeof(typename F::Word));
+  }
+};
+
 // What a block's changes are made of.
 template <typename F>
 struct Change {
   using Word = typename F::Word;
-  uint32_t n, top, flags, tail, escapes;
+  uint32_t n, escapes;
   alignas(64) Word sizes[kMaxBlock];             // |D|
   alignas(64) uint8_t exponents[kMaxBlock];      // of the base
-  uint64_t negative[kGroups], marked[kGroups], level1[kGroups], escaped[kGroups];
+  Scaled plain, mean;  // with a top of 0, and with one from the mean of the changes
+  uint64_t negative[kGroups], level1[kGroups], escaped[kGroups];
   PlaneBits level[kLevels - 1], sign, low[Scale<F>::shifts];
 };
 
-// |D|, signs and exponents of the base of all elements; finds `top`. Some word differs from its base's.
+// |D|, signs and exponents of the base of all elements; fills `plain`, and finds the top of `mean`. Some word differs from its base's.
 template <typename F, typename Lanes>
 void survey_change(const uint8_t* words, const uint8_t* base, Change<F>& change) {
   using Word = typename F::Word;
   constexpr uint32_t top_bit = 8 * sizeof(Word) - 1;
   typename Lanes::Census exponents, logs;
+  TailCensus<F, Lanes> plain;
   uint32_t count = 0;
   each_group(change.n, [&](uint32_t at, uint32_t here) __attribute__((always_inline)) {
     Word ragged[2][64];
@@ -74,7 +118,7 @@ void survey_change(const uint8_t* words, const uint8_t* base, Change<F>& change)
       w = static_cast<const uint8_t*>(memcpy(ragged[0], w, here * sizeof(Word)));
       b = static_cast<const uint8_t*>(memcpy(ragged[1], b, here * sizeof(Word)));
     }
-    alignas(64) uint8_t negative[64], changed[64], log2[64];
+    alignas(64) uint8_t negative[64], changed[64], log2[64], levels[64];  // not in `change`: there each store might alter its sizes
     Word* const sizes = change.sizes + at;
     uint8_t* const e = change.exponents + at;
     for (uint32_t i = 0; i < 64; ++i) {
@@ -84,50 +128,64 @@ void survey_change(const uint8_t* words, const uint8_t* base, Change<F>& change)
       negative[i] = uint8_t(d >> top_bit);
       e[i] = uint8_t(F::exponent(before));
     }
+    for (uint32_t i = 0; i < 64; ++i) changed[i] = uint8_t(sizes[i] ? e[i] : 0);
+    for (uint32_t i = 0; i < 64; ++i) levels[i] = uint8_t(sizes[i] < kLevels ? sizes[i] : kLevels);
+    exponents.add(Lanes::load(changed));
+    change.negative[at / 64] = Lanes::plane(Lanes::load(negative), 0);
+    const auto q = Lanes::load(levels);
+    Lanes::store(change.plain.levels + at, q);
+    count += popcount(plain.add(q, 0, here));
+    if (!Lanes::above(q, 1)) return;  // no logs where few words change, or by one unit
     for (uint32_t i = 0; i < 64; ++i) {
       Word log = 0;
       for (uint32_t bit = 1; bit <= Scale<F>::shifts; ++bit) log = Word(log + (sizes[i] >= Word(1u << bit)));
       log2[i] = uint8_t(log);
     }
-    for (uint32_t i = 0; i < 64; ++i) changed[i] = uint8_t(sizes[i] ? e[i] : 0);
-    exponents.add(Lanes::load(changed));
     logs.add(Lanes::load(log2));
-    change.negative[at / 64] = Lanes::plane(Lanes::load(negative), 0);
-    count += popcount(~Lanes::zeros(Lanes::template load_words<Word>(reinterpret_cast<const uint8_t*>(sizes))));
   });
   const uint32_t top = (8 * (exponents.result().sum + logs.result().sum) + Scale<F>::bias * count) / (8 * count);
-  change.top = top < 255 ? top : 255;
+  plain.enter(change.n, 0, change.plain);
+  change.plain.top = 0;
+  change.mean.top = top < 255 ? top : 255;
 }
 
-// Fills the planes of a surveyed block, and finds `flags` and the bytes of the tail.
+// Fills `mean` of a surveyed block, which has its top; returns it, or `plain` where the tail is shorter.
 template <typename F, typename Lanes>
-void plan_change(Change<F>& change) {
-  using Word = typename F::Word;
-  for (PlaneBits& plane : change.level) plane.clear();
-  for (PlaneBits& plane : change.low) plane.clear();
-  change.sign.clear();
-  change.escapes = 0;
-  uint32_t live[kGroupSizes] = {0};
+const Scaled& scale_change(Change<F>& change) {
+  Scaled& mean = change.mean;
+  TailCensus<F, Lanes> census;
+  typename Lanes::Census lows;
   each_group(change.n, [&](uint32_t at, uint32_t here) __attribute__((always_inline)) {
-    alignas(64) uint8_t shifts[64], levels[64];
-    const Word* const sizes = change.sizes + at;
-    shifts_of<F>(change.exponents + at, change.top, shifts);
+    alignas(64) uint8_t levels[64], shifts[64];
+    const auto* const sizes = change.sizes + at;
+    shifts_of<F>(change.exponents + at, mean.top, shifts);  // zero after the block's end, where exponents are
     for (uint32_t i = 0; i < 64; ++i) {
       const uint32_t q = uint32_t(sizes[i]) >> shifts[i];
       levels[i] = uint8_t(q < kLevels ? q : kLevels);
     }
     const auto q = Lanes::load(levels), k = Lanes::load(shifts);
+    Lanes::store(mean.levels + at, q);
+    Lanes::store(mean.shifts + at, k);
+    lows.add(k);
+    census.add(q, Lanes::above(k, 0), here);
+  });
+  census.enter(change.n, lows.result().sum, mean);
+  return change.plain.tail < mean.tail ? change.plain : mean;
+}
+
+// Fills the planes of a block at its scale.
+template <typename F, typename Lanes>
+void plan_change(const Scaled& scaled, Change<F>& change) {
+  using Word = typename F::Word;
+  for (PlaneBits& plane : change.level) plane.clear();
+  for (PlaneBits& plane : change.low) plane.clear();
+  change.sign.clear();
+  change.escapes = 0;
+  each_group(change.n, [&](uint32_t at, uint32_t) __attribute__((always_inline)) {
+    const auto q = Lanes::load(scaled.levels + at), k = Lanes::load(scaled.shifts + at);
     uint64_t reached = Lanes::above(q, 0);
-    const uint64_t shifted = Lanes::above(k, 0) & ones(here), level1 = reached, signs = level1 | shifted;
+    const uint64_t shifted = Lanes::above(k, 0), level1 = reached, signs = level1 | shifted;
     change.level1[at / 64] = level1;
-    live[0] += here;
-    uint64_t some = level1 | level1 >> 1;
-    for (uint32_t size = 1; size < kGroupSizes; ++size) {
-      some |= some >> (1u << size);
-      live[size] += popcount(some & group_starts(size + 1, 64)) << (size + 1);
-      const uint32_t last = here % (1u << (size + 1));  // of a group that the block's end cuts short
-      if (last && some >> (here - last) & 1) live[size] -= (1u << (size + 1)) - last;
-    }
     for (uint32_t level = 1; level < kLevels; ++level) {
       if (level > 1 && !reached) break;
       const uint64_t next = Lanes::above(q, uint8_t(level));
@@ -137,7 +195,7 @@ void plan_change(Change<F>& change) {
     change.escaped[at / 64] = reached;
     change.escapes += popcount(reached);
     change.sign.put(Lanes::gather(change.negative[at / 64], signs), popcount(signs));
-    const auto group = Lanes::template load_words<Word>(reinterpret_cast<const uint8_t*>(sizes));
+    const auto group = Lanes::template load_words<Word>(reinterpret_cast<const uint8_t*>(change.sizes + at));
     uint64_t has = shifted;
 #pragma GCC unroll 8
     for (uint32_t first = 0; first < Scale<F>::shifts; first += kStep) {
@@ -150,25 +208,15 @@ void plan_change(Change<F>& change) {
       }
     }
   });
-  change.flags = 0;
-  uint32_t bits = change.n;
-  for (uint32_t flags = 1; flags < kGroupSizes; ++flags) {
-    const uint32_t size = 1u << group_log2(flags), now = (change.n + size - 1) / size + live[flags];
-    if (now < bits) bits = now, change.flags = flags;
-  }
-  bits += change.sign.count;
-  for (const PlaneBits& plane : change.level) bits += plane.count;
-  for (const PlaneBits& plane : change.low) bits += plane.count;
-  change.tail = 1 + (bits + 7) / 8 + change.escapes * uint32_t(sizeof(Word));
 }
 
 // Writes the tail of a planned block; up to 16 bytes past its end may change.
 template <typename F, typename Lanes>
-void write_change(const uint8_t* words, const Change<F>& change, uint8_t* tail) {
+void write_change(const uint8_t* words, const Change<F>& change, uint32_t flags, uint8_t* tail) {
   using Word = typename F::Word;
-  tail[0] = uint8_t(change.flags);
+  tail[0] = uint8_t(flags);
   BitWriter out(tail + 1);
-  const uint32_t log2 = group_log2(change.flags);
+  const uint32_t log2 = group_log2(flags);
   if (log2)
     for (uint32_t at = 0; at < change.n; at += 64) {
       const uint64_t starts = group_starts(log2, change.n - at);

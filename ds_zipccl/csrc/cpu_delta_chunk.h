@@ -21,12 +21,19 @@ void encode_alone(Block& block, uint8_t* body, uint8_t* tail) {
   write_tail<F, Cascade, Lanes>(block, tail);
 }
 
+// As least_alone_bytes, of n words.
+template <typename F, typename Lanes>
+uint32_t least_alone(const uint8_t* words, uint32_t n) {
+  uint64_t zeros[kGroups];
+  return least_alone_bytes<F>(n, zero_map<F, Lanes>(words, n, zeros), F::has_trim ? trailing_zeros<F>(words, n) : 0);
+}
+
 // One block against its base.
 template <typename F, typename Lanes>
 void encode_against(Block& block, const uint8_t* base, Change<F>& change, uint8_t* body, uint8_t* tail) {
   using Word = typename F::Word;
   const uint8_t* const words = block.words;
-  const uint32_t n = block.n, raw = body_bytes<F>(RAW, n, 0);
+  const uint32_t n = block.n;
   block.body = body;
   if (!memcmp(words, base, n * sizeof(Word))) {
     block.form = {CHANGE, 0, 0, 0, 0};
@@ -35,13 +42,14 @@ void encode_against(Block& block, const uint8_t* base, Change<F>& change, uint8_
   if (!memcmp(words, words + sizeof(Word), (n - 1) * sizeof(Word))) return encode_alone<F, Lanes>(block, body, tail);
   change.n = n;
   survey_change<F, Lanes>(words, base, change);
-  plan_change<F, Lanes>(change);
-  if (4 * change.tail >= raw) {
+  const Scaled& scaled = scale_change<F, Lanes>(change);
+  if (scaled.tail > plane_bytes(n) && scaled.tail >= least_alone<F, Lanes>(words, n)) {
     encode_alone<F, Lanes>(block, body, tail);
-    if (block.form.body + block.form.tail <= change.tail) return;
+    if (block.form.body + block.form.tail <= scaled.tail) return;
   }
-  block.form = {CHANGE, change.top, 0, 0, change.tail};
-  write_change<F, Lanes>(words, change, tail);
+  block.form = {CHANGE, scaled.top, 0, 0, scaled.tail};
+  plan_change<F, Lanes>(scaled, change);
+  write_change<F, Lanes>(words, change, scaled.flags, tail);
 }
 
 // As encode_chunk, against the words at `base`.

@@ -59,6 +59,24 @@ ZIPCCL_DEVICE uint32_t live_elements(uint32_t changed, uint32_t group, Part exte
   return live;
 }
 
+// The group size with the fewest bits of groups and level 1 of n elements, of which those in `changed` have a level; and the elements that
+// are in a live group.
+struct Grouping {
+  uint32_t size, live, bits;
+};
+ZIPCCL_DEVICE Grouping fewest_bits(uint32_t changed, Part extent) {
+  Grouping best = {1, live_elements(changed, 1, extent), extent.n};
+  for (uint32_t size = 4; size <= 16; size *= 2) {
+    const uint32_t live = live_elements(changed, size, extent);
+    const uint32_t bits = (extent.n + size - 1) / size + __reduce_add_sync(kEveryLane, uint32_t(__popc(live)));
+    if (bits < best.bits) best = {size, live, bits};
+  }
+  return best;
+}
+
+// The bytes of a tail but for its escaped words.
+ZIPCCL_DEVICE uint32_t tail_bits_bytes(uint32_t bits) { return 1 + (bits + 7) / 8; }
+
 // What lists the shifts of a block's elements: marks of those that have one, their sum, and the largest.
 struct Shifts {
   uint32_t marks = 0, sum = 0, most = 0;
@@ -98,9 +116,8 @@ template <typename F>
 ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F::Word* bases, uint32_t n, uint8_t* slot, uint8_t* list) {
   using Word = typename F::Word;
   const Part extent{n};
-  const uint32_t raw = body_bytes<F>(RAW, n, 0);
   const Word head = words[0];
-  uint32_t changed = 0, size_sum = 0;
+  uint32_t changed = 0, size_sum = 0, own = 0, escapes = 0, zeros = 0, any = 0;
   bool same = true;
   for (uint32_t row = 0; row < kRows; ++row) {
     const uint32_t at = row * kRow + 8 * lane_id(), length = extent.length(row);
@@ -108,46 +125,56 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
       const Word word = words[at + i], base = bases[at + i];
       const Change change = change_of<F>(word, base);
       same &= word == head;
+      zeros += Word(word << 1) == 0;
+      any |= word;
       if (!change.size) continue;
       changed |= 1u << (8 * row + i);
       size_sum += F::exponent(base) + least(31 - uint32_t(__clz(int(change.size))), Scale<F>::shifts);
+      own += 1 + least(change.size, kLevels - 1);
+      escapes += change.size >= kLevels;
     }
   }
   const uint32_t count = __reduce_add_sync(kEveryLane, uint32_t(__popc(changed))), sum = __reduce_add_sync(kEveryLane, size_sum);
   if (count == 0) return {CHANGE, 0, 0, 0, 0};
   if (__all_sync(kEveryLane, same)) return encode_block<F, Cascade>(words, extent, slot, list);
-  const uint32_t top = least(255, (8 * sum + Scale<F>::bias * count) / (8 * count));
 
-  // Shifts, levels and signs of this lane's elements.
-  const Shifts shifts = list_shifts<F>(bases, extent, top, list);
-  const uint32_t most = __reduce_max_sync(kEveryLane, shifts.most);
-  uint32_t levels[kLevels] = {}, negative = 0;
-  for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t at = row * kRow + 8 * lane_id(), length = extent.length(row);
-    for (uint32_t i = 0; i < length; ++i) {
-      const Change change = change_of<F>(words[at + i], bases[at + i]);
-      const uint32_t q = change.size >> list[at + i], mark = 1u << (8 * row + i);
+  // The tail with a top of 0, where an unchanged element has no sign and no low bits.
+  const uint32_t plain = tail_bits_bytes(fewest_bits(changed, extent).bits + __reduce_add_sync(kEveryLane, own)) +
+                         __reduce_add_sync(kEveryLane, escapes) * uint32_t(sizeof(Word));
+
+  // Shifts, levels and signs of this lane's elements, at the mean scale or, where the tail is then shorter, without one.
+  uint32_t top = least(255, (8 * sum + Scale<F>::bias * count) / (8 * count));
+  Shifts shifts;
+  Grouping group;
+  uint32_t levels[kLevels], negative, words_at, tail;
+  for (;; top = 0) {
+    shifts = list_shifts<F>(bases, extent, top, list);
 #pragma unroll
-      for (uint32_t level = 0; level < kLevels; ++level)
-        if (q > level) levels[level] |= mark;
-      if (change.negative) negative |= mark;
+    for (uint32_t level = 0; level < kLevels; ++level) levels[level] = 0;
+    negative = 0;
+    for (uint32_t row = 0; row < kRows; ++row) {
+      const uint32_t at = row * kRow + 8 * lane_id(), length = extent.length(row);
+      for (uint32_t i = 0; i < length; ++i) {
+        const Change change = change_of<F>(words[at + i], bases[at + i]);
+        const uint32_t q = change.size >> list[at + i], mark = 1u << (8 * row + i);
+#pragma unroll
+        for (uint32_t level = 0; level < kLevels; ++level)
+          if (q > level) levels[level] |= mark;
+        if (change.negative) negative |= mark;
+      }
     }
-  }
-
-  // The group size with the fewest bits; then the size of all is known.
-  uint32_t group = 1, live = live_elements(levels[0], 1, extent), fewest = n;
-  for (uint32_t size = 4; size <= 16; size *= 2) {
-    const uint32_t candidate = live_elements(levels[0], size, extent);
-    const uint32_t bits = (n + size - 1) / size + __reduce_add_sync(kEveryLane, uint32_t(__popc(candidate)));
-    if (bits < fewest) group = size, live = candidate, fewest = bits;
-  }
-  uint32_t own = shifts.sum + uint32_t(__popc(levels[0] | shifts.marks));
+    group = fewest_bits(levels[0], extent);
+    own = shifts.sum + uint32_t(__popc(levels[0] | shifts.marks));
 #pragma unroll
-  for (uint32_t level = 0; level + 1 < kLevels; ++level) own += uint32_t(__popc(levels[level]));
-  const uint32_t escaped = levels[kLevels - 1];
-  const uint32_t bits = fewest + __reduce_add_sync(kEveryLane, own), words_at = 1 + (bits + 7) / 8;
-  const uint32_t tail = words_at + __reduce_add_sync(kEveryLane, uint32_t(__popc(escaped))) * uint32_t(sizeof(Word));
-  if (4 * tail >= raw) {
+    for (uint32_t level = 0; level + 1 < kLevels; ++level) own += uint32_t(__popc(levels[level]));
+    words_at = tail_bits_bytes(group.bits + __reduce_add_sync(kEveryLane, own));
+    tail = words_at + __reduce_add_sync(kEveryLane, uint32_t(__popc(levels[kLevels - 1]))) * uint32_t(sizeof(Word));
+    if (tail <= plain || top == 0) break;
+  }
+  const uint32_t most = __reduce_max_sync(kEveryLane, shifts.most), escaped = levels[kLevels - 1];
+
+  const uint32_t trim = F::has_trim ? least(uint32_t(__ffs(int(__reduce_or_sync(kEveryLane, any)))) - 1, F::M) : 0;
+  if (tail >= least_alone_bytes<F>(n, __reduce_add_sync(kEveryLane, zeros), trim)) {
     const Form alone = encode_block<F, Cascade>(words, extent, slot, list);
     if (alone.body + alone.tail <= tail) return alone;
     // The list was lent: put the shifts back.
@@ -157,20 +184,20 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
   __syncwarp();
   for (uint32_t i = lane_id(); i < (tail + 3) / 4; i += kLanes) reinterpret_cast<uint32_t*>(slot)[i] = 0;
   __syncwarp();
-  if (lane_id() == 0) slot[0] = uint8_t(group > 1 ? __ffs(int(group)) - 2 : 0);
+  if (lane_id() == 0) slot[0] = uint8_t(group.size > 1 ? __ffs(int(group.size)) - 2 : 0);
   __syncwarp();
 
   uint32_t at = 8;
-  if (group > 1) {
+  if (group.size > 1) {
     const uint32_t neighbour = __shfl_sync(kEveryLane, levels[0], lane_id() ^ 1);
     for (uint32_t row = 0; row < kRows; ++row) {
-      const uint32_t some = levels[0] >> 8 * row & 255, marks = live_marks(some, group, neighbour >> 8 * row & 255);
-      if (!extent.length(row) || (group == 16 && lane_id() % 2)) continue;
-      put_bits(slot, at + group_at(row, group), group == 4 ? (marks & 1) | (marks >> 4 & 1) << 1 : marks & 1);
+      const uint32_t some = levels[0] >> 8 * row & 255, marks = live_marks(some, group.size, neighbour >> 8 * row & 255);
+      if (!extent.length(row) || (group.size == 16 && lane_id() % 2)) continue;
+      put_bits(slot, at + group_at(row, group.size), group.size == 4 ? (marks & 1) | (marks >> 4 & 1) << 1 : marks & 1);
     }
-    at += (n + group - 1) / group;
+    at += (n + group.size - 1) / group.size;
   }
-  at = put_plane(slot, at, live, levels[0]);
+  at = put_plane(slot, at, group.live, levels[0]);
 #pragma unroll
   for (uint32_t level = 1; level < kLevels; ++level) at = put_plane(slot, at, levels[level - 1], levels[level]);
   at = put_plane(slot, at, levels[0] | shifts.marks, negative);

@@ -62,6 +62,22 @@ with kernel_cache():
         return count
 
     @jit
+    def _plan(sizes, shifts, itemsize, marked):
+        """Flags of the group size with the fewest bits (FORMAT.md section 3), and the bytes of the tail with these shifts."""
+        n = len(sizes)
+        levels = sizes >> shifts
+        flags, bits = 0, n
+        for choice in range(1, len(GROUPS)):
+            grouped = (n + GROUPS[choice] - 1) // GROUPS[choice] + _mark(levels, GROUPS[choice], marked)
+            if grouped < bits:
+                flags, bits = choice, grouped
+        escapes = 0
+        for i in range(n):
+            bits += min(levels[i], LEVELS - 1) + (levels[i] >= 1 or shifts[i] >= 1) + shifts[i]
+            escapes += levels[i] >= LEVELS
+        return flags, 1 + (bits + 7) // 8 + escapes * itemsize
+
+    @jit
     def _put(tail, bit, value):
         tail[bit >> 3] |= value << (bit & 7)
         return bit + 1
@@ -75,16 +91,17 @@ with kernel_cache():
         negative = np.empty(n, dtype=np.uint8)
         if not _changes(words, base, sign, sizes, negative):
             return np.int64(0), 0
+        itemsize = (1 + exponent + mantissa) // 8
         top = _top(sizes, base, exponent, mantissa)
         shifts = np.empty(n, dtype=np.int64)
-        _shifts(base, top, exponent, mantissa, shifts)
-        levels = sizes >> shifts
         marked = np.empty(n, dtype=np.bool_)
-        flags, least = 0, n
-        for choice in range(1, len(GROUPS)):
-            bits = (n + GROUPS[choice] - 1) // GROUPS[choice] + _mark(levels, GROUPS[choice], marked)
-            if bits < least:
-                flags, least = choice, bits
+        _shifts(base, top, exponent, mantissa, shifts)
+        flags, size = _plan(sizes, shifts, itemsize, marked)
+        unscaled = np.zeros(n, dtype=np.int64)
+        plain_flags, plain_size = _plan(sizes, unscaled, itemsize, marked)
+        if plain_size < size:
+            top, shifts, flags = np.int64(0), unscaled, plain_flags
+        levels = sizes >> shifts
         group = GROUPS[flags]
         tail[0] = flags
         bit = 8
@@ -109,7 +126,6 @@ with kernel_cache():
                 if shifts[i] > p:
                     bit = _put(tail, bit, np.uint8(sizes[i] >> p & 1))
         at = (bit + 7) // 8
-        itemsize = (1 + exponent + mantissa) // 8
         for i in range(n):
             if levels[i] >= LEVELS:
                 for byte in range(itemsize):

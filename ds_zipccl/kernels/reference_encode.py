@@ -182,7 +182,8 @@ with kernel_cache():
     def _encode_against(words, base, exponent, mantissa, body, tail, exponents, codes, values):
         """As _encode_block, for a block of a delta payload."""
         top, size = encode_change(words, base, exponent, mantissa, tail)
-        if size == 0 or (words.min() != words.max() and 4 * size < pad16(words.nbytes)):
+        # Without a base, a block of words that are not all equal takes a zero map or two planes of exponents at least.
+        if size == 0 or (words.min() != words.max() and size <= plane_bytes(len(words))):
             return CHANGE, top, 0, 0, size
         change = tail[:size].copy()
         tail[:] = 0
