@@ -149,15 +149,15 @@ def mixed(count: int, kind: Float, block: int, seed: int, names: tuple[str, ...]
 # --- bases: what the words were before they became what they are
 
 
-def _stepped(words: np.ndarray, kind: Float, seed: int, per_1024: int, reach: int) -> np.ndarray:
-    """Some words moved by up to about ``reach`` units in the order of the floats, most of them by less; small words by more."""
+def _stepped(words: np.ndarray, kind: Float, seed: int, per_1024: int, reach: int, grow: bool = True) -> np.ndarray:
+    """Some words moved by up to about ``reach`` units in the order of the floats, most by less; to ``grow``, small words by more."""
     count, bits = len(words), kind.word(0).nbytes * 8
     modulus = (1 << bits) - 1
     order = words.astype(np.int64)
     order = np.where(order & kind.sign, order ^ modulus, order | kind.sign)
     draws = hashes(count, seed + 20)
     exponents = (words.astype(np.int64) >> kind.mantissa) & kind.largest_exponent
-    lift = np.clip(int(exponents.max(initial=0)) - 2 - exponents, 0, kind.mantissa)
+    lift = np.clip(int(exponents.max(initial=0)) - 2 - exponents, 0, kind.mantissa * grow)
     step = 1 + (draws >> np.uint64(32)).astype(np.int64) % (reach << lift)
     step = np.where(draws & np.uint64(1), step, -step)
     moved = (order + np.where(_below(count, seed + 21, 1024) < per_1024, step, 0)) & modulus
@@ -173,6 +173,8 @@ BASES: dict[str, Callable[[np.ndarray, Float, int], np.ndarray]] = {
     "few_steps": lambda words, kind, seed: _stepped(words, kind, seed, 1 + seed % 60, 1),
     "steps": lambda words, kind, seed: _stepped(words, kind, seed, 200 + seed % 824, 1 + seed % 3),
     "long_steps": lambda words, kind, seed: _stepped(words, kind, seed, 1024, 1 << seed % 8),
+    "few_units": lambda words, kind, seed: _stepped(words, kind, seed, 1 + seed % 60, 1, grow=False),
+    "units": lambda words, kind, seed: _stepped(words, kind, seed, 200 + seed % 824, 1 + seed % 3, grow=False),
     "few_replaced": lambda words, kind, seed: _replaced(words, kind, seed, 1 + seed % 40),
     "steps_and_replaced": lambda words, kind, seed: _replaced(_stepped(words, kind, seed, 500, 2), kind, seed, 10),
     "half": lambda words, kind, seed: np.concatenate((words[: len(words) // 2], ~words[len(words) // 2 :])),

@@ -63,24 +63,17 @@ def decode_change(tail: bytes, base: list[int], t: int, e_bits: int, m_bits: int
     return words
 
 
-def encode_change(words: list[int], base: list[int], e_bits: int, m_bits: int) -> tuple[int, bytes]:
-    """Top and tail; some word is not the base's."""
-    bits = 1 + e_bits + m_bits
+def _changes(words: list[int], base: list[int], bits: int) -> tuple[list[int], list[int]]:
+    """|D| and 1 where D is negative."""
     change = [(_order(w, bits) - _order(b, bits)) % (1 << bits) for w, b in zip(words, base, strict=True)]
     negative = [int(d >> (bits - 1)) for d in change]
-    size = [(1 << bits) - d if minus else d for d, minus in zip(change, negative, strict=True)]
-    exponents = [b >> m_bits & ((1 << e_bits) - 1) for b in base]
-    lengths = [e + min(d.bit_length() - 1, m_bits + 1) for e, d in zip(exponents, size, strict=True) if d]
-    bias = {7: 0, 10: 4, 23: 16}[m_bits]
-    t = min(255, (8 * sum(lengths) + bias * len(lengths)) // (8 * len(lengths)))
-    tails = [_encode_tail(words, base, size, negative, top, e_bits, m_bits) for top in (t, 0)]
-    return (0, tails[1]) if len(tails[1]) < len(tails[0]) else (t, tails[0])
+    return [(1 << bits) - d if minus else d for d, minus in zip(change, negative, strict=True)], negative
 
 
-def _encode_tail(
-    words: list[int], base: list[int], size: list[int], negative: list[int], t: int, e_bits: int, m_bits: int
-) -> bytes:
+def encode_tail(words: list[int], base: list[int], t: int, e_bits: int, m_bits: int) -> bytes:
+    """The tail with this top."""
     n, bits = len(words), 1 + e_bits + m_bits
+    size, negative = _changes(words, base, bits)
     k = [_k(b, t, e_bits, m_bits) for b in base]
     q = [d >> shift for d, shift in zip(size, k, strict=True)]
     options = []
@@ -96,3 +89,15 @@ def _encode_tail(
         stream += [size[i] >> p & 1 for i in range(n) if k[i] > p]
     escaped = b"".join(w.to_bytes(bits // 8, "little") for w, level in zip(words, q, strict=True) if level >= 6)
     return bytes([flags]) + np.packbits(np.array(stream, np.uint8), bitorder="little").tobytes() + escaped
+
+
+def encode_change(words: list[int], base: list[int], e_bits: int, m_bits: int) -> tuple[int, bytes]:
+    """Top and tail; some word is not the base's."""
+    size, _ = _changes(words, base, 1 + e_bits + m_bits)
+    exponents = [b >> m_bits & ((1 << e_bits) - 1) for b in base]
+    lengths = [e + min(d.bit_length() - 1, m_bits + 1) for e, d in zip(exponents, size, strict=True) if d]
+    bias = {7: 0, 10: 4, 23: 16}[m_bits]
+    mean = min(255, (8 * sum(lengths) + bias * len(lengths)) // (8 * len(lengths)))
+    tails = {t: encode_tail(words, base, t, e_bits, m_bits) for t in (mean, 0)}
+    t = 0 if len(tails[0]) < len(tails[mean]) else mean
+    return t, tails[t]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import corpus
+import delta_sizes
 import numpy as np
 import pytest
 import torch
@@ -18,6 +21,7 @@ from ds_zipccl.frame import FrameErrorCode
 
 FLOATS = list(corpus.SUMMED.values())
 PLAIN = {"shaped": False, "checksum": False}
+FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
 
 
 def pair(numel: int, kind: corpus.Float, block: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,12 +43,24 @@ def roundtrip(tensor: torch.Tensor, base: torch.Tensor, route: str, **arguments:
     return frame
 
 
-def modes_of(frame: torch.Tensor, chunk: int = 0) -> list[int]:
-    """The modes in the frame's first chunk."""
+@dataclass(frozen=True)
+class Entry:
+    """What the table says of a block."""
+
+    mode: int
+    top: int
+    tail: int
+    trim: int
+
+
+def entries(frame: torch.Tensor) -> list[Entry]:
+    """Those of the frame's first chunk."""
     header = framing.parse(frame)
-    blocks = min(corpus.CHUNK_BLOCKS, -(-header.numel // header.block))
-    table = header.payload_at + framing.pad16(4 * -(-header.numel // (corpus.CHUNK_BLOCKS * header.block)))
-    return [int(high) >> 5 for high in frame[table + blocks + 1 : table + 3 * blocks : 2]]
+    b = min(corpus.CHUNK_BLOCKS, -(-header.numel // header.block))
+    table = frame[header.payload_at + framing.pad16(4 * -(-header.numel // (corpus.CHUNK_BLOCKS * header.block))) :]
+    sizes = [low | high << 8 for low, high in table[b : 3 * b].view(-1, 2).tolist()]
+    trims = table[3 * b : 4 * b].tolist() if header.dtype is torch.float32 else [0] * b
+    return [Entry(s >> 13, top, s & 8191, z) for top, s, z in zip(table[:b].tolist(), sizes, trims, strict=True)]
 
 
 @pytest.mark.parametrize("change", corpus.BASES)
@@ -112,6 +128,62 @@ def test_threads_change_nothing() -> None:
 # --- sizes
 
 
+def body_bytes(entry: Entry, n: int, kind: corpus.Float) -> int:
+    """Of a block of n words, with its padding."""
+    r, plane = 1 + kind.mantissa - entry.trim, -(-n // 8)
+    coded = r // 8 * n + (r % 8 + (2 if entry.mode == CASCADE else 3)) * plane
+    return framing.pad16({RAW: n * kind.dtype.itemsize, CASCADE: coded, WINDOW: coded}.get(entry.mode, 0))
+
+
+def least_mode(block: np.ndarray, before: np.ndarray, kind: corpus.Float) -> tuple[int | None, int, int]:
+    """Mode, top and bytes of a block that takes as few as it can; no mode and no top for one without a base."""
+    if (block == before).all():
+        return CHANGE, 0, 0
+    if (block == block[0]).all():
+        return FILL, 0, kind.dtype.itemsize if block[0] else 0
+    top, tail = min(delta_sizes.tails(block, before, kind), key=lambda one: one[1])  # of equals the first: the mean's
+    alone = delta_sizes.alone(block, kind)
+    return (CHANGE, top, tail) if tail < alone else (None, 0, alone)
+
+
+@given(changed())
+@settings(max_examples=300)
+def test_every_block_takes_the_fewest_bytes(case: tuple[corpus.Float, int, np.ndarray, np.ndarray]) -> None:
+    """Of all that an encoder may choose; with the other routes by test_routes_agree."""
+    kind, block, words, before = case
+    frame = ds_zipccl.compress(
+        corpus.tensor(words, kind), "delta", base=corpus.tensor(before, kind), block=block, **PLAIN
+    )
+    for b, entry in enumerate(entries(frame) if len(words) else ()):
+        here = words[b * block : (b + 1) * block]
+        mode, top, size = least_mode(here, before[b * block : (b + 1) * block], kind)
+        assert body_bytes(entry, len(here), kind) + entry.tail == size, b
+        assert entry.mode == mode if mode is not None else entry.mode not in (FILL, CHANGE), b
+        assert entry.top == top or mode is None, b
+
+
+def weights(numel: int) -> torch.Tensor:
+    return 0.02 * torch.randn(numel, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("share, floor", [(0.001, 160), (0.01, 60), (0.2, 12.3), (0.6, 7)])
+def test_one_unit_here_and_there_shrinks_a_lot(share: float, floor: float) -> None:
+    """Changes that do not depend on the words pay for nothing but themselves."""
+    base = weights(1 << 20).bfloat16()
+    draw = torch.rand(base.numel(), generator=torch.Generator().manual_seed(2))
+    step = (draw < share / 2).short() - ((draw >= share / 2) & (draw < share)).short()
+    words = (base.view(torch.int16) + step).view(torch.bfloat16)
+    assert words.nbytes / ds_zipccl.compress(words, "delta", base=base).numel() >= floor
+
+
+@pytest.mark.parametrize("rate, share, floor", [(2.4e-7, 0.01, 66), (1e-5, 0.2, 12.2), (8e-5, 0.65, 5.2)])
+def test_steps_of_an_optimizer_keep_their_scale(rate: float, share: float, floor: float) -> None:
+    master, draw = weights(1 << 20), torch.Generator().manual_seed(2)
+    base, words = master.bfloat16(), (master + rate * torch.randn(1 << 20, generator=draw)).bfloat16()
+    assert (words != base).float().mean().item() == pytest.approx(share, rel=0.15)
+    assert words.nbytes / ds_zipccl.compress(words, "delta", base=base).numel() >= floor
+
+
 @pytest.mark.parametrize("kind", FLOATS, ids=corpus.SUMMED)
 def test_never_larger_than_cascade(route: str, kind: corpus.Float) -> None:
     for name, change in corpus.BASES.items():
@@ -122,7 +194,7 @@ def test_never_larger_than_cascade(route: str, kind: corpus.Float) -> None:
         assert against.numel() <= alone.numel(), name
         if name == "same":
             assert against.numel() < tensor.nbytes / 400
-            assert set(modes_of(against)) == {5}
+            assert {entry.mode for entry in entries(against)} == {CHANGE}
 
 
 def test_a_step_of_bf16_weights_shrinks_a_lot(route: str) -> None:

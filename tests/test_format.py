@@ -10,6 +10,7 @@ import from_format
 import numpy as np
 import pytest
 import torch
+from from_format_delta import encode_tail
 
 import ds_zipccl
 from ds_zipccl import codecs
@@ -68,6 +69,25 @@ def test_delta_frames_follow_the_document(route: str, name: str, change: str) ->
         wanted = from_format.encode(words.tolist(), dtype, 128, None, False, base=before.tolist())
         assert frame.numpy().tobytes() == wanted, f"{numel} words"
         assert from_format.decode(wanted, before.tolist())[2] == words.tolist()
+
+
+@pytest.mark.parametrize("name", corpus.SUMMED)
+def test_decoders_take_any_scale_of_changes(route: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document leaves the top to the encoder: frames of other and earlier encoders are as good."""
+    kind = corpus.FLOATS[name]
+    words = corpus.mixed(1100, kind, 128, 3, ("bell", "wide", "specials", "sparse"))
+    before = corpus.before(words, kind, 128, 3, ("few_units", "units", "steps"))
+    middle = kind.largest_exponent // 2
+    for top in (0, 1, middle - 4, middle, middle + 1, middle + 3, 255):
+        monkeypatch.setattr(
+            from_format, "encode_change", lambda *given, t=top: (t, encode_tail(given[0], given[1], t, *given[2:]))
+        )
+        frame = from_format.encode(
+            words.tolist(), framing.DTYPE_IDS[kind.dtype], 128, None, False, base=before.tolist()
+        )
+        received = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        decoded = ds_zipccl.decompress(received, base=corpus.tensor(before, kind), route=route)
+        corpus.assert_same_bits(decoded, corpus.tensor(words, kind))
 
 
 def test_document_tables_are_those_of_the_code() -> None:

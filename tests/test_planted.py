@@ -103,6 +103,21 @@ PLANTS = {
         {"F::M == 10 ? 4 : 0": "F::M == 10 ? 4 : 2"},
         lambda: test_golden.test_golden_frame("bf16_delta_512", "auto", None),
     ),
+    "a scale of 0 where the mean is as good": Plant(
+        "cpu_delta.h",
+        {"change.plain.tail < mean.tail": "change.plain.tail <= mean.tail"},
+        test_delta.test_every_block_takes_the_fewest_bytes,
+    ),
+    "a scale that is not the shorter tail's": Plant(
+        "cpu_delta.h",
+        {"change.plain.tail < mean.tail": "change.plain.tail + 1 < mean.tail"},
+        test_delta.test_every_block_takes_the_fewest_bytes,
+    ),
+    "few zeros are taken for none": Plant(
+        "change_block.cuh",
+        {"16 * zeros < n": "2 * zeros < n"},
+        test_delta.test_every_block_takes_the_fewest_bytes,
+    ),
     "a level counts for less": Plant(
         "cpu_delta.h",
         {"level == 4 ? ~0ull : 0": "level == 5 ? ~0ull : 0"},
