@@ -146,20 +146,35 @@ def least_mode(block: np.ndarray, before: np.ndarray, kind: corpus.Float) -> tup
     return (CHANGE, top, tail) if tail < alone else (None, 0, alone)
 
 
-@given(changed())
-@settings(max_examples=300)
-def test_every_block_takes_the_fewest_bytes(case: tuple[corpus.Float, int, np.ndarray, np.ndarray]) -> None:
-    """Of all that an encoder may choose; with the other routes by test_routes_agree."""
-    kind, block, words, before = case
-    frame = ds_zipccl.compress(
-        corpus.tensor(words, kind), "delta", base=corpus.tensor(before, kind), block=block, **PLAIN
-    )
+def assert_fewest(words: np.ndarray, before: np.ndarray, kind: corpus.Float, block: int, route: str) -> None:
+    """Every block of the frame's first chunk takes the fewest bytes of all that an encoder may choose."""
+    against = corpus.tensor(before, kind)
+    frame = ds_zipccl.compress(corpus.tensor(words, kind), "delta", base=against, block=block, route=route, **PLAIN)
     for b, entry in enumerate(entries(frame) if len(words) else ()):
         here = words[b * block : (b + 1) * block]
         mode, top, size = least_mode(here, before[b * block : (b + 1) * block], kind)
         assert body_bytes(entry, len(here), kind) + entry.tail == size, b
         assert entry.mode == mode if mode is not None else entry.mode not in (FILL, CHANGE), b
         assert entry.top == top or mode is None, b
+
+
+@given(changed())
+@settings(max_examples=300)
+def test_every_block_takes_the_fewest_bytes(case: tuple[corpus.Float, int, np.ndarray, np.ndarray]) -> None:
+    """With the other routes by test_routes_agree."""
+    kind, block, words, before = case
+    assert_fewest(words, before, kind, block, "auto")
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=corpus.SUMMED)
+def test_short_changes_lose_against_shorter_blocks(route: str, kind: corpus.Float) -> None:
+    """A few words among zeros, or of few bits, may take less without a base than even a small part of the block's words."""
+    for count in range(10, 130, 5):
+        words = np.zeros(1024, kind.word)
+        words[:: 1024 // count] = corpus.bell(1024, kind, count)[:: 1024 // count]
+        assert_fewest(words, np.zeros_like(words), kind, 1024, route)
+        few = corpus.bell(1024, kind, count) >> kind.mantissa << kind.mantissa
+        assert_fewest(few, corpus.BASES["units"](few, kind, count), kind, 1024, route)
 
 
 def weights(numel: int) -> torch.Tensor:
