@@ -101,7 +101,7 @@ PLANTS = {
     "a top of changes a little higher": Plant(
         "change_block.cuh",
         {"F::M == 10 ? 4 : 0": "F::M == 10 ? 4 : 2"},
-        lambda: test_golden.test_golden_frame("bf16_delta_512", "auto", None),
+        test_delta.test_every_block_takes_the_fewest_bytes,
     ),
     "a scale of 0 where the mean is as good": Plant(
         "cpu_delta.h",

@@ -85,7 +85,7 @@ struct TailCensus {
       const uint32_t size = 1u << group_log2(flags), now = (n + size - 1) / size + live[flags];
       if (now < bits) bits = now, scaled.flags = flags;
     }
-    bits += levels.result().sum - escapes + signs + lows;  // level j + 1 has a bit for whom level j counts
+    bits += levels.result().sum - escapes + signs + lows;  // level j + 1 has a bit of each element that has level j
     scaled.tail = 1 + (bits + 7) / 8 + escapes * uint32_t(sizeof(typename F::Word));
   }
 };
@@ -135,7 +135,7 @@ void survey_change(const uint8_t* words, const uint8_t* base, Change<F>& change)
     const auto q = Lanes::load(levels);
     Lanes::store(change.plain.levels + at, q);
     count += popcount(plain.add(q, 0, here));
-    if (!Lanes::above(q, 1)) return;  // no logs where few words change, or by one unit
+    if (!Lanes::above(q, 1)) return;  // all logs are 0: often so where few words change
     for (uint32_t i = 0; i < 64; ++i) {
       Word log = 0;
       for (uint32_t bit = 1; bit <= Scale<F>::shifts; ++bit) log = Word(log + (sizes[i] >= Word(1u << bit)));
