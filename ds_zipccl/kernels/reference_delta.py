@@ -56,8 +56,11 @@ with kernel_cache():
         count = 0
         for start in range(0, n, group):
             end = min(start + group, n)
-            some = levels[start:end].max() > 0
-            marked[start:end] = some
+            some = False
+            for i in range(start, end):
+                some |= levels[i] > 0
+            for i in range(start, end):
+                marked[i] = some
             count += (end - start) * some
         return count
 
