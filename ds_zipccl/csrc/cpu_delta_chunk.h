@@ -66,6 +66,10 @@ uint32_t encode_delta_chunk(const uint8_t* words, const uint8_t* base, uint32_t 
     Block& here = work.blocks[b];
     here.words = words + b * block * sizeof(Word);
     here.n = numel - b * block < block ? numel - b * block : block;
+    for (uint32_t at = 0; at < block * sizeof(Word); at += 64) {  // the next block, while this one is coded
+      prefetch(here.words + block * sizeof(Word) + at);
+      prefetch(base + (b + 1) * block * sizeof(Word) + at);
+    }
     encode_against<F, Lanes>(here, base + b * block * sizeof(Word), change, work.bodies + b * slot, work.tails + tail);
     *parts++ = enter<F>(work, b, blocks);
     bytes += here.form.body;
