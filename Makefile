@@ -44,6 +44,7 @@ gpu:
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy ds_zipccl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out

@@ -25,7 +25,7 @@ setup(
         "ds_zipccl.tools",
     ],
     package_dir={"ds_zipccl.op_builder": "op_builder", "ds_zipccl.examples": "examples"},
-    package_data={"ds_zipccl": ["FORMAT.md", "csrc/*"], "ds_zipccl.examples": ["*.json"]},
+    package_data={"ds_zipccl": ["FORMAT.md", "py.typed", "csrc/*"], "ds_zipccl.examples": ["*.json"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.18",
@@ -45,6 +45,7 @@ setup(
             "pytest-timeout",
             "hypothesis",
             "ruff",
+            "mypy",
             "transformers",
             "accelerate",
             "matplotlib",

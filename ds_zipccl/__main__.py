@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ds_zipccl import __version__
 from ds_zipccl.tools import ToolError
@@ -33,7 +34,7 @@ def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
         PROGRAM, description="Lossless compressed communication for DeepSpeed.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"ds_zipccl {__version__}")
-    levels = {(): parser.add_subparsers(metavar="COMMAND", required=True)}
+    levels: dict[tuple[str, ...], Any] = {(): parser.add_subparsers(metavar="COMMAND", required=True)}
     for group, text in GROUPS.items():
         sub = levels[()].add_parser(group, help=text, description=text, allow_abbrev=False)
         levels[(group,)] = sub.add_subparsers(metavar="WHAT", required=True)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from ds_zipccl import __version__
 from ds_zipccl.config import ConfigError
@@ -58,7 +58,7 @@ def _with_version(text: str) -> str:
     return json.dumps({"version of ds_zipccl": __version__, **json.loads(text)}, sort_keys=True)
 
 
-def _wait(store: dist.Store, keys: list[str], timeout: timedelta) -> list[int]:
+def _wait(store: Store, keys: list[str], timeout: timedelta) -> list[int]:
     """Wait for the keys of all ranks, saying now and then which are missing. Returns those missing at the end."""
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:

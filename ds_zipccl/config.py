@@ -98,7 +98,7 @@ class ZipcclConfig(BaseModel):
 
     def mode_of(self, role: str) -> str:
         """The mode of a role."""
-        return dict(self.roles).get(role, self.mode)
+        return {str(name): str(mode) for name, mode in self.roles.items()}.get(role, self.mode)
 
 
 #: What :mod:`ds_zipccl.comm` uses when called without a config.

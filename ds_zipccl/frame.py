@@ -130,7 +130,7 @@ def pack(header: Header, buffer: torch.Tensor) -> None:
     if header.checksum is not None:
         flags |= _Flags.CHECKSUM
     block_log2 = header.block.bit_length() - 1 if header.block else 0
-    view = memoryview(buffer.numpy())
+    view = buffer.numpy().data
     HEADER.pack_into(
         view, 0, MAGIC, VERSION, header.codec, DTYPE_IDS[header.dtype], flags, len(shape), block_log2, 0, 0,
         header.numel, header.frame_bytes,
@@ -167,7 +167,7 @@ def parse(frame: torch.Tensor, size: int | None = None) -> Header:
     size = frame.numel() if size is None else size
     if size < HEADER_BYTES:
         raise FrameError(FrameErrorCode.TRUNCATED, f"{size} bytes, a header alone has {HEADER_BYTES}")
-    view = memoryview(frame.numpy())
+    view = frame.numpy().data
     magic, version, codec, dtype_id, flags, ndim, block_log2, reserved, checksum, numel, frame_bytes = (
         HEADER.unpack_from(view)
     )

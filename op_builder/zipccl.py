@@ -16,7 +16,7 @@ class _LibraryBuilder:
     NAME: str
 
     def __init__(self, name: str | None = None) -> None:
-        super().__init__(name=name or self.NAME)
+        super().__init__(name=name or self.NAME)  # type: ignore[call-arg]  # that of DeepSpeed's builder
 
     def recipe(self) -> cache.Recipe:
         """How the library is made here.

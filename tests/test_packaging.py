@@ -57,7 +57,7 @@ def test_contents(wheel: Path) -> None:
     wanted |= {f"ds_zipccl/op_builder/{path.name}" for path in (ROOT / "op_builder").glob("*.py")}
     wanted |= {f"ds_zipccl/csrc/{path.name}" for path in (package / "csrc").iterdir()}
     wanted |= {f"ds_zipccl/examples/{path.name}" for path in (ROOT / "examples").iterdir() if path.is_file()}
-    wanted.add("ds_zipccl/FORMAT.md")
+    wanted |= {"ds_zipccl/FORMAT.md", "ds_zipccl/py.typed"}
     assert {name for name in names if not name.startswith(info)} == wanted
 
 

@@ -47,7 +47,7 @@ class CupyLauncher:
                 function.max_dynamic_shared_size_bytes = shared_bytes
                 self._kernels[device, kernel] = function
             # An array of one element of a type of its own is passed by value.
-            by_value = np.frombuffer(params, dtype=f"V{ctypes.sizeof(params)}")
+            by_value = np.frombuffer(memoryview(params), dtype=f"V{ctypes.sizeof(params)}")
             self._kernels[device, kernel]((grid,), (256,), (by_value,), shared_mem=shared_bytes)
 
 

@@ -13,6 +13,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -63,15 +64,18 @@ def _kernel_folder() -> str:
     return str(folder) if os.access(folder, os.W_OK) else ""
 
 
+_settings: Any = numba.config
+
+
 @contextlib.contextmanager
 def kernel_cache() -> Iterator[None]:
     """Let numba keep compiled code in our cache folder, not inside the installed package."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = _KERNEL_FOLDER
+    before = _settings.CACHE_DIR
+    _settings.CACHE_DIR = _KERNEL_FOLDER
     try:
         yield
     finally:
-        numba.config.CACHE_DIR = before
+        _settings.CACHE_DIR = before
 
 
 _KERNEL_FOLDER = _kernel_folder()

@@ -291,8 +291,8 @@ class FrameTrial:
     def encode(self) -> None:
         from ds_zipccl import codecs
 
-        same = {"block": self._block, "route": self._route}
-        self._frame = codecs.compress(self._tensor, self._codec, out=self._out, shaped=False, checksum=False, **same)
+        compress = partial(codecs.compress, shaped=False, checksum=False, block=self._block, route=self._route)
+        self._frame = compress(self._tensor, self._codec, out=self._out)
 
     def decode(self) -> None:
         from ds_zipccl import codecs
@@ -319,7 +319,7 @@ def _measure(source: Source, coders: list[Coder], block: int, repeats: int) -> I
     floating = tensor.is_floating_point()
     bound = Fields.of(tensor.dtype).ratio(exponents(tensor, block).entropy) if floating else None
     for coder in coders:
-        row = {"route": coder.route, "codec": coder.codec, "dtype": source.dtype, "data": source.name}
+        row: dict[str, Any] = {"route": coder.route, "codec": coder.codec, "dtype": source.dtype, "data": source.name}
         row |= {"numel": source.numel, "ratio": None, "entropy_ratio": bound}
         speeds: dict[str, float] = {}
         trial = coder.begin(tensor)

@@ -35,7 +35,7 @@ from ds_zipccl.tools import ToolError, data, link, tables
 from ds_zipccl.tools.tables import Column
 
 if TYPE_CHECKING:
-    from torch.multiprocessing import ProcessContext
+    from torch.multiprocessing.spawn import ProcessContext
 
 #: variant -> settings of ds_zipccl.comm; None: torch.distributed's own collective
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -194,15 +194,16 @@ def launch(ranks: int, cases: list[Case | Calibration], network: link.Link | Non
     Raises:
         ToolError: a process failed, or no row came for as long as a case may take.
     """
-    from torch import multiprocessing
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.multiprocessing import get_context
+    from torch.multiprocessing.spawn import spawn
 
     from ds_zipccl.tools.comm_trial import take_part
 
     # The store lives here, on a port that the system chose: no other program can take it in between.
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=cases[0].timeout), wait_for_workers=False)
-    results = multiprocessing.get_context("spawn").Queue()
-    context = multiprocessing.spawn(take_part, (ranks, network, store.port, cases, results), nprocs=ranks, join=False)
+    results = get_context("spawn").Queue()
+    context = spawn(take_part, (ranks, network, store.port, cases, results), nprocs=ranks, join=False)
     try:
         for _ in range(rows_of(cases)):
             yield _next(results, context, cases[0].timeout)
@@ -240,7 +241,7 @@ def _ended(context: ProcessContext, timeout: float) -> bool:
     Raises:
         ToolError: one failed; the others are killed.
     """
-    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     try:
         return bool(context.join(timeout=timeout))

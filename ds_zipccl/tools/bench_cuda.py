@@ -20,6 +20,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_zipccl.tools import ToolError, tables
@@ -178,7 +179,7 @@ def _coders(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[Sequ
     for route in usable:
         for codec in args.codec:
             if codec != "raw":
-                yield route, codec, lambda tensors, r=route, c=codec: FrameCoder(tensors, r, c, args.block)
+                yield route, codec, partial(FrameCoder, route=route, codec=codec, block=args.block)
     if args.peers is None:
         return
     try:
@@ -187,7 +188,7 @@ def _coders(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[Sequ
         tables.complain(f"nvCOMP left out: {error}; pip install nvidia-nvcomp-cu13")
         return
     for name in PEERS:
-        yield "peer", name, lambda tensors, n=name: NvcompCoder(tensors, n)
+        yield "peer", name, partial(NvcompCoder, name=name)
 
 
 def measure(
@@ -208,9 +209,14 @@ def measure(
         coder.decode(i)
     copies = [torch.empty_like(normal) for _ in range(min(count, 2))]
     every = range(count)
-    encode = _seconds(lambda: [coder.encode(i) for i in every], repeats, coder.eager) / count
+
+    def each(step: Callable[[int], None]) -> None:
+        for i in every:
+            step(i)
+
+    encode = _seconds(lambda: each(coder.encode), repeats, coder.eager) / count
     wrong = 0
-    decode = _seconds(lambda: [coder.decode(i) for i in every], repeats, coder.eager) / count
+    decode = _seconds(lambda: each(coder.decode), repeats, coder.eager) / count
     for i in every:
         wrong += int((coder.result(i).view(torch.uint8) != tensors[i].view(torch.uint8)).sum())
     copy = _seconds(lambda: [copies[i % 2].copy_(tensors[i]) for i in every], repeats, False) / count
@@ -248,7 +254,7 @@ def _seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:
             calls()
         run = graph.replay
     run()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -124,7 +124,7 @@ def _section(variant: str, settings: Sequence[str]) -> dict[str, Any] | None:
             section[key] = json.loads(value)
         except json.JSONDecodeError:
             section[key] = value
-        if not equals or key in VARIANTS[variant]:
+        if not equals or key in (VARIANTS[variant] or {}):
             raise ToolError(
                 f"--set wants KEY=VALUE with a key that {variant} runs do not set themselves, got {setting}"
             )
@@ -160,7 +160,7 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
     """One row per variant, columns as in the module's docstring; ``skip`` first steps are left out of the times."""
 
     def median(key: str, variant: str) -> float:
-        return statistics.median(ms for result in runs[variant] for ms in result[key][skip:])
+        return float(statistics.median(ms for result in runs[variant] for ms in result[key][skip:]))
 
     def sent(variant: str, key: str) -> int | None:
         counted = runs[variant][0]["sent"]

@@ -54,7 +54,9 @@ def take_part(
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     torch.set_num_threads(1)
     patience = timedelta(seconds=cases[0].timeout)
-    store = dist.TCPStore(host, port, None, False, patience)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, None, False, patience
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     if any(isinstance(case, Case) and "auto" in case.variants for case in cases):
         comm.calibrate()
@@ -124,7 +126,8 @@ class Trial:
         self._wanted = self._output.clone()
         self.itemsize = self._source.element_size()
         self._configs = {
-            name: None if VARIANTS[name] is None else ZipcclConfig(enabled=True, **VARIANTS[name]) for name in VARIANTS
+            name: None if settings is None else ZipcclConfig(enabled=True, **settings)
+            for name, settings in VARIANTS.items()
         }
         self.run("plain")
         self._wanted = self._output.clone()

@@ -77,7 +77,8 @@ def entropy(counts: np.ndarray) -> np.ndarray:
     total = counts.sum(axis=-1, keepdims=True)
     shares = counts / np.maximum(total, 1)
     logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
-    return -(shares * logs).sum(axis=-1) + 0.0  # + 0.0: no minus zero
+    bits: np.ndarray = -(shares * logs).sum(axis=-1) + 0.0  # + 0.0: no minus zero
+    return bits
 
 
 @dataclass(frozen=True)

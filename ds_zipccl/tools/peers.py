@@ -84,8 +84,9 @@ class PeerTrial:
         self._tensor = tensor
         self._functions = PEERS[name].load(str(tensor.dtype).removeprefix("torch."), threads)
         self._input = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        self._view = memoryview(self._input.numpy())
-        self._coded, self._decoded = b"", bytearray()
+        self._view = memoryview(self._input.numpy().data)
+        self._coded: bytes = b""
+        self._decoded: bytes | bytearray = bytearray()
 
     def prepare(self) -> None:
         import torch

@@ -79,8 +79,8 @@ def _draw(axes: Axes, links: Mapping[str, Rows]) -> None:
         text = f"{row['step_ms']:.0f} ms{'' if row['variant'] == 'plain' else gain}"
         axes.text(row["step_ms"] + 0.01 * longest, place, text, va="center", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=9)
-    for tick, row in zip(axes.get_yticklabels(), bars):
-        tick.set_fontweight("normal" if row else "bold")
+    for tick, bar in zip(axes.get_yticklabels(), bars):
+        tick.set_fontweight("normal" if bar else "bold")
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.45 * longest)  # room for the text behind a bar
     axes.set_ylim(len(names) - 0.4, -0.6)

@@ -100,7 +100,8 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
             raise ToolError(
                 f"{variant} run ended with status {status}; errors are above, its output ends with:\n{tail}"
             )
-        return json.loads(results.read_text())
+        found: dict[str, Any] = json.loads(results.read_text())
+        return found
 
 
 def _commands(
