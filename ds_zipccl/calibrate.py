@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ds_zipccl import tensors
 from ds_zipccl.codecs import compress, compress_bound, decompress, decompress_add, region_hash
 from ds_zipccl.costs import Profile
 
@@ -32,6 +33,7 @@ _NUMEL, _PIECES, _TINY = 1 << 21, 8, 64
 _REPEATS = 5
 
 
+@tensors.undisturbed()
 def measure(group: dist.ProcessGroup | None = None) -> Profile:
     """What the slowest rank of ``group`` can do. A collective; blocks for less than two seconds on links from 100 mbit a second up,
     once the kernels are built.
@@ -56,7 +58,7 @@ def measure(group: dist.ProcessGroup | None = None) -> Profile:
         raise ValueError(f"only groups whose CPU tensors go over gloo can be measured yet, got backends {backends}")
     transfer = _transfer(group)
     dist.barrier(group)  # all code at once, as in an operation: they may share cores
-    seconds = torch.tensor(list(coding_seconds()), dtype=torch.float64)
+    seconds = tensors.of_numbers(list(coding_seconds()), torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     return coding_profile(transfer, seconds.tolist())
 
@@ -71,14 +73,14 @@ def coding_profile(transfer: tuple[tuple[float, float], ...], seconds: Iterable[
 def coding_seconds() -> Iterator[float]:
     """Times of this process alone, on one thread: encode, decode, decode and add, make a raw frame, add a raw one, and a call."""
     with _one_thread():
-        values = torch.empty(_NUMEL).normal_(generator=torch.Generator().manual_seed(0)).bfloat16()
-        tensors, outs = values.repeat(_PIECES, 1), values.repeat(_PIECES, 1)
+        values = tensors.empty(_NUMEL, torch.float32).normal_(generator=torch.Generator().manual_seed(0)).bfloat16()
+        words, outs = values.repeat(_PIECES, 1), values.repeat(_PIECES, 1)
         buffers = {codec: _buffer(values, codec) for codec in ("cascade", "raw")}
         frames = {codec: _encode(values, codec, _buffer(values, codec)) for codec in buffers}
-        yield _median(lambda piece: _encode(tensors[piece], "cascade", buffers["cascade"]))
+        yield _median(lambda piece: _encode(words[piece], "cascade", buffers["cascade"]))
         yield _median(lambda piece: decompress(frames["cascade"], outs[piece]))
         yield _median(lambda piece: decompress_add(frames["cascade"], outs[piece]))
-        yield _median(lambda piece: _encode(tensors[piece], "raw", buffers["raw"]))
+        yield _median(lambda piece: _encode(words[piece], "raw", buffers["raw"]))
         yield _median(lambda piece: decompress_add(frames["raw"], outs[piece]))
         few, buffer = values[:_TINY], _buffer(values[:_TINY], "cascade")
         yield _median(lambda piece: decompress(_encode(few, "cascade", buffer), outs[piece, :_TINY]))
@@ -88,12 +90,12 @@ def difference_seconds(before: torch.Tensor, after: torch.Tensor) -> Iterator[fl
     """Times of this process alone, on one thread, to encode ``after`` against ``before`` and to decode that in place, each with the hash
     that goes before it. Flat tensors of one dtype and size."""
     with _one_thread():
-        places, tensors = before.repeat(_PIECES, 1), after.repeat(_PIECES, 1)
+        places, words = before.repeat(_PIECES, 1), after.repeat(_PIECES, 1)
         buffer = _buffer(after, "delta")
 
         def encode(piece: int) -> torch.Tensor:
             region_hash(places[piece])
-            return compress(tensors[piece], "delta", base=places[piece], out=buffer, shaped=False, checksum=False)
+            return compress(words[piece], "delta", base=places[piece], out=buffer, shaped=False, checksum=False)
 
         def decode(piece: int) -> None:  # a place is a base once: there are more of them than repeats
             region_hash(places[piece])
@@ -105,7 +107,7 @@ def difference_seconds(before: torch.Tensor, after: torch.Tensor) -> Iterator[fl
 
 
 def _buffer(tensor: torch.Tensor, codec: str) -> torch.Tensor:
-    return torch.zeros(compress_bound(tensor.numel(), tensor.dtype, codec), dtype=torch.uint8)
+    return tensors.filled(compress_bound(tensor.numel(), tensor.dtype, codec), 0, torch.uint8)
 
 
 def _encode(tensor: torch.Tensor, codec: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -151,7 +153,7 @@ def _transfer(group: dist.ProcessGroup) -> tuple[tuple[float, float], ...]:
 def _exchanges(group: dist.ProcessGroup, size: int) -> list[float]:
     """Seconds of the slowest rank for each of some exchanges of ``size`` bytes with both neighbours."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    sent, received = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    sent, received = tensors.filled(size, 0, torch.uint8), tensors.filled(size, 0, torch.uint8)
 
     def exchange() -> None:
         works = [group.recv([received], (rank - 1) % ranks, TAG), group.send([sent], (rank + 1) % ranks, TAG)]
@@ -162,7 +164,7 @@ def _exchanges(group: dist.ProcessGroup, size: int) -> list[float]:
     while not times or (len(times) < _MOST and sum(times) + len(times) * _PAUSE_S + times[-1] < _SIZE_BUDGET_S):
         time.sleep(_PAUSE_S)
         dist.barrier(group)
-        seconds = torch.tensor(_seconds(exchange), dtype=torch.float64)
+        seconds = tensors.of_numbers([_seconds(exchange)], torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
         times.append(seconds.item())
     return times

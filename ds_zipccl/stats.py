@@ -19,7 +19,12 @@ class _Row:
     reasons: Counter[str] = field(default_factory=Counter)
     differences: Counter[str] = field(default_factory=Counter)
     whole: Counter[str] = field(default_factory=Counter)
-    choices: dict[str, _Choice] = field(default_factory=dict)
+    choices: dict[str, _Choice] = field(default_factory=dict)  # the last CHOICES of them
+    more_choices: int = 0  # those before
+
+
+#: Kinds of messages of one role and operation whose choices are kept (seed): programs that make groups again and again have ever new ones.
+CHOICES = 32
 
 
 @dataclass
@@ -90,9 +95,14 @@ def record_whole(role: str, op: str, reason: str) -> None:
 def record_choice(role: str, op: str, what: str, text: str) -> None:
     """Count a choice of schedule for the messages that ``what`` tells apart; the latest text is kept."""
     with _lock:
-        choice = _row(role, op).choices.setdefault(what, _Choice(text))
+        row = _row(role, op)
+        choice = row.choices.pop(what, None) or _Choice(text)
         choice.latest = text
         choice.count += 1
+        row.choices[what] = choice
+        if len(row.choices) > CHOICES:
+            row.more_choices += 1
+            del row.choices[next(iter(row.choices))]
 
 
 def memory() -> dict[str, int]:
@@ -108,13 +118,13 @@ def _ratio(raw_bytes: int, wire_bytes: int) -> float:
 
 def rows() -> list[dict[str, Any]]:
     """One dict per (role, op), sorted: role, op, calls, raw_bytes, wire_bytes, ratio, passed, passed_bytes, reasons, differences,
-    whole, choices.
+    whole, choices, more_choices.
 
     ``calls``, ``raw_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` the others; ``reasons`` maps
     a reason to its number of calls, and ``differences`` the reason why a shard went in full, empty where it went as a difference
     against the last one. ``whole`` maps a reason to the sums of gradients that went to all ranks for it instead of to their owners.
-    ``choices`` maps a kind of message to the schedule that was chosen last and how often one was. A
-    snapshot: later calls do not change it.
+    ``choices`` maps a kind of message to the schedule that was chosen last and how often one was; ``more_choices`` counts the kinds of
+    long ago that it has no more. A snapshot: later calls do not change it.
     """
     with _lock:
         return [
@@ -131,6 +141,7 @@ def rows() -> list[dict[str, Any]]:
                 "differences": dict(row.differences),
                 "whole": dict(row.whole),
                 "choices": {what: (choice.latest, choice.count) for what, choice in row.choices.items()},
+                "more_choices": row.more_choices,
             }
             for (role, op), row in sorted(_rows.items())
         ]
@@ -245,6 +256,8 @@ def _choices() -> Iterator[str]:
         for what, (latest, count) in sorted(row["choices"].items()):
             switches = f"; switched {count - 1} times" if count > 1 else ""
             yield f"{row['role']} {row['op']}, {what}: {latest}{switches}"
+        if row["more_choices"]:
+            yield f"{row['role']} {row['op']}: and {row['more_choices']} kinds of messages before these"
 
 
 def _amounts(row: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -38,6 +38,11 @@ class OnDevice:
         self.route.decode_add(payload.cuda(), block, dtype, there)
         sums.copy_(there)
 
+    def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
+        there = sums.cuda()
+        self.route.add(words.cuda(), there)
+        sums.copy_(there)
+
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
         there = torch.empty_like(out, device="cuda")
         size = self.route.encode_delta(words.cuda(), base.cuda(), block, there)

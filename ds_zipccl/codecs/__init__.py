@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ds_zipccl import frame as framing
-from ds_zipccl import kernels
+from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import delta, exponent, raw
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 
@@ -40,8 +40,8 @@ CODECS: dict[str, Codec] = {
 }
 #: Codecs of a tensor against another one, its base; they too have what a Codec has.
 BASED_CODECS: dict[str, delta.DeltaCodec] = {"delta": delta.DeltaCodec()}
-_NAMED: dict[str, Codec] = {**CODECS, **BASED_CODECS}
-_DECODERS: dict[CodecId, Codec] = {
+_NAMED: dict[str, Codec | delta.DeltaCodec] = {**CODECS, **BASED_CODECS}
+_DECODERS: dict[CodecId, Codec | delta.DeltaCodec] = {
     CodecId.RAW: CODECS["raw"],
     CodecId.EXPONENT: CODECS["cascade"],
     CodecId.DELTA: BASED_CODECS["delta"],
@@ -51,7 +51,7 @@ CODED_DTYPES = CODECS["cascade"].DTYPES
 DEVICES = ("cpu", "cuda")
 
 
-def _codec(name: str, dtype: torch.dtype) -> Codec:
+def _codec(name: str, dtype: torch.dtype) -> Codec | delta.DeltaCodec:
     if name not in _NAMED:
         raise ValueError(f"no codec {name!r}; known codecs: {', '.join(_NAMED)}")
     if dtype not in framing.DTYPE_IDS:
@@ -74,6 +74,7 @@ def compress_bound(
     return framing.payload_offset(ndim) + chosen.payload_bound(numel, dtype, chosen.block(block))
 
 
+@tensors.undisturbed()
 def compress(
     tensor: torch.Tensor,
     codec: str = "cascade",
@@ -124,9 +125,7 @@ def compress(
     shape = tuple(tensor.shape) if shaped else None
     payload_at = framing.payload_offset(None if shape is None else len(shape))
     bound = payload_at + chosen.payload_bound(words.numel(), words.dtype, block)
-    buffer = (
-        torch.empty(bound, dtype=torch.uint8, device=words.device) if out is None else _room(out, bound, words.device)
-    )
+    buffer = tensors.empty(bound, torch.uint8, words.device) if out is None else _room(out, bound, words.device)
     if out is not None:
         _keep_apart([_span(buffer, bound)], [_span(words)] if against is None else [_span(words), _span(against)])
     if against is not None and isinstance(chosen, delta.DeltaCodec):
@@ -138,6 +137,7 @@ def compress(
     return buffer[:size].clone() if out is None else buffer[:size]
 
 
+@tensors.undisturbed()
 def compress_segments(
     segments: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
@@ -184,6 +184,7 @@ def compress_segments(
     return frames
 
 
+@tensors.undisturbed()
 def decompress(
     frame: torch.Tensor, out: torch.Tensor | None = None, *, base: torch.Tensor | None = None, route: str = "auto"
 ) -> torch.Tensor:
@@ -206,7 +207,7 @@ def decompress(
     """
     header, codec = _open(frame)
     if out is None:
-        out = torch.empty(header.numel, dtype=header.dtype, device=frame.device)
+        out = tensors.empty(header.numel, header.dtype, frame.device)
         result = out if header.shape is None else out.view(header.shape)
     else:
         result = _wanted(out, header, (header.dtype,), frame.device)
@@ -220,6 +221,7 @@ def decompress(
     return result
 
 
+@tensors.undisturbed()
 def decompress_add(
     frame: torch.Tensor, sums: torch.Tensor, *, dtype: torch.dtype | None = None, route: str = "auto"
 ) -> torch.Tensor:
@@ -251,6 +253,7 @@ def decompress_add(
     return sums
 
 
+@tensors.undisturbed()
 def region_hash(tensor: torch.Tensor, *, route: str = "auto") -> bytes:
     """16 bytes that tell whether two tensors hold the same bits (FORMAT.md section 5), as both ends of a delta frame must; blocks.
 
@@ -361,7 +364,7 @@ def _parse(frame: torch.Tensor) -> Header:
     return framing.parse(frame.cpu()) if framing.has_checksum(start) else framing.parse(start, frame.numel())
 
 
-def _open(frame: torch.Tensor) -> tuple[Header, Codec]:
+def _open(frame: torch.Tensor) -> tuple[Header, Codec | delta.DeltaCodec]:
     """Header of a frame and the codec that decodes it; the payload's size is possible."""
     header = _parse(frame)
     codec = _DECODERS[header.codec]

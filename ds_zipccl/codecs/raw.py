@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_zipccl import kernels, tensors
 from ds_zipccl.frame import DTYPE_IDS, CodecId
-from ds_zipccl.kernels.sums import add
 
 
 class RawCodec:
@@ -36,8 +36,6 @@ class RawCodec:
         words.view(torch.uint8).copy_(payload)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-        values = torch.empty(
-            sums.numel(), dtype=dtype, device=sums.device
-        )  # of its own: a payload may lie at any address
+        values = tensors.empty(sums.numel(), dtype, sums.device)  # of its own: a payload may lie at any address
         self.decode(payload, block, values, route)
-        add(sums, values)
+        kernels.add(values, sums, route)

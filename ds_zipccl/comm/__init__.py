@@ -7,7 +7,6 @@ part only.
 """
 
 from ds_zipccl.comm.changes import IN_PLACE, Base
-from ds_zipccl.comm.exchange import CommError
 from ds_zipccl.comm.members import calibrate
 from ds_zipccl.comm.moves import (
     all_gather,
@@ -22,7 +21,7 @@ from ds_zipccl.comm.p2p import irecv, isend, recv, send
 from ds_zipccl.comm.shadow import ShadowMismatch
 from ds_zipccl.comm.stored import Stored, keep
 from ds_zipccl.comm.sums import all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor
-from ds_zipccl.comm.work import Work
+from ds_zipccl.comm.work import CommError, Work
 
 __all__ = [
     "IN_PLACE",

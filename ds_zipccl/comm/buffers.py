@@ -7,6 +7,8 @@ from collections import deque
 
 import torch
 
+from ds_zipccl import tensors
+
 #: Free memory kept for later, per process (seed, bytes: the frames of two all-reduces of 64 MiB).
 KEEP_BYTES = 256 << 20
 #: Blocks smaller than this are not worth keeping (seed, bytes): the allocator keeps those itself.
@@ -21,7 +23,7 @@ class Buffers:
         self._free: deque[torch.Tensor] = deque()
         self._free_bytes = 0
         self._used_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a lease may be collected as garbage, and come here, at any allocation
         self.peak = 0  # most bytes that were in use at a time
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -36,7 +38,12 @@ class Buffers:
                     del self._free[at]
                     self._free_bytes -= size
                     return block
-        return torch.empty(size, dtype=torch.uint8)
+        return tensors.empty(size, torch.uint8)
+
+    def lose(self, block: torch.Tensor) -> None:
+        """A block is in use no more, and not to be used again."""
+        with self._lock:
+            self._used_bytes -= block.numel()
 
     def give(self, block: torch.Tensor) -> None:
         """Return a block that nobody uses any more."""
@@ -74,10 +81,14 @@ class Lease:
     def like(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """1-D tensor of as many elements as ``flat``, on its device, contents undefined."""
         if flat.device.type != "cpu":  # torch keeps the memory of other devices itself
-            return torch.empty(flat.numel(), dtype=dtype, device=flat.device)
+            return tensors.empty(flat.numel(), dtype, flat.device)
         return self.bytes(flat.numel() * dtype.itemsize).view(dtype)
 
     def release(self) -> None:
         """Give everything back; tensors taken from this lease must not be used any more."""
         while self._blocks:
             BUFFERS.give(self._blocks.pop())
+
+    def __del__(self) -> None:
+        while self._blocks:
+            BUFFERS.lose(self._blocks.pop())

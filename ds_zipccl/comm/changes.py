@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_zipccl import stats
+from ds_zipccl import stats, tensors
 from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm import gathers
 from ds_zipccl.comm.buffers import Lease
@@ -50,6 +50,8 @@ class Base(Protocol):
 def gather(link: Link, own: torch.Tensor, places: Sequence[torch.Tensor], base: Base) -> None:
     """As ``gathers.gather`` of one flat shard: give every rank ``own``, and write that of rank r to ``places[r]``."""
     try:
+        # what is held is put into the places first, and the own tensor may lie in one of them
+        (own,) = gathers.detached([own], places, [places[link.rank]])
         last = base.begin(link, places, lease := Lease())
         reason = _objection(link, last, places)
         gathers.gather(link, 1, [own], [[place] for place in places], base=None if reason else last)
@@ -63,7 +65,7 @@ def gather(link: Link, own: torch.Tensor, places: Sequence[torch.Tensor], base: 
 
 def _objection(link: Link, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
     """Why this rank's shard must go in full; empty where every rank holds what was sent last. Round 0."""
-    answers = {peer: torch.empty(HASH_BYTES, dtype=torch.uint8) for peer in link.peers}
+    answers = {peer: tensors.empty(HASH_BYTES, torch.uint8) for peer in link.peers}
     with posting(link, 0, ours=True) as exchange:
         for peer in link.peers:
             exchange.expect(peer, answers[peer])
@@ -78,7 +80,7 @@ def _objection(link: Link, last: torch.Tensor | None, places: Sequence[torch.Ten
 
 
 def _hash(region: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(bytearray(region_hash(region)), dtype=torch.uint8)
+    return tensors.of_buffer(bytearray(region_hash(region)))
 
 
 class _Sent(NamedTuple):

@@ -15,14 +15,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import policy
+from ds_zipccl import kernels, policy
 from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments, decompress, decompress_add
 from ds_zipccl.comm import staging
 from ds_zipccl.comm.buffers import Lease
+from ds_zipccl.comm.denormals import Denormals
 from ds_zipccl.comm.members import known
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameError
+from ds_zipccl.kernels import sums as plain_sums
 
 #: Tags in each of our ranges (admission). The ranges lie above the tags that programs use and below 2**31.
 TAGS = 1 << 28
@@ -67,7 +69,7 @@ class Link:
     ``rank``, ``peers`` and all ranks below are ranks of the group. ``peers`` is the order in which to receive, nearest below
     first; it is also the order in which gloo's ring adds. ``raw_bytes`` and ``wire_bytes`` count what was sent. ``nodes``:
     the ranks by node where the schedule goes by node. ``differs``: what all ranks hold already goes as a difference; ``codec`` is
-    that of all other frames.
+    that of all other frames. ``sums``: the operation adds; the first one of a group asks how its backend does (:mod:`.denormals`).
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Link:
         *,
         tag: int | None = None,
         nodes: Sequence[Sequence[int]] = (),
+        sums: bool = False,
     ) -> None:
         self.op = op
         self.group = group
@@ -95,6 +98,9 @@ class Link:
         self.differs = codec == "delta"
         self.codec = config.codec if self.differs else codec
         self._tag = next_tag(group) if tag is None else tag
+        if sums and members.denormals is None and members.backend("cpu") == "gloo":
+            members.denormals = Denormals(group)
+        self.denormals: Denormals | None = members.denormals
         self._habit = members.habits.setdefault((op, role), _Habit())
 
     def tag(self, index: int) -> int:
@@ -148,6 +154,24 @@ class Link:
         frames = compress_segments(flats, buffers, codec, block=block, route=self._config.route)
         self._habit.note(codec, sum(flat.nbytes for flat in flats), sum(frame.nbytes for frame in frames))
         return frames
+
+    def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add flat ``values`` to flat ``sums``, of their dtype or float32."""
+        if staging.is_staged(sums):
+            plain_sums.add(sums, values)
+        else:
+            kernels.add(values, sums, self._config.route)
+
+    def flushing_ranks(self) -> Sequence[bool]:
+        """Whether the backend of each rank flushes denormals when it adds; blocks until all ranks have begun their first sum.
+
+        Raises:
+            CommError: the transport failed.
+        """
+        if self.denormals is None:
+            return [False] * self.size
+        with self.naming("asking whether ranks flush denormals"):
+            return self.denormals.flushing_ranks()
 
     def landing(self, flat: torch.Tensor, lease: Lease) -> torch.Tensor:
         """Buffer that holds any frame of as many elements as ``flat``, whatever codec the sender chooses."""

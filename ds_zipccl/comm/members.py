@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ds_zipccl.calibrate import measure
 from ds_zipccl.comm import topology, work
@@ -17,7 +19,7 @@ REMEMBERED = 4096
 
 class Members:
     """A group that this rank is in. ``plans`` and ``tuners`` belong to :mod:`ds_zipccl.comm.operation`, ``habits`` to
-    :mod:`ds_zipccl.comm.exchange`."""
+    :mod:`ds_zipccl.comm.exchange`, as does ``denormals``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
@@ -28,9 +30,10 @@ class Members:
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
         self.profile: Profile | None = None
+        self.denormals: Any = None
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # torch then compares how many messages each rank has sent and received, and takes a difference for a wrong program
-        detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if dist.get_debug_level() == dist.DebugLevel.DETAIL else ""
+        detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if get_debug_level() == DebugLevel.DETAIL else ""
         self.backends = {device: name + detail for device, name in pairs}
         work.settle_at_exit()
 
@@ -40,6 +43,19 @@ class Members:
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def resolved(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, the default group for None.
+
+    Raises:
+        ValueError: torch.distributed is not initialised.
+    """
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError("there is no process group yet; call torch.distributed.init_process_group first")
+    return found
 
 
 def known(group: dist.ProcessGroup | None) -> Members | None:
@@ -48,12 +64,13 @@ def known(group: dist.ProcessGroup | None) -> Members | None:
     Raises:
         ValueError: torch.distributed is not initialised, or does not know the group.
     """
-    group = dist.group.WORLD if group is None else group
+    group = resolved(group)
     if not isinstance(group, dist.ProcessGroup):  # torch's mark for a group that others are in
         return None
     members = _members.get(group)
     if members is None and dist.get_rank(group) >= 0:
-        members = _members[group] = Members(group)
+        with _making:  # what is known of a group must be one thing for all threads
+            members = _members.get(group) or _members.setdefault(group, Members(group))
     return members
 
 
@@ -89,7 +106,7 @@ def calibrate(group: dist.ProcessGroup | None = None) -> Profile:
     assert members is not None  # measure() has looked
     members.profile = profile
     if group is None or group is dist.group.WORLD:
-        members.places = topology.find(dist.group.WORLD)
+        members.places = topology.find(resolved(None))
     return profile
 
 

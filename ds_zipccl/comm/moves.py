@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import policy
 from ds_zipccl.comm import changes
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.gathers import detached, gather
-from ds_zipccl.comm.members import size_of
-from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, others, pass_small, run
+from ds_zipccl.comm.members import resolved, size_of
+from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, is_small, others, pass_small, run
 from ds_zipccl.comm.rounds import Pieces, posting, pump
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
@@ -22,7 +21,8 @@ from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 def split(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
     """Equal shards, one per rank."""
-    return flat.split([flat.numel() // ranks] * ranks)
+    shards: Sequence[torch.Tensor] = flat.split([flat.numel() // ranks] * ranks)
+    return shards
 
 
 def all_gather(
@@ -67,7 +67,7 @@ def all_gather_into_tensor(
     such as :data:`ds_zipccl.comm.IN_PLACE`: shards then go as differences where all ranks prove to hold it.
     """
     name, call = "all_gather_into_tensor", Call(group, async_op, config, role)
-    if policy.small(output_tensor.nbytes, config):
+    if is_small(output_tensor, config):
         sent = others(output_tensor.nbytes, group)
         return pass_small(
             name, call, sent, lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
@@ -119,6 +119,7 @@ def _gather_tensors(
         coded=coded,
         numel=sum(own) * ranks,
         sent=sum(own) * (ranks - 1),
+        flat=True,
         based=base is not None,
         token=base.token() if base is not None else None,
         problem=f"outputs must have {ranks} times the elements of the inputs {own}, got {whole}" if wrong else "",
@@ -140,11 +141,11 @@ def broadcast(
     if not is_member(group):
         return dist.broadcast(tensor, src, group, async_op)
     call = Call(group, async_op, config, role)
-    if src is not None and policy.small(tensor.nbytes, config):
+    if src is not None and is_small(tensor, config):
         sent = tensor.nbytes if src == dist.get_rank() else 0
         return pass_small("broadcast", call, sent, lambda: dist.broadcast(tensor, src, group, async_op))
     root = group_rank(group, src, group_src)
-    root_globally = dist.get_global_rank(group or dist.group.WORLD, root)
+    root_globally = dist.get_global_rank(resolved(group), root)
     sends = dist.get_rank(group) == root
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -170,6 +171,7 @@ def broadcast(
         coded=coded,
         numel=tensor.numel(),
         sent=tensor.numel() * sends,
+        memory_order=True,
     )
     return run(operation, call)
 
@@ -184,7 +186,7 @@ def all_to_all(
     role: str = "dp",
 ) -> Any:
     """``torch.distributed.all_to_all``: ``input_tensor_list[r]`` goes to rank r; sizes may differ, also where gloo refuses."""
-    sizes = [[tensor.numel() for tensor in tensors] for tensors in (input_tensor_list, output_tensor_list)]
+    leaving, coming = [[tensor.numel() for tensor in tensors] for tensors in (input_tensor_list, output_tensor_list)]
     operation = Operation(
         name="all_to_all",
         plain_fits=False,  # gloo refuses sizes that differ
@@ -193,8 +195,8 @@ def all_to_all(
         plain=lambda inputs, outputs, later: dist.all_to_all(list(outputs), list(inputs), group, later),
         coded=_exchange_segments,
         numel=None,
-        sent=_others(sizes[0], group),
-        problem=_misfit(*sizes, group),
+        sent=_others(leaving, group),
+        problem=_misfit(leaving, coming, group),
     )
     return run(operation, Call(group, async_op, config, role))
 
@@ -216,17 +218,17 @@ def all_to_all_single(
     """
     call = Call(group, async_op, config, role)
     even = not input_split_sizes and not output_split_sizes
-    if even and policy.small(input.nbytes, config):
+    if even and is_small(input, config):
         return pass_small(
             "all_to_all_single",
             call,
             others(input.nbytes, group),
             lambda: dist.all_to_all_single(output, input, None, None, group, async_op),
         )
-    sizes = [_segments(input, input_split_sizes, group), _segments(output, output_split_sizes, group)]
+    leaving, coming = _segments(input, input_split_sizes, group), _segments(output, output_split_sizes, group)
 
     def coded(link: Link, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        _exchange_segments(link, inputs[0].split(sizes[0]), outputs[0].split(sizes[1]))
+        _exchange_segments(link, inputs[0].split(leaving), outputs[0].split(coming))
 
     operation = Operation(
         name="all_to_all_single",
@@ -237,8 +239,8 @@ def all_to_all_single(
         ),
         coded=coded,
         numel=input.numel() if even else None,
-        sent=_others(sizes[0], group),
-        problem=_unsplit(input, sizes[0]) or _unsplit(output, sizes[1]) or _misfit(*sizes, group),
+        sent=_others(leaving, group),
+        problem=_unsplit(input, leaving) or _unsplit(output, coming) or _misfit(leaving, coming, group),
     )
     return run(operation, call)
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import costs, policy, stats
+from ds_zipccl import costs, policy, stats, tensors
 from ds_zipccl.comm import staging, topology, work
 from ds_zipccl.comm.buffers import BUFFERS
 from ds_zipccl.comm.exchange import Link
-from ds_zipccl.comm.members import REMEMBERED, Members, known, nodes_of, profile_of, size_of
+from ds_zipccl.comm.members import REMEMBERED, Members, known, nodes_of, profile_of, resolved, size_of
 from ds_zipccl.comm.shadow import Plain, Shadow, Tolerance
 from ds_zipccl.comm.tuning import Stopwatch, Tuner
 from ds_zipccl.config import ZipcclConfig
@@ -44,7 +44,8 @@ class Operation:
     plain_fits: bool = True  # the plain collective does whatever ours does
     based: bool = False  # ranks may hold what was gathered before,
     token: Hashable = None  # of this, if that can be told
-    memory_order: bool = False  # treat dense tensors as gloo's sums do: in the order of memory
+    memory_order: bool = False  # treat tensors as gloo's sums and broadcasts do: in the order of memory
+    flat: bool = False  # shapes do not matter, only numbers of elements
     sends_less: bool = False  # before coding, than the plain collective: then that is what counts as uncoded
 
 
@@ -68,9 +69,11 @@ def run(op: Operation, call: Call) -> Any:
     members = known(call.group)
     if members is None:
         return op.plain(op.inputs, op.outputs, call.async_op)
-    tensor = (op.outputs or op.inputs or [None])[0]
+    tensor = next(iter(op.outputs or op.inputs), None)
     if tensor is None:
         raise ValueError(f"{op.name}: no tensors")
+    if tensors.is_traced(tensor):
+        return _plain(op, call)
     admitted, tuner = decide(op, tensor, members, call)
     problem = (op.problem or _mixture([*op.outputs, *op.inputs])) if admitted.frames else ""
     if problem:
@@ -80,9 +83,9 @@ def run(op: Operation, call: Call) -> Any:
         plan, watch = tuner.next(lambda: _link(op, call, admitted), op.token)
         if watch is not None:
             watch.nbytes = _nbytes(op, tensor)
-    if not plan.frames:
-        return _pass(op, call, plan.reason, int(op.sent * tensor.element_size()), watch)
-    return _code(op, call, plan, watch)
+    if plan.frames:
+        return _code(op, call, plan, watch)
+    return _pass(op, call, plan.reason, int(op.sent * tensor.element_size()), watch, in_order=tuner is not None)
 
 
 def _nbytes(op: Operation, tensor: torch.Tensor) -> int:
@@ -109,16 +112,58 @@ def others(nbytes: int, group: dist.ProcessGroup | None) -> int:
     return nbytes * (ranks - 1) // ranks
 
 
-def _pass(op: Operation, call: Call, reason: str, nbytes: int, watch: Stopwatch | None) -> Any:
-    """Carry out ``op`` by the plain collective."""
-    stats.record_pass(call.role, op.name, nbytes, reason)
-    plain = PLAIN.get()
+def is_small(tensor: torch.Tensor, config: ZipcclConfig) -> bool:
+    """Whether a message like ``tensor`` passes for its size, whatever it is."""
+    return tensor.layout is torch.strided and policy.small(tensor.nbytes, config)
+
+
+def _pass(op: Operation, call: Call, reason: str, nbytes: int, watch: Stopwatch | None, *, in_order: bool) -> Any:
+    """Carry out ``op`` by the plain collective; ``in_order``: with what our schedules would give, whatever the tensors' layouts are."""
     if watch is not None:
         watch.start(meet=_may_meet(op, call))
-    handle = plain() if plain else op.plain(op.inputs, op.outputs, call.async_op)
+    handle = _plain_in_order(op, call) if in_order and not _suits_plain(op) else _plain(op, call)
     if watch is not None:
         watch.stop_after(handle) if call.async_op else watch.stop()
+    stats.record_pass(call.role, op.name, nbytes, reason)
     return handle
+
+
+def _plain(op: Operation, call: Call) -> Any:
+    plain = PLAIN.get()
+    return plain() if plain else op.plain(op.inputs, op.outputs, call.async_op)
+
+
+def _suits_plain(op: Operation) -> bool:
+    """Whether the plain collective takes the tensors of ``op`` as our schedules do. A rank can tell only of its own."""
+    return op.memory_order or all(
+        tensor.is_contiguous() and (tensor.dim() == 1 or not op.flat) for tensor in (*op.inputs, *op.outputs)
+    )
+
+
+def _plain_in_order(op: Operation, call: Call) -> Any:
+    """Carry out ``op`` by the plain collective on contiguous tensors, flat ones if ``op`` is of shards of flat tensors.
+
+    gloo refuses some layouts and shapes and takes the memory of others as it lies, each rank by its own tensors. What a program computes
+    must not depend on the schedule, and ranks must not part ways.
+    """
+    order = logical_order if op.flat else torch.Tensor.contiguous
+    inputs, outputs = ([order(tensor.detach()) for tensor in group] for group in (op.inputs, op.outputs))
+    handle = op.plain(inputs, outputs, call.async_op)
+    pairs = list(zip(op.outputs, outputs, strict=True))
+    if all(written.data_ptr() == tensor.data_ptr() for tensor, written in pairs):
+        return handle
+
+    def finish() -> None:
+        if handle is not None:
+            handle.wait()
+        with torch.inference_mode(), tensors.undisturbed():
+            for tensor, written in pairs:
+                tensor.copy_(written.view(tensor.shape))
+
+    if call.async_op:
+        return work.start(op.name, op.outputs, finish)
+    finish()
+    return None
 
 
 def _code(op: Operation, call: Call, plan: policy.Plan, watch: Stopwatch | None) -> Any:
@@ -132,7 +177,8 @@ def _code(op: Operation, call: Call, plan: policy.Plan, watch: Stopwatch | None)
         watch.start(meet=_may_meet(op, call))
 
     def job() -> None:
-        with torch.inference_mode(), stream():  # thread-local, and the only mode that may write to every tensor
+        # all three are of this thread; inference mode is the only one that may write to every tensor
+        with torch.inference_mode(), tensors.undisturbed(), stream():
             carry_out()
 
     def carry_out() -> None:
@@ -156,9 +202,11 @@ def _code(op: Operation, call: Call, plan: policy.Plan, watch: Stopwatch | None)
 
 
 def _link(op: Operation, call: Call, plan: policy.Plan) -> Link:
-    group = dist.group.WORLD if call.group is None else call.group
+    group = resolved(call.group)
     nodes = nodes_of(group) if plan.by_node else ()
-    return Link(op.name, group, call.config, call.role, plan.codec, nodes=nodes)
+    return Link(
+        op.name, group, call.config, call.role, plan.codec, nodes=nodes, sums=plan.frames and op.reduce_op is not None
+    )
 
 
 def is_member(group: dist.ProcessGroup | None) -> bool:
@@ -174,7 +222,10 @@ def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: i
     """
     if (global_rank is None) == (rank is None):
         raise ValueError(f"give either a global rank or a group rank, got {global_rank} and {rank}")
-    return rank if global_rank is None else dist.get_group_rank(group or dist.group.WORLD, global_rank)
+    if rank is not None:
+        return rank
+    assert global_rank is not None  # one of both is given
+    return dist.get_group_rank(resolved(group), global_rank)
 
 
 def decide(op: Operation, tensor: torch.Tensor, members: Members, call: Call) -> tuple[policy.Plan, Tuner | None]:
@@ -231,7 +282,7 @@ def _decide(op: Operation, message: policy.Message, members: Members, call: Call
     plan = policy.plan(message, call.config)
     if not plan.frames:
         return plan, None
-    group = dist.group.WORLD if call.group is None else call.group
+    group = resolved(call.group)
     several = topology.levels(nodes_of(group))
     competing = policy.candidates(
         message, call.config, exact=op.tolerance != "rounding" and op.plain_fits, levels=several
@@ -253,11 +304,11 @@ def _decide(op: Operation, message: policy.Message, members: Members, call: Call
 
 
 @functools.cache
-def _names() -> dict[dist.ReduceOp.RedOpType, str]:
+def _names() -> dict[Any, str]:
     return {member: name for name, member in dist.ReduceOp.RedOpType.__members__.items()}
 
 
-def reduce_op_name(op: dist.ReduceOp) -> str:
+def reduce_op_name(op: Any) -> str:
     """Name of a reduce op as in ``torch.distributed.ReduceOp``."""
     names = _names()
     if op in names:  # RedOpType itself, which is what torch.distributed.ReduceOp.SUM is
@@ -279,8 +330,18 @@ def logical_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Flat view of a dense tensor whatever its strides, otherwise a copy in logical order."""
-    return _flat_view(tensor) if torch.ops.aten.is_non_overlapping_and_dense(tensor) else logical_order(tensor)
+    """The memory that gloo's sums work on: as many elements from the tensor's first on as it has, whatever its strides.
+
+    Those of a dense tensor are its own. A tensor with gaps is summed gaps and all, as gloo does it: bits must not depend on the schedule.
+    Where the tensor overlaps itself, so that its memory is too short for that, and on other devices: a copy in logical order.
+    """
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return (
+        _flat_view(tensor)
+        if dense or (tensor.device.type == "cpu" and tensor.numel() <= room)
+        else logical_order(tensor)
+    )
 
 
 def _flat_view(dense: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_zipccl import policy
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.members import size_of
-from ds_zipccl.comm.operation import Call, Operation, is_member, memory_order, others, pass_small, run
+from ds_zipccl.comm.operation import Call, Operation, is_member, is_small, memory_order, others, pass_small, run
 from ds_zipccl.comm.reduction import Reduction, all_reduce_chunk, cut
 from ds_zipccl.comm.rounds import Laid, Pieces, posting, pump
 from ds_zipccl.comm.sums import Adding, arithmetic
@@ -57,7 +57,7 @@ def reduce_to_owners(
     ranks, rank = size_of(group), dist.get_rank(group)
     spans = spans_of(tensor, owned, ranks)
     call = Call(group, False, config, role)
-    if policy.small(tensor.nbytes, config):
+    if is_small(tensor, config):
         sent = 2 * others(tensor.nbytes, group)
         pass_small(NAME, call, sent, lambda: dist.all_reduce(tensor, op, group))
         return
@@ -104,7 +104,7 @@ def _straight(link: Link, whole: torch.Tensor, spans: Sequence[Sequence[slice]],
 
         def take(turn: int) -> None:
             sums, places = adding.take()
-            reduction.finish(sums)
+            adding.finish(sums)
             for place, part in zip(places, sums.split(list(map(_length, places))), strict=True):
                 if whole[place].data_ptr() != part.data_ptr():
                     whole[place].copy_(part)
@@ -146,7 +146,7 @@ def _by_shards(link: Link, whole: torch.Tensor, spans: Sequence[Sequence[slice]]
 
         pump(shards.turns, adding.post, add, take)
     for span in spans[link.rank]:
-        reduction.finish(whole[span])
+        adding.finish(whole[span])
 
 
 def _length(span: slice) -> int:

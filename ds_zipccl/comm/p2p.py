@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import costs, policy, stats
+from ds_zipccl import costs, policy, stats, tensors
 from ds_zipccl.comm.buffers import Lease
-from ds_zipccl.comm.exchange import P2P_TAG, SHADOW_TAG, TAGS, Link
-from ds_zipccl.comm.members import known, profile_of
+from ds_zipccl.comm.exchange import COLLECTIVE_TAG, P2P_TAG, SHADOW_TAG, TAGS, Link
+from ds_zipccl.comm.members import known, profile_of, resolved
 from ds_zipccl.comm.operation import group_rank, is_member, logical_order, message_of
 from ds_zipccl.comm.shadow import Shadow
 from ds_zipccl.comm.work import PostedWork
@@ -58,7 +58,7 @@ def recv(
         return -1
     work.wait()
     source = group_rank(group, src, group_src) if (src, group_src) != (None, None) else work._source_rank()
-    return dist.get_global_rank(group or dist.group.WORLD, source)
+    return dist.get_global_rank(resolved(group), source)
 
 
 def isend(
@@ -74,16 +74,16 @@ def isend(
     """``torch.distributed.isend``: encodes and posts on the calling thread; ``tensor`` may be overwritten afterwards."""
     if not is_member(group):
         return dist.isend(tensor, dst, group, tag)
-    group = group or dist.group.WORLD
+    group = resolved(group)
     peer = group_rank(group, dst, group_dst)
     to = dist.get_global_rank(group, peer)
     plan = _plan("send", tensor, group, tag, peer, config, role)
     if not plan.frames:
-        stats.record_pass(role, "send", tensor.nbytes, plan.reason)
+        stats.record_pass(role, "send", tensor.numel() * tensor.element_size(), plan.reason)
         return dist.isend(tensor, to, group, tag)
     link = Link("send", group, config, role, plan.codec, tag=P2P_TAG + tag)
     doing = f"sending to global rank {to}"
-    with torch.inference_mode(), link.naming(doing):
+    with torch.inference_mode(), tensors.undisturbed(), link.naming(doing):
         flat = logical_order(tensor)
         frame = link.encode(flat, lease := Lease())
         handle = group.send([frame], peer, P2P_TAG + tag)
@@ -113,7 +113,7 @@ def irecv(
     """``torch.distributed.irecv``: posts the receive; ``wait()`` decodes into ``tensor``. ``src`` None: from any rank."""
     if not is_member(group):
         return dist.irecv(tensor, src, group, tag)
-    group = group or dist.group.WORLD
+    group = resolved(group)
     peer = None if (src, group_src) == (None, None) else group_rank(group, src, group_src)
     plan = _plan("recv", tensor, group, tag, peer, config, role)
     if not plan.frames:
@@ -128,7 +128,7 @@ def irecv(
         return Shadow(plain, [], [tensor.contiguous()], "bits", link.size)
 
     doing = "receiving from " + ("any rank" if peer is None else f"global rank {link.global_rank(peer)}")
-    with torch.inference_mode(), link.naming(doing):
+    with torch.inference_mode(), tensors.undisturbed(), link.naming(doing):
         buffer = link.landing(tensor, lease := Lease())
         handle = (
             group.recv_anysource([buffer], P2P_TAG + tag) if peer is None else group.recv([buffer], peer, P2P_TAG + tag)
@@ -136,6 +136,7 @@ def irecv(
         shadow = beside(peer) if config.check == "shadow" and peer is not None else None
 
     @torch.inference_mode()
+    @tensors.undisturbed()
     def finish(timeout: timedelta | None) -> None:
         with link.naming(doing):
             _wait(handle, timeout)
@@ -161,6 +162,12 @@ def _plan(
 ) -> policy.Plan:
     members = known(group)
     assert members is not None  # callers have looked
+    if tag >= COLLECTIVE_TAG and config.enabled and config.mode_of(role) != "never":
+        raise ValueError(
+            f"{op}: tag must be below {COLLECTIVE_TAG}, got {tag}: this package uses those above for its own messages"
+        )
+    if tensors.is_traced(tensor):
+        return policy.Plan(False, "", "traced")
     plan = policy.plan(message_of(op, tensor, tensor.numel(), members, role), config)
     profile = profile_of(members) if plan.frames and config.mode_of(role) == "auto" else None
     if profile is not None and not costs.pays(tensor.nbytes, tensor.dtype, profile):

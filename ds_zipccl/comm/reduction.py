@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ds_zipccl.comm.buffers import Lease
-from ds_zipccl.kernels.sums import settle_nans
+from ds_zipccl.kernels.sums import divide, flushing, settle_nans
 
 #: gloo's largest segment, in bytes (admission: part of its rings' geometry).
 _SEGMENT_BYTES = 1 << 20
@@ -78,6 +78,10 @@ class Contributions(Protocol):
         """Add the contribution to ``sums``, of its dtype or float32."""
         ...
 
+    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add what :meth:`take` has given, or a part of it, to ``sums`` of its dtype."""
+        ...
+
 
 class Reduction:
     """SUM or AVG over ``ranks`` contributions. ``kind`` is "match" or "fp32"."""
@@ -87,50 +91,65 @@ class Reduction:
         self._average = op == "AVG"
         self._ranks = ranks
 
-    def fold(self, contributions: Contributions, out: torch.Tensor, spans: Sequence[slice], chunk: int) -> None:
+    def fold(
+        self,
+        contributions: Contributions,
+        out: torch.Tensor,
+        spans: Sequence[slice],
+        chunk: int,
+        flushing_ranks: Sequence[bool] = (),
+    ) -> None:
         """Write the sum of all contributions into flat ``out``; :meth:`finish` is still to come.
 
         Args:
             contributions: where one order serves all of ``out``, they are taken and added in that order, one at a time.
             out: may be the own contribution's memory, and shares none with others'.
             spans, chunk: what ``out`` is of the message, laid end to end, and the size of the message's chunks, in elements.
+            flushing_ranks: whether each rank flushes denormals when it adds its contribution; empty: none does.
         """
         if not out.numel():
             return
         lease = Lease()
-        pieces = self._pieces(spans, chunk)
+        flushes = flushing_ranks or [False] * self._ranks
+        pieces = self._pieces(spans, chunk, alike=len(set(flushes)) == 1)
         first, second, *others = pieces[0][1]
+        adder = second
         if second == contributions.rank:  # the first two commute, and what is here already can be added to
             first, second = second, first
         in_place = len(pieces) == 1 and first == contributions.rank and not self._fp32
         total = out if in_place else lease.like(out, torch.float32 if self._fp32 else out.dtype)
         if len(pieces) == 1:
-            taken = contributions.take(first, lease.like(out, out.dtype) if self._fp32 else total)
-            if taken.data_ptr() != total.data_ptr():
-                total.copy_(taken)
-            for rank in (second, *others):
-                contributions.add(rank, total)
+            start = contributions.take(first, lease.like(out, out.dtype) if self._fp32 else total)
+            if start.data_ptr() != total.data_ptr():
+                total.copy_(start)
+            for rank, adds in ((second, adder), *zip(others, others)):
+                with flushing(flushes[adds]):
+                    contributions.add(rank, total)
         else:
             taken = [contributions.take(rank, lease.like(out, out.dtype)) for rank in range(self._ranks)]
             for piece, (first, *others) in pieces:
                 part = total[piece].copy_(taken[first][piece])
                 for rank in others:
-                    part.add_(taken[rank][piece])
+                    with flushing(flushes[rank]):
+                        contributions.add_taken(taken[rank][piece], part)
         if self._fp32 and self._average:
-            total.div_(self._ranks)
+            divide(total, self._ranks)
         if total is not out:
             out.copy_(total)
+        if self._fp32:
+            settle_nans(out)
         lease.release()
-        settle_nans(out)
 
-    def finish(self, out: torch.Tensor) -> None:
-        """Divide for AVG, as gloo does after everything else ("fp32" has done it before rounding)."""
+    def finish(self, out: torch.Tensor, flushes: bool = False) -> None:
+        """Divide for AVG, as gloo does after everything else on each rank ("fp32" has done it before rounding)."""
         if self._average and not self._fp32:
-            out.div_(self._ranks)
+            with flushing(flushes):
+                divide(out, self._ranks)
 
-    def _pieces(self, spans: Sequence[slice], chunk: int) -> list[tuple[slice, Sequence[int]]]:
-        """Parts of ``spans`` laid end to end, as long as can be, with the order of ranks in which each is summed."""
-        if self._fp32 or self._ranks == 2:  # the sum of two does not depend on the order
+    def _pieces(self, spans: Sequence[slice], chunk: int, alike: bool) -> list[tuple[slice, Sequence[int]]]:
+        """Parts of ``spans`` laid end to end, as long as can be, with the order of ranks in which each is summed. ``alike``: all ranks add
+        in the same way."""
+        if self._fp32 or (self._ranks == 2 and alike):  # the sum of two does not depend on the order
             return [(slice(0, sum(span.stop - span.start for span in spans)), range(self._ranks))]
         pieces: list[tuple[slice, Sequence[int]]] = []
         at, last = 0, -1

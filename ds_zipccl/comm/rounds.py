@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import policy
+from ds_zipccl import policy, tensors
 from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.comm.reduction import within
 from ds_zipccl.frame import parse
@@ -23,8 +23,10 @@ from ds_zipccl.frame import parse
 if TYPE_CHECKING:
     from ds_zipccl.comm.exchange import Link
 
-#: Buffers of failed operations: the transport may still read and write them, so they must outlive the error.
-_abandoned: list[object] = []
+#: Failed exchanges that are kept (seed). Their handles hold connections open on which other ranks may still be at work. A handle that is
+#: let go takes its memory from gloo first, so that nothing is written there any more; the connection is of no use afterwards.
+ABANDONED = 8
+_abandoned: deque[object] = deque(maxlen=ABANDONED)
 
 
 def pump(turns: int, *stages: Callable[[int], None]) -> None:
@@ -75,7 +77,7 @@ class Pieces(list[Sequence[torch.Tensor]]):
 
     def at(self, turn: int) -> list[torch.Tensor]:
         """The piece of every tensor; an empty one of those that have no more."""
-        return [pieces[turn] if turn < len(pieces) else torch.empty(0) for pieces in self]
+        return [pieces[turn] if turn < len(pieces) else tensors.empty(0, torch.uint8) for pieces in self]
 
 
 class _Posted(NamedTuple):
@@ -101,7 +103,7 @@ def posting(link: Link, index: int = 0, *, ours: bool = False) -> Iterator[Round
 
 
 def abandoned(exchange: Round) -> None:
-    """Nobody will wait for what is under way."""
+    """Keep an exchange that nobody will wait for, one of the last :data:`ABANDONED`."""
     _abandoned.append(exchange)
 
 

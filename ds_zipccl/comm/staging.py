@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from ds_zipccl import kernels
+from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import compress, compress_bound, decompress, decompress_add
 from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.frame import parse
@@ -39,7 +39,7 @@ def encode(flat: torch.Tensor, codec: str, block: int, route: str, lease: Lease)
     if not _codes(flat.device.type, route):
         flat, route = flat.cpu(), "auto"
     bound = compress_bound(flat.numel(), flat.dtype, codec, block=block)
-    there = torch.empty(bound, dtype=torch.uint8, device=flat.device)
+    there = tensors.empty(bound, torch.uint8, flat.device)
     frame = compress(flat, codec, out=there, block=block, shaped=False, checksum=False, route=route)
     return lease.bytes(frame.numel()).copy_(frame)
 
@@ -48,7 +48,7 @@ def decode(frame: torch.Tensor, out: torch.Tensor, route: str) -> torch.Tensor:
     """Decode a frame in host memory into flat ``out`` on a GPU; blocks. Raises FrameError."""
     if _codes(out.device.type, route):
         return decompress(_moved(frame, out), out, route=route)
-    return out.copy_(decompress(frame, torch.empty(out.numel(), dtype=out.dtype)))
+    return out.copy_(decompress(frame, tensors.empty(out.numel(), out.dtype)))
 
 
 def decode_add(frame: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
@@ -62,7 +62,7 @@ def decode_add(frame: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor, rout
 def _moved(frame: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The frame, without what stands behind it, on the device of ``like``."""
     size = parse(frame).frame_bytes
-    return torch.empty(size, dtype=torch.uint8, device=like.device).copy_(frame[:size])
+    return tensors.empty(size, torch.uint8, like.device).copy_(frame[:size])
 
 
 def callers_stream(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:

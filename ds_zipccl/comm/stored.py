@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import secrets
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_zipccl import stats
+from ds_zipccl import stats, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.comm.exchange import Link
@@ -38,11 +40,13 @@ stats.count_memory("copies of gathered parameters", lambda: sum(size for pool, s
 class Kept:
     """What was gathered of one tensor: ``memory`` is ``[ranks, numel]``, the same for all ranks in ``mates``, this one among them.
 
-    ``filled``: some gather has left it there.
+    ``filled``: some gather has left it there. ``serial`` tells it from all others that :func:`keep` has given the group, by the same number
+    on all ranks.
     """
 
     memory: torch.Tensor
     mates: Sequence[int]
+    serial: int
     filled: bool = False
 
 
@@ -74,8 +78,12 @@ class Stored:
             if writer == link.rank:
                 for part, memory in self._parts(place, rank):
                     memory.copy_(part)
+        words = {mate: tensors.filled(1, 0, torch.uint8) for mate in self._others(link)}
         with posting(link, _DONE, ours=True) as exchange:
-            words = self._tell(link, exchange, written=True)
+            for mate, word in words.items():
+                exchange.expect(mate, word)
+            for mate in words:
+                exchange.send(_written(True), mate)
             for mate, word in words.items():
                 exchange.receive(mate, word)
         for kept in self._kept:
@@ -86,20 +94,20 @@ class Stored:
         for kept in self._kept:
             kept.filled = False
         abandoned(exchange := Round(link, _DONE, ours=True))
-        self._tell(link, exchange, written=False)
+        for mate in self._others(link):
+            # A connection that is closed already has told this mate; the others are told, and their own words taken.
+            with suppress(RuntimeError, ValueError):
+                exchange.expect(mate, _written(False))
+            with suppress(RuntimeError, ValueError):
+                exchange.send(_written(False), mate)
 
     def token(self) -> Hashable:
         """See :class:`ds_zipccl.comm.Base`."""
-        return id(self._kept[0])
+        return self._kept[0].serial
 
-    def _tell(self, link: Link, exchange: Round, *, written: bool) -> dict[int, torch.Tensor]:
-        """Tell the others of the node, and ask them; where their words will be."""
-        words = {mate: torch.zeros(1, dtype=torch.uint8) for mate in self._kept[0].mates if mate != link.rank}
-        for mate, word in words.items():
-            exchange.expect(mate, word)
-        for mate in words:
-            exchange.send(torch.full((1,), written, dtype=torch.uint8), mate)
-        return words
+    def _others(self, link: Link) -> list[int]:
+        """The other ranks that write to the same memory."""
+        return [mate for mate in self._kept[0].mates if mate != link.rank]
 
     def _parts(self, shard: torch.Tensor, rank: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """The shard of a rank, tensor by tensor, each with the memory of it."""
@@ -107,6 +115,16 @@ class Stored:
         return [(part, kept.memory[rank]) for part, kept in zip(shard.split(sizes), self._kept, strict=True)]
 
 
+def _written(done: bool) -> torch.Tensor:
+    """The word to a mate: whether this rank's part of the memory has been written."""
+    return tensors.filled(1, done, torch.uint8)
+
+
+#: Serial numbers of each group's memory. They go with the group, so that a group made anew counts afresh on all ranks.
+_serials: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+@tensors.undisturbed()
 def keep(
     shards: Sequence[tuple[int, torch.dtype]], kind: str, group: dist.ProcessGroup, device: torch.device | str = "cpu"
 ) -> list[Kept]:
@@ -126,15 +144,21 @@ def keep(
     mates: Sequence[int] = [rank]
     if kind == "host":
         device = "cpu"
-        mates = next(node for node in topology.by_node(group, topology.find(group)) if rank in node)
+        mates = next(node for node in topology.by_node(group, topology.find(group, _place())) if rank in node)
     sizes = [-(-ranks * numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in shards]
     pool = _shared(sum(sizes), mates, group, device)
     _pools[:] = [*(one for one in _pools if not one[0].expired()), (StorageWeakRef(pool.untyped_storage()), sum(sizes))]
+    serials = _serials.setdefault(group, itertools.count())
     found = []
     for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
         memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)
-        found.append(Kept(memory, mates))
+        found.append(Kept(memory, mates, next(serials)))
     return found
+
+
+def _place() -> str:
+    """Names the file system of shared memory: containers of one host and network may each have their own."""
+    return str(SHARED.stat().st_dev) if SHARED.is_dir() else ""
 
 
 def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> torch.Tensor:
@@ -142,8 +166,8 @@ def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device:
 
     The memory has a name only until all have opened it, and takes no room before: whatever happens, no more than a name is left behind.
     """
-    token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
-    tokens = [torch.empty_like(token) for _ in range(dist.get_world_size(group))]
+    token = tensors.of_buffer(bytearray(secrets.token_bytes(TOKEN_BYTES)))
+    tokens = [tensors.empty(TOKEN_BYTES, torch.uint8) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tokens, token, group)
     file = SHARED / f"ds_zipccl-{bytes(tokens[mates[0]].tolist()).hex()}"
     leads, several = dist.get_rank(group) == mates[0], len(mates) > 1
@@ -166,7 +190,7 @@ def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device:
                 file.unlink()
                 os.posix_fallocate(descriptor, 0, nbytes)  # all of it now, so that no later write can fail
         with _agreeing(nbytes, group):
-            memory = _map(descriptor, nbytes) if several else torch.empty(nbytes, dtype=torch.uint8, device=device)
+            memory = _map(descriptor, nbytes) if several else tensors.empty(nbytes, torch.uint8, device)
     return memory
 
 
@@ -174,7 +198,7 @@ def _map(descriptor: int, nbytes: int) -> torch.Tensor:
     found = os.fstat(descriptor)
     if (found.st_size, found.st_uid) != (nbytes, os.geteuid()):
         raise OSError(f"the file has {found.st_size} bytes of user {found.st_uid}, wanted {nbytes} of our own")
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    return tensors.of_buffer(mmap.mmap(descriptor, nbytes))
 
 
 @contextmanager
@@ -185,7 +209,7 @@ def _agreeing(nbytes: int, group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError) as error:  # of the file system, torch and mmap
         problem = str(error)
-    good = torch.tensor([not problem], dtype=torch.uint8)
+    good = tensors.of_numbers([not problem], torch.uint8)
     dist.all_reduce(good, dist.ReduceOp.MIN, group)
     if not good:
         raise CommError(

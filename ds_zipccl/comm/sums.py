@@ -13,12 +13,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import policy
 from ds_zipccl.comm.exchange import Link
 from ds_zipccl.comm.gathers import detached
-from ds_zipccl.comm.members import known, size_of
+from ds_zipccl.comm.members import known, resolved, size_of
 from ds_zipccl.comm.moves import split
-from ds_zipccl.comm.operation import Call, Operation, group_rank, is_member, others, pass_small, reduce_op_name, run
+from ds_zipccl.comm.operation import (
+    Call,
+    Operation,
+    group_rank,
+    is_member,
+    is_small,
+    others,
+    pass_small,
+    reduce_op_name,
+    run,
+)
 from ds_zipccl.comm.reduction import Reduction, all_reduce_chunk, cut, reduce_chunk, within
 from ds_zipccl.comm.rounds import Pieces, Round, posting, pump
 from ds_zipccl.comm.shadow import Plain, Tolerance
@@ -37,7 +46,7 @@ def all_reduce(
 ) -> Any:
     """``torch.distributed.all_reduce``: in place, the same bits on every rank."""
     call = Call(group, async_op, config, role)
-    if policy.small(tensor.nbytes, config):
+    if is_small(tensor, config):
         return pass_small(
             "all_reduce", call, 2 * others(tensor.nbytes, group), lambda: dist.all_reduce(tensor, op, group, async_op)
         )
@@ -93,7 +102,7 @@ def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain
                     coming.receive(peer, shards.at(turn)[peer])
 
             pump(shards.turns, adding.post, add, take)
-        reduction.finish(whole)
+        adding.finish(whole)
         if len(outputs) > 1:
             for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
                 flat.copy_(part)
@@ -109,7 +118,7 @@ def _all_reduce_tensors(name: str, tensors: Sequence[torch.Tensor], plain: Plain
         sent=2 * numel * (ranks - 1) / ranks,
         reduce_op=op,
         tolerance=tolerance,
-        memory_order=True,
+        memory_order=name == "all_reduce",  # plain ones of several tensors lay copies end to end
     )
     return run(operation, call)
 
@@ -129,7 +138,7 @@ def reduce(
     if not is_member(group):
         return dist.reduce(tensor, dst, op, group, async_op)
     root = group_rank(group, dst, group_dst)
-    root_globally = dist.get_global_rank(group or dist.group.WORLD, root)
+    root_globally = dist.get_global_rank(resolved(group), root)
     adds = dist.get_rank(group) == root
     reduction, tolerance = arithmetic([tensor], op, group, config)
 
@@ -170,7 +179,7 @@ def reduce_scatter_tensor(
     The output may be the own shard of the input.
     """
     call = Call(group, async_op, config, role)
-    if policy.small(input.nbytes, config):
+    if is_small(input, config):
         return pass_small(
             "reduce_scatter_tensor",
             call,
@@ -193,6 +202,7 @@ def reduce_scatter_tensor(
         outputs=[output],
         plain=lambda inputs, outputs, later: dist.reduce_scatter_tensor(outputs[0], inputs[0], op, group, later),
         coded=coded,
+        flat=True,
         numel=input.numel(),
         sent=input.numel() * (ranks - 1) / ranks,
         problem=f"input must have {ranks} times {output.numel()} elements of output, got {input.numel()}"
@@ -248,8 +258,12 @@ def _reduce_scatter(
     sources, places = Pieces(link, detached(shards, [out], [out] * len(shards))), Pieces(link, [out])
     with posting(link) as exchange:
         adding = Adding(link, exchange, sources, reduction, [span], chunk)
-        pump(sources.turns, adding.post, lambda turn: adding.take(places.at(turn)[0]))
-    reduction.finish(out)
+
+        def take(turn: int) -> None:
+            adding.take(places.at(turn)[0])
+
+        pump(sources.turns, adding.post, take)
+    adding.finish(out)
 
 
 class Adding:
@@ -284,24 +298,34 @@ class Adding:
         out = own if out is None else out
         begin, self._taken = self._taken, self._taken + out.numel()
         spans = within(self._spans, begin, self._taken)
-        self._reduction.fold(_Received(self._exchange, self._link.rank, own), out, spans, self._chunk)
+        if out.numel():  # a rank that adds nothing needs nothing of others
+            received = _Received(self._link, self._exchange, own)
+            self._reduction.fold(received, out, spans, self._chunk, self._link.flushing_ranks())
         return out, spans
+
+    def finish(self, out: torch.Tensor) -> None:
+        """Turn sums into averages where these are wanted."""
+        if out.numel():
+            self._reduction.finish(out, self._link.flushing_ranks()[self._link.rank])
 
 
 class _Received:
     """:class:`ds_zipccl.comm.reduction.Contributions`: the own one as it is, those of peers decoded from their frames."""
 
-    def __init__(self, exchange: Round, rank: int, own: torch.Tensor) -> None:
-        self._exchange, self.rank, self.own = exchange, rank, own
+    def __init__(self, link: Link, exchange: Round, own: torch.Tensor) -> None:
+        self._link, self._exchange, self.rank, self.own = link, exchange, link.rank, own
 
     def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
         return self.own if rank == self.rank else self._exchange.receive(rank, into)
 
     def add(self, rank: int, sums: torch.Tensor) -> None:
         if rank == self.rank:
-            sums.add_(self.own)
+            self._link.add(self.own, sums)
         else:
             self._exchange.receive_add(rank, self.own.dtype, sums)
+
+    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
+        self._link.add(taken, sums)
 
 
 def arithmetic(

@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+
+from ds_zipccl import tensors
 
 
 def here() -> str:
@@ -24,10 +25,11 @@ def here() -> str:
     return " ".join(parts)
 
 
-def find(group: dist.ProcessGroup) -> dict[int, int]:
-    """Global rank -> number of its node. A collective on CPU tensors: every rank of the group calls; blocks."""
-    mine = torch.frombuffer(bytearray(hashlib.sha256(here().encode()).digest()), dtype=torch.uint8)
-    names = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+@tensors.undisturbed()
+def find(group: dist.ProcessGroup, place: str = "") -> dict[int, int]:
+    """Global rank -> number of its node, or of its ``place`` there. A collective on CPU tensors: every rank of the group calls; blocks."""
+    mine = tensors.of_buffer(bytearray(hashlib.sha256(f"{here()} {place}".encode()).digest()))
+    names = [tensors.empty(mine.numel(), mine.dtype) for _ in range(dist.get_world_size(group))]
     dist.all_gather(names, mine, group)
     numbers: dict[bytes, int] = {}
     ranks = dist.get_process_group_ranks(group)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import policy
+from ds_zipccl import policy, tensors
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.policy import Plan
 
@@ -53,6 +53,7 @@ class Tuner:
         self._slots: list[tuple[int, Stopwatch]] = []
         self._try(range(len(candidates)), policy.TRIAL_CALLS)
 
+    @tensors.undisturbed()
     def next(self, link: Callable[[], Link], tensor: Hashable = None) -> tuple[Plan, Stopwatch | None]:
         """The plan for the next call, and a stopwatch where it is to be timed. Blocks at a decision until all ranks have come to where
         they sent their measurements.
@@ -150,15 +151,17 @@ class Stopwatch:
 
     def __init__(self, meeting: _Told, nominal: int) -> None:
         self.nbytes = self._nominal = nominal
-        self._meeting = meeting
+        self._meeting: _Told | None = meeting
         self._met = False
         self._start = math.nan
         self._seconds = math.inf
 
     def start(self, meet: bool) -> None:
         """Begin; if this rank may ``meet`` the others, once all are there."""
-        if meet:
-            self._meeting.all()
+        if meet and self._meeting is not None:
+            with tensors.undisturbed():
+                self._meeting.all()
+            self._meeting = None  # trials of many kinds of messages go on at a time
         self._met = meet
         self._start = time.perf_counter()
 
@@ -184,7 +187,7 @@ class _Told:
 
     def __init__(self, link: Link, pairs: Sequence[tuple[float, float]]) -> None:
         self._where = link.where()
-        mine = torch.tensor(pairs, dtype=torch.float64)
+        mine = tensors.of_numbers(pairs, torch.float64)
         self._all = [mine, *(torch.empty_like(mine) for _ in link.peers)]
         self._handles: list[dist.Work] = []
         for peer, theirs in zip(link.peers, self._all[1:], strict=True):

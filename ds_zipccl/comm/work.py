@@ -22,6 +22,8 @@ EXIT_SECONDS = 5.0
 #: Time that gloo's threads get at the end of the interpreter to release the tensors of the last operations (seed, seconds). They need the
 #: interpreter for that, and abort the process where it is already being taken down.
 SETTLE_SECONDS = 0.2
+#: Threads without work that are kept for the next operations (seed).
+IDLE_THREADS = 8
 
 
 class CommError(RuntimeError):
@@ -36,6 +38,8 @@ class Work:
         self._tensors = list(tensors)
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._future_lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the outputs hold the result; may be called again.
@@ -72,13 +76,46 @@ class Work:
         self.wait()
         return self._tensors
 
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the output tensors, or of the error; always the same one. Does not block."""
+        with self._future_lock:
+            if self._future is None:
+                devices = {tensor.device for tensor in self._tensors if tensor.device.type == "cuda"}
+                self._future = torch.futures.Future(devices=sorted(devices, key=str))
+                if self._done.is_set():
+                    self._complete(self._future)
+            return self._future
+
+    def block_current_stream(self) -> None:
+        """As :meth:`wait`: what the caller puts on a stream afterwards finds the outputs written."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """For receives only.
+
+        Raises:
+            RuntimeError: this is another operation.
+        """
+        raise RuntimeError(f"source_rank() is for receives, this is {self._name}")
+
+    def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        if self._error is None:
+            future.set_result(self._tensors)
+        else:
+            error = self._error if isinstance(self._error, Exception) else CommError(str(self._error))
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is that of results
+
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
         except BaseException as error:  # it belongs to whoever waits
             self._error = error
         finally:
-            self._done.set()
+            with self._future_lock:
+                self._done.set()
+                future = self._future
+            if future is not None:
+                self._complete(future)
 
 
 class PostedWork(Work):
@@ -110,6 +147,14 @@ class PostedWork(Work):
             if finish is not None:
                 self._run(lambda: finish(timeout))
         return super().wait()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """For collectives only, as with plain gloo.
+
+        Raises:
+            RuntimeError: always; nothing would complete the future, as a message is decoded in :meth:`wait`.
+        """
+        raise RuntimeError(f"get_future() is for collectives, this is {self._name}; call wait()")
 
     def source_rank(self) -> int:
         """Group rank of the sender, after :meth:`wait`."""
@@ -143,7 +188,7 @@ class JoinedWork(Work):
 
 
 class _Threads:
-    """As many threads as operations were ever in flight together."""
+    """A thread for each operation in flight; some of those that have nothing to do wait for the next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -173,6 +218,9 @@ class _Threads:
             with self._lock:
                 if self._closed:
                     return
+                if len(self._idle) >= IDLE_THREADS:
+                    self._all.remove(threading.current_thread())
+                    return
                 self._idle.append(queue)
 
     def close(self) -> None:
@@ -183,7 +231,7 @@ class _Threads:
         for queue in idle:
             queue.put(None)
         deadline = time.monotonic() + EXIT_SECONDS
-        for thread in self._all:
+        for thread in tuple(self._all):
             thread.join(max(0.0, deadline - time.monotonic()))
         if self.used or (dist.is_available() and dist.is_initialized()):
             time.sleep(SETTLE_SECONDS)

@@ -23,6 +23,7 @@ struct ZipcclLevel {
   // `stream`: the words need not stay in the cache.
   using Decode = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, uint8_t* words);
   using Add = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* sum);
+  using AddWords = void(const uint8_t* words, uint64_t numel, uint8_t* sums);
 
   using DeltaEncode = uint32_t(const uint8_t* words, const uint8_t* base, uint32_t numel, uint32_t block, void* workspace,
                                ZipcclPart* parts);
@@ -34,6 +35,7 @@ struct ZipcclLevel {
   Encode* encode[ZIPCCL_TYPES][ZIPCCL_CODES];
   Decode* decode[ZIPCCL_TYPES];
   Add* add[ZIPCCL_FP32 + 1][2];  // to sums of the type itself, to floats
+  AddWords* add_words[ZIPCCL_FP32 + 1][2];
   DeltaEncode* delta_encode[ZIPCCL_FP32 + 1];
   DeltaDecode* delta_decode[ZIPCCL_FP32 + 1];
   HashBlocks* hash;
@@ -52,6 +54,8 @@ const ZipcclLevel& zipccl_chosen();
 #define ZIPCCL_DECODE(F, LANES) zipccl::decode_chunk<zipccl::F, zipccl::LANES>
 #define ZIPCCL_ADD(F, LANES) \
   { zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t> }
+#define ZIPCCL_ADD_WORDS(F) \
+  { zipccl::add_words<zipccl::F, zipccl::F::Word>, zipccl::add_words<zipccl::F, uint32_t> }
 #define ZIPCCL_BASED(FUNCTION, LANES) \
   { zipccl::FUNCTION<zipccl::Bf16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp16, zipccl::LANES>,                    \
     zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES> }
@@ -63,6 +67,7 @@ const ZipcclLevel& zipccl_chosen();
       {ZIPCCL_DECODE(Bf16, LANES), ZIPCCL_DECODE(Fp16, LANES), ZIPCCL_DECODE(Fp32, LANES), ZIPCCL_DECODE(E4m3, LANES),    \
        ZIPCCL_DECODE(E5m2, LANES)},                                                                                       \
       {ZIPCCL_ADD(Bf16, LANES), ZIPCCL_ADD(Fp16, LANES), ZIPCCL_ADD(Fp32, LANES)},                                               \
+      {ZIPCCL_ADD_WORDS(Bf16), ZIPCCL_ADD_WORDS(Fp16), ZIPCCL_ADD_WORDS(Fp32)},                                                  \
       ZIPCCL_BASED(encode_delta_chunk, LANES),                                                                            \
       ZIPCCL_BASED(decode_delta_chunk, LANES),                                                                            \
       zipccl::hash_blocks<zipccl::LANES>}

@@ -47,3 +47,17 @@ extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* 
                       return add_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(sums) + first * itemsize);
                     });
 }
+
+// Adds numel words of `dtype` (1 to 3) to sums: of `dtype` itself, each rounded to it, or floats if `wide`.
+extern "C" void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t wide, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][wide != 0];
+  const uint64_t itemsize = kItemsize[type], sum_size = wide ? 4 : itemsize, part = kBytesPerThread / itemsize;
+  std::atomic<uint64_t> ticket{0};
+  on_threads(useful_threads(threads, numel * itemsize), [&] {
+    for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;) {
+      const uint64_t n = std::min(numel - first, part);
+      add_words(static_cast<const uint8_t*>(words) + first * itemsize, n, static_cast<uint8_t*>(sums) + first * sum_size);
+    }
+  });
+}

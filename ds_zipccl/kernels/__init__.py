@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from ds_zipccl.kernels import cuda_launchers, native, numba_route
+from ds_zipccl.kernels import sums as plain_sums
 
 
 class Route(Protocol):
@@ -31,6 +32,11 @@ class Route(Protocol):
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Add the words of ``dtype`` in ``payload`` to ``sums``, of the same dtype (each sum is rounded to it) or float32;
         raises FrameError."""
+        ...
+
+    def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add ``words`` to ``sums``, with the dtypes of :meth:`decode_add`. On a CPU the sums are made by this thread or by threads that it
+        starts: they flush denormals where this thread does."""
         ...
 
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
@@ -70,6 +76,14 @@ def _load(device: str, name: str) -> Route | str:
             except Exception as error:  # whatever keeps a route from loading, the next one is tried
                 _loaded[device, name] = f"{type(error).__name__}: {error}"
         return _loaded[device, name]
+
+
+def add(words: torch.Tensor, sums: torch.Tensor, route_name: str = "auto") -> None:
+    """Add flat ``words`` to flat ``sums`` as :meth:`Route.add` does; by torch where there are no kernels."""
+    try:
+        route(route_name, sums.device.type).add(words, sums)
+    except RouteUnavailable:
+        plain_sums.add(sums, words)
 
 
 def why(device: str = "cpu") -> dict[str, str]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from ds_zipccl import tensors
 from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, HEADER_BYTES, FrameError
 from ds_zipccl.kernels.sums import add
 
@@ -114,12 +115,15 @@ class CudaRoute:
         self._decode_payload(payload, base, block, words)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        values = torch.empty(sums.numel(), dtype=dtype, device=sums.device)
+        values = tensors.empty(sums.numel(), dtype, sums.device)
         self.decode(payload, block, values)
-        add(sums, values)
+        self.add(values, sums)
+
+    def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
+        add(sums, words)
 
     def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
-        work = torch.zeros(3, dtype=torch.int64, device=data.device)
+        work = tensors.filled(3, 0, torch.int64, data.device)
         job = _HashJob(data.data_ptr(), data.numel(), work.data_ptr(), work.data_ptr() + 16)
         grid = max(1, min(HASH_GRID, -(-data.numel() // 8192)))
         self._launch("hash", "", 1, grid, job, data.device)
@@ -178,7 +182,7 @@ class CudaRoute:
         to ``dtype``, or float32. Other arguments as for :meth:`decode_frames`."""
         wide = sums.dtype != dtype
         # Sums that several launches add up stay floats until the last one.
-        whole = sums if wide or len(slots) <= MAX_JOBS else torch.empty_like(sums, dtype=torch.float32)
+        whole = sums if wide or len(slots) <= MAX_JOBS else tensors.empty(sums.numel(), torch.float32, sums.device)
         for at in range(0, len(slots), MAX_JOBS):
             part = slots[at : at + MAX_JOBS]
             job = _SumJob(
@@ -201,8 +205,10 @@ class CudaRoute:
         block: int,
         outs: Sequence[torch.Tensor],
     ) -> list[int]:
-        sizes = torch.empty(len(segments), dtype=torch.int64, device=segments[0].device)
-        places = [out if out.data_ptr() % 16 == 0 else torch.empty_like(out) for out in outs]
+        sizes = tensors.empty(len(segments), torch.int64, segments[0].device)
+        places = [
+            out if out.data_ptr() % 16 == 0 else tensors.empty(out.numel(), out.dtype, out.device) for out in outs
+        ]
         jobs = [
             _EncodeJob(
                 words.data_ptr(), None if base is None else base.data_ptr(), out.data_ptr(), None,
@@ -234,7 +240,7 @@ class CudaRoute:
         self, jobs: list[_EncodeJob], like: torch.Tensor, code: str, block: int, overflows: torch.Tensor | None
     ) -> None:
         for part, items in _launches(jobs, block):
-            work = torch.zeros(2 + items, dtype=torch.int64, device=like.device)
+            work = tensors.filled(2 + items, 0, torch.int64, like.device)
             params = _EncodeJobs(
                 (_EncodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], work.data_ptr(), work.data_ptr() + 16,
                 None if overflows is None else overflows.data_ptr(),
@@ -261,7 +267,7 @@ class CudaRoute:
 
 def new_status(device: torch.device) -> torch.Tensor:
     """A status word for the ``*_frames`` calls."""
-    return torch.full((1,), NO_FAILURE, dtype=torch.int64, device=device)
+    return tensors.filled(1, NO_FAILURE, torch.int64, device)
 
 
 def raise_failure(status: torch.Tensor) -> None:
@@ -276,7 +282,7 @@ def raise_failure(status: torch.Tensor) -> None:
         raise FrameError(code, f"frame {number} of the call is wrong, in chunk {chunk}")
 
 
-def _launches(jobs: list, block: int) -> Iterator[tuple[list, int]]:
+def _launches(jobs: list[Any], block: int) -> Iterator[tuple[list[Any], int]]:
     """The jobs of each launch, told where their items start, and the launch's number of items."""
     for at in range(0, len(jobs), MAX_JOBS):
         part = jobs[at : at + MAX_JOBS]

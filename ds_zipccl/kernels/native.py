@@ -40,6 +40,8 @@ class NativeRoute:
         self._decode.argtypes, self._decode.restype = [pointer, u64, pointer, u64, i32, u32, i32], i32
         self._decode_add = library.zipccl_decode_add
         self._decode_add.argtypes, self._decode_add.restype = [pointer, u64, pointer, u64, i32, u32, i32, i32], i32
+        self._add = library.zipccl_add
+        self._add.argtypes, self._add.restype = [pointer, u64, pointer, i32, i32, i32], None
         self._encode_delta = library.zipccl_delta_encode
         self._encode_delta.argtypes, self._encode_delta.restype = [pointer, pointer, u64, pointer, i32, u32, i32], u64
         self._decode_delta = library.zipccl_delta_decode
@@ -72,7 +74,7 @@ class NativeRoute:
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
     ) -> list[int]:
         pairs = zip(segments, outs, strict=True)
-        array = (_Segment * len(segments))(*((w.data_ptr(), w.numel(), out.data_ptr(), 0) for w, out in pairs))
+        array = (_Segment * len(segments))(*(_Segment(w.data_ptr(), w.numel(), out.data_ptr(), 0) for w, out in pairs))
         dtype = DTYPE_IDS[segments[0].dtype]
         self._encode(ctypes.addressof(array), len(array), dtype, _CODES[code], block, torch.get_num_threads())
         return [segment.bytes for segment in array]
@@ -93,6 +95,10 @@ class NativeRoute:
                 torch.get_num_threads(),
             )
         )  # fmt: skip
+
+    def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
+        threads, wide = torch.get_num_threads(), sums.dtype != words.dtype
+        self._add(words.data_ptr(), words.numel(), sums.data_ptr(), DTYPE_IDS[words.dtype], wide, threads)
 
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
         return int(

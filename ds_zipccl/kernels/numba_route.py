@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from ds_zipccl import tensors
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels.sums import add
 
@@ -57,9 +58,12 @@ class NumbaRoute:
         return int(first), int(second)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        values = torch.empty(sums.numel(), dtype=dtype)
+        values = tensors.empty(sums.numel(), dtype)
         self.decode(payload, block, values)
-        add(sums, values)
+        self.add(values, sums)
+
+    def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
+        add(sums, words)
 
 
 def _array(words: torch.Tensor) -> np.ndarray:

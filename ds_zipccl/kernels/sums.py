@@ -1,14 +1,48 @@
-"""Sums in torch, for what has no kernel that decodes and adds in one pass."""
+"""Sums in torch, for devices and routes without a kernel that adds, and the switch of threads for denormals."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+_LEAST = math.ulp(0.0)
+#: Elements of a piece that torch works on in the calling thread (admission: its threads take over at 32768). Whether a sum flushes
+#: denormals is a switch of each thread, and those of torch's pool have it as it was when they were started.
+_SERIAL = 16384
+
+
+def flushes_here() -> bool:
+    """Whether this thread takes denormals for zero."""
+    return _LEAST == 0.0  # a comparison by the processor, under the thread's switch
+
+
+@contextmanager
+def flushing(on: bool) -> Iterator[None]:
+    """Let this thread, and those it starts, flush denormals or keep them."""
+    before = flushes_here()
+    if before != on:
+        torch.set_flush_denormal(on)
+    try:
+        yield
+    finally:
+        if before != on:
+            torch.set_flush_denormal(before)
 
 
 def add(sums: torch.Tensor, values: torch.Tensor) -> None:
-    """Add ``values`` to ``sums``, of the same dtype (each sum is rounded to it) or float32. NaN sums of bfloat16 are 0x7fc0."""
-    sums.add_(values)
+    """Add flat ``values`` to flat ``sums``, of the same dtype (each sum is rounded to it) or float32. NaN sums of bfloat16 are 0x7fc0."""
+    for part, more in zip(_serially(sums), _serially(values), strict=True):
+        part.add_(more)
     settle_nans(sums)
+
+
+def divide(sums: torch.Tensor, count: int) -> None:
+    """Divide flat ``sums`` by ``count``, each rounded to its dtype."""
+    for part in _serially(sums):
+        part.div_(count)
 
 
 def settle_nans(sums: torch.Tensor) -> None:
@@ -17,3 +51,7 @@ def settle_nans(sums: torch.Tensor) -> None:
         sums.sum().isnan()
     ):  # or of infinities; a sum is four times faster than to look
         sums.masked_fill_(sums.isnan(), torch.nan)
+
+
+def _serially(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return flat.split(_SERIAL) if flat.device.type == "cpu" else (flat,)
