@@ -41,7 +41,25 @@ def watch() -> None:
             _adjust(module)
 
 
+#: Modules that were loaded while ds_zipccl.backend itself was: it imports DeepSpeed.
+_waiting: list[ModuleType] = []
+
+
+def adjust_waiting() -> None:
+    """Adjust what was loaded meanwhile; ds_zipccl.backend calls this at its end."""
+    while _waiting:
+        _adopt(_waiting.pop(0))
+
+
 def _adjust(module: ModuleType) -> None:
+    backend = sys.modules.get("ds_zipccl.backend")
+    if backend is not None and getattr(backend.__spec__, "_initializing", False):
+        _waiting.append(module)
+    else:
+        _adopt(module)
+
+
+def _adopt(module: ModuleType) -> None:
     try:
         backend = importlib.import_module("ds_zipccl.backend")
         getattr(backend, HOOKS[module.__name__])(module)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
-from collections.abc import Callable
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +16,11 @@ import torch
 from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
-import ds_zipccl
-from ds_zipccl import agreement, autoload, comm, kernels, policy, stats, zero
-from ds_zipccl.comm.members import known
+from ds_zipccl import agreement, autoload, banner, comm, kernels, policy, roles, stats, zero
+from ds_zipccl.comm.members import known, resolved
 from ds_zipccl.comm.operation import PLAIN
 from ds_zipccl.comm.owners import Owned
 from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
-from ds_zipccl.costs import Profile
 from ds_zipccl.step_log import StepLog
 
 #: DeepSpeed's collectives: name -> parameters as TorchBackend declares them, in the order of ds_zipccl.comm's.
@@ -50,42 +51,51 @@ _DEFAULTS = {
     "output_split_sizes": None,
     "input_split_sizes": None,
 }
-_P2P = ("send", "recv", "isend", "irecv")
 #: The calls that gather parameters.
 _PARAMETERS = ("all_gather_into_tensor", "zero_param")
+_NO_GRAPH = (
+    "ds_zipccl codes collectives outside of compiled graphs: compile without fullgraph=True, or run with DS_ZIPCCL=0"
+)
+#: DeepSpeed's collectives that always pass, counted all the same: name -> parameters as TorchBackend declares them.
+_UNCODED: dict[str, tuple[str, ...]] = {
+    "gather": ("tensor", "gather_list", "dst", "group", "async_op"),
+    "scatter": ("tensor", "scatter_list", "src", "group", "async_op"),
+    "inference_all_reduce": ("tensor", "op", "group"),
+}
 
 _installed: dict[str, Any] | None = None  # the section given to install()
 
 
-def _role(name: str, group: Any, with_zero: bool) -> str:
-    """What a call is for, from its operation and its group (the words of ds_zipccl.config.ROLES)."""
-    groups = importlib.import_module("deepspeed.utils.groups")
-    if name in _P2P:
-        return "pp"
-    if group is not None and group is groups._TENSOR_MODEL_PARALLEL_GROUP:
-        return "tp"
-    if name.startswith("all_to_all"):
-        return "ep" if group is None or group in groups._EXPERT_PARALLEL_GROUP.values() else "sp"
-    if name.startswith("all_gather"):
-        return "zero_param"
-    return "zero_grad" if with_zero and name != "broadcast" else "dp"
-
-
-def _coded(name: str) -> Callable[..., Any]:
-    """The backend's method for one collective."""
-    plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
+def _collective(name: str) -> Callable[..., Any]:
+    """The backend's method for one collective: the plain one, or ours once a configuration has switched coding on."""
+    plain, coded = getattr(TorchBackend, name), _coded(name)
 
     @functools.wraps(plain)
     def method(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
         if self.zipccl is None:
             return plain(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return self.untraced[name](self, *args, **kwargs)
+        return coded(self, *args, **kwargs)
+
+    method.coded = coded  # type: ignore[attr-defined]
+    return method
+
+
+def _coded(name: str) -> Callable[..., Any]:
+    """Ours for one collective."""
+    plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
+
+    @functools.wraps(plain)
+    def coded(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
+        assert self.zipccl is not None  # the method has looked
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        values = [given[key] if key in given else _DEFAULTS[key] for key in parameters]
+        values: list[Any] = [given[key] if key in given else _DEFAULTS[key] for key in parameters]
         if "op" in parameters:
             values[parameters.index("op")] = self._reduce_op(values[parameters.index("op")])
-        role = _role(name, given.get("group"), any(self.zero_stages))
-        if name in _P2P and values[0].device.type != "cpu":
-            stats.record_pass(role, name, values[0].nbytes, f"device {values[0].device.type}")
+        role = roles.role_of(name, given.get("group"), any(self.zero_stages), self.tensor_groups)
+        if name in roles.P2P and values[0].device.type != "cpu":
+            stats.record_pass(role, name, _nbytes(values[0]), f"device {values[0].device.type}")
             return plain(self, *values)
         token = PLAIN.set(functools.partial(plain, self, *values))
         try:
@@ -96,7 +106,27 @@ def _coded(name: str) -> Callable[..., Any]:
         finally:
             PLAIN.reset(token)
 
+    return coded
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    """The backend's method for a collective without a coded schedule."""
+    plain, parameters = getattr(TorchBackend, name), _UNCODED[name]
+
+    @functools.wraps(plain)
+    def method(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
+        if self.zipccl is not None and not torch.compiler.is_dynamo_compiling():
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            role = roles.role_of(name, given.get("group"), any(self.zero_stages), self.tensor_groups)
+            stats.record_pass(role, name, _nbytes(given["tensor"]), f"no coded schedule for {name}")
+        return plain(self, *args, **kwargs)
+
     return method
+
+
+def _nbytes(tensor: Any) -> int:
+    """Bytes of a tensor of any layout."""
+    return int(tensor.numel() * tensor.element_size())
 
 
 class ZipcclBackend(TorchBackend):  # type: ignore[misc]
@@ -105,6 +135,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
     zipccl: ZipcclConfig | None = None
     step_log: StepLog | None = None  # rank 0's, where the section names a file
     zero_stages: frozenset[int] = frozenset()  # of the engines of this process
+    tensor_groups: Collection[Any] = ()  # of the layers of their models
+    untraced: Mapping[str, Callable[..., Any]] = {}  # the coded collectives, as torch.compile calls them
     stepping: int = 0  # the stage of the engine that is taking a step
     _section: str | None = None
 
@@ -112,6 +144,18 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if _override() is not None:
             self.configure(None)
+
+    def batch_isend_irecv(self, p2p_op_list: list[Any]) -> list[Any]:
+        """DeepSpeed's: each send and receive as by :meth:`isend` and :meth:`irecv`, which the other end may use as well."""
+        if self.zipccl is None:
+            return super().batch_isend_irecv(p2p_op_list)  # type: ignore[no-any-return]
+        ours = [
+            op for op in p2p_op_list if op.tensor.device.type == "cpu"
+        ]  # each by itself, as the other end decides by it alone
+        others = [op for op in p2p_op_list if op.tensor.device.type != "cpu"]
+        handles = super().batch_isend_irecv(others) if others else []
+        handles += [getattr(self, op.op)(op.tensor, op.peer, op.group, op.tag) for op in ours]
+        return [handle for handle in handles if handle is not None]
 
     def _base(self, output: torch.Tensor, group: Any) -> comm.Base | None:
         """What ranks may hold of the parameters that a gather into ``output`` brings: ZeRO-1 and 2 gather in place, in their steps,
@@ -121,13 +165,14 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
     def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owned | None:
         """Whose the parts of what is all-reduced are, where only they need the sum; None where all ranks do, or nobody knows."""
         owned, reason = zero.owned(tensor, op, group, later)
+        assert self.zipccl is not None  # asked for by a coded collective
         if self.zipccl.owner_only == "off":
             return None
         if (
             reason
             and role == "zero_grad"
             and self.zero_stages & {1, 2}
-            and not policy.small(tensor.nbytes, self.zipccl)
+            and not policy.small(_nbytes(tensor), self.zipccl)
         ):
             stats.record_whole(role, "all_reduce", reason)
         return owned
@@ -145,7 +190,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         override = _override()
         text = agreement.canonical(override if override is not None else section)
         if torch.distributed.get_world_size() > 1:
-            agreement.agree(text, torch.distributed.distributed_c10d.default_pg_timeout)
+            agreement.agree(text, _timeout())
         if text in (agreement.ABSENT, self._section):
             return
         config = parse_section(override if override is not None else section)
@@ -158,16 +203,37 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if not config.enabled:
             return
         kernels.route(config.route)  # build now, not in the middle of the first step
+        self.untraced = {name: _untraced(getattr(type(self), name).coded) for name in COLLECTIVES}
         self.zipccl = config
         profile = comm.calibrate() if _measurable(config) else None
         if torch.distributed.get_rank() == 0:
-            print(_banner(config, profile), flush=True)
+            print(banner.banner(config, profile, banner.passed_here()), flush=True)
             atexit.register(_print_table, "at the end")
             self.step_log = StepLog(config.step_log) if config.step_log else None
 
 
 for _name in COLLECTIVES:
-    setattr(ZipcclBackend, _name, _coded(_name))
+    setattr(ZipcclBackend, _name, _collective(_name))
+for _name in _UNCODED:
+    setattr(ZipcclBackend, _name, _counted(_name))
+
+
+def _untraced(coded: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that torch.compile calls as it is: a graph breaks there."""
+    disable = torch.compiler.disable
+    why = {"reason": _NO_GRAPH} if "reason" in inspect.signature(disable).parameters else {}  # torch 2.7 and later
+    return disable(coded, **why)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _timeout() -> timedelta:
+    """How long the job's collectives wait for a rank."""
+    group = resolved(None)
+    devices = dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
+    default = torch.distributed.distributed_c10d.default_pg_timeout
+    try:
+        return getattr(group._get_backend(torch.device(next(iter(devices)))).options, "_timeout", default)
+    except (AttributeError, RuntimeError):  # a backend without options
+        return default
 
 
 def _override() -> dict[str, Any] | None:
@@ -183,30 +249,12 @@ def _measurable(config: ZipcclConfig) -> bool:
     return competing and members is not None and members.size > 1 and members.backend("cpu") == "gloo"
 
 
-def _banner(config: ZipcclConfig, profile: Profile | None) -> str:
-    routes = kernels.why()
-    used = next(name for name in routes if not routes[name] and config.route in ("auto", name))
-    skipped = "".join(f"; {name} not used: {reason}" for name, reason in routes.items() if reason)
-    off = [role for role in ROLES if config.mode_of(role) == "never"]
-    settings = config.model_dump(exclude={"enabled", "route", "roles"})
-    link = ""
-    if profile is not None:
-        link = f"; link {8e-6 * profile.bandwidth:.0f} Mbit/s, {1e6 * profile.alpha:.0f} us"
-        link += f", coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
-    return (
-        f"[ds_zipccl {ds_zipccl.__version__}] on, kernels: {used}{skipped}; "
-        + ", ".join(f"{key} {value}" for key, value in settings.items() if value != "")
-        + link
-        + (f"; passed through by config: {', '.join(off)}" if off else "")
-    )
-
-
 def _print_table(when: str) -> None:
     if stats.rows():
         print(f"[ds_zipccl] traffic of rank 0 {when}\n{stats.table()}", flush=True)
 
 
-def adopt_comm(module: ModuleType) -> None:
+def adopt_comm(module: Any) -> None:
     """Make ``deepspeed.comm.comm`` build and use our backend, and show us every configuration."""
     module.TorchBackend = ZipcclBackend
     if type(module.cdb) is TorchBackend:
@@ -273,6 +321,15 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
     return optimizer
 
 
+def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
+    """After the model is in place: the groups of its tensor parallel layers."""
+    result = original()
+    cdb = _cdb()
+    if isinstance(cdb, ZipcclBackend):
+        cdb.tensor_groups = weakref.WeakSet([*cdb.tensor_groups, *roles.tensor_groups(engine.module)])
+    return result
+
+
 def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     """Around optimizer steps: the step log, the table and the monitor."""
     cdb = _cdb()
@@ -307,7 +364,12 @@ def _cdb() -> Any:
 
 
 #: DeepSpeedEngine's methods -> what is called instead, with the engine and the original.
-_AROUND = {"_configure_zero_optimizer": _configure_zero, "_take_model_step": _take_step, "destroy": _destroy}
+_AROUND = {
+    "_configure_distributed_model": _learn_groups,
+    "_configure_zero_optimizer": _configure_zero,
+    "_take_model_step": _take_step,
+    "destroy": _destroy,
+}
 
 
 def install(section: dict[str, Any] | None = None) -> None:
@@ -331,3 +393,6 @@ def install(section: dict[str, Any] | None = None) -> None:
     for name, hook in autoload.HOOKS.items():
         globals()[hook](importlib.import_module(name))
     autoload.watch()
+
+
+autoload.adjust_waiting()

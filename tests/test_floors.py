@@ -19,14 +19,14 @@ ROOT = PACKAGE.parent
 
 #: From the ground up. A name is a module or subpackage of ds_zipccl; within a subpackage everything may import everything.
 FLOORS = (
-    {"frame", "config", "op_builder", "autoload"},
+    {"frame", "config", "op_builder", "autoload", "tensors"},
     {"kernels"},
     {"codecs"},
     {"policy", "stats"},
     {"costs", "step_log"},
     {"agreement", "calibrate"},
     {"comm"},
-    {"zero"},
+    {"zero", "roles", "banner"},
     {"backend"},
     {"tools"},
     {"__main__"},
@@ -34,7 +34,7 @@ FLOORS = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 #: The hook that runs when DeepSpeed is imported; nothing else looks upwards.
 UPWARDS = {("autoload", "backend")}
-KNOW_DEEPSPEED = {"op_builder/zipccl.py", "config.py", "backend.py", "autoload.py"}
+KNOW_DEEPSPEED = {"op_builder/zipccl.py", "config.py", "backend.py", "roles.py", "banner.py", "autoload.py"}
 MAX_LINES = 400
 
 
@@ -86,6 +86,34 @@ def test_files_import_only_from_lower_floors() -> None:
     places = {PurePosixPath(path.relative_to(PACKAGE)): path.read_text() for path in files}
     assert {place.parts[0] for place in places} > {"codecs", "kernels", "comm", "op_builder", "frame.py", "__main__.py"}
     assert [line for place, text in sorted(places.items()) for line in violations(place, text)] == []
+
+
+#: torch's functions that make a tensor from no tensor: a program may have replaced each of them.
+CONSTRUCTORS = {
+    "arange", "asarray", "as_tensor", "empty", "empty_strided", "eye", "from_numpy", "frombuffer", "full", "linspace", "ones",
+    "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros", "Tensor",
+}  # fmt: skip
+
+
+def constructions(place: PurePosixPath, text: str) -> list[str]:
+    """Tensors that the file at ``place`` makes by torch's own constructors."""
+    return [
+        f"{place}:{node.lineno} calls torch.{node.func.attr}"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CONSTRUCTORS
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+    ]
+
+
+def test_tensors_are_made_in_one_place() -> None:
+    """The commands of tools are programs of their own."""
+    files = {PurePosixPath(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    files = {place: text for place, text in files.items() if place.parts[0] not in ("tools", "examples")}
+    assert len(files) > 30
+    assert [line for place, text in sorted(files.items()) for line in constructions(place, text)] == []
+    assert constructions(PurePosixPath("a.py"), "x = torch.empty(3).cuda()\ny = x.new_empty(3)") == [
+        "a.py:1 calls torch.empty"
+    ]
 
 
 def test_sources_include_only_each_other() -> None:
