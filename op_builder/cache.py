@@ -66,7 +66,10 @@ def distrust() -> str:
 
 def _wanted_root() -> Path:
     chosen = os.environ.get("DS_ZIPCCL_CACHE") or os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(chosen) if chosen else Path.home() / ".cache" / "torch_extensions"
+    try:
+        root = Path(chosen) if chosen else Path.home() / ".cache" / "torch_extensions"
+    except RuntimeError:  # this user has no home
+        root = Path(tempfile.gettempdir()) / f"ds_zipccl-{os.geteuid()}"
     # Resolved: a link could be in a folder that other users can write to, and be changed after the check.
     return (root / "ds_zipccl").resolve()
 
@@ -82,7 +85,8 @@ def _placed(wanted: Path) -> tuple[Path, str]:
         if not reason:
             note = f"compiled kernels are kept in {place}, not in {wanted}: {reasons[0]}; to choose another folder, to which"
             note += " no other user can write, set DS_ZIPCCL_CACHE"
-            print(f"ds_zipccl: {note}", file=sys.stderr, flush=True)
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # one of the ranks of a node says so
+                print(f"ds_zipccl: {note}", file=sys.stderr, flush=True)
             return place, reasons[0]
         reasons.append(reason)
     raise BuildError(
@@ -213,7 +217,7 @@ def library_path(recipe: Recipe = CPU) -> Path:
 def build(recipe: Recipe = CPU) -> Path:
     """Compile the library unless it is there already, and return its path; blocks while another process builds it.
 
-    The file appears by atomic rename, so a build that is killed leaves nothing behind that could be loaded.
+    The file appears by atomic rename, so a build that is killed leaves nothing behind that could be loaded; the next one removes the rest.
 
     Raises:
         BuildError: no compiler, the compiler failed, or the cache folder cannot be written.
@@ -245,7 +249,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _compile(recipe: Recipe, target: Path) -> None:
     command = [*recipe.compiler(), *recipe.flags]
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # of mode 0700
+    for left in target.parent.glob(f"{target.stem}-*"):  # by builds that were killed: this one holds the lock
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}-") as folder:  # of mode 0700
         objects = [Path(folder) / f"{Path(name).name}.o" for name in recipe.sources]
         commands = [
             [*command, *own, "-c", str(CSRC / name), "-o", str(output)]

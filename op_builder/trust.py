@@ -15,7 +15,9 @@ _SEARCHABLE = stat.S_IXGRP | stat.S_IXOTH
 
 
 def claim(folder: Path) -> str:
-    """Make ``folder``, for this user alone, where it is missing, and return why its content cannot be trusted; "" if it can.
+    """Make ``folder`` where it is missing, and return why its content cannot be trusted; "" if it can.
+
+    It is made for this user alone; others can read the folders that are made above it.
 
     Each folder from the root to ``folder`` must belong to this user or to root, and group and others must not write to it: a user
     who can write to a folder can replace its entries. A sticky folder such as /tmp may stand above ``folder``, as only owners
@@ -43,7 +45,7 @@ def _part(folder: Path, above: bool) -> str:
         status = os.lstat(folder)
     except FileNotFoundError:
         with contextlib.suppress(FileExistsError):  # another process was faster
-            os.mkdir(folder, 0o700)
+            os.mkdir(folder, 0o755 if above else 0o700)
         status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
         return f"{folder} is not a folder"
