@@ -23,6 +23,7 @@ from typing import Any
 import ranks as runner
 import torch
 import torch.distributed as dist
+from test_comm_environments import ENVIRONMENTS
 
 from ds_zipccl import comm, policy
 from ds_zipccl.comm.shadow import bits
@@ -45,8 +46,24 @@ CONFIGS = {
     "raw": _ALWAYS.model_copy(update={"codec": "raw"}),
 }
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
+#: Where operations are called: half of the time in no special place. zero.Init is left out, as it needs DeepSpeed.
+PLACES = sorted(name for name in ENVIRONMENTS if "zero" not in name and name != "nothing")
 #: Largest message, in elements; most are far smaller.
 LARGEST = 1 << 21
+
+
+class Placed:
+    """Our collectives, called in one of the environments."""
+
+    def __init__(self, place: str) -> None:
+        self._environment = ENVIRONMENTS[place]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._environment():
+                return getattr(comm, name)(*args, **kwargs)
+
+        return call
 
 
 class Task:
@@ -63,11 +80,12 @@ class Task:
         self.root = draw.choice(self.members)
         self.average = draw.random() < 0.2
         self.kind = draw.choice(["bell", "bell", "sparse", "words"])
+        self.place = draw.choice([draw.choice(PLACES), "nothing"])
         self.number = number
 
     def __str__(self) -> str:
         how = f"{self.numel} {self.dtype} {self.kind}, group {self.members}, root {self.root}"
-        return f"operation {self.number}: {self.op}, {how}, config {self.config}, async {self.later}"
+        return f"operation {self.number}: {self.op}, {how}, config {self.config}, async {self.later}, {self.place}"
 
     def data(self, rank: int) -> torch.Tensor:
         source = torch.Generator().manual_seed(self.number * RANKS + rank)
@@ -132,8 +150,8 @@ def _to_owners(module: Any, task: Task, x: torch.Tensor, more: dict[str, Any]) -
     draw, ranks, out = random.Random(task.number), len(task.members), x.clone()
     ends = [*sorted(draw.randrange(x.numel() + 1) for _ in range(6)), x.numel()]
     owned = [(end - begin, draw.sample(range(ranks), draw.randrange(3) % ranks)) for begin, end in pairwise([0, *ends])]
-    if module is comm:
-        comm.reduce_to_owners(out, owned, _op(task), task.group, config=more["config"])
+    if module is not dist:
+        module.reduce_to_owners(out, owned, _op(task), task.group, config=more["config"])
     else:
         module.all_reduce(out, _op(task), task.group)
     parts = out.split([numel for numel, _ in owned])
@@ -205,6 +223,7 @@ def soak(rank: int, ranks: int, seconds: float, seed: int, plant: Callable[[], N
     weights = [Weights(*pair) for pair in groups]
     waits = random.Random(rank)  # each rank waits in an order of its own
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "Anomaly Detection", UserWarning)
     begun, looked, memory = time.monotonic(), time.monotonic(), []
     for count in itertools.count(1):
         pending: list[tuple[Task, torch.Tensor, Any, torch.Tensor]] = []
@@ -215,7 +234,7 @@ def soak(rank: int, ranks: int, seconds: float, seed: int, plant: Callable[[], N
             run, x = OPERATIONS[task.op], task.data(rank)
             wanted, _ = run(dist, task, x.clone(), {})
             more = {"config": CONFIGS[task.config], "async_op": task.later}
-            pending.append((task, *run(comm, task, x.clone(), more), wanted))
+            pending.append((task, *run(Placed(task.place), task, x.clone(), more), wanted))
             if len(pending) >= IN_FLIGHT:
                 settle(pending, waits)
         settle(pending, waits)

@@ -310,6 +310,8 @@ def test_misspelt_section_is_not_silent(tmp_path: Path) -> None:
 IMPORT_ORDERS = {
     "deepspeed first": "import deepspeed",
     "probe first": "import torch, importlib.util as u; assert u.find_spec('deepspeed.comm.comm'); import deepspeed",
+    "backend first": "import ds_zipccl.backend; import deepspeed",
+    "install first": "import ds_zipccl; ds_zipccl.install(); import deepspeed",
     "engine only": "from deepspeed.runtime.engine import DeepSpeedEngine; import deepspeed",
 }
 

@@ -49,6 +49,33 @@ def test_memory_is_bounded_and_the_longest_unused_goes() -> None:
     assert address(pool.take(MIB // 2)) == address(blocks[5])
 
 
+def test_the_last_one_returned_is_the_first_used() -> None:
+    """It may still be in the cache."""
+    pool = Buffers()
+    blocks = [pool.take(MIB) for _ in range(3)]
+    for block in blocks:
+        pool.give(block)
+    assert [address(pool.take(MIB)) for _ in range(3)] == [address(block) for block in blocks[::-1]]
+
+
+def test_small_blocks_are_left_to_the_allocator() -> None:
+    pool = Buffers()
+    for nbytes, kept in ((100, 0), (60_000, 0), (64 << 10, 1)):
+        pool.give(pool.take(nbytes))
+        assert len(pool._free) == kept and pool._used_bytes == 0
+
+
+def test_the_peak_is_the_most_at_a_time() -> None:
+    pool = Buffers()
+    first, second = pool.take(MIB), pool.take(MIB)
+    pool.give(first)
+    pool.lose(second)
+    pool.take(MIB)
+    assert pool.peak == 2 * MIB and pool._used_bytes == MIB
+    pool.take(4 * MIB)
+    assert pool.peak == 5 * MIB
+
+
 def test_threads_never_share_a_block() -> None:
     pool, wrong = Buffers(), []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import corpus
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from ds_zipccl import comm, stats
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import changes, exchange
+from ds_zipccl.comm.buffers import Lease
 from ds_zipccl.config import ZipcclConfig
 
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
@@ -210,6 +213,94 @@ def others(rank: int, ranks: int) -> None:
 
 def test_where_there_are_none() -> None:
     runner.run(others, 2)
+
+
+# ---- without ranks -----------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """Stands for one."""
+
+
+def remembered(base: changes.InPlace, link: Any, *outputs: torch.Tensor) -> list[bool]:
+    """Of which outputs, each of two shards, what was sent is known."""
+    found = []
+    for output in outputs:
+        last = base.begin(link, output.chunk(2), Lease())
+        found.append(last is not None)
+        if last is not None:
+            base.end(link, output.chunk(2), last)
+    return found
+
+
+def test_what_is_remembered_of_each_place() -> None:
+    """Several outputs at a time, side by side too; what is written over another is all that is known of that memory."""
+    base, link = changes.InPlace(), SimpleNamespace(group=Group(), rank=1)
+    memory, elsewhere = torch.arange(400.0).bfloat16(), torch.zeros(100).bfloat16()
+    first, second, third = memory[:100], memory[100:200], memory[200:]
+    across = memory[50:150]
+    outputs = [second, first, elsewhere, third]
+    assert remembered(base, link, *outputs) == [False] * 4
+    for output in outputs:
+        base.end(link, output.chunk(2), None)
+    assert remembered(base, link, *outputs, *outputs) == [True] * 8, "begin takes it out, end puts it back"
+    assert remembered(base, link, first.view(torch.float16), memory[:50], memory[1:101], across) == [False] * 4
+    assert remembered(base, SimpleNamespace(group=Group(), rank=1), first) == [False], "another group's"
+    base.end(link, across.chunk(2), None)
+    assert remembered(base, link, *outputs, across) == [False, False, True, True, True]
+    assert base._nbytes() == across.nbytes // 2 + elsewhere.nbytes // 2 + third.nbytes // 2
+
+
+def test_what_was_sent_is_a_copy_of_the_own_shard() -> None:
+    base, link = changes.InPlace(), SimpleNamespace(group=Group(), rank=1)
+    output = torch.arange(10.0).bfloat16()
+    base.end(link, output.chunk(2), None)
+    output.zero_()
+    last = base.begin(link, output.chunk(2), Lease())
+    assert last is not None and last.tolist() == [5.0, 6.0, 7.0, 8.0, 9.0]
+    assert base.begin(link, output.chunk(2), Lease()) is None, "after an error nothing is known"
+
+
+class Watched:
+    """A base that notes what it is asked, and takes memory."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def begin(self, link: Any, places: Any, lease: Lease) -> torch.Tensor | None:
+        self.lease = lease
+        return lease.like(places[0], torch.float32).fill_(7.0)
+
+    def end(self, link: Any, places: Any, last: torch.Tensor | None) -> None:
+        assert last is not None and self.lease._blocks, "it is still its memory"
+        self._log.append("end")
+
+    def abandon(self, link: Any) -> None:
+        self._log.append("abandon")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("reason", ["", OTHER])
+def test_the_course_of_a_gather(monkeypatch: pytest.MonkeyPatch, fails: bool, reason: str) -> None:
+    log: list[Any] = []
+
+    def gather(link: Any, index: int, own: Any, places: Any, base: torch.Tensor | None = None) -> None:
+        log.append((index, float(own[0][0]), base is not None))
+        if fails:
+            raise comm.CommError("as planted")
+
+    monkeypatch.setattr(changes.gathers, "gather", gather)
+    monkeypatch.setattr(changes, "_objection", lambda link, last, places: reason)
+    link, base = SimpleNamespace(rank=0, role="zero_param", op="gather"), Watched(log)
+    whole = torch.arange(8.0)
+    places = whole.chunk(2)
+    stats.reset()
+    with pytest.raises(comm.CommError) if fails else nullcontext():
+        changes.gather(link, places[1], places, base)  # type: ignore[arg-type]
+    assert log == [(1, 4.0, not reason), "abandon" if fails else "end"]
+    assert bool(base.lease._blocks) == fails, "memory goes back where nobody can be at work on it"
+    assert [row["differences"] for row in stats.rows()] == ([] if fails else [{reason: 1}])
+    stats.reset()
 
 
 def test_the_table_says_it() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import corpus
 import pytest
@@ -10,9 +14,11 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm, stats
-from ds_zipccl.comm.exchange import TAGS
+from ds_zipccl import comm, policy, stats
+from ds_zipccl.comm import p2p
+from ds_zipccl.comm.exchange import COLLECTIVE_TAG, TAGS
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.costs import Profile
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 SIZES = (0, 1, 7, 2049, 20001)
@@ -144,3 +150,59 @@ def passes(rank: int, ranks: int) -> None:
 
 def test_passes() -> None:
     runner.run(passes, 2)
+
+
+AUTO = CODED.model_copy(update={"mode": "auto"})
+SLOW, FAST = (Profile(((4096.0, 1e-4), (32e6, end)), *(8e9,) * 5, call=0) for end in (0.26, 0.003))
+#: peer, tag, config, what was measured -> why the message passes; empty where it is coded.
+PLANS: dict[str, tuple[int | None, int, ZipcclConfig, Profile | None, str]] = {
+    "coded": (0, 0, CODED, None, ""),
+    "highest tag": (0, TAGS - 1, CODED, None, ""),
+    "higher tag": (0, TAGS, CODED, None, f"tag not below {TAGS}"),
+    "highest tag of programs": (0, COLLECTIVE_TAG - 1, CODED, None, f"tag not below {TAGS}"),
+    "negative tag": (0, -1, CODED, None, f"tag not below {TAGS}"),
+    "from anybody": (None, 0, CODED, None, ""),
+    "to itself": (1, 0, CODED, None, "to itself"),
+    "slow link": (0, 0, AUTO, SLOW, ""),
+    "fast link": (0, 0, AUTO, FAST, "link faster than coding"),
+    "fast link, always": (0, 0, CODED, FAST, ""),
+    "fast link, this role always": (0, 0, AUTO.model_copy(update={"roles": {"pp": "always"}}), FAST, ""),
+    "nothing measured": (0, 0, AUTO, None, ""),
+    "never": (1, TAGS, CODED.model_copy(update={"roles": {"pp": "never"}}), FAST, "role is never coded"),
+}
+
+
+@pytest.fixture
+def plan_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., policy.Plan]:
+    """The plan for a message of rank 1 of 2."""
+
+    def decided(peer: int | None, tag: int, config: ZipcclConfig, profile: Profile | None = None) -> policy.Plan:
+        monkeypatch.setattr(p2p, "profile_of", lambda members: profile)
+        return p2p._plan("send", torch.ones(1 << 20), None, tag, peer, config, "pp")  # type: ignore[arg-type]
+
+    members = SimpleNamespace(size=2, rank=1, backend=lambda device: "gloo")
+    monkeypatch.setattr(p2p, "known", lambda group: members)
+    monkeypatch.setattr(p2p.dist, "get_rank", lambda group: 1)
+    return decided
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_which_messages_are_coded(plan_of: Callable[..., policy.Plan], case: str) -> None:
+    *message, reason = PLANS[case]
+    assert plan_of(*message) == policy.Plan(not reason, "" if reason else "cascade", reason)
+
+
+def test_tags_of_our_own_are_refused(plan_of: Callable[..., policy.Plan]) -> None:
+    with pytest.raises(ValueError, match=f"tag must be below {COLLECTIVE_TAG}, got {COLLECTIVE_TAG}"):
+        plan_of(0, COLLECTIVE_TAG, CODED)
+    for config in (ZipcclConfig(), CODED.model_copy(update={"roles": {"pp": "never"}})):
+        assert not plan_of(0, COLLECTIVE_TAG, config).frames, "where nothing is coded the tag is the program's"
+
+
+def test_a_timeout_is_the_transports() -> None:
+    """Without one the group's own counts, which gloo takes where none is given."""
+    given: list[tuple[timedelta, ...]] = []
+    handle: Any = SimpleNamespace(wait=lambda *timeout: given.append(timeout))
+    p2p._wait(handle, None)
+    p2p._wait(handle, timedelta(seconds=3))
+    assert given == [(), (timedelta(seconds=3),)]

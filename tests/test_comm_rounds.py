@@ -134,6 +134,36 @@ def test_only_what_is_overwritten_too_early_is_copied() -> None:
     assert [got is source for got, source in zip(kept, sources, strict=True)] == [True, False, False, True, True]
 
 
+MEMORY = torch.zeros(100)
+#: source, its home, all that is written -> whether it is copied; all in elements of MEMORY.
+OVERLAPS: dict[str, tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]], bool]] = {
+    "beside, before": ((0, 50), (90, 100), [(50, 100)], False),
+    "beside, behind": ((50, 100), (0, 10), [(0, 50)], False),
+    "between": ((20, 30), (90, 100), [(0, 20), (30, 100)], False),
+    "its last element": ((0, 50), (90, 100), [(49, 100)], True),
+    "its first element": ((49, 100), (0, 10), [(0, 50)], True),
+    "within what is written": ((20, 30), (90, 100), [(0, 100)], True),
+    "around what is written": ((0, 100), (90, 100), [(20, 30)], True),
+    "in its home": ((20, 30), (20, 30), [(0, 20), (20, 30)], False),
+    "in the home of another": ((20, 30), (0, 20), [(0, 20), (20, 30)], True),
+    "in a part of its home": ((20, 29), (20, 30), [(20, 30)], True),
+    "beyond its home": ((20, 31), (20, 30), [(20, 30)], True),
+    "one element into its home": ((19, 30), (20, 30), [(20, 30)], True),
+    "in its home, which another overlaps": ((20, 30), (20, 30), [(20, 30), (25, 40)], True),
+    "in its home, which another holds": ((20, 30), (20, 30), [(20, 30), (0, 100)], True),
+    "empty": ((20, 20), (20, 20), [(0, 100)], False),
+    "in what is empty": ((20, 30), (0, 10), [(25, 25)], False),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_what_is_copied(case: str) -> None:
+    source, home, written, copied = OVERLAPS[case]
+    flat = MEMORY[slice(*source)]
+    (kept,) = detached([flat], [MEMORY[slice(*span)] for span in written], [MEMORY[slice(*home)]])
+    assert (kept is not flat) == copied and kept.equal(flat)
+
+
 def bounded(rank: int, ranks: int) -> list[int]:
     """The most memory for frames in each operation on 48 MiB."""
     peaks = []

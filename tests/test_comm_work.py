@@ -187,9 +187,44 @@ def test_threads_end_with_their_last_operation() -> None:
     closing = threading.Thread(target=threads.close)
     closing.start()
     time.sleep(0.1)
+    serving = list(threads._all)  # they leave the list when they end
     go.set()
     closing.join()
-    assert len(threads._all) >= 3 and not any(thread.is_alive() for thread in threads._all)
+    for thread in serving:
+        thread.join(5)
+    assert len(serving) >= 3 and not any(thread.is_alive() for thread in serving)
+
+
+def test_a_future_that_is_asked_for_late_is_done() -> None:
+    tensor = torch.ones(1)
+    handle = work.start("trial", [tensor], lambda: None)
+    handle.wait()
+    assert handle.get_future().done() and handle.get_future().value()[0] is tensor
+
+
+def test_several_handles_are_done_when_all_are() -> None:
+    """Works and futures of torch alike."""
+    futures: list[torch.futures.Future[int]] = [torch.futures.Future() for _ in range(2)]
+    done = threading.Event()
+
+    class Handle:
+        def wait(self) -> None:
+            done.set()
+
+        def is_completed(self) -> bool:
+            return done.is_set()
+
+        def get_future(self) -> torch.futures.Future[int]:
+            return futures[1]
+
+    joined = work.JoinedWork("trial", [futures[0], Handle()], [])
+    future = joined.get_future()
+    assert not joined.is_completed() and not future.done()
+    futures[0].set_result(1)
+    assert not joined.is_completed() and not future.done(), "one is not"
+    assert joined.wait() and done.is_set() and joined.is_completed() and joined.is_success()
+    futures[1].set_result(2)
+    assert future.done()
 
 
 def lost_peer(rank: int, ranks: int) -> str:

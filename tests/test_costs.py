@@ -9,8 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
-from ds_zipccl.costs import OPS, VARIANTS, Profile, predict
+from ds_zipccl import costs, policy
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.costs import OPS, TYPICAL_RATIO, VARIANTS, Profile, predict
 from ds_zipccl.tools import bench_comm
 
 PIECE_BYTES = 4 << 20
@@ -174,3 +177,81 @@ def test_nonsense_is_refused(wrong: tuple[Any, ...]) -> None:
     for more in ({"ratio": 0}, {"piece": 0}, {"ratio": math.nan}):
         with pytest.raises(ValueError, match="ratio and piece > 0"):
             predict("all_gather", "coded", 1, 2, PROFILE, **more)
+
+
+# ---- what the policy asks ----------------------------------------------------------------------------------------------
+
+ON = ZipcclConfig(enabled=True, min_bytes=0)
+GATHER = policy.Message("all_gather", torch.bfloat16, 1 << 22, 2, "cpu", "gloo", "dp")
+
+
+def line(seconds_a_byte: float, speed: float = 8e9) -> Profile:
+    """A link without latency, and a codec of one speed for everything."""
+    return Profile(((1.0, seconds_a_byte), (1e9, 1e9 * seconds_a_byte)), *(speed,) * 5, call=0)
+
+
+def tried(message: policy.Message, profile: Profile | None) -> list[str]:
+    return [str(plan) for plan in costs.promising(policy.candidates(message, ON, True), message, profile)]
+
+
+ALL = ["plain", "uncoded frames", "cascade frames"]
+
+
+@pytest.mark.parametrize(
+    ("share", "dropped"), [(0.7, "uncoded frames"), (0.79, "uncoded frames"), (0.81, ""), (0.9, "")]
+)
+def test_only_what_is_clearly_slower_is_not_tried(share: float, dropped: str) -> None:
+    """Coded frames that take such a share of the time of uncoded ones, as predicted: about as long is left to be measured."""
+
+    def found(seconds_a_byte: float) -> float:
+        profile = line(seconds_a_byte)
+        return predict("all_gather", "coded", 1 << 23, 2, profile, 1.5) / predict(
+            "all_gather", "raw", 1 << 23, 2, profile
+        )
+
+    slow, fast = 1e-8, 1e-12  # between these the share is found by halving
+    assert found(slow) < share < found(fast)
+    for _ in range(60):
+        middle = math.sqrt(slow * fast)
+        slow, fast = (middle, fast) if found(middle) < share else (slow, middle)
+    assert tried(GATHER, line(middle)) == [name for name in ALL if name != dropped]
+
+
+def test_a_slow_codec_is_not_tried() -> None:
+    slow = replace(line(1e-9), encode=1e8, decode=1e8)
+    assert tried(GATHER, slow) == ["plain", "uncoded frames"]
+
+
+def test_differences_are_predicted_to_shrink_most() -> None:
+    """On a slow link neither uncoded frames nor those of exponents are tried against them."""
+    based = replace(GATHER, op="all_gather_into_tensor", based=True)
+    assert tried(based, line(1e-8)) == ["plain", "delta frames"]
+    assert tried(based, line(1e-9, speed=1e12)) == ["plain", "delta frames"]
+
+
+def test_what_nothing_is_predicted_of_is_all_tried() -> None:
+    for message in (replace(GATHER, op="reduce", reduce_op="SUM"), replace(GATHER, numel=None)):
+        assert tried(message, line(1e-8)) == ALL
+    assert tried(GATHER, None) == ALL
+    assert tried(replace(GATHER, op="all_gather_coalesced"), line(1e-8)) == ["plain", "cascade frames"]
+
+
+def test_a_frame_pays_where_what_it_saves_takes_longer_than_coding() -> None:
+    """At 1 GB/s bf16 saves a third of a nanosecond a byte, float16 a seventh."""
+    nbytes = 1e8
+    for speed, dtypes in (
+        (6.1e9, {"bfloat16"}),
+        (5.9e9, set()),
+        (13.9e9, {"bfloat16", "float16", "float32"}),
+        (13e9, {"bfloat16", "float32"}),
+    ):
+        found = {name for name in TYPICAL_RATIO if costs.pays(nbytes, f"torch.{name}", line(1e-9, speed))}
+        assert found == dtypes, speed
+    assert not costs.pays(nbytes, torch.int64, line(1e-9, 1e15)), "of which nothing is known"
+
+
+def test_against_a_base_every_copy_counts() -> None:
+    profile = replace(PROFILE, copy=4e9)
+    for copies, decode in ((0, 2e9), (1, 1 / (1 / 2e9 + 1 / 4e9)), (2, 1e9)):
+        found = costs.against_base(profile, 1e9, 2e9, copies)
+        assert (found.encode, found.decode) == (1e9, pytest.approx(decode)) and found.add == profile.add

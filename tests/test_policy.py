@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,15 +10,22 @@ import torch
 
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import (
+    CHECK_CALLS,
+    CHECK_SECONDS,
     CODED_REDUCE_OPS,
+    DELTA_SHARD_BYTES,
     RAW_BELOW_BYTES,
     RULES,
     TOGETHER_BELOW_BYTES,
     Message,
     Plan,
+    candidates,
+    check_calls,
     encode_together,
     frame_codec,
+    incompressible,
     plan,
+    small,
     straight_to_owners,
 )
 
@@ -78,6 +86,54 @@ def test_unknown_role() -> None:
 def test_small_segments_travel_raw() -> None:
     assert frame_codec("window", RAW_BELOW_BYTES) == "window"
     assert frame_codec("cascade", RAW_BELOW_BYTES - 1) == frame_codec("raw", RAW_BELOW_BYTES) == "raw"
+
+
+def test_small_is_a_reason_only_where_coding_is_on() -> None:
+    """What is off says so, whatever its size."""
+    assert small(65535, ON) and not small(65536, ON) and not small(10, ZipcclConfig())
+
+
+GATHER = Message("all_gather_into_tensor", torch.bfloat16, 1 << 20, 4, "cpu", "gloo", "zero_param", based=True)
+RAW, DELTA_OFF = (ZipcclConfig(enabled=True, min_bytes=0, **more) for more in ({"codec": "raw"}, {"delta": "off"}))
+LEAST = 4 * DELTA_SHARD_BYTES // 2  # elements of four shards
+DIFFERENCES = {
+    "a base": (GATHER, ON, True),
+    "no base": (replace(GATHER, based=False), ON, False),
+    "switched off": (GATHER, DELTA_OFF, False),
+    "raw": (GATHER, RAW, False),
+    "staged": (replace(GATHER, device="cuda"), ON, False),
+    "just large enough": (replace(GATHER, numel=LEAST), ZipcclConfig(enabled=True, min_bytes=0), True),
+    "too small": (replace(GATHER, numel=LEAST - 1), ZipcclConfig(enabled=True, min_bytes=0), False),
+    "sizes differ": (replace(GATHER, numel=None), ON, False),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_what_goes_as_a_difference(case: str) -> None:
+    message, config, differs = DIFFERENCES[case]
+    assert plan(message, config) == Plan(True, "delta" if differs else config.codec, "")
+
+
+def test_what_goes_by_node() -> None:
+    """Gathers where several nodes have several ranks each; sums by node would round otherwise."""
+    for op, levels, wanted in (("all_gather", True, True), ("all_gather", False, False), ("all_reduce", True, False)):
+        message = replace(GATHER, op=op, based=False, reduce_op="SUM" if op == "all_reduce" else None)
+        assert [one.by_node for one in candidates(message, ON, True, levels)] == [False] * 3 + [True] * wanted
+    based = [str(one) for one in candidates(GATHER, ON, True, True)]
+    assert based == ["plain", "uncoded frames", "cascade frames", "delta frames", "delta frames by node"]
+
+
+def test_slow_calls_are_checked_more_often() -> None:
+    assert check_calls(CHECK_SECONDS) == CHECK_CALLS[1] > CHECK_CALLS[0] == check_calls(1.01 * CHECK_SECONDS)
+    assert check_calls(math.inf) == CHECK_CALLS[0]
+
+
+def test_what_hardly_shrinks_is_incompressible() -> None:
+    least = 1 << 20
+    assert incompressible(least, least) and incompressible(least, int(least / 1.02))
+    assert not incompressible(least, int(least / 1.04)) and incompressible(least, 2 * least)
+    assert incompressible(RAW_BELOW_BYTES, RAW_BELOW_BYTES), "the smallest frame that is coded"
+    assert not incompressible(RAW_BELOW_BYTES - 1, RAW_BELOW_BYTES), "smaller ones tell nothing"
 
 
 def test_segments_are_encoded_together_where_all_are_small() -> None:
