@@ -8,13 +8,15 @@ its schedules inside :func:`undisturbed`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 #: torch's constructors as torch made them: what a program replaces are attributes of the module ``torch``.
 _original: Any = torch._C._VariableFunctions
 CPU = torch.device("cpu")
@@ -41,15 +43,36 @@ def of_buffer(buffer: Any) -> torch.Tensor:
     return _original.frombuffer(buffer, dtype=torch.uint8)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Torch as it is: no function mode, no dispatch mode and no autocast of this thread sees a call. Usable as a decorator."""
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableAutocast(),
-        _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext(),
-    ):
-        yield
+class undisturbed:
+    """Torch as it is: no function mode, no dispatch mode and no autocast of this thread sees a call. A context, also a decorator.
+
+    Not a generator's context: entering and leaving those costs more than a small frame's header.
+    """
+
+    __slots__ = ("_autocast", "_functions", "_modes")
+
+    def __enter__(self) -> None:
+        self._functions = torch._C.DisableTorchFunction()
+        self._autocast = torch._C._DisableAutocast()
+        self._modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else None
+        self._functions.__enter__()
+        self._autocast.__enter__()
+        if self._modes is not None:
+            self._modes.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._modes is not None:
+            self._modes.__exit__(*error)
+        self._autocast.__exit__(*error)
+        self._functions.__exit__(*error)
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def inner(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with undisturbed():
+                return function(*args, **kwargs)
+
+        return inner
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
