@@ -5,6 +5,7 @@ BIN = $(VENV)/bin
 RANKS ?= 2
 FUZZ_SECONDS ?= 600
 SOAK_SECONDS ?= 1800
+TEST_PATH = .:tests/support:tests:tests/comm
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
@@ -30,16 +31,16 @@ corpus: $(VENV)/ready
 
 # Ten minutes of damaged frames under AddressSanitizer and UBSan, from a new seed; `make test` has a short version.
 fuzz: $(VENV)/ready
-	$(BIN)/python tests/fuzz/asan.py $(FUZZ_SECONDS)
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/fuzz/asan.py $(FUZZ_SECONDS)
 
 # Half an hour of random operations on four ranks, each compared with the plain collective; `make test` has a short version.
 soak: $(VENV)/ready
-	$(BIN)/python tests/soak.py $(SOAK_SECONDS)
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/soak.py $(SOAK_SECONDS)
 
 # On a machine with a GPU: tests, sanitizers and measurements in less than eight minutes. In the environment of $(PYTHON), which has torch
 # with CUDA and what `pip install -e '.[test,cuda,bench-cuda]'` brings.
 gpu:
-	$(PYTHON) tests/gpu.py
+	$(PYTHON) tests/gpu/gpu.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

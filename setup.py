@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "ds_zipccl" / "__init__.py").read_text()).group(1)
@@ -15,17 +15,9 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
-    packages=[
-        "ds_zipccl",
-        "ds_zipccl.codecs",
-        "ds_zipccl.comm",
-        "ds_zipccl.examples",
-        "ds_zipccl.kernels",
-        "ds_zipccl.op_builder",
-        "ds_zipccl.tools",
-    ],
+    packages=[*find_packages(include=["ds_zipccl", "ds_zipccl.*"]), "ds_zipccl.examples", "ds_zipccl.op_builder"],
     package_dir={"ds_zipccl.op_builder": "op_builder", "ds_zipccl.examples": "examples"},
-    package_data={"ds_zipccl": ["FORMAT.md", "py.typed", "csrc/*"], "ds_zipccl.examples": ["*.json"]},
+    package_data={"ds_zipccl": ["FORMAT.md", "py.typed", "csrc/*/*"], "ds_zipccl.examples": ["*.json"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.18",
@@ -54,7 +46,7 @@ setup(
     },
     entry_points={
         # torch calls this at `import torch` (documented autoload mechanism, torch 2.5 and later).
-        "torch.backends": ["ds_zipccl = ds_zipccl.autoload:autoload"],
+        "torch.backends": ["ds_zipccl = ds_zipccl.integration.autoload:autoload"],
         "console_scripts": ["ds_zipccl = ds_zipccl.__main__:main"],
     },
 )

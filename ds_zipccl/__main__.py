@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_zipccl import __version__
-from ds_zipccl.tools import ToolError
+from ds_zipccl.bench import ToolError
 
 PROGRAM = "python -m ds_zipccl"
 
@@ -43,7 +43,7 @@ def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
             words[-1], help=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         if words == chosen:
-            module = importlib.import_module(f"ds_zipccl.tools.{name}")
+            module = importlib.import_module(f"ds_zipccl.cli.{name}")
             command.description = (module.__doc__ or text).replace("``", "")
             module.add_arguments(command)
             command.set_defaults(main=module.main)

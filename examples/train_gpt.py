@@ -192,14 +192,14 @@ class GPT(nn.Module):
 
 
 def bytes_sent() -> dict[str, float] | None:
-    """What this rank has sent so far, None without ds_zipccl: wire_bytes for raw_bytes in coded calls, passed_bytes in the others."""
+    """What this rank has sent so far, None without ds_zipccl: wire_bytes for logical_bytes in coded calls, passed_bytes in the others."""
     try:
-        from ds_zipccl import stats
+        from ds_zipccl.telemetry import counters
     except ImportError:
         return None
-    rows, totals = stats.rows(), stats.totals()
+    rows, totals = counters.rows(), counters.totals()
     return {
-        **{key: totals[key] for key in ("raw_bytes", "wire_bytes")},
+        **{key: totals[key] for key in ("logical_bytes", "wire_bytes")},
         "coded_calls": sum(row["calls"] for row in rows),
         "passed_bytes": sum(row["passed_bytes"] for row in rows),
     }
@@ -271,7 +271,7 @@ def train(args: argparse.Namespace) -> dict:
             step_ms.append(1000 * (time.perf_counter() - started))
             comm_ms.append(clock.ms - waited)
             sent = bytes_sent() if rank == 0 else None
-            saved = f"{(sent['raw_bytes'] - sent['wire_bytes']) / 1e6:.1f}MB" if sent else "n/a"
+            saved = f"{(sent['logical_bytes'] - sent['wire_bytes']) / 1e6:.1f}MB" if sent else "n/a"
             bar.set_postfix(loss=f"{losses[-1]:.4f}", saved=saved)
 
     digest = parameters_hash(model, engine.zero_optimization_stage() == 3)
@@ -343,7 +343,7 @@ def compare(args: argparse.Namespace) -> int:
     if not sent or not sent["coded_calls"]:
         print(f"nothing was coded: is ds_zipccl installed, and is its section in {args.ds_config} enabled?")
         return 1
-    raw, wire, passed = (sent[key] / 1e6 for key in ("raw_bytes", "wire_bytes", "passed_bytes"))
+    raw, wire, passed = (sent[key] / 1e6 for key in ("logical_bytes", "wire_bytes", "passed_bytes"))
     print(f"raw bytes per rank:        {raw:.1f} MB in coded calls (and {passed:.1f} MB passed uncoded)")
     print(f"wire bytes per rank:       {wire:.1f} MB for them, {raw - wire:.1f} MB saved")
     print(f"wire ratio, coded bytes:   {raw / wire:.3f}")

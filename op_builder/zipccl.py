@@ -7,7 +7,7 @@ import ctypes
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-from ds_zipccl.op_builder import cache
+from ds_zipccl.kernels import build
 
 
 class _LibraryBuilder:
@@ -18,7 +18,7 @@ class _LibraryBuilder:
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name=name or self.NAME)  # type: ignore[call-arg]  # that of DeepSpeed's builder
 
-    def recipe(self) -> cache.Recipe:
+    def recipe(self) -> build.Recipe:
         """How the library is made here.
 
         Raises:
@@ -30,12 +30,12 @@ class _LibraryBuilder:
         return f"ds_zipccl.{self.NAME}"
 
     def include_paths(self) -> list[str]:
-        return [str(cache.CSRC)]
+        return [str(build.CSRC)]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         try:
             self.recipe().compiler()
-        except cache.BuildError as error:
+        except build.BuildError as error:
             if verbose:
                 self.warning(str(error))  # type: ignore[attr-defined]
             return False
@@ -47,7 +47,7 @@ class _LibraryBuilder:
         Raises:
             BuildError: no compiler, nothing to build for, or see :func:`.cache.build`.
         """
-        return ctypes.CDLL(str(cache.build(self.recipe())))
+        return ctypes.CDLL(str(build.build(self.recipe())))
 
     def jit_load(self, verbose: bool = True) -> ctypes.CDLL:
         return self.load(verbose)
@@ -59,15 +59,15 @@ class ZipcclCPUBuilder(_LibraryBuilder, CPUOpBuilder):  # type: ignore[misc]
     BUILD_VAR = "DS_BUILD_ZIPCCL_CPU"
     NAME = "zipccl_cpu"
 
-    def recipe(self) -> cache.Recipe:
-        return cache.CPU
+    def recipe(self) -> build.Recipe:
+        return build.CPU
 
     def sources(self) -> list[str]:
-        return [str(cache.CSRC / name) for name in cache.CPU.sources]
+        return [str(build.CSRC / name) for name in build.CPU.sources]
 
     def cxx_args(self) -> list[str]:
         # Not super().cxx_args(): it asks py-cpuinfo, which takes seconds, and adds flags these sources do not need.
-        return list(cache.CPU.flags)
+        return list(build.CPU.flags)
 
 
 class ZipcclCUDABuilder(_LibraryBuilder, CUDAOpBuilder):  # type: ignore[misc]
@@ -79,11 +79,11 @@ class ZipcclCUDABuilder(_LibraryBuilder, CUDAOpBuilder):  # type: ignore[misc]
     BUILD_VAR = "DS_BUILD_ZIPCCL_CUDA"
     NAME = "zipccl_cuda"
 
-    def recipe(self) -> cache.Recipe:
-        return cache.cuda(cache.architectures())
+    def recipe(self) -> build.Recipe:
+        return build.cuda(build.architectures())
 
     def sources(self) -> list[str]:
-        return [str(cache.CSRC / name) for name in cache.cuda(()).sources]
+        return [str(build.CSRC / name) for name in build.cuda(()).sources]
 
     def nvcc_args(self) -> list[str]:
         return list(self.recipe().flags)

@@ -23,11 +23,12 @@ from typing import Any
 import ranks as runner
 import torch
 import torch.distributed as dist
-from test_comm_environments import ENVIRONMENTS
+from test_environments import ENVIRONMENTS
 
-from ds_zipccl import comm, policy
-from ds_zipccl.comm.shadow import bits
+from ds_zipccl import comm
+from ds_zipccl.comm.shadow_check import bits
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import tuner_rules
 
 RANKS = 4
 #: Ranks of the groups beside that of all ranks.
@@ -217,7 +218,7 @@ def soak(rank: int, ranks: int, seconds: float, seed: int, plant: Callable[[], N
     """Operations for so many seconds; how many, and how much memory grew after the first third."""
     if plant is not None and rank == 1:
         plant()
-    policy.CHECK_CALLS, policy.REVIEW_CHECKS = (8, 8), (1, 4)  # schedules change often
+    tuner_rules.CHECK_CALLS, tuner_rules.REVIEW_CHECKS = (8, 8), (1, 4)  # schedules change often
     draw, numbers = random.Random(seed), itertools.count()
     groups = [(members, dist.new_group(members)) for members in GROUPS] + [(list(range(ranks)), dist.group.WORLD)]
     weights = [Weights(*pair) for pair in groups]

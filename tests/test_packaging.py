@@ -11,10 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-from ds_zipccl.op_builder import cache
+from ds_zipccl.kernels import build
 
-ROOT = Path(__file__).parent.parent
 #: What building needs. A copy: setuptools leaves build folders beside setup.py.
 SOURCES = ("ds_zipccl", "op_builder", "examples", "tests", "setup.py", "pyproject.toml", "README.md")
 
@@ -55,7 +55,7 @@ def test_contents(wheel: Path) -> None:
     package = ROOT / "ds_zipccl"
     wanted = {f"ds_zipccl/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}
     wanted |= {f"ds_zipccl/op_builder/{path.name}" for path in (ROOT / "op_builder").glob("*.py")}
-    wanted |= {f"ds_zipccl/csrc/{path.name}" for path in (package / "csrc").iterdir()}
+    wanted |= {f"ds_zipccl/{path.relative_to(package).as_posix()}" for path in (package / "csrc").glob("*/*")}
     wanted |= {f"ds_zipccl/examples/{path.name}" for path in (ROOT / "examples").iterdir() if path.is_file()}
     wanted |= {"ds_zipccl/FORMAT.md", "ds_zipccl/py.typed"}
     assert {name for name in names if not name.startswith(info)} == wanted
@@ -66,7 +66,7 @@ def test_metadata(wheel: Path) -> None:
     info = f"{wheel.name.rsplit('-', 3)[0]}.dist-info"
     points = configparser.ConfigParser()
     points.read_string(archive.read(f"{info}/entry_points.txt").decode())
-    assert dict(points["torch.backends"]) == {"ds_zipccl": "ds_zipccl.autoload:autoload"}
+    assert dict(points["torch.backends"]) == {"ds_zipccl": "ds_zipccl.integration.autoload:autoload"}
     assert dict(points["console_scripts"]) == {"ds_zipccl": "ds_zipccl.__main__:main"}
     metadata = archive.read(f"{info}/METADATA").decode()
     for requirement in ("torch", "deepspeed", "numpy", "numba", "pydantic"):
@@ -82,7 +82,7 @@ def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
     output = _run("-c", INSTALLED, cwd=tmp_path, PYTHONPATH=str(site), PYTHONDONTWRITEBYTECODE="1")
     where, sources, library, same_version = output.split()[-4:]
     assert Path(where).is_relative_to(site) and Path(sources).is_relative_to(site)
-    assert Path(library) == cache.library_path(), "the name has the hash of sources and flags"
+    assert Path(library) == build.library_path(), "the name has the hash of sources and flags"
     assert same_version == "True"
     assert {path: path.stat().st_mtime_ns for path in site.rglob("*")} == before, (
         "something was written into the package"
@@ -93,7 +93,7 @@ INSTALLED = """
 import importlib.metadata, importlib.util
 import torch, ds_zipccl
 from ds_zipccl import kernels
-from ds_zipccl.op_builder import cache
+from ds_zipccl.kernels import build
 assert importlib.util.find_spec("op_builder") is None
 assert not any(kernels.why().values()), kernels.why()
 x = torch.randn(5000).bfloat16()
@@ -101,5 +101,5 @@ assert torch.equal(ds_zipccl.decompress(ds_zipccl.compress(x)), x)
 for point in importlib.metadata.distribution("ds-zipccl").entry_points:
     assert callable(point.load()), point
 same_version = importlib.metadata.version("ds-zipccl") == ds_zipccl.__version__
-print(ds_zipccl.__file__, cache.CSRC, cache.library_path(), same_version)
+print(ds_zipccl.__file__, build.CSRC, build.library_path(), same_version)
 """

@@ -9,8 +9,8 @@ import ranks as runner
 import soak
 import torch
 
-from ds_zipccl.comm import exchange
-from ds_zipccl.comm.buffers import KEEP_BYTES
+from ds_zipccl.comm import frames
+from ds_zipccl.comm.buffer_pool import KEEP_BYTES
 
 
 def test_a_short_soak() -> None:
@@ -21,7 +21,7 @@ def test_a_short_soak() -> None:
 
 def flip_a_bit() -> None:
     """From now on the last element of large decoded tensors has a wrong bit."""
-    decompress = exchange.decompress
+    decompress = frames.decompress
 
     def wrong(frame: torch.Tensor, out: torch.Tensor, **settings: Any) -> torch.Tensor:
         decompress(frame, out, **settings)
@@ -29,7 +29,7 @@ def flip_a_bit() -> None:
             out.view(torch.uint8)[-1] ^= 1
         return out
 
-    exchange.decompress = wrong
+    frames.decompress = wrong
 
 
 def test_a_wrong_bit_is_found() -> None:

@@ -6,9 +6,10 @@ code go to ``torch.distributed`` unchanged. :func:`reduce_to_owners` has no coun
 part only.
 """
 
-from ds_zipccl.comm.changes import IN_PLACE, Base
-from ds_zipccl.comm.members import calibrate
-from ds_zipccl.comm.moves import (
+from ds_zipccl.comm.delta.negotiation import IN_PLACE, Base
+from ds_zipccl.comm.delta.shared_base import Stored, keep
+from ds_zipccl.comm.group_state import calibrate
+from ds_zipccl.comm.ops.moves import (
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
@@ -16,11 +17,10 @@ from ds_zipccl.comm.moves import (
     all_to_all_single,
     broadcast,
 )
-from ds_zipccl.comm.owners import reduce_to_owners
-from ds_zipccl.comm.p2p import irecv, isend, recv, send
-from ds_zipccl.comm.shadow import ShadowMismatch
-from ds_zipccl.comm.stored import Stored, keep
-from ds_zipccl.comm.sums import all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor
+from ds_zipccl.comm.ops.p2p import irecv, isend, recv, send
+from ds_zipccl.comm.ops.reduce_to_owners import reduce_to_owners
+from ds_zipccl.comm.ops.sums import all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor
+from ds_zipccl.comm.shadow_check import ShadowMismatch
 from ds_zipccl.comm.work import CommError, Work
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.reduction import all_reduce_chunk, cut
+from ds_zipccl.comm.reduction_order import all_reduce_chunk, cut
 
 #: Elements of the question for each rank, and the bits of each: a denormal float.
 _LANES, _DENORMAL = 64, 1 << 22

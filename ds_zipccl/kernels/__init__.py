@@ -11,8 +11,9 @@ from typing import Protocol
 
 import torch
 
-from ds_zipccl.kernels import cuda_launchers, native, numba_route
+from ds_zipccl.kernels import cuda_launchers, native
 from ds_zipccl.kernels import sums as plain_sums
+from ds_zipccl.kernels.numba import route as numba_route
 
 
 class Route(Protocol):

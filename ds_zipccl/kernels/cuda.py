@@ -23,7 +23,7 @@ DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
-#: Bytes of shared memory per kernel and itemsize; cuda_kernels.cuh asserts that they suffice.
+#: Bytes of shared memory per kernel and itemsize; cuda/kernels.cuh asserts that they suffice.
 SHARED_BYTES = {
     "encode": {1: 26624, 2: 43008, 4: 75776},
     "decode": {1: 25088, 2: 33280, 4: 49664},
@@ -77,7 +77,7 @@ class _HashJob(ctypes.Structure):
 
 
 class Launcher(Protocol):
-    """Starts a kernel of csrc/cuda_kernels.cuh by name."""
+    """Starts a kernel of csrc/cuda/kernels.cuh by name."""
 
     def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
         """Put ``grid`` blocks of 256 threads with ``params`` on ``stream`` of the current device; does not wait.

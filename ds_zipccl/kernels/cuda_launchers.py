@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import CudaRoute
-from ds_zipccl.op_builder import cache
 
 
 class LibraryLauncher:
-    """Over the C interface of csrc/cuda_launch.cu."""
+    """Over the C interface of csrc/cuda/launch.cu."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
@@ -56,33 +56,28 @@ NVRTC_OPTIONS = ("--std=c++17",)
 
 @functools.cache
 def source() -> str:
-    """The text of csrc/cuda_kernels.cuh with everything it includes, as NVRTC wants it."""
+    """The text of csrc/cuda/kernels.cuh with everything it includes, as NVRTC wants it."""
     seen: set[str] = set()
 
     def expand(name: str) -> str:
         if name in seen:
             return ""
         seen.add(name)
-        text = (cache.CSRC / name).read_text().replace("#pragma once\n", "")
-        return re.sub(r'#include "([a-z0-9_]+\.cuh)"\n', lambda found: expand(found[1]), text)
+        text = (build.CSRC / name).read_text().replace("#pragma once\n", "")
+        return re.sub(r'#include "([a-z0-9_/]+\.cuh)"\n', lambda found: expand(found[1]), text)
 
-    return expand("cuda_kernels.cuh")
+    return expand("cuda/kernels.cuh")
 
 
 def load_native() -> CudaRoute:
-    """The route over nvcc's library, built through the DeepSpeed op builder unless it is in the cache.
+    """The route over nvcc's library, which is built unless it is in the cache.
 
     Raises:
         BuildError: no CUDA device, no nvcc, or it failed.
-        ImportError: the library must be built and DeepSpeed is not installed.
+        RuntimeError: torch sees no device.
     """
     _need_device()
-    path = cache.library_path(cache.cuda(cache.architectures()))
-    if path.exists():
-        return CudaRoute(LibraryLauncher(ctypes.CDLL(str(path))))
-    from ds_zipccl.op_builder.zipccl import ZipcclCUDABuilder
-
-    return CudaRoute(LibraryLauncher(ZipcclCUDABuilder().load()))
+    return CudaRoute(LibraryLauncher(ctypes.CDLL(str(build.build(build.cuda(build.architectures()))))))
 
 
 def load_nvrtc() -> CudaRoute:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from ds_zipccl.frame import DTYPE_IDS, FrameError
-from ds_zipccl.op_builder import cache
+from ds_zipccl.kernels import build
 
 
 class _Segment(ctypes.Structure):
-    """ZipcclSegment of csrc/cpu_payload.cpp."""
+    """ZipcclSegment of csrc/cpu/payload.cpp."""
 
     _fields_ = [
         ("words", ctypes.c_void_p),
@@ -22,7 +22,7 @@ class _Segment(ctypes.Structure):
     ]
 
 
-#: Place of a code in ZipcclCode of csrc/cpu_level.h.
+#: Place of a code in ZipcclCode of csrc/cpu/level.h.
 _CODES = {"cascade": 0, "window": 1}
 
 
@@ -128,15 +128,9 @@ def _check(status: int) -> None:
 
 
 def load() -> NativeRoute:
-    """The route, built through the DeepSpeed op builder unless its library is in the cache already.
+    """The route; builds its library unless it is in the cache already.
 
     Raises:
         BuildError: no compiler, or it failed.
-        ImportError: the library must be built and DeepSpeed is not installed.
     """
-    path = cache.library_path()
-    if path.exists():
-        return NativeRoute(ctypes.CDLL(str(path)))
-    from ds_zipccl.op_builder.zipccl import ZipcclCPUBuilder
-
-    return NativeRoute(ZipcclCPUBuilder().load())
+    return NativeRoute(ctypes.CDLL(str(build.build(build.CPU))))

@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import CudaRoute
-from ds_zipccl.op_builder import cache
 
 HERE = Path(__file__).parent
 
 
-def recipe(csrc: Path | None = None) -> cache.Recipe:
+def recipe(csrc: Path | None = None) -> build.Recipe:
     """How the emulation is built, with the kernels of another folder if one is named."""
     text = hashlib.sha256((HERE / "emulation.h").read_bytes()).hexdigest()[:16]
     flags = (
@@ -26,8 +26,8 @@ def recipe(csrc: Path | None = None) -> cache.Recipe:
         "-include",
         str(HERE / "emulation.h"),
     )
-    return cache.Recipe(
-        "zipccl_emulation", cache.compiler, {str(HERE / "emulated.cpp"): (f"-I{csrc or cache.CSRC}",)}, flags
+    return build.Recipe(
+        "zipccl_emulation", build.compiler, {str(HERE / "emulated.cpp"): (f"-I{csrc or build.CSRC}",)}, flags
     )
 
 
@@ -54,7 +54,7 @@ def launcher(changes: Mapping[str, tuple[str, str]] | None = None, folder: Path 
     if changes is not None:
         assert folder is not None
         csrc = folder / "csrc"
-        shutil.copytree(cache.CSRC, csrc)
+        shutil.copytree(build.CSRC, csrc)
         for name, (good, bad) in changes.items():
             text = (csrc / name).read_text()
             assert good in text, f"{good!r} is no longer in {name}: plant the mistake elsewhere"
@@ -62,9 +62,9 @@ def launcher(changes: Mapping[str, tuple[str, str]] | None = None, folder: Path 
         made = recipe(csrc)
         library = folder / "emulation.so"
         source, own = next(iter(made.sources.items()))
-        cache._run([*made.compiler(), *made.flags, *own, source, "-shared", "-o", str(library)], str(folder))
+        build._run([*made.compiler(), *made.flags, *own, source, "-shared", "-o", str(library)], str(folder))
         return EmulatedLauncher(ctypes.CDLL(str(library)))
-    return EmulatedLauncher(ctypes.CDLL(str(cache.build(recipe()))))
+    return EmulatedLauncher(ctypes.CDLL(str(build.build(recipe()))))
 
 
 def load() -> CudaRoute:

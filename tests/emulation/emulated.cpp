@@ -1,4 +1,4 @@
-// The scheduler of emulation.h, and the kernels behind the C interface that csrc/cuda_launch.cu has on a GPU.
+// The scheduler of emulation.h, and the kernels behind the C interface that csrc/cuda/launch.cu has on a GPU.
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda_kernels.cuh"
+#include "cuda/kernels.cuh"
 
 namespace emulation {
 namespace {

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ds_zipccl.op_builder import cache
+from ds_zipccl.kernels import build
 
 FLAGS = (
     "-g1",
@@ -26,7 +26,7 @@ FLAGS = (
 DRIVER = Path(__file__).with_name("fuzz.cpp")
 
 
-def build(folder: Path, csrc: Path = cache.CSRC, optimization: str = "-O0") -> Path:
+def build(folder: Path, csrc: Path = build.CSRC, optimization: str = "-O0") -> Path:
     """The fuzzer, compiled to ``folder`` with the codec sources in ``csrc``.
 
     Compiling takes longer than a hundred thousand mutations: -O0 is for short runs.
@@ -35,8 +35,8 @@ def build(folder: Path, csrc: Path = cache.CSRC, optimization: str = "-O0") -> P
         RuntimeError: the compiler failed; the message has its words.
     """
     target = folder / "fuzz"
-    sources = {DRIVER: (f"-I{csrc}",), **{csrc / name: flags for name, flags in cache.CPU.sources.items()}}
-    common = (*cache.compiler(), optimization, *FLAGS)
+    sources = {DRIVER: (f"-I{csrc}",), **{csrc / name: flags for name, flags in build.CPU.sources.items()}}
+    common = (*build.compiler(), optimization, *FLAGS)
     objects = {source: folder / f"{source.name}.o" for source in sources}
     with ThreadPoolExecutor() as pool:
         list(pool.map(_compile, ((*common, *sources[at], "-c", at, "-o", objects[at]) for at in sources)))
@@ -70,5 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     main()

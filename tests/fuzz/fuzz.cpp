@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-struct ZipcclSegment {  // as in cpu_payload.cpp
+struct ZipcclSegment {  // as in cpu/payload.cpp
   const void* words;
   uint64_t numel;
   void* out;

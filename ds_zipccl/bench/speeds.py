@@ -1,0 +1,142 @@
+"""Where ``plan`` has the codec's speeds and ratio from: a file of measurements, or this machine, now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_zipccl.bench import ToolError, data
+from ds_zipccl.policy.cost_model import DELTA_RATIO, Profile
+
+if TYPE_CHECKING:
+    import torch
+
+Points = tuple[tuple[float, float], ...]
+#: What is looked for in the results of ``bench codec``; those of CUDA name no data, as theirs are normal.
+CODEC, DATA = "cascade", "normal"
+#: Seconds that an operation costs whatever its size, where the file says nothing about it (seed: launches from Python).
+CALL_S = 50e-6
+_NUMEL = 1 << 20  # elements whose ratio is measured
+#: Deviation of a step from that of the weights which it changes (seed: bf16 then shrinks by DELTA_RATIO, as measured of trainings).
+_STEP = 0.008
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """``profile`` without a meaningful ``transfer`` unless ``link`` is set; ``about``: what was measured where, for the user."""
+
+    profile: Profile
+    ratio: float
+    about: str
+    link: bool
+
+
+def read(path: str, dtype: str) -> Speeds:
+    """Speeds from a file: a profile, what ``plan --validate --json`` wrote, or ``bench codec --json``.
+
+    Raises:
+        ToolError: the file cannot be read, or holds none of these, or no row for the dtype (torch name).
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ToolError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ToolError(f"{path} holds no object but {type(content).__name__}; {_WANTED}")
+    if "profiles" in content:
+        profiles = content["profiles"]
+        if len(profiles) != 1:
+            raise ToolError(
+                f"{path} holds {len(profiles)} profiles, one is wanted: validate one --link and one --ranks"
+            )
+        return _from_profile(profiles[0]["profile"], path, dtype)
+    if "transfer" in content:
+        return _from_profile(content, path, dtype)
+    return _from_rows(content.get("rows"), path, dtype)
+
+
+_WANTED = "wanted is a profile, or what plan --validate --json or bench codec --json has written"
+
+
+def _from_profile(content: Any, path: str, dtype: str) -> Speeds:
+    try:
+        profile = Profile.from_json(content)
+    except ValueError as error:
+        raise ToolError(f"{path}: {error}") from error
+    return Speeds(profile, normal_ratio(dtype), f"profile in {path}; ratio of {DATA} {dtype}", link=True)
+
+
+def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
+    """The row of the best known case: cascade, normal data; of several sizes the largest."""
+    keys = {"codec", "dtype", "route", "ratio", "encode_gbps", "decode_gbps"}
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and keys <= set(row) for row in rows):
+        raise ToolError(f"{path} holds no speeds; {_WANTED}")
+    fit = [row for row in rows if (row["codec"], row["dtype"], row.get("data", DATA)) == (CODEC, dtype, DATA)]
+    if not fit:
+        raise ToolError(
+            f"{path} has no row for {CODEC} of {DATA} {dtype}; measure it: bench codec --data {DATA} --json FILE"
+        )
+    row = max(fit, key=lambda row: row.get("mib", row.get("numel", 0)))
+    encode, decode = row["encode_gbps"] * 1e9, row["decode_gbps"] * 1e9
+    try:
+        # Raw frames are not planned for; adding has no row of its own
+        profile = Profile(((1.0, 1.0),), encode, decode, decode, decode, decode, CALL_S)
+    except ValueError as error:
+        raise ToolError(f"{path}: {error}") from error
+    size = f"{row['mib']} MiB" if "mib" in row else f"{row['numel']:,} elements"
+    about = f"{path}: {CODEC}, {DATA} {dtype}, {size}, route {row['route']}; ratio from the same row; adds as fast as it decodes"
+    return Speeds(profile, row["ratio"], about, link=False)
+
+
+def measured(dtype: str) -> Speeds:
+    """What one thread of this machine does, now; takes about 0.2 s once the kernels are built."""
+    from ds_zipccl.comm import calibration
+
+    profile = calibration.coding_profile(((1.0, 1.0),), calibration.coding_seconds())
+    about = f"this machine's CPU, one thread, {DATA} bfloat16, measured now (--profile FILE for others); ratio of {DATA} {dtype}"
+    return Speeds(profile, normal_ratio(dtype), about, link=False)
+
+
+def measured_differences() -> tuple[tuple[float, float], tuple[float, float]]:
+    """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included: after a step; of what has not
+    changed. Takes about 0.1 s once the kernels are built."""
+    from ds_zipccl.comm import calibration
+
+    before, after = _step(_NUMEL // 2, "bfloat16")
+
+    def speeds(now: torch.Tensor) -> tuple[float, float]:
+        encode, decode = calibration.difference_seconds(before, now)
+        return now.nbytes / encode, now.nbytes / decode
+
+    return speeds(after), speeds(before)
+
+
+def delta_ratio(dtype: str) -> float:
+    """Ratio of parameters against the last step's: that of bf16 is known from trainings, others' from a step like theirs."""
+    from ds_zipccl.codecs import compress
+
+    if dtype == "bfloat16":
+        return DELTA_RATIO
+    before, after = _step(_NUMEL, dtype)
+    return after.nbytes / compress(after, "delta", base=before, shaped=False, checksum=False).nbytes
+
+
+def _step(numel: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights before and after a step."""
+    import torch
+
+    weights, change = (data.Spec(DATA).make(numel, "float32", seed) for seed in range(2))
+    after = weights + _STEP * change
+    wanted = getattr(torch, dtype)
+    return weights.to(wanted), after.to(wanted)
+
+
+def normal_ratio(dtype: str) -> float:
+    """Bytes of normal values over bytes of their frame; the same on every machine."""
+    from ds_zipccl.codecs import compress
+
+    tensor = data.Spec(DATA).make(_NUMEL, dtype)
+    return tensor.nbytes / compress(tensor, CODEC, shaped=False, checksum=False).nbytes

@@ -1,0 +1,108 @@
+"""Step logs of a training, read and checked: the lines that :mod:`ds_zipccl.telemetry.step_log` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_zipccl.bench import ToolError
+from ds_zipccl.telemetry import counters
+
+_BYTES = ("logical_bytes", "wire_bytes", "passed_bytes")
+_MOST = 1 << 63  # a count above this is none
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a step log; ``sent`` maps a role to its counts in the order of the arguments of stats.ratio()."""
+
+    step: int
+    rates: tuple[float, ...]
+    sent: Mapping[str, tuple[int, int, int]]
+    differences: Mapping[str, int]
+
+    def ratio(self, role: str) -> float | None:
+        """The role's in this step; None where it sent nothing."""
+        return counters.ratio(*self.sent[role]) if role in self.sent else None
+
+
+def read(path: str, first: int = 0) -> list[Step]:
+    """The steps of a log from step ``first`` on, in the order of the file.
+
+    Raises:
+        ToolError: the file cannot be read, a line is not what a training writes, or there is no such step.
+    """
+    steps = []
+    number = 0
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    steps.append(_parse(line))
+                except (_Malformed, RecursionError) as error:
+                    raise ToolError(f"{path}, line {number}: {error}") from None
+    except OSError as error:
+        raise ToolError(f"cannot read {path}: {error.strerror}") from error
+    kept = [step for step in steps if step.step >= first]
+    if not kept:
+        last = f"the last of its {number} lines is step {steps[-1].step}" if steps else "it is empty"
+        raise ToolError(f"{path} has no step from step {first} on: {last}")
+    return kept
+
+
+class _Malformed(ValueError):
+    """A line is not what step_log.py describes; the message says what was got and what was wanted."""
+
+
+def _parse(line: bytes) -> Step:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        hint = "remove the line if the training was killed in the middle of it"
+        raise _Malformed(f"got {_short(line)}, wanted a JSON object; {hint}")
+    rates = found.get("lr", [])
+    if not isinstance(rates, list) or not all(type(rate) in (int, float) and abs(rate) < _MOST for rate in rates):
+        raise _Malformed(f'"lr" is {_short(rates)}, wanted a list of finite numbers')
+    sent = {role: _sent(role, counts) for role, counts in _object(found, "roles").items()}
+    differences = _object(found, "differences")
+    for reason in differences:
+        _count(differences, reason)
+    return Step(_count(found, "step"), tuple(map(float, rates)), sent, differences)
+
+
+def _sent(role: str, counts: Any) -> tuple[int, int, int]:
+    from ds_zipccl.config import ROLES
+
+    if role not in ROLES:
+        raise _Malformed(f"got the role {_short(role)}, wanted one of {', '.join(ROLES)}")
+    if not isinstance(counts, dict):
+        raise _Malformed(f'"{role}" is {_short(counts)}, wanted an object with {", ".join(_BYTES)}')
+    raw, wire, passed = (_count(counts, key) for key in _BYTES)
+    if counts.get("ratio") != counters.ratio(raw, wire, passed):
+        raise _Malformed(
+            f'"ratio" of {role} is {_short(counts.get("ratio"))}, its bytes give {counters.ratio(raw, wire, passed)}'
+        )
+    return raw, wire, passed
+
+
+def _object(found: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = found.get(key)
+    if not isinstance(value, dict) or not all(map(str.isprintable, value)):  # keys are shown on a terminal
+        raise _Malformed(f'"{key}" is {_short(value)}, wanted an object with printable keys')
+    return value
+
+
+def _count(found: Mapping[str, Any], key: str) -> int:
+    value = found.get(key)
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise _Malformed(f'"{key}" is {_short(value)}, wanted an integer >= 0')
+    return value
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

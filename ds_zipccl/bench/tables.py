@@ -1,0 +1,124 @@
+"""What every command prints and writes: aligned rows on stdout, progress on stderr, and the same rows as JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+import ds_zipccl
+from ds_zipccl.bench import ToolError
+
+T = TypeVar("T")
+
+#: packages whose versions decide what a figure means
+PACKAGES = ("torch", "deepspeed", "numpy", "numba", "safetensors")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: ``key`` of the row, ``style`` as in ``format()``, smallest ``width``; text is left aligned, figures right."""
+
+    key: str
+    style: str = ""
+    width: int = 0
+    title: str = ""
+
+    @property
+    def head(self) -> str:
+        return self.title or self.key
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, Mapping):
+            return " ".join(f"{key}:{count}" for key, count in value.items()) or "-"
+        return "-" if value is None else format(value, self.style)
+
+    def align(self, text: str) -> str:
+        width = max(self.width, len(self.head))
+        return text.rjust(width) if self.style else text.ljust(width)
+
+
+class Table:
+    """Prints each row when it is there, not at the end; hence widths that are known before."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns = columns
+        self._begun = False
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Print ``row``; keys without a column are left out, None and an empty dict show as "-"."""
+        if not self._begun:
+            self._begun = True
+            say(" ".join(column.align(column.head) for column in self._columns).rstrip())
+        say(" ".join(column.align(column.text(row[column.key])) for column in self._columns).rstrip())
+
+
+def say(line: str = "") -> None:
+    """One line on stdout, above a progress bar if there is one."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def complain(line: str) -> None:
+    """One line on stderr, above a progress bar if there is one."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def progress(items: Iterable[T], label: str, total: int | None = None) -> tqdm[T]:
+    """``items`` with a bar on stderr after two seconds, if stderr is a terminal."""
+    return tqdm(items, desc=label, total=total, delay=2, leave=False, disable=None, file=sys.stderr)
+
+
+def version(package: str) -> str:
+    """Installed version, or "not installed"; imports nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def versions() -> dict[str, str]:
+    found = {"ds_zipccl": ds_zipccl.__version__, "python": platform.python_version()}
+    return found | {package: version(package) for package in PACKAGES}
+
+
+def machine() -> dict[str, Any]:
+    """Host description for a results file: system, processor, processors usable by this process, memory in bytes."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "processors": usable,
+        "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE") if pages else None,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def write_json(path: str, rows: Sequence[Mapping[str, Any]], command: str, **more: Any) -> None:
+    """Write ``{"rows": rows, "machine", "versions", "command", **more}``; ``command`` as somebody would type it.
+
+    Raises:
+        ToolError: the file cannot be written.
+    """
+    content = {"rows": list(rows), "machine": machine(), "versions": versions(), "command": command} | more
+    try:
+        Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ToolError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""The commands of ``python -m ds_zipccl``, one file each."""

@@ -1,0 +1,181 @@
+"""``analyze``: what exponent coding makes of the tensors of a file, or of synthetic data.
+
+Columns (also the keys of the rows in ``--json``); the last row is the total, entropies weighted by elements:
+
+* ``name``, ``dtype``, ``numel``; ``zeros``: share of elements that are +0 or -0.
+* ``entropy``: bits that an exponent is worth if one code serves the whole tensor; ``block_entropy``: mean of the same within
+  blocks of ``--block`` elements, with a code for each.
+* ``bound``: original / compressed of a code that sends sign and mantissa whole and each exponent in ``block_entropy`` bits.
+* ``ratio``: what compress() makes of it, headers included; more than ``bound`` where zeros, equal words or trailing zero bits
+  (fp32 from bf16) leave room for it.
+* ``modes``: blocks by the mode that the encoder chose (FILL, RAW, CASCADE, SPARSE: FORMAT.md section 2).
+* ``wrong``: elements whose bits differ after decompress().
+
+Tensors of dtypes that are not coded travel raw: ratio 1. Files are safetensors, or torch.save() files of tensors in dicts
+and lists; a torch file that holds any other object is refused, and nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ds_zipccl.bench import ToolError, data, tables
+from ds_zipccl.bench.tables import Column
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_zipccl.bench.files import Loader
+    from ds_zipccl.bench.plot_exponents import Histograms
+
+DEFAULT_SPEC = data.Spec("normal")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``analyze``."""
+    parser.add_argument("file", metavar="FILE", help="safetensors or torch file; - for synthetic data (--data)")
+    parser.add_argument("--data", nargs="+", type=data.spec, metavar="D", help="data sets for -, see below (normal)")
+    parser.add_argument(
+        "--numel", type=data.numel, default=1 << 20, metavar="N", help="elements of synthetic data (1M)"
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        type=data.dtype,
+        default=["bfloat16"],
+        metavar="T",
+        help="bf16 fp16 fp32 of synthetic data (bf16)",
+    )
+    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=1024, help="elements a block (1024)")
+    parser.add_argument("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
+    parser.add_argument("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here too")
+    parser.epilog = data.about()
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``analyze``; 1 if any element came back wrong, else 0."""
+    if args.file != "-" and args.data:
+        raise ToolError(f"--data is for synthetic data: write - instead of {args.file}")
+    drawing = _drawing(args.block) if args.plot else None
+    tensors = dict(_synthetic(args)) if args.file == "-" else _stored(args.file)
+    if not tensors:
+        raise ToolError(f"{args.file} holds no tensor")
+    columns = _columns(max(map(len, tensors)))
+    table, rows = tables.Table(columns), []
+    for name, load in tables.progress(tensors.items(), "analyze", len(tensors)):
+        rows.append(_row(name, load(), args.block, args.route, drawing))
+        table.add(rows[-1])
+    rows.append(_total(rows))
+    table.add(rows[-1])
+    if drawing:
+        title = ", ".join(tensors) if args.file == "-" else args.file
+        drawing.save(args.plot, title)
+    if args.json:
+        tables.write_json(args.json, rows, args.command, block=args.block)
+    return 1 if rows[-1]["wrong"] else 0
+
+
+def _columns(name_width: int) -> tuple[Column, ...]:
+    return (
+        Column("name", width=name_width),
+        Column("dtype", width=13),
+        Column("numel", ",d", 13),
+        Column("zeros", ".1%", 6),
+        Column("entropy", ".3f"),
+        Column("block_entropy", ".3f"),
+        Column("bound", ".3f", 6),
+        Column("ratio", ".3f", 7),
+        Column("wrong", "d"),
+        Column("modes"),
+    )
+
+
+def _drawing(block: int) -> Histograms:
+    from ds_zipccl.bench.plot_exponents import Histograms
+
+    return Histograms(block)
+
+
+def _synthetic(args: argparse.Namespace) -> Iterable[tuple[str, Loader]]:
+    for spec in args.data or [DEFAULT_SPEC]:
+        for dtype in args.dtype:
+            if not spec.has(dtype):
+                raise ToolError(f"{spec.name} exists in {', '.join(data.DATA[spec.name].dtypes)}, not in {dtype}")
+            yield f"{spec} {dtype}", partial(spec.make, args.numel, dtype)
+
+
+def _stored(path: str) -> dict[str, Loader]:
+    from ds_zipccl.bench.files import tensors
+
+    return tensors(path)
+
+
+def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histograms | None) -> dict[str, Any]:
+    """One row, its tensor drawn too; the keys without a column are what the total is made of."""
+    import torch
+
+    from ds_zipccl import codecs
+    from ds_zipccl.bench.exponents import MODES, Fields, block_tables, differing, exponents
+
+    nbytes = tensor.numel() * tensor.element_size()
+    row: dict[str, Any] = {
+        "name": name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "numel": tensor.numel(),
+        "zeros": None,
+        "entropy": None,
+        "block_entropy": None,
+        "bound": 1.0,
+        "ratio": 1.0,
+        "wrong": 0,
+        "logical_bytes": nbytes,
+        "bound_bytes": nbytes,
+        "frame_bytes": nbytes,
+        "modes": {},
+    }
+    if tensor.dtype not in codecs.CODED_DTYPES or tensor.layout != torch.strided or not tensor.numel():
+        return row
+    tensor = tensor.detach().contiguous()
+    found = exponents(tensor, block)
+    frame = codecs.compress(tensor, block=block, shaped=False, checksum=False, route=route)
+    modes = block_tables(frame)[1]
+    if drawing:
+        drawing.add(tensor, frame)
+    bound = Fields.of(tensor.dtype).ratio(found.within_blocks)
+    return row | {
+        "zeros": 1 - int(torch.count_nonzero(tensor.float())) / tensor.numel(),
+        "entropy": found.entropy,
+        "block_entropy": found.within_blocks,
+        "bound": bound,
+        "ratio": nbytes / frame.numel(),
+        "wrong": differing(codecs.decompress(frame, route=route), tensor),
+        "bound_bytes": nbytes / bound,
+        "frame_bytes": frame.numel(),
+        "modes": {name: count for number, name in enumerate(MODES) if (count := int((modes == number).sum()))},
+    }
+
+
+def _total(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    sums = {
+        key: sum(row[key] for row in rows) for key in ("numel", "wrong", "logical_bytes", "bound_bytes", "frame_bytes")
+    }
+    modes = dict.fromkeys(mode for row in rows for mode in row["modes"])
+    coded = [row for row in rows if row["entropy"] is not None]
+    weight = sum(row["numel"] for row in coded)
+    means = {
+        key: sum(row[key] * row["numel"] for row in coded) / weight if weight else None
+        for key in ("zeros", "entropy", "block_entropy")
+    }
+    return {
+        "name": "total",
+        "dtype": "",
+        **sums,
+        **means,
+        "modes": {mode: count for mode in modes if (count := sum(row["modes"].get(mode, 0) for row in rows))},
+        "bound": sums["logical_bytes"] / sums["bound_bytes"] if sums["logical_bytes"] else 1.0,
+        "ratio": sums["logical_bytes"] / sums["frame_bytes"] if sums["logical_bytes"] else 1.0,
+    }

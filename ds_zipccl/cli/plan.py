@@ -1,0 +1,350 @@
+"""``plan``: how long the communication of a training step takes, plain and coded, before anything is rented.
+
+    plan --params 70e9 --zero 3 --gpus 1024 --gpus-per-node 8 --link 400gbit
+
+The model (formulas: ds_zipccl/policy/cost_model.py): ZeRO-3 gathers the parameters forward and backward and scatters the gradients in
+every micro-batch; ZeRO-2 all-reduces the gradients in every micro-batch, ZeRO-1 once a step, and both gather the parameters once.
+Operations have DeepSpeed's default sizes: 5e8 elements, and 5e7 for the gathers of ZeRO-3.
+
+What the coded variants do besides coding exponents goes by the keys of the section in ds_config.json:
+
+* --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only: a reduce_scatter, half of what the all_reduce sends. Where
+  a bucket is much smaller than the model few ranks own it, and take up to twice as long to receive the sums: that is in ms.
+* --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences against the last step's. The ratio (4 for bf16) is that of the peak
+  learning rate; towards the end of its decay it grows to 10 to 70: --delta-ratio.
+* --zero3-base host or device: ZeRO-3 does so too. Only the first gather of a step finds changes ("parameters, first"); those of the
+  backward pass and of further micro-batches ("parameters, again") cost a few bits a block.
+
+--link is what one GPU can send and receive between nodes, both at once: its share of the node's network cards. Columns:
+
+* variant: plain, uncoded by nodes: GPUs of one place in all nodes exchange, and what happens inside nodes is free, as near to NCCL's
+  rings as an optimist gets. coded, flat: every GPU sends to every other, so that the part (gpus - gpus_per_node) / (gpus - 1) of
+  what it sends leaves the node. coded, by nodes: the plain one's schedule, coded between nodes; this release has it for gathers, not
+  for sums. With one GPU a node the two are one: coded.
+* calls: operations a step. wire_gb: 1e9 bytes that a GPU sends between nodes in a step. ms: their time. speedup: plain ms / ms.
+* only in --json: ratio: of the coding. exponents_ms: the time without differences.
+
+Differences are coded at other speeds than exponents. Without --profile theirs are measured on this machine's CPU too, with the hashes
+which prove that all ranks hold the same base. A --profile says nothing of them: they are then planned as fast as exponents, without
+hashes, which flatters them (on CPUs they take several times as long). The copies of --zero3-base, out of the base and back, are in.
+
+Left out: overlap with compute and with each other, congestion, the memory and time that coding takes from compute, other traffic
+(scalars, MoE, pipeline), the round in which hashes are exchanged, and the latency of many ranks beyond --latency for every message. NCCL
+groups pass through uncoded in this release, and CUDA tensors go without differences: for them the table says what coding would give.
+
+plan --validate measures link and codec between ranks of this machine, predicts what bench comm then measures in the same processes,
+and has status 1 where our schedules are off by more than 20%. off: predicted / measured; plain is predicted as gloo's own schedules,
+as far as they are known; ideal_ms: what a bandwidth-optimal one would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ds_zipccl.bench import ToolError, data, link, speeds, tables, validate
+from ds_zipccl.bench.comm_cases import OPS
+from ds_zipccl.bench.speeds import Points, Speeds
+from ds_zipccl.bench.tables import Column
+from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, Profile, against_base, predict
+
+#: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size.
+BUCKET, PREFETCH = 500_000_000, 50_000_000
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+TOTAL = "total"
+#: Codings: of values by themselves, and against those of the last gather, which have changed since or not.
+EXPONENTS, CHANGED, UNCHANGED = "exponents", "changed", "unchanged"
+COLUMNS = (
+    Column("what", width=20),
+    Column("op", width=14),
+    Column("calls", ",d", 7),
+    Column("variant", width=15),
+    Column("wire_gb", ".2f", 9),
+    Column("ms", ".1f", 10),
+    Column("speedup", ".2f"),
+)
+
+#: Keys of the rows that the total row adds up.
+SUMMED = ("calls", "wire_gb", "ms", "exponents_ms")
+#: What is said of lines for which something else is faster than what they show.
+INSTEAD = {
+    "plain": 'coding does not pay for {}: "auto" would pass',
+    "exponents": 'differences take longer than exponents for {}: "auto" would take these',
+}
+#: Options named like keys of the config: name, values with the default first, meaning.
+SWITCHES = (
+    ("owner-only", ("auto", "off"), "ZeRO-1/2: gradients to their owners only"),
+    ("delta", ("auto", "off"), "parameters as differences"),
+    ("zero3-base", ("off", "host", "device"), "what ZeRO-3 has differences against"),
+)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One line of a step: ``times`` it moves all parameters by ``op``, in operations of ``bucket`` elements at most.
+
+    Coded variants do it by ``coded_op``, the same if empty, ``slower`` than that, and send what ``coding`` names.
+    """
+
+    what: str
+    op: str
+    bucket: int
+    times: int
+    coded_op: str = ""
+    coding: str = EXPONENTS
+    slower: float = 1.0
+
+
+class Coding(NamedTuple):
+    """Speeds, also of the link, and ratio."""
+
+    profile: Profile
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How an operation runs: on ``ranks`` ranks, on the part ``tensor`` of it; ``crossing`` of what a rank sends leaves its node."""
+
+    variant: str
+    codec: str
+    ranks: int
+    tensor: float
+    crossing: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``plan``."""
+    parser.add_argument("--params", type=_count, metavar="P", help="parameters of the model, such as 70e9")
+    parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
+    parser.add_argument("--link", nargs="+", type=link.rate, metavar="RATE", help="of one GPU: 400gbit; see above")
+    parser.add_argument("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="speeds: from plan --validate --json or bench codec --json (this CPU)"
+    )
+    parser.add_argument("--ratio", type=float, metavar="R", help="of the coding (measured on normal values)")
+    for key, choices, about in SWITCHES:
+        parser.add_argument(f"--{key}", choices=choices, default=choices[0], help=f"{about} ({choices[0]})")
+    parser.add_argument("--delta-ratio", type=float, metavar="R", help=f"of differences (bf16: {DELTA_RATIO:g})")
+    parser.add_argument("--accumulation", type=int, default=1, metavar="K", help="micro-batches a step (1)")
+    parser.add_argument("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
+    parser.add_argument(
+        "--bucket", type=_count, metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the rows here too")
+    validate.add_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``plan``; 0, or with ``--validate`` 1 if the model is off."""
+    if args.validate:
+        return validate.main(args)
+    _check(args)
+    found = speeds.read(args.profile, args.dtype) if args.profile else speeds.measured(args.dtype)
+    if args.ratio:
+        found = replace(found, ratio=args.ratio, about=f"{found.about}, overruled by --ratio")
+    traffics = _traffic(args)
+    codings = {EXPONENTS: Coding(replace(found.profile, transfer=_points(args, found)), found.ratio)}
+    profile = codings[EXPONENTS].profile
+    tables.say(f"speeds: {found.about}")
+    tables.say(f"        {_about(codings[EXPONENTS], 'add')}")
+    kinds = {traffic.coding for traffic in traffics} - {EXPONENTS}
+    if kinds:
+        codings |= _differences(args, profile)
+        for kind in sorted(kinds):
+            tables.say(f"        {kind} parameters: {_about(codings[kind])}")
+        if args.profile:
+            tables.say(
+                f"        {args.profile} has no speeds of differences: planned as fast as exponents, which flatters them"
+            )
+    whence = f"--link {args.link[0]}" if args.link else f"measured in {args.profile}"
+    tables.say(f"link:   {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU, {whence}\n")
+    rows = list(step(args, traffics, codings))
+    table = tables.Table(COLUMNS)
+    for row in rows:
+        table.add(row)
+    for line in _losses(rows):
+        tables.say(line)
+    if args.json:
+        more = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about}
+        for kind in kinds:
+            coding = codings[kind]
+            more[kind] = {"encode": coding.profile.encode, "decode": coding.profile.decode, "ratio": coding.ratio}
+        tables.write_json(args.json, rows, args.command, **more)
+    return 0
+
+
+def step(args: argparse.Namespace, traffics: list[Traffic], codings: dict[str, Coding]) -> Iterator[dict[str, Any]]:
+    """Rows of a step, and their totals."""
+    itemsize = ITEMSIZE[args.dtype]
+    exponents = codings[EXPONENTS]
+    totals: dict[str, dict[str, Any]] = {}
+    for traffic in traffics:
+        operations = _sizes(args.params * itemsize, traffic.bucket * itemsize if args.bucket is None else args.bucket)
+        plain = math.nan
+        for schedule in _schedules(args.gpus, args.gpus_per_node):
+            uncoded = schedule.codec == "plain"
+            op = traffic.op if uncoded else traffic.coded_op or traffic.op
+            coding = Coding(exponents.profile, 1.0) if uncoded else codings[traffic.coding]
+            sent = float(OPS[op].sent(schedule.ranks)) * schedule.crossing * schedule.tensor / coding.ratio
+            times = traffic.times * (1.0 if uncoded else traffic.slower)
+            ms = times * _ms(op, operations, schedule, coding)
+            plain = ms if uncoded else plain
+            row = {
+                "what": traffic.what,
+                "op": op,
+                "calls": traffic.times * sum(count for _, count in operations),
+                "variant": schedule.variant,
+                "ratio": coding.ratio,
+                "wire_gb": traffic.times * sent * args.params * itemsize / 1e9,
+                "ms": ms,
+                "exponents_ms": times * _ms(op, operations, schedule, exponents),
+                "speedup": plain / ms,
+            }
+            yield row
+            total = totals.setdefault(
+                schedule.variant, row | {"what": TOTAL, "op": "", "ratio": None} | dict.fromkeys(SUMMED, 0)
+            )
+            for key in SUMMED:
+                total[key] += row[key]
+    for total in totals.values():
+        yield total | {"speedup": totals["plain"]["ms"] / total["ms"]}
+
+
+def _ms(op: str, operations: list[tuple[int, int]], schedule: Schedule, coding: Coding) -> float:
+    """Milliseconds of operations (bytes, how many)."""
+    local = _slowed(coding.profile, schedule.crossing)
+    return 1e3 * sum(
+        count * predict(op, schedule.codec, size * schedule.tensor, schedule.ranks, local, coding.ratio)
+        for size, count in operations
+    )
+
+
+def _traffic(args: argparse.Namespace) -> list[Traffic]:
+    micro = args.accumulation
+    if args.zero < 3:
+        owners, slower = ("reduce_scatter", _crowding(args)) if args.owner_only == "auto" else ("", 1.0)
+        times = micro if args.zero == 2 else 1
+        return [
+            Traffic("gradients", "all_reduce", BUCKET, times, coded_op=owners, slower=slower),
+            Traffic("parameters", "all_gather", BUCKET, 1, coding=CHANGED if args.delta == "auto" else EXPONENTS),
+        ]
+    gradients = Traffic("gradients", "reduce_scatter", BUCKET, micro)
+    if args.zero3_base == "off" or args.delta == "off":
+        return [
+            Traffic("parameters, forward", "all_gather", PREFETCH, micro),
+            Traffic("parameters, backward", "all_gather", PREFETCH, micro),
+            gradients,
+        ]
+    return [
+        Traffic("parameters, first", "all_gather", PREFETCH, 1, coding=CHANGED),
+        Traffic("parameters, again", "all_gather", PREFETCH, 2 * micro - 1, coding=UNCHANGED),
+        gradients,
+    ]
+
+
+def _crowding(args: argparse.Namespace) -> float:
+    """How much longer a reduce-scatter takes whose sums then go on to the few ranks that own a bucket: 1 where all own as much."""
+    elements = BUCKET if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
+    owners = args.gpus * min(1.0, elements / args.params)
+    return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
+
+
+def _differences(args: argparse.Namespace, profile: Profile) -> dict[str, Coding]:
+    """The codings against a base: at measured speeds, or where a file says nothing of them, at those of exponents."""
+    speed = (profile.encode, profile.decode)
+    changed, unchanged = (speed, speed) if args.profile else speeds.measured_differences()
+    copies = 2 if args.zero == 3 else 0  # ZeRO-1 and ZeRO-2 gather onto the base itself
+    return {
+        CHANGED: Coding(against_base(profile, *changed, copies), args.delta_ratio or speeds.delta_ratio(args.dtype)),
+        UNCHANGED: Coding(against_base(profile, *unchanged, copies), UNCHANGED_RATIO),
+    }
+
+
+def _schedules(gpus: int, per_node: int) -> list[Schedule]:
+    nodes = gpus // per_node
+    plain = Schedule("plain", "plain", nodes, 1 / per_node, 1.0)
+    if per_node == 1:
+        return [plain, replace(plain, variant="coded", codec="coded")]
+    flat = Schedule("coded, flat", "coded", gpus, 1.0, (gpus - per_node) / (gpus - 1))
+    return [plain, flat, replace(plain, variant="coded, by nodes", codec="coded")]
+
+
+def _slowed(profile: Profile, crossing: float) -> Profile:
+    """The profile where only a part of the bytes crosses the link, and the rest is free."""
+    return replace(profile, transfer=tuple((size / crossing, seconds) for size, seconds in profile.transfer))
+
+
+def _sizes(total: int, bucket: int) -> list[tuple[int, int]]:
+    """(bytes, how many) of the operations that move ``total`` bytes."""
+    return [(size, count) for size, count in ((bucket, total // bucket), (total % bucket, 1)) if size and count]
+
+
+def _points(args: argparse.Namespace, found: Speeds) -> Points:
+    """The line ``latency + bytes / rate``, or what the profile measured."""
+    if not args.link:
+        return found.profile.transfer
+    rate, latency = link.bits_per_second(args.link[0]) / 8, args.latency / 1e6
+    return tuple((size, latency + size / rate) for size in (1.0, 1e9))
+
+
+def _about(coding: Coding, *more: str) -> str:
+    named = ", ".join(f"{name} {getattr(coding.profile, name) / 1e9:.1f}" for name in ("encode", "decode", *more))
+    return f"{named} GB/s; ratio {coding.ratio:.3f}"
+
+
+def _losses(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """What does not pay, in words."""
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        lines = [row for row in rows if row["variant"] == variant and row["op"]]
+        for fastest, text in INSTEAD.items():
+            lost = ", ".join(f"{row['what']} ({row['op']})" for row in lines if _fastest(row) == fastest)
+            if lost:
+                yield f"{variant}: {text.format(lost)}"
+
+
+def _fastest(row: dict[str, Any]) -> str:
+    times = {"shown": row["ms"], "exponents": row["exponents_ms"], "plain": row["speedup"] * row["ms"]}
+    return min(times, key=times.__getitem__)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.params is None or args.gpus is None:
+        raise ToolError("wanted are --params and --gpus, or --validate")
+    if not (args.link or args.profile) or len(args.link or [0]) != 1 or args.link == [""]:
+        raise ToolError("wanted is one --link RATE between nodes such as 400gbit, or the --profile of one")
+    if args.link is None and not speeds.read(args.profile, args.dtype).link:
+        raise ToolError(f"{args.profile} does not say how fast the link is: add --link RATE")
+    if args.gpus_per_node < 1 or args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
+        got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
+        raise ToolError(
+            f"wanted are at least two nodes with equally many GPUs, got {got}; inside a node nothing is planned"
+        )
+    if args.dtype not in ITEMSIZE:
+        raise ToolError(f"--dtype is one of {', '.join(ITEMSIZE)}, got {args.dtype}")
+    if args.accumulation < 1:
+        raise ToolError(f"--accumulation must be at least 1, got {args.accumulation}")
+    if args.zero3_base != "off" and (args.zero != 3 or args.delta == "off"):
+        raise ToolError(
+            f"--zero3-base {args.zero3_base} is for differences of ZeRO-3: it wants --zero 3 and --delta auto"
+        )
+    if args.delta_ratio is not None and not 1 <= args.delta_ratio < math.inf:
+        raise ToolError(f"--delta-ratio must be at least 1, got {args.delta_ratio}")
+    if not 0 < args.latency < math.inf or not (args.ratio is None or 0 < args.ratio < math.inf):
+        raise ToolError(f"--latency and --ratio must be above 0, got {args.latency} and {args.ratio}")
+
+
+def _count(text: str) -> int:
+    """A number of at least 1, such as 70e9 (argparse type)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1; write 70e9 or 500000000")
+    return int(value)

@@ -1,0 +1,169 @@
+"""``report``: versions, routes, op builders, activation and environment: what works here, and why the rest does not.
+
+Nothing that is missing keeps the rest from being printed: the reason stands in its place. But where no CPU route works, or there is a
+CUDA device and no CUDA route works, the last line says so and the status is 1. The routes are tried for real, so that the first report may
+build the native one (seconds). Rows in ``--json``: ``device``, ``route``, ``usable``, ``reason``; beside them one key a section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping
+
+from ds_zipccl.bench import tables
+
+ENTRY_GROUP = "torch.backends"
+AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own; 0 turns every autoload off
+USABLE = "usable"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``report``."""
+    parser.add_argument("--json", metavar="FILE", help="write everything here too")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``report``; 1 if tensors of a device that is here cannot be coded."""
+    tables.complain("# trying every route; the first time this builds them")
+    found = {name: attempt(section) for name, section in SECTIONS.items()}
+    for name, lines in {"versions": tables.versions(), **found}.items():
+        tables.say(f"{name}")
+        width = max(map(len, lines), default=0)
+        for key, text in lines.items():
+            tables.say(f"  {key:{width}}  {text}")
+    if args.json:
+        rows = [
+            {"device": device, "route": route, "usable": reason == USABLE, "reason": "" if reason == USABLE else reason}
+            for device, route, reason in ((*key.partition(" ")[::2], reason) for key, reason in found["routes"].items())
+        ]
+        tables.write_json(args.json, rows, args.command, **found)
+    useless = [device for device in _devices() if not _any_usable(device, found["routes"])]
+    if useless:
+        devices = " and ".join(device.upper() for device in useless)
+        tables.say(f"no route for {devices} tensors works here, so they cannot be coded; the reasons are under routes")
+    return 1 if useless else 0
+
+
+def _devices() -> list[str]:
+    """Types of device that tensors can be on here."""
+    try:
+        import torch
+
+        return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    except Exception:  # as in attempt(): without torch nothing works, and the routes' section says why
+        return ["cpu"]
+
+
+def _any_usable(device: str, routes: Mapping[str, str]) -> bool:
+    return any(key.partition(" ")[0] == device and reason == USABLE for key, reason in routes.items())
+
+
+def attempt(section: Callable[[], Mapping[str, str]]) -> dict[str, str]:
+    """What ``section`` says, or why it cannot say anything."""
+    try:
+        return dict(section())
+    except Exception as error:  # a report is read where things are broken
+        return {"unknown": f"{type(error).__name__}: {error}"}
+
+
+def machine() -> Mapping[str, str]:
+    facts = tables.machine()
+    return {
+        "system": facts["system"],
+        "processor": f"{facts['processor']}, {facts['processors']} usable",
+        "memory": f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown",
+        "C++ compiler": attempt(_compiler).popitem()[1],
+        "CUDA": attempt(_cuda).popitem()[1],
+    }
+
+
+def _compiler() -> Mapping[str, str]:
+    from ds_zipccl.kernels import build
+
+    command = build.compiler()
+    answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    return {"compiler": f"{shlex.join(command)}: {answer.splitlines()[0]}"}
+
+
+def _cuda() -> Mapping[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"cuda": "no device" if torch.version.cuda else "this torch is built without it"}
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cuda": f"{torch.version.cuda}: {', '.join(names)}"}
+
+
+def routes() -> Mapping[str, str]:
+    from ds_zipccl import kernels
+
+    return {
+        f"{device} {name}": reason or USABLE
+        for device in kernels.ROUTES
+        for name, reason in kernels.why(device).items()
+    }
+
+
+def builders() -> Mapping[str, str]:
+    from ds_zipccl.op_builder.zipccl import BUILDERS
+
+    return {
+        name: "compatible" if builder().is_compatible(verbose=False) else "not compatible"
+        for name, builder in BUILDERS.items()
+    }
+
+
+def activation() -> Mapping[str, str]:
+    """Whether ``import torch`` in a fresh process loads the hook that lets a ``ds_config`` switch us on."""
+    entries = [entry for entry in importlib.metadata.entry_points(group=ENTRY_GROUP) if entry.name == "ds_zipccl"]
+    if not entries:
+        state = "not installed: pip install the package, or call ds_zipccl.install() before deepspeed.initialize()"
+    elif os.environ.get(AUTOLOAD_SWITCH) == "0":
+        state = f"installed, but {AUTOLOAD_SWITCH}=0 turns it off"
+    else:
+        state = f"installed: {entries[0].value}"
+    return {f"entry point in {ENTRY_GROUP}": state, "DS_ZIPCCL means": _section()}
+
+
+def _section() -> str:
+    from ds_zipccl.config import ConfigError, environment_section, parse_section
+
+    try:
+        section = environment_section()
+        if section is not None:
+            parse_section(section)
+    except ConfigError as error:
+        return f"invalid: {error}"
+    return "nothing, the config file decides" if section is None else str(section)
+
+
+def environment() -> Mapping[str, str]:
+    from ds_zipccl.config import ENVIRONMENT
+
+    return {name: f"{os.environ.get(name) or '(unset)':12}  {meaning}" for name, meaning in ENVIRONMENT.items()}
+
+
+def cache() -> Mapping[str, str]:
+    from ds_zipccl.kernels.build import cache_root, distrust
+
+    root, reason = cache_root(), distrust()
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return {
+        "folder": f"{root}, in place of the usual one: {reason}" if reason else str(root),
+        "holds": f"{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB",
+        "writable": "yes" if os.access(root, os.W_OK) else "no: set DS_ZIPCCL_CACHE to a folder you can write",
+    }
+
+
+SECTIONS: dict[str, Callable[[], Mapping[str, str]]] = {
+    "machine": machine,
+    "routes": routes,
+    "builders": builders,
+    "activation": activation,
+    "environment": environment,
+    "cache": cache,
+}

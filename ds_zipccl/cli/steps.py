@@ -1,0 +1,77 @@
+"""``steps``: how the ratio went over a training, from the files that ``"step_log"`` in its section names.
+
+    steps run.jsonl --plot run.png
+
+A row per file and role (also in ``--json``); every ratio is of all bytes of the role, coded or passed through:
+
+* ``steps``: those in which the role sent anything. ``mean``, ``min``, ``max``: of their ratios.
+* ``ratio``: all raw bytes / all wire bytes; ``first``, ``middle`` and ``last`` are the same over the first tenth of the
+  steps, the last tenth, and the steps between.
+
+Below, for each file: how many shards went as differences against the last step's, and why the others went in full.
+A file may hold several runs, one after the other, as when a training goes on from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ds_zipccl.bench import tables
+from ds_zipccl.bench.step_logs import Step, read
+from ds_zipccl.bench.tables import Column
+from ds_zipccl.telemetry import counters
+
+_RATIOS = ("mean", "min", "max", "ratio", "first", "middle", "last")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``steps``."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help='what "step_log" names in the section of a training')
+    parser.add_argument("--from-step", type=int, default=0, metavar="A", help="leave out the steps before step A")
+    parser.add_argument("--plot", metavar="PNG", help="draw ratios and learning rate over the steps (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here too")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``steps``; 0."""
+    if args.plot:
+        from ds_zipccl.bench import plot_steps  # before reading: matplotlib may be missing
+    logs = {path: read(path, args.from_step) for path in args.files}
+    columns = (Column("file", width=max(map(len, logs))), Column("role", width=10), Column("steps", ",d", 7))
+    table, found = tables.Table((*columns, *(Column(name, ".3f", 7) for name in _RATIOS))), []
+    for path, steps in logs.items():
+        for row in rows(path, steps):
+            table.add(row)
+            found.append(row)
+    reasons = {
+        path: dict(sum((Counter(step.differences) for step in steps), Counter())) for path, steps in logs.items()
+    }
+    for path, counts in reasons.items():
+        if counts:
+            tables.say(f"{path}, shards: " + ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())))
+    if args.json:
+        tables.write_json(args.json, found, args.command, differences=reasons)
+    if args.plot:
+        plot_steps.save(args.plot, logs)
+    return 0
+
+
+def rows(path: str, steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
+    """One row per role of a log with at least one step."""
+    tenth = max(1, len(steps) // 10)
+    parts = {"ratio": steps, "first": steps[:tenth], "middle": steps[tenth:-tenth], "last": steps[-tenth:]}
+    for role in sorted({role for step in steps for role in step.sent}):
+        ratios = [ratio for step in steps if (ratio := step.ratio(role)) is not None]
+        row = {"file": path, "role": role, "steps": len(ratios)}
+        row |= {"mean": math.fsum(ratios) / len(ratios), "min": min(ratios), "max": max(ratios)}
+        yield row | {name: _ratio_over(part, role) for name, part in parts.items()}
+
+
+def _ratio_over(steps: Sequence[Step], role: str) -> float | None:
+    """All raw bytes / all wire bytes; None where the role sent nothing."""
+    counts = [step.sent[role] for step in steps if role in step.sent]
+    return counters.ratio(*map(sum, zip(*counts, strict=True))) if counts else None

@@ -1,0 +1,1 @@
+"""Gathers as differences against what receivers hold."""

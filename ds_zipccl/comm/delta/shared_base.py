@@ -1,0 +1,220 @@
+"""A base for gathers into new memory, such as ZeRO-3's: a copy of what was gathered, one for each rank, or one for all ranks of a node."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import secrets
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_zipccl import tensors
+from ds_zipccl.comm import topology
+from ds_zipccl.comm.buffer_pool import Lease
+from ds_zipccl.comm.frames import Link
+from ds_zipccl.comm.schedules.pipeline import Round, abandoned, posting
+from ds_zipccl.comm.work import CommError
+from ds_zipccl.telemetry import counters
+
+#: Where the ranks of a node find each other's memory (admission: a file system in memory).
+SHARED = Path("/dev/shm")
+TOKEN_BYTES = 16
+#: Shards begin at multiples of this many bytes (seed: a cache line).
+ALIGNMENT = 64
+#: Round after those of the gather itself.
+_DONE = 3
+
+#: Memory that :func:`keep` has given, while somebody uses it, and its bytes.
+_pools: list[tuple[StorageWeakRef, int]] = []
+counters.count_memory("copies of gathered parameters", lambda: sum(size for pool, size in _pools if not pool.expired()))
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Kept:
+    """What was gathered of one tensor: ``memory`` is ``[ranks, numel]``, the same for all ranks in ``mates``, this one among them.
+
+    ``filled``: some gather has left it there. ``serial`` tells it from all others that :func:`keep` has given the group, by the same number
+    on all ranks.
+    """
+
+    memory: torch.Tensor
+    mates: Sequence[int]
+    serial: int
+    filled: bool = False
+
+
+class Stored:
+    """A :class:`ds_zipccl.comm.Base` for a gather of several tensors laid end to end, each of which has its own :class:`Kept`.
+
+    No two gathers in flight may be of the same tensor: the result would be right, but not much of it a difference.
+    """
+
+    def __init__(self, kept: Sequence[Kept]) -> None:
+        self._kept = kept
+
+    def begin(self, link: Link, places: Sequence[torch.Tensor], lease: Lease) -> torch.Tensor | None:
+        """See :class:`ds_zipccl.comm.Base`."""
+        if not all(kept.filled for kept in self._kept):
+            return None
+        last = lease.like(places[link.rank], places[link.rank].dtype)
+        for rank, place in enumerate(places):
+            for part, memory in self._parts(last if rank == link.rank else place, rank):
+                part.copy_(memory)
+        return last
+
+    def end(self, link: Link, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
+        """See :class:`ds_zipccl.comm.Base`. Each rank of a node writes some of the shards: all of them have read what stood there, as they
+        have told its hash. None goes on before all are written."""
+        mates = self._kept[0].mates
+        for rank, place in enumerate(places):
+            writer = rank if rank in mates else mates[rank % len(mates)]
+            if writer == link.rank:
+                for part, memory in self._parts(place, rank):
+                    memory.copy_(part)
+        words = {mate: tensors.filled(1, 0, torch.uint8) for mate in self._others(link)}
+        with posting(link, _DONE, ours=True) as exchange:
+            for mate, word in words.items():
+                exchange.expect(mate, word)
+            for mate in words:
+                exchange.send(_written(True), mate)
+            for mate, word in words.items():
+                exchange.receive(mate, word)
+        for kept in self._kept:
+            kept.filled = all(bool(word) for word in words.values())
+
+    def abandon(self, link: Link) -> None:
+        """See :class:`ds_zipccl.comm.Base`. The others of the node must not wait for what this rank does not write."""
+        for kept in self._kept:
+            kept.filled = False
+        abandoned(exchange := Round(link, _DONE, ours=True))
+        for mate in self._others(link):
+            # A connection that is closed already has told this mate; the others are told, and their own words taken.
+            with suppress(RuntimeError, ValueError):
+                exchange.expect(mate, _written(False))
+            with suppress(RuntimeError, ValueError):
+                exchange.send(_written(False), mate)
+
+    def token(self) -> Hashable:
+        """See :class:`ds_zipccl.comm.Base`."""
+        return self._kept[0].serial
+
+    def _others(self, link: Link) -> list[int]:
+        """The other ranks that write to the same memory."""
+        return [mate for mate in self._kept[0].mates if mate != link.rank]
+
+    def _parts(self, shard: torch.Tensor, rank: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """The shard of a rank, tensor by tensor, each with the memory of it."""
+        sizes = [kept.memory.shape[1] for kept in self._kept]
+        return [(part, kept.memory[rank]) for part, kept in zip(shard.split(sizes), self._kept, strict=True)]
+
+
+def _written(done: bool) -> torch.Tensor:
+    """The word to a mate: whether this rank's part of the memory has been written."""
+    return tensors.filled(1, done, torch.uint8)
+
+
+#: Serial numbers of each group's memory. They go with the group, so that a group made anew counts afresh on all ranks.
+_serials: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+@tensors.undisturbed()
+def keep(
+    shards: Sequence[tuple[int, torch.dtype]], kind: str, group: dist.ProcessGroup, device: torch.device | str = "cpu"
+) -> list[Kept]:
+    """Memory for what is gathered of several tensors, whose shards have so many elements on every rank of the group.
+
+    A collective: every rank calls it with the same shards and kind. Takes ``ranks * numel * itemsize`` bytes a tensor, rounded up.
+
+    Args:
+        kind: "host": memory of the host, one copy for all ranks of a node. "device": memory of ``device``, a copy for each rank.
+
+    Raises:
+        CommError: some node has no room for it, or its ranks cannot share memory.
+    """
+    if not shards:
+        return []
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    mates: Sequence[int] = [rank]
+    if kind == "host":
+        device = "cpu"
+        mates = next(node for node in topology.by_node(group, topology.find(group, _place())) if rank in node)
+    sizes = [-(-ranks * numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in shards]
+    pool = _shared(sum(sizes), mates, group, device)
+    _pools[:] = [*(one for one in _pools if not one[0].expired()), (StorageWeakRef(pool.untyped_storage()), sum(sizes))]
+    serials = _serials.setdefault(group, itertools.count())
+    found = []
+    for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
+        memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)
+        found.append(Kept(memory, mates, next(serials)))
+    return found
+
+
+def _place() -> str:
+    """Names the file system of shared memory: containers of one host and network may each have their own."""
+    return str(SHARED.stat().st_dev) if SHARED.is_dir() else ""
+
+
+def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> torch.Tensor:
+    """Memory that all ranks in ``mates`` see; that of a rank without others is its own, on ``device``. A collective of the group.
+
+    The memory has a name only until all have opened it, and takes no room before: whatever happens, no more than a name is left behind.
+    """
+    token = tensors.of_buffer(bytearray(secrets.token_bytes(TOKEN_BYTES)))
+    tokens = [tensors.empty(TOKEN_BYTES, torch.uint8) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(tokens, token, group)
+    file = SHARED / f"ds_zipccl-{bytes(tokens[mates[0]].tolist()).hex()}"
+    leads, several = dist.get_rank(group) == mates[0], len(mates) > 1
+    with ExitStack() as opened:
+
+        def keep_open(flags: int) -> int:
+            descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+            opened.callback(os.close, descriptor)
+            return descriptor
+
+        with _agreeing(nbytes, group):
+            if several and leads:
+                descriptor = keep_open(os.O_CREAT | os.O_EXCL)
+                opened.callback(file.unlink, missing_ok=True)
+        with _agreeing(nbytes, group):
+            if several and not leads:
+                descriptor = keep_open(os.O_NOFOLLOW)
+        with _agreeing(nbytes, group):
+            if several and leads:
+                file.unlink()
+                os.posix_fallocate(descriptor, 0, nbytes)  # all of it now, so that no later write can fail
+        with _agreeing(nbytes, group):
+            memory = _map(descriptor, nbytes) if several else tensors.empty(nbytes, torch.uint8, device)
+    return memory
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    found = os.fstat(descriptor)
+    if (found.st_size, found.st_uid) != (nbytes, os.geteuid()):
+        raise OSError(f"the file has {found.st_size} bytes of user {found.st_uid}, wanted {nbytes} of our own")
+    return tensors.of_buffer(mmap.mmap(descriptor, nbytes))
+
+
+@contextmanager
+def _agreeing(nbytes: int, group: dist.ProcessGroup) -> Iterator[None]:
+    """All ranks go on together, or none does."""
+    problem = ""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:  # of the file system, torch and mmap
+        problem = str(error)
+    good = tensors.of_numbers([not problem], torch.uint8)
+    dist.all_reduce(good, dist.ReduceOp.MIN, group)
+    if not good:
+        raise CommError(
+            f"{nbytes / 1e6:.1f} MB of memory for gathered parameters cannot be had: "
+            f"{problem or 'another rank has the reason'}; "
+            f'make {SHARED} larger (docker run --shm-size), or set another "zero3_base"'
+        )

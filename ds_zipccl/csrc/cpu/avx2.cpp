@@ -1,0 +1,11 @@
+// The AVX2 level: Haswell, Zen and later. Its compiler flags: kernels/build.py.
+#if defined(__x86_64__)
+#include "cpu/delta_chunk.h"
+#include "cpu/encode.h"
+#include "cpu/hash.h"
+#include "cpu/level.h"
+#include "cpu/sum.h"
+#include "cpu/lanes_avx2.h"
+
+ZIPCCL_LEVEL(avx2, Avx2Lanes);
+#endif

@@ -1,0 +1,11 @@
+// The AVX-512 level: Ice Lake, Zen 4 and later. Its compiler flags: kernels/build.py.
+#if defined(__x86_64__)
+#include "cpu/delta_chunk.h"
+#include "cpu/encode.h"
+#include "cpu/hash.h"
+#include "cpu/level.h"
+#include "cpu/sum.h"
+#include "cpu/lanes_avx512.h"
+
+ZIPCCL_LEVEL(avx512, Avx512Lanes);
+#endif

@@ -1,0 +1,164 @@
+// Payloads as chunks that are spread over threads: what the C interfaces of the CPU codecs share.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "cpu/level.h"
+#include "common/exponent_block.cuh"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace zipccl {
+namespace {
+
+constexpr uint64_t kBytesPerThread = 1 << 20;  // seed, measured on Zen 4: with less to do a thread costs more than it saves
+constexpr uint64_t kStreamBytes = 8 << 20;      // seed: more words than this leave the cache before anyone reads them
+constexpr uint64_t kRun = 8;              // chunks that a thread takes in a row
+constexpr uint64_t kChunkExtra = 256;     // more than a chunk can be larger than its words
+constexpr uint32_t kItemsize[ZIPCCL_TYPES] = {2, 2, 4, 1, 1};
+
+// Place of a dtype of FORMAT.md table 1.1 in the tables of a level.
+ZipcclType type_of(int32_t dtype) {
+  switch (dtype) {
+    case 2: return ZIPCCL_FP16;
+    case 3: return ZIPCCL_FP32;
+    case 13: return ZIPCCL_E4M3;
+    case 14: return ZIPCCL_E5M2;
+    default: return ZIPCCL_BF16;
+  }
+}
+
+uint64_t chunks_of(uint64_t numel, uint32_t block) {
+  const uint64_t per_chunk = uint64_t(block) * kChunkBlocks;
+  return (numel + per_chunk - 1) / per_chunk;
+}
+uint64_t index_bytes(uint64_t chunks) { return (4 * chunks + 15) / 16 * 16; }
+
+// Lets the words that went past the cache be seen by whoever is told that they are there.
+void finish_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// How many of `threads` threads are worth their start for so many bytes of words.
+int32_t useful_threads(int32_t threads, uint64_t bytes) {
+  return int32_t(std::max<uint64_t>(1, std::min<uint64_t>(threads < 1 ? 1 : threads, bytes / kBytesPerThread)));
+}
+
+// Runs work() on `threads` threads, this one included; on fewer where the system has no more.
+template <typename Work>
+void on_threads(int32_t threads, Work work) {
+  std::vector<std::thread> others;
+  try {
+    for (int32_t i = 1; i < threads; ++i) others.emplace_back(work);
+  } catch (const std::system_error&) {
+  }
+  work();
+  for (std::thread& thread : others) thread.join();
+}
+
+// Puts the parts of a chunk of `bytes` bytes together; returns their end.
+uint8_t* place(const ZipcclPart* parts, uint32_t bytes, uint8_t* to) {
+  for (const uint8_t* const end = to + bytes; to < end; to += parts++->padded) {
+    memcpy(to, parts->from, parts->bytes);
+    memset(to + parts->bytes, 0, parts->padded - parts->bytes);
+  }
+  return to;
+}
+
+// Encodes `count` segments, of which each has `numel` words at `words` to go to `out`, and gets its `bytes`. Chunks are encoded by
+// encode_chunk(segment, offset of the chunk in its words in bytes, its numel, workspace, parts, where the chunk will go).
+template <typename Segment, typename EncodeChunk>
+void encode_segments(Segment* segments, uint32_t count, ZipcclType type, uint32_t block, int32_t threads, EncodeChunk encode_chunk) {
+  const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunk_bytes = per_chunk * kItemsize[type];
+  uint64_t total = 0;
+  for (uint32_t s = 0; s < count; ++s) total += segments[s].numel * kItemsize[type];
+  threads = useful_threads(threads, total);
+  // A thread encodes the chunks of a run and then puts them where they go. Runs are encoded in any order, but placed in theirs: the
+  // next to be placed is `turn`. Several threads gather a run in an image: taking turns with every chunk, they would be in each other's
+  // cache lines and pages all the time.
+  const uint64_t run = threads > 1 ? kRun : 1;
+  uint64_t all_runs = 0;
+  for (uint32_t s = 0; s < count; ++s) {
+    const uint64_t chunks = chunks_of(segments[s].numel, block);
+    segments[s].bytes = index_bytes(chunks);
+    if (chunks) memset(segments[s].out, 0, segments[s].bytes);
+    all_runs += (chunks + run - 1) / run;
+  }
+  std::atomic<uint64_t> ticket{0}, turn{0};
+  on_threads(threads, [&] {
+    alignas(64) uint8_t workspace[kZipcclWorkspace];
+    const std::unique_ptr<uint8_t[]> image(run > 1 ? new uint8_t[run * (chunk_bytes + kChunkExtra)] : nullptr);
+    ZipcclPart parts[kZipcclParts];
+    uint32_t s = 0;
+    uint64_t before = 0;  // runs of the segments before s
+    for (uint64_t next; (next = ticket.fetch_add(1, std::memory_order_relaxed)) < all_runs;) {
+      for (uint64_t here; next - before >= (here = (chunks_of(segments[s].numel, block) + run - 1) / run); ++s) before += here;
+      Segment& segment = segments[s];
+      uint8_t* const out = static_cast<uint8_t*>(segment.out);
+      const uint64_t first = (next - before) * run, last = std::min(first + run, chunks_of(segment.numel, block));
+      uint32_t sizes[kRun];
+      uint8_t* to = run > 1 ? image.get() : out + segment.bytes;
+      for (uint64_t chunk = first; chunk < last; ++chunk) {
+        const uint32_t numel = uint32_t(std::min(segment.numel - chunk * per_chunk, per_chunk));
+        sizes[chunk - first] = encode_chunk(segment, chunk * chunk_bytes, numel, workspace, parts, to);
+        to = place(parts, sizes[chunk - first], to);
+      }
+      for (uint32_t spins = 0; turn.load(std::memory_order_acquire) != next; ++spins)
+        if (spins > 1000) std::this_thread::yield();
+      uint64_t at = segment.bytes;
+      for (uint64_t chunk = first; chunk < last; at += sizes[chunk++ - first]) {
+        const uint32_t offset = uint32_t(at / 16);
+        memcpy(out + 4 * chunk, &offset, 4);
+      }
+      std::swap(at, segment.bytes);
+      const uint64_t bytes = segment.bytes - at;
+      turn.store(next + 1, std::memory_order_release);
+      if (run > 1) memcpy(out + at, image.get(), bytes);
+    }
+  });
+}
+
+// Calls decode_chunk(chunk, its bytes, first element, elements) for every chunk of a payload. The first chunk's failure in order wins.
+template <typename DecodeChunk>
+int32_t each_chunk(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint32_t block, int32_t threads, uint64_t raw_bytes,
+                   DecodeChunk decode_chunk) {
+  const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = chunks_of(numel, block), begin = index_bytes(chunks);
+  if (begin > bytes) return INDEX;
+  if (!chunks) return bytes ? INDEX : OK;
+  std::atomic<uint64_t> ticket{0}, failure{~0ull};  // chunk << 8 | status
+  on_threads(useful_threads(threads, raw_bytes), [&] {
+    for (uint64_t chunk = 0, last = 0;; ++chunk) {
+      if (chunk == last) last = (chunk = ticket.fetch_add(kRun, std::memory_order_relaxed)) + kRun;
+      if (chunk >= chunks || failure.load(std::memory_order_relaxed) >> 8 < chunk) break;
+      uint32_t offsets[2] = {0, 0};
+      memcpy(offsets, payload + 4 * chunk, chunk + 1 < chunks ? 8 : 4);
+      const uint64_t start = uint64_t(offsets[0]) * 16, end = chunk + 1 < chunks ? uint64_t(offsets[1]) * 16 : bytes;
+      int32_t status = INDEX;
+      if (start >= begin && start <= end && end <= bytes && (chunk || start == begin)) {
+        const uint64_t first = chunk * per_chunk;
+        status = decode_chunk(payload + start, end - start, first, uint32_t(std::min(numel - first, per_chunk)));
+      }
+      if (status) {
+        uint64_t known = failure.load();
+        while (chunk < known >> 8 && !failure.compare_exchange_weak(known, chunk << 8 | uint64_t(status))) {
+        }
+      }
+    }
+    finish_streams();
+  });
+  return failure.load() == ~0ull ? int32_t(OK) : int32_t(failure.load() & 255);
+}
+
+}  // namespace
+}  // namespace zipccl

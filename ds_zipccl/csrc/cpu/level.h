@@ -1,0 +1,73 @@
+// What a CPU level offers: the codec of a chunk for each type. cpu/scalar.cpp, cpu/avx2.cpp and cpu/avx512.cpp define one each,
+// cpu/dispatch.cpp chooses.
+#pragma once
+#include <stdint.h>
+
+// Places of types and codes in the tables below; cpu/payload.cpp knows the dtypes of FORMAT.md table 1.1.
+enum ZipcclType { ZIPCCL_BF16, ZIPCCL_FP16, ZIPCCL_FP32, ZIPCCL_E4M3, ZIPCCL_E5M2, ZIPCCL_TYPES };
+enum ZipcclCode { ZIPCCL_CASCADE, ZIPCCL_WINDOW, ZIPCCL_CODES };
+
+// A piece of an encoded chunk: `bytes` bytes, then zeros up to `padded`, a multiple of 16.
+struct ZipcclPart {
+  const uint8_t* from;
+  uint32_t bytes, padded;
+};
+constexpr uint32_t kZipcclParts = 18;  // table, up to 16 bodies, tails
+constexpr uint32_t kZipcclWorkspace = 256 << 10;
+
+struct ZipcclLevel {
+  // Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace (kZipcclWorkspace bytes, aligned to 64).
+  // `soon` is where they will go, `next` what will probably be encoded next; both only to have the memory near.
+  using Encode = uint32_t(const uint8_t* words, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts, const uint8_t* soon,
+                          const uint8_t* next);
+  // `stream`: the words need not stay in the cache.
+  using Decode = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, uint8_t* words);
+  using Add = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* sum);
+  using AddWords = void(const uint8_t* words, uint64_t numel, uint8_t* sums);
+
+  using DeltaEncode = uint32_t(const uint8_t* words, const uint8_t* base, uint32_t numel, uint32_t block, void* workspace,
+                               ZipcclPart* parts);
+  // `words` may be `base`, or are apart from it.
+  using DeltaDecode = int32_t(const uint8_t* chunk, uint64_t bytes, const uint8_t* base, uint32_t numel, uint32_t block, uint8_t* words);
+  using HashBlocks = void(const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums);  // cpu/hash.h
+
+  const char* name;
+  Encode* encode[ZIPCCL_TYPES][ZIPCCL_CODES];
+  Decode* decode[ZIPCCL_TYPES];
+  Add* add[ZIPCCL_FP32 + 1][2];  // to sums of the type itself, to floats
+  AddWords* add_words[ZIPCCL_FP32 + 1][2];
+  DeltaEncode* delta_encode[ZIPCCL_FP32 + 1];
+  DeltaDecode* delta_decode[ZIPCCL_FP32 + 1];
+  HashBlocks* hash;
+};
+
+extern const ZipcclLevel zipccl_scalar;
+#if defined(__x86_64__)
+extern const ZipcclLevel zipccl_avx2, zipccl_avx512;
+#endif
+
+// The level in use.
+const ZipcclLevel& zipccl_chosen();
+
+#define ZIPCCL_ENCODE(F, LANES) \
+  { zipccl::encode_chunk<zipccl::F, zipccl::Cascade, zipccl::LANES>, zipccl::encode_chunk<zipccl::F, zipccl::Window, zipccl::LANES> }
+#define ZIPCCL_DECODE(F, LANES) zipccl::decode_chunk<zipccl::F, zipccl::LANES>
+#define ZIPCCL_ADD(F, LANES) \
+  { zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t> }
+#define ZIPCCL_ADD_WORDS(F) \
+  { zipccl::add_words<zipccl::F, zipccl::F::Word>, zipccl::add_words<zipccl::F, uint32_t> }
+#define ZIPCCL_BASED(FUNCTION, LANES) \
+  { zipccl::FUNCTION<zipccl::Bf16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp16, zipccl::LANES>,                    \
+    zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES> }
+#define ZIPCCL_LEVEL(NAME, LANES)                                                                                         \
+  const ZipcclLevel zipccl_##NAME = {                                                                                     \
+      #NAME,                                                                                                              \
+      {ZIPCCL_ENCODE(Bf16, LANES), ZIPCCL_ENCODE(Fp16, LANES), ZIPCCL_ENCODE(Fp32, LANES), ZIPCCL_ENCODE(E4m3, LANES),    \
+       ZIPCCL_ENCODE(E5m2, LANES)},                                                                                       \
+      {ZIPCCL_DECODE(Bf16, LANES), ZIPCCL_DECODE(Fp16, LANES), ZIPCCL_DECODE(Fp32, LANES), ZIPCCL_DECODE(E4m3, LANES),    \
+       ZIPCCL_DECODE(E5m2, LANES)},                                                                                       \
+      {ZIPCCL_ADD(Bf16, LANES), ZIPCCL_ADD(Fp16, LANES), ZIPCCL_ADD(Fp32, LANES)},                                               \
+      {ZIPCCL_ADD_WORDS(Bf16), ZIPCCL_ADD_WORDS(Fp16), ZIPCCL_ADD_WORDS(Fp32)},                                                  \
+      ZIPCCL_BASED(encode_delta_chunk, LANES),                                                                            \
+      ZIPCCL_BASED(decode_delta_chunk, LANES),                                                                            \
+      zipccl::hash_blocks<zipccl::LANES>}

@@ -1,0 +1,9 @@
+// The portable level: any CPU.
+#include "cpu/delta_chunk.h"
+#include "cpu/encode.h"
+#include "cpu/hash.h"
+#include "cpu/level.h"
+#include "cpu/sum.h"
+#include "cpu/lanes_scalar.h"
+
+ZIPCCL_LEVEL(scalar, ScalarLanes);

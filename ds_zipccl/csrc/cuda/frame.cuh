@@ -1,0 +1,46 @@
+// The header of a flat frame (FORMAT.md section 1), for kernels that write and read whole frames with no word to the host.
+#pragma once
+#include "cuda/warp.cuh"
+
+namespace zipccl {
+namespace {
+
+constexpr uint32_t kHeaderBytes = 32;
+constexpr uint32_t kMagic = 'Z' | 'C' << 8 | 'C' << 16 | 'L' << 24;
+constexpr uint32_t kVersion = 1, kCodecRaw = 0, kCodecExponent = 1, kCodecDelta = 2, kFlagOverflow = 4;
+
+// `overflow`: the frame did not fit in its slot; it ends here, though frame_bytes says what it would have had.
+ZIPCCL_DEVICE void write_header(uint8_t* to, uint32_t codec, uint32_t dtype, uint32_t block, uint64_t numel, uint64_t frame_bytes, bool overflow) {
+  uint4* const header = reinterpret_cast<uint4*>(to);
+  header[0] = make_uint4(kMagic, kVersion | codec << 8 | dtype << 16 | (overflow ? kFlagOverflow : 0) << 24, log2_of(block) << 8, 0);
+  header[1] = make_uint4(uint32_t(numel), uint32_t(numel >> 32), uint32_t(frame_bytes), uint32_t(frame_bytes >> 32));
+}
+
+struct Opened {
+  int32_t status;  // OK, or the FrameErrorCode
+  bool coded;      // or raw
+  uint64_t payload_bytes;
+};
+
+// Reads the header of a flat frame without a checksum in a buffer of `capacity` bytes. It is to hold numel words of `dtype`, raw or
+// coded with `wanted` in blocks of `block`.
+ZIPCCL_DEVICE Opened read_header(const uint8_t* from, uint64_t capacity, uint32_t wanted, uint32_t dtype, uint32_t block, uint64_t numel,
+                                 uint32_t itemsize) {
+  if (capacity < kHeaderBytes) return {TRUNCATED, false, 0};
+  const uint4 a = reinterpret_cast<const uint4*>(from)[0], b = reinterpret_cast<const uint4*>(from)[1];
+  const uint32_t codec = a.y >> 8 & 255, flags = a.y >> 24, log2 = a.z >> 8 & 255;
+  const bool coded = codec == wanted;
+  const uint64_t frame_bytes = uint64_t(b.w) << 32 | b.z, payload_bytes = frame_bytes - kHeaderBytes;
+  if (a.x != kMagic) return {MAGIC, coded, 0};
+  if ((a.y & 255) != kVersion) return {VERSION, coded, 0};
+  if (!coded && codec != kCodecRaw) return {CODEC, coded, 0};
+  if (flags == kFlagOverflow) return {OVERFLOWED, coded, 0};
+  if (flags || a.z & ~0xff00u || a.w || (coded ? log2 < 7 || log2 > 10 : log2 != 0)) return {RESERVED, coded, 0};
+  if (frame_bytes < kHeaderBytes || frame_bytes > capacity) return {TRUNCATED, coded, 0};
+  if ((a.y >> 16 & 255) != dtype || (uint64_t(b.y) << 32 | b.x) != numel || (coded && 1u << log2 != block)) return {MISMATCH, coded, 0};
+  if (!coded && payload_bytes != numel * itemsize) return {SIZE, coded, 0};
+  return {OK, coded, payload_bytes};
+}
+
+}  // namespace
+}  // namespace zipccl

@@ -1,0 +1,254 @@
+// Octets: eight words in a lane's registers, their exponents and the rest as bytes, four to a register.
+#pragma once
+#include "cuda/warp.cuh"
+
+namespace zipccl {
+namespace {
+
+// FloatBits' functions for four 16-bit words at a time, which come and go as their low bytes and their high bytes.
+template <typename F>
+struct Packed {
+  static constexpr uint32_t M = F::M;
+  static ZIPCCL_DEVICE uint32_t exponents(uint32_t low, uint32_t high) {
+    if constexpr (M < 8) {
+      return (high << (8 - M) & (256 - (1u << (8 - M))) * kEachByte) | (low >> M & ((1u << (8 - M)) - 1) * kEachByte);
+    } else {
+      return high >> (M - 8) & F::exponent_mask * kEachByte;
+    }
+  }
+  // Byte `byte` of the sign and mantissa.
+  static ZIPCCL_DEVICE uint32_t part(uint32_t low, uint32_t high, uint32_t byte) {
+    if constexpr (M < 8) {
+      return (low & ((1u << M) - 1) * kEachByte) | (high >> (7 - M) & (1u << M) * kEachByte);
+    } else {
+      return byte == 0 ? low : (high & ((1u << (M - 8)) - 1) * kEachByte) | (high >> (15 - M) & (1u << (M - 8)) * kEachByte);
+    }
+  }
+  static ZIPCCL_DEVICE uint32_t join_low(uint32_t part0, uint32_t e) {
+    return M < 8 ? (part0 & ((1u << M) - 1) * kEachByte) | (e << M & ~(((1u << M) - 1) * kEachByte)) : part0;
+  }
+  static ZIPCCL_DEVICE uint32_t join_high(uint32_t part0, uint32_t part1, uint32_t e) {
+    if constexpr (M < 8) {
+      return (part0 << (7 - M) & 0x80808080u) | (e >> (8 - M) & ((1u << M) - 1) * kEachByte);
+    } else {
+      const uint32_t mantissa = ((1u << (M - 8)) - 1) * kEachByte;
+      return (part1 & mantissa) | (e << (M - 8) & 0x7f7f7f7fu & ~mantissa) | (part1 << (15 - M) & 0x80808080u);
+    }
+  }
+};
+// What an encoder asks about the words of a block (FORMAT.md section 3).
+struct Survey {
+  uint32_t smallest, largest;  // magnitudes, of one or two words each
+  uint32_t exponent_sum;
+  uint32_t any;  // all words or'ed
+};
+
+template <typename F, typename Word = typename F::Word>
+struct Octet;
+
+template <typename F>
+struct Octet<F, uint16_t> {
+  static constexpr uint32_t kMagnitude = 0x10001u * uint16_t(~F::negative_zero);
+  uint32_t pair[4];
+
+  ZIPCCL_DEVICE uint16_t word(uint32_t i) const { return uint16_t(pair[i / 2] >> 16 * (i % 2)); }
+  ZIPCCL_DEVICE void set(uint32_t i, uint16_t w) {
+    pair[i / 2] = i % 2 ? (pair[i / 2] & 0xffffu) | uint32_t(w) << 16 : (pair[i / 2] & 0xffff0000u) | w;
+  }
+  ZIPCCL_DEVICE Bytes8 lows() const { return {{__byte_perm(pair[0], pair[1], 0x6420), __byte_perm(pair[2], pair[3], 0x6420)}}; }
+  ZIPCCL_DEVICE Bytes8 highs() const { return {{__byte_perm(pair[0], pair[1], 0x7531), __byte_perm(pair[2], pair[3], 0x7531)}}; }
+  ZIPCCL_DEVICE Bytes8 exponents() const {
+    const Bytes8 low = lows(), high = highs();
+    return {{Packed<F>::exponents(low.half[0], high.half[0]), Packed<F>::exponents(low.half[1], high.half[1])}};
+  }
+  ZIPCCL_DEVICE Bytes8 part(uint32_t byte, uint32_t) const {
+    const Bytes8 low = lows(), high = highs();
+    return {{Packed<F>::part(low.half[0], high.half[0], byte), Packed<F>::part(low.half[1], high.half[1], byte)}};
+  }
+  ZIPCCL_DEVICE void join(const Bytes8* parts, const Bytes8& e, uint32_t) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t low = Packed<F>::join_low(parts[0].half[half], e.half[half]);
+      const uint32_t high = Packed<F>::join_high(parts[0].half[half], parts[1].half[half], e.half[half]);
+      pair[2 * half] = __byte_perm(low, high, 0x5140);
+      pair[2 * half + 1] = __byte_perm(low, high, 0x7362);
+    }
+  }
+  ZIPCCL_DEVICE void survey(Survey& all) const {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      all.smallest = __vminu2(all.smallest, pair[i] & kMagnitude);
+      all.largest = __vmaxu2(all.largest, pair[i] & kMagnitude);
+    }
+  }
+  static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t two) { return least(two & 0xffffu, two >> 16); }
+  static ZIPCCL_DEVICE uint32_t largest_of(uint32_t two) { return two >> 16 > (two & 0xffffu) ? two >> 16 : two & 0xffffu; }
+
+  ZIPCCL_DEVICE void load_whole(const uint8_t* from) {  // a multiple of the octet's bytes, at most 16
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    pair[0] = x.x, pair[1] = x.y, pair[2] = x.z, pair[3] = x.w;
+  }
+  ZIPCCL_DEVICE void store_whole(uint8_t* to, uint32_t bytes) const {  // the first `bytes` bytes, a multiple of 16
+    if (bytes) *reinterpret_cast<uint4*>(to) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  }
+
+  // The first `length` words from and to any address of a word; `pad` stands for the others.
+  ZIPCCL_DEVICE void load(const uint16_t* from, uint32_t length, uint16_t pad) {
+    if (length == 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_whole(reinterpret_cast<const uint8_t*>(from));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
+  }
+  ZIPCCL_DEVICE void store(uint16_t* to, uint32_t length) const {
+    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint16_t));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (i < length) to[i] = word(i);
+  }
+};
+
+template <typename F>
+struct Octet<F, uint32_t> {
+  static constexpr uint32_t kMagnitude = ~F::negative_zero;
+  uint32_t w[8];
+
+  ZIPCCL_DEVICE uint32_t word(uint32_t i) const { return w[i]; }
+  ZIPCCL_DEVICE void set(uint32_t i, uint32_t word) { w[i] = word; }
+  ZIPCCL_DEVICE Bytes8 exponents() const {
+    return {{pack4(F::exponent(w[0]), F::exponent(w[1]), F::exponent(w[2]), F::exponent(w[3])),
+             pack4(F::exponent(w[4]), F::exponent(w[5]), F::exponent(w[6]), F::exponent(w[7]))}};
+  }
+  ZIPCCL_DEVICE Bytes8 part(uint32_t byte, uint32_t trim) const {
+    const uint32_t shift = trim + 8 * byte;
+    uint32_t v[8];
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) v[i] = F::sign_mantissa(w[i]) >> shift;
+    return {{pack4(v[0], v[1], v[2], v[3]), pack4(v[4], v[5], v[6], v[7])}};
+  }
+  ZIPCCL_DEVICE void join(const Bytes8* parts, const Bytes8& e, uint32_t trim) {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      w[i] = F::join((parts[0].byte(i) | parts[1].byte(i) << 8 | parts[2].byte(i) << 16) << trim, e.byte(i));
+  }
+  ZIPCCL_DEVICE void survey(Survey& all) const {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t magnitude = w[i] & kMagnitude;
+      all.smallest = least(all.smallest, magnitude);
+      all.largest = magnitude > all.largest ? magnitude : all.largest;
+      all.any |= w[i];
+    }
+  }
+  static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t one) { return one; }
+  static ZIPCCL_DEVICE uint32_t largest_of(uint32_t one) { return one; }
+
+  ZIPCCL_DEVICE void load_whole(const uint8_t* from) {
+    const uint4 x = reinterpret_cast<const uint4*>(from)[0], y = reinterpret_cast<const uint4*>(from)[1];
+    w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w, w[4] = y.x, w[5] = y.y, w[6] = y.z, w[7] = y.w;
+  }
+  ZIPCCL_DEVICE void store_whole(uint8_t* to, uint32_t bytes) const {
+    if (bytes) reinterpret_cast<uint4*>(to)[0] = make_uint4(w[0], w[1], w[2], w[3]);
+    if (bytes > 16) reinterpret_cast<uint4*>(to)[1] = make_uint4(w[4], w[5], w[6], w[7]);
+  }
+
+  // The first `length` words from and to any address of a word; `pad` stands for the others.
+  ZIPCCL_DEVICE void load(const uint32_t* from, uint32_t length, uint32_t pad) {
+    if (length == 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_whole(reinterpret_cast<const uint8_t*>(from));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
+  }
+  ZIPCCL_DEVICE void store(uint32_t* to, uint32_t length) const {
+    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint32_t));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (i < length) to[i] = word(i);
+  }
+};
+
+template <typename F>
+struct Octet<F, uint8_t> {
+  static constexpr uint32_t kSign = 0x80808080u, kMantissa = ((1u << F::M) - 1) * kEachByte;
+  uint32_t quad[2];
+
+  ZIPCCL_DEVICE uint8_t word(uint32_t i) const { return uint8_t(quad[i / 4] >> 8 * (i % 4)); }
+  ZIPCCL_DEVICE void set(uint32_t i, uint8_t w) {
+    quad[i / 4] = (quad[i / 4] & ~(255u << 8 * (i % 4))) | uint32_t(w) << 8 * (i % 4);
+  }
+  ZIPCCL_DEVICE Bytes8 exponents() const {
+    return {{quad[0] >> F::M & F::exponent_mask * kEachByte, quad[1] >> F::M & F::exponent_mask * kEachByte}};
+  }
+  ZIPCCL_DEVICE Bytes8 part(uint32_t, uint32_t) const {
+    return {{((quad[0] & kSign) >> F::E) | (quad[0] & kMantissa), ((quad[1] & kSign) >> F::E) | (quad[1] & kMantissa)}};
+  }
+  ZIPCCL_DEVICE void join(const Bytes8* parts, const Bytes8& e, uint32_t) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i)
+      quad[i] = (parts[0].half[i] << F::E & kSign) | (e.half[i] << F::M & ~kSign & ~kMantissa) | (parts[0].half[i] & kMantissa);
+  }
+  ZIPCCL_DEVICE void survey(Survey& all) const {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t magnitude = word(i) & 0x7f;
+      all.smallest = least(all.smallest, magnitude);
+      all.largest = magnitude > all.largest ? magnitude : all.largest;
+    }
+  }
+  static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t one) { return one; }
+  static ZIPCCL_DEVICE uint32_t largest_of(uint32_t one) { return one; }
+
+  ZIPCCL_DEVICE void load_whole(const uint8_t* from) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    quad[0] = x.x, quad[1] = x.y;
+  }
+  ZIPCCL_DEVICE void store_whole(uint8_t* to, uint32_t bytes) const {
+    if (bytes) *reinterpret_cast<uint2*>(to) = make_uint2(quad[0], quad[1]);
+  }
+
+  // The first `length` words from and to any address of a word; `pad` stands for the others.
+  ZIPCCL_DEVICE void load(const uint8_t* from, uint32_t length, uint8_t pad) {
+    if (length == 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_whole(reinterpret_cast<const uint8_t*>(from));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
+  }
+  ZIPCCL_DEVICE void store(uint8_t* to, uint32_t length) const {
+    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint8_t));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (i < length) to[i] = word(i);
+  }
+};
+
+// The words of a whole block, in registers; they lie at a multiple of 16.
+template <typename F>
+struct Rows {
+  Octet<F> octets[kRows];
+  ZIPCCL_DEVICE Rows(const typename F::Word* words, Whole, typename F::Word) {
+#pragma unroll
+    for (uint32_t row = 0; row < kRows; ++row) octets[row].load_whole(reinterpret_cast<const uint8_t*>(words + row * kRow + 8 * lane_id()));
+  }
+  ZIPCCL_DEVICE const Octet<F>& octet(uint32_t row) const { return octets[row]; }
+};
+
+// The words of a part of a block, in memory: read where they are asked for. `pad` stands where a row has no more.
+template <typename F>
+struct Stored {
+  const typename F::Word* words;
+  Part extent;
+  typename F::Word pad;
+  ZIPCCL_DEVICE Octet<F> octet(uint32_t row) const {
+    Octet<F> octet;
+    octet.load(words + row * kRow + 8 * lane_id(), extent.length(row), pad);
+    return octet;
+  }
+};
+
+template <typename F, typename Extent>
+struct WordsOf {
+  using Type = Stored<F>;
+};
+template <typename F>
+struct WordsOf<F, Whole> {
+  using Type = Rows<F>;
+};
+
+}  // namespace
+}  // namespace zipccl

@@ -1,0 +1,271 @@
+"""Compiled libraries, kept by content: same sources, flags and compiler give the same file. Knows nothing of DeepSpeed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ds_zipccl.kernels import trust
+
+#: Sources include each other by their paths from here.
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+
+_AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mpopcnt")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a library is made."""
+
+    name: str
+    #: Gives the command that starts the compiler, its path and arguments, or raises BuildError.
+    compiler: Callable[[], tuple[str, ...]]
+    #: Path under csrc, or anywhere, -> flags that only this source is compiled with.
+    sources: Mapping[str, tuple[str, ...]]
+    flags: tuple[str, ...]
+
+
+class BuildError(RuntimeError):
+    """A library could not be built; the message holds the command and the compiler's words."""
+
+
+def cache_root() -> Path:
+    """Folder for everything compiled at run time; never inside the package, and never one that other users can write to.
+
+    The folder that was asked for, or a private one instead; then a line on stderr says why, once in a process.
+
+    Raises:
+        BuildError: other users can write to each of these folders.
+    """
+    return _placed(_wanted_root())[0]
+
+
+def distrust() -> str:
+    """Why :func:`cache_root` is not the folder that was asked for; "" where it is.
+
+    Raises:
+        BuildError: as :func:`cache_root`.
+    """
+    return _placed(_wanted_root())[1]
+
+
+def _wanted_root() -> Path:
+    chosen = os.environ.get("DS_ZIPCCL_CACHE") or os.environ.get("TORCH_EXTENSIONS_DIR")
+    try:
+        root = Path(chosen) if chosen else Path.home() / ".cache" / "torch_extensions"
+    except RuntimeError:  # this user has no home
+        root = Path(tempfile.gettempdir()) / f"ds_zipccl-{os.geteuid()}"
+    # Resolved: a link could be in a folder that other users can write to, and be changed after the check.
+    return (root / "ds_zipccl").resolve()
+
+
+@cache
+def _placed(wanted: Path) -> tuple[Path, str]:
+    """``wanted`` or the first private folder that can be trusted, and why ``wanted`` cannot."""
+    reasons = [trust.claim(wanted)]
+    if not reasons[0]:
+        return wanted, ""
+    for place in _private_folders():
+        reason = trust.claim(place)
+        if not reason:
+            note = f"compiled kernels are kept in {place}, not in {wanted}: {reasons[0]}; to choose another folder, to which"
+            note += " no other user can write, set DS_ZIPCCL_CACHE"
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # one of the ranks of a node says so
+                print(f"ds_zipccl: {note}", file=sys.stderr, flush=True)
+            return place, reasons[0]
+        reasons.append(reason)
+    raise BuildError(
+        f"no folder for compiled kernels: {'; '.join(reasons)}; set DS_ZIPCCL_CACHE to a folder to which no other user can write"
+    )
+
+
+def _private_folders() -> Iterator[Path]:
+    """Where to keep libraries instead, best first. The last one is this process's alone, and removed when it ends."""
+    with contextlib.suppress(RuntimeError):  # no home
+        yield (Path.home() / ".cache" / "ds_zipccl").resolve()
+    temporary = Path(tempfile.gettempdir()).resolve()
+    yield temporary / f"ds_zipccl-{os.geteuid()}"
+    own, process = Path(tempfile.mkdtemp(prefix="ds_zipccl-", dir=temporary)), os.getpid()
+    atexit.register(lambda: shutil.rmtree(own, ignore_errors=True) if os.getpid() == process else None)
+    yield own
+
+
+@cache
+def compiler() -> tuple[str, ...]:
+    """Command that starts the C++ compiler: its path, and the arguments that CXX gives it, as in ``ccache g++``.
+
+    Raises:
+        BuildError: there is none.
+    """
+    wanted = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(wanted)
+    except ValueError as error:
+        raise BuildError(
+            f"CXX must be a command as a shell reads it, got {wanted!r}: {error}; correct its quotes"
+        ) from None
+    # The whole value comes first: the path of a compiler may contain spaces.
+    for name, *arguments in [[wanted], words] if words else [["c++"], ["g++"], ["clang++"]]:
+        found = shutil.which(name)
+        if found:
+            return found, *arguments
+    looked = words[0] if words else "c++, g++, clang++"
+    raise BuildError(f"no C++ compiler ({looked} not on PATH); install g++ or set CXX")
+
+
+@cache
+def nvcc() -> tuple[str]:
+    """Command that starts the CUDA compiler, which is its path: in ``CUDA_HOME``, on ``PATH``, or where CUDA is installed usually.
+
+    Raises:
+        BuildError: there is none.
+    """
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which(str(Path(home) / "bin" / "nvcc")) if home else shutil.which("nvcc")
+    found = found or shutil.which("/usr/local/cuda/bin/nvcc")
+    if not found:
+        raise BuildError("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda; install the CUDA toolkit or CuPy")
+    return (found,)
+
+
+def _cpu_sources() -> dict[str, tuple[str, ...]]:
+    """Each level has its instruction set; which one runs is chosen by CPU at run time."""
+    names = ("cpu/payload.cpp", "cpu/delta.cpp", "cpu/hash.cpp", "cpu/dispatch.cpp", "cpu/scalar.cpp")
+    sources: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
+    if platform.machine() in ("x86_64", "AMD64"):
+        avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
+        sources |= {"cpu/avx2.cpp": _AVX2, "cpu/avx512.cpp": (*_AVX2, *avx512)}
+    return sources
+
+
+#: -ffp-contract=off: a sum rounds where the source says so.
+CPU = Recipe("zipccl_cpu", compiler, _cpu_sources(), ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread"))
+
+
+def architectures() -> list[str]:
+    """What to build CUDA kernels for: ``TORCH_CUDA_ARCH_LIST``, as torch reads it, or what the devices here are.
+
+    Raises:
+        BuildError: neither says.
+    """
+    import torch
+
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    devices = range(torch.cuda.device_count()) if not wanted and torch.cuda.is_available() else ()
+    found = wanted or sorted({"{}.{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
+    if not found:
+        raise BuildError("torch sees no CUDA device; to build for one elsewhere set TORCH_CUDA_ARCH_LIST")
+    return found
+
+
+def cuda(architectures: Sequence[str]) -> Recipe:
+    """The CUDA kernels for compute capabilities such as "9.0", or "9.0+PTX" for later ones too.
+
+    Not --use_fast_math: it flushes subnormal floats, and sums would differ.
+    """
+    targets = []
+    for architecture in architectures:
+        number = architecture.removesuffix("+PTX").replace(".", "")
+        code = f"[sm_{number},compute_{number}]" if architecture.endswith("+PTX") else f"sm_{number}"
+        targets.append(f"-gencode=arch=compute_{number},code={code}")
+    # 177, 186: loops over no planes, where a type has no such planes.
+    flags = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", "-diag-suppress=177,186", "--threads=0", *targets)
+    return Recipe("zipccl_cuda", nvcc, {"cuda/launch.cu": ()}, flags)
+
+
+@cache
+def _identity(compiler: tuple[str, ...]) -> bytes:
+    """What besides sources and flags decides the machine code. The CPU's sources choose by CPU at run time."""
+    return subprocess.run([*compiler, "--version"], capture_output=True, timeout=60).stdout
+
+
+def library_path(recipe: Recipe = CPU) -> Path:
+    """Where the library is or will be.
+
+    Raises:
+        BuildError: no compiler.
+    """
+    compiler = recipe.compiler()
+    digest = hashlib.sha256(_identity(compiler))
+    for part in (
+        *compiler[1:],
+        *recipe.flags,
+        *(part for name, own in recipe.sources.items() for part in (name, *own)),
+    ):
+        digest.update(part.encode() + b"\0")
+    headers = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh")]
+    for path in sorted([*headers, *(CSRC / name for name in recipe.sources)]):
+        digest.update(os.path.relpath(path, CSRC).encode() + b"\0" + path.read_bytes())
+    return cache_root() / f"{recipe.name}_{digest.hexdigest()[:20]}.so"
+
+
+def build(recipe: Recipe = CPU) -> Path:
+    """Compile the library unless it is there already, and return its path; blocks while another process builds it.
+
+    The file appears by atomic rename, so a build that is killed leaves nothing behind that could be loaded; the next one removes the rest.
+
+    Raises:
+        BuildError: no compiler, the compiler failed, or the cache folder cannot be written.
+    """
+    target = library_path(recipe)
+    if target.exists():
+        return target
+    try:
+        with _locked(target.with_suffix(".lock")):
+            if not target.exists():
+                _compile(recipe, target)
+    except OSError as error:
+        raise BuildError(
+            f"cannot write to {target.parent}: {error}; set DS_ZIPCCL_CACHE to a folder you can write"
+        ) from error
+    return target
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of ``path``, a file that is made where it is missing, and neither followed if it is a link nor written."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _compile(recipe: Recipe, target: Path) -> None:
+    command = [*recipe.compiler(), *recipe.flags, f"-I{CSRC}"]
+    for left in target.parent.glob(f"{target.stem}-*"):  # by builds that were killed: this one holds the lock
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}-") as folder:  # of mode 0700
+        objects = [Path(folder) / f"{Path(name).name}.o" for name in recipe.sources]
+        commands = [
+            [*command, *own, "-c", str(CSRC / name), "-o", str(output)]
+            for (name, own), output in zip(recipe.sources.items(), objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda command: _run(command, folder), commands))
+        output = Path(folder) / target.name
+        _run([*command, "-shared", *map(str, objects), "-o", str(output)], folder)
+        os.replace(output, target)
+
+
+def _run(command: Sequence[str], folder: str) -> None:
+    """Run a compiler. It keeps its temporary files in ``folder``, and makes no file that others can write, whatever the umask."""
+    environment = {**os.environ, "TMPDIR": folder}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, umask=0o022)
+    if result.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{result.stderr.strip()}")

@@ -1,0 +1,1 @@
+"""The numba route, and the readable reference of every payload."""

@@ -1,0 +1,204 @@
+"""The CHANGE block of the numba route (FORMAT.md 2.3); see :mod:`.reference`. Words and their base are arrays of one dtype."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_zipccl.kernels.numba.layout import BLOCK, MAX_BLOCK, OK, jit, kernel_cache
+
+LEVELS = 6
+#: Elements that share a bit of the group map, by the flags' value.
+GROUPS = np.array([1, 4, 8, 16], dtype=np.int64)
+
+with kernel_cache():
+
+    @jit
+    def _order(word, sign):
+        """A word as a number in the order of the floats."""
+        return 2 * sign - 1 - word if word & sign else word | sign
+
+    @jit
+    def _shifts(base, top, exponent, mantissa, shifts):
+        """k of each element."""
+        for i in range(len(base)):
+            e = np.int64(base[i]) >> mantissa & (1 << exponent) - 1
+            shifts[i] = min(max(top - e, 0), mantissa + 1) if e else 0
+
+    @jit
+    def _changes(words, base, sign, sizes, negative):
+        """|D| and its sign for each element; whether any differs."""
+        changed = False
+        for i in range(len(words)):
+            change = _order(np.int64(words[i]), sign) - _order(np.int64(base[i]), sign) & 2 * sign - 1
+            negative[i] = change >= sign
+            sizes[i] = 2 * sign - change if change >= sign else change
+            changed |= change != 0
+        return changed
+
+    @jit
+    def _top(sizes, base, exponent, mantissa):
+        """The scale of a block's changes (FORMAT.md section 3)."""
+        total = count = np.int64(0)
+        for i in range(len(base)):
+            if sizes[i]:
+                log2 = 0
+                while log2 <= mantissa and sizes[i] >> (log2 + 1):
+                    log2 += 1
+                total += (np.int64(base[i]) >> mantissa & (1 << exponent) - 1) + log2
+                count += 1
+        bias = 16 if mantissa == 23 else 4 if mantissa == 10 else 0
+        return min(np.int64(255), (8 * total + bias * count) // (8 * count))
+
+    @jit
+    def _mark(levels, group, marked):
+        """Marks the elements of groups in which some q >= 1; returns how many those are."""
+        n = len(levels)
+        count = 0
+        for start in range(0, n, group):
+            end = min(start + group, n)
+            some = False
+            for i in range(start, end):
+                some |= levels[i] > 0
+            for i in range(start, end):
+                marked[i] = some
+            count += (end - start) * some
+        return count
+
+    @jit
+    def _plan(sizes, shifts, itemsize, marked):
+        """Flags of the group size with the fewest bits (FORMAT.md section 3), and the bytes of the tail with these shifts."""
+        n = len(sizes)
+        levels = sizes >> shifts
+        flags, bits = 0, n
+        for choice in range(1, len(GROUPS)):
+            grouped = (n + GROUPS[choice] - 1) // GROUPS[choice] + _mark(levels, GROUPS[choice], marked)
+            if grouped < bits:
+                flags, bits = choice, grouped
+        escapes = 0
+        for i in range(n):
+            bits += min(levels[i], LEVELS - 1) + (levels[i] >= 1 or shifts[i] >= 1) + shifts[i]
+            escapes += levels[i] >= LEVELS
+        return flags, 1 + (bits + 7) // 8 + escapes * itemsize
+
+    @jit
+    def _put(tail, bit, value):
+        tail[bit >> 3] |= value << (bit & 7)
+        return bit + 1
+
+    @jit
+    def encode_change(words, base, exponent, mantissa, tail):
+        """Code ``words`` as CHANGE to ``tail`` (8 bytes an element and 64 more, zeroed). Returns top and the bytes of the tail."""
+        n = len(words)
+        sign = np.int64(1) << (exponent + mantissa)
+        sizes = np.empty(n, dtype=np.int64)
+        negative = np.empty(n, dtype=np.uint8)
+        if not _changes(words, base, sign, sizes, negative):
+            return np.int64(0), 0
+        itemsize = (1 + exponent + mantissa) // 8
+        top = _top(sizes, base, exponent, mantissa)
+        shifts = np.empty(n, dtype=np.int64)
+        marked = np.empty(n, dtype=np.bool_)
+        _shifts(base, top, exponent, mantissa, shifts)
+        flags, size = _plan(sizes, shifts, itemsize, marked)
+        unscaled = np.zeros(n, dtype=np.int64)
+        plain_flags, plain_size = _plan(sizes, unscaled, itemsize, marked)
+        if plain_size < size:
+            top, shifts, flags = np.int64(0), unscaled, plain_flags
+        levels = sizes >> shifts
+        group = GROUPS[flags]
+        tail[0] = flags
+        bit = 8
+        _mark(levels, group, marked)
+        if flags:
+            for start in range(0, n, group):
+                bit = _put(tail, bit, np.uint8(marked[start]))
+        else:
+            marked[:] = True
+        for i in range(n):
+            if marked[i]:
+                bit = _put(tail, bit, np.uint8(levels[i] >= 1))
+        for level in range(2, LEVELS + 1):
+            for i in range(n):
+                if levels[i] >= level - 1:
+                    bit = _put(tail, bit, np.uint8(levels[i] >= level))
+        for i in range(n):
+            if levels[i] >= 1 or shifts[i] >= 1:
+                bit = _put(tail, bit, negative[i])
+        for p in range(mantissa + 1):
+            for i in range(n):
+                if shifts[i] > p:
+                    bit = _put(tail, bit, np.uint8(sizes[i] >> p & 1))
+        at = (bit + 7) // 8
+        for i in range(n):
+            if levels[i] >= LEVELS:
+                for byte in range(itemsize):
+                    tail[at] = np.int64(words[i]) >> 8 * byte & 255
+                    at += 1
+        return top, at
+
+    @jit
+    def _get(tail, bit):
+        return np.int64(tail[bit >> 3] >> (bit & 7) & 1)
+
+    @jit
+    def decode_change(tail, base, top, exponent, mantissa, words):
+        """Decode a CHANGE ``tail`` to ``words``, which may be ``base`` itself. Returns OK or BLOCK."""
+        n = len(words)
+        if not len(tail):
+            words[:] = base
+            return OK
+        flags = np.int64(tail[0])
+        if flags >= len(GROUPS):
+            return BLOCK
+        sign = np.int64(1) << (exponent + mantissa)
+        end = 8 * len(tail)
+        bit = 8
+        group = GROUPS[flags]
+        levels = np.zeros(MAX_BLOCK, dtype=np.int64)
+        if flags:
+            groups = (n + group - 1) // group
+            if bit + groups > end:
+                return BLOCK
+            for i in range(n):
+                levels[i] = _get(tail, bit + i // group) - 1
+            bit += groups
+        # -1: of a group that is not marked. An element goes on to the next level where its bit is one.
+        for level in range(LEVELS):
+            for i in range(n):
+                if levels[i] == level:
+                    if bit == end:
+                        return BLOCK
+                    levels[i] += _get(tail, bit)
+                    bit += 1
+        shifts = np.empty(n, dtype=np.int64)
+        _shifts(base, top, exponent, mantissa, shifts)
+        signed = lows = escapes = 0
+        for i in range(n):
+            levels[i] = max(levels[i], 0)
+            signed += levels[i] >= 1 or shifts[i] >= 1
+            lows += shifts[i]
+            escapes += levels[i] >= LEVELS
+        low, at = bit + signed, (bit + signed + lows + 7) // 8
+        itemsize = (1 + exponent + mantissa) // 8
+        if at + escapes * itemsize != len(tail):
+            return BLOCK
+        sizes = levels[:n] << shifts
+        for p in range(mantissa + 1):
+            for i in range(n):
+                if shifts[i] > p:
+                    sizes[i] |= _get(tail, low) << p
+                    low += 1
+        for i in range(n):
+            change = sizes[i]
+            if levels[i] >= 1 or shifts[i] >= 1:
+                change = -change if _get(tail, bit) else change
+                bit += 1
+            order = _order(np.int64(base[i]), sign) + change & 2 * sign - 1
+            word = order - sign if order & sign else 2 * sign - 1 - order
+            if levels[i] >= LEVELS:
+                word = np.int64(0)
+                for byte in range(itemsize):
+                    word |= np.int64(tail[at]) << 8 * byte
+                    at += 1
+            words[i] = word
+        return OK

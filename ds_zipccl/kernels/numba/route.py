@@ -1,0 +1,81 @@
+"""The numba route: compiled on the machine by numba, no C++ compiler needed. One thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from ds_zipccl import tensors
+from ds_zipccl.frame import FrameError
+from ds_zipccl.kernels.sums import add
+
+#: dtype -> exponent bits, mantissa bits, numpy word
+_FLOATS = {
+    torch.bfloat16: (8, 7, np.uint16),
+    torch.float16: (5, 10, np.uint16),
+    torch.float32: (8, 23, np.uint32),
+    torch.float8_e4m3fn: (4, 3, np.uint8),
+    torch.float8_e5m2: (5, 2, np.uint8),
+}
+
+
+class NumbaRoute:
+    """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`."""
+
+    def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType) -> None:
+        self._encoder, self._decoder, self._hasher = encoder, decoder, hasher
+        self._modes = {"cascade": encoder.CASCADE, "window": encoder.WINDOW}
+
+    def encode(
+        self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[int]:
+        return [
+            self._encode(words, words[:0], self._modes[code], block, out)
+            for words, out in zip(segments, outs, strict=True)
+        ]
+
+    def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        return self._encode(words, base, self._modes["cascade"], block, out)
+
+    def _encode(self, words: torch.Tensor, base: torch.Tensor, mode: int, block: int, out: torch.Tensor) -> int:
+        exponent, mantissa, _ = _FLOATS[words.dtype]
+        return int(self._encoder.encode(_array(words), _array(base), mode, exponent, mantissa, block, out.numpy()))
+
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        self.decode_delta(payload, words[:0], block, words)
+
+    def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        exponent, mantissa, _ = _FLOATS[words.dtype]
+        status = self._decoder.decode(payload.numpy(), _array(base), exponent, mantissa, block, _array(words))
+        if status:
+            raise FrameError(status, "the payload contradicts itself")
+
+    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
+        first, second = self._hasher.region_hash(data.numpy())
+        return int(first), int(second)
+
+    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        values = tensors.empty(sums.numel(), dtype)
+        self.decode(payload, block, values)
+        self.add(values, sums)
+
+    def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
+        add(sums, words)
+
+
+def _array(words: torch.Tensor) -> np.ndarray:
+    return words.detach().view(torch.uint8).numpy().view(_FLOATS[words.dtype][2])
+
+
+def load() -> NumbaRoute:
+    """The route; imports numba (about a second).
+
+    Raises:
+        ImportError: numba is not installed.
+    """
+    from ds_zipccl.kernels.numba import decode, encode, region_hash
+
+    return NumbaRoute(encode, decode, region_hash)

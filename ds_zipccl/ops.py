@@ -1,0 +1,153 @@
+"""The table of operations: all that tells one collective from another, except how it is coded (:mod:`ds_zipccl.comm.ops`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+def _one(ranks: int) -> float:
+    return 1.0
+
+
+def _shard(ranks: int) -> float:
+    return 1 / ranks
+
+
+def _rest(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _gloo_gather(ranks: int) -> float:
+    """Measured on shaped links: with two ranks its two half-shards do not overlap as they should."""
+    return _rest(ranks) * (1.5 if ranks == 2 else 1.1)
+
+
+def _gloo_all_to_all(ranks: int) -> float:
+    """Measured on shaped links: half duplex with two ranks, and hardly better with more."""
+    return _rest(ranks) * (2.0 if ranks == 2 else 1.55)
+
+
+def _gloo_broadcast(ranks: int) -> float:
+    """A binomial tree; a rank sends to all of its children at once, and they share its link."""
+
+    def depth(width: int) -> int:  # tensor times until all of a subtree of `width` ranks have it
+        children = [1 << bit for bit in range(width.bit_length()) if 1 << bit < width]
+        return max((len(children) + depth(min(child, width - child)) for child in children), default=0)
+
+    return float(depth(ranks))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a kind of operation moves, as functions of the number of ranks, in parts of the whole tensor.
+
+    ``steps``: messages one after another in the plain schedule, in which a rank sends ``plain``; ``gloo``: what takes as long as gloo's.
+    In ours a rank sends ``sent``, encodes ``encoded``, and one frame holds ``frame``; it receives one from every peer, or ``once``.
+    ``sums``: frames that arrive are added up. ``call(module, output, input, **more)`` runs the operation on torch.distributed and on
+    ds_zipccl.comm alike; a rank's ``inputs`` and ``outputs`` are its buffers, in place where ``outputs`` is None.
+    """
+
+    steps: Callable[[int], int]
+    plain: Callable[[int], float]
+    gloo: Callable[[int], float]
+    call: Callable[..., Any]
+    inputs: Callable[[int], float] = _one
+    outputs: Callable[[int], float] | None = _one
+    sent: Callable[[int], float] = _rest
+    encoded: Callable[[int], float] = _rest
+    frame: Callable[[int], float] = _shard
+    once: bool = False
+    sums: bool = False
+
+
+#: Kinds of operations by the names of nccl-tests.
+TRAFFIC: dict[str, Traffic] = {
+    "all_gather": Traffic(
+        steps=lambda n: n - 1,
+        plain=_rest,
+        gloo=_gloo_gather,
+        call=lambda module, output, input, **more: module.all_gather_into_tensor(output, input, **more),
+        inputs=_shard,
+        encoded=_shard,
+    ),
+    "reduce_scatter": Traffic(
+        steps=lambda n: n - 1,
+        plain=_rest,
+        gloo=lambda n: 2 * _rest(n),
+        call=lambda module, output, input, **more: module.reduce_scatter_tensor(output, input, **more),
+        outputs=_shard,
+        sums=True,
+    ),
+    "all_reduce": Traffic(
+        steps=lambda n: 2 * (n - 1),
+        plain=lambda n: 2 * _rest(n),
+        gloo=lambda n: 2 * _rest(n),
+        call=lambda module, output, input, **more: module.all_reduce(output, **more),
+        outputs=None,
+        sums=True,
+    ),
+    "all_to_all": Traffic(
+        steps=lambda n: n - 1,
+        plain=_rest,
+        gloo=_gloo_all_to_all,
+        call=lambda module, output, input, **more: module.all_to_all_single(output, input, **more),
+    ),
+    "broadcast": Traffic(
+        steps=lambda n: (n - 1).bit_length(),
+        plain=_one,
+        gloo=_gloo_broadcast,
+        call=lambda module, output, input, **more: module.broadcast(output, 0, **more),
+        outputs=None,
+        sent=lambda n: n - 1,
+        encoded=_one,
+        frame=_one,
+        once=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of torch.distributed.
+
+    ``parameters``: names in the order of torch.distributed, as DeepSpeed's TorchBackend spells them. ``traffic``: its kind in
+    :data:`TRAFFIC`; "" where no cost is predicted. ``one_sided``: some ranks need nothing of other ranks, and must not wait for them.
+    ``by_node``: a schedule by node exists. ``coded``: a coded schedule exists. ``point_to_point``: one sender and one receiver.
+    """
+
+    parameters: tuple[str, ...]
+    traffic: str = ""
+    one_sided: bool = False
+    by_node: bool = False
+    coded: bool = True
+    point_to_point: bool = False
+
+
+_REDUCE = ("op", "group", "async_op")
+
+OPS: dict[str, Op] = {
+    "all_gather": Op(("tensor_list", "tensor", "group", "async_op"), "all_gather", by_node=True),
+    "all_gather_into_tensor": Op(("output_tensor", "input_tensor", "group", "async_op"), "all_gather", by_node=True),
+    "all_gather_coalesced": Op(("output_tensors", "input_tensors", "group", "async_op"), "all_gather", by_node=True),
+    "reduce_scatter": Op(("output", "input_list", *_REDUCE), "reduce_scatter"),
+    "reduce_scatter_tensor": Op(("output_tensor", "input_tensor", *_REDUCE), "reduce_scatter"),
+    "reduce": Op(("tensor", "dst", *_REDUCE), one_sided=True),
+    "all_reduce": Op(("tensor", *_REDUCE), "all_reduce"),
+    "all_reduce_coalesced": Op(("tensors", *_REDUCE), "all_reduce"),
+    "all_to_all": Op(("output_tensor_list", "input_tensor_list", "group", "async_op"), "all_to_all"),
+    "all_to_all_single": Op(
+        ("output", "input", "output_split_sizes", "input_split_sizes", "group", "async_op"), "all_to_all"
+    ),
+    "broadcast": Op(("tensor", "src", "group", "async_op"), "broadcast", one_sided=True),
+    "send": Op(("tensor", "dst", "group", "tag"), point_to_point=True),
+    "recv": Op(("tensor", "src", "group", "tag"), point_to_point=True),
+    "isend": Op(("tensor", "dst", "group", "tag"), point_to_point=True),
+    "irecv": Op(("tensor", "src", "group", "tag"), point_to_point=True),
+    "gather": Op(("tensor", "gather_list", "dst", "group", "async_op"), coded=False),
+    "scatter": Op(("tensor", "scatter_list", "src", "group", "async_op"), coded=False),
+    "inference_all_reduce": Op(("tensor", "op", "group"), coded=False),
+    # Of this package: an all-reduce of a gradient bucket that sends each slice to its owners.
+    "reduce_to_owners": Op(("tensor", "owners", "op", "group"), "reduce_scatter"),
+}

@@ -1,0 +1,1 @@
+"""Counters of what was sent, and how they are shown."""

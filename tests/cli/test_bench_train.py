@@ -1,0 +1,238 @@
+"""``bench train``: rows, verdicts and pictures of trainings, and the stopwatch of the example."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import EXAMPLES
+
+EXAMPLE = EXAMPLES / "train_gpt.py"
+
+
+def test_bench_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_zipccl.__main__ import main
+
+    file, picture = tmp_path / "rows.json", tmp_path / "train.png"
+    options = (
+        f"bench train --mode zero2 --variants coded raw --steps 3 --skip 1 --size tiny --json {file} --plot {picture}"
+    )
+    assert main(options.split()) == 0
+    content = json.loads(file.read_text())
+    plain, raw, coded = content["rows"]
+    assert [row["variant"] for row in content["rows"]] == ["plain", "raw", "coded"]
+    assert plain["params_sha256"] == raw["params_sha256"] == coded["params_sha256"]
+    assert (
+        plain["logical_bytes"]
+        == plain["wire_bytes"]
+        == raw["logical_bytes"]
+        == coded["logical_bytes"]
+        > coded["wire_bytes"]
+    )
+    # gradients go to their owners only: of three parts, two of gradients and one of parameters, one stays
+    assert raw["wire_bytes"] == pytest.approx(2 / 3 * raw["logical_bytes"], rel=0.06)
+    for row in content["rows"]:
+        assert (row["ranks"], row["nodes"], row["link"]) == (2, 1, "loopback")
+        assert 0.5 < row["comm_ms"] < row["step_ms"]
+        assert row["speedup"] == pytest.approx(plain["step_ms"] / row["step_ms"])
+        assert row["comm_speedup"] == pytest.approx(plain["comm_ms"] / row["comm_ms"])
+    (verdict,) = content["verdicts"]
+    assert verdict["ratio_coded"] == {"coded": pytest.approx(3.3, abs=0.4)}
+    assert verdict["ratio_coded"]["coded"] > coded["logical_bytes"] / coded["wire_bytes"] > 1
+    assert "bits: equal" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_settings_and_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ds_zipccl.__main__ import main
+    from ds_zipccl.cli import bench_train
+
+    ran: list[tuple[Any, ...]] = []
+
+    def run(training: Any, variant: str, section: dict[str, Any] | None, network: Any) -> dict[str, Any]:
+        ran.append((variant, section, training.options))
+        return results(sent=results()["sent"] | {"coded_calls": 3 * (variant != "plain")}, parameters=1)
+
+    monkeypatch.setattr(bench_train, "run", run)
+    given = [
+        "bench",
+        "train",
+        "--steps",
+        "3",
+        "--skip",
+        "1",
+        "--set",
+        "zero3_base=host",
+        "staging_mib=32",
+        "--options",
+        "--lr 2e-5",
+    ]
+    assert main([*given, "--variants", "raw", "coded"]) == 0
+    more = {"zero3_base": "host", "staging_mib": 32}
+    variants = bench_train.VARIANTS
+    wanted = [("plain", None), ("raw", {**variants["raw"], **more}), ("coded", {**variants["coded"], **more})]
+    assert ran == [(variant, section, ("--lr", "2e-5")) for variant, section in wanted]
+
+
+@pytest.mark.parametrize("bad", ["zero3_base=disk", "zero3", "mode=never", "delta"])
+def test_a_setting_that_is_none(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_zipccl.__main__ import main
+
+    assert main(["bench", "train", "--set", bad]) == 2
+    assert bad.split("=")[0] in capsys.readouterr().err
+
+
+def results(**changed: Any) -> dict[str, Any]:
+    """What one run leaves behind."""
+    losses = [value.hex() for value in (2.0, 1.5, 1.25)]
+    times = {"step_ms": [900.0, 10.0, 30.0], "comm_ms": [800.0, 2.0, 6.0]}
+    sent = {"coded_calls": 3, "logical_bytes": 2000.0, "wire_bytes": 1000.0, "passed_bytes": 100.0}
+    return {"losses": losses, "params_sha256": "ab", "replicas_equal": True, "sent": sent} | times | changed
+
+
+def test_bench_train_rows_are_medians_and_quotients() -> None:
+    from ds_zipccl.bench.train_trial import Training
+    from ds_zipccl.cli.bench_train import rows
+
+    slow = {"step_ms": [1.0, 40.0, 50.0], "comm_ms": [1.0, 20.0, 30.0]}
+    nothing = {"coded_calls": 0, "logical_bytes": 0.0, "wire_bytes": 0.0, "passed_bytes": 0.0}
+    runs = {"plain": [results(**slow, sent=nothing), results(**slow, sent=nothing)], "coded": [results(), results()]}
+    training = Training(EXAMPLE, "zero3", ranks=4, steps=3, link="1gbit", nodes=2)
+    plain, coded = rows(training, runs, skip=1)
+    assert [plain[key] for key in ("mode", "ranks", "nodes", "link")] == ["zero3", 4, 2, "1gbit"]
+    assert [(row["step_ms"], row["comm_ms"]) for row in (plain, coded)] == [(45, 25), (20, 4)]
+    assert [(row["speedup"], row["comm_speedup"]) for row in (plain, coded)] == [(1, 1), (45 / 20, 25 / 4)]
+    assert [(row["logical_bytes"], row["wire_bytes"]) for row in (plain, coded)] == [(2100, 2100), (2100, 1100)]
+    (alone,) = rows(training, {"plain": runs["plain"]}, skip=0)
+    assert alone["logical_bytes"] is alone["wire_bytes"] is None
+
+
+def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from ds_zipccl.bench import ToolError, plot_train
+
+    times = {("plain", "loopback"): (300, 60), ("coded", "loopback"): (310, 70), ("plain", "1gbit"): (600, 360)}
+    times |= {("coded", "1gbit"): (400, 150)}
+    drawn = [
+        {"mode": mode, "ranks": 4, "nodes": 1 if link == "loopback" else 2, "link": link, "variant": variant}
+        | {"step_ms": step, "comm_ms": comm, "speedup": 600 / step, "comm_speedup": 360 / comm}
+        for mode in ("zero2", "zero3", "moe")
+        for (variant, link), (step, comm) in times.items()
+    ]
+    figures: list[Any] = []
+    monkeypatch.setattr(plot_train.pyplot, "close", figures.append)
+    plot_train.save(str(tmp_path / "out.png"), drawn)
+    (figure,) = figures
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [f"{m}, 4 ranks" for m in ("zero2", "zero3", "moe")]
+    for axes in figure.axes:
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        assert names == ["loopback", "plain", "coded", "1gbit, 2 nodes", "plain", "coded"]
+        widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
+        assert widths == [[240, 240, 240, 250], [60, 70, 360, 150]]
+        texts = [text.get_text() for text in axes.texts]
+        assert "400 ms · 1.50x, communication 2.40x" in texts and "600 ms" in texts and "360" in texts
+    with pytest.raises(ToolError, match="cannot write /nowhere"):
+        plot_train.save("/nowhere/out.png", drawn)
+
+
+def test_bench_train_sees_what_is_wrong() -> None:
+    from ds_zipccl.cli.bench_train import problems
+
+    def runs() -> dict[str, list[dict[str, Any]]]:
+        return {"plain": [results(sent={"coded_calls": 0})], "raw": [results()], "coded": [results()]}
+
+    assert problems(runs()) == []
+    damages = {
+        "losses differ": {"losses": [value.hex() for value in (2.0, 1.5000000000000002, 1.25)]},
+        "parameters differ": {"params_sha256": "ac"},
+        "different parameters": {"replicas_equal": False},
+        "nothing was coded": {"sent": {"coded_calls": 0}},
+        "not finite": {"losses": [value.hex() for value in (2.0, 1.5, float("nan"))]},
+    }
+    for words, damage in damages.items():
+        for variant in ("raw", "coded"):
+            damaged = runs()
+            damaged[variant][0] |= damage
+            found = problems(damaged)
+            assert any(words in problem for problem in found) and all(problem.startswith(variant) for problem in found)
+    coded_plain = runs() | {"plain": [results()]}
+    assert problems(coded_plain) == ["plain run: 3 calls were coded"]
+
+
+def test_bench_train_without_a_script() -> None:
+    from ds_zipccl.bench import ToolError
+    from ds_zipccl.bench.train_trial import find_script
+
+    assert find_script() == EXAMPLE
+    with pytest.raises(ToolError, match="--script"):
+        find_script(Path("/nowhere/train_gpt.py"))
+
+
+class Handle:
+    """Of an operation that takes 20 ms from the first wait on."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> bool:
+        self.waits += 1
+        time.sleep(0.02 if self.waits == 1 else 0)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+
+class Backend:
+    """As much of DeepSpeed's backend as a stopwatch sees: every collective takes 10 ms."""
+
+    def barrier(self) -> None:
+        time.sleep(0.01)
+
+    def all_reduce(self, tensor: Any, async_op: bool = False) -> Handle | None:
+        self.barrier()  # made of another collective
+        return Handle() if async_op else None
+
+    def broadcast(self, tensor: Any) -> None:
+        time.sleep(0.01)
+        raise ValueError("planted")
+
+    def get_rank(self) -> int:
+        time.sleep(0.03)
+        return 0
+
+
+def test_time_in_collectives_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    from comm_time import CALLS, CommTime
+
+    from ds_zipccl import comm
+
+    # plain and coded are timed alike; sums for their owners are made in the backend's all_reduce
+    collectives = {name for name in comm.__all__ if name.islower()} - {"calibrate", "keep", "reduce_to_owners"}
+    assert collectives <= set(CALLS)
+    backend, clock = Backend(), CommTime()
+    clock.watch(backend)
+
+    def spent(action: Callable[[], Any]) -> float:
+        before, started = clock.ms, time.perf_counter()
+        action()
+        assert clock.ms - before <= 1000 * (time.perf_counter() - started)
+        return clock.ms - before
+
+    assert backend.all_reduce(None) is None
+    assert spent(lambda: backend.all_reduce(None)) >= 10
+    handle = backend.all_reduce(None, async_op=True)
+    assert spent(lambda: time.sleep(0.01)) == 0  # computing, while the operation is in flight
+    assert not handle.is_completed() and handle.wait.__qualname__
+    assert spent(handle.wait) >= 20
+    assert handle.is_completed() and handle.wait() is True
+    assert spent(backend.get_rank) == 0
+    with pytest.raises(ValueError, match="planted"):
+        backend.broadcast(None)
+    assert spent(backend.barrier) >= 10  # the stopwatch also stops where a call fails

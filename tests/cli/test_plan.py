@@ -1,0 +1,342 @@
+"""``plan``: its table adds up, says what it stands on, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+
+from ds_zipccl.__main__ import main
+from ds_zipccl.bench import comm_trial, speeds, validate
+from ds_zipccl.cli.plan import TOTAL
+from ds_zipccl.codecs import compress
+from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, Profile, predict
+
+FAST = Profile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
+CODEC = str(ROOT / "docs/results/codec.json")
+WORDS = "plan --params 1e9 --gpus 16 --gpus-per-node 4 --link 10gbit".split()
+
+
+def content(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> str:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(FAST.to_json()))
+    return str(path)
+
+
+def planned(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
+    path = tmp_path / "plan.json"
+    assert main([*WORDS, *words, "--json", str(path)]) == 0
+    return list(content(path)["rows"])
+
+
+def test_the_table_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = planned(tmp_path, "--profile", CODEC)
+    assert [row["variant"] for row in rows] == ["plain", "coded, flat", "coded, by nodes"] * 4
+    for total in rows[-3:]:
+        parts = [row for row in rows if row["variant"] == total["variant"] and row["what"] != TOTAL]
+        assert [part["op"] for part in parts] == ["all_gather", "all_gather", "reduce_scatter"]
+        assert [part["calls"] for part in parts] == [20, 20, 2]
+        for key in ("calls", "wire_gb", "ms"):
+            assert total[key] == pytest.approx(sum(part[key] for part in parts))
+    for row in rows:
+        plain = next(other for other in rows if other["what"] == row["what"])
+        assert row["speedup"] == pytest.approx(plain["ms"] / row["ms"])
+    printed = capsys.readouterr().out
+    assert "codec.json: cascade, normal bfloat16, 33,554,432 elements, route native" in printed
+    assert "encode 8.7, decode 12.1, add 12.1 GB/s; ratio 1.502" in printed
+    assert "10 Gbit/s of one GPU" in printed
+    assert len([line for line in printed.splitlines() if "plain" in line]) == 4
+
+
+def test_bytes_and_times_of_a_gather(tmp_path: Path, fast: str) -> None:
+    plain, flat, nodes, *_ = planned(tmp_path, "--profile", fast, "--ratio", "2")
+    # 4 nodes of 4 GPUs, 2 GB of parameters: each GPU's share is a quarter, of which three quarters leave the node
+    assert plain["wire_gb"] == pytest.approx(2 / 4 * 3 / 4)
+    assert nodes["wire_gb"] == pytest.approx(plain["wire_gb"] / 2)
+    assert flat["wire_gb"] == pytest.approx(2 * 15 / 16 * 12 / 15 / 2)
+    line = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
+    assert plain["ms"] == pytest.approx(20e3 * predict("all_gather", "plain", 1e8 / 4, 4, line))
+    assert nodes["ms"] == pytest.approx(20e3 * predict("all_gather", "coded", 1e8 / 4, 4, line, 2.0))
+    crossing = Profile.from_json(FAST.to_json() | {"transfer": [[1 / 0.8, 1e-5 + 0.8e-9], [1e9 / 0.8, 1e-5 + 0.8]]})
+    assert flat["ms"] == pytest.approx(20e3 * predict("all_gather", "coded", 1e8, 16, crossing, 2.0))
+    assert nodes["speedup"] > 1.5 > 1 > flat["speedup"]
+
+
+def test_stages_accumulation_and_buckets(tmp_path: Path, fast: str) -> None:
+    def calls(*words: str) -> dict[str, int]:
+        return {
+            f"{row['what']} {row['op']}": row["calls"]
+            for row in planned(tmp_path, "--profile", fast, *words)
+            if row["op"]
+        }
+
+    three = {"parameters, forward all_gather": 60, "parameters, backward all_gather": 60, "gradients reduce_scatter": 6}
+    assert calls("--accumulation", "3") == three
+    two = {"gradients all_reduce": 6, "gradients reduce_scatter": 6, "parameters all_gather": 2}
+    assert calls("--zero", "2", "--accumulation", "3") == two
+    one = {"gradients all_reduce": 2, "gradients reduce_scatter": 2, "parameters all_gather": 2}
+    assert calls("--zero", "1", "--accumulation", "3") == one
+    assert calls("--zero", "1", "--bucket", "3e8") == dict.fromkeys(one, 7)
+    assert calls("--zero", "1", "--owner-only", "off") == {"gradients all_reduce": 2, "parameters all_gather": 2}
+    based = {"parameters, first all_gather": 20, "parameters, again all_gather": 100, "gradients reduce_scatter": 6}
+    assert calls("--zero3-base", "device", "--accumulation", "3") == based
+    rows = planned(tmp_path, "--profile", fast, "--gpus-per-node", "1")
+    assert [row["variant"] for row in rows] == ["plain", "coded"] * 4
+
+
+GATHER = (
+    2 * 15 / 16
+)  # GB that one of 16 ranks sends when 2 GB of parameters are gathered, or scattered to owners, uncoded
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [  # what: GB plain, coded
+        ("--zero 1", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER / 4)}),
+        ("--zero 1 --accumulation 3", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER / 4)}),
+        ("--zero 2 --accumulation 3", {"gradients": (6 * GATHER, 3 * GATHER / 2), "parameters": (GATHER, GATHER / 4)}),
+        ("--zero 2 --delta-ratio 1", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER)}),
+        ("--zero 2 --delta-ratio 30", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER / 30)}),
+        ("--zero 2 --delta off", {"gradients": (2 * GATHER, GATHER / 2), "parameters": (GATHER, GATHER / 2)}),
+        ("--zero 2 --owner-only off", {"gradients": (2 * GATHER, GATHER), "parameters": (GATHER, GATHER / 4)}),
+        (
+            "--zero 3 --accumulation 3",
+            {
+                "parameters, forward": (3 * GATHER, 3 * GATHER / 2),
+                "parameters, backward": (3 * GATHER, 3 * GATHER / 2),
+                "gradients": (3 * GATHER, 3 * GATHER / 2),
+            },
+        ),
+        (
+            "--zero 3 --zero3-base host --accumulation 3",
+            {
+                "parameters, first": (GATHER, GATHER / 4),
+                "parameters, again": (5 * GATHER, 5 * GATHER / 500),
+                "gradients": (3 * GATHER, 3 * GATHER / 2),
+            },
+        ),
+        (
+            "--zero 3 --zero3-base device --delta-ratio 10",
+            {
+                "parameters, first": (GATHER, GATHER / 10),
+                "parameters, again": (GATHER, GATHER / 500),
+                "gradients": (GATHER, GATHER / 2),
+            },
+        ),
+    ],
+)
+def test_bytes_of_a_step(words: str, wanted: dict[str, tuple[float, float]], tmp_path: Path, fast: str) -> None:
+    rows = planned(tmp_path, "--gpus-per-node", "1", "--profile", fast, "--ratio", "2", *words.split())
+    found = {(row["what"], row["variant"]): row["wire_gb"] for row in rows}
+    wanted = {**wanted, TOTAL: tuple(map(sum, zip(*wanted.values())))}
+    for what, (plain, coded) in wanted.items():
+        assert found.pop((what, "plain")) == pytest.approx(plain)
+        assert found.pop((what, "coded")) == pytest.approx(coded)
+    assert not found
+
+
+def test_owners_and_differences_between_nodes(tmp_path: Path, fast: str) -> None:
+    rows = planned(tmp_path, "--zero", "2", "--profile", fast, "--ratio", "2", "--link", "10gbit")
+    # 4 nodes of 4 GPUs: by nodes three quarters of a quarter of 2 GB, flat 12 of 15 peers are in other nodes
+    nodes, flat = 2 / 4 * 3 / 4, GATHER * 12 / 15
+    assert [(row["op"], row["ratio"]) for row in rows[:6]] == [
+        ("all_reduce", 1), ("reduce_scatter", 2), ("reduce_scatter", 2), ("all_gather", 1), ("all_gather", 4), ("all_gather", 4)
+    ]  # fmt: skip
+    expected = [2 * nodes, flat / 2, nodes / 2, nodes, flat / 4, nodes / 4]
+    assert [row["wire_gb"] for row in rows[:6]] == pytest.approx(expected)
+    plain, coded = (line_of(rows, what, "coded, by nodes") for what in ("gradients", "parameters"))
+    local = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
+    crowded = 1 + 1 / 8  # a bucket of half the parameters has 8 owners of 16
+    assert plain["ms"] == pytest.approx(2e3 * crowded * predict("reduce_scatter", "coded", 1e9 / 4, 4, local, 2.0))
+    assert coded["ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9 / 4, 4, local, 4.0))
+    assert coded["exponents_ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9 / 4, 4, local, 2.0))
+
+
+def line_of(rows: list[dict[str, Any]], what: str, variant: str) -> dict[str, Any]:
+    return next(row for row in rows if (row["what"], row["variant"]) == (what, variant))
+
+
+def test_speeds_of_differences(
+    tmp_path: Path, fast: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpus-per-node", "1"]
+    planned(tmp_path, *words, "--zero", "2", "--profile", fast)
+    assert f"{fast} has no speeds of differences: planned as fast as exponents" in capsys.readouterr().out
+    planned(tmp_path, *words, "--zero", "2", "--profile", fast, "--delta", "off")
+    planned(tmp_path, *words, "--profile", fast)
+    assert "flatters" not in capsys.readouterr().out
+
+    monkeypatch.setattr(speeds, "measured", lambda dtype: speeds.Speeds(FAST, 1.5, "made up", link=False))
+    monkeypatch.setattr(speeds, "measured_differences", lambda: ((1e9, 2e9), (5e11, 1e12)))
+    rows = planned(tmp_path, *words, "--zero", "2")
+    printed = capsys.readouterr().out
+    assert "changed parameters: encode 1.0, decode 2.0 GB/s; ratio 4.000" in printed
+    assert 'coded: differences take longer than exponents for parameters (all_gather): "auto"' in printed
+    assert "does not pay" not in printed
+    planned(tmp_path, *words, "--zero", "2", "--link", "80gbit", "--ratio", "1.0001")
+    printed = capsys.readouterr().out
+    assert "coded: coding does not pay for parameters (all_gather)" in printed and "take longer" not in printed
+    local = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
+    slow = Profile.from_json(local.to_json() | {"encode": 1e9, "decode": 2e9})
+    line = line_of(rows, "parameters", "coded")
+    assert line["ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9, 16, slow, 4.0))
+    # ZeRO-3 copies everything twice besides, at 1e12 bytes a second
+    rows = planned(tmp_path, *words, "--zero3-base", "host")
+    assert "unchanged parameters: encode 500.0, decode 333.3 GB/s; ratio 500.000" in capsys.readouterr().out
+    assert content(tmp_path / "plan.json")["unchanged"]["decode"] == pytest.approx(1 / (1e-12 + 2e-12))
+    fresh = Profile.from_json(local.to_json() | {"encode": 5e11, "decode": 1e12 / 3})
+    line = line_of(rows, "parameters, again", "coded")
+    assert line["ms"] == pytest.approx(20e3 * predict("all_gather", "coded", 1e8, 16, fresh, 500.0))
+
+
+def test_what_is_measured_of_differences() -> None:
+    changed, unchanged = speeds.measured_differences()
+    assert all(1e7 < speed < 1e12 for speed in (*changed, *unchanged))
+    assert changed[0] < unchanged[0] and changed[1] < unchanged[1]
+    ratios = [speeds.delta_ratio(dtype) for dtype in ("bfloat16", "float16", "float32")]
+    assert ratios == [DELTA_RATIO, pytest.approx(2.34, abs=0.01), pytest.approx(1.60, abs=0.01)]
+    # the step that stands for those of trainings shrinks bf16 as they do, and what has not changed shrinks as the plan says or more
+    before, after = speeds._step(1 << 20, "bfloat16")
+    for tensor, ratio in ((after, DELTA_RATIO), (before, 630)):
+        frame = compress(tensor, "delta", base=before, shaped=False, checksum=False)
+        assert tensor.nbytes / frame.nbytes == pytest.approx(ratio, rel=0.02)
+    assert UNCHANGED_RATIO < 630
+
+
+def test_where_coding_does_not_pay(tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, "--profile", CODEC, "--link", "800gbit", "--gpus-per-node", "1")
+    assert "coded: coding does not pay for parameters, forward (all_gather), " in capsys.readouterr().out
+    planned(tmp_path, "--profile", fast, "--gpus-per-node", "1")
+    assert "does not pay" not in capsys.readouterr().out
+
+
+def test_this_machine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, "--dtype", "fp16")
+    printed = capsys.readouterr().out
+    assert "this machine's CPU" in printed and "ratio 1.17" in printed
+
+
+def test_the_link_of_a_profile(fast: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--params", "1e9", "--gpus", "2", "--gpus-per-node", "1"]
+    assert main([*words, "--profile", fast]) == 0
+    assert "8 Gbit/s of one GPU, measured in" in capsys.readouterr().out
+    assert main([*words, "--profile", CODEC]) == 2
+    assert "add --link" in capsys.readouterr().err
+
+
+def test_cuda_rows_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "cuda.json"
+    row = {
+        "route": "native",
+        "codec": "cascade",
+        "dtype": "bfloat16",
+        "mib": 64,
+        "ratio": 1.5,
+        "encode_gbps": 900,
+        "decode_gbps": 800,
+    }
+    rows = [row | {"mib": 4, "encode_gbps": 90}, row, row | {"codec": "window"}, row | {"dtype": "float32"}]
+    path.write_text(json.dumps({"rows": rows}))
+    found = speeds.read(str(path), "bfloat16")
+    assert (found.profile.encode, found.profile.decode, found.ratio) == (9e11, 8e11, 1.5)
+    assert "64 MiB" in found.about
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--params", "0"], "70e9"),
+        (["--params", "many"], "70e9"),
+        (["--gpus", "18"], "two nodes"),
+        (["--gpus", "4"], "two nodes"),
+        (["--gpus-per-node", "0"], "two nodes"),
+        (["--link", "loopback"], "one --link"),
+        (["--link", "1gbit", "2gbit"], "one --link"),
+        (["--zero", "4"], "1, 2, 3"),
+        (["--accumulation", "0"], "at least 1"),
+        (["--ratio", "0"], "above 0"),
+        (["--latency", "-1"], "above 0"),
+        (["--delta-ratio", "0.9"], "at least 1"),
+        (["--delta-ratio", "0"], "at least 1"),
+        (["--delta-ratio", "inf"], "at least 1"),
+        (["--delta-ratio", "nan"], "at least 1"),
+        (["--delta", "on"], "auto"),
+        (["--owner-only", "on"], "auto"),
+        (["--zero3-base", "disk"], "host"),
+        (["--zero3-base", "host", "--zero", "2"], "wants --zero 3"),
+        (["--zero3-base", "host", "--delta", "off"], "--delta auto"),
+        (["--dtype", "e4m3"], "float32"),
+        (["--profile", "/nonexistent"], "cannot read"),
+        (["--profile", str(ROOT / "docs/results/train.json")], "holds no speeds"),
+        (["--profile", str(ROOT / "pyproject.toml")], "cannot read"),
+        (["--validate", "--ranks", "1"], "at least 2"),
+    ],
+)
+def test_nonsense_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main([*WORDS, *words]) == 2
+    except SystemExit as left:
+        assert left.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bare_plan_says_what_it_wants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 2
+    assert "--params and --gpus, or --validate" in capsys.readouterr().err
+
+
+def test_validate_and_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "validate.json"
+    words = ["plan", "--validate", "--op", "all_gather", "broadcast", "--numel", "64K", "--repeats", "1"]
+    assert main([*words, "--json", str(path)]) in (
+        0,
+        1,
+    )  # on loopback, of small messages, beside other programs: anything
+    found = content(path)
+    assert [(row["op"], row["variant"]) for row in found["rows"]] == [
+        (op, variant) for op in ("all_gather", "broadcast") for variant in ("plain", "raw", "coded")
+    ]
+    (entry,) = found["profiles"]
+    profile = Profile.from_json(entry["profile"])
+    for row in found["rows"]:
+        assert row["off"] == pytest.approx(row["predicted_ms"] / row["measured_ms"])
+        assert (row["ideal_ms"] is None) == (row["variant"] != "plain")
+        if row["variant"] == "raw":
+            assert row["predicted_ms"] == pytest.approx(1e3 * predict(row["op"], "raw", 128 << 10, 2, profile))
+    assert "raw and coded" in capsys.readouterr().out
+    assert main(["plan", "--params", "1e9", "--gpus", "2", "--gpus-per-node", "1", "--profile", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "factor", "status"), [("raw", 1.25, 1), ("coded", 0.75, 1), ("coded", 1.15, 0), ("plain", 3, 0)]
+)
+def test_the_verdict(variant: str, factor: float, status: int) -> None:
+    rows = [{"variant": name, "off": 1.0, "wrong": 0} for name in ("plain", "raw", "coded")]
+    rows.append({"variant": variant, "off": factor, "wrong": 0})
+    assert validate._verdict(rows) == status
+    rows[0]["wrong"] = 1
+    assert validate._verdict(rows) == 1
+
+
+def off_part(rank: int, *more: Any) -> None:
+    """``take_part`` with a calibration that finds everything a thousand times faster."""
+    profile = Profile(((1.0, 1e-9), (1e12, 1e-3)), 1e15, 1e15, 1e15, 1e15, 1e15, 0)
+    comm_trial.calibration.measure = lambda: profile
+    REAL_PART(rank, *more)
+
+
+REAL_PART = comm_trial.take_part
+
+
+def test_a_wrong_model_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(comm_trial, "take_part", off_part)
+    assert main(["plan", "--validate", "--op", "all_gather", "--numel", "1M", "--repeats", "1"]) == 1
+    assert "off by more than 20% for 2 rows" in capsys.readouterr().err

@@ -1,0 +1,369 @@
+"""The command line: what it prints and writes is true, and it fails when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import variants
+from places import ROOT
+
+from ds_zipccl import codecs, kernels
+from ds_zipccl.__main__ import COMMANDS, main
+from ds_zipccl.bench import comm_trial, data
+from ds_zipccl.bench.exponents import Fields
+from ds_zipccl.cli import bench_codec
+from ds_zipccl.frame import FrameError, FrameErrorCode
+
+CODEC_KEYS = (
+    "route codec dtype data numel ratio entropy_ratio encode_gbps decode_gbps memcpy_gbps "
+    "encode_memcpy decode_memcpy wrong".split()
+)  # fmt: skip
+CODED = bench_codec.CODECS[1:]
+COMM_KEYS = "op dtype numel ranks nodes link variant time_us logical_bytes wire_bytes wrong".split()
+SIGMAS = ("1e-6", "0.0003", "1", "30", "1e3")
+MILLION = 1 << 20
+
+
+def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m ds_zipccl``, as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "ds_zipccl", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        cwd=ROOT,
+    )
+
+
+def content(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def shannon(tensor: torch.Tensor) -> float:
+    """Entropy of the exponents in bits, from the bit layout alone."""
+    word, mantissa, mask = {
+        torch.bfloat16: (np.uint16, 7, 255),
+        torch.float16: (np.uint16, 10, 31),
+        torch.float32: (np.uint32, 23, 255),
+    }[tensor.dtype]
+    words = np.frombuffer(tensor.contiguous().view(torch.uint8).numpy().tobytes(), dtype=word)
+    _, counts = np.unique((words >> mantissa) & mask, return_counts=True)
+    shares = counts / len(words)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+# ---------------------------------------------------------------- the commands as such
+
+
+def test_help_is_fast_and_names_every_command() -> None:
+    probe = """
+import sys, contextlib, io
+from ds_zipccl.__main__ import COMMANDS, main
+out = io.StringIO()
+with contextlib.redirect_stdout(out):
+    for words in ((), ("bench",), *COMMANDS):
+        try:
+            main([*words, "--help"])
+        except SystemExit as leave:
+            assert leave.code == 0, words
+heavy = {"torch", "deepspeed", "numpy", "numba", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+print(out.getvalue())
+"""
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    printed = " ".join(result.stdout.split())
+    for words, (_, about) in COMMANDS.items():
+        assert f"{' '.join(words)} [-h]" in printed
+        assert about in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "codec", "--data", "nosuch"], "known: normal"),
+        (["bench", "codec", "--data", "normal:0"], "number above 0"),
+        (["bench", "codec", "--data", "zeros:2"], "has no scale"),
+        (["bench", "codec", "--numel", "1.5M"], "64K"),
+        (["bench", "codec", "--route", "nosuch"], "native"),
+        (["bench", "codec", "--dtype", "bf16", "--data", "bf16_in_fp32"], "for fp32"),
+        (["bench", "codec", "--threads", "0"], "at least 1, got 0"),
+        (["bench", "codec", "--peers", "nosuch"], "zipnn"),
+        (["bench", "codec", "--corpus", "/nonexistent/file"], "cannot read"),
+        (["bench", "codec", "--tile"], "--corpus"),
+        (["bench", "comm", "--ranks", "1"], "at least 2"),
+        (["bench", "comm", "--op", "nosuch"], "all_gather"),
+        (["analyze", "/nonexistent/file"], "cannot read"),
+        (["analyze", __file__], "neither"),
+        (["analyze", __file__, "--data", "normal"], "write - instead"),
+        (["nosuch"], "report"),
+        ([], "required"),
+    ],
+)
+def test_bad_requests_exit_2_with_what_to_do(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(words)
+    except SystemExit as leave:
+        status = leave.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- bench codec
+
+
+@pytest.fixture(scope="module")
+def codec_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """Contents of the JSON file and stdout of one real run."""
+    path = tmp_path_factory.mktemp("codec") / "codec.json"
+    words = ["bench", "codec", "--numel", "1M", "--dtype", "bf16", "--repeats", "1", "--json", str(path)]
+    result = command(*words, "--data", "normal", "random", "zeros", "--sigma", *SIGMAS)
+    assert result.returncode == 0, result.stderr
+    return content(path), result.stdout
+
+
+def test_codec_json_has_all_rows(codec_run: tuple[dict[str, Any], str]) -> None:
+    found = codec_run[0]
+    assert set(found) >= {"rows", "machine", "versions", "command"}
+    assert found["command"].startswith("python -m ds_zipccl bench codec --numel 1M")
+    assert found["versions"]["torch"] == torch.__version__
+    usable = [name for name, reason in kernels.why().items() if not reason and name not in variants.FOR_TESTS]
+    sets = [*(f"normal:{float(sigma):g}" for sigma in SIGMAS), "random", "zeros"]
+    pairs = [("raw", "none"), *((codec, route) for codec in CODED for route in usable)]
+    wanted = [(name, *pair) for name in sets for pair in pairs]
+    assert [(row["data"], row["codec"], row["route"]) for row in found["rows"]] == wanted
+    for row in found["rows"]:
+        assert list(row) == CODEC_KEYS
+        assert (row["numel"], row["dtype"], row["wrong"]) == (MILLION, "bfloat16", 0)
+        assert min(row["encode_gbps"], row["decode_gbps"]) > 0
+        assert 0.1 < row["memcpy_gbps"] < 1000
+        for name in ("encode", "decode"):
+            assert row[f"{name}_memcpy"] == pytest.approx(row[f"{name}_gbps"] / row["memcpy_gbps"])
+
+
+def test_codec_ratios_are_true(codec_run: tuple[dict[str, Any], str]) -> None:
+    for row in codec_run[0]["rows"]:
+        tensor = data.spec(row["data"]).make(row["numel"], row["dtype"])
+        frame = codecs.compress(tensor, row["codec"], shaped=False, checksum=False)
+        assert row["ratio"] == pytest.approx(tensor.nbytes / frame.nbytes, rel=1e-12)
+        assert row["entropy_ratio"] == pytest.approx(16 / (8 + shannon(tensor)), rel=1e-9)
+
+
+def test_codec_ratio_claims(codec_run: tuple[dict[str, Any], str]) -> None:
+    rows = [row for row in codec_run[0]["rows"] if row["codec"] in CODED]
+    gaussian = [row for row in rows if row["data"].startswith("normal")]
+    assert len(gaussian) >= len(SIGMAS)
+    for row in gaussian:
+        least = {"cascade": 1.485, "window": 1.42}[row["codec"]]
+        assert least <= row["ratio"] < row["entropy_ratio"] < 1.53
+    assert all(1 / row["ratio"] <= 1.01 for row in rows if row["data"] == "random")
+    assert all(row["ratio"] > 100 for row in rows if row["data"] == "zeros")
+
+
+def test_table_and_json_agree(codec_run: tuple[dict[str, Any], str]) -> None:
+    found, printed = codec_run
+    head, *lines = printed.splitlines()
+    assert head.split() == CODEC_KEYS
+    assert len(lines) == len(found["rows"])
+    for line, row in zip(lines, found["rows"], strict=True):
+        assert line.split()[:5] == [str(row[key]) for key in CODEC_KEYS[:4]] + [f"{row['numel']:,}"]
+        assert line.split()[5] == f"{row['ratio']:.3f}"
+        assert len(line) == len(head)
+
+
+def test_codec_counts_wrong_elements(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = codecs.decompress
+
+    def flips_three(frame: torch.Tensor, out: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
+        result = right(frame, out, **more)
+        result.view(torch.int16)[[1, 70, 4000]] ^= 0x0100
+        return result
+
+    monkeypatch.setattr(codecs, "decompress", flips_three)
+    path = tmp_path / "wrong.json"
+    words = ["bench", "codec", "--numel", "4K", "--dtype", "bf16", "--data", "random", "--repeats", "1"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert main([*words, "--json", str(path)]) == 1
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+    assert {row["wrong"] for row in content(path)["rows"]} == {3}
+    assert "elements came back with other bits" in capsys.readouterr().err
+
+    calls = []
+
+    def works_once(frame: torch.Tensor, out: torch.Tensor, **more: Any) -> torch.Tensor:
+        calls.append(frame)
+        return right(frame, out, **more) if len(calls) == 1 else out
+
+    # What one call left in the buffer must not count for the next.
+    monkeypatch.setattr(codecs, "decompress", works_once)
+    words += ["--codec", "raw"]
+    assert main([*words, "--json", str(path)]) == 1
+    assert {row["wrong"] for row in content(path)["rows"]} == {4096}
+
+    def refuses(frame: torch.Tensor, out: torch.Tensor, **more: Any) -> torch.Tensor:
+        raise FrameError(FrameErrorCode.BLOCK, "planted")
+
+    monkeypatch.setattr(codecs, "decompress", refuses)
+    assert main([*words, "--json", str(path)]) == 1
+    assert {row["wrong"] for row in content(path)["rows"]} == {4096}
+    assert "planted" in capsys.readouterr().err
+
+
+def test_codec_speeds_are_bytes_of_tensor_over_median_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Three calls that find out how often to call, then memcpy, encode and decode in turn.
+    times = iter([0.01] * 3 + [0.001, 0.006, 0.004] + [0.003, 0.007, 0.5] + [0.002, 0.0005, 0.001])
+    monkeypatch.setattr(bench_codec, "_seconds", lambda step, calls=1: (step(), next(times))[1])
+    path = tmp_path / "speed.json"
+    words = ["bench", "codec", "--numel", "1000", "--dtype", "fp32", "--data", "normal", "--codec", "raw"]
+    assert main([*words, "--repeats", "3", "--json", str(path)]) == 0
+    (row,) = content(path)["rows"]
+    assert row["memcpy_gbps"] == pytest.approx(4000 / 0.002 / 1e9)
+    assert row["encode_gbps"] == pytest.approx(4000 / 0.006 / 1e9)
+    assert row["decode_gbps"] == pytest.approx(4000 / 0.004 / 1e9)
+    assert (row["encode_memcpy"], row["decode_memcpy"]) == (pytest.approx(1 / 3), pytest.approx(1 / 2))
+
+
+def test_codec_names_are_those_of_the_table() -> None:
+    assert tuple(codecs.CODECS) == bench_codec.CODECS
+
+
+def test_codec_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right, seen = bench_codec._seconds, set()
+    monkeypatch.setattr(bench_codec, "_seconds", lambda *of: (seen.add(torch.get_num_threads()), right(*of))[1])
+    path, before = tmp_path / "threads.json", torch.get_num_threads()
+    words = ["bench", "codec", "--numel", "4K", "--dtype", "bf16", "--data", "normal", "--codec", "raw"]
+    for count in (1, 2):
+        assert main([*words, "--threads", str(count), "--json", str(path)]) == 0
+        assert (content(path)["threads"], torch.get_num_threads(), seen) == (count, before, {count})
+        seen.clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "bits"), [("e4m3", "float8_e4m3fn", (4, 3)), ("e5m2", "float8_e5m2", (5, 2))]
+)
+def test_codec_fp8(dtype: str, name: str, bits: tuple[int, int], tmp_path: Path) -> None:
+    path = tmp_path / "fp8.json"
+    words = ["bench", "codec", "--numel", "64K", "--dtype", dtype, "--data", "normal", "random", "--repeats", "1"]
+    assert main([*words, "--json", str(path)]) == 0
+    exponent, mantissa = bits
+    for row in content(path)["rows"]:
+        tensor = data.spec(row["data"]).make(row["numel"], row["dtype"])
+        assert (row["dtype"], row["wrong"], tensor.nbytes) == (name, 0, row["numel"])
+        assert (Fields.of(tensor.dtype).exponent, Fields.of(tensor.dtype).mantissa) == bits
+        fields = (tensor.view(torch.uint8).numpy() >> mantissa) & (1 << exponent) - 1
+        _, counts = np.unique(fields, return_counts=True)
+        entropy = -(counts / counts.sum() * np.log2(counts / counts.sum())).sum()
+        assert row["entropy_ratio"] == pytest.approx(8 / (1 + mantissa + entropy))
+
+
+# ---------------------------------------------------------------- bench comm
+
+
+def test_comm_rows(tmp_path: Path) -> None:
+    path = tmp_path / "comm.json"
+    result = command("bench", "comm", "--numel", "60001", "--ranks", "3", "--repeats", "1", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    found = content(path)
+    assert set(found) >= {"rows", "machine", "versions", "command"}
+    shares = {"all_gather": 2 / 3, "reduce_scatter": 2 / 3, "all_reduce": 4 / 3, "all_to_all": 2 / 3, "broadcast": 1}
+    variants = ("plain", "raw", "coded")
+    assert [(row["op"], row["variant"]) for row in found["rows"]] == [(op, v) for op in shares for v in variants]
+    nbytes = 60_000 * 2
+    for row in found["rows"]:
+        assert list(row) == COMM_KEYS
+        assert (row["numel"], row["ranks"], row["nodes"], row["link"], row["wrong"]) == (60_000, 3, 1, "loopback", 0)
+        assert row["logical_bytes"] == round(shares[row["op"]] * nbytes)
+        assert 20 < row["time_us"] < 60e6
+        sent = row["logical_bytes"] * (2 if row["op"] == "broadcast" else 1)  # the source sends to both others
+        if row["variant"] == "plain":
+            assert row["wire_bytes"] == row["logical_bytes"]
+        elif row["variant"] == "raw":
+            assert 0 < row["wire_bytes"] - sent <= 256  # headers
+        else:
+            assert 1.4 < sent / row["wire_bytes"] < 1.53
+
+
+def faulty_part(rank: int, *more: Any) -> None:
+    """``take_part`` with a gather that flips one bit on rank 1."""
+    right = comm_trial.comm.all_gather_into_tensor
+
+    def gather(output: torch.Tensor, *args: Any, **keywords: Any) -> None:
+        right(output, *args, **keywords)
+        if rank == 1 and keywords["config"].codec == "cascade":
+            output.view(torch.int16)[7] ^= 1
+
+    comm_trial.comm.all_gather_into_tensor = gather
+    REAL_PART(rank, *more)
+
+
+def failing_part(rank: int, *more: Any) -> None:
+    """Rank 1 fails; rank 0 waits for it."""
+    if rank == 1:
+        raise RuntimeError("planted failure")
+    REAL_PART(rank, *more)
+
+
+REAL_PART = comm_trial.take_part
+
+
+def test_comm_counts_wrong_elements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(comm_trial, "take_part", faulty_part)
+    path = tmp_path / "wrong.json"
+    assert main(["bench", "comm", "--op", "all_gather", "--numel", "8K", "--repeats", "1", "--json", str(path)]) == 1
+    assert [row["wrong"] for row in content(path)["rows"]] == [0, 0, 1]
+
+
+def test_comm_ends_when_a_rank_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(comm_trial, "take_part", failing_part)
+    assert main(["bench", "comm", "--op", "all_gather", "--numel", "8K", "--timeout", "100"]) == 2
+    assert "planted failure" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- report
+
+
+def test_report_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert main(["report", "--json", str(path)]) == 0
+    found = content(path)
+    reasons = {(row["device"], row["route"]): row["reason"] for row in found["rows"]}
+    assert reasons == {(device, name): why for device in kernels.ROUTES for name, why in kernels.why(device).items()}
+    assert all(row["usable"] == (not row["reason"]) for row in found["rows"])
+    printed = capsys.readouterr().out
+    for text in (torch.__version__, "zipccl_cpu", "DS_ZIPCCL_CACHE", "entry point in torch.backends", "cpu native"):
+        assert text in printed
+
+
+def test_report_where_everything_is_broken(tmp_path: Path) -> None:
+    probe = """
+import sys
+for name in ("deepspeed", "numba", "pydantic"):
+    sys.modules[name] = None
+from ds_zipccl.__main__ import main
+sys.exit(main(["report"]))
+"""
+    broken = {"CXX": "/nonexistent/c++", "DS_ZIPCCL": "{", "DS_ZIPCCL_CACHE": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, env={**os.environ, **broken}
+    )
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("no route for CPU tensors works here"), result.stdout
+    assert "no C++ compiler (/nonexistent/c++" in result.stdout
+    for missing in ("numba", "pydantic"):
+        assert f"import of {missing} halted" in result.stdout
+    assert "usable\n" not in result.stdout.partition("routes\n")[2].partition("builders\n")[0]

@@ -1,0 +1,117 @@
+"""The CUDA sources compile where there is no GPU: nvcc for three generations, without spills, and NVRTC from the same text."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ds_zipccl.kernels import build, cuda, cuda_launchers
+
+ARCHITECTURES = ("8.0", "9.0", "10.0")
+CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
+          (f"encode_{kind}_cascade", f"encode_{kind}_window", f"decode_{kind}")}  # fmt: skip
+OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
+          (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta")}  # fmt: skip
+KERNELS = CODECS | OTHERS | {"zipccl_hash"}
+#: Registers of 64 Ki that let as many blocks of 256 threads run at a time as the kernels' bounds say.
+REGISTERS = {f"encode_{kind}_{code}": 64 for kind in ("bf16", "fp16") for code in ("cascade", "window")}
+REGISTERS |= {"decode_sum": 128, "hash": 64}
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> tuple[str]:
+    try:
+        return build.nvcc()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def report(nvcc: tuple[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the assembler says of every kernel on every architecture."""
+    recipe = build.cuda(ARCHITECTURES)
+    output = tmp_path_factory.mktemp("cuda") / "kernels.o"
+    command = [*nvcc, *recipe.flags, "-Werror=all-warnings", "-Xptxas=-v", "-c", str(build.CSRC / "cuda/launch.cu")]
+    result = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def test_resources(report: str) -> None:
+    found = re.findall(
+        r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        report,
+        re.DOTALL,
+    )
+    wanted = {(name, architecture.replace(".", "")) for name in KERNELS for architecture in ARCHITECTURES}
+    assert {(name, architecture) for name, architecture, *_ in found} == wanted
+    spills = {
+        f"{name} sm_{architecture}": (stores, loads)
+        for name, architecture, stores, loads, _ in found
+        if stores + loads != "00"
+    }
+    assert not spills
+    for name, architecture, *_, registers in found:
+        for part, bound in REGISTERS.items():
+            assert part not in name or int(registers) <= bound, (name, architecture, registers)
+
+
+def test_the_builders_library_explains_itself(
+    nvcc: tuple[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Built as a user without a GPU would for another machine; starting a kernel here is an error that says why."""
+    from ds_zipccl.op_builder.zipccl import ZipcclCUDABuilder
+
+    if cuda_launchers.torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    builder = ZipcclCUDABuilder()
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert not builder.is_compatible()
+    with pytest.raises(build.BuildError, match="set TORCH_CUDA_ARCH_LIST"):
+        builder.load()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert builder.is_compatible()
+    launcher = cuda_launchers.LibraryLauncher(builder.load())
+    with pytest.raises(RuntimeError, match=r"zipccl_decode_bf16 was not started: .*driver"):
+        launcher.launch("zipccl_decode_bf16", 1, 0, cuda._DecodeJobs(), 0)
+    with pytest.raises(RuntimeError, match="zipccl_no was not started: "):
+        launcher.launch("zipccl_no", 1, 0, cuda._DecodeJobs(), 0)
+
+
+def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = [flag for flag in build.cuda(["8.0", "9.0+PTX"]).flags if "gencode" in flag]
+    assert targets == ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
+
+
+def _nvrtc() -> ctypes.CDLL:
+    """pip's nvidia-cuda-nvrtc."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in Path(folder).glob("*/lib/libnvrtc.so.*"):
+            if "builtins" not in path.name:
+                return ctypes.CDLL(str(path))
+    pytest.skip("nvidia-cuda-nvrtc is not installed")
+
+
+def test_nvrtc_compiles_the_same_text() -> None:
+    library, program = _nvrtc(), ctypes.c_void_p()
+    text = cuda_launchers.source().encode()
+    assert b"#include <" not in text.replace(b"#include <stdint.h>", b"").replace(b"#include <string.h>", b"")
+    assert library.nvrtcCreateProgram(ctypes.byref(program), text, b"zipccl.cu", 0, None, None) == 0
+    options = [option.encode() for option in (*cuda_launchers.NVRTC_OPTIONS, "--gpu-architecture=sm_90")]
+    status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()
+    library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetCUBIN(program, binary)
+    missing = {name for name in KERNELS if name.encode() not in binary.raw}
+    assert not missing

@@ -1,0 +1,265 @@
+"""The CUDA kernels where only they go: slots, sums, launches of many jobs, orders of threads. Emulated, and on a GPU if there is one.
+
+What every route must do is in the other tests, which run these kernels like any route.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import corpus
+import emulation
+import mutations
+import pytest
+import torch
+import variants
+from places import PYTHONPATH
+
+from ds_zipccl import kernels
+from ds_zipccl.codecs import compress, compress_bound, decompress
+from ds_zipccl.frame import FrameError, FrameErrorCode, parse
+from ds_zipccl.kernels.cuda import NO_FAILURE, CudaRoute, new_status, raise_failure
+
+GUARD = 0x5C
+
+
+@pytest.fixture(params=["emulated", "cuda-native", "cuda-nvrtc"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[CudaRoute, torch.device]]:
+    if reason := variants.Variant(request.param).why_not():
+        pytest.skip(f"{request.param} is not usable here: {reason}")
+    found = kernels.route(request.param)
+    yield (found, torch.device("cpu")) if isinstance(found, CudaRoute) else (found.route, torch.device("cuda"))
+
+
+def words(dtype: torch.dtype, numel: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator)
+    values[torch.rand(numel, generator=generator) < 0.02] = 0
+    return values.to(dtype)
+
+
+def slot(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A slot of ``size`` bytes, and the memory around it, all guards."""
+    memory = torch.full((size + 64,), GUARD, dtype=torch.uint8, device=device)
+    return memory[32 : 32 + size], memory
+
+
+def frame_of(tensor: torch.Tensor, code: str = "cascade", block: int = 1024) -> torch.Tensor:
+    return compress(tensor, code, block=block, shaped=False, checksum=False, route="native")
+
+
+@pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.FLOATS.values()], ids=corpus.FLOATS)
+def test_frames_in_slots(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype) -> None:
+    """Whole frames, header included, equal those of the CPU; more jobs than a launch takes, some of them empty."""
+    route, device = kernel
+    tensors = [words(dtype, numel, numel) for numel in (0, 1, 5000, 16384, 16385, *range(3, 300, 4))]
+    assert len(tensors) > 48
+    slots = [slot(compress_bound(tensor.numel(), dtype), device) for tensor in tensors]
+    overflows = torch.zeros(1, dtype=torch.int32, device=device)
+    route.encode_frames([tensor.to(device) for tensor in tensors], "cascade", 1024, [at for at, _ in slots], overflows)
+    for tensor, (at, memory) in zip(tensors, slots, strict=True):
+        wanted = frame_of(tensor)
+        assert torch.equal(at[: wanted.numel()].cpu(), wanted)
+        assert (memory[:32] == GUARD).all() and (memory[32 + at.numel() :] == GUARD).all()
+    assert overflows.item() == 0
+    outs = [torch.empty_like(tensor, device=device) for tensor in tensors]
+    status = new_status(device)
+    route.decode_frames([at for at, _ in slots], 1024, outs, status)
+    raise_failure(status)
+    for tensor, out in zip(tensors, outs, strict=True):
+        assert torch.equal(out.cpu().view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("code", ["cascade", "window"])
+def test_slots_that_are_too_small(kernel: tuple[CudaRoute, torch.device], code: str) -> None:
+    """An overflow is said in the header and counted, and nothing outside of the slot is touched, however small it is."""
+    route, device = kernel
+    tensor = words(torch.bfloat16, 40_000)
+    size = frame_of(tensor, code).numel()
+    overflows = torch.zeros(1, dtype=torch.int32, device=device)
+    capacities = [32, 48, 64, 80, 1024, 30_000, size - 16, size - 1, size, size + 16]
+    for count, capacity in enumerate(capacities, 1):
+        at, memory = slot(capacity, device)
+        route.encode_frames([tensor.to(device)], code, 1024, [at], overflows)
+        assert (memory[:32] == GUARD).all() and (memory[32 + capacity :] == GUARD).all(), capacity
+        fits = capacity >= size
+        assert overflows.item() == min(count, capacities.index(size))
+        out, status = torch.empty_like(tensor, device=device), new_status(device)
+        route.decode_frames([at], 1024, [out], status)
+        if fits:
+            raise_failure(status)
+            assert torch.equal(out.cpu(), tensor)
+        else:
+            with pytest.raises(FrameError) as raised:
+                raise_failure(status)
+            assert raised.value.code == FrameErrorCode.OVERFLOWED
+            with pytest.raises(FrameError, match=f"would have had {size} bytes"):
+                parse(at.cpu())
+    with pytest.raises(ValueError, match="at least the 32 bytes"):
+        route.encode_frames([tensor.to(device)], code, 1024, [at[:16]])
+    with pytest.raises(ValueError, match="multiples of 16"):
+        route.encode_frames([tensor.to(device)], code, 1024, [memory[1:]])
+
+
+@pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.SUMMED.values()], ids=corpus.SUMMED)
+@pytest.mark.parametrize("wide", [False, True], ids=["rounded", "wide"])
+def test_sums(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype, wide: bool) -> None:
+    """fp32, in the order of the frames, rounded once; raw frames and more frames than a launch takes among them."""
+    route, device = kernel
+    for count, numel, block in ((1, 5000, 1024), (3, 20_000, 1024), (8, 700, 128), (70, 1200, 256)):
+        tensors = [words(dtype, numel, seed) * (1 + seed) for seed in range(count)]
+        tensors[0][:7] = torch.tensor([-0.0, 0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-7])
+        for tensor in tensors[1:]:
+            tensor[0] = -0.0
+        frames = [frame_of(tensor, "window" if i % 3 else "cascade", block) for i, tensor in enumerate(tensors)]
+        frames[count // 2] = compress(tensors[count // 2], "raw", shaped=False, checksum=False)
+        wanted = tensors[0].float()
+        for tensor in tensors[1:]:
+            wanted = wanted + tensor.float()
+        if not wide:
+            wanted = wanted.to(dtype)
+        sums, memory = slot(wanted.nbytes, device)
+        sums, status = sums.view(wanted.dtype), new_status(device)
+        route.decode_sum_frames([frame.to(device) for frame in frames], block, dtype, sums, status)
+        raise_failure(status)
+        bits = torch.int16 if wanted.itemsize == 2 else torch.int32
+        equal = (sums.cpu().view(bits) == wanted.view(bits)) | (sums.cpu().isnan() & wanted.isnan())
+        assert equal.all(), (count, (~equal).nonzero().flatten()[:5])
+        assert (memory[:32] == GUARD).all() and (memory[32 + wanted.nbytes :] == GUARD).all()
+
+
+def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaRoute, torch.device]) -> None:
+    """The kernels read the header themselves: they refuse what the host's parser and decoders refuse, and touch nothing else."""
+    route, device = kernel
+    rng = random.Random(5)
+    bases = [
+        base for base in mutations.bases(checksum=False) if base.tensor.dtype in (torch.bfloat16, torch.float32) and base.tensor.dim() == 1
+    ]  # fmt: skip
+    seen = set()
+    for turn in range(1500):
+        base = rng.choice(bases)
+        _, damaged = mutations.damaged(rng, base)
+        frame = torch.frombuffer(bytearray(damaged or b"\0"), dtype=torch.uint8)
+        try:
+            header = parse(frame)
+            flat = header.shape is None and header.checksum is None
+        except FrameError:
+            header, flat = None, True
+        if not flat or (header and header.block not in (0, base.block)):
+            continue  # shapes and checksums are not for kernels, which are told the block
+        numel, dtype = base.tensor.numel(), base.tensor.dtype
+        try:
+            wanted, code = decompress(frame, torch.empty(numel, dtype=dtype)), None
+        except FrameError as error:
+            wanted, code = None, error.code
+        at, _ = slot(frame.numel() + 16, device)
+        at = at[: frame.numel()]
+        at.copy_(frame)
+        out, memory = slot(base.tensor.nbytes, device)
+        out, status = out.view(dtype), new_status(device)
+        if turn % 2:
+            route.decode_frames([at], base.block or 1024, [out], status)
+        else:
+            route.decode_sum_frames([at], base.block or 1024, dtype, out, status)
+        assert (memory[:32] == GUARD).all() and (memory[32 + base.tensor.nbytes :] == GUARD).all()
+        refused = status.item() != NO_FAILURE and status.item() & 255
+        seen.add(refused)
+        if code in (None, FrameErrorCode.INDEX, FrameErrorCode.BLOCK) and numel:
+            assert refused == (code or 0), (code, damaged.hex())
+        elif numel:
+            assert refused, (code, damaged.hex())
+        if not refused and wanted is not None and turn % 2:
+            assert torch.equal(out.cpu().view(torch.uint8), wanted.view(torch.uint8))
+    assert len(seen) > 6, seen
+
+
+# ------------------------------------------------------------------------------------- orders of threads, emulated only
+
+
+def trial(seed: int, launcher: emulation.EmulatedLauncher) -> None:
+    """Frames of several chunks with every mode in them, and a sum, with threads in the order of ``seed``."""
+    launcher.seed(seed)
+    route = CudaRoute(launcher)
+    tensor = words(torch.bfloat16, 5 * 2048 + 77, 1)
+    tensor[1000:1500] = 0
+    tensor[3000:3300] *= torch.exp(torch.randn(300, generator=torch.Generator().manual_seed(2)) * 9)
+    tensor[5000:6000][torch.rand(1000, generator=torch.Generator().manual_seed(3)) < 0.3] = -0.0
+    whole = words(torch.bfloat16, 20_000, 4)
+    for words_, block in ((tensor, 128), (whole, 1024)):
+        wanted = frame_of(words_, "cascade", block)
+        out = torch.full((compress_bound(words_.numel(), torch.bfloat16, block=block),), GUARD, dtype=torch.uint8)
+        route.encode_frames([words_], "cascade", block, [out])
+        assert torch.equal(out[: wanted.numel()], wanted)
+        back, status = torch.empty_like(words_), new_status(words_.device)
+        route.decode_frames([wanted], block, [back], status)
+        raise_failure(status)
+        assert torch.equal(back.view(torch.uint8), words_.view(torch.uint8))
+        sums = torch.empty_like(words_)
+        route.decode_sum_frames([wanted, wanted], block, torch.bfloat16, sums, status)
+        raise_failure(status)
+        assert torch.equal(sums, words_ + words_)
+
+
+def test_any_order_of_threads() -> None:
+    launcher = emulation.launcher()
+    try:
+        for seed in range(12):
+            trial(seed, launcher)
+    finally:
+        launcher.seed(0)
+
+
+SYNC = "  __syncthreads();\n"
+#: What makes the kernels right whatever the order: taking it away must be noticed. (Not here: what a shuffle or ballot stands beside, as
+#: those order memory in the emulation; the kernels do not rely on it.)
+RACES: dict[str, tuple[str, str, str]] = {
+    "chunks start in any order": ("cuda/encode.cuh", "atomicAdd(jobs.ticket, 1u)", "blockIdx.x"),
+    "forms are read before they are written": (
+        "cuda/encode.cuh",
+        SYNC + "\n  if (warp == 0) {",
+        "\n  if (warp == 0) {",
+    ),
+    "copied before it is known where": ("cuda/encode.cuh", SYNC + "\n  const uint64_t end", "\n  const uint64_t end"),
+    "the table is used before it is read": (
+        "cuda/decode.cuh",
+        SYNC + "  if (!shared.good) return;",
+        "  if (!shared.good) return;",
+    ),
+    "escapes are read before they are listed": (
+        "cuda/decode.cuh",
+        "    escapes += __popc(escaped);\n  }\n  __syncwarp();",
+        "    escapes += __popc(escaped);\n  }",
+    ),
+    "bits are put while the list is still read": (
+        "cuda/encode_block.cuh",
+        "  }\n  __syncwarp();\n  put_bits",
+        "  }\n  put_bits",
+    ),
+    "look-back does not wait": ("cuda/encode.cuh", "while (__any_sync(kEveryLane, seen == 0))", "while (false)"),
+    "lanes of a warp disagree": ("cuda/warp.cuh", "if (lane == 0) sum = 0;", "if (lane == 0) return 0;"),
+}
+
+
+@pytest.mark.parametrize("race", RACES)
+def test_a_race_is_noticed(race: str, tmp_path: Path) -> None:
+    """In a process of its own, as some of them end it."""
+    file, good, bad = RACES[race]
+    program = f"""
+import sys
+sys.path[:0] = {PYTHONPATH.split(os.pathsep)!r}
+import emulation, test_cuda_kernels, pathlib
+launcher = emulation.launcher({{{file!r}: {(good, bad)!r}}}, pathlib.Path({str(tmp_path)!r}))
+for seed in range(12):
+    test_cuda_kernels.trial(seed, launcher)
+print("nothing noticed")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "nothing noticed" not in result.stdout
+    noticed = ("AssertionError", "FrameError", "emulation: block")
+    killed = result.returncode < 0  # by a wild address
+    assert killed or any(word in result.stderr for word in noticed), result.stderr[-2000:]

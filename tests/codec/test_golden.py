@@ -1,0 +1,138 @@
+"""Frames of earlier versions: every route still writes exactly these bytes and reads them.
+
+tests/golden/<name>.bin is the frame of CASES[name]. After a deliberate change of the format, written down in FORMAT.md:
+``pytest tests/test_golden.py --update-golden``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import corpus
+import from_format
+import pytest
+import torch
+from corpus import assert_same_bits
+from places import TESTS
+
+import ds_zipccl
+from ds_zipccl import frame as framing
+
+FOLDER = TESTS / "golden"
+#: Textures whose blocks take each mode, and what they are for.
+MODES = {
+    "fill": ("zeros", "negative_zeros", "constant"),
+    "raw": ("random",),
+    "cascade": ("bell", "outliers", "trimmed"),
+    "window": ("bell", "wide", "trimmed"),
+    "sparse": ("sparse", "sparse_signed", "mixed_zeros", "trimmed_sparse"),
+    "mixed": tuple(corpus.TEXTURES),
+}
+
+
+def _coded(name: str, mode: str, numel: int, block: int) -> tuple[torch.Tensor, dict[str, object]]:
+    kind = corpus.FLOATS[name]
+    words = corpus.mixed(numel, kind, block, seed=len(mode), names=MODES[mode])
+    arguments = {"block": block, "shaped": False, "checksum": False}
+    return corpus.tensor(words, kind), arguments | ({"codec": "window"} if mode == "window" else {})
+
+
+def _delta(name: str, numel: int, block: int) -> tuple[torch.Tensor, dict[str, object]]:
+    kind = corpus.FLOATS[name]
+    words = corpus.mixed(numel, kind, block, seed=7, names=("bell", "sparse", "specials", "wide"))
+    base = corpus.tensor(corpus.before(words, kind, block, 7), kind)
+    return corpus.tensor(words, kind), {
+        "codec": "delta",
+        "base": base,
+        "block": block,
+        "shaped": False,
+        "checksum": False,
+    }
+
+
+CASES = (
+    {
+        f"{name}_{mode}_{block}": _coded(name, mode, numel, block)
+        for name in corpus.FLOATS
+        for mode, numel, block in (
+            ("fill", 700, 128),
+            ("raw", 300, 128),
+            ("cascade", 600, 256),
+            ("window", 600, 256),
+            ("sparse", 1100, 512),
+            ("mixed", 2500, 1024),
+            ("mixed", 2048 + 130, 128),
+        )
+    }
+    | {
+        f"{name}_delta_{block}": _delta(name, numel, block)
+        for name in corpus.SUMMED
+        for numel, block in ((1500, 128), (2500, 512))
+    }
+    | {
+        "bf16_shaped": (_coded("bf16", "mixed", 1200, 512)[0].view(30, 1, 40), {}),
+        "fp32_scalar": (torch.tensor(1.5), {}),
+        "fp16_empty": (torch.empty(3, 0, dtype=torch.float16), {}),
+        "int64_raw": (torch.arange(-9, 9).view(3, 6), {}),
+        "bool_raw": (torch.arange(40) % 3 == 0, {"checksum": False}),
+        "bf16_raw_codec": (_coded("bf16", "mixed", 50, 128)[0], {"codec": "raw"}),
+    }
+)
+
+
+def _path(name: str) -> Path:
+    return FOLDER / f"{name}.bin"
+
+
+@pytest.fixture(scope="module")
+def update(request: pytest.FixtureRequest) -> set[str] | None:
+    """Names already rewritten, so that the next routes are compared with the first; None unless rewriting is asked for."""
+    return set() if request.config.getoption("--update-golden") else None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_frame(name: str, route: str, update: set[str] | None) -> None:
+    tensor, arguments = CASES[name]
+    frame = ds_zipccl.compress(tensor, route=route, **arguments)
+    if update is not None and name not in update:
+        _path(name).write_bytes(frame.numpy().tobytes())
+        update.add(name)
+    golden = torch.frombuffer(bytearray(_path(name).read_bytes()), dtype=torch.uint8)
+    assert_same_bits(ds_zipccl.decompress(golden, base=arguments.get("base"), route=route), tensor)
+    assert torch.equal(frame, golden), f"{name}: {frame.numel()} bytes now, {golden.numel()} in tests/golden"
+
+
+def test_the_folder_holds_these_and_no_more() -> None:
+    files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert set(files) == {_path(name).name for name in CASES}
+    assert sum(files.values()) < 100_000
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_frames_follow_the_document(name: str) -> None:
+    tensor, arguments = CASES[name]
+    frame = _path(name).read_bytes()
+    if frame[5] != framing.CodecId.RAW:
+        base = arguments.get("base")
+        before = base if base is None else base.view(torch.uint8).numpy().view(f"u{tensor.dtype.itemsize}").tolist()
+        dtype, shape, words = from_format.decode(frame, before)
+        assert framing.DTYPES[dtype] == tensor.dtype
+        assert shape in (None, tuple(tensor.shape))
+        assert words == tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.dtype.itemsize}").tolist()
+    else:
+        assert frame.endswith(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def test_golden_frames_show_every_mode() -> None:
+    for name in corpus.FLOATS:
+        modes = set()
+        for case in CASES:
+            frame = torch.frombuffer(bytearray(_path(case).read_bytes()), dtype=torch.uint8)
+            header = framing.parse(frame)
+            blocks = min(corpus.CHUNK_BLOCKS, -(-header.numel // header.block)) if header.block else 0
+            if not case.startswith(name) or not blocks:
+                continue
+            chunks = -(-header.numel // (corpus.CHUNK_BLOCKS * header.block))
+            table = header.payload_at + framing.pad16(4 * chunks)
+            modes |= {int(high) >> 5 for high in frame[table + blocks + 1 : table + 3 * blocks : 2]}
+        assert modes == {0, 1, 2, 3, 4} | ({5} if name in corpus.SUMMED else set()), name

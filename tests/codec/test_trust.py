@@ -1,0 +1,310 @@
+"""Code is loaded only from folders that no other user can write to; other folders are left alone, with a reason."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from ds_zipccl.cli import report
+from ds_zipccl.kernels import build, trust
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can plant files of another user")
+
+#: Says where code comes from, and runs some of both kinds. One function is enough for numba, which compiles each on its own.
+PROGRAM = """
+import torch, ds_zipccl
+from ds_zipccl.kernels.numba import layout
+from ds_zipccl.kernels import build
+x = torch.randn(5000).bfloat16()
+assert torch.equal(ds_zipccl.decompress(ds_zipccl.compress(x, route="native")), x)
+assert layout.pad16(3) == 16
+print(build.library_path(), layout._KERNEL_FOLDER)
+"""
+EVIL = """
+#include <cstdio>
+__attribute__((constructor)) static void planted() { std::puts("PLANTED CODE RUNS"); }
+"""
+
+
+@pytest.fixture(autouse=True)
+def _homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A home and a folder for temporary files of the test's own; what an earlier test found is forgotten."""
+    for name in ("home", "tmp"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    build._placed.cache_clear()
+    yield
+    build._placed.cache_clear()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A sticky folder that everybody can write to, as /tmp and many a /scratch are."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+def placed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    monkeypatch.setenv("DS_ZIPCCL_CACHE", str(folder))
+    return build.cache_root()
+
+
+def given_away(path: Path) -> None:
+    for part in (path, *path.rglob("*")):
+        os.chown(part, NOBODY, NOBODY, follow_symlinks=False)
+
+
+def run(folder: Path, tmp: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "DS_ZIPCCL_CACHE": str(folder),
+        "TMPDIR": str(tmp),
+        **variables,
+    }
+    command = [sys.executable, "-c", PROGRAM]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def code_of(result: subprocess.CompletedProcess[str]) -> list[Path]:
+    """The library and numba's folder that PROGRAM used."""
+    return [Path(word) for word in result.stdout.splitlines()[-1].split()]
+
+
+# --- folders
+
+
+def test_a_folder_of_ones_own_is_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0o002)
+    try:
+        root = placed(monkeypatch, tmp_path / "new" / "cache")
+    finally:
+        os.umask(before)
+    assert root == tmp_path / "new" / "cache" / "ds_zipccl" and not build.distrust()
+    modes = [part.stat().st_mode & 0o777 for part in (root, root.parent, root.parent.parent)]
+    assert modes == [0o700, 0o755, 0o755], "others may have folders of their own beside it"
+
+
+def test_below_a_sticky_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placed(monkeypatch, shared) == shared / "ds_zipccl"
+    assert (shared / "ds_zipccl").stat().st_mode & 0o777 == 0o700
+
+
+def test_tmp_passes() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        assert trust.claim(Path(folder).resolve()) == ""
+
+
+@pytest.mark.parametrize(("mode", "writer"), [(0o775, "group"), (0o757, "everybody"), (0o1777, "everybody")])
+def test_writable_by_others(
+    mode: int, writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "cache" / "ds_zipccl"
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    assert placed(monkeypatch, tmp_path / "cache") == tmp_path / "home" / ".cache" / "ds_zipccl"
+    assert build.cache_root().stat().st_mode & 0o777 == 0o700
+    (line,) = capfd.readouterr().err.splitlines()
+    assert writer in line and f"can write to {folder}" in line and "set DS_ZIPCCL_CACHE" in line
+    assert build.distrust() in line
+    assert build.distrust() in report.cache()["folder"]
+
+
+def test_below_a_folder_that_the_group_can_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch makes its folder under umask 002: our own folder in it could be renamed and replaced."""
+    folder = tmp_path / "home" / ".cache" / "torch_extensions"
+    (folder / "ds_zipccl").mkdir(parents=True, mode=0o700)
+    folder.chmod(0o775)
+    for name in ("DS_ZIPCCL_CACHE", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert build.cache_root() == tmp_path / "home" / ".cache" / "ds_zipccl"
+    assert f"can write to {folder}" in build.distrust()
+
+
+def test_nothing_is_made_where_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    placed(monkeypatch, tmp_path / "open")
+    assert not list((tmp_path / "open").iterdir())
+
+
+def test_a_link_counts_as_the_folder_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    assert placed(monkeypatch, tmp_path / "link").is_relative_to(tmp_path / "home")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "second").symlink_to(tmp_path / "own")
+    assert placed(monkeypatch, tmp_path / "second") == tmp_path / "own" / "ds_zipccl", "resolved: links may change"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert placed(monkeypatch, tmp_path / "file") == tmp_path / "home" / ".cache" / "ds_zipccl"
+    assert f"{tmp_path / 'file'} is not a folder" in build.distrust()
+
+
+@as_root
+def test_a_home_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root has it in many a container, and after ``sudo -E``: a folder that the processes of this user share."""
+    os.chown(tmp_path / "home", NOBODY, NOBODY)
+    monkeypatch.delenv("DS_ZIPCCL_CACHE", raising=False)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    assert build.cache_root() == tmp_path / "tmp" / "ds_zipccl-0"
+    assert not list((tmp_path / "home").iterdir())
+    assert f"{tmp_path / 'home'} belongs to uid {NOBODY}" in build.distrust()
+
+
+@as_root
+def test_the_last_folder_ends_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(tmp_path / "home", NOBODY, NOBODY)
+    (tmp_path / "tmp").chmod(0o1777)
+    (tmp_path / "tmp" / "ds_zipccl-0").mkdir()
+    given_away(tmp_path / "tmp" / "ds_zipccl-0")
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    root = placed(monkeypatch, tmp_path / "home")
+    assert root.parent == tmp_path / "tmp" and root.stat().st_mode & 0o777 == 0o700 and not list(root.iterdir())
+    (root / "library.so").touch()
+    (end,) = at_exit
+    end()
+    assert not root.exists()
+
+
+def test_no_folder_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("home", "tmp"):
+        (tmp_path / name).chmod(0o777)
+    with pytest.raises(build.BuildError, match=r"everybody can write to .*set DS_ZIPCCL_CACHE to a folder"):
+        placed(monkeypatch, tmp_path / "home")
+
+
+# --- entries
+
+
+@as_root
+def test_owners_of_entries(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root's files pass for every user, and a third user's pass for nobody."""
+    folder = shared / "cache"
+    (folder / "numba").mkdir(parents=True)
+    (folder / "library.so").touch()
+    assert trust.claim(folder) == ""
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    assert trust.claim(folder) == ""
+    os.chown(folder, 4321, 4321)
+    assert trust.claim(folder) == ""
+    (folder / "numba" / "kernel.nbc").touch()
+    os.chown(folder / "numba" / "kernel.nbc", NOBODY, NOBODY)
+    wrong = f"{folder}/numba/kernel.nbc belongs to uid {NOBODY}, and only uid"
+    assert trust.claim(folder) == f"{wrong} 4321 and root are trusted"
+    monkeypatch.undo()
+    os.chown(folder, 0, 0)
+    assert trust.claim(folder) == f"{wrong} 0 is trusted"
+
+
+def test_entries_that_others_can_write_to(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o755)
+    (folder / "library.so").touch()
+    (folder / "library.so").chmod(0o775)
+    assert f"can write to {folder}/library.so" in trust.claim(folder)
+    folder.chmod(0o700)
+    assert trust.claim(folder) == "", "nobody else can open it"
+
+
+def test_links_among_the_entries(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "library.lock").symlink_to(tmp_path / "victim")
+    assert trust.claim(folder) == f"{folder}/library.lock is a link, and this package makes none"
+
+
+def test_a_lock_neither_follows_links_nor_empties_files(tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "library.lock"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"), build._locked(link):
+        pass
+    with build._locked(victim):
+        assert victim.read_text() == "precious"
+    with build._locked(tmp_path / "new"):
+        assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+
+
+# --- whole programs
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that PROGRAM has filled under a umask that lets the group write to files."""
+    folder = tmp_path_factory.mktemp("built")
+    before = os.umask(0o002)
+    try:
+        # Numba's own variable does not count: nobody has checked that folder.
+        result = run(folder / "cache", folder, NUMBA_CACHE_DIR=str(folder / "numba"))
+    finally:
+        os.umask(before)
+    assert "ds_zipccl:" not in result.stderr
+    assert [path.name for path in folder.iterdir()] == ["cache"], "something was written elsewhere"
+    return folder / "cache"
+
+
+def test_a_cache_is_used_again(built: Path, tmp_path: Path) -> None:
+    files = {path: path.stat().st_mtime_ns for path in built.rglob("*")}
+    result = run(built, tmp_path / "tmp")
+    library, kernels = code_of(result)
+    assert "ds_zipccl:" not in result.stderr and {library, kernels} <= set(files)
+    assert library.stat().st_mode & 0o022 == 0 and list(kernels.rglob("*.nbc"))
+    assert {path: path.stat().st_mtime_ns for path in built.rglob("*")} == files, "built once"
+
+
+@as_root
+def test_planted_libraries_do_not_run(built: Path, shared: Path, tmp_path: Path) -> None:
+    """Another user was first in a shared folder, and has put code there under the names that are expected."""
+    private = tmp_path / "home" / ".cache" / "ds_zipccl"
+    for copy in (shared / "ds_zipccl", private):
+        shutil.copytree(built / "ds_zipccl", copy)
+    (library,), (lock,) = (shared / "ds_zipccl").glob("*.so"), (shared / "ds_zipccl").glob("*.lock")
+    (tmp_path / "evil.cpp").write_text(EVIL)
+    build._run([*build.compiler(), "-shared", "-fPIC", str(tmp_path / "evil.cpp"), "-o", str(library)], str(tmp_path))
+    load = f"import ctypes; ctypes.CDLL({str(library)!r})"
+    assert subprocess.check_output([sys.executable, "-c", load]) == b"PLANTED CODE RUNS\n"
+    for path in (shared / "ds_zipccl").rglob("*.nb?"):
+        path.write_bytes(b"not to be read")
+    (tmp_path / "victim").write_text("precious")
+    lock.unlink()
+    lock.symlink_to(tmp_path / "victim")
+    given_away(shared / "ds_zipccl")
+
+    result = run(shared, tmp_path / "tmp")
+    assert "PLANTED" not in result.stdout
+    assert all(path.is_relative_to(private) for path in code_of(result))
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("ds_zipccl:")]
+    assert f"{shared / 'ds_zipccl'} belongs to uid {NOBODY}" in line
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = placed(monkeypatch, tmp_path)
+    target = build.library_path()
+    left, other = root / f"{target.stem}-abc", root / "zipccl_other-abc"
+    for folder in (left, other):
+        folder.mkdir(mode=0o700)
+        (folder / "half.o").write_bytes(b"half")
+    monkeypatch.setattr(build, "_run", lambda command, folder: Path(command[-1]).write_bytes(b""))
+    assert build.build() == target and target.exists()
+    assert not left.exists() and other.exists(), "another library may be under way"

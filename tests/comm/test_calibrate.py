@@ -1,0 +1,92 @@
+"""What calibrate finds: the same on all ranks, in time, and true where the truth is known."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+import ranks
+import torch.distributed as dist
+
+from ds_zipccl.bench import link
+from ds_zipccl.cli import bench_comm
+from ds_zipccl.comm import calibration, frames
+from ds_zipccl.policy.cost_model import Profile
+
+needs_network = pytest.mark.skipif(bool(link.why_not()), reason=f"no shaped network here: {link.why_not()}")
+
+
+def measured(rank: int, size: int) -> tuple[list[float], Profile]:
+    """Seconds of three times, on a machine that does other things too, and what the last one found."""
+    calibration.measure()  # builds kernels, if nobody has yet
+    times = []
+    for _ in range(3):
+        if rank == 1:
+            time.sleep(0.05)  # ranks need not come together
+        dist.barrier()
+        start = time.perf_counter()
+        profile = calibration.measure(dist.group.WORLD)
+        times.append(time.perf_counter() - start)
+    return times, profile
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_find_the_same_in_time(size: int) -> None:
+    answers = ranks.run(measured, size)
+    profile = answers[0][1]
+    assert [other for _, other in answers] == [profile] * size
+    assert min(map(max, zip(*(times for times, _ in answers)))) < 2
+    assert all(low < high for before, after in pairwise(profile.transfer) for low, high in zip(before, after))
+    assert {size for size, _ in profile.transfer} <= set(calibration.SIZES)
+    assert profile.alpha < 0.1
+    for speed in (profile.bandwidth, profile.encode, profile.decode, profile.add, profile.copy, profile.add_raw):
+        assert 1e7 < speed < 1e12
+    assert 1e-6 < profile.call < 0.1
+
+
+def unequal(rank: int, size: int) -> tuple[int, Profile]:
+    """Rank 1 is told other times than rank 0."""
+    right = calibration._seconds
+    calibration._seconds = lambda step: right(step) + 0.03 * rank
+    try:
+        times = calibration._exchanges(dist.group.WORLD, 4096)
+        return len(times), calibration.measure()
+    finally:
+        calibration._seconds = right
+
+
+def test_the_slowest_rank_decides_for_all() -> None:
+    (few, one), (more, other) = ranks.run(unequal, 2)
+    assert few == more < calibration._MOST
+    assert one == other
+    assert one.alpha > 0.03 and one.call > 0.03
+
+
+def refused(rank: int, size: int) -> str:
+    alone = [dist.new_group([member]) for member in range(size)][rank]
+    with pytest.raises(ValueError, match="gloo"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        calibration.measure()
+    with pytest.raises(ValueError) as error:
+        calibration.measure(alone)
+    return str(error.value)
+
+
+def test_groups_that_cannot_be_measured() -> None:
+    assert all("at least 2" in text and "got 1" in text for text in ranks.run(refused, 2))
+
+
+def test_the_tag_is_nobody_elses() -> None:
+    assert frames.SHADOW_TAG + frames.TAGS <= calibration.TAG < 1 << 31
+
+
+@needs_network
+@pytest.mark.parametrize("rate", ["100mbit", "200mbit"])
+def test_bandwidth_of_a_known_link(rate: str) -> None:
+    start = time.perf_counter()
+    with link.joined(rate, 2) as network:  # three times, for a machine that does other things too
+        found = list(bench_comm.launch(2, [bench_comm.Calibration(60)] * 3, network))
+    assert time.perf_counter() - start < 30
+    wanted = link.bits_per_second(rate) / 8
+    assert any(Profile.from_json(row).bandwidth == pytest.approx(wanted, rel=0.15) for row in found)

@@ -1,0 +1,258 @@
+"""The cost model: what it must satisfy whatever the numbers, and a few cases worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from ds_zipccl.cli import bench_comm
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.ops import TRAFFIC
+from ds_zipccl.policy import admission, cost_model
+from ds_zipccl.policy.cost_model import TYPICAL_RATIO, VARIANTS, Profile, predict
+
+PIECE_BYTES = 4 << 20
+
+POINTS = ((4096.0, 1e-4), (65536.0, 3e-4), (2.0**20, 1.4e-3), (2.0**23, 1e-2))
+PROFILE = Profile(POINTS, encode=8e9, decode=10e9, add=5e9, copy=20e9, add_raw=1e9, call=5e-5)
+FREE = 1e30  # bytes a second of a codec that costs nothing
+MIB = 1 << 20
+
+
+def test_points_and_what_lies_between_and_beyond() -> None:
+    assert [PROFILE.seconds(size) for size, _ in POINTS] == [pytest.approx(seconds) for _, seconds in POINTS]
+    assert PROFILE.seconds(0) == PROFILE.seconds(4096) == PROFILE.alpha == 1e-4
+    assert PROFILE.seconds((4096 + 65536) / 2) == pytest.approx(2e-4)
+    assert PROFILE.bandwidth == pytest.approx(7 * MIB / 8.6e-3)
+    assert PROFILE.seconds(15 * MIB) == pytest.approx(1e-2 + 8.6e-3)
+    assert Profile(((1000.0, 0.5),), 1, 1, 1, 1, 1, 0).seconds(2000) == 1.0
+
+
+def test_json_round_trip() -> None:
+    assert Profile.from_json(json.loads(json.dumps(PROFILE.to_json()))) == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"encode": 0}, "above 0"),
+        ({"call": -1}, "above 0"),
+        ({"decode": math.inf}, "finite"),
+        ({"add": "fast"}, "finite"),
+        ({"copy": True}, "finite"),
+        ({"more": 1}, "keys"),
+        ({"transfer": []}, "at least one"),
+        ({"transfer": [[1, 2], [1, 3]]}, "rise"),
+        ({"transfer": [[1, 2], [3, 2]]}, "rise"),
+        ({"transfer": [[1, math.nan]]}, "finite"),
+        ({"transfer": [[1]]}, "pairs"),
+        ({"transfer": 7}, "pairs"),
+    ],
+)
+def test_bad_profiles_are_refused(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Profile.from_json(PROFILE.to_json() | change)
+
+
+def test_missing_keys_are_refused() -> None:
+    for content in ({}, [], None, {"transfer": [[1, 2]]}):
+        with pytest.raises(ValueError, match=r"keys add, .*got"):
+            Profile.from_json(content)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("op", TRAFFIC)
+def test_more_never_takes_less(op: str, variant: str) -> None:
+    sizes = sorted(
+        {
+            0,
+            1,
+            *(1 << power for power in range(10, 31)),
+            *(PIECE_BYTES * n + d for n in (1, 2, 3, 4) for d in (-1, 0, 1)),
+        }
+    )
+    for ranks in (2, 3, 8):
+        for piece in (PIECE_BYTES, math.inf):
+            times = [predict(op, variant, size, ranks, PROFILE, 1.5, piece) for size in sizes]
+            assert all(before <= after for before, after in pairwise(times))
+            assert times[0] >= PROFILE.alpha
+    ratios = [predict(op, variant, 1 << 28, 4, PROFILE, ratio) for ratio in (1, 1.2, 1.5, 2, 1e9)]
+    assert ratios == sorted(ratios, reverse=True)
+    assert (ratios[0] > ratios[1]) == (variant == "coded")
+
+
+@pytest.mark.parametrize("op", TRAFFIC)
+def test_a_codec_that_costs_nothing_and_gains_nothing_is_raw_is_plain(op: str) -> None:
+    free = replace(PROFILE, encode=FREE, decode=FREE, add=FREE, copy=FREE, add_raw=FREE, call=0)
+    for ranks in (2, 5):
+        for nbytes in (1 << 12, 1 << 26):
+            raw, coded = (predict(op, variant, nbytes, ranks, free) for variant in ("raw", "coded"))
+            assert raw == pytest.approx(coded)
+    if op != "broadcast":  # whose plain form is a tree
+        straight = replace(free, transfer=((1.0, 1e-4 + 1e-9), (1e9, 1e-4 + 1.0)))
+        plain, raw = (predict(op, variant, 1 << 26, 3, straight) for variant in ("plain", "raw"))
+        assert raw == pytest.approx(plain, rel=1e-6)
+
+
+def test_every_term_counts_once() -> None:
+    """One piece on two ranks: nothing overlaps, so that time is the sum of its parts."""
+    line = replace(PROFILE, transfer=((1.0, 1e-3), (1e9 + 1, 1.001)))  # 1 ms and 1 GB/s
+    shard = 32 * MIB
+    wire, encode, decode, copy = (shard / speed for speed in (1.5e9, 8e9, 10e9, 20e9))
+    coded = {op: predict(op, "coded", 2 * shard, 2, line, 1.5, math.inf) for op in TRAFFIC}
+    gather = 1e-3 + wire + encode + decode + copy
+    scatter = 1e-3 + wire + encode + decode + 3 * copy
+    assert coded["all_gather"] == pytest.approx(5e-5 + gather)
+    assert coded["all_to_all"] == pytest.approx(5e-5 + gather)
+    assert coded["reduce_scatter"] == pytest.approx(5e-5 + scatter)
+    assert coded["all_reduce"] == pytest.approx(5e-5 + gather + scatter)
+    assert coded["broadcast"] == pytest.approx(5e-5 + 1e-3 + 2 * (wire + encode + decode))
+    assert predict("reduce_scatter", "raw", 2 * shard, 2, line, 1.5, math.inf) == pytest.approx(
+        5e-5 + 1e-3 + 1.5 * wire + 5 * copy
+    )
+    assert predict("all_reduce", "plain", 3 * shard, 3, line) == pytest.approx(4e-3 + 4 * shard / 1e9)
+
+
+def test_terms_of_three_ranks() -> None:
+    """A gather encodes one frame, a scatter one for each peer, of which the second while the first travels; of two that come one is
+    decoded, and in sums the other is added."""
+    line = replace(PROFILE, transfer=((1.0, 1e-3), (1e9 + 1, 1.001)))
+    shard = 32 * MIB
+    wire, encode, decode, add, copy, add_raw = (shard / speed for speed in (1.5e9, 8e9, 10e9, 5e9, 20e9, 1e9))
+    found = {op: predict(op, "coded", 3 * shard, 3, line, 1.5, math.inf) for op in TRAFFIC}
+    common = 5e-5 + 2e-3 + 2 * wire + encode + decode
+    assert found["all_gather"] == found["all_to_all"] == pytest.approx(common + decode + copy)
+    assert found["reduce_scatter"] == pytest.approx(common + add + 3 * copy)
+    assert found["broadcast"] == pytest.approx(5e-5 + 2e-3 + 3 * (2 * wire + encode + decode))
+    raw = predict("reduce_scatter", "raw", 3 * shard, 3, line, 1.5, math.inf)
+    assert raw == pytest.approx(5e-5 + 2e-3 + 3 * wire + add_raw + 5 * copy)
+
+
+def test_pieces_hide_coding_behind_the_wire() -> None:
+    slow = replace(PROFILE, transfer=((1.0, 1e-6), (1e9, 1.0)), copy=FREE, call=0)
+    whole, pieces, half = (
+        predict("all_gather", "coded", 1 << 28, 2, slow, 1.5, size) for size in (math.inf, PIECE_BYTES, 1 << 26)
+    )
+    wire, coding = (1 << 27) / 1.5e9, 1 / 8e9 + 1 / 10e9
+    assert pieces == pytest.approx(wire + PIECE_BYTES * coding, rel=1e-3)
+    assert whole == pytest.approx(wire + (1 << 27) * coding, rel=1e-3)
+    assert pieces < half < whole
+    # where the codec is the bottleneck, it is all that counts
+    fast = replace(slow, transfer=((1.0, 1e-9), (1e15, 1.0)))
+    assert predict("all_gather", "coded", 1 << 28, 2, fast, 1.5) == pytest.approx((1 << 27) * coding, rel=1e-3)
+
+
+def test_a_second_exchange_has_no_burst() -> None:
+    burst = replace(
+        PROFILE, transfer=((1e6, 1e-3), (1e7, 2e-3), (1e8, 1.0)), encode=FREE, decode=FREE, add=FREE, copy=FREE, call=0
+    )
+    once = predict("all_gather", "coded", 2e7, 2, burst)
+    assert once == pytest.approx(2e-3)
+    assert predict("all_reduce", "coded", 2e7, 2, burst) == pytest.approx(once + 1e-3 + 1e7 / burst.bandwidth)
+
+
+def test_trees_of_gloo() -> None:
+    line = replace(PROFILE, transfer=((1.0, 1e-9), (1e9, 1.0)))
+    tensors = {ranks: predict("broadcast", "gloo", 1e9, ranks, line) for ranks in (2, 3, 4, 8)}
+    assert tensors == {ranks: pytest.approx(count, rel=1e-6) for ranks, count in {2: 1, 3: 2, 4: 3, 8: 6}.items()}
+
+
+def test_ops_are_those_of_bench_comm() -> None:
+    assert set(TRAFFIC) == set(bench_comm.OPS)
+    assert set(bench_comm.VARIANTS) - {"auto"} < set(VARIANTS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [("gather", "raw", 1, 2), ("all_gather", "zip", 1, 2), ("all_gather", "raw", 1, 1), ("all_gather", "raw", -1, 2)],
+)
+def test_nonsense_is_refused(wrong: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="got"):
+        predict(*wrong, PROFILE)
+    for more in ({"ratio": 0}, {"piece": 0}, {"ratio": math.nan}):
+        with pytest.raises(ValueError, match="ratio and piece > 0"):
+            predict("all_gather", "coded", 1, 2, PROFILE, **more)
+
+
+# ---- what the policy asks ----------------------------------------------------------------------------------------------
+
+ON = ZipcclConfig(enabled=True, min_bytes=0)
+GATHER = admission.Message("all_gather", torch.bfloat16, 1 << 22, 2, "cpu", "gloo", "dp")
+
+
+def line(seconds_a_byte: float, speed: float = 8e9) -> Profile:
+    """A link without latency, and a codec of one speed for everything."""
+    return Profile(((1.0, seconds_a_byte), (1e9, 1e9 * seconds_a_byte)), *(speed,) * 5, call=0)
+
+
+def tried(message: admission.Message, profile: Profile | None) -> list[str]:
+    return [str(plan) for plan in cost_model.promising(admission.candidates(message, ON, True), message, profile)]
+
+
+ALL = ["plain", "uncoded frames", "cascade frames"]
+
+
+@pytest.mark.parametrize(
+    ("share", "dropped"), [(0.7, "uncoded frames"), (0.79, "uncoded frames"), (0.81, ""), (0.9, "")]
+)
+def test_only_what_is_clearly_slower_is_not_tried(share: float, dropped: str) -> None:
+    """Coded frames that take such a share of the time of uncoded ones, as predicted: about as long is left to be measured."""
+
+    def found(seconds_a_byte: float) -> float:
+        profile = line(seconds_a_byte)
+        return predict("all_gather", "coded", 1 << 23, 2, profile, 1.5) / predict(
+            "all_gather", "raw", 1 << 23, 2, profile
+        )
+
+    slow, fast = 1e-8, 1e-12  # between these the share is found by halving
+    assert found(slow) < share < found(fast)
+    for _ in range(60):
+        middle = math.sqrt(slow * fast)
+        slow, fast = (middle, fast) if found(middle) < share else (slow, middle)
+    assert tried(GATHER, line(middle)) == [name for name in ALL if name != dropped]
+
+
+def test_a_slow_codec_is_not_tried() -> None:
+    slow = replace(line(1e-9), encode=1e8, decode=1e8)
+    assert tried(GATHER, slow) == ["plain", "uncoded frames"]
+
+
+def test_differences_are_predicted_to_shrink_most() -> None:
+    """On a slow link neither uncoded frames nor those of exponents are tried against them."""
+    based = replace(GATHER, op="all_gather_into_tensor", based=True)
+    assert tried(based, line(1e-8)) == ["plain", "delta frames"]
+    assert tried(based, line(1e-9, speed=1e12)) == ["plain", "delta frames"]
+
+
+def test_what_nothing_is_predicted_of_is_all_tried() -> None:
+    for message in (replace(GATHER, op="reduce", reduce_op="SUM"), replace(GATHER, numel=None)):
+        assert tried(message, line(1e-8)) == ALL
+    assert tried(GATHER, None) == ALL
+    assert tried(replace(GATHER, op="all_gather_coalesced"), line(1e-8)) == ["plain", "cascade frames"]
+
+
+def test_a_frame_pays_where_what_it_saves_takes_longer_than_coding() -> None:
+    """At 1 GB/s bf16 saves a third of a nanosecond a byte, float16 a seventh."""
+    nbytes = 1e8
+    for speed, dtypes in (
+        (6.1e9, {"bfloat16"}),
+        (5.9e9, set()),
+        (13.9e9, {"bfloat16", "float16", "float32"}),
+        (13e9, {"bfloat16", "float32"}),
+    ):
+        found = {name for name in TYPICAL_RATIO if cost_model.pays(nbytes, f"torch.{name}", line(1e-9, speed))}
+        assert found == dtypes, speed
+    assert not cost_model.pays(nbytes, torch.int64, line(1e-9, 1e15)), "of which nothing is known"
+
+
+def test_against_a_base_every_copy_counts() -> None:
+    profile = replace(PROFILE, copy=4e9)
+    for copies, decode in ((0, 2e9), (1, 1 / (1 / 2e9 + 1 / 4e9)), (2, 1e9)):
+        found = cost_model.against_base(profile, 1e9, 2e9, copies)
+        assert (found.encode, found.decode) == (1e9, pytest.approx(decode)) and found.add == profile.add

@@ -1,0 +1,336 @@
+"""Who decides on a message: what is remembered of a group's messages, and which of them never share a plan or a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+from test_checks import calls, shadowed
+
+from ds_zipccl import comm
+from ds_zipccl.comm import execution
+from ds_zipccl.comm.execution import Call, Operation, _may_meet, _mixture, decide
+from ds_zipccl.comm.group_state import Members, known
+from ds_zipccl.comm.tuner import Tuner
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import admission, tuner_rules
+from ds_zipccl.policy.admission import Decision
+from ds_zipccl.telemetry import counters
+
+AUTO = ZipcclConfig(enabled=True, min_bytes=0)
+ALWAYS = AUTO.model_copy(update={"mode": "always"})
+NUMEL = 5000
+CODED = Decision(True, "cascade", "")
+
+
+# ---- without ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def members(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A group of two ranks on gloo of which nothing is known."""
+    monkeypatch.setattr(execution, "nodes_of", lambda group: [])
+    monkeypatch.setattr(execution, "profile_of", lambda members: None)
+    return SimpleNamespace(rank=0, size=2, plans={}, tuners={}, backend=lambda device: "gloo")
+
+
+def operation_on(**more: Any) -> Operation:
+    usual = dict(name="all_reduce", inputs=[], outputs=[], plain=None, coded=None, numel=NUMEL, sent=NUMEL)
+    return Operation(**{**usual, "reduce_op": dist.ReduceOp.SUM, "tolerance": "nan", **more})  # type: ignore[arg-type]
+
+
+def decided(
+    members: Any, config: ZipcclConfig, role: str = "dp", dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[Decision, Tuner | None]:
+    call = Call(SimpleNamespace(group_name="7"), False, config, role)  # type: ignore[arg-type]
+    return decide(operation_on(**more), torch.empty(1, dtype=dtype), members, call)
+
+
+#: What makes another message of the usual one, which is a sum of the role dp that is coded: its plan.
+OTHERS: dict[str, tuple[dict[str, Any], Decision]] = {
+    "role": ({"role": "ep"}, Decision(False, "", "role is never coded")),
+    "dtype": ({"dtype": torch.float64}, Decision(False, "", "dtype float64")),
+    "reduce op": ({"reduce_op": dist.ReduceOp.MAX}, Decision(False, "", "reduce op MAX")),
+    "size": ({"numel": 10}, Decision(False, "", admission.SMALL)),
+    "config": ({"config": ZipcclConfig()}, Decision(False, "", "not enabled")),
+}
+NEVER_EP = ALWAYS.model_copy(update={"roles": {"ep": "never"}, "min_bytes": 1000})
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("first", ["usual", "other"])
+def test_plans_are_remembered_by_all_that_they_depend_on(members: Any, other: str, first: str) -> None:
+    change, plan = OTHERS[other]
+    usual: dict[str, Any] = {"config": NEVER_EP}
+    for what in ("usual", "other", "usual") if first == "usual" else ("other", "usual", "other"):
+        assert decided(members, **{**usual, **(change if what == "other" else {})}) == (
+            (CODED, None) if what == "usual" else (plan, None)
+        )
+    assert len(members.plans) == 2
+
+
+def test_a_base_and_a_shape_have_plans_of_their_own(members: Any) -> None:
+    gather = {"name": "all_gather_into_tensor", "reduce_op": None, "tolerance": "bits", "numel": 1 << 20}
+    for _ in range(2):
+        assert decided(members, ALWAYS, **gather) == (CODED, None)
+        assert decided(members, ALWAYS, **gather, based=True) == (Decision(True, "delta", ""), None)
+    sparse = torch.eye(100).to_sparse()
+    call = Call(SimpleNamespace(group_name="7"), False, ALWAYS, "dp")  # type: ignore[arg-type]
+    assert decide(operation_on(), torch.empty(1), members, call) == (CODED, None)
+    assert decide(operation_on(), sparse, members, call)[0].reason == "no coded route on cpu (torch.sparse_coo) yet"
+
+
+def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: Any) -> None:
+    """The same message, where the plain one has the bits of ours and where it has not."""
+    found = {}
+    for tolerance in ("nan", "rounding", "bits"):
+        found[tolerance] = decided(members, AUTO, tolerance=tolerance)[1]
+        members.tuners.clear()
+    names = {tolerance: [str(plan) for plan in tuner._candidates] for tolerance, tuner in found.items() if tuner}
+    ours = ["uncoded frames", "cascade frames"]
+    assert names == {"nan": ["plain", *ours], "rounding": ours, "bits": ["plain", *ours]}
+    unfit = decided(members, AUTO, name="all_to_all", numel=None, reduce_op=None, plain_fits=False)[1]
+    assert unfit is not None and [str(plan) for plan in unfit._candidates] == ours
+
+
+#: Messages that choose together with the usual one, and those that choose by themselves.
+TOGETHER: tuple[dict[str, Any], ...] = ({}, {"numel": NUMEL + 1}, {"config": AUTO.model_copy()})
+APART: dict[str, dict[str, Any]] = {
+    "role": {"role": "zero_grad"},
+    "operation": {"name": "reduce_scatter_tensor"},
+    "size": {"numel": 2 * NUMEL},
+    "dtype": {"dtype": torch.bfloat16, "numel": 2 * NUMEL},
+    "reduce op": {"reduce_op": dist.ReduceOp.AVG},
+    "config": {"config": AUTO.model_copy(update={"block": 256})},
+    "base": {"based": True},
+}
+
+
+def test_messages_of_one_kind_choose_together(members: Any) -> None:
+    (first, *others) = (decided(members, **{"config": AUTO, **more})[1] for more in TOGETHER)
+    assert first is not None and all(other is first for other in others)
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_messages_of_other_kinds_choose_by_themselves(members: Any, kind: str) -> None:
+    usual, other = (decided(members, **{"config": AUTO, **more})[1] for more in ({}, APART[kind]))
+    assert usual is not None and other is not None and usual is not other
+
+
+def test_times_are_for_the_size_of_the_kind(members: Any) -> None:
+    """The upper end of a class of sizes; where there is none, one that is taken for all."""
+    for numel, nominal in ((NUMEL, 1 << 15), (2 * NUMEL, 1 << 16), (None, 1 << tuner_rules.ANY_SIZE)):
+        tuner = decided(members, AUTO, numel=numel)[1]
+        assert tuner is not None and tuner._nominal == nominal
+
+
+def test_the_table_names_the_kind(members: Any) -> None:
+    """Choices of two roles are two rows, those of one role are told apart by their words."""
+    counters.reset()
+    for more in ({}, {"role": "zero_grad"}, {"reduce_op": dist.ReduceOp.AVG}, {"numel": None}, {"based": True}):
+        tuner = decided(members, **{"config": AUTO, **more})[1]  # type: ignore[arg-type]
+        assert tuner is not None
+        tuner._switch(0)
+    rows = {row["role"]: set(row["choices"]) for row in counters.rows()}
+    words = "float32{}, {}, 2 ranks{}, group 7"
+    size = "up to 0.0312 MiB"
+    assert rows == {
+        "dp": {
+            words.format("", size, ""),
+            words.format(" AVG", size, ""),
+            words.format("", "any size", ""),
+            words.format("", size, ", with a base"),
+        },
+        "zero_grad": {words.format("", size, "")},
+    }
+    counters.reset()
+
+
+def test_the_memory_of_plans_is_bounded(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "REMEMBERED", 5)
+    for numel in range(1, 40):
+        assert decided(members, ALWAYS, numel=1000 + numel) == (CODED, None)
+        assert len(members.plans) <= 5
+
+
+def test_a_config_that_is_gone_lends_its_address_to_no_other(members: Any) -> None:
+    """Plans are remembered by the config's identity, which only lasts as long as the config."""
+    for number in range(50):
+        config = ALWAYS.model_copy(update={"roles": {"dp": "never"} if number % 2 else {}})
+        assert decided(members, config)[0].frames == (number % 2 == 0)
+        del config
+
+
+def test_who_may_be_made_to_wait_for_others() -> None:
+    """Ranks meet before a timed call only where each needs every other anyway, and the program waits."""
+    for later, more, meets in (
+        (False, {}, True),
+        (True, {}, False),
+        (False, {"numel": None}, False),
+        (False, {"name": "broadcast"}, False),
+        (False, {"name": "reduce"}, False),
+        (False, {"name": "reduce_scatter"}, True),
+    ):
+        assert _may_meet(operation_on(**more), Call(None, later, AUTO, "dp")) is meets, (later, more)
+
+
+PASS = Decision(False, "", "plain is faster")
+
+
+class Tuning:
+    """A tuner that gives plans in turn, and a stopwatch, itself."""
+
+    nbytes = 0
+
+    def __init__(self, *plans: Decision) -> None:
+        self.plans, self.log = list(plans), []  # type: ignore[var-annotated]
+
+    def next(self, link: Any, token: Any) -> tuple[Decision, Any]:
+        self.log.append(("next", token))
+        return self.plans.pop(0), self
+
+    def start(self, meet: bool) -> None:
+        self.log.append(("start", meet, self.nbytes))
+
+    def stop(self) -> None:
+        self.log.append(("stop",))
+
+    def stop_after(self, handle: Any) -> None:
+        self.log.append(("stop after", handle))
+
+
+def carried_out(
+    monkeypatch: pytest.MonkeyPatch, tuner: Tuning, plain: Callable[..., Any], later: bool = False, **more: Any
+) -> Any:
+    """What operation.run returns of 5000 floats where ``tuner`` chooses, and coded operations say so."""
+    monkeypatch.setattr(execution, "known", lambda group: SimpleNamespace())
+    monkeypatch.setattr(execution, "decide", lambda op, tensor, members, call: (CODED, tuner))
+    monkeypatch.setattr(execution, "_code", lambda op, call, plan, watch: f"{plan} {watch is tuner}")
+    usual = {"outputs": [torch.ones(NUMEL)], "plain": plain, "token": "t", "numel": 2 * NUMEL}
+    return execution.run(operation_on(**{**usual, **more}), Call(None, later, AUTO, "dp"))
+
+
+def test_a_plain_call_is_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is of the whole message; bytes counted are those that this rank sends."""
+    for later, more, start, stop in (
+        (False, {}, ("start", True, 8 * NUMEL), ("stop",)),
+        (True, {}, ("start", False, 8 * NUMEL), ("stop after", "handle")),
+        (False, {"numel": None, "inputs": [torch.ones(7)]}, ("start", False, 4 * NUMEL + 28), ("stop",)),
+    ):
+        counters.reset()
+        tuner = Tuning(PASS)
+        assert carried_out(monkeypatch, tuner, lambda *args: "handle", later, **more) == "handle"
+        assert tuner.log == [("next", "t"), start, stop]
+        (row,) = counters.rows()
+        assert (row["passed"], row["passed_bytes"], row["reasons"]) == (1, 4 * NUMEL, {PASS.reason: 1})
+    counters.reset()
+    tuner = Tuning(CODED)
+    assert carried_out(monkeypatch, tuner, lambda *args: "handle") == "cascade frames True"
+    assert not counters.rows() and tuner.log == [("next", "t")] and tuner.nbytes == 8 * NUMEL
+
+
+def test_a_failure_on_the_way_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    tuner = Tuning(PASS, CODED)
+    with pytest.raises(RuntimeError, match="closed"):
+        carried_out(monkeypatch, tuner, fail)
+    assert [entry[0] for entry in tuner.log] == ["next", "start"]
+
+
+def test_the_part_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks, part in ((1, 0), (2, 500), (3, 666), (-1, 0)):
+        monkeypatch.setattr(execution, "size_of", lambda group, ranks=ranks: ranks)
+        assert execution.others(1000, None) == part
+
+
+def test_ranks_are_given_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution.dist, "get_group_rank", lambda group, rank: rank + 10)
+    group: Any = object()
+    assert execution.group_rank(group, 3, None) == 13 and execution.group_rank(group, None, 3) == 3
+    assert execution.group_rank(group, 0, None) == 10 and execution.group_rank(group, None, 0) == 0
+    for both in ((None, None), (0, 0), (1, 2)):
+        with pytest.raises(ValueError, match="either a global rank or a group rank"):
+            execution.group_rank(group, *both)
+
+
+def test_mixtures_are_named() -> None:
+    one, half, meta = torch.empty(1), torch.empty(1).half(), torch.empty(1, device="meta")
+    assert _mixture([one]) == _mixture([one, one, one]) == _mixture([half, half]) == ""
+    for mixture in ([one, half], [half, one], [one, one, half], [one, half, one]):
+        assert _mixture(mixture).endswith("got torch.float16 on cpu, torch.float32 on cpu")
+    assert _mixture([one, meta]).endswith("got torch.float32 on cpu, torch.float32 on meta")
+
+
+# ---- with ranks --------------------------------------------------------------------------------------------------------
+
+
+def mixed(rank: int, ranks: int) -> None:
+    """One rank has a tensor of another dtype among those of a list: it says so, has sent nothing, and the next call finds all in step."""
+    for config in (ALWAYS, AUTO):
+        good, odd = torch.full((NUMEL,), float(rank)), torch.empty(NUMEL, dtype=torch.int32)
+        places = [torch.empty(NUMEL) for _ in range(ranks)]
+        wrong: tuple[Callable[[], Any], ...] = (
+            lambda: comm.all_gather([places[0], odd], good, config=config),  # noqa: B023
+            lambda: comm.all_gather(places, odd, config=config),  # noqa: B023
+            lambda: comm.all_to_all(places, [good, odd], config=config),  # noqa: B023
+            lambda: comm.all_to_all([places[0], odd], [good, good], config=config),  # noqa: B023
+            lambda: comm.all_reduce_coalesced([good, odd], config=config),  # noqa: B023
+        )
+        if rank == 0:
+            for call in wrong:
+                counters.reset()
+                with pytest.raises(ValueError, match="one dtype"):
+                    call()
+                assert not counters.rows()
+            assert all(tuner._calls == 0 for tuner in known(None).tuners.values())
+        comm.all_gather(places, good, config=config)
+        comm.all_to_all([torch.empty(NUMEL) for _ in range(ranks)], [good, good], config=config)
+        assert [float(place[-1]) for place in places] == [0.0, 1.0]
+
+
+def test_mixed_dtypes_are_refused_before_anything_is_sent() -> None:
+    runner.run(mixed, 2, timeout=30)
+
+
+def two_roles(rank: int, ranks: int) -> dict[tuple[str, str], tuple[int, dict[str, int]]]:
+    """One message under two roles in turn, one of which is never coded."""
+    config = ALWAYS.model_copy(update={"roles": {"ep": "never"}})
+    counters.reset()
+    for role in ("dp", "ep", "dp", "ep"):
+        comm.all_reduce(torch.ones(NUMEL), config=config, role=role)
+    return {(row["role"], row["op"]): (row["calls"], row["reasons"]) for row in counters.rows()}
+
+
+def test_a_message_under_two_roles() -> None:
+    wanted = {("dp", "all_reduce"): (2, {}), ("ep", "all_reduce"): (0, {"role is never coded": 2})}
+    assert runner.run(two_roles, 2) == [wanted] * 2
+
+
+def compared(rank: int, ranks: int) -> dict[str, dict[str, int]]:
+    """Under torch's comparison of ranks, which takes messages of other numbers for a wrong program, everything passes."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    again = dist.group.WORLD
+    known(None).backends = Members(again).backends  # as a program finds it that sets the variable
+    counters.reset()
+    for call in calls(shadowed(check="off"), rank, ranks, 0).values():
+        call(False)
+    tensor = torch.ones(NUMEL)
+    comm.send(tensor, 1, config=ALWAYS) if rank == 0 else comm.recv(tensor, 0, config=ALWAYS)
+    comm.reduce_to_owners(tensor, [(NUMEL, (0,))], group=dist.new_group([0, 1]), config=ALWAYS)
+    return {row["op"]: row["reasons"] for row in counters.rows() if not row["calls"]}
+
+
+def test_everything_passes_under_torchs_own_comparison() -> None:
+    reason = "no coded schedule for backend gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL yet"
+    for rank, found in enumerate(runner.run(compared, 2)):
+        assert all(reasons == {reason: 1} for reasons in found.values()), found
+        assert len(found) == 13 and {"all_reduce", "all_gather", "reduce_to_owners", "recv" if rank else "send"} <= set(
+            found
+        )

@@ -1,0 +1,312 @@
+"""What a program has done to torch must not change a bit: every operation under every mode, against the plain one in the same place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import corpus
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ds_zipccl
+from ds_zipccl import comm
+from ds_zipccl.comm.group_state import known
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels.sums import flushes_here
+from ds_zipccl.policy import tuner_rules
+
+ALWAYS = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
+MODES = {
+    "always": ALWAYS,
+    "auto": ALWAYS.model_copy(update={"mode": "auto"}),
+    "raw": ALWAYS.model_copy(update={"codec": "raw"}),
+}
+#: Elements of a shard: more than one block, not a multiple of anything.
+NUMEL = 9001
+_CONSTRUCTORS = ("empty", "full", "zeros", "tensor", "frombuffer", "new_empty", "empty_like")
+
+
+# ---- environments --------------------------------------------------------------------------------------------------
+
+
+class _Casting(TorchFunctionMode):
+    """Whatever is made comes out as float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result.double() if getattr(function, "__name__", "") in _CONSTRUCTORS else result
+
+
+class _Dispatching(TorchDispatchMode):
+    """As :class:`_Casting`, a floor below."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result.double() if function.overloadpacket.__name__ in _CONSTRUCTORS else result
+
+
+@contextmanager
+def _setting(change: Callable[[Any], None], on: Any, off: Any) -> Iterator[None]:
+    change(on)
+    try:
+        yield
+    finally:
+        change(off)
+
+
+def _zero_init(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    import deepspeed
+
+    return deepspeed.zero.Init(dtype=dtype)
+
+
+ENVIRONMENTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    "zero.Init of bf16": partial(_zero_init, torch.bfloat16),
+    "zero.Init of fp16": partial(_zero_init, torch.float16),
+    "default dtype fp64": partial(_setting, torch.set_default_dtype, torch.float64, torch.float32),
+    "default dtype bf16": partial(_setting, torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "default device meta": partial(_setting, torch.set_default_device, "meta", None),
+    "device meta": partial(torch.device, "meta"),
+    "deterministic with fill": partial(_setting, torch.use_deterministic_algorithms, True, False),
+    "function mode": _Casting,
+    "dispatch mode": _Dispatching,
+    "inference mode": torch.inference_mode,
+    "anomaly mode": torch.autograd.detect_anomaly,
+    "flush denormal": partial(_setting, torch.set_flush_denormal, True, False),
+    "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
+}
+
+
+# ---- operations: api is torch.distributed or ours; what is left in the tensors is compared ---------------------------
+
+
+def _wait(handle: Any) -> None:
+    if handle is not None:
+        handle.wait()
+
+
+def _new(like: torch.Tensor, numel: int) -> torch.Tensor:
+    return like.new_empty(numel)
+
+
+def all_reduce(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    return [mine], lambda: api.all_reduce(mine, async_op=later)
+
+
+def all_reduce_coalesced(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    parts = list(mine.split(mine.numel() // 2))
+    return parts, lambda: api.all_reduce_coalesced(parts, async_op=later)
+
+
+def reduce(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    return [mine] if dist.get_rank() == 1 else [], lambda: api.reduce(mine, 1, async_op=later)
+
+
+def reduce_scatter_tensor(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    out = mine.clone()[:NUMEL]
+    return [out], lambda: api.reduce_scatter_tensor(out, mine, async_op=later)
+
+
+def reduce_scatter(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    out = mine.clone()[:NUMEL]
+    return [out], lambda: api.reduce_scatter(out, list(mine.split(NUMEL)), async_op=later)
+
+
+def all_gather(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    places = [mine.clone() for _ in range(dist.get_world_size())]
+    return places, lambda: api.all_gather(places, mine, async_op=later)
+
+
+def all_gather_into_tensor(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    shard = mine.split(NUMEL)[dist.get_rank()]
+    return [mine], lambda: api.all_gather_into_tensor(mine, shard, async_op=later)
+
+
+def broadcast(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    return [mine], lambda: api.broadcast(mine, 1, async_op=later)
+
+
+def all_to_all(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    out = [part.clone() for part in mine.split(NUMEL)]
+    return out, lambda: api.all_to_all(out, list(mine.split(NUMEL)), async_op=later)
+
+
+def all_to_all_single(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    out = mine.clone()
+    return [out], lambda: api.all_to_all_single(out, mine, async_op=later)
+
+
+def send_and_receive(api: Any, mine: torch.Tensor, later: bool) -> Any:
+    out, rank, ranks = mine.clone(), dist.get_rank(), dist.get_world_size()
+
+    def exchange() -> Any:
+        handles = [api.isend(mine, (rank + 1) % ranks), api.irecv(out, (rank - 1) % ranks)]
+        for handle in handles:
+            handle.wait()
+
+    return [out], exchange
+
+
+OPERATIONS = (
+    all_reduce, all_reduce_coalesced, reduce, reduce_scatter_tensor, reduce_scatter, all_gather, all_gather_into_tensor,
+    broadcast, all_to_all, all_to_all_single, send_and_receive,
+)  # fmt: skip
+
+
+class _Coded:
+    """ds_zipccl.comm with a config."""
+
+    def __init__(self, config: ZipcclConfig, **more: Any) -> None:
+        self._config, self._more = config, more
+
+    def __getattr__(self, name: str) -> Any:
+        more = self._more if name == "all_gather_into_tensor" else {}
+        return partial(getattr(comm, name), config=self._config, **more)
+
+
+def words(rank: int, ranks: int, kind: corpus.Float, seed: int) -> torch.Tensor:
+    """Near-Gaussian numbers, a third of them so small that sums are denormal."""
+    tensor = corpus.tensor(corpus.bell(ranks * NUMEL, kind, 100 * seed + rank), kind)
+    if kind is not corpus.FP16:  # whose denormals are normal floats
+        small = corpus.tensor(corpus.random_words(ranks * NUMEL // 3, kind, seed + rank), kind)
+        bits = small.view(torch.int16 if kind.word().itemsize == 2 else torch.int32)
+        bits &= kind.sign | (2 << kind.mantissa) - 1  # exponents 0 and 1
+        tensor[::3][: small.numel()] = small
+    return tensor
+
+
+def left(
+    operation: Callable[..., Any], api: Any, mine: torch.Tensor, environment: Callable[..., Any], later: bool
+) -> list[torch.Tensor]:
+    """What an operation leaves, called in an environment on tensors that were made outside."""
+    outputs, call = operation(api, mine.clone(), later)
+    with environment():
+        _wait(call())
+    return outputs
+
+
+def under_all(rank: int, ranks: int, names: list[str]) -> int:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ["LOCAL_RANK"] = str(rank)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    tuner_rules.TRIAL_CALLS, tuner_rules.SETTLE_CALLS = 1, (0, 0, 4096)
+    kinds, compared = list(corpus.SUMMED.values()), 0
+    for seed, name in enumerate(names):
+        environment = ENVIRONMENTS[name]
+        for mode, config in MODES.items():
+            group = known(None)
+            group.tuners.clear()
+            group.plans.clear()
+            for number, operation in enumerate(OPERATIONS):
+                # every schedule that competes has its turn, blocking and not
+                for step in range(4 if mode == "auto" else 2):
+                    kind = kinds[(seed + number + step) % 3] if mode != "auto" else kinds[(seed + number) % 3]
+                    mine, later = words(rank, ranks, kind, seed + step), mode != "auto" and bool(step % 2)
+                    if name == "autocast" and (operation, kind) == (all_to_all, corpus.FP16):
+                        continue  # torch's own fails there
+                    wanted = left(operation, dist, mine, environment, False)
+                    bases = [None, comm.IN_PLACE] if operation is all_gather_into_tensor else [None]
+                    for base in bases:
+                        api = _Coded(config) if base is None else _Coded(config, base=base)
+                        for got, want in zip(left(operation, api, mine, environment, later), wanted, strict=True):
+                            try:
+                                corpus.assert_same_bits(got, want)
+                            except AssertionError as error:
+                                raise AssertionError(
+                                    f"{operation.__name__}, {name}, {mode}, {kind}: {error}"
+                                ) from error
+                            compared += 1
+        # the codec by itself
+        frame = ds_zipccl.compress(words(rank, ranks, corpus.FP16, seed), "raw")
+        with environment():
+            again = ds_zipccl.decompress(frame)
+        corpus.assert_same_bits(again, words(rank, ranks, corpus.FP16, seed))
+    return compared
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_operation_in_every_environment(ranks: int) -> None:
+    counts = runner.run(under_all, ranks, list(ENVIRONMENTS), timeout=300)
+    assert min(counts) > 8 * len(OPERATIONS) * len(ENVIRONMENTS)
+
+
+def with_patched_empty(rank: int, ranks: int) -> None:
+    """The mistake that this file is about, planted."""
+    from ds_zipccl import tensors
+
+    tensors.empty = lambda numel, dtype, device="cpu": torch.empty(numel, dtype=dtype, device=device)
+    under_all(rank, ranks, ["zero.Init of bf16"])
+
+
+def test_a_patched_constructor_is_noticed() -> None:
+    with pytest.raises(runner.RankFailure, match=r"zero\.Init of bf16"):
+        runner.run(with_patched_empty, 2)
+
+
+# ---- denormals -------------------------------------------------------------------------------------------------------
+
+
+def before_the_group(rank: int, ranks: int, flushing: list[int]) -> None:
+    """Groups made while some ranks flush denormals, sums made while none does."""
+    torch.set_flush_denormal(rank in flushing)
+    group = dist.new_group(list(range(ranks)))
+    torch.set_flush_denormal(False)
+    for kind in (corpus.BF16, corpus.FP32):
+        for reduction in ("match", "fp32"):
+            config = ALWAYS.model_copy(update={"reduction": reduction})
+            got = words(rank, ranks, kind, 3)
+            want = got.clone()
+            dist.all_reduce(want, group=group)
+            comm.all_reduce(got, group=group, config=config)
+            if reduction == "match":
+                corpus.assert_same_bits(got, want)
+            got = words(rank, ranks, kind, 4)
+            want = got.clone()
+            dist.all_reduce(want, dist.ReduceOp.AVG, group=group)
+            comm.all_reduce(got, dist.ReduceOp.AVG, group=group, config=config)
+            if reduction == "match":
+                corpus.assert_same_bits(got, want)
+    assert not flushes_here()
+
+
+@pytest.mark.parametrize(("ranks", "flushing"), [(2, [0, 1]), (2, [1]), (3, [0, 1, 2]), (3, [1]), (3, [0, 2]), (3, [])])
+def test_sums_flush_denormals_where_the_group_does(ranks: int, flushing: list[int]) -> None:
+    """Also where ranks differ in it: each addition as on the rank that makes it in gloo's ring."""
+    runner.run(before_the_group, ranks, flushing)
+
+
+# ---- traced programs and tensors without memory ------------------------------------------------------------------------
+
+
+def fake(rank: int, ranks: int) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        tensor = mode.from_tensor(torch.randn(NUMEL))
+        outcomes = []
+        for api in (dist, _Coded(ALWAYS)):
+            try:
+                api.all_reduce(tensor)
+                outcomes.append("done")
+            except Exception as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+        assert outcomes[0] == outcomes[1], outcomes
+    real = torch.ones(NUMEL)
+    comm.all_reduce(real, config=ALWAYS)
+    assert real[0] == ranks
+
+
+def test_fake_tensors_go_where_plain_ones_go() -> None:
+    runner.run(fake, 2)

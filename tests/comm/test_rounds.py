@@ -1,0 +1,190 @@
+"""Messages in pieces: the same bits, bounded memory, nobody waits in a circle, memory that inputs and outputs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import corpus
+import pytest
+import ranks as runner
+import test_changes
+import test_moves
+import test_sums
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm
+from ds_zipccl.comm.buffer_pool import BUFFERS
+from ds_zipccl.comm.ops import moves, reduce_to_owners, sums
+from ds_zipccl.comm.schedules import gather, pipeline
+from ds_zipccl.comm.schedules.gather import detached
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import wire
+
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
+
+
+def test_pieces_fit_the_memory() -> None:
+    for numel in (1, 1000, 1 << 20, (1 << 24) + 5, 1 << 28):
+        for ranks in (2, 3, 8, 64):
+            for staging in (1 << 20, 64 << 20):
+                piece = wire.fragment_numel(numel, 2, ranks, staging)
+                assert piece % wire.FRAGMENT_UNIT == 0 and 0 < piece * 2 <= wire.FRAGMENT_BYTES[1]
+                if piece > wire.FRAGMENT_UNIT:
+                    assert (3 * wire.PIPELINE_DEPTH + 2) * (ranks - 1) * piece * 2 <= staging
+    assert (1 << 24) / wire.fragment_numel(1 << 24, 2, 2, 64 << 20) == 8
+
+
+def test_stages_follow_each_other() -> None:
+    seen: list[tuple[str, int]] = []
+    pipeline.pump(4, lambda turn: seen.append(("post", turn)), lambda turn: seen.append(("take", turn)))
+    for stage in ("post", "take"):
+        assert [turn for name, turn in seen if name == stage] == [0, 1, 2, 3]
+    for turn in range(4):
+        assert seen.index(("take", turn)) > seen.index(("post", min(3, turn + wire.PIPELINE_DEPTH)))
+
+
+def in_small_pieces(
+    rank: int, ranks: int, case: Callable[..., None], arguments: tuple[Any, ...] = (), least: int = 256
+) -> int:
+    """``case`` with pieces of ``least`` bytes and more; returns the most turns that a message took."""
+    turns = 0
+
+    def counted(most: int, *stages: Callable[[int], None]) -> None:
+        nonlocal turns
+        turns = max(turns, most)
+        pipeline.pump(most, *stages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "FRAGMENT_UNIT", 64)
+        patch.setattr(wire, "FRAGMENT_BYTES", (least, 16 * least))
+        for module in (sums, gather, moves, reduce_to_owners):
+            patch.setattr(module, "pump", counted)
+        case(rank, ranks, *arguments)
+    return turns
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "case, arguments",
+    [(test_moves.moves, ()), (test_sums.as_gloo, ([1, 7, 1000, 20001],))],
+    ids=["moves", "sums"],
+)
+def test_the_same_in_pieces(case: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    assert min(runner.run(in_small_pieces, ranks, case, arguments)) >= 8
+
+
+def test_differences_in_pieces() -> None:
+    assert min(runner.run(in_small_pieces, 3, test_changes.steps, ("bf16",), 1 << 15)) >= 2
+
+
+def skewed(rank: int, ranks: int) -> None:
+    """Very uneven segments: one rank has far more turns than the others."""
+    sizes = [[30_000 if (a, b) == (0, 1) else 100 * (a + b) for b in range(ranks)] for a in range(ranks)]
+    send = [
+        corpus.tensor(corpus.bell(size, corpus.BF16, 10 * rank + peer), corpus.BF16)
+        for peer, size in enumerate(sizes[rank])
+    ]
+    got = [torch.empty(sizes[peer][rank], dtype=torch.bfloat16) for peer in range(ranks)]
+    comm.all_to_all(got, send, config=CODED)
+    for peer, tensor in enumerate(got):
+        corpus.assert_same_bits(
+            tensor, corpus.tensor(corpus.bell(sizes[peer][rank], corpus.BF16, 10 * peer + rank), corpus.BF16)
+        )
+
+
+def test_uneven_turns() -> None:
+    assert runner.run(in_small_pieces, 3, skewed)[0] > 10
+
+
+def sharing(rank: int, ranks: int) -> None:
+    """Inputs that lie where other outputs are written."""
+    memory = torch.arange(ranks * 5000, dtype=torch.float32) + 1e6 * rank
+    others = [torch.arange(ranks * 5000, dtype=torch.float32) + 1e6 * peer for peer in range(ranks)]
+    shift = 700
+    own = memory[shift : shift + 5000].clone()
+    whole = memory.clone()
+    comm.all_gather_into_tensor(whole, whole[shift : shift + 5000].copy_(own), config=CODED)
+    corpus.assert_same_bits(whole, torch.cat([other[shift : shift + 5000] for other in others]))
+
+    crossed = memory.clone()  # the output of a reduce-scatter in a peer's shard
+    place = crossed[(rank + 1) % ranks * 5000 :][:5000]
+    comm.reduce_scatter_tensor(place, crossed, config=CODED)
+    plain = torch.empty(5000)
+    dist.reduce_scatter_tensor(plain, memory.clone())
+    corpus.assert_same_bits(place, plain)
+
+    swapped = memory.clone()  # a shift by less than a segment
+    head, tail = swapped[: ranks * 4000], swapped[shift : shift + ranks * 4000]
+    kept = head.clone()
+    comm.all_to_all_single(tail, head, config=CODED)
+    plain = torch.empty_like(kept)
+    dist.all_to_all_single(plain, kept)
+    corpus.assert_same_bits(tail, plain)
+
+
+def test_shared_memory() -> None:
+    assert min(runner.run(in_small_pieces, 3, sharing)) >= 8
+
+
+def test_only_what_is_overwritten_too_early_is_copied() -> None:
+    memory = torch.zeros(100)
+    first, second, across = memory[:50], memory[50:], memory[25:75]
+    sources = [first, second, across, torch.zeros(3), memory[:0]]
+    kept = detached(sources, [first, second], [first, first, across, first, first])
+    assert [got is source for got, source in zip(kept, sources, strict=True)] == [True, False, False, True, True]
+
+
+MEMORY = torch.zeros(100)
+#: source, its home, all that is written -> whether it is copied; all in elements of MEMORY.
+OVERLAPS: dict[str, tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]], bool]] = {
+    "beside, before": ((0, 50), (90, 100), [(50, 100)], False),
+    "beside, behind": ((50, 100), (0, 10), [(0, 50)], False),
+    "between": ((20, 30), (90, 100), [(0, 20), (30, 100)], False),
+    "its last element": ((0, 50), (90, 100), [(49, 100)], True),
+    "its first element": ((49, 100), (0, 10), [(0, 50)], True),
+    "within what is written": ((20, 30), (90, 100), [(0, 100)], True),
+    "around what is written": ((0, 100), (90, 100), [(20, 30)], True),
+    "in its home": ((20, 30), (20, 30), [(0, 20), (20, 30)], False),
+    "in the home of another": ((20, 30), (0, 20), [(0, 20), (20, 30)], True),
+    "in a part of its home": ((20, 29), (20, 30), [(20, 30)], True),
+    "beyond its home": ((20, 31), (20, 30), [(20, 30)], True),
+    "one element into its home": ((19, 30), (20, 30), [(20, 30)], True),
+    "in its home, which another overlaps": ((20, 30), (20, 30), [(20, 30), (25, 40)], True),
+    "in its home, which another holds": ((20, 30), (20, 30), [(20, 30), (0, 100)], True),
+    "empty": ((20, 20), (20, 20), [(0, 100)], False),
+    "in what is empty": ((20, 30), (0, 10), [(25, 25)], False),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_what_is_copied(case: str) -> None:
+    source, home, written, copied = OVERLAPS[case]
+    flat = MEMORY[slice(*source)]
+    (kept,) = detached([flat], [MEMORY[slice(*span)] for span in written], [MEMORY[slice(*home)]])
+    assert (kept is not flat) == copied and kept.equal(flat)
+
+
+def bounded(rank: int, ranks: int) -> list[int]:
+    """The most memory for frames in each operation on 48 MiB."""
+    peaks = []
+    tensor = corpus.tensor(corpus.bell(12 << 20, corpus.BF16, rank), corpus.BF16)
+    operations: tuple[Callable[..., Any], ...] = (
+        lambda **more: comm.all_reduce(tensor, **more),
+        lambda **more: comm.broadcast(tensor, 0, **more),
+        lambda **more: comm.all_to_all_single(torch.empty_like(tensor), tensor, **more),
+        lambda **more: comm.all_gather_into_tensor(tensor.repeat(ranks), tensor.clone(), **more),
+        lambda **more: comm.reduce_scatter_tensor(tensor[: len(tensor) // ranks].clone(), tensor, **more),
+    )
+    for operation in operations:
+        BUFFERS.peak = 0
+        operation(config=CODED.model_copy(update={"staging_mib": 6}))
+        peaks.append(BUFFERS.peak)
+    return peaks
+
+
+def test_memory_is_bounded() -> None:
+    for peaks in runner.run(bounded, 3):
+        # frames may be a little larger than pieces, buffers are rounded up by an eighth; a sum is made beside them
+        assert all(0 < peak <= 1.3 * (6 << 20) for peak in peaks), peaks

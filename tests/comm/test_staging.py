@@ -1,0 +1,100 @@
+"""Collectives on tensors whose frames go through host memory. Here the host stands for the device; with a GPU it is one.
+
+NCCL takes no two ranks of one GPU: there a group of one rank passes, and two ranks on one GPU are on gloo.
+"""
+
+from __future__ import annotations
+
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm
+from ds_zipccl.comm import host_staging
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.telemetry import counters
+
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
+DEVICES = ["cpu", "cpu without kernels", "cuda", "cuda without kernels"]
+
+
+def _stage(where: str) -> str:
+    """Let frames of this device go through the host; its type."""
+    device, _, without = where.partition(" ")
+    host_staging.STAGED = {device}
+    if without:
+        host_staging._codes = lambda device, route: False
+    return device
+
+
+def every_collective(rank: int, ranks: int, where: str) -> None:
+    device, staged = _stage(where), []
+    encode = host_staging.encode
+    host_staging.encode = lambda *arguments: staged.append(1) or encode(*arguments)
+    generator = torch.Generator().manual_seed(7)
+    contributions = [torch.randn(ranks * 5000, generator=generator).bfloat16() for _ in range(ranks)]
+    own = contributions[rank].to(device)
+    shards = [list(tensor.chunk(ranks)) for tensor in contributions]
+
+    gathered = torch.empty(ranks * own.numel(), dtype=own.dtype, device=device)
+    handle = comm.all_gather_into_tensor(gathered, own, None, True, config=CODED)
+    handle.wait()
+    assert torch.equal(gathered.cpu(), torch.cat(contributions))
+
+    swapped = torch.empty_like(own)
+    comm.all_to_all_single(swapped, own, config=CODED)
+    assert torch.equal(swapped.cpu(), torch.cat([shards[peer][rank] for peer in range(ranks)]))
+
+    sent = own.clone()
+    comm.broadcast(sent, ranks - 1, config=CODED)
+    assert torch.equal(sent.cpu(), contributions[-1])
+
+    wanted = contributions[0].float()
+    for tensor in contributions[1:]:
+        wanted = wanted + tensor.float()
+    for reduction in ("fp32", "match"):
+        config = CODED.model_copy(update={"reduction": reduction})
+        summed = own.clone()
+        comm.all_reduce(summed, config=config)
+        shard = torch.empty_like(own.chunk(ranks)[rank])
+        comm.reduce_scatter_tensor(shard, own, config=config)
+        if reduction == "fp32" or ranks == 2:
+            assert torch.equal(summed.cpu(), wanted.bfloat16())
+            assert torch.equal(shard.cpu(), wanted.bfloat16().chunk(ranks)[rank])
+        else:
+            plain = contributions[rank].clone()
+            dist.all_reduce(plain)
+            assert torch.equal(summed.cpu(), plain)
+
+    after, received = (rank + 1) % ranks, torch.empty_like(own)
+    handle = comm.isend(own, after, config=CODED)
+    comm.recv(received, (rank - 1) % ranks, config=CODED)
+    handle.wait()
+    assert torch.equal(received.cpu(), contributions[(rank - 1) % ranks])
+    rows = counters.rows()
+    assert len(rows) >= 6 and all(row["calls"] and not row["passed"] for row in rows), rows
+    assert len(staged) > 8, "frames took another way"
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_collective(where: str, ranks: int) -> None:
+    if where.startswith("cuda") and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    runner.run(every_collective, ranks, where)
+
+
+def a_group_of_one(rank: int, ranks: int) -> None:
+    group = dist.new_group([0], backend="nccl")
+    tensor = torch.randn(100_000, device="cuda").bfloat16()
+    whole, before = torch.empty_like(tensor), tensor.clone()
+    comm.all_gather_into_tensor(whole, tensor, group, config=CODED)
+    comm.all_reduce(tensor, group=group, config=CODED)
+    assert torch.equal(whole, before) and torch.equal(tensor, before)
+
+
+def test_a_group_of_one_on_nccl() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    runner.run(a_group_of_one, 1)

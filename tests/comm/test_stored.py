@@ -1,0 +1,301 @@
+"""Gathers into new memory as differences against a copy that each rank or each node keeps: the same bits whatever the copies hold."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm
+from ds_zipccl.codecs import decompress
+from ds_zipccl.comm import frames, topology, tuner
+from ds_zipccl.comm.delta import negotiation, shared_base
+from ds_zipccl.comm.delta.shared_base import Kept
+from ds_zipccl.comm.group_state import known
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import tuner_rules
+from ds_zipccl.telemetry import counters
+
+CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
+SHARDS = (40_000, 1_000, 70_001)
+FULL, OTHER = "nothing was gathered there", "a rank holds something else"
+
+
+class Trainer:
+    """What a ZeRO-3 rank does: step its shards of some tensors, gather some of them at a time into new memory, let it go."""
+
+    def __init__(self, rank: int, ranks: int, kind: str) -> None:
+        self.rank, self.ranks, self.seed = rank, ranks, 1
+        self.masters = [torch.randn(ranks, shard, generator=torch.Generator().manual_seed(shard)) for shard in SHARDS]
+        self.kept = comm.keep([(shard, torch.bfloat16) for shard in SHARDS], kind, dist.group.WORLD)
+
+    def step(self) -> None:
+        for master in self.masters:
+            self.seed += 1
+            master.add_(1e-3 * torch.randn(master.shape, generator=torch.Generator().manual_seed(self.seed)))
+
+    def start(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """What is gathered, what should be, and the handle."""
+        wanted = torch.cat([self.masters[index] for index in chosen], dim=1).bfloat16()
+        whole = torch.full(wanted.shape, float("nan"), dtype=torch.bfloat16)
+        own = whole[self.rank].copy_(wanted[self.rank]) if self.seed % 2 else wanted[self.rank].clone()
+        base = comm.Stored([self.kept[index] for index in chosen])
+        return whole, wanted, comm.all_gather_into_tensor(whole.view(-1), own, None, True, config=CONFIG, base=base)
+
+    def gather(self, *chosen: int) -> dict[str, int]:
+        """What a gather, which is checked, adds to the count of differences."""
+        counters.reset()
+        whole, wanted, handle = self.start(chosen)
+        handle.wait()
+        assert torch.equal(whole.view(torch.int16), wanted.view(torch.int16))
+        (row,) = counters.rows()
+        self.ratio = row["ratio"]
+        return row["differences"]
+
+
+def steps(rank: int, ranks: int, kind: str) -> None:
+    trainer = Trainer(rank, ranks, kind)
+    assert trainer.gather(0, 1, 2) == {FULL: 1}
+    full = trainer.ratio
+    for _ in range(3):
+        trainer.step()
+        assert trainer.gather(0, 1, 2) == {"": 1}
+        assert trainer.ratio > 2 * full
+        assert trainer.gather(1, 2) == {"": 1}  # asked for in other company, as in a backward pass
+        assert trainer.ratio > 100
+        assert trainer.gather(0) == {"": 1}
+        assert trainer.ratio > 100
+    nbytes = sum(2 * ranks * shard for shard in SHARDS)
+    assert nbytes <= counters.memory()["copies of gathered parameters"] < nbytes + 64 * len(SHARDS)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_steps(ranks: int, kind: str) -> None:
+    runner.run(steps, ranks, kind)
+
+
+def by_node(rank: int, ranks: int) -> None:
+    """Two nodes of two ranks: each pair has one copy, and shards may come by way of the other rank of a node."""
+    topology.here = lambda: "left" if rank < 2 else "right"
+    names = set(shared_base.SHARED.iterdir())
+    dist.barrier()
+    trainer = Trainer(rank, ranks, "host")
+    assert [kept.mates for kept in trainer.kept] == [[0, 1] if rank < 2 else [2, 3]] * len(SHARDS)
+    for nodes in ([], [[0, 1], [2, 3]]):
+        known(None).nodes = nodes
+        trainer.gather(0, 2)
+        trainer.step()
+        assert trainer.gather(0, 2) == {"": 1}
+    dist.barrier()
+    before = trainer.kept[0].memory[0, 0].clone()
+    dist.barrier()
+    if rank in (0, 2):
+        trainer.kept[0].memory[0, 0] = 1.0 + rank
+    dist.barrier()
+    assert before != trainer.kept[0].memory[0, 0] == 1.0 + rank // 2 * 2
+    assert not [name for name in set(shared_base.SHARED.iterdir()) - names if "ds_zipccl" in name.name], (
+        "it has no name"
+    )
+
+
+def test_nodes_share_a_copy() -> None:
+    runner.run(by_node, 4)
+
+
+def edited(rank: int, ranks: int) -> None:
+    """One bit of one rank's copy of one shard: that shard goes in full, once; the others do not."""
+    trainer = Trainer(rank, ranks, "device")
+    trainer.gather(0, 2)
+    if rank == 1:
+        trainer.kept[2].memory[0, 7].view(torch.int16).bitwise_xor_(1)  # in the shard of rank 0
+    trainer.step()
+    assert trainer.gather(0, 2) == ({OTHER: 1} if rank == 0 else {"": 1})
+    trainer.step()
+    assert trainer.gather(0, 2) == {"": 1}
+
+
+def mistaken(rank: int, ranks: int) -> None:
+    """A rank takes the copy of another tensor, then one whose last gather it has missed."""
+    trainer = Trainer(rank, ranks, "device")
+    trainer.kept.append(Kept(trainer.kept[0].memory.clone(), trainer.kept[0].mates, 99))
+    trainer.masters.append(trainer.masters[0] + 1)
+    trainer.gather(0)
+    trainer.gather(3)
+    right = trainer.kept[0], trainer.kept[0].memory.clone()
+    if rank == 1:
+        trainer.kept[0] = trainer.kept[3]
+    trainer.step()
+    assert trainer.gather(0) == {OTHER: 1}
+    if rank == 1:
+        trainer.kept[0] = right[0]
+        trainer.kept[0].memory.copy_(right[1])
+    trainer.step()
+    assert trainer.gather(0) == {OTHER: 1}
+    trainer.step()
+    assert trainer.gather(0) == {"": 1}
+
+
+def together(rank: int, ranks: int) -> None:
+    """Several gathers in flight, waited for in another order."""
+    trainer = Trainer(rank, ranks, "host")
+    for _ in range(4):
+        trainer.step()
+        for whole, wanted, handle in [trainer.start([index]) for index in (2, 0)][::-1]:
+            handle.wait()
+            assert torch.equal(whole.view(torch.int16), wanted.view(torch.int16))
+    assert trainer.gather(0, 2) == {"": 1}
+    assert trainer.ratio > 100
+
+
+@pytest.mark.parametrize("case", [edited, mistaken, together], ids=lambda case: case.__name__)
+def test_what_copies_hold(case: Any) -> None:
+    runner.run(case, 3)
+
+
+def equal_hashes(rank: int, ranks: int) -> None:
+    negotiation.region_hash = lambda region: bytes(16)
+    edited(rank, ranks)
+
+
+def test_a_missing_proof_is_noticed() -> None:
+    with pytest.raises(runner.RankFailure, match=r"torch\.equal"):
+        runner.run(equal_hashes, 3)
+
+
+def without_room(rank: int, ranks: int, failing: str) -> str:
+    """What every rank says where one node has no room, or where a rank finds memory that is not its own."""
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    names = set(shared_base.SHARED.iterdir())
+    dist.barrier()
+    if failing == "full" and rank == 0:
+        os.posix_fallocate = refuse
+    if failing == "foreign" and rank == 1:
+        os.geteuid = lambda: 12345
+    with pytest.raises(comm.CommError) as caught:
+        comm.keep([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
+    dist.barrier()
+    assert not [name for name in set(Path("/dev/shm").iterdir()) - names if "ds_zipccl" in name.name]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("failing", "guilty", "why"),
+    [("full", 0, "No space left"), ("foreign", 1, "wanted 240000 of our own")],
+)
+def test_memory_that_cannot_be_had(failing: str, guilty: int, why: str) -> None:
+    for rank, text in enumerate(runner.run(without_room, 3, failing)):
+        assert "0.2 MB" in text and '"zero3_base"' in text
+        assert (why if rank == guilty else "another rank has the reason") in text
+
+
+def in_a_container(rank: int, ranks: int) -> int:
+    """Rank 1 has the host name and the network of the others, but a /dev/shm of its own: who share a copy, and that gathers are right."""
+    if rank == 1:
+        new_mounts, private, recursive = 0x20000, 1 << 18, 1 << 14
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(new_mounts) or libc.mount(None, b"/", None, private | recursive, None):
+            return 0
+        if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64m"):
+            return 0
+    trainer = Trainer(rank, ranks, "host")
+    trainer.gather(0, 2)
+    trainer.step()
+    assert trainer.gather(0, 2) == {"": 1}
+    return len(trainer.kept[0].mates)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may have mounts of its own")
+def test_containers_of_one_host_have_copies_of_their_own() -> None:
+    assert runner.run(in_a_container, 3) == [2, 1, 2]
+
+
+def opened(rank: int, ranks: int) -> tuple[int, int]:
+    """Flags and permissions with which this rank opens the memory."""
+    calls = []
+
+    def watched(file: Any, flags: int, mode: int = 0o777, open: Any = os.open) -> int:
+        calls.append((flags, mode))
+        return open(file, flags, mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", watched)
+        comm.keep([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
+    (call,) = calls
+    return call
+
+
+def test_the_memory_is_nobody_elses() -> None:
+    (leads, mode), (follows, _) = runner.run(opened, 2)
+    assert leads & os.O_EXCL and leads & os.O_CREAT and mode == 0o600 and follows & os.O_NOFOLLOW
+
+
+def refused(rank: int, ranks: int) -> None:
+    """A rank that refuses a frame goes on to other things; the others of its node do not wait for it, and nobody counts on the copy."""
+    trainer = Trainer(rank, ranks, "host")
+    trainer.gather(0)
+    trainer.step()
+
+    def damaged(frame: torch.Tensor, out: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
+        if rank == 0 and out.numel() == SHARDS[0]:
+            frame = frame.clone()
+            frame[4] = 9
+        return decompress(frame, out, *arguments, **more)
+
+    frames.decompress = damaged
+    if rank == 0:
+        with pytest.raises(comm.CommError, match="refused"):
+            trainer.gather(0)
+    else:
+        assert trainer.gather(0) == {"": 1}
+    frames.decompress = decompress
+    dist.barrier()
+    assert trainer.gather(0) == {FULL: 1}
+    assert trainer.gather(0) == {"": 1}
+
+
+def test_nobody_waits_for_who_has_failed() -> None:
+    runner.run(refused, 2, timeout=30)
+
+
+def trials(rank: int, ranks: int) -> list[bool]:
+    """Of every call that was timed while differences were tried: whether it was one. Eight tensors, forward and backward."""
+    config, timed = CONFIG.model_copy(update={"mode": "auto"}), []
+    start = tuner.Stopwatch.start
+    tuner.Stopwatch.start = lambda self, meet: (timed.append(True), start(self, meet))
+    shards = [torch.randn(SHARDS[0]).bfloat16() for _ in range(8)]
+    kept = comm.keep([(SHARDS[0], torch.bfloat16)] * 8, "host", dist.group.WORLD)
+    found = []
+    for turn in range(80):
+        index = min(turn % 16, 15 - turn % 16)
+        counters.reset()
+        timed.clear()
+        whole = torch.empty(ranks * SHARDS[0], dtype=torch.bfloat16)
+        comm.all_gather_into_tensor(whole, shards[index], config=config, base=comm.Stored([kept[index]]))
+        differences = counters.rows()[0]["differences"]
+        if timed and differences:
+            found.append(differences == {"": 1})
+    return found
+
+
+def test_differences_are_tried_when_there_is_something_to_differ_from() -> None:
+    for found in runner.run(trials, 2):
+        assert found[: tuner_rules.TRIAL_CALLS] == [True] * tuner_rules.TRIAL_CALLS
+
+
+def test_nothing_to_keep() -> None:
+    runner.run(nothing, 2)
+
+
+def nothing(rank: int, ranks: int) -> None:
+    assert comm.keep([], "host", dist.group.WORLD) == []

@@ -1,0 +1,117 @@
+"""Times of calls, by tables: one rank's stopwatch, what ranks tell each other, and whose time counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ds_zipccl.comm import tuner
+from ds_zipccl.comm.tuner import Stopwatch, slowest
+
+INF, NAN = math.inf, math.nan
+
+
+# ---- times of all ranks ------------------------------------------------------------------------------------------------
+
+#: (seconds, met) of each rank, and what counts.
+TIMES: dict[str, tuple[list[tuple[float, float]], float]] = {
+    "all have met: the slowest": ([(1.0, 1), (3.0, 1), (2.0, 1)], 3.0),
+    "the first has not: the fastest": ([(2.0, 0), (3.0, 1), (1.0, 1)], 1.0),
+    "the last has not: the fastest": ([(1.0, 1), (3.0, 1), (2.0, 0)], 1.0),
+    "none has: the fastest": ([(2.0, 0), (3.0, 0), (4.0, 0)], 2.0),
+    "one did not run, all have met": ([(1.0, 1), (INF, 1), (2.0, 1)], INF),
+    "one did not run, none has met": ([(1.0, 0), (INF, 0), (2.0, 0)], 1.0),
+    "no number": ([(1.0, 1), (NAN, 1), (2.0, 1)], INF),
+    "no number where none has met": ([(NAN, 0), (NAN, 0), (NAN, 0)], INF),
+}
+
+
+@pytest.mark.parametrize("case", TIMES)
+def test_whose_time_counts(case: str) -> None:
+    ranks, wanted = TIMES[case]
+    assert slowest(torch.tensor(ranks, dtype=torch.float64)[:, None]) == [wanted]
+
+
+def test_every_call_counts_by_itself() -> None:
+    told = [[(1.0, 1), (5.0, 0)], [(2.0, 1), (4.0, 1)]]
+    assert slowest(torch.tensor(told, dtype=torch.float64)) == [2.0, 4.0]
+
+
+# ---- one rank's stopwatch ----------------------------------------------------------------------------------------------
+
+
+class _Meeting:
+    """Counts how often it is waited for."""
+
+    calls = 0
+
+    def all(self) -> None:
+        self.calls += 1
+
+
+def test_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((10.0, 12.5, 20.0, 21.0))
+    monkeypatch.setattr(tuner.time, "perf_counter", lambda: next(clock))
+    meeting = _Meeting()
+    watch = Stopwatch(meeting, 100)  # type: ignore[arg-type]
+    assert watch.reading() == (INF, 0.0), "it has not run"
+    watch.start(meet=True)
+    assert meeting.calls == 1 and watch.reading() == (INF, 1.0), "it runs still"
+    watch.stop()
+    assert watch.reading() == (2.5, 1.0)
+    watch.nbytes = 50
+    assert watch.reading() == (5.0, 1.0), "a smaller message than the nominal one"
+    watch.nbytes = 0
+    assert watch.reading() == (250.0, 1.0)
+    watch = Stopwatch(meeting, 100)  # type: ignore[arg-type]
+    watch.start(meet=False)
+    watch.stop()
+    assert meeting.calls == 1 and watch.reading() == (1.0, 0.0)
+
+
+def test_a_handle_stops_it_when_it_is_done() -> None:
+    for wrap in (lambda future: future, lambda future: type("Handle", (), {"get_future": lambda self: future})()):
+        watch, future = Stopwatch(_Meeting(), 1), torch.futures.Future()  # type: ignore[arg-type,var-annotated]
+        watch.start(meet=False)
+        watch.stop_after(wrap(future))
+        assert watch.reading() == (INF, 0.0)
+        future.set_result(None)
+        assert watch.reading()[0] < INF
+    watch = Stopwatch(_Meeting(), 1)  # type: ignore[arg-type]
+    watch.start(meet=False)
+    watch.stop_after(object())
+    assert watch.reading() == (INF, 0.0), "a handle that cannot tell"
+
+
+# ---- what ranks tell each other ----------------------------------------------------------------------------------------
+
+
+def test_telling_waits_and_names() -> None:
+    """Times come from all ranks, this one first; a rank that is gone is an error with the place."""
+
+    class Link:
+        peers: tuple[int, ...] = ()
+
+        def where(self) -> str:
+            return "all_reduce (group 'x')"
+
+    told = tuner._Told(Link(), [(1.5, 1.0), (2.5, 0.0)])  # type: ignore[arg-type]
+    assert told.all().tolist() == [[[1.5, 1.0], [2.5, 0.0]]]
+
+    class Done:
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    class Gone:
+        def wait(self) -> None:
+            raise RuntimeError("closed")
+
+    told._handles = [done := Done()]  # type: ignore[list-item]
+    assert told.all().equal(told.all()) and done.waits == 1
+    told._handles = [Gone()]  # type: ignore[list-item]
+    with pytest.raises(tuner.CommError, match=r"all_reduce \(group 'x'\): waiting for the times .*: closed"):
+        told.all()

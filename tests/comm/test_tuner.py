@@ -1,0 +1,248 @@
+"""The tuner without ranks: which calls are timed, what their times mean, and when that becomes a choice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ds_zipccl.comm import tuner
+from ds_zipccl.comm.tuner import Tuner
+from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy.admission import Decision
+
+INF = math.inf
+PLAIN, RAW, CODED = PLANS = (Decision(False, "", ""), Decision(True, "raw", ""), Decision(True, "cascade", ""))
+DELTA = Decision(True, "delta", "")
+#: Calls from the last one of a trial to the decision, where ranks have met.
+SOON = tuner_rules.DELAY_CALLS[0] + 1
+
+
+# ---- decisions ---------------------------------------------------------------------------------------------------------
+
+
+class _Told:
+    """What ranks tell each other where there is one: its own."""
+
+    def __init__(self, link: Any, pairs: Sequence[tuple[float, float]]) -> None:
+        self._pairs = pairs
+
+    def all(self) -> torch.Tensor:
+        return torch.tensor([self._pairs], dtype=torch.float64)
+
+
+class Bench:
+    """A tuner whose calls take the seconds of a table."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, plans: Sequence[Decision] = PLANS, meet: bool = True) -> None:
+        monkeypatch.setattr(tuner, "_Told", _Told)
+        self.told: list[str] = []
+        self.tuner, self.meet, self.calls = Tuner(plans, self.told.append, 1), meet, 0
+
+    def call(self, seconds: Any, tensor: Hashable = None) -> tuple[Decision, bool]:
+        """The plan of the next call, which takes ``seconds[plan]``, an iterator or a number; and whether it was timed."""
+        plan, watch = self.tuner.next(lambda: None, tensor)  # type: ignore[arg-type,return-value]
+        self.calls += 1
+        took = seconds[plan]
+        if watch is not None:
+            watch.start(meet=self.meet)
+            watch._seconds = next(took) if isinstance(took, Iterator) else took
+        return plan, watch is not None
+
+    def run(self, count: int, seconds: Any, tensor: Hashable = None) -> list[tuple[Decision, bool]]:
+        return [self.call(seconds, tensor) for _ in range(count)]
+
+
+TRIAL = len(PLANS) * tuner_rules.TRIAL_CALLS
+
+
+@pytest.mark.parametrize("meet, delay", [(True, tuner_rules.DELAY_CALLS[0]), (False, tuner_rules.DELAY_CALLS[1])])
+def test_a_trial_and_its_decision(monkeypatch: pytest.MonkeyPatch, meet: bool, delay: int) -> None:
+    """Every candidate in a block of timed calls; so many calls later, and not one earlier, the fastest."""
+    bench = Bench(monkeypatch, meet=meet)
+    seconds = {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
+    tried = bench.run(TRIAL, seconds)
+    assert tried == [(plan, True) for plan in PLANS for _ in range(tuner_rules.TRIAL_CALLS)]
+    assert bench.run(delay, seconds) == [(PLAIN, False)] * delay and not bench.told
+    assert bench.call(seconds) == (CODED, False)
+    assert bench.told == [
+        f"cascade frames from call {TRIAL + delay + 1} on "
+        "(plain 3e+03 ms, uncoded frames 2e+03 ms, cascade frames 1e+03 ms)"
+    ]
+
+
+def test_the_first_call_of_a_block_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With seven times, one more or less moves the median: 1, 2, 3 twice each, and a first call that took an hour."""
+    bench = Bench(monkeypatch)
+    warm = [3600.0, 1.0, 1.0, 2.0, 4.0, 5.0, 5.0]
+    assert len(warm) == tuner_rules.TRIAL_CALLS
+    bench.run(TRIAL, {PLAIN: iter(warm), RAW: 3.5, CODED: 4.0})
+    bench.run(SOON, dict.fromkeys(PLANS, 9.0))
+    assert bench.tuner._estimates == [3.0, 3.5, 4.0], "of the median of six"
+    assert len(bench.told) == 1 and bench.told[0].startswith("plain from call ")
+
+
+def test_one_rank_that_has_not_met_delays_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank has met all others at every call, another has not met at one."""
+    bench = Bench(monkeypatch)
+    theirs = [(1.0, 1.0)] * (TRIAL - 1) + [(1.0, 0.0)]
+    monkeypatch.setattr(_Told, "all", lambda self: torch.tensor([self._pairs, theirs[: len(self._pairs)]]))
+    seconds = {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
+    bench.run(TRIAL, seconds)
+    bench.run(tuner_rules.DELAY_CALLS[1], seconds)
+    assert not bench.told
+    bench.call(seconds)
+    assert len(bench.told) == 1
+
+
+def test_nobody_waits_early_for_times_that_may_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of this rank did not wait for the others, who may be far behind: it does not wait for what they tell either."""
+    waits: list[int] = []
+    bench = Bench(monkeypatch)
+    told_all = _Told.all
+    seconds = {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
+    for number in range(TRIAL):
+        bench.meet = number != 5
+        bench.call(seconds)
+    monkeypatch.setattr(_Told, "all", lambda self: waits.append(bench.calls) or told_all(self))
+    bench.run(tuner_rules.DELAY_CALLS[1], seconds)
+    assert not waits and not bench.told
+    bench.call(seconds)
+    assert waits and len(bench.told) == 1
+
+
+def settled(monkeypatch: pytest.MonkeyPatch, seconds: Any, plans: Sequence[Decision] = PLANS) -> Bench:
+    """A bench whose next call begins with its first decision."""
+    monkeypatch.setattr(tuner_rules, "CHECK_CALLS", (10, 20))
+    bench = Bench(monkeypatch, plans)
+    bench.run(len(plans) * tuner_rules.TRIAL_CALLS + SOON - 1, seconds)
+    return bench
+
+
+def test_checks_and_reviews(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a decision the last calls before the next check are timed; after so many checks the others get their turn, then rarer."""
+    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (2, 4))
+    seconds = {PLAIN: 1.0, RAW: 1.1, CODED: 1.2}
+    bench = settled(monkeypatch, seconds)
+    checks = [timed for _, timed in bench.run(11 + SOON, seconds)]
+    assert checks == [False] * 7 + [True] * 3 + [False] * (SOON + 1)
+    history = bench.run(600, seconds)
+    tried = [step for step, (plan, _) in enumerate(history) if plan is not PLAIN]
+    # each other candidate has a block of so many calls a review
+    reviews = [step for step, last in zip(tried, [-1, *tried], strict=False) if step != last + 1]
+    assert [plan for plan, _ in history[reviews[0] :][: 2 * tuner_rules.PROBE_CALLS]] == (
+        [RAW] * tuner_rules.PROBE_CALLS + [CODED] * tuner_rules.PROBE_CALLS
+    )
+    # two checks, each of ten calls until times are sent and some until they are used; the block of the choice itself comes first
+    first = 2 * (10 + tuner_rules.DELAY_CALLS[0]) + tuner_rules.PROBE_CALLS
+    assert reviews[0] == first - len(checks)
+    gaps = [after - before for before, after in itertools.pairwise(reviews)]
+    assert len(gaps) >= 3 and len(set(gaps[1:])) == 1 and gaps[0] <= gaps[1]
+    assert bench.tuner._review_at == 4 and len(bench.told) == 1, "a review that changes nothing is not told"
+    before = bench.tuner._reviews
+    while bench.tuner._reviews == before:
+        bench.call({PLAIN: 5.0, RAW: 1.1, CODED: 1.2})
+    assert bench.tuner._review_at == 2, "after a drift as at first"
+
+
+@pytest.mark.parametrize("slower", [1.5, 2.0])
+def test_a_drift_forgets_what_was_known(monkeypatch: pytest.MonkeyPatch, slower: float) -> None:
+    """The current choice takes so much longer: all others are tried at once, by what they take now."""
+    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (50, 50))
+    bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
+    now = {PLAIN: slower, RAW: 1.5, CODED: 1.0}
+    history = [plan for plan, _ in bench.run(60, now)]
+    first = history.index(RAW)
+    assert (
+        history[first : first + 2 * tuner_rules.PROBE_CALLS]
+        == [RAW] * tuner_rules.PROBE_CALLS + [CODED] * tuner_rules.PROBE_CALLS
+    )
+    assert history[-1] is CODED and bench.tuner._estimates == [slower, 1.5, 1.0]
+    assert [text.split(" from call ")[0] for text in bench.told] == ["plain", "cascade frames"]
+
+
+def test_a_new_trial_counts_what_it_has_timed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the check before it, nor what ranks told each other then."""
+    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (50, 50))
+    bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
+    check, trial = [2.0] * tuner_rules.CHECKED_CALLS, [9.0, *[1.6] * (tuner_rules.PROBE_CALLS - 1)]
+    now = {PLAIN: iter([*check, *trial, *[1.6] * 50]), RAW: 4.0, CODED: 9.0}
+    assert bench.call(now) == (PLAIN, False) and bench.tuner._told is None
+    while bench.tuner._estimates[0] == 1.0:
+        bench.call(now)
+    assert bench.tuner._estimates == [2.0, INF, INF] and bench.tuner._told is None
+    while bench.tuner._estimates[1] == INF:
+        bench.call(now)
+    assert bench.tuner._estimates == [tuner_rules.follow(2.0, 1.6), 4.0, 9.0]
+
+
+def test_checks_follow_slow_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that does not drift moves the estimate of the current choice, by the median of all its calls."""
+    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (50, 50))
+    bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
+    bench.run(11 + SOON, {PLAIN: iter([1.2, 1.2, 1.0, *[1.0] * 20]), RAW: 0.0, CODED: 0.0})
+    assert bench.tuner._estimates == [tuner_rules.follow(1.0, 1.2), 4.0, 9.0]
+
+
+# ---- differences -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensors", [[None], [1], [1, 2, 3]], ids=str)
+def test_differences_settle_first(monkeypatch: pytest.MonkeyPatch, tensors: list[Any]) -> None:
+    """Calls are timed when what they need has been left behind: of each tensor, or of all where they are not told apart."""
+    monkeypatch.setattr(tuner_rules, "TRIAL_CALLS", 2)
+    bench = Bench(monkeypatch, (RAW, DELTA))
+    seconds = {RAW: 1.0, DELTA: 1.0}
+    assert bench.run(2, seconds, tensors[0]) == [(RAW, True)] * 2
+    before = tuner_rules.SETTLE_CALLS[0 if tensors[0] is not None else 1]
+    found = [bench.call(seconds, tensor)[1] for _ in range(before + 1) for tensor in tensors]
+    calls = len(tensors) * before
+    assert found[:calls] == [False] * calls and found[calls]
+
+
+def test_tensors_that_never_come_again_are_timed_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner_rules, "TRIAL_CALLS", 1)
+    monkeypatch.setattr(tuner_rules, "SETTLE_CALLS", (2, 6, 20))
+    bench = Bench(monkeypatch, (RAW, DELTA))
+    seconds = {RAW: 1.0, DELTA: 1.0}
+    bench.call(seconds)
+    assert [bench.call(seconds, tensor)[1] for tensor in range(21)] == [False] * 20 + [True]
+
+
+def test_a_later_trial_waits_for_differences_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: nothing is sent or decided before all of its calls have been timed."""
+    monkeypatch.setattr(tuner_rules, "SETTLE_CALLS", (2, 30, 4096))
+    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (1, 1))
+    seconds = {RAW: 1.0, DELTA: 1.5}
+    monkeypatch.setattr(tuner_rules, "CHECK_CALLS", (10, 20))
+    bench = Bench(monkeypatch, (RAW, DELTA))
+    history = bench.run(400, seconds)[2 * tuner_rules.TRIAL_CALLS + 30 :]
+    blocks = [list(calls) for plan, calls in itertools.groupby(history, lambda call: call[0]) if plan is DELTA]
+    assert (
+        len(blocks) >= 4 and blocks[0] == blocks[1] == [(DELTA, False)] * 30 + [(DELTA, True)] * tuner_rules.PROBE_CALLS
+    )
+
+
+def test_a_review_of_differences_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors come when the choice itself is to be tried again: longer than until the next check would have been."""
+    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (1, 1))
+    monkeypatch.setattr(tuner_rules, "CHECK_CALLS", (10, 20))
+    bench, seconds = Bench(monkeypatch, (RAW, DELTA)), {RAW: 1.5, DELTA: 1.0}
+    tuner = bench.tuner
+    while not (bench.told and tuner._told and tuner._calls == tuner._due + tuner_rules.DELAY_CALLS[0]):
+        bench.call(seconds, "old")
+    assert [bench.call(seconds, tensor) for tensor in range(50)] == [(DELTA, False)] * 50
+    assert [bench.call(seconds, 0)[1] for _ in range(3)] == [False, True, True]
+
+
+def test_a_call_of_another_kind_unsettles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two trials of differences something else was sent: what they need has to be left behind anew."""
+    monkeypatch.setattr(tuner_rules, "TRIAL_CALLS", 1)
+    bench = Bench(monkeypatch, (DELTA, RAW))
+    tuner = bench.tuner
+    assert [tuner._ready(0, 1) for _ in range(3)] == [False, False, True]
+    assert tuner._ready(1, 1) and [tuner._ready(0, 1) for _ in range(3)] == [False, False, True]

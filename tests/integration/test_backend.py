@@ -1,0 +1,357 @@
+"""How the backend gets into DeepSpeed, agrees on its configuration, and gets out of the way. Real processes, real DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PRELUDE = """
+import json, os, sys, time
+import deepspeed
+import deepspeed.comm as dist
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+import torch
+rank = int(os.environ["RANK"])
+def engine(section, stage=2, **more):
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
+              "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, **more}
+    if section is not None:
+        config["zipccl"] = section
+    torch.manual_seed(1)
+    model = torch.nn.Linear(256, 256)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+def steps(engine, count):
+    for _ in range(count):
+        engine.backward(engine(torch.ones(1, 256, dtype=torch.bfloat16)).float().mean())
+        engine.step()
+def backend():
+    return type(deepspeed.comm.comm.cdb).__name__
+def leave():
+    dist.barrier()
+    torch.distributed.destroy_process_group()
+    time.sleep(0.2)  # as in examples/train_gpt.py: torch may abort at exit otherwise, with or without ds_zipccl
+"""
+
+
+def launch(tmp_path: Path, program: str, ranks: int = 2, **environment: str | list[str]) -> list[tuple[int, str]]:
+    """Run ``program`` on ranks; (exit status, output) of each. A list in the environment has one value per rank ("" = unset)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    started = []
+    for rank in range(ranks):
+        env = {key: value for key, value in os.environ.items() if key != "DS_ZIPCCL"}
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "2"}
+        for key, value in environment.items():
+            chosen = value if isinstance(value, str) else value[rank]
+            if chosen:
+                env[key] = chosen
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(script)],
+                env=env,
+                cwd=tmp_path,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
+    results = []
+    try:
+        for process in started:
+            output, _ = process.communicate(timeout=180)
+            results.append((process.returncode, output))
+    finally:
+        for process in started:
+            process.kill()
+    return results
+
+
+def succeed(tmp_path: Path, program: str, ranks: int = 2, **environment: str | list[str]) -> list[str]:
+    results = launch(tmp_path, PRELUDE + program, ranks, **environment)
+    for status, output in results:
+        assert status == 0, output
+    return [output for _, output in results]
+
+
+def test_section_table_and_monitor(tmp_path: Path) -> None:
+    """The section alone switches coding on; table, step log and monitor come from rank 0 only and count optimizer steps."""
+    log = tmp_path / "steps.jsonl"
+    first, second = succeed(
+        tmp_path,
+        f"""
+e = engine({{"enabled": True, "mode": "always", "min_bytes": 1024, "log_interval": 2, "step_log": {str(log)!r}}},
+           csv_monitor={{"enabled": True, "output_path": {str(tmp_path)!r}, "job_name": "run"}},
+           gradient_accumulation_steps=2, scheduler={{"type": "WarmupLR", "params": {{"warmup_num_steps": 100}}}})
+assert backend() == "ZipcclBackend", backend()
+rates = []
+for _ in range(5):
+    rates.append(e.get_lr())
+    steps(e, 2)
+print("RATES", json.dumps(rates))
+leave()
+""",
+    )
+    assert first.count("[ds_zipccl 0.1.0] on, kernels: ") == 1
+    for when in ("after 2 steps", "after 4 steps", "at the end"):
+        assert first.count(f"traffic of rank 0 {when}") == 1, first
+    assert "zero_grad" in first and "zero_param" in first
+    assert "[ds_zipccl" not in second
+    for name in ("ratio", "zero_param_ratio", "zero_grad_ratio"):
+        header, *values = (tmp_path / "run" / f"Train_zipccl_{name}.csv").read_text().split()
+        assert header == "step,ratio" and len(values) == 2
+        assert all(float(value.split(",")[1]) > 1.3 for value in values)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    rates = [line["lr"] for line in lines]
+    assert f"RATES {json.dumps(rates)}" in first and rates[1] < rates[2], "those of the step itself, not of the next"
+    assert all(line["roles"]["zero_param"]["logical_bytes"] == 256 * 257 for line in lines)  # rank 0's half, in bf16
+
+
+OWNERS = """
+from collections import Counter
+from ds_zipccl.telemetry import counters
+section = {"enabled": True, "mode": "always", "min_bytes": 1024, "check": "shadow"}
+def sums(stage=2, micro=1, **more):
+    counters.reset()
+    zero = {"stage": stage, "reduce_bucket_size": 1 << 20} | more.pop("zero", {})
+    e = engine(section, zero_optimization=zero, gradient_accumulation_steps=micro, **more)
+    before = [p.detach().clone() for p in e.module.parameters()]
+    steps(e, 2 * micro)
+    assert all(not torch.equal(p, q) for p, q in zip(e.module.parameters(), before))
+    whole, calls = Counter(), {}
+    for row in counters.rows():
+        if row["role"] == "zero_grad":
+            whole.update(row["whole"])
+            if row["calls"]:
+                calls[row["op"]] = row["calls"]
+                assert row["op"] != "reduce_to_owners" or row["logical_bytes"] > 1.7 * row["wire_bytes"]
+    return calls, dict(whole)
+unknown = "the owners of the bucket are not known"
+to_owners = ({"reduce_to_owners": 2}, {})
+"""
+
+
+def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
+    """Where DeepSpeed says who keeps what; every sum is compared with the plain one. Elsewhere the table tells."""
+    succeed(
+        tmp_path,
+        OWNERS
+        + """
+assert sums(1) == sums(2) == to_owners
+assert sums(communication_data_type="fp32") == sums(zero={"overlap_comm": True}) == to_owners
+assert sums(zero={"round_robin_gradients": True}) == to_owners
+assert sums(micro=2) == ({"reduce_to_owners": 4}, {})
+assert sums(zero={"use_multi_rank_bucket_allreduce": False})[1] == {}
+for zero in ({"reduce_scatter": False}, {"contiguous_gradients": False}):
+    calls, whole = sums(zero=zero)
+    assert calls == {"all_reduce": 2} and whole == {unknown: 2}, (zero, calls, whole)
+assert f"zero_grad all_reduce: 2 calls not owner-only: {unknown}" in counters.table()
+assert sums(1, data_types={"grad_accum_dtype": "fp32"}) == ({"all_reduce": 2}, {unknown: 2})  # the BF16 optimizer
+e = engine(section)
+counters.reset()
+parts = [torch.full((size,), float(rank + 1), dtype=torch.bfloat16) for size in (1000, 500, 700, 800)]
+owners = [frozenset({0, 1}), 2, frozenset({2}), frozenset({0})]  # Muon's matrices have several
+e.optimizer.allreduce_and_copy_with_multiple_ranks(parts, torch.bfloat16, divide=False, bucket_ranks=owners)
+assert [float(part[0]) == 6 for part in parts] == [rank < 2, rank == 2, rank == 2, rank == 0]
+assert [(row["op"], row["calls"]) for row in counters.rows()] == [("reduce_to_owners", 1)]
+torch.nn.Linear = lambda a, b, linear=torch.nn.Linear: torch.nn.Sequential(*(linear(a, b) for _ in range(6)))
+calls, whole = sums(zero={"reduce_bucket_size": 66000})  # a bucket for every layer, and two layers for every rank
+assert set(calls) == {"reduce_to_owners"} and not whole, (calls, whole)
+assert sums(zero={"reduce_bucket_size": 200000, "round_robin_gradients": True}) == ({"reduce_to_owners": 4}, {})
+leave()
+""",
+        ranks=3,
+    )
+
+
+OFF = """
+section["owner_only"] = "off"
+assert sums() == ({"all_reduce": 2}, {})
+leave()
+"""
+
+
+def test_gradients_may_go_to_all(tmp_path: Path) -> None:
+    succeed(tmp_path, OWNERS + OFF)
+
+
+def test_environment_switches_on_without_an_engine(tmp_path: Path) -> None:
+    outputs = succeed(
+        tmp_path,
+        """
+deepspeed.init_distributed("gloo")
+x = torch.ones(1 << 16, dtype=torch.bfloat16)
+dist.all_reduce(x)
+assert (x == 2).all()
+from ds_zipccl.telemetry import counters
+print("CODED", counters.totals()["logical_bytes"])
+leave()
+""",
+        DS_ZIPCCL='{"mode": "always"}',
+    )
+    for output in outputs:
+        assert f"CODED {2 << 16}" in output
+
+
+def test_backend_that_is_up_already_is_adopted(tmp_path: Path) -> None:
+    """install() after init_distributed, and process groups the user made."""
+    succeed(
+        tmp_path,
+        """
+import ds_zipccl
+torch.distributed.init_process_group("gloo")
+deepspeed.init_distributed()
+assert backend() == "TorchBackend", backend()
+ds_zipccl.install({"enabled": True, "mode": "always", "min_bytes": 0})
+assert backend() == "ZipcclBackend", backend()
+steps(engine(None), 2)
+from ds_zipccl.telemetry import counters
+assert counters.totals()["wire_bytes"] > 0
+leave()
+""",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+
+
+def test_off_means_untouched(tmp_path: Path) -> None:
+    succeed(
+        tmp_path,
+        """
+import ds_zipccl
+ds_zipccl.install({"enabled": True})
+steps(engine({"enabled": True}), 1)
+assert backend() == "TorchBackend", backend()
+assert not any("ds_zipccl" in type(finder).__module__ for finder in sys.meta_path)
+leave()
+""",
+        ranks=1,
+        DS_ZIPCCL="0",
+    )
+
+
+def test_bad_section_stops_every_rank(tmp_path: Path) -> None:
+    section = {"enabled": True, "min_byte": 1, "reduction": "sum"}
+    for status, output in launch(tmp_path, PRELUDE + f"engine({section!r})"):
+        assert status != 0 and "ConfigError" in output
+        assert 'did you mean "min_bytes"?' in output
+        assert '"auto" | "match" | "fp32", got "sum"' in output
+
+
+OTHER_VERSION = """
+if rank == 1:
+    from ds_zipccl.integration import config_agreement
+    config_agreement.__version__ = "0.0.9"
+engine({"enabled": True})
+"""
+
+
+def test_ranks_of_other_versions_all_stop(tmp_path: Path) -> None:
+    for status, output in launch(tmp_path, PRELUDE + OTHER_VERSION):
+        assert status != 0 and "ConfigError" in output
+        assert '"0.1.0" on ranks [0]; "0.0.9" on ranks [1]' in output
+
+
+DIFFERENT = {
+    "values": ('{"enabled": true, "block": 512}', '{"enabled": true, "block": 256, "oops": 1}'),
+    "one has none": ('{"enabled": true}', ""),
+}
+NAMED = {
+    "values": ["block: 512 on ranks [0]; 256 on ranks [1]", "oops: not set on ranks [0]; 1 on ranks [1]"],
+    "one has none": ["no section at all: ranks [1]"],
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_differ_all_stop(tmp_path: Path, case: str) -> None:
+    program = f"""
+sections = {DIFFERENT[case]!r}
+engine(json.loads(sections[rank]) if sections[rank] else None)
+"""
+    for status, output in launch(tmp_path, PRELUDE + program):
+        assert status != 0 and "ConfigError" in output
+        for words in NAMED[case]:
+            assert words in output
+
+
+def test_second_engine_must_agree(tmp_path: Path) -> None:
+    succeed(
+        tmp_path,
+        """
+section = {"enabled": True}
+engine(section); engine(dict(section)); engine(None)
+try:
+    engine({"enabled": True, "block": 256})
+except ValueError as error:
+    assert "another engine" in str(error), error
+else:
+    raise AssertionError("a second configuration was accepted")
+leave()
+""",
+        ranks=1,
+    )
+
+
+def test_misspelt_section_is_not_silent(tmp_path: Path) -> None:
+    program = PRELUDE + 'engine(None, zipcl={"enabled": True})'
+    (status, output), *_ = launch(tmp_path, program, ranks=1)
+    assert status != 0 and 'unknown key "zipcl"' in output and 'did you mean "zipccl"?' in output
+
+
+IMPORT_ORDERS = {
+    "deepspeed first": "import deepspeed",
+    "probe first": "import torch, importlib.util as u; assert u.find_spec('deepspeed.comm.comm'); import deepspeed",
+    "backend first": "import ds_zipccl.integration.backend; import deepspeed",
+    "install first": "import ds_zipccl; ds_zipccl.install(); import deepspeed",
+    "engine only": "from deepspeed.runtime.engine import DeepSpeedEngine; import deepspeed",
+}
+
+
+@pytest.mark.parametrize("order", IMPORT_ORDERS)
+def test_every_import_order_is_seen(order: str) -> None:
+    program = f"""
+{IMPORT_ORDERS[order]}
+import deepspeed.comm.comm as comm, deepspeed.runtime.engine as engine
+assert comm.TorchBackend.__name__ == "ZipcclBackend", comm.TorchBackend
+import deepspeed.runtime.zero.stage_1_and_2 as zero12
+reduce = zero12.DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks
+for adopted in (deepspeed.comm.configure, engine.DeepSpeedEngine._take_model_step, reduce):
+    assert hasattr(adopted, "ds_zipccl"), adopted
+"""
+    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    env.pop("DS_ZIPCCL", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", program], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_broken_hook_never_breaks_the_import() -> None:
+    program = """
+import ds_zipccl.integration.autoload as autoload
+autoload.HOOKS["deepspeed.comm.comm"] = "no_such_function"
+import deepspeed.comm.comm as comm
+assert comm.TorchBackend.__name__ == "TorchBackend"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "ds_zipccl stays off" in done.stderr, done.stderr
+
+
+def test_importing_torch_stays_light() -> None:
+    """The entry point must not pull DeepSpeed or numba into every process that imports torch."""
+    program = (
+        "import sys, torch; print(json.dumps([m for m in ('deepspeed', 'numba', 'pydantic') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", "import json; " + program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []

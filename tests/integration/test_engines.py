@@ -1,0 +1,279 @@
+"""Real DeepSpeed engines with difference coding of the parameter gather, in every situation where ranks may or may not hold what was
+gathered last: the bits of plain communication always, and a difference exactly where one is allowed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engines import DIFFERENCE, FIRST, OTHER, Lab, Model, bits, rank_program
+from programs import launch
+
+from ds_zipccl.comm.delta import negotiation
+
+CODED = '{"enabled": true, "mode": "always", "reduction": "match", "min_bytes": 4096}'
+OFF = "0"
+
+# ---- cases ---------------------------------------------------------------------------------------------------------
+
+STAGE1 = {"zero": {"stage": 1}}
+#: Settings whose gathers are alike: the first in full, every later one a difference.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero1": STAGE1,
+    "zero2": {},
+    "zero1 accumulating": STAGE1 | {"gradient_accumulation_steps": 4},
+    "zero2 accumulating": {"gradient_accumulation_steps": 4},
+    "bf16 optimizer": STAGE1 | {"data_types": {"grad_accum_dtype": "fp32"}},
+    # DeepSpeed's own Adam for the CPU, which it asks for unless told not to, would be compiled now.
+    "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False},
+    "overlap": {"zero": {"overlap_comm": True}},
+    "round robin": {"zero": {"round_robin_gradients": True}},
+    "many buckets": {"zero": {"reduce_bucket_size": 20_000, "overlap_comm": True, "round_robin_gradients": True}},
+    "fp32 gradients": STAGE1 | {"communication_data_type": "fp32"},
+}
+
+
+def plain_steps(lab: Lab, name: str) -> None:
+    engine = lab.engine(**SETTINGS[name])
+    assert (type(engine.optimizer).__name__ == "BF16_Optimizer") == (name == "bf16 optimizer")
+    lab.train(engine)
+    lab.ends("first", {FIRST: 1})
+    lab.train(engine, 3)
+    lab.ends("later", {DIFFERENCE: 3})
+
+
+def groups(model: Model) -> list[dict[str, Any]]:
+    """Decayed weights, faster ones, and biases, whose shards are too small for differences."""
+    return [
+        {"params": [layer.weight for layer in model.layers], "weight_decay": 0.1},
+        {"params": [model.embedding.weight, model.head.weight], "lr": 3e-3},
+        {"params": [layer.bias for layer in model.layers]},
+    ]
+
+
+def parameter_groups(lab: Lab, name: str) -> None:
+    engine = lab.engine(groups=groups, **SETTINGS[name])
+    for steps, expected in ((1, {FIRST: 2}), (2, {DIFFERENCE: 4})):
+        lab.train(engine, steps)
+        lab.ends(f"{steps} steps", expected)
+
+
+def whole(engine: Any) -> torch.Tensor:
+    """All parameters as this rank has them: where they are gathered to."""
+    (flat,) = getattr(engine.optimizer, "bf16_groups_flat", None) or engine.optimizer.bit16_groups_flat
+    return flat.detach()
+
+
+def checkpoint(lab: Lab, name: str) -> None:
+    """Back to an earlier state in the same engine, to the present one, and from there in a new engine."""
+    engine = lab.engine(**SETTINGS[name])
+    lab.train(engine, 2)
+    engine.save_checkpoint(lab.folder / "saved", tag="two")
+    lab.train(engine, 2)
+    lab.ends("trained", {FIRST: 1, DIFFERENCE: 3})
+    engine.load_checkpoint(lab.folder / "saved", tag="two")
+    lab.ends("loaded", {})
+    lab.train(engine)
+    lab.ends("after an earlier state", {OTHER: 1})
+    lab.train(engine)
+    engine.save_checkpoint(lab.folder / "saved", tag="four")
+    engine.load_checkpoint(lab.folder / "saved", tag="four")
+    lab.train(engine)
+    lab.ends("after the present state", {DIFFERENCE: 2})
+    other = lab.engine(seed=2, **SETTINGS[name])
+    other.load_checkpoint(lab.folder / "saved", tag="four")
+    lab.ends("loaded into a new engine", {})
+    lab.train(other, 2)
+    lab.ends("resumed there", {FIRST: 1, DIFFERENCE: 1})
+
+
+def several_engines(lab: Lab) -> None:
+    """Two that step in turn, then one after the other where memory may come back."""
+    first, second = lab.engine(seed=1), lab.engine(seed=2, zero={"stage": 1})
+    for engine in (first, second, first, second, second, first):
+        lab.train(engine)
+    lab.ends("in turn", {FIRST: 2, DIFFERENCE: 4})
+    del first, second, engine  # or their memory would stay
+    for turn in range(3):
+        lab.destroy()
+        lab.train(lab.engine(seed=3), 3)
+        lab.ends(f"new {turn}", {FIRST: 1, DIFFERENCE: 2})
+
+
+def beside_zero3(lab: Lab) -> None:
+    """Another engine of the process, whose gathers go into new memory, where nothing is tried."""
+    zero3 = lab.engine(seed=2, zero={"stage": 3, "stage3_param_persistence_threshold": 0})
+    zero2 = lab.engine()
+    for expected in ({FIRST: 1}, {DIFFERENCE: 1}, {DIFFERENCE: 1}):
+        lab.train(zero2)
+        lab.ends("ZeRO-2", expected)
+        lab.train(zero3)
+        lab.ends("ZeRO-3", {})
+    lab.engine(seed=3, zero={"stage": 0})
+    lab.train(zero2)
+    lab.ends("ZeRO-2 beside a later engine without ZeRO", {DIFFERENCE: 1})
+
+
+def without_gradients(lab: Lab, name: str) -> None:
+    """Nothing to gather where there is no step; and steps that change nothing, before Adam has any momentum."""
+    engine = lab.engine(**SETTINGS[name])
+    lab.train(engine, scale=0.0)
+    lab.ends("in full", {FIRST: 1})
+    lab.train(engine, 2, scale=0.0)
+    lab.ends("the same again", {DIFFERENCE: 2})
+    lab.train(engine)
+    lab.ends("moved", {DIFFERENCE: 1})
+    for _ in range(2):
+        lab.backward(engine)
+        engine.zero_grad()
+        engine.optimizer.zero_grad()
+    lab.ends("zero_grad only", {})
+    lab.train(engine)
+    lab.train(engine, scale=0.0)
+    lab.ends("moved by momentum", {DIFFERENCE: 2})
+
+
+def overflow(lab: Lab, name: str) -> None:
+    """An infinite loss on one rank at one step: every rank skips the step, and with it the gather."""
+    engine = lab.engine(**SETTINGS[name])
+    lab.train(engine, 2)
+    lab.ends("before", {FIRST: 1, DIFFERENCE: 1})
+    for turn in range(2):
+        lab.train(engine, scale=math.inf if lab.rank == turn else 1.0)
+    lab.ends("skipped", {})
+    lab.train(engine, 2)
+    lab.ends("after", {DIFFERENCE: 2})
+    assert engine.skipped_steps == 2 and engine.global_steps == 6
+
+
+def out_of_step(lab: Lab, name: str) -> None:
+    """The last rank goes back to what it had two gathers ago: only its own shard is still what the others know."""
+    engine = lab.engine(**SETTINGS[name])
+    lab.train(engine)
+    before = whole(engine).clone()
+    lab.train(engine, 2)
+    lab.ends("before", {FIRST: 1, DIFFERENCE: 2})
+    last = lab.rank == lab.ranks - 1
+    if last:
+        whole(engine).copy_(before)
+    lab.train(engine)
+    lab.ends("after", {DIFFERENCE: 1} if last else {OTHER: 1})
+    lab.train(engine)
+    lab.ends("later", {DIFFERENCE: 1})
+    if last:
+        whole(engine).chunk(lab.ranks)[
+            lab.rank
+        ].zero_()  # which DeepSpeed writes anew from its own weights before it gathers
+    lab.train(engine)
+    lab.ends("own shard edited", {DIFFERENCE: 1})
+
+
+def edited_by_all(lab: Lab, name: str) -> None:
+    """Every rank edits all parameters through the module: lost with the next step, or kept by refreshing the optimizer's weights."""
+    engine = lab.engine(**SETTINGS[name])
+    lab.train(engine, 2)
+    lab.ends("before", {FIRST: 1, DIFFERENCE: 1})
+    for keep in (False, True):
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.data.mul_(0.875)
+        if keep:
+            engine.optimizer.refresh_fp32_params()
+        lab.train(engine)
+        lab.ends(f"edited, {keep=}", {OTHER: 1})
+        lab.train(engine)
+        lab.ends(f"later, {keep=}", {DIFFERENCE: 1})
+    engine.optimizer.update_lp_params()  # a gather outside of a step goes without a base
+    lab.ends("gathered again", {})
+
+
+def one_bit(lab: Lab, *, proven: bool) -> None:
+    """One rank's copy of another's shard differs in a bit, and the proof finds it; or does not, as it takes all hashes for equal."""
+    engine = lab.engine()
+    lab.train(engine, 2)
+    lab.ends("before", {FIRST: 1, DIFFERENCE: 1})
+    if lab.rank == 1:
+        whole(engine)[1000].view(torch.int16).bitwise_xor_(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if not proven:
+            patch.setattr(negotiation, "region_hash", lambda region: bytes(16))
+        lab.train(engine)
+        lab.ends("after", {OTHER: 1} if proven and lab.rank == 0 else {DIFFERENCE: 1})
+        lab.train(engine)
+        lab.ends("later", {DIFFERENCE: 1})
+
+
+CASES: dict[str, Callable[[Lab], None]] = {name: functools.partial(plain_steps, name=name) for name in SETTINGS}
+CASES |= {
+    f"{case.__name__} {name}": functools.partial(case, name=name)
+    for case in (parameter_groups, checkpoint, without_gradients, overflow, out_of_step, edited_by_all)
+    for name in ("zero1", "zero2", "bf16 optimizer", "offload")
+}
+UNPROVEN = "one bit, unproven"
+CASES |= {"several engines": several_engines, "beside ZeRO-3": beside_zero3}
+CASES |= {"one bit": functools.partial(one_bit, proven=True), UNPROVEN: functools.partial(one_bit, proven=False)}
+
+#: (ranks, case)
+RUN = [(2, name) for name in CASES] + [(3, name) for name in ("zero2", "out_of_step zero2", "one bit")]
+
+# ---- tests ---------------------------------------------------------------------------------------------------------
+
+Trained = Callable[[int, str, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """(ranks, DS_ZIPCCL, case) -> what each rank found. Launches everything, also after a failure only once."""
+    runs = {}
+    for ranks, zipccl in itertools.product((2, 3), (OFF, CODED)):
+        cases = [name for count, name in RUN if count == ranks]
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        runs[ranks, zipccl] = launch(__file__, ranks, folder, *cases, DS_ZIPCCL=zipccl)
+    return lambda ranks, zipccl, case: runs[ranks, zipccl][case]
+
+
+@pytest.mark.parametrize(("ranks", "case"), [run for run in RUN if run[1] != UNPROVEN])
+def test_plain_and_coded_agree(trained: Trained, ranks: int, case: str) -> None:
+    assert bits(trained(ranks, CODED, case)) == bits(trained(ranks, OFF, case))
+
+
+@pytest.mark.parametrize(("ranks", "case"), RUN)
+def test_a_difference_exactly_where_the_base_is_shared(trained: Trained, ranks: int, case: str) -> None:
+    for rank, found in enumerate(trained(ranks, CODED, case)):
+        for phase in found["phases"]:
+            assert phase["expected"] == phase["differences"], f"rank {rank}, phase {phase['phase']}"
+
+
+@pytest.mark.parametrize(("ranks", "case"), RUN)
+def test_training_moves(trained: Trained, ranks: int, case: str) -> None:
+    """Equal bits mean something only where losses and parameters change, and where plain runs are plain."""
+    for rank in trained(ranks, OFF, case):
+        assert all(math.isfinite(float.fromhex(loss)) for loss in rank["losses"])
+        assert len(set(rank["losses"])) == len(rank["losses"])
+        assert len({tuple(phase["sha256"]) for phase in rank["phases"]}) > 1
+        assert not any(phase["differences"] for phase in rank["phases"])
+
+
+def test_differences_are_small(trained: Trained) -> None:
+    for rank in trained(2, CODED, "zero2"):
+        first, later = rank["phases"]
+        assert later["ratio"] > 1.8 * first["ratio"] > 2.5
+    for rank in trained(2, CODED, "without_gradients zero2"):
+        assert {phase["phase"]: phase["ratio"] for phase in rank["phases"]}["the same again"] > 100
+
+
+def test_an_unproven_base_shows(trained: Trained) -> None:
+    """Negative proof: without the hashes one bit of one rank is enough for other parameters, and these tests see them."""
+    assert bits(trained(2, OFF, UNPROVEN)) == bits(trained(2, OFF, "one bit"))
+    plain, wrong = ([phase["sha256"] for phase in trained(2, zipccl, UNPROVEN)[1]["phases"]] for zipccl in (OFF, CODED))
+    assert [right == found for right, found in zip(plain, wrong, strict=True)] == [True, False, False]
+
+
+if __name__ == "__main__":
+    rank_program(CASES)

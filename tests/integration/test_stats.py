@@ -1,0 +1,165 @@
+"""Counters: sums, snapshots, differences between them, threads, the table, the log of steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry.step_log import StepLog
+
+
+@pytest.fixture(autouse=True)
+def empty() -> Iterator[None]:
+    counters.reset()
+    yield
+    counters.reset()
+
+
+def test_rows() -> None:
+    counters.record("zero_grad", "all_reduce", 3000, 2000)
+    counters.record("zero_grad", "all_reduce", 1500, 1000)
+    counters.record_pass("zero_grad", "all_reduce", 10, "smaller than min_bytes")
+    counters.record_pass("dp", "broadcast", 8, "dtype int64")
+    counters.record_pass("dp", "broadcast", 8, "dtype int64")
+    assert counters.rows() == [
+        {
+            "role": "dp", "op": "broadcast", "calls": 0, "logical_bytes": 0, "wire_bytes": 0, "ratio": 1.0,
+            "passed": 2, "passed_bytes": 16, "reasons": {"dtype int64": 2}, "differences": {}, "whole": {},
+            "choices": {}, "more_choices": 0,
+        },
+        {
+            "role": "zero_grad", "op": "all_reduce", "calls": 2, "logical_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5,
+            "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {}, "whole": {},
+            "choices": {}, "more_choices": 0,
+        },
+    ]  # fmt: skip
+    assert counters.totals() == {"logical_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5, "staging_bytes": 0}
+
+
+def test_rows_are_a_snapshot() -> None:
+    counters.record_pass("dp", "send", 1, "not enabled")
+    rows = counters.rows()
+    counters.record_pass("dp", "send", 1, "not enabled")
+    assert rows[0]["passed"] == 1 and rows[0]["reasons"] == {"not enabled": 1}
+
+
+def test_nothing_counted() -> None:
+    assert counters.rows() == [] and counters.totals() == {
+        "logical_bytes": 0,
+        "wire_bytes": 0,
+        "ratio": 1.0,
+        "staging_bytes": 0,
+    }
+
+
+def test_threads() -> None:
+    def count() -> None:
+        for _ in range(2000):
+            counters.record("dp", "send", 3, 2)
+            counters.record_pass("dp", "send", 1, "not enabled")
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (row,) = counters.rows()
+    assert (row["calls"], row["logical_bytes"], row["wire_bytes"]) == (8000, 24000, 16000)
+    assert (row["passed"], row["passed_bytes"], row["reasons"]) == (8000, 8000, {"not enabled": 8000})
+
+
+def test_table() -> None:
+    counters.record("zero_param", "all_gather_into_tensor", 3_000_000, 2_000_000)
+    counters.record_pass("dp", "all_reduce", 40_000, "smaller than min_bytes")
+    counters.record_pass("dp", "all_reduce", 40_000, "dtype int64")
+    assert counters.table().splitlines() == [
+        "role        op                      coded    MB  sent MB  ratio  passed    MB  why passed",
+        "dp          all_reduce                  0  0.00     0.00  1.000       2  0.08  dtype int64 (1), smaller than min_bytes (1)",
+        "zero_param  all_gather_into_tensor      1  3.00     2.00  1.500       0  0.00",
+        "total                                   1  3.00     2.00  1.500",
+    ]
+    for _ in range(2):
+        counters.record_whole("zero_grad", "all_reduce", "a reason")
+    line = "zero_grad all_reduce: 2 calls not owner-only: a reason"
+    assert counters.table().splitlines()[-1] == line
+
+
+def one_step(wire_bytes: int, reason: str) -> None:
+    counters.record("zero_param", "all_gather_into_tensor", 3000, wire_bytes)
+    counters.record_difference("zero_param", "all_gather_into_tensor", reason)
+    counters.record("zero_grad", "reduce", 400, 300)
+    counters.record("zero_grad", "all_reduce", 100, 100)
+    counters.record_pass("zero_grad", "all_reduce", 200, "smaller than min_bytes")
+
+
+def test_since_last_is_what_came_since_that_reader_asked() -> None:
+    assert counters.since_last("a") == {"roles": {}, "differences": {}}
+    one_step(2000, "nothing was gathered there")
+    grad = {"logical_bytes": 500, "wire_bytes": 400, "passed_bytes": 200, "ratio": 700 / 600}
+    param = {"logical_bytes": 3000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 1.5}
+    first = {"roles": {"zero_grad": grad, "zero_param": param}, "differences": {"nothing was gathered there": 1}}
+    assert counters.since_last("a") == first
+    assert list(first["roles"]) == list(counters.since_last("b")["roles"])
+    assert counters.since_last("a") == {"roles": {}, "differences": {}}
+    one_step(500, "")
+    one_step(1500, "")
+    param = {"logical_bytes": 6000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 3.0}
+    grad = {"logical_bytes": 1000, "wire_bytes": 800, "passed_bytes": 400, "ratio": 1400 / 1200}
+    second = {"roles": {"zero_grad": grad, "zero_param": param}, "differences": {"": 2}}
+    assert counters.since_last("a") == second == counters.since_last("b")
+    assert counters.since_last("c")["roles"]["zero_param"]["logical_bytes"] == 9000, "a new reader gets all"
+    counters.record("dp", "send", 2, 1)
+    assert counters.since_last("a")["roles"] == {
+        "dp": {"logical_bytes": 2, "wire_bytes": 1, "passed_bytes": 0, "ratio": 2.0}
+    }
+    one_step(700, "")
+    counters.reset()
+    one_step(600, "")
+    assert counters.since_last("a")["roles"]["zero_param"]["wire_bytes"] == 600, "what was reset does not count"
+
+
+def test_events_have_the_ratio_of_each_role_since_the_last_ones() -> None:
+    for wire_bytes, ratio, total in ((2000, 1.5, 3500 / 2400), (1000, 3.0, 7000 / 3800)):
+        one_step(wire_bytes, "")
+        events = {name: value for name, value, samples in counters.events(8) if samples == 8}
+        assert events["Train/zipccl/zero_param/ratio"] == ratio
+        assert events["Train/zipccl/zero_grad/ratio"] == 700 / 600
+        assert events["Train/zipccl/ratio"] == total
+    assert "Train/zipccl/zero_param/ratio" not in {name for name, *_ in counters.events(9)}, "nothing was sent"
+
+
+def test_step_log_adds_a_line_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text("of an earlier process")  # which was stopped in the middle of a line
+    log = StepLog(str(path))
+    written = []
+    for step, (wire_bytes, reason) in enumerate([(2000, "nothing was gathered there"), (500, ""), (250, "")], 7):
+        one_step(wire_bytes, reason)
+        log.write(step, [0.1 * step, 0.0])
+        earlier, *lines = path.read_text().splitlines()
+        assert earlier == "of an earlier process" and len(lines) == step - 6, "there when the step is over"
+        written.append(json.loads(lines[-1]))
+    assert [line["step"] for line in written] == [7, 8, 9]
+    assert [line["lr"] for line in written] == [[0.1 * step, 0.0] for step in (7, 8, 9)]
+    assert [line["roles"]["zero_param"]["wire_bytes"] for line in written] == [2000, 500, 250]
+    assert [line["roles"]["zero_param"]["ratio"] for line in written] == [1.5, 6, 12]
+    assert [line["differences"] for line in written] == [
+        {"nothing was gathered there": 1},
+        *[{"as differences": 1}] * 2,
+    ]
+
+
+@pytest.mark.parametrize("path", ["/nonexistent/steps.jsonl", "/", "/dev/full", "a\0b"])
+def test_a_step_log_that_cannot_be_written_stops_nothing(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if path == "/dev/full" and not Path(path).exists():
+        pytest.skip("this system has no file that is always full")
+    log = StepLog(path)
+    for step in (1, 2, 3):
+        log.write(step, [0.1])
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f'cannot write the "step_log" {path}: ' in said and "training goes on" in said

@@ -1,0 +1,129 @@
+"""Run a function on n ranks: one process each, a gloo group over loopback, one clear failure if any of them fails.
+
+A case is a module-level function ``case(rank, ranks, *arguments)``; it runs between init_process_group() and barrier() +
+destroy_process_group(). Processes come from a fork server that has imported torch once, so a rank starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from places import PYTHONPATH
+
+#: For the fork server and all ranks: several of them share few cores, and gloo must not look names up.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+#: Seconds that the other ranks have to fail too, once one has failed.
+GRACE = 2.0
+_PRELOAD = ["numpy", "torch", "torch.distributed", "torch.testing", "pytest", "ds_zipccl.comm"]
+
+
+class RankFailure(AssertionError):
+    """Some ranks failed, died or did not finish; the message has what each of them said."""
+
+
+def run(case: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+    """What ``case(rank, ranks, *arguments)`` returned on each rank, in order. Blocks.
+
+    Args:
+        timeout: seconds, also of the group; when they are over, or a rank failed and the others do not follow, all are killed.
+
+    Raises:
+        RankFailure: with the traceback of every rank that failed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    processes, pipes = [], {}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(ranks):
+                mine, theirs = context.Pipe(duplex=False)
+                what = (theirs, case, rank, ranks, arguments, os.path.join(folder, "store"), timeout)
+                processes.append(context.Process(target=_rank, args=what, daemon=True))
+                processes[-1].start()
+                theirs.close()
+                pipes[mine] = rank
+            answers = _collect(pipes, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    failures = [f"rank {rank}: {text}" for rank, (good, text) in sorted(answers.items()) if not good]
+    if failures:
+        raise RankFailure("\n".join([f"{case.__name__} on {ranks} ranks", *failures]))
+    return [answers[rank][1] for rank in range(ranks)]
+
+
+def whole_programs(*arguments: Sequence[str], timeout: float = 120.0) -> list[tuple[int, str, str]]:
+    """(exit status, output, errors) of interpreters that start and end as a user's do, all at a time, one for each list of arguments."""
+    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": PYTHONPATH}
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen([sys.executable, *more], env=environment, stdout=pipe, stderr=pipe, text=True)
+        for more in arguments
+    ]
+    try:
+        said = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, tuple[bool, Any]]:
+    """rank -> (True, result) or (False, reason)."""
+    answers: dict[int, tuple[bool, Any]] = {}
+    pending = dict(pipes)
+    deadline = time.monotonic() + timeout
+    while pending:
+        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            answers.update({rank: (False, "did not finish") for rank in pending.values()})
+            break
+        for pipe in ready:
+            rank = pending.pop(pipe)
+            try:
+                answers[rank] = pipe.recv()
+            except EOFError:
+                answers[rank] = (False, "died without a word")
+            if not answers[rank][0]:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return answers
+
+
+def _rank(
+    pipe: Connection,
+    case: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    arguments: tuple[Any, ...],
+    store: str,
+    timeout: float,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+        )
+        result = case(rank, ranks, *arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
