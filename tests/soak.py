@@ -180,7 +180,9 @@ class Weights:
         self.group, self.members = group, members
         self.ours = torch.zeros(len(members) * self.SHARD, dtype=torch.bfloat16)
         mine = dist.get_rank() in members
-        self.stored = comm.Stored(comm.keep([(self.SHARD, torch.bfloat16)], "host", group) if mine else ())
+        self.stored = comm.SharedBase(
+            comm.allocate_bases([(self.SHARD, torch.bfloat16)], "host", group) if mine else ()
+        )
 
     def step(self, number: int) -> None:
         rank = dist.get_rank(self.group)

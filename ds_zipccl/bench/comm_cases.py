@@ -81,7 +81,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Calibration:
-    """One row to be measured: the :class:`ds_zipccl.policy.cost_model.Profile` of the ranks, as :meth:`to_json` gives it."""
+    """One row to be measured: the :class:`ds_zipccl.policy.cost_model.LinkProfile` of the ranks, as :meth:`to_json` gives it."""
 
     timeout: float  # seconds
 

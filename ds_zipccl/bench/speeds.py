@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.bench import ToolError, data
-from ds_zipccl.policy.cost_model import DELTA_RATIO, Profile
+from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ _STEP = 0.008
 class Speeds:
     """``profile`` without a meaningful ``transfer`` unless ``link`` is set; ``about``: what was measured where, for the user."""
 
-    profile: Profile
+    profile: LinkProfile
     ratio: float
     about: str
     link: bool
@@ -63,7 +63,7 @@ _WANTED = "wanted is a profile, or what plan --validate --json or bench codec --
 
 def _from_profile(content: Any, path: str, dtype: str) -> Speeds:
     try:
-        profile = Profile.from_json(content)
+        profile = LinkProfile.from_json(content)
     except ValueError as error:
         raise ToolError(f"{path}: {error}") from error
     return Speeds(profile, normal_ratio(dtype), f"profile in {path}; ratio of {DATA} {dtype}", link=True)
@@ -83,7 +83,7 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
     encode, decode = row["encode_gbps"] * 1e9, row["decode_gbps"] * 1e9
     try:
         # Raw frames are not planned for; adding has no row of its own
-        profile = Profile(((1.0, 1.0),), encode, decode, decode, decode, decode, CALL_S)
+        profile = LinkProfile(((1.0, 1.0),), encode, decode, decode, decode, decode, CALL_S)
     except ValueError as error:
         raise ToolError(f"{path}: {error}") from error
     size = f"{row['mib']} MiB" if "mib" in row else f"{row['numel']:,} elements"

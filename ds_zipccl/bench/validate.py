@@ -20,7 +20,7 @@ from typing import Any
 from ds_zipccl.bench import comm_cases, data, link, tables
 from ds_zipccl.bench.comm_cases import Calibration, Case
 from ds_zipccl.bench.tables import Column
-from ds_zipccl.policy.cost_model import Profile, predict
+from ds_zipccl.policy.cost_model import LinkProfile, predict
 
 TOLERANCE = 0.2
 _VARIANTS = ("plain", "raw", "coded")
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
             name = f"plan --validate, {ranks} ranks, {network or link.LOOPBACK}"
             first, *found = tables.progress(comm_cases.launch(ranks, cases, network), name, comm_cases.rows_of(cases))
         profiles.append({"ranks": ranks, "link": str(network or link.LOOPBACK), "profile": first})
-        profile = Profile.from_json(first)
+        profile = LinkProfile.from_json(first)
         tables.say(_about(profiles[-1], profile))
         for begin in range(0, len(found), len(_VARIANTS)):
             for row in _compared(found[begin : begin + len(_VARIANTS)], profile):
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     return _verdict(rows)
 
 
-def _about(entry: dict[str, Any], profile: Profile) -> str:
+def _about(entry: dict[str, Any], profile: LinkProfile) -> str:
     coding = ", ".join(
         f"{name} {getattr(profile, name) / 1e9:.1f}" for name in ("encode", "decode", "add", "copy", "add_raw")
     )
@@ -92,7 +92,7 @@ def _about(entry: dict[str, Any], profile: Profile) -> str:
     return f"{entry['ranks']} ranks, {entry['link']}: {link_}; {coding} GB/s"
 
 
-def _compared(found: list[dict[str, Any]], profile: Profile) -> list[dict[str, Any]]:
+def _compared(found: list[dict[str, Any]], profile: LinkProfile) -> list[dict[str, Any]]:
     """The rows of one case, one for each variant."""
     wire = {row["variant"]: row["wire_bytes"] for row in found}
     ratio = wire["raw"] / wire["coded"]

@@ -49,7 +49,7 @@ from ds_zipccl.bench import ToolError, data, link, speeds, tables, validate
 from ds_zipccl.bench.comm_cases import OPS
 from ds_zipccl.bench.speeds import Points, Speeds
 from ds_zipccl.bench.tables import Column
-from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, Profile, against_base, predict
+from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, LinkProfile, against_base, predict
 
 #: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size.
 BUCKET, PREFETCH = 500_000_000, 50_000_000
@@ -101,7 +101,7 @@ class Traffic:
 class Coding(NamedTuple):
     """Speeds, also of the link, and ratio."""
 
-    profile: Profile
+    profile: LinkProfile
     ratio: float
 
 
@@ -255,7 +255,7 @@ def _crowding(args: argparse.Namespace) -> float:
     return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
 
 
-def _differences(args: argparse.Namespace, profile: Profile) -> dict[str, Coding]:
+def _differences(args: argparse.Namespace, profile: LinkProfile) -> dict[str, Coding]:
     """The codings against a base: at measured speeds, or where a file says nothing of them, at those of exponents."""
     speed = (profile.encode, profile.decode)
     changed, unchanged = (speed, speed) if args.profile else speeds.measured_differences()
@@ -275,7 +275,7 @@ def _schedules(gpus: int, per_node: int) -> list[Schedule]:
     return [plain, flat, replace(plain, variant="coded, by nodes", codec="coded")]
 
 
-def _slowed(profile: Profile, crossing: float) -> Profile:
+def _slowed(profile: LinkProfile, crossing: float) -> LinkProfile:
     """The profile where only a part of the bytes crosses the link, and the rest is free."""
     return replace(profile, transfer=tuple((size / crossing, seconds) for size, seconds in profile.transfer))
 

@@ -1,25 +1,23 @@
-"""Coded collectives on plain ``torch.distributed`` groups: its names, its argument order, its meaning, fewer bytes.
+"""Compressed collectives on plain ``torch.distributed`` groups: its names, its argument order, its meaning, fewer bytes.
 
-Every function takes two more keywords: ``config``, a :class:`ds_zipccl.config.ZipcclConfig` that must be equal on all ranks of
-the group, and ``role``, one of :data:`ds_zipccl.config.ROLES`, for the policy and the statistics. Calls that the policy does not
-code go to ``torch.distributed`` unchanged. :func:`reduce_to_owners` has no counterpart there: an all-reduce of which every rank needs a
-part only.
+Every function takes more keywords: ``config``, a :class:`ds_zipccl.config.ZipcclConfig` that must be equal on all ranks of the group;
+``role``, one of :data:`ds_zipccl.config.ROLES`, for the policy and the counters; and collectives ``uncompressed_call``, which is called
+instead of torch.distributed's own function where a call passes. :func:`reduce_to_owners` has no counterpart in torch.distributed: it is an
+all-reduce of which every rank needs a part only.
 """
 
-from ds_zipccl.comm.delta.negotiation import IN_PLACE, Base
-from ds_zipccl.comm.delta.shared_base import Stored, keep
+from ds_zipccl.comm.delta.in_place_base import IN_PLACE
+from ds_zipccl.comm.delta.negotiation import Base
+from ds_zipccl.comm.delta.shared_base import SharedBase, allocate_bases
 from ds_zipccl.comm.group_state import calibrate
-from ds_zipccl.comm.ops.moves import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_to_all,
-    all_to_all_single,
-    broadcast,
-)
+from ds_zipccl.comm.ops.all_gather import all_gather, all_gather_coalesced, all_gather_into_tensor
+from ds_zipccl.comm.ops.all_reduce import all_reduce, all_reduce_coalesced
+from ds_zipccl.comm.ops.all_to_all import all_to_all, all_to_all_single
+from ds_zipccl.comm.ops.broadcast import broadcast
 from ds_zipccl.comm.ops.p2p import irecv, isend, recv, send
+from ds_zipccl.comm.ops.reduce import reduce
+from ds_zipccl.comm.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from ds_zipccl.comm.ops.reduce_to_owners import reduce_to_owners
-from ds_zipccl.comm.ops.sums import all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor
 from ds_zipccl.comm.shadow_check import ShadowMismatch
 from ds_zipccl.comm.work import CommError, Work
 
@@ -28,7 +26,7 @@ __all__ = [
     "Base",
     "CommError",
     "ShadowMismatch",
-    "Stored",
+    "SharedBase",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -37,11 +35,11 @@ __all__ = [
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "allocate_bases",
     "broadcast",
     "calibrate",
     "irecv",
     "isend",
-    "keep",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -1,4 +1,4 @@
-"""Staging memory that is used again: fresh memory costs more to touch than a frame costs to make."""
+"""Memory for frames that is used again: fresh memory costs more to touch than a frame costs to make."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEEP_BYTES = 256 << 20
 _SMALLEST = 64 << 10
 
 
-class Buffers:
+class BufferPool:
     """Free blocks of bytes, the last one returned first; beyond ``keep`` bytes the longest unused ones go."""
 
     def __init__(self, keep: int = KEEP_BYTES) -> None:
@@ -23,7 +23,7 @@ class Buffers:
         self._free: deque[torch.Tensor] = deque()
         self._free_bytes = 0
         self._used_bytes = 0
-        self._lock = threading.RLock()  # a lease may be collected as garbage, and come here, at any allocation
+        self._lock = threading.RLock()  # PooledBuffers may be collected as garbage, and come here, at any allocation
         self.peak = 0  # most bytes that were in use at a time
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -64,31 +64,31 @@ def _rounded(nbytes: int) -> int:
 
 
 #: The blocks of this process.
-BUFFERS = Buffers()
+POOL = BufferPool()
 
 
-class Lease:
-    """Staging memory of one operation. Dropping it unreleased is safe: the blocks are then not used again."""
+class PooledBuffers:
+    """Memory for the frames of one operation. Dropping it unreleased is safe: the blocks are then not used again."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
 
-    def bytes(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> torch.Tensor:
         """1-D uint8 tensor, contents undefined."""
-        self._blocks.append(BUFFERS.take(nbytes))
+        self._blocks.append(POOL.take(nbytes))
         return self._blocks[-1][:nbytes]
 
-    def like(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """1-D tensor of as many elements as ``flat``, on its device, contents undefined."""
-        if flat.device.type != "cpu":  # torch keeps the memory of other devices itself
-            return tensors.empty(flat.numel(), dtype, flat.device)
-        return self.bytes(flat.numel() * dtype.itemsize).view(dtype)
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """1-D tensor of ``numel`` elements on ``device``, contents undefined."""
+        if device.type != "cpu":  # torch keeps the memory of other devices itself
+            return tensors.empty(numel, dtype, device)
+        return self.take(numel * dtype.itemsize).view(dtype)
 
     def release(self) -> None:
-        """Give everything back; tensors taken from this lease must not be used any more."""
+        """Give everything back; tensors taken from here must not be used any more."""
         while self._blocks:
-            BUFFERS.give(self._blocks.pop())
+            POOL.give(self._blocks.pop())
 
     def __del__(self) -> None:
         while self._blocks:
-            BUFFERS.lose(self._blocks.pop())
+            POOL.lose(self._blocks.pop())

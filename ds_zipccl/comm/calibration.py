@@ -1,4 +1,4 @@
-"""Measures the :class:`~ds_zipccl.policy.cost_model.Profile` of a group, the same on all its ranks."""
+"""Measures the :class:`~ds_zipccl.policy.cost_model.LinkProfile` of a group, the same on all its ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs import compress, compress_bound, decompress, decompress_add, region_hash
-from ds_zipccl.policy.cost_model import Profile
+from ds_zipccl.comm.transport import TRANSPORTS
+from ds_zipccl.comm.transport.protocol import TagRange, Transport
+from ds_zipccl.policy.cost_model import LinkProfile
 
-#: Tag of the exchanges here (admission: above all ranges of comm/frames.py, below 2**31). One serves all: what a rank sends to
-#: another arrives in order.
-TAG = 0x70000000
 #: Bytes of the exchanges (seed: the last two are large against the burst that a shaped link lets through at once).
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
 #: Seconds that exchanges may take in all, so that the whole calibration stays under two ...
@@ -34,7 +33,7 @@ _REPEATS = 5
 
 
 @tensors.undisturbed()
-def measure(group: dist.ProcessGroup | None = None) -> Profile:
+def measure(group: dist.ProcessGroup | None = None) -> LinkProfile:
     """What the slowest rank of ``group`` can do. A collective; blocks for less than two seconds on links from 100 mbit a second up,
     once the kernels are built.
 
@@ -54,20 +53,23 @@ def measure(group: dist.ProcessGroup | None = None) -> Profile:
             f"a link is measured between ranks of the group: wanted at least 2, of which this is one; got {ranks}"
         )
     backends = dist.get_backend_config(group)
-    if dict(pair.split(":") for pair in backends.split(",")).get("cpu") != "gloo":
-        raise ValueError(f"only groups whose CPU tensors go over gloo can be measured yet, got backends {backends}")
-    transfer = _transfer(group)
+    backend = dict(pair.split(":") for pair in backends.split(",")).get("cpu", "")
+    if backend not in TRANSPORTS:
+        raise ValueError(
+            f"only groups whose CPU tensors go over {' or '.join(TRANSPORTS)} can be measured yet, got backends {backends}"
+        )
+    transfer = _transfer(group, TRANSPORTS[backend](group))
     dist.barrier(group)  # all code at once, as in an operation: they may share cores
     seconds = tensors.of_numbers(list(coding_seconds()), torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     return coding_profile(transfer, seconds.tolist())
 
 
-def coding_profile(transfer: tuple[tuple[float, float], ...], seconds: Iterable[float]) -> Profile:
+def coding_profile(transfer: tuple[tuple[float, float], ...], seconds: Iterable[float]) -> LinkProfile:
     """The profile of exchanges that take ``transfer`` and of :func:`coding_seconds`."""
     *coding, call = seconds
     encode, decode, add, copy, add_raw = (_NUMEL * torch.bfloat16.itemsize / spent for spent in coding)
-    return Profile(transfer, encode, decode, add, copy, add_raw, call)
+    return LinkProfile(transfer, encode, decode, add, copy, add_raw, call)
 
 
 def coding_seconds() -> Iterator[float]:
@@ -135,14 +137,14 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _transfer(group: dist.ProcessGroup) -> tuple[tuple[float, float], ...]:
+def _transfer(group: dist.ProcessGroup, transport: Transport) -> tuple[tuple[float, float], ...]:
     """Points (bytes, seconds), with the same numbers on all ranks; fewer of them on slow links."""
     points: list[tuple[float, float]] = []
     spent = 0.0
     for size in SIZES:
         if points and spent + size / points[-1][0] * points[-1][1] > _BUDGET_S:
             break
-        times = _exchanges(group, size)
+        times = _exchanges(group, transport, size)
         seconds = statistics.median(times[1:] or times)
         # A smaller transfer that took longer was disturbed: it says nothing.
         points = [*(point for point in points if point[1] < seconds), (float(size), seconds)]
@@ -150,13 +152,17 @@ def _transfer(group: dist.ProcessGroup) -> tuple[tuple[float, float], ...]:
     return tuple(points)
 
 
-def _exchanges(group: dist.ProcessGroup, size: int) -> list[float]:
+def _exchanges(group: dist.ProcessGroup, transport: Transport, size: int) -> list[float]:
     """Seconds of the slowest rank for each of some exchanges of ``size`` bytes with both neighbours."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sent, received = tensors.filled(size, 0, torch.uint8), tensors.filled(size, 0, torch.uint8)
 
     def exchange() -> None:
-        works = [group.recv([received], (rank - 1) % ranks, TAG), group.send([sent], (rank + 1) % ranks, TAG)]
+        tag = TagRange.CALIBRATION
+        works = [
+            transport.post_recv(received, (rank - 1) % ranks, tag),
+            transport.post_send(sent, (rank + 1) % ranks, tag),
+        ]
         for work in works:
             work.wait()
 

@@ -1,6 +1,6 @@
-"""Frames of tensors on a GPU: coded there, carried through host memory, which is all that gloo's sends and receives take.
+"""Frames of CUDA tensors, coded on the GPU and carried through host memory, the only memory that gloo's sends and receives take.
 
-Where no CUDA kernels work on a rank, it codes on the host: which of both it does is its own affair, as frames are the same.
+A rank on which no CUDA kernels work codes on the host. Each rank decides alone, as the frames are the same.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs import compress, compress_bound, decompress, decompress_add
-from ds_zipccl.comm.buffer_pool import Lease
+from ds_zipccl import codecs, kernels, tensors
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.frame import parse
 
 #: Device types whose frames go through host memory.
 STAGED = {"cuda"}
 
 
-def is_staged(tensor: torch.Tensor) -> bool:
-    return tensor.device.type in STAGED
+def is_staged(device: str) -> bool:
+    """Return whether frames of tensors on a device type go through host memory."""
+    return device in STAGED
 
 
 @functools.cache
@@ -34,29 +34,29 @@ def _codes(device: str, route: str) -> bool:
     return True
 
 
-def encode(flat: torch.Tensor, codec: str, block: int, route: str, lease: Lease) -> torch.Tensor:
-    """Frame of a flat tensor on a GPU, in host memory of ``lease``; blocks."""
+def compress(flat: torch.Tensor, codec: str, block: int, route: str, buffers: PooledBuffers) -> torch.Tensor:
+    """Return the frame of a flat tensor on a GPU, in host memory of ``buffers``; blocks."""
     if not _codes(flat.device.type, route):
         flat, route = flat.cpu(), "auto"
-    bound = compress_bound(flat.numel(), flat.dtype, codec, block=block)
+    bound = codecs.compress_bound(flat.numel(), flat.dtype, codec, block=block)
     there = tensors.empty(bound, torch.uint8, flat.device)
-    frame = compress(flat, codec, out=there, block=block, shaped=False, checksum=False, route=route)
-    return lease.bytes(frame.numel()).copy_(frame)
+    frame = codecs.compress(flat, codec, out=there, block=block, shaped=False, checksum=False, route=route)
+    return buffers.take(frame.numel()).copy_(frame)
 
 
-def decode(frame: torch.Tensor, out: torch.Tensor, route: str) -> torch.Tensor:
-    """Decode a frame in host memory into flat ``out`` on a GPU; blocks. Raises FrameError."""
+def decompress(frame: torch.Tensor, out: torch.Tensor, route: str) -> torch.Tensor:
+    """Decompress a frame in host memory into flat ``out`` on a GPU; blocks. Raises FrameError."""
     if _codes(out.device.type, route):
-        return decompress(_moved(frame, out), out, route=route)
-    return out.copy_(decompress(frame, tensors.empty(out.numel(), out.dtype)))
+        return codecs.decompress(_moved(frame, out), out, route=route)
+    return out.copy_(codecs.decompress(frame, tensors.empty(out.numel(), out.dtype)))
 
 
-def decode_add(frame: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-    """Add what a frame in host memory holds to flat ``sums`` on a GPU; blocks. Raises FrameError."""
+def decompress_add(frame: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
+    """Add the values in a frame in host memory to flat ``sums`` on a GPU; blocks. Raises FrameError."""
     if _codes(sums.device.type, route):
-        decompress_add(_moved(frame, sums), sums, dtype=dtype, route=route)
+        codecs.decompress_add(_moved(frame, sums), sums, dtype=dtype, route=route)
     else:
-        sums.copy_(decompress_add(frame, sums.cpu(), dtype=dtype))
+        sums.copy_(codecs.decompress_add(frame, sums.cpu(), dtype=dtype))
 
 
 def _moved(frame: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -66,8 +66,8 @@ def _moved(frame: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def callers_stream(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
-    """Gives a context for a job that may run in another thread: what it puts on the device comes after what the caller, now, has put
-    there, and is done when the context ends."""
+    """Return a context for a job that may run in another thread: its work on the device comes after all that the caller has put there by
+    now, and is done when the context ends."""
     if tensor.device.type != "cuda":
         return nullcontext
     stream = torch.cuda.current_stream(tensor.device)

@@ -1,10 +1,10 @@
-"""Which of several schedules a kind of message goes by: tried first, then followed, switched by all ranks at the same call.
+"""The tuner: tries the schedules that compete for a kind of message, then follows the chosen one; all ranks switch at the same call.
 
-Everything here goes by call numbers, which are equal on all ranks, as is all that decisions are made of: ranks send each other the times
-they measured, without waiting, and some calls later each makes the same decision from the same numbers. Ranks meet before a call that is
-timed, and the time of the slowest counts. Where a call is asynchronous, or some ranks need nothing of others, nobody may be made
-to wait: then the time of the fastest counts, as the others may have waited for somebody, and the decision comes many calls later,
-when the numbers have long arrived (policy.DELAY_CALLS).
+Everything here goes by call numbers, which are equal on all ranks, as are the numbers that decisions are made of. Ranks send each other
+the times they measured, without waiting, and some calls later each rank makes the same decision from the same numbers. Ranks meet before
+a timed call, and the time of the slowest rank counts. A rank must not be made to wait where a call is asynchronous, or where some ranks
+need nothing of other ranks. Then the time of the fastest rank counts, as the other ranks may have waited for a late one, and the
+decision comes many calls later, when the numbers have long arrived (:data:`ds_zipccl.policy.tuner_rules.DELAY_CALLS`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ds_zipccl.policy import tuner_rules
 from ds_zipccl.policy.admission import Decision
 
 if TYPE_CHECKING:
-    from ds_zipccl.comm.frames import Link
+    from ds_zipccl.comm.context import OpContext
 
-#: tell(text): counts a decision, for the table.
-Tell = Callable[[str], None]
+#: on_choice(text): counts a choice, for the table.
+OnChoice = Callable[[str], None]
 
 
 class Tuner:
@@ -38,61 +38,65 @@ class Tuner:
     ``nominal`` bytes: messages of one kind may differ in size.
     """
 
-    def __init__(self, candidates: Sequence[Decision], tell: Tell, nominal: int) -> None:
+    def __init__(self, candidates: Sequence[Decision], on_choice: OnChoice, nominal: int) -> None:
         self._candidates = candidates
         self._nominal = nominal
-        self._tell = tell
+        self._on_choice = on_choice
         self._current = 0
         self._estimates = [math.inf] * len(candidates)
         self._calls = 0
         self._due = 0  # the call before which measurements are sent
-        self._told: _Told | None = None  # measurements that are under way
+        self._exchange: TimingExchange | None = None  # measurements that are under way
         self._checks = self._reviews = 0
         self._review_at = tuner_rules.REVIEW_CHECKS[0]
         self._queue: deque[int] = deque()
         self._seen: Counter[Hashable] = Counter()  # tensors that went as differences since others last went otherwise
-        self._slots: list[tuple[int, Stopwatch]] = []
+        self._slots: list[tuple[int, CallTimer]] = []
         self._try(range(len(candidates)), tuner_rules.TRIAL_CALLS)
 
     @tensors.undisturbed()
-    def next(self, link: Callable[[], Link], tensor: Hashable = None) -> tuple[Decision, Stopwatch | None]:
-        """The plan for the next call, and a stopwatch where it is to be timed. Blocks at a decision until all ranks have come to where
+    def next_plan(
+        self, open_context: Callable[[], OpContext], token: Hashable = None
+    ) -> tuple[Decision, CallTimer | None]:
+        """The plan for the next call, and a timer where it is to be timed. Blocks at a decision until all ranks have come to where
         they sent their measurements.
 
-        ``link`` opens a connection with a tag of its own, for what ranks tell each other. ``tensor`` tells what is sent from other things
-        of its kind, in the same way on all ranks, if anything can: differences are timed when what they need has been left behind.
+        ``open_context`` takes tags of the group, for the times that ranks send each other. ``token`` tells the tensor from others of its
+        kind, in the same way on all ranks, if anything can: differences are timed once an earlier call has left their base behind.
 
         Raises:
             CommError: a rank's measurements did not come.
         """
         if self._calls == self._due:
-            self._told = _Told(link(), [watch.reading() for _, watch in self._slots])
-        elif self._told is not None:
+            self._exchange = TimingExchange(open_context(), [timer.reading() for _, timer in self._slots])
+        elif self._exchange is not None:
             soon, late = (self._due + delay for delay in tuner_rules.DELAY_CALLS)
-            met = all(watch.reading()[1] for _, watch in self._slots)
-            if self._calls == late or (self._calls == soon and met and bool((self._told.all()[:, :, 1] == 1).all())):
-                self._decide(slowest(self._told.all()))
+            synchronized = all(timer.reading()[1] for _, timer in self._slots)
+            if self._calls == late or (
+                self._calls == soon and synchronized and bool((self._exchange.all()[:, :, 1] == 1).all())
+            ):
+                self._decide(agreed_seconds(self._exchange.all()))
         self._calls += 1
         trying = bool(self._queue)
         index = self._queue[0] if trying else self._current
-        ready = self._ready(index, tensor)
+        ready = self._ready(index, token)
         if trying and ready:
             self._queue.popleft()
             self._due = self._calls if not self._queue else -1
         timed = ready if trying else self._due - tuner_rules.CHECKED_CALLS < self._calls <= self._due
         if not timed:
             return self._candidates[index], None
-        self._slots.append((index, Stopwatch(_Told(link(), [(0.0, 0.0)]), self._nominal)))
+        self._slots.append((index, CallTimer(TimingExchange(open_context(), [(0.0, 0.0)]), self._nominal)))
         return self._candidates[index], self._slots[-1][1]
 
-    def _ready(self, index: int, tensor: Hashable) -> bool:
-        """Whether the next call of a candidate shows what it can do: as a difference, what is sent must have been sent so before."""
-        if self._candidates[index].codec != "delta":
+    def _ready(self, index: int, token: Hashable) -> bool:
+        """Whether the next call of a candidate shows what it can do: as a difference, its tensor must have gone so before."""
+        if not self._candidates[index].with_base:
             self._seen.clear()
             return True
-        self._seen[tensor] += 1
-        before = tuner_rules.SETTLE_CALLS[tensor is None]
-        return self._seen[tensor] > before or self._seen.total() > tuner_rules.SETTLE_CALLS[-1]
+        self._seen[token] += 1
+        before = tuner_rules.SETTLE_CALLS[token is None]
+        return self._seen[token] > before or self._seen.total() > tuner_rules.SETTLE_CALLS[-1]
 
     def _try(self, indices: Sequence[int], calls: int) -> None:
         """Let the next calls try these candidates, a block of calls each: differences need what the calls before have left behind."""
@@ -102,7 +106,7 @@ class Tuner:
 
     def _decide(self, agreed: Sequence[float]) -> None:
         """Take in the measurements of all ranks: choose, and plan what to measure next."""
-        self._told = None
+        self._exchange = None
         measured: defaultdict[int, list[float]] = defaultdict(list)
         for (index, _), seconds in zip(self._slots, agreed, strict=True):
             measured[index].append(seconds)
@@ -144,26 +148,26 @@ class Tuner:
             for plan, seconds in zip(self._candidates, self._estimates, strict=True)
             if math.isfinite(seconds)
         )
-        self._tell(f"{self._candidates[index]} from call {self._calls + 1} on ({shown})")
+        self._on_choice(f"{self._candidates[index]} from call {self._calls + 1} on ({shown})")
 
 
-class Stopwatch:
-    """For one call of this rank, of ``nbytes``; ``meeting`` tells that the other ranks have come to it."""
+class CallTimer:
+    """Times one call of this rank, on ``nbytes``; the end of ``arrivals`` tells that the other ranks have come to the call."""
 
-    def __init__(self, meeting: _Told, nominal: int) -> None:
+    def __init__(self, arrivals: TimingExchange, nominal: int) -> None:
         self.nbytes = self._nominal = nominal
-        self._meeting: _Told | None = meeting
-        self._met = False
+        self._arrivals: TimingExchange | None = arrivals
+        self._synchronized = False
         self._start = math.nan
         self._seconds = math.inf
 
     def start(self, meet: bool) -> None:
-        """Begin; if this rank may ``meet`` the others, once all are there."""
-        if meet and self._meeting is not None:
+        """Begin; if this rank may ``meet`` its peers, once all ranks have come."""
+        if meet and self._arrivals is not None:
             with tensors.undisturbed():
-                self._meeting.all()
-            self._meeting = None  # trials of many kinds of messages go on at a time
-        self._met = meet
+                self._arrivals.all()
+            self._arrivals = None  # trials of many kinds of messages go on at a time
+        self._synchronized = meet
         self._start = time.perf_counter()
 
     def stop(self) -> None:
@@ -179,27 +183,31 @@ class Stopwatch:
             return
 
     def reading(self) -> tuple[float, float]:
-        """Seconds for the nominal size, inf if it did not run or runs still, and 1 if the ranks have met, else 0."""
-        return self._seconds * self._nominal / max(1, self.nbytes), float(self._met)
+        """Return seconds for the nominal size, inf if the call did not run or runs still, and 1 if ranks began together, else 0."""
+        return self._seconds * self._nominal / max(1, self.nbytes), float(self._synchronized)
 
 
-class _Told:
+class TimingExchange:
     """Pairs of numbers on their way between all ranks."""
 
-    def __init__(self, link: Link, pairs: Sequence[tuple[float, float]]) -> None:
-        self._where = link.where()
+    def __init__(self, ctx: OpContext, pairs: Sequence[tuple[float, float]]) -> None:
+        self._where = ctx.where()
         mine = tensors.of_numbers(pairs, torch.float64)
-        self._all = [mine, *(torch.empty_like(mine) for _ in link.peers)]
+        self._all = [mine, *(torch.empty_like(mine) for _ in ctx.peers)]
         self._handles: list[dist.Work] = []
-        for peer, theirs in zip(link.peers, self._all[1:], strict=True):
-            with link.naming("telling measured times to", peer):
+        for peer, theirs in zip(ctx.peers, self._all[1:], strict=True):
+            with ctx.naming("exchanging measured times with", peer):
                 self._handles += [
-                    link.group.recv([theirs], peer, link.tag(0)),
-                    link.group.send([mine], peer, link.tag(0)),
+                    ctx.transport.post_recv(theirs, peer, ctx.tag(0)),
+                    ctx.transport.post_send(mine, peer, ctx.tag(0)),
                 ]
 
     def all(self) -> torch.Tensor:
-        """``[ranks, pairs, 2]``, float64, this rank first; blocks until all are there. May be called again."""
+        """Return ``[ranks, pairs, 2]``, float64, this rank first; blocks until all are there. May be called again.
+
+        Raises:
+            CommError: the pairs of a rank did not come.
+        """
         try:
             for handle in self._handles:
                 handle.wait()
@@ -209,7 +217,8 @@ class _Told:
         return torch.stack(self._all)
 
 
-def slowest(told: torch.Tensor) -> list[float]:
-    """Seconds of every call, from ``[ranks, calls, (seconds, met)]``: of the slowest rank where all have met, else of the fastest."""
-    seconds = told[:, :, 0].nan_to_num(nan=math.inf, posinf=math.inf)
-    return list(torch.where((told[:, :, 1] == 1).all(0), seconds.amax(0), seconds.amin(0)).tolist())
+def agreed_seconds(measured: torch.Tensor) -> list[float]:
+    """Return seconds of every call, from ``[ranks, calls, (seconds, synchronized)]``: of the slowest rank where all began together, else
+    of the fastest."""
+    seconds = measured[:, :, 0].nan_to_num(nan=math.inf, posinf=math.inf)
+    return list(torch.where((measured[:, :, 1] == 1).all(0), seconds.amax(0), seconds.amin(0)).tolist())

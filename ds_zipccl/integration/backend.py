@@ -17,13 +17,13 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 from ds_zipccl import comm, kernels
-from ds_zipccl.comm.execution import PLAIN
-from ds_zipccl.comm.group_state import known, resolved
-from ds_zipccl.comm.ops.reduce_to_owners import Owned
+from ds_zipccl.comm.group_state import group_state, resolve_group
+from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 from ds_zipccl.integration import autoload, banner, config_agreement, roles, zero
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.step_log import StepLog
 
@@ -77,16 +77,17 @@ def _coded(name: str) -> Callable[..., Any]:
             values[parameters.index("op")] = self._reduce_op(values[parameters.index("op")])
         role = roles.role_of(name, given.get("group"), any(self.zero_stages), self.tensor_groups)
         if OPS[name].point_to_point and values[0].device.type != "cpu":
-            counters.record_pass(role, name, _nbytes(values[0]), f"device {values[0].device.type}")
+            counters.record_pass(role, name, _nbytes(values[0]), PassReason.P2P_DEVICE.of(values[0].device.type))
             return plain(self, *values)
-        token = PLAIN.set(functools.partial(plain, self, *values))
-        try:
-            more = {"base": self._base(values[0], values[2])} if (name, role) == _PARAMETERS else {}
-            if name == "all_reduce" and (owned := self._owned(*values, role=role)):
-                return comm.reduce_to_owners(values[0], owned, *values[1:3], config=self.zipccl, role=role)
-            return run(*values, config=self.zipccl, role=role, **more)
-        finally:
-            PLAIN.reset(token)
+        more: dict[str, Any] = {"config": self.zipccl, "role": role}
+        if OPS[name].point_to_point:
+            return run(*values, **more)
+        more["uncompressed_call"] = functools.partial(plain, self, *values)
+        if name == "all_reduce" and (owners := self._owned(*values, role=role)):
+            return comm.reduce_to_owners(values[0], owners, *values[1:3], **more)
+        if (name, role) == _PARAMETERS:
+            more["base"] = self._base(values[0], values[2])
+        return run(*values, **more)
 
     return coded
 
@@ -100,7 +101,7 @@ def _counted(name: str) -> Callable[..., Any]:
         if self.zipccl is not None and not torch.compiler.is_dynamo_compiling():
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}
             role = roles.role_of(name, given.get("group"), any(self.zero_stages), self.tensor_groups)
-            counters.record_pass(role, name, _nbytes(given["tensor"]), f"no coded schedule for {name}")
+            counters.record_pass(role, name, _nbytes(given["tensor"]), PassReason.NO_SCHEDULE.of(name))
         return plain(self, *args, **kwargs)
 
     return method
@@ -144,7 +145,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         ZeRO-3 into new memory."""
         return comm.IN_PLACE if self.stepping in (1, 2) else zero.base_of(output, group)
 
-    def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owned | None:
+    def _owned(self, tensor: torch.Tensor, op: Any, group: Any, later: bool, *, role: str) -> Owners | None:
         """Whose the parts of what is all-reduced are, where only they need the sum; None where all ranks do, or nobody knows."""
         owned, reason = zero.owned(tensor, op, group, later)
         assert self.zipccl is not None  # asked for by a coded collective
@@ -209,7 +210,7 @@ def _untraced(coded: Callable[..., Any]) -> Callable[..., Any]:
 
 def _timeout() -> timedelta:
     """How long the job's collectives wait for a rank."""
-    group = resolved(None)
+    group = resolve_group(None)
     devices = dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
     default = torch.distributed.distributed_c10d.default_pg_timeout
     try:
@@ -227,8 +228,8 @@ def _override() -> dict[str, Any] | None:
 def _measurable(config: ZipcclConfig) -> bool:
     """Whether some role's schedules compete, over a link that can be measured."""
     competing = any(config.mode_of(role) == "auto" for role in ROLES)
-    members = known(None)
-    return competing and members is not None and members.size > 1 and members.backend("cpu") == "gloo"
+    state = group_state(None)
+    return competing and state is not None and state.size > 1 and state.backend("cpu") == "gloo"
 
 
 def _print_table(when: str) -> None:

@@ -6,25 +6,25 @@ import importlib
 
 import ds_zipccl
 from ds_zipccl import kernels
-from ds_zipccl.comm.group_state import known
+from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.policy import admission
-from ds_zipccl.policy.cost_model import Profile
+from ds_zipccl.policy.cost_model import LinkProfile
 
 
 def passed_here() -> str:
     """Why nothing of this job is coded, whatever the section says; empty where something is."""
-    members, device = known(None), importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
-    assert members is not None  # a backend is configured in the default group
-    if members.size == 1:
+    state, device = group_state(None), importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
+    assert state is not None  # a backend is configured in the default group
+    if state.size == 1:
         return "this job has one rank"
-    backend = members.backend(device)
+    backend = state.backend(device)
     if backend in admission.CODED_BACKENDS.get(device, ()):
         return ""
     return f"{device} tensors go by {backend or 'no backend'}, for which there are no coded schedules yet"
 
 
-def banner(config: ZipcclConfig, profile: Profile | None, passed: str = "") -> str:
+def banner(config: ZipcclConfig, profile: LinkProfile | None, passed: str = "") -> str:
     """What rank 0 prints at start.
 
     Args:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.delta.shared_base import Kept
-from ds_zipccl.comm.group_state import known
-from ds_zipccl.comm.ops.reduce_to_owners import Owned
+from ds_zipccl.comm.delta.shared_base import BaseSlot
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission
 
@@ -32,7 +32,7 @@ class _Bucket:
     """What is about to be all-reduced over ``group``, and whose its parts are."""
 
     group: dist.ProcessGroup
-    owned: Owned
+    owned: Owners
 
     def fits(self, tensor: torch.Tensor, op: Any, group: Any, later: bool) -> bool:
         """Whether an all-reduce with these arguments is the one."""
@@ -83,7 +83,7 @@ def watch_buckets(optimizer: Any) -> None:
     setattr(optimizer, name, method)
 
 
-def owned(tensor: torch.Tensor, op: Any, group: Any, later: bool) -> tuple[Owned | None, str]:
+def owned(tensor: torch.Tensor, op: Any, group: Any, later: bool) -> tuple[Owners | None, str]:
     """Whose the parts of what is all-reduced are, where nobody else needs their sums; else None, and why."""
     bucket = _bucket.get()
     _bucket.set(None)
@@ -96,7 +96,7 @@ def owned(tensor: torch.Tensor, op: Any, group: Any, later: bool) -> tuple[Owned
 
 #: The parameters that are being asked for and have not been gathered yet, in DeepSpeed's order.
 _wanted: ContextVar[list[Any] | None] = ContextVar("ds_zipccl_wanted", default=None)
-#: Attribute of a parameter: a weak reference to its Kept. DeepSpeed does not let go of parameters when their
+#: Attribute of a parameter: a weak reference to its BaseSlot. DeepSpeed does not let go of parameters when their
 #: engine is gone, and this memory is larger than they are.
 _KEPT = "ds_zipccl_kept"
 
@@ -139,20 +139,20 @@ def watch_gathers(module: ModuleType) -> None:
     init._convert_to_deepspeed_param = _convert_to_deepspeed_param
 
 
-def keep(parameters: Iterable[Any], config: ZipcclConfig, device: torch.device) -> tuple[list[Kept], str]:
+def keep(parameters: Iterable[Any], config: ZipcclConfig, device: torch.device) -> tuple[list[BaseSlot], str]:
     """Memory for what is gathered of the parameters that ZeRO-3 frees after use. A collective of all groups that share them.
 
     Returns:
         The memory, in use as long as the caller holds it, and what was done, for the user.
 
     Raises:
-        CommError: see :func:`ds_zipccl.comm.keep`.
+        CommError: see :func:`ds_zipccl.comm.allocate_bases`.
     """
     groups: dict[dist.ProcessGroup, list[Any]] = {}
     for param in parameters:
         if hasattr(param, "ds_id") and not param.ds_persist:
             groups.setdefault(param.ds_process_group, []).append(param)
-    everything: list[Kept] = []
+    everything: list[BaseSlot] = []
     never = {
         "delta": config.delta == "off",
         "codec": config.codec == "raw",
@@ -162,15 +162,15 @@ def keep(parameters: Iterable[Any], config: ZipcclConfig, device: torch.device) 
         return [], f"not used, as nothing would be a difference: see {', '.join(key for key in never if never[key])}"
     skipped = ""
     for group, params in groups.items():
-        members = known(group)
-        if members is None or members.size == 1:
+        state = group_state(group)
+        if state is None or state.size == 1:
             continue
-        backend = members.backend(device.type)
+        backend = state.backend(device.type)
         if device.type not in admission.DELTA_DEVICES or backend not in admission.CODED_BACKENDS[device.type]:
             skipped = f"; no differences on {device.type} over {backend} yet"
             continue
         shards = [(param.ds_tensor.ds_numel, _gathered_dtype(param, param.ds_tensor)) for param in params]
-        for param, kept in zip(params, comm.keep(shards, config.zero3_base, group, device), strict=True):
+        for param, kept in zip(params, comm.allocate_bases(shards, config.zero3_base, group, device), strict=True):
             setattr(param, _KEPT, weakref.ref(kept))
             everything.append(kept)
     nbytes, mates = (
@@ -181,22 +181,22 @@ def keep(parameters: Iterable[Any], config: ZipcclConfig, device: torch.device) 
     return everything, f"{nbytes / 1e6:.1f} MB, {where}{skipped}"
 
 
-def base_of(output: torch.Tensor, group: dist.ProcessGroup | None) -> comm.Stored | None:
+def base_of(output: torch.Tensor, group: dist.ProcessGroup | None) -> comm.SharedBase | None:
     """What was gathered last of the parameters that are now gathered into ``output``; None where they are not known."""
-    wanted, members = _wanted.get(), known(group)
-    if not wanted or members is None:
+    wanted, state = _wanted.get(), group_state(group)
+    if not wanted or state is None:
         return None
-    numel = output.numel() // members.size
+    numel = output.numel() // state.size
     mine = [param for param in wanted if _fits(param, output.dtype, group)]
     if sum(param.ds_tensor.ds_numel for param in mine) != numel:
         mine = mine[:1]  # they come one after the other
     if sum(param.ds_tensor.ds_numel for param in mine) != numel:
         return None
     wanted[:] = [param for param in wanted if all(param is not one for one in mine)]
-    return comm.Stored([kept for param in mine if (kept := _kept(param))])
+    return comm.SharedBase([kept for param in mine if (kept := _kept(param))])
 
 
-def _kept(param: Any) -> Kept | None:
+def _kept(param: Any) -> BaseSlot | None:
     reference = getattr(param, _KEPT, None)
     return None if reference is None else reference()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 
@@ -48,25 +49,128 @@ class Message:
         return None if self.numel is None else self.numel * self.dtype.itemsize
 
 
+class PassReason(Enum):
+    """A reason why a call passes through uncompressed: a short text, fit to be counted, with ``{}`` for a detail; its meaning; a remedy."""
+
+    meaning: str
+    remedy: str
+
+    def __new__(cls, text: str, meaning: str, remedy: str) -> PassReason:
+        member = object.__new__(cls)
+        member._value_ = text
+        member.meaning, member.remedy = meaning, remedy
+        return member
+
+    DISABLED = (
+        "not enabled",
+        'The section has "enabled": false.',
+        'Set "enabled" to true.',
+    )
+    SMALL = (
+        "smaller than min_bytes",
+        'The message is smaller than "min_bytes"; coding would cost more than it saves.',
+        'Nothing to do. Lower "min_bytes" only where `bench comm` shows a gain at that size.',
+    )
+    ROLE = (
+        "role is never coded",
+        'The mode of the role is "never".',
+        'Remove the role from "roles", or set it to "auto".',
+    )
+    ONE_RANK = (
+        "group of one rank",
+        "No other rank is in the group; nothing is sent.",
+        "Nothing to do.",
+    )
+    DTYPE = (
+        "dtype {}",
+        "Tensors of this dtype are not coded: only bfloat16, float16 and float32 are.",
+        "Nothing to do. Integers and float64 rarely carry much of the traffic.",
+    )
+    REDUCE_OP = (
+        "reduce op {}",
+        "Only SUM and AVG are sums of decoded frames.",
+        "Nothing to do.",
+    )
+    DEVICE = (
+        "no coded route on {} yet",
+        "Tensors on this device, or of this layout, are not coded.",
+        "Use dense CPU or CUDA tensors.",
+    )
+    BACKEND = (
+        "no coded schedule for backend {} yet",
+        "The group's backend has no transport of this package. That is so for NCCL.",
+        "Use gloo groups, or wait for a release that codes on NCCL. DS_ZIPCCL=0 removes the package from the path.",
+    )
+    PLAIN_IS_FASTER = (
+        "plain is faster",
+        "Measured here, the plain collective takes less time than every schedule of this package.",
+        'Nothing to do: mode "auto" looks again from time to time. Mode "always" codes all the same.',
+    )
+    LINK_IS_FASTER = (
+        "link faster than coding",
+        "A single message would take longer to code than the link needs to send it.",
+        'Nothing to do. Mode "always" for the role pp codes all the same.',
+    )
+    TO_ITSELF = (
+        "to itself",
+        "A rank sends to itself.",
+        "Nothing to do.",
+    )
+    TAG = (
+        "tag not below {}",
+        "The package has no tag of its own for a send with this tag.",
+        "Use tags from 0 up to that number.",
+    )
+    P2P_DEVICE = (
+        "device {}",
+        "Sends and receives are coded for CPU tensors only.",
+        "Nothing to do.",
+    )
+    NO_SCHEDULE = (
+        "no coded schedule for {}",
+        "The operation has no coded schedule.",
+        "Nothing to do. DeepSpeed uses these operations rarely.",
+    )
+    TRACED = (
+        "traced",
+        "torch.compile or torch.export traces the call with tensors that have no memory.",
+        "Nothing to do: the compiled program's calls are coded.",
+    )
+    NOT_A_MEMBER = (
+        "not a member of the group",
+        "This rank is not in the group; torch.distributed ignores the call.",
+        "Nothing to do.",
+    )
+
+    def of(self, detail: object) -> str:
+        """Return the text with a detail, such as the dtype."""
+        return str(self.value).format(detail)
+
+
 @dataclass(frozen=True)
 class Decision:
-    """FRAMES with a codec, or PASS with the reason (empty for frames; one of few texts, fit to be counted).
+    """FRAMES with a codec, or PASS with the text of a :class:`PassReason` (empty for frames).
 
-    ``by_node``: between nodes every shard goes once, and ranks of one node hand on what they got.
+    ``by_node``: between nodes every shard goes once, and ranks of one node forward it. ``with_base``: shards go as differences where all
+    ranks prove to hold the same base; ``codec`` is then that of all other frames.
     """
 
     frames: bool
     codec: str
     reason: str
     by_node: bool = False
+    with_base: bool = False
+
+    @classmethod
+    def passing(cls, reason: PassReason, detail: object = "") -> Decision:
+        """Return the decision to pass."""
+        return cls(False, "", reason.of(detail))
 
     def __str__(self) -> str:
-        kind = "uncoded" if self.codec == "raw" else self.codec
-        return f"{kind} frames{' by node' if self.by_node else ''}" if self.frames else "plain"
-
-
-#: Why small messages pass.
-SMALL = "smaller than min_bytes"
+        if not self.frames:
+            return "plain"
+        kind = "delta" if self.with_base else "uncoded" if self.codec == "raw" else self.codec
+        return f"{kind} frames{' by node' if self.by_node else ''}"
 
 
 def is_small(nbytes: int, config: ZipcclConfig) -> bool:
@@ -74,21 +178,23 @@ def is_small(nbytes: int, config: ZipcclConfig) -> bool:
     return nbytes < config.min_bytes and config.enabled
 
 
-#: Admission: what a message must satisfy, in this order. The first reason that is not empty makes it pass.
+#: Admission: conditions of a message, in this order; the first rule that gives a reason makes it pass.
 RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
-    lambda message, config: "" if config.enabled else "not enabled",
-    lambda message, config: SMALL if message.nbytes is not None and is_small(message.nbytes, config) else "",
-    lambda message, config: "role is never coded" if config.mode_of(message.role) == "never" else "",
-    lambda message, config: "" if message.ranks > 1 else "group of one rank",
+    lambda message, config: "" if config.enabled else PassReason.DISABLED.value,
     lambda message, config: (
-        "" if message.dtype in CODED_DTYPES else f"dtype {str(message.dtype).removeprefix('torch.')}"
+        PassReason.SMALL.value if message.nbytes is not None and is_small(message.nbytes, config) else ""
     ),
-    lambda message, config: "" if message.reduce_op in (None, *CODED_REDUCE_OPS) else f"reduce op {message.reduce_op}",
-    lambda message, config: "" if message.device in CODED_BACKENDS else f"no coded route on {message.device} yet",
+    lambda message, config: PassReason.ROLE.value if config.mode_of(message.role) == "never" else "",
+    lambda message, config: "" if message.ranks > 1 else PassReason.ONE_RANK.value,
     lambda message, config: (
-        ""
-        if message.backend in CODED_BACKENDS[message.device]
-        else f"no coded schedule for backend {message.backend} yet"
+        "" if message.dtype in CODED_DTYPES else PassReason.DTYPE.of(str(message.dtype).removeprefix("torch."))
+    ),
+    lambda message, config: (
+        "" if message.reduce_op in (None, *CODED_REDUCE_OPS) else PassReason.REDUCE_OP.of(message.reduce_op)
+    ),
+    lambda message, config: "" if message.device in CODED_BACKENDS else PassReason.DEVICE.of(message.device),
+    lambda message, config: (
+        "" if message.backend in CODED_BACKENDS[message.device] else PassReason.BACKEND.of(message.backend)
     ),
 )
 
@@ -104,25 +210,26 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
     reason = next(filter(None, (rule(message, config) for rule in RULES)), "")
     if reason:
         return Decision(False, "", reason)
-    return Decision(True, "delta" if _differs(message, config) else config.codec, "")
+    return Decision(True, config.codec, "", with_base=_differs(message, config))
 
 
 def _differs(message: Message, config: ZipcclConfig) -> bool:
-    """Whether shards may go as differences against what the ranks hold."""
+    """Whether shards may go as differences against a base that the ranks hold."""
     wanted = message.based and config.delta == "auto" and config.codec != "raw" and message.device in DELTA_DEVICES
     return wanted and message.nbytes is not None and message.nbytes >= DELTA_SHARD_BYTES * message.ranks
 
 
 def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool = False) -> tuple[Decision, ...]:
-    """What competes for a message that :func:`admit` admits; one where nothing is to be found out.
+    """The schedules that compete for a message that :func:`admit` admits; a single one where there is no choice.
 
     ``levels``: the group has several nodes with several ranks each. ``exact``: our schedules give the plain collective's bits.
-    Where they do not, the plain one stays out: what a program computes must not depend on timings.
+    Where they do not, the plain one stays out: the results of a program must not depend on timings.
     """
     coded = admit(message, config)
     if config.mode_of(message.role) != "auto":
         return (coded,)
-    ours = tuple(replace(coded, codec=codec) for codec in dict.fromkeys(("raw", config.codec, coded.codec)))
+    full = replace(coded, with_base=False)
+    ours = tuple(dict.fromkeys((replace(full, codec="raw"), full, coded)))
     if levels and OPS[message.op].by_node:
         ours += (replace(coded, by_node=True),)
-    return (Decision(False, "", "plain is faster"), *ours) if exact else ours
+    return (Decision.passing(PassReason.PLAIN_IS_FASTER), *ours) if exact else ours

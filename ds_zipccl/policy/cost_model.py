@@ -30,7 +30,7 @@ VARIANTS = ("plain", "gloo", "raw", "coded")
 
 
 @dataclass(frozen=True)
-class Profile:
+class LinkProfile:
     """What the slowest rank of a group can do.
 
     ``transfer``: (bytes, seconds), both rising, of an exchange in which every rank sends so many bytes to the next rank and receives
@@ -88,7 +88,7 @@ class Profile:
         return asdict(self) | {"transfer": [list(point) for point in self.transfer]}
 
     @classmethod
-    def from_json(cls, content: Any) -> Profile:
+    def from_json(cls, content: Any) -> LinkProfile:
         """The inverse of :meth:`to_json`.
 
         Raises:
@@ -117,7 +117,7 @@ def predict(
     variant: str,
     nbytes: float,
     ranks: int,
-    profile: Profile,
+    profile: LinkProfile,
     ratio: float = 1.0,
     piece: float | None = None,
 ) -> float:
@@ -165,7 +165,7 @@ def predict(
     )
 
 
-def against_base(profile: Profile, encode: float, decode: float, copies: int) -> Profile:
+def against_base(profile: LinkProfile, encode: float, decode: float, copies: int) -> LinkProfile:
     """The profile of gathers of differences, whose speeds ``encode`` and ``decode`` hold the proof that all have the same base.
 
     ``copies``: how often every byte that arrives is copied besides: where gathered parameters are kept, out of the base and back.
@@ -173,13 +173,13 @@ def against_base(profile: Profile, encode: float, decode: float, copies: int) ->
     return replace(profile, encode=encode, decode=1 / (1 / decode + copies / profile.copy))
 
 
-def _copying(profile: Profile) -> Profile:
+def _copying(profile: LinkProfile) -> LinkProfile:
     """The profile of a codec that copies."""
     return replace(profile, encode=profile.copy, decode=profile.copy, add=profile.add_raw)
 
 
 def _exchange(
-    traffic: Traffic, nbytes: float, ranks: int, profile: Profile, ratio: float, piece: float | None, again: bool
+    traffic: Traffic, nbytes: float, ranks: int, profile: LinkProfile, ratio: float, piece: float | None, again: bool
 ) -> float:
     """Seconds of one exchange of ours without its call; ``again`` if another one has just emptied the link's burst."""
     frame = traffic.frame(ranks) * nbytes
@@ -200,21 +200,26 @@ def _exchange(
     return first + max((ranks - 2) * profile.alpha + on_wire, work) + last + own
 
 
-def promising(candidates: Sequence[Decision], message: Message, profile: Profile | None) -> tuple[Decision, ...]:
-    """The schedules worth a trial: without frames that others will clearly beat. All where nothing was measured."""
+def prune_candidates(
+    candidates: Sequence[Decision], message: Message, profile: LinkProfile | None
+) -> tuple[Decision, ...]:
+    """Return the schedules worth a trial: without frames that other frames will clearly beat. All where nothing was measured."""
     traffic = OPS[message.op].traffic
     if profile is None or not traffic or message.nbytes is None:
         return tuple(candidates)
-    ratios = {"raw": 1.0, "delta": DELTA_RATIO}
     seconds = {}
-    for codec in {plan.codec for plan in candidates if plan.frames}:
-        variant, ratio = "raw" if codec == "raw" else "coded", ratios.get(codec, _typical(message.dtype))
-        seconds[codec] = predict(traffic, variant, message.nbytes, message.ranks, profile, ratio)
+    for decision in candidates:
+        if decision.frames:
+            variant, ratio = ("raw", 1.0) if decision.codec == "raw" else ("coded", _typical(message.dtype))
+            if decision.with_base:
+                ratio = DELTA_RATIO
+            kind = decision.codec, decision.with_base
+            seconds[kind] = predict(traffic, variant, message.nbytes, message.ranks, profile, ratio)
     best = min(seconds.values(), default=0.0)
-    return tuple(plan for plan in candidates if not plan.frames or best >= CLEARLY * seconds[plan.codec])
+    return tuple(one for one in candidates if not one.frames or best >= CLEARLY * seconds[one.codec, one.with_base])
 
 
-def pays(nbytes: float, dtype: Any, profile: Profile) -> bool:
+def pays(nbytes: float, dtype: Any, profile: LinkProfile) -> bool:
     """Whether a single message is faster as one coded frame, which is encoded, sent and decoded one after the other."""
     coding = nbytes / profile.encode + nbytes / profile.decode
     return coding + profile.seconds(nbytes / _typical(dtype)) < profile.seconds(nbytes)

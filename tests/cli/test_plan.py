@@ -13,9 +13,9 @@ from ds_zipccl.__main__ import main
 from ds_zipccl.bench import comm_trial, speeds, validate
 from ds_zipccl.cli.plan import TOTAL
 from ds_zipccl.codecs import compress
-from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, Profile, predict
+from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, LinkProfile, predict
 
-FAST = Profile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
+FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
 CODEC = str(ROOT / "docs/results/codec.json")
 WORDS = "plan --params 1e9 --gpus 16 --gpus-per-node 4 --link 10gbit".split()
 
@@ -62,10 +62,10 @@ def test_bytes_and_times_of_a_gather(tmp_path: Path, fast: str) -> None:
     assert plain["wire_gb"] == pytest.approx(2 / 4 * 3 / 4)
     assert nodes["wire_gb"] == pytest.approx(plain["wire_gb"] / 2)
     assert flat["wire_gb"] == pytest.approx(2 * 15 / 16 * 12 / 15 / 2)
-    line = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
+    line = LinkProfile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
     assert plain["ms"] == pytest.approx(20e3 * predict("all_gather", "plain", 1e8 / 4, 4, line))
     assert nodes["ms"] == pytest.approx(20e3 * predict("all_gather", "coded", 1e8 / 4, 4, line, 2.0))
-    crossing = Profile.from_json(FAST.to_json() | {"transfer": [[1 / 0.8, 1e-5 + 0.8e-9], [1e9 / 0.8, 1e-5 + 0.8]]})
+    crossing = LinkProfile.from_json(FAST.to_json() | {"transfer": [[1 / 0.8, 1e-5 + 0.8e-9], [1e9 / 0.8, 1e-5 + 0.8]]})
     assert flat["ms"] == pytest.approx(20e3 * predict("all_gather", "coded", 1e8, 16, crossing, 2.0))
     assert nodes["speedup"] > 1.5 > 1 > flat["speedup"]
 
@@ -153,7 +153,7 @@ def test_owners_and_differences_between_nodes(tmp_path: Path, fast: str) -> None
     expected = [2 * nodes, flat / 2, nodes / 2, nodes, flat / 4, nodes / 4]
     assert [row["wire_gb"] for row in rows[:6]] == pytest.approx(expected)
     plain, coded = (line_of(rows, what, "coded, by nodes") for what in ("gradients", "parameters"))
-    local = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
+    local = LinkProfile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
     crowded = 1 + 1 / 8  # a bucket of half the parameters has 8 owners of 16
     assert plain["ms"] == pytest.approx(2e3 * crowded * predict("reduce_scatter", "coded", 1e9 / 4, 4, local, 2.0))
     assert coded["ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9 / 4, 4, local, 4.0))
@@ -184,15 +184,15 @@ def test_speeds_of_differences(
     planned(tmp_path, *words, "--zero", "2", "--link", "80gbit", "--ratio", "1.0001")
     printed = capsys.readouterr().out
     assert "coded: coding does not pay for parameters (all_gather)" in printed and "take longer" not in printed
-    local = Profile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
-    slow = Profile.from_json(local.to_json() | {"encode": 1e9, "decode": 2e9})
+    local = LinkProfile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
+    slow = LinkProfile.from_json(local.to_json() | {"encode": 1e9, "decode": 2e9})
     line = line_of(rows, "parameters", "coded")
     assert line["ms"] == pytest.approx(2e3 * predict("all_gather", "coded", 1e9, 16, slow, 4.0))
     # ZeRO-3 copies everything twice besides, at 1e12 bytes a second
     rows = planned(tmp_path, *words, "--zero3-base", "host")
     assert "unchanged parameters: encode 500.0, decode 333.3 GB/s; ratio 500.000" in capsys.readouterr().out
     assert content(tmp_path / "plan.json")["unchanged"]["decode"] == pytest.approx(1 / (1e-12 + 2e-12))
-    fresh = Profile.from_json(local.to_json() | {"encode": 5e11, "decode": 1e12 / 3})
+    fresh = LinkProfile.from_json(local.to_json() | {"encode": 5e11, "decode": 1e12 / 3})
     line = line_of(rows, "parameters, again", "coded")
     assert line["ms"] == pytest.approx(20e3 * predict("all_gather", "coded", 1e8, 16, fresh, 500.0))
 
@@ -305,7 +305,7 @@ def test_validate_and_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixtu
         (op, variant) for op in ("all_gather", "broadcast") for variant in ("plain", "raw", "coded")
     ]
     (entry,) = found["profiles"]
-    profile = Profile.from_json(entry["profile"])
+    profile = LinkProfile.from_json(entry["profile"])
     for row in found["rows"]:
         assert row["off"] == pytest.approx(row["predicted_ms"] / row["measured_ms"])
         assert (row["ideal_ms"] is None) == (row["variant"] != "plain")
@@ -328,7 +328,7 @@ def test_the_verdict(variant: str, factor: float, status: int) -> None:
 
 def off_part(rank: int, *more: Any) -> None:
     """``take_part`` with a calibration that finds everything a thousand times faster."""
-    profile = Profile(((1.0, 1e-9), (1e12, 1e-3)), 1e15, 1e15, 1e15, 1e15, 1e15, 0)
+    profile = LinkProfile(((1.0, 1e-9), (1e12, 1e-3)), 1e15, 1e15, 1e15, 1e15, 1e15, 0)
     comm_trial.calibration.measure = lambda: profile
     REAL_PART(rank, *more)
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm import buffer_pool, frames, work
-from ds_zipccl.comm.buffer_pool import BUFFERS, Lease
+from ds_zipccl.comm import buffer_pool, work
+from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
+from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.delta import shared_base
 from ds_zipccl.comm.schedules import pipeline
 from ds_zipccl.config import ZipcclConfig
@@ -38,10 +39,10 @@ def engines_in_turn(rank: int, ranks: int) -> list[str]:
     for cycle in range(12):
         if rank == 0:
             extra = [object() for _ in range(cycle * 17)]  # heaps differ, as those of programs do
-        kept = comm.keep([(NUMEL, torch.bfloat16)] * 4, "device", dist.group.WORLD)
+        kept = comm.allocate_bases([(NUMEL, torch.bfloat16)] * 4, "device", dist.group.WORLD)
         for one in kept:
             whole = torch.empty(ranks * NUMEL, dtype=torch.bfloat16)
-            comm.all_gather_into_tensor(whole, tensor, config=AUTO, role="zero_param", base=comm.Stored([one]))
+            comm.all_gather_into_tensor(whole, tensor, config=AUTO, role="zero_param", base=comm.SharedBase([one]))
             assert torch.equal(whole[rank * NUMEL :][:NUMEL], tensor)
             ways.append(str(one.serial))
         del kept, one
@@ -59,7 +60,7 @@ def test_engines_in_turn_choose_alike() -> None:
 def one_address(rank: int, ranks: int) -> None:
     """The mistake of old, planted: one rank finds a new base where an old one was, the other does not."""
     seen = iter(range(1000))
-    shared_base.Stored.token = lambda self: 7 if rank else next(seen)
+    shared_base.SharedBase.token = lambda self: 7 if rank else next(seen)
     engines_in_turn(rank, ranks)
 
 
@@ -73,7 +74,7 @@ def in_another_place(rank: int, ranks: int, kind: str) -> None:
     base = (
         comm.IN_PLACE
         if kind == "in place"
-        else comm.Stored(comm.keep([(NUMEL, torch.bfloat16)], kind, dist.group.WORLD))
+        else comm.SharedBase(comm.allocate_bases([(NUMEL, torch.bfloat16)], kind, dist.group.WORLD))
     )
     whole = torch.zeros(ranks * NUMEL, dtype=torch.bfloat16)
     for step in range(4):
@@ -91,23 +92,23 @@ def test_inputs_in_other_places_with_a_base(kind: str) -> None:
 
 def closed_to_one(rank: int, ranks: int) -> list[int]:
     """A rank that fails tells every mate, also where the connection to the first is closed."""
-    (kept,) = comm.keep([(NUMEL, torch.bfloat16)], "host", dist.group.WORLD)
+    (kept,) = comm.allocate_bases([(NUMEL, torch.bfloat16)], "host", dist.group.WORLD)
     told: list[int] = []
 
-    class Deaf(pipeline.Round):
+    class Deaf(pipeline.Exchange):
         def expect(self, peer: int, out: torch.Tensor) -> None:
-            if peer == self._link.peers[0]:
+            if peer == self._ctx.peers[0]:
                 raise comm.CommError("closed")
 
         def send(self, flat: torch.Tensor, *peers: int, base: torch.Tensor | None = None) -> None:
-            if peers[0] == self._link.peers[0]:
+            if peers[0] == self._ctx.peers[0]:
                 raise comm.CommError("closed")
             told.extend(peers)
 
-    shared_base.Round = Deaf
+    shared_base.Exchange = Deaf
     kept.filled = True
-    link = frames.Link("all_gather_into_tensor", dist.group.WORLD, ALWAYS, "dp", "delta")
-    comm.Stored([kept]).abandon(link)
+    link = OpContext("all_gather_into_tensor", dist.group.WORLD, ALWAYS, "dp", "cascade", "cpu", with_base=True)
+    comm.SharedBase([kept]).abandon(link)
     assert not kept.filled
     return told
 
@@ -196,13 +197,14 @@ def test_shapes_that_gloo_refuses(later: bool) -> None:
 def failing(rank: int, ranks: int) -> tuple[int, int]:
     """Frames are refused again and again: how many exchanges are kept, and bytes of frames counted as in use."""
     group = dist.new_group(list(range(ranks)))
-    before = BUFFERS._used_bytes
+    before = POOL._used_bytes
     for _ in range(3 * pipeline.ABANDONED):
-        pipeline.abandoned(exchange_ := pipeline.Round(frames.Link("broadcast", group, ALWAYS, "dp", "raw"), 0, True))
-        exchange_.expect((rank + 1) % ranks, torch.empty(1 << 16))
+        ctx = OpContext("broadcast", group, ALWAYS, "dp", "raw", "cpu")
+        pipeline.abandon(exchange_ := pipeline.Exchange(ctx, 0, True))
+        exchange_.post_recv((rank + 1) % ranks, torch.empty(1 << 16))
         del exchange_
     gc.collect()
-    return len(pipeline._abandoned), (BUFFERS._used_bytes - before) // (4 << 16)
+    return len(pipeline._abandoned), (POOL._used_bytes - before) // (4 << 16)
 
 
 def test_failures_do_not_pile_up() -> None:
@@ -211,9 +213,9 @@ def test_failures_do_not_pile_up() -> None:
 
 
 def test_a_lost_lease_is_not_counted_and_its_memory_not_used_again() -> None:
-    pool = buffer_pool.BUFFERS
-    before, lease = pool._used_bytes, Lease()
-    address = lease.bytes(1 << 20).data_ptr()
+    pool = buffer_pool.POOL
+    before, lease = pool._used_bytes, PooledBuffers()
+    address = lease.take(1 << 20).data_ptr()
     assert pool._used_bytes > before
     del lease
     gc.collect()

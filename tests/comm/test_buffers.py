@@ -11,7 +11,7 @@ import ranks as runner
 import torch
 
 from ds_zipccl import comm
-from ds_zipccl.comm.buffer_pool import BUFFERS, Buffers, Lease
+from ds_zipccl.comm.buffer_pool import POOL, BufferPool, PooledBuffers
 from ds_zipccl.config import ZipcclConfig
 
 MIB = 1 << 20
@@ -22,7 +22,7 @@ def address(block: torch.Tensor) -> int:
 
 
 def test_a_block_is_used_again_for_nearly_the_same_size() -> None:
-    pool = Buffers()
+    pool = BufferPool()
     for first, second in ((MIB, MIB), (MIB, MIB - 1000), (3 * MIB + 5, 3 * MIB + 100)):
         block = pool.take(first)
         assert first <= block.numel() <= first * 9 // 8 + 64 and block.dtype == torch.uint8
@@ -32,14 +32,14 @@ def test_a_block_is_used_again_for_nearly_the_same_size() -> None:
 
 
 def test_a_block_is_not_used_for_a_much_smaller_size() -> None:
-    pool = Buffers()
+    pool = BufferPool()
     block = pool.take(4 * MIB)
     pool.give(block)
     assert pool.take(2 * MIB).numel() < 3 * MIB
 
 
 def test_memory_is_bounded_and_the_longest_unused_goes() -> None:
-    pool = Buffers(keep=4 * MIB)
+    pool = BufferPool(keep=4 * MIB)
     blocks = [pool.take(MIB) for _ in range(5)] + [pool.take(MIB // 2)]
     for block in blocks:
         pool.give(block)
@@ -51,7 +51,7 @@ def test_memory_is_bounded_and_the_longest_unused_goes() -> None:
 
 def test_the_last_one_returned_is_the_first_used() -> None:
     """It may still be in the cache."""
-    pool = Buffers()
+    pool = BufferPool()
     blocks = [pool.take(MIB) for _ in range(3)]
     for block in blocks:
         pool.give(block)
@@ -59,14 +59,14 @@ def test_the_last_one_returned_is_the_first_used() -> None:
 
 
 def test_small_blocks_are_left_to_the_allocator() -> None:
-    pool = Buffers()
+    pool = BufferPool()
     for nbytes, kept in ((100, 0), (60_000, 0), (64 << 10, 1)):
         pool.give(pool.take(nbytes))
         assert len(pool._free) == kept and pool._used_bytes == 0
 
 
 def test_the_peak_is_the_most_at_a_time() -> None:
-    pool = Buffers()
+    pool = BufferPool()
     first, second = pool.take(MIB), pool.take(MIB)
     pool.give(first)
     pool.lose(second)
@@ -77,7 +77,7 @@ def test_the_peak_is_the_most_at_a_time() -> None:
 
 
 def test_threads_never_share_a_block() -> None:
-    pool, wrong = Buffers(), []
+    pool, wrong = BufferPool(), []
 
     def use(mark: int) -> None:
         for _ in range(300):
@@ -96,14 +96,14 @@ def test_threads_never_share_a_block() -> None:
 
 
 def test_lease() -> None:
-    lease = Lease()
-    frame, words = lease.bytes(100_001), lease.like(torch.empty(70_000), torch.bfloat16)
+    lease = PooledBuffers()
+    frame, words = lease.take(100_001), lease.empty(70_000, torch.bfloat16, torch.device("cpu"))
     assert (frame.shape, frame.dtype) == ((100_001,), torch.uint8)
     assert (words.shape, words.dtype) == ((70_000,), torch.bfloat16) and words.is_contiguous()
     assert address(frame) != address(words)
     lease.release()
     lease.release()
-    assert address(BUFFERS.take(100_001)) == address(frame)
+    assert address(POOL.take(100_001)) == address(frame)
 
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
@@ -123,7 +123,7 @@ def steady(rank: int, ranks: int, reduction: str) -> None:
         comm.all_to_all_single(torch.empty_like(tensor), tensor, config=config)
         if rank < 2:
             comm.send(tensor, 1 - rank, config=config) if rank else comm.recv(tensor.clone(), 1, config=config)
-        return sorted(map(address, BUFFERS._free))
+        return sorted(map(address, POOL._free))
 
     first = operations()
     assert first and operations() == first
@@ -142,7 +142,7 @@ def late(rank: int, ranks: int) -> None:
         time.sleep(0.5)
         with torch.inference_mode():
             for size in range(300_000, 700_000, 20_000):
-                BUFFERS.take(size).fill_(255)
+                POOL.take(size).fill_(255)
         work.wait()
     else:
         time.sleep(1.5)

@@ -11,13 +11,15 @@ import torch.distributed as dist
 
 from ds_zipccl.bench import link
 from ds_zipccl.cli import bench_comm
-from ds_zipccl.comm import calibration, frames
-from ds_zipccl.policy.cost_model import Profile
+from ds_zipccl.comm import calibration
+from ds_zipccl.comm.transport import TRANSPORTS
+from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
+from ds_zipccl.policy.cost_model import LinkProfile
 
 needs_network = pytest.mark.skipif(bool(link.why_not()), reason=f"no shaped network here: {link.why_not()}")
 
 
-def measured(rank: int, size: int) -> tuple[list[float], Profile]:
+def measured(rank: int, size: int) -> tuple[list[float], LinkProfile]:
     """Seconds of three times, on a machine that does other things too, and what the last one found."""
     calibration.measure()  # builds kernels, if nobody has yet
     times = []
@@ -45,12 +47,12 @@ def test_all_ranks_find_the_same_in_time(size: int) -> None:
     assert 1e-6 < profile.call < 0.1
 
 
-def unequal(rank: int, size: int) -> tuple[int, Profile]:
+def unequal(rank: int, size: int) -> tuple[int, LinkProfile]:
     """Rank 1 is told other times than rank 0."""
     right = calibration._seconds
     calibration._seconds = lambda step: right(step) + 0.03 * rank
     try:
-        times = calibration._exchanges(dist.group.WORLD, 4096)
+        times = calibration._exchanges(dist.group.WORLD, TRANSPORTS["gloo"](dist.group.WORLD), 4096)
         return len(times), calibration.measure()
     finally:
         calibration._seconds = right
@@ -78,7 +80,7 @@ def test_groups_that_cannot_be_measured() -> None:
 
 
 def test_the_tag_is_nobody_elses() -> None:
-    assert frames.SHADOW_TAG + frames.TAGS <= calibration.TAG < 1 << 31
+    assert TagRange.SHADOW + TAGS_PER_RANGE <= TagRange.CALIBRATION < 1 << 31
 
 
 @needs_network
@@ -89,4 +91,4 @@ def test_bandwidth_of_a_known_link(rate: str) -> None:
         found = list(bench_comm.launch(2, [bench_comm.Calibration(60)] * 3, network))
     assert time.perf_counter() - start < 30
     wanted = link.bits_per_second(rate) / 8
-    assert any(Profile.from_json(row).bandwidth == pytest.approx(wanted, rel=0.15) for row in found)
+    assert any(LinkProfile.from_json(row).bandwidth == pytest.approx(wanted, rel=0.15) for row in found)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import frames
-from ds_zipccl.comm.buffer_pool import Lease
-from ds_zipccl.comm.delta import negotiation
+from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm.delta import in_place_base, negotiation
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
@@ -145,7 +145,7 @@ def replaced(rank: int, ranks: int) -> None:
         trainer.whole = trainer.whole.clone()
         assert trainer.gather() == {FULL: 1}
     assert trainer.gather() == {"": 1}
-    (sent,) = negotiation.IN_PLACE._sent.values()
+    (sent,) = in_place_base.IN_PLACE._sent.values()
     assert len(sent) == 1
 
 
@@ -224,11 +224,11 @@ class Group:
     """Stands for one."""
 
 
-def remembered(base: negotiation.InPlace, link: Any, *outputs: torch.Tensor) -> list[bool]:
+def remembered(base: in_place_base.InPlaceBase, link: Any, *outputs: torch.Tensor) -> list[bool]:
     """Of which outputs, each of two shards, what was sent is known."""
     found = []
     for output in outputs:
-        last = base.begin(link, output.chunk(2), Lease())
+        last = base.begin(link, output.chunk(2), PooledBuffers())
         found.append(last is not None)
         if last is not None:
             base.end(link, output.chunk(2), last)
@@ -237,7 +237,7 @@ def remembered(base: negotiation.InPlace, link: Any, *outputs: torch.Tensor) -> 
 
 def test_what_is_remembered_of_each_place() -> None:
     """Several outputs at a time, side by side too; what is written over another is all that is known of that memory."""
-    base, link = negotiation.InPlace(), SimpleNamespace(group=Group(), rank=1)
+    base, link = in_place_base.InPlaceBase(), SimpleNamespace(group=Group(), rank=1)
     memory, elsewhere = torch.arange(400.0).bfloat16(), torch.zeros(100).bfloat16()
     first, second, third = memory[:100], memory[100:200], memory[200:]
     across = memory[50:150]
@@ -254,13 +254,13 @@ def test_what_is_remembered_of_each_place() -> None:
 
 
 def test_what_was_sent_is_a_copy_of_the_own_shard() -> None:
-    base, link = negotiation.InPlace(), SimpleNamespace(group=Group(), rank=1)
+    base, link = in_place_base.InPlaceBase(), SimpleNamespace(group=Group(), rank=1)
     output = torch.arange(10.0).bfloat16()
     base.end(link, output.chunk(2), None)
     output.zero_()
-    last = base.begin(link, output.chunk(2), Lease())
+    last = base.begin(link, output.chunk(2), PooledBuffers())
     assert last is not None and last.tolist() == [5.0, 6.0, 7.0, 8.0, 9.0]
-    assert base.begin(link, output.chunk(2), Lease()) is None, "after an error nothing is known"
+    assert base.begin(link, output.chunk(2), PooledBuffers()) is None, "after an error nothing is known"
 
 
 class Watched:
@@ -269,9 +269,9 @@ class Watched:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def begin(self, link: Any, places: Any, lease: Lease) -> torch.Tensor | None:
+    def begin(self, link: Any, places: Any, lease: PooledBuffers) -> torch.Tensor | None:
         self.lease = lease
-        return lease.like(places[0], torch.float32).fill_(7.0)
+        return lease.empty(places[0].numel(), torch.float32, places[0].device).fill_(7.0)
 
     def end(self, link: Any, places: Any, last: torch.Tensor | None) -> None:
         assert last is not None and self.lease._blocks, "it is still its memory"
@@ -291,7 +291,7 @@ def test_the_course_of_a_gather(monkeypatch: pytest.MonkeyPatch, fails: bool, re
         if fails:
             raise comm.CommError("as planted")
 
-    monkeypatch.setattr(negotiation.schedule, "gather", gather)
+    monkeypatch.setattr(negotiation.full, "gather", gather)
     monkeypatch.setattr(negotiation, "_objection", lambda link, last, places: reason)
     link, base = SimpleNamespace(rank=0, role="zero_param", op="gather"), Watched(log)
     whole = torch.arange(8.0)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_zipccl import FrameError, comm, compress
 from ds_zipccl.comm import frames
-from ds_zipccl.comm.buffer_pool import BUFFERS
+from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameErrorCode
@@ -274,7 +274,7 @@ def refusing(rank: int, ranks: int) -> None:
         del caught
         gc.collect()
         for _ in range(4):
-            BUFFERS.take(180_000).fill_(255)
+            POOL.take(180_000).fill_(255)
     else:
         call(filled(rank, 90000, 1))
         corpus.assert_same_bits(output, torch.cat([filled(peer, 90000, 1) for peer in range(ranks)]))

@@ -15,12 +15,12 @@ from ds_zipccl.cli import bench_comm
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy import admission, cost_model
-from ds_zipccl.policy.cost_model import TYPICAL_RATIO, VARIANTS, Profile, predict
+from ds_zipccl.policy.cost_model import TYPICAL_RATIO, VARIANTS, LinkProfile, predict
 
 PIECE_BYTES = 4 << 20
 
 POINTS = ((4096.0, 1e-4), (65536.0, 3e-4), (2.0**20, 1.4e-3), (2.0**23, 1e-2))
-PROFILE = Profile(POINTS, encode=8e9, decode=10e9, add=5e9, copy=20e9, add_raw=1e9, call=5e-5)
+PROFILE = LinkProfile(POINTS, encode=8e9, decode=10e9, add=5e9, copy=20e9, add_raw=1e9, call=5e-5)
 FREE = 1e30  # bytes a second of a codec that costs nothing
 MIB = 1 << 20
 
@@ -31,11 +31,11 @@ def test_points_and_what_lies_between_and_beyond() -> None:
     assert PROFILE.seconds((4096 + 65536) / 2) == pytest.approx(2e-4)
     assert PROFILE.bandwidth == pytest.approx(7 * MIB / 8.6e-3)
     assert PROFILE.seconds(15 * MIB) == pytest.approx(1e-2 + 8.6e-3)
-    assert Profile(((1000.0, 0.5),), 1, 1, 1, 1, 1, 0).seconds(2000) == 1.0
+    assert LinkProfile(((1000.0, 0.5),), 1, 1, 1, 1, 1, 0).seconds(2000) == 1.0
 
 
 def test_json_round_trip() -> None:
-    assert Profile.from_json(json.loads(json.dumps(PROFILE.to_json()))) == PROFILE
+    assert LinkProfile.from_json(json.loads(json.dumps(PROFILE.to_json()))) == PROFILE
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_json_round_trip() -> None:
 )
 def test_bad_profiles_are_refused(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        Profile.from_json(PROFILE.to_json() | change)
+        LinkProfile.from_json(PROFILE.to_json() | change)
 
 
 def test_missing_keys_are_refused() -> None:
     for content in ({}, [], None, {"transfer": [[1, 2]]}):
         with pytest.raises(ValueError, match=r"keys add, .*got"):
-            Profile.from_json(content)
+            LinkProfile.from_json(content)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -186,13 +186,15 @@ ON = ZipcclConfig(enabled=True, min_bytes=0)
 GATHER = admission.Message("all_gather", torch.bfloat16, 1 << 22, 2, "cpu", "gloo", "dp")
 
 
-def line(seconds_a_byte: float, speed: float = 8e9) -> Profile:
+def line(seconds_a_byte: float, speed: float = 8e9) -> LinkProfile:
     """A link without latency, and a codec of one speed for everything."""
-    return Profile(((1.0, seconds_a_byte), (1e9, 1e9 * seconds_a_byte)), *(speed,) * 5, call=0)
+    return LinkProfile(((1.0, seconds_a_byte), (1e9, 1e9 * seconds_a_byte)), *(speed,) * 5, call=0)
 
 
-def tried(message: admission.Message, profile: Profile | None) -> list[str]:
-    return [str(plan) for plan in cost_model.promising(admission.candidates(message, ON, True), message, profile)]
+def tried(message: admission.Message, profile: LinkProfile | None) -> list[str]:
+    return [
+        str(plan) for plan in cost_model.prune_candidates(admission.candidates(message, ON, True), message, profile)
+    ]
 
 
 ALL = ["plain", "uncoded frames", "cascade frames"]

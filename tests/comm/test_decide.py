@@ -13,13 +13,16 @@ import torch.distributed as dist
 from test_checks import calls, shadowed
 
 from ds_zipccl import comm
-from ds_zipccl.comm import execution
-from ds_zipccl.comm.execution import Call, Operation, _may_meet, _mixture, decide
-from ds_zipccl.comm.group_state import Members, known
+from ds_zipccl.comm import decision, execution
+from ds_zipccl.comm import group_state as states
+from ds_zipccl.comm.decision import _mixture, _remembered, decide, decision_memory
+from ds_zipccl.comm.execution import _may_meet, execute
+from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
+from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.tuner import Tuner
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import admission, tuner_rules
-from ds_zipccl.policy.admission import Decision
+from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
@@ -34,21 +37,22 @@ CODED = Decision(True, "cascade", "")
 @pytest.fixture
 def members(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group of two ranks on gloo of which nothing is known."""
-    monkeypatch.setattr(execution, "nodes_of", lambda group: [])
-    monkeypatch.setattr(execution, "profile_of", lambda members: None)
-    return SimpleNamespace(rank=0, size=2, plans={}, tuners={}, backend=lambda device: "gloo")
+    monkeypatch.setattr(decision, "group_nodes", lambda group: [])
+    monkeypatch.setattr(decision, "link_profile", lambda state, device: None)
+    return type("State", (), {"rank": 0, "size": 2, "backend": lambda self, device: "gloo"})()
 
 
-def operation_on(**more: Any) -> Operation:
-    usual = dict(name="all_reduce", inputs=[], outputs=[], plain=None, coded=None, numel=NUMEL, sent=NUMEL)
-    return Operation(**{**usual, "reduce_op": dist.ReduceOp.SUM, "tolerance": "nan", **more})  # type: ignore[arg-type]
+def request_of(config: ZipcclConfig = AUTO, role: str = "dp", later: bool = False, **more: Any) -> Request:
+    group: Any = SimpleNamespace(group_name="7")
+    usual = dict(op="all_reduce", inputs=[], outputs=[], group=group, async_op=later, config=config, role=role)
+    usual |= dict(plain=None, numel=NUMEL, sent=NUMEL, reduce_op=dist.ReduceOp.SUM, tolerance="nan")
+    return Request(**{**usual, **more})  # type: ignore[arg-type]
 
 
 def decided(
     members: Any, config: ZipcclConfig, role: str = "dp", dtype: torch.dtype = torch.float32, **more: Any
 ) -> tuple[Decision, Tuner | None]:
-    call = Call(SimpleNamespace(group_name="7"), False, config, role)  # type: ignore[arg-type]
-    return decide(operation_on(**more), torch.empty(1, dtype=dtype), members, call)
+    return _remembered(request_of(config, role, **more), torch.empty(1, dtype=dtype), members)
 
 
 #: What makes another message of the usual one, which is a sum of the role dp that is coded: its plan.
@@ -56,7 +60,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Decision]] = {
     "role": ({"role": "ep"}, Decision(False, "", "role is never coded")),
     "dtype": ({"dtype": torch.float64}, Decision(False, "", "dtype float64")),
     "reduce op": ({"reduce_op": dist.ReduceOp.MAX}, Decision(False, "", "reduce op MAX")),
-    "size": ({"numel": 10}, Decision(False, "", admission.SMALL)),
+    "size": ({"numel": 10}, Decision(False, "", PassReason.SMALL.value)),
     "config": ({"config": ZipcclConfig()}, Decision(False, "", "not enabled")),
 }
 NEVER_EP = ALWAYS.model_copy(update={"roles": {"ep": "never"}, "min_bytes": 1000})
@@ -71,18 +75,17 @@ def test_plans_are_remembered_by_all_that_they_depend_on(members: Any, other: st
         assert decided(members, **{**usual, **(change if what == "other" else {})}) == (
             (CODED, None) if what == "usual" else (plan, None)
         )
-    assert len(members.plans) == 2
+    assert len(decision_memory(members).decisions) == 2
 
 
 def test_a_base_and_a_shape_have_plans_of_their_own(members: Any) -> None:
-    gather = {"name": "all_gather_into_tensor", "reduce_op": None, "tolerance": "bits", "numel": 1 << 20}
+    gather = {"op": "all_gather_into_tensor", "reduce_op": None, "tolerance": "bits", "numel": 1 << 20}
     for _ in range(2):
         assert decided(members, ALWAYS, **gather) == (CODED, None)
-        assert decided(members, ALWAYS, **gather, based=True) == (Decision(True, "delta", ""), None)
+        assert decided(members, ALWAYS, **gather, based=True) == (Decision(True, "cascade", "", with_base=True), None)
     sparse = torch.eye(100).to_sparse()
-    call = Call(SimpleNamespace(group_name="7"), False, ALWAYS, "dp")  # type: ignore[arg-type]
-    assert decide(operation_on(), torch.empty(1), members, call) == (CODED, None)
-    assert decide(operation_on(), sparse, members, call)[0].reason == "no coded route on cpu (torch.sparse_coo) yet"
+    assert _remembered(request_of(ALWAYS), torch.empty(1), members) == (CODED, None)
+    assert _remembered(request_of(ALWAYS), sparse, members)[0].reason == "no coded route on cpu (torch.sparse_coo) yet"
 
 
 def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: Any) -> None:
@@ -90,11 +93,11 @@ def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: An
     found = {}
     for tolerance in ("nan", "rounding", "bits"):
         found[tolerance] = decided(members, AUTO, tolerance=tolerance)[1]
-        members.tuners.clear()
+        decision_memory(members).tuners.clear()
     names = {tolerance: [str(plan) for plan in tuner._candidates] for tolerance, tuner in found.items() if tuner}
     ours = ["uncoded frames", "cascade frames"]
     assert names == {"nan": ["plain", *ours], "rounding": ours, "bits": ["plain", *ours]}
-    unfit = decided(members, AUTO, name="all_to_all", numel=None, reduce_op=None, plain_fits=False)[1]
+    unfit = decided(members, AUTO, op="all_to_all", numel=None, reduce_op=None, plain_fits=False)[1]
     assert unfit is not None and [str(plan) for plan in unfit._candidates] == ours
 
 
@@ -102,7 +105,7 @@ def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: An
 TOGETHER: tuple[dict[str, Any], ...] = ({}, {"numel": NUMEL + 1}, {"config": AUTO.model_copy()})
 APART: dict[str, dict[str, Any]] = {
     "role": {"role": "zero_grad"},
-    "operation": {"name": "reduce_scatter_tensor"},
+    "operation": {"op": "reduce_scatter_tensor"},
     "size": {"numel": 2 * NUMEL},
     "dtype": {"dtype": torch.bfloat16, "numel": 2 * NUMEL},
     "reduce op": {"reduce_op": dist.ReduceOp.AVG},
@@ -152,10 +155,10 @@ def test_the_table_names_the_kind(members: Any) -> None:
 
 
 def test_the_memory_of_plans_is_bounded(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "REMEMBERED", 5)
+    monkeypatch.setattr(decision, "REMEMBERED", 5)
     for numel in range(1, 40):
         assert decided(members, ALWAYS, numel=1000 + numel) == (CODED, None)
-        assert len(members.plans) <= 5
+        assert len(decision_memory(members).decisions) <= 5
 
 
 def test_a_config_that_is_gone_lends_its_address_to_no_other(members: Any) -> None:
@@ -172,11 +175,11 @@ def test_who_may_be_made_to_wait_for_others() -> None:
         (False, {}, True),
         (True, {}, False),
         (False, {"numel": None}, False),
-        (False, {"name": "broadcast"}, False),
-        (False, {"name": "reduce"}, False),
-        (False, {"name": "reduce_scatter"}, True),
+        (False, {"op": "broadcast"}, False),
+        (False, {"op": "reduce"}, False),
+        (False, {"op": "reduce_scatter"}, True),
     ):
-        assert _may_meet(operation_on(**more), Call(None, later, AUTO, "dp")) is meets, (later, more)
+        assert _may_meet(request_of(later=later, **more)) is meets, (later, more)
 
 
 PASS = Decision(False, "", "plain is faster")
@@ -190,7 +193,7 @@ class Tuning:
     def __init__(self, *plans: Decision) -> None:
         self.plans, self.log = list(plans), []  # type: ignore[var-annotated]
 
-    def next(self, link: Any, token: Any) -> tuple[Decision, Any]:
+    def next_plan(self, open_context: Any, token: Any) -> tuple[Decision, Any]:
         self.log.append(("next", token))
         return self.plans.pop(0), self
 
@@ -207,12 +210,15 @@ class Tuning:
 def carried_out(
     monkeypatch: pytest.MonkeyPatch, tuner: Tuning, plain: Callable[..., Any], later: bool = False, **more: Any
 ) -> Any:
-    """What operation.run returns of 5000 floats where ``tuner`` chooses, and coded operations say so."""
-    monkeypatch.setattr(execution, "known", lambda group: SimpleNamespace())
-    monkeypatch.setattr(execution, "decide", lambda op, tensor, members, call: (CODED, tuner))
-    monkeypatch.setattr(execution, "_code", lambda op, call, plan, watch: f"{plan} {watch is tuner}")
+    """The result of a call with 5000 floats where ``tuner`` chooses, and coded calls say so."""
+    monkeypatch.setattr(decision, "group_state", lambda group: SimpleNamespace())
+    monkeypatch.setattr(decision, "_remembered", lambda request, tensor, state: (CODED, tuner))
+    monkeypatch.setattr(
+        execution, "_execute_coded", lambda choice, request, schedule: f"{choice.decision} {choice.timer is tuner}"
+    )
     usual = {"outputs": [torch.ones(NUMEL)], "plain": plain, "token": "t", "numel": 2 * NUMEL}
-    return execution.run(operation_on(**{**usual, **more}), Call(None, later, AUTO, "dp"))
+    request = request_of(later=later, **{**usual, **more})
+    return execute(decide(request), request, None)  # type: ignore[arg-type]
 
 
 def test_a_plain_call_is_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,26 +252,30 @@ def test_a_failure_on_the_way_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_part_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks, part in ((1, 0), (2, 500), (3, 666), (-1, 0)):
-        monkeypatch.setattr(execution, "size_of", lambda group, ranks=ranks: ranks)
-        assert execution.others(1000, None) == part
+        monkeypatch.setattr(execution, "group_size", lambda group, ranks=ranks: ranks)
+        assert execution.sent_to_peers(1000, None) == part
 
 
 def test_ranks_are_given_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution.dist, "get_group_rank", lambda group, rank: rank + 10)
+    monkeypatch.setattr(states.dist, "get_group_rank", lambda group, rank: rank + 10)
     group: Any = object()
-    assert execution.group_rank(group, 3, None) == 13 and execution.group_rank(group, None, 3) == 3
-    assert execution.group_rank(group, 0, None) == 10 and execution.group_rank(group, None, 0) == 0
+    assert group_rank(group, 3, None) == 13 and group_rank(group, None, 3) == 3
+    assert group_rank(group, 0, None) == 10 and group_rank(group, None, 0) == 0
     for both in ((None, None), (0, 0), (1, 2)):
         with pytest.raises(ValueError, match="either a global rank or a group rank"):
-            execution.group_rank(group, *both)
+            group_rank(group, *both)
+
+
+def mixture(*some: torch.Tensor) -> str:
+    return _mixture(request_of(outputs=some[:1], inputs=some[1:]))
 
 
 def test_mixtures_are_named() -> None:
     one, half, meta = torch.empty(1), torch.empty(1).half(), torch.empty(1, device="meta")
-    assert _mixture([one]) == _mixture([one, one, one]) == _mixture([half, half]) == ""
-    for mixture in ([one, half], [half, one], [one, one, half], [one, half, one]):
-        assert _mixture(mixture).endswith("got torch.float16 on cpu, torch.float32 on cpu")
-    assert _mixture([one, meta]).endswith("got torch.float32 on cpu, torch.float32 on meta")
+    assert mixture(one) == mixture(one, one, one) == mixture(half, half) == ""
+    for some in ([one, half], [half, one], [one, one, half], [one, half, one]):
+        assert mixture(*some).endswith("got torch.float16 on cpu, torch.float32 on cpu")
+    assert mixture(one, meta).endswith("got torch.float32 on cpu, torch.float32 on meta")
 
 
 # ---- with ranks --------------------------------------------------------------------------------------------------------
@@ -289,7 +299,7 @@ def mixed(rank: int, ranks: int) -> None:
                 with pytest.raises(ValueError, match="one dtype"):
                     call()
                 assert not counters.rows()
-            assert all(tuner._calls == 0 for tuner in known(None).tuners.values())
+            assert all(tuner._calls == 0 for tuner in decision_memory(group_state(None)).tuners.values())
         comm.all_gather(places, good, config=config)
         comm.all_to_all([torch.empty(NUMEL) for _ in range(ranks)], [good, good], config=config)
         assert [float(place[-1]) for place in places] == [0.0, 1.0]
@@ -317,7 +327,7 @@ def compared(rank: int, ranks: int) -> dict[str, dict[str, int]]:
     """Under torch's comparison of ranks, which takes messages of other numbers for a wrong program, everything passes."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     again = dist.group.WORLD
-    known(None).backends = Members(again).backends  # as a program finds it that sets the variable
+    group_state(None).backends = GroupState(again).backends  # as a program finds it that sets the variable
     counters.reset()
     for call in calls(shadowed(check="off"), rank, ranks, 0).values():
         call(False)

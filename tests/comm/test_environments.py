@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_zipccl
 from ds_zipccl import comm
-from ds_zipccl.comm.group_state import known
+from ds_zipccl.comm.decision import decision_memory
+from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.sums import flushes_here
 from ds_zipccl.policy import tuner_rules
@@ -206,9 +207,9 @@ def under_all(rank: int, ranks: int, names: list[str]) -> int:
     for seed, name in enumerate(names):
         environment = ENVIRONMENTS[name]
         for mode, config in MODES.items():
-            group = known(None)
-            group.tuners.clear()
-            group.plans.clear()
+            group = group_state(None)
+            decision_memory(group).tuners.clear()
+            decision_memory(group).decisions.clear()
             for number, operation in enumerate(OPERATIONS):
                 # every schedule that competes has its turn, blocking and not
                 for step in range(4 if mode == "auto" else 2):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ds_zipccl
-from ds_zipccl.comm.buffer_pool import Lease
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.schedules import gather, pipeline
-from ds_zipccl.comm.schedules.pipeline import Pieces, Round, abandoned, posting
+from ds_zipccl.comm.schedules.pipeline import Exchange, Fragments, abandon, open_exchange
 from ds_zipccl.policy import wire
 
 NUMEL = 100
@@ -33,22 +33,22 @@ class Handle:
         self._log.append(self._name)
 
 
-class Link:
-    """A link, and its group, that delivers what it is given to deliver; ``log``: sends, waits and releases, in order."""
+class Context:
+    """A context, its transport and its coder, that delivers the frames in ``coming``; ``log``: sends, waits and releases, in order."""
 
     def __init__(self, ranks: int = 3, nodes: Sequence[Sequence[int]] = ()) -> None:
         self.rank, self.peers, self.nodes = 0, list(range(1, ranks)), nodes
-        self.group, self.log = self, []
+        self.transport, self.log = self, []
         self.counted: list[tuple[int, int]] = []
         self.coming: list[torch.Tensor] = []
-        self.leases: list[Lease] = []
-        self.rounds: set[int] = set()
+        self.leases: list[PooledBuffers] = []
+        self.exchanges: set[int] = set()
 
     def tag(self, index: int) -> int:
         return index
 
-    def piece_numel(self, numel: int, itemsize: int, rounds: int) -> int:
-        self.rounds.add(rounds)
+    def fragment_numel(self, numel: int, itemsize: int, exchanges: int) -> int:
+        self.exchanges.add(exchanges)
         return numel
 
     @contextmanager
@@ -58,29 +58,29 @@ class Link:
     def count(self, logical_bytes: int, wire_bytes: int) -> None:
         self.counted.append((logical_bytes, wire_bytes))
 
-    def landing(self, out: torch.Tensor, lease: Lease) -> torch.Tensor:
-        self.leases.append(lease)
-        return lease.bytes(4096)
+    def recv_buffer(self, numel: int, dtype: torch.dtype, buffers: PooledBuffers) -> torch.Tensor:
+        self.leases.append(buffers)
+        return buffers.take(4096)
 
-    def recv(self, buffers: list[torch.Tensor], peer: int, tag: int) -> Handle:
+    def post_recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Handle:
         frame = self.coming.pop(0)
-        buffers[0][: len(frame)] = frame
+        buffer[: len(frame)] = frame
         return Handle(f"received from {peer}", self.log)
 
-    def send(self, frames: list[torch.Tensor], peer: int, tag: int) -> Handle:
+    def post_send(self, frame: torch.Tensor, peer: int, tag: int) -> Handle:
         self.log.append(f"to {peer}")
         return Handle(f"sent to {peer}", self.log)
 
-    def encode(self, flat: torch.Tensor, lease: Lease, base: torch.Tensor | None = None) -> torch.Tensor:
-        self.leases.append(lease)
+    def compress(self, flat: torch.Tensor, buffers: PooledBuffers, base: torch.Tensor | None = None) -> torch.Tensor:
+        self.leases.append(buffers)
         frame = frame_of(float(flat[0]))
-        return lease.bytes(len(frame)).copy_(frame)
+        return buffers.take(len(frame)).copy_(frame)
 
-    def encode_all(self, flats: Sequence[torch.Tensor], lease: Lease) -> list[torch.Tensor]:
-        self.log.append("encoded together")
-        return [self.encode(flat, lease) for flat in flats]
+    def compress_each(self, flats: Sequence[torch.Tensor], buffers: PooledBuffers) -> list[torch.Tensor]:
+        self.log.append("compressed together")
+        return [self.compress(flat, buffers) for flat in flats]
 
-    def decode(self, frame: torch.Tensor, peer: int, out: torch.Tensor, base: torch.Tensor | None = None) -> None:
+    def decompress(self, frame: torch.Tensor, peer: int, out: torch.Tensor, base: torch.Tensor | None = None) -> None:
         ds_zipccl.decompress(frame, out)
 
     def held(self) -> list[bool]:
@@ -88,8 +88,14 @@ class Link:
         return [bool(lease._blocks) for lease in self.leases]
 
 
-def exchange_on(link: Any, *, ours: bool = False) -> Round:
-    return Round(link, 0, ours)
+@pytest.fixture(autouse=True)
+def coder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context codes its frames itself."""
+    monkeypatch.setattr(pipeline, "FrameCoder", lambda ctx: ctx)
+
+
+def exchange_on(ctx: Any, *, control: bool = False) -> Exchange:
+    return Exchange(ctx, 0, control)
 
 
 def flat(value: float = 1.0) -> torch.Tensor:
@@ -97,77 +103,75 @@ def flat(value: float = 1.0) -> torch.Tensor:
 
 
 def test_memory_of_what_came_goes_back_when_it_is_decoded() -> None:
-    link = Link()
-    exchange = exchange_on(link)
-    link.coming = [frame_of(1.0), frame_of(2.0)]
+    ctx = Context()
+    exchange = exchange_on(ctx)
+    ctx.coming = [frame_of(1.0), frame_of(2.0)]
     for _ in range(2):
-        exchange.expect(1, flat())
-    first, second = (exchange.receive(1, flat(0.0)) for _ in range(2))
-    assert [float(first[0]), float(second[-1])] == [1.0, 2.0] and link.held() == [False, False]
-    assert link.log == ["received from 1"] * 2
+        exchange.post_recv(1, flat())
+    first, second = (exchange.recv(1, flat(0.0)) for _ in range(2))
+    assert [float(first[0]), float(second[-1])] == [1.0, 2.0] and ctx.held() == [False, False]
+    assert ctx.log == ["received from 1"] * 2
 
 
 def test_memory_of_what_is_handed_on_goes_back_when_it_is_out() -> None:
     """The frame that goes on is the memory it came in."""
-    link = Link()
-    across, within = exchange_on(link), exchange_on(link)
-    link.coming = [frame_of(3.0)]
+    ctx = Context()
+    across, within = exchange_on(ctx), exchange_on(ctx)
+    ctx.coming = [frame_of(3.0)]
     out = flat(0.0)
-    across.expect(1, out)
-    across.hand_on(1, out, within, [2])
-    assert float(out[0]) == 3.0 and link.held() == [True], "it is on its way"
+    across.post_recv(1, out)
+    across.forward(1, out, within, [2])
+    assert float(out[0]) == 3.0 and ctx.held() == [True], "it is on its way"
     across.flush()
-    assert link.held() == [True]
+    assert ctx.held() == [True]
     within.flush()
-    assert link.held() == [False] and link.log == ["received from 1", "to 2", "sent to 2"]
-    assert link.counted == [(4 * NUMEL, len(frame_of(3.0)))]
+    assert ctx.held() == [False] and ctx.log == ["received from 1", "to 2", "sent to 2"]
+    assert ctx.counted == [(4 * NUMEL, len(frame_of(3.0)))]
 
 
 def test_sends_are_waited_for_before_their_memory_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link()
-    exchange = exchange_on(link)
+    ctx = Context()
+    exchange = exchange_on(ctx)
     exchange.send(flat(), 1, 2)
-    assert link.held() == [True] and link.log == ["to 1", "to 2"]
-    release = Lease.release
-    monkeypatch.setattr(Lease, "release", lambda self: link.log.append("back") or release(self))
+    assert ctx.held() == [True] and ctx.log == ["to 1", "to 2"]
+    release = PooledBuffers.release
+    monkeypatch.setattr(PooledBuffers, "release", lambda self: ctx.log.append("back") or release(self))
     exchange.flush()
-    assert link.log[2:4] == ["sent to 1", "sent to 2"] and set(link.log[4:]) == {"back"} and link.held() == [False]
+    assert ctx.log[2:4] == ["sent to 1", "sent to 2"] and set(ctx.log[4:]) == {"back"} and ctx.held() == [False]
 
 
 def test_turns_bound_what_is_held() -> None:
-    link = Link()
-    exchange = exchange_on(link)
+    ctx = Context()
+    exchange = exchange_on(ctx)
     for turn in range(12):
-        exchange.turn()
+        exchange.next_step()
         exchange.send(flat(), 1)
-        assert sum(link.held()) <= 2 * wire.PIPELINE_DEPTH + 1
-        assert all(link.held()[-min(turn + 1, 2 * wire.PIPELINE_DEPTH) :]), (
-            "those of the last turns may be on their way"
-        )
+        assert sum(ctx.held()) <= 2 * wire.PIPELINE_DEPTH + 1
+        assert all(ctx.held()[-min(turn + 1, 2 * wire.PIPELINE_DEPTH) :]), "those of the last turns may be on their way"
 
 
 def test_on_leaving_every_send_is_out() -> None:
-    link = Link()
-    with posting(link) as exchange:  # type: ignore[arg-type]
+    ctx = Context()
+    with open_exchange(ctx) as exchange:  # type: ignore[arg-type]
         exchange.send(flat(), 1)
-        assert link.log == ["to 1"]
-    assert link.log == ["to 1", "sent to 1"] and link.held() == [False]
+        assert ctx.log == ["to 1"]
+    assert ctx.log == ["to 1", "sent to 1"] and ctx.held() == [False]
 
 
 def test_after_an_error_nothing_is_waited_for_and_the_exchange_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_abandoned", type(pipeline._abandoned)(maxlen=pipeline.ABANDONED))
-    link = Link()
-    with pytest.raises(KeyError, match="planted"), posting(link) as exchange:  # type: ignore[arg-type]
+    ctx = Context()
+    with pytest.raises(KeyError, match="planted"), open_exchange(ctx) as exchange:  # type: ignore[arg-type]
         exchange.send(flat(), 1)
         raise KeyError("planted")
-    assert link.log == ["to 1"] and link.held() == [True] and list(pipeline._abandoned) == [exchange]
+    assert ctx.log == ["to 1"] and ctx.held() == [True] and list(pipeline._abandoned) == [exchange]
 
 
 def test_the_last_failures_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_abandoned", type(pipeline._abandoned)(maxlen=pipeline._abandoned.maxlen))
     alive = []
     for _ in range(3 * pipeline.ABANDONED):
-        abandoned(exchange := exchange_on(Link()))
+        abandon(exchange := exchange_on(Context()))
         alive.append(weakref.ref(exchange))
         del exchange
     assert [one() is not None for one in alive] == [False] * 2 * pipeline.ABANDONED + [True] * pipeline.ABANDONED
@@ -175,32 +179,32 @@ def test_the_last_failures_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch)
 
 def test_messages_of_our_own_count_as_nothing_uncoded() -> None:
     """What a plain collective would not send is no saving."""
-    for ours, uncoded in ((False, 4 * NUMEL), (True, 0)):
-        link = Link()
-        exchange_on(link, ours=ours).send(flat(), 1, 2)
-        assert link.counted == [(uncoded, len(frame_of(1.0)))] * 2
+    for control, uncoded in ((False, 4 * NUMEL), (True, 0)):
+        ctx = Context()
+        exchange_on(ctx, control=control).send(flat(), 1, 2)
+        assert ctx.counted == [(uncoded, len(frame_of(1.0)))] * 2
 
 
 def test_nothing_is_sent_of_nothing() -> None:
-    link = Link()
-    exchange = exchange_on(link)
+    ctx = Context()
+    exchange = exchange_on(ctx)
     empty = flat()[:0]
-    exchange.expect(1, empty)
+    exchange.post_recv(1, empty)
     exchange.send(empty, 1)
-    exchange.scatter([flat(), empty, flat()], [1, 2])
-    assert exchange.receive(1, empty) is empty
-    exchange.receive_add(1, torch.float32, empty)
-    exchange.hand_on(1, empty, exchange, [2])
-    assert link.log == ["to 2"]
+    exchange.send_each([flat(), empty, flat()], [1, 2])
+    assert exchange.recv(1, empty) is empty
+    exchange.recv_add(1, torch.float32, empty)
+    exchange.forward(1, empty, exchange, [2])
+    assert ctx.log == ["to 2"]
 
 
 def test_what_is_scattered_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of peers, each its own; encoded in one call where the policy says so, of those that are not empty."""
     asked: list[list[int]] = []
     monkeypatch.setattr(wire, "encode_together", lambda nbytes: asked.append(list(nbytes)) or len(nbytes) > 1)
-    link = Link(4)
-    exchange_on(link).scatter([flat(), flat()[:0], flat(2.0), flat(3.0)], [3, 2, 1])
-    assert asked == [[4 * NUMEL] * 2] and link.log == ["encoded together", "to 3", "to 2"]
+    ctx = Context(4)
+    exchange_on(ctx).send_each([flat(), flat()[:0], flat(2.0), flat(3.0)], [3, 2, 1])
+    assert asked == [[4 * NUMEL] * 2] and ctx.log == ["compressed together", "to 3", "to 2"]
 
 
 @pytest.mark.parametrize(("nodes", "exchanges"), [((), 1), (((0, 1), (2, 3)), 2)])
@@ -208,10 +212,12 @@ def test_exchanges_that_go_on_together_share_the_memory(
     monkeypatch: pytest.MonkeyPatch, nodes: Any, exchanges: int
 ) -> None:
     """A gather by node has two at a time: its pieces are half as large."""
-    went: list[tuple[str, Pieces]] = []
-    for name in ("_directly", "_by_node"):
-        monkeypatch.setattr(gather, name, lambda link, index, leaving, *more, name=name: went.append((name, leaving)))
-    link, whole = Link(4, nodes), torch.zeros(4, NUMEL)
-    gather.gather(link, 0, [flat()], [[place] for place in whole], base=flat())  # type: ignore[arg-type]
-    assert link.rounds == {exchanges} and [name for name, _ in went] == ["_by_node" if nodes else "_directly"]
+    went: list[tuple[str, Fragments]] = []
+    for name in ("_gather_flat", "gather_by_node"):
+        monkeypatch.setattr(gather, name, lambda ctx, index, leaving, *more, name=name: went.append((name, leaving)))
+    ctx, whole = Context(4, nodes), torch.zeros(4, NUMEL)
+    gather.gather(ctx, 0, [flat()], [[place] for place in whole], base=flat())  # type: ignore[arg-type]
+    assert ctx.exchanges == {exchanges} and [name for name, _ in went] == [
+        "gather_by_node" if nodes else "_gather_flat"
+    ]
     assert whole[0].eq(1).all(), "the own shard is put into its place"

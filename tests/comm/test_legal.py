@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
+from ds_zipccl.comm.group_state import GroupState
+from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
 from ds_zipccl.telemetry import counters
@@ -174,11 +177,9 @@ def test_uncoded_frames_are_no_differences() -> None:
 
 
 def test_tags_repeat_in_whole_operations() -> None:
-    from ds_zipccl.comm import frames
-
-    last = frames.TAGS // frames.ROUNDS
-    group = type("Group", (), {})()
-    frames._issued[group] = itertools.count(last - 1)
-    tags = [frames.next_tag(group) for _ in range(2)]
-    assert tags == [frames.COLLECTIVE_TAG + (last - 1) * frames.ROUNDS, frames.COLLECTIVE_TAG]
-    assert tags[0] + frames.ROUNDS <= frames.P2P_TAG
+    last = TAGS_PER_RANGE // TAGS_PER_COLLECTIVE
+    state = GroupState.__new__(GroupState)
+    state._issued, state._issued_lock = itertools.count(last - 1), threading.Lock()
+    tags = [state.next_tag() for _ in range(2)]
+    assert tags == [TagRange.COLLECTIVE + (last - 1) * TAGS_PER_COLLECTIVE, TagRange.COLLECTIVE]
+    assert tags[0] + TAGS_PER_COLLECTIVE <= TagRange.POINT_TO_POINT

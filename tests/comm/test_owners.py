@@ -16,8 +16,9 @@ import torch.distributed as dist
 from test_sums import CODED, MIB, assert_same_sums, bell, flip_a_bit, other_order, sizes_for, wild
 
 from ds_zipccl import comm
-from ds_zipccl.comm.ops import reduce_to_owners, sums
-from ds_zipccl.comm.ops.reduce_to_owners import Owned, spans_of
+from ds_zipccl.comm.ops import reduce_to_owners
+from ds_zipccl.comm.ops.reduce_to_owners import Owners, spans_of
+from ds_zipccl.comm.schedules import reduce_scatter
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model, tuner_rules
 from ds_zipccl.telemetry import counters
@@ -30,13 +31,13 @@ AUTO = ZipcclConfig(enabled=True, min_bytes=0)
 # Owner maps of a message of ``size`` elements.
 
 
-def balanced(draw: random.Random, size: int, ranks: int) -> Owned:
+def balanced(draw: random.Random, size: int, ranks: int) -> Owners:
     return [(size // ranks, (rank,)) for rank in range(ranks - 1)] + [
         (size - size // ranks * (ranks - 1), (ranks - 1,))
     ]
 
 
-def one_owner(draw: random.Random, size: int, ranks: int) -> Owned:
+def one_owner(draw: random.Random, size: int, ranks: int) -> Owners:
     return [(size, (draw.randrange(ranks),))]
 
 
@@ -45,17 +46,17 @@ def cut_at_random(draw: random.Random, size: int, count: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise([0, *cuts, size])]
 
 
-def uneven(draw: random.Random, size: int, ranks: int) -> Owned:
+def uneven(draw: random.Random, size: int, ranks: int) -> Owners:
     return [(numel, (draw.randrange(ranks),)) for numel in cut_at_random(draw, size, 2 * ranks)]
 
 
-def tiny(draw: random.Random, size: int, ranks: int) -> Owned:
+def tiny(draw: random.Random, size: int, ranks: int) -> Owners:
     """Many parts, in turn; the last rank has none."""
     few = max(1, ranks - 1)
     return [(numel, (turn % few,)) for turn, numel in enumerate(cut_at_random(draw, size, min(size, 300)))]
 
 
-def several(draw: random.Random, size: int, ranks: int) -> Owned:
+def several(draw: random.Random, size: int, ranks: int) -> Owners:
     """From no owner to all ranks."""
     return [
         (numel, frozenset(draw.sample(range(ranks), draw.randrange(ranks + 1))))
@@ -63,12 +64,12 @@ def several(draw: random.Random, size: int, ranks: int) -> Owned:
     ]
 
 
-MAPS: tuple[Callable[[random.Random, int, int], Owned], ...] = (balanced, one_owner, uneven, tiny, several)
+MAPS: tuple[Callable[[random.Random, int, int], Owners], ...] = (balanced, one_owner, uneven, tiny, several)
 #: For messages of several pieces, which are dear.
 LARGE = (tiny, several)
 
 
-def recut(owned: Owned, draw: random.Random) -> Owned:
+def recut(owned: Owners, draw: random.Random) -> Owners:
     """The same owners, with parts cut and joined in another way, some of them empty."""
     parts: list[tuple[int, frozenset[int]]] = []
     for numel, ranks in owned:
@@ -80,7 +81,7 @@ def recut(owned: Owned, draw: random.Random) -> Owned:
     return parts
 
 
-def mask(owned: Owned, rank: int) -> torch.Tensor:
+def mask(owned: Owners, rank: int) -> torch.Tensor:
     """Which elements a rank owns."""
     return torch.cat([torch.full((numel,), rank in ranks) for numel, ranks in owned])
 
@@ -129,20 +130,20 @@ def test_the_same_in_pieces(ranks: int) -> None:
 
 def grid_of_the_shard() -> None:
     """From now on the position in the own shard counts, instead of the one in the message."""
-    build = sums.Adding.__init__
+    build = reduce_scatter.ShardAdder.__init__
 
-    def wrong(self: Any, link: Any, exchange: Any, shards: Any, reduction: Any, spans: Any, chunk: int) -> None:
+    def wrong(self: Any, ctx: Any, exchange: Any, shards: Any, reduction: Any, spans: Any, chunk: int) -> None:
         numel = sum(span.stop - span.start for span in spans)
-        build(self, link, exchange, shards, reduction, [slice(0, numel)], chunk)
+        build(self, ctx, exchange, shards, reduction, [slice(0, numel)], chunk)
 
-    sums.Adding.__init__ = wrong  # type: ignore[method-assign]
+    reduce_scatter.ShardAdder.__init__ = wrong  # type: ignore[method-assign]
 
 
 def shifted_by_one() -> None:
     """From now on everything belongs to the owners of the element before it."""
     right = spans_of
 
-    def wrong(tensor: torch.Tensor, owned: Owned, ranks: int) -> list[list[slice]]:
+    def wrong(tensor: torch.Tensor, owned: Owners, ranks: int) -> list[list[slice]]:
         moved = [[slice(span.start + 1, min(span.stop + 1, tensor.numel())) for span in spans]
                  for spans in right(tensor, owned, ranks)]  # fmt: skip
         return [[span for span in spans if span.start < span.stop] for spans in moved]
@@ -212,7 +213,7 @@ def test_as_defined() -> None:
 
 def complaints(rank: int, ranks: int) -> None:
     tensor = torch.ones(10)
-    calls: dict[str, tuple[torch.Tensor, Owned]] = {
+    calls: dict[str, tuple[torch.Tensor, Owners]] = {
         "add up to the tensor's 10 elements, got 9": (tensor, [(4, (0,)), (5, (1,))]),
         "add up to the tensor's 10 elements, got 0": (tensor, []),
         "owners from 0 to 1 .*, got 10 of .2.": (tensor, [(10, (2,))]),
@@ -285,6 +286,6 @@ def test_what_is_promising() -> None:
     message = admission.Message("reduce_to_owners", torch.bfloat16, 8 * MIB, 2, "cpu", "gloo", "zero_grad", "SUM")
     plans = admission.candidates(message, AUTO, exact=True)
     points = ((1.0, 1e-4), (1e9, 10.0))
-    slow = cost_model.Profile(points, encode=8e9, decode=8e9, add=8e9, copy=2e10, add_raw=1e10, call=1e-4)
-    assert [str(plan) for plan in cost_model.promising(plans, message, slow)] == ["plain", "cascade frames"]
-    assert cost_model.promising(plans, message, None) == plans
+    slow = cost_model.LinkProfile(points, encode=8e9, decode=8e9, add=8e9, copy=2e10, add_raw=1e10, call=1e-4)
+    assert [str(plan) for plan in cost_model.prune_candidates(plans, message, slow)] == ["plain", "cascade frames"]
+    assert cost_model.prune_candidates(plans, message, None) == plans

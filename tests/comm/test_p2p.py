@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.frames import COLLECTIVE_TAG, TAGS
+from ds_zipccl.comm import decision
 from ds_zipccl.comm.ops import p2p
+from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission
-from ds_zipccl.policy.cost_model import Profile
+from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
@@ -135,14 +136,14 @@ def passes(rank: int, ranks: int) -> None:
     high = torch.full((5,), float(rank))
     if rank == 0:
         send(tensor, 1)
-        send(high, 1, None, TAGS)
+        send(high, 1, None, TAGS_PER_RANGE)
         isend(tensor, 1).wait()
     else:
-        assert recv(tensor, 0) == 0 and recv(high, 0, None, TAGS) == 0
+        assert recv(tensor, 0) == 0 and recv(high, 0, None, TAGS_PER_RANGE) == 0
         assert tensor.tolist() == high.tolist() == [0] * 5
         assert recv(tensor) == 0
     rows = {row["op"]: row["reasons"] for row in counters.rows()}
-    assert rows == {"send" if rank == 0 else "recv": {"dtype int64": 2, f"tag not below {TAGS}": 1}}
+    assert rows == {"send" if rank == 0 else "recv": {"dtype int64": 2, f"tag not below {TAGS_PER_RANGE}": 1}}
     with pytest.raises(ValueError, match="this rank itself"):
         send(tensor, rank)
     outside = dist.new_group([0])
@@ -155,14 +156,14 @@ def test_passes() -> None:
 
 
 AUTO = CODED.model_copy(update={"mode": "auto"})
-SLOW, FAST = (Profile(((4096.0, 1e-4), (32e6, end)), *(8e9,) * 5, call=0) for end in (0.26, 0.003))
+SLOW, FAST = (LinkProfile(((4096.0, 1e-4), (32e6, end)), *(8e9,) * 5, call=0) for end in (0.26, 0.003))
 #: peer, tag, config, what was measured -> why the message passes; empty where it is coded.
-PLANS: dict[str, tuple[int | None, int, ZipcclConfig, Profile | None, str]] = {
+PLANS: dict[str, tuple[int | None, int, ZipcclConfig, LinkProfile | None, str]] = {
     "coded": (0, 0, CODED, None, ""),
-    "highest tag": (0, TAGS - 1, CODED, None, ""),
-    "higher tag": (0, TAGS, CODED, None, f"tag not below {TAGS}"),
-    "highest tag of programs": (0, COLLECTIVE_TAG - 1, CODED, None, f"tag not below {TAGS}"),
-    "negative tag": (0, -1, CODED, None, f"tag not below {TAGS}"),
+    "highest tag": (0, TAGS_PER_RANGE - 1, CODED, None, ""),
+    "higher tag": (0, TAGS_PER_RANGE, CODED, None, f"tag not below {TAGS_PER_RANGE}"),
+    "highest tag of programs": (0, TagRange.COLLECTIVE - 1, CODED, None, f"tag not below {TAGS_PER_RANGE}"),
+    "negative tag": (0, -1, CODED, None, f"tag not below {TAGS_PER_RANGE}"),
     "from anybody": (None, 0, CODED, None, ""),
     "to itself": (1, 0, CODED, None, "to itself"),
     "slow link": (0, 0, AUTO, SLOW, ""),
@@ -170,7 +171,7 @@ PLANS: dict[str, tuple[int | None, int, ZipcclConfig, Profile | None, str]] = {
     "fast link, always": (0, 0, CODED, FAST, ""),
     "fast link, this role always": (0, 0, AUTO.model_copy(update={"roles": {"pp": "always"}}), FAST, ""),
     "nothing measured": (0, 0, AUTO, None, ""),
-    "never": (1, TAGS, CODED.model_copy(update={"roles": {"pp": "never"}}), FAST, "role is never coded"),
+    "never": (1, TAGS_PER_RANGE, CODED.model_copy(update={"roles": {"pp": "never"}}), FAST, "role is never coded"),
 }
 
 
@@ -178,13 +179,14 @@ PLANS: dict[str, tuple[int | None, int, ZipcclConfig, Profile | None, str]] = {
 def plan_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., admission.Decision]:
     """The plan for a message of rank 1 of 2."""
 
-    def decided(peer: int | None, tag: int, config: ZipcclConfig, profile: Profile | None = None) -> admission.Decision:
-        monkeypatch.setattr(p2p, "profile_of", lambda members: profile)
-        return p2p._plan("send", torch.ones(1 << 20), None, tag, peer, config, "pp")  # type: ignore[arg-type]
+    def decided(
+        peer: int | None, tag: int, config: ZipcclConfig, profile: LinkProfile | None = None
+    ) -> admission.Decision:
+        monkeypatch.setattr(decision, "link_profile", lambda state, device: profile)
+        return p2p._decide("send", torch.ones(1 << 20), None, tag, peer, config, "pp")  # type: ignore[arg-type]
 
     members = SimpleNamespace(size=2, rank=1, backend=lambda device: "gloo")
-    monkeypatch.setattr(p2p, "known", lambda group: members)
-    monkeypatch.setattr(p2p.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(p2p, "group_state", lambda group: members)
     return decided
 
 
@@ -195,10 +197,10 @@ def test_which_messages_are_coded(plan_of: Callable[..., admission.Decision], ca
 
 
 def test_tags_of_our_own_are_refused(plan_of: Callable[..., admission.Decision]) -> None:
-    with pytest.raises(ValueError, match=f"tag must be below {COLLECTIVE_TAG}, got {COLLECTIVE_TAG}"):
-        plan_of(0, COLLECTIVE_TAG, CODED)
+    with pytest.raises(ValueError, match=f"tag must be below {TagRange.COLLECTIVE}, got {TagRange.COLLECTIVE}"):
+        plan_of(0, TagRange.COLLECTIVE, CODED)
     for config in (ZipcclConfig(), CODED.model_copy(update={"roles": {"pp": "never"}})):
-        assert not plan_of(0, COLLECTIVE_TAG, config).frames, "where nothing is coded the tag is the program's"
+        assert not plan_of(0, TagRange.COLLECTIVE, config).frames, "where nothing is coded the tag is the program's"
 
 
 def test_a_timeout_is_the_transports() -> None:

@@ -111,7 +111,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize("case", DIFFERENCES)
 def test_what_goes_as_a_difference(case: str) -> None:
     message, config, differs = DIFFERENCES[case]
-    assert admit(message, config) == Decision(True, "delta" if differs else config.codec, "")
+    assert admit(message, config) == Decision(True, config.codec, "", with_base=differs)
 
 
 def test_what_goes_by_node() -> None:

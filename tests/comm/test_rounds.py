@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.buffer_pool import BUFFERS
-from ds_zipccl.comm.ops import moves, reduce_to_owners, sums
-from ds_zipccl.comm.schedules import gather, pipeline
-from ds_zipccl.comm.schedules.gather import detached
+from ds_zipccl.comm.buffer_pool import POOL
+from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
+from ds_zipccl.comm.schedules import by_node, gather, pipeline, reduce_scatter
+from ds_zipccl.comm.schedules.pipeline import detached
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import wire
 
@@ -38,7 +38,7 @@ def test_pieces_fit_the_memory() -> None:
 
 def test_stages_follow_each_other() -> None:
     seen: list[tuple[str, int]] = []
-    pipeline.pump(4, lambda turn: seen.append(("post", turn)), lambda turn: seen.append(("take", turn)))
+    pipeline.run_pipeline(4, lambda turn: seen.append(("post", turn)), lambda turn: seen.append(("take", turn)))
     for stage in ("post", "take"):
         assert [turn for name, turn in seen if name == stage] == [0, 1, 2, 3]
     for turn in range(4):
@@ -54,13 +54,13 @@ def in_small_pieces(
     def counted(most: int, *stages: Callable[[int], None]) -> None:
         nonlocal turns
         turns = max(turns, most)
-        pipeline.pump(most, *stages)
+        pipeline.run_pipeline(most, *stages)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "FRAGMENT_UNIT", 64)
         patch.setattr(wire, "FRAGMENT_BYTES", (least, 16 * least))
-        for module in (sums, gather, moves, reduce_to_owners):
-            patch.setattr(module, "pump", counted)
+        for module in (all_reduce, all_to_all, broadcast, by_node, gather, reduce_scatter, reduce_to_owners):
+            patch.setattr(module, "run_pipeline", counted)
         case(rank, ranks, *arguments)
     return turns
 
@@ -178,9 +178,9 @@ def bounded(rank: int, ranks: int) -> list[int]:
         lambda **more: comm.reduce_scatter_tensor(tensor[: len(tensor) // ranks].clone(), tensor, **more),
     )
     for operation in operations:
-        BUFFERS.peak = 0
+        POOL.peak = 0
         operation(config=CODED.model_copy(update={"staging_mib": 6}))
-        peaks.append(BUFFERS.peak)
+        peaks.append(POOL.peak)
     return peaks
 
 

@@ -30,8 +30,8 @@ def _stage(where: str) -> str:
 
 def every_collective(rank: int, ranks: int, where: str) -> None:
     device, staged = _stage(where), []
-    encode = host_staging.encode
-    host_staging.encode = lambda *arguments: staged.append(1) or encode(*arguments)
+    encode = host_staging.compress
+    host_staging.compress = lambda *arguments: staged.append(1) or encode(*arguments)
     generator = torch.Generator().manual_seed(7)
     contributions = [torch.randn(ranks * 5000, generator=generator).bfloat16() for _ in range(ranks)]
     own = contributions[rank].to(device)

@@ -17,8 +17,8 @@ from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import frames, topology, tuner
 from ds_zipccl.comm.delta import negotiation, shared_base
-from ds_zipccl.comm.delta.shared_base import Kept
-from ds_zipccl.comm.group_state import known
+from ds_zipccl.comm.delta.shared_base import BaseSlot
+from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
 from ds_zipccl.telemetry import counters
@@ -34,7 +34,7 @@ class Trainer:
     def __init__(self, rank: int, ranks: int, kind: str) -> None:
         self.rank, self.ranks, self.seed = rank, ranks, 1
         self.masters = [torch.randn(ranks, shard, generator=torch.Generator().manual_seed(shard)) for shard in SHARDS]
-        self.kept = comm.keep([(shard, torch.bfloat16) for shard in SHARDS], kind, dist.group.WORLD)
+        self.kept = comm.allocate_bases([(shard, torch.bfloat16) for shard in SHARDS], kind, dist.group.WORLD)
 
     def step(self) -> None:
         for master in self.masters:
@@ -46,7 +46,7 @@ class Trainer:
         wanted = torch.cat([self.masters[index] for index in chosen], dim=1).bfloat16()
         whole = torch.full(wanted.shape, float("nan"), dtype=torch.bfloat16)
         own = whole[self.rank].copy_(wanted[self.rank]) if self.seed % 2 else wanted[self.rank].clone()
-        base = comm.Stored([self.kept[index] for index in chosen])
+        base = comm.SharedBase([self.kept[index] for index in chosen])
         return whole, wanted, comm.all_gather_into_tensor(whole.view(-1), own, None, True, config=CONFIG, base=base)
 
     def gather(self, *chosen: int) -> dict[str, int]:
@@ -90,7 +90,7 @@ def by_node(rank: int, ranks: int) -> None:
     trainer = Trainer(rank, ranks, "host")
     assert [kept.mates for kept in trainer.kept] == [[0, 1] if rank < 2 else [2, 3]] * len(SHARDS)
     for nodes in ([], [[0, 1], [2, 3]]):
-        known(None).nodes = nodes
+        group_state(None).nodes = nodes
         trainer.gather(0, 2)
         trainer.step()
         assert trainer.gather(0, 2) == {"": 1}
@@ -125,7 +125,7 @@ def edited(rank: int, ranks: int) -> None:
 def mistaken(rank: int, ranks: int) -> None:
     """A rank takes the copy of another tensor, then one whose last gather it has missed."""
     trainer = Trainer(rank, ranks, "device")
-    trainer.kept.append(Kept(trainer.kept[0].memory.clone(), trainer.kept[0].mates, 99))
+    trainer.kept.append(BaseSlot(trainer.kept[0].memory.clone(), trainer.kept[0].mates, 99))
     trainer.masters.append(trainer.masters[0] + 1)
     trainer.gather(0)
     trainer.gather(3)
@@ -183,7 +183,7 @@ def without_room(rank: int, ranks: int, failing: str) -> str:
     if failing == "foreign" and rank == 1:
         os.geteuid = lambda: 12345
     with pytest.raises(comm.CommError) as caught:
-        comm.keep([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
+        comm.allocate_bases([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
     dist.barrier()
     assert not [name for name in set(Path("/dev/shm").iterdir()) - names if "ds_zipccl" in name.name]
     return str(caught.value)
@@ -230,7 +230,7 @@ def opened(rank: int, ranks: int) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", watched)
-        comm.keep([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
+        comm.allocate_bases([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
     (call,) = calls
     return call
 
@@ -271,17 +271,17 @@ def test_nobody_waits_for_who_has_failed() -> None:
 def trials(rank: int, ranks: int) -> list[bool]:
     """Of every call that was timed while differences were tried: whether it was one. Eight tensors, forward and backward."""
     config, timed = CONFIG.model_copy(update={"mode": "auto"}), []
-    start = tuner.Stopwatch.start
-    tuner.Stopwatch.start = lambda self, meet: (timed.append(True), start(self, meet))
+    start = tuner.CallTimer.start
+    tuner.CallTimer.start = lambda self, meet: (timed.append(True), start(self, meet))
     shards = [torch.randn(SHARDS[0]).bfloat16() for _ in range(8)]
-    kept = comm.keep([(SHARDS[0], torch.bfloat16)] * 8, "host", dist.group.WORLD)
+    kept = comm.allocate_bases([(SHARDS[0], torch.bfloat16)] * 8, "host", dist.group.WORLD)
     found = []
     for turn in range(80):
         index = min(turn % 16, 15 - turn % 16)
         counters.reset()
         timed.clear()
         whole = torch.empty(ranks * SHARDS[0], dtype=torch.bfloat16)
-        comm.all_gather_into_tensor(whole, shards[index], config=config, base=comm.Stored([kept[index]]))
+        comm.all_gather_into_tensor(whole, shards[index], config=config, base=comm.SharedBase([kept[index]]))
         differences = counters.rows()[0]["differences"]
         if timed and differences:
             found.append(differences == {"": 1})
@@ -298,4 +298,4 @@ def test_nothing_to_keep() -> None:
 
 
 def nothing(rank: int, ranks: int) -> None:
-    assert comm.keep([], "host", dist.group.WORLD) == []
+    assert comm.allocate_bases([], "host", dist.group.WORLD) == []

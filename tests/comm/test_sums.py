@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm import frames, reduction_order
-from ds_zipccl.comm.ops import sums
+from ds_zipccl.comm import frames, reduction_order, spans
+from ds_zipccl.comm.transport import gloo
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
@@ -172,19 +172,17 @@ def flip_a_bit() -> None:
 
 def other_order() -> None:
     """From now on chunks are summed in another order."""
-    pieces = reduction_order.Reduction._pieces
+    pieces = reduction_order.Reduction._parts
 
     def turned(self: Any, spans: Sequence[slice], chunk: int, **more: Any) -> Any:
         return [(piece, list(reversed(order))) for piece, order in pieces(self, spans, chunk, **more)]
 
-    reduction_order.Reduction._pieces = turned
+    reduction_order.Reduction._parts = turned
 
 
 def other_grid() -> None:
     """From now on chunks are as long as owners' shards."""
-    import ds_zipccl.comm.ops.sums as sums
-
-    sums.all_reduce_chunk = lambda numel, itemsize, ranks: -(-numel // ranks)
+    gloo.all_reduce_chunk = lambda numel, itemsize, ranks: -(-numel // ranks)
 
 
 @pytest.mark.parametrize("plant", [flip_a_bit, other_order, other_grid])
@@ -327,7 +325,7 @@ def test_fp32_sums_of_nan_are_one_nan(rank: int) -> None:
     ],
 )
 def test_how_near_sums_come(kind: str, backend: str, op: str, ranks: int, fp32: bool, tolerance: str) -> None:
-    reduction_, found = sums._exactness(kind, backend, op, ranks)
+    reduction_, found = reduction_order._exactness(kind, backend, op, ranks)
     assert (reduction_._fp32, found) == (fp32, tolerance)
 
 
@@ -336,7 +334,7 @@ def test_how_near_sums_come(kind: str, backend: str, op: str, ranks: int, fp32: 
 def test_grids_cover_the_message(ranks: int, itemsize: int) -> None:
     draw = random.Random(ranks)
     for numel in [0, 1, ranks - 1, ranks, 2 * ranks + 1, *(draw.randrange(1, 1 << 27) for _ in range(200))]:
-        for grid in (reduction_order.all_reduce_chunk, reduction_order.reduce_chunk):
-            slices = reduction_order.cut(numel, grid(numel, itemsize, ranks), ranks)
+        for grid in (gloo.all_reduce_chunk, gloo.reduce_chunk):
+            slices = spans.cut(numel, grid(numel, itemsize, ranks), ranks)
             assert slices[0].start == 0 and slices[-1].stop == numel
             assert all(left.stop == right.start for left, right in pairwise(slices))

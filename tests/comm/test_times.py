@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_zipccl.comm import tuner
-from ds_zipccl.comm.tuner import Stopwatch, slowest
+from ds_zipccl.comm.tuner import CallTimer, agreed_seconds
 
 INF, NAN = math.inf, math.nan
 
@@ -17,7 +17,7 @@ INF, NAN = math.inf, math.nan
 
 #: (seconds, met) of each rank, and what counts.
 TIMES: dict[str, tuple[list[tuple[float, float]], float]] = {
-    "all have met: the slowest": ([(1.0, 1), (3.0, 1), (2.0, 1)], 3.0),
+    "all have met: the agreed_seconds": ([(1.0, 1), (3.0, 1), (2.0, 1)], 3.0),
     "the first has not: the fastest": ([(2.0, 0), (3.0, 1), (1.0, 1)], 1.0),
     "the last has not: the fastest": ([(1.0, 1), (3.0, 1), (2.0, 0)], 1.0),
     "none has: the fastest": ([(2.0, 0), (3.0, 0), (4.0, 0)], 2.0),
@@ -31,12 +31,12 @@ TIMES: dict[str, tuple[list[tuple[float, float]], float]] = {
 @pytest.mark.parametrize("case", TIMES)
 def test_whose_time_counts(case: str) -> None:
     ranks, wanted = TIMES[case]
-    assert slowest(torch.tensor(ranks, dtype=torch.float64)[:, None]) == [wanted]
+    assert agreed_seconds(torch.tensor(ranks, dtype=torch.float64)[:, None]) == [wanted]
 
 
 def test_every_call_counts_by_itself() -> None:
     told = [[(1.0, 1), (5.0, 0)], [(2.0, 1), (4.0, 1)]]
-    assert slowest(torch.tensor(told, dtype=torch.float64)) == [2.0, 4.0]
+    assert agreed_seconds(torch.tensor(told, dtype=torch.float64)) == [2.0, 4.0]
 
 
 # ---- one rank's stopwatch ----------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((10.0, 12.5, 20.0, 21.0))
     monkeypatch.setattr(tuner.time, "perf_counter", lambda: next(clock))
     meeting = _Meeting()
-    watch = Stopwatch(meeting, 100)  # type: ignore[arg-type]
+    watch = CallTimer(meeting, 100)  # type: ignore[arg-type]
     assert watch.reading() == (INF, 0.0), "it has not run"
     watch.start(meet=True)
     assert meeting.calls == 1 and watch.reading() == (INF, 1.0), "it runs still"
@@ -65,7 +65,7 @@ def test_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.reading() == (5.0, 1.0), "a smaller message than the nominal one"
     watch.nbytes = 0
     assert watch.reading() == (250.0, 1.0)
-    watch = Stopwatch(meeting, 100)  # type: ignore[arg-type]
+    watch = CallTimer(meeting, 100)  # type: ignore[arg-type]
     watch.start(meet=False)
     watch.stop()
     assert meeting.calls == 1 and watch.reading() == (1.0, 0.0)
@@ -73,13 +73,13 @@ def test_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_handle_stops_it_when_it_is_done() -> None:
     for wrap in (lambda future: future, lambda future: type("Handle", (), {"get_future": lambda self: future})()):
-        watch, future = Stopwatch(_Meeting(), 1), torch.futures.Future()  # type: ignore[arg-type,var-annotated]
+        watch, future = CallTimer(_Meeting(), 1), torch.futures.Future()  # type: ignore[arg-type,var-annotated]
         watch.start(meet=False)
         watch.stop_after(wrap(future))
         assert watch.reading() == (INF, 0.0)
         future.set_result(None)
         assert watch.reading()[0] < INF
-    watch = Stopwatch(_Meeting(), 1)  # type: ignore[arg-type]
+    watch = CallTimer(_Meeting(), 1)  # type: ignore[arg-type]
     watch.start(meet=False)
     watch.stop_after(object())
     assert watch.reading() == (INF, 0.0), "a handle that cannot tell"
@@ -97,7 +97,7 @@ def test_telling_waits_and_names() -> None:
         def where(self) -> str:
             return "all_reduce (group 'x')"
 
-    told = tuner._Told(Link(), [(1.5, 1.0), (2.5, 0.0)])  # type: ignore[arg-type]
+    told = tuner.TimingExchange(Link(), [(1.5, 1.0), (2.5, 0.0)])  # type: ignore[arg-type]
     assert told.all().tolist() == [[[1.5, 1.0], [2.5, 0.0]]]
 
     class Done:

@@ -17,7 +17,7 @@ from ds_zipccl.policy.admission import Decision
 
 INF = math.inf
 PLAIN, RAW, CODED = PLANS = (Decision(False, "", ""), Decision(True, "raw", ""), Decision(True, "cascade", ""))
-DELTA = Decision(True, "delta", "")
+DELTA = Decision(True, "cascade", "", with_base=True)
 #: Calls from the last one of a trial to the decision, where ranks have met.
 SOON = tuner_rules.DELAY_CALLS[0] + 1
 
@@ -25,7 +25,7 @@ SOON = tuner_rules.DELAY_CALLS[0] + 1
 # ---- decisions ---------------------------------------------------------------------------------------------------------
 
 
-class _Told:
+class TimingExchange:
     """What ranks tell each other where there is one: its own."""
 
     def __init__(self, link: Any, pairs: Sequence[tuple[float, float]]) -> None:
@@ -39,13 +39,13 @@ class Bench:
     """A tuner whose calls take the seconds of a table."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, plans: Sequence[Decision] = PLANS, meet: bool = True) -> None:
-        monkeypatch.setattr(tuner, "_Told", _Told)
+        monkeypatch.setattr(tuner, "TimingExchange", TimingExchange)
         self.told: list[str] = []
         self.tuner, self.meet, self.calls = Tuner(plans, self.told.append, 1), meet, 0
 
     def call(self, seconds: Any, tensor: Hashable = None) -> tuple[Decision, bool]:
         """The plan of the next call, which takes ``seconds[plan]``, an iterator or a number; and whether it was timed."""
-        plan, watch = self.tuner.next(lambda: None, tensor)  # type: ignore[arg-type,return-value]
+        plan, watch = self.tuner.next_plan(lambda: None, tensor)  # type: ignore[arg-type,return-value]
         self.calls += 1
         took = seconds[plan]
         if watch is not None:
@@ -90,7 +90,7 @@ def test_one_rank_that_has_not_met_delays_all(monkeypatch: pytest.MonkeyPatch) -
     """This rank has met all others at every call, another has not met at one."""
     bench = Bench(monkeypatch)
     theirs = [(1.0, 1.0)] * (TRIAL - 1) + [(1.0, 0.0)]
-    monkeypatch.setattr(_Told, "all", lambda self: torch.tensor([self._pairs, theirs[: len(self._pairs)]]))
+    monkeypatch.setattr(TimingExchange, "all", lambda self: torch.tensor([self._pairs, theirs[: len(self._pairs)]]))
     seconds = {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
     bench.run(TRIAL, seconds)
     bench.run(tuner_rules.DELAY_CALLS[1], seconds)
@@ -103,12 +103,12 @@ def test_nobody_waits_early_for_times_that_may_not_come(monkeypatch: pytest.Monk
     """One call of this rank did not wait for the others, who may be far behind: it does not wait for what they tell either."""
     waits: list[int] = []
     bench = Bench(monkeypatch)
-    told_all = _Told.all
+    told_all = TimingExchange.all
     seconds = {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
     for number in range(TRIAL):
         bench.meet = number != 5
         bench.call(seconds)
-    monkeypatch.setattr(_Told, "all", lambda self: waits.append(bench.calls) or told_all(self))
+    monkeypatch.setattr(TimingExchange, "all", lambda self: waits.append(bench.calls) or told_all(self))
     bench.run(tuner_rules.DELAY_CALLS[1], seconds)
     assert not waits and not bench.told
     bench.call(seconds)
@@ -171,10 +171,10 @@ def test_a_new_trial_counts_what_it_has_timed_itself(monkeypatch: pytest.MonkeyP
     bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
     check, trial = [2.0] * tuner_rules.CHECKED_CALLS, [9.0, *[1.6] * (tuner_rules.PROBE_CALLS - 1)]
     now = {PLAIN: iter([*check, *trial, *[1.6] * 50]), RAW: 4.0, CODED: 9.0}
-    assert bench.call(now) == (PLAIN, False) and bench.tuner._told is None
+    assert bench.call(now) == (PLAIN, False) and bench.tuner._exchange is None
     while bench.tuner._estimates[0] == 1.0:
         bench.call(now)
-    assert bench.tuner._estimates == [2.0, INF, INF] and bench.tuner._told is None
+    assert bench.tuner._estimates == [2.0, INF, INF] and bench.tuner._exchange is None
     while bench.tuner._estimates[1] == INF:
         bench.call(now)
     assert bench.tuner._estimates == [tuner_rules.follow(2.0, 1.6), 4.0, 9.0]
@@ -233,7 +233,7 @@ def test_a_review_of_differences_waits_as_well(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tuner_rules, "CHECK_CALLS", (10, 20))
     bench, seconds = Bench(monkeypatch, (RAW, DELTA)), {RAW: 1.5, DELTA: 1.0}
     tuner = bench.tuner
-    while not (bench.told and tuner._told and tuner._calls == tuner._due + tuner_rules.DELAY_CALLS[0]):
+    while not (bench.told and tuner._exchange and tuner._calls == tuner._due + tuner_rules.DELAY_CALLS[0]):
         bench.call(seconds, "old")
     assert [bench.call(seconds, tensor) for tensor in range(50)] == [(DELTA, False)] * 50
     assert [bench.call(seconds, 0)[1] for _ in range(3)] == [False, True, True]

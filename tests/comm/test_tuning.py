@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.execution import PLAIN
-from ds_zipccl.comm.group_state import known, nodes_of
-from ds_zipccl.comm.ops import moves, sums
-from ds_zipccl.comm.schedules import gather, pipeline
+from ds_zipccl.comm.group_state import group_nodes, group_state
+from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
+from ds_zipccl.comm.schedules import by_node, gather, pipeline, reduce_scatter
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import cost_model, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, candidates
-from ds_zipccl.policy.cost_model import Profile
+from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.tuner_rules import choose, drifted, follow, probed
 from ds_zipccl.telemetry import counters
 
@@ -70,16 +69,16 @@ class Speeds:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain = self.ours = 0.0
-        pump = pipeline.pump
+        pump = pipeline.run_pipeline
 
         def slow(*args: Any) -> None:
             time.sleep(self.ours)
             pump(*args)
 
-        for module in (sums, gather, moves):
-            monkeypatch.setattr(module, "pump", slow)
+        for module in (all_reduce, all_to_all, broadcast, by_node, gather, reduce_scatter, reduce_to_owners):
+            monkeypatch.setattr(module, "run_pipeline", slow)
 
-    def call(self, plain: Callable[[], Any], ours: Callable[[], Any]) -> tuple[str, Any]:
+    def call(self, plain: Callable[[], Any], ours: Callable[..., Any]) -> tuple[str, Any]:
         """Run ``ours`` with a ``plain`` that is slowed down; says which way it went."""
         counters.reset()
 
@@ -87,11 +86,7 @@ class Speeds:
             time.sleep(self.plain)
             return plain()
 
-        token = PLAIN.set(slow)
-        try:
-            handle = ours()
-        finally:
-            PLAIN.reset(token)
+        handle = ours(uncompressed_call=slow)
         passed = any(row["passed"] for row in counters.rows())
         return "plain" if passed else "frames", handle
 
@@ -116,7 +111,7 @@ def followed(rank: int, ranks: int, later: bool) -> list[str]:
                 dist.all_reduce(wanted)
                 way, handle = speeds.call(
                     lambda tensor=tensor: dist.all_reduce(tensor, async_op=later),
-                    lambda tensor=tensor: comm.all_reduce(tensor, async_op=later, config=AUTO),
+                    lambda tensor=tensor, **more: comm.all_reduce(tensor, async_op=later, config=AUTO, **more),
                 )
                 handle.wait() if later else None
                 corpus.assert_same_bits(tensor, wanted)
@@ -229,26 +224,26 @@ def test_every_operation() -> None:
     runner.run(kinds, 3)
 
 
-SLOW = Profile(((4096.0, 1e-4), (32e6, 0.26)), *(8e9,) * 5, call=5e-5)
-FAST = Profile(((4096.0, 1e-4), (32e6, 0.003)), *(8e9,) * 5, call=5e-5)
+SLOW = LinkProfile(((4096.0, 1e-4), (32e6, 0.26)), *(8e9,) * 5, call=5e-5)
+FAST = LinkProfile(((4096.0, 1e-4), (32e6, 0.003)), *(8e9,) * 5, call=5e-5)
 
 
 def test_what_cannot_win_is_not_tried() -> None:
     plans = candidates(MESSAGE, AUTO, True, True)
     assert [str(plan) for plan in plans][2:] == ["cascade frames", "cascade frames by node"]
-    assert cost_model.promising(plans, MESSAGE, SLOW) == (plans[0], *plans[2:])
+    assert cost_model.prune_candidates(plans, MESSAGE, SLOW) == (plans[0], *plans[2:])
     for profile, message in ((FAST, MESSAGE), (None, MESSAGE), (SLOW, replace(MESSAGE, numel=None))):
-        assert cost_model.promising(plans, message, profile) == plans
+        assert cost_model.prune_candidates(plans, message, profile) == plans
     raw = candidates(MESSAGE, AUTO.model_copy(update={"codec": "raw"}), True)
-    assert cost_model.promising(raw, MESSAGE, SLOW) == raw
+    assert cost_model.prune_candidates(raw, MESSAGE, SLOW) == raw
     assert cost_model.pays(1 << 24, torch.bfloat16, SLOW) and not cost_model.pays(1 << 24, torch.bfloat16, FAST)
-    middle = Profile(((4096.0, 1e-4), (32e6, 0.032)), *(8e9,) * 5, call=5e-5)  # 1 GB/s
+    middle = LinkProfile(((4096.0, 1e-4), (32e6, 0.032)), *(8e9,) * 5, call=5e-5)  # 1 GB/s
     assert cost_model.pays(1 << 24, torch.bfloat16, middle) and not cost_model.pays(1 << 24, torch.float16, middle)
 
 
-def measured(rank: int, ranks: int, profile: Profile) -> dict[str, int]:
+def measured(rank: int, ranks: int, profile: LinkProfile) -> dict[str, int]:
     """Sends by what was measured of the link."""
-    known(None).profile = profile
+    group_state(None).profiles["gloo"] = profile
     counters.reset()
     tensor = own(0, 1)
     comm.send(tensor, 1, config=AUTO) if rank == 0 else comm.recv(tensor.zero_(), 0, config=AUTO)
@@ -263,7 +258,7 @@ def test_sends_by_the_speed_of_the_link() -> None:
 
 def by_nodes(rank: int, ranks: int, nodes: int) -> list[str]:
     """Gathers where some ranks share a node: every schedule is tried, the bits are right, and a shard enters a node once."""
-    known(None).nodes = [list(range(first, first + ranks // nodes)) for first in range(0, ranks, ranks // nodes)]
+    group_state(None).nodes = [list(range(first, first + ranks // nodes)) for first in range(0, ranks, ranks // nodes)]
     calls = []
     for step in range(tuner_rules.TRIAL_CALLS * 4):
         counters.reset()
@@ -286,7 +281,7 @@ def test_gathers_by_node(ranks: int, nodes: int) -> None:
 
 def differences_by_node(rank: int, ranks: int) -> None:
     """Differences are handed on as they are."""
-    known(None).nodes = [[0, 1], [2, 3]]
+    group_state(None).nodes = [[0, 1], [2, 3]]
     whole = torch.randn(ranks * NUMEL, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = {}
     for step in range(tuner_rules.TRIAL_CALLS * 5 + tuner_rules.SETTLE_CALLS[1]):
@@ -308,9 +303,9 @@ def here_and_there(rank: int, ranks: int) -> tuple[list[list[int]], list[list[in
     part = dist.new_group([0, 2, 3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
-        before = nodes_of(part) if rank != 1 else []
+        before = group_nodes(part) if rank != 1 else []
         comm.calibrate()
-        return before, nodes_of(part) if rank != 1 else []
+        return before, group_nodes(part) if rank != 1 else []
 
 
 def test_topology() -> None:

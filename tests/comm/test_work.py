@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm import frames, work
+from ds_zipccl.comm import work
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.config import ZipcclConfig
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
@@ -247,16 +249,16 @@ def test_lost_peer() -> None:
 def afresh(rank: int, ranks: int, store: str) -> None:
     """A group made anew counts from the start, even if the ranks have left the old one at different counts."""
     first = dist.new_group(list(range(ranks)))
-    assert frames.next_tag(first) == frames.COLLECTIVE_TAG
+    assert group_state(first).next_tag() == TagRange.COLLECTIVE
     for number in range(1, 4 + rank):
-        assert frames.next_tag(first) == frames.COLLECTIVE_TAG + number * frames.ROUNDS
+        assert group_state(first).next_tag() == TagRange.COLLECTIVE + number * TAGS_PER_COLLECTIVE
     dist.barrier()
     dist.destroy_process_group(first)
     del first
     output = torch.empty(4000 * ranks, dtype=torch.bfloat16)
     gather(output, filled(rank, 4000, 1), dist.new_group(list(range(ranks))))
     corpus.assert_same_bits(output, torch.cat([filled(peer, 4000, 1) for peer in range(ranks)]))
-    frames.next_tag(dist.group.WORLD) if rank else None
+    group_state(dist.group.WORLD).next_tag() if rank else None
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)

@@ -10,11 +10,11 @@ import ds_zipccl
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import banner as lines
 from ds_zipccl.integration.banner import banner, passed_here
-from ds_zipccl.policy.cost_model import Profile
+from ds_zipccl.policy.cost_model import LinkProfile
 
 #: Routes, best first -> why they are not used.
 WHY = {"cuda": "no GPU here", "native": "", "numba": ""}
-PROFILE = Profile(
+PROFILE = LinkProfile(
     ((1e3, 1.5e-4), (1e6 + 1e3, 1.5e-4 + 8e-3)), encode=8.7e9, decode=12.1e9, add=1, copy=1, add_raw=1, call=0
 )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm.delta.shared_base import Kept
+from ds_zipccl.comm.delta.shared_base import BaseSlot
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import zero
 from ds_zipccl.integration.zero import _Bucket
@@ -131,19 +131,19 @@ def parameter(number: int, group: Any = DATA, *, persist: bool = False, numel: i
 
 
 class Memory:
-    """comm.keep on groups of two ranks on gloo."""
+    """comm.allocate_bases on groups of two ranks on gloo."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 2, backend: str = "gloo", mates: int = 1) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self._size, self._mates = size, mates
         members = SimpleNamespace(size=size, backend=lambda device: backend)
-        monkeypatch.setattr(zero, "known", lambda group: None if group is None else members)
-        monkeypatch.setattr(zero.comm, "keep", self.keep)
+        monkeypatch.setattr(zero, "group_state", lambda group: None if group is None else members)
+        monkeypatch.setattr(zero.comm, "allocate_bases", self.keep)
 
-    def keep(self, shards: Any, kind: str, group: Any, device: Any) -> list[Kept]:
+    def keep(self, shards: Any, kind: str, group: Any, device: Any) -> list[BaseSlot]:
         self.asked.append((shards, kind, group, device.type))
         return [
-            Kept(torch.zeros(self._size, numel, dtype=dtype), range(self._mates), serial)
+            BaseSlot(torch.zeros(self._size, numel, dtype=dtype), range(self._mates), serial)
             for serial, (numel, dtype) in enumerate(shards)
         ]
 
@@ -214,21 +214,21 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     del kept
 
 
-def of(numel: int, group: Any = DATA, dtype: torch.dtype = torch.bfloat16) -> list[Kept] | None:
+def of(numel: int, group: Any = DATA, dtype: torch.dtype = torch.bfloat16) -> list[BaseSlot] | None:
     base = zero.base_of(torch.empty(2 * numel, dtype=dtype), group)
     return None if base is None else list(base._kept)
 
 
-def test_parameters_are_gathered_together_or_one_after_the_other(wanted: list[Kept]) -> None:
+def test_parameters_are_gathered_together_or_one_after_the_other(wanted: list[BaseSlot]) -> None:
     assert of(500) == wanted
     assert of(500) is None, "they are asked for once"
 
 
-def test_parameters_one_after_the_other(wanted: list[Kept]) -> None:
+def test_parameters_one_after_the_other(wanted: list[BaseSlot]) -> None:
     assert [of(numel) for numel in (100, 100, 300, 100)] == [*([kept] for kept in wanted), None]
 
 
-def test_gathers_of_something_else(wanted: list[Kept]) -> None:
+def test_gathers_of_something_else(wanted: list[BaseSlot]) -> None:
     """Of another size, dtype or group: nothing is known, and the parameters are still awaited."""
     assert of(499) is of(300) is of(200) is of(600) is None
     assert of(500, OTHER) is of(500, None) is of(500, dtype=torch.float32) is None
@@ -239,7 +239,7 @@ def test_nobody_has_asked() -> None:
     assert of(500) is None
 
 
-def test_parameters_without_memory_are_left_out(wanted: list[Kept]) -> None:
+def test_parameters_without_memory_are_left_out(wanted: list[BaseSlot]) -> None:
     asked = zero._wanted.get()
     assert asked is not None
     asked.insert(1, parameter(9, numel=100))

@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import tensors
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.buffer_pool import Lease
-from ds_zipccl.comm.frames import Link
-from ds_zipccl.comm.schedules.pipeline import Round, abandoned, posting
+from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.schedules.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
 
@@ -32,17 +32,17 @@ ALIGNMENT = 64
 #: Round after those of the gather itself.
 _DONE = 3
 
-#: Memory that :func:`keep` has given, while somebody uses it, and its bytes.
+#: Memory that :func:`allocate_bases` has given, while somebody uses it, and its bytes.
 _pools: list[tuple[StorageWeakRef, int]] = []
 counters.count_memory("copies of gathered parameters", lambda: sum(size for pool, size in _pools if not pool.expired()))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Kept:
-    """What was gathered of one tensor: ``memory`` is ``[ranks, numel]``, the same for all ranks in ``mates``, this one among them.
+class BaseSlot:
+    """Memory for the shards of one tensor: ``memory`` is ``[ranks, numel]``, the same for all ranks in ``mates``, this one among them.
 
-    ``filled``: some gather has left it there. ``serial`` tells it from all others that :func:`keep` has given the group, by the same number
-    on all ranks.
+    ``filled``: some gather has left its result there. ``serial`` tells the slot from all others of the group, by the same number on all
+    ranks.
     """
 
     memory: torch.Tensor
@@ -51,69 +51,69 @@ class Kept:
     filled: bool = False
 
 
-class Stored:
-    """A :class:`ds_zipccl.comm.Base` for a gather of several tensors laid end to end, each of which has its own :class:`Kept`.
+class SharedBase:
+    """A :class:`ds_zipccl.comm.Base` for a gather of several tensors laid end to end, each of which has its own :class:`BaseSlot`.
 
     No two gathers in flight may be of the same tensor: the result would be right, but not much of it a difference.
     """
 
-    def __init__(self, kept: Sequence[Kept]) -> None:
-        self._kept = kept
+    def __init__(self, slots: Sequence[BaseSlot]) -> None:
+        self._slots = slots
 
-    def begin(self, link: Link, places: Sequence[torch.Tensor], lease: Lease) -> torch.Tensor | None:
+    def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
         """See :class:`ds_zipccl.comm.Base`."""
-        if not all(kept.filled for kept in self._kept):
+        if not all(slot.filled for slot in self._slots):
             return None
-        last = lease.like(places[link.rank], places[link.rank].dtype)
+        last = buffers.empty(places[ctx.rank].numel(), places[ctx.rank].dtype, places[ctx.rank].device)
         for rank, place in enumerate(places):
-            for part, memory in self._parts(last if rank == link.rank else place, rank):
+            for part, memory in self._parts(last if rank == ctx.rank else place, rank):
                 part.copy_(memory)
         return last
 
-    def end(self, link: Link, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
+    def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
         """See :class:`ds_zipccl.comm.Base`. Each rank of a node writes some of the shards: all of them have read what stood there, as they
         have told its hash. None goes on before all are written."""
-        mates = self._kept[0].mates
+        mates = self._slots[0].mates
         for rank, place in enumerate(places):
             writer = rank if rank in mates else mates[rank % len(mates)]
-            if writer == link.rank:
+            if writer == ctx.rank:
                 for part, memory in self._parts(place, rank):
                     memory.copy_(part)
-        words = {mate: tensors.filled(1, 0, torch.uint8) for mate in self._others(link)}
-        with posting(link, _DONE, ours=True) as exchange:
+        words = {mate: tensors.filled(1, 0, torch.uint8) for mate in self._mates(ctx)}
+        with open_exchange(ctx, _DONE, control=True) as exchange:
             for mate, word in words.items():
-                exchange.expect(mate, word)
+                exchange.post_recv(mate, word)
             for mate in words:
                 exchange.send(_written(True), mate)
             for mate, word in words.items():
-                exchange.receive(mate, word)
-        for kept in self._kept:
-            kept.filled = all(bool(word) for word in words.values())
+                exchange.recv(mate, word)
+        for slot in self._slots:
+            slot.filled = all(bool(word) for word in words.values())
 
-    def abandon(self, link: Link) -> None:
-        """See :class:`ds_zipccl.comm.Base`. The others of the node must not wait for what this rank does not write."""
-        for kept in self._kept:
-            kept.filled = False
-        abandoned(exchange := Round(link, _DONE, ours=True))
-        for mate in self._others(link):
-            # A connection that is closed already has told this mate; the others are told, and their own words taken.
+    def abandon(self, ctx: OpContext) -> None:
+        """See :class:`ds_zipccl.comm.Base`. The mates must not wait for writes that this rank does not make."""
+        for slot in self._slots:
+            slot.filled = False
+        abandon(exchange := Exchange(ctx, _DONE, control=True))
+        for mate in self._mates(ctx):
+            # A connection that is closed already has told this mate. The other mates are told, and their own words taken.
             with suppress(RuntimeError, ValueError):
-                exchange.expect(mate, _written(False))
+                exchange.post_recv(mate, _written(False))
             with suppress(RuntimeError, ValueError):
                 exchange.send(_written(False), mate)
 
     def token(self) -> Hashable:
         """See :class:`ds_zipccl.comm.Base`."""
-        return self._kept[0].serial
+        return self._slots[0].serial
 
-    def _others(self, link: Link) -> list[int]:
+    def _mates(self, ctx: OpContext) -> list[int]:
         """The other ranks that write to the same memory."""
-        return [mate for mate in self._kept[0].mates if mate != link.rank]
+        return [mate for mate in self._slots[0].mates if mate != ctx.rank]
 
     def _parts(self, shard: torch.Tensor, rank: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """The shard of a rank, tensor by tensor, each with the memory of it."""
-        sizes = [kept.memory.shape[1] for kept in self._kept]
-        return [(part, kept.memory[rank]) for part, kept in zip(shard.split(sizes), self._kept, strict=True)]
+        sizes = [slot.memory.shape[1] for slot in self._slots]
+        return [(part, slot.memory[rank]) for part, slot in zip(shard.split(sizes), self._slots, strict=True)]
 
 
 def _written(done: bool) -> torch.Tensor:
@@ -126,9 +126,9 @@ _serials: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 
 @tensors.undisturbed()
-def keep(
+def allocate_bases(
     shards: Sequence[tuple[int, torch.dtype]], kind: str, group: dist.ProcessGroup, device: torch.device | str = "cpu"
-) -> list[Kept]:
+) -> list[BaseSlot]:
     """Memory for what is gathered of several tensors, whose shards have so many elements on every rank of the group.
 
     A collective: every rank calls it with the same shards and kind. Takes ``ranks * numel * itemsize`` bytes a tensor, rounded up.
@@ -153,7 +153,7 @@ def keep(
     found = []
     for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
         memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)
-        found.append(Kept(memory, mates, next(serials)))
+        found.append(BaseSlot(memory, mates, next(serials)))
     return found
 
 
@@ -163,7 +163,7 @@ def _place() -> str:
 
 
 def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> torch.Tensor:
-    """Memory that all ranks in ``mates`` see; that of a rank without others is its own, on ``device``. A collective of the group.
+    """Memory that all ranks in ``mates`` see; that of a rank without mates is its own, on ``device``. A collective of the group.
 
     The memory has a name only until all have opened it, and takes no room before: whatever happens, no more than a name is left behind.
     """

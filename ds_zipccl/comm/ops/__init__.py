@@ -1,1 +1,1 @@
-"""One file per collective."""
+"""The collectives, one file each: it builds a request, asks for a decision, and names the schedule."""

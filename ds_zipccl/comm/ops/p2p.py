@@ -1,6 +1,6 @@
-"""Sends and receives of one tensor: one frame each, matched by peer and the user's tag, in order.
+"""send, recv, isend, irecv: one frame for each tensor, matched by peer and the caller's tag, in order.
 
-A coded message must be received by a coded receive of the same dtype and size under the same config, as with collectives.
+A compressed message must be received by a compressed receive of the same dtype and size under the same config, as with collectives.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.buffer_pool import Lease
-from ds_zipccl.comm.execution import group_rank, is_member, logical_order, message_of
-from ds_zipccl.comm.frames import COLLECTIVE_TAG, P2P_TAG, SHADOW_TAG, TAGS, Link
-from ds_zipccl.comm.group_state import known, profile_of, resolved
+from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.decision import decide_message
+from ds_zipccl.comm.execution import logical_order
+from ds_zipccl.comm.frames import FrameCoder
+from ds_zipccl.comm.group_state import group_rank, group_state, is_member, resolve_group
 from ds_zipccl.comm.shadow_check import Shadow
+from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.comm.work import PostedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.policy import admission, cost_model
+from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
 
@@ -60,7 +63,7 @@ def recv(
         return -1
     work.wait()
     source = group_rank(group, src, group_src) if (src, group_src) != (None, None) else work._source_rank()
-    return dist.get_global_rank(resolved(group), source)
+    return dist.get_global_rank(resolve_group(group), source)
 
 
 def isend(
@@ -73,31 +76,32 @@ def isend(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> Any:
-    """``torch.distributed.isend``: encodes and posts on the calling thread; ``tensor`` may be overwritten afterwards."""
+    """``torch.distributed.isend``: compresses and posts on the calling thread; ``tensor`` may be overwritten afterwards."""
     if not is_member(group):
         return dist.isend(tensor, dst, group, tag)
-    group = resolved(group)
+    group = resolve_group(group)
     peer = group_rank(group, dst, group_dst)
     to = dist.get_global_rank(group, peer)
-    plan = _plan("send", tensor, group, tag, peer, config, role)
-    if not plan.frames:
-        counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), plan.reason)
+    decision = _decide("send", tensor, group, tag, peer, config, role)
+    if not decision.frames:
+        counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), decision.reason)
         return dist.isend(tensor, to, group, tag)
-    link = Link("send", group, config, role, plan.codec, tag=P2P_TAG + tag)
+    first = TagRange.POINT_TO_POINT + tag
+    ctx = OpContext("send", group, config, role, decision.codec, tensor.device.type, tag=first)
     doing = f"sending to global rank {to}"
-    with torch.inference_mode(), tensors.undisturbed(), link.naming(doing):
+    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing):
         flat = logical_order(tensor)
-        frame = link.encode(flat, lease := Lease())
-        handle = group.send([frame], peer, P2P_TAG + tag)
-        beside = dist.isend(flat.clone(), to, group, SHADOW_TAG + tag) if config.check == "shadow" else None
+        frame = FrameCoder(ctx).compress(flat, buffers := PooledBuffers())
+        handle = ctx.transport.post_send(frame, peer, first)
+        beside = dist.isend(flat.clone(), to, group, TagRange.SHADOW + tag) if config.check == "shadow" else None
 
     def finish(timeout: timedelta | None) -> None:
-        with link.naming(doing):
+        with ctx.naming(doing):
             _wait(handle, timeout)
             if beside is not None:
                 beside.wait()
         counters.record(role, "send", flat.nbytes, frame.nbytes)
-        lease.release()
+        buffers.release()
 
     return PostedWork("send", [tensor], finish, handle._source_rank)
 
@@ -112,44 +116,44 @@ def irecv(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> Any:
-    """``torch.distributed.irecv``: posts the receive; ``wait()`` decodes into ``tensor``. ``src`` None: from any rank."""
+    """``torch.distributed.irecv``: posts the receive; ``wait()`` decompresses into ``tensor``. ``src`` None: from any rank."""
     if not is_member(group):
         return dist.irecv(tensor, src, group, tag)
-    group = resolved(group)
+    group = resolve_group(group)
     peer = None if (src, group_src) == (None, None) else group_rank(group, src, group_src)
-    plan = _plan("recv", tensor, group, tag, peer, config, role)
-    if not plan.frames:
-        counters.record_pass(role, "recv", 0, plan.reason)
+    decision = _decide("recv", tensor, group, tag, peer, config, role)
+    if not decision.frames:
+        counters.record_pass(role, "recv", 0, decision.reason)
         return dist.irecv(tensor, None if peer is None else dist.get_global_rank(group, peer), group, tag)
-    link = Link("recv", group, config, role, plan.codec, tag=P2P_TAG + tag)
+    first = TagRange.POINT_TO_POINT + tag
+    ctx = OpContext("recv", group, config, role, decision.codec, tensor.device.type, tag=first)
+    coder = FrameCoder(ctx)
 
     def beside(source: int) -> Shadow:
         def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
-            return dist.irecv(outputs[0], link.global_rank(source), group, SHADOW_TAG + tag)
+            return dist.irecv(outputs[0], ctx.global_rank(source), group, TagRange.SHADOW + tag)
 
-        return Shadow(plain, [], [tensor.contiguous()], "bits", link.size)
+        return Shadow(plain, [], [tensor.contiguous()], "bits", ctx.size)
 
-    doing = "receiving from " + ("any rank" if peer is None else f"global rank {link.global_rank(peer)}")
-    with torch.inference_mode(), tensors.undisturbed(), link.naming(doing):
-        buffer = link.landing(tensor, lease := Lease())
-        handle = (
-            group.recv_anysource([buffer], P2P_TAG + tag) if peer is None else group.recv([buffer], peer, P2P_TAG + tag)
-        )
+    doing = "receiving from " + ("any rank" if peer is None else f"global rank {ctx.global_rank(peer)}")
+    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing):
+        frame = coder.recv_buffer(tensor.numel(), tensor.dtype, buffers := PooledBuffers())
+        handle = ctx.transport.post_recv(frame, peer, first)
         shadow = beside(peer) if config.check == "shadow" and peer is not None else None
 
     @torch.inference_mode()
     @tensors.undisturbed()
     def finish(timeout: timedelta | None) -> None:
-        with link.naming(doing):
+        with ctx.naming(doing):
             _wait(handle, timeout)
         source = handle._source_rank() if peer is None else peer
         flat = logical_order(tensor)
-        link.decode(buffer, source, flat)
-        lease.release()
+        coder.decompress(frame, source, flat)
+        buffers.release()
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
         if config.check == "shadow":
-            (shadow or beside(source)).compare([tensor], link.error)
+            (shadow or beside(source)).compare([tensor], ctx.error)
         counters.record(role, "recv", 0, 0)
 
     return PostedWork("recv", [tensor], finish, handle._source_rank)
@@ -159,23 +163,18 @@ def _wait(handle: dist.Work, timeout: timedelta | None) -> None:
     handle.wait() if timeout is None else handle.wait(timeout)
 
 
-def _plan(
+def _decide(
     op: str, tensor: torch.Tensor, group: dist.ProcessGroup, tag: int, peer: int | None, config: ZipcclConfig, role: str
-) -> admission.Decision:
-    members = known(group)
-    assert members is not None  # callers have looked
-    if tag >= COLLECTIVE_TAG and config.enabled and config.mode_of(role) != "never":
+) -> Decision:
+    state = group_state(group)
+    assert state is not None  # callers have looked
+    if tag >= TagRange.COLLECTIVE and config.enabled and config.mode_of(role) != "never":
         raise ValueError(
-            f"{op}: tag must be below {COLLECTIVE_TAG}, got {tag}: this package uses those above for its own messages"
+            f"{op}: tag must be below {int(TagRange.COLLECTIVE)}, got {tag}: this package uses those above for its own messages"
         )
-    if tensors.is_traced(tensor):
-        return admission.Decision(False, "", "traced")
-    plan = admission.admit(message_of(op, tensor, tensor.numel(), members, role), config)
-    profile = profile_of(members) if plan.frames and config.mode_of(role) == "auto" else None
-    if profile is not None and not cost_model.pays(tensor.nbytes, tensor.dtype, profile):
-        return admission.Decision(False, "", "link faster than coding")
-    if plan.frames and peer == dist.get_rank(group):
-        return admission.Decision(False, "", "to itself")
-    if plan.frames and not 0 <= tag < TAGS:
-        return admission.Decision(False, "", f"tag not below {TAGS}")
-    return plan
+    decision = decide_message(op, tensor, state, config, role)
+    if decision.frames and peer == state.rank:
+        return Decision.passing(PassReason.TO_ITSELF)
+    if decision.frames and not 0 <= tag < TAGS_PER_RANGE:
+        return Decision.passing(PassReason.TAG, TAGS_PER_RANGE)
+    return decision

@@ -1,0 +1,110 @@
+"""The context of one operation on this rank: its group, ranks, tags, transport, counts and the words of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
+from ds_zipccl.comm.work import CommError
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import wire
+
+
+class OpContext:
+    """One operation of this rank. Made in program order on every rank, as each takes the next tags of its group.
+
+    ``rank``, ``peers`` and all ranks in schedules are ranks of the group. ``peers`` is the order in which to receive, nearest below first,
+    which is also the order in which gloo's ring adds. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: that of
+    frames without a base; ``with_base``: frames may be differences. ``logical_bytes`` and ``wire_bytes`` count the frames sent.
+
+    Args:
+        tag: first tag; the group's next ones if None.
+        sums: the operation adds; the first one of a group asks how its backend adds.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        group: dist.ProcessGroup,
+        config: ZipcclConfig,
+        role: str,
+        codec: str,
+        device: str,
+        *,
+        tag: int | None = None,
+        nodes: Sequence[Sequence[int]] = (),
+        with_base: bool = False,
+        sums: bool = False,
+    ) -> None:
+        state = group_state(group)
+        assert state is not None  # a rank outside the group has no operation here
+        self.op, self.group, self.config, self.role = op, group, config, role
+        self.codec, self.device, self.with_base, self.nodes = codec, device, with_base, nodes
+        self.rank, self.size = state.rank, state.size
+        self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
+        self.transport = state.transport(device, group)
+        self.logical_bytes = self.wire_bytes = 0
+        self._tag = state.next_tag() if tag is None else tag
+        if sums and state.sum_switches is None:
+            state.sum_switches = self.transport.ask_sum_switches()
+        self._sum_switches = state.sum_switches
+        self.backoff = state.backoff(op, role)
+
+    def tag(self, index: int) -> int:
+        """Return the tag of exchange ``index``."""
+        assert index < TAGS_PER_COLLECTIVE, (
+            f"exchange {index} of {TAGS_PER_COLLECTIVE} has the tag of another operation"
+        )
+        return self._tag + index
+
+    def fragment_numel(self, numel: int, itemsize: int, exchanges: int) -> int:
+        """Return the elements of a fragment of ``numel`` elements, in so many exchanges at a time; the last fragment may be shorter."""
+        return wire.fragment_numel(numel, itemsize, self.size, (self.config.staging_mib << 20) // exchanges)
+
+    def count(self, logical_bytes: int, wire_bytes: int) -> None:
+        """Count one frame sent."""
+        self.logical_bytes += logical_bytes
+        self.wire_bytes += wire_bytes
+
+    def flushing_ranks(self) -> Sequence[bool]:
+        """Return whether each rank's backend flushes denormals when it adds; blocks until all ranks have begun their first sum.
+
+        Raises:
+            CommError: the transport failed.
+        """
+        if self._sum_switches is None:
+            return [False] * self.size
+        with self.naming("asking whether ranks flush denormals"):
+            return self._sum_switches.flushing_ranks()
+
+    def global_rank(self, peer: int) -> int:
+        """Return the rank in the default group of a rank of this group."""
+        return dist.get_global_rank(self.group, peer)
+
+    def where(self) -> str:
+        """Return the operation, its group and this rank, for messages."""
+        name = getattr(self.group, "group_name", "?")
+        return f"{self.op} (group {name!r} of {self.size} ranks, role {self.role}, global rank {dist.get_rank()})"
+
+    def error(self, problem: str) -> CommError:
+        """Return an error that says where the problem is."""
+        return CommError(f"{self.where()}: {problem}")
+
+    @contextmanager
+    def naming(self, doing: str, peer: int | None = None) -> Iterator[None]:
+        """Give errors of the transport a place: the action, and ``peer``, a rank of the group, unless the action names it.
+
+        Raises:
+            CommError: from the transport's error.
+        """
+        try:
+            yield
+        except CommError:
+            raise
+        except RuntimeError as error:
+            whom = "" if peer is None else f" global rank {self.global_rank(peer)}"
+            raise self.error(f"{doing}{whom}: {error}") from error

@@ -1,0 +1,199 @@
+"""The decision of a call: admitted or passed, and by which of the competing schedules; remembered per kind of message and group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import tensors
+from ds_zipccl.comm import topology
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
+from ds_zipccl.comm.reduction_order import reduce_op_name
+from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.tuner import CallTimer, Tuner
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import admission, cost_model, tuner_rules
+from ds_zipccl.policy.admission import Decision, Message, PassReason
+from ds_zipccl.telemetry import counters
+
+#: Kinds of messages whose decisions are remembered for each group (admission: programs repeat themselves).
+REMEMBERED = 4096
+
+
+class DecisionMemory:
+    """The decisions for one group: a kind of message -> its decision, the tuner that may change it, and the config, which this keeps alive;
+    and a kind of message -> its tuner."""
+
+    def __init__(self) -> None:
+        self.decisions: dict[tuple[Hashable, ...], tuple[Decision, Tuner | None, ZipcclConfig]] = {}
+        self.tuners: dict[tuple[Hashable, ...], Tuner] = {}
+
+
+_memories: WeakKeyDictionary[GroupState, DecisionMemory] = WeakKeyDictionary()
+
+
+def decision_memory(state: GroupState) -> DecisionMemory:
+    """Return the memory of a group's decisions, which goes with its state."""
+    memory = _memories.get(state)
+    return _memories.setdefault(state, DecisionMemory()) if memory is None else memory
+
+
+class Choice(NamedTuple):
+    """A decision, a timer where the call is to be timed, and whether schedules compete for messages of this kind."""
+
+    decision: Decision
+    timer: CallTimer | None = None
+    competing: bool = False
+
+
+def decide(request: Request) -> Choice:
+    """Decide how a call is carried out. Blocks only where ranks agree on measured times, see :class:`.tuner.Tuner`.
+
+    Raises:
+        ValueError: no tensors, an unknown role, or arguments that do not fit together, on the rank that has them and before anything is
+            sent.
+        CommError: the measured times of a rank did not come.
+    """
+    state = group_state(request.group)
+    if state is None:
+        return Choice(Decision.passing(PassReason.NOT_A_MEMBER))
+    if tensors.is_traced(request.tensor):
+        return Choice(Decision.passing(PassReason.TRACED))
+    admitted, tuner = _remembered(request, request.tensor, state)
+    problem = (request.problem or _mixture(request)) if admitted.frames else ""
+    if problem:
+        raise ValueError(f"{request.op}: {problem}")
+    if tuner is None:
+        return Choice(admitted)
+    decision, timer = tuner.next_plan(lambda: open_context(request, admitted), request.token)
+    if timer is not None:
+        timer.nbytes = request.nbytes()
+    return Choice(decision, timer, competing=True)
+
+
+def open_context(request: Request, decision: Decision) -> OpContext:
+    """Take the next tags of the request's group. To be called in program order on every rank."""
+    group = resolve_group(request.group)
+    return OpContext(
+        request.op,
+        group,
+        request.config,
+        request.role,
+        decision.codec,
+        request.tensor.device.type,
+        nodes=group_nodes(group) if decision.by_node else (),
+        with_base=decision.with_base,
+        sums=decision.frames and request.reduce_op is not None,
+    )
+
+
+def _remembered(request: Request, tensor: torch.Tensor, state: GroupState) -> tuple[Decision, Tuner | None]:
+    """The decision for a request on tensors like ``tensor``, and the tuner that may change it from call to call."""
+    name = "" if request.reduce_op is None else reduce_op_name(request.reduce_op)
+    # a config is compared by identity: that is cheap, and the memory below keeps it alive
+    key = (
+        request.op,
+        request.numel,
+        tensor.dtype,
+        tensor.device.type,
+        tensor.layout,
+        request.role,
+        name,
+        request.tolerance,
+        request.based,
+        id(request.config),
+    )
+    decisions = decision_memory(state).decisions
+    found = decisions.get(key)
+    if found is None:
+        if len(decisions) >= REMEMBERED:
+            decisions.clear()
+        message = message_of(request.op, tensor, request.numel, state, request.role, name or None, based=request.based)
+        found = decisions[key] = (*_decide(request, message, state), request.config)
+    return found[:2]
+
+
+def message_of(
+    op: str,
+    tensor: torch.Tensor,
+    numel: int | None,
+    state: GroupState,
+    role: str,
+    reduce_op: str | None = None,
+    *,
+    based: bool = False,
+) -> Message:
+    """Describe ``numel`` elements like those of ``tensor`` to the policy."""
+    device = tensor.device.type
+    return Message(
+        op=op,
+        dtype=tensor.dtype,
+        numel=numel,
+        ranks=state.size,
+        device=device if tensor.layout == torch.strided else f"{device} ({tensor.layout})",
+        backend=state.backend(device),
+        role=role,
+        reduce_op=reduce_op,
+        based=based,
+    )
+
+
+def _decide(request: Request, message: Message, state: GroupState) -> tuple[Decision, Tuner | None]:
+    admitted = admission.admit(message, request.config)
+    if not admitted.frames:
+        return admitted, None
+    group = resolve_group(request.group)
+    competing = admission.candidates(
+        message,
+        request.config,
+        exact=request.tolerance != "rounding" and request.plain_fits,
+        levels=topology.levels(group_nodes(group)),
+    )
+    competing = cost_model.prune_candidates(competing, message, link_profile(state, message.device))
+    if len(competing) == 1:
+        return competing[0], None
+    size = tuner_rules.size_class(message)
+    kind = (request.op, size, message.dtype, message.device, message.role, message.reduce_op, message.based)
+    key = (*kind, request.config.model_dump_json())
+    tuners = decision_memory(state).tuners
+    if key not in tuners:
+        nominal = 1 << (size or tuner_rules.ANY_SIZE)
+        tuners[key] = Tuner(competing, _on_choice(message, size, group), nominal=nominal)
+    return admitted, tuners[key]
+
+
+def _on_choice(message: Message, size: int, group: dist.ProcessGroup) -> Callable[[str], None]:
+    """Count a tuner's choices for the messages of one kind, named for the table."""
+    dtype, summed = str(message.dtype).removeprefix("torch."), message.reduce_op or "SUM"
+    where = "" if group is dist.group.WORLD else f", group {group.group_name}"
+    kind = f"{dtype}{'' if summed == 'SUM' else ' ' + summed}, {tuner_rules.size_text(size)}, {message.ranks} ranks"
+    kind += f"{', with a base' if message.based else ''}{where}"
+    return functools.partial(counters.record_choice, message.role, message.op, kind)
+
+
+def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: ZipcclConfig, role: str) -> Decision:
+    """Decide on a single message between two ranks, which is compressed, sent and decompressed one after the other."""
+    if tensors.is_traced(tensor):
+        return Decision.passing(PassReason.TRACED)
+    admitted = admission.admit(message_of(op, tensor, tensor.numel(), state, role), config)
+    if not admitted.frames or config.mode_of(role) != "auto":
+        return admitted
+    profile = link_profile(state, tensor.device.type)
+    if profile is not None and not cost_model.pays(tensor.nbytes, tensor.dtype, profile):
+        return Decision.passing(PassReason.LINK_IS_FASTER)
+    return admitted
+
+
+def _mixture(request: Request) -> str:
+    """The reason why the tensors of a request cannot go together; "" where they can."""
+    first, *more = (*request.outputs, *request.inputs)
+    if all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in more):
+        return ""
+    kinds = sorted({f"{tensor.dtype} on {tensor.device}" for tensor in (first, *more)})
+    return f"tensors must be of one dtype on one device, got {', '.join(kinds)}"

@@ -1,0 +1,84 @@
+"""A base in the output itself, which still holds the result of the last gather into it, as in ZeRO-1 and ZeRO-2."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.telemetry import counters
+
+
+class _Sent(NamedTuple):
+    shard: torch.Tensor
+    home: StorageWeakRef  # of the output that it was gathered into
+    span: range  # of the output's addresses
+
+
+#: Address, elements and dtype of a shard: the same for gathers to one place again and again.
+_Key = tuple[int, int, torch.dtype]
+
+
+class InPlaceBase:
+    """The output itself, which still holds the result of the last gather into it, as in ZeRO-1 and ZeRO-2.
+
+    Each rank keeps a copy of the shard it sent, as long as the output's memory lives: one copy of the shards it owns.
+    """
+
+    def __init__(self) -> None:
+        self._sent: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _Sent]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        counters.count_memory("copies of the shards sent", self._nbytes)
+
+    def _nbytes(self) -> int:
+        with self._lock:
+            self._prune()
+            return sum(one.shard.nbytes for sent in self._sent.values() for one in sent.values())
+
+    def _prune(self) -> None:
+        """Let go of copies whose output is gone."""
+        for sent in self._sent.values():
+            for key in [key for key, one in sent.items() if one.home.expired()]:
+                del sent[key]
+
+    def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
+        """See :class:`.negotiation.Base`. The copy is out of the memory until the gather has succeeded: after an error the contents of the
+        peers are unknown."""
+        with self._lock:
+            self._prune()
+            last = self._sent.setdefault(ctx.group, {}).pop(_key(places), None)
+        return None if last is None else last.shard
+
+    def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
+        """See :class:`.negotiation.Base`."""
+        own = places[ctx.rank]
+        shard = own.clone() if last is None else last.copy_(own)
+        span = range(places[0].data_ptr(), places[-1].data_ptr() + places[-1].nbytes)
+        with self._lock:
+            sent = self._sent.setdefault(ctx.group, {})
+            # what was gathered there in another size is overwritten
+            for key in [key for key, one in sent.items() if one.span.start < span.stop and span.start < one.span.stop]:
+                del sent[key]
+            sent[_key(places)] = _Sent(shard, StorageWeakRef(own.untyped_storage()), span)
+
+    def abandon(self, ctx: OpContext) -> None:
+        """See :class:`.negotiation.Base`."""
+
+    def token(self) -> Hashable:
+        """See :class:`.negotiation.Base`: where memory lies may differ from rank to rank."""
+        return None
+
+
+def _key(places: Sequence[torch.Tensor]) -> _Key:
+    return places[0].data_ptr(), places[0].numel(), places[0].dtype
+
+
+#: The one for all gathers.
+IN_PLACE = InPlaceBase()

@@ -1,0 +1,160 @@
+"""all_gather, all_gather_into_tensor, all_gather_coalesced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.decision import decide
+from ds_zipccl.comm.delta import negotiation
+from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
+from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.schedules.gather import gather
+from ds_zipccl.comm.work import JoinedWork
+from ds_zipccl.config import DEFAULT, ZipcclConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _GatherLists:
+    """The outputs are the places of all ranks."""
+
+    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        gather(ctx, 0, inputs, [[place] for place in outputs])
+
+
+@dataclass(frozen=True, slots=True)
+class _GatherShards:
+    """Each output is the shards of all ranks; with ``base`` a single one, gathered as differences where ranks hold the same."""
+
+    base: negotiation.Base | None
+
+    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        places = list(zip(*(equal_shards(whole, ctx.size) for whole in outputs), strict=True))
+        if self.base is not None and ctx.with_base:
+            negotiation.gather(ctx, inputs[0], [place for (place,) in places], self.base)
+        else:
+            gather(ctx, 0, inputs, places)
+
+
+def equal_shards(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
+    """Return equal shards of a flat tensor, one for each rank."""
+    shards: Sequence[torch.Tensor] = flat.split([flat.numel() // ranks] * ranks)
+    return shards
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+    uncompressed_call: Callable[[], Any] | None = None,
+) -> Any:
+    """``torch.distributed.all_gather``: ``tensor_list[r]`` becomes the ``tensor`` of rank r, which all have one shape."""
+    ranks = group_size(group)
+    wrong = len(tensor_list) != ranks or any(place.shape != tensor.shape for place in tensor_list)
+    shapes = [tuple(place.shape) for place in tensor_list]
+    request = Request(
+        "all_gather",
+        [tensor],
+        tensor_list,
+        group,
+        async_op,
+        config,
+        role,
+        plain=lambda inputs, outputs, later: dist.all_gather(list(outputs), inputs[0], group, later),
+        numel=tensor.numel() * ranks,
+        sent=tensor.numel() * (ranks - 1),
+        uncompressed_call=uncompressed_call,
+        problem=f"tensor_list must have {ranks} tensors of shape {tuple(tensor.shape)}, got {shapes}" if wrong else "",
+    )
+    return execute(decide(request), request, _GatherLists())
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+    base: negotiation.Base | None = None,
+    uncompressed_call: Callable[[], Any] | None = None,
+) -> Any:
+    """``torch.distributed.all_gather_into_tensor``: shard r of the output is the input of rank r.
+
+    The input may be the own shard of the output. ``base``, which all ranks give or none, names the memory of an earlier gather that ranks
+    may hold, such as :data:`ds_zipccl.comm.IN_PLACE`: shards then go as differences where all ranks prove to hold the same.
+    """
+    if is_small(output_tensor, config):
+        call = uncompressed_call or (lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op))
+        return pass_small("all_gather_into_tensor", role, sent_to_peers(output_tensor.nbytes, group), call)
+    request = _request_shards(
+        "all_gather_into_tensor", [output_tensor], [input_tensor], group, async_op, config, role, uncompressed_call
+    )
+    if base is not None:
+        request.based, request.token = True, base.token()
+    return execute(decide(request), request, _GatherShards(base))
+
+
+def all_gather_coalesced(
+    output_tensors: list[torch.Tensor],
+    input_tensors: list[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+    uncompressed_call: Callable[[], Any] | None = None,
+) -> Any:
+    """:func:`all_gather_into_tensor` of several tensors of one dtype at once: the form that DeepSpeed's backend declares."""
+    request = _request_shards(
+        "all_gather_coalesced", output_tensors, input_tensors, group, async_op, config, role, uncompressed_call
+    )
+    return execute(decide(request), request, _GatherShards(None))
+
+
+def _request_shards(
+    op: str,
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    async_op: bool,
+    config: ZipcclConfig,
+    role: str,
+    uncompressed_call: Callable[[], Any] | None,
+) -> Request:
+    ranks = group_size(group)
+
+    def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
+        handles = [
+            dist.all_gather_into_tensor(whole, own, group, later) for own, whole in zip(inputs, outputs, strict=True)
+        ]
+        return JoinedWork(op, handles, outputs) if later and len(handles) != 1 else handles[0]
+
+    own, whole = [tensor.numel() for tensor in input_tensors], [tensor.numel() for tensor in output_tensors]
+    wrong = [numel * ranks for numel in own] != whole
+    return Request(
+        op,
+        input_tensors,
+        output_tensors,
+        group,
+        async_op,
+        config,
+        role,
+        plain=plain,
+        numel=sum(own) * ranks,
+        sent=sum(own) * (ranks - 1),
+        uncompressed_call=uncompressed_call,
+        problem=f"outputs must have {ranks} times the elements of the inputs {own}, got {whole}" if wrong else "",
+        flat=True,
+    )

@@ -1,0 +1,77 @@
+"""broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.decision import decide
+from ds_zipccl.comm.execution import execute, is_small, pass_small
+from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
+from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.schedules.pipeline import Fragments, open_exchange, run_pipeline
+from ds_zipccl.config import DEFAULT, ZipcclConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _FromRoot:
+    """The root compresses each fragment once and sends it to every peer."""
+
+    root: int  # group rank
+
+    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        fragments, sends = Fragments(ctx, [*inputs, *outputs]), ctx.rank == self.root
+        with open_exchange(ctx) as exchange:
+
+            def post(step: int) -> None:
+                exchange.next_step()
+                for fragment in fragments.at(step):
+                    exchange.send(fragment, *ctx.peers) if sends else exchange.post_recv(self.root, fragment)
+
+            def take(step: int) -> None:
+                for fragment in fragments.at(step):
+                    sends or exchange.recv(self.root, fragment)
+
+            run_pipeline(fragments.steps, post, take)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+    uncompressed_call: Callable[[], Any] | None = None,
+) -> Any:
+    """``torch.distributed.broadcast``: every rank's ``tensor`` becomes that of global rank ``src`` (or group rank)."""
+    if not is_member(group):
+        return dist.broadcast(tensor, src, group, async_op)
+    if src is not None and is_small(tensor, config):
+        call = uncompressed_call or (lambda: dist.broadcast(tensor, src, group, async_op))
+        return pass_small("broadcast", role, tensor.nbytes if src == dist.get_rank() else 0, call)
+    root = group_rank(group, src, group_src)
+    root_globally = dist.get_global_rank(resolve_group(group), root)
+    sends = dist.get_rank(group) == root
+    request = Request(
+        "broadcast",
+        [tensor] if sends else [],
+        [] if sends else [tensor],
+        group,
+        async_op,
+        config,
+        role,
+        plain=lambda inputs, outputs, later: dist.broadcast([*inputs, *outputs][0], root_globally, group, later),
+        numel=tensor.numel(),
+        sent=tensor.numel() * sends,
+        uncompressed_call=uncompressed_call,
+        memory_order=True,
+    )
+    return execute(decide(request), request, _FromRoot(root))

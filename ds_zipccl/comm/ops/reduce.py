@@ -1,0 +1,71 @@
+"""reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.decision import decide
+from ds_zipccl.comm.execution import execute
+from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
+from ds_zipccl.comm.reduction_order import Reduction, arithmetic
+from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.schedules.reduce_scatter import reduce_scatter
+from ds_zipccl.config import DEFAULT, ZipcclConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _ToRoot:
+    """A reduce-scatter in which the root's shard is everything."""
+
+    root: int  # group rank
+    reduction: Reduction
+
+    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        flat = [*inputs, *outputs][0]
+        chunk = ctx.transport.ring_chunk("reduce", flat.numel(), flat.element_size())
+        shards = [flat if rank == self.root else flat[:0] for rank in range(ctx.size)]
+        reduce_scatter(ctx, shards, shards[ctx.rank], self.reduction, slice(0, flat.numel()), chunk)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+    uncompressed_call: Callable[[], Any] | None = None,
+) -> Any:
+    """``torch.distributed.reduce``: the sum goes in place to global rank ``dst`` (or group rank); other ranks keep theirs."""
+    if not is_member(group):
+        return dist.reduce(tensor, dst, op, group, async_op)
+    root = group_rank(group, dst, group_dst)
+    root_globally = dist.get_global_rank(resolve_group(group), root)
+    adds = dist.get_rank(group) == root
+    reduction, tolerance = arithmetic(tensor.device.type, op, group, config)
+    request = Request(
+        "reduce",
+        [] if adds else [tensor],
+        [tensor] if adds else [],
+        group,
+        async_op,
+        config,
+        role,
+        plain=lambda inputs, outputs, later: dist.reduce([*inputs, *outputs][0], root_globally, op, group, later),
+        numel=tensor.numel(),
+        sent=tensor.numel() * (not adds),
+        uncompressed_call=uncompressed_call,
+        reduce_op=op,
+        tolerance=tolerance,
+        memory_order=True,
+    )
+    return execute(decide(request), request, _ToRoot(root, reduction))

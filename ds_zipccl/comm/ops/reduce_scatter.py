@@ -1,0 +1,122 @@
+"""reduce_scatter_tensor, reduce_scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.decision import decide
+from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
+from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.reduction_order import Reduction, arithmetic
+from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.schedules.reduce_scatter import reduce_scatter as scatter_sums
+from ds_zipccl.config import DEFAULT, ZipcclConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _EqualShards:
+    """The input is a message of equal shards."""
+
+    reduction: Reduction
+
+    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        (whole,), (out,) = inputs, outputs
+        chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+        span = slice(ctx.rank * out.numel(), (ctx.rank + 1) * out.numel())
+        scatter_sums(ctx, whole.split([out.numel()] * ctx.size), out, self.reduction, span, chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class _ListedShards:
+    """Each input is a message of its own: gloo all-reduces each tensor of the list by itself."""
+
+    reduction: Reduction
+
+    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        (out,) = outputs
+        chunk = ctx.transport.ring_chunk("all_reduce", out.numel(), out.element_size())
+        scatter_sums(ctx, inputs, out, self.reduction, slice(0, out.numel()), chunk)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+    uncompressed_call: Callable[[], Any] | None = None,
+) -> Any:
+    """``torch.distributed.reduce_scatter_tensor``: the output of rank r is the sum of all shards r of the inputs.
+
+    The output may be the own shard of the input.
+    """
+    if is_small(input, config):
+        call = uncompressed_call or (lambda: dist.reduce_scatter_tensor(output, input, op, group, async_op))
+        return pass_small("reduce_scatter_tensor", role, sent_to_peers(input.nbytes, group), call)
+    ranks = group_size(group)
+    reduction, tolerance = arithmetic(output.device.type, op, group, config)
+    wrong = output.numel() * ranks != input.numel()
+    problem = f"input must have {ranks} times {output.numel()} elements of output, got {input.numel()}"
+    request = Request(
+        "reduce_scatter_tensor",
+        [input],
+        [output],
+        group,
+        async_op,
+        config,
+        role,
+        plain=lambda inputs, outputs, later: dist.reduce_scatter_tensor(outputs[0], inputs[0], op, group, later),
+        numel=input.numel(),
+        sent=input.numel() * (ranks - 1) / ranks,
+        uncompressed_call=uncompressed_call,
+        problem=problem if wrong else "",
+        reduce_op=op,
+        tolerance=tolerance,
+        flat=True,
+    )
+    return execute(decide(request), request, _EqualShards(reduction))
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
+    uncompressed_call: Callable[[], Any] | None = None,
+) -> Any:
+    """``torch.distributed.reduce_scatter``: the output of rank r is the sum of all ``input_list[r]``; sizes may differ."""
+    ranks, rank = group_size(group), dist.get_rank(group)
+    reduction, tolerance = arithmetic(output.device.type, op, group, config)
+    sizes = [tensor.numel() for tensor in input_list]
+    wrong = len(sizes) != ranks or sizes[rank] != output.numel()
+    problem = f"input_list must have {ranks} tensors, the one of this rank of {output.numel()} elements, got {sizes}"
+    request = Request(
+        "reduce_scatter",
+        input_list,
+        [output],
+        group,
+        async_op,
+        config,
+        role,
+        plain=lambda inputs, outputs, later: dist.reduce_scatter(outputs[0], list(inputs), op, group, later),
+        numel=sum(sizes),
+        sent=sum(sizes) * (ranks - 1) / ranks,
+        uncompressed_call=uncompressed_call,
+        problem=problem if wrong else "",
+        reduce_op=op,
+        tolerance=tolerance,
+    )
+    return execute(decide(request), request, _ListedShards(reduction))

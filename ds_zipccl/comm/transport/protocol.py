@@ -1,0 +1,80 @@
+"""The transport protocol: how bytes travel between the ranks of one group.
+
+Schedules see only this protocol. A transport says what it can do (:class:`Capabilities`), and a schedule that needs more than that is not
+a candidate on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+
+#: Tags in each range (admission). The ranges lie above the tags that programs use and below 2**31.
+TAGS_PER_RANGE = 1 << 28
+#: Tags of one collective (admission: gathers by node have two exchanges, and differences one before and one after them).
+TAGS_PER_COLLECTIVE = 4
+
+
+class TagRange(IntEnum):
+    """First tag of each range that this package uses on a group. Programs may use the tags below all of them."""
+
+    COLLECTIVE = 1 << 30
+    POINT_TO_POINT = COLLECTIVE + TAGS_PER_RANGE
+    SHADOW = POINT_TO_POINT + TAGS_PER_RANGE
+    #: One tag serves all exchanges of a calibration: messages of a pair of ranks arrive in order.
+    CALIBRATION = SHADOW + TAGS_PER_RANGE
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """``oversized_receives``: a receive buffer may be larger than the message, so that no sizes are exchanged. ``stream_ordered``:
+    messages follow the current CUDA stream and :meth:`Transport.post_send` needs no host wait. ``host_only``: buffers must lie in host
+    memory, so that frames of CUDA tensors are staged. ``tags``: messages of one pair of ranks are matched by tag, not only by order.
+    ``documented_sums``: the backend adds in an order that :meth:`Transport.ring_chunk` describes."""
+
+    oversized_receives: bool
+    stream_ordered: bool
+    host_only: bool
+    tags: bool
+    documented_sums: bool
+
+
+class SumSwitches(Protocol):
+    """How each rank's backend treats denormals when it adds; asked once per group."""
+
+    def flushing_ranks(self) -> Sequence[bool]:
+        """Whether each rank flushes denormals; blocks until all ranks have asked. Raises RuntimeError if the transport failed."""
+        ...
+
+
+class Transport(Protocol):
+    """Messages between this rank and the other ranks of one group. Ranks are group ranks, buffers 1-D uint8 tensors.
+
+    A posted buffer must live, and a sent one must not change, until its handle has been waited for. All methods raise RuntimeError where
+    the backend does.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, group: dist.ProcessGroup) -> None: ...
+
+    def post_send(self, buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Start to send all of ``buffer``; does not block."""
+        ...
+
+    def post_recv(self, buffer: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
+        """Post the receive of one message of at most ``buffer``'s size, from any rank if ``peer`` is None; does not block."""
+        ...
+
+    def ring_chunk(self, op: str, numel: int, itemsize: int) -> int:
+        """Elements in a chunk of the backend's ring for a sum by ``op`` ("all_reduce" or "reduce") of ``numel`` elements."""
+        ...
+
+    def ask_sum_switches(self) -> SumSwitches:
+        """Ask all ranks how their backends add; a collective that does not block."""
+        ...
