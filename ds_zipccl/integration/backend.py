@@ -24,7 +24,7 @@ from ds_zipccl.config import ROLES, SECTION, ConfigError, ZipcclConfig, environm
 from ds_zipccl.integration import autoload, banner, config_agreement, roles, zero
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
-from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry import counters, monitor, table
 from ds_zipccl.telemetry.step_log import StepLog
 
 #: DeepSpeed's collectives that may be coded, and those that always pass: name -> parameters, in the order of ds_zipccl.comm's.
@@ -233,7 +233,7 @@ def _measurable(config: ZipcclConfig) -> bool:
 
 def _print_table(when: str) -> None:
     if counters.rows():
-        print(f"[ds_zipccl] traffic of rank 0 {when}\n{counters.table()}", flush=True)
+        print(f"[ds_zipccl] traffic of rank 0 {when}\n{table.render()}", flush=True)
 
 
 def adopt_comm(module: Any) -> None:
@@ -331,7 +331,7 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
         if torch.distributed.get_rank() == 0:
             _print_table(f"after {engine.global_steps} steps")
         if engine.monitor.enabled:
-            engine.monitor.write_events(counters.events(engine.global_samples))
+            engine.monitor.write_events(monitor.events(engine.global_samples))
     return result
 
 

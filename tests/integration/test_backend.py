@@ -119,7 +119,7 @@ leave()
 
 OWNERS = """
 from collections import Counter
-from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry import counters, table
 section = {"enabled": True, "mode": "always", "min_bytes": 1024, "check": "shadow"}
 def sums(stage=2, micro=1, **more):
     counters.reset()
@@ -155,7 +155,7 @@ assert sums(zero={"use_multi_rank_bucket_allreduce": False})[1] == {}
 for zero in ({"reduce_scatter": False}, {"contiguous_gradients": False}):
     calls, whole = sums(zero=zero)
     assert calls == {"all_reduce": 2} and whole == {unknown: 2}, (zero, calls, whole)
-assert f"zero_grad all_reduce: 2 calls not owner-only: {unknown}" in counters.table()
+assert f"zero_grad all_reduce: 2 calls not owner-only: {unknown}" in table.render()
 assert sums(1, data_types={"grad_accum_dtype": "fp32"}) == ({"all_reduce": 2}, {unknown: 2})  # the BF16 optimizer
 e = engine(section)
 counters.reset()
