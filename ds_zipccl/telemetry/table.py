@@ -24,6 +24,12 @@ def render() -> str:
     return "\n".join(lines)
 
 
+def show(when: str) -> None:
+    """Print the table of rank 0 with the time of its counts, such as "at the end"; nothing if nothing was counted."""
+    if counters.rows():
+        print(f"[ds_zipccl] traffic of rank 0 {when}\n{render()}", flush=True)
+
+
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [

@@ -101,7 +101,7 @@ print("RATES", json.dumps(rates))
 leave()
 """,
     )
-    assert first.count("[ds_zipccl 0.1.0] on, kernels: ") == 1
+    assert first.count("[ds_zipccl 0.1.0] on, codes cpu tensors over gloo (1 group); kernels: ") == 1
     for when in ("after 2 steps", "after 4 steps", "at the end"):
         assert first.count(f"traffic of rank 0 {when}") == 1, first
     assert "zero_grad" in first and "zero_param" in first
@@ -311,6 +311,8 @@ IMPORT_ORDERS = {
     "deepspeed first": "import deepspeed",
     "probe first": "import torch, importlib.util as u; assert u.find_spec('deepspeed.comm.comm'); import deepspeed",
     "backend first": "import ds_zipccl.integration.backend; import deepspeed",
+    "hooks first": "import ds_zipccl.integration.hooks; import deepspeed",
+    "job first": "import ds_zipccl.integration.job; import deepspeed",
     "install first": "import ds_zipccl; ds_zipccl.install(); import deepspeed",
     "engine only": "from deepspeed.runtime.engine import DeepSpeedEngine; import deepspeed",
 }
