@@ -54,7 +54,7 @@ def describe(groups: Iterable[Group], device: str) -> str:
         return "nothing will be coded: this job has one rank"
     coded, passed = _tally(several, device)
     why = "; ".join(
-        f"{device} tensors go over {backend or 'no backend'} ({_count(number)}), for which there are no coded schedules yet"
+        f"{device} tensors go over {backend or 'no backend'}{_count(number)}, for which there are no coded schedules yet"
         for backend, number in passed.items()
     )
     if coded:
@@ -76,12 +76,12 @@ def _tally(groups: Iterable[Group], device: str) -> tuple[Counter[str], Counter[
 
 
 def _list(device: str, counts: Mapping[str, int]) -> str:
-    where = ", ".join(f"{backend} ({_count(number)})" for backend, number in counts.items())
+    where = ", ".join(f"{backend}{_count(number)}" for backend, number in counts.items())
     return f"{device} tensors over {where}"
 
 
 def _count(number: int) -> str:
-    return f"{number} group" if number == 1 else f"{number} groups"
+    return "" if number == 1 else f" ({number} groups)"
 
 
 def start_line(config: ZipcclConfig, profile: Profile | None, covered: str) -> str:
