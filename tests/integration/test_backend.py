@@ -1,4 +1,4 @@
-"""How the backend gets into DeepSpeed, agrees on its configuration, and gets out of the way. Real processes, real DeepSpeed."""
+"""Activation of the backend in DeepSpeed, agreement of ranks on its section, and the cases in which it stays away. Real processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def leave():
 
 
 def launch(tmp_path: Path, program: str, ranks: int = 2, **environment: str | list[str]) -> list[tuple[int, str]]:
-    """Run ``program`` on ranks; (exit status, output) of each. A list in the environment has one value per rank ("" = unset)."""
+    """Run ``program`` on ranks; return (exit status, output) of each. A list in the environment has one value per rank; "" is unset."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -142,7 +142,7 @@ to_owners = ({"reduce_to_owners": 2}, {})
 
 
 def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
-    """Where DeepSpeed says who keeps what; every sum is compared with the plain one. Elsewhere the table tells."""
+    """Gradients go to their owners where DeepSpeed names them, and each sum equals the plain one. Elsewhere the table gives the reason."""
     succeed(
         tmp_path,
         OWNERS
@@ -204,7 +204,7 @@ leave()
 
 
 def test_backend_that_is_up_already_is_adopted(tmp_path: Path) -> None:
-    """install() after init_distributed, and process groups the user made."""
+    """install() works after init_distributed, and on process groups that the user has made."""
     succeed(
         tmp_path,
         """

@@ -1,4 +1,4 @@
-"""Which traffic of DeepSpeed the backend sees, as what it counts it, and that compiled models and every layout go through it."""
+"""DeepSpeed's traffic through the backend: its counts and roles, compiled models, and layouts of tensors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ for turn in range(2):
     o.zero_()
 assert {row["op"]: row["calls"] for row in counters.rows()} == {"send": 2, "recv": 2}, counters.rows()
 
-# what is not coded is counted
+# operations without a coded schedule are counted
 counters.reset()
 dist.gather(t, [torch.empty_like(t) for _ in range(2)] if rank == 0 else None, 0)
 dist.scatter(o, [t, t] if rank == 0 else None, 0)
@@ -109,7 +109,7 @@ x = (torch.eye(300) * (rank + 1)).to_sparse()
 dist.all_reduce(x)
 assert torch.equal(x.to_dense(), 3 * torch.eye(300))
 
-# Domino's layers have a group of their own, which DeepSpeed does not know
+# DeepSpeed does not know the group of Domino's layers
 counters.reset()
 group = torch.distributed.new_group([0, 1])
 model = torch.nn.Linear(256, 256)
@@ -151,7 +151,7 @@ WORLD, TENSOR, SEQUENCE, EXPERT = (object() for _ in range(4))
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """DeepSpeed's knowledge of groups, with nothing in it."""
+    """DeepSpeed's module of groups, without any group of a kind but the expert group."""
     found = SimpleNamespace(_TENSOR_MODEL_PARALLEL_GROUP=None, _EXPERT_PARALLEL_GROUP={"ep": EXPERT}, mpu=None)
     imported = roles.importlib.import_module
     patched = SimpleNamespace(import_module=lambda name: found if name.endswith("utils.groups") else imported(name))

@@ -1,4 +1,4 @@
-"""The "zipccl" section and DS_ZIPCCL: what is taken, and what the refusal of anything else says."""
+"""The "zipccl" section and DS_ZIPCCL: the values that are accepted, and the messages for all others."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_near_misses() -> None:
 
 
 def names_read(text: str) -> set[str]:
-    """Names of the environment variables that a source file reads, by a literal or by a constant of the file."""
+    """Return the names of the environment variables that a source file reads, by a literal or by a constant of the file."""
     tree = ast.parse(text)
     constants = {
         target.id: node.value

@@ -135,7 +135,7 @@ def test_events_have_the_ratio_of_each_role_since_the_last_ones() -> None:
 
 def test_step_log_adds_a_line_a_step(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    path.write_text("of an earlier process")  # which was stopped in the middle of a line
+    path.write_text("of an earlier process")  # stopped in the middle of a line
     log = StepLog(str(path))
     written = []
     for step, (wire_bytes, reason) in enumerate([(2000, "nothing was gathered there"), (500, ""), (250, "")], 7):

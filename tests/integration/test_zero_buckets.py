@@ -25,7 +25,7 @@ def _nothing_is_known() -> Iterator[None]:
     zero_buckets._next.set(None)
 
 
-#: elements, reduce op, group, whether asynchronous.
+#: Elements, reduce op, group and async_op of calls that do not fit the bucket.
 CALLS: dict[str, tuple[int, Any, Any, bool]] = {
     "smaller": (999, dist.ReduceOp.SUM, DATA, False),
     "larger": (1001, dist.ReduceOp.SUM, DATA, False),
@@ -41,7 +41,7 @@ RIGHT = (torch.empty(10, 100), dist.ReduceOp.SUM, DATA, False)
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_is_not_of_the_bucket(call: str) -> None:
-    """It gets the sums whole, and what was known is of no later call either."""
+    """The call gets the full sums, and the owners are forgotten for later calls too."""
     numel, *more = CALLS[call]
     assert not BUCKET.fits(torch.empty(numel), *more)
     zero_buckets._next.set(BUCKET)
@@ -58,7 +58,7 @@ def test_a_bucket_is_for_one_call() -> None:
 
 
 class Optimizer:
-    """Says what is known while a bucket is reduced."""
+    """An optimizer whose reduction returns the bucket that is noted at that time."""
 
     dp_process_group = DATA
 
@@ -66,7 +66,7 @@ class Optimizer:
         self, small_bucket: list[torch.Tensor], communication_data_type: Any = None, process_group: Any = None,
         bucket_ranks: Any = None, fail: bool = False,
     ) -> Any:  # fmt: skip
-        """The one of DeepSpeed."""
+        """DeepSpeed's method."""
         if fail:
             raise RuntimeError("as planted")
         return zero_buckets._next.get()
@@ -106,7 +106,7 @@ def test_watching_twice_is_watching_once() -> None:
     watched = type("Watched", (Optimizer,), {NAME: getattr(Optimizer, NAME)})
     zero_buckets.watch_buckets(watched)
     once = getattr(watched, NAME)
-    assert once is not getattr(Optimizer, NAME) and once.__doc__ == "The one of DeepSpeed."
+    assert once is not getattr(Optimizer, NAME) and once.__doc__ == "DeepSpeed's method."
     zero_buckets.watch_buckets(watched)
     assert getattr(watched, NAME) is once
     bare = type("Bare", (), {})

@@ -30,7 +30,7 @@ def parameter(number: int, group: Any = DATA, *, persist: bool = False, numel: i
 
 
 class Memory:
-    """comm.keep on groups of two ranks on gloo."""
+    """Stands for comm.keep on groups of two ranks over gloo."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 2, backend: str = "gloo", mates: int = 1) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -52,7 +52,7 @@ SHARD = (100, torch.bfloat16)
 
 
 def test_memory_is_for_what_is_freed_after_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for parameters that stay, nor for those that ZeRO-3 does not partition; by groups."""
+    """Parameters that stay, and parameters that ZeRO-3 does not partition, get no memory. Each group allocates at once."""
     memory = Memory(monkeypatch)
     first, second, third = parameter(0), parameter(2), parameter(4, OTHER)
     stays, whole = parameter(1, persist=True), torch.nn.Parameter(torch.zeros(3))
@@ -109,7 +109,7 @@ def test_what_a_node_shares_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Three parameters of two ranks that are being asked for, of 100, 100 and 300 elements a rank."""
+    """DeepSpeed asks two ranks for three parameters, of 100, 100 and 300 elements per rank."""
     Memory(monkeypatch)
     params = [parameter(number, numel=numel) for number, numel in enumerate((100, 100, 300))]
     kept, _ = zero_gathers.allocate_bases(params, ON, CPU)
@@ -133,7 +133,7 @@ def test_parameters_one_after_the_other(wanted: list[Kept]) -> None:
 
 
 def test_gathers_of_something_else(wanted: list[Kept]) -> None:
-    """Of another size, dtype or group: nothing is known, and the parameters are still awaited."""
+    """A gather of another size, dtype or group has no base, and the parameters are still awaited."""
     assert of(499) is of(300) is of(200) is of(600) is None
     assert of(500, OTHER) is of(500, None) is of(500, dtype=torch.float32) is None
     assert of(500) == wanted
@@ -152,7 +152,7 @@ def test_parameters_without_memory_are_left_out(wanted: list[Kept]) -> None:
 
 
 def test_who_asks_is_watched() -> None:
-    """In DeepSpeed's order, the one of numbers, and until the call is over."""
+    """Parameters are noted in DeepSpeed's order, by number, until the end of the call."""
     seen: list[list[int] | None] = []
 
     class Init:
