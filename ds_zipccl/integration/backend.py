@@ -127,8 +127,8 @@ def slice_owners(job: Job, tensor: torch.Tensor, op: Any, group: Any, async_op: 
     assert job.config is not None  # only the coded method asks
     if job.config.owner_only == "off":
         return None
-    small = admission.is_small(_nbytes(tensor), job.config)
-    if reason and role == "zero_grad" and job.zero_stages & {1, 2} and not small:
+    expected = reason and role == "zero_grad" and job.zero_stages & {1, 2}
+    if expected and not admission.is_small(_nbytes(tensor), job.config):
         counters.record_whole(role, "all_reduce", reason)
     return owned
 
