@@ -18,7 +18,7 @@ _EXPORTS = {
     "FrameError": "ds_zipccl.frame",
     "ZipcclConfig": "ds_zipccl.config",
     "ConfigError": "ds_zipccl.config",
-    "install": "ds_zipccl.integration.backend",
+    "install": "ds_zipccl.integration.autoload",
 }
 __all__ = [*_EXPORTS, "__version__"]
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ds_zipccl.codecs import compress, compress_bound, compress_segments, decompress, decompress_add, region_hash
     from ds_zipccl.config import ConfigError, ZipcclConfig
     from ds_zipccl.frame import FrameError
-    from ds_zipccl.integration.backend import install
+    from ds_zipccl.integration.autoload import install
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""The ``"zipccl"`` section of ``ds_config.json``, typed, and the environment variables.
+"""The ``"zipccl"`` section of ``ds_config.json``, typed, and the table of environment variables.
 
-Plain pydantic, not DeepSpeed's model class: :mod:`ds_zipccl.comm` takes the same settings where DeepSpeed is not installed.
+The model class is plain pydantic, not DeepSpeed's: :mod:`ds_zipccl.comm` takes the same settings where DeepSpeed is not installed.
 """
 
 from __future__ import annotations
@@ -18,38 +18,53 @@ SECTION = "zipccl"
 Role = Literal["zero_param", "zero_grad", "dp", "tp", "pp", "ep", "sp"]
 ROLES: tuple[str, ...] = get_args(Role)
 
-#: Every environment variable that the package reads: name -> meaning.
+#: Every environment variable that the package and its examples read by name: name -> meaning. The documentation shows this table.
 ENVIRONMENT = {
     "DS_ZIPCCL": "0: off everywhere, whatever the config says. 1: on with defaults. JSON object: on with this section.",
-    "DS_ZIPCCL_CACHE": "folder for compiled kernels, to which no other user can write (default: TORCH_EXTENSIONS_DIR, else "
-    "~/.cache/torch_extensions)",
-    "CUDA_HOME": "where nvcc is looked for, in its bin (default: PATH, then /usr/local/cuda)",
-    "CXX": "C++ compiler of the native CPU route, arguments allowed (default: c++, g++ or clang++, whichever is found first)",
+    "DS_ZIPCCL_CACHE": "Folder for compiled kernels, to which no other user can write (default: TORCH_EXTENSIONS_DIR, else "
+    "~/.cache/torch_extensions).",
+    "TORCH_EXTENSIONS_DIR": "Folder for compiled kernels where DS_ZIPCCL_CACHE is unset; torch's variable.",
+    "CXX": "C++ compiler of the native CPU route, arguments allowed (default: c++, g++ or clang++, whichever is found first).",
+    "CUDA_HOME": "Folder whose bin holds nvcc (default: PATH, then /usr/local/cuda).",
+    "TORCH_CUDA_ARCH_LIST": "Compute capabilities to compile CUDA kernels for, as torch reads the variable (default: those of the "
+    "devices of this machine).",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0: `import torch` loads no extension, so that only ds_zipccl.install() activates the package; "
+    "torch's variable. `report` names it.",
+    "LOCAL_RANK": "Rank on this node, set by the launcher; rank 0 alone prints notes about the kernel folder.",
+    "RANK": "Rank in the job, set by the launcher; examples/train_gpt.py starts ranks by itself where it is unset.",
+    "DS_ACCELERATOR": "DeepSpeed's accelerator; examples/train_gpt.py takes cpu where it is unset and there is no GPU.",
+}
+
+#: Values that earlier versions took: (key, earlier value) -> the value that replaces it.
+RENAMED_VALUES: dict[tuple[str, str], str] = {
+    ("codec", "exponent"): "cascade",
+    ("codec", "window"): "wide",  # a pair takes effect once its key refuses the earlier value
 }
 
 
 class ConfigError(ValueError):
-    """The section cannot be used: unknown key, wrong type, impossible value, or ranks that disagree."""
+    """The section has an unknown key, a wrong type or an impossible value, or the ranks have different sections."""
 
 
 class ZipcclConfig(BaseModel):
-    """Settings of the coded collectives; the field descriptions are the documentation (README shows them)."""
+    """Settings of the coded collectives. The documentation shows the description of each field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     enabled: bool = Field(False, description="Code the traffic of this job.")
     mode: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="auto: measure, for every kind of message, whether the plain collective, our schedule with uncoded frames or with "
-        "coded ones is fastest here, use that, and keep looking. always: coded. never: plain.",
+        description="auto: for every kind of message, measure the plain collective, our schedule with uncoded frames and our "
+        "schedule with coded frames, use the fastest, and keep measuring. always: coded. never: plain.",
     )
     reduction: Literal["auto", "match", "fp32"] = Field(
         "auto",
-        description="Order and type of sums. match: bit for bit what the uncoded backend gives (gloo). fp32: accumulate in "
-        "fp32 in rank order, round once. auto: match on gloo, fp32 elsewhere.",
+        description="Order and type of sums. match: the bits of the plain backend (gloo). fp32: accumulate in fp32 in rank "
+        "order, round once. auto: match on gloo, fp32 elsewhere.",
     )
     check: Literal["off", "shadow"] = Field(
-        "off", description="shadow: also run the plain collective every time and compare; for debugging, slow."
+        "off",
+        description="shadow: also run the plain collective of every call and compare the results; slow, for debugging.",
     )
     codec: Literal["cascade", "window", "raw"] = Field(
         "cascade",
@@ -62,51 +77,51 @@ class ZipcclConfig(BaseModel):
     )
     delta: Literal["auto", "off"] = Field(
         "auto",
-        description="auto: gather parameters as differences against the last step's where every rank proves, by a hash, to hold them. "
-        "With ZeRO-1 and ZeRO-2 this keeps a copy of the shard that this rank owns; ZeRO-3 needs zero3_base.",
+        description="auto: gather parameters as differences against those of the last step where every rank proves by a hash "
+        "that it holds them. ZeRO-1 and ZeRO-2 then keep a copy of the shard that this rank owns; ZeRO-3 needs zero3_base.",
     )
     zero3_base: Literal["off", "host", "device"] = Field(
         "off",
-        description="Keep the parameters that ZeRO-3 gathered, so that it has something to send differences against. host: 2 bytes per "
-        "bf16 parameter in memory that the ranks of a node share (/dev/shm). device: as much on every rank's device.",
+        description="Keep the parameters that ZeRO-3 gathered as the base of later differences. host: 2 bytes per bf16 parameter in "
+        "memory that the ranks of a node share (/dev/shm). device: as much on every rank's device.",
     )
     owner_only: Literal["auto", "off"] = Field(
         "auto",
-        description="auto: with ZeRO-1 and ZeRO-2, send every slice of a bucket of gradients to the ranks that keep it, and to no other: "
-        "half of what the all-reduce sends. off: all-reduce it.",
+        description="auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which "
+        "halves the bytes of the all-reduce. off: all-reduce the bucket.",
     )
     min_bytes: int = Field(65536, ge=0, description="Messages smaller than this many bytes pass through uncoded.")
     staging_mib: int = Field(
         64,
         ge=1,
-        description="MiB of memory for frames on their way, for each operation in flight; large messages go in pieces that fit.",
+        description="MiB of memory for the frames of each operation in flight; a larger message goes in fragments that fit.",
     )
     route: Literal["auto", "native", "numba"] = Field(
         "auto", description="Kernels: native (C++, built at first use), numba, or auto: the first that works."
     )
     roles: dict[Role, Literal["auto", "always", "never"]] = Field(
-        default_factory=dict, description="The mode of single roles: " + ", ".join(ROLES) + "."
+        default_factory=dict, description="Mode of single roles, instead of mode: " + ", ".join(ROLES) + "."
     )
     log_interval: int = Field(
-        100, ge=0, description="Optimizer steps between tables on rank 0; 0 prints the table at the end only."
+        100, ge=0, description="Optimizer steps between two tables of rank 0; 0: one table, at the end."
     )
     step_log: str = Field(
         "",
-        description="Path of a file in an existing folder to which rank 0 adds a JSON line of what it sent after every optimizer step; "
-        "empty: none.",
+        description="Path of a file in an existing folder. Rank 0 appends a JSON line with its traffic after every optimizer step; empty: "
+        "no file.",
     )
 
     def mode_of(self, role: str) -> str:
-        """The mode of a role."""
+        """Return the mode of a role: its own, else the mode of the section."""
         return {str(name): str(mode) for name, mode in self.roles.items()}.get(role, self.mode)
 
 
-#: What :mod:`ds_zipccl.comm` uses when called without a config.
+#: The config of calls of :mod:`ds_zipccl.comm` that name none.
 DEFAULT = ZipcclConfig(enabled=True)
 
 
 def _allowed(annotation: Any) -> str:
-    """Human-readable set of values for a field's annotation."""
+    """Return the values that a field's annotation allows, as text for messages."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " | ".join(json.dumps(value) for value in args)
@@ -116,10 +131,10 @@ def _allowed(annotation: Any) -> str:
 
 
 def parse_section(section: Any) -> ZipcclConfig:
-    """Validate the section (a dict as json gives it).
+    """Return the config of a section, a dict as json gives it.
 
     Raises:
-        ConfigError: names every offending key, what was got and what is allowed.
+        ConfigError: the section is invalid; the message has a line for every wrong key, with the value got and the values allowed.
     """
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{SECTION}" must be an object such as {{"enabled": true}}, got {section!r}')
@@ -131,7 +146,7 @@ def parse_section(section: Any) -> ZipcclConfig:
 
 
 def _describe(location: tuple[Any, ...], section: Mapping[str, Any]) -> str:
-    """One line for one pydantic error."""
+    """Return one line for one pydantic error."""
     key = str(location[0])
     field = ZipcclConfig.model_fields.get(key)
     if field is None:
@@ -139,12 +154,15 @@ def _describe(location: tuple[Any, ...], section: Mapping[str, Any]) -> str:
         hint = f' (did you mean "{close[0]}"?)' if close else ""
         known = ", ".join(ZipcclConfig.model_fields)
         return f'"{SECTION}.{key}" is not a known key{hint}; known keys: {known}'
-    got = json.dumps(section[key], default=repr)
+    value = section[key]
+    if isinstance(value, str) and (key, value) in RENAMED_VALUES:
+        return f'"{SECTION}.{key}": {json.dumps(value)} is now {json.dumps(RENAMED_VALUES[key, value])}'
+    got = json.dumps(value, default=repr)
     return f'"{SECTION}.{key}" must be {_allowed(field.annotation)}, got {got}'
 
 
 def environment_section(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """The section that ``DS_ZIPCCL`` stands for, or None where the variable is unset or empty.
+    """Return the section that ``DS_ZIPCCL`` stands for, or None where the variable is unset or empty.
 
     Raises:
         ConfigError: the value is neither 0, 1 nor a JSON object.
@@ -164,7 +182,7 @@ def environment_section(environ: Mapping[str, str] = os.environ) -> dict[str, An
 
 
 def near_misses(param_dict: Mapping[str, Any]) -> list[str]:
-    """Top-level keys of a DeepSpeed config that look like a misspelt ``"zipccl"`` (DeepSpeed accepts unknown keys silently)."""
+    """Return the top-level keys of a DeepSpeed config that look like a misspelled ``"zipccl"``: DeepSpeed accepts unknown keys silently."""
     names = {str(key): str(key).lower() for key in param_dict if key != SECTION}
     close = difflib.get_close_matches(SECTION, names.values(), n=len(names) or 1, cutoff=0.75)
     return [key for key, lowered in names.items() if lowered in close]

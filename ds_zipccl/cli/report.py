@@ -126,7 +126,17 @@ def activation() -> Mapping[str, str]:
         state = f"installed, but {AUTOLOAD_SWITCH}=0 turns it off"
     else:
         state = f"installed: {entries[0].value}"
-    return {f"entry point in {ENTRY_GROUP}": state, "DS_ZIPCCL means": _section()}
+    return {
+        f"entry point in {ENTRY_GROUP}": state,
+        "DS_ZIPCCL means": _section(),
+        "on groups that DeepSpeed makes here": attempt(_coverage).popitem()[1],
+    }
+
+
+def _coverage() -> Mapping[str, str]:
+    from ds_zipccl.integration.start_line import coverage_here
+
+    return {"coverage": coverage_here()}
 
 
 def _section() -> str:

@@ -1,7 +1,7 @@
-"""Activation without a line of user code.
+"""Activation: by itself, without a line of user code, or by :func:`install`.
 
-``import torch`` calls :func:`autoload` (entry point group ``torch.backends``). It must stay light and never raise. It leaves a finder on
-``sys.meta_path`` that lets :mod:`ds_zipccl.integration.backend` adjust DeepSpeed's modules right after they are executed.
+``import torch`` calls :func:`autoload`, the entry point of group ``torch.backends``. The call must be cheap and never raise. It leaves a
+finder on ``sys.meta_path``. The finder lets :mod:`ds_zipccl.integration.hooks` adjust DeepSpeed's modules right after their execution.
 """
 
 from __future__ import annotations
@@ -10,75 +10,100 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-#: DeepSpeed module -> function of ds_zipccl.integration.backend that adjusts it.
+#: DeepSpeed module -> function of ds_zipccl.integration.hooks that adjusts it.
 HOOKS = {
     "deepspeed.comm.comm": "adopt_comm",
     "deepspeed.runtime.zero.partition_parameters": "adopt_zero3",
     "deepspeed.runtime.zero.stage_1_and_2": "adopt_zero12",
     "deepspeed.runtime.engine": "adopt_engine",
 }
+#: Modules behind the hooks. They import DeepSpeed: its modules wait for their hooks while one of these is being executed.
+_BEHIND = ("ds_zipccl.integration.hooks", "ds_zipccl.integration.backend")
+
+_executing: set[str] = set()  # modules of _BEHIND
+_waiting: list[ModuleType] = []  # DeepSpeed's modules, executed and not adjusted yet
 
 
 def autoload() -> None:
-    """Entry point. ``DS_ZIPCCL=0`` leaves DeepSpeed untouched."""
+    """Watch for DeepSpeed, unless ``DS_ZIPCCL=0`` asks to leave it untouched. The entry point."""
     if os.environ.get("DS_ZIPCCL", "").strip() != "0":
         watch()
 
 
+def install(section: Mapping[str, Any] | None = None) -> None:
+    """Activate the package by a line of code, where the ``torch.backends`` entry point is unwanted or not installed.
+
+    Call it any time before ``deepspeed.initialize``. Repeating the call is harmless. With ``DS_ZIPCCL=0`` it does nothing.
+
+    Args:
+        section: precedes the ``"zipccl"`` section of every DeepSpeed config in this process, for example ``{"enabled": True}``.
+
+    Raises:
+        ConfigError: the section, or ``DS_ZIPCCL``, is invalid.
+        Exception: an error of a hook, where the package does not fit this version of DeepSpeed.
+    """
+    from ds_zipccl.config import environment_section
+
+    from_environment = environment_section()
+    if from_environment is not None and not from_environment.get("enabled", True):
+        return
+    from ds_zipccl.integration import hooks, job
+
+    if section is not None:
+        job.install_section(section)
+    for name, hook in HOOKS.items():
+        getattr(hooks, hook)(importlib.import_module(name))
+    watch()
+
+
 def watch() -> None:
-    """Adjust DeepSpeed's modules: now where they are loaded, else as soon as they are. Repeating it does nothing."""
+    """Adjust DeepSpeed's modules, those that are loaded now, the others after their execution. Repeating the call does nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name in HOOKS:
         module = sys.modules.get(name)
-        # A module that is being executed is not ready; the loader that executes it will call _adjust.
+        # A module in execution is not ready. Its loader will adjust it.
         if module is not None and not getattr(module.__spec__, "_initializing", False):
-            _adjust(module)
+            _waiting.append(module)
+    _adjust_waiting()
 
 
-#: Modules that were loaded while ds_zipccl.integration.backend itself was: it imports DeepSpeed.
-_waiting: list[ModuleType] = []
-
-
-def adjust_waiting() -> None:
-    """Adjust what was loaded meanwhile; ds_zipccl.integration.backend calls this at its end."""
-    while _waiting:
-        _adopt(_waiting.pop(0))
+def _adjust_waiting() -> None:
+    while _waiting and not _executing:
+        _adjust(_waiting.pop(0))
 
 
 def _adjust(module: ModuleType) -> None:
-    backend = sys.modules.get("ds_zipccl.integration.backend")
-    if backend is not None and getattr(backend.__spec__, "_initializing", False):
-        _waiting.append(module)
-    else:
-        _adopt(module)
-
-
-def _adopt(module: ModuleType) -> None:
+    """Call the hook of a module. An error becomes a warning: the program's own ``import deepspeed`` must not fail."""
     try:
-        backend = importlib.import_module("ds_zipccl.integration.backend")
-        getattr(backend, HOOKS[module.__name__])(module)
-    except Exception as error:  # somebody else's `import deepspeed` must not fail because of us
+        from ds_zipccl.integration import hooks
+
+        getattr(hooks, HOOKS[module.__name__])(module)
+    except Exception as error:
         warnings.warn(
             f"ds_zipccl stays off: it does not fit this DeepSpeed ({type(error).__name__}: {error}). "
-            "Call ds_zipccl.install() to see the whole error, or set DS_ZIPCCL=0 to silence this.",
+            "Call ds_zipccl.install() to see the whole error, or set DS_ZIPCCL=0 to silence this warning.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 class _Finder(MetaPathFinder):
-    """Stays in place after a hit: libraries probe with ``importlib.util.find_spec`` long before they import."""
+    """Wraps the loaders of DeepSpeed's and of our own modules.
+
+    The finder stays after a hit: libraries call ``importlib.util.find_spec`` long before they import.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in HOOKS:
+        if fullname not in HOOKS and fullname not in _BEHIND:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
@@ -90,7 +115,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """The module's own loader, with one call after execution."""
+    """The module's own loader, which adjusts modules after the execution."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -102,5 +127,13 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _adjust(module)
+        behind = module.__name__ in _BEHIND
+        if behind:
+            _executing.add(module.__name__)
+        try:
+            self._loader.exec_module(module)
+        finally:
+            _executing.discard(module.__name__)
+        if not behind:
+            _waiting.append(module)
+        _adjust_waiting()

@@ -1,4 +1,4 @@
-"""All ranks run one configuration. Agreed through the rendezvous store, so that a rank that stays away costs an error, not a hang."""
+"""Agreement of all ranks on one section, through the rendezvous store: an absent rank costs an error, not a hang."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,27 +16,31 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from ds_zipccl import __version__
 from ds_zipccl.config import ConfigError
 
+#: Text of a rank without a section.
 ABSENT = "absent"
 _PREFIX = "ds_zipccl/config"
-_PATIENCE = timedelta(seconds=30)  # between two messages about ranks that are missing
-_COURTESY = timedelta(seconds=60)  # a rank without a section waits this long at most: nobody asked it to wait
-_FAREWELL = timedelta(seconds=10)  # for the others to read a disagreement before the rank that hosts the store leaves
+#: Time between two messages about missing ranks (seed).
+_PATIENCE = timedelta(seconds=30)
+#: A rank without a section waits this long at most (seed): its user did not ask for coding.
+_COURTESY = timedelta(seconds=60)
+#: Time for all ranks to read a disagreement before the rank that hosts the store leaves (seed).
+_FAREWELL = timedelta(seconds=10)
 _rounds = itertools.count()
 
 
-def canonical(section: dict[str, Any] | None) -> str:
-    """A section as text that is equal for equal sections; None means there is none."""
+def canonical(section: Mapping[str, Any] | None) -> str:
+    """Return the text of a section, equal for equal sections; :data:`ABSENT` for None."""
     return ABSENT if section is None else json.dumps(section, sort_keys=True, default=repr)
 
 
 def agree(text: str, timeout: timedelta) -> None:
-    """Compare ``text`` with what the other ranks of the world say; blocks until all have said something.
+    """Compare ``text`` with the texts of all ranks of the job. A collective; blocks until every rank has brought its text.
 
-    Ranks that say :data:`ABSENT` give up waiting after a minute, without an error if nobody has asked for coding: the package may be
-    installed on some machines only and used on none.
+    A rank with :data:`ABSENT` stops waiting after a minute, without an error: the package may be installed on some machines only and used
+    on none.
 
     Raises:
-        ConfigError: ranks differ, or some rank said nothing within ``timeout``; the message names them.
+        ConfigError: ranks differ, or a rank brought no text within ``timeout``; the message names the ranks.
     """
     ranks, me = dist.get_world_size(), dist.get_rank()
     prefix = f"{_PREFIX}/{next(_rounds)}"
@@ -54,13 +59,14 @@ def agree(text: str, timeout: timedelta) -> None:
 
 
 def _with_version(text: str) -> str:
-    """Ranks choose schedules by themselves and must choose alike: that needs one version of the package."""
+    """Return ``text`` with the version of the package: ranks choose schedules by themselves, and only one version chooses alike."""
     return json.dumps({"version of ds_zipccl": __version__, **json.loads(text)}, sort_keys=True)
 
 
 def _wait(store: Store, keys: list[str], timeout: timedelta) -> list[int]:
-    """Wait for the keys of all ranks, saying now and then which are missing. Returns those missing at the end."""
+    """Wait for the keys of all ranks, print the missing ranks now and then, and return the ranks missing at the end."""
     deadline = time.monotonic() + timeout.total_seconds()
+    silent = list(range(len(keys)))
     while (left := deadline - time.monotonic()) > 0:
         try:
             store.wait(keys, min(_PATIENCE, timedelta(seconds=left)))
@@ -73,13 +79,13 @@ def _wait(store: Store, keys: list[str], timeout: timedelta) -> list[int]:
 
 def _missing(silent: list[int]) -> str:
     return (
-        f"ranks {silent} have not said which zipccl section they use. Unless they are just late: is ds_zipccl installed there, "
-        "and not switched off by DS_ZIPCCL=0? All ranks need the same package and the same section"
+        f"ranks {silent} have not said which zipccl section they use. They may be late. Else make sure that ds_zipccl is installed there "
+        "and not switched off by DS_ZIPCCL=0: all ranks need the same package and the same section"
     )
 
 
 def _difference(said: dict[int, str]) -> str:
-    """Names the keys on which ranks differ, with the ranks that hold each value."""
+    """Return a message with the keys on which ranks differ, and the ranks that have each value."""
     sections = {rank: json.loads(text) for rank, text in said.items() if text != ABSENT}
     lines = ["the zipccl configuration differs between ranks:"]
     if len(sections) < len(said):

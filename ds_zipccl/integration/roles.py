@@ -1,4 +1,4 @@
-"""What a collective of DeepSpeed is for, told from its name and its group."""
+"""Role of a DeepSpeed collective, told from its name and its group."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 P2P = ("send", "recv", "isend", "irecv")
-#: The calls by which ZeRO gathers parameters: with torch 1.13 and later it gathers no lists.
+#: Operations by which ZeRO gathers parameters: with torch 1.13 and later it gathers no lists.
 _GATHERS = ("all_gather_into_tensor", "all_gather_coalesced")
-#: Attributes of DeepSpeed's tensor parallel layers (AutoTP, Domino) that hold their group.
+#: Attributes of DeepSpeed's tensor-parallel layers (AutoTP, Domino) that hold their group.
 _TENSOR_GROUPS = ("mp_group", "TP_group", "tp_group")
 
 
 def role_of(name: str, group: Any, with_zero: bool, tensor_groups: Collection[Any] = ()) -> str:
-    """What a call is for, from its operation and its group (the words of ds_zipccl.config.ROLES).
+    """Return the role of the operation ``name`` over ``group``, one of :data:`ds_zipccl.config.ROLES`.
 
-    ``tensor_groups``: groups of tensor parallelism that the model's layers have, besides DeepSpeed's own and those of an ``mpu``.
+    Args:
+        with_zero: some engine of this process uses ZeRO.
+        tensor_groups: groups of the model's tensor-parallel layers, beside those of DeepSpeed and of an ``mpu``.
     """
     if name in P2P:
         return "pp"
@@ -36,7 +38,7 @@ def role_of(name: str, group: Any, with_zero: bool, tensor_groups: Collection[An
 
 
 def _tensor_group() -> Any:
-    """The group of tensor parallelism that DeepSpeed knows, of its own or of a Megatron-like ``mpu``; None where there is none."""
+    """Return the tensor-parallel group of DeepSpeed or of a Megatron-like ``mpu``; None if there is none."""
     groups = importlib.import_module("deepspeed.utils.groups")
     if groups._TENSOR_MODEL_PARALLEL_GROUP is not None or groups.mpu is None:
         return groups._TENSOR_MODEL_PARALLEL_GROUP
@@ -45,20 +47,20 @@ def _tensor_group() -> Any:
 
 
 def _asked(name: str) -> Any:
-    """What the ``mpu`` answers; None where it has no such group yet, which Megatron's asserts."""
+    """Return the answer of the ``mpu``'s method ``name``; None if the ``mpu`` raises because it has no such group yet, as Megatron's do."""
     try:
         return getattr(importlib.import_module("deepspeed.utils.groups").mpu, name)()
-    except Exception:  # where DeepSpeed itself would not have asked
+    except Exception:  # an mpu may raise anything, and DeepSpeed by itself would not have called the method
         return None
 
 
 def _sequence_group() -> Any:
-    """The group of sequence parallelism that an ``mpu`` has, or DeepSpeed's Ulysses; None where there is none."""
+    """Return the sequence-parallel group of an ``mpu`` or of DeepSpeed's Ulysses; None if there is none."""
     ulysses = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     return _asked("get_sequence_parallel_group") or getattr(ulysses, "_SEQUENCE_PARALLEL_GROUP", None)
 
 
 def tensor_groups(model: torch.nn.Module) -> list[torch.distributed.ProcessGroup]:
-    """The groups that the tensor parallel layers of a model have."""
+    """Return the groups of the model's tensor-parallel layers, each once."""
     found = [vars(layer).get(name) for layer in model.modules() for name in _TENSOR_GROUPS]
     return list({group for group in found if isinstance(group, torch.distributed.ProcessGroup)})

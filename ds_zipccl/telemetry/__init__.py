@@ -1,1 +1,1 @@
-"""Counters of what was sent, and how they are shown."""
+"""What happened: counters, and the table, the step log and the monitor events made of them."""

@@ -1,30 +1,66 @@
-"""Process-wide counters of what was sent: plain integers under one lock, never a synchronisation with a device or a rank."""
+"""Process-wide counters of communication: integers under one lock. Counting never waits for a device or a rank."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
-
-@dataclass
-class _Row:
-    calls: int = 0
-    logical_bytes: int = 0
-    wire_bytes: int = 0
-    passed: int = 0
-    passed_bytes: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    differences: Counter[str] = field(default_factory=Counter)
-    whole: Counter[str] = field(default_factory=Counter)
-    choices: dict[str, _Choice] = field(default_factory=dict)  # the last CHOICES of them
-    more_choices: int = 0  # those before
-
-
-#: Kinds of messages of one role and operation whose choices are kept (seed): programs that make groups again and again have ever new ones.
+#: Kinds of messages of one role and operation whose choices are kept (seed): a program that makes groups again and again has ever new
+#: kinds.
 CHOICES = 32
+
+
+class Row(TypedDict):
+    """Counts of one (role, op), as :func:`rows` gives them.
+
+    ``calls``, ``logical_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` calls of the plain backend.
+    ``reasons`` maps the reason of a pass to its number of calls. ``differences`` maps the reason why a shard went in full to the number of
+    such shards; the empty reason counts the shards that went as differences. ``whole`` maps a reason to the number of gradient sums that
+    went to all ranks, not to their owners only. ``choices`` maps a kind of message to the latest choice of a schedule and the number of
+    choices; ``more_choices`` counts the earlier kinds, which are no longer kept.
+    """
+
+    role: str
+    op: str
+    calls: int
+    logical_bytes: int
+    wire_bytes: int
+    ratio: float
+    passed: int
+    passed_bytes: int
+    reasons: dict[str, int]
+    differences: dict[str, int]
+    whole: dict[str, int]
+    choices: dict[str, tuple[str, int]]
+    more_choices: int
+
+
+class Totals(TypedDict):
+    """Bytes and ratio over the coded calls of this process; ``staging_bytes``: the peak of the memory for frames."""
+
+    logical_bytes: int
+    wire_bytes: int
+    ratio: float
+    staging_bytes: int
+
+
+class Sent(TypedDict):
+    """Bytes of one role: logical and wire bytes of coded calls, bytes of passed calls, and the ratio over both kinds of calls."""
+
+    logical_bytes: int
+    wire_bytes: int
+    passed_bytes: int
+    ratio: float
+
+
+class Increment(TypedDict):
+    """Counts since a reader last asked: bytes by role, and shards by reason as in :class:`Row`."""
+
+    roles: dict[str, Sent]
+    differences: dict[str, int]
 
 
 @dataclass
@@ -33,237 +69,184 @@ class _Choice:
     count: int = 0
 
 
+@dataclass
+class _Counts:
+    """Counts of one (role, op); :class:`Row` tells their meaning."""
+
+    calls: int = 0
+    logical_bytes: int = 0
+    wire_bytes: int = 0
+    passed: int = 0
+    passed_bytes: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    differences: Counter[str] = field(default_factory=Counter)
+    whole: Counter[str] = field(default_factory=Counter)
+    choices: dict[str, _Choice] = field(default_factory=dict)  # the latest CHOICES
+    more_choices: int = 0
+
+
+@dataclass
+class _Seen:
+    """Counts that a reader of :func:`since_last` has been given: (logical, wire, passed) bytes by role, and shards by reason."""
+
+    sent: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    differences: Counter[str] = field(default_factory=Counter)
+
+
 _staging_bytes = 0
 _memory: dict[str, Callable[[], int]] = {}
-_rows: dict[tuple[str, str], _Row] = {}
-_SENT = ("logical_bytes", "wire_bytes", "passed_bytes")
-_seen: dict[str, tuple[Counter[tuple[str, str]], Counter[str]]] = {}  # reader -> what since_last() last found counted
+_counts: dict[tuple[str, str], _Counts] = {}
+_seen: dict[str, _Seen] = {}  # by reader
 _lock = threading.Lock()
 
 
-def _row(role: str, op: str) -> _Row:
-    """The row to count in; the lock is held."""
-    row = _rows.get((role, op))
-    if row is None:
-        row = _rows[role, op] = _Row()
-    return row
+def _of(role: str, op: str) -> _Counts:
+    """Return the counts of one (role, op). The caller holds the lock."""
+    counts = _counts.get((role, op))
+    if counts is None:
+        counts = _counts[role, op] = _Counts()
+    return counts
 
 
 def record(role: str, op: str, logical_bytes: int, wire_bytes: int, staging_bytes: int = 0) -> None:
-    """Count one coded call: bytes this rank would have sent uncoded, and bytes it sent, headers included.
+    """Count one coded call.
 
-    Uncoded means our schedule with uncoded frames. Where that sends less than the plain collective by itself (``reduce_to_owners``, about
-    half of an all-reduce), it means the plain collective, so that the ratio has all that was saved.
-
-    ``staging_bytes``: the most memory that frames have taken in this process until now.
+    Args:
+        logical_bytes: bytes that our schedule sends from this rank with uncoded frames. Where our schedule by itself sends less than the
+            plain collective (``reduce_to_owners``: about half of an all-reduce), bytes that the plain collective sends, so that the
+            ratio covers the whole saving.
+        wire_bytes: bytes that this rank sent, headers included.
+        staging_bytes: the peak of the memory for frames in this process so far.
     """
     global _staging_bytes
     with _lock:
         _staging_bytes = max(_staging_bytes, staging_bytes)
-        row = _row(role, op)
-        row.calls += 1
-        row.logical_bytes += logical_bytes
-        row.wire_bytes += wire_bytes
+        counts = _of(role, op)
+        counts.calls += 1
+        counts.logical_bytes += logical_bytes
+        counts.wire_bytes += wire_bytes
 
 
 def record_pass(role: str, op: str, logical_bytes: int, reason: str) -> None:
-    """Count one call that went to the plain backend, and why."""
+    """Count one call that went to the plain backend for ``reason``."""
     with _lock:
-        row = _row(role, op)
-        row.passed += 1
-        row.passed_bytes += logical_bytes
-        row.reasons[reason] += 1
+        counts = _of(role, op)
+        counts.passed += 1
+        counts.passed_bytes += logical_bytes
+        counts.reasons[reason] += 1
 
 
 def record_difference(role: str, op: str, reason: str) -> None:
-    """Count one gather that this rank's shard went out for as a difference, or in full for a reason."""
+    """Count one gather to which this rank sent its shard in full for ``reason``, or as a difference if ``reason`` is empty."""
     with _lock:
-        _row(role, op).differences[reason] += 1
-
-
-def count_memory(what: str, nbytes: Callable[[], int]) -> None:
-    """Ask ``nbytes`` from now on how many bytes of this rank's memory are taken by ``what``."""
-    _memory[what] = nbytes
+        _of(role, op).differences[reason] += 1
 
 
 def record_whole(role: str, op: str, reason: str) -> None:
-    """Count one sum of gradients that all ranks got although ZeRO keeps a part on each, and why."""
+    """Count one sum of gradients that went to all ranks for ``reason``, although ZeRO keeps a part on each rank."""
     with _lock:
-        _row(role, op).whole[reason] += 1
+        _of(role, op).whole[reason] += 1
 
 
 def record_choice(role: str, op: str, what: str, text: str) -> None:
-    """Count a choice of schedule for the messages that ``what`` tells apart; the latest text is kept."""
+    """Count the choice ``text`` of a schedule for the kind of message ``what``; the latest choice of a kind is kept."""
     with _lock:
-        row = _row(role, op)
-        choice = row.choices.pop(what, None) or _Choice(text)
+        counts = _of(role, op)
+        choice = counts.choices.pop(what, None) or _Choice(text)
         choice.latest = text
         choice.count += 1
-        row.choices[what] = choice
-        if len(row.choices) > CHOICES:
-            row.more_choices += 1
-            del row.choices[next(iter(row.choices))]
+        counts.choices[what] = choice
+        if len(counts.choices) > CHOICES:
+            counts.more_choices += 1
+            del counts.choices[next(iter(counts.choices))]
+
+
+def count_memory(what: str, nbytes: Callable[[], int]) -> None:
+    """Call ``nbytes`` whenever :func:`memory` is asked, for the bytes that ``what`` takes of this rank's memory at that time."""
+    _memory[what] = nbytes
 
 
 def memory() -> dict[str, int]:
-    """Bytes that this rank keeps from call to call, by what they are for, if there are any."""
+    """Return the bytes that this rank keeps between calls, by purpose, without empty entries."""
     found = {what: nbytes() for what, nbytes in _memory.items()}
     return {what: nbytes for what, nbytes in found.items() if nbytes}
 
 
-def _ratio(logical_bytes: int, wire_bytes: int) -> float:
-    """Original / compressed; 1.0 where this rank sent nothing."""
-    return logical_bytes / wire_bytes if wire_bytes else 1.0
+def ratio(logical_bytes: int, wire_bytes: int, passed_bytes: int = 0) -> float:
+    """Return original / compressed bytes of coded and passed calls together; 1.0 where this rank sent nothing."""
+    sent = wire_bytes + passed_bytes
+    return (logical_bytes + passed_bytes) / sent if sent else 1.0
 
 
-def rows() -> list[dict[str, Any]]:
-    """One dict per (role, op), sorted: role, op, calls, logical_bytes, wire_bytes, ratio, passed, passed_bytes, reasons, differences,
-    whole, choices, more_choices.
-
-    ``calls``, ``logical_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` the others; ``reasons`` maps
-    a reason to its number of calls, and ``differences`` the reason why a shard went in full, empty where it went as a difference
-    against the last one. ``whole`` maps a reason to the sums of gradients that went to all ranks for it instead of to their owners.
-    ``choices`` maps a kind of message to the schedule that was chosen last and how often one was; ``more_choices`` counts the kinds of
-    long ago that it has no more. A snapshot: later calls do not change it.
-    """
+def rows() -> list[Row]:
+    """Return one row per (role, op), sorted. A snapshot: later calls do not change it."""
     with _lock:
         return [
-            {
-                "role": role,
-                "op": op,
-                "calls": row.calls,
-                "logical_bytes": row.logical_bytes,
-                "wire_bytes": row.wire_bytes,
-                "ratio": _ratio(row.logical_bytes, row.wire_bytes),
-                "passed": row.passed,
-                "passed_bytes": row.passed_bytes,
-                "reasons": dict(row.reasons),
-                "differences": dict(row.differences),
-                "whole": dict(row.whole),
-                "choices": {what: (choice.latest, choice.count) for what, choice in row.choices.items()},
-                "more_choices": row.more_choices,
-            }
-            for (role, op), row in sorted(_rows.items())
+            Row(
+                role=role,
+                op=op,
+                calls=counts.calls,
+                logical_bytes=counts.logical_bytes,
+                wire_bytes=counts.wire_bytes,
+                ratio=ratio(counts.logical_bytes, counts.wire_bytes),
+                passed=counts.passed,
+                passed_bytes=counts.passed_bytes,
+                reasons=dict(counts.reasons),
+                differences=dict(counts.differences),
+                whole=dict(counts.whole),
+                choices={what: (choice.latest, choice.count) for what, choice in counts.choices.items()},
+                more_choices=counts.more_choices,
+            )
+            for (role, op), counts in sorted(_counts.items())
         ]
 
 
-def totals() -> dict[str, float]:
-    """logical_bytes, wire_bytes and ratio over all coded calls of this process, and staging_bytes, the most memory that frames took."""
+def totals() -> Totals:
+    """Return the sums over the coded calls of this process."""
     with _lock:
-        logical_bytes = sum(row.logical_bytes for row in _rows.values())
-        wire_bytes = sum(row.wire_bytes for row in _rows.values())
+        logical_bytes = sum(counts.logical_bytes for counts in _counts.values())
+        wire_bytes = sum(counts.wire_bytes for counts in _counts.values())
         staging = _staging_bytes
-    return {
-        "logical_bytes": logical_bytes,
-        "wire_bytes": wire_bytes,
-        "ratio": _ratio(logical_bytes, wire_bytes),
-        "staging_bytes": staging,
-    }
+    return Totals(
+        logical_bytes=logical_bytes,
+        wire_bytes=wire_bytes,
+        ratio=ratio(logical_bytes, wire_bytes),
+        staging_bytes=staging,
+    )
 
 
-def since_last(reader: str) -> dict[str, dict[str, Any]]:
-    """What was sent since ``reader``, a name of the caller's choice, last asked; at first, since the process started or :func:`reset`.
+def since_last(reader: str) -> Increment:
+    """Return the counts since the last call with the same ``reader``, a name of the caller's choice.
 
-    ``roles`` maps each role that sent something to logical_bytes and wire_bytes of its coded calls, passed_bytes of the others, and the
-    ratio of them all; ``differences`` a reason as in :func:`rows` to the number of shards.
+    The first call of a reader returns the counts since the process started or since :func:`reset`. Roles that sent nothing are left out.
     """
-    sent: Counter[tuple[str, str]] = Counter()
-    differences: Counter[str] = Counter()
+    now = _Seen()
     with _lock:
-        for (role, _), row in _rows.items():
-            for key in _SENT:
-                sent[role, key] += getattr(row, key)
-            differences.update(row.differences)
-        sent_before, differences_before = _seen.get(reader, (Counter(), Counter()))
-        _seen[reader] = sent, differences
-    new = sent - sent_before
-    roles = {role: {key: new[role, key] for key in _SENT} for role in sorted({role for role, _ in new})}
-    return {
-        "roles": {role: {**counts, "ratio": ratio(**counts)} for role, counts in roles.items()},
-        "differences": dict(differences - differences_before),
-    }
-
-
-def ratio(logical_bytes: int, wire_bytes: int, passed_bytes: int) -> float:
-    """Original / compressed of coded calls together with those that passed through."""
-    return _ratio(logical_bytes + passed_bytes, wire_bytes + passed_bytes)
-
-
-def events(samples: int) -> list[tuple[str, float, int]]:
-    """DeepSpeed monitor events (name, value, samples so far): the totals, and each role's ratio since the events before."""
-    values = totals() | {f"{role}/ratio": sent["ratio"] for role, sent in since_last("events")["roles"].items()}
-    return [(f"Train/zipccl/{name}", float(value), samples) for name, value in values.items()]
+        for (role, _), counts in _counts.items():
+            logical, wire, passed = now.sent.get(role, (0, 0, 0))
+            now.sent[role] = (
+                logical + counts.logical_bytes,
+                wire + counts.wire_bytes,
+                passed + counts.passed_bytes,
+            )
+            now.differences.update(counts.differences)
+        before = _seen.get(reader, _Seen())
+        _seen[reader] = now
+    roles: dict[str, Sent] = {}
+    for role, totals_now in sorted(now.sent.items()):
+        earlier = before.sent.get(role, (0, 0, 0))
+        logical, wire, passed = (total - last for total, last in zip(totals_now, earlier, strict=True))
+        if logical or wire or passed:
+            roles[role] = Sent(
+                logical_bytes=logical, wire_bytes=wire, passed_bytes=passed, ratio=ratio(logical, wire, passed)
+            )
+    return Increment(roles=roles, differences=dict(now.differences - before.differences))
 
 
 def reset() -> None:
-    """Forget everything counted so far."""
+    """Set all counts to zero, for every reader."""
     global _staging_bytes
     with _lock:
-        _rows.clear()
+        _counts.clear()
         _seen.clear()
         _staging_bytes = 0
-
-
-_HEADER = ("role", "op", "coded", "MB", "sent MB", "ratio", "passed", "MB", "why passed")
-
-
-def table() -> str:
-    """The rows as plain text, columns aligned, MB of 10^6 bytes, and the total over coded calls; then lines for
-    memory, for what went as differences, for sums that went to all ranks, and for the schedules that were chosen."""
-    cells = [_HEADER]
-    for row in rows():
-        why = ", ".join(f"{reason} ({count})" for reason, count in sorted(row["reasons"].items()))
-        cells.append(
-            (row["role"], row["op"], *_amounts(row), str(row["passed"]), f"{row['passed_bytes'] / 1e6:.2f}", why)
-        )  # fmt: skip
-    total = {"calls": sum(row["calls"] for row in rows()), **totals()}
-    cells.append(("total", "", *_amounts(total), "", "", ""))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    texts = {0, 1, len(_HEADER) - 1}
-    lines = [
-        "  ".join(
-            cell.ljust(width) if index in texts else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
-    if total["staging_bytes"]:
-        lines.append(f"memory for frames: {total['staging_bytes'] / 1e6:.1f} MB at most")
-    lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(memory().items())]
-    return "\n".join([*lines, *_differences(), *_whole(), *_choices()])
-
-
-def _differences() -> Iterator[str]:
-    """A line for every operation that sends differences: how many, and why not the others."""
-    for row in rows():
-        counts = dict(row["differences"])
-        total, hits = sum(counts.values()), counts.pop("", 0)
-        why = "".join(f", {reason} ({count})" for reason, count in sorted(counts.items()))
-        if total:
-            yield f"{row['role']} {row['op']}: {hits} of {total} shards went as differences{why}"
-
-
-def _whole() -> Iterator[str]:
-    """A line for every reason why sums went to all ranks, not to their owners only."""
-    for row in rows():
-        for reason, count in sorted(row["whole"].items()):
-            yield f"{row['role']} {row['op']}: {count} calls not owner-only: {reason}"
-
-
-def _choices() -> Iterator[str]:
-    """A line for every kind of message whose schedule was chosen by measurement."""
-    for row in rows():
-        for what, (latest, count) in sorted(row["choices"].items()):
-            switches = f"; switched {count - 1} times" if count > 1 else ""
-            yield f"{row['role']} {row['op']}, {what}: {latest}{switches}"
-        if row["more_choices"]:
-            yield f"{row['role']} {row['op']}: and {row['more_choices']} kinds of messages before these"
-
-
-def _amounts(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        str(row["calls"]),
-        f"{row['logical_bytes'] / 1e6:.2f}",
-        f"{row['wire_bytes'] / 1e6:.2f}",
-        f"{row['ratio']:.3f}",
-    )

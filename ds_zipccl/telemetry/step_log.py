@@ -1,10 +1,12 @@
-"""The ``"step_log"``: a file that gets one JSON line after every optimizer step, about what this rank sent in it.
+"""The ``"step_log"``: a file with one JSON line per optimizer step about the traffic of this rank.
 
-    {"step": 20, "lr": [0.0003], "roles": {"zero_param": {"logical_bytes": 0, "wire_bytes": 0, "passed_bytes": 0, "ratio": 1.0}},
+    {"step": 20, "lr": [0.0003],
+     "roles": {"zero_param": {"logical_bytes": 0, "wire_bytes": 0, "passed_bytes": 4096, "ratio": 1.0}},
      "differences": {"as differences": 3, "a rank holds something else": 1}}
 
-logical_bytes and wire_bytes are of coded calls, passed_bytes of the others, ratio = (raw + passed) / (wire + passed). A line tells what was
-sent since the one before, so that all together are everything; the first has what came before training, such as broadcast weights.
+``logical_bytes`` and ``wire_bytes`` are of coded calls, ``passed_bytes`` of passed calls; ratio = (logical + passed) / (wire + passed).
+A line covers the traffic since the line before, so the lines together cover the whole traffic. The first line includes the traffic before
+training, such as the broadcast of weights.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ AS_DIFFERENCES = "as differences"
 
 
 class StepLog:
-    """Adds lines to the end of a file; there may be some of an earlier process.
+    """Appends lines to a file, which may hold lines of an earlier process.
 
-    A file that cannot be written ends the log and not the training, with one message: only this rank knows, and if it stopped, the others
-    would wait for it.
+    A file that cannot be written ends the log with one message. Training goes on: no other rank knows of the file, and all of them would
+    wait for a rank that stopped.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._file: io.FileIO | None = None
         try:
-            # Unbuffered: a line is in the file when its step is over, whatever happens to the process then.
+            # Unbuffered: a line is in the file at the end of its step, even if the process is killed right then.
             self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (lives as long as the process)
             if self._file.tell():
                 self._file.seek(-1, io.SEEK_END)
@@ -39,7 +41,7 @@ class StepLog:
             self._give_up(error)
 
     def write(self, step: int, rates: Sequence[float]) -> None:
-        """Add the line of ``step``, during which the parameter groups had these learning ``rates``."""
+        """Append the line of optimizer step ``step``; ``rates`` are the learning rates of its parameter groups."""
         if self._file is None:
             return
         found = counters.since_last("step_log")
@@ -60,6 +62,6 @@ class StepLog:
         why = getattr(error, "strerror", None) or error
         print(
             f'[ds_zipccl] cannot write the "step_log" {self._path}: {why}; training goes on without it. '
-            "It must be a file in a folder that exists on the machine of rank 0, with room left",
+            "Name a file in an existing folder on the machine of rank 0, with room left",
             flush=True,
         )

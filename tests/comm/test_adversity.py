@@ -20,6 +20,7 @@ from ds_zipccl.comm.schedules import pipeline
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
 from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry.table import render
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
 ALWAYS = AUTO.model_copy(update={"mode": "always"})
@@ -182,7 +183,7 @@ def other_shapes(rank: int, ranks: int, later: bool) -> str:
         handle = comm.all_gather_into_tensor(whole, mine, async_op=later, config=AUTO)
         handle.wait() if later else None
         assert torch.equal(whole.view(-1)[rank * NUMEL :][:NUMEL], mine)
-    return counters.table()
+    return render()
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["blocking", "asynchronous"])
@@ -231,7 +232,7 @@ def test_choices_of_groups_that_come_and_go_are_bounded() -> None:
     (row,) = counters.rows()
     assert len(row["choices"]) == counters.CHOICES and row["more_choices"] == 5 and "group 4" not in row["choices"]
     assert row["choices"]["group 7"] == ("cascade from call 90 on", 2)
-    assert "dp all_reduce: and 5 kinds of messages before these" in counters.table()
+    assert "dp all_reduce: and 5 kinds of messages before these" in render()
 
 
 # ---- handles ---------------------------------------------------------------------------------------------------------------

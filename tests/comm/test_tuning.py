@@ -28,6 +28,7 @@ from ds_zipccl.policy.admission import Decision, Message, candidates
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.tuner_rules import choose, drifted, follow, probed
 from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry.table import render
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
 MESSAGE = Message("all_gather", torch.bfloat16, 1 << 20, 2, "cpu", "gloo", "dp")
@@ -133,7 +134,7 @@ def table(rank: int, ranks: int) -> str:
     counters.reset()
     for step in range(30):
         comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), own(rank, step), config=AUTO)
-    return counters.table()
+    return render()
 
 
 def test_the_table_shows_choices() -> None:

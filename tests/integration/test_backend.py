@@ -1,4 +1,4 @@
-"""How the backend gets into DeepSpeed, agrees on its configuration, and gets out of the way. Real processes, real DeepSpeed."""
+"""Activation of the backend in DeepSpeed, agreement of ranks on its section, and the cases in which it stays away. Real processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def leave():
 
 
 def launch(tmp_path: Path, program: str, ranks: int = 2, **environment: str | list[str]) -> list[tuple[int, str]]:
-    """Run ``program`` on ranks; (exit status, output) of each. A list in the environment has one value per rank ("" = unset)."""
+    """Run ``program`` on ranks; return (exit status, output) of each. A list in the environment has one value per rank; "" is unset."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -101,7 +101,7 @@ print("RATES", json.dumps(rates))
 leave()
 """,
     )
-    assert first.count("[ds_zipccl 0.1.0] on, kernels: ") == 1
+    assert first.count("[ds_zipccl 0.1.0] on, codes cpu tensors over gloo; kernels: ") == 1
     for when in ("after 2 steps", "after 4 steps", "at the end"):
         assert first.count(f"traffic of rank 0 {when}") == 1, first
     assert "zero_grad" in first and "zero_param" in first
@@ -119,7 +119,7 @@ leave()
 
 OWNERS = """
 from collections import Counter
-from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry import counters, table
 section = {"enabled": True, "mode": "always", "min_bytes": 1024, "check": "shadow"}
 def sums(stage=2, micro=1, **more):
     counters.reset()
@@ -142,7 +142,7 @@ to_owners = ({"reduce_to_owners": 2}, {})
 
 
 def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
-    """Where DeepSpeed says who keeps what; every sum is compared with the plain one. Elsewhere the table tells."""
+    """Gradients go to their owners where DeepSpeed names them, and each sum equals the plain one. Elsewhere the table gives the reason."""
     succeed(
         tmp_path,
         OWNERS
@@ -155,7 +155,7 @@ assert sums(zero={"use_multi_rank_bucket_allreduce": False})[1] == {}
 for zero in ({"reduce_scatter": False}, {"contiguous_gradients": False}):
     calls, whole = sums(zero=zero)
     assert calls == {"all_reduce": 2} and whole == {unknown: 2}, (zero, calls, whole)
-assert f"zero_grad all_reduce: 2 calls not owner-only: {unknown}" in counters.table()
+assert f"zero_grad all_reduce: 2 calls not owner-only: {unknown}" in table.render()
 assert sums(1, data_types={"grad_accum_dtype": "fp32"}) == ({"all_reduce": 2}, {unknown: 2})  # the BF16 optimizer
 e = engine(section)
 counters.reset()
@@ -204,7 +204,7 @@ leave()
 
 
 def test_backend_that_is_up_already_is_adopted(tmp_path: Path) -> None:
-    """install() after init_distributed, and process groups the user made."""
+    """install() works after init_distributed, and on process groups that the user has made."""
     succeed(
         tmp_path,
         """
@@ -311,6 +311,8 @@ IMPORT_ORDERS = {
     "deepspeed first": "import deepspeed",
     "probe first": "import torch, importlib.util as u; assert u.find_spec('deepspeed.comm.comm'); import deepspeed",
     "backend first": "import ds_zipccl.integration.backend; import deepspeed",
+    "hooks first": "import ds_zipccl.integration.hooks; import deepspeed",
+    "job first": "import ds_zipccl.integration.job; import deepspeed",
     "install first": "import ds_zipccl; ds_zipccl.install(); import deepspeed",
     "engine only": "from deepspeed.runtime.engine import DeepSpeedEngine; import deepspeed",
 }

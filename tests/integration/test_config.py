@@ -1,10 +1,11 @@
-"""The "zipccl" section and DS_ZIPCCL: what is taken, and what the refusal of anything else says."""
+"""The "zipccl" section and DS_ZIPCCL: the values that are accepted, and the messages for all others."""
 
 from __future__ import annotations
 
 import ast
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -13,6 +14,7 @@ import ds_zipccl
 from ds_zipccl.config import (
     DEFAULT,
     ENVIRONMENT,
+    RENAMED_VALUES,
     ROLES,
     ConfigError,
     ZipcclConfig,
@@ -144,19 +146,55 @@ def test_near_misses() -> None:
         assert near_misses({**ordinary, wrong: {}}) == [wrong]
 
 
+def names_read(text: str) -> set[str]:
+    """Return the names of the environment variables that a source file reads, by a literal or by a constant of the file."""
+    tree = ast.parse(text)
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("environ.get", "environ.setdefault", "getenv")
+        ):
+            found += node.args[:1]
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            found += [node.slice] if ast.unparse(node.value).endswith("environ") else []
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith("environ"):
+            found.append(node.left)
+    named = [constants.get(node.id, node) if isinstance(node, ast.Name) else node for node in found]
+    return {str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node) for node in named}
+
+
+def test_names_that_a_file_reads() -> None:
+    text = """
+SWITCH = "BY_CONSTANT"
+os.environ.get("BY_GET"), environ.get(SWITCH), os.getenv("BY_GETENV"), os.environ["BY_KEY"], "BY_IN" in os.environ
+os.environ.setdefault("BY_DEFAULT", "1")
+os.environ["WRITTEN"] = os.environ.get(unknown)
+"""
+    read = {"BY_GET", "BY_CONSTANT", "BY_GETENV", "BY_KEY", "BY_IN", "BY_DEFAULT", "unknown"}
+    assert names_read(text) == read
+
+
 def test_environment_table_is_complete() -> None:
-    """Every variable the package reads by a literal name is in ENVIRONMENT, or is torch's or a launcher's; the table names no others."""
+    """The table has every variable that the package, its op builders and its examples read, and no other."""
     root = Path(ds_zipccl.__file__).parent
-    read = set()
-    for path in [*root.rglob("*.py"), *(root / "op_builder").glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                source, literals = ast.unparse(node.func), node.args[:1]
-            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-                source, literals = ast.unparse(node.value) + ".get", [node.slice]
-            else:
-                continue
-            if source.endswith(("environ.get", "getenv")):
-                read |= {arg.value for arg in literals if isinstance(arg, ast.Constant)}
-    not_ours = {"TORCH_EXTENSIONS_DIR", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_CUDA_ARCH_LIST", "LOCAL_RANK"}
-    assert read - not_ours == set(ENVIRONMENT)
+    files = [*root.rglob("*.py"), *(root / "op_builder").glob("*.py"), *(root.parent / "examples").glob("*.py")]
+    of_the_table = {"name"}  # `report` shows the value of every variable of the table
+    assert set().union(*(names_read(path.read_text()) for path in files)) == set(ENVIRONMENT) | of_the_table
+
+
+def test_earlier_values_name_their_successors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r'^"zipccl.codec": "exponent" is now "cascade"$'):
+        parse_section({"codec": "exponent"})
+    monkeypatch.setitem(RENAMED_VALUES, ("route", "cxx"), "native")
+    with pytest.raises(ConfigError, match=r'^"zipccl.route": "cxx" is now "native"$'):
+        parse_section({"route": "cxx"})
+    for (key, earlier), value in RENAMED_VALUES.items():
+        allowed = get_args(ZipcclConfig.model_fields[key].annotation)
+        assert (earlier in allowed) != (value in allowed), "a successor is taken, an earlier value is not"

@@ -1,5 +1,7 @@
-"""Real DeepSpeed engines with difference coding of the parameter gather, in every situation where ranks may or may not hold what was
-gathered last: the bits of plain communication always, and a difference exactly where one is allowed.
+"""Real DeepSpeed engines with difference coding of the parameter gather.
+
+In every situation training has the bits of plain communication, and a shard goes as a difference exactly where all ranks still hold the
+parameters of the last gather.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zero1 accumulating": STAGE1 | {"gradient_accumulation_steps": 4},
     "zero2 accumulating": {"gradient_accumulation_steps": 4},
     "bf16 optimizer": STAGE1 | {"data_types": {"grad_accum_dtype": "fp32"}},
-    # DeepSpeed's own Adam for the CPU, which it asks for unless told not to, would be compiled now.
+    # Without the last key DeepSpeed would compile its own Adam for the CPU now.
     "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False},
     "overlap": {"zero": {"overlap_comm": True}},
     "round robin": {"zero": {"round_robin_gradients": True}},
@@ -49,7 +51,7 @@ def plain_steps(lab: Lab, name: str) -> None:
 
 
 def groups(model: Model) -> list[dict[str, Any]]:
-    """Decayed weights, faster ones, and biases, whose shards are too small for differences."""
+    """Return decayed weights, weights with a higher rate, and biases, whose shards are too small for differences."""
     return [
         {"params": [layer.weight for layer in model.layers], "weight_decay": 0.1},
         {"params": [model.embedding.weight, model.head.weight], "lr": 3e-3},
@@ -65,13 +67,13 @@ def parameter_groups(lab: Lab, name: str) -> None:
 
 
 def whole(engine: Any) -> torch.Tensor:
-    """All parameters as this rank has them: where they are gathered to."""
+    """Return this rank's copy of all parameters, the output of the gather."""
     (flat,) = getattr(engine.optimizer, "bf16_groups_flat", None) or engine.optimizer.bit16_groups_flat
     return flat.detach()
 
 
 def checkpoint(lab: Lab, name: str) -> None:
-    """Back to an earlier state in the same engine, to the present one, and from there in a new engine."""
+    """The same engine loads an earlier state, then the present one; a new engine goes on from there."""
     engine = lab.engine(**SETTINGS[name])
     lab.train(engine, 2)
     engine.save_checkpoint(lab.folder / "saved", tag="two")
@@ -94,12 +96,12 @@ def checkpoint(lab: Lab, name: str) -> None:
 
 
 def several_engines(lab: Lab) -> None:
-    """Two that step in turn, then one after the other where memory may come back."""
+    """Two engines step in turn. Then engines follow each other, and the later ones may get memory of the earlier ones."""
     first, second = lab.engine(seed=1), lab.engine(seed=2, zero={"stage": 1})
     for engine in (first, second, first, second, second, first):
         lab.train(engine)
     lab.ends("in turn", {FIRST: 2, DIFFERENCE: 4})
-    del first, second, engine  # or their memory would stay
+    del first, second, engine  # references would keep their memory
     for turn in range(3):
         lab.destroy()
         lab.train(lab.engine(seed=3), 3)
@@ -107,7 +109,7 @@ def several_engines(lab: Lab) -> None:
 
 
 def beside_zero3(lab: Lab) -> None:
-    """Another engine of the process, whose gathers go into new memory, where nothing is tried."""
+    """A ZeRO-3 engine beside the first: its gathers go into new memory and never as differences."""
     zero3 = lab.engine(seed=2, zero={"stage": 3, "stage3_param_persistence_threshold": 0})
     zero2 = lab.engine()
     for expected in ({FIRST: 1}, {DIFFERENCE: 1}, {DIFFERENCE: 1}):
@@ -121,7 +123,7 @@ def beside_zero3(lab: Lab) -> None:
 
 
 def without_gradients(lab: Lab, name: str) -> None:
-    """Nothing to gather where there is no step; and steps that change nothing, before Adam has any momentum."""
+    """Batches without a step gather nothing. Steps without gradients, before Adam has momentum, gather unchanged parameters."""
     engine = lab.engine(**SETTINGS[name])
     lab.train(engine, scale=0.0)
     lab.ends("in full", {FIRST: 1})
@@ -140,7 +142,7 @@ def without_gradients(lab: Lab, name: str) -> None:
 
 
 def overflow(lab: Lab, name: str) -> None:
-    """An infinite loss on one rank at one step: every rank skips the step, and with it the gather."""
+    """One rank has an infinite loss at one step: every rank skips the step and its gather."""
     engine = lab.engine(**SETTINGS[name])
     lab.train(engine, 2)
     lab.ends("before", {FIRST: 1, DIFFERENCE: 1})
@@ -153,7 +155,7 @@ def overflow(lab: Lab, name: str) -> None:
 
 
 def out_of_step(lab: Lab, name: str) -> None:
-    """The last rank goes back to what it had two gathers ago: only its own shard is still what the others know."""
+    """The last rank restores its parameters of two gathers ago: all ranks agree on its own shard only."""
     engine = lab.engine(**SETTINGS[name])
     lab.train(engine)
     before = whole(engine).clone()
@@ -169,13 +171,13 @@ def out_of_step(lab: Lab, name: str) -> None:
     if last:
         whole(engine).chunk(lab.ranks)[
             lab.rank
-        ].zero_()  # which DeepSpeed writes anew from its own weights before it gathers
+        ].zero_()  # DeepSpeed overwrites it from its own weights before the gather
     lab.train(engine)
     lab.ends("own shard edited", {DIFFERENCE: 1})
 
 
 def edited_by_all(lab: Lab, name: str) -> None:
-    """Every rank edits all parameters through the module: lost with the next step, or kept by refreshing the optimizer's weights."""
+    """Every rank edits all parameters through the module. The next step loses the edit, or the optimizer's refreshed weights keep it."""
     engine = lab.engine(**SETTINGS[name])
     lab.train(engine, 2)
     lab.ends("before", {FIRST: 1, DIFFERENCE: 1})
@@ -194,7 +196,7 @@ def edited_by_all(lab: Lab, name: str) -> None:
 
 
 def one_bit(lab: Lab, *, proven: bool) -> None:
-    """One rank's copy of another's shard differs in a bit, and the proof finds it; or does not, as it takes all hashes for equal."""
+    """One rank's copy of another rank's shard differs in a bit. The proof finds it, or misses it where all hashes are planted as equal."""
     engine = lab.engine()
     lab.train(engine, 2)
     lab.ends("before", {FIRST: 1, DIFFERENCE: 1})
@@ -229,7 +231,7 @@ Trained = Callable[[int, str, str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """(ranks, DS_ZIPCCL, case) -> what each rank found. Launches everything, also after a failure only once."""
+    """Return a function (ranks, DS_ZIPCCL, case) -> results of each rank. All cases are launched once, even if one fails."""
     runs = {}
     for ranks, zipccl in itertools.product((2, 3), (OFF, CODED)):
         cases = [name for count, name in RUN if count == ranks]
@@ -252,7 +254,7 @@ def test_a_difference_exactly_where_the_base_is_shared(trained: Trained, ranks: 
 
 @pytest.mark.parametrize(("ranks", "case"), RUN)
 def test_training_moves(trained: Trained, ranks: int, case: str) -> None:
-    """Equal bits mean something only where losses and parameters change, and where plain runs are plain."""
+    """Equal bits prove something only if losses and parameters change, and if plain runs are plain."""
     for rank in trained(ranks, OFF, case):
         assert all(math.isfinite(float.fromhex(loss)) for loss in rank["losses"])
         assert len(set(rank["losses"])) == len(rank["losses"])
@@ -269,7 +271,7 @@ def test_differences_are_small(trained: Trained) -> None:
 
 
 def test_an_unproven_base_shows(trained: Trained) -> None:
-    """Negative proof: without the hashes one bit of one rank is enough for other parameters, and these tests see them."""
+    """Negative proof: without the hashes one wrong bit on one rank changes the parameters, and these tests fail."""
     assert bits(trained(2, OFF, UNPROVEN)) == bits(trained(2, OFF, "one bit"))
     plain, wrong = ([phase["sha256"] for phase in trained(2, zipccl, UNPROVEN)[1]["phases"]] for zipccl in (OFF, CODED))
     assert [right == found for right, found in zip(plain, wrong, strict=True)] == [True, False, False]

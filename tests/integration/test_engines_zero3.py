@@ -1,4 +1,4 @@
-"""Real DeepSpeed engines with a base for ZeRO-3's gathers: the bits of plain communication always, and differences after the first step."""
+"""Real DeepSpeed engines with a base for ZeRO-3's gathers: the bits of plain communication, and differences after the first step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engines import DIFFERENCE, FIRST, OTHER, Lab, bits, rank_program
 from programs import launch
 
 from ds_zipccl.comm.delta import negotiation
+from ds_zipccl.integration import zero_gathers
 from ds_zipccl.telemetry import counters
 
 OFF = "0"
@@ -22,7 +23,7 @@ CODED = {
     for kind in ("host", "device")
 }
 CODED["auto"] = CODED["host"].replace("always", "auto")
-#: Everything but biases is freed after use, in the forward pass too, so that the backward pass gathers again.
+#: All parameters but biases are freed after use, in the forward pass too: the backward pass gathers them again.
 ZERO3 = {
     "stage": 3,
     "stage3_param_persistence_threshold": 1000,
@@ -56,7 +57,7 @@ def steps(lab: Lab, name: str) -> None:
     engine = start(lab, name)
     lab.train(
         engine, 2
-    )  # in the first step biases come with the weights of their layers; then they stay, and weights come alone
+    )  # the first step gathers biases with the weights of their layers; biases stay, so later steps gather weights only
     lab.ends(
         "first", [FIRST] if name == "hpz" else [DIFFERENCE, FIRST]
     )  # hpZ's backward passes gather by its own shards
@@ -65,7 +66,7 @@ def steps(lab: Lab, name: str) -> None:
 
 
 def edited(lab: Lab) -> None:
-    """Weights edited as DeepSpeed's users do it: what was gathered before is still the same on all ranks."""
+    """Weights are edited as DeepSpeed's users do it: all ranks still hold the same base."""
     import deepspeed
 
     engine = start(lab)
@@ -81,7 +82,7 @@ def edited(lab: Lab) -> None:
 
 
 def checkpoint(lab: Lab) -> None:
-    """Back to an earlier state in the same engine, and from there in a new engine."""
+    """The same engine loads an earlier state; a new engine goes on from there."""
     engine = start(lab)
     lab.train(engine, 2)
     engine.save_checkpoint(lab.folder / "saved", tag="two")
@@ -97,7 +98,7 @@ def checkpoint(lab: Lab) -> None:
 
 
 def several_engines(lab: Lab) -> None:
-    """Two that step in turn, then one after the other: the memory goes with the engine."""
+    """Two engines step in turn, then one after the other: the memory goes with the engine."""
     first, second = start(lab), start(lab, seed=2)
     for engine in (first, second, first, second, second, first):
         lab.train(engine)
@@ -113,7 +114,7 @@ def several_engines(lab: Lab) -> None:
 
 
 def made_anew(lab: Lab) -> None:
-    """Engines come and go while the choice of schedules goes on: ranks must agree whatever memory the new ones find."""
+    """Engines come and go while schedules compete: ranks must agree, whatever memory the new engines find."""
     for seed in range(6):
         engine = start(lab, seed=seed)
         lab.train(engine, 4)
@@ -123,7 +124,7 @@ def made_anew(lab: Lab) -> None:
 
 
 def overflow(lab: Lab) -> None:
-    """An infinite loss on one rank at one step: every rank skips the step; the next gathers find nothing changed."""
+    """One rank has an infinite loss at one step: every rank skips the step, and the next gathers find unchanged parameters."""
     engine = start(lab)
     lab.train(engine, 2)
     lab.ends("before", [DIFFERENCE, FIRST])
@@ -136,7 +137,7 @@ def overflow(lab: Lab) -> None:
 
 
 def evaluated(lab: Lab) -> None:
-    """Forward passes without a backward pass between steps, in another order of layers: gathered in other company."""
+    """Forward passes between steps, without a backward pass and in another order of layers, gather parameters in other combinations."""
     engine = start(lab)
     lab.train(engine, 2)
     lab.ends("before", [DIFFERENCE, FIRST])
@@ -151,14 +152,13 @@ def evaluated(lab: Lab) -> None:
 
 
 def stale(lab: Lab, *, proven: bool) -> None:
-    """One rank's copy of a shard of another differs in a bit: that shard goes in full; or not, where all hashes are taken for equal."""
+    """One rank's copy of another rank's shard differs in a bit: the shard goes in full, or not where all hashes are planted as equal."""
     engine = start(lab)
     lab.train(engine, 2)
     lab.ends("before", [DIFFERENCE, FIRST])
-    if lab.rank == 1 and (kept := getattr(engine.module.head.weight, "ds_zipccl_kept", None)):
-        kept().memory[0, 3].view(torch.int16).bitwise_xor_(
-            -(1 << 15)
-        )  # the sign: no rounding hides it, and no decoder sees it
+    if lab.rank == 1 and (base := zero_gathers._base(engine.module.head.weight)) is not None:
+        sign = -(1 << 15)  # no rounding hides a wrong sign, and no decoder sees it
+        base.memory[0, 3].view(torch.int16).bitwise_xor_(sign)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if not proven:
@@ -175,7 +175,7 @@ STALE, UNPROVEN = "stale", "stale, unproven"
 CASES["made_anew"] = made_anew
 CASES |= {STALE: functools.partial(stale, proven=True), UNPROVEN: functools.partial(stale, proven=False)}
 
-#: (ranks, where the base is, case); a node's ranks share "host" memory, and with it what was edited there.
+#: (ranks, place of the base, case). The ranks of a node share "host" memory, including planted edits.
 RUN = [
     (2, kind, name)
     for kind in ("host", "device")
@@ -184,7 +184,7 @@ RUN = [
 ]
 RUN += [(4, "host", "plain"), (4, "host", "hpz")]  # in this order: hpZ's groups stay
 
-#: In mode auto what goes as a difference is a matter of measurements.
+#: In mode auto measurements decide which shards go as differences.
 RUN_AUTO = [(2, "auto", name) for name in ("several_engines", "made_anew")]
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ Trained = Callable[[int, str, str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """(ranks, "off", "host", "device" or "auto", case) -> what each rank found. Launches everything, also after a failure only once."""
+    """Return a function (ranks, "off", "host", "device" or "auto", case) -> results of each rank. All cases are launched once."""
     runs = {}
     for ranks, kind in ((2, "off"), (2, "host"), (2, "device"), (2, "auto"), (4, "off"), (4, "host")):
         cases = dict.fromkeys(
@@ -224,7 +224,7 @@ def test_differences_are_small(trained: Trained) -> None:
 
 
 def test_an_unproven_base_shows(trained: Trained) -> None:
-    """Negative proof: without the hashes one bit of one rank is enough for other losses and weights, and these tests see them."""
+    """Negative proof: without the hashes one wrong bit on one rank changes losses and weights, and these tests fail."""
     plain, wrong = ([rank["phases"] for rank in trained(2, kind, UNPROVEN)] for kind in ("off", "device"))
     shas = [[[phase["sha256"] for phase in phases] for phases in run] for run in (plain, wrong)]
     assert [first[0] for first in shas[0]] == [first[0] for first in shas[1]]

@@ -1,6 +1,6 @@
-"""Scripts that never heard of ds_zipccl: HF Trainer (ZeRO-3) and Accelerate (ZeRO-2), with the section in their config.
+"""Scripts without a line for ds_zipccl: HF Trainer (ZeRO-3) and Accelerate (ZeRO-2), with the section in their config.
 
-They are coded, and give the losses and parameters of the run with ``DS_ZIPCCL=0``. Two launches of this file on two ranks.
+Their traffic is coded, and losses and parameters are those of the run with ``DS_ZIPCCL=0``. Two launches of this file on two ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Results with ``DS_ZIPCCL=0``, and with nothing but the section in the DeepSpeed config."""
+    """Return the results with ``DS_ZIPCCL=0``, and with the section in the DeepSpeed config only."""
     folders = {zipccl: tmp_path_factory.mktemp("run") for zipccl in ("0", "")}
     plain, coded = (
         launch(__file__, 2, folder, DS_ZIPCCL=zipccl, HF_HUB_OFFLINE="1") for zipccl, folder in folders.items()
@@ -53,7 +53,7 @@ def test_unchanged_script_is_coded_and_keeps_its_bits(runs: tuple[dict, dict], l
 
 
 def rank_program(folder: Path) -> None:
-    """What a user's script does; ds_zipccl is imported only after training, to read its counters."""
+    """Run a user's script. Only after training it imports ds_zipccl, to read the counters."""
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -99,7 +99,7 @@ def make_data() -> list[dict[str, Any]]:
 
 
 def with_trainer(folder: Path) -> tuple[list[float], Any]:
-    """Losses as Trainer logs them, and the DeepSpeed engine."""
+    """Train with Trainer; return the losses that it logs, and the DeepSpeed engine."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -121,7 +121,7 @@ def with_trainer(folder: Path) -> tuple[list[float], Any]:
 
 
 def with_accelerate(folder: Path) -> tuple[list[float], Any]:
-    """This rank's losses, and the DeepSpeed engine."""
+    """Train with Accelerate; return this rank's losses, and the DeepSpeed engine."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState
     from accelerate.utils import DummyOptim

@@ -1,4 +1,4 @@
-"""What a call is for, from its name and its group: the words that the table and the config use."""
+"""The role of a call, from its name and its group."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """DeepSpeed's knowledge of groups, with nothing in it."""
+    """DeepSpeed's module of groups, without any group of a kind but the expert group."""
     found = SimpleNamespace(_TENSOR_MODEL_PARALLEL_GROUP=None, _EXPERT_PARALLEL_GROUP={"ep": EXPERT}, mpu=None)
     monkeypatch.setattr(roles, "importlib", SimpleNamespace(import_module=lambda name: found))
     monkeypatch.delitem(sys.modules, ULYSSES, raising=False)
     return found
 
 
-#: name -> role in the data parallel group with ZeRO; without ZeRO those of ZeRO are "dp".
+#: name -> role in the data parallel group with ZeRO; without ZeRO the roles of ZeRO are "dp".
 WITH_ZERO = {
     **dict.fromkeys(roles.P2P, "pp"),
     **dict.fromkeys(("all_to_all", "all_to_all_single"), "sp"),
@@ -48,7 +48,7 @@ def test_every_call_in_a_group_of_no_name(groups: SimpleNamespace, name: str) ->
 
 
 def test_the_default_group_is_nobodys(groups: SimpleNamespace) -> None:
-    """Where DeepSpeed knows no group of a kind, None is not that group."""
+    """None, the default group, is not the group of a kind of which DeepSpeed knows no group."""
     assert roles.role_of("all_reduce", None, True, [None]) == "zero_grad"
     assert roles.role_of("all_reduce", OTHER, True, [TENSOR]) == "zero_grad"
     assert roles.role_of("all_reduce", TENSOR, True, [OTHER, TENSOR]) == "tp", "a group of the model's layers"
@@ -72,7 +72,7 @@ def test_the_tensor_group_of_an_mpu(groups: SimpleNamespace, name: str) -> None:
 
 
 def test_an_mpu_that_is_not_ready(groups: SimpleNamespace) -> None:
-    """Megatron asserts that its groups are there."""
+    """Megatron's accessors raise before its groups are made."""
 
     def unready() -> object:
         raise AssertionError("tensor model parallel group is not initialized")
@@ -82,7 +82,7 @@ def test_an_mpu_that_is_not_ready(groups: SimpleNamespace) -> None:
 
 
 def test_sequence_groups(groups: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an mpu, else of Ulysses."""
+    """The sequence group is that of an mpu, else that of Ulysses."""
     monkeypatch.setitem(sys.modules, ULYSSES, SimpleNamespace(_SEQUENCE_PARALLEL_GROUP=SEQUENCE))
     assert roles.role_of("all_gather", SEQUENCE, True) == "sp" and roles.role_of("all_gather", OTHER, True) == "dp"
     groups.mpu = SimpleNamespace(get_sequence_parallel_group=lambda: OTHER)
@@ -90,7 +90,7 @@ def test_sequence_groups(groups: SimpleNamespace, monkeypatch: pytest.MonkeyPatc
 
 
 def layers(rank: int, ranks: int) -> list[bool]:
-    """Layers that hold a group, some by names that are something else."""
+    """Search layers that hold groups under the known names, and layers with other values or names."""
     held = [dist.new_group([0]) for _ in roles._TENSOR_GROUPS]
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(len(held) + 2)))
     for layer, name, group in zip(model, roles._TENSOR_GROUPS, held, strict=False):

@@ -22,7 +22,7 @@ from places import EXAMPLES
 from programs import launch
 
 EXAMPLE = EXAMPLES / "train_gpt.py"
-#: ranks -> what trains on them
+#: ranks -> trainings on as many ranks
 MODES = {
     2: ("zero1", "zero2", "zero3", "moe", "zero2 overlap", "zero3 overlap"),
     3: ("zero2", "zero3"),
@@ -44,7 +44,7 @@ Trained = Callable[[int, str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """(ranks, "plain", "coded" or "auto") -> results by mode; each pair is launched once, when it is first asked for."""
+    """Return a function (ranks, "plain", "coded" or "auto") -> results by mode. Its first call for a pair launches the ranks."""
 
     @functools.cache
     def get(ranks: int, variant: str) -> dict[str, Any]:
@@ -73,17 +73,17 @@ def test_plain_and_coded_agree(trained: Trained, ranks: int, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES[3])
 def test_schedules_compete_without_a_trace(trained: Trained, mode: str) -> None:
-    """While every schedule is tried in turn, the bits are those of the plain run."""
+    """The bits are those of the plain run while all schedules are tried in turn."""
     plain, auto = trained(3, "plain")[mode], trained(3, "auto")[mode]
     assert (auto["losses"], auto["params_sha256"]) == (plain["losses"], plain["params_sha256"])
     assert {"plain is faster"} <= {reason for row in auto["rows"] for reason in row["reasons"]}
-    if mode == "zero3":  # many gathers a step; others are still trying the plain collective after so few steps
+    if mode == "zero3":  # many gathers a step; other operations still try the plain collective after so few steps
         assert auto["sent"]["coded_calls"] > 0
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_differences_are_for_zero2(trained: Trained, ranks: int) -> None:
-    """There every gather but the first of each place is a difference; ZeRO-3's memory is new every time."""
+    """ZeRO-2 gathers differences into each place after the first gather; ZeRO-3 gathers into new memory every time."""
     gathers = {
         mode: next(row for row in trained(ranks, "coded")[mode]["rows"] if row["op"] == "all_gather_into_tensor")
         for mode in ("zero2", "zero3")
@@ -96,7 +96,7 @@ def test_differences_are_for_zero2(trained: Trained, ranks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "mode"), [(ranks, mode) for ranks in (2, 3) for mode in MODES[ranks]])
 def test_steps_of_the_log_add_up(trained: Trained, ranks: int, mode: str) -> None:
-    """Every byte and every difference is in the line of one step."""
+    """Each byte and each difference is in the line of exactly one step."""
     coded = trained(ranks, "coded")[mode]
     lines, rows = coded["logged"], coded["rows"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -131,7 +131,7 @@ def test_steps_shows_the_log_of_a_training(
 
 
 def test_training_moves(trained: Trained) -> None:
-    """Equal bits mean something only where losses and parameters change."""
+    """Equal bits prove something only if losses and parameters change."""
     for mode, results in trained(2, "plain").items():
         losses = [float.fromhex(loss) for loss in results["losses"]]
         assert len(set(losses)) == STEPS and losses[-1] < losses[0] - 0.1, mode
@@ -140,7 +140,7 @@ def test_training_moves(trained: Trained) -> None:
 
 
 def test_a_wrong_bit_shows(trained: Trained, tmp_path: Path) -> None:
-    """Negative proof: a codec that flips the lowest bit of one element of each message, on one rank, is found out."""
+    """Negative proof: with a codec that flips the lowest bit of one element of each message on one rank, these tests fail."""
     wrong = launch(__file__, 2, tmp_path, "--modes", "zero2", "zero3", "--wrong-bit", DS_ZIPCCL=CODED[2])
     for mode in ("zero2", "zero3"):
         assert wrong[mode]["sent"]["coded_calls"] == trained(2, "coded")[mode]["sent"]["coded_calls"]

@@ -1,7 +1,7 @@
-"""What tests with real DeepSpeed engines share: a model, a case on one rank, and the program that runs cases one after the other.
+"""Support for tests with real DeepSpeed engines: a model, a case on one rank, and a program that runs cases one after the other.
 
-Starting processes costs far more than training. One launch runs all cases of a rank count, with the test's file as the program of each
-rank: a case trains and says, phase by phase, what ought to have become of the gathers of each rank. The tests compare.
+Starting processes costs far more than training, so one launch runs all cases of a rank count, with the test's file as the program of each
+rank. A case trains, and states after each phase the expected outcome of this rank's gathers. The tests compare.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import nn
 
 from ds_zipccl.telemetry import counters
 
-#: What becomes of a shard in a gather.
+#: Outcomes of a gather for a shard, as the counters name them.
 DIFFERENCE, FIRST, OTHER = "", "nothing was gathered there", "a rank holds something else"
 VOCABULARY, WIDTH, BATCH, CONTEXT = 384, 256, 2, 16
 ADAM = {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}
 
 
 class Model(nn.Module):
-    """0.4M parameters: shards of 130 kB and more on three ranks, where 16 KiB is the least that goes as a difference."""
+    """A model of 0.4M parameters. On three ranks its shards have 130 kB and more; shards below 16 KiB never go as differences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 class Lab:
-    """One case on one rank: makes and trains engines, and keeps what is to be compared."""
+    """One case on one rank: makes and trains engines, and collects the results to compare."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rank, self.ranks = folder, dist.get_rank(), dist.get_world_size()
@@ -55,7 +55,7 @@ class Lab:
         counters.reset()
 
     def engine(self, seed: int = 1, groups: Callable[[Model], Any] = Model.parameters, **config: Any) -> Any:
-        """A new engine; ``config`` has what is different from the settings below, ``zero`` that of its section."""
+        """Return a new engine. ``config`` overrides the settings below, its ``zero`` those of the section ``zero_optimization``."""
         import deepspeed
 
         settings = {
@@ -77,13 +77,13 @@ class Lab:
         engine.backward(loss * scale)
 
     def train(self, engine: Any, steps: int = 1, scale: float = 1.0) -> None:
-        """Whole steps, of as many batches as the engine accumulates; ``scale`` is a factor on the loss."""
+        """Take whole steps, of as many batches as the engine accumulates; ``scale`` is a factor on the loss."""
         for _ in range(steps * engine.gradient_accumulation_steps()):
             self.backward(engine, scale)
             engine.step()
 
     def ends(self, phase: str, expected: dict[str, int] | list[str]) -> None:
-        """A phase is over; how often this rank's shards ought to have gone how, or in which ways at all, sorted."""
+        """End a phase. ``expected`` maps outcomes of this rank's shards to counts, or lists the outcomes, sorted."""
         rows = [row for row in counters.rows() if (row["role"], row["op"]) == ("zero_param", "all_gather_into_tensor")]
         row = rows[0] if rows else {"differences": {}, "ratio": 0.0}
         found = {"phase": phase, "expected": expected, "sha256": [sha256(engine.module) for engine in self.engines]}
@@ -98,26 +98,28 @@ class Lab:
 
 
 def sha256(module: nn.Module) -> str:
-    parts = [getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters()]  # ZeRO-3: this rank's
+    parts = [
+        getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters()
+    ]  # ZeRO-3: the shards of this rank
     return hashlib.sha256(torch.cat([part.detach().flatten() for part in parts]).view(torch.uint8).numpy()).hexdigest()
 
 
 def bits(run: list[dict[str, Any]]) -> list[Any]:
-    """All losses and, after each phase, the parameters of all engines, on every rank."""
+    """Return the losses of every rank, and the hashes of the parameters of all its engines after each phase."""
     return [(rank["losses"], [phase["sha256"] for phase in rank["phases"]]) for rank in run]
 
 
 def rank_program(cases: Mapping[str, Callable[[Lab], None]]) -> None:
-    """Run the cases that the command line names one after the other; rank 0 leaves CASE.json for each: what every rank found."""
+    """Run the cases that the command line names, one after the other. Rank 0 writes the results of all ranks to CASE.json for each."""
     import deepspeed
 
     folder, *names = sys.argv[1:]
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(1)
-    # An inference-only operator that DeepSpeed would otherwise compile now, for one to two minutes.
+    # DeepSpeed would compile this inference-only operator now, for one to two minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    gc.freeze()  # DeepSpeed collects garbage again and again; what the imports made is none
+    gc.freeze()  # DeepSpeed collects garbage again and again; objects of imports never are garbage
     for name in names:
         lab = Lab(Path(folder, name))
         cases[name](lab)

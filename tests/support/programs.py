@@ -1,5 +1,8 @@
-"""Run a file as the program of n ranks, as a launcher would. Importing DeepSpeed costs more than a short training, so it is
-imported once, in a process of its own with the environment under test, and the ranks are forked from there."""
+"""Run a file as the program of n ranks, as a launcher would.
+
+The import of DeepSpeed costs more than a short training. One process per launch, with the environment under test, imports DeepSpeed and
+forks the ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from typing import Any
 
 from places import PYTHONPATH
 
-#: Seconds that the other ranks have to fail too, once one has failed.
+#: Seconds for all ranks to fail after the first failure.
 GRACE = 5.0
 
 
 def launch(
     program: str, ranks: int, folder: Path, *options: str, timeout: float = 240, **environment: str
 ) -> dict[str, Any]:
-    """Run ``python program folder *options`` once per rank and wait for all; none is left behind.
+    """Run ``python program folder *options`` once per rank. Blocks until all ranks have ended; none is left behind.
 
     Returns:
-        What the ranks left in ``folder`` as JSON files, by stem.
+        Contents of the JSON files that the ranks left in ``folder``, by stem.
 
     Raises:
-        AssertionError: a rank failed or did not end in ``timeout`` seconds; with the end of what each rank wrote.
+        AssertionError: a rank failed or did not end in ``timeout`` seconds; the message has the end of each rank's output.
     """
     fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
-    # DeepSpeed's optimizers would load torch's compiler, for six seconds a rank; nothing here is compiled.
+    # Without this DeepSpeed's optimizers load torch's compiler, in six seconds per rank; no program here compiles a model.
     fixed |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": PYTHONPATH}
     command = [sys.executable, __file__, str(timeout), str(ranks), program, str(folder), *options]
     process = subprocess.Popen(command, env={**os.environ, **fixed, **environment}, start_new_session=True)
@@ -49,9 +52,9 @@ def launch(
 
 
 def _ranks(timeout: float, ranks: int, argv: list[str]) -> int:
-    """Fork the ranks and wait for them; 0 if all succeed."""
+    """Fork the ranks and wait for them; return 0 if all succeed."""
     import deepspeed  # noqa: F401
-    import torch._dynamo  # noqa: F401  (the first optimizer of every rank would import it, disabled or not)
+    import torch._dynamo  # noqa: F401  (else the first optimizer of every rank imports it, disabled or not)
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

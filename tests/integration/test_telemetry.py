@@ -1,4 +1,4 @@
-"""Counters: sums, snapshots, differences between them, threads, the table, the log of steps."""
+"""Telemetry: sums, snapshots, increments and threads of the counters; the table, the monitor events and the step log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry import counters, monitor, table
 from ds_zipccl.telemetry.step_log import StepLog
 
 
@@ -77,7 +77,7 @@ def test_table() -> None:
     counters.record("zero_param", "all_gather_into_tensor", 3_000_000, 2_000_000)
     counters.record_pass("dp", "all_reduce", 40_000, "smaller than min_bytes")
     counters.record_pass("dp", "all_reduce", 40_000, "dtype int64")
-    assert counters.table().splitlines() == [
+    assert table.render().splitlines() == [
         "role        op                      coded    MB  sent MB  ratio  passed    MB  why passed",
         "dp          all_reduce                  0  0.00     0.00  1.000       2  0.08  dtype int64 (1), smaller than min_bytes (1)",
         "zero_param  all_gather_into_tensor      1  3.00     2.00  1.500       0  0.00",
@@ -86,7 +86,7 @@ def test_table() -> None:
     for _ in range(2):
         counters.record_whole("zero_grad", "all_reduce", "a reason")
     line = "zero_grad all_reduce: 2 calls not owner-only: a reason"
-    assert counters.table().splitlines()[-1] == line
+    assert table.render().splitlines()[-1] == line
 
 
 def one_step(wire_bytes: int, reason: str) -> None:
@@ -126,16 +126,16 @@ def test_since_last_is_what_came_since_that_reader_asked() -> None:
 def test_events_have_the_ratio_of_each_role_since_the_last_ones() -> None:
     for wire_bytes, ratio, total in ((2000, 1.5, 3500 / 2400), (1000, 3.0, 7000 / 3800)):
         one_step(wire_bytes, "")
-        events = {name: value for name, value, samples in counters.events(8) if samples == 8}
+        events = {name: value for name, value, samples in monitor.events(8) if samples == 8}
         assert events["Train/zipccl/zero_param/ratio"] == ratio
         assert events["Train/zipccl/zero_grad/ratio"] == 700 / 600
         assert events["Train/zipccl/ratio"] == total
-    assert "Train/zipccl/zero_param/ratio" not in {name for name, *_ in counters.events(9)}, "nothing was sent"
+    assert "Train/zipccl/zero_param/ratio" not in {name for name, *_ in monitor.events(9)}, "nothing was sent"
 
 
 def test_step_log_adds_a_line_a_step(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    path.write_text("of an earlier process")  # which was stopped in the middle of a line
+    path.write_text("of an earlier process")  # stopped in the middle of a line
     log = StepLog(str(path))
     written = []
     for step, (wire_bytes, reason) in enumerate([(2000, "nothing was gathered there"), (500, ""), (250, "")], 7):

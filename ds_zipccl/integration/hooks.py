@@ -1,0 +1,136 @@
+"""Hooks into DeepSpeed's modules: each function adjusts one module right after its execution. Repeating a hook does nothing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from deepspeed.comm.torch import TorchBackend
+
+from ds_zipccl.config import SECTION, ConfigError, near_misses
+from ds_zipccl.integration import zero_buckets, zero_gathers
+from ds_zipccl.integration.backend import ZipcclBackend
+from ds_zipccl.integration.job import Job
+from ds_zipccl.telemetry import monitor, table
+
+
+def adopt_comm(module: Any) -> None:
+    """Let ``deepspeed.comm.comm`` build and use our backend, and show the backend every DeepSpeed config."""
+    module.TorchBackend = ZipcclBackend
+    if type(module.cdb) is TorchBackend:
+        ZipcclBackend.adopt(module.cdb)
+    if hasattr(module.configure, "ds_zipccl"):
+        return
+    original = module.configure
+
+    @functools.wraps(original)
+    def configure(deepspeed_config: Any = None, *args: Any, **kwargs: Any) -> None:
+        original(deepspeed_config, *args, **kwargs)
+        param_dict = getattr(deepspeed_config, "_param_dict", None)
+        # Before there are process groups (init_distributed(config=...)) nothing happens: the call of the engine follows.
+        if param_dict is not None and isinstance(module.cdb, ZipcclBackend):
+            misspelled = near_misses(param_dict) if SECTION not in param_dict else []
+            if misspelled:
+                raise ConfigError(f'unknown key "{misspelled[0]}" in the DeepSpeed config: did you mean "{SECTION}"?')
+            stage = (param_dict.get("zero_optimization") or {}).get("stage", 0)
+            module.cdb.configure(param_dict.get(SECTION), stage)
+
+    configure.ds_zipccl = True  # type: ignore[attr-defined]
+    module.configure = configure
+    package: Any = importlib.import_module("deepspeed.comm")
+    if getattr(package, "configure", None) is original:  # the package has copied the name already
+        package.configure = configure
+
+
+def adopt_engine(module: ModuleType) -> None:
+    """Surround the methods of ``DeepSpeedEngine``, and of its subclass the pipeline engine, that :data:`_AROUND` names."""
+    engine = module.DeepSpeedEngine
+    for name, around in _AROUND.items():
+        original = getattr(engine, name)
+        if not hasattr(original, "ds_zipccl"):
+            setattr(engine, name, _surrounded(original, around))
+
+
+def adopt_zero3(module: ModuleType) -> None:
+    """Learn the parameters of ZeRO-3's gathers from ``deepspeed.runtime.zero.partition_parameters``."""
+    zero_gathers.watch_gathers(module)
+
+
+def adopt_zero12(module: ModuleType) -> None:
+    """Learn the owners of the gradient buckets of ZeRO-1 and ZeRO-2 from ``deepspeed.runtime.zero.stage_1_and_2``."""
+    zero_buckets.watch_buckets(module.DeepSpeedZeroOptimizer)
+
+
+def _surrounded(original: Callable[..., Any], around: Callable[[Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(self, functools.partial(original, self, *args, **kwargs))
+
+    method.ds_zipccl = True  # type: ignore[attr-defined]
+    return method
+
+
+def _job() -> Job | None:
+    """Return the job of this process, None while DeepSpeed has no backend of ours."""
+    backend = importlib.import_module("deepspeed.comm.comm").cdb
+    return backend.job if isinstance(backend, ZipcclBackend) else None
+
+
+def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
+    """Note the groups of the tensor-parallel layers once the model is in place."""
+    result = original()
+    job = _job()
+    if job is not None:
+        job.learn_groups(engine.module)
+    return result
+
+
+def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
+    """Allocate the bases of ZeRO-3's differences after its optimizer is made, if the section asks for bases. A collective."""
+    optimizer = original()
+    job = _job()
+    config = None if job is None else job.config
+    if config is not None and config.zero3_base != "off" and engine.zero_optimization_stage() == 3:
+        engine.ds_zipccl_bases, said = zero_gathers.allocate_bases(engine.module.parameters(), config, engine.device)
+        if torch.distributed.get_rank() == 0:
+            print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
+    return optimizer
+
+
+def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
+    """Surround an optimizer step; write the step log, the table and the monitor's events after it."""
+    job = _job()
+    if job is None or job.config is None:
+        return original()
+    # Read before the step: at its end the scheduler sets the rates of the next step.
+    rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
+    with job.step(engine.zero_optimization_stage()):
+        result = original()
+    if job.step_log is not None:
+        job.step_log.write(engine.global_steps, rates)
+    interval = job.config.log_interval
+    if interval and not engine.global_steps % interval:
+        if torch.distributed.get_rank() == 0:
+            table.show(f"after {engine.global_steps} steps")
+        if engine.monitor.enabled:
+            engine.monitor.write_events(monitor.events(engine.global_samples))
+    return result
+
+
+def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
+    """Free the bases with the engine: DeepSpeed keeps references to the engine itself."""
+    engine.ds_zipccl_bases = None
+    return original()
+
+
+#: Method of DeepSpeedEngine -> function called in its place, with the engine and the original.
+_AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
+    "_configure_distributed_model": _learn_groups,
+    "_configure_zero_optimizer": _configure_zero,
+    "_take_model_step": _take_step,
+    "destroy": _destroy,
+}

@@ -1,0 +1,123 @@
+"""The training job of this process: its settings, and what DeepSpeed's engines have told about themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.comm.group_state import resolve_group
+from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, parse_section
+from ds_zipccl.integration import config_agreement, roles
+from ds_zipccl.telemetry.step_log import StepLog
+
+_installed: Mapping[str, Any] | None = None  # the section given to install(), which may run before there is a job
+
+
+def install_section(section: Mapping[str, Any]) -> None:
+    """Use ``section`` instead of the sections of all DeepSpeed configs of this process.
+
+    Raises:
+        ConfigError: the section is invalid.
+    """
+    global _installed
+    parse_section(section)
+    _installed = dict(section)
+
+
+def overriding_section() -> Mapping[str, Any] | None:
+    """Return the section that precedes those of DeepSpeed configs: from ``DS_ZIPCCL``, else from install(); None if there is none.
+
+    Raises:
+        ConfigError: ``DS_ZIPCCL`` is invalid.
+    """
+    section = environment_section()
+    return section if section is not None else _installed
+
+
+@dataclass(eq=False)
+class Job:
+    """State that all engines and all communication of a process share.
+
+    Life: the DeepSpeed backend creates its one Job with itself. ``ZipcclBackend.configure`` accepts a section and switches coding on, once.
+    From then on the section stays, as communication is shared: every later engine must bring the same section or none. The hooks add the
+    facts about engines. The Job ends with its backend, that is with the process.
+    """
+
+    #: The accepted config; None until a section switches coding on.
+    config: ZipcclConfig | None = None
+    #: Canonical text of the section on which all ranks agreed, enabled or not; None before there was one.
+    section: str | None = None
+    #: ZeRO stages of the engines of this process.
+    zero_stages: frozenset[int] = frozenset()
+    #: ZeRO stage of the engine that is taking an optimizer step; 0: no engine is.
+    stepping: int = 0
+    #: Groups of the tensor-parallel layers of the engines' models.
+    tensor_groups: WeakSet[dist.ProcessGroup] = field(default_factory=WeakSet)
+    #: The step log of rank 0, if the section names a file.
+    step_log: StepLog | None = None
+    #: Collective -> the coded method as torch.compile calls it, outside of graphs.
+    untraced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def accept(self, section: Mapping[str, Any] | None) -> ZipcclConfig | None:
+        """Agree with all ranks on a section. A collective of all ranks; blocks until each of them has brought its section.
+
+        Args:
+            section: the ``"zipccl"`` section of a DeepSpeed config, None if the config has none. :func:`overriding_section` precedes it.
+
+        Returns:
+            The config, if this section switches coding on; None if it changes nothing.
+
+        Raises:
+            ConfigError: the section is invalid, or differs between ranks, or from the section that this process uses.
+        """
+        override = overriding_section()
+        chosen = section if override is None else override
+        text = config_agreement.canonical(chosen)
+        if dist.get_world_size() > 1:
+            config_agreement.agree(text, _timeout())
+        if text in (config_agreement.ABSENT, self.section):
+            return None
+        config = parse_section(chosen)
+        if self.section is not None:
+            raise ConfigError(
+                f'this process already runs with "{SECTION}": {self.section}, another engine asks for {text}; '
+                "all engines of a process share its communication: give them the same section"
+            )
+        self.section = text
+        return config if config.enabled else None
+
+    @contextmanager
+    def step(self, stage: int) -> Iterator[None]:
+        """Surround an optimizer step of an engine with ZeRO stage ``stage``."""
+        self.stepping = stage
+        try:
+            yield
+        finally:
+            self.stepping = 0
+
+    def learn_groups(self, model: torch.nn.Module) -> None:
+        """Note the groups of the model's tensor-parallel layers."""
+        self.tensor_groups.update(roles.tensor_groups(model))
+
+    def role_of(self, name: str, group: dist.ProcessGroup | None) -> str:
+        """Return the role of the collective ``name`` over ``group``, one of :data:`ds_zipccl.config.ROLES`."""
+        return roles.role_of(name, group, any(self.zero_stages), self.tensor_groups)
+
+
+def _timeout() -> timedelta:
+    """Return the time that the job's collectives wait for a rank."""
+    group = resolve_group(None)
+    devices = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    default: timedelta = dist.distributed_c10d.default_pg_timeout
+    try:
+        found: timedelta = getattr(group._get_backend(torch.device(next(iter(devices)))).options, "_timeout", default)
+    except (AttributeError, RuntimeError):  # a backend without options
+        return default
+    return found

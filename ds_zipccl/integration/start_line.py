@@ -1,0 +1,110 @@
+"""The start-up line: the traffic of this job's groups that is coded, and the traffic that is not and why."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch.distributed import distributed_c10d
+
+import ds_zipccl
+from ds_zipccl import kernels
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.config import ROLES, ZipcclConfig
+from ds_zipccl.policy import admission
+from ds_zipccl.policy.cost_model import LinkProfile
+
+
+@dataclass(frozen=True)
+class Group:
+    """Size of a process group, and the backend that serves each type of device in it."""
+
+    ranks: int
+    backends: Mapping[str, str]
+
+
+def coverage() -> str:
+    """Describe the traffic of the groups that this job has made so far, as far as this rank is in them; see :func:`describe`."""
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    return describe(_groups(), accelerator.device_name())
+
+
+def coverage_here() -> str:
+    """Describe the traffic of a job of several ranks on machines like this one, by the backend that DeepSpeed chooses here."""
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    device = accelerator.device_name()
+    return describe([Group(2, {device: accelerator.communication_backend_name()})], device)
+
+
+def _groups() -> list[Group]:
+    members = [group_state(group) for group in distributed_c10d._world.pg_map]
+    return [Group(one.size, one.backends) for one in members if one is not None]
+
+
+def describe(groups: Iterable[Group], device: str) -> str:
+    """Return a clause about groups of several ranks: "codes ...", or "nothing will be coded: ...", with the reason.
+
+    Args:
+        device: the type of device of the model's tensors. CPU tensors are mentioned too if they alone are coded.
+    """
+    several = [group for group in groups if group.ranks > 1]
+    if not several:
+        return "nothing will be coded: this job has one rank"
+    coded, passed = _tally(several, device)
+    why = "; ".join(
+        f"{device} tensors go over {backend or 'no backend'}{_count(number)}, for which there are no coded schedules yet"
+        for backend, number in passed.items()
+    )
+    if coded:
+        return f"codes {_list(device, coded)}{f'; not coded: {why}' if why else ''}"
+    on_cpu, _ = _tally(several, "cpu") if device != "cpu" else (Counter(), {})
+    if on_cpu:
+        return f"no {device} tensor will be coded: {why}; codes {_list('cpu', on_cpu)}"
+    return f"nothing will be coded: {why}"
+
+
+def _tally(groups: Iterable[Group], device: str) -> tuple[Counter[str], Counter[str]]:
+    """Count the groups by the backend of a type of device: those that are coded, and the others."""
+    coded: Counter[str] = Counter()
+    passed: Counter[str] = Counter()
+    for group in groups:
+        backend = group.backends.get(device, "")
+        (coded if backend in admission.CODED_BACKENDS.get(device, ()) else passed)[backend] += 1
+    return coded, passed
+
+
+def _list(device: str, counts: Mapping[str, int]) -> str:
+    where = ", ".join(f"{backend}{_count(number)}" for backend, number in counts.items())
+    return f"{device} tensors over {where}"
+
+
+def _count(number: int) -> str:
+    return "" if number == 1 else f" ({number} groups)"
+
+
+def start_line(config: ZipcclConfig, profile: LinkProfile | None, covered: str) -> str:
+    """Return the line that rank 0 prints when coding is switched on.
+
+    Args:
+        profile: the measured link and codec, None if nothing was measured.
+        covered: the clause of :func:`describe` about this job's groups.
+    """
+    routes = kernels.why()
+    used = next(name for name in routes if not routes[name] and config.route in ("auto", name))
+    skipped = "".join(f"; {name} not used: {reason}" for name, reason in routes.items() if reason)
+    off = [role for role in ROLES if config.mode_of(role) == "never"]
+    settings = config.model_dump(exclude={"enabled", "route", "roles"})
+    parts = [
+        f"kernels: {used}{skipped}",
+        ", ".join(f"{key} {value}" for key, value in settings.items() if value != ""),
+    ]
+    if profile is not None:
+        parts.append(
+            f"link {8e-6 * profile.bandwidth:.0f} Mbit/s, {1e6 * profile.alpha:.0f} us, "
+            f"coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
+        )
+    if off:
+        parts.append(f"passed through by config: {', '.join(off)}")
+    return f"[ds_zipccl {ds_zipccl.__version__}] on, {covered}; {'; '.join(parts)}"

@@ -1,0 +1,140 @@
+"""Bases of parameter gathers, for ZeRO-3: the call of a gather into new memory does not tell its parameters."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm
+from ds_zipccl.comm.delta.shared_base import BaseSlot
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import admission
+
+#: Parameters that DeepSpeed has asked for and not gathered yet, in its order.
+_wanted: ContextVar[list[Any] | None] = ContextVar("ds_zipccl_wanted", default=None)
+#: Attribute of a parameter: a weak reference to its base. DeepSpeed keeps parameters after their engine is gone, and a base is larger than
+#: the parameter's own memory.
+_BASE = "ds_zipccl_base"
+
+
+def _gathered_dtype(param: Any, shard: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a shard is gathered. DeepSpeed's own function, if there is one, replaces this one: it knows autocast."""
+    return shard.dtype
+
+
+def watch_gathers(module: ModuleType) -> None:
+    """Note the parameters that DeepSpeed asks for before each gather. Repeating the call does nothing.
+
+    DeepSpeed lays the shards of several parameters end to end and gathers them into new memory.
+
+    Args:
+        module: ``deepspeed.runtime.zero.partition_parameters``.
+    """
+    global _gathered_dtype
+    _gathered_dtype = getattr(module, "get_allgather_dtype", _gathered_dtype)
+    init = module.Init
+    original = init._convert_to_deepspeed_param
+    if hasattr(original, "ds_zipccl"):
+        return
+
+    @functools.wraps(original)
+    def _convert_to_deepspeed_param(self: Any, param: Any) -> None:
+        original(self, param)
+        gather = param.all_gather_coalesced
+
+        @functools.wraps(gather)
+        def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            params = list(params)
+            token = _wanted.set(sorted(params, key=lambda one: one.ds_id))
+            try:
+                return gather(params, *args, **kwargs)
+            finally:
+                _wanted.reset(token)
+
+        param.all_gather_coalesced = all_gather_coalesced
+
+    _convert_to_deepspeed_param.ds_zipccl = True  # type: ignore[attr-defined]
+    init._convert_to_deepspeed_param = _convert_to_deepspeed_param
+
+
+def allocate_bases(parameters: Iterable[Any], config: ZipcclConfig, device: torch.device) -> tuple[list[BaseSlot], str]:
+    """Allocate a base for each parameter that ZeRO-3 frees after use. A collective of all groups of these parameters; blocks.
+
+    Returns:
+        The bases, which live as long as the caller holds the list, and a sentence for the user.
+
+    Raises:
+        CommError: see :func:`ds_zipccl.comm.allocate_bases`.
+    """
+    never = {
+        "delta": config.delta == "off",
+        "codec": config.codec == "raw",
+        "mode": config.mode_of("zero_param") == "never",
+    }
+    if any(never.values()):
+        reasons = ", ".join(key for key, holds in never.items() if holds)
+        return [], f"not used, as no gather would send differences: see {reasons}"
+    groups: dict[dist.ProcessGroup, list[Any]] = {}
+    for param in parameters:
+        if hasattr(param, "ds_id") and not param.ds_persist:
+            groups.setdefault(param.ds_process_group, []).append(param)
+    bases: list[BaseSlot] = []
+    skipped = ""
+    for group, params in groups.items():
+        members = group_state(group)
+        if members is None or members.size == 1:
+            continue
+        backend = members.backend(device.type)
+        if device.type not in admission.DELTA_DEVICES or backend not in admission.CODED_BACKENDS[device.type]:
+            skipped = f"; no differences on {device.type} over {backend} yet"
+            continue
+        shards = [(param.ds_tensor.ds_numel, _gathered_dtype(param, param.ds_tensor)) for param in params]
+        for param, base in zip(params, comm.allocate_bases(shards, config.zero3_base, group, device), strict=True):
+            setattr(param, _BASE, weakref.ref(base))
+            bases.append(base)
+    nbytes = sum(base.memory.nbytes for base in bases)
+    mates = max((len(base.mates) for base in bases), default=1)
+    where = f"shared by the {mates} ranks of a node" if mates > 1 else "on every rank"
+    return bases, f"{nbytes / 1e6:.1f} MB, {where}{skipped}"
+
+
+def base_of(output: torch.Tensor, group: dist.ProcessGroup | None) -> comm.SharedBase | None:
+    """Return the base of a gather into ``output``, or None if the gathered parameters are not known.
+
+    Args:
+        output: ``[ranks * numel]``, the shards of the parameters of each rank end to end.
+    """
+    wanted, members = _wanted.get(), group_state(group)
+    if not wanted or members is None:
+        return None
+    numel = output.numel() // members.size
+    gathered = [param for param in wanted if _fits(param, output.dtype, group)]
+    if _shard_numel(gathered) != numel:
+        gathered = gathered[:1]  # one gather per parameter
+    if _shard_numel(gathered) != numel:
+        return None
+    wanted[:] = [param for param in wanted if all(param is not one for one in gathered)]
+    return comm.SharedBase([base for param in gathered if (base := _base(param))])
+
+
+def _shard_numel(params: Iterable[Any]) -> int:
+    return sum(param.ds_tensor.ds_numel for param in params)
+
+
+def _base(param: Any) -> BaseSlot | None:
+    reference = getattr(param, _BASE, None)
+    return None if reference is None else reference()
+
+
+def _fits(param: Any, dtype: torch.dtype, group: dist.ProcessGroup | None) -> bool:
+    """Whether the parameter has a base for gathers of ``dtype`` over ``group``."""
+    base = _base(param)
+    return base is not None and param.ds_process_group is group and base.memory.dtype == dtype

@@ -1,0 +1,25 @@
+"""Counters as events of DeepSpeed's monitor (TensorBoard, W&B, CSV)."""
+
+from __future__ import annotations
+
+from ds_zipccl.telemetry import counters
+
+_PREFIX = "Train/zipccl"
+
+
+def events(samples: int) -> list[tuple[str, float, int]]:
+    """Return (name, value, ``samples``) for the totals of this process, and for each role's ratio since the previous events.
+
+    Args:
+        samples: training samples so far, the axis of DeepSpeed's plots.
+    """
+    totals = counters.totals()
+    values: dict[str, float] = {
+        "logical_bytes": totals["logical_bytes"],
+        "wire_bytes": totals["wire_bytes"],
+        "ratio": totals["ratio"],
+        "staging_bytes": totals["staging_bytes"],
+    }
+    for role, sent in counters.since_last("events")["roles"].items():
+        values[f"{role}/ratio"] = sent["ratio"]
+    return [(f"{_PREFIX}/{name}", float(value), samples) for name, value in values.items()]

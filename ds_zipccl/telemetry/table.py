@@ -1,0 +1,76 @@
+"""The counters as plain text: a table of roles and operations, and lines for memory, differences, owners and choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry.counters import Row
+
+_HEADER = ("role", "op", "coded", "MB", "sent MB", "ratio", "passed", "MB", "why passed")
+_TEXTS = {0, 1, len(_HEADER) - 1}  # columns aligned to the left
+
+
+def render() -> str:
+    """Return the rows with aligned columns and the total over coded calls, in MB of 10^6 bytes; then one line per further fact."""
+    rows, totals = counters.rows(), counters.totals()
+    total = _amounts(sum(row["calls"] for row in rows), totals["logical_bytes"], totals["wire_bytes"], totals["ratio"])
+    lines = _aligned([_HEADER, *map(_cells, rows), ("total", "", *total, "", "", "")])
+    if totals["staging_bytes"]:
+        lines.append(f"memory for frames: {totals['staging_bytes'] / 1e6:.1f} MB at most")
+    lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(counters.memory().items())]
+    for facts in (_differences, _whole, _choices):
+        lines += [line for row in rows for line in facts(row)]
+    return "\n".join(lines)
+
+
+def show(when: str) -> None:
+    """Print the table of rank 0 with the time of its counts, such as "at the end"; nothing if nothing was counted."""
+    if counters.rows():
+        print(f"[ds_zipccl] traffic of rank 0 {when}\n{render()}", flush=True)
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in _TEXTS else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of one row, in the order of the header."""
+    why = ", ".join(f"{reason} ({count})" for reason, count in sorted(row["reasons"].items()))
+    amounts = _amounts(row["calls"], row["logical_bytes"], row["wire_bytes"], row["ratio"])
+    return (row["role"], row["op"], *amounts, str(row["passed"]), f"{row['passed_bytes'] / 1e6:.2f}", why)
+
+
+def _amounts(calls: int, logical_bytes: int, wire_bytes: int, ratio: float) -> tuple[str, str, str, str]:
+    return str(calls), f"{logical_bytes / 1e6:.2f}", f"{wire_bytes / 1e6:.2f}", f"{ratio:.3f}"
+
+
+def _differences(row: Row) -> Iterator[str]:
+    """Yield a line where shards may go as differences: their number, and the reasons of the shards that went in full."""
+    counts = dict(row["differences"])
+    total, hits = sum(counts.values()), counts.pop("", 0)
+    why = "".join(f", {reason} ({count})" for reason, count in sorted(counts.items()))
+    if total:
+        yield f"{row['role']} {row['op']}: {hits} of {total} shards went as differences{why}"
+
+
+def _whole(row: Row) -> Iterator[str]:
+    """Yield a line for every reason why sums went to all ranks, not to their owners only."""
+    for reason, count in sorted(row["whole"].items()):
+        yield f"{row['role']} {row['op']}: {count} calls not owner-only: {reason}"
+
+
+def _choices(row: Row) -> Iterator[str]:
+    """Yield a line for every kind of message whose schedule was chosen by measurement."""
+    for what, (latest, count) in sorted(row["choices"].items()):
+        switches = f"; switched {count - 1} times" if count > 1 else ""
+        yield f"{row['role']} {row['op']}, {what}: {latest}{switches}"
+    if row["more_choices"]:
+        yield f"{row['role']} {row['op']}: and {row['more_choices']} kinds of messages before these"

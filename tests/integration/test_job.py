@@ -1,0 +1,220 @@
+"""The job of a process: sections that it accepts, facts that engines tell, and the calls that depend on these facts."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed.comm.comm as deepspeed_comm
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm
+from ds_zipccl.config import ConfigError, ZipcclConfig
+from ds_zipccl.integration import autoload, backend, hooks, job
+from ds_zipccl.integration.job import Job
+
+DATA = object()  # a group
+OWNED = [(600, frozenset({0})), (400, frozenset({1, 2}))]
+UNKNOWN = (None, "the owners of the bucket are not known")
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one rank, with no section installed."""
+    monkeypatch.setattr(job.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(job, "_installed", None)
+    monkeypatch.delenv("DS_ZIPCCL", raising=False)
+
+
+# ---- sections ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_section_is_accepted_once(one_rank: None) -> None:
+    this = Job()
+    assert this.accept(None) is None and this.section is None
+    config = this.accept({"enabled": True, "block": 256})
+    assert config == ZipcclConfig(enabled=True, block=256) and this.section == '{"block": 256, "enabled": true}'
+    assert this.accept({"block": 256, "enabled": True}) is None, "the same section of another engine"
+    assert this.accept(None) is None, "an engine without a section"
+    with pytest.raises(ConfigError, match=r"already runs with .* give them the same section"):
+        this.accept({"enabled": True, "block": 512})
+
+
+def test_a_section_that_is_off_counts_too(one_rank: None) -> None:
+    this = Job()
+    assert this.accept({"block": 256}) is None and this.section == '{"block": 256}'
+    with pytest.raises(ConfigError, match="already runs"):
+        this.accept({"enabled": True})
+
+
+def test_an_invalid_section_is_not_accepted(one_rank: None) -> None:
+    this = Job()
+    with pytest.raises(ConfigError, match="known keys"):
+        this.accept({"blocks": 256})
+    assert this.section is None and this.accept({"enabled": True}) is not None
+
+
+def test_sections_that_precede_those_of_configs(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.install_section({"enabled": True, "block": 512})
+    with pytest.raises(ConfigError, match="known keys"):
+        job.install_section({"blocks": 1})
+    config = Job().accept({"enabled": True, "block": 256})
+    assert config is not None and config.block == 512, "install() precedes"
+    monkeypatch.setenv("DS_ZIPCCL", '{"block": 128}')
+    config = Job().accept({"enabled": True, "block": 256})
+    assert config is not None and config.block == 128, "the environment precedes install()"
+
+
+# ---- engines -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_ends_after_an_error() -> None:
+    this = Job()
+    with this.step(2):
+        assert this.stepping == 2
+    assert this.stepping == 0
+    with pytest.raises(RuntimeError, match="as planted"), this.step(1):
+        raise RuntimeError("as planted")
+    assert this.stepping == 0
+
+
+def test_roles_depend_on_engines_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layers(torch.nn.Module):
+        """A model with a tensor-parallel group."""
+
+    class Group:
+        """Stands for a process group."""
+
+    monkeypatch.setattr(job.roles, "tensor_groups", lambda model: [model.group])
+    this, model, more = Job(), Layers(), Layers()
+    model.group, more.group = Group(), Group()
+    assert this.role_of("all_reduce", None) == "dp"
+    this.zero_stages |= {2}
+    assert this.role_of("all_reduce", None) == "zero_grad"
+    assert this.role_of("all_reduce", model.group) == "zero_grad"  # type: ignore[arg-type]
+    this.learn_groups(model)
+    this.learn_groups(more)
+    assert this.role_of("all_reduce", model.group) == this.role_of("all_reduce", more.group) == "tp"  # type: ignore[arg-type]
+    del model.group
+    gc.collect()
+    assert len(this.tensor_groups) == 1, "the job keeps no group alive"
+
+
+class Engine:
+    """An engine that takes steps; ``seen`` has the stepping stage during each step."""
+
+    global_samples = 8
+
+    def __init__(self, this: Job, stage: int) -> None:
+        self.job, self.stage, self.global_steps, self.seen = this, stage, 0, [0]
+        self.events: list[Any] = []
+        self.monitor = SimpleNamespace(enabled=True, write_events=self.events.append)
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+    def get_lr(self) -> list[float]:
+        return [0.5]
+
+    def step(self) -> str:
+        self.global_steps += 1
+        self.seen.append(self.job.stepping)
+        return "result"
+
+
+@pytest.fixture
+def this(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """The job of DeepSpeed's backend."""
+    built = backend.ZipcclBackend.__new__(backend.ZipcclBackend)
+    built.job = Job()
+    monkeypatch.setattr(deepspeed_comm, "cdb", built)
+    monkeypatch.setattr(hooks.torch.distributed, "get_rank", lambda: 0)
+    yield built.job
+
+
+def test_steps_are_seen_logged_and_shown(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(hooks.table, "show", shown.append)
+    engine, lines = Engine(this, 2), []
+    assert hooks._take_step(engine, engine.step) == "result" and engine.seen == [0, 0], "coding is off"
+    this.config = ZipcclConfig(enabled=True, log_interval=2)
+    this.step_log = SimpleNamespace(write=lambda step, rates: lines.append((step, rates)))  # type: ignore[assignment]
+    for _ in range(3):
+        assert hooks._take_step(engine, engine.step) == "result"
+    assert engine.seen == [0, 0, 2, 2, 2] and this.stepping == 0
+    assert lines == [(step, [0.5]) for step in (2, 3, 4)]
+    assert shown == ["after 2 steps", "after 4 steps"] and len(engine.events) == 2
+
+
+def test_another_backend_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_comm, "cdb", object())
+    engine = Engine(Job(), 2)
+    assert hooks._job() is None and hooks._take_step(engine, engine.step) == "result" and engine.seen == [0, 0]
+
+
+def test_every_backend_has_a_job_of_its_own() -> None:
+    plain = backend.TorchBackend.__new__(backend.TorchBackend)
+    backend.ZipcclBackend.adopt(plain)
+    another = backend.TorchBackend.__new__(backend.TorchBackend)
+    backend.ZipcclBackend.adopt(another)
+    assert type(plain) is backend.ZipcclBackend and plain.job.config is None and plain.job is not another.job
+
+
+# ---- calls -------------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_step_of_zero_1_and_2_gathers_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of steps, as when a checkpoint is saved, and in those of ZeRO-3 only what was asked for is known."""
+    given: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(backend.zero_gathers, "base_of", lambda output, group: given.append((output, group)) or "known")
+    output = torch.empty(4)
+    bases = {stage: backend.gather_base(Job(stepping=stage), output, DATA) for stage in (0, 1, 2, 3)}
+    assert bases == {0: "known", 1: comm.IN_PLACE, 2: comm.IN_PLACE, 3: "known"}
+    assert len(given) == 2 and all(one == (output, DATA) for one in given)
+
+
+#: (owner_only, role, stages of engines, elements, known owners) -> owners of the call, and whether the table is told.
+SUMS: dict[str, tuple[tuple[str, str, set[int], int, Any], Any, bool]] = {
+    "known": (("auto", "zero_grad", {2}, 1000, (OWNED, "")), OWNED, False),
+    "switched off": (("off", "zero_grad", {2}, 1000, (OWNED, "")), None, False),
+    "switched off, unknown": (("off", "zero_grad", {2}, 1000, UNKNOWN), None, False),
+    "unknown, ZeRO-2": (("auto", "zero_grad", {0, 2}, 1000, UNKNOWN), None, True),
+    "unknown, ZeRO-1": (("auto", "zero_grad", {1}, 1000, UNKNOWN), None, True),
+    "unknown, ZeRO-3": (("auto", "zero_grad", {3}, 1000, UNKNOWN), None, False),
+    "unknown, no engine": (("auto", "zero_grad", set(), 1000, UNKNOWN), None, False),
+    "unknown, another role": (("auto", "tp", {2}, 1000, UNKNOWN), None, False),
+    "unknown, small": (("auto", "zero_grad", {2}, 999, UNKNOWN), None, False),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_sums_that_go_to_all_ranks_are_counted(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    (owner_only, role, stages, numel, known), taken, told = SUMS[case]
+    counted: list[Any] = []
+    monkeypatch.setattr(backend.zero_buckets, "take_owners", lambda tensor, op, group, async_op: known)
+    monkeypatch.setattr(backend.counters, "record_whole", lambda *args: counted.append(args))
+    config = ZipcclConfig(enabled=True, min_bytes=4000, owner_only=owner_only)  # type: ignore[arg-type]
+    asked = Job(config=config, zero_stages=frozenset(stages))
+    args = torch.empty(numel), dist.ReduceOp.SUM, DATA, False
+    assert backend.slice_owners(asked, *args, role=role) is taken
+    assert counted == ([("zero_grad", "all_reduce", UNKNOWN[1])] if told else [])
+
+
+# ---- the house ---------------------------------------------------------------------------------------------------------
+
+
+def test_imports_of_this_folder_are_a_straight_line() -> None:
+    """autoload, hooks, backend, job: none names a module before it."""
+    line = [autoload, hooks, backend, job]
+    names = [module.__name__.rpartition(".")[2] for module in line]
+    for index, module in enumerate(line):
+        source = inspect.getsource(module)
+        for earlier in names[:index]:
+            assert f"import {earlier}" not in source and f"integration.{earlier}" not in source, module.__name__
+    assert sys.modules["ds_zipccl.integration.backend"] is backend

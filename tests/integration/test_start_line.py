@@ -1,0 +1,142 @@
+"""The start-up line: what is coded on this job's groups, and what is not and why."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import ranks as runner
+import torch.distributed as dist
+
+import ds_zipccl
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import start_line as lines
+from ds_zipccl.integration.start_line import Group, coverage, describe, start_line
+from ds_zipccl.policy.cost_model import LinkProfile
+
+#: Routes, best first -> why they are not used.
+WHY = {"cuda": "no GPU here", "native": "", "numba": ""}
+PROFILE = LinkProfile(
+    ((1e3, 1.5e-4), (1e6 + 1e3, 1.5e-4 + 8e-3)), encode=8.7e9, decode=12.1e9, add=1, copy=1, add_raw=1, call=0
+)
+GLOO = {"cpu": "gloo"}
+NCCL = {"cuda": "nccl"}
+BOTH = {"cpu": "gloo", "cuda": "nccl"}
+NO_SCHEDULE = "for which there are no coded schedules yet"
+
+
+@pytest.fixture(autouse=True)
+def _routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines.kernels, "why", lambda: WHY)
+
+
+def test_kernels_and_settings() -> None:
+    said = start_line(ZipcclConfig(enabled=True, codec="raw", min_bytes=77), None, "codes all")
+    assert said.startswith(
+        f"[ds_zipccl {ds_zipccl.__version__}] on, codes all; kernels: native; cuda not used: no GPU here; "
+    )
+    settings = said.split("no GPU here; ")[1].split(", ")
+    assert {"codec raw", "min_bytes 77", "mode auto", "reduction auto"} <= set(settings)
+    assert not any(setting.startswith(("enabled", "route", "roles", "step_log")) for setting in settings)
+    assert "link" not in said and "passed through" not in said
+    assert "; kernels: numba; " in start_line(ZipcclConfig(enabled=True, route="numba"), None, "")
+    assert "step_log steps.jsonl" in start_line(ZipcclConfig(enabled=True, step_log="steps.jsonl"), None, "")
+
+
+def test_measurements() -> None:
+    said = start_line(ZipcclConfig(enabled=True), PROFILE, "")
+    assert said.endswith("; link 1000 Mbit/s, 150 us, coding 8.7 and 12.1 GB/s")
+
+
+def test_roles_that_are_left_alone() -> None:
+    config = ZipcclConfig(enabled=True, roles={"ep": "never", "pp": "always", "dp": "never"})
+    off = start_line(config, None, "").split("; passed through by config: ")[1].split(", ")
+    assert sorted(off) == ["dp", "ep"]
+    only = ZipcclConfig(enabled=True, mode="never", roles={"zero_grad": "auto"})
+    off = start_line(only, None, "").split("; passed through by config: ")[1].split(", ")
+    assert "zero_grad" not in off and "zero_param" in off
+
+
+#: (device of the model, groups) -> the clause.
+CLAUSES: dict[str, tuple[str, list[Group], str]] = {
+    "gloo": ("cpu", [Group(2, GLOO)], "codes cpu tensors over gloo"),
+    "groups of one rank": (
+        "cpu",
+        [Group(4, GLOO), Group(1, GLOO), Group(2, GLOO)],
+        "codes cpu tensors over gloo (2 groups)",
+    ),
+    "one rank": ("cpu", [Group(1, GLOO), Group(1, GLOO)], "nothing will be coded: this job has one rank"),
+    "gloo for cuda": ("cuda", [Group(2, {"cuda": "gloo"})], "codes cuda tensors over gloo"),
+    "NCCL": (
+        "cuda",
+        [Group(2, NCCL), Group(4, NCCL), Group(1, NCCL)],
+        f"nothing will be coded: cuda tensors go over nccl (2 groups), {NO_SCHEDULE}",
+    ),
+    "NCCL beside gloo for the CPU": (
+        "cuda",
+        [Group(2, BOTH), Group(2, NCCL)],
+        f"no cuda tensor will be coded: cuda tensors go over nccl (2 groups), {NO_SCHEDULE}; codes cpu tensors over gloo",
+    ),
+    "groups of NCCL and of gloo": (
+        "cuda",
+        [Group(2, NCCL), Group(2, {"cuda": "gloo"})],
+        f"codes cuda tensors over gloo; not coded: cuda tensors go over nccl, {NO_SCHEDULE}",
+    ),
+    "MPI": ("cpu", [Group(2, {"cpu": "mpi"})], f"nothing will be coded: cpu tensors go over mpi, {NO_SCHEDULE}"),
+    "no backend": (
+        "cuda",
+        [Group(2, {})],
+        f"nothing will be coded: cuda tensors go over no backend, {NO_SCHEDULE}",
+    ),
+    "gloo for xpu": (
+        "xpu",
+        [Group(2, {"xpu": "gloo"})],
+        f"nothing will be coded: xpu tensors go over gloo, {NO_SCHEDULE}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CLAUSES)
+def test_clauses(case: str) -> None:
+    device, groups, said = CLAUSES[case]
+    assert describe(groups, device) == said
+
+
+def accelerator(device: str, backend: str = "") -> SimpleNamespace:
+    """Stands for importlib: DeepSpeed's accelerator is ``device``."""
+    found = SimpleNamespace(device_name=lambda: device, communication_backend_name=lambda: backend)
+    return SimpleNamespace(import_module=lambda name: SimpleNamespace(get_accelerator=lambda: found))
+
+
+def test_a_job_on_machines_like_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "importlib", accelerator("cuda", "nccl"))
+    assert lines.coverage_here() == f"nothing will be coded: cuda tensors go over nccl, {NO_SCHEDULE}"
+    monkeypatch.setattr(lines, "importlib", accelerator("cpu", "gloo"))
+    assert lines.coverage_here() == "codes cpu tensors over gloo"
+
+
+def real_groups(rank: int, ranks: int) -> list[str]:
+    """Clauses on real groups: the first, after more groups are made, and after one is gone."""
+    lines.importlib = accelerator("cpu")  # type: ignore[assignment]
+    found = [coverage()]
+    dist.new_group([0])
+    pair = dist.new_group([0, 1])
+    dist.new_group([1, 2])
+    found.append(coverage())
+    if rank < 2:
+        dist.destroy_process_group(pair)
+    return [*found, coverage()]
+
+
+def test_groups_that_the_job_has_made() -> None:
+    one, two, three = (f"codes cpu tensors over gloo{count}" for count in ("", " (2 groups)", " (3 groups)"))
+    assert runner.run(real_groups, 3) == [[one, two, one], [one, three, two], [one, two, two]]
+
+
+def one_rank(rank: int, ranks: int) -> str:
+    lines.importlib = accelerator("cpu")  # type: ignore[assignment]
+    return coverage()
+
+
+def test_a_job_of_one_rank() -> None:
+    assert runner.run(one_rank, 1) == ["nothing will be coded: this job has one rank"]
