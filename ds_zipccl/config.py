@@ -28,6 +28,10 @@ ENVIRONMENT = {
 }
 
 
+#: Values that have a new name: key -> old value -> new value.
+_RENAMED = {"codec": {"window": "wide"}}
+
+
 class ConfigError(ValueError):
     """The section cannot be used: unknown key, wrong type, impossible value, or ranks that disagree."""
 
@@ -51,9 +55,9 @@ class ZipcclConfig(BaseModel):
     check: Literal["off", "shadow"] = Field(
         "off", description="shadow: also run the plain collective every time and compare; for debugging, slow."
     )
-    codec: Literal["cascade", "window", "raw"] = Field(
+    codec: Literal["cascade", "wide", "raw"] = Field(
         "cascade",
-        description="Lossless exponent coding: cascade has the best ratio, window is faster. raw: the same schedules with uncoded "
+        description="Lossless exponent coding: cascade has the best ratio, wide is faster. raw: the same schedules with uncoded "
         "frames, to compare.",
     )
     block: Literal[128, 256, 512, 1024] = Field(
@@ -139,6 +143,9 @@ def _describe(location: tuple[Any, ...], section: Mapping[str, Any]) -> str:
         hint = f' (did you mean "{close[0]}"?)' if close else ""
         known = ", ".join(ZipcclConfig.model_fields)
         return f'"{SECTION}.{key}" is not a known key{hint}; known keys: {known}'
+    renamed = _RENAMED.get(key, {}).get(section[key]) if isinstance(section[key], str) else None
+    if renamed is not None:
+        return f'"{SECTION}.{key}" is now "{renamed}", it was "{section[key]}"; write "{renamed}"'
     got = json.dumps(section[key], default=repr)
     return f'"{SECTION}.{key}" must be {_allowed(field.annotation)}, got {got}'
 

@@ -36,7 +36,7 @@ class Codec(Protocol):
 CODECS: dict[str, Codec] = {
     "raw": raw.RawCodec(),
     "cascade": exponent.ExponentCodec("cascade"),
-    "window": exponent.ExponentCodec("window"),
+    "wide": exponent.ExponentCodec("wide"),
 }
 #: Codecs of a tensor against another one, its base; they too have what a Codec has.
 BASED_CODECS: dict[str, delta.DeltaCodec] = {"delta": delta.DeltaCodec()}
@@ -93,7 +93,7 @@ def compress(
 
     Args:
         tensor: any shape; a non-contiguous one is copied first.
-        codec: "cascade" (best ratio), "window" (faster), or "raw"; or "delta", for parameters that have changed a little since the
+        codec: "cascade" (best ratio), "wide" (faster), or "raw"; or "delta", for parameters that have changed a little since the
             receiver got ``base``: bfloat16, float16 and float32, other dtypes become raw frames.
         base: for "delta" and no other codec: tensor of the dtype, device and number of elements of ``tensor``; the receiver must hold
             the same bits (compare :func:`region_hash`).

@@ -21,7 +21,7 @@ def _ceil(count: int, unit: int) -> int:
 
 
 class ExponentCodec:
-    """See :class:`ds_zipccl.codecs.Codec`. ``code``: "cascade" (best ratio) or "window" (fastest); frames of both are decoded alike."""
+    """See :class:`ds_zipccl.codecs.Codec`. ``code``: "cascade" (best ratio) or "wide" (fastest); frames of both are decoded alike."""
 
     ID = CodecId.EXPONENT
     DTYPES = tuple(_TABLE_BYTES)

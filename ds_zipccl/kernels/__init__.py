@@ -22,7 +22,7 @@ class Route(Protocol):
     def encode(
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
     ) -> list[int]:
-        """Encode each segment (at least one, all of one dtype) with ``code``, "cascade" or "window", into its ``outs``
+        """Encode each segment (at least one, all of one dtype) with ``code``, "cascade" or "wide", into its ``outs``
         (uint8, payload_bound() bytes each); returns the payloads' bytes."""
         ...
 

@@ -68,7 +68,7 @@ class _DecodeJobs(ctypes.Structure):
 class _SumJob(ctypes.Structure):
     _fields_ = [
         ("frame", _ptr * MAX_JOBS), ("capacity", _u64 * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
-        ("wide", _u32), ("add", _u32), ("sums", _ptr), ("numel", _u64), ("status", _ptr),
+        ("fp32_sums", _u32), ("add", _u32), ("sums", _ptr), ("numel", _u64), ("status", _ptr),
     ]  # fmt: skip
 
 
@@ -180,9 +180,9 @@ class CudaRoute:
     ) -> None:
         """Decode flat frames of ``dtype`` and write the sums of their words, in fp32 and in this order, once to ``sums``: rounded
         to ``dtype``, or float32. Other arguments as for :meth:`decode_frames`."""
-        wide = sums.dtype != dtype
+        fp32_sums = sums.dtype != dtype
         # Sums that several launches add up stay floats until the last one.
-        whole = sums if wide or len(slots) <= MAX_JOBS else tensors.empty(sums.numel(), torch.float32, sums.device)
+        whole = sums if fp32_sums or len(slots) <= MAX_JOBS else tensors.empty(sums.numel(), torch.float32, sums.device)
         for at in range(0, len(slots), MAX_JOBS):
             part = slots[at : at + MAX_JOBS]
             job = _SumJob(

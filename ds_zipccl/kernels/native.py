@@ -23,7 +23,7 @@ class _Segment(ctypes.Structure):
 
 
 #: Place of a code in ZipcclCode of csrc/cpu/level.h.
-_CODES = {"cascade": 0, "window": 1}
+_CODES = {"cascade": 0, "wide": 1}
 
 
 class NativeRoute:
@@ -88,17 +88,17 @@ class NativeRoute:
         )  # fmt: skip
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        wide = sums.dtype != dtype
+        fp32_sums = sums.dtype != dtype
         _check(
             self._decode_add(
-                payload.data_ptr(), payload.numel(), sums.data_ptr(), sums.numel(), DTYPE_IDS[dtype], block, wide,
+                payload.data_ptr(), payload.numel(), sums.data_ptr(), sums.numel(), DTYPE_IDS[dtype], block, fp32_sums,
                 torch.get_num_threads(),
             )
         )  # fmt: skip
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
-        threads, wide = torch.get_num_threads(), sums.dtype != words.dtype
-        self._add(words.data_ptr(), words.numel(), sums.data_ptr(), DTYPE_IDS[words.dtype], wide, threads)
+        threads, fp32_sums = torch.get_num_threads(), sums.dtype != words.dtype
+        self._add(words.data_ptr(), words.numel(), sums.data_ptr(), DTYPE_IDS[words.dtype], fp32_sums, threads)
 
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
         return int(

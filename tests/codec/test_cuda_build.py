@@ -14,12 +14,12 @@ from ds_zipccl.kernels import build, cuda, cuda_launchers
 
 ARCHITECTURES = ("8.0", "9.0", "10.0")
 CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
-          (f"encode_{kind}_cascade", f"encode_{kind}_window", f"decode_{kind}")}  # fmt: skip
+          (f"encode_{kind}_cascade", f"encode_{kind}_wide", f"decode_{kind}")}  # fmt: skip
 OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
           (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta")}  # fmt: skip
 KERNELS = CODECS | OTHERS | {"zipccl_hash"}
 #: Registers of 64 Ki that let as many blocks of 256 threads run at a time as the kernels' bounds say.
-REGISTERS = {f"encode_{kind}_{code}": 64 for kind in ("bf16", "fp16") for code in ("cascade", "window")}
+REGISTERS = {f"encode_{kind}_{code}": 64 for kind in ("bf16", "fp16") for code in ("cascade", "wide")}
 REGISTERS |= {"decode_sum": 128, "hash": 64}
 
 

@@ -21,7 +21,7 @@ from ds_zipccl.frame import FrameErrorCode
 
 FLOATS = list(corpus.SUMMED.values())
 PLAIN = {"shaped": False, "checksum": False}
-FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
+FILL, RAW, CASCADE, SPARSE, WIDE, CHANGE = range(6)
 
 
 def pair(numel: int, kind: corpus.Float, block: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +132,7 @@ def body_bytes(entry: Entry, n: int, kind: corpus.Float) -> int:
     """Of a block of n words, with its padding."""
     r, plane = 1 + kind.mantissa - entry.trim, -(-n // 8)
     coded = r // 8 * n + (r % 8 + (2 if entry.mode == CASCADE else 3)) * plane
-    return framing.pad16({RAW: n * kind.dtype.itemsize, CASCADE: coded, WINDOW: coded}.get(entry.mode, 0))
+    return framing.pad16({RAW: n * kind.dtype.itemsize, CASCADE: coded, WIDE: coded}.get(entry.mode, 0))
 
 
 def least_mode(block: np.ndarray, before: np.ndarray, kind: corpus.Float) -> tuple[int | None, int, int]:

@@ -1,7 +1,7 @@
 """Frames of earlier versions: every route still writes exactly these bytes and reads them.
 
 tests/golden/<name>.bin is the frame of CASES[name]. After a deliberate change of the format, written down in FORMAT.md:
-``pytest tests/test_golden.py --update-golden``.
+``pytest tests/codec/test_golden.py --update-golden``.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import ds_zipccl
 from ds_zipccl import frame as framing
 
 FOLDER = TESTS / "golden"
-#: Textures whose blocks take each mode, and what they are for.
+#: Block mode -> seed, and textures whose blocks take that mode.
 MODES = {
-    "fill": ("zeros", "negative_zeros", "constant"),
-    "raw": ("random",),
-    "cascade": ("bell", "outliers", "trimmed"),
-    "window": ("bell", "wide", "trimmed"),
-    "sparse": ("sparse", "sparse_signed", "mixed_zeros", "trimmed_sparse"),
-    "mixed": tuple(corpus.TEXTURES),
+    "fill": (4, ("zeros", "negative_zeros", "constant")),
+    "raw": (3, ("random",)),
+    "cascade": (7, ("bell", "outliers", "trimmed")),
+    "wide": (6, ("bell", "spread", "trimmed")),
+    "sparse": (6, ("sparse", "sparse_signed", "mixed_zeros", "trimmed_sparse")),
+    "mixed": (5, tuple(corpus.TEXTURES)),
 }
 
 
 def _coded(name: str, mode: str, numel: int, block: int) -> tuple[torch.Tensor, dict[str, object]]:
     kind = corpus.FLOATS[name]
-    words = corpus.mixed(numel, kind, block, seed=len(mode), names=MODES[mode])
+    words = corpus.mixed(numel, kind, block, *MODES[mode])
     arguments = {"block": block, "shaped": False, "checksum": False}
-    return corpus.tensor(words, kind), arguments | ({"codec": "window"} if mode == "window" else {})
+    return corpus.tensor(words, kind), arguments | ({"codec": "wide"} if mode == "wide" else {})
 
 
 def _delta(name: str, numel: int, block: int) -> tuple[torch.Tensor, dict[str, object]]:
     kind = corpus.FLOATS[name]
-    words = corpus.mixed(numel, kind, block, seed=7, names=("bell", "sparse", "specials", "wide"))
+    words = corpus.mixed(numel, kind, block, seed=7, names=("bell", "sparse", "specials", "spread"))
     base = corpus.tensor(corpus.before(words, kind, block, 7), kind)
     return corpus.tensor(words, kind), {
         "codec": "delta",
@@ -58,7 +58,7 @@ CASES = (
             ("fill", 700, 128),
             ("raw", 300, 128),
             ("cascade", 600, 256),
-            ("window", 600, 256),
+            ("wide", 600, 256),
             ("sparse", 1100, 512),
             ("mixed", 2500, 1024),
             ("mixed", 2048 + 130, 128),

@@ -25,10 +25,10 @@ def _routes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_and_settings() -> None:
-    said = banner(ZipcclConfig(enabled=True, codec="window", min_bytes=77), None)
+    said = banner(ZipcclConfig(enabled=True, codec="wide", min_bytes=77), None)
     assert said.startswith(f"[ds_zipccl {ds_zipccl.__version__}] on, kernels: native; cuda not used: no GPU here; ")
     settings = said.split("no GPU here; ")[1].split(", ")
-    assert {"codec window", "min_bytes 77", "mode auto", "reduction auto"} <= set(settings)
+    assert {"codec wide", "min_bytes 77", "mode auto", "reduction auto"} <= set(settings)
     assert not any(setting.startswith(("enabled", "route", "roles", "step_log")) for setting in settings)
     assert "link" not in said and "passed through" not in said
     assert ", kernels: numba; " in banner(ZipcclConfig(enabled=True, route="numba"), None)

@@ -9,14 +9,14 @@ import numpy as np
 from from_format_delta import Contradiction, decode_change, encode_change
 
 FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23), 13: (4, 3), 14: (5, 2)}  # dtype id -> E, M
-FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
+FILL, RAW, CASCADE, SPARSE, WIDE, CHANGE = range(6)
 #: mode -> tier -> what the codes below the escape name
 NAMED: dict[int, tuple[tuple[int | str, ...], ...]] = {
     CASCADE: ((4, 5, 6), (3, 7, 8), (9, 10, 11), (2, 12, "zero")),
-    WINDOW: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0, "zero")),
+    WIDE: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0, "zero")),
 }
-PLANES = {CASCADE: 2, WINDOW: 3}
-MODES = {"cascade": CASCADE, "window": WINDOW}
+PLANES = {CASCADE: 2, WIDE: 3}
+MODES = {"cascade": CASCADE, "wide": WIDE}
 CHUNK = 16
 
 
@@ -117,7 +117,7 @@ def _decode_chunk(
     sizes = []
     for n, entry, z in zip(lengths, entries, trims, strict=True):
         mode = entry >> 13
-        _demand(mode <= (WINDOW if base is None else CHANGE) and z <= m_bits, "unknown mode or trim")
+        _demand(mode <= (WIDE if base is None else CHANGE) and z <= m_bits, "unknown mode or trim")
         coded = _first_bytes(mode, n, 1 + m_bits - z) if mode in NAMED else 0
         sizes.append(_up(n * item if mode == RAW else coded, 16) * 16)
     tail = body + sum(sizes)
@@ -220,7 +220,7 @@ def _encode_block(words: list[int], mode: int, e_bits: int, m_bits: int) -> tupl
         t = top(23 if mode == CASCADE else 20)
         first, second, escapes = _encode_elements(mode, words, t, z, e_bits, m_bits)
         if mode == CASCADE and 8 * escapes > 3 * n:
-            mode, t = WINDOW, top(28)
+            mode, t = WIDE, top(28)
             first, second, _ = _encode_elements(mode, words, t, z, e_bits, m_bits)
         form = mode, t, z, _pad(first), second
     raw = _pad(b"".join(w.to_bytes(item, "little") for w in words))

@@ -20,7 +20,7 @@ typedef uint64_t uintptr_t;
 namespace zipccl {
 namespace {  // each CPU level compiles its own copy: merging them would let one level's instructions reach another
 
-enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WINDOW = 4, CHANGE = 5 };
+enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WIDE = 4, CHANGE = 5 };
 enum Status : int32_t {  // FrameErrorCode of frame.py
   OK = 0, TRUNCATED = 1, MAGIC = 2, VERSION = 3, CODEC = 4, RESERVED = 6, SIZE = 8, MISMATCH = 10, INDEX = 11, BLOCK = 12, OVERFLOWED = 13
 };
@@ -76,15 +76,15 @@ struct Cascade {
                                         {2, {3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 1, 2, 3, 3, 3, 3}, {9, 10, 11}},
                                         {2, {3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 1, 3, 3, 3}, {2, 12}}};
 };
-struct Window {
-  static constexpr Mode mode = WINDOW;
+struct Wide {
+  static constexpr Mode mode = WIDE;
   static constexpr uint32_t top_bias = 20;
   static constexpr Tier tier[kTiers] = {{3, {7, 7, 7, 0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 7, 7}, {3, 4, 5, 6, 7, 8, 9}},
                                         {2, {3, 3, 1, 3, 3, 3, 3, 3, 3, 3, 0, 2, 3, 3, 3, 3}, {10, 2, 11}},
                                         {2, {3, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 2, 3, 3}, {12, 1, 13}},
                                         {2, {1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 3}, {14, 0}}};
 };
-constexpr uint32_t kWideBias = 28;  // of a WINDOW that takes the place of a CASCADE
+constexpr uint32_t kFallbackBias = 28;  // of a WIDE that takes the place of a CASCADE
 
 ZIPCCL_FN constexpr uint32_t pad16(uint32_t x) { return (x + 15) & ~15u; }
 ZIPCCL_FN constexpr uint32_t plane_bytes(uint32_t n) { return (n + 7) / 8; }
@@ -106,7 +106,7 @@ ZIPCCL_FN uint32_t body_bytes(uint32_t mode, uint32_t n, uint32_t trim) {
   switch (mode) {
     case RAW: return pad16(n * uint32_t(sizeof(typename F::Word)));
     case CASCADE: return pad16(first_part_bytes(n, 1 + F::M - trim, Cascade::tier[0].bits));
-    case WINDOW: return pad16(first_part_bytes(n, 1 + F::M - trim, Window::tier[0].bits));
+    case WIDE: return pad16(first_part_bytes(n, 1 + F::M - trim, Wide::tier[0].bits));
     default: return 0;
   }
 }

@@ -160,14 +160,14 @@ Status read_tail(Entry& entry) {
     case FILL: return entry.tail_bytes == 0 || entry.tail_bytes == sizeof(typename F::Word) ? OK : BLOCK;
     case RAW: return entry.tail_bytes == 0 ? OK : BLOCK;
     case CASCADE: return read_tiers<Cascade>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
-    case WINDOW: return read_tiers<Window>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
+    case WIDE: return read_tiers<Wide>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
     default: return OK;  // SPARSE and CHANGE are checked as they are decoded
   }
 }
 
 // What decodes the modes of a delta payload (cpu/delta_chunk.h), in a payload without a base: they are unknown.
 struct NoBase {
-  static constexpr uint32_t last_mode = WINDOW;
+  static constexpr uint32_t last_mode = WIDE;
   template <typename F, typename Lanes>
   Status decode(const Entry&, uint32_t, uint8_t*) const {
     return BLOCK;
@@ -189,7 +189,7 @@ Status decode_block(const Entry& entry, const Base& base, uint32_t at, bool stre
     }
     case RAW: memcpy(words, entry.body, entry.n * sizeof(Word)); return OK;
     case CASCADE: decode_elements<F, Cascade, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
-    case WINDOW: decode_elements<F, Window, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
+    case WIDE: decode_elements<F, Wide, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
     case SPARSE: return decode_sparse<F, Lanes>(entry.tail, entry.tail_bytes, entry.n, entry.top, entry.trim, stream, words);
     default: return base.template decode<F, Lanes>(entry, at, words);
   }
@@ -244,9 +244,9 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
   tier(Cascade(), Index<3>());
   tier(Cascade(), Index<2>());
   tier(Cascade(), Index<1>());
-  tier(Window(), Index<3>());
-  tier(Window(), Index<2>());
-  tier(Window(), Index<1>());
+  tier(Wide(), Index<3>());
+  tier(Wide(), Index<2>());
+  tier(Wide(), Index<1>());
   for (uint32_t b = 0; b < blocks; ++b) {
     // The next chunk begins where this one ends, and its passes jump about in it: have it near by then.
     for (uint64_t at = b * bytes / blocks; at < (b + 1) * bytes / blocks; at += 64) prefetch(chunk + bytes + at);

@@ -13,7 +13,7 @@ void encode_alone(Block& block, uint8_t* body, uint8_t* tail) {
   const auto tier = [&](auto index) __attribute__((always_inline)) {
     TierPlanes& planes = block.tiers[index.value - 1];
     if (block.form.mode == CASCADE) block.left = encode_tier<Cascade, index.value, Lanes>(block.list, block.left, block.form.top, planes);
-    if (block.form.mode == WINDOW) block.left = encode_tier<Window, index.value, Lanes>(block.list, block.left, block.form.top, planes);
+    if (block.form.mode == WIDE) block.left = encode_tier<Wide, index.value, Lanes>(block.list, block.left, block.form.top, planes);
   };
   tier(Index<1>());
   tier(Index<2>());
@@ -58,7 +58,7 @@ uint32_t encode_delta_chunk(const uint8_t* words, const uint8_t* base, uint32_t 
   using Word = typename F::Word;
   Workspace& work = *static_cast<Workspace*>(workspace);
   Change<F> change;
-  const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Window::tier[0].bits));
+  const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Wide::tier[0].bits));
   memset(work.table, 0, sizeof work.table);
   uint32_t bytes = table_bytes<F>(blocks), tail = 0;
   *parts++ = {work.table, bytes, bytes};

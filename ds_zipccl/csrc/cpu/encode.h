@@ -241,17 +241,17 @@ void survey_block(Block& block, uint8_t* body) {
 template <typename F, typename Code, typename Lanes>
 void encode_body(Block& block) {
   Form& form = block.form;
-  if (form.mode != CASCADE && form.mode != WINDOW) return;
+  if (form.mode != CASCADE && form.mode != WIDE) return;
   const uint32_t n = block.n, r = 1 + F::M - form.trim;
   uint8_t* tier1 = const_cast<uint8_t*>(block.body) + parts_bytes(n, r);
   block.left = encode_tier1<Code, Lanes>(block.exponents, n, form.top, tier1, block.list);
   if (form.mode == CASCADE && 8 * block.left > 3 * n) {
-    form.mode = WINDOW;
-    form.top = block.top(kWideBias);
-    block.left = encode_tier1<Window, Lanes>(block.exponents, n, form.top, tier1, block.list);
+    form.mode = WIDE;
+    form.top = block.top(kFallbackBias);
+    block.left = encode_tier1<Wide, Lanes>(block.exponents, n, form.top, tier1, block.list);
   }
   form.body = body_bytes<F>(form.mode, n, form.trim);
-  const uint32_t first = first_part_bytes(n, r, form.mode == WINDOW ? Window::tier[0].bits : Cascade::tier[0].bits);
+  const uint32_t first = first_part_bytes(n, r, form.mode == WIDE ? Wide::tier[0].bits : Cascade::tier[0].bits);
   memset(tier1 + (first - parts_bytes(n, r)), 0, form.body - first);
 }
 
@@ -306,7 +306,7 @@ uint32_t encode_chunk(const uint8_t* words, uint32_t numel, uint32_t block, void
                       const uint8_t* next) {
   using Word = typename F::Word;
   Workspace& work = *static_cast<Workspace*>(workspace);
-  const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Window::tier[0].bits));
+  const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Wide::tier[0].bits));
   for (uint32_t b = 0; b < blocks; ++b) {
     work.blocks[b].words = words + b * block * sizeof(Word);
     work.blocks[b].n = numel - b * block < block ? numel - b * block : block;
@@ -320,7 +320,7 @@ uint32_t encode_chunk(const uint8_t* words, uint32_t numel, uint32_t block, void
     each([&](Block& here) {
       TierPlanes& planes = here.tiers[index.value - 1];
       if (here.form.mode == CASCADE) here.left = encode_tier<Cascade, index.value, Lanes>(here.list, here.left, here.form.top, planes);
-      if (here.form.mode == WINDOW) here.left = encode_tier<Window, index.value, Lanes>(here.list, here.left, here.form.top, planes);
+      if (here.form.mode == WIDE) here.left = encode_tier<Wide, index.value, Lanes>(here.list, here.left, here.form.top, planes);
     });
   };
   const uint32_t half = block * uint32_t(sizeof(Word)) / 2;

@@ -5,7 +5,7 @@
 
 // Places of types and codes in the tables below; cpu/payload.cpp knows the dtypes of FORMAT.md table 1.1.
 enum ZipcclType { ZIPCCL_BF16, ZIPCCL_FP16, ZIPCCL_FP32, ZIPCCL_E4M3, ZIPCCL_E5M2, ZIPCCL_TYPES };
-enum ZipcclCode { ZIPCCL_CASCADE, ZIPCCL_WINDOW, ZIPCCL_CODES };
+enum ZipcclCode { ZIPCCL_CASCADE, ZIPCCL_WIDE, ZIPCCL_CODES };
 
 // A piece of an encoded chunk: `bytes` bytes, then zeros up to `padded`, a multiple of 16.
 struct ZipcclPart {
@@ -50,7 +50,7 @@ extern const ZipcclLevel zipccl_avx2, zipccl_avx512;
 const ZipcclLevel& zipccl_chosen();
 
 #define ZIPCCL_ENCODE(F, LANES) \
-  { zipccl::encode_chunk<zipccl::F, zipccl::Cascade, zipccl::LANES>, zipccl::encode_chunk<zipccl::F, zipccl::Window, zipccl::LANES> }
+  { zipccl::encode_chunk<zipccl::F, zipccl::Cascade, zipccl::LANES>, zipccl::encode_chunk<zipccl::F, zipccl::Wide, zipccl::LANES> }
 #define ZIPCCL_DECODE(F, LANES) zipccl::decode_chunk<zipccl::F, zipccl::LANES>
 #define ZIPCCL_ADD(F, LANES) \
   { zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t> }

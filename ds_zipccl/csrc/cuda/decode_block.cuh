@@ -31,7 +31,7 @@ ZIPCCL_DEVICE bool read_table(const uint8_t* chunk, uint64_t bytes, uint32_t num
     tail_bytes = packed & ((1u << kTailBits) - 1);
     top = chunk[lane];
     if (F::has_trim) trim = chunk[3 * blocks + lane];
-    good = mode <= (kDelta ? CHANGE : WINDOW) && trim <= F::M;
+    good = mode <= (kDelta ? CHANGE : WIDE) && trim <= F::M;
     if (good) body_size = body_bytes<F>(mode, least(numel - lane * block, block), trim);
     if (mode == RAW) good = good && tail_bytes == 0;
     if (mode == FILL) good = good && (tail_bytes == 0 || tail_bytes == sizeof(typename F::Word));
@@ -242,7 +242,7 @@ ZIPCCL_DEVICE bool decode_part(const uint8_t* chunk, const Entry& entry, uint32_
   }
   const uint32_t bytes = uint32_t(tail + entry.tail_bytes - second);
   const auto put = [=](uint32_t row, const Octet<F>& octet) { octet.store(words + row * kRow + 8 * lane_id(), extent.length(row)); };
-  if (mode == WINDOW) return decode_elements<F, Window>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put);
+  if (mode == WIDE) return decode_elements<F, Wide>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put);
   if (!decode_elements<F, Cascade>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put)) return false;
   __syncwarp();
   if (mode == SPARSE) put_zeros<F>(map, tail, Part{n}, words, to);
@@ -250,13 +250,13 @@ ZIPCCL_DEVICE bool decode_part(const uint8_t* chunk, const Entry& entry, uint32_
 }
 
 // Whether a block of n words is one that decode_whole() takes.
-ZIPCCL_DEVICE bool is_whole(const Entry& entry, uint32_t n) { return n == Whole::n && (entry.mode == CASCADE || entry.mode == WINDOW); }
+ZIPCCL_DEVICE bool is_whole(const Entry& entry, uint32_t n) { return n == Whole::n && (entry.mode == CASCADE || entry.mode == WIDE); }
 
 template <typename F, typename Put>
 ZIPCCL_DEVICE bool decode_whole(const uint8_t* chunk, const Entry& entry, DecodeScratch<F>& scratch, Put put) {
   const uint8_t *const body = chunk + entry.body, *const tail = chunk + entry.tail;
   if (entry.mode == CASCADE) return decode_elements<F, Cascade>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
-  return decode_elements<F, Window>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
+  return decode_elements<F, Wide>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
 }
 
 }  // namespace

@@ -279,15 +279,15 @@ ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uin
   encode_parts<F>(words, extent, trim, slot);
   uint32_t escapes = encode_tier1<Code>(exponents, extent, top, tier1);
   if (Code::mode == CASCADE && 8 * __reduce_add_sync(kEveryLane, uint32_t(__popc(escapes))) > 3 * n) {
-    mode = WINDOW, body = body_bytes<F>(mode, n, trim);
+    mode = WIDE, body = body_bytes<F>(mode, n, trim);
     if (body >= raw) return as_raw;
-    top = window_top(sum, largest_exponent, n - zero_count, kWideBias);
-    escapes = encode_tier1<Window>(exponents, extent, top, tier1);
+    top = window_top(sum, largest_exponent, n - zero_count, kFallbackBias);
+    escapes = encode_tier1<Wide>(exponents, extent, top, tier1);
   }
-  const uint32_t first = first_part_bytes(n, r, mode == WINDOW ? Window::tier[0].bits : Cascade::tier[0].bits);
+  const uint32_t first = first_part_bytes(n, r, mode == WIDE ? Wide::tier[0].bits : Cascade::tier[0].bits);
   if (first + lane_id() < body) slot[first + lane_id()] = 0;
   const uint32_t left = list_marked<Extent>(exponents, escapes, list);
-  const uint32_t end = mode == WINDOW ? encode_tiers<Window>(list, left, top, slot, body, raw) : encode_tiers<Cascade>(list, left, top, slot, body, raw);
+  const uint32_t end = mode == WIDE ? encode_tiers<Wide>(list, left, top, slot, body, raw) : encode_tiers<Cascade>(list, left, top, slot, body, raw);
   return end == kNoRoom ? as_raw : Form{mode, top, trim, body, end - body};
 }
 

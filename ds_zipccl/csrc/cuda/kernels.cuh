@@ -16,8 +16,8 @@
   ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_cascade(const zipccl::EncodeJobs jobs) {    \
     zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Cascade>>(jobs);                                            \
   }                                                                                              \
-  ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_window(const zipccl::EncodeJobs jobs) {     \
-    zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Window>>(jobs);                                             \
+  ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_wide(const zipccl::EncodeJobs jobs) {     \
+    zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Wide>>(jobs);                                             \
   }                                                                                              \
   ZIPCCL_KERNEL(decode_blocks) zipccl_decode_##type(const zipccl::DecodeJobs jobs) { zipccl::decode<zipccl::F>(jobs); }
 #define ZIPCCL_DELTA(type, F, encode_blocks, decode_blocks)                                       \
@@ -50,7 +50,7 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) { zipccl::hash_region(jo
 // Calls each(kernel, type of its parameters).
 #define ZIPCCL_CODEC_OF(each, type)                 \
   each(zipccl_encode_##type##_cascade, EncodeJobs)   \
-  each(zipccl_encode_##type##_window, EncodeJobs)    \
+  each(zipccl_encode_##type##_wide, EncodeJobs)    \
   each(zipccl_decode_##type, DecodeJobs)
 #define ZIPCCL_EACH_KERNEL(each)                                                               \
   ZIPCCL_CODEC_OF(each, bf16)                                                                  \

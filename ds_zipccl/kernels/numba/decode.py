@@ -22,7 +22,7 @@ from ds_zipccl.kernels.numba.layout import (
     TAIL_BITS,
     TIER1_BITS,
     TIERS,
-    WINDOW,
+    WIDE,
     ZERO_CODE,
     body_bytes,
     jit,
@@ -154,7 +154,7 @@ with kernel_cache():
         for b in range(blocks):
             mode = chunk[blocks + 2 * b + 1] >> (TAIL_BITS - 8)
             trim = np.int64(chunk[3 * blocks + b]) if itemsize == 4 else 0
-            if mode > (CHANGE if len(base) else WINDOW) or trim > mantissa:
+            if mode > (CHANGE if len(base) else WIDE) or trim > mantissa:
                 return BLOCK
             tail += body_bytes(mode, min(block, len(words) - b * block), trim, mantissa, itemsize)
         for b in range(blocks):

@@ -20,7 +20,7 @@ import numpy as np
 
 from ds_zipccl.kernels.build import BuildError, cache_root
 
-FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
+FILL, RAW, CASCADE, SPARSE, WIDE, CHANGE = range(6)
 OK, INDEX, BLOCK = 0, 11, 12  # FrameErrorCode
 CHUNK_BLOCKS = 16
 MAX_BLOCK = 1024
@@ -28,12 +28,12 @@ TIERS = 4
 ABOVE = 3  # k of the window's top
 ZERO_CODE = 2  # in the last tier
 TAIL_BITS = 13
-#: In eighths of a binade: for CASCADE (and SPARSE), for WINDOW, and for a WINDOW in the place of a CASCADE.
-CASCADE_BIAS, WINDOW_BIAS, WIDE_BIAS = 23, 20, 28
+#: In eighths of a binade: for CASCADE (and SPARSE), for WIDE, and for a WIDE in the place of a CASCADE.
+CASCADE_BIAS, WIDE_BIAS, FALLBACK_BIAS = 23, 20, 28
 #: Codes as in FORMAT.md 2.1: tier -> the k of code 0, 1, 2, ...; the last tier's code 2 is the exponent 0.
 _NAMED = {
     CASCADE: ((4, 5, 6), (3, 7, 8), (9, 10, 11), (2, 12)),
-    WINDOW: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0)),
+    WIDE: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0)),
 }
 #: mode -> bits of tier 1; later tiers have two.
 TIER1_BITS = np.array([0, 0, 2, 2, 3], dtype=np.int64)
@@ -54,7 +54,7 @@ def _kernel_folder() -> str:
     does not count: numba runs what it finds in its folder, so that only folders that :mod:`ds_zipccl.kernels.trust` passes will do.
     """
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("reference*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     try:
         folder = cache_root() / f"numba_{digest.hexdigest()[:20]}"
@@ -105,6 +105,6 @@ with kernel_cache():
         """Bytes of a block's body with its padding."""
         if mode == RAW:
             return pad16(n * itemsize)
-        if mode in (CASCADE, WINDOW):
+        if mode in (CASCADE, WIDE):
             return pad16(parts_bytes(n, 1 + mantissa - trim) + TIER1_BITS[mode] * plane_bytes(n))
         return 0

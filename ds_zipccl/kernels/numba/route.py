@@ -27,7 +27,7 @@ class NumbaRoute:
 
     def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType) -> None:
         self._encoder, self._decoder, self._hasher = encoder, decoder, hasher
-        self._modes = {"cascade": encoder.CASCADE, "window": encoder.WINDOW}
+        self._modes = {"cascade": encoder.CASCADE, "wide": encoder.WIDE}
 
     def encode(
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
