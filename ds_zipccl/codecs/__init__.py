@@ -132,7 +132,7 @@ def compress(
         size = payload_at + chosen.encode_against(words, against, block, buffer[payload_at:], route)
     else:
         size = payload_at + chosen.encode([words], block, [buffer[payload_at:]], route)[0]
-    header = Header(chosen.ID, words.dtype, words.numel(), size, block, shape, 0 if checksum else None)
+    header = Header(chosen.ID, words.dtype, words.numel(), size, block, shape, framing.CHECKSUM if checksum else None)
     _pack(header, buffer)
     return buffer[:size].clone() if out is None else buffer[:size]
 

@@ -36,8 +36,10 @@ def report(nvcc: tuple[str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the assembler says of every kernel on every architecture."""
     recipe = build.cuda(ARCHITECTURES)
     output = tmp_path_factory.mktemp("cuda") / "kernels.o"
-    command = [*nvcc, *recipe.flags, "-Werror=all-warnings", "-Xptxas=-v", "-c", str(build.CSRC / "cuda/launch.cu")]
-    result = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True, timeout=500)
+    command = [*nvcc, *recipe.flags, f"-I{build.CSRC}", "-Werror=all-warnings", "-Xptxas=-v", "-c"]
+    result = subprocess.run(
+        [*command, str(build.CSRC / "cuda/launch.cu"), "-o", str(output)], capture_output=True, text=True, timeout=500
+    )
     assert result.returncode == 0, result.stderr
     return result.stderr
 

@@ -98,6 +98,11 @@ def test_document_tables_are_those_of_the_code() -> None:
         name: code for name, code in codes.items() if name not in ("FILL", "RAW", "CASCADE", "SPARSE", "WIDE", "CHANGE")
     }
     assert codes == {code.name: int(code) for code in framing.FrameErrorCode}
+    checksums = {
+        int(key): name
+        for key, name in re.findall(r"^\| (\d) \| (\w+) \| .+ \| (?:no longer )?write it \|$", FORMAT, re.M)
+    }
+    assert checksums == {int(kind): kind.name for kind in framing.ChecksumId}
     rows = re.findall(r"^\| (CASCADE|WIDE) \| (\d) \| (.+?) \| (\d) \|$", FORMAT, re.MULTILINE)
     assert len(rows) == 8
     for mode, tier, names, escape in rows:

@@ -1,6 +1,7 @@
 """Frames of earlier versions: every route still writes exactly these bytes and reads them.
 
-tests/golden/<name>.bin is the frame of CASES[name]. After a deliberate change of the format, written down in FORMAT.md:
+tests/golden/<name>.bin is the frame of CASES[name]; <name>_crc32.bin is the frame that encoders wrote for it before XXH3 became the
+checksum, for decoders alone. After a deliberate change of the format, written down in FORMAT.md:
 ``pytest tests/codec/test_golden.py --update-golden``.
 """
 
@@ -78,6 +79,8 @@ CASES = (
         "bf16_raw_codec": (_coded("bf16", "mixed", 50, 128)[0], {"codec": "raw"}),
     }
 )
+#: Cases whose frame has a checksum, and so had another one before.
+CRC32_CASES = [name for name, (_, arguments) in CASES.items() if arguments.get("checksum", True)]
 
 
 def _path(name: str) -> Path:
@@ -102,9 +105,20 @@ def test_golden_frame(name: str, route: str, update: set[str] | None) -> None:
     assert torch.equal(frame, golden), f"{name}: {frame.numel()} bytes now, {golden.numel()} in tests/golden"
 
 
+@pytest.mark.parametrize("name", CRC32_CASES)
+def test_golden_frame_with_the_old_checksum(name: str, route: str) -> None:
+    """Decoders read it, and it differs from the new frame in the checksum alone."""
+    tensor, _ = CASES[name]
+    old, new = (_path(each).read_bytes() for each in (f"{name}_crc32", name))
+    golden = torch.frombuffer(bytearray(old), dtype=torch.uint8)
+    assert framing.parse(golden).checksum is framing.ChecksumId.CRC32
+    assert_same_bits(ds_zipccl.decompress(golden, route=route), tensor)
+    assert from_format.with_checksum(old, int(framing.CHECKSUM)) == new
+
+
 def test_the_folder_holds_these_and_no_more() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
-    assert set(files) == {_path(name).name for name in CASES}
+    assert set(files) == {_path(name).name for name in CASES} | {f"{name}_crc32.bin" for name in CRC32_CASES}
     assert sum(files.values()) < 100_000
 
 

@@ -6,6 +6,7 @@ import struct
 import zlib
 
 import numpy as np
+import xxhash
 from from_format_delta import Contradiction, decode_change, encode_change
 
 FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23), 13: (4, 3), 14: (5, 2)}  # dtype id -> E, M
@@ -18,6 +19,8 @@ NAMED: dict[int, tuple[tuple[int | str, ...], ...]] = {
 PLANES = {CASCADE: 2, WIDE: 3}
 MODES = {"cascade": CASCADE, "wide": WIDE}
 CHUNK = 16
+#: checksum_id -> checksum of a whole frame (1.3); the last one is that of encoders
+CHECKSUMS = {0: zlib.crc32, 1: lambda frame: xxhash.xxh3_64_intdigest(frame) % (1 << 32)}
 
 
 def _demand(condition: bool, what: str) -> None:
@@ -159,11 +162,13 @@ def decode_payload(payload: bytes, numel: int, dtype: int, block: int, base: lis
 
 def decode(frame: bytes, base: list[int] | None = None) -> tuple[int, tuple[int, ...] | None, list[int]]:
     """dtype id, shape, and words of a valid exponent frame, or with ``base`` of a delta frame."""
-    magic, version, codec, dtype, flags, ndim, log2, _, checksum, numel, size = struct.unpack_from("<4s6BHIQQ", frame)
+    magic, version, codec, dtype, flags, ndim, log2, kind, _, checksum, numel, size = struct.unpack_from(
+        "<4s8BIQQ", frame
+    )
     _demand((magic, version, codec) == (b"ZCCL", 1, 1 if base is None else 2), "a frame of another kind")
     frame = frame[:size]
     if flags & 1:
-        _demand(zlib.crc32(frame[:12] + bytes(4) + frame[16:]) == checksum, "checksum")
+        _demand(CHECKSUMS[kind](frame[:12] + bytes(4) + frame[16:]) == checksum, "checksum")
     shape = struct.unpack_from(f"<{ndim}Q", frame, 32) if flags & 2 else None
     return dtype, shape, decode_payload(frame[32 + _up(8 * ndim, 16) * 16 :], numel, dtype, 1 << log2, base)
 
@@ -268,21 +273,13 @@ def encode(
     payload = encode_payload(words, dtype, block, code, base)
     flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
 
-    def header(crc: int) -> bytes:
-        log2, codec = block.bit_length() - 1, 1 if base is None else 2
-        return struct.pack(
-            "<4s6BHIQQ",
-            b"ZCCL",
-            1,
-            codec,
-            dtype,
-            flags,
-            len(shape or ()),
-            log2,
-            0,
-            crc,
-            len(words),
-            size,
-        )
+    log2, codec = block.bit_length() - 1, 1 if base is None else 2
+    fields = (b"ZCCL", 1, codec, dtype, flags, len(shape or ()), log2, 0, 0, 0, len(words), size)
+    frame = struct.pack("<4s8BIQQ", *fields) + dims + payload
+    return with_checksum(frame, max(CHECKSUMS)) if checksum else frame
 
-    return header(zlib.crc32(header(0) + dims + payload) if checksum else 0) + dims + payload
+
+def with_checksum(frame: bytes, kind: int) -> bytes:
+    """``frame`` with the checksum of this id, whatever checksum it had."""
+    bare = frame[:7] + bytes([frame[7] | 1]) + frame[8:10] + bytes([kind]) + frame[11:12] + bytes(4) + frame[16:]
+    return bare[:12] + struct.pack("<I", CHECKSUMS[kind](bare)) + bare[16:]
