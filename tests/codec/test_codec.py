@@ -314,7 +314,8 @@ def test_out_of_compress(route: str) -> None:
 def test_what_compress_refuses() -> None:
     tensor = torch.zeros(8)
     for arguments, words in (
-        ({"codec": "zstd"}, "no codec 'zstd'; known codecs: raw, cascade, wide"),
+        ({"codec": "zstd"}, "no codec 'zstd'; known codecs: raw, cascade, wide, delta"),
+        ({"codec": "window"}, 'codec is now "wide", it was "window"; write "wide"'),
         ({"block": 100}, "block 100 .* 128, 256, 512, 1024"),
         ({"block": 2048}, "block 2048"),
     ):

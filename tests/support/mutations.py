@@ -19,6 +19,8 @@ TRUNCATED, MAGIC, VERSION, CODEC, DTYPE, RESERVED, SHAPE, SIZE, CHECKSUM, MISMAT
 )
 PAYLOAD = frozenset({INDEX, BLOCK})
 ANY = frozenset(FrameErrorCode)
+#: Textures of long frames.
+LONG_TEXTURES = ("zeros", "constant", "negative_zeros", "sparse", "bell")
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,7 @@ def bases(checksum: bool, largest: int = 4200) -> list[Base]:
                 if numel > largest or (numel > 2100 and block > 128):
                     continue
                 seed = 100 * at + 10 * (block % 11) + seed
-                names = (
-                    tuple(corpus.TEXTURES)
-                    if numel < 2101
-                    else ("zeros", "constant", "negative_zeros", "sparse", "bell")
-                )
+                names = tuple(corpus.TEXTURES) if numel < 2101 else LONG_TEXTURES
                 tensor = corpus.tensor(corpus.mixed(numel, kind, block, seed, names), kind)
                 shaped = seed % 3 != 0
                 if shaped:
