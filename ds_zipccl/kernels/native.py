@@ -22,12 +22,12 @@ class _Segment(ctypes.Structure):
     ]
 
 
-#: Place of a code in ZipcclCode of csrc/cpu/level.h.
+#: code -> its number in ZipcclCode of csrc/cpu/level.h.
 _CODES = {"cascade": 0, "wide": 1}
 
 
 class NativeRoute:
-    """Route over a library that op_builder built; see :class:`ds_zipccl.kernels.Route`.
+    """Route over the library of csrc/cpu; see :class:`ds_zipccl.kernels.Route`.
 
     Tensors of a few MiB and more are spread over ``torch.get_num_threads()`` threads.
     """
@@ -62,7 +62,7 @@ class NativeRoute:
         return str(self._level().decode())
 
     def force_level(self, name: str) -> None:
-        """Use the named level from now on in this process ("auto": the best); for tests.
+        """Use the named level from now on in this process ("auto": the best level); for tests.
 
         Raises:
             ValueError: there is no such level, or this CPU lacks it.
@@ -128,9 +128,9 @@ def _check(status: int) -> None:
 
 
 def load() -> NativeRoute:
-    """The route; builds its library unless it is in the cache already.
+    """Return the route; builds its library (seconds) unless the cache has it.
 
     Raises:
-        BuildError: no compiler, or it failed.
+        BuildError: there is no compiler, or it failed.
     """
     return NativeRoute(ctypes.CDLL(str(build.build(build.CPU))))

@@ -18,7 +18,7 @@ typedef uint64_t uintptr_t;
 #endif
 
 namespace zipccl {
-namespace {  // each CPU level compiles its own copy: merging them would let one level's instructions reach another
+namespace {  // each CPU level compiles its own copy: a merged copy could carry instructions of one level into another
 
 enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WIDE = 4, CHANGE = 5 };
 enum Status : int32_t {  // FrameErrorCode of frame.py
@@ -57,7 +57,7 @@ using Fp32 = FloatBits<uint32_t, 8, 23, true>;
 using E4m3 = FloatBits<uint8_t, 4, 3>;
 using E5m2 = FloatBits<uint8_t, 5, 2>;
 
-// A tier codes each element that the tiers before it did not name, in `bits` bits. With k = (top + 3 - e) mod 256: code_of_k is the
+// A tier codes each element that no tier before it named, in `bits` bits. With k = (top + 3 - e) mod 256: code_of_k is the
 // code for k (15: any from 15 up), k_of_code the inverse. The largest code is the escape to the next tier.
 struct Tier {
   uint32_t bits;
@@ -84,7 +84,7 @@ struct Wide {
                                         {2, {3, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 2, 3, 3}, {12, 1, 13}},
                                         {2, {1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 3}, {14, 0}}};
 };
-constexpr uint32_t kFallbackBias = 28;  // of a WIDE that takes the place of a CASCADE
+constexpr uint32_t kFallbackBias = 28;  // of WIDE in the place of CASCADE
 
 ZIPCCL_FN constexpr uint32_t pad16(uint32_t x) { return (x + 15) & ~15u; }
 ZIPCCL_FN constexpr uint32_t plane_bytes(uint32_t n) { return (n + 7) / 8; }

@@ -1,5 +1,5 @@
-// Exponent payload decoder for the CPU, a chunk at a time; `Lanes` does the steps of 64 elements. Everything read is proven to lie in
-// the chunk first (FORMAT.md section 4).
+// Exponent payload decoder for the CPU, a chunk at a time; `Lanes` does the steps of 64 elements. No byte is read before it is proven to
+// lie in the chunk (FORMAT.md section 4).
 #pragma once
 #include "common/bits.h"
 #include "common/exponent_block.cuh"
@@ -144,7 +144,7 @@ Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t t
   return OK;
 }
 
-// A block on its way: what the table says of it, and what the next pass needs.
+// A block between two passes: its table entry, and the data for the next pass.
 struct Entry {
   uint32_t mode, top, trim, n, tail_bytes;
   const uint8_t *body, *tail;
@@ -165,7 +165,7 @@ Status read_tail(Entry& entry) {
   }
 }
 
-// What decodes the modes of a delta payload (cpu/delta_chunk.h), in a payload without a base: they are unknown.
+// Decoder of the modes of a delta payload (cpu/delta_chunk.h) in a payload without a base: they are unknown there.
 struct NoBase {
   static constexpr uint32_t last_mode = WIDE;
   template <typename F, typename Lanes>
@@ -216,7 +216,7 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     entry.body = chunk + tail;  // the tails begin where the bodies end
     tail += body_bytes<F>(entry.mode, entry.n, entry.trim);
   }
-  // Bit strings are read eight bytes at a time: what would then be read past the chunk is read from a copy.
+  // Bit strings are read eight bytes at a time. A read that would pass the end of the chunk goes to a copy.
   uint8_t end[kTailMax + 32];
   uint64_t end_at = bytes;
   for (uint32_t b = 0; b < blocks; ++b) {
@@ -233,7 +233,7 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     if (status) return status;
   }
   if ((tail + 15) / 16 * 16 != bytes) return BLOCK;
-  // Tier by tier, not block by block: cpu/encode.h says why.
+  // Tier by tier, not block by block: cpu/encode.h has the reason.
   const auto tier = [&](auto code, auto index) __attribute__((always_inline)) {
     using Code = decltype(code);
     for (uint32_t b = 0; b < blocks; ++b)
@@ -248,7 +248,7 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
   tier(Wide(), Index<2>());
   tier(Wide(), Index<1>());
   for (uint32_t b = 0; b < blocks; ++b) {
-    // The next chunk begins where this one ends, and its passes jump about in it: have it near by then.
+    // The next chunk begins at the end of this one, and its passes read it out of order: prefetch it.
     for (uint64_t at = b * bytes / blocks; at < (b + 1) * bytes / blocks; at += 64) prefetch(chunk + bytes + at);
     uint8_t* words = where(b);
     const Status status = decode_block<F, Lanes>(entries[b], base, b * block, stream, words);

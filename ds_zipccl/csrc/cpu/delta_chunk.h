@@ -21,7 +21,7 @@ void encode_alone(Block& block, uint8_t* body, uint8_t* tail) {
   write_tail<F, Cascade, Lanes>(block, tail);
 }
 
-// As least_alone_bytes, of n words.
+// least_alone_bytes of n words.
 template <typename F, typename Lanes>
 uint32_t least_alone(const uint8_t* words, uint32_t n) {
   uint64_t zeros[kGroups];
@@ -52,7 +52,7 @@ void encode_against(Block& block, const uint8_t* base, Change<F>& change, uint8_
   write_change<F, Lanes>(words, change, scaled.flags, tail);
 }
 
-// As encode_chunk, against the words at `base`.
+// encode_chunk against the words at `base`.
 template <typename F, typename Lanes>
 uint32_t encode_delta_chunk(const uint8_t* words, const uint8_t* base, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts) {
   using Word = typename F::Word;
@@ -79,7 +79,7 @@ uint32_t encode_delta_chunk(const uint8_t* words, const uint8_t* base, uint32_t 
   return bytes + pad16(tail);
 }
 
-// What decodes CHANGE in a chunk whose base begins at `words`.
+// Decoder of CHANGE in a chunk whose base begins at `words`.
 struct AtBase {
   static constexpr uint32_t last_mode = CHANGE;
   const uint8_t* words;

@@ -1,4 +1,4 @@
-// What a CPU level offers: the codec of a chunk for each type. cpu/scalar.cpp, cpu/avx2.cpp and cpu/avx512.cpp define one each,
+// The functions of a CPU level: the codec of a chunk for each type. cpu/scalar.cpp, cpu/avx2.cpp and cpu/avx512.cpp define one each,
 // cpu/dispatch.cpp chooses.
 #pragma once
 #include <stdint.h>
@@ -17,7 +17,7 @@ constexpr uint32_t kZipcclWorkspace = 256 << 10;
 
 struct ZipcclLevel {
   // Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace (kZipcclWorkspace bytes, aligned to 64).
-  // `soon` is where they will go, `next` what will probably be encoded next; both only to have the memory near.
+  // `soon` is their later place, `next` the words that are probably encoded next; both serve to prefetch memory.
   using Encode = uint32_t(const uint8_t* words, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts, const uint8_t* soon,
                           const uint8_t* next);
   // `stream`: the words need not stay in the cache.

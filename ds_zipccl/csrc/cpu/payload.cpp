@@ -3,7 +3,7 @@
 
 using namespace zipccl;
 
-// One payload to be encoded: numel words to `out`, which must hold codecs.exponent.payload_bound() bytes; `bytes` is the result.
+// One payload to be encoded: numel words to `out`, which must hold payload_bound() (codecs/exponent.py) bytes; `bytes` is the result.
 struct ZipcclSegment {
   const void* words;
   uint64_t numel;

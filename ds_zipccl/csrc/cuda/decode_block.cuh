@@ -1,11 +1,12 @@
-// Decodes a block of an exponent payload with a warp (FORMAT.md section 2). Everything read is proven to lie in the chunk first (section 4).
+// Decodes a block of an exponent payload with a warp (FORMAT.md section 2). No byte is read before it is proven to lie in the chunk
+// (section 4).
 #pragma once
 #include "cuda/words.cuh"
 
 namespace zipccl {
 namespace {
 
-// What the table says of a block; offsets are bytes from the start of the chunk.
+// Table entry of a block; offsets are bytes from the start of the chunk.
 struct Entry {
   uint32_t body, tail;
   uint16_t tail_bytes;
@@ -15,7 +16,7 @@ struct Entry {
 template <typename F>
 struct DecodeScratch {  // of a warp
   alignas(16) uint8_t list[2][kMaxBlock];         // exponents that a tier escapes; tiers go from one list to the other
-  alignas(16) typename F::Word words[kMaxBlock];  // those of a SPARSE block that are not zero
+  alignas(16) typename F::Word words[kMaxBlock];  // the words of a SPARSE block that are not zero
 };
 
 // A warp reads the table of a chunk of numel words that has `bytes` bytes. Returns whether all parts lie in the chunk and fill it.
@@ -255,7 +256,8 @@ ZIPCCL_DEVICE bool is_whole(const Entry& entry, uint32_t n) { return n == Whole:
 template <typename F, typename Put>
 ZIPCCL_DEVICE bool decode_whole(const uint8_t* chunk, const Entry& entry, DecodeScratch<F>& scratch, Put put) {
   const uint8_t *const body = chunk + entry.body, *const tail = chunk + entry.tail;
-  if (entry.mode == CASCADE) return decode_elements<F, Cascade>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
+  if (entry.mode == CASCADE)
+    return decode_elements<F, Cascade>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
   return decode_elements<F, Wide>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
 }
 

@@ -1,5 +1,5 @@
-// The kernels by name, as nvcc's launcher and NVRTC's callers know them. The number is the blocks of threads that a multiprocessor is to
-// hold at a time, which bounds the registers.
+// The kernels by the names that the launchers use. The number is the blocks of threads that a multiprocessor shall hold at a time, which
+// bounds the registers.
 #pragma once
 #include "cuda/decode.cuh"
 #include "cuda/encode.cuh"
@@ -64,7 +64,7 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) { zipccl::hash_region(jo
   each(zipccl_hash, HashJob)                                                                     \
   each(zipccl_decode_sum_bf16, SumJob) each(zipccl_decode_sum_fp16, SumJob) each(zipccl_decode_sum_fp32, SumJob)
 
-// kernels/cuda.py asks for so much shared memory.
+// The shared memory that kernels/cuda.py asks for suffices.
 #define ZIPCCL_FITS(What, F, bytes) static_assert(sizeof(zipccl::What##Shared<zipccl::F>) <= (bytes), "SHARED_BYTES")
 ZIPCCL_FITS(Encode, E4m3, 26624);
 ZIPCCL_FITS(Encode, Bf16, 43008);

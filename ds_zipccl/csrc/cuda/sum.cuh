@@ -12,7 +12,7 @@ struct SumJob {
   const uint8_t* frame[kMaxFrames];  // flat frames without checksums, each at a multiple of 16
   uint64_t capacity[kMaxFrames];     // bytes of their slots
   uint32_t count, block, dtype;      // all coded frames have this block
-  uint32_t fp32_sums, add;           // the sums are floats, not words; the floats that are there already are the first summand
+  uint32_t fp32_sums, add;           // the sums are floats, not words; the floats already in `sums` are the first summand
   void* sums;
   uint64_t numel;
   uint64_t* status;                  // as in DecodeJobs, a frame for a job
@@ -27,7 +27,7 @@ struct SumShared {
   uint32_t failed;
 };
 
-// A warp opens a frame for a chunk of numel words. Returns OK, or what is wrong with it.
+// A warp opens a frame for a chunk of numel words. Returns OK, or the FrameErrorCode.
 template <typename F>
 ZIPCCL_DEVICE int32_t open_summand(const SumJob& job, uint32_t frame, uint32_t chunk, uint32_t numel, SumShared<F>& shared) {
   const uint8_t* const at = job.frame[frame];

@@ -1,4 +1,4 @@
-"""Decoder of the numba route; see :mod:`.reference`. Everything read is proven to lie in the payload first (FORMAT.md section 4)."""
+"""Decoder of exponent and delta payloads in numba; see :mod:`.layout`. No byte is read before it is proven to lie in the payload."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ with kernel_cache():
 
     @jit
     def _add_plane(plane, m, bit, values):
-        """The inverse: sets bit ``bit`` in each of m bytes; bytes up to a multiple of 8 may change."""
+        """Set bit ``bit`` of each of m bytes from a plane; bytes up to a multiple of 8 may change."""
         eights = values.view(np.uint64)
         for i in range(plane_bytes(m)):
             picked = np.uint64(plane[i]) * LOW_BITS & _PICK

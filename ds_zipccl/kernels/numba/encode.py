@@ -1,4 +1,4 @@
-"""Encoder of the numba route; see :mod:`.reference`."""
+"""Encoder of exponent and delta payloads in numba; see :mod:`.layout`."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ with kernel_cache():
 
     @jit
     def _encode_against(words, base, exponent, mantissa, body, tail, exponents, codes, values):
-        """As _encode_block, for a block of a delta payload."""
+        """Encode a block of a delta payload; arguments and result as for _encode_block."""
         top, size = encode_change(words, base, exponent, mantissa, tail)
         # Without a base, a block of words that are not all equal takes a zero map or two planes of exponents at least.
         if size == 0 or (words.min() != words.max() and size <= plane_bytes(len(words))):

@@ -1,4 +1,4 @@
-"""The numba route: compiled on the machine by numba, no C++ compiler needed. One thread."""
+"""The numba route: numba compiles the reference on the machine, without a C++ compiler. One thread."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _array(words: torch.Tensor) -> np.ndarray:
 
 
 def load() -> NumbaRoute:
-    """The route; imports numba (about a second).
+    """Return the route; imports numba (about a second).
 
     Raises:
         ImportError: numba is not installed.
