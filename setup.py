@@ -26,6 +26,7 @@ setup(
         "pydantic>=2",
         "safetensors",
         "tqdm",
+        "xxhash>=3",
     ],
     extras_require={
         "plot": ["matplotlib"],

@@ -66,9 +66,9 @@ class ZipcclConfig(BaseModel):
         "off",
         description="shadow: also run the plain collective of every call and compare the results; slow, for debugging.",
     )
-    codec: Literal["cascade", "window", "raw"] = Field(
+    codec: Literal["cascade", "wide", "raw"] = Field(
         "cascade",
-        description="Lossless exponent coding: cascade has the best ratio, window is faster. raw: the same schedules with uncoded "
+        description="Lossless exponent coding: cascade has the best ratio, wide is faster. raw: the same schedules with uncoded "
         "frames, to compare.",
     )
     block: Literal[128, 256, 512, 1024] = Field(
@@ -156,7 +156,8 @@ def _describe(location: tuple[Any, ...], section: Mapping[str, Any]) -> str:
         return f'"{SECTION}.{key}" is not a known key{hint}; known keys: {known}'
     value = section[key]
     if isinstance(value, str) and (key, value) in RENAMED_VALUES:
-        return f'"{SECTION}.{key}": {json.dumps(value)} is now {json.dumps(RENAMED_VALUES[key, value])}'
+        new = RENAMED_VALUES[key, value]
+        return f'"{SECTION}.{key}" is now "{new}", it was "{value}"; write "{new}"'
     got = json.dumps(value, default=repr)
     return f'"{SECTION}.{key}" must be {_allowed(field.annotation)}, got {got}'
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
 import torch
+import xxhash
 
 MAGIC = b"ZCCL"
 VERSION = 1
-HEADER = struct.Struct("<4s6BHIQQ")
+HEADER = struct.Struct("<4s8BIQQ")
 HEADER_BYTES = HEADER.size
 MAX_DIMS = 64
 ALIGN = 16
@@ -52,7 +54,19 @@ class CodecId(IntEnum):
     DELTA = 2
 
 
-_CODECS = tuple(int(codec) for codec in CodecId)
+#: log2 of the block sizes that the header of a codec may name; 0 for a codec without blocks.
+BLOCK_LOG2: dict[int, range] = {CodecId.RAW: range(1), CodecId.EXPONENT: range(7, 11), CodecId.DELTA: range(7, 11)}
+
+
+class ChecksumId(IntEnum):
+    """Which checksum guards a frame (FORMAT.md 1.3)."""
+
+    CRC32 = 0
+    XXH3 = 1
+
+
+#: The checksum of new frames.
+CHECKSUM = ChecksumId.XXH3
 
 
 class _Flags(IntFlag):
@@ -93,7 +107,10 @@ class FrameError(ValueError):
 
 @dataclass(frozen=True)
 class Header:
-    """Header of a frame. ``shape`` is None for a flat frame; ``block`` is 0 for the raw codec."""
+    """Header of a frame; sizes in bytes and elements.
+
+    ``shape`` is None for a flat frame, ``block`` is 0 for a codec without blocks, ``checksum`` is None for a frame without one.
+    """
 
     codec: CodecId
     dtype: torch.dtype
@@ -101,7 +118,7 @@ class Header:
     frame_bytes: int
     block: int = 0
     shape: tuple[int, ...] | None = None
-    checksum: int | None = None
+    checksum: ChecksumId | None = None
 
     @property
     def payload_at(self) -> int:
@@ -110,18 +127,19 @@ class Header:
 
 
 def pad16(size: int) -> int:
+    """``size`` rounded up to a multiple of 16."""
     return (size + ALIGN - 1) // ALIGN * ALIGN
 
 
 def payload_offset(ndim: int | None) -> int:
-    """Bytes before the payload; ``ndim`` None means a flat frame."""
+    """Bytes before the payload; ``ndim`` is the number of dimensions, None for a flat frame."""
     return HEADER_BYTES + pad16(8 * (ndim or 0))
 
 
 def pack(header: Header, buffer: torch.Tensor) -> None:
-    """Write header and shape to the start of ``buffer`` (1-D uint8, the payload already in place).
+    """Write header and shape to the start of ``buffer`` (1-D uint8 CPU tensor, which holds the payload already).
 
-    ``header.checksum`` not None asks for a checksum; its value is computed here, over the finished frame.
+    The checksum that the header names is computed here, over the finished frame.
     """
     shape = header.shape or ()
     flags = _Flags(0)
@@ -130,15 +148,17 @@ def pack(header: Header, buffer: torch.Tensor) -> None:
     if header.checksum is not None:
         flags |= _Flags.CHECKSUM
     block_log2 = header.block.bit_length() - 1 if header.block else 0
+    checksum_id = header.checksum or 0
     view = buffer.numpy().data
     HEADER.pack_into(
-        view, 0, MAGIC, VERSION, header.codec, DTYPE_IDS[header.dtype], flags, len(shape), block_log2, 0, 0,
+        view, 0, MAGIC, VERSION, header.codec, DTYPE_IDS[header.dtype], flags, len(shape), block_log2, checksum_id, 0, 0,
         header.numel, header.frame_bytes,
     )  # fmt: skip
     dims = struct.pack(f"<{len(shape)}Q", *shape)
     view[HEADER_BYTES : header.payload_at] = dims.ljust(header.payload_at - HEADER_BYTES, b"\0")
     if header.checksum is not None:
-        struct.pack_into("<I", view, _CHECKSUM_AT, zlib.crc32(view[: header.frame_bytes]))
+        checksum = _CHECKSUMS[header.checksum](_checked(view, header.frame_bytes))
+        struct.pack_into("<I", view, _CHECKSUM_AT, checksum)
 
 
 #: No header with its shape is longer.
@@ -146,15 +166,16 @@ MAX_HEADER_BYTES = HEADER_BYTES + 8 * MAX_DIMS
 
 
 def has_checksum(start: torch.Tensor) -> bool:
-    """Whether a frame that begins like ``start`` (1-D uint8 CPU tensor) says that it has one; nothing else is looked at."""
+    """Whether the flags of a frame that begins with ``start`` (1-D uint8 CPU tensor) name a checksum; nothing else is examined."""
     return start.numel() > _FLAGS_AT and bool(int(start[_FLAGS_AT]) & _Flags.CHECKSUM)
 
 
 def parse(frame: torch.Tensor, size: int | None = None) -> Header:
     """Read and validate the header of ``frame`` (1-D uint8 CPU tensor, may be longer than the frame).
 
-    ``size``: bytes of the buffer that the frame lies in, if ``frame`` is but its first :data:`MAX_HEADER_BYTES`; not for frames
-    with a checksum.
+    Args:
+        frame: the frame's buffer, or its first :data:`MAX_HEADER_BYTES` where the frame has no checksum.
+        size: bytes of the whole buffer; None where ``frame`` is the whole buffer.
 
     Raises:
         FrameError: anything FORMAT.md section 4 tells a decoder to reject before it looks into the payload.
@@ -168,7 +189,7 @@ def parse(frame: torch.Tensor, size: int | None = None) -> Header:
     if size < HEADER_BYTES:
         raise FrameError(FrameErrorCode.TRUNCATED, f"{size} bytes, a header alone has {HEADER_BYTES}")
     view = frame.numpy().data
-    magic, version, codec, dtype_id, flags, ndim, block_log2, reserved, checksum, numel, frame_bytes = (
+    magic, version, codec, dtype_id, flags, ndim, block_log2, checksum_id, reserved, checksum, numel, frame_bytes = (
         HEADER.unpack_from(view)
     )
     if magic != MAGIC:
@@ -178,10 +199,10 @@ def parse(frame: torch.Tensor, size: int | None = None) -> Header:
             FrameErrorCode.VERSION,
             f"format version {version}, this package reads {VERSION}: same ds_zipccl on all ranks?",
         )
-    if codec not in _CODECS:
-        raise FrameError(FrameErrorCode.CODEC, f"codec {codec}, known are {_CODECS}")
+    if codec not in BLOCK_LOG2:
+        raise FrameError(FrameErrorCode.CODEC, f"codec {codec}, known are {_listed(BLOCK_LOG2)}")
     if dtype_id not in DTYPES:
-        raise FrameError(FrameErrorCode.DTYPE, f"dtype {dtype_id}, known are {list(DTYPES)}")
+        raise FrameError(FrameErrorCode.DTYPE, f"dtype {dtype_id}, known are {_listed(DTYPES)}")
     if flags == _Flags.OVERFLOWED:
         raise FrameError(
             FrameErrorCode.OVERFLOWED,
@@ -189,13 +210,13 @@ def parse(frame: torch.Tensor, size: int | None = None) -> Header:
         )
     dtype = DTYPES[dtype_id]
     shaped = bool(flags & _Flags.SHAPED)
-    blocked = codec != CodecId.RAW
+    checked = bool(flags & _Flags.CHECKSUM)
     if (
         reserved
         or flags & ~int(_Flags.SHAPED | _Flags.CHECKSUM)
         or (ndim and not shaped)
-        or (checksum and not flags & _Flags.CHECKSUM)
-        or block_log2 not in (range(7, 11) if blocked else (0,))
+        or ((checksum or checksum_id) and not checked)
+        or block_log2 not in BLOCK_LOG2[codec]
     ):
         raise FrameError(FrameErrorCode.RESERVED, "a reserved field is not zero, or block_log2 does not fit the codec")
     if ndim > MAX_DIMS:
@@ -206,19 +227,44 @@ def parse(frame: torch.Tensor, size: int | None = None) -> Header:
     shape = struct.unpack_from(f"<{ndim}Q", view, HEADER_BYTES) if shaped else None
     if any(view[HEADER_BYTES + 8 * ndim : payload_at]):
         raise FrameError(FrameErrorCode.RESERVED, "the padding after the shape is not zero")
-    # Sizes beside a zero may be anything as far as the product goes, but torch multiplies them in 64 bits.
+    # A size of zero hides all other sizes in the product, but torch multiplies the sizes in 64 bits.
     if shape is not None and (math.prod(shape) != numel or math.prod(filter(None, shape)) > _MAX_NUMEL):
-        raise FrameError(FrameErrorCode.SHAPE, f"shape {shape} does not have the {numel} elements that the header says")
-    if flags & _Flags.CHECKSUM and _crc(view, frame_bytes) != checksum:
-        raise FrameError(FrameErrorCode.CHECKSUM, "the frame was damaged on its way")
+        raise FrameError(FrameErrorCode.SHAPE, f"shape {shape} does not have the {numel} elements of the header")
+    if checked and checksum_id not in _CHECKSUMS:
+        raise FrameError(FrameErrorCode.CHECKSUM, f"checksum_id {checksum_id}, known are {_listed(_CHECKSUMS)}")
+    if checked and _CHECKSUMS[checksum_id](_checked(view, frame_bytes)) != checksum:
+        raise FrameError(FrameErrorCode.CHECKSUM, "the frame was damaged on its way: have it sent again")
     return Header(
-        CodecId(codec), dtype, numel, frame_bytes, 1 << block_log2 if blocked else 0, shape,
-        checksum if flags & _Flags.CHECKSUM else None,
+        CodecId(codec), dtype, numel, frame_bytes, 1 << block_log2 if block_log2 else 0, shape,
+        ChecksumId(checksum_id) if checked else None,
     )  # fmt: skip
 
 
-def _crc(view: memoryview, frame_bytes: int) -> int:
-    """CRC-32 of the frame with the checksum field zero."""
-    crc = zlib.crc32(view[:_CHECKSUM_AT])
-    crc = zlib.crc32(bytes(4), crc)
-    return zlib.crc32(view[_CHECKSUM_AT + 4 : frame_bytes], crc)
+def _listed(table: Iterable[int]) -> str:
+    return ", ".join(str(int(key)) for key in table)
+
+
+def _checked(view: memoryview, frame_bytes: int) -> tuple[memoryview | bytes, ...]:
+    """The frame in parts, with zeros in place of its checksum field."""
+    return view[:_CHECKSUM_AT], bytes(4), view[_CHECKSUM_AT + 4 : frame_bytes]
+
+
+def _crc32(parts: Iterable[memoryview | bytes]) -> int:
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+def _xxh3(parts: Iterable[memoryview | bytes]) -> int:
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest() & 0xFFFFFFFF
+
+
+#: checksum_id -> checksum of the parts of a frame.
+_CHECKSUMS: dict[int, Callable[[Iterable[memoryview | bytes]], int]] = {
+    ChecksumId.CRC32: _crc32,
+    ChecksumId.XXH3: _xxh3,
+}

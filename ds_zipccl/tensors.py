@@ -1,8 +1,8 @@
-"""Tensors of our own, exactly as they are asked for, whatever the program has done to torch.
+"""Tensors of the package, with the dtype and device that it asks for under any patch or mode of torch.
 
-``deepspeed.zero.Init`` replaces ``torch.empty`` and its like, for all threads, by constructors that cast to the model's dtype. A default
-device, a ``TorchFunctionMode`` and a ``TorchDispatchMode`` change the meaning of calls too. A temporary that comes out in another dtype or
-on another device is a wrong sum. So the package makes its tensors here and nowhere else (a test looks for other constructors), and runs
+``deepspeed.zero.Init`` replaces ``torch.empty`` and similar functions, for all threads, by constructors that cast to the model's dtype. A
+default device, a ``TorchFunctionMode`` and a ``TorchDispatchMode`` change the meaning of calls too. A temporary in another dtype or on
+another device gives a wrong sum. So the package makes its tensors in this module alone (a test searches for other constructors), and runs
 its schedules inside :func:`undisturbed`.
 """
 
@@ -17,36 +17,36 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-#: torch's constructors as torch made them: what a program replaces are attributes of the module ``torch``.
+#: torch's own constructors: a program replaces attributes of the module ``torch``, not these.
 _original: Any = torch._C._VariableFunctions
 CPU = torch.device("cpu")
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
-    """1-D tensor of undefined contents."""
+    """Return a 1-D tensor of undefined contents."""
     return _original.empty(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
 
 def filled(numel: int, value: float, dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
-    """1-D tensor of one value."""
+    """Return a 1-D tensor of one value."""
     return _original.full((numel,), value, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
 
 def of_numbers(numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-    """CPU tensor of (nested) numbers."""
+    """Return a CPU tensor of (nested) numbers."""
     return _original.tensor(numbers, dtype=dtype, device=CPU)  # type: ignore[no-any-return]
 
 
 def of_buffer(buffer: Any) -> torch.Tensor:
-    """1-D uint8 CPU tensor that shares the memory of a writable buffer."""
+    """Return a 1-D uint8 CPU tensor that shares the memory of a writable buffer."""
     return _original.frombuffer(buffer, dtype=torch.uint8)  # type: ignore[no-any-return]
 
 
 class undisturbed:
-    """Torch as it is: no function mode, no dispatch mode and no autocast of this thread sees a call. A context, also a decorator.
+    """Context and decorator in which no function mode, no dispatch mode and no autocast of this thread sees a call of torch.
 
-    Not a generator's context: entering and leaving those costs more than a small frame's header.
+    A class and not a generator, because a generator's context costs more than the header of a small frame.
     """
 
     __slots__ = ("_autocast", "_functions", "_modes")
@@ -76,8 +76,8 @@ class undisturbed:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` stands for data that are elsewhere or nowhere (fake tensors, DTensor), or the program is being traced or
-    transformed (``make_fx``, ``torch.func``). Nothing is sent then, or torch sends it in a way of its own."""
+    """Return whether ``tensor`` has no data of its own here (fake tensors, DTensor), or a tracer or transform is active (``make_fx``,
+    ``torch.func``). Then torch sends nothing, or sends it in its own way."""
     if torch._C._functorch.maybe_current_level() is not None:
         return True
     if type(tensor) not in _KINDS and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):

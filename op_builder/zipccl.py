@@ -1,4 +1,4 @@
-"""DeepSpeed op builders for the CPU and CUDA kernels. They build plain C interfaces: ``load()`` returns a ``ctypes.CDLL``."""
+"""DeepSpeed op builders of the CPU and CUDA kernels. The libraries have plain C interfaces: ``load()`` returns a ``ctypes.CDLL``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ds_zipccl.kernels import build
 
 
 class _LibraryBuilder:
-    """What both builders are: a recipe of :mod:`.cache`, built at first use and kept by content."""
+    """A builder over a recipe of :mod:`ds_zipccl.kernels.build`: built at first use and kept by content."""
 
     NAME: str
 
     def __init__(self, name: str | None = None) -> None:
-        super().__init__(name=name or self.NAME)  # type: ignore[call-arg]  # that of DeepSpeed's builder
+        super().__init__(name=name or self.NAME)  # type: ignore[call-arg]  # the constructor of DeepSpeed's builder
 
     def recipe(self) -> build.Recipe:
-        """How the library is made here.
+        """Return the recipe of the library on this machine.
 
         Raises:
-            BuildError: it cannot be.
+            BuildError: the machine lacks a part of it.
         """
         raise NotImplementedError
 
@@ -42,10 +42,10 @@ class _LibraryBuilder:
         return True
 
     def load(self, verbose: bool = True) -> ctypes.CDLL:
-        """Build if needed and load.
+        """Load the library; the first call builds it.
 
         Raises:
-            BuildError: no compiler, nothing to build for, or see :func:`.cache.build`.
+            BuildError: there is no compiler or no device to build for; or as :func:`ds_zipccl.kernels.build.build`.
         """
         return ctypes.CDLL(str(build.build(self.recipe())))
 
@@ -54,7 +54,7 @@ class _LibraryBuilder:
 
 
 class ZipcclCPUBuilder(_LibraryBuilder, CPUOpBuilder):  # type: ignore[misc]
-    """The C++ route. Built in about five seconds."""
+    """Builder of the C++ route; builds in about five seconds."""
 
     BUILD_VAR = "DS_BUILD_ZIPCCL_CPU"
     NAME = "zipccl_cpu"
@@ -66,14 +66,14 @@ class ZipcclCPUBuilder(_LibraryBuilder, CPUOpBuilder):  # type: ignore[misc]
         return [str(build.CSRC / name) for name in build.CPU.sources]
 
     def cxx_args(self) -> list[str]:
-        # Not super().cxx_args(): it asks py-cpuinfo, which takes seconds, and adds flags these sources do not need.
+        # Not super().cxx_args(): py-cpuinfo takes seconds, and its flags are superfluous for these sources.
         return list(build.CPU.flags)
 
 
 class ZipcclCUDABuilder(_LibraryBuilder, CUDAOpBuilder):  # type: ignore[misc]
-    """The CUDA kernels behind a C interface. Built in less than a minute.
+    """Builder of the CUDA kernels behind a C interface; builds in less than a minute.
 
-    Architectures: ``TORCH_CUDA_ARCH_LIST`` as torch reads it, else those of the devices that torch sees.
+    Architectures: ``TORCH_CUDA_ARCH_LIST`` as torch reads it, else the architectures of the devices that torch sees.
     """
 
     BUILD_VAR = "DS_BUILD_ZIPCCL_CUDA"

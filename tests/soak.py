@@ -43,7 +43,7 @@ CONFIGS = {
     "auto": ZipcclConfig(enabled=True, min_bytes=2000),
     "always": _ALWAYS,
     "little memory": _ALWAYS.model_copy(update={"staging_mib": 1}),
-    "window": _ALWAYS.model_copy(update={"codec": "window", "block": 256}),
+    "wide": _ALWAYS.model_copy(update={"codec": "wide", "block": 256}),
     "raw": _ALWAYS.model_copy(update={"codec": "raw"}),
 }
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)

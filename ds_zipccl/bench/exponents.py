@@ -13,7 +13,7 @@ from ds_zipccl import frame as framing
 from ds_zipccl.frame import CHUNK_BLOCKS
 
 #: Block modes by number (FORMAT.md section 2).
-MODES = ("FILL", "RAW", "CASCADE", "SPARSE", "WINDOW")
+MODES = ("FILL", "RAW", "CASCADE", "SPARSE", "WIDE")
 _TAIL_BITS = 13
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLICE_BLOCKS = 4096  # blocks looked at together: bounds the memory beside the tensor itself

@@ -9,7 +9,7 @@ import torch
 
 from ds_zipccl.bench import ToolError
 from ds_zipccl.bench.exponents import MODES, Fields, block_tables, exponent_blocks
-from ds_zipccl.kernels.numba.layout import ABOVE, CASCADE, CODE_OF_K, SPARSE, TIER1_BITS, TIERS, WINDOW
+from ds_zipccl.kernels.numba.layout import ABOVE, CASCADE, CODE_OF_K, SPARSE, TIER1_BITS, TIERS, WIDE
 
 try:
     import matplotlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _TIERS = ("#1f5a99", "#4f8fd0", "#94bfe6", "#d3e4f5")  # colours, first tier to fourth
 _OUTSIDE = "#c44e52"
 #: mode of a block -> the mode whose tiers its elements are coded with (FORMAT.md 2.1)
-_TIERS_OF = {CASCADE: CASCADE, SPARSE: CASCADE, WINDOW: WINDOW}
+_TIERS_OF = {CASCADE: CASCADE, SPARSE: CASCADE, WIDE: WIDE}
 _REACH = 16  # binades shown on either side of a window's top; what lies farther is in the outermost bar
 
 

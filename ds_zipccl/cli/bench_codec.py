@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 #: Keys of ``ds_zipccl.codecs.CODECS`` in the order of their rows, raw first: what a coded frame is compared with. A literal, as the
 #: codecs import torch; a test compares them.
-CODECS = ("raw", "cascade", "window")
+CODECS = ("raw", "cascade", "wide")
 NO_ROUTE = "none"
 PEER_ROUTE = "peer"
 IDLE_S = (

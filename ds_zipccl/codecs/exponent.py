@@ -1,4 +1,4 @@
-"""The exponent codec (FORMAT.md section 2): sizes here, words and payload bytes in :mod:`ds_zipccl.kernels`."""
+"""The exponent codecs (FORMAT.md section 2): sizes here, words and payload bytes in :mod:`ds_zipccl.kernels`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.frame import CHUNK_BLOCKS, CodecId, pad16
+from ds_zipccl.codecs.spec import CodecSpec, Encode
+from ds_zipccl.frame import BLOCK_LOG2, CHUNK_BLOCKS, CodecId, pad16
 
-BLOCKS = (128, 256, 512, 1024)
+BLOCKS = tuple(1 << log2 for log2 in BLOCK_LOG2[CodecId.EXPONENT])
 _TABLE_BYTES = {
     torch.bfloat16: 3, torch.float16: 3, torch.float32: 4, torch.float8_e4m3fn: 3, torch.float8_e5m2: 3
 }  # per block # fmt: skip
@@ -20,50 +21,89 @@ def _ceil(count: int, unit: int) -> int:
     return (count + unit - 1) // unit
 
 
-class ExponentCodec:
-    """See :class:`ds_zipccl.codecs.Codec`. ``code``: "cascade" (best ratio) or "window" (fastest); frames of both are decoded alike."""
+def block_size(wanted: int) -> int:
+    """``wanted``.
 
-    ID = CodecId.EXPONENT
-    DTYPES = tuple(_TABLE_BYTES)
+    Raises:
+        ValueError: no frame has blocks of that size.
+    """
+    if wanted not in BLOCKS:
+        raise ValueError(f"block {wanted} is not possible; choose one of {', '.join(map(str, BLOCKS))}")
+    return wanted
 
-    def __init__(self, code: str) -> None:
-        self._code = code
 
-    def block(self, wanted: int) -> int:
-        if wanted not in BLOCKS:
-            raise ValueError(f"block {wanted} is not possible; choose one of {', '.join(map(str, BLOCKS))}")
-        return wanted
+def payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
+    """Bytes of a payload in which every block is zero: index and tables."""
+    chunk = block * CHUNK_BLOCKS
+    full, rest = divmod(numel, chunk)
+    table = _TABLE_BYTES[dtype]
+    last = pad16(table * _ceil(rest, block))
+    return pad16(4 * _ceil(numel, chunk)) + full * pad16(table * CHUNK_BLOCKS) + last
 
-    def payload_floor(self, numel: int, dtype: torch.dtype, block: int) -> int:
-        """Bytes of a payload in which every block is zero: index and tables."""
-        chunk = block * CHUNK_BLOCKS
-        full, rest = divmod(numel, chunk)
-        table = _TABLE_BYTES[dtype]
-        last = pad16(table * _ceil(rest, block))
-        return pad16(4 * _ceil(numel, chunk)) + full * pad16(table * CHUNK_BLOCKS) + last
 
-    def payload_bound(self, numel: int, dtype: torch.dtype, block: int) -> int:
-        """Bytes of a payload in which every block is as large as raw, with all paddings; also the room that encoders work in."""
-        full, rest = divmod(numel, block)
-        bodies = full * block * dtype.itemsize + pad16(rest * dtype.itemsize)
-        return self.payload_floor(numel, dtype, block) + bodies + 16 * _ceil(numel, block * CHUNK_BLOCKS)
+def payload_bound(numel: int, dtype: torch.dtype, block: int) -> int:
+    """Bytes of a payload in which every block is as large as raw, with all paddings."""
+    full, rest = divmod(numel, block)
+    bodies = full * block * dtype.itemsize + pad16(rest * dtype.itemsize)
+    return payload_floor(numel, dtype, block) + bodies + 16 * _ceil(numel, block * CHUNK_BLOCKS)
 
-    def check_size(self, words: torch.Tensor, block: int) -> None:
-        """Raises ValueError where chunk offsets would not hold the payload."""
-        if self.payload_bound(words.numel(), words.dtype, block) > _MAX_PAYLOAD:
-            raise ValueError(f"{words.numel()} elements are too many for one frame; cut the tensor")
 
+def check_size(words: torch.Tensor, block: int) -> None:
+    """Accept ``words`` if the chunk offsets of a payload can hold its size.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if payload_bound(words.numel(), words.dtype, block) > _MAX_PAYLOAD:
+        raise ValueError(
+            f"got {words.numel()} elements, whose payload may exceed the {_MAX_PAYLOAD} bytes of one frame; cut the tensor"
+        )
+
+
+def _encoder(code: str) -> Encode:
     def encode(
-        self, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
+        segments: Sequence[torch.Tensor],
+        bases: Sequence[torch.Tensor],
+        block: int,
+        outs: Sequence[torch.Tensor],
+        route: str,
     ) -> list[int]:
         for words in segments:
-            self.check_size(words, block)
+            check_size(words, block)
         if not segments:
             return []
-        return kernels.route(route, segments[0].device.type).encode(segments, self._code, block, outs)
+        return kernels.route(route, segments[0].device.type).encode(segments, code, block, outs)
 
-    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, route: str) -> None:
-        kernels.route(route, words.device.type).decode(payload, block, words)
+    return encode
 
-    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-        kernels.route(route, sums.device.type).decode_add(payload, block, dtype, sums)
+
+def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+    kernels.route(route, words.device.type).decode(payload, block, words)
+
+
+def _decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
+    kernels.route(route, sums.device.type).decode_add(payload, block, dtype, sums)
+
+
+def _spec(code: str, former_names: tuple[str, ...] = ()) -> CodecSpec:
+    return CodecSpec(
+        name=code,
+        frame_id=CodecId.EXPONENT,
+        dtypes=tuple(_TABLE_BYTES),
+        lossless=True,
+        stateful=False,
+        needs_base=False,
+        block=block_size,
+        payload_bound=payload_bound,
+        payload_floor=payload_floor,
+        encode=_encoder(code),
+        decode=_decode,
+        decode_add=_decode_add,
+        former_names=former_names,
+    )
+
+
+#: The best ratio.
+CASCADE = _spec("cascade")
+#: Faster than CASCADE, and smaller where exponents spread widely.
+WIDE = _spec("wide", former_names=("window",))

@@ -27,6 +27,8 @@ class FrameCoder:
         self._ctx = ctx
         self._block, self._route = ctx.config.block, ctx.config.route
         self._staged = ctx.transport.capabilities.host_only and host_staging.is_staged(ctx.device)
+        #: Adds values to sums, which are of their dtype or float32.
+        self.add = plain_sums.add if self._staged else kernels.adder(self._route, ctx.device)
 
     def compress(self, flat: torch.Tensor, buffers: PooledBuffers, base: torch.Tensor | None = None) -> torch.Tensor:
         """Return the frame of ``flat`` in memory of ``buffers``: a difference against ``base`` if there is one."""
@@ -84,13 +86,6 @@ class FrameCoder:
             if self._staged:
                 return host_staging.decompress_add(frame, dtype, sums, self._route)
             decompress_add(frame, sums, dtype=dtype, route=self._route)
-
-    def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add ``values`` to ``sums``, of their dtype or float32."""
-        if self._staged:
-            plain_sums.add(sums, values)
-        else:
-            kernels.add(values, sums, self._route)
 
     @contextmanager
     def _refusing(self, peer: int) -> Iterator[None]:

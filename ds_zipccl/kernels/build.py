@@ -1,4 +1,4 @@
-"""Compiled libraries, kept by content: same sources, flags and compiler give the same file. Knows nothing of DeepSpeed."""
+"""Compiled libraries, kept by content: same sources, flags and compiler give the same file. Independent of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ds_zipccl.kernels import trust
 
-#: Sources include each other by their paths from here.
+#: Sources include each other by their paths from this folder.
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
 _AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mpopcnt")
@@ -29,24 +29,24 @@ _AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mpopcnt")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a library is made."""
+    """Compiler, sources and flags of a library."""
 
     name: str
-    #: Gives the command that starts the compiler, its path and arguments, or raises BuildError.
+    #: Returns the command that starts the compiler, its path and arguments, or raises BuildError.
     compiler: Callable[[], tuple[str, ...]]
-    #: Path under csrc, or anywhere, -> flags that only this source is compiled with.
+    #: Path, absolute or under csrc -> flags for this source alone.
     sources: Mapping[str, tuple[str, ...]]
     flags: tuple[str, ...]
 
 
 class BuildError(RuntimeError):
-    """A library could not be built; the message holds the command and the compiler's words."""
+    """A library could not be built; the message has the command and the output of the compiler."""
 
 
 def cache_root() -> Path:
-    """Folder for everything compiled at run time; never inside the package, and never one that other users can write to.
+    """Return the folder for code compiled at run time; never inside the package, and never one that other users can write to.
 
-    The folder that was asked for, or a private one instead; then a line on stderr says why, once in a process.
+    The wanted folder, or a private one in its place; then a line on stderr says why, once in a process.
 
     Raises:
         BuildError: other users can write to each of these folders.
@@ -55,7 +55,7 @@ def cache_root() -> Path:
 
 
 def distrust() -> str:
-    """Why :func:`cache_root` is not the folder that was asked for; "" where it is.
+    """Return why :func:`cache_root` is not the wanted folder; "" where it is.
 
     Raises:
         BuildError: as :func:`cache_root`.
@@ -69,13 +69,13 @@ def _wanted_root() -> Path:
         root = Path(chosen) if chosen else Path.home() / ".cache" / "torch_extensions"
     except RuntimeError:  # this user has no home
         root = Path(tempfile.gettempdir()) / f"ds_zipccl-{os.geteuid()}"
-    # Resolved: a link could be in a folder that other users can write to, and be changed after the check.
+    # Resolved, because a link in a folder that other users can write to could change after the check.
     return (root / "ds_zipccl").resolve()
 
 
 @cache
 def _placed(wanted: Path) -> tuple[Path, str]:
-    """``wanted`` or the first private folder that can be trusted, and why ``wanted`` cannot."""
+    """Return ``wanted`` or the first private folder that can be trusted, and why ``wanted`` cannot be trusted."""
     reasons = [trust.claim(wanted)]
     if not reasons[0]:
         return wanted, ""
@@ -84,7 +84,7 @@ def _placed(wanted: Path) -> tuple[Path, str]:
         if not reason:
             note = f"compiled kernels are kept in {place}, not in {wanted}: {reasons[0]}; to choose another folder, to which"
             note += " no other user can write, set DS_ZIPCCL_CACHE"
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # one of the ranks of a node says so
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # one line for a node
                 print(f"ds_zipccl: {note}", file=sys.stderr, flush=True)
             return place, reasons[0]
         reasons.append(reason)
@@ -94,7 +94,7 @@ def _placed(wanted: Path) -> tuple[Path, str]:
 
 
 def _private_folders() -> Iterator[Path]:
-    """Where to keep libraries instead, best first. The last one is this process's alone, and removed when it ends."""
+    """Yield private folders for libraries, best first. The last one belongs to this process and is removed when it ends."""
     with contextlib.suppress(RuntimeError):  # no home
         yield (Path.home() / ".cache" / "ds_zipccl").resolve()
     temporary = Path(tempfile.gettempdir()).resolve()
@@ -106,7 +106,7 @@ def _private_folders() -> Iterator[Path]:
 
 @cache
 def compiler() -> tuple[str, ...]:
-    """Command that starts the C++ compiler: its path, and the arguments that CXX gives it, as in ``ccache g++``.
+    """Return the command that starts the C++ compiler: its path, and the arguments in CXX, as in ``ccache g++``.
 
     Raises:
         BuildError: there is none.
@@ -118,7 +118,7 @@ def compiler() -> tuple[str, ...]:
         raise BuildError(
             f"CXX must be a command as a shell reads it, got {wanted!r}: {error}; correct its quotes"
         ) from None
-    # The whole value comes first: the path of a compiler may contain spaces.
+    # The whole value comes first, because the path of a compiler may contain spaces.
     for name, *arguments in [[wanted], words] if words else [["c++"], ["g++"], ["clang++"]]:
         found = shutil.which(name)
         if found:
@@ -129,7 +129,7 @@ def compiler() -> tuple[str, ...]:
 
 @cache
 def nvcc() -> tuple[str]:
-    """Command that starts the CUDA compiler, which is its path: in ``CUDA_HOME``, on ``PATH``, or where CUDA is installed usually.
+    """Return the path of the CUDA compiler: in ``CUDA_HOME``, on ``PATH``, or in the usual folder of CUDA.
 
     Raises:
         BuildError: there is none.
@@ -143,7 +143,7 @@ def nvcc() -> tuple[str]:
 
 
 def _cpu_sources() -> dict[str, tuple[str, ...]]:
-    """Each level has its instruction set; which one runs is chosen by CPU at run time."""
+    """Return the sources with their flags. Each level has its instruction set; the CPU decides at run time which level runs."""
     names = ("cpu/payload.cpp", "cpu/delta.cpp", "cpu/hash.cpp", "cpu/dispatch.cpp", "cpu/scalar.cpp")
     sources: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
     if platform.machine() in ("x86_64", "AMD64"):
@@ -152,15 +152,15 @@ def _cpu_sources() -> dict[str, tuple[str, ...]]:
     return sources
 
 
-#: -ffp-contract=off: a sum rounds where the source says so.
+#: -ffp-contract=off: no fused multiply-add takes away a rounding.
 CPU = Recipe("zipccl_cpu", compiler, _cpu_sources(), ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread"))
 
 
 def architectures() -> list[str]:
-    """What to build CUDA kernels for: ``TORCH_CUDA_ARCH_LIST``, as torch reads it, or what the devices here are.
+    """Return the architectures of the CUDA kernels: ``TORCH_CUDA_ARCH_LIST``, as torch reads it, or those of the devices.
 
     Raises:
-        BuildError: neither says.
+        BuildError: the variable is not set, and there is no device.
     """
     import torch
 
@@ -173,7 +173,7 @@ def architectures() -> list[str]:
 
 
 def cuda(architectures: Sequence[str]) -> Recipe:
-    """The CUDA kernels for compute capabilities such as "9.0", or "9.0+PTX" for later ones too.
+    """Return the recipe of the CUDA kernels for compute capabilities such as "9.0", or "9.0+PTX" for later ones too.
 
     Not --use_fast_math: it flushes subnormal floats, and sums would differ.
     """
@@ -182,19 +182,19 @@ def cuda(architectures: Sequence[str]) -> Recipe:
         number = architecture.removesuffix("+PTX").replace(".", "")
         code = f"[sm_{number},compute_{number}]" if architecture.endswith("+PTX") else f"sm_{number}"
         targets.append(f"-gencode=arch=compute_{number},code={code}")
-    # 177, 186: loops over no planes, where a type has no such planes.
+    # Warnings 177 and 186: loops over no planes, for a type without such planes.
     flags = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", "-diag-suppress=177,186", "--threads=0", *targets)
     return Recipe("zipccl_cuda", nvcc, {"cuda/launch.cu": ()}, flags)
 
 
 @cache
 def _identity(compiler: tuple[str, ...]) -> bytes:
-    """What besides sources and flags decides the machine code. The CPU's sources choose by CPU at run time."""
+    """Return the version of the compiler, which decides the machine code beside sources and flags."""
     return subprocess.run([*compiler, "--version"], capture_output=True, timeout=60).stdout
 
 
 def library_path(recipe: Recipe = CPU) -> Path:
-    """Where the library is or will be.
+    """Return the path of the library, built or not.
 
     Raises:
         BuildError: no compiler.
@@ -216,7 +216,7 @@ def library_path(recipe: Recipe = CPU) -> Path:
 def build(recipe: Recipe = CPU) -> Path:
     """Compile the library unless it is there already, and return its path; blocks while another process builds it.
 
-    The file appears by atomic rename, so a build that is killed leaves nothing behind that could be loaded; the next one removes the rest.
+    The file appears by atomic rename, so a killed build leaves no file that could be loaded; the next build removes its remains.
 
     Raises:
         BuildError: no compiler, the compiler failed, or the cache folder cannot be written.
@@ -237,7 +237,7 @@ def build(recipe: Recipe = CPU) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of ``path``, a file that is made where it is missing, and neither followed if it is a link nor written."""
+    """Hold the lock of the file ``path``, which is made where it is missing; a link is not followed."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -248,7 +248,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _compile(recipe: Recipe, target: Path) -> None:
     command = [*recipe.compiler(), *recipe.flags, f"-I{CSRC}"]
-    for left in target.parent.glob(f"{target.stem}-*"):  # by builds that were killed: this one holds the lock
+    for left in target.parent.glob(f"{target.stem}-*"):  # remains of killed builds, because this build holds the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}-") as folder:  # of mode 0700
         objects = [Path(folder) / f"{Path(name).name}.o" for name in recipe.sources]
@@ -264,7 +264,7 @@ def _compile(recipe: Recipe, target: Path) -> None:
 
 
 def _run(command: Sequence[str], folder: str) -> None:
-    """Run a compiler. It keeps its temporary files in ``folder``, and makes no file that others can write, whatever the umask."""
+    """Run a compiler with its temporary files in ``folder``; under any umask, no other user can write to the files that it makes."""
     environment = {**os.environ, "TMPDIR": folder}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, umask=0o022)
     if result.returncode:

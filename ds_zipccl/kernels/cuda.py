@@ -1,7 +1,7 @@
-"""The CUDA routes: one set of kernels (csrc/cuda_*.cuh), started by a launcher that nvcc or NVRTC built.
+"""The CUDA routes: one set of kernels (csrc/cuda), started by a launcher over a library of nvcc or a module of NVRTC.
 
-Everything is put on the device's current torch stream; only the calls of :class:`ds_zipccl.kernels.Route` wait for it, those that
-take whole frames (``*_frames``) never do.
+All work goes on the device's current torch stream. The calls of :class:`ds_zipccl.kernels.Route` wait for it; the calls that take
+whole frames (``*_frames``) never wait.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ds_zipccl import tensors
 from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, HEADER_BYTES, FrameError
 from ds_zipccl.kernels.sums import add
 
-#: Of one launch; as kMaxJobs, kMaxDecodeJobs and kMaxFrames of the kernels.
+#: Jobs of one launch: kMaxJobs, kMaxDecodeJobs and kMaxFrames of the kernels.
 MAX_JOBS = 48
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
-#: Bytes of shared memory per kernel and itemsize; cuda/kernels.cuh asserts that they suffice.
+#: kernel -> itemsize -> bytes of shared memory; cuda/kernels.cuh asserts that they suffice.
 SHARED_BYTES = {
     "encode": {1: 26624, 2: 43008, 4: 75776},
     "decode": {1: 25088, 2: 33280, 4: 49664},
     "decode_sum": {2: 50176, 4: 66560},
     "hash": {1: 0},
 }
-#: Blocks of threads that hash at most; each takes 8 KiB at a time.
+#: Most blocks of threads that hash; each takes 8 KiB at a time.
 HASH_GRID = 1024
-#: What a status word holds until something fails.
+#: Content of a status word before a failure.
 NO_FAILURE = -1
 
 _u32, _u64, _ptr = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
@@ -68,7 +68,7 @@ class _DecodeJobs(ctypes.Structure):
 class _SumJob(ctypes.Structure):
     _fields_ = [
         ("frame", _ptr * MAX_JOBS), ("capacity", _u64 * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
-        ("wide", _u32), ("add", _u32), ("sums", _ptr), ("numel", _u64), ("status", _ptr),
+        ("fp32_sums", _u32), ("add", _u32), ("sums", _ptr), ("numel", _u64), ("status", _ptr),
     ]  # fmt: skip
 
 
@@ -98,7 +98,7 @@ class CudaRoute:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
-    # ------------------------------------------------------------------ payloads; these wait for the device
+    # --- payloads; these calls wait for the device
 
     def encode(
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
@@ -120,7 +120,7 @@ class CudaRoute:
         self.add(values, sums)
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
-        add(sums, words)
+        add(words, sums)
 
     def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
         work = tensors.filled(3, 0, torch.int64, data.device)
@@ -130,7 +130,7 @@ class CudaRoute:
         first, second, _ = (int(half) & (1 << 64) - 1 for half in work.tolist())
         return first, second
 
-    # ------------------------------------------------------------------ whole flat frames, without a word to the host
+    # --- whole flat frames; these calls do not wait
 
     def encode_frames(
         self,
@@ -142,8 +142,8 @@ class CudaRoute:
     ) -> None:
         """Code each segment as a flat frame into its slot (uint8, at least the header's 32 bytes, of any such size).
 
-        A frame that does not fit leaves its header, with the overflow flag, and writes nothing outside of its slot; ``overflows``
-        (int32, one element; pinned host memory or of the device) then counts one more.
+        A frame that does not fit leaves its header, with the overflow flag, and writes nothing outside its slot. ``overflows``
+        (int32, one element; pinned host memory or memory of the device) counts such frames.
         """
         jobs = []
         for words, slot in zip(segments, slots, strict=True):
@@ -159,8 +159,8 @@ class CudaRoute:
     ) -> None:
         """Decode the flat frame in each slot, raw or coded in blocks of ``block``, to its ``outs``.
 
-        ``status``: int64, one element, :data:`NO_FAILURE` before; see :func:`raise_failure`. The words of a frame that fails
-        are undefined.
+        ``status``: int64, one element, :data:`NO_FAILURE` before; see :func:`raise_failure`. The words of a refused frame are
+        undefined.
         """
         jobs = [
             _DecodeJob(
@@ -178,11 +178,11 @@ class CudaRoute:
         sums: torch.Tensor,
         status: torch.Tensor,
     ) -> None:
-        """Decode flat frames of ``dtype`` and write the sums of their words, in fp32 and in this order, once to ``sums``: rounded
-        to ``dtype``, or float32. Other arguments as for :meth:`decode_frames`."""
-        wide = sums.dtype != dtype
-        # Sums that several launches add up stay floats until the last one.
-        whole = sums if wide or len(slots) <= MAX_JOBS else tensors.empty(sums.numel(), torch.float32, sums.device)
+        """Decode flat frames of ``dtype``, add their words in fp32 in this order, and write each sum once to ``sums``, which has
+        ``dtype`` (rounded) or float32. Other arguments as for :meth:`decode_frames`."""
+        fp32_sums = sums.dtype != dtype
+        # The sums of several launches stay floats until the last launch.
+        whole = sums if fp32_sums or len(slots) <= MAX_JOBS else tensors.empty(sums.numel(), torch.float32, sums.device)
         for at in range(0, len(slots), MAX_JOBS):
             part = slots[at : at + MAX_JOBS]
             job = _SumJob(
@@ -195,7 +195,7 @@ class CudaRoute:
         if whole is not sums:
             sums.copy_(whole)
 
-    # ------------------------------------------------------------------ launches
+    # --- launches
 
     def _encode_payloads(
         self,
@@ -266,12 +266,12 @@ class CudaRoute:
 
 
 def new_status(device: torch.device) -> torch.Tensor:
-    """A status word for the ``*_frames`` calls."""
+    """Return a status word for the ``*_frames`` calls."""
     return tensors.filled(1, NO_FAILURE, torch.int64, device)
 
 
 def raise_failure(status: torch.Tensor) -> None:
-    """Raise what the kernels wrote to ``status``; waits for the device.
+    """Raise the failure that the kernels wrote to ``status``; waits for the device.
 
     Raises:
         FrameError: a frame was refused.
@@ -283,7 +283,7 @@ def raise_failure(status: torch.Tensor) -> None:
 
 
 def _launches(jobs: list[Any], block: int) -> Iterator[tuple[list[Any], int]]:
-    """The jobs of each launch, told where their items start, and the launch's number of items."""
+    """Give each launch its jobs, with the first item of each, and its number of items."""
     for at in range(0, len(jobs), MAX_JOBS):
         part = jobs[at : at + MAX_JOBS]
         items = 0
@@ -301,7 +301,7 @@ def _aligned(slot: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _current(device: torch.device) -> Iterator[int]:
-    """The device made current, and its current stream."""
+    """Make the device current and give its current stream."""
     if device.type != "cuda":  # the tests' emulation
         yield 0
         return

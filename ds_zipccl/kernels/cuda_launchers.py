@@ -1,4 +1,4 @@
-"""The two ways to the CUDA kernels: a library that nvcc built through the DeepSpeed op builder, or NVRTC through CuPy."""
+"""The two launchers of the CUDA kernels: a library of nvcc, and a module of NVRTC through CuPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_zipccl.kernels.cuda import CudaRoute
 
 
 class LibraryLauncher:
-    """Over the C interface of csrc/cuda/launch.cu."""
+    """Launcher over the C interface of csrc/cuda/launch.cu."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
@@ -31,10 +31,10 @@ class LibraryLauncher:
 
 
 class CupyLauncher:
-    """Over a module that CuPy had NVRTC compile; CuPy keeps what it compiled in its own cache."""
+    """Launcher over a module that NVRTC compiles through CuPy, in the cache of CuPy."""
 
     def __init__(self, cupy: Any) -> None:
-        # The text as a whole: CuPy's cache does not look into included files.
+        # One text without includes, because the cache of CuPy ignores included files.
         self._cupy = cupy
         self._module = cupy.RawModule(code=source(), options=NVRTC_OPTIONS, backend="nvrtc")
         self._kernels: dict[tuple[int, str], Any] = {}
@@ -46,7 +46,7 @@ class CupyLauncher:
                 function = self._module.get_function(kernel)
                 function.max_dynamic_shared_size_bytes = shared_bytes
                 self._kernels[device, kernel] = function
-            # An array of one element of a type of its own is passed by value.
+            # CuPy passes an array of one element of a void type by value.
             by_value = np.frombuffer(memoryview(params), dtype=f"V{ctypes.sizeof(params)}")
             self._kernels[device, kernel]((grid,), (256,), (by_value,), shared_mem=shared_bytes)
 
@@ -56,7 +56,7 @@ NVRTC_OPTIONS = ("--std=c++17",)
 
 @functools.cache
 def source() -> str:
-    """The text of csrc/cuda/kernels.cuh with everything it includes, as NVRTC wants it."""
+    """Return the text of csrc/cuda/kernels.cuh with all its includes expanded, for NVRTC."""
     seen: set[str] = set()
 
     def expand(name: str) -> str:
@@ -70,10 +70,10 @@ def source() -> str:
 
 
 def load_native() -> CudaRoute:
-    """The route over nvcc's library, which is built unless it is in the cache.
+    """Return the route over the library of nvcc; builds it (about a minute) unless the cache has it.
 
     Raises:
-        BuildError: no CUDA device, no nvcc, or it failed.
+        BuildError: there is no CUDA device or no nvcc, or nvcc failed.
         RuntimeError: torch sees no device.
     """
     _need_device()
@@ -81,7 +81,7 @@ def load_native() -> CudaRoute:
 
 
 def load_nvrtc() -> CudaRoute:
-    """The route over CuPy; needs no compiler on the machine.
+    """Return the route over CuPy; needs no compiler on the machine.
 
     Raises:
         ImportError: CuPy is not installed.

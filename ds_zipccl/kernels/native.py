@@ -22,12 +22,12 @@ class _Segment(ctypes.Structure):
     ]
 
 
-#: Place of a code in ZipcclCode of csrc/cpu/level.h.
-_CODES = {"cascade": 0, "window": 1}
+#: code -> its number in ZipcclCode of csrc/cpu/level.h.
+_CODES = {"cascade": 0, "wide": 1}
 
 
 class NativeRoute:
-    """Route over a library that op_builder built; see :class:`ds_zipccl.kernels.Route`.
+    """Route over the library of csrc/cpu; see :class:`ds_zipccl.kernels.Route`.
 
     Tensors of a few MiB and more are spread over ``torch.get_num_threads()`` threads.
     """
@@ -62,7 +62,7 @@ class NativeRoute:
         return str(self._level().decode())
 
     def force_level(self, name: str) -> None:
-        """Use the named level from now on in this process ("auto": the best); for tests.
+        """Use the named level from now on in this process ("auto": the best level); for tests.
 
         Raises:
             ValueError: there is no such level, or this CPU lacks it.
@@ -88,17 +88,17 @@ class NativeRoute:
         )  # fmt: skip
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        wide = sums.dtype != dtype
+        fp32_sums = sums.dtype != dtype
         _check(
             self._decode_add(
-                payload.data_ptr(), payload.numel(), sums.data_ptr(), sums.numel(), DTYPE_IDS[dtype], block, wide,
+                payload.data_ptr(), payload.numel(), sums.data_ptr(), sums.numel(), DTYPE_IDS[dtype], block, fp32_sums,
                 torch.get_num_threads(),
             )
         )  # fmt: skip
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
-        threads, wide = torch.get_num_threads(), sums.dtype != words.dtype
-        self._add(words.data_ptr(), words.numel(), sums.data_ptr(), DTYPE_IDS[words.dtype], wide, threads)
+        threads, fp32_sums = torch.get_num_threads(), sums.dtype != words.dtype
+        self._add(words.data_ptr(), words.numel(), sums.data_ptr(), DTYPE_IDS[words.dtype], fp32_sums, threads)
 
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
         return int(
@@ -128,9 +128,9 @@ def _check(status: int) -> None:
 
 
 def load() -> NativeRoute:
-    """The route; builds its library unless it is in the cache already.
+    """Return the route; builds its library (seconds) unless the cache has it.
 
     Raises:
-        BuildError: no compiler, or it failed.
+        BuildError: there is no compiler, or it failed.
     """
     return NativeRoute(ctypes.CDLL(str(build.build(build.CPU))))

@@ -1,4 +1,4 @@
-"""Sums in torch, for devices and routes without a kernel that adds, and the switch of threads for denormals."""
+"""Sums in torch, for devices and routes without a kernel that adds, and the denormal switch of threads."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 import torch
 
 _LEAST = math.ulp(0.0)
-#: Elements of a piece that torch works on in the calling thread (admission: its threads take over at 32768). Whether a sum flushes
-#: denormals is a switch of each thread, and those of torch's pool have it as it was when they were started.
+#: Elements that torch adds in the calling thread (admission: its pool takes over at 32768). Each thread has a switch that flushes
+#: denormals; a thread of torch's pool keeps the switch of its start.
 _SERIAL = 16384
 
 
 def flushes_here() -> bool:
-    """Whether this thread takes denormals for zero."""
+    """Return whether this thread takes denormals for zero."""
     return _LEAST == 0.0  # a comparison by the processor, under the thread's switch
 
 
 @contextmanager
 def flushing(on: bool) -> Iterator[None]:
-    """Let this thread, and those it starts, flush denormals or keep them."""
+    """Let this thread, and the threads that it starts, flush denormals or keep them."""
     before = flushes_here()
     if before != on:
         torch.set_flush_denormal(on)
@@ -32,24 +32,23 @@ def flushing(on: bool) -> Iterator[None]:
             torch.set_flush_denormal(before)
 
 
-def add(sums: torch.Tensor, values: torch.Tensor) -> None:
-    """Add flat ``values`` to flat ``sums``, of the same dtype (each sum is rounded to it) or float32. NaN sums of bfloat16 are 0x7fc0."""
+def add(values: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add flat ``values`` to flat ``sums``, of their dtype (each sum is rounded to it) or float32; a bfloat16 NaN becomes 0x7fc0."""
     for part, more in zip(_serially(sums), _serially(values), strict=True):
         part.add_(more)
     settle_nans(sums)
 
 
 def divide(sums: torch.Tensor, count: int) -> None:
-    """Divide flat ``sums`` by ``count``, each rounded to its dtype."""
+    """Divide flat ``sums`` by ``count``; each quotient is rounded to their dtype."""
     for part in _serially(sums):
         part.div_(count)
 
 
 def settle_nans(sums: torch.Tensor) -> None:
     """Make NaNs of bfloat16 0x7fc0: torch's vector units give another NaN than c10 and gloo."""
-    if sums.dtype == torch.bfloat16 and bool(
-        sums.sum().isnan()
-    ):  # or of infinities; a sum is four times faster than to look
+    # Opposite infinities give NaN too, which costs time only; a sum is four times faster than a search.
+    if sums.dtype == torch.bfloat16 and bool(sums.sum().isnan()):
         sums.masked_fill_(sums.isnan(), torch.nan)
 
 

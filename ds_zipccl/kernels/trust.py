@@ -1,4 +1,4 @@
-"""Folders that code may be loaded from: only this user and root can have put anything there. Knows nothing of DeepSpeed."""
+"""Folders from which code may be loaded: only this user and root can have written to them. Independent of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import stat
 from functools import cache
 from pathlib import Path
 
-_WRITABLE = (
-    stat.S_IWGRP | stat.S_IWOTH
-)  # where a file has an ACL, the group's bits are the most that the ACL gives anybody
+#: Where a file has an ACL, the bits of the group are the most that the ACL grants.
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 _SEARCHABLE = stat.S_IXGRP | stat.S_IXOTH
 
 
 def claim(folder: Path) -> str:
-    """Make ``folder`` where it is missing, and return why its content cannot be trusted; "" if it can.
+    """Make ``folder`` where it is missing, and return the reason why its content cannot be trusted; "" if it can.
 
-    It is made for this user alone; others can read the folders that are made above it.
+    The folder is made for this user alone; other users can read the folders that are made above it.
 
     Each folder from the root to ``folder`` must belong to this user or to root, and group and others must not write to it: a user
     who can write to a folder can replace its entries. A sticky folder such as /tmp may stand above ``folder``, as only owners
     replace entries there. All entries of ``folder`` must pass too, because they may be older than its mode.
 
-    After a folder has passed, no other user can change it or a folder above it, so the answer holds until a library is loaded. That is
-    why each folder is looked at before anything is made in it.
+    After a folder has passed, no other user can change it or a folder above it, so the answer holds until a library is loaded.
+    Therefore each folder is checked before a file is made in it.
 
     Args:
         folder: a path without links; ``Path.resolve`` gives it.
@@ -40,7 +39,7 @@ def claim(folder: Path) -> str:
 
 
 def _part(folder: Path, above: bool) -> str:
-    """Why another user could replace the content of ``folder``, which is made where it is missing."""
+    """Return why another user could replace the content of ``folder``, which is made where it is missing; "" if none could."""
     try:
         status = os.lstat(folder)
     except FileNotFoundError:
@@ -55,7 +54,10 @@ def _part(folder: Path, above: bool) -> str:
 
 
 def _entries(folder: Path, reachable: bool) -> str:
-    """Why an entry of ``folder`` could be another user's, at any depth. ``reachable``: other users can open files in it."""
+    """Return why an entry of ``folder``, at any depth, could be another user's; "" if none could be.
+
+    ``reachable``: other users can open files in the folder.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):  # of a build in another process, which has ended
@@ -90,9 +92,9 @@ def _writer(path: Path, status: os.stat_result, sticky: bool) -> str:
 
 @cache
 def _outside() -> int | None:
-    """The uid that stands for root and all other users outside of this user namespace; None where every user is known.
+    """Return the uid that stands for all users outside this user namespace, root included; None where every user is known.
 
-    In an unprivileged container it owns / and /tmp, which must not count against the user's own folders below.
+    In an unprivileged container that uid owns / and /tmp, which does not count against the folders of this user below them.
     """
     try:
         unknown = int(Path("/proc/sys/fs/overflowuid").read_text())

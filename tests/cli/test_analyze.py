@@ -185,7 +185,7 @@ def test_plot_knows_the_format() -> None:
     assert (
         aligned[plot_exponents._REACH - 3 : plot_exponents._REACH].sum() > 0.7 * 5120
     )  # the three commonest binades of a Gaussian
-    modes = {"FILL": 1, "RAW": 0, "CASCADE": 10, "SPARSE": 0, "WINDOW": 0}
+    modes = {"FILL": 1, "RAW": 0, "CASCADE": 10, "SPARSE": 0, "WIDE": 0}
     assert dict(zip(plot_exponents.MODES, counts.modes, strict=True)) == modes
 
 

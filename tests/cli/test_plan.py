@@ -243,7 +243,7 @@ def test_cuda_rows_are_read(tmp_path: Path) -> None:
         "encode_gbps": 900,
         "decode_gbps": 800,
     }
-    rows = [row | {"mib": 4, "encode_gbps": 90}, row, row | {"codec": "window"}, row | {"dtype": "float32"}]
+    rows = [row | {"mib": 4, "encode_gbps": 90}, row, row | {"codec": "wide"}, row | {"dtype": "float32"}]
     path.write_text(json.dumps({"rows": rows}))
     found = speeds.read(str(path), "bfloat16")
     assert (found.profile.encode, found.profile.decode, found.ratio) == (9e11, 8e11, 1.5)

@@ -165,7 +165,7 @@ def test_codec_ratio_claims(codec_run: tuple[dict[str, Any], str]) -> None:
     gaussian = [row for row in rows if row["data"].startswith("normal")]
     assert len(gaussian) >= len(SIGMAS)
     for row in gaussian:
-        least = {"cascade": 1.485, "window": 1.42}[row["codec"]]
+        least = {"cascade": 1.485, "wide": 1.42}[row["codec"]]
         assert least <= row["ratio"] < row["entropy_ratio"] < 1.53
     assert all(1 / row["ratio"] <= 1.01 for row in rows if row["data"] == "random")
     assert all(row["ratio"] > 100 for row in rows if row["data"] == "zeros")

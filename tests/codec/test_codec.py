@@ -94,7 +94,7 @@ def test_gaussian_bf16_ratio(route: str) -> None:
         for code in corpus.CODES
     }
     assert min(ratios["cascade"]) >= 1.485 and sum(ratios["cascade"]) >= 1.49 * len(sigmas)
-    assert min(ratios["window"]) >= 1.42
+    assert min(ratios["wide"]) >= 1.42
 
 
 @pytest.mark.parametrize("dtype, ratio", [(torch.float16, 1.165), (torch.float32, 1.195), (torch.float8_e4m3fn, 1.2)])
@@ -314,7 +314,8 @@ def test_out_of_compress(route: str) -> None:
 def test_what_compress_refuses() -> None:
     tensor = torch.zeros(8)
     for arguments, words in (
-        ({"codec": "zstd"}, "no codec 'zstd'; known codecs: raw, cascade, window"),
+        ({"codec": "zstd"}, "no codec 'zstd'; known codecs: raw, cascade, wide, delta"),
+        ({"codec": "window"}, 'codec is now "wide", it was "window"; write "wide"'),
         ({"block": 100}, "block 100 .* 128, 256, 512, 1024"),
         ({"block": 2048}, "block 2048"),
     ):

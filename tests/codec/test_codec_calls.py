@@ -21,7 +21,7 @@ FLOATS = list(corpus.SUMMED.values())
 
 
 def sample(numel: int, kind: corpus.Float, seed: int, finite: bool = False) -> torch.Tensor:
-    names = ("zeros", "bell", "sparse_signed", "wide", "trimmed") if finite else tuple(corpus.TEXTURES)
+    names = ("zeros", "bell", "sparse_signed", "spread", "trimmed") if finite else tuple(corpus.TEXTURES)
     return corpus.tensor(corpus.mixed(numel, kind, 128, seed, names), kind)
 
 
@@ -67,9 +67,9 @@ def test_all_sums_of_bf16_and_fp16_patterns(route: str) -> None:
 
 @given(st.sampled_from(FLOATS), st.integers(0, 3000), st.integers(0, 999), st.booleans())
 @settings(max_examples=60)
-def test_variants_agree_on_sums(kind: corpus.Float, numel: int, seed: int, wide: bool) -> None:
+def test_variants_agree_on_sums(kind: corpus.Float, numel: int, seed: int, fp32_sums: bool) -> None:
     frame = ds_zipccl.compress(sample(numel, kind, seed, finite=True), block=128, checksum=False)
-    start = sample(numel, corpus.FP32 if wide else kind, seed + 1, finite=True)
+    start = sample(numel, corpus.FP32 if fp32_sums else kind, seed + 1, finite=True)
     results = []
     for variant in variants.usable():
         with variant.in_use() as route:

@@ -14,12 +14,12 @@ from ds_zipccl.kernels import build, cuda, cuda_launchers
 
 ARCHITECTURES = ("8.0", "9.0", "10.0")
 CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
-          (f"encode_{kind}_cascade", f"encode_{kind}_window", f"decode_{kind}")}  # fmt: skip
+          (f"encode_{kind}_cascade", f"encode_{kind}_wide", f"decode_{kind}")}  # fmt: skip
 OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
           (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta")}  # fmt: skip
 KERNELS = CODECS | OTHERS | {"zipccl_hash"}
 #: Registers of 64 Ki that let as many blocks of 256 threads run at a time as the kernels' bounds say.
-REGISTERS = {f"encode_{kind}_{code}": 64 for kind in ("bf16", "fp16") for code in ("cascade", "window")}
+REGISTERS = {f"encode_{kind}_{code}": 64 for kind in ("bf16", "fp16") for code in ("cascade", "wide")}
 REGISTERS |= {"decode_sum": 128, "hash": 64}
 
 
@@ -36,8 +36,10 @@ def report(nvcc: tuple[str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the assembler says of every kernel on every architecture."""
     recipe = build.cuda(ARCHITECTURES)
     output = tmp_path_factory.mktemp("cuda") / "kernels.o"
-    command = [*nvcc, *recipe.flags, "-Werror=all-warnings", "-Xptxas=-v", "-c", str(build.CSRC / "cuda/launch.cu")]
-    result = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True, timeout=500)
+    command = [*nvcc, *recipe.flags, f"-I{build.CSRC}", "-Werror=all-warnings", "-Xptxas=-v", "-c"]
+    result = subprocess.run(
+        [*command, str(build.CSRC / "cuda/launch.cu"), "-o", str(output)], capture_output=True, text=True, timeout=500
+    )
     assert result.returncode == 0, result.stderr
     return result.stderr
 

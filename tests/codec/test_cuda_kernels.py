@@ -75,7 +75,7 @@ def test_frames_in_slots(kernel: tuple[CudaRoute, torch.device], dtype: torch.dt
         assert torch.equal(out.cpu().view(torch.uint8), tensor.view(torch.uint8))
 
 
-@pytest.mark.parametrize("code", ["cascade", "window"])
+@pytest.mark.parametrize("code", ["cascade", "wide"])
 def test_slots_that_are_too_small(kernel: tuple[CudaRoute, torch.device], code: str) -> None:
     """An overflow is said in the header and counted, and nothing outside of the slot is touched, however small it is."""
     route, device = kernel
@@ -107,8 +107,8 @@ def test_slots_that_are_too_small(kernel: tuple[CudaRoute, torch.device], code: 
 
 
 @pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.SUMMED.values()], ids=corpus.SUMMED)
-@pytest.mark.parametrize("wide", [False, True], ids=["rounded", "wide"])
-def test_sums(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype, wide: bool) -> None:
+@pytest.mark.parametrize("fp32_sums", [False, True], ids=["rounded", "fp32"])
+def test_sums(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype, fp32_sums: bool) -> None:
     """fp32, in the order of the frames, rounded once; raw frames and more frames than a launch takes among them."""
     route, device = kernel
     for count, numel, block in ((1, 5000, 1024), (3, 20_000, 1024), (8, 700, 128), (70, 1200, 256)):
@@ -116,12 +116,12 @@ def test_sums(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype, wide: 
         tensors[0][:7] = torch.tensor([-0.0, 0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-7])
         for tensor in tensors[1:]:
             tensor[0] = -0.0
-        frames = [frame_of(tensor, "window" if i % 3 else "cascade", block) for i, tensor in enumerate(tensors)]
+        frames = [frame_of(tensor, "wide" if i % 3 else "cascade", block) for i, tensor in enumerate(tensors)]
         frames[count // 2] = compress(tensors[count // 2], "raw", shaped=False, checksum=False)
         wanted = tensors[0].float()
         for tensor in tensors[1:]:
             wanted = wanted + tensor.float()
-        if not wide:
+        if not fp32_sums:
             wanted = wanted.to(dtype)
         sums, memory = slot(wanted.nbytes, device)
         sums, status = sums.view(wanted.dtype), new_status(device)

@@ -21,7 +21,7 @@ from ds_zipccl.frame import FrameErrorCode
 
 FLOATS = list(corpus.SUMMED.values())
 PLAIN = {"shaped": False, "checksum": False}
-FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
+FILL, RAW, CASCADE, SPARSE, WIDE, CHANGE = range(6)
 
 
 def pair(numel: int, kind: corpus.Float, block: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +132,7 @@ def body_bytes(entry: Entry, n: int, kind: corpus.Float) -> int:
     """Of a block of n words, with its padding."""
     r, plane = 1 + kind.mantissa - entry.trim, -(-n // 8)
     coded = r // 8 * n + (r % 8 + (2 if entry.mode == CASCADE else 3)) * plane
-    return framing.pad16({RAW: n * kind.dtype.itemsize, CASCADE: coded, WINDOW: coded}.get(entry.mode, 0))
+    return framing.pad16({RAW: n * kind.dtype.itemsize, CASCADE: coded, WIDE: coded}.get(entry.mode, 0))
 
 
 def least_mode(block: np.ndarray, before: np.ndarray, kind: corpus.Float) -> tuple[int | None, int, int]:
@@ -255,7 +255,7 @@ def test_a_base_is_needed_and_only_by_delta() -> None:
         ds_zipccl.compress(tensor, base=base)
     with pytest.raises(ValueError, match="takes no base, which codec 'delta' needs"):
         codecs.compress_segments([tensor], [torch.empty(9999, dtype=torch.uint8)], "delta")
-    with pytest.raises(ValueError, match="needs the base"):
+    with pytest.raises(ValueError, match="a delta frame needs the base"):
         ds_zipccl.decompress(frame)
     plain = ds_zipccl.compress(tensor)
     assert_same_bits(ds_zipccl.decompress(plain, base=torch.zeros(3)), tensor)

@@ -33,7 +33,7 @@ def test_a_codec_written_from_the_document_agrees(route: str, name: str, block: 
     for seed, numel in enumerate((*sizes, 17 * 128 + 5 if block == 128 else 9 * block)):
         words = corpus.mixed(numel, kind, block, seed)
         tensor = corpus.tensor(words, kind)
-        for shape, checksum, code in ((None, False, "cascade"), ((numel, 1), True, "window")):
+        for shape, checksum, code in ((None, False, "cascade"), ((numel, 1), True, "wide")):
             shaped = tensor if shape is None else tensor.view(shape)
             arguments = {"block": block, "shaped": shape is not None, "checksum": checksum, "route": route}
             frame = ds_zipccl.compress(shaped, code, **arguments)
@@ -75,7 +75,7 @@ def test_delta_frames_follow_the_document(route: str, name: str, change: str) ->
 def test_decoders_take_any_scale_of_changes(route: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The document leaves the top to the encoder: frames of other and earlier encoders are as good."""
     kind = corpus.FLOATS[name]
-    words = corpus.mixed(1100, kind, 128, 3, ("bell", "wide", "specials", "sparse"))
+    words = corpus.mixed(1100, kind, 128, 3, ("bell", "spread", "specials", "sparse"))
     before = corpus.before(words, kind, 128, 3, ("few_units", "units", "steps"))
     middle = kind.largest_exponent // 2
     for top in (0, 1, middle - 4, middle, middle + 1, middle + 3, 255):
@@ -95,12 +95,15 @@ def test_document_tables_are_those_of_the_code() -> None:
     assert dtypes == {key: str(dtype).removeprefix("torch.") for key, dtype in framing.DTYPES.items()}
     codes = {name: int(code) for code, name in re.findall(r"^\| (\d+) \| ([A-Z]+) \|", FORMAT, re.MULTILINE)}
     codes = {
-        name: code
-        for name, code in codes.items()
-        if name not in ("FILL", "RAW", "CASCADE", "SPARSE", "WINDOW", "CHANGE")
+        name: code for name, code in codes.items() if name not in ("FILL", "RAW", "CASCADE", "SPARSE", "WIDE", "CHANGE")
     }
     assert codes == {code.name: int(code) for code in framing.FrameErrorCode}
-    rows = re.findall(r"^\| (CASCADE|WINDOW) \| (\d) \| (.+?) \| (\d) \|$", FORMAT, re.MULTILINE)
+    checksums = {
+        int(key): name
+        for key, name in re.findall(r"^\| (\d) \| (\w+) \| .+ \| (?:no longer )?write it \|$", FORMAT, re.M)
+    }
+    assert checksums == {int(kind): kind.name for kind in framing.ChecksumId}
+    rows = re.findall(r"^\| (CASCADE|WIDE) \| (\d) \| (.+?) \| (\d) \|$", FORMAT, re.MULTILINE)
     assert len(rows) == 8
     for mode, tier, names, escape in rows:
         named = from_format.NAMED[from_format.MODES[mode.lower()]][int(tier) - 1]

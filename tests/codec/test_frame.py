@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 import struct
-import zlib
 from dataclasses import dataclass, replace
 
 import corpus
+import from_format
 import pytest
 import torch
 from hypothesis import given
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import ds_zipccl
 from ds_zipccl import frame as framing
-from ds_zipccl.frame import CodecId, FrameErrorCode, Header
+from ds_zipccl.frame import ChecksumId, CodecId, FrameErrorCode, Header
 
-LAYOUT = "<4s6BHIQQ"  # FORMAT.md section 1, not frame.py's
+LAYOUT = "<4s8BIQQ"  # FORMAT.md section 1, not frame.py's
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Raw:
     flags: int = 0
     ndim: int = 0
     log2: int = 0
+    checksum_id: int = 0
     reserved: int = 0
     checksum: int = 0
     numel: int = 4
@@ -43,7 +44,7 @@ class Raw:
         dims = struct.pack(f"<{len(self.dims)}Q", *self.dims)
         dims += bytes(-len(dims) % 16) if self.padding is None else self.padding
         size = 32 + len(dims) + len(self.payload) if self.size is None else self.size
-        fields = (self.magic, self.version, self.codec, self.dtype, self.flags, self.ndim, self.log2)
+        fields = (self.magic, self.version, self.codec, self.dtype, self.flags, self.ndim, self.log2, self.checksum_id)
         return struct.pack(LAYOUT, *fields, self.reserved, self.checksum, self.numel, size) + dims + self.payload
 
     def tensor(self) -> torch.Tensor:
@@ -98,7 +99,8 @@ REFUSED = {
     "unknown flag": (replace(GOOD, flags=8), FrameErrorCode.RESERVED),
     "dimensions without shape": (replace(GOOD, ndim=1), FrameErrorCode.RESERVED),
     "checksum without flag": (replace(GOOD, checksum=1), FrameErrorCode.RESERVED),
-    "reserved bytes": (replace(GOOD, reserved=0x100), FrameErrorCode.RESERVED),
+    "checksum id without flag": (replace(GOOD, checksum_id=1), FrameErrorCode.RESERVED),
+    "reserved byte": (replace(GOOD, reserved=1), FrameErrorCode.RESERVED),
     "blocks in a raw frame": (replace(GOOD, log2=9), FrameErrorCode.RESERVED),
     "no blocks in a coded frame": (replace(CODED, log2=0), FrameErrorCode.RESERVED),
     "blocks of 64": (replace(CODED, log2=6), FrameErrorCode.RESERVED),
@@ -125,7 +127,9 @@ REFUSED = {
     "numel of 2^64 in a coded frame": (replace(CODED, numel=(1 << 64) - 1), FrameErrorCode.SIZE),
     "coded payload short": (replace(CODED, payload=CODED.payload[:16]), FrameErrorCode.SIZE),
     "coded payload long": (replace(CODED, payload=CODED.payload + bytes(48)), FrameErrorCode.SIZE),
-    "checksum": (replace(GOOD, flags=1, checksum=1), FrameErrorCode.CHECKSUM),
+    "CRC32": (replace(GOOD, flags=1, checksum=1), FrameErrorCode.CHECKSUM),
+    "XXH3": (replace(GOOD, flags=1, checksum_id=1, checksum=1), FrameErrorCode.CHECKSUM),
+    "unknown checksum": (replace(GOOD, flags=1, checksum_id=2), FrameErrorCode.CHECKSUM),
     "first chunk before the index ends": (replace(CODED, payload=bytes(32)), FrameErrorCode.INDEX),
     "first chunk late": (replace(CODED, payload=bytes([2]) + bytes(31)), FrameErrorCode.INDEX),
     "second chunk outside": (
@@ -193,7 +197,7 @@ headers = st.builds(
     numel=st.just(0),
     frame_bytes=st.just(0),
     shape=st.none() | st.lists(st.integers(0, 5), max_size=64).map(tuple),
-    checksum=st.none() | st.just(0),
+    checksum=st.none() | st.sampled_from(ChecksumId),
 )
 
 
@@ -205,22 +209,29 @@ def test_pack_and_parse(header: Header) -> None:
     buffer = torch.arange(frame_bytes + 9).to(torch.uint8)
     framing.pack(header, buffer)
     parsed = framing.parse(buffer)
-    raw = bytearray(buffer.numpy().tobytes()[:frame_bytes])
-    if header.checksum is not None:
-        raw[12:16] = bytes(4)
-        assert parsed.checksum == zlib.crc32(raw)
-        parsed = replace(parsed, checksum=0)
     assert parsed == header
+    raw = buffer.numpy().tobytes()[:frame_bytes]
+    if header.checksum is not None:
+        assert raw == from_format.with_checksum(raw, int(header.checksum))
     assert buffer[header.payload_at :].tolist() == [i % 256 for i in range(header.payload_at, frame_bytes + 9)]
 
 
 def test_every_single_bit_flip_is_refused() -> None:
-    """With a checksum, in one frame of each codec, every bit counts."""
+    """With a checksum of either kind, in one frame of each codec, every bit counts."""
     tensor = corpus.tensor(corpus.mixed(200, corpus.BF16, 128, 3), corpus.BF16).view(100, 2)
     for codec in ("raw", "cascade"):
-        frame = ds_zipccl.compress(tensor, codec, block=128)
-        for bit in range(8 * frame.numel()):
-            frame[bit // 8] ^= 1 << bit % 8
-            assert code(frame) is not None, f"bit {bit} of a {codec} frame"
-            frame[bit // 8] ^= 1 << bit % 8
-        assert code(frame) is None
+        for kind in ChecksumId:
+            written = ds_zipccl.compress(tensor, codec, block=128).numpy().tobytes()
+            frame = torch.frombuffer(bytearray(from_format.with_checksum(written, int(kind))), dtype=torch.uint8)
+            assert framing.parse(frame).checksum is kind
+            for bit in range(8 * frame.numel()):
+                frame[bit // 8] ^= 1 << bit % 8
+                assert code(frame) is not None, f"bit {bit} of a {codec} frame with {kind.name}"
+                frame[bit // 8] ^= 1 << bit % 8
+            assert code(frame) is None
+
+
+def test_new_frames_have_the_checksum_that_the_document_names() -> None:
+    frame = ds_zipccl.compress(torch.arange(9))
+    assert framing.parse(frame).checksum is framing.CHECKSUM is ChecksumId(max(from_format.CHECKSUMS))
+    assert framing.parse(ds_zipccl.compress(torch.arange(9), checksum=False)).checksum is None

@@ -40,8 +40,8 @@ def as_tensor(frame: bytearray) -> torch.Tensor:
 
 
 def _lost_its_checksum(frame: bytearray) -> bool:
-    """Flag and value both gone: then it is a frame without a checksum, and no decoder can tell."""
-    return len(frame) >= 16 and not frame[7] & 1 and not any(frame[12:16])
+    """Flag, id and value all gone: then it is a frame without a checksum, and no decoder can tell."""
+    return len(frame) >= 16 and not frame[7] & 1 and not frame[10] and not any(frame[12:16])
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -1,7 +1,8 @@
 """Frames of earlier versions: every route still writes exactly these bytes and reads them.
 
-tests/golden/<name>.bin is the frame of CASES[name]. After a deliberate change of the format, written down in FORMAT.md:
-``pytest tests/test_golden.py --update-golden``.
+tests/golden/<name>.bin is the frame of CASES[name]; <name>_crc32.bin is the frame that encoders wrote for it before XXH3 became the
+checksum, for decoders alone. After a deliberate change of the format, written down in FORMAT.md:
+``pytest tests/codec/test_golden.py --update-golden``.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ import ds_zipccl
 from ds_zipccl import frame as framing
 
 FOLDER = TESTS / "golden"
-#: Textures whose blocks take each mode, and what they are for.
+#: Block mode -> seed, and textures whose blocks take that mode.
 MODES = {
-    "fill": ("zeros", "negative_zeros", "constant"),
-    "raw": ("random",),
-    "cascade": ("bell", "outliers", "trimmed"),
-    "window": ("bell", "wide", "trimmed"),
-    "sparse": ("sparse", "sparse_signed", "mixed_zeros", "trimmed_sparse"),
-    "mixed": tuple(corpus.TEXTURES),
+    "fill": (4, ("zeros", "negative_zeros", "constant")),
+    "raw": (3, ("random",)),
+    "cascade": (7, ("bell", "outliers", "trimmed")),
+    "wide": (6, ("bell", "spread", "trimmed")),
+    "sparse": (6, ("sparse", "sparse_signed", "mixed_zeros", "trimmed_sparse")),
+    "mixed": (5, tuple(corpus.TEXTURES)),
 }
 
 
 def _coded(name: str, mode: str, numel: int, block: int) -> tuple[torch.Tensor, dict[str, object]]:
     kind = corpus.FLOATS[name]
-    words = corpus.mixed(numel, kind, block, seed=len(mode), names=MODES[mode])
+    words = corpus.mixed(numel, kind, block, *MODES[mode])
     arguments = {"block": block, "shaped": False, "checksum": False}
-    return corpus.tensor(words, kind), arguments | ({"codec": "window"} if mode == "window" else {})
+    return corpus.tensor(words, kind), arguments | ({"codec": "wide"} if mode == "wide" else {})
 
 
 def _delta(name: str, numel: int, block: int) -> tuple[torch.Tensor, dict[str, object]]:
     kind = corpus.FLOATS[name]
-    words = corpus.mixed(numel, kind, block, seed=7, names=("bell", "sparse", "specials", "wide"))
+    words = corpus.mixed(numel, kind, block, seed=7, names=("bell", "sparse", "specials", "spread"))
     base = corpus.tensor(corpus.before(words, kind, block, 7), kind)
     return corpus.tensor(words, kind), {
         "codec": "delta",
@@ -58,7 +59,7 @@ CASES = (
             ("fill", 700, 128),
             ("raw", 300, 128),
             ("cascade", 600, 256),
-            ("window", 600, 256),
+            ("wide", 600, 256),
             ("sparse", 1100, 512),
             ("mixed", 2500, 1024),
             ("mixed", 2048 + 130, 128),
@@ -78,6 +79,8 @@ CASES = (
         "bf16_raw_codec": (_coded("bf16", "mixed", 50, 128)[0], {"codec": "raw"}),
     }
 )
+#: Cases whose frame has a checksum, and so had another one before.
+CRC32_CASES = [name for name, (_, arguments) in CASES.items() if arguments.get("checksum", True)]
 
 
 def _path(name: str) -> Path:
@@ -102,9 +105,20 @@ def test_golden_frame(name: str, route: str, update: set[str] | None) -> None:
     assert torch.equal(frame, golden), f"{name}: {frame.numel()} bytes now, {golden.numel()} in tests/golden"
 
 
+@pytest.mark.parametrize("name", CRC32_CASES)
+def test_golden_frame_with_the_old_checksum(name: str, route: str) -> None:
+    """Decoders read it, and it differs from the new frame in the checksum alone."""
+    tensor, _ = CASES[name]
+    old, new = (_path(each).read_bytes() for each in (f"{name}_crc32", name))
+    golden = torch.frombuffer(bytearray(old), dtype=torch.uint8)
+    assert framing.parse(golden).checksum is framing.ChecksumId.CRC32
+    assert_same_bits(ds_zipccl.decompress(golden, route=route), tensor)
+    assert from_format.with_checksum(old, int(framing.CHECKSUM)) == new
+
+
 def test_the_folder_holds_these_and_no_more() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
-    assert set(files) == {_path(name).name for name in CASES}
+    assert set(files) == {_path(name).name for name in CASES} | {f"{name}_crc32.bin" for name in CRC32_CASES}
     assert sum(files.values()) < 100_000
 
 

@@ -25,7 +25,7 @@ from ds_zipccl.kernels import build, native
 #: Bit-identity tests by name, run as pytest would run them.
 IDENTITY: dict[str, Callable[[], None]] = {
     "all patterns, bf16": lambda: test_codec.test_all_patterns_of_16_bits("auto", corpus.BF16, 512, "cascade"),
-    "all patterns, fp16": lambda: test_codec.test_all_patterns_of_16_bits("auto", corpus.FP16, 128, "window"),
+    "all patterns, fp16": lambda: test_codec.test_all_patterns_of_16_bits("auto", corpus.FP16, 128, "wide"),
     "patterns among others": lambda: test_codec.test_every_pattern_among_ordinary_words("auto", corpus.BF16, "cascade"),
     "random fp32": lambda: test_codec.test_ten_million_random_fp32_words("auto"),
     "shapes": lambda: test_codec.test_shapes_come_back("auto"),

@@ -35,7 +35,7 @@ def levels() -> list[str]:
 
 
 def test_a_hundred_thousand_damaged_payloads(tmp_path: Path, levels: list[str]) -> None:
-    result = asan.run(asan.build(tmp_path), 1, MUTATIONS, 300, levels)
+    result = asan.run(asan.build_fuzzer(tmp_path), 1, MUTATIONS, 300, levels)
     assert result.returncode == 0, result.stdout + result.stderr
     words = result.stdout.split()
     count = dict(zip(words[::2], map(int, words[1::2]), strict=True))
@@ -59,6 +59,6 @@ def test_a_missing_bound_check_is_seen(check: str, tmp_path: Path, levels: list[
     source = csrc / CHECKS[check]
     assert check in source.read_text(), "the line to take out has moved"
     source.write_text(source.read_text().replace(check, ""))
-    result = asan.run(asan.build(tmp_path, csrc), 1, MUTATIONS, 60, levels[:1])
+    result = asan.run(asan.build_fuzzer(tmp_path, csrc), 1, MUTATIONS, 60, levels[:1])
     assert result.returncode != 0
     assert "AddressSanitizer" in result.stderr, result.stdout + result.stderr

@@ -55,7 +55,7 @@ def test_every_rule_has_a_case() -> None:
     assert used == set(range(len(RULES)))
 
 
-@pytest.mark.parametrize("codec", ["cascade", "window", "raw"])
+@pytest.mark.parametrize("codec", ["cascade", "wide", "raw"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("reduce_op", [None, *CODED_REDUCE_OPS])
 def test_coded(codec: str, dtype: torch.dtype, reduce_op: str | None) -> None:
@@ -84,7 +84,7 @@ def test_unknown_role() -> None:
 
 
 def test_small_segments_travel_raw() -> None:
-    assert frame_codec("window", RAW_BELOW_BYTES) == "window"
+    assert frame_codec("wide", RAW_BELOW_BYTES) == "wide"
     assert frame_codec("cascade", RAW_BELOW_BYTES - 1) == frame_codec("raw", RAW_BELOW_BYTES) == "raw"
 
 

@@ -1,5 +1,5 @@
 // Runs CUDA kernel source on the CPU, for tests on machines without a GPU. Every thread of a block is a fiber of its own; fibers run one at
-// a time until they wait for one another, and who goes on is drawn by chance from a seed. So code that works only while the lanes of a warp
+// a time until they wait for one another, and a seed decides which fiber goes on. So code that works only while the lanes of a warp
 // happen to move together, or the warps of a block, or only with its blocks started in order, fails here with some seed.
 #pragma once
 #include <stdint.h>
@@ -32,10 +32,10 @@ Index block_index();
 Index grid_size();
 void* shared_memory(uint64_t bytes);
 
-// Waits until every lane of the warp has come to the same operation, and returns what each brought. The lanes must all take part.
+// Waits until every lane of the warp has come to the same operation, and returns the value of each. The lanes must all take part.
 const uint32_t* exchange(uint32_t value, const char* operation);
 void wait_for_block();
-void give_way();  // others may run
+void give_way();  // other fibers may run
 
 template <typename Fold>
 uint32_t fold(uint32_t value, const char* operation, Fold next) {

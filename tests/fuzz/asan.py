@@ -26,17 +26,17 @@ FLAGS = (
 DRIVER = Path(__file__).with_name("fuzz.cpp")
 
 
-def build(folder: Path, csrc: Path = build.CSRC, optimization: str = "-O0") -> Path:
-    """The fuzzer, compiled to ``folder`` with the codec sources in ``csrc``.
+def build_fuzzer(folder: Path, csrc: Path = build.CSRC, optimization: str = "-O0") -> Path:
+    """Compile the fuzzer to ``folder`` with the codec sources in ``csrc``, and return its path.
 
     Compiling takes longer than a hundred thousand mutations: -O0 is for short runs.
 
     Raises:
-        RuntimeError: the compiler failed; the message has its words.
+        RuntimeError: the compiler failed; the message has its output.
     """
     target = folder / "fuzz"
-    sources = {DRIVER: (f"-I{csrc}",), **{csrc / name: flags for name, flags in build.CPU.sources.items()}}
-    common = (*build.compiler(), optimization, *FLAGS)
+    sources = {DRIVER: (), **{csrc / name: flags for name, flags in build.CPU.sources.items()}}
+    common = (*build.compiler(), optimization, *FLAGS, f"-I{csrc}")
     objects = {source: folder / f"{source.name}.o" for source in sources}
     with ThreadPoolExecutor() as pool:
         list(pool.map(_compile, ((*common, *sources[at], "-c", at, "-o", objects[at]) for at in sources)))
@@ -51,9 +51,9 @@ def _compile(command: Sequence[str | Path]) -> None:
 
 
 def run(fuzz: Path, seed: int, mutations: int, seconds: int, levels: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """One run of the fuzzer; status 0 and one line of counts if nothing was found."""
+    """Run the fuzzer once; status 0 and one line of counts if it found nothing."""
     command = [str(fuzz), str(seed), str(mutations), str(seconds), *levels]
-    # Leaks are not looked for: that needs ptrace, which containers forbid, and the codec allocates nothing.
+    # No search for leaks: it needs ptrace, which containers forbid, and the codec allocates nothing.
     environment = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds + 300)
 
@@ -64,7 +64,7 @@ def main() -> None:
     seconds = int(sys.argv[1]) if len(sys.argv) > 1 else 600
     levels = [variant.level for variant in variants.usable() if variant.level]
     with tempfile.TemporaryDirectory() as folder:
-        result = run(build(Path(folder), optimization="-O2"), int(time.time()), 1 << 60, seconds, levels)
+        result = run(build_fuzzer(Path(folder), optimization="-O2"), int(time.time()), 1 << 60, seconds, levels)
     print(" ".join(result.args[1:]), result.stdout, result.stderr, sep="\n")
     sys.exit(result.returncode)
 

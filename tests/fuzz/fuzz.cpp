@@ -20,7 +20,7 @@ extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t d
 extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
                                  int32_t threads);
 extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
-                                     int32_t wide, int32_t threads);
+                                     int32_t fp32_sums, int32_t threads);
 extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uint64_t numel, void* out, int32_t dtype, uint32_t block,
                                         int32_t threads);
 extern "C" int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* base, void* words, uint64_t numel, int32_t dtype,
@@ -93,14 +93,16 @@ void generate(const Case& c, uint64_t n, uint8_t* words) {
       if (texture == 7 && below(30) == 0) e = draw();
       word = (word & ~(c.exponents() << c.mantissa())) | (uint32_t(e) & c.exponents()) << c.mantissa();
     }
-    if (texture == 9) word = (word & ~(c.exponents() << c.mantissa())) | (uint32_t(middle + below(10)) & c.exponents()) << c.mantissa();  // wide
+    if (texture == 9) {  // spread
+      word = (word & ~(c.exponents() << c.mantissa())) | (uint32_t(middle + below(10)) & c.exponents()) << c.mantissa();
+    }
     if (texture == 8) word = word >> trim << trim;
     if (below(64) < zeros_in_64) word = below(4) ? 0 : c.sign();
     memcpy(words + i * c.item(), &word, c.item());
   }
 }
 
-// What n words were before: themselves, a few units away, or for some anything else.
+// A base of n words: equal words, words a few units away, and some random words.
 void change(const Case& c, uint64_t n, const uint8_t* words, uint8_t* base) {
   const uint64_t in_64 = below(65), reach = 1 + below(1ull << below(8)), replaced = below(4) ? 0 : below(65);
   for (uint64_t i = 0; i < n; ++i) {
@@ -112,7 +114,7 @@ void change(const Case& c, uint64_t n, const uint8_t* words, uint8_t* base) {
   }
 }
 
-// Damages `frame` in place, perhaps cutting or extending it, and perhaps what the receiver takes it for.
+// Damages `frame` in place, perhaps cutting or extending it, and perhaps the receiver's idea of it.
 void damage(std::string& payload, Case& c) {
   const uint64_t kind = below(9), size = payload.size();
   const auto poke = [&](uint64_t from, uint64_t to) {
@@ -180,10 +182,11 @@ int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels,
     if (level != levels[0] && now != status) fail("levels differ in status", c, level);
     status = now;
     if (c.dtype <= 3 && c.code < 2) {  // the same decoder before an addition
-      const int32_t wide = int32_t(below(2));
-      Exact sums(c.numel * (wide ? 4 : c.item()), shift);
+      const int32_t fp32_sums = int32_t(below(2));
+      Exact sums(c.numel * (fp32_sums ? 4 : c.item()), shift);
       if (sums.size()) memset(sums.data, 0x3c, sums.size());
-      if (zipccl_decode_add(in.data, in.size(), sums.data, c.numel, c.dtype, c.block, wide, 1) != now) fail("decode_add differs", c, level);
+      const int32_t added = zipccl_decode_add(in.data, in.size(), sums.data, c.numel, c.dtype, c.block, fp32_sums, 1);
+      if (added != now) fail("decode_add differs", c, level);
     }
     if (status) continue;
     const std::string got(reinterpret_cast<char*>(out.data), out.size());

@@ -73,7 +73,8 @@ REFUSED = [
     ({"step_log": None}, ['"zipccl.step_log" must be a string, got null']),
     ({"step_log": ["a"]}, ['"zipccl.step_log" must be a string, got ["a"]']),
     ({"reduction": "sum"}, ['"zipccl.reduction" must be "auto" | "match" | "fp32", got "sum"']),
-    ({"codec": "zstd"}, ['"cascade" | "window" | "raw", got "zstd"']),
+    ({"codec": "window"}, ['"zipccl.codec" is now "wide", it was "window"; write "wide"']),
+    ({"codec": "zstd"}, ['"cascade" | "wide" | "raw", got "zstd"']),
     ({"route": "cuda"}, ['"auto" | "native" | "numba", got "cuda"']),
     ({"check": True}, ['"off" | "shadow", got true']),
     (

@@ -211,17 +211,20 @@ def rank_program() -> None:
 
 def plant_wrong_bit() -> None:
     """Make the codec flip the lowest bit of the first element of each message it decodes in this process."""
+    import dataclasses
+
     import torch
 
-    from ds_zipccl.codecs.exponent import ExponentCodec
+    from ds_zipccl.codecs.registry import DECODERS
+    from ds_zipccl.frame import CodecId
 
-    right = ExponentCodec.decode
+    right = DECODERS[CodecId.EXPONENT]
 
-    def decode(self: Any, payload: torch.Tensor, block: int, words: torch.Tensor, route: str) -> None:
-        right(self, payload, block, words, route)
+    def decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+        right.decode(payload, base, block, words, route)
         words.view(torch.int16)[0] ^= 1
 
-    ExponentCodec.decode = decode  # type: ignore[method-assign]
+    DECODERS[CodecId.EXPONENT] = dataclasses.replace(right, decode=decode)
 
 
 if __name__ == "__main__":

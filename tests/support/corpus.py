@@ -37,7 +37,7 @@ FLOATS = {"bf16": BF16, "fp16": FP16, "fp32": FP32, "e4m3": E4M3, "e5m2": E5M2}
 SUMMED = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 BLOCKS = (128, 256, 512, 1024)
 CHUNK_BLOCKS = 16
-CODES = ("cascade", "window")
+CODES = ("cascade", "wide")
 
 
 def hashes(count: int, seed: int) -> np.ndarray:
@@ -103,8 +103,8 @@ def _outliers(count: int, kind: Float, seed: int) -> np.ndarray:
     return np.where(rare, random_words(count, kind, seed + 4), bell(count, kind, seed))
 
 
-def _wide(count: int, kind: Float, seed: int) -> np.ndarray:
-    """Exponents spread over more binades than a bell's: a cascade gives way to a window, or nearly so."""
+def _spread(count: int, kind: Float, seed: int) -> np.ndarray:
+    """Exponents spread over more binades than a bell's: CASCADE gives way to WIDE, or nearly so."""
     middle = kind.largest_exponent // 2
     steps = sum(_below(count, seed + i, 3 + seed % 4).astype(np.int64) for i in range(3))
     return with_exponents(random_words(count, kind, seed), middle - steps, kind)
@@ -129,7 +129,7 @@ TEXTURES: dict[str, Texture] = {
     "threshold": _threshold,
     "specials": _specials,
     "outliers": _outliers,
-    "wide": _wide,
+    "spread": _spread,
     "trimmed": _trimmed,
     "trimmed_sparse": lambda n, kind, seed: _zeroed(_trimmed(n, kind, seed), kind, seed, 400, True),
     "ramp": lambda n, kind, seed: (np.arange(n) * (1 + seed % 97)).astype(kind.word),

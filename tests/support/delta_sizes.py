@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import corpus
 import numpy as np
-from from_format import CASCADE, NAMED, PLANES, WINDOW
+from from_format import CASCADE, NAMED, PLANES, WIDE
 
 #: Eighths of a binade from the mean size of the changes to their scale, by mantissa bits.
 CHANGE_BIAS = {7: 0, 10: 4, 23: 16}
@@ -23,8 +23,8 @@ def _exponents(words: np.ndarray, kind: corpus.Float) -> np.ndarray:
 
 
 def _order(words: np.ndarray, kind: corpus.Float) -> np.ndarray:
-    wide = words.astype(np.int64)
-    return np.where(wide & kind.sign, 2 * kind.sign - 1 - wide, wide | kind.sign)
+    words_64 = words.astype(np.int64)
+    return np.where(words_64 & kind.sign, 2 * kind.sign - 1 - words_64, words_64 | kind.sign)
 
 
 def tails(words: np.ndarray, base: np.ndarray, kind: corpus.Float) -> list[tuple[int, int]]:
@@ -80,5 +80,5 @@ def alone(words: np.ndarray, kind: corpus.Float) -> int:
         return min(raw, size + first(CASCADE, len(others)) + _elements(CASCADE, e, top(23))[0])
     every, mode, bias = _exponents(words, kind), CASCADE, 23
     if 8 * _elements(CASCADE, every, top(23))[1] > 3 * n:
-        mode, bias = WINDOW, 28
+        mode, bias = WIDE, 28
     return min(raw, _pad16(first(mode, n)) + _elements(mode, every, top(bias))[0])

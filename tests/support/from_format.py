@@ -6,18 +6,21 @@ import struct
 import zlib
 
 import numpy as np
+import xxhash
 from from_format_delta import Contradiction, decode_change, encode_change
 
 FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23), 13: (4, 3), 14: (5, 2)}  # dtype id -> E, M
-FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
+FILL, RAW, CASCADE, SPARSE, WIDE, CHANGE = range(6)
 #: mode -> tier -> what the codes below the escape name
 NAMED: dict[int, tuple[tuple[int | str, ...], ...]] = {
     CASCADE: ((4, 5, 6), (3, 7, 8), (9, 10, 11), (2, 12, "zero")),
-    WINDOW: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0, "zero")),
+    WIDE: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0, "zero")),
 }
-PLANES = {CASCADE: 2, WINDOW: 3}
-MODES = {"cascade": CASCADE, "window": WINDOW}
+PLANES = {CASCADE: 2, WIDE: 3}
+MODES = {"cascade": CASCADE, "wide": WIDE}
 CHUNK = 16
+#: checksum_id -> checksum of a whole frame (1.3); the last one is that of encoders
+CHECKSUMS = {0: zlib.crc32, 1: lambda frame: xxhash.xxh3_64_intdigest(frame) % (1 << 32)}
 
 
 def _demand(condition: bool, what: str) -> None:
@@ -117,7 +120,7 @@ def _decode_chunk(
     sizes = []
     for n, entry, z in zip(lengths, entries, trims, strict=True):
         mode = entry >> 13
-        _demand(mode <= (WINDOW if base is None else CHANGE) and z <= m_bits, "unknown mode or trim")
+        _demand(mode <= (WIDE if base is None else CHANGE) and z <= m_bits, "unknown mode or trim")
         coded = _first_bytes(mode, n, 1 + m_bits - z) if mode in NAMED else 0
         sizes.append(_up(n * item if mode == RAW else coded, 16) * 16)
     tail = body + sum(sizes)
@@ -159,11 +162,13 @@ def decode_payload(payload: bytes, numel: int, dtype: int, block: int, base: lis
 
 def decode(frame: bytes, base: list[int] | None = None) -> tuple[int, tuple[int, ...] | None, list[int]]:
     """dtype id, shape, and words of a valid exponent frame, or with ``base`` of a delta frame."""
-    magic, version, codec, dtype, flags, ndim, log2, _, checksum, numel, size = struct.unpack_from("<4s6BHIQQ", frame)
+    magic, version, codec, dtype, flags, ndim, log2, kind, _, checksum, numel, size = struct.unpack_from(
+        "<4s8BIQQ", frame
+    )
     _demand((magic, version, codec) == (b"ZCCL", 1, 1 if base is None else 2), "a frame of another kind")
     frame = frame[:size]
     if flags & 1:
-        _demand(zlib.crc32(frame[:12] + bytes(4) + frame[16:]) == checksum, "checksum")
+        _demand(CHECKSUMS[kind](frame[:12] + bytes(4) + frame[16:]) == checksum, "checksum")
     shape = struct.unpack_from(f"<{ndim}Q", frame, 32) if flags & 2 else None
     return dtype, shape, decode_payload(frame[32 + _up(8 * ndim, 16) * 16 :], numel, dtype, 1 << log2, base)
 
@@ -220,7 +225,7 @@ def _encode_block(words: list[int], mode: int, e_bits: int, m_bits: int) -> tupl
         t = top(23 if mode == CASCADE else 20)
         first, second, escapes = _encode_elements(mode, words, t, z, e_bits, m_bits)
         if mode == CASCADE and 8 * escapes > 3 * n:
-            mode, t = WINDOW, top(28)
+            mode, t = WIDE, top(28)
             first, second, _ = _encode_elements(mode, words, t, z, e_bits, m_bits)
         form = mode, t, z, _pad(first), second
     raw = _pad(b"".join(w.to_bytes(item, "little") for w in words))
@@ -268,21 +273,13 @@ def encode(
     payload = encode_payload(words, dtype, block, code, base)
     flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
 
-    def header(crc: int) -> bytes:
-        log2, codec = block.bit_length() - 1, 1 if base is None else 2
-        return struct.pack(
-            "<4s6BHIQQ",
-            b"ZCCL",
-            1,
-            codec,
-            dtype,
-            flags,
-            len(shape or ()),
-            log2,
-            0,
-            crc,
-            len(words),
-            size,
-        )
+    log2, codec = block.bit_length() - 1, 1 if base is None else 2
+    fields = (b"ZCCL", 1, codec, dtype, flags, len(shape or ()), log2, 0, 0, 0, len(words), size)
+    frame = struct.pack("<4s8BIQQ", *fields) + dims + payload
+    return with_checksum(frame, max(CHECKSUMS)) if checksum else frame
 
-    return header(zlib.crc32(header(0) + dims + payload) if checksum else 0) + dims + payload
+
+def with_checksum(frame: bytes, kind: int) -> bytes:
+    """``frame`` with the checksum of this id, whatever checksum it had."""
+    bare = frame[:7] + bytes([frame[7] | 1]) + frame[8:10] + bytes([kind]) + frame[11:12] + bytes(4) + frame[16:]
+    return bare[:12] + struct.pack("<I", CHECKSUMS[kind](bare)) + bare[16:]

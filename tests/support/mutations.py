@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import corpus
+import from_format
 import torch
 
 import ds_zipccl
@@ -18,6 +19,8 @@ TRUNCATED, MAGIC, VERSION, CODEC, DTYPE, RESERVED, SHAPE, SIZE, CHECKSUM, MISMAT
 )
 PAYLOAD = frozenset({INDEX, BLOCK})
 ANY = frozenset(FrameErrorCode)
+#: Textures of long frames.
+LONG_TEXTURES = ("zeros", "constant", "negative_zeros", "sparse", "bell")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,10 @@ class Base:
 
 
 def bases(checksum: bool, largest: int = 4200) -> list[Base]:
-    """Frames of every codec, coded dtype, block size and mode, with and without a shape, of up to ``largest`` elements."""
+    """Frames of every codec, coded dtype, block size and mode, with and without a shape, of up to ``largest`` elements.
+
+    With ``checksum``, every other frame has the checksum that encoders no longer write.
+    """
     found = []
     for at, kind in enumerate(corpus.FLOATS.values()):
         for block in corpus.BLOCKS:
@@ -60,11 +66,7 @@ def bases(checksum: bool, largest: int = 4200) -> list[Base]:
                 if numel > largest or (numel > 2100 and block > 128):
                     continue
                 seed = 100 * at + 10 * (block % 11) + seed
-                names = (
-                    tuple(corpus.TEXTURES)
-                    if numel < 2101
-                    else ("zeros", "constant", "negative_zeros", "sparse", "bell")
-                )
+                names = tuple(corpus.TEXTURES) if numel < 2101 else LONG_TEXTURES
                 tensor = corpus.tensor(corpus.mixed(numel, kind, block, seed, names), kind)
                 shaped = seed % 3 != 0
                 if shaped:
@@ -81,6 +83,9 @@ def bases(checksum: bool, largest: int = 4200) -> list[Base]:
     for tensor in (torch.arange(50), torch.ones(7, 3), torch.zeros(0, dtype=torch.int8)):
         frame = ds_zipccl.compress(tensor, "raw", checksum=checksum, shaped=tensor.dim() > 1)
         found.append(Base(frame.numpy().tobytes(), tensor, False, 32 if tensor.dim() == 1 else 48))
+    if checksum:
+        oldest = min(from_format.CHECKSUMS)
+        found[::2] = [replace(base, frame=from_format.with_checksum(base.frame, oldest)) for base in found[::2]]
     return found
 
 
@@ -220,7 +225,7 @@ def block_log2(rng: random.Random, base: Base) -> bytearray:
 
 
 @_kind(RESERVED)
-def reserved(rng: random.Random, base: Base) -> bytearray:
+def checksum_id_or_reserved(rng: random.Random, base: Base) -> bytearray:
     return _set_byte(rng, base, rng.randrange(10, 12))
 
 

@@ -74,7 +74,7 @@ __attribute__((always_inline)) inline void each_group(uint32_t m, Step step) {
   if (at < m) step(at, m - at);
 }
 
-// Ask for a cache line, to read or to write it; the address may be anything.
+// Ask for a cache line, to read or to write it; any address is allowed.
 inline void prefetch(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 inline void prefetch_to_write(const uint8_t* at) { __builtin_prefetch(at, 1, 2); }
 

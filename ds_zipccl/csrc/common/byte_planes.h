@@ -1,4 +1,4 @@
-// 64 words as planes of 64 bytes, lowest first: shifts and masks by constants then cost a few byte operations. For levels with vectors.
+// 64 words as planes of 64 bytes, lowest first: a shift or mask by a constant costs a few byte operations. For levels with vectors.
 #pragma once
 #include <stdint.h>
 

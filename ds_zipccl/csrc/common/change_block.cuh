@@ -5,7 +5,7 @@
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kLevels = 6;  // an element that has all of them is written as a word
+constexpr uint32_t kLevels = 6;  // an element that has all levels is written as a word
 
 template <typename F>
 struct Scale {  // of changes
@@ -25,8 +25,8 @@ ZIPCCL_FN Word word_of(Word order) {
   return Word(order ^ (Word((order >> (8 * sizeof(Word) - 1)) - 1) | sign));
 }
 
-// The fewest bytes that n words may take without a base, which are more than plane_bytes(n). Not all words are equal, `zeros` of them are +0 or
-// -0, and their `trim` low bits are zero.
+// The fewest bytes of n words without a base; more than plane_bytes(n). Not all words are equal, `zeros` of them are +0 or -0, and their
+// `trim` low bits are zero.
 template <typename F>
 ZIPCCL_FN uint32_t least_alone_bytes(uint32_t n, uint32_t zeros, uint32_t trim) {
   const uint32_t raw = body_bytes<F>(RAW, n, 0), map = 1 + plane_bytes(n);

@@ -18,9 +18,9 @@ typedef uint64_t uintptr_t;
 #endif
 
 namespace zipccl {
-namespace {  // each CPU level compiles its own copy: merging them would let one level's instructions reach another
+namespace {  // each CPU level compiles its own copy: a merged copy could carry instructions of one level into another
 
-enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WINDOW = 4, CHANGE = 5 };
+enum Mode : uint32_t { FILL = 0, RAW = 1, CASCADE = 2, SPARSE = 3, WIDE = 4, CHANGE = 5 };
 enum Status : int32_t {  // FrameErrorCode of frame.py
   OK = 0, TRUNCATED = 1, MAGIC = 2, VERSION = 3, CODEC = 4, RESERVED = 6, SIZE = 8, MISMATCH = 10, INDEX = 11, BLOCK = 12, OVERFLOWED = 13
 };
@@ -57,7 +57,7 @@ using Fp32 = FloatBits<uint32_t, 8, 23, true>;
 using E4m3 = FloatBits<uint8_t, 4, 3>;
 using E5m2 = FloatBits<uint8_t, 5, 2>;
 
-// A tier codes each element that the tiers before it did not name, in `bits` bits. With k = (top + 3 - e) mod 256: code_of_k is the
+// A tier codes each element that no tier before it named, in `bits` bits. With k = (top + 3 - e) mod 256: code_of_k is the
 // code for k (15: any from 15 up), k_of_code the inverse. The largest code is the escape to the next tier.
 struct Tier {
   uint32_t bits;
@@ -76,15 +76,15 @@ struct Cascade {
                                         {2, {3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 1, 2, 3, 3, 3, 3}, {9, 10, 11}},
                                         {2, {3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 1, 3, 3, 3}, {2, 12}}};
 };
-struct Window {
-  static constexpr Mode mode = WINDOW;
+struct Wide {
+  static constexpr Mode mode = WIDE;
   static constexpr uint32_t top_bias = 20;
   static constexpr Tier tier[kTiers] = {{3, {7, 7, 7, 0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 7, 7}, {3, 4, 5, 6, 7, 8, 9}},
                                         {2, {3, 3, 1, 3, 3, 3, 3, 3, 3, 3, 0, 2, 3, 3, 3, 3}, {10, 2, 11}},
                                         {2, {3, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 2, 3, 3}, {12, 1, 13}},
                                         {2, {1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 0, 3}, {14, 0}}};
 };
-constexpr uint32_t kWideBias = 28;  // of a WINDOW that takes the place of a CASCADE
+constexpr uint32_t kFallbackBias = 28;  // of WIDE in the place of CASCADE
 
 ZIPCCL_FN constexpr uint32_t pad16(uint32_t x) { return (x + 15) & ~15u; }
 ZIPCCL_FN constexpr uint32_t plane_bytes(uint32_t n) { return (n + 7) / 8; }
@@ -106,7 +106,7 @@ ZIPCCL_FN uint32_t body_bytes(uint32_t mode, uint32_t n, uint32_t trim) {
   switch (mode) {
     case RAW: return pad16(n * uint32_t(sizeof(typename F::Word)));
     case CASCADE: return pad16(first_part_bytes(n, 1 + F::M - trim, Cascade::tier[0].bits));
-    case WINDOW: return pad16(first_part_bytes(n, 1 + F::M - trim, Window::tier[0].bits));
+    case WIDE: return pad16(first_part_bytes(n, 1 + F::M - trim, Wide::tier[0].bits));
     default: return 0;
   }
 }

@@ -27,7 +27,7 @@ ZIPCCL_FN uint32_t as_bits(float f) {
 #endif
 }
 
-// No branches, so that loops over them vectorise.
+// No branches, so that loops over these functions vectorize.
 template <typename F>
 struct Values;
 template <>
@@ -44,7 +44,7 @@ struct Values<Fp16> {
   static ZIPCCL_FN float from(uint16_t w) {
     const uint32_t sign = uint32_t(w & 0x8000) << 16, magnitude = uint32_t(w & 0x7fff) << 13;
     const uint32_t normal = magnitude >= 31u << 23 ? magnitude | kInfinity : magnitude + kBias;
-    // Subnormal: put the bits below the leading one of 2^-14 and take that one away.
+    // Subnormal: add the leading one of 2^-14 above the bits, and subtract it as a float.
     const uint32_t subnormal = as_bits(as_float(magnitude + kBias + (1u << 23)) - as_float(kBias + (1u << 23)));
     return as_float(sign | (magnitude < 1u << 23 ? subnormal : normal));
   }

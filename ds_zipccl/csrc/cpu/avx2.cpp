@@ -1,4 +1,4 @@
-// The AVX2 level: Haswell, Zen and later. Its compiler flags: kernels/build.py.
+// The AVX2 level: Haswell, Zen and later. kernels/build.py has its compiler flags.
 #if defined(__x86_64__)
 #include "cpu/delta_chunk.h"
 #include "cpu/encode.h"

@@ -1,4 +1,4 @@
-// The AVX-512 level: Ice Lake, Zen 4 and later. Its compiler flags: kernels/build.py.
+// The AVX-512 level: Ice Lake, Zen 4 and later. kernels/build.py has its compiler flags.
 #if defined(__x86_64__)
 #include "cpu/delta_chunk.h"
 #include "cpu/encode.h"

@@ -1,4 +1,4 @@
-// Payloads as chunks that are spread over threads: what the C interfaces of the CPU codecs share.
+// Payloads as chunks that are spread over threads; shared by the C interfaces of the CPU codecs.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -21,9 +21,9 @@ namespace zipccl {
 namespace {
 
 constexpr uint64_t kBytesPerThread = 1 << 20;  // seed, measured on Zen 4: with less to do a thread costs more than it saves
-constexpr uint64_t kStreamBytes = 8 << 20;      // seed: more words than this leave the cache before anyone reads them
+constexpr uint64_t kStreamBytes = 8 << 20;      // seed: more words than this leave the cache before the reader comes
 constexpr uint64_t kRun = 8;              // chunks that a thread takes in a row
-constexpr uint64_t kChunkExtra = 256;     // more than a chunk can be larger than its words
+constexpr uint64_t kChunkExtra = 256;     // a chunk is larger than its words by less than this
 constexpr uint32_t kItemsize[ZIPCCL_TYPES] = {2, 2, 4, 1, 1};
 
 // Place of a dtype of FORMAT.md table 1.1 in the tables of a level.
@@ -43,14 +43,14 @@ uint64_t chunks_of(uint64_t numel, uint32_t block) {
 }
 uint64_t index_bytes(uint64_t chunks) { return (4 * chunks + 15) / 16 * 16; }
 
-// Lets the words that went past the cache be seen by whoever is told that they are there.
+// Makes words that went past the cache visible before a later store of this thread.
 void finish_streams() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// How many of `threads` threads are worth their start for so many bytes of words.
+// Number of threads, at most `threads`, that are worth their start for so many bytes of words.
 int32_t useful_threads(int32_t threads, uint64_t bytes) {
   return int32_t(std::max<uint64_t>(1, std::min<uint64_t>(threads < 1 ? 1 : threads, bytes / kBytesPerThread)));
 }
@@ -67,7 +67,7 @@ void on_threads(int32_t threads, Work work) {
   for (std::thread& thread : others) thread.join();
 }
 
-// Puts the parts of a chunk of `bytes` bytes together; returns their end.
+// Copies the parts of a chunk of `bytes` bytes to one place; returns their end.
 uint8_t* place(const ZipcclPart* parts, uint32_t bytes, uint8_t* to) {
   for (const uint8_t* const end = to + bytes; to < end; to += parts++->padded) {
     memcpy(to, parts->from, parts->bytes);

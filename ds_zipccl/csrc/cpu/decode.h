@@ -1,5 +1,5 @@
-// Exponent payload decoder for the CPU, a chunk at a time; `Lanes` does the steps of 64 elements. Everything read is proven to lie in
-// the chunk first (FORMAT.md section 4).
+// Exponent payload decoder for the CPU, a chunk at a time; `Lanes` does the steps of 64 elements. No byte is read before it is proven to
+// lie in the chunk (FORMAT.md section 4).
 #pragma once
 #include "common/bits.h"
 #include "common/exponent_block.cuh"
@@ -144,7 +144,7 @@ Status decode_sparse(const uint8_t* tail, uint32_t bytes, uint32_t n, uint32_t t
   return OK;
 }
 
-// A block on its way: what the table says of it, and what the next pass needs.
+// A block between two passes: its table entry, and the data for the next pass.
 struct Entry {
   uint32_t mode, top, trim, n, tail_bytes;
   const uint8_t *body, *tail;
@@ -160,14 +160,14 @@ Status read_tail(Entry& entry) {
     case FILL: return entry.tail_bytes == 0 || entry.tail_bytes == sizeof(typename F::Word) ? OK : BLOCK;
     case RAW: return entry.tail_bytes == 0 ? OK : BLOCK;
     case CASCADE: return read_tiers<Cascade>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
-    case WINDOW: return read_tiers<Window>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
+    case WIDE: return read_tiers<Wide>(tier1, entry.n, entry.tail, entry.tail_bytes, entry.tiers, entry.lists[0]);
     default: return OK;  // SPARSE and CHANGE are checked as they are decoded
   }
 }
 
-// What decodes the modes of a delta payload (cpu/delta_chunk.h), in a payload without a base: they are unknown.
+// Decoder of the modes of a delta payload (cpu/delta_chunk.h) in a payload without a base: they are unknown there.
 struct NoBase {
-  static constexpr uint32_t last_mode = WINDOW;
+  static constexpr uint32_t last_mode = WIDE;
   template <typename F, typename Lanes>
   Status decode(const Entry&, uint32_t, uint8_t*) const {
     return BLOCK;
@@ -189,7 +189,7 @@ Status decode_block(const Entry& entry, const Base& base, uint32_t at, bool stre
     }
     case RAW: memcpy(words, entry.body, entry.n * sizeof(Word)); return OK;
     case CASCADE: decode_elements<F, Cascade, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
-    case WINDOW: decode_elements<F, Window, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
+    case WIDE: decode_elements<F, Wide, Lanes>(entry.body, entry.lists[1], entry.n, entry.top, entry.trim, stream, words); return OK;
     case SPARSE: return decode_sparse<F, Lanes>(entry.tail, entry.tail_bytes, entry.n, entry.top, entry.trim, stream, words);
     default: return base.template decode<F, Lanes>(entry, at, words);
   }
@@ -216,7 +216,7 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     entry.body = chunk + tail;  // the tails begin where the bodies end
     tail += body_bytes<F>(entry.mode, entry.n, entry.trim);
   }
-  // Bit strings are read eight bytes at a time: what would then be read past the chunk is read from a copy.
+  // Bit strings are read eight bytes at a time. A read that would pass the end of the chunk goes to a copy.
   uint8_t end[kTailMax + 32];
   uint64_t end_at = bytes;
   for (uint32_t b = 0; b < blocks; ++b) {
@@ -233,7 +233,7 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     if (status) return status;
   }
   if ((tail + 15) / 16 * 16 != bytes) return BLOCK;
-  // Tier by tier, not block by block: cpu/encode.h says why.
+  // Tier by tier, not block by block: cpu/encode.h has the reason.
   const auto tier = [&](auto code, auto index) __attribute__((always_inline)) {
     using Code = decltype(code);
     for (uint32_t b = 0; b < blocks; ++b)
@@ -244,11 +244,11 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
   tier(Cascade(), Index<3>());
   tier(Cascade(), Index<2>());
   tier(Cascade(), Index<1>());
-  tier(Window(), Index<3>());
-  tier(Window(), Index<2>());
-  tier(Window(), Index<1>());
+  tier(Wide(), Index<3>());
+  tier(Wide(), Index<2>());
+  tier(Wide(), Index<1>());
   for (uint32_t b = 0; b < blocks; ++b) {
-    // The next chunk begins where this one ends, and its passes jump about in it: have it near by then.
+    // The next chunk begins at the end of this one, and its passes read it out of order: prefetch it.
     for (uint64_t at = b * bytes / blocks; at < (b + 1) * bytes / blocks; at += 64) prefetch(chunk + bytes + at);
     uint8_t* words = where(b);
     const Status status = decode_block<F, Lanes>(entries[b], base, b * block, stream, words);

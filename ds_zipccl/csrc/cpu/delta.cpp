@@ -14,7 +14,7 @@ struct Segment {
 
 }  // namespace
 
-// Encodes numel words of `dtype` (1 to 3) against as many at `base` to `out`, which must hold codecs.exponent.payload_bound() bytes.
+// Encodes numel words of `dtype` (1 to 3) against as many at `base` to `out`, which must hold payload_bound() (codecs/exponent.py) bytes.
 // Returns the payload's bytes.
 extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uint64_t numel, void* out, int32_t dtype, uint32_t block,
                                         int32_t threads) {

@@ -1,5 +1,5 @@
-// The CHANGE block of delta payloads on the CPU (FORMAT.md 2.3 and section 3), and what its encoder and decoder share: the arithmetic of
-// 64 elements as plain loops, which each level compiles to its own vectors.
+// The CHANGE block of delta payloads on the CPU (FORMAT.md 2.3 and section 3). Encoder and decoder share the arithmetic of 64 elements as
+// plain loops, which each level compiles to its own vectors.
 #pragma once
 #include "common/change_block.cuh"
 #include "cpu/decode.h"
@@ -90,7 +90,7 @@ struct TailCensus {
   }
 };
 
-// What a block's changes are made of.
+// The changes of a block.
 template <typename F>
 struct Change {
   using Word = typename F::Word;
@@ -199,7 +199,7 @@ void plan_change(const Scaled& scaled, Change<F>& change) {
     uint64_t has = shifted;
 #pragma GCC unroll 8
     for (uint32_t first = 0; first < Scale<F>::shifts; first += kStep) {
-      if (!has) break;  // who has no bit p has none above it
+      if (!has) break;  // no element has a higher bit
       const auto part = Lanes::template narrow<Word>(group >> first);
 #pragma GCC unroll 4
       for (uint32_t p = 0; p < kStep; ++p) {
@@ -272,7 +272,7 @@ Status decode_change(const uint8_t* tail, uint32_t bytes, const uint8_t* base, u
     for (uint32_t i = 0; i < n; i += 64) {
       uint64_t& here = reached[i / 64];
       if (level == 1) q[0][i / 64] = q[1][i / 64] = q[2][i / 64] = 0;
-      if (level > 2 && !here) continue;  // rare from here on
+      if (level > 2 && !here) continue;  // rare at these levels
       const uint32_t bits = popcount(here);
       here = Lanes::scatter(peek_bits(tail, at), here);
       at += bits;
@@ -321,7 +321,7 @@ Status decode_change(const uint8_t* tail, uint32_t bytes, const uint8_t* base, u
     typename Lanes::template Vec<Word> low = {}, unit = {};  // of k: 2^k - 1
 #pragma GCC unroll 8
     for (uint32_t first = 0; first < Scale<F>::shifts; first += kStep) {
-      if (!shift[first][g]) break;  // who has no bit p has none above it
+      if (!shift[first][g]) break;  // no element has a higher bit
       uint64_t bits[kStep], has[kStep];
 #pragma GCC unroll 4
       for (uint32_t p = 0; p < kStep; ++p) {

@@ -13,7 +13,7 @@ void encode_alone(Block& block, uint8_t* body, uint8_t* tail) {
   const auto tier = [&](auto index) __attribute__((always_inline)) {
     TierPlanes& planes = block.tiers[index.value - 1];
     if (block.form.mode == CASCADE) block.left = encode_tier<Cascade, index.value, Lanes>(block.list, block.left, block.form.top, planes);
-    if (block.form.mode == WINDOW) block.left = encode_tier<Window, index.value, Lanes>(block.list, block.left, block.form.top, planes);
+    if (block.form.mode == WIDE) block.left = encode_tier<Wide, index.value, Lanes>(block.list, block.left, block.form.top, planes);
   };
   tier(Index<1>());
   tier(Index<2>());
@@ -21,7 +21,7 @@ void encode_alone(Block& block, uint8_t* body, uint8_t* tail) {
   write_tail<F, Cascade, Lanes>(block, tail);
 }
 
-// As least_alone_bytes, of n words.
+// least_alone_bytes of n words.
 template <typename F, typename Lanes>
 uint32_t least_alone(const uint8_t* words, uint32_t n) {
   uint64_t zeros[kGroups];
@@ -52,13 +52,13 @@ void encode_against(Block& block, const uint8_t* base, Change<F>& change, uint8_
   write_change<F, Lanes>(words, change, scaled.flags, tail);
 }
 
-// As encode_chunk, against the words at `base`.
+// encode_chunk against the words at `base`.
 template <typename F, typename Lanes>
 uint32_t encode_delta_chunk(const uint8_t* words, const uint8_t* base, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts) {
   using Word = typename F::Word;
   Workspace& work = *static_cast<Workspace*>(workspace);
   Change<F> change;
-  const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Window::tier[0].bits));
+  const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Wide::tier[0].bits));
   memset(work.table, 0, sizeof work.table);
   uint32_t bytes = table_bytes<F>(blocks), tail = 0;
   *parts++ = {work.table, bytes, bytes};
@@ -79,7 +79,7 @@ uint32_t encode_delta_chunk(const uint8_t* words, const uint8_t* base, uint32_t 
   return bytes + pad16(tail);
 }
 
-// What decodes CHANGE in a chunk whose base begins at `words`.
+// Decoder of CHANGE in a chunk whose base begins at `words`.
 struct AtBase {
   static constexpr uint32_t last_mode = CHANGE;
   const uint8_t* words;

@@ -1,4 +1,4 @@
-// The level in use: chosen once, by what the CPU has; tests may force a lower one.
+// The level in use: chosen once, by the instructions of the CPU; tests may force a lower level.
 #include <string.h>
 
 #include "cpu/level.h"

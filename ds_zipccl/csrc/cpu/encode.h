@@ -9,7 +9,7 @@ namespace {
 
 constexpr uint32_t kGroups = kMaxBlock / 64;
 
-struct Form {  // what the table says of a block
+struct Form {  // table entry of a block
   uint32_t mode, top, trim, body, tail;
 };
 
@@ -113,7 +113,7 @@ uint32_t encode_tier(uint8_t* list, uint32_t left, uint32_t top, TierPlanes& pla
     const uint64_t here = ones(left - at), low = Lanes::plane(codes, 0) & here, high = Lanes::plane(codes, 1) & here;
     planes.low[at / 64] = low;
     planes.high[at / 64] = high;
-    Lanes::compress(e, low & high, list + escapes);  // in place: never past what was read
+    Lanes::compress(e, low & high, list + escapes);  // in place: never past the elements already read
     escapes += popcount(low & high);
   }
   return escapes;
@@ -200,7 +200,7 @@ uint32_t trailing_zeros(const uint8_t* words, uint32_t n) {
   return low < F::M ? low : F::M;
 }
 
-// A block on its way: what the table says of it, where it is, and what the next pass needs.
+// A block between two passes: its table entry, its place, and the data for the next pass.
 struct Block {
   Form form;
   Survey survey;
@@ -237,21 +237,21 @@ void survey_block(Block& block, uint8_t* body) {
   if (!sparse) encode_parts<F, Lanes>(words, n, 1 + F::M - block.form.trim, block.form.trim, body);
 }
 
-// Second pass: tier 1, with which the body is complete.
+// Second pass: tier 1, which completes the body.
 template <typename F, typename Code, typename Lanes>
 void encode_body(Block& block) {
   Form& form = block.form;
-  if (form.mode != CASCADE && form.mode != WINDOW) return;
+  if (form.mode != CASCADE && form.mode != WIDE) return;
   const uint32_t n = block.n, r = 1 + F::M - form.trim;
   uint8_t* tier1 = const_cast<uint8_t*>(block.body) + parts_bytes(n, r);
   block.left = encode_tier1<Code, Lanes>(block.exponents, n, form.top, tier1, block.list);
   if (form.mode == CASCADE && 8 * block.left > 3 * n) {
-    form.mode = WINDOW;
-    form.top = block.top(kWideBias);
-    block.left = encode_tier1<Window, Lanes>(block.exponents, n, form.top, tier1, block.list);
+    form.mode = WIDE;
+    form.top = block.top(kFallbackBias);
+    block.left = encode_tier1<Wide, Lanes>(block.exponents, n, form.top, tier1, block.list);
   }
   form.body = body_bytes<F>(form.mode, n, form.trim);
-  const uint32_t first = first_part_bytes(n, r, form.mode == WINDOW ? Window::tier[0].bits : Cascade::tier[0].bits);
+  const uint32_t first = first_part_bytes(n, r, form.mode == WIDE ? Wide::tier[0].bits : Cascade::tier[0].bits);
   memset(tier1 + (first - parts_bytes(n, r)), 0, form.body - first);
 }
 
@@ -283,7 +283,7 @@ struct Workspace {
 };
 static_assert(sizeof(Workspace) <= kZipcclWorkspace, "callers provide that much");
 
-// Writes what the table says of a block; returns its body.
+// Writes the table entry of a block; returns its body.
 template <typename F>
 ZipcclPart enter(Workspace& work, uint32_t b, uint32_t blocks) {
   const Block& here = work.blocks[b];
@@ -295,18 +295,18 @@ ZipcclPart enter(Workspace& work, uint32_t b, uint32_t blocks) {
   return {here.body, form.mode == RAW ? here.n * uint32_t(sizeof(typename F::Word)) : form.body, form.body};
 }
 
-// Encodes a chunk of numel words (at most 16 blocks). Returns its bytes; `parts` are its contents in order. They will be copied to
-// `soon`, and words that are probably encoded after these are at `next`.
+// Encodes a chunk of numel words (at most 16 blocks). Returns its bytes; `parts` are its contents in order. The parts are
+// copied to `soon` later; `next` are the words that are probably encoded next.
 //
-// Every pass goes over all blocks before the next one starts: its steps for different blocks are independent, so that the processor
-// works on several at a time, and what one pass wrote in small pieces has reached the cache when the next one loads it as a whole.
-// Memory is asked ahead for what comes next in those passes that have other work, evenly: in bursts it would hold them up.
+// Every pass goes over all blocks before the next pass starts. The steps of a pass for different blocks are independent, so that the
+// processor works on several blocks at a time. Small stores of one pass have reached the cache when the next pass loads them as a whole.
+// Prefetches are spread evenly over the passes that compute, because a burst of them would stall.
 template <typename F, typename Code, typename Lanes>
 uint32_t encode_chunk(const uint8_t* words, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts, const uint8_t* soon,
                       const uint8_t* next) {
   using Word = typename F::Word;
   Workspace& work = *static_cast<Workspace*>(workspace);
-  const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Window::tier[0].bits));
+  const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Wide::tier[0].bits));
   for (uint32_t b = 0; b < blocks; ++b) {
     work.blocks[b].words = words + b * block * sizeof(Word);
     work.blocks[b].n = numel - b * block < block ? numel - b * block : block;
@@ -320,7 +320,7 @@ uint32_t encode_chunk(const uint8_t* words, uint32_t numel, uint32_t block, void
     each([&](Block& here) {
       TierPlanes& planes = here.tiers[index.value - 1];
       if (here.form.mode == CASCADE) here.left = encode_tier<Cascade, index.value, Lanes>(here.list, here.left, here.form.top, planes);
-      if (here.form.mode == WINDOW) here.left = encode_tier<Window, index.value, Lanes>(here.list, here.left, here.form.top, planes);
+      if (here.form.mode == WIDE) here.left = encode_tier<Wide, index.value, Lanes>(here.list, here.left, here.form.top, planes);
     });
   };
   const uint32_t half = block * uint32_t(sizeof(Word)) / 2;

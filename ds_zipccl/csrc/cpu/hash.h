@@ -14,7 +14,7 @@ struct HashKeys {
 };
 constexpr HashKeys kHashKeys;
 
-// Adds what `blocks` blocks at `data` contribute to the halves' sums; the first is block `first` of the region.
+// Adds the contribution of `blocks` blocks at `data` to the sums of the halves; the first block is block `first` of the region.
 template <typename Lanes>
 void hash_blocks(const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums) {
   for (uint64_t b = 0; b < blocks; ++b, data += 8 * kHashWords) {

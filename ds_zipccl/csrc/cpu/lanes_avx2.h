@@ -1,4 +1,4 @@
-// The steps of 64 elements in AVX2, in vectors of 32 bytes. What each does: cpu/lanes_scalar.h.
+// The steps of 64 elements in AVX2, in vectors of 32 bytes. cpu/lanes_scalar.h says the meaning of each.
 #pragma once
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// The steps of 64 elements in AVX-512 (BW, VBMI, VBMI2). What each does: cpu/lanes_scalar.h.
+// The steps of 64 elements in AVX-512 (BW, VBMI, VBMI2). cpu/lanes_scalar.h says the meaning of each.
 #pragma once
 #include <immintrin.h>
 

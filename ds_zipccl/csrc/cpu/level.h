@@ -1,11 +1,11 @@
-// What a CPU level offers: the codec of a chunk for each type. cpu/scalar.cpp, cpu/avx2.cpp and cpu/avx512.cpp define one each,
+// The functions of a CPU level: the codec of a chunk for each type. cpu/scalar.cpp, cpu/avx2.cpp and cpu/avx512.cpp define one each,
 // cpu/dispatch.cpp chooses.
 #pragma once
 #include <stdint.h>
 
 // Places of types and codes in the tables below; cpu/payload.cpp knows the dtypes of FORMAT.md table 1.1.
 enum ZipcclType { ZIPCCL_BF16, ZIPCCL_FP16, ZIPCCL_FP32, ZIPCCL_E4M3, ZIPCCL_E5M2, ZIPCCL_TYPES };
-enum ZipcclCode { ZIPCCL_CASCADE, ZIPCCL_WINDOW, ZIPCCL_CODES };
+enum ZipcclCode { ZIPCCL_CASCADE, ZIPCCL_WIDE, ZIPCCL_CODES };
 
 // A piece of an encoded chunk: `bytes` bytes, then zeros up to `padded`, a multiple of 16.
 struct ZipcclPart {
@@ -17,7 +17,7 @@ constexpr uint32_t kZipcclWorkspace = 256 << 10;
 
 struct ZipcclLevel {
   // Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace (kZipcclWorkspace bytes, aligned to 64).
-  // `soon` is where they will go, `next` what will probably be encoded next; both only to have the memory near.
+  // `soon` is their later place, `next` the words that are probably encoded next; both serve to prefetch memory.
   using Encode = uint32_t(const uint8_t* words, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts, const uint8_t* soon,
                           const uint8_t* next);
   // `stream`: the words need not stay in the cache.
@@ -50,7 +50,7 @@ extern const ZipcclLevel zipccl_avx2, zipccl_avx512;
 const ZipcclLevel& zipccl_chosen();
 
 #define ZIPCCL_ENCODE(F, LANES) \
-  { zipccl::encode_chunk<zipccl::F, zipccl::Cascade, zipccl::LANES>, zipccl::encode_chunk<zipccl::F, zipccl::Window, zipccl::LANES> }
+  { zipccl::encode_chunk<zipccl::F, zipccl::Cascade, zipccl::LANES>, zipccl::encode_chunk<zipccl::F, zipccl::Wide, zipccl::LANES> }
 #define ZIPCCL_DECODE(F, LANES) zipccl::decode_chunk<zipccl::F, zipccl::LANES>
 #define ZIPCCL_ADD(F, LANES) \
   { zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t> }

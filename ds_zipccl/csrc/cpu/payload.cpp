@@ -3,7 +3,7 @@
 
 using namespace zipccl;
 
-// One payload to be encoded: numel words to `out`, which must hold codecs.exponent.payload_bound() bytes; `bytes` is the result.
+// One payload to be encoded: numel words to `out`, which must hold payload_bound() (codecs/exponent.py) bytes; `bytes` is the result.
 struct ZipcclSegment {
   const void* words;
   uint64_t numel;
@@ -11,7 +11,7 @@ struct ZipcclSegment {
   uint64_t bytes;
 };
 
-// Encodes `count` segments of `dtype` with `code` (0 cascade, 1 window).
+// Encodes `count` segments of `dtype` with `code` (0 cascade, 1 wide).
 extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::Encode* const encode_chunk = zipccl_chosen().encode[type][code];
@@ -36,23 +36,23 @@ extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* word
                     });
 }
 
-// Decodes a payload and adds it to numel sums: of `dtype` (1 to 3) itself, each rounded to it, or floats if `wide`.
+// Decodes a payload and adds it to numel sums: of `dtype` (1 to 3) itself, each rounded to it, or floats if `fp32_sums`.
 extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
-                                     int32_t wide, int32_t threads) {
+                                     int32_t fp32_sums, int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  ZipcclLevel::Add* const add_chunk = zipccl_chosen().add[type][wide != 0];
-  const uint32_t itemsize = wide ? 4 : kItemsize[type];
+  ZipcclLevel::Add* const add_chunk = zipccl_chosen().add[type][fp32_sums != 0];
+  const uint32_t itemsize = fp32_sums ? 4 : kItemsize[type];
   return each_chunk(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * kItemsize[type],
                     [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n) {
                       return add_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(sums) + first * itemsize);
                     });
 }
 
-// Adds numel words of `dtype` (1 to 3) to sums: of `dtype` itself, each rounded to it, or floats if `wide`.
-extern "C" void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t wide, int32_t threads) {
+// Adds numel words of `dtype` (1 to 3) to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
+extern "C" void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t fp32_sums, int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][wide != 0];
-  const uint64_t itemsize = kItemsize[type], sum_size = wide ? 4 : itemsize, part = kBytesPerThread / itemsize;
+  ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][fp32_sums != 0];
+  const uint64_t itemsize = kItemsize[type], sum_size = fp32_sums ? 4 : itemsize, part = kBytesPerThread / itemsize;
   std::atomic<uint64_t> ticket{0};
   on_threads(useful_threads(threads, numel * itemsize), [&] {
     for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;) {

@@ -1,4 +1,4 @@
-// Decode and add: each decoded block goes from the cache into a sum (FORMAT.md says nothing of sums; ds_zipccl/comm/reduction_order.py does).
+// Decode and add: each decoded block goes from the cache into a sum. ds_zipccl/comm/reduction_order.py has the rules of sums.
 #pragma once
 #include "cpu/decode.h"
 #include "common/float_values.cuh"

@@ -20,7 +20,7 @@ ZIPCCL_DEVICE ChunkBytes find_chunk(const uint8_t* payload, uint64_t bytes, uint
   return {payload + start, end - start};
 }
 
-// The failure that is kept is the one of the first job, and of its first chunk: job << 48 | chunk << 8 | status.
+// The status keeps the failure of the first job, and of its first chunk: job << 48 | chunk << 8 | status.
 ZIPCCL_DEVICE void report(uint64_t* status, uint64_t job, uint64_t chunk, int32_t what) {
   atomicMin_system(reinterpret_cast<unsigned long long*>(status), static_cast<unsigned long long>(job << 48 | chunk << 8 | uint32_t(what)));
 }
@@ -39,10 +39,10 @@ struct DecodeJob {
 struct DecodeJobs {
   DecodeJob job[kMaxDecodeJobs];
   uint32_t count, block, dtype;
-  uint64_t* status;              // all ones, and so it stays if nothing fails; may be host memory
+  uint64_t* status;              // all ones, unless a frame fails; may be host memory
 };
 
-// Copies the part of a raw frame that a work item stands for.
+// Copies the part of a raw frame that belongs to a work item.
 ZIPCCL_DEVICE void copy_raw(const uint8_t* from, uint8_t* to, uint64_t bytes) {
   const bool aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
   const uint64_t vectors = aligned ? bytes / 16 : 0;
@@ -60,7 +60,7 @@ struct DecodeShared {
   uint32_t numel, good;
 };
 
-// A warp decodes the blocks that are its own, whole ones or the others. Returns whether they are good.
+// A warp decodes its blocks, the whole ones or the partial ones. Returns whether they are good.
 template <typename F, bool kWhole, bool kDelta = false>
 ZIPCCL_DEVICE bool decode_blocks(DecodeShared<F>& shared, uint32_t block) {
   using Word = typename F::Word;
@@ -77,7 +77,8 @@ ZIPCCL_DEVICE bool decode_blocks(DecodeShared<F>& shared, uint32_t block) {
       };
       good = decode_whole<F>(shared.chunk, entry, shared.scratch[warp_id()], put);
     } else if (kDelta && entry.mode == CHANGE) {
-      good = decode_change<F>(shared.chunk + entry.tail, entry.tail_bytes, shared.base + b * block, n, entry.top, shared.scratch[warp_id()], words);
+      good = decode_change<F>(shared.chunk + entry.tail, entry.tail_bytes, shared.base + b * block, n, entry.top,
+                              shared.scratch[warp_id()], words);
     } else {
       good = decode_part<F>(shared.chunk, entry, n, shared.scratch[warp_id()], words);
     }
@@ -105,7 +106,8 @@ ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
   int32_t status = OK;
   bool raw = false;
   if (job.header) {
-    const Opened opened = read_header(job.header, job.bytes, kDelta ? kCodecDelta : kCodecExponent, jobs.dtype, block, job.numel, sizeof(Word));
+    const uint32_t codec = kDelta ? kCodecDelta : kCodecExponent;
+    const Opened opened = read_header(job.header, job.bytes, codec, jobs.dtype, block, job.numel, sizeof(Word));
     status = opened.status, bytes = opened.payload_bytes, raw = !opened.coded;
   }
   if (status || chunk >= chunks) {  // the first item speaks for the frame
@@ -122,13 +124,14 @@ ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
     status = INDEX;
     if (found.at) status = read_table<F, kDelta>(found.at, found.bytes, numel, block, shared.entry) ? OK : BLOCK;
     if (threadIdx.x == 0) {
-      shared.chunk = found.at, shared.words = words, shared.base = static_cast<const Word*>(job.base) + (kDelta ? first : 0), shared.numel = numel, shared.good = status == OK;
+      shared.chunk = found.at, shared.words = words, shared.numel = numel, shared.good = status == OK;
+      shared.base = static_cast<const Word*>(job.base) + (kDelta ? first : 0);
       if (status) report(jobs.status, number, chunk, status);
     }
   }
   __syncthreads();
   if (!shared.good) return;
-  // What is seldom, and takes registers, in a loop of its own.
+  // Rare blocks need more registers; they have a loop of their own.
   const bool good = decode_blocks<F, true>(shared, jobs.block) && decode_blocks<F, false, kDelta>(shared, jobs.block);
   if (!good && lane_id() == 0) report(jobs.status, number, chunk, BLOCK);
 }

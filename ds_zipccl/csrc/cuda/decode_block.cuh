@@ -1,11 +1,12 @@
-// Decodes a block of an exponent payload with a warp (FORMAT.md section 2). Everything read is proven to lie in the chunk first (section 4).
+// Decodes a block of an exponent payload with a warp (FORMAT.md section 2). No byte is read before it is proven to lie in the chunk
+// (section 4).
 #pragma once
 #include "cuda/words.cuh"
 
 namespace zipccl {
 namespace {
 
-// What the table says of a block; offsets are bytes from the start of the chunk.
+// Table entry of a block; offsets are bytes from the start of the chunk.
 struct Entry {
   uint32_t body, tail;
   uint16_t tail_bytes;
@@ -15,7 +16,7 @@ struct Entry {
 template <typename F>
 struct DecodeScratch {  // of a warp
   alignas(16) uint8_t list[2][kMaxBlock];         // exponents that a tier escapes; tiers go from one list to the other
-  alignas(16) typename F::Word words[kMaxBlock];  // those of a SPARSE block that are not zero
+  alignas(16) typename F::Word words[kMaxBlock];  // the words of a SPARSE block that are not zero
 };
 
 // A warp reads the table of a chunk of numel words that has `bytes` bytes. Returns whether all parts lie in the chunk and fill it.
@@ -31,7 +32,7 @@ ZIPCCL_DEVICE bool read_table(const uint8_t* chunk, uint64_t bytes, uint32_t num
     tail_bytes = packed & ((1u << kTailBits) - 1);
     top = chunk[lane];
     if (F::has_trim) trim = chunk[3 * blocks + lane];
-    good = mode <= (kDelta ? CHANGE : WINDOW) && trim <= F::M;
+    good = mode <= (kDelta ? CHANGE : WIDE) && trim <= F::M;
     if (good) body_size = body_bytes<F>(mode, least(numel - lane * block, block), trim);
     if (mode == RAW) good = good && tail_bytes == 0;
     if (mode == FILL) good = good && (tail_bytes == 0 || tail_bytes == sizeof(typename F::Word));
@@ -242,7 +243,7 @@ ZIPCCL_DEVICE bool decode_part(const uint8_t* chunk, const Entry& entry, uint32_
   }
   const uint32_t bytes = uint32_t(tail + entry.tail_bytes - second);
   const auto put = [=](uint32_t row, const Octet<F>& octet) { octet.store(words + row * kRow + 8 * lane_id(), extent.length(row)); };
-  if (mode == WINDOW) return decode_elements<F, Window>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put);
+  if (mode == WIDE) return decode_elements<F, Wide>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put);
   if (!decode_elements<F, Cascade>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put)) return false;
   __syncwarp();
   if (mode == SPARSE) put_zeros<F>(map, tail, Part{n}, words, to);
@@ -250,13 +251,14 @@ ZIPCCL_DEVICE bool decode_part(const uint8_t* chunk, const Entry& entry, uint32_
 }
 
 // Whether a block of n words is one that decode_whole() takes.
-ZIPCCL_DEVICE bool is_whole(const Entry& entry, uint32_t n) { return n == Whole::n && (entry.mode == CASCADE || entry.mode == WINDOW); }
+ZIPCCL_DEVICE bool is_whole(const Entry& entry, uint32_t n) { return n == Whole::n && (entry.mode == CASCADE || entry.mode == WIDE); }
 
 template <typename F, typename Put>
 ZIPCCL_DEVICE bool decode_whole(const uint8_t* chunk, const Entry& entry, DecodeScratch<F>& scratch, Put put) {
   const uint8_t *const body = chunk + entry.body, *const tail = chunk + entry.tail;
-  if (entry.mode == CASCADE) return decode_elements<F, Cascade>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
-  return decode_elements<F, Window>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
+  if (entry.mode == CASCADE)
+    return decode_elements<F, Cascade>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
+  return decode_elements<F, Wide>(body, tail, entry.tail_bytes, Whole(), entry.top, entry.trim, scratch.list, put);
 }
 
 }  // namespace

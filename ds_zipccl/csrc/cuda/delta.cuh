@@ -1,5 +1,5 @@
 // The CHANGE block of delta payloads for CUDA (FORMAT.md 2.3 and section 3): a warp codes the words of a block against their base, a row at
-// a time. Planes are bit strings over the elements that are marked for them, so that everything is addressed by counts of marks.
+// a time. Planes are bit strings over the elements that are marked for them, so that counts of marks give every address.
 #pragma once
 #include "common/change_block.cuh"
 #include "cuda/decode_block.cuh"
@@ -8,7 +8,7 @@
 namespace zipccl {
 namespace {
 
-// What became of a base: its size and sign.
+// The change of a base: its size and sign.
 struct Change {
   uint32_t size;
   bool negative;
@@ -77,7 +77,7 @@ ZIPCCL_DEVICE Grouping fewest_bits(uint32_t changed, Part extent) {
 // The bytes of a tail but for its escaped words.
 ZIPCCL_DEVICE uint32_t tail_bits_bytes(uint32_t bits) { return 1 + (bits + 7) / 8; }
 
-// What lists the shifts of a block's elements: marks of those that have one, their sum, and the largest.
+// The shifts of a block: marks of the elements that have one, their sum, and the largest.
 struct Shifts {
   uint32_t marks = 0, sum = 0, most = 0;
 };
@@ -226,7 +226,7 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
   return {CHANGE, top, 0, 0, tail};
 }
 
-// One plane of a tail that is being read: where it is, and whether all planes so far lie in it.
+// The reader of a tail: the place of the next plane, and whether all planes so far lie in the tail.
 struct Planes {
   const BitString string;
   uint32_t at, end;
@@ -282,7 +282,7 @@ ZIPCCL_DEVICE bool decode_change(const uint8_t* tail, uint32_t bytes, const type
 #pragma unroll
   for (uint32_t level = 1; level < kLevels; ++level) levels[level] = planes.next(levels[level - 1]);
   const uint32_t negative = planes.next(levels[0] | shifts.marks);
-  for (uint32_t p = 0; p < most; ++p) {  // low bits gather in the scratch, every lane's where its words are
+  for (uint32_t p = 0; p < most; ++p) {  // low bits gather in the scratch, at the places of the lane's words
     uint32_t marks = 0;
     for (uint32_t row = 0; row < kRows; ++row)
       marks |= over(*reinterpret_cast<const Bytes8*>(list + row * kRow + 8 * lane_id()), p) << 8 * row;

@@ -1,6 +1,6 @@
-// Exponent payload encoder for CUDA: a block of threads encodes a chunk in shared memory, waits to be told by the chunks before it where
-// it begins (a scan with look-back: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016) and copies
-// it there. One pass over the words; words are read again only where a block turns out RAW.
+// Exponent payload encoder for CUDA: a block of threads encodes a chunk in shared memory, learns from the chunks before it its place in
+// the payload (a scan with look-back: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016) and copies
+// it there. One pass over the words; only the words of a RAW block are read again.
 #pragma once
 #include "cuda/delta.cuh"
 #include "cuda/frame.cuh"
@@ -41,7 +41,7 @@ struct EncodeShared {
   uint64_t start;
 };
 
-// Tells the chunks after this one how many units of 16 bytes it has, and learns from those before it where it begins, in units. One
+// Tells the later chunks the size of this chunk, and learns its place from the earlier chunks; both in units of 16 bytes. One
 // warp calls it. A place holds 1 << 32 | the units of its chunk, or 2 << 32 | those of all chunks of the payload up to it.
 ZIPCCL_DEVICE uint32_t look_back(uint64_t* places, uint32_t chunk, uint32_t index_units, uint32_t units) {
   volatile uint64_t* const place = places;
@@ -59,7 +59,7 @@ ZIPCCL_DEVICE uint32_t look_back(uint64_t* places, uint32_t chunk, uint32_t inde
       if (seen == 0) seen = place[at - 1 - lane_id()];
     }
     const uint32_t whole = __ballot_sync(kEveryLane, seen >> 33 & 1);
-    const uint32_t last = whole ? uint32_t(__ffs(int(whole))) - 1 : kLanes;  // nearest chunk that knows all before it
+    const uint32_t last = whole ? uint32_t(__ffs(int(whole))) - 1 : kLanes;  // nearest chunk that knows its place
     before += __reduce_add_sync(kEveryLane, lane_id() <= last ? uint32_t(seen) : 0);
     if (whole) break;
   }
@@ -92,7 +92,7 @@ template <typename F, typename Code>
 ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   using Word = typename F::Word;
   ZIPCCL_SHARED(EncodeShared<F>, shared);
-  // Items are taken in order, so that those a chunk waits for have been taken by blocks that run.
+  // Items are taken in order, so that a chunk waits only for items that running blocks have taken.
   if (threadIdx.x == 0) shared.item = atomicAdd(jobs.ticket, 1u);
   __syncthreads();
   const uint32_t item = shared.item;
@@ -156,7 +156,10 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   const uint64_t end = shared.start + shared.units * 16;
   if (chunk + 1 >= chunks && threadIdx.x == 0) {
     if (job.bytes) *job.bytes = end;
-    if (job.header) write_header(job.header, Code::delta ? kCodecDelta : kCodecExponent, jobs.dtype, jobs.block, job.numel, kHeaderBytes + end, end > job.capacity);
+    if (job.header) {
+      const uint32_t codec = Code::delta ? kCodecDelta : kCodecExponent;
+      write_header(job.header, codec, jobs.dtype, jobs.block, job.numel, kHeaderBytes + end, end > job.capacity);
+    }
     if (end > job.capacity && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
   }
   if (end > job.capacity || !blocks) return;

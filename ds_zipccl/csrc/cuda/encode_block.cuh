@@ -5,11 +5,11 @@
 namespace zipccl {
 namespace {
 
-struct Form {  // what the table says of a block
+struct Form {  // table entry of a block
   uint32_t mode, top, trim, body, tail;
 };
 
-// What a constexpr table says, as a number that instructions hold: shifted left by k it is negative if bit `plane` of k's code is clear.
+// A constexpr table as an immediate of instructions: shifted left by k it is negative if bit `plane` of the code of k is clear.
 // Codes of k past the table are escapes, which have all bits.
 ZIPCCL_FN constexpr uint32_t clear_bits(const Tier& tier, uint32_t plane) {
   uint32_t bits = 0;
@@ -137,7 +137,8 @@ constexpr uint32_t kNoRoom = ~0u;
 // The second part of `left` listed exponents to slot + at. Returns its end in the slot, or kNoRoom if that would not be before `limit`.
 template <typename Code>
 ZIPCCL_DEVICE uint32_t encode_tiers(uint8_t* list, uint32_t left, uint32_t top, uint8_t* slot, uint32_t at, uint32_t limit) {
-  for (uint32_t i = at + lane_id(); i < least(at + (6 * left + 7) / 8, limit); i += kLanes) slot[i] = 0;  // seen by all before the first bits are put
+  // All lanes see the zeros before the first bits are written.
+  for (uint32_t i = at + lane_id(); i < least(at + (6 * left + 7) / 8, limit); i += kLanes) slot[i] = 0;
   uint32_t end = 8 * at, count;
   if ((end + 2 * left + 7) / 8 >= limit) return kNoRoom;
   count = left, left = encode_tier<Code, 1>(list, left, top, slot, end), end += 2 * count;
@@ -208,10 +209,10 @@ ZIPCCL_DEVICE uint32_t encode_sparse(const Stored<F>& words, uint32_t zeros, uin
   return encode_tiers<Cascade>(list, left, top, slot, second, limit);
 }
 
-constexpr uint32_t kLater = CHANGE + 1;  // no mode: the code for whole blocks leaves the block to the code for parts
+constexpr uint32_t kLater = CHANGE + 1;  // no mode: the code for whole blocks leaves the block to the code for partial blocks
 
-// A block's form, its body and tail to `slot`. n is at least one. What is seldom and takes registers, zeros and equal words, is left to
-// the code for parts.
+// Returns a block's form; writes its body and tail to `slot`. n is at least one. Zeros and equal words are rare and need registers: the
+// code for partial blocks takes them.
 template <typename F, typename Code, typename Extent>
 ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uint8_t* slot, uint8_t* list) {
   using Word = typename F::Word;
@@ -279,15 +280,16 @@ ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uin
   encode_parts<F>(words, extent, trim, slot);
   uint32_t escapes = encode_tier1<Code>(exponents, extent, top, tier1);
   if (Code::mode == CASCADE && 8 * __reduce_add_sync(kEveryLane, uint32_t(__popc(escapes))) > 3 * n) {
-    mode = WINDOW, body = body_bytes<F>(mode, n, trim);
+    mode = WIDE, body = body_bytes<F>(mode, n, trim);
     if (body >= raw) return as_raw;
-    top = window_top(sum, largest_exponent, n - zero_count, kWideBias);
-    escapes = encode_tier1<Window>(exponents, extent, top, tier1);
+    top = window_top(sum, largest_exponent, n - zero_count, kFallbackBias);
+    escapes = encode_tier1<Wide>(exponents, extent, top, tier1);
   }
-  const uint32_t first = first_part_bytes(n, r, mode == WINDOW ? Window::tier[0].bits : Cascade::tier[0].bits);
+  const uint32_t first = first_part_bytes(n, r, mode == WIDE ? Wide::tier[0].bits : Cascade::tier[0].bits);
   if (first + lane_id() < body) slot[first + lane_id()] = 0;
   const uint32_t left = list_marked<Extent>(exponents, escapes, list);
-  const uint32_t end = mode == WINDOW ? encode_tiers<Window>(list, left, top, slot, body, raw) : encode_tiers<Cascade>(list, left, top, slot, body, raw);
+  const uint32_t end = mode == WIDE ? encode_tiers<Wide>(list, left, top, slot, body, raw)
+                                    : encode_tiers<Cascade>(list, left, top, slot, body, raw);
   return end == kNoRoom ? as_raw : Form{mode, top, trim, body, end - body};
 }
 

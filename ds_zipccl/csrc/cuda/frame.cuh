@@ -1,4 +1,4 @@
-// The header of a flat frame (FORMAT.md section 1), for kernels that write and read whole frames with no word to the host.
+// The header of a flat frame (FORMAT.md section 1), for kernels that write and read whole frames without the host.
 #pragma once
 #include "cuda/warp.cuh"
 
@@ -9,8 +9,9 @@ constexpr uint32_t kHeaderBytes = 32;
 constexpr uint32_t kMagic = 'Z' | 'C' << 8 | 'C' << 16 | 'L' << 24;
 constexpr uint32_t kVersion = 1, kCodecRaw = 0, kCodecExponent = 1, kCodecDelta = 2, kFlagOverflow = 4;
 
-// `overflow`: the frame did not fit in its slot; it ends here, though frame_bytes says what it would have had.
-ZIPCCL_DEVICE void write_header(uint8_t* to, uint32_t codec, uint32_t dtype, uint32_t block, uint64_t numel, uint64_t frame_bytes, bool overflow) {
+// `overflow`: the frame did not fit in its slot; it ends with this header, whose frame_bytes is the length of the whole frame.
+ZIPCCL_DEVICE void write_header(uint8_t* to, uint32_t codec, uint32_t dtype, uint32_t block, uint64_t numel, uint64_t frame_bytes,
+                                bool overflow) {
   uint4* const header = reinterpret_cast<uint4*>(to);
   header[0] = make_uint4(kMagic, kVersion | codec << 8 | dtype << 16 | (overflow ? kFlagOverflow : 0) << 24, log2_of(block) << 8, 0);
   header[1] = make_uint4(uint32_t(numel), uint32_t(numel >> 32), uint32_t(frame_bytes), uint32_t(frame_bytes >> 32));
@@ -22,8 +23,8 @@ struct Opened {
   uint64_t payload_bytes;
 };
 
-// Reads the header of a flat frame without a checksum in a buffer of `capacity` bytes. It is to hold numel words of `dtype`, raw or
-// coded with `wanted` in blocks of `block`.
+// Reads the header of a flat frame without a checksum in a buffer of `capacity` bytes. The wanted frame has numel words of `dtype`, raw or
+// coded with codec `wanted` in blocks of `block`.
 ZIPCCL_DEVICE Opened read_header(const uint8_t* from, uint64_t capacity, uint32_t wanted, uint32_t dtype, uint32_t block, uint64_t numel,
                                  uint32_t itemsize) {
   if (capacity < kHeaderBytes) return {TRUNCATED, false, 0};

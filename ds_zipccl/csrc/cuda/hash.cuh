@@ -1,5 +1,5 @@
-// The hash of a region for CUDA (FORMAT.md section 5). Warps take blocks of 1 KiB in turn; the last block of threads to end puts the sums
-// together.
+// The hash of a region for CUDA (FORMAT.md section 5). Warps take blocks of 1 KiB in turn; the last block of threads to end combines
+// the sums.
 #pragma once
 #include "cuda/warp.cuh"
 #include "common/region_hash.cuh"

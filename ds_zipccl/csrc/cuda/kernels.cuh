@@ -1,5 +1,5 @@
-// The kernels by name, as nvcc's launcher and NVRTC's callers know them. The number is the blocks of threads that a multiprocessor is to
-// hold at a time, which bounds the registers.
+// The kernels by the names that the launchers use. The number is the blocks of threads that a multiprocessor shall hold at a time, which
+// bounds the registers.
 #pragma once
 #include "cuda/decode.cuh"
 #include "cuda/encode.cuh"
@@ -16,8 +16,8 @@
   ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_cascade(const zipccl::EncodeJobs jobs) {    \
     zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Cascade>>(jobs);                                            \
   }                                                                                              \
-  ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_window(const zipccl::EncodeJobs jobs) {     \
-    zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Window>>(jobs);                                             \
+  ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_wide(const zipccl::EncodeJobs jobs) {     \
+    zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Wide>>(jobs);                                             \
   }                                                                                              \
   ZIPCCL_KERNEL(decode_blocks) zipccl_decode_##type(const zipccl::DecodeJobs jobs) { zipccl::decode<zipccl::F>(jobs); }
 #define ZIPCCL_DELTA(type, F, encode_blocks, decode_blocks)                                       \
@@ -50,7 +50,7 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) { zipccl::hash_region(jo
 // Calls each(kernel, type of its parameters).
 #define ZIPCCL_CODEC_OF(each, type)                 \
   each(zipccl_encode_##type##_cascade, EncodeJobs)   \
-  each(zipccl_encode_##type##_window, EncodeJobs)    \
+  each(zipccl_encode_##type##_wide, EncodeJobs)    \
   each(zipccl_decode_##type, DecodeJobs)
 #define ZIPCCL_EACH_KERNEL(each)                                                               \
   ZIPCCL_CODEC_OF(each, bf16)                                                                  \
@@ -64,7 +64,7 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) { zipccl::hash_region(jo
   each(zipccl_hash, HashJob)                                                                     \
   each(zipccl_decode_sum_bf16, SumJob) each(zipccl_decode_sum_fp16, SumJob) each(zipccl_decode_sum_fp32, SumJob)
 
-// kernels/cuda.py asks for so much shared memory.
+// The shared memory that kernels/cuda.py asks for suffices.
 #define ZIPCCL_FITS(What, F, bytes) static_assert(sizeof(zipccl::What##Shared<zipccl::F>) <= (bytes), "SHARED_BYTES")
 ZIPCCL_FITS(Encode, E4m3, 26624);
 ZIPCCL_FITS(Encode, Bf16, 43008);

@@ -12,7 +12,7 @@ struct SumJob {
   const uint8_t* frame[kMaxFrames];  // flat frames without checksums, each at a multiple of 16
   uint64_t capacity[kMaxFrames];     // bytes of their slots
   uint32_t count, block, dtype;      // all coded frames have this block
-  uint32_t wide, add;                // the sums are floats, not words; the floats that are there already are the first summand
+  uint32_t fp32_sums, add;           // the sums are floats, not words; the floats already in `sums` are the first summand
   void* sums;
   uint64_t numel;
   uint64_t* status;                  // as in DecodeJobs, a frame for a job
@@ -27,7 +27,7 @@ struct SumShared {
   uint32_t failed;
 };
 
-// A warp opens a frame for a chunk of numel words. Returns OK, or what is wrong with it.
+// A warp opens a frame for a chunk of numel words. Returns OK, or the FrameErrorCode.
 template <typename F>
 ZIPCCL_DEVICE int32_t open_summand(const SumJob& job, uint32_t frame, uint32_t chunk, uint32_t numel, SumShared<F>& shared) {
   const uint8_t* const at = job.frame[frame];
@@ -116,12 +116,12 @@ ZIPCCL_DEVICE void decode_sum(const SumJob& job) {
     for (uint32_t row = 0; row < kRows; ++row) {
       const uint64_t to = at + row * kRow + 8 * lane_id();
       const uint32_t length = Part{n}.length(row);
-      Octet<Fp32> wide;
+      Octet<Fp32> unrounded;
       Octet<F> rounded;
 #pragma unroll
-      for (uint32_t i = 0; i < 8; ++i) wide.set(i, as_bits(sum[row][i])), rounded.set(i, Values<F>::round(sum[row][i]));
-      if (job.wide) {
-        wide.store(static_cast<uint32_t*>(job.sums) + to, length);
+      for (uint32_t i = 0; i < 8; ++i) unrounded.set(i, as_bits(sum[row][i])), rounded.set(i, Values<F>::round(sum[row][i]));
+      if (job.fp32_sums) {
+        unrounded.store(static_cast<uint32_t*>(job.sums) + to, length);
       } else {
         rounded.store(static_cast<Word*>(job.sums) + to, length);
       }

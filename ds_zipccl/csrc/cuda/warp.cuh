@@ -1,7 +1,7 @@
-// What the CUDA kernels are made of: a warp works on a block (FORMAT.md section 2), its lanes on octets of eight elements.
+// Warp primitives of the CUDA kernels: a warp works on a block (FORMAT.md section 2), its lanes on octets of eight elements.
 #pragma once
 #include "common/exponent_block.cuh"
-#ifndef ZIPCCL_EMULATION  // the tests run this source on the CPU, with words of their own for these
+#ifndef ZIPCCL_EMULATION  // the tests run this source on the CPU, with their own definitions
 #define ZIPCCL_DEVICE __device__ __forceinline__
 #define ZIPCCL_KERNEL(min_blocks) extern "C" __global__ void __launch_bounds__(256, min_blocks)
 // Shared memory is declared by the kernel's launch; `Type` says how it is laid out.
@@ -27,7 +27,7 @@ ZIPCCL_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 ZIPCCL_DEVICE uint32_t log2_of(uint32_t power) { return uint32_t(__ffs(int(power))) - 1; }
 
-// How many chunks, or blocks, of a power of two of words there are.
+// Number of chunks, or blocks, of a power of two of words.
 ZIPCCL_DEVICE uint32_t pieces(uint64_t numel, uint32_t power) { return uint32_t((numel + power - 1) >> log2_of(power)); }
 
 // Sum of x over the lanes below this one. x may be several numbers in one word, as long as none of these sums overflows its part.
@@ -65,8 +65,8 @@ ZIPCCL_DEVICE uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// How many elements a block has, and of them a lane in a row: eight, in a whole block, or fewer. Code for whole blocks, whose words lie at
-// a multiple of 16, is what runs nearly always.
+// The number of elements in a block and, of these, in a lane of a row: eight in a whole block, fewer in a partial one. Nearly all blocks
+// are whole, with words at a multiple of 16.
 struct Whole {
   static constexpr uint32_t n = kMaxBlock, unroll = kRows;
   static constexpr bool whole = true;

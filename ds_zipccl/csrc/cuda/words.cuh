@@ -36,7 +36,7 @@ struct Packed {
     }
   }
 };
-// What an encoder asks about the words of a block (FORMAT.md section 3).
+// Statistics of the words of a block for an encoder (FORMAT.md section 3).
 struct Survey {
   uint32_t smallest, largest;  // magnitudes, of one or two words each
   uint32_t exponent_sum;

@@ -1,1 +1,1 @@
-"""The numba route, and the readable reference of every payload."""
+"""The numba route: the readable reference of every payload."""

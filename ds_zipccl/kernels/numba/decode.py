@@ -1,4 +1,4 @@
-"""Decoder of the numba route; see :mod:`.reference`. Everything read is proven to lie in the payload first (FORMAT.md section 4)."""
+"""Decoder of exponent and delta payloads in numba; see :mod:`.layout`. No byte is read before it is proven to lie in the payload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ds_zipccl.kernels.numba.layout import (
     TAIL_BITS,
     TIER1_BITS,
     TIERS,
-    WINDOW,
+    WIDE,
     ZERO_CODE,
     body_bytes,
     jit,
@@ -39,7 +39,7 @@ with kernel_cache():
 
     @jit
     def _add_plane(plane, m, bit, values):
-        """The inverse: sets bit ``bit`` in each of m bytes; bytes up to a multiple of 8 may change."""
+        """Set bit ``bit`` of each of m bytes from a plane; bytes up to a multiple of 8 may change."""
         eights = values.view(np.uint64)
         for i in range(plane_bytes(m)):
             picked = np.uint64(plane[i]) * LOW_BITS & _PICK
@@ -154,7 +154,7 @@ with kernel_cache():
         for b in range(blocks):
             mode = chunk[blocks + 2 * b + 1] >> (TAIL_BITS - 8)
             trim = np.int64(chunk[3 * blocks + b]) if itemsize == 4 else 0
-            if mode > (CHANGE if len(base) else WINDOW) or trim > mantissa:
+            if mode > (CHANGE if len(base) else WIDE) or trim > mantissa:
                 return BLOCK
             tail += body_bytes(mode, min(block, len(words) - b * block), trim, mantissa, itemsize)
         for b in range(blocks):

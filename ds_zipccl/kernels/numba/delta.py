@@ -1,4 +1,4 @@
-"""The CHANGE block of the numba route (FORMAT.md 2.3); see :mod:`.reference`. Words and their base are arrays of one dtype."""
+"""The CHANGE block (FORMAT.md 2.3) in numba; see :mod:`.layout`. Words and their base are arrays of one dtype."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ with kernel_cache():
 
     @jit
     def _shifts(base, top, exponent, mantissa, shifts):
-        """k of each element."""
+        """Write k of each element to ``shifts``."""
         for i in range(len(base)):
             e = np.int64(base[i]) >> mantissa & (1 << exponent) - 1
             shifts[i] = min(max(top - e, 0), mantissa + 1) if e else 0
 
     @jit
     def _changes(words, base, sign, sizes, negative):
-        """|D| and its sign for each element; whether any differs."""
+        """Write |D| and its sign for each element; return whether a word differs from its base."""
         changed = False
         for i in range(len(words)):
             change = _order(np.int64(words[i]), sign) - _order(np.int64(base[i]), sign) & 2 * sign - 1
@@ -37,7 +37,7 @@ with kernel_cache():
 
     @jit
     def _top(sizes, base, exponent, mantissa):
-        """The scale of a block's changes (FORMAT.md section 3)."""
+        """Return the scale of a block's changes (FORMAT.md section 3)."""
         total = count = np.int64(0)
         for i in range(len(base)):
             if sizes[i]:
@@ -51,7 +51,7 @@ with kernel_cache():
 
     @jit
     def _mark(levels, group, marked):
-        """Marks the elements of groups in which some q >= 1; returns how many those are."""
+        """Mark the elements of groups in which some q >= 1; return their number."""
         n = len(levels)
         count = 0
         for start in range(0, n, group):
@@ -66,7 +66,7 @@ with kernel_cache():
 
     @jit
     def _plan(sizes, shifts, itemsize, marked):
-        """Flags of the group size with the fewest bits (FORMAT.md section 3), and the bytes of the tail with these shifts."""
+        """Return the flags of the group size with the fewest bits (FORMAT.md section 3), and the bytes of the tail with these shifts."""
         n = len(sizes)
         levels = sizes >> shifts
         flags, bits = 0, n
@@ -162,7 +162,7 @@ with kernel_cache():
             for i in range(n):
                 levels[i] = _get(tail, bit + i // group) - 1
             bit += groups
-        # -1: of a group that is not marked. An element goes on to the next level where its bit is one.
+        # An element of an unmarked group has level -1. An element with bit one goes on to the next level.
         for level in range(LEVELS):
             for i in range(n):
                 if levels[i] == level:

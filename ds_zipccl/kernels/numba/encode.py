@@ -1,4 +1,4 @@
-"""Encoder of the numba route; see :mod:`.reference`."""
+"""Encoder of exponent and delta payloads in numba; see :mod:`.layout`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ds_zipccl.kernels.numba.layout import (
     CHANGE,
     CHUNK_BLOCKS,
     CODE_OF_K,
+    FALLBACK_BIAS,
     FILL,
     LOW_BITS,
     MAX_BLOCK,
@@ -20,9 +21,8 @@ from ds_zipccl.kernels.numba.layout import (
     TAIL_BITS,
     TIER1_BITS,
     TIERS,
+    WIDE,
     WIDE_BIAS,
-    WINDOW,
-    WINDOW_BIAS,
     ZERO_CODE,
     body_bytes,
     jit,
@@ -148,7 +148,7 @@ with kernel_cache():
             return FILL, 0, 0, 0, tail_bytes
         count = n - zeros
         mode = SPARSE if 16 * zeros >= n else wanted
-        bias = WINDOW_BIAS if mode == WINDOW else CASCADE_BIAS
+        bias = WIDE_BIAS if mode == WIDE else CASCADE_BIAS
         top = min(largest, (8 * total + bias * count) // (8 * max(count, 1)))
         trim = 0
         if itemsize == 4:
@@ -165,7 +165,7 @@ with kernel_cache():
                 for i in range(n):
                     escaped += CODE_OF_K[CASCADE, 0][(top + ABOVE - exponents[i]) & 255] == 3
                 if 8 * escaped > 3 * n:
-                    mode, top = WINDOW, min(largest, (8 * total + WIDE_BIAS * count) // (8 * max(count, 1)))
+                    mode, top = WIDE, min(largest, (8 * total + FALLBACK_BIAS * count) // (8 * max(count, 1)))
             first = parts_bytes(n, r)
             size = body_bytes(mode, n, trim, mantissa, itemsize)
             _put_parts(values, n, r, body)
@@ -180,7 +180,7 @@ with kernel_cache():
 
     @jit
     def _encode_against(words, base, exponent, mantissa, body, tail, exponents, codes, values):
-        """As _encode_block, for a block of a delta payload."""
+        """Encode a block of a delta payload; arguments and result as for _encode_block."""
         top, size = encode_change(words, base, exponent, mantissa, tail)
         # Without a base, a block of words that are not all equal takes a zero map or two planes of exponents at least.
         if size == 0 or (words.min() != words.max() and size <= plane_bytes(len(words))):
@@ -198,7 +198,7 @@ with kernel_cache():
     def encode(words, base, wanted, exponent, mantissa, block, out):
         """Encode ``words`` to ``out`` (payload_bound() bytes). Returns the payload's bytes.
 
-        ``base`` is empty for an exponent payload in mode ``wanted``, CASCADE or WINDOW, and for a delta payload the words' base.
+        ``base`` is empty for an exponent payload in mode ``wanted``, CASCADE or WIDE, and for a delta payload the words' base.
         """
         itemsize = (1 + exponent + mantissa) // 8
         chunk_size = block * CHUNK_BLOCKS

@@ -1,9 +1,8 @@
-"""Exponent payload in numba: the readable reference of FORMAT.md section 2, and the fallback without a compiler.
+"""The readable reference of the payloads of FORMAT.md section 2, in numba; also the route for machines without a compiler.
 
-Here is what encoder and decoder share; they are :mod:`.reference_encode` and :mod:`.reference_decode`, with :mod:`.reference_delta`
-for blocks that have a base. Words are numpy uint8, uint16 or uint32 arrays, payloads uint8 arrays. A float type is ``(E, M)``: exponent
-and mantissa bits. Loops are simple enough for LLVM to vectorise; bit planes are made and read eight elements at a time, as bytes of a
-uint64.
+This file has the tables and sizes that encoder and decoder share. :mod:`.encode` and :mod:`.decode` are the two, :mod:`.delta` codes the
+blocks that have a base. Words are numpy uint8, uint16 or uint32 arrays, payloads are uint8 arrays. A float type is ``(E, M)``: exponent
+and mantissa bits. LLVM can vectorize the loops. Bit planes are written and read eight elements at a time, as bytes of a uint64.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ import numpy as np
 
 from ds_zipccl.kernels.build import BuildError, cache_root
 
-FILL, RAW, CASCADE, SPARSE, WINDOW, CHANGE = range(6)
+FILL, RAW, CASCADE, SPARSE, WIDE, CHANGE = range(6)
 OK, INDEX, BLOCK = 0, 11, 12  # FrameErrorCode
 CHUNK_BLOCKS = 16
 MAX_BLOCK = 1024
 TIERS = 4
 ABOVE = 3  # k of the window's top
-ZERO_CODE = 2  # in the last tier
+ZERO_CODE = 2  # of the last tier: exponent field 0
 TAIL_BITS = 13
-#: In eighths of a binade: for CASCADE (and SPARSE), for WINDOW, and for a WINDOW in the place of a CASCADE.
-CASCADE_BIAS, WINDOW_BIAS, WIDE_BIAS = 23, 20, 28
+#: Eighths of a binade: for CASCADE (and SPARSE), for WIDE, and for WIDE in the place of CASCADE.
+CASCADE_BIAS, WIDE_BIAS, FALLBACK_BIAS = 23, 20, 28
 #: Codes as in FORMAT.md 2.1: tier -> the k of code 0, 1, 2, ...; the last tier's code 2 is the exponent 0.
 _NAMED = {
     CASCADE: ((4, 5, 6), (3, 7, 8), (9, 10, 11), (2, 12)),
-    WINDOW: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0)),
+    WIDE: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0)),
 }
 #: mode -> bits of tier 1; later tiers have two.
 TIER1_BITS = np.array([0, 0, 2, 2, 3], dtype=np.int64)
@@ -48,13 +47,13 @@ LOW_BITS = np.uint64(0x0101010101010101)
 
 
 def _kernel_folder() -> str:
-    """Where numba keeps compiled code; "" if no folder can be trusted or written to.
+    """Return the folder in which numba keeps compiled code; "" if no folder can be trusted or written to.
 
-    One folder for each content of these files: numba itself does not see that a function of another file has changed. NUMBA_CACHE_DIR
-    does not count: numba runs what it finds in its folder, so that only folders that :mod:`ds_zipccl.kernels.trust` passes will do.
+    Each content of these files has a folder of its own, because numba does not notice a change in a function of another file.
+    NUMBA_CACHE_DIR does not count: numba runs the code in its folder, so the folder must pass :mod:`ds_zipccl.kernels.trust`.
     """
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("reference*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     try:
         folder = cache_root() / f"numba_{digest.hexdigest()[:20]}"
@@ -79,7 +78,7 @@ def kernel_cache() -> Iterator[None]:
 
 
 _KERNEL_FOLDER = _kernel_folder()
-#: Without a folder each process compiles anew: numba's own choice would be a folder that nobody has checked.
+#: Without a folder each process compiles anew, because numba would choose an unchecked folder.
 jit = numba.njit(nogil=True, cache=bool(_KERNEL_FOLDER))
 
 
@@ -105,6 +104,6 @@ with kernel_cache():
         """Bytes of a block's body with its padding."""
         if mode == RAW:
             return pad16(n * itemsize)
-        if mode in (CASCADE, WINDOW):
+        if mode in (CASCADE, WIDE):
             return pad16(parts_bytes(n, 1 + mantissa - trim) + TIER1_BITS[mode] * plane_bytes(n))
         return 0

@@ -1,4 +1,4 @@
-"""The hash of a region in numba (FORMAT.md section 5); see :mod:`.reference`."""
+"""The hash of a region (FORMAT.md section 5) in numba."""
 
 from __future__ import annotations
 

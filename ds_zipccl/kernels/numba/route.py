@@ -1,4 +1,4 @@
-"""The numba route: compiled on the machine by numba, no C++ compiler needed. One thread."""
+"""The numba route: numba compiles the reference on the machine, without a C++ compiler. One thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NumbaRoute:
 
     def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType) -> None:
         self._encoder, self._decoder, self._hasher = encoder, decoder, hasher
-        self._modes = {"cascade": encoder.CASCADE, "window": encoder.WINDOW}
+        self._modes = {"cascade": encoder.CASCADE, "wide": encoder.WIDE}
 
     def encode(
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
@@ -63,7 +63,7 @@ class NumbaRoute:
         self.add(values, sums)
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
-        add(sums, words)
+        add(words, sums)
 
 
 def _array(words: torch.Tensor) -> np.ndarray:
@@ -71,7 +71,7 @@ def _array(words: torch.Tensor) -> np.ndarray:
 
 
 def load() -> NumbaRoute:
-    """The route; imports numba (about a second).
+    """Return the route; imports numba (about a second).
 
     Raises:
         ImportError: numba is not installed.

@@ -1,0 +1,263 @@
+"""Tensors to frames and back: the calls of the package's users and of :mod:`ds_zipccl.comm`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from ds_zipccl import frame as framing
+from ds_zipccl import kernels, tensors
+from ds_zipccl.codecs import memory
+from ds_zipccl.codecs.memory import open_frame, write_header
+from ds_zipccl.codecs.registry import BASE_CODECS, codec_spec, spec_for
+from ds_zipccl.frame import FrameError, FrameErrorCode, Header
+
+#: Devices whose tensors are coded.
+DEVICES = tuple(kernels.ROUTES)
+#: dtypes that decompress_add adds.
+SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def compress_bound(
+    numel: int, dtype: torch.dtype, codec: str = "cascade", *, ndim: int | None = None, block: int = 1024
+) -> int:
+    """Largest frame of any ``numel`` elements of ``dtype``, in bytes; ``ndim`` None is a flat frame.
+
+    Raises:
+        ValueError: unknown codec, or a dtype that no frame holds.
+    """
+    spec = spec_for(codec, dtype)
+    return framing.payload_offset(ndim) + spec.payload_bound(numel, dtype, spec.block(block))
+
+
+@tensors.undisturbed()
+def compress(
+    tensor: torch.Tensor,
+    codec: str = "cascade",
+    *,
+    base: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    block: int = 1024,
+    shaped: bool = True,
+    checksum: bool = True,
+    route: str = "auto",
+) -> torch.Tensor:
+    """Code a tensor as one frame (FORMAT.md) on its device, CPU or CUDA; blocks, on CUDA for the current stream.
+
+    bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 are exponent coded, any other dtype becomes a raw frame. Lossless
+    for every bit pattern.
+
+    Args:
+        tensor: any shape; a non-contiguous tensor is copied first.
+        codec: "cascade" (best ratio), "wide" (faster), or "raw"; or "delta", for parameters that have changed a little since the
+            receiver got ``base``: bfloat16, float16 and float32, other dtypes become raw frames.
+        base: for "delta" and no other codec: tensor of the dtype, device and number of elements of ``tensor``; the receiver must hold
+            the same bits (compare :func:`region_hash`).
+        out: 1-D contiguous uint8 buffer of at least :func:`compress_bound` bytes on the tensor's device; the frame is written to its
+            start, which must be apart from ``tensor`` and ``base``.
+        block: elements that share an exponent window: 128, 256, 512 or 1024.
+        shaped: put the shape into the frame; without it :func:`decompress` gives a flat tensor.
+        checksum: add a checksum, so that a damaged frame is refused and not decoded; from CUDA the frame goes by way of the host for it.
+        route: kernels to use, see :data:`ds_zipccl.kernels.ROUTES`.
+
+    Returns:
+        1-D uint8 tensor: a view of ``out``, or a new tensor of the frame's size.
+
+    Raises:
+        ValueError: unknown codec, block or route; a dtype that no frame holds; a buffer that does not fit or overlaps ``tensor`` or
+            ``base``; a tensor that is neither on the CPU nor on CUDA; a base that is missing, superfluous or of another kind.
+        RouteUnavailable: no kernels here.
+    """
+    if tensor.device.type not in DEVICES:
+        raise ValueError(
+            f"compress takes tensors on {' and '.join(DEVICES)}, got one on {tensor.device}; move it with .cpu()"
+        )
+    if tensor.dim() > framing.MAX_DIMS and shaped:
+        raise ValueError(f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False")
+    spec = spec_for(codec, tensor.dtype)
+    block = spec.block(block)
+    words = memory.flatten(tensor)
+    bases = _bases(codec, words, base)
+    shape = tuple(tensor.shape) if shaped else None
+    payload_at = framing.payload_offset(None if shape is None else len(shape))
+    bound = payload_at + spec.payload_bound(words.numel(), words.dtype, block)
+    if out is None:
+        buffer = tensors.empty(bound, torch.uint8, words.device)
+    else:
+        buffer = memory.frame_room(out, bound, words.device)
+        memory.keep_apart([memory.span(buffer, bound)], list(map(memory.span, (words, *bases))))
+    size = payload_at + spec.encode([words], bases, block, [buffer[payload_at:]], route)[0]
+    kind = framing.CHECKSUM if checksum else None
+    write_header(Header(spec.frame_id, words.dtype, words.numel(), size, block, shape, kind), buffer)
+    return buffer[:size].clone() if out is None else buffer[:size]
+
+
+@tensors.undisturbed()
+def compress_segments(
+    segments: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    codec: str = "cascade",
+    *,
+    block: int = 1024,
+    route: str = "auto",
+) -> list[torch.Tensor]:
+    """Code each of several tensors of one dtype and device as a flat frame without a checksum, in one call of the kernels; blocks.
+
+    Args:
+        segments: tensors of any shapes.
+        outs: a buffer for each segment, as ``out`` of :func:`compress`, apart from all segments and all other buffers.
+        codec, block, route: as for :func:`compress`; a codec without a base.
+
+    Returns:
+        The frames, views of ``outs``.
+
+    Raises:
+        ValueError: as :func:`compress`; or the dtypes differ, or the number of buffers is not the number of segments.
+        RouteUnavailable: no kernels here.
+    """
+    if codec_spec(codec).needs_base:
+        raise ValueError(
+            f"compress_segments takes no base, which codec {codec!r} needs; call compress for each segment"
+        )
+    if not segments:
+        return []
+    dtype = segments[0].dtype
+    kinds = {(segment.dtype, segment.device) for segment in segments}
+    if len(kinds) != 1 or segments[0].device.type not in DEVICES or len(segments) != len(outs):
+        raise ValueError(
+            f"wanted tensors of one dtype and device and a buffer for each, got {len(segments)} of {sorted(map(str, kinds))} "
+            f"and {len(outs)} buffers"
+        )
+    spec = spec_for(codec, dtype)
+    block = spec.block(block)
+    flats = [memory.flatten(segment) for segment in segments]
+    at = framing.payload_offset(None)
+    bounds = [at + spec.payload_bound(flat.numel(), dtype, block) for flat in flats]
+    buffers = [memory.frame_room(out, bound, flat.device) for flat, out, bound in zip(flats, outs, bounds, strict=True)]
+    memory.keep_apart(list(map(memory.span, buffers, bounds)), list(map(memory.span, flats)))
+    payloads = spec.encode(flats, (), block, [buffer[at:] for buffer in buffers], route)
+    frames = []
+    for flat, buffer, payload in zip(flats, buffers, payloads, strict=True):
+        write_header(Header(spec.frame_id, dtype, flat.numel(), at + payload, block), buffer)
+        frames.append(buffer[: at + payload])
+    return frames
+
+
+@tensors.undisturbed()
+def decompress(
+    frame: torch.Tensor, out: torch.Tensor | None = None, *, base: torch.Tensor | None = None, route: str = "auto"
+) -> torch.Tensor:
+    """Decode the tensor in ``frame``; blocks.
+
+    Args:
+        frame: 1-D uint8 tensor as :func:`compress` gives it; bytes after the frame's own length are ignored.
+        out: contiguous tensor on the frame's device, of the frame's dtype and number of elements, of any shape; written in place.
+        base: the base of a delta frame, bit for bit: contiguous tensor on the frame's device, ``out`` itself or apart from it.
+            Frames of other codecs ignore it.
+
+    Returns:
+        ``out``, or a new tensor of the frame's dtype and shape (flat if the frame has no shape).
+
+    Raises:
+        FrameError: the frame is damaged, foreign, or not of the dtype and size of ``out`` and ``base``, or a delta frame without
+            ``base``; ``out`` is then undefined. It is a ValueError.
+        ValueError: ``out`` overlaps a part of ``base``, or ``frame``; nothing is written.
+        TypeError: ``frame`` is not a 1-D uint8 tensor, or ``out`` or ``base`` is not a contiguous tensor on its device.
+    """
+    header, spec = open_frame(frame)
+    if out is None:
+        out = tensors.empty(header.numel, header.dtype, frame.device)
+        result = out if header.shape is None else out.view(header.shape)
+    else:
+        memory.decoded_room(out, header, (header.dtype,), frame.device)
+        memory.keep_apart([memory.span(out)], [memory.span(frame, header.frame_bytes)])
+        result = out
+    words = memory.flat_view(out)
+    against = _base_words(base, header, words) if spec.needs_base else None
+    spec.decode(frame[header.payload_at : header.frame_bytes], against, header.block, words, route)
+    return result
+
+
+@tensors.undisturbed()
+def decompress_add(
+    frame: torch.Tensor, sums: torch.Tensor, *, dtype: torch.dtype | None = None, route: str = "auto"
+) -> torch.Tensor:
+    """Add the tensor in ``frame`` to ``sums``, in one pass over ``sums``; blocks.
+
+    Args:
+        frame: as for :func:`decompress`, of bfloat16, float16 or float32.
+        sums: contiguous tensor on the frame's device, of the frame's number of elements: of its dtype, and each sum is rounded to
+            that (to nearest, ties to even), or float32. NaN sums of bfloat16 are 0x7fc0, as gloo makes them; other NaN
+            payloads are left open.
+        dtype: dtype that the frame must hold; None: ``sums``' dtype, or any of those if that is float32.
+
+    Returns:
+        ``sums``.
+
+    Raises:
+        FrameError, TypeError: as :func:`decompress`; ``sums`` is then undefined. Delta frames cannot be added.
+        ValueError: ``sums`` overlaps ``frame``; nothing is written.
+    """
+    header, spec = open_frame(frame)
+    if spec.decode_add is None:
+        raise FrameError(
+            FrameErrorCode.CODEC, f"a {spec.name} frame cannot be added; decompress it with its base first"
+        )
+    if header.dtype not in SUMMED_DTYPES or dtype not in (None, header.dtype):
+        wanted = dtype or ", ".join(map(str, SUMMED_DTYPES))
+        raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.dtype}, wanted {wanted}")
+    memory.decoded_room(sums, header, (header.dtype, torch.float32), frame.device)
+    flat = memory.flat_view(sums)
+    memory.keep_apart([memory.span(flat)], [memory.span(frame, header.frame_bytes)])
+    spec.decode_add(frame[header.payload_at : header.frame_bytes], header.block, header.dtype, flat, route)
+    return sums
+
+
+@tensors.undisturbed()
+def region_hash(tensor: torch.Tensor, *, route: str = "auto") -> bytes:
+    """Hash the bytes of a contiguous tensor to 16 bytes (FORMAT.md section 5), to compare bases on two ranks; blocks.
+
+    Dtype and shape do not count. The hash is no defence against tensors that were made to collide.
+
+    Raises:
+        TypeError: ``tensor`` is not a contiguous CPU or CUDA tensor.
+        RouteUnavailable: no kernels here.
+    """
+    if tensor.device.type not in DEVICES or not tensor.is_contiguous():
+        raise TypeError(
+            f"region_hash takes a contiguous tensor on {' or '.join(DEVICES)}, got strides {tensor.stride()} on {tensor.device}"
+        )
+    data = memory.flatten(tensor).view(torch.uint8)
+    first, second = kernels.route(route, tensor.device.type).region_hash(data)
+    return struct.pack("<QQ", first, second)
+
+
+def _bases(codec: str, words: torch.Tensor, base: torch.Tensor | None) -> list[torch.Tensor]:
+    """The flat base of ``words``; empty for a codec without a base."""
+    if (base is None) is codec_spec(codec).needs_base:
+        raise ValueError(
+            f"codec {codec!r} {'needs a' if base is None else 'takes no'} base; codecs with a base: {', '.join(BASE_CODECS)}"
+        )
+    if base is None:
+        return []
+    if (base.dtype, base.numel(), base.device) != (words.dtype, words.numel(), words.device):
+        raise ValueError(
+            f"base must be a tensor of {words.numel()} {words.dtype} on {words.device}, "
+            f"got {base.numel()} {base.dtype} on {base.device}"
+        )
+    return [memory.flatten(base)]
+
+
+def _base_words(base: torch.Tensor | None, header: Header, words: torch.Tensor) -> torch.Tensor:
+    """The receiver's base, flat, if a frame with this header can be decoded against it to ``words``."""
+    if base is None:
+        name = header.codec.name.lower()
+        raise FrameError(FrameErrorCode.CODEC, f"a {name} frame needs the base of its encoder: pass base=")
+    memory.decoded_room(base, header, (header.dtype,), words.device)
+    flat = memory.flat_view(base)
+    apart = abs(flat.data_ptr() - words.data_ptr())
+    if 0 < apart < words.nbytes:
+        raise ValueError("base and out overlap in part; pass the same memory for both, or a clone of the base")
+    return flat

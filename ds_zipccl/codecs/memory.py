@@ -1,0 +1,129 @@
+"""The memory around coding: flat views of tensors, room for a frame and its header, and overlap of outputs with inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds_zipccl import frame as framing
+from ds_zipccl.codecs.registry import DECODERS
+from ds_zipccl.codecs.spec import CodecSpec
+from ds_zipccl.frame import FrameError, FrameErrorCode, Header
+
+#: First address, and the address after the last byte.
+Span = tuple[int, int]
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in one dimension, in the order of the shape; a copy unless they are contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return flat_view(plain)
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor in one dimension, in the same memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))  # view(-1) may keep a stride of 0
+
+
+def frame_room(out: torch.Tensor, bound: int, device: torch.device) -> torch.Tensor:
+    """``out``, if a frame of ``bound`` bytes fits in it.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    fits = (out.dtype, out.dim(), out.device) == (torch.uint8, 1, device) and out.is_contiguous()
+    if not fits or out.numel() < bound:
+        raise ValueError(
+            f"out must be a contiguous 1-D uint8 tensor of at least {bound} bytes on {device}, "
+            f"got {out.dtype} of shape {tuple(out.shape)} on {out.device}; compress_bound() gives its size"
+        )
+    return out
+
+
+def decoded_room(out: torch.Tensor, header: Header, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """Accept ``out`` if the words of a frame with this header fit in it; ``dtypes``: the ones that ``out`` may have.
+
+    Raises:
+        TypeError: ``out`` is not a contiguous tensor on ``device``.
+        FrameError: it has another dtype or number of elements.
+    """
+    if out.device != device or not out.is_contiguous() or out.is_conj() or out.is_neg():
+        kind = "a conjugate or negative view" if out.is_conj() or out.is_neg() else f"strides {out.stride()}"
+        raise TypeError(f"out must be a contiguous tensor on {device}, got {kind} on {out.device}")
+    if out.dtype not in dtypes or out.numel() != header.numel:
+        wanted = f"{out.numel()} {out.dtype}"
+        raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.numel} {header.dtype}, wanted {wanted}")
+
+
+def span(tensor: torch.Tensor, size: int | None = None) -> Span:
+    """Where the first ``size`` bytes of a contiguous tensor lie; None: all bytes."""
+    start = tensor.data_ptr()
+    return start, start + (tensor.nbytes if size is None else size)
+
+
+def keep_apart(outputs: Sequence[Span], inputs: Sequence[Span]) -> None:
+    """Accept outputs that share no byte with an input or with each other.
+
+    The spans are sorted and swept over once, because an all-to-all has many of them.
+
+    Raises:
+        ValueError: they share one.
+    """
+    read_to = written_to = 0
+    spans = [(start, end, True) for start, end in outputs] + [(start, end, False) for start, end in inputs]
+    spans.sort()
+    for start, end, written in spans:
+        if start == end:
+            continue
+        taken = max(written_to, read_to) if written else written_to
+        if start < taken:
+            raise ValueError(
+                f"{min(taken, end) - start} bytes of an output are also in an input or another output, wanted memory of its own: "
+                "pass another out, or a clone of the input"
+            )
+        if written:
+            written_to = max(written_to, end)
+        else:
+            read_to = max(read_to, end)
+
+
+def write_header(header: Header, buffer: torch.Tensor) -> None:
+    """Write ``header`` to the start of ``buffer`` (1-D uint8), which holds the payload already.
+
+    From CUDA, the header goes by way of the host, with a checksum the whole frame does; that waits for the device.
+    """
+    if buffer.device.type == "cpu":
+        framing.pack(header, buffer)
+        return
+    host = buffer[: header.payload_at if header.checksum is None else header.frame_bytes].cpu()
+    framing.pack(header, host)
+    buffer[: header.payload_at].copy_(host[: header.payload_at])
+
+
+def open_frame(frame: torch.Tensor) -> tuple[Header, CodecSpec]:
+    """The header of ``frame`` (1-D uint8) and the codec that decodes its payload; waits for the device.
+
+    Raises:
+        FrameError: the frame is damaged or foreign, or its payload cannot have that size.
+        TypeError: ``frame`` is not a 1-D contiguous uint8 tensor.
+    """
+    header = _parse(frame)
+    spec = DECODERS[header.codec]
+    if header.dtype not in spec.dtypes:
+        raise FrameError(FrameErrorCode.CODEC, f"codec {header.codec.name} does not hold {header.dtype}")
+    size = header.frame_bytes - header.payload_at
+    floor = spec.payload_floor(header.numel, header.dtype, header.block)
+    bound = spec.payload_bound(header.numel, header.dtype, header.block)
+    if not floor <= size <= bound:
+        raise FrameError(
+            FrameErrorCode.SIZE, f"{size} bytes of payload for {header.numel} {header.dtype}: {floor} to {bound} fit"
+        )
+    return header, spec
+
+
+def _parse(frame: torch.Tensor) -> Header:
+    if frame.device.type == "cpu" or frame.dim() != 1:
+        return framing.parse(frame)
+    start = frame[: framing.MAX_HEADER_BYTES].cpu()
+    return framing.parse(frame.cpu()) if framing.has_checksum(start) else framing.parse(start, frame.numel())

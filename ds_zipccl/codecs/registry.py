@@ -1,0 +1,55 @@
+"""Which codecs there are: one table, from which names, decoders and dtypes derive.
+
+A new codec is a module that makes a :class:`~ds_zipccl.codecs.spec.CodecSpec`, an entry in :data:`CODEC_SPECS`, and, for a payload format
+of its own, an id in FORMAT.md and :class:`ds_zipccl.frame.CodecId`. A lossy codec has ``lossless=False``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ds_zipccl.codecs.delta import DELTA
+from ds_zipccl.codecs.exponent import CASCADE, WIDE
+from ds_zipccl.codecs.raw import RAW
+from ds_zipccl.codecs.spec import CodecSpec
+from ds_zipccl.frame import DTYPE_IDS, CodecId
+
+#: name -> codec, in the order in which lists of codecs show them.
+CODEC_SPECS: dict[str, CodecSpec] = {spec.name: spec for spec in (RAW, CASCADE, WIDE, DELTA)}
+
+#: Names of the codecs that code a tensor by itself.
+CODECS: tuple[str, ...] = tuple(name for name, spec in CODEC_SPECS.items() if not spec.needs_base)
+#: Names of the codecs that code a tensor against a base.
+BASE_CODECS: tuple[str, ...] = tuple(name for name, spec in CODEC_SPECS.items() if spec.needs_base)
+#: dtypes that some codec makes smaller.
+CODED_DTYPES: tuple[torch.dtype, ...] = tuple(
+    dict.fromkeys(dtype for spec in CODEC_SPECS.values() if spec is not RAW for dtype in spec.dtypes)
+)
+#: Codec byte of a frame -> a codec that decodes it; codecs of one byte decode alike.
+DECODERS: dict[CodecId, CodecSpec] = {spec.frame_id: spec for spec in reversed(CODEC_SPECS.values())}
+_RENAMED = {former: name for name, spec in CODEC_SPECS.items() for former in spec.former_names}
+
+
+def codec_spec(name: str) -> CodecSpec:
+    """The codec of that name.
+
+    Raises:
+        ValueError: there is none; the message lists the names.
+    """
+    if name in CODEC_SPECS:
+        return CODEC_SPECS[name]
+    if name in _RENAMED:
+        raise ValueError(f'codec is now "{_RENAMED[name]}", it was "{name}"; write "{_RENAMED[name]}"')
+    raise ValueError(f"no codec {name!r}; known codecs: {', '.join(CODEC_SPECS)}")
+
+
+def spec_for(name: str, dtype: torch.dtype) -> CodecSpec:
+    """The codec that codes tensors of ``dtype`` where the caller asks for codec ``name``: that codec, or raw.
+
+    Raises:
+        ValueError: unknown codec, or a dtype that no frame holds.
+    """
+    spec = codec_spec(name)
+    if dtype not in DTYPE_IDS:
+        raise ValueError(f"{dtype} has no place in a frame; view the tensor as one of {', '.join(map(str, DTYPE_IDS))}")
+    return spec if dtype in spec.dtypes else RAW
