@@ -1,40 +1,78 @@
-"""A slow network on one machine: a network namespace a node, joined by a bridge and shaped by token buckets (``--link``, ``--nodes``).
+"""A slow network on one machine (``--link``, ``--nodes``): one network namespace per node, joined by a bridge.
 
-Needs root and iproute2 (``ip``, ``tc``) on Linux. Every end of every node's cable is shaped: what it sends and what it receives.
-Ranks of one node share its cable, and reach each other inside it at the speed of loopback.
+A token bucket limits the rate at both ends of every node's cable: of the bytes that the node sends, and of those that it receives.
+netem adds delay, jitter and loss once on the way from one node to another. Ranks of one node share its cable and reach each other
+inside the node at the speed of loopback. Linux, root and pyroute2 are required, and the kernel module sch_netem for delay and loss.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import errno
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from ds_zipccl.bench import ToolError
 
 LOOPBACK = "loopback"
-#: The interface of a node inside its namespace.
+#: Name of a node's interface inside its namespace.
 INTERFACE = "zip0"
 MAX_NODES = 200
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MIN_RATE = 1e5  # bits a second
+#: Bits a second from which on tc's 32-bit field of bytes a second overflows.
+MAX_SHAPED_RATE = 8.0 * (1 << 32)
+MAX_DELAY_US = 2_000_000
+MAX_LOSS = 20.0  # percent
+_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_TIME_UNITS = {"us": 1, "ms": 1_000, "s": 1_000_000}
+_NUMBER, _TIME = r"\d+(?:\.\d+)?", r"\d+(?:\.\d+)?(?:us|ms|s)"
+_SYNTAX = re.compile(rf"({_NUMBER}[kmg]bit)(?:,({_TIME})(?:~({_TIME}))?)?(?:,({_NUMBER})%)?")
+_EXAMPLES = "write RATE[,DELAY[~JITTER]][,LOSS]: 200mbit, 2.5gbit, 1gbit,20ms, 1gbit,20ms~2ms,0.1%; or loopback"
 _PREFIX = "zc"
 _BURST_S = 0.002  # seconds of the rate that may pass at once; a token bucket needs some
 _LEAST_BURST = 256 << 10  # bytes; segments are joined to up to 64 KiB on their way
-_CLONE_NEWNET = 0x40000000
+_QUEUE_US = 20_000  # longest time that a packet waits for its tokens; a fuller queue drops it
+_PACKET_BYTES = 1500  # MTU of a virtual cable
+_NETEM_PACKETS = 1000  # netem's own default for the packets that it holds
 
 
 @dataclass(frozen=True)
-class Link:
-    """A network that is up. ``namespaces``, ``addresses``: of each node; ``host``: address of the process that made it."""
+class LinkSpec:
+    """One value of ``--link``; ``str()`` gives the text that the user typed.
 
-    rate: str
+    ``rate``: bits a second. ``delay_us``: microseconds from one node to another, half of a round trip. ``jitter_us``: how much a
+    packet's delay may differ from it, either way. ``loss``: percent of the packets that get lost.
+    """
+
+    text: str
+    rate: float
+    delay_us: int = 0
+    jitter_us: int = 0
+    loss: float = 0.0
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def rate_only(self) -> bool:
+        """Whether the link has neither delay nor loss."""
+        return not (self.delay_us or self.loss)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network that is up. ``namespaces``, ``addresses``: one per node. ``host``: address of the process that made the network."""
+
+    spec: LinkSpec
     ranks: int
     namespaces: tuple[str, ...]
     addresses: tuple[str, ...]
@@ -42,156 +80,283 @@ class Link:
 
     @property
     def nodes(self) -> int:
-        """How many namespaces share out the ranks."""
         return len(self.namespaces)
 
     @property
     def ranks_per_node(self) -> int:
-        """The same in every node."""
+        """The same number in every node."""
         return self.ranks // self.nodes
 
     def namespace(self, rank: int) -> str:
-        """Where a rank lives: the first ranks in the first node, and so on."""
+        """Namespace of a rank: the first ranks live in the first node, and so on."""
         return self.namespaces[rank // self.ranks_per_node]
 
+    def start(self, rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start a process in the node of ``rank``; ``options`` as for subprocess.Popen."""
+
+        def inside() -> subprocess.Popen[bytes]:
+            enter(self.namespace(rank))
+            return subprocess.Popen(command, **options)
+
+        # A process starts in the namespace of the thread that starts it. Only this thread enters the node, and then it ends.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(inside).result()
+
     def __str__(self) -> str:
-        return self.rate
+        return self.spec.text
 
 
-def rate(text: str) -> str:
-    """``200mbit``, ``2.5gbit``: bits a second; "" for ``loopback``, which needs no network (argparse type)."""
+def parse(text: str) -> LinkSpec | None:
+    """``RATE[,DELAY[~JITTER]][,LOSS]`` as a link, ``loopback`` as None (argparse type).
+
+    Raises:
+        ArgumentTypeError: the text is not a link, or one of its numbers makes no sense; says which.
+    """
     if text == LOOPBACK:
-        return ""
-    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", text) or bits_per_second(text) < 1e5:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate; write 200mbit, 1gbit, 2.5gbit or loopback")
-    return text
+        return None
+    match = _SYNTAX.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a link; {_EXAMPLES}")
+    rate, delay, jitter, loss = match.groups()
+    spec = LinkSpec(
+        text, float(rate[:-4]) * _RATE_UNITS[rate[-4:]], _microseconds(delay), _microseconds(jitter), float(loss or 0)
+    )
+    wrong = {
+        f"the rate must be at least {MIN_RATE / 1e3:g}kbit": spec.rate < MIN_RATE,
+        f"the delay must be from 1us to {MAX_DELAY_US / 1e6:g}s; leave it out for none": delay is not None
+        and not 1 <= spec.delay_us <= MAX_DELAY_US,
+        "the jitter must be from 1us to the delay; leave it out for none": jitter is not None
+        and not 1 <= spec.jitter_us <= spec.delay_us,
+        f"the loss must be above 0% and at most {MAX_LOSS:g}%; leave it out for none": loss is not None
+        and not 0 < spec.loss <= MAX_LOSS,
+    }
+    for rule, broken in wrong.items():
+        if broken:
+            raise argparse.ArgumentTypeError(f"{text!r}: {rule}")
+    return spec
 
 
-def bits_per_second(text: str) -> float:
-    """The number that a rate stands for."""
-    return float(text[:-4]) * _UNITS[text[-4:]]
+def _microseconds(text: str | None) -> int:
+    if text is None:
+        return 0
+    unit = text.lstrip("0123456789.")
+    return round(float(text.removesuffix(unit)) * _TIME_UNITS[unit])
+
+
+def name(spec: LinkSpec | None) -> str:
+    """The ``link`` column: the link as the user typed it, or "loopback"."""
+    return LOOPBACK if spec is None else spec.text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare ``--link`` and ``--nodes``; their values are for :func:`check` and :func:`joined`."""
-    what = "what joins the ranks: loopback, 200mbit, 1gbit, ... (loopback)"
-    parser.add_argument("--link", nargs="+", type=rate, default=[""], metavar="RATE", help=what)
-    where = "with --link: nodes that share out the ranks, in blocks; inside one there is loopback (one for each rank)"
-    parser.add_argument("--nodes", type=int, metavar="M", help=where)
+    joins = (
+        "network between the nodes: loopback, or RATE[,DELAY[~JITTER]][,LOSS] such as 1gbit or 1gbit,20ms~2ms,0.1%%; "
+        "DELAY is one way, LOSS a share of the packets (loopback)"
+    )
+    parser.add_argument("--link", nargs="+", type=parse, default=[None], metavar="LINK", help=joins)
+    shares = "with --link: number of nodes that share out the ranks in blocks; inside a node is loopback (one per rank)"
+    parser.add_argument("--nodes", type=int, metavar="M", help=shares)
 
 
-def check(rates: Sequence[str], ranks: Sequence[int], nodes: int | None) -> None:
-    """Whether ``--link``, ``--ranks`` and ``--nodes`` fit together, before anything is measured.
+def check(links: Sequence[LinkSpec | None], ranks: Sequence[int], nodes: int | None) -> None:
+    """Check that ``--link``, ``--ranks`` and ``--nodes`` fit together, before anything is measured.
 
     Raises:
-        ToolError: they do not; says what was given and what would do.
+        ToolError: they do not fit; says which numbers and what would fit.
     """
     if nodes is None:
         return
-    if not any(rates):
+    if not any(links):
         raise ToolError("--nodes needs a --link between the nodes, such as --link 1gbit; on loopback there is one node")
     uneven = [count for count in ranks if nodes < 1 or count % nodes]
     if uneven:
         raise ToolError(f"--nodes must share out --ranks evenly, got {nodes} nodes for {uneven[0]} ranks")
 
 
-def joined(text: str, ranks: int, nodes: int | None = None) -> contextlib.AbstractContextManager[Link | None]:
-    """What joins the ranks while the context lasts: a network of this rate, or None for loopback; see :func:`shaped`."""
-    return shaped(text, ranks, nodes) if text else contextlib.nullcontext()
+def joined(
+    spec: LinkSpec | None, ranks: int, nodes: int | None = None
+) -> contextlib.AbstractContextManager[Network | None]:
+    """Network between the ranks for as long as the context lasts, None for loopback; see :func:`shaped`."""
+    return contextlib.nullcontext() if spec is None else shaped(spec, ranks, nodes)
 
 
 @contextlib.contextmanager
-def shaped(text: str, ranks: int, nodes: int | None = None) -> Iterator[Link]:
-    """A network of this rate for as long as the context lasts; however it ends, nothing is left behind.
+def shaped(spec: LinkSpec, ranks: int, nodes: int | None = None) -> Iterator[Network]:
+    """Network for as long as the context lasts; takes about 0.05 s per node.
 
-    What a killed process has left is taken away by the next one.
+    The network is removed when the context ends, also by an exception, SIGTERM or SIGHUP. After SIGKILL the next call removes it.
 
     Args:
-        nodes: how many share out the ranks, in blocks; one for each rank if None.
+        nodes: number of nodes that share out the ranks in blocks; one per rank if None.
 
     Raises:
-        ToolError: not Linux, not root, no iproute2, ranks that cannot be shared out, too many nodes, or the system refuses; the
-            message says what to do.
+        ToolError: not Linux, not root, no pyroute2, ranks that cannot be shared out, too many nodes, a rate too high for a token
+            bucket, or the kernel refuses; the message says what to do.
     """
     reason = why_not()
     if reason:
-        raise ToolError(f"--link {text}: {reason}")
-    check([text], [ranks], nodes)
+        raise ToolError(f"--link {spec}: {reason}")
+    check([spec], [ranks], nodes)
     nodes = nodes or ranks
     if nodes > MAX_NODES:
         raise ToolError(f"--link joins at most {MAX_NODES} nodes, got {nodes}: put more ranks in each with --nodes")
+    if spec.rate >= MAX_SHAPED_RATE:
+        most = f"{MAX_SHAPED_RATE / 1e9:.1f}gbit"
+        raise ToolError(f"--link {spec}: a token bucket limits rates below {most}; write a lower rate, or loopback")
     _sweep()
     base = f"{_PREFIX}{os.getpid()}"
-    namespaces = tuple(f"{base}n{node}" for node in range(nodes))
     subnet = f"10.93.{os.getpid() % 256}"  # another one for another benchmark at the same time
-    addresses = tuple(f"{subnet}.{node + 1}" for node in range(nodes))
-    host = f"{subnet}.254"
-    try:
-        _run("ip", "link", "add", f"{base}b", "type", "bridge")
-        _run("ip", "address", "add", f"{host}/24", "dev", f"{base}b")
-        _run("ip", "link", "set", f"{base}b", "up")
-        for node, namespace in enumerate(namespaces):
-            _plug_in(f"{base}b", f"{base}v{node}", namespace, f"{addresses[node]}/24", text)
-        yield Link(text, ranks, namespaces, addresses, host)
-    finally:
-        _remove(base)
+    network = Network(
+        spec,
+        ranks,
+        tuple(f"{base}n{node}" for node in range(nodes)),
+        tuple(f"{subnet}.{node + 1}" for node in range(nodes)),
+        f"{subnet}.254",
+    )
+    with _signals_raise():
+        try:
+            _build(base, network)
+            yield network
+        finally:
+            _remove(base)
 
 
 def enter(namespace: str) -> None:
-    """Move the calling thread, and threads that it starts from now on, into a network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{namespace}") as file:
-        if libc.setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+    """Move the calling thread, and threads and processes that it starts from now on, into a network namespace."""
+    from pyroute2 import netns
+
+    netns.setns(namespace, flags=0)
 
 
 def why_not() -> str:
-    """Why there can be no shaped network here; "" if there can."""
+    """Why no shaped network can be made here; "" if one can."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces are Linux's, this is {sys.platform}; measure without --link"
-    missing = [name for name in ("ip", "tc") if not shutil.which(name)]
-    if missing:
-        return f"{' and '.join(missing)} not found; install iproute2"
+    try:
+        import pyroute2  # noqa: F401
+    except ImportError as error:
+        return f"pyroute2 is missing ({error}): pip install ds-zipccl[bench]"
     if os.geteuid():
         return "network namespaces need root; run it with sudo -E, or measure without --link"
     return ""
 
 
-def _plug_in(bridge: str, port: str, namespace: str, address: str, text: str) -> None:
-    inside = ("ip", "-n", namespace)
-    _run("ip", "netns", "add", namespace)
-    _run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
-    _run("ip", "link", "set", port, "master", bridge, "up")
-    _run(*inside, "address", "add", address, "dev", INTERFACE)
-    _run(*inside, "link", "set", INTERFACE, "up")
-    _run(*inside, "link", "set", "lo", "up")
-    burst = max(_LEAST_BURST, int(bits_per_second(text) / 8 * _BURST_S))
-    shape = ("root", "tbf", "rate", text, "burst", str(burst), "latency", "20ms")
-    _run("tc", "qdisc", "add", "dev", port, *shape)
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", INTERFACE, *shape)
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program by an exception, so that what it has set up is removed; only in the main thread."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    caught = {}
+    if threading.current_thread() is threading.main_thread():
+        wanted = (signal.SIGTERM, signal.SIGHUP)
+        caught = {
+            number: signal.signal(number, leave) for number in wanted if signal.getsignal(number) is signal.SIG_DFL
+        }
+    try:
+        yield
+    finally:
+        for number, before in caught.items():
+            signal.signal(number, before)
+
+
+def _build(base: str, network: Network) -> None:
+    """Make the bridge and every node of ``network``.
+
+    Raises:
+        ToolError: the kernel refuses.
+    """
+    from pyroute2 import IPRoute, NetlinkError
+
+    try:
+        with IPRoute() as host:
+            host.link("add", ifname=f"{base}b", kind="bridge")
+            (bridge,) = host.link_lookup(ifname=f"{base}b")
+            host.addr("add", index=bridge, address=network.host, prefixlen=24)
+            host.link("set", index=bridge, state="up")
+            for node in range(network.nodes):
+                _plug_in(host, bridge, f"{base}v{node}", network, node)
+    except (NetlinkError, OSError) as error:
+        raise ToolError(f"--link {network}: the kernel refuses to make the network: {error}") from error
+
+
+def _plug_in(host: Any, bridge: int, port: str, network: Network, node: int) -> None:
+    """Make a node: its namespace, and its cable to the ``bridge`` with a token bucket at both ends. ``host``: an open IPRoute."""
+    from pyroute2 import IPRoute, netns
+
+    spec, namespace = network.spec, network.namespaces[node]
+    netns.create(namespace)
+    host.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": namespace})
+    (outside,) = host.link_lookup(ifname=port)
+    host.link("set", index=outside, master=bridge, state="up")
+    rate = spec.rate / 8
+    bucket = {"rate": rate, "burst": max(_LEAST_BURST, int(rate * _BURST_S)), "latency": _QUEUE_US}
+    # Sent bytes meet the bucket first, which slows the sender down as a network card does, and the delay on their way from the bridge.
+    if spec.rate_only:
+        host.tc("add", "tbf", outside, **bucket)
+    else:
+        _add_netem(host, outside, network)
+        host.tc("add", "tbf", outside, parent=0x10001, handle=0x20000, **bucket)
+    with IPRoute(netns=namespace, flags=0) as inside:
+        (lo,), (cable,) = inside.link_lookup(ifname="lo"), inside.link_lookup(ifname=INTERFACE)
+        inside.addr("add", index=cable, address=network.addresses[node], prefixlen=24)
+        # Segments joined to 64 KiB would get lost as one packet: with loss every packet is sent alone, as on a wire.
+        alone = {"gso_max_segs": 1} if spec.loss else {}
+        inside.link("set", index=cable, state="up", **alone)
+        inside.link("set", index=lo, state="up")
+        inside.tc("add", "tbf", cable, **bucket)
+
+
+def _add_netem(host: Any, port: int, network: Network) -> None:
+    """Delay and lose packets that leave the bridge through ``port``.
+
+    Raises:
+        ToolError: the kernel has no netem.
+    """
+    from pyroute2 import NetlinkError
+
+    spec = network.spec
+    late = spec.rate / 8 * (spec.delay_us + spec.jitter_us) / 1e6  # bytes on their way from one sender
+    limit = _NETEM_PACKETS + int((network.nodes - 1) * late / _PACKET_BYTES)
+    times = {"delay": spec.delay_us, "jitter": spec.jitter_us}
+    try:
+        host.tc("add", "netem", port, handle=0x10000, loss=spec.loss, limit=limit, **times)
+    except NetlinkError as error:
+        if error.code != errno.ENOENT:
+            raise
+        raise ToolError(
+            f"--link {spec}: this kernel has no netem for delay and loss; load it with modprobe sch_netem, or write the rate alone"
+        ) from error
 
 
 def _sweep() -> None:
-    """Remove what processes that no longer run have left."""
-    listed = subprocess.run(["ip", "-o", "link", "show", "type", "bridge"], capture_output=True, text=True).stdout
-    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    found = {int(pid) for pid in re.findall(rf"\b{_PREFIX}(\d+)[bn]", listed + spaces)}
-    for pid in found:
+    """Remove networks of processes that no longer run."""
+    for pid in {int(found[1]) for text in _existing() if (found := re.match(rf"{_PREFIX}(\d+)[bnv]", text))}:
         if not os.path.exists(f"/proc/{pid}"):
             _remove(f"{_PREFIX}{pid}")
 
 
 def _remove(base: str) -> None:
-    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
-    # Cables first: with their namespace they would go too, but some time later.
-    for name in re.findall(rf"\b({base}(?:v\d+|b))\b", links):
-        subprocess.run(["ip", "link", "delete", name], capture_output=True)
-    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    for namespace in re.findall(rf"^({base}n\d+)\b", spaces, re.MULTILINE):
-        subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
+    """Remove everything whose name begins with ``base``; things that are gone already are no error."""
+    from pyroute2 import IPRoute, NetlinkError, netns
+
+    mine = re.compile(rf"{base}[bnv]\d*")
+    with IPRoute() as host:
+        # Cables first: with their namespace they would go too, but some time later.
+        for link in host.get_links():
+            if mine.fullmatch(link.get_attr("IFLA_IFNAME")):
+                with contextlib.suppress(NetlinkError):
+                    host.link("del", index=link["index"])
+    for namespace in filter(mine.fullmatch, netns.listnetns()):
+        with contextlib.suppress(OSError):
+            netns.remove(namespace)
 
 
-def _run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise ToolError(f"{' '.join(command)} failed: {result.stderr.strip()}")
+def _existing() -> list[str]:
+    """Names of the interfaces and network namespaces here."""
+    from pyroute2 import IPRoute, netns
+
+    with IPRoute() as host:
+        return [link.get_attr("IFLA_IFNAME") for link in host.get_links()] + netns.listnetns()

@@ -46,9 +46,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ds_zipccl.bench import ToolError, data, link, speeds, tables, validate
-from ds_zipccl.bench.comm_cases import OPS
 from ds_zipccl.bench.speeds import Points, Speeds
 from ds_zipccl.bench.tables import Column
+from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, Profile, against_base, predict
 
 #: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size.
@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
-    parser.add_argument("--link", nargs="+", type=link.rate, metavar="RATE", help="of one GPU: 400gbit; see above")
+    parser.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help="of one GPU: 400gbit; see above")
     parser.add_argument("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
     parser.add_argument(
         "--profile", metavar="FILE", help="speeds: from plan --validate --json or bench codec --json (this CPU)"
@@ -191,7 +191,7 @@ def step(args: argparse.Namespace, traffics: list[Traffic], codings: dict[str, C
             uncoded = schedule.codec == "plain"
             op = traffic.op if uncoded else traffic.coded_op or traffic.op
             coding = Coding(exponents.profile, 1.0) if uncoded else codings[traffic.coding]
-            sent = float(OPS[op].sent(schedule.ranks)) * schedule.crossing * schedule.tensor / coding.ratio
+            sent = TRAFFIC[op].plain(schedule.ranks) * schedule.crossing * schedule.tensor / coding.ratio
             times = traffic.times * (1.0 if uncoded else traffic.slower)
             ms = times * _ms(op, operations, schedule, coding)
             plain = ms if uncoded else plain
@@ -289,7 +289,7 @@ def _points(args: argparse.Namespace, found: Speeds) -> Points:
     """The line ``latency + bytes / rate``, or what the profile measured."""
     if not args.link:
         return found.profile.transfer
-    rate, latency = link.bits_per_second(args.link[0]) / 8, args.latency / 1e6
+    rate, latency = args.link[0].rate / 8, args.latency / 1e6
     return tuple((size, latency + size / rate) for size in (1.0, 1e9))
 
 
@@ -316,8 +316,10 @@ def _fastest(row: dict[str, Any]) -> str:
 def _check(args: argparse.Namespace) -> None:
     if args.params is None or args.gpus is None:
         raise ToolError("wanted are --params and --gpus, or --validate")
-    if not (args.link or args.profile) or len(args.link or [0]) != 1 or args.link == [""]:
+    if not (args.link or args.profile) or len(args.link or [0]) != 1 or args.link == [None]:
         raise ToolError("wanted is one --link RATE between nodes such as 400gbit, or the --profile of one")
+    if args.link and not args.link[0].rate_only:
+        raise ToolError(f"plan reckons with a rate alone, got --link {args.link[0]}: put its delay into --latency US")
     if args.link is None and not speeds.read(args.profile, args.dtype).link:
         raise ToolError(f"{args.profile} does not say how fast the link is: add --link RATE")
     if args.gpus_per_node < 1 or args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:

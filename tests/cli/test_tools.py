@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 import variants
 from places import ROOT
 
-from ds_zipccl import codecs, kernels
+from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
-from ds_zipccl.bench import comm_trial, data
+from ds_zipccl.bench import comm_cases, comm_trial, data
 from ds_zipccl.bench.exponents import Fields
 from ds_zipccl.cli import bench_codec
 from ds_zipccl.frame import FrameError, FrameErrorCode
@@ -27,7 +28,7 @@ CODEC_KEYS = (
     "encode_memcpy decode_memcpy wrong".split()
 )  # fmt: skip
 CODED = bench_codec.CODECS[1:]
-COMM_KEYS = "op dtype numel ranks nodes link variant time_us logical_bytes wire_bytes wrong".split()
+COMM_KEYS = "op dtype numel ranks nodes link variant time_us algbw busbw logical_bytes wire_bytes wrong".split()
 SIGMAS = ("1e-6", "0.0003", "1", "30", "1e3")
 MILLION = 1 << 20
 
@@ -289,6 +290,8 @@ def test_comm_rows(tmp_path: Path) -> None:
         assert (row["numel"], row["ranks"], row["nodes"], row["link"], row["wrong"]) == (60_000, 3, 1, "loopback", 0)
         assert row["logical_bytes"] == round(shares[row["op"]] * nbytes)
         assert 20 < row["time_us"] < 60e6
+        assert row["algbw"] == pytest.approx(nbytes / row["time_us"] / 1e3)  # GB/s
+        assert row["busbw"] == pytest.approx(shares[row["op"]] * row["algbw"])
         sent = row["logical_bytes"] * (2 if row["op"] == "broadcast" else 1)  # the source sends to both others
         if row["variant"] == "plain":
             assert row["wire_bytes"] == row["logical_bytes"]
@@ -296,6 +299,23 @@ def test_comm_rows(tmp_path: Path) -> None:
             assert 0 < row["wire_bytes"] - sent <= 256  # headers
         else:
             assert 1.4 < sent / row["wire_bytes"] < 1.53
+
+
+@pytest.mark.parametrize("op", ops.TRAFFIC)
+def test_comm_counts_are_exact(op: str) -> None:
+    """Elements and bandwidths against fractions, for sizes at which a rounded share would be off by one."""
+    for ranks in (2, 3, 5, 6, 7, 24, 49, 1021, 4095):
+        rest, shard = Fraction(ranks - 1, ranks), Fraction(1, ranks)
+        factor = {"all_reduce": 2 * rest, "broadcast": Fraction(1)}.get(op, rest)
+        traffic = ops.TRAFFIC[op]
+        shares = {traffic.plain: factor, traffic.inputs: shard if op == "all_gather" else Fraction(1)}
+        if traffic.outputs is not None:
+            shares[traffic.outputs] = shard if op == "reduce_scatter" else Fraction(1)
+        for numel in (ranks, 3 * ranks, (1 << 33) // ranks * ranks, ((1 << 40) + 12345) // ranks * ranks):
+            for share, exact in shares.items():
+                assert comm_cases.elements(numel, share, ranks) == exact * numel
+        found = comm_cases.bandwidths(op, 3_000_000_000, ranks, 2.0)
+        assert found == {"algbw": 1.5, "busbw": pytest.approx(float(1.5 * factor), rel=1e-15)}
 
 
 def faulty_part(rank: int, *more: Any) -> None:
