@@ -16,12 +16,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from ds_zipccl.bench import ToolError
+
+T = TypeVar("T")
 
 LOOPBACK = "loopback"
 #: Name of a node's interface inside its namespace.
@@ -94,13 +97,8 @@ class Network:
     def start(self, rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start a process in the node of ``rank``; ``options`` as for subprocess.Popen."""
 
-        def inside() -> subprocess.Popen[bytes]:
-            enter(self.namespace(rank))
-            return subprocess.Popen(command, **options)
-
-        # A process starts in the namespace of the thread that starts it. Only this thread enters the node, and then it ends.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(inside).result()
+        # A process starts in the namespace of the thread that starts it.
+        return inside(self.namespace(rank), partial(subprocess.Popen, command, **options))
 
     def __str__(self) -> str:
         return self.spec.text
@@ -229,6 +227,17 @@ def enter(namespace: str) -> None:
     netns.setns(namespace, flags=0)
 
 
+def inside(namespace: str, call: Callable[[], T]) -> T:
+    """Result of ``call`` on a thread in ``namespace``, and nowhere else; blocks. Sockets and processes that it makes stay there."""
+
+    def on_thread() -> T:
+        enter(namespace)
+        return call()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(on_thread).result()
+
+
 def why_not() -> str:
     """Why no shaped network can be made here; "" if one can."""
     if not sys.platform.startswith("linux"):
@@ -240,6 +249,16 @@ def why_not() -> str:
     if os.geteuid():
         return "network namespaces need root; run it with sudo -E, or measure without --link"
     return ""
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """No signal interrupts this thread, nor a process that it forks: the fork would run our handlers and clean up twice."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -284,10 +303,11 @@ def _build(base: str, network: Network) -> None:
 
 def _plug_in(host: Any, bridge: int, port: str, network: Network, node: int) -> None:
     """Make a node: its namespace, and its cable to the ``bridge`` with a token bucket at both ends. ``host``: an open IPRoute."""
-    from pyroute2 import IPRoute, netns
+    from pyroute2 import netns
 
     spec, namespace = network.spec, network.namespaces[node]
-    netns.create(namespace)
+    with _signals_wait():
+        netns.create(namespace)
     host.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": namespace})
     (outside,) = host.link_lookup(ifname=port)
     host.link("set", index=outside, master=bridge, state="up")
@@ -299,14 +319,24 @@ def _plug_in(host: Any, bridge: int, port: str, network: Network, node: int) -> 
     else:
         _add_netem(host, outside, network)
         host.tc("add", "tbf", outside, parent=0x10001, handle=0x20000, **bucket)
-    with IPRoute(netns=namespace, flags=0) as inside:
-        (lo,), (cable,) = inside.link_lookup(ifname="lo"), inside.link_lookup(ifname=INTERFACE)
-        inside.addr("add", index=cable, address=network.addresses[node], prefixlen=24)
-        # Segments joined to 64 KiB would get lost as one packet: with loss every packet is sent alone, as on a wire.
-        alone = {"gso_max_segs": 1} if spec.loss else {}
-        inside.link("set", index=cable, state="up", **alone)
-        inside.link("set", index=lo, state="up")
-        inside.tc("add", "tbf", cable, **bucket)
+    inside(namespace, partial(_set_up_inside, network.addresses[node], bucket, alone=spec.loss > 0))
+
+
+def _set_up_inside(address: str, bucket: Mapping[str, Any], alone: bool) -> None:
+    """Set up the interfaces of the namespace of the calling thread.
+
+    Args:
+        bucket: parameters of the token bucket.
+        alone: send every packet alone, as on a wire: segments joined to 64 KiB would get lost as one packet.
+    """
+    from pyroute2 import IPRoute
+
+    with IPRoute() as node:
+        (lo,), (cable,) = node.link_lookup(ifname="lo"), node.link_lookup(ifname=INTERFACE)
+        node.addr("add", index=cable, address=address, prefixlen=24)
+        node.link("set", index=cable, state="up", **({"gso_max_segs": 1} if alone else {}))
+        node.link("set", index=lo, state="up")
+        node.tc("add", "tbf", cable, **bucket)
 
 
 def _add_netem(host: Any, port: int, network: Network) -> None:

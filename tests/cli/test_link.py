@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,8 @@ def shaped(text: str, ranks: int, nodes: int | None = None) -> contextlib.Abstra
 
 
 def inside(network: link.Network, rank: int, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Result of a call on a thread in the node of ``rank``; a socket that it makes stays in that node."""
-
-    def on_thread() -> Any:
-        link.enter(network.namespace(rank))
-        return call(*args, **more)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(on_thread).result()
+    """Result of a call in the node of ``rank``; a socket that it makes stays in that node."""
+    return link.inside(network.namespace(rank), partial(call, *args, **more))
 
 
 @contextlib.contextmanager
@@ -350,7 +345,7 @@ def test_the_delay_is_seen() -> None:
 def test_the_jitter_is_seen() -> None:
     with shaped("100mbit,30ms~15ms", 2) as network:
         seconds = round_trips(network, 40)
-        assert 0.029 < min(seconds) < 0.055 and 0.065 < max(seconds)
+        assert 0.029 < min(seconds) < 0.055 and max(seconds) > 0.065
 
 
 @needs_netem
