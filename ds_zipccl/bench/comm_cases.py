@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.bench import ToolError, data, link
+from ds_zipccl.bench.namespaces import Network
 from ds_zipccl.ops import TRAFFIC
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def check(args: argparse.Namespace) -> None:
             raise ToolError(f"{args.data.name} exists in {', '.join(data.DATA[args.data.name].dtypes)}, not in {dtype}")
 
 
-def launch(ranks: int, cases: list[Case | Calibration], network: link.Network | None) -> Iterator[dict[str, Any]]:
+def launch(ranks: int, cases: list[Case | Calibration], network: Network | None) -> Iterator[dict[str, Any]]:
     """Start the processes, give their rows as they come, and leave no process behind.
 
     Raises:

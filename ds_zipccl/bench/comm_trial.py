@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm, ops
-from ds_zipccl.bench import link
+from ds_zipccl.bench import link, namespaces
 from ds_zipccl.bench.comm_cases import Calibration, Case, bandwidths, elements
 from ds_zipccl.bench.exponents import differing, words
 from ds_zipccl.bench.variants import VARIANTS, Variant
@@ -28,7 +28,7 @@ from ds_zipccl.telemetry import counters
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
-    from ds_zipccl.bench.link import Network
+    from ds_zipccl.bench.namespaces import Network
 
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface on Linux and macOS
 
@@ -48,12 +48,12 @@ def take_part(
         port: of the store at which the processes meet.
     """
     if network:
-        link.enter(network.namespace(rank))  # before any thread is started
+        namespaces.enter(network.namespace(rank))  # before any thread is started
     threading.Thread(target=_follow_parent, daemon=True).start()
     host = network.host if network else "127.0.0.1"
     loopback = next((name for _, name in socket.if_nameindex() if name in LOOPBACKS), None)
     if network:
-        os.environ["GLOO_SOCKET_IFNAME"] = link.INTERFACE
+        os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
     elif loopback:  # otherwise gloo picks the interface of the host name, which need not exist
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     # The deprecated names exist in every torch that DeepSpeed runs on.
@@ -127,7 +127,8 @@ def settling(op: str) -> int:
 def _config(variant: Variant) -> ZipcclConfig | None:
     if variant.settings is None:
         return None
-    return ZipcclConfig(enabled=True, **variant.settings, **({"min_bytes": 0} if variant.always else {}))
+    settings = variant.settings | ({"min_bytes": 0} if variant.always else {})
+    return ZipcclConfig(enabled=True, **settings)
 
 
 class Trial:

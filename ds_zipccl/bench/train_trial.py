@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zipccl.bench import ToolError, link
+from ds_zipccl.bench.namespaces import INTERFACE, Network
 
 PACKAGE = Path(__file__).resolve().parents[1]
 #: Places of examples/ in an installed wheel and in a checkout.
@@ -70,7 +71,7 @@ def find_script(named: Path | None = None) -> Path:
     raise ToolError(f"no training script at {looked}: name examples/train_gpt.py of a checkout with --script")
 
 
-def run(training: Training, variant: str, section: dict[str, Any] | None, network: link.Network | None) -> Results:
+def run(training: Training, variant: str, section: dict[str, Any] | None, network: Network | None) -> Results:
     """Train once and return the script's results; blocks until the training ends. The script's progress bar goes to stderr.
 
     Args:
@@ -110,7 +111,7 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
 
 
 def _commands(
-    training: Training, network: link.Network | None, more: Sequence[str]
+    training: Training, network: Network | None, more: Sequence[str]
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Command and environment of each process to start, in the order of ranks."""
     config, options = WORKLOADS[training.workload]
@@ -127,7 +128,7 @@ def _commands(
             "LOCAL_WORLD_SIZE": network.ranks_per_node,
             "MASTER_ADDR": network.addresses[0],
             "MASTER_PORT": 29500,
-            "GLOO_SOCKET_IFNAME": link.INTERFACE,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
             "TORCHDYNAMO_DISABLE": 1,  # as the script does for ranks that it starts: nothing is compiled
         }
         yield command, {key: str(value) for key, value in environment.items()}

@@ -17,7 +17,7 @@ import argparse
 import itertools
 from typing import Any
 
-from ds_zipccl.bench import comm_cases, data, link, tables
+from ds_zipccl.bench import comm_cases, data, link, namespaces, tables
 from ds_zipccl.bench.comm_cases import Calibration, Case
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.ops import TRAFFIC
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
             for numel in args.numel
         ]
         cases.insert(0, Calibration(args.timeout))
-        with link.joined(spec, ranks) as network:
+        with namespaces.joined(spec, ranks) as network:
             name = f"plan --validate, {ranks} ranks, {link.name(spec)}"
             first, *found = tables.progress(comm_cases.launch(ranks, cases, network), name, comm_cases.rows_of(cases))
         profiles.append({"ranks": ranks, "link": link.name(spec), "profile": first})

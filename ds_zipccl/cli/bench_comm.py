@@ -30,7 +30,7 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from ds_zipccl.bench import data, link, tables
+from ds_zipccl.bench import data, link, namespaces, tables
 from ds_zipccl.bench.comm_cases import Calibration, Case, check, launch, rows_of
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.bench.variants import VARIANTS
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
             for dtype in args.dtype
             for numel in args.numel
         ]
-        with link.joined(spec, ranks, args.nodes) as network:
+        with namespaces.joined(spec, ranks, args.nodes) as network:
             label = f"bench comm, {ranks} ranks, {link.name(spec)}"
             for row in tables.progress(launch(ranks, cases, network), label, rows_of(cases)):
                 rows.append(row)

@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_zipccl.bench import ToolError, link
+from ds_zipccl.bench import ToolError, link, namespaces
 from ds_zipccl.bench.tables import Column, Table, complain, say, write_json
 from ds_zipccl.bench.train_results import rows, verdict
 from ds_zipccl.bench.train_trial import WORKLOADS, Results, Training, find_script, run
@@ -121,7 +121,7 @@ def _measure(training: Training, args: argparse.Namespace) -> tuple[list[dict[st
     runs: dict[str, list[Results]] = {variant: [] for variant in VARIANTS if variant in ("plain", *args.variants)}
     turns = list(runs) * args.repeat
     try:
-        with link.joined(training.link, training.ranks, training.nodes) as network:
+        with namespaces.joined(training.link, training.ranks, training.nodes) as network:
             for number, variant in enumerate(turns, 1):
                 # The bar of the script begins with its first step, seconds after its start.
                 complain(f"# {training.workload}, {training.ranks} ranks, run {number} of {len(turns)}: {variant}")

@@ -22,10 +22,10 @@ import pytest
 from places import EXAMPLES
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import ToolError, link
+from ds_zipccl.bench import ToolError, link, namespaces
 
 EXAMPLE = EXAMPLES / "train_gpt.py"
-needs_network = pytest.mark.skipif(bool(link.why_not()), reason=f"no shaped network here: {link.why_not()}")
+needs_network = pytest.mark.skipif(bool(namespaces.why_not()), reason=f"no shaped network here: {namespaces.why_not()}")
 
 
 def has_netem() -> bool:
@@ -33,14 +33,14 @@ def has_netem() -> bool:
     spec = link.parse("1gbit,1ms")
     assert spec is not None
     try:
-        with link.shaped(spec, 2):
+        with namespaces.shaped(spec, 2):
             return True
     except ToolError:
         return False
 
 
 needs_netem = pytest.mark.skipif(
-    bool(link.why_not()) or not has_netem(), reason="no netem here: root and sch_netem needed"
+    bool(namespaces.why_not()) or not has_netem(), reason="no netem here: root and sch_netem needed"
 )
 
 
@@ -54,19 +54,19 @@ def rows(path: Path) -> list[dict[str, object]]:
     return list(json.loads(path.read_text())["rows"])
 
 
-def shaped(text: str, ranks: int, nodes: int | None = None) -> contextlib.AbstractContextManager[link.Network]:
+def shaped(text: str, ranks: int, nodes: int | None = None) -> contextlib.AbstractContextManager[namespaces.Network]:
     spec = link.parse(text)
     assert spec is not None
-    return link.shaped(spec, ranks, nodes)
+    return namespaces.shaped(spec, ranks, nodes)
 
 
-def inside(network: link.Network, rank: int, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+def inside(network: namespaces.Network, rank: int, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Result of a call in the node of ``rank``; a socket that it makes stays in that node."""
-    return link.inside(network.namespace(rank), partial(call, *args, **more))
+    return namespaces.inside(network.namespace(rank), partial(call, *args, **more))
 
 
 @contextlib.contextmanager
-def connected(network: link.Network) -> Iterator[tuple[socket.socket, socket.socket]]:
+def connected(network: namespaces.Network) -> Iterator[tuple[socket.socket, socket.socket]]:
     """TCP sockets of rank 0 and rank 1, connected to each other."""
     with inside(network, 1, socket.create_server, (network.addresses[1], 0)) as server:
         client = inside(network, 0, socket.create_connection, server.getsockname(), timeout=30)
@@ -77,7 +77,7 @@ def connected(network: link.Network) -> Iterator[tuple[socket.socket, socket.soc
             yield client, peer
 
 
-def round_trips(network: link.Network, count: int) -> list[float]:
+def round_trips(network: namespaces.Network, count: int) -> list[float]:
     """Seconds of ``count`` round trips of one byte between rank 0 and rank 1."""
     seconds = []
     with connected(network) as (client, peer):
@@ -90,7 +90,7 @@ def round_trips(network: link.Network, count: int) -> list[float]:
     return seconds
 
 
-def transfer_seconds(network: link.Network, nbytes: int) -> float:
+def transfer_seconds(network: namespaces.Network, nbytes: int) -> float:
     """Seconds from the first byte sent by rank 0 to the last byte received by rank 1."""
     with connected(network) as (client, peer), ThreadPoolExecutor(1) as thread:
         start = time.perf_counter()
@@ -123,7 +123,7 @@ def test_links(text: str, wanted: tuple[float, ...]) -> None:
 
 def test_loopback_is_no_network() -> None:
     assert link.parse("loopback") is None and link.name(None) == "loopback"
-    with link.joined(None, 2) as network:
+    with namespaces.joined(None, 2) as network:
         assert network is None
 
 
@@ -166,11 +166,11 @@ def test_missing_things_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         patch.setitem(sys.modules, "pyroute2", None)
         assert main(words) == 2
         assert "pip install ds-zipccl[bench]" in capsys.readouterr().err
-    monkeypatch.setattr(link.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     assert main(words) == 2
     wanted = "need root" if "pyroute2" in sys.modules else "pip install"
     assert wanted in capsys.readouterr().err
-    monkeypatch.setattr(link.sys, "platform", "darwin")
+    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
     assert main(words) == 2
     assert "measure without --link" in capsys.readouterr().err
 
@@ -298,9 +298,7 @@ def test_nothing_stays_however_it_ends() -> None:
     assert not left_behind()
 
 
-KILLED = (
-    "import os; from ds_zipccl.bench import link\nwith link.shaped(link.parse('1gbit'), 3): os.kill(os.getpid(), {})"
-)
+KILLED = "import os; from ds_zipccl.bench import link\nwith namespaces.shaped(link.parse('1gbit'), 3): os.kill(os.getpid(), {})"
 
 
 @needs_network
@@ -374,7 +372,7 @@ def test_packets_get_lost_one_by_one() -> None:
     with shaped("1gbit,2%", 2) as network:
         seconds = transfer_seconds(network, 2_000_000)
         sent = inside(network, 0, Path("/proc/thread-self/net/dev").read_text)
-        packets = int(re.search(rf"{link.INTERFACE}:(.*)", sent)[1].split()[9])
+        packets = int(re.search(rf"{namespaces.INTERFACE}:(.*)", sent)[1].split()[9])
         assert seconds > 0.016 and packets > 2_000_000 / 1500
 
 
@@ -395,7 +393,7 @@ def test_what_netem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     host = type("Host", (), {"tc": lambda self, *args, **more: told.append((args, more))})()
     spec = link.parse("1gbit,20ms~4ms,0.5%")
     assert spec is not None
-    link._add_netem(host, 7, link.Network(spec, 3, ("a", "b", "c"), (), ""))
+    namespaces._add_netem(host, 7, namespaces.Network(spec, 3, ("a", "b", "c"), (), ""))
     ((args, more),) = told
     assert args == ("add", "netem", 7)
     assert (more["delay"], more["jitter"], more["loss"], more["handle"]) == (20_000, 4_000, 0.5, 0x10000)
