@@ -298,7 +298,7 @@ def test_nothing_stays_however_it_ends() -> None:
     assert not left_behind()
 
 
-KILLED = "import os; from ds_zipccl.bench import link\nwith namespaces.shaped(link.parse('1gbit'), 3): os.kill(os.getpid(), {})"
+KILLED = "import os; from ds_zipccl.bench import link, namespaces\nwith namespaces.shaped(link.parse('1gbit'), 3): os.kill(os.getpid(), {})"
 
 
 @needs_network

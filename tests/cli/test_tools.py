@@ -18,16 +18,15 @@ from places import ROOT
 
 from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
-from ds_zipccl.bench import comm_cases, comm_trial, data
+from ds_zipccl.bench import codec_trial, comm_cases, comm_trial, data
 from ds_zipccl.bench.exponents import Fields
-from ds_zipccl.cli import bench_codec
 from ds_zipccl.frame import FrameError, FrameErrorCode
 
 CODEC_KEYS = (
     "route codec dtype data numel ratio entropy_ratio encode_gbps decode_gbps memcpy_gbps "
     "encode_memcpy decode_memcpy wrong".split()
 )  # fmt: skip
-CODED = bench_codec.CODECS[1:]
+CODED = codec_trial.CODECS[1:]
 COMM_KEYS = "op dtype numel ranks nodes link variant time_us algbw busbw logical_bytes wire_bytes wrong".split()
 SIGMAS = ("1e-6", "0.0003", "1", "30", "1e3")
 MILLION = 1 << 20
@@ -228,7 +227,7 @@ def test_codec_counts_wrong_elements(
 def test_codec_speeds_are_bytes_of_tensor_over_median_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Three calls that find out how often to call, then memcpy, encode and decode in turn.
     times = iter([0.01] * 3 + [0.001, 0.006, 0.004] + [0.003, 0.007, 0.5] + [0.002, 0.0005, 0.001])
-    monkeypatch.setattr(bench_codec, "_seconds", lambda step, calls=1: (step(), next(times))[1])
+    monkeypatch.setattr(codec_trial, "_seconds", lambda step, calls=1: (step(), next(times))[1])
     path = tmp_path / "speed.json"
     words = ["bench", "codec", "--numel", "1000", "--dtype", "fp32", "--data", "normal", "--codec", "raw"]
     assert main([*words, "--repeats", "3", "--json", str(path)]) == 0
@@ -240,12 +239,12 @@ def test_codec_speeds_are_bytes_of_tensor_over_median_time(monkeypatch: pytest.M
 
 
 def test_codec_names_are_those_of_the_table() -> None:
-    assert tuple(codecs.CODECS) == bench_codec.CODECS
+    assert tuple(codecs.CODECS) == codec_trial.CODECS
 
 
 def test_codec_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right, seen = bench_codec._seconds, set()
-    monkeypatch.setattr(bench_codec, "_seconds", lambda *of: (seen.add(torch.get_num_threads()), right(*of))[1])
+    right, seen = codec_trial._seconds, set()
+    monkeypatch.setattr(codec_trial, "_seconds", lambda *of: (seen.add(torch.get_num_threads()), right(*of))[1])
     path, before = tmp_path / "threads.json", torch.get_num_threads()
     words = ["bench", "codec", "--numel", "4K", "--dtype", "bf16", "--data", "normal", "--codec", "raw"]
     for count in (1, 2):
