@@ -145,6 +145,10 @@ def main(args: argparse.Namespace) -> int:
     if args.validate:
         return validate.main(args)
     _check(args)
+    if not args.profile:
+        tables.complain(
+            "# measuring this machine's CPU; the first time this builds kernels, which takes about a minute"
+        )
     found = speeds.read(args.profile, args.dtype) if args.profile else speeds.measured(args.dtype)
     if args.ratio:
         found = replace(found, ratio=args.ratio, about=f"{found.about}, overruled by --ratio")

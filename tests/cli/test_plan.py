@@ -288,6 +288,18 @@ def test_nonsense_is_refused(words: list[str], message: str, capsys: pytest.Capt
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("old", "new"), [("raw_bytes", "logical_bytes"), ("mode", "workload")])
+def test_files_of_earlier_versions_are_named(
+    old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"rows": [{"variant": "plain"}, {old: 1}]}))
+    assert main([*WORDS, "--profile", str(path)]) == 2
+    assert (
+        f'its rows have "{old}": an earlier version wrote this file; the key is now "{new}"' in capsys.readouterr().err
+    )
+
+
 def test_bare_plan_says_what_it_wants(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2
     assert "--params and --gpus, or --validate" in capsys.readouterr().err
