@@ -83,7 +83,7 @@ def _draw(axes: Axes, links: Mapping[str, Rows]) -> None:
     for tick, bar in zip(axes.get_yticklabels(), bars):
         tick.set_fontweight("normal" if bar else "bold")
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.45 * longest)  # room for the text behind a bar
+    axes.set_xlim(0, 1.6 * longest)  # room for the text behind a bar
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlabel("median step (ms); 1.50x: DeepSpeed takes 1.5 times as long", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
