@@ -11,7 +11,7 @@ from places import ROOT
 
 from ds_zipccl.__main__ import main
 from ds_zipccl.bench import comm_trial, speeds, validate
-from ds_zipccl.cli.plan import TOTAL
+from ds_zipccl.bench.step_plan import TOTAL
 from ds_zipccl.codecs import compress
 from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, Profile, predict
 
