@@ -30,7 +30,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib"],
-        "bench": ["zipnn", "zstandard", "lz4"],
+        "bench": ["zipnn", "zstandard", "lz4", "pyroute2; sys_platform == 'linux'"],
         "cuda": ["cupy-cuda13x"],
         "bench-cuda": ["nvidia-nvcomp-cu13"],
         "test": [
@@ -42,6 +42,7 @@ setup(
             "transformers",
             "accelerate",
             "matplotlib",
+            "pyroute2; sys_platform == 'linux'",
             "nvidia-cuda-nvrtc",
         ],
     },

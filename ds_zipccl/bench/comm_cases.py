@@ -1,4 +1,4 @@
-"""Cases of ``bench comm`` and ``plan --validate``: what is measured, and the processes that measure it (:mod:`.comm_trial`)."""
+"""Cases of ``bench comm`` and ``plan --validate``, and the processes that measure them (:mod:`.comm_trial`)."""
 
 from __future__ import annotations
 
@@ -8,92 +8,68 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.bench import ToolError, data, link
+from ds_zipccl.bench.namespaces import Network
+from ds_zipccl.ops import TRAFFIC
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
-#: variant -> settings of ds_zipccl.comm; None: torch.distributed's own collective
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "raw": {"mode": "always", "min_bytes": 0, "codec": "raw"},
-    "coded": {"mode": "always", "min_bytes": 0},
-    "auto": {"mode": "auto"},
-}
 GOODBYE_S = 60  # seconds for the processes to end after their last row
 
 
 @dataclass(frozen=True)
-class Op:
-    """One collective. ``call(module, output, input, **more)`` works on torch.distributed and on ds_zipccl.comm alike.
-
-    ``inputs``, ``outputs``: elements of a rank's buffers over those of the tensor, from the number of ranks; in place where
-    ``outputs`` is None. ``sent``: the same ratio for what a bandwidth-optimal uncoded schedule sends.
-    """
-
-    call: Callable[..., Any]
-    inputs: Callable[[int], Fraction]
-    outputs: Callable[[int], Fraction] | None
-    sent: Callable[[int], Fraction]
-    sums: bool = False
-
-
-def _whole(ranks: int) -> Fraction:
-    return Fraction(1)
-
-
-def _shard(ranks: int) -> Fraction:
-    return Fraction(1, ranks)
-
-
-def _others(ranks: int) -> Fraction:
-    return Fraction(ranks - 1, ranks)
-
-
-OPS: dict[str, Op] = {
-    "all_gather": Op(lambda m, out, x, **more: m.all_gather_into_tensor(out, x, **more), _shard, _whole, _others),
-    "reduce_scatter": Op(
-        lambda m, out, x, **more: m.reduce_scatter_tensor(out, x, **more), _whole, _shard, _others, sums=True
-    ),
-    "all_reduce": Op(
-        lambda m, out, x, **more: m.all_reduce(out, **more), _whole, None, lambda n: 2 * _others(n), sums=True
-    ),
-    "all_to_all": Op(lambda m, out, x, **more: m.all_to_all_single(out, x, **more), _whole, _whole, _others),
-    "broadcast": Op(lambda m, out, x, **more: m.broadcast(out, 0, **more), _whole, None, _whole),
-}
-
-
-@dataclass(frozen=True)
 class Case:
-    """Rows to be measured: one for each variant."""
+    """One operation of :data:`ds_zipccl.ops.TRAFFIC` on one tensor: a row for each variant.
+
+    ``numel``: elements of the whole tensor, a multiple of the number of ranks. ``timeout``: seconds.
+    """
 
     op: str
     dtype: str
     numel: int
     data: data.Spec
     repeats: int
-    timeout: float  # seconds
+    timeout: float
     variants: tuple[str, ...] = ("plain", "raw", "coded")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One row to be measured: the :class:`ds_zipccl.policy.cost_model.LinkProfile` of the ranks, as :meth:`to_json` gives it."""
+    """One row: the :class:`ds_zipccl.policy.cost_model.LinkProfile` of the ranks, as its :meth:`to_json` gives it."""
 
     timeout: float  # seconds
 
 
+def elements(numel: int, share: Callable[[int], float], ranks: int) -> int:
+    """Elements in a ``share`` of ``numel`` elements; exact, because ``numel`` is a multiple of ``ranks``.
+
+    A share is a whole number over ``ranks``. As a float it is off by less than 1e-15 of itself, which rounding takes away.
+    """
+    return round(numel * share(ranks))
+
+
+def bandwidths(op: str, nbytes: int, ranks: int, seconds: float) -> dict[str, float]:
+    """``algbw`` and ``busbw`` in 1e9 bytes a second, as nccl-tests defines them.
+
+    Args:
+        nbytes: bytes of the whole tensor.
+        seconds: time of one operation.
+    """
+    algbw = nbytes / seconds / 1e9
+    return {"algbw": algbw, "busbw": algbw * TRAFFIC[op].plain(ranks)}
+
+
 def check(args: argparse.Namespace) -> None:
-    """Refuse options that make no sense.
+    """Check options before anything is measured.
 
     Raises:
-        ToolError: says which.
+        ToolError: an option makes no sense; says which one and what would.
     """
     if args.repeats < 1 or args.timeout <= 0:
-        raise ToolError("--repeats must be at least 1, --timeout above 0")
+        raise ToolError(f"--repeats must be at least 1 and --timeout above 0, got {args.repeats} and {args.timeout:g}")
     if min(args.ranks) < 2:
         raise ToolError(f"--ranks must be at least 2, got {min(args.ranks)}: one rank has nobody to send to")
     if min(args.numel) < max(args.ranks):
@@ -104,8 +80,8 @@ def check(args: argparse.Namespace) -> None:
             raise ToolError(f"{args.data.name} exists in {', '.join(data.DATA[args.data.name].dtypes)}, not in {dtype}")
 
 
-def launch(ranks: int, cases: list[Case | Calibration], network: link.Link | None) -> Iterator[dict[str, Any]]:
-    """Start the processes, give their rows as they come, and leave none behind.
+def launch(ranks: int, cases: list[Case | Calibration], network: Network | None) -> Iterator[dict[str, Any]]:
+    """Start the processes, give their rows as they come, and leave no process behind.
 
     Raises:
         ToolError: a process failed, or no row came for as long as a case may take.
@@ -116,7 +92,7 @@ def launch(ranks: int, cases: list[Case | Calibration], network: link.Link | Non
 
     from ds_zipccl.bench.comm_trial import take_part
 
-    # The store lives here, on a port that the system chose: no other program can take it in between.
+    # The store lives in this process, on a port that the system chose: no other program can take the port in between.
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=cases[0].timeout), wait_for_workers=False)
     results = get_context("spawn").Queue()
     context = spawn(take_part, (ranks, network, store.port, cases, results), nprocs=ranks, join=False)
@@ -139,6 +115,11 @@ def rows_of(cases: list[Case | Calibration]) -> int:
 
 
 def _next(results: Any, context: ProcessContext, timeout: float) -> dict[str, Any]:
+    """The next row; blocks for ``timeout`` seconds at most.
+
+    Raises:
+        ToolError: a process failed, or no row came.
+    """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
@@ -152,10 +133,10 @@ def _next(results: Any, context: ProcessContext, timeout: float) -> dict[str, An
 
 
 def _ended(context: ProcessContext, timeout: float) -> bool:
-    """Whether all processes have ended well, after waiting until one ends.
+    """Whether all processes have ended well; waits up to ``timeout`` seconds until one ends.
 
     Raises:
-        ToolError: one failed; the others are killed.
+        ToolError: a process failed; torch kills the remaining ones.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 

@@ -74,7 +74,7 @@ PEERS: dict[str, Peer] = {
 
 
 class PeerTrial:
-    """One peer and one tensor, with the methods of ``bench_codec.Trial``."""
+    """One peer and one tensor, with the methods of ``codec_trial.Trial``."""
 
     repeatable = False  # every timing needs an input that is whole
 

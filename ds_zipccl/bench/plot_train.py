@@ -1,4 +1,4 @@
-"""The picture of ``bench train --plot``: what a step's time goes into, computing or waiting for communication."""
+"""The picture of ``bench train --plot``: the parts of a step's time, computing and waiting for communication."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.bench import ToolError
+from ds_zipccl.bench.variants import VARIANTS
 
 try:
     import matplotlib
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COMPUTE, _COMMUNICATION = "#b9c2cc", "#1f5a99"
-_NARROW = 0.06  # part of the axis below which a number does not fit into a bar
+_NARROW = 0.06  # part of the axis below which no number fits into a bar
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def save(path: str, rows: Rows) -> None:
-    """Write the PNG file ``path``: a panel per mode and ranks, a group of bars per link, a bar per variant.
+    """Write the PNG file ``path``: a panel per workload and ranks, a group of bars per link, a bar per variant.
 
     Args:
         rows: as ``bench train`` gives them, at least one; times in milliseconds.
@@ -35,7 +36,7 @@ def save(path: str, rows: Rows) -> None:
     """
     panels: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
-        links = panels.setdefault(f"{row['mode']}, {row['ranks']} ranks", {})
+        links = panels.setdefault(f"{row['workload']}, {row['ranks']} ranks", {})
         nodes = f", {row['nodes']} nodes" if 1 < row["nodes"] < row["ranks"] else ""
         links.setdefault(row["link"] + nodes, []).append(row)
     columns = min(2, len(panels))
@@ -63,7 +64,7 @@ def _draw(axes: Axes, links: Mapping[str, Rows]) -> None:
     """One panel: under the name of each link its variants from top to bottom."""
     names, bars = [], []
     for link, group in links.items():
-        names += [link, *(row["variant"] for row in group)]
+        names += [link, *(VARIANTS[row["variant"]].label for row in group)]
         bars += [None, *group]
     places = [(place, row) for place, row in enumerate(bars) if row]
     longest = max(row["step_ms"] for _, row in places)
@@ -82,7 +83,7 @@ def _draw(axes: Axes, links: Mapping[str, Rows]) -> None:
     for tick, bar in zip(axes.get_yticklabels(), bars):
         tick.set_fontweight("normal" if bar else "bold")
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.45 * longest)  # room for the text behind a bar
+    axes.set_xlim(0, 1.6 * longest)  # room for the text behind a bar
     axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlabel("median step (ms); 1.50x: plain takes 1.5 times as long", fontsize=9)
+    axes.set_xlabel("median step (ms); 1.50x: DeepSpeed takes 1.5 times as long", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

@@ -149,7 +149,7 @@ def _comm() -> str:
 
 #: column of the training table -> key of its rows, and how its values look
 _TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "mode": ("mode", str),
+    "workload": ("workload", str),
     "ranks": ("ranks", str),
     "nodes": ("nodes", str),
     "link": ("link", str),

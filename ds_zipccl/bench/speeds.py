@@ -1,32 +1,30 @@
-"""Where ``plan`` has the codec's speeds and ratio from: a file of measurements, or this machine, now."""
+"""Speeds and ratio of the codec for ``plan``: from a file of measurements, or measured on this machine."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.bench import ToolError, data
+from ds_zipccl.bench import ToolError, data, tables
 from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
 
 if TYPE_CHECKING:
     import torch
 
 Points = tuple[tuple[float, float], ...]
-#: What is looked for in the results of ``bench codec``; those of CUDA name no data, as theirs are normal.
+#: The rows of ``bench codec`` that count. Rows of CUDA name no data, because their data are normal.
 CODEC, DATA = "cascade", "normal"
-#: Seconds that an operation costs whatever its size, where the file says nothing about it (seed: launches from Python).
+#: Seconds that an operation of any size costs, if the file has no such figure (seed: launches from Python).
 CALL_S = 50e-6
-_NUMEL = 1 << 20  # elements whose ratio is measured
-#: Deviation of a step from that of the weights which it changes (seed: bf16 then shrinks by DELTA_RATIO, as measured of trainings).
+_NUMEL = 1 << 20  # elements of the tensor whose ratio is measured
+#: Deviation of a step / deviation of the weights (seed: bf16 then shrinks by DELTA_RATIO, as measured in trainings).
 _STEP = 0.008
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """``profile`` without a meaningful ``transfer`` unless ``link`` is set; ``about``: what was measured where, for the user."""
+    """``link``: whether ``profile.transfer`` means anything. ``about``: source of the figures, for the user."""
 
     profile: LinkProfile
     ratio: float
@@ -35,17 +33,12 @@ class Speeds:
 
 
 def read(path: str, dtype: str) -> Speeds:
-    """Speeds from a file: a profile, what ``plan --validate --json`` wrote, or ``bench codec --json``.
+    """Speeds from a file: a profile, or a file of ``plan --validate --json`` or ``bench codec --json``.
 
     Raises:
-        ToolError: the file cannot be read, or holds none of these, or no row for the dtype (torch name).
+        ToolError: the file cannot be read, is none of these, or has no row for the dtype (torch name).
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ToolError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, Mapping):
-        raise ToolError(f"{path} holds no object but {type(content).__name__}; {_WANTED}")
+    content = tables.read_json(path)
     if "profiles" in content:
         profiles = content["profiles"]
         if len(profiles) != 1:
@@ -58,7 +51,7 @@ def read(path: str, dtype: str) -> Speeds:
     return _from_rows(content.get("rows"), path, dtype)
 
 
-_WANTED = "wanted is a profile, or what plan --validate --json or bench codec --json has written"
+_WANTED = "wanted is a profile, or a file of plan --validate --json or bench codec --json"
 
 
 def _from_profile(content: Any, path: str, dtype: str) -> Speeds:
@@ -70,7 +63,7 @@ def _from_profile(content: Any, path: str, dtype: str) -> Speeds:
 
 
 def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
-    """The row of the best known case: cascade, normal data; of several sizes the largest."""
+    """Speeds of the row for cascade and normal data; of several sizes the largest."""
     keys = {"codec", "dtype", "route", "ratio", "encode_gbps", "decode_gbps"}
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) and keys <= set(row) for row in rows):
         raise ToolError(f"{path} holds no speeds; {_WANTED}")
@@ -82,7 +75,7 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
     row = max(fit, key=lambda row: row.get("mib", row.get("numel", 0)))
     encode, decode = row["encode_gbps"] * 1e9, row["decode_gbps"] * 1e9
     try:
-        # Raw frames are not planned for; adding has no row of its own
+        # plan has no raw frames, and no row measures adding: decode stands in for both.
         profile = LinkProfile(((1.0, 1.0),), encode, decode, decode, decode, decode, CALL_S)
     except ValueError as error:
         raise ToolError(f"{path}: {error}") from error
@@ -92,7 +85,7 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
 
 
 def measured(dtype: str) -> Speeds:
-    """What one thread of this machine does, now; takes about 0.2 s once the kernels are built."""
+    """Speeds of one thread of this machine; takes about 0.2 s, and longer if the kernels are not built yet."""
     from ds_zipccl.comm import calibration
 
     profile = calibration.coding_profile(((1.0, 1.0),), calibration.coding_seconds())
@@ -101,8 +94,10 @@ def measured(dtype: str) -> Speeds:
 
 
 def measured_differences() -> tuple[tuple[float, float], tuple[float, float]]:
-    """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included: after a step; of what has not
-    changed. Takes about 0.1 s once the kernels are built."""
+    """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included.
+
+    Takes about 0.1 s. The first pair is for parameters after a step, the second for parameters that have not changed.
+    """
     from ds_zipccl.comm import calibration
 
     before, after = _step(_NUMEL // 2, "bfloat16")
@@ -115,7 +110,7 @@ def measured_differences() -> tuple[tuple[float, float], tuple[float, float]]:
 
 
 def delta_ratio(dtype: str) -> float:
-    """Ratio of parameters against the last step's: that of bf16 is known from trainings, others' from a step like theirs."""
+    """Ratio of parameters against those of the last step: of bf16 as in trainings, of other dtypes measured on a step like theirs."""
     from ds_zipccl.codecs import compress
 
     if dtype == "bfloat16":
@@ -135,7 +130,7 @@ def _step(numel: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def normal_ratio(dtype: str) -> float:
-    """Bytes of normal values over bytes of their frame; the same on every machine."""
+    """Bytes of normal values / bytes of their frame; the same on every machine."""
     from ds_zipccl.codecs import compress
 
     tensor = data.Spec(DATA).make(_NUMEL, dtype)

@@ -1,4 +1,4 @@
-"""Step logs of a training, read and checked: the lines that :mod:`ds_zipccl.telemetry.step_log` writes."""
+"""Reads and checks step logs, the files that :mod:`ds_zipccl.telemetry.step_log` writes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_zipccl.bench import ToolError
+from ds_zipccl.bench import ToolError, tables
 from ds_zipccl.telemetry import counters
 
 _BYTES = ("logical_bytes", "wire_bytes", "passed_bytes")
-_MOST = 1 << 63  # a count above this is none
+_MOST = 1 << 63  # a larger number is no count
 
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a step log; ``sent`` maps a role to its counts in the order of the arguments of stats.ratio()."""
+    """One line of a step log. ``sent``: role -> its counts, in the order of the arguments of counters.ratio()."""
 
     step: int
     rates: tuple[float, ...]
@@ -24,15 +24,15 @@ class Step:
     differences: Mapping[str, int]
 
     def ratio(self, role: str) -> float | None:
-        """The role's in this step; None where it sent nothing."""
+        """Ratio of the role in this step; None if the role sent nothing."""
         return counters.ratio(*self.sent[role]) if role in self.sent else None
 
 
 def read(path: str, first: int = 0) -> list[Step]:
-    """The steps of a log from step ``first`` on, in the order of the file.
+    """Steps of a log from step ``first`` on, in the order of the file.
 
     Raises:
-        ToolError: the file cannot be read, a line is not what a training writes, or there is no such step.
+        ToolError: the file cannot be read, no training writes such a line, or there is no such step.
     """
     steps = []
     number = 0
@@ -53,7 +53,7 @@ def read(path: str, first: int = 0) -> list[Step]:
 
 
 class _Malformed(ValueError):
-    """A line is not what step_log.py describes; the message says what was got and what was wanted."""
+    """step_log.py writes no such line; the message says what was got and what was wanted."""
 
 
 def _parse(line: bytes) -> Step:
@@ -75,18 +75,20 @@ def _parse(line: bytes) -> Step:
 
 
 def _sent(role: str, counts: Any) -> tuple[int, int, int]:
+    """Logical, wire and passed bytes of a role."""
     from ds_zipccl.config import ROLES
 
     if role not in ROLES:
         raise _Malformed(f"got the role {_short(role)}, wanted one of {', '.join(ROLES)}")
     if not isinstance(counts, dict):
         raise _Malformed(f'"{role}" is {_short(counts)}, wanted an object with {", ".join(_BYTES)}')
-    raw, wire, passed = (_count(counts, key) for key in _BYTES)
-    if counts.get("ratio") != counters.ratio(raw, wire, passed):
-        raise _Malformed(
-            f'"ratio" of {role} is {_short(counts.get("ratio"))}, its bytes give {counters.ratio(raw, wire, passed)}'
-        )
-    return raw, wire, passed
+    if tables.OLD_BYTES in counts:
+        raise _Malformed(f'"{role}" has "{tables.OLD_BYTES}": {tables.OLD_NAMES[tables.OLD_BYTES]}')
+    logical, wire, passed = (_count(counts, key) for key in _BYTES)
+    ratio = counters.ratio(logical, wire, passed)
+    if counts.get("ratio") != ratio:
+        raise _Malformed(f'"ratio" of {role} is {_short(counts.get("ratio"))}, its bytes give {ratio}')
+    return logical, wire, passed
 
 
 def _object(found: Mapping[str, Any], key: str) -> dict[str, Any]:

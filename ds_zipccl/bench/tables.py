@@ -1,4 +1,4 @@
-"""What every command prints and writes: aligned rows on stdout, progress on stderr, and the same rows as JSON."""
+"""Output of every command: aligned rows on stdout, progress on stderr, and the same rows as JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from ds_zipccl.bench import ToolError
 
 T = TypeVar("T")
 
-#: packages whose versions decide what a figure means
+#: Packages on whose versions figures depend.
 PACKAGES = ("torch", "deepspeed", "numpy", "numba", "safetensors")
+OLD_BYTES = "raw_bytes"
+#: Keys that files of earlier versions have -> what to do.
+OLD_NAMES = {
+    OLD_BYTES: 'an earlier version wrote this file; the key is now "logical_bytes": rename it in the file, or measure again',
+    "mode": 'an earlier version wrote this file; the key is now "workload": rename it in the file, or measure again',
+}
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: ``key`` of the row, ``style`` as in ``format()``, smallest ``width``; text is left aligned, figures right."""
+    """One column: ``key`` of the row, ``style`` as in ``format()``, least ``width``. Text is aligned left, figures right."""
 
     key: str
     style: str = ""
@@ -47,14 +53,14 @@ class Column:
 
 
 class Table:
-    """Prints each row when it is there, not at the end; hence widths that are known before."""
+    """A table that prints each row at once; the widths of its columns are therefore fixed in advance."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._columns = columns
         self._begun = False
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Print ``row``; keys without a column are left out, None and an empty dict show as "-"."""
+        """Print ``row``. Keys without a column are left out. None and an empty dict show as "-"."""
         if not self._begun:
             self._begun = True
             say(" ".join(column.align(column.head) for column in self._columns).rstrip())
@@ -62,23 +68,23 @@ class Table:
 
 
 def say(line: str = "") -> None:
-    """One line on stdout, above a progress bar if there is one."""
+    """Print a line on stdout, above a progress bar if there is one."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()
 
 
 def complain(line: str) -> None:
-    """One line on stderr, above a progress bar if there is one."""
+    """Print a line on stderr, above a progress bar if there is one."""
     tqdm.write(line, file=sys.stderr)
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None) -> tqdm[T]:
-    """``items`` with a bar on stderr after two seconds, if stderr is a terminal."""
-    return tqdm(items, desc=label, total=total, delay=2, leave=False, disable=None, file=sys.stderr)
+    """``items`` with a bar on stderr, if stderr is a terminal. The bar is there before the first item, which may take long."""
+    return tqdm(items, desc=label, total=total, leave=False, disable=None, file=sys.stderr)
 
 
 def version(package: str) -> str:
-    """Installed version, or "not installed"; imports nothing."""
+    """Installed version of a package, or "not installed"; imports nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -86,12 +92,13 @@ def version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
+    """Versions of this package, Python and :data:`PACKAGES`, for a results file."""
     found = {"ds_zipccl": ds_zipccl.__version__, "python": platform.python_version()}
     return found | {package: version(package) for package in PACKAGES}
 
 
 def machine() -> dict[str, Any]:
-    """Host description for a results file: system, processor, processors usable by this process, memory in bytes."""
+    """Host description for a results file: system, processor, number of processors that this process may use, memory in bytes."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
     return {
@@ -112,7 +119,7 @@ def _processor() -> str:
 
 
 def write_json(path: str, rows: Sequence[Mapping[str, Any]], command: str, **more: Any) -> None:
-    """Write ``{"rows": rows, "machine", "versions", "command", **more}``; ``command`` as somebody would type it.
+    """Write ``{"rows": rows, "machine", "versions", "command", **more}``; ``command`` as a user types it.
 
     Raises:
         ToolError: the file cannot be written.
@@ -122,3 +129,22 @@ def write_json(path: str, rows: Sequence[Mapping[str, Any]], command: str, **mor
         Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise ToolError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Content of a results file.
+
+    Raises:
+        ToolError: the file cannot be read, is not a JSON object, or has keys of an earlier version in its rows.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ToolError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ToolError(f"cannot use {path}: it holds a {type(content).__name__}, wanted is a JSON object")
+    rows = content.get("rows")
+    keys = {key for row in rows if isinstance(row, dict) for key in row} if isinstance(rows, list) else set()
+    for old in sorted(keys & set(OLD_NAMES)):
+        raise ToolError(f'cannot use {path}: its rows have "{old}": {OLD_NAMES[old]}')
+    return content

@@ -1,4 +1,4 @@
-"""One training run of ``bench train``: the example script in processes of its own, and what it left behind."""
+"""One training run of ``bench train``: the example script in processes of its own, and the results that it writes."""
 
 from __future__ import annotations
 
@@ -11,51 +11,57 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_zipccl.bench import ToolError, link
+from ds_zipccl.bench.namespaces import INTERFACE, Network
 
 PACKAGE = Path(__file__).resolve().parents[1]
-#: where examples/ lies in an installed wheel, and in a checkout
+#: Places of examples/ in an installed wheel and in a checkout.
 EXAMPLES = (PACKAGE / "examples", PACKAGE.parent / "examples")
-#: mode -> (DeepSpeed config next to the script, further options of the script)
-MODES: dict[str, tuple[str, list[str]]] = {
+#: Workload -> (DeepSpeed config next to the script, further options of the script).
+WORKLOADS: dict[str, tuple[str, list[str]]] = {
     "zero1": ("ds_config_zero1.json", []),
     "zero2": ("ds_config_zero2.json", []),
     "zero3": ("ds_config_zero3.json", []),
     "moe": ("ds_config_moe.json", ["--experts", "4"]),
 }
 
-Results = dict[str, Any]  # what examples/train_gpt.py --results writes
+Results = dict[str, Any]  # the file that examples/train_gpt.py --results writes
 
 
 @dataclass(frozen=True)
 class Training:
-    """One configuration to run; ``timeout`` in seconds for one run."""
+    """One configuration to run.
+
+    ``timeout``: seconds for one run. ``link``: network between the nodes, None for loopback. ``nodes``: number of nodes that share
+    out the ranks; with a link one for each rank if None. ``options``: further options of the script.
+    """
 
     script: Path
-    mode: str
+    workload: str
     ranks: int
     steps: int
     size: str = "small"
     timeout: float = 1800
-    link: str = ""  # rate of the network between the nodes; loopback if empty
-    nodes: int | None = None  # that share out the ranks; with a link one for each rank if None
-    options: tuple[str, ...] = ()  # more of the script's
+    link: link.LinkSpec | None = None
+    nodes: int | None = None
+    options: tuple[str, ...] = ()
 
     @property
     def place(self) -> dict[str, Any]:
-        """The columns that say what ran where."""
+        """Columns that name the configuration."""
         nodes = (self.nodes or self.ranks) if self.link else 1
-        return {"mode": self.mode, "ranks": self.ranks, "nodes": nodes, "link": self.link or link.LOOPBACK}
+        return {"workload": self.workload, "ranks": self.ranks, "nodes": nodes, "link": link.name(self.link)}
 
 
 def find_script(named: Path | None = None) -> Path:
     """The training script.
 
     Raises:
-        ToolError: neither the named file nor the package's own exists; says where it was looked for.
+        ToolError: neither the named file nor the package's own script exists; names the places.
     """
     places = [named] if named else [folder / "train_gpt.py" for folder in EXAMPLES]
     for place in places:
@@ -65,50 +71,50 @@ def find_script(named: Path | None = None) -> Path:
     raise ToolError(f"no training script at {looked}: name examples/train_gpt.py of a checkout with --script")
 
 
-def run(training: Training, variant: str, section: dict[str, Any] | None, network: link.Link | None) -> Results:
-    """Train once and return the script's results; blocks. The script's progress bar goes to stderr.
+def run(training: Training, variant: str, section: dict[str, Any] | None, network: Network | None) -> Results:
+    """Train once and return the script's results; blocks until the training ends. The script's progress bar goes to stderr.
 
     Args:
-        variant: what the progress bar and errors call this run.
-        section: the ``"zipccl"`` section of its processes; None: coding is off.
-        network: where the ranks live; None: the script starts them itself, on loopback.
+        variant: name of the run in the progress bar and in errors.
+        section: the ``"zipccl"`` section of the processes; None: ds_zipccl is off.
+        network: network in whose nodes the ranks run; None: the script starts its ranks on loopback.
 
     Raises:
-        ToolError: the run failed or took too long; the message ends with the end of its output.
+        ToolError: the run failed or took too long; the message ends with the last lines of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         results, output = Path(folder) / "results.json", Path(folder) / "output.txt"
-        name = f"{training.mode} x{training.ranks} {network or link.LOOPBACK} {variant}"
+        name = f"{training.workload} x{training.ranks} {link.name(training.link)} {variant}"
         wanted = {"DS_ZIPCCL": "0" if section is None else json.dumps(section), "OMP_NUM_THREADS": "1"}
+        more = ["--results", str(results), "--name", name]
         with output.open("wb") as sink:
-            processes = [
-                subprocess.Popen(
-                    command, stdout=sink, env={**os.environ, **wanted, **environment}, start_new_session=True
-                )
-                for command, environment in _commands(training, network, ["--results", str(results), "--name", name])
-            ]
+            processes = []
             try:
+                for rank, (command, environment) in enumerate(_commands(training, network, more)):
+                    start = subprocess.Popen if network is None else partial(network.start, rank)
+                    environment = {**os.environ, **wanted, **environment}
+                    processes.append(start(command, stdout=sink, env=environment, start_new_session=True))
                 status = _outcome(processes, training.timeout)
             finally:
                 for process in processes:
                     if process.poll() is None:
-                        os.killpg(process.pid, signal.SIGTERM)  # torchrun is in this group, and ends its ranks in turn
+                        os.killpg(process.pid, signal.SIGTERM)  # torchrun is in this group and ends its ranks
                 for process in processes:
                     process.wait()
         if status:
             tail = output.read_text(errors="replace")[-4000:]
             raise ToolError(
-                f"{variant} run ended with status {status}; errors are above, its output ends with:\n{tail}"
+                f"{variant} run ended with status {status}; errors are above, the output ends with:\n{tail}"
             )
         found: dict[str, Any] = json.loads(results.read_text())
         return found
 
 
 def _commands(
-    training: Training, network: link.Link | None, more: Sequence[str]
+    training: Training, network: Network | None, more: Sequence[str]
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Each process to start: its command, and what it needs in its environment."""
-    config, options = MODES[training.mode]
+    """Command and environment of each process to start, in the order of ranks."""
+    config, options = WORKLOADS[training.workload]
     command = [sys.executable, str(training.script), "--ds-config", str(training.script.parent / config), *options]
     command += ["--steps", str(training.steps), "--size", training.size, "--comm-time", *training.options, *more]
     if network is None:
@@ -122,15 +128,14 @@ def _commands(
             "LOCAL_WORLD_SIZE": network.ranks_per_node,
             "MASTER_ADDR": network.addresses[0],
             "MASTER_PORT": 29500,
-            "GLOO_SOCKET_IFNAME": link.INTERFACE,
-            "TORCHDYNAMO_DISABLE": 1,  # as the script itself does for ranks that it starts: nothing here is compiled
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "TORCHDYNAMO_DISABLE": 1,  # as the script does for ranks that it starts: nothing is compiled
         }
-        inside = ["ip", "netns", "exec", network.namespace(rank)]
-        yield [*inside, *command], {key: str(value) for key, value in environment.items()}
+        yield command, {key: str(value) for key, value in environment.items()}
 
 
 def _outcome(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | str:
-    """0 when all have ended well; else the first status that is not, or that it took too long."""
+    """0 when all processes have ended well; otherwise the first status other than 0, or a word on the timeout."""
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
         if failed := [process.returncode for process in processes if process.returncode]:

@@ -17,9 +17,10 @@ import argparse
 import itertools
 from typing import Any
 
-from ds_zipccl.bench import comm_cases, data, link, tables
+from ds_zipccl.bench import comm_cases, data, link, namespaces, tables
 from ds_zipccl.bench.comm_cases import Calibration, Case
 from ds_zipccl.bench.tables import Column
+from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy.cost_model import LinkProfile, predict
 
 TOLERANCE = 0.2
@@ -45,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--validate", action="store_true", help="compare the model with ranks of this machine; --link: what joins them"
     )
     group.add_argument("--ranks", nargs="+", type=int, default=[2], metavar="N", help="processes (2)")
-    group.add_argument(
-        "--op", nargs="+", choices=comm_cases.OPS, default=list(comm_cases.OPS), metavar="O", help="(all)"
-    )
+    group.add_argument("--op", nargs="+", choices=TRAFFIC, default=list(TRAFFIC), metavar="O", help="operations (all)")
     group.add_argument(
         "--numel", nargs="+", type=data.numel, default=[4 << 20, 32 << 20], metavar="N", help="elements (4M 32M)"
     )
@@ -59,20 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure, predict, compare; 1 if raw or coded is off by more than :data:`TOLERANCE`, or bits are wrong."""
-    args.link, args.nodes, args.dtype, args.data = args.link or [""], None, [_DTYPE], _DATA
+    args.link, args.nodes, args.dtype, args.data = args.link or [None], None, [_DTYPE], _DATA
     comm_cases.check(args)
     table, rows, profiles = tables.Table(COLUMNS), [], []
-    for ranks, rate in itertools.product(args.ranks, args.link):
+    for ranks, spec in itertools.product(args.ranks, args.link):
         cases: list[Case | Calibration] = [
             Case(op, _DTYPE, numel - numel % ranks, _DATA, args.repeats, args.timeout, _VARIANTS)
             for op in args.op
             for numel in args.numel
         ]
         cases.insert(0, Calibration(args.timeout))
-        with link.joined(rate, ranks) as network:
-            name = f"plan --validate, {ranks} ranks, {network or link.LOOPBACK}"
+        with namespaces.joined(spec, ranks) as network:
+            name = f"plan --validate, {ranks} ranks, {link.name(spec)}"
             first, *found = tables.progress(comm_cases.launch(ranks, cases, network), name, comm_cases.rows_of(cases))
-        profiles.append({"ranks": ranks, "link": str(network or link.LOOPBACK), "profile": first})
+        profiles.append({"ranks": ranks, "link": link.name(spec), "profile": first})
         profile = LinkProfile.from_json(first)
         tables.say(_about(profiles[-1], profile))
         for begin in range(0, len(found), len(_VARIANTS)):

@@ -42,21 +42,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from ds_zipccl.bench import ToolError, data, link, speeds, tables, validate
-from ds_zipccl.bench.comm_cases import OPS
-from ds_zipccl.bench.speeds import Points, Speeds
+from ds_zipccl.bench.step_plan import EXPONENTS, ITEMSIZE, Coding, differences, points, step, traffic
 from ds_zipccl.bench.tables import Column
-from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, LinkProfile, against_base, predict
+from ds_zipccl.policy.cost_model import DELTA_RATIO
 
-#: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size.
-BUCKET, PREFETCH = 500_000_000, 50_000_000
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-TOTAL = "total"
-#: Codings: of values by themselves, and against those of the last gather, which have changed since or not.
-EXPONENTS, CHANGED, UNCHANGED = "exponents", "changed", "unchanged"
 COLUMNS = (
     Column("what", width=20),
     Column("op", width=14),
@@ -67,8 +60,6 @@ COLUMNS = (
     Column("speedup", ".2f"),
 )
 
-#: Keys of the rows that the total row adds up.
-SUMMED = ("calls", "wire_gb", "ms", "exponents_ms")
 #: What is said of lines for which something else is faster than what they show.
 INSTEAD = {
     "plain": 'coding does not pay for {}: "auto" would pass',
@@ -82,47 +73,13 @@ SWITCHES = (
 )
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """One line of a step: ``times`` it moves all parameters by ``op``, in operations of ``bucket`` elements at most.
-
-    Coded variants do it by ``coded_op``, the same if empty, ``slower`` than that, and send what ``coding`` names.
-    """
-
-    what: str
-    op: str
-    bucket: int
-    times: int
-    coded_op: str = ""
-    coding: str = EXPONENTS
-    slower: float = 1.0
-
-
-class Coding(NamedTuple):
-    """Speeds, also of the link, and ratio."""
-
-    profile: LinkProfile
-    ratio: float
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How an operation runs: on ``ranks`` ranks, on the part ``tensor`` of it; ``crossing`` of what a rank sends leaves its node."""
-
-    variant: str
-    codec: str
-    ranks: int
-    tensor: float
-    crossing: float
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan``."""
     parser.add_argument("--params", type=_count, metavar="P", help="parameters of the model, such as 70e9")
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
-    parser.add_argument("--link", nargs="+", type=link.rate, metavar="RATE", help="of one GPU: 400gbit; see above")
+    parser.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help="of one GPU: 400gbit; see above")
     parser.add_argument("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
     parser.add_argument(
         "--profile", metavar="FILE", help="speeds: from plan --validate --json or bench codec --json (this CPU)"
@@ -145,17 +102,21 @@ def main(args: argparse.Namespace) -> int:
     if args.validate:
         return validate.main(args)
     _check(args)
+    if not args.profile:
+        tables.complain(
+            "# measuring this machine's CPU; the first time this builds kernels, which takes about a minute"
+        )
     found = speeds.read(args.profile, args.dtype) if args.profile else speeds.measured(args.dtype)
     if args.ratio:
         found = replace(found, ratio=args.ratio, about=f"{found.about}, overruled by --ratio")
-    traffics = _traffic(args)
-    codings = {EXPONENTS: Coding(replace(found.profile, transfer=_points(args, found)), found.ratio)}
+    traffics = traffic(args)
+    codings = {EXPONENTS: Coding(replace(found.profile, transfer=points(args, found)), found.ratio)}
     profile = codings[EXPONENTS].profile
     tables.say(f"speeds: {found.about}")
     tables.say(f"        {_about(codings[EXPONENTS], 'add')}")
-    kinds = {traffic.coding for traffic in traffics} - {EXPONENTS}
+    kinds = {line.coding for line in traffics} - {EXPONENTS}
     if kinds:
-        codings |= _differences(args, profile)
+        codings |= differences(args, profile)
         for kind in sorted(kinds):
             tables.say(f"        {kind} parameters: {_about(codings[kind])}")
         if args.profile:
@@ -177,120 +138,6 @@ def main(args: argparse.Namespace) -> int:
             more[kind] = {"encode": coding.profile.encode, "decode": coding.profile.decode, "ratio": coding.ratio}
         tables.write_json(args.json, rows, args.command, **more)
     return 0
-
-
-def step(args: argparse.Namespace, traffics: list[Traffic], codings: dict[str, Coding]) -> Iterator[dict[str, Any]]:
-    """Rows of a step, and their totals."""
-    itemsize = ITEMSIZE[args.dtype]
-    exponents = codings[EXPONENTS]
-    totals: dict[str, dict[str, Any]] = {}
-    for traffic in traffics:
-        operations = _sizes(args.params * itemsize, traffic.bucket * itemsize if args.bucket is None else args.bucket)
-        plain = math.nan
-        for schedule in _schedules(args.gpus, args.gpus_per_node):
-            uncoded = schedule.codec == "plain"
-            op = traffic.op if uncoded else traffic.coded_op or traffic.op
-            coding = Coding(exponents.profile, 1.0) if uncoded else codings[traffic.coding]
-            sent = float(OPS[op].sent(schedule.ranks)) * schedule.crossing * schedule.tensor / coding.ratio
-            times = traffic.times * (1.0 if uncoded else traffic.slower)
-            ms = times * _ms(op, operations, schedule, coding)
-            plain = ms if uncoded else plain
-            row = {
-                "what": traffic.what,
-                "op": op,
-                "calls": traffic.times * sum(count for _, count in operations),
-                "variant": schedule.variant,
-                "ratio": coding.ratio,
-                "wire_gb": traffic.times * sent * args.params * itemsize / 1e9,
-                "ms": ms,
-                "exponents_ms": times * _ms(op, operations, schedule, exponents),
-                "speedup": plain / ms,
-            }
-            yield row
-            total = totals.setdefault(
-                schedule.variant, row | {"what": TOTAL, "op": "", "ratio": None} | dict.fromkeys(SUMMED, 0)
-            )
-            for key in SUMMED:
-                total[key] += row[key]
-    for total in totals.values():
-        yield total | {"speedup": totals["plain"]["ms"] / total["ms"]}
-
-
-def _ms(op: str, operations: list[tuple[int, int]], schedule: Schedule, coding: Coding) -> float:
-    """Milliseconds of operations (bytes, how many)."""
-    local = _slowed(coding.profile, schedule.crossing)
-    return 1e3 * sum(
-        count * predict(op, schedule.codec, size * schedule.tensor, schedule.ranks, local, coding.ratio)
-        for size, count in operations
-    )
-
-
-def _traffic(args: argparse.Namespace) -> list[Traffic]:
-    micro = args.accumulation
-    if args.zero < 3:
-        owners, slower = ("reduce_scatter", _crowding(args)) if args.owner_only == "auto" else ("", 1.0)
-        times = micro if args.zero == 2 else 1
-        return [
-            Traffic("gradients", "all_reduce", BUCKET, times, coded_op=owners, slower=slower),
-            Traffic("parameters", "all_gather", BUCKET, 1, coding=CHANGED if args.delta == "auto" else EXPONENTS),
-        ]
-    gradients = Traffic("gradients", "reduce_scatter", BUCKET, micro)
-    if args.zero3_base == "off" or args.delta == "off":
-        return [
-            Traffic("parameters, forward", "all_gather", PREFETCH, micro),
-            Traffic("parameters, backward", "all_gather", PREFETCH, micro),
-            gradients,
-        ]
-    return [
-        Traffic("parameters, first", "all_gather", PREFETCH, 1, coding=CHANGED),
-        Traffic("parameters, again", "all_gather", PREFETCH, 2 * micro - 1, coding=UNCHANGED),
-        gradients,
-    ]
-
-
-def _crowding(args: argparse.Namespace) -> float:
-    """How much longer a reduce-scatter takes whose sums then go on to the few ranks that own a bucket: 1 where all own as much."""
-    elements = BUCKET if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
-    owners = args.gpus * min(1.0, elements / args.params)
-    return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
-
-
-def _differences(args: argparse.Namespace, profile: LinkProfile) -> dict[str, Coding]:
-    """The codings against a base: at measured speeds, or where a file says nothing of them, at those of exponents."""
-    speed = (profile.encode, profile.decode)
-    changed, unchanged = (speed, speed) if args.profile else speeds.measured_differences()
-    copies = 2 if args.zero == 3 else 0  # ZeRO-1 and ZeRO-2 gather onto the base itself
-    return {
-        CHANGED: Coding(against_base(profile, *changed, copies), args.delta_ratio or speeds.delta_ratio(args.dtype)),
-        UNCHANGED: Coding(against_base(profile, *unchanged, copies), UNCHANGED_RATIO),
-    }
-
-
-def _schedules(gpus: int, per_node: int) -> list[Schedule]:
-    nodes = gpus // per_node
-    plain = Schedule("plain", "plain", nodes, 1 / per_node, 1.0)
-    if per_node == 1:
-        return [plain, replace(plain, variant="coded", codec="coded")]
-    flat = Schedule("coded, flat", "coded", gpus, 1.0, (gpus - per_node) / (gpus - 1))
-    return [plain, flat, replace(plain, variant="coded, by nodes", codec="coded")]
-
-
-def _slowed(profile: LinkProfile, crossing: float) -> LinkProfile:
-    """The profile where only a part of the bytes crosses the link, and the rest is free."""
-    return replace(profile, transfer=tuple((size / crossing, seconds) for size, seconds in profile.transfer))
-
-
-def _sizes(total: int, bucket: int) -> list[tuple[int, int]]:
-    """(bytes, how many) of the operations that move ``total`` bytes."""
-    return [(size, count) for size, count in ((bucket, total // bucket), (total % bucket, 1)) if size and count]
-
-
-def _points(args: argparse.Namespace, found: Speeds) -> Points:
-    """The line ``latency + bytes / rate``, or what the profile measured."""
-    if not args.link:
-        return found.profile.transfer
-    rate, latency = link.bits_per_second(args.link[0]) / 8, args.latency / 1e6
-    return tuple((size, latency + size / rate) for size in (1.0, 1e9))
 
 
 def _about(coding: Coding, *more: str) -> str:
@@ -316,8 +163,10 @@ def _fastest(row: dict[str, Any]) -> str:
 def _check(args: argparse.Namespace) -> None:
     if args.params is None or args.gpus is None:
         raise ToolError("wanted are --params and --gpus, or --validate")
-    if not (args.link or args.profile) or len(args.link or [0]) != 1 or args.link == [""]:
+    if not (args.link or args.profile) or len(args.link or [0]) != 1 or args.link == [None]:
         raise ToolError("wanted is one --link RATE between nodes such as 400gbit, or the --profile of one")
+    if args.link and not args.link[0].rate_only:
+        raise ToolError(f"plan reckons with a rate alone, got --link {args.link[0]}: put its delay into --latency US")
     if args.link is None and not speeds.read(args.profile, args.dtype).link:
         raise ToolError(f"{args.profile} does not say how fast the link is: add --link RATE")
     if args.gpus_per_node < 1 or args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:

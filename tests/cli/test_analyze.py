@@ -16,9 +16,8 @@ from test_tools import command, content, shannon
 
 from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import data
+from ds_zipccl.bench import codec_trial, data
 from ds_zipccl.bench.exponents import Fields, block_tables, differing, entropy, exponents
-from ds_zipccl.cli import bench_codec
 
 
 @pytest.fixture
@@ -260,7 +259,7 @@ def test_choices_are_those_of_the_codec() -> None:
     assert [getattr(torch, name) for name in data.DEFAULT_DTYPES] == list(codecs.CODED_DTYPES)[
         : len(data.DEFAULT_DTYPES)
     ]
-    assert set(bench_codec.CODECS) == set(codecs.CODECS)
+    assert set(codec_trial.CODECS) == set(codecs.CODECS)
 
 
 def test_differing_looks_at_bits() -> None:

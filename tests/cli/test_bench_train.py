@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from places import EXAMPLES
 
+from ds_zipccl.bench import link
+
 EXAMPLE = EXAMPLES / "train_gpt.py"
 
 
@@ -18,9 +20,7 @@ def test_bench_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     from ds_zipccl.__main__ import main
 
     file, picture = tmp_path / "rows.json", tmp_path / "train.png"
-    options = (
-        f"bench train --mode zero2 --variants coded raw --steps 3 --skip 1 --size tiny --json {file} --plot {picture}"
-    )
+    options = f"bench train --workload zero2 --variants coded raw --steps 3 --skip 1 --size tiny --json {file} --plot {picture}"
     assert main(options.split()) == 0
     content = json.loads(file.read_text())
     plain, raw, coded = content["rows"]
@@ -73,9 +73,18 @@ def test_settings_and_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ]
     assert main([*given, "--variants", "raw", "coded"]) == 0
     more = {"zero3_base": "host", "staging_mib": 32}
-    variants = bench_train.VARIANTS
-    wanted = [("plain", None), ("raw", {**variants["raw"], **more}), ("coded", {**variants["coded"], **more})]
+    always = {"enabled": True, "reduction": "match", "mode": "always", **more}
+    wanted = [("plain", None), ("raw", {**always, "codec": "raw"}), ("coded", always)]
     assert ran == [(variant, section, ("--lr", "2e-5")) for variant, section in wanted]
+
+
+def test_the_old_option_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_zipccl.__main__ import main
+
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "train", "--mode", "zero3", "moe"])
+    assert left.value.code == 2
+    assert "--mode is now --workload, with the same values" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", ["zero3_base=disk", "zero3", "mode=never", "delta"])
@@ -95,15 +104,15 @@ def results(**changed: Any) -> dict[str, Any]:
 
 
 def test_bench_train_rows_are_medians_and_quotients() -> None:
+    from ds_zipccl.bench.train_results import rows
     from ds_zipccl.bench.train_trial import Training
-    from ds_zipccl.cli.bench_train import rows
 
     slow = {"step_ms": [1.0, 40.0, 50.0], "comm_ms": [1.0, 20.0, 30.0]}
     nothing = {"coded_calls": 0, "logical_bytes": 0.0, "wire_bytes": 0.0, "passed_bytes": 0.0}
     runs = {"plain": [results(**slow, sent=nothing), results(**slow, sent=nothing)], "coded": [results(), results()]}
-    training = Training(EXAMPLE, "zero3", ranks=4, steps=3, link="1gbit", nodes=2)
+    training = Training(EXAMPLE, "zero3", ranks=4, steps=3, link=link.parse("1gbit"), nodes=2)
     plain, coded = rows(training, runs, skip=1)
-    assert [plain[key] for key in ("mode", "ranks", "nodes", "link")] == ["zero3", 4, 2, "1gbit"]
+    assert [plain[key] for key in ("workload", "ranks", "nodes", "link")] == ["zero3", 4, 2, "1gbit"]
     assert [(row["step_ms"], row["comm_ms"]) for row in (plain, coded)] == [(45, 25), (20, 4)]
     assert [(row["speedup"], row["comm_speedup"]) for row in (plain, coded)] == [(1, 1), (45 / 20, 25 / 4)]
     assert [(row["logical_bytes"], row["wire_bytes"]) for row in (plain, coded)] == [(2100, 2100), (2100, 1100)]
@@ -118,9 +127,9 @@ def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     times = {("plain", "loopback"): (300, 60), ("coded", "loopback"): (310, 70), ("plain", "1gbit"): (600, 360)}
     times |= {("coded", "1gbit"): (400, 150)}
     drawn = [
-        {"mode": mode, "ranks": 4, "nodes": 1 if link == "loopback" else 2, "link": link, "variant": variant}
+        {"workload": workload, "ranks": 4, "nodes": 1 if link == "loopback" else 2, "link": link, "variant": variant}
         | {"step_ms": step, "comm_ms": comm, "speedup": 600 / step, "comm_speedup": 360 / comm}
-        for mode in ("zero2", "zero3", "moe")
+        for workload in ("zero2", "zero3", "moe")
         for (variant, link), (step, comm) in times.items()
     ]
     figures: list[Any] = []
@@ -129,9 +138,10 @@ def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     (figure,) = figures
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert [axes.get_title(loc="left") for axes in figure.axes] == [f"{m}, 4 ranks" for m in ("zero2", "zero3", "moe")]
+    labels = ["DeepSpeed", "our schedule, compressed"]
     for axes in figure.axes:
         names = [label.get_text() for label in axes.get_yticklabels()]
-        assert names == ["loopback", "plain", "coded", "1gbit, 2 nodes", "plain", "coded"]
+        assert names == ["loopback", *labels, "1gbit, 2 nodes", *labels]
         widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
         assert widths == [[240, 240, 240, 250], [60, 70, 360, 150]]
         texts = [text.get_text() for text in axes.texts]
@@ -141,7 +151,7 @@ def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_bench_train_sees_what_is_wrong() -> None:
-    from ds_zipccl.cli.bench_train import problems
+    from ds_zipccl.bench.train_results import problems
 
     def runs() -> dict[str, list[dict[str, Any]]]:
         return {"plain": [results(sent={"coded_calls": 0})], "raw": [results()], "coded": [results()]}

@@ -1,55 +1,187 @@
-"""``--link``: a shaped network of namespaces, what is measured on it, and that nothing of it stays."""
+"""``--link``: a shaped network of namespaces, rate, delay and loss as measured on it, and that nothing of it stays."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from places import EXAMPLES
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import ToolError, link
+from ds_zipccl.bench import ToolError, link, namespaces
 
 EXAMPLE = EXAMPLES / "train_gpt.py"
-needs_network = pytest.mark.skipif(bool(link.why_not()), reason=f"no shaped network here: {link.why_not()}")
+needs_network = pytest.mark.skipif(bool(namespaces.why_not()), reason=f"no shaped network here: {namespaces.why_not()}")
 
 
-def left_behind(pid: int | None = None) -> str:
-    """Namespaces and bridges of a process, of this one if None; others may be measuring at the same time."""
-    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    bridges = subprocess.run(["ip", "-o", "link", "show", "type", "bridge"], capture_output=True, text=True).stdout
-    return "\n".join(
-        line for line in (spaces + bridges).splitlines() if re.search(rf"zc{pid or os.getpid()}[bn]", line)
-    )
+def has_netem() -> bool:
+    """Whether a network with a delay can be made here."""
+    spec = link.parse("1gbit,1ms")
+    assert spec is not None
+    try:
+        with namespaces.shaped(spec, 2):
+            return True
+    except ToolError:
+        return False
+
+
+needs_netem = pytest.mark.skipif(
+    bool(namespaces.why_not()) or not has_netem(), reason="no netem here: root and sch_netem needed"
+)
+
+
+def left_behind(pid: int | None = None) -> list[str]:
+    """Namespaces and interfaces of a process, of this one if None; other processes may be measuring at the same time."""
+    names = [*os.listdir("/run/netns"), *(name for _, name in socket.if_nameindex())]
+    return [name for name in names if re.fullmatch(rf"zc{pid or os.getpid()}[bnv]\d*", name)]
 
 
 def rows(path: Path) -> list[dict[str, object]]:
     return list(json.loads(path.read_text())["rows"])
 
 
-def test_rates() -> None:
-    assert link.rate("2.5gbit") == "2.5gbit" and link.bits_per_second("2.5gbit") == 2.5e9
-    assert link.bits_per_second(link.rate("200mbit")) == 2e8
-    assert link.rate("loopback") == ""
-    for text in ("", "1", "1 gbit", "1Gbit", "-1gbit", "1e9bit", "gbit", "5kbit", "1gbit; reboot"):
-        with pytest.raises(argparse.ArgumentTypeError, match="not a rate"):
-            link.rate(text)
+def shaped(text: str, ranks: int, nodes: int | None = None) -> contextlib.AbstractContextManager[namespaces.Network]:
+    spec = link.parse(text)
+    assert spec is not None
+    return namespaces.shaped(spec, ranks, nodes)
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(link.shutil, "which", lambda name: None)
-    assert main(["bench", "comm", "--link", "1gbit", "--op", "broadcast", "--numel", "8K"]) == 2
-    assert "install iproute2" in capsys.readouterr().err
-    monkeypatch.setattr(link.shutil, "which", lambda name: f"/sbin/{name}")
-    monkeypatch.setattr(link.os, "geteuid", lambda: 1000)
-    with pytest.raises(ToolError, match="need root"), link.shaped("1gbit", 2):
+def inside(network: namespaces.Network, rank: int, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Result of a call in the node of ``rank``; a socket that it makes stays in that node."""
+    return namespaces.inside(network.namespace(rank), partial(call, *args, **more))
+
+
+@contextlib.contextmanager
+def connected(network: namespaces.Network) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """TCP sockets of rank 0 and rank 1, connected to each other."""
+    with inside(network, 1, socket.create_server, (network.addresses[1], 0)) as server:
+        client = inside(network, 0, socket.create_connection, server.getsockname(), timeout=30)
+        with client, server.accept()[0] as peer:
+            for end in (client, peer):
+                end.settimeout(60)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield client, peer
+
+
+def round_trips(network: namespaces.Network, count: int) -> list[float]:
+    """Seconds of ``count`` round trips of one byte between rank 0 and rank 1."""
+    seconds = []
+    with connected(network) as (client, peer):
+        for _ in range(count):
+            start = time.perf_counter()
+            client.sendall(b"x")
+            peer.sendall(peer.recv(1))
+            client.recv(1)
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def transfer_seconds(network: namespaces.Network, nbytes: int) -> float:
+    """Seconds from the first byte sent by rank 0 to the last byte received by rank 1."""
+    with connected(network) as (client, peer), ThreadPoolExecutor(1) as thread:
+        start = time.perf_counter()
+        sending = thread.submit(client.sendall, bytes(nbytes))
+        left = nbytes
+        while left:
+            left -= len(peer.recv(min(left, 1 << 20)))
+        sending.result()
+        return time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("2.5gbit", (2.5e9, 0, 0, 0)),
+        ("200mbit", (2e8, 0, 0, 0)),
+        ("1gbit,20ms", (1e9, 20_000, 0, 0)),
+        ("1gbit,0.1%", (1e9, 0, 0, 0.1)),
+        ("100kbit,1.5ms~250us", (1e5, 1500, 250, 0)),
+        ("1gbit,2s~1s,20%", (1e9, 2_000_000, 1_000_000, 20)),
+    ],
+)
+def test_links(text: str, wanted: tuple[float, ...]) -> None:
+    spec = link.parse(text)
+    assert spec is not None
+    assert (spec.rate, spec.delay_us, spec.jitter_us, spec.loss) == wanted
+    assert str(spec) == link.name(spec) == text
+    assert spec.rate_only == (len(text.split(",")) == 1)
+
+
+def test_loopback_is_no_network() -> None:
+    assert link.parse("loopback") is None and link.name(None) == "loopback"
+    with namespaces.joined(None, 2) as network:
+        assert network is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (text, "is not a link; write RATE")
+            for text in ("", "1", "1 gbit", "1Gbit", "-1gbit", "1e9bit", "gbit", "1gbit; x")
+        ),
+        *(
+            (text, "is not a link; write RATE")
+            for text in ("1gbit,", "1gbit,20", "1gbit,0.1", "1gbit,~2ms", "20ms", "0.1%")
+        ),
+        *(
+            (text, "is not a link; write RATE")
+            for text in ("1gbit,0.1%,20ms", "1gbit,20ms,20ms", "1gbit,-1ms", "1gbit,-1%")
+        ),
+        ("loopback,20ms", "is not a link; write RATE"),
+        ("5kbit", "rate must be at least 100kbit"),
+        ("1gbit,0ms", "delay must be from 1us to 2s"),
+        ("1gbit,2.1s", "delay must be from 1us to 2s"),
+        ("1gbit,20ms~0us", "jitter must be from 1us to the delay"),
+        ("1gbit,20ms~21ms", "jitter must be from 1us to the delay"),
+        ("1gbit,0%", "loss must be above 0% and at most 20%"),
+        ("1gbit,100%", "loss must be above 0% and at most 20%"),
+    ],
+)
+def test_nonsense_is_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
+        link.parse(text)
+    with pytest.raises(SystemExit):
+        main(["bench", "comm", f"--link={text}"])
+    assert message in capsys.readouterr().err
+
+
+def test_missing_things_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "comm", "--link", "1gbit", "--op", "broadcast", "--numel", "8K"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyroute2", None)
+        assert main(words) == 2
+        assert "pip install ds-zipccl[bench]" in capsys.readouterr().err
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    assert main(words) == 2
+    wanted = "need root" if "pyroute2" in sys.modules else "pip install"
+    assert wanted in capsys.readouterr().err
+    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
+    assert main(words) == 2
+    assert "measure without --link" in capsys.readouterr().err
+
+
+@needs_network
+def test_a_rate_that_no_token_bucket_limits() -> None:
+    with pytest.raises(ToolError, match=r"below 34\.4gbit"), shaped("35gbit", 2):
         pass
+    with shaped("34.3gbit", 2):
+        pass
+    assert not left_behind()
 
 
 @pytest.mark.parametrize(
@@ -69,14 +201,16 @@ def test_nodes_share_out_ranks_evenly(bench: str, words: str, message: str, caps
 
 @needs_network
 def test_ranks_are_placed_in_blocks() -> None:
-    with link.shaped("1gbit", 6, 3) as network:
+    with shaped("1gbit", 6, 3) as network:
         assert (network.nodes, network.ranks_per_node, len(set(network.namespaces))) == (3, 2, 3)
         places = [network.namespaces.index(network.namespace(rank)) for rank in range(6)]
         assert places == [0, 0, 1, 1, 2, 2]
         for namespace, address in zip(network.namespaces, network.addresses, strict=True):
-            shown = subprocess.run(["ip", "-n", namespace, "address"], capture_output=True, text=True).stdout
-            assert f"{address}/24" in shown
-    with link.shaped("1gbit", 2) as network:
+            rank = 2 * network.namespaces.index(namespace)
+            inside(network, rank, socket.create_server, (address, 0)).close()  # fails for an address of another node
+            with pytest.raises(OSError, match="assign requested address"):
+                inside(network, (rank + 2) % 6, socket.create_server, (address, 0))
+    with shaped("1gbit", 2) as network:
         assert network.namespace(0) != network.namespace(1)
 
 
@@ -114,7 +248,7 @@ def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
 @needs_network
 def test_training_over_a_link(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    words = ["--mode", "zero2", "--size", "tiny", "--steps", "4", "--skip", "1", "--json", str(path)]
+    words = ["--workload", "zero2", "--size", "tiny", "--steps", "4", "--skip", "1", "--json", str(path)]
     assert main(["bench", "train", "--link", "500mbit", *words]) == 0
     plain, coded = rows(path)
     assert (plain["link"], coded["link"], plain["nodes"]) == ("500mbit", "500mbit", 2)
@@ -132,10 +266,10 @@ def test_training_on_nodes(tmp_path: Path) -> None:
     script = tmp_path / "train_gpt.py"
     script.write_text(
         f"""
-import json, os, pathlib, subprocess, sys
+import json, os, pathlib, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 place = [int(os.environ[name]) for name in names]
-where = subprocess.run(["ip", "netns", "identify"], capture_output=True, text=True).stdout.strip()
+where = os.stat("/proc/self/ns/net").st_ino
 pathlib.Path({str(places)!r}, str(place[0])).write_text(json.dumps([place, where]))
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
 import train_gpt
@@ -144,7 +278,7 @@ sys.exit(train_gpt.main())
     )
     for config in EXAMPLE.parent.glob("*.json"):
         (tmp_path / config.name).write_text(config.read_text())
-    words = "--mode zero3 --size tiny --ranks 4 --nodes 2 --link 1gbit --steps 2 --skip 1"
+    words = "--workload zero3 --size tiny --ranks 4 --nodes 2 --link 1gbit --steps 2 --skip 1"
     assert main(["bench", "train", *words.split(), "--script", str(script), "--json", str(path)]) == 0
     assert [(row["ranks"], row["nodes"]) for row in rows(path)] == [(4, 2)] * 2
     found = [json.loads((places / str(rank)).read_text()) for rank in range(4)]
@@ -155,15 +289,117 @@ sys.exit(train_gpt.main())
 
 @needs_network
 def test_nothing_stays_however_it_ends() -> None:
-    with pytest.raises(KeyboardInterrupt), link.shaped("1gbit", 2) as network:
-        assert all(name in left_behind() for name in network.namespaces)
+    with pytest.raises(KeyboardInterrupt), shaped("1gbit", 2) as network:
+        assert set(network.namespaces) < set(left_behind())
         raise KeyboardInterrupt
     assert not left_behind()
-    # A process that is killed cannot clean up: the next one does.
-    killed = "import os; from ds_zipccl.bench import link\nwith link.shaped('1gbit', 3): os.kill(os.getpid(), 9)"
-    process = subprocess.Popen([sys.executable, "-c", killed], cwd=Path(__file__).parent)
+    with shaped("1gbit", 2) as network, pytest.raises(FileNotFoundError):
+        network.start(0, ["/nonexistent/program"])
+    assert not left_behind()
+
+
+KILLED = "import os; from ds_zipccl.bench import link, namespaces\nwith namespaces.shaped(link.parse('1gbit'), 3): os.kill(os.getpid(), {})"
+
+
+@needs_network
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_removes_the_network(number: signal.Signals) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED.format(int(number))], stderr=subprocess.DEVNULL)
+    assert process.wait() in (128 + number, -signal.SIGINT)
+    assert not left_behind(process.pid)
+
+
+@needs_network
+def test_the_next_call_removes_the_network_of_a_killed_process() -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED.format(9)])
     assert process.wait() == -9
     assert left_behind(process.pid)
-    with link.shaped("1gbit", 2):
+    with shaped("1gbit", 2):
         assert left_behind() and not left_behind(process.pid)
     assert not left_behind()
+
+
+# ---------------------------------------------------------------- rate, delay, jitter and loss as programs see them
+
+
+@needs_network
+def test_the_rate_is_seen() -> None:
+    """2 MB take 160 ms at 100 Mbit/s, without the first quarter of a megabyte, for which there are tokens."""
+    with shaped("100mbit", 2) as network:
+        assert 0.9 * 8 * 1.75e6 / 100e6 < transfer_seconds(network, 2_000_000) < 1.5 * 8 * 2e6 / 100e6
+        assert min(round_trips(network, 20)) < 0.005
+
+
+@needs_netem
+def test_the_delay_is_seen() -> None:
+    with shaped("100mbit,30ms", 3) as network:
+        seconds = sorted(round_trips(network, 11))
+        assert seconds[0] > 0.059 and seconds[5] < 0.075
+        assert transfer_seconds(network, 2_000_000) > 8 * 1.75e6 / 100e6
+    assert not left_behind()
+
+
+@needs_netem
+def test_the_jitter_is_seen() -> None:
+    with shaped("100mbit,30ms~15ms", 2) as network:
+        seconds = round_trips(network, 40)
+        assert 0.029 < min(seconds) < 0.055 and max(seconds) > 0.065
+
+
+@needs_netem
+@pytest.mark.parametrize("loss", [0, 10])
+def test_the_loss_is_seen(loss: int) -> None:
+    """Of 2000 packets 10% are 200, give or take five standard deviations of 13."""
+    with shaped(f"100mbit,{loss}%" if loss else "100mbit", 2) as network:
+        receiver = inside(network, 1, socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
+        sender = inside(network, 0, socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
+        with receiver, sender:
+            receiver.bind((network.addresses[1], 0))
+            receiver.settimeout(0.2)
+            arrived = 0
+            for _ in range(2000):
+                sender.sendto(b"x", receiver.getsockname())
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    receiver.recv(1)
+                    arrived += 1
+        assert abs(2000 - arrived - 20 * loss) <= 65 * (loss > 0)
+
+
+@needs_netem
+def test_packets_get_lost_one_by_one() -> None:
+    """Segments of 64 KiB that get lost as a whole would make a link of 2% loss look like one of 0.05%."""
+    with shaped("1gbit,2%", 2) as network:
+        seconds = transfer_seconds(network, 2_000_000)
+        sent = inside(network, 0, Path("/proc/thread-self/net/dev").read_text)
+        packets = int(re.search(rf"{namespaces.INTERFACE}:(.*)", sent)[1].split()[9])
+        assert seconds > 0.016 and packets > 2_000_000 / 1500
+
+
+@needs_network
+def test_a_kernel_without_netem_is_named() -> None:
+    """Where netem is missing, the message says so and nothing stays; where it is there, the network works."""
+    if has_netem():
+        pytest.skip("this kernel has netem")
+    with pytest.raises(ToolError, match="modprobe sch_netem"), shaped("1gbit,20ms", 2):
+        pass
+    assert not left_behind()
+
+
+def test_what_netem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delay and jitter in microseconds, loss in percent, and room for all packets on their way."""
+    pytest.importorskip("pyroute2")
+    told: list[Any] = []
+    host = type("Host", (), {"tc": lambda self, *args, **more: told.append((args, more))})()
+    spec = link.parse("1gbit,20ms~4ms,0.5%")
+    assert spec is not None
+    namespaces._add_netem(host, 7, namespaces.Network(spec, 3, ("a", "b", "c"), (), ""))
+    ((args, more),) = told
+    assert args == ("add", "netem", 7)
+    assert (more["delay"], more["jitter"], more["loss"], more["handle"]) == (20_000, 4_000, 0.5, 0x10000)
+    assert more["limit"] == 1000 + 2 * int(125e6 * 24e-3 / 1500)
+
+
+def test_plan_takes_a_rate_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan --params 1e9 --gpus 2 --gpus-per-node 1 --link 1gbit,20ms".split()) == 2
+    assert "put its delay into --latency" in capsys.readouterr().err

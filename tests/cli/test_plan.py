@@ -11,7 +11,7 @@ from places import ROOT
 
 from ds_zipccl.__main__ import main
 from ds_zipccl.bench import comm_trial, speeds, validate
-from ds_zipccl.cli.plan import TOTAL
+from ds_zipccl.bench.step_plan import TOTAL
 from ds_zipccl.codecs import compress
 from ds_zipccl.policy.cost_model import DELTA_RATIO, UNCHANGED_RATIO, LinkProfile, predict
 
@@ -286,6 +286,18 @@ def test_nonsense_is_refused(words: list[str], message: str, capsys: pytest.Capt
     except SystemExit as left:
         assert left.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("old", "new"), [("raw_bytes", "logical_bytes"), ("mode", "workload")])
+def test_files_of_earlier_versions_are_named(
+    old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"rows": [{"variant": "plain"}, {old: 1}]}))
+    assert main([*WORDS, "--profile", str(path)]) == 2
+    assert (
+        f'its rows have "{old}": an earlier version wrote this file; the key is now "{new}"' in capsys.readouterr().err
+    )
 
 
 def test_bare_plan_says_what_it_wants(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,14 @@ def test_training_results_of_every_age_are_shown(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     folder = tmp_path / "docs" / "results"
     folder.mkdir(parents=True)
-    old = {"mode": "zero3", "ranks": 2, "link": "1gbit", "variant": "coded", "step_ms": 440.7, "logical_bytes": 3 << 20}
+    old = {
+        "workload": "zero3",
+        "ranks": 2,
+        "link": "1gbit",
+        "variant": "coded",
+        "step_ms": 440.7,
+        "logical_bytes": 3 << 20,
+    }
     old |= {"wire_bytes": 2 << 20, "params_sha256": "0123456789abcdef", "speedup": 1.463}
     new = old | {"nodes": 2, "comm_ms": 99.6, "comm_speedup": 2.349}
 

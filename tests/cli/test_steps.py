@@ -150,6 +150,10 @@ MALFORMED = {
     "bytes below 0": (role(wire_bytes=-2), '"wire_bytes" is -2, wanted an integer >= 0'),
     "bytes are text": (role(logical_bytes="6"), "\"logical_bytes\" is '6'"),
     "bytes are missing": (changed(roles={"dp": {"logical_bytes": 1, "wire_bytes": 1}}), '"passed_bytes" is None'),
+    "bytes of an earlier version": (
+        changed(roles={"dp": {"raw_bytes": 6, "wire_bytes": 2, "passed_bytes": 2, "ratio": 2.0}}),
+        '"dp" has "raw_bytes": an earlier version wrote this file; the key is now "logical_bytes"',
+    ),
     "wrong ratio": (role(ratio=2.5), '"ratio" of dp is 2.5, its bytes give 2.0'),
     "differences are a list": (changed(differences=[]), '"differences" is [], wanted an object'),
     "a difference is text": (changed(differences={"as differences": "3"}), "\"as differences\" is '3'"),

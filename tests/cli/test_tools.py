@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,18 @@ import torch
 import variants
 from places import ROOT
 
-from ds_zipccl import codecs, kernels
+from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
-from ds_zipccl.bench import comm_trial, data
+from ds_zipccl.bench import codec_trial, comm_cases, comm_trial, data
 from ds_zipccl.bench.exponents import Fields
-from ds_zipccl.cli import bench_codec
 from ds_zipccl.frame import FrameError, FrameErrorCode
 
 CODEC_KEYS = (
     "route codec dtype data numel ratio entropy_ratio encode_gbps decode_gbps memcpy_gbps "
     "encode_memcpy decode_memcpy wrong".split()
 )  # fmt: skip
-CODED = bench_codec.CODECS[1:]
-COMM_KEYS = "op dtype numel ranks nodes link variant time_us logical_bytes wire_bytes wrong".split()
+CODED = codec_trial.CODECS[1:]
+COMM_KEYS = "op dtype numel ranks nodes link variant time_us algbw busbw logical_bytes wire_bytes wrong".split()
 SIGMAS = ("1e-6", "0.0003", "1", "30", "1e3")
 MILLION = 1 << 20
 
@@ -227,7 +227,7 @@ def test_codec_counts_wrong_elements(
 def test_codec_speeds_are_bytes_of_tensor_over_median_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Three calls that find out how often to call, then memcpy, encode and decode in turn.
     times = iter([0.01] * 3 + [0.001, 0.006, 0.004] + [0.003, 0.007, 0.5] + [0.002, 0.0005, 0.001])
-    monkeypatch.setattr(bench_codec, "_seconds", lambda step, calls=1: (step(), next(times))[1])
+    monkeypatch.setattr(codec_trial, "_seconds", lambda step, calls=1: (step(), next(times))[1])
     path = tmp_path / "speed.json"
     words = ["bench", "codec", "--numel", "1000", "--dtype", "fp32", "--data", "normal", "--codec", "raw"]
     assert main([*words, "--repeats", "3", "--json", str(path)]) == 0
@@ -239,12 +239,12 @@ def test_codec_speeds_are_bytes_of_tensor_over_median_time(monkeypatch: pytest.M
 
 
 def test_codec_names_are_those_of_the_table() -> None:
-    assert tuple(codecs.CODECS) == bench_codec.CODECS
+    assert tuple(codecs.CODECS) == codec_trial.CODECS
 
 
 def test_codec_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right, seen = bench_codec._seconds, set()
-    monkeypatch.setattr(bench_codec, "_seconds", lambda *of: (seen.add(torch.get_num_threads()), right(*of))[1])
+    right, seen = codec_trial._seconds, set()
+    monkeypatch.setattr(codec_trial, "_seconds", lambda *of: (seen.add(torch.get_num_threads()), right(*of))[1])
     path, before = tmp_path / "threads.json", torch.get_num_threads()
     words = ["bench", "codec", "--numel", "4K", "--dtype", "bf16", "--data", "normal", "--codec", "raw"]
     for count in (1, 2):
@@ -289,6 +289,8 @@ def test_comm_rows(tmp_path: Path) -> None:
         assert (row["numel"], row["ranks"], row["nodes"], row["link"], row["wrong"]) == (60_000, 3, 1, "loopback", 0)
         assert row["logical_bytes"] == round(shares[row["op"]] * nbytes)
         assert 20 < row["time_us"] < 60e6
+        assert row["algbw"] == pytest.approx(nbytes / row["time_us"] / 1e3)  # GB/s
+        assert row["busbw"] == pytest.approx(shares[row["op"]] * row["algbw"])
         sent = row["logical_bytes"] * (2 if row["op"] == "broadcast" else 1)  # the source sends to both others
         if row["variant"] == "plain":
             assert row["wire_bytes"] == row["logical_bytes"]
@@ -296,6 +298,23 @@ def test_comm_rows(tmp_path: Path) -> None:
             assert 0 < row["wire_bytes"] - sent <= 256  # headers
         else:
             assert 1.4 < sent / row["wire_bytes"] < 1.53
+
+
+@pytest.mark.parametrize("op", ops.TRAFFIC)
+def test_comm_counts_are_exact(op: str) -> None:
+    """Elements and bandwidths against fractions, for sizes at which a rounded share would be off by one."""
+    for ranks in (2, 3, 5, 6, 7, 24, 49, 1021, 4095):
+        rest, shard = Fraction(ranks - 1, ranks), Fraction(1, ranks)
+        factor = {"all_reduce": 2 * rest, "broadcast": Fraction(1)}.get(op, rest)
+        traffic = ops.TRAFFIC[op]
+        shares = {traffic.plain: factor, traffic.inputs: shard if op == "all_gather" else Fraction(1)}
+        if traffic.outputs is not None:
+            shares[traffic.outputs] = shard if op == "reduce_scatter" else Fraction(1)
+        for numel in (ranks, 3 * ranks, (1 << 33) // ranks * ranks, ((1 << 40) + 12345) // ranks * ranks):
+            for share, exact in shares.items():
+                assert comm_cases.elements(numel, share, ranks) == exact * numel
+        found = comm_cases.bandwidths(op, 3_000_000_000, ranks, 2.0)
+        assert found == {"algbw": 1.5, "busbw": pytest.approx(float(1.5 * factor), rel=1e-15)}
 
 
 def faulty_part(rank: int, *more: Any) -> None:

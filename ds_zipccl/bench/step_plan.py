@@ -1,0 +1,173 @@
+"""The step that ``plan`` predicts: its operations, their schedules, and their times by the cost model."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ds_zipccl.bench import speeds
+from ds_zipccl.bench.speeds import Points, Speeds
+from ds_zipccl.ops import TRAFFIC
+from ds_zipccl.policy.cost_model import UNCHANGED_RATIO, LinkProfile, against_base, predict
+
+#: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size.
+BUCKET, PREFETCH = 500_000_000, 50_000_000
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+TOTAL = "total"
+#: Codings: of values alone; against the values of the last gather, which have changed since; which have not.
+EXPONENTS, CHANGED, UNCHANGED = "exponents", "changed", "unchanged"
+#: Keys of the rows that the total row adds up.
+SUMMED = ("calls", "wire_gb", "ms", "exponents_ms")
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """One line of a step: all parameters move ``times`` times by ``op``, in operations of ``bucket`` elements at most.
+
+    ``coded_op``: operation of the coded variants, ``op`` if empty. ``coding``: of the coded variants. ``slower``: factor on the
+    predicted time of ``coded_op``.
+    """
+
+    what: str
+    op: str
+    bucket: int
+    times: int
+    coded_op: str = ""
+    coding: str = EXPONENTS
+    slower: float = 1.0
+
+
+class Coding(NamedTuple):
+    """Speeds of codec and link, and the ratio."""
+
+    profile: LinkProfile
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How an operation runs. ``tensor``: part of the tensor that ``ranks`` ranks share. ``crossing``: part of the sent bytes that
+    leaves the node."""
+
+    variant: str
+    codec: str
+    ranks: int
+    tensor: float
+    crossing: float
+
+
+def step(args: argparse.Namespace, traffics: list[StepTraffic], codings: dict[str, Coding]) -> Iterator[dict[str, Any]]:
+    """Rows of a step, columns as in ``plan --help``, and their totals."""
+    itemsize = ITEMSIZE[args.dtype]
+    exponents = codings[EXPONENTS]
+    totals: dict[str, dict[str, Any]] = {}
+    for line in traffics:
+        operations = _sizes(args.params * itemsize, line.bucket * itemsize if args.bucket is None else args.bucket)
+        plain = math.nan
+        for schedule in _schedules(args.gpus, args.gpus_per_node):
+            uncoded = schedule.codec == "plain"
+            op = line.op if uncoded else line.coded_op or line.op
+            coding = Coding(exponents.profile, 1.0) if uncoded else codings[line.coding]
+            sent = TRAFFIC[op].plain(schedule.ranks) * schedule.crossing * schedule.tensor / coding.ratio
+            times = line.times * (1.0 if uncoded else line.slower)
+            ms = times * _ms(op, operations, schedule, coding)
+            plain = ms if uncoded else plain
+            row = {
+                "what": line.what,
+                "op": op,
+                "calls": line.times * sum(count for _, count in operations),
+                "variant": schedule.variant,
+                "ratio": coding.ratio,
+                "wire_gb": line.times * sent * args.params * itemsize / 1e9,
+                "ms": ms,
+                "exponents_ms": times * _ms(op, operations, schedule, exponents),
+                "speedup": plain / ms,
+            }
+            yield row
+            total = totals.setdefault(
+                schedule.variant, row | {"what": TOTAL, "op": "", "ratio": None} | dict.fromkeys(SUMMED, 0)
+            )
+            for key in SUMMED:
+                total[key] += row[key]
+    for total in totals.values():
+        yield total | {"speedup": totals["plain"]["ms"] / total["ms"]}
+
+
+def _ms(op: str, operations: list[tuple[int, int]], schedule: Schedule, coding: Coding) -> float:
+    """Milliseconds of operations, each (bytes, count)."""
+    local = _slowed(coding.profile, schedule.crossing)
+    return 1e3 * sum(
+        count * predict(op, schedule.codec, size * schedule.tensor, schedule.ranks, local, coding.ratio)
+        for size, count in operations
+    )
+
+
+def traffic(args: argparse.Namespace) -> list[StepTraffic]:
+    micro = args.accumulation
+    if args.zero < 3:
+        owners, slower = ("reduce_scatter", _crowding(args)) if args.owner_only == "auto" else ("", 1.0)
+        times = micro if args.zero == 2 else 1
+        return [
+            StepTraffic("gradients", "all_reduce", BUCKET, times, coded_op=owners, slower=slower),
+            StepTraffic("parameters", "all_gather", BUCKET, 1, coding=CHANGED if args.delta == "auto" else EXPONENTS),
+        ]
+    gradients = StepTraffic("gradients", "reduce_scatter", BUCKET, micro)
+    if args.zero3_base == "off" or args.delta == "off":
+        return [
+            StepTraffic("parameters, forward", "all_gather", PREFETCH, micro),
+            StepTraffic("parameters, backward", "all_gather", PREFETCH, micro),
+            gradients,
+        ]
+    return [
+        StepTraffic("parameters, first", "all_gather", PREFETCH, 1, coding=CHANGED),
+        StepTraffic("parameters, again", "all_gather", PREFETCH, 2 * micro - 1, coding=UNCHANGED),
+        gradients,
+    ]
+
+
+def _crowding(args: argparse.Namespace) -> float:
+    """Factor on the time of a reduce-scatter whose sums go on to the few owners of a bucket; 1 if all ranks own equally much."""
+    elements = BUCKET if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
+    owners = args.gpus * min(1.0, elements / args.params)
+    return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
+
+
+def differences(args: argparse.Namespace, profile: LinkProfile) -> dict[str, Coding]:
+    """Codings against a base: at measured speeds, or with ``--profile`` at those of exponents."""
+    speed = (profile.encode, profile.decode)
+    changed, unchanged = (speed, speed) if args.profile else speeds.measured_differences()
+    copies = 2 if args.zero == 3 else 0  # ZeRO-1 and ZeRO-2 gather onto the base itself
+    return {
+        CHANGED: Coding(against_base(profile, *changed, copies), args.delta_ratio or speeds.delta_ratio(args.dtype)),
+        UNCHANGED: Coding(against_base(profile, *unchanged, copies), UNCHANGED_RATIO),
+    }
+
+
+def _schedules(gpus: int, per_node: int) -> list[Schedule]:
+    nodes = gpus // per_node
+    plain = Schedule("plain", "plain", nodes, 1 / per_node, 1.0)
+    if per_node == 1:
+        return [plain, replace(plain, variant="coded", codec="coded")]
+    flat = Schedule("coded, flat", "coded", gpus, 1.0, (gpus - per_node) / (gpus - 1))
+    return [plain, flat, replace(plain, variant="coded, by nodes", codec="coded")]
+
+
+def _slowed(profile: LinkProfile, crossing: float) -> LinkProfile:
+    """The profile if only the part ``crossing`` of the bytes uses the link, and the rest is free."""
+    return replace(profile, transfer=tuple((size / crossing, seconds) for size, seconds in profile.transfer))
+
+
+def _sizes(total: int, bucket: int) -> list[tuple[int, int]]:
+    """(bytes, count) of the operations that move ``total`` bytes."""
+    return [(size, count) for size, count in ((bucket, total // bucket), (total % bucket, 1)) if size and count]
+
+
+def points(args: argparse.Namespace, found: Speeds) -> Points:
+    """Seconds of a message by its bytes: ``latency + bytes / rate``, or the points of the profile."""
+    if not args.link:
+        return found.profile.transfer
+    rate, latency = args.link[0].rate / 8, args.latency / 1e6
+    return tuple((size, latency + size / rate) for size in (1.0, 1e9))
