@@ -75,7 +75,6 @@ class Plant:
         flags = tuple("-O0" if flag == "-O3" else flag for flag in build.CPU.flags)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "CSRC", csrc)
-            patch.setenv("DS_ZIPCCL_CACHE", str(folder))
             return native.NativeRoute(ctypes.CDLL(str(build.build(dataclasses.replace(build.CPU, flags=flags)))))
 
 
