@@ -35,9 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.mark_full(items)
-    tiers.mark_groups(items)
+    if config.pluginmanager.hasplugin("xdist"):
+        tiers.mark_groups(items)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -46,7 +47,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     turns = item.config.stash.get(_TURNS, None)
     if turns is None:
         return (yield)
-    with turns.turn(item.get_closest_marker(tiers.ALONE) is not None):
+    with turns.turn(item.get_closest_marker("alone") is not None):
         return (yield)
 
 

@@ -40,7 +40,8 @@ def report(nvcc: tuple[str]) -> str:
     flags = [*recipe.flags, "-Werror=all-warnings", "-Xptxas=-v"]
 
     def compile_(target: Path) -> None:
-        command = [*nvcc, *flags, "-c", str(build.CSRC / "cuda/launch.cu"), "-o", str(target.with_suffix(".o"))]
+        source, output = build.CSRC / "cuda/launch.cu", target.with_suffix(".o")
+        command = [*nvcc, *flags, f"-I{build.CSRC}", "-c", str(source), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=500)
         assert result.returncode == 0, result.stderr
         target.write_text(result.stderr)
@@ -49,6 +50,7 @@ def report(nvcc: tuple[str]) -> str:
     return builds.kept("cuda_resources", parts, compile_).read_text()
 
 
+@pytest.mark.full(reason="nvcc needs minutes for three architectures; test_nvrtc_compiles_the_same_text stays")
 def test_resources(report: str) -> None:
     found = re.findall(
         r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
@@ -68,6 +70,7 @@ def test_resources(report: str) -> None:
             assert part not in name or int(registers) <= bound, (name, architecture, registers)
 
 
+@pytest.mark.full(reason="nvcc needs a minute")
 def test_the_builders_library_explains_itself(
     nvcc: tuple[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

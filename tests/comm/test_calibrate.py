@@ -31,6 +31,7 @@ def measured(rank: int, size: int) -> tuple[list[float], Profile]:
     return times, profile
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_find_the_same_in_time(size: int) -> None:
     answers = ranks.run(measured, size)
@@ -81,6 +82,7 @@ def test_the_tag_is_nobody_elses() -> None:
     assert frames.SHADOW_TAG + frames.TAGS <= calibration.TAG < 1 << 31
 
 
+@pytest.mark.alone
 @needs_network
 @pytest.mark.parametrize("rate", ["100mbit", "200mbit"])
 def test_bandwidth_of_a_known_link(rate: str) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 #: Variants that take ten times as long as the native route or more. The short tier runs a part of their combinations.
 SLOW = ("numba", "emulated")
-#: Where tests that run alone are: one worker has them all.
-ALONE = "alone"
+#: Marks of tests that must not run beside each other: one worker has them all.
+SERIAL = ("alone", "network")
 
 
 def mark_full(items: Sequence[pytest.Item]) -> None:
@@ -32,7 +32,6 @@ def mark_full(items: Sequence[pytest.Item]) -> None:
         for mark in [mark for mark in item.own_markers if mark.name == "full"]:
             if mark.args and variant not in mark.args:
                 item.own_markers.remove(mark)
-                item.keywords.pop("full", None)
         if variant in SLOW:
             assert isinstance(item, pytest.Function)
             combinations[item.nodeid.partition("[")[0], variant].append(item)
@@ -54,10 +53,11 @@ def covering(combinations: Sequence[Mapping[str, str]]) -> set[int]:
 
 
 def mark_groups(items: Sequence[pytest.Item]) -> None:
-    """Tests that share a fixture of their module go to the same worker, and so do all tests that run alone."""
+    """Tests that share a fixture of their module go to the same worker, and so do all tests with one of the marks ``SERIAL``."""
     for item in items:
-        if item.get_closest_marker(ALONE):
-            item.add_marker(pytest.mark.xdist_group(ALONE))
+        serial = next((name for name in SERIAL if item.get_closest_marker(name)), "")
+        if serial:
+            item.add_marker(pytest.mark.xdist_group(serial))
         elif any(definition.scope == "module" for definition in _fixtures(item)):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
