@@ -57,7 +57,7 @@ soak: $(VENV)/ready
 # On a machine with a GPU: tests, sanitizers and measurements in less than eight minutes. In the environment of $(PYTHON), which has torch
 # with CUDA and what `pip install -e '.[test,cuda,bench-cuda]'` brings.
 gpu:
-	$(PYTHON) tests/gpu/gpu.py
+	PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import programs
 import pytest
 import tiers
 import torch
@@ -30,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A worker of several has a folder for temporary files in that of the whole run."""
+    programs.KEEP_REFERENCES = config.option.markexpr == "not full"
     if hasattr(config, "workerinput"):
         config.stash[_TURNS] = tiers.Turns(Path(config.option.basetemp).parent)
 

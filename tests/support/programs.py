@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.metadata
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import builds
 from places import PYTHONPATH
 
 #: Seconds that the other ranks have to fail too, once one has failed.
@@ -29,6 +31,8 @@ GRACE = 5.0
 #: DeepSpeed's optimizers would load torch's compiler, for six seconds a rank. DeepSpeed reads its timeout, in minutes, at import.
 _IMPORTED_WITH = {"TORCHDYNAMO_DISABLE": "1", "DEEPSPEED_TIMEOUT": "2", "PYTHONPATH": PYTHONPATH}
 _FIXED = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning", **_IMPORTED_WITH}
+#: Whether a reference may come from an earlier run. The full tier runs each again.
+KEEP_REFERENCES = False
 #: First port after those that everybody may bind, last port before those that the system gives to connections.
 _PORTS = (10_000, 30_000)
 
@@ -56,6 +60,36 @@ def launch(
     said = "\n".join(f"rank{rank}: status {end.status}, {end.text[-2000:]}" for rank, end in enumerate(ended))
     assert not any(end.status for end in ended), said
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
+
+
+def reference(
+    program: str, ranks: int, folder: Path, *options: str, sources: Sequence[Path] = (), **environment: str
+) -> dict[str, Any]:
+    """As :func:`launch` with ``DS_ZIPCCL=0``. In the short tier the results of an earlier run count, where nothing has changed.
+
+    Args:
+        sources: files beside ``program`` that decide the results, and folders of such Python and JSON files. The packages that are
+            installed and the CPU count without being named. ds_zipccl does not: a plain run does without.
+    """
+    environment["DS_ZIPCCL"] = "0"
+    if not KEEP_REFERENCES:
+        return launch(program, ranks, folder, *options, **environment)
+    parts = [sys.version, _cpu(), repr((ranks, options, sorted(environment.items())))]
+    parts += sorted(f"{package.name} {package.version}" for package in importlib.metadata.distributions())
+    for source in (Path(program), *sources):
+        files = sorted(source.rglob("*")) if source.is_dir() else [source]
+        parts += [f"{file.name}\n{file.read_text()}" for file in files if file.suffix in (".py", ".json")]
+
+    def make(target: Path) -> None:
+        target.write_text(json.dumps(launch(program, ranks, folder, *options, **environment)))
+
+    return dict(json.loads(builds.kept("reference", parts, make).read_text()))
+
+
+def _cpu() -> str:
+    """Model and instruction sets of the CPU, which decide the order of sums in torch."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
 
 
 def run(
@@ -87,7 +121,7 @@ def run(
 
 
 def free_port() -> int:
-    """A port that nobody listens on. No connection gets the port meanwhile, as it is below those that the system gives to connections."""
+    """A port that nobody listens on. No connection gets the port meanwhile: systems give connections higher ports."""
     for _ in range(100):
         with socket.socket() as trial, contextlib.suppress(OSError):
             trial.bind(("127.0.0.1", port := random.SystemRandom().randrange(*_PORTS)))
