@@ -10,8 +10,8 @@ TEST_PATH = .:tests/support:tests:tests/comm
 # `make test T=tests/comm/test_moves.py K=alias`, or `make test-all T=tests/codec`.
 T ?=
 K ?=
-# Two workers for all tests, none for a selection. Tests that share a fixture, and those that run alone, are groups.
-WORKERS = $(if $(T)$(K),,-n 2 --dist loadgroup)
+# Two workers for all tests, none for a selection. The tests of a file share fixtures, and so a worker.
+WORKERS = $(if $(T)$(K),,-n 2 --dist loadfile)
 PYTEST = $(BIN)/python -m pytest -q --durations=25 $(WORKERS) $(T) $(if $(K),-k "$(K)")
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning

@@ -37,10 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.mark_full(items)
-    if config.pluginmanager.hasplugin("xdist"):
-        tiers.mark_groups(items)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -49,7 +47,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     turns = item.config.stash.get(_TURNS, None)
     if turns is None:
         return (yield)
-    with turns.turn(item.get_closest_marker("alone") is not None):
+    alone, network = (item.get_closest_marker(name) is not None for name in ("alone", "network"))
+    with turns.turn(alone, network):
         return (yield)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
-import multiprocessing
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -37,32 +38,58 @@ def test_no_slow_variant_is_left_out(request: pytest.FixtureRequest) -> None:
                 assert None in marks or all(mark and mark.args for mark in marks), (name, variant)
 
 
-def _take(folder: Path, alone: bool, log: Path) -> None:
-    turns = tiers.Turns(folder)
-    for _ in range(30):
-        with turns.turn(alone):
-            with log.open("a") as file:
-                file.write(f"{alone:d} begins\n")
-            time.sleep(0.002)
-            with log.open("a") as file:
-                file.write(f"{alone:d} ends\n")
-
-
 def test_turns(tmp_path: Path) -> None:
-    """Between the two lines of a test that runs alone there is no other line, and such a test gets its turn among the rest."""
-    log, context = tmp_path / "log", multiprocessing.get_context("fork")
-    workers = [context.Process(target=_take, args=(tmp_path, alone, log)) for alone in (False, False, True)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
-    lines = log.read_text().splitlines()
-    begins = [at for at, line in enumerate(lines) if line == "1 begins"]
-    assert len(begins) == 30 and all(lines[at + 1] == "1 ends" for at in begins)
-    ends = [line for line in lines if line.startswith("0")]
-    assert any(pair == ("0 begins", "0 begins") for pair in itertools.pairwise(ends)), "two at a time otherwise"
-    assert begins[0] < len(lines) - 60, "nobody waits until all the rest is over"
+    """Tests run at a time; a test that runs alone waits until they are over, and tests that come later wait behind it."""
+    first, second, alone, last = (tiers.Turns(tmp_path) for _ in range(4))
+    order: list[str] = []
+
+    def take(turns: tiers.Turns, name: str, **how: bool) -> threading.Thread:
+        def run() -> None:
+            with turns.turn(**how):
+                order.append(f"{name} begins")
+                order.append(f"{name} ends")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def is_locked(name: str) -> bool:
+        with (tmp_path / name).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    with first.turn():
+        with second.turn():
+            waiting = [take(alone, "alone", alone=True)]
+            while not is_locked("gate"):
+                time.sleep(0.001)
+            waiting.append(take(last, "last"))
+        order.append("others end")
+    for thread in waiting:
+        thread.join(60)
+    assert order == ["others end", "alone begins", "alone ends", "last begins", "last ends"]
+
+
+def test_one_network_at_a_time(tmp_path: Path) -> None:
+    first, second = tiers.Turns(tmp_path), tiers.Turns(tmp_path)
+    ended: list[int] = []
+
+    def run() -> None:
+        with second.turn(network=True):
+            ended.append(2)
+
+    with first.turn(network=True):
+        with second.turn():
+            pass
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(0.2)
+        ended.append(1)
+    thread.join(60)
+    assert ended == [1, 2]
 
 
 def test_files_are_kept_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,6 @@ import pytest
 
 #: Variants that take ten times as long as the native route or more. The short tier runs a part of their combinations.
 SLOW = ("numba", "emulated")
-#: Marks of tests that must not run beside each other: one worker has them all.
-SERIAL = ("alone", "network")
 
 
 def mark_full(items: Sequence[pytest.Item]) -> None:
@@ -52,42 +50,30 @@ def covering(combinations: Sequence[Mapping[str, str]]) -> set[int]:
     return kept
 
 
-def mark_groups(items: Sequence[pytest.Item]) -> None:
-    """Tests that share a fixture of their module go to the same worker, and so do all tests with one of the marks ``SERIAL``."""
-    for item in items:
-        serial = next((name for name in SERIAL if item.get_closest_marker(name)), "")
-        if serial:
-            item.add_marker(pytest.mark.xdist_group(serial))
-        elif any(definition.scope == "module" for definition in _fixtures(item)):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def _has_parameters(item: pytest.Item) -> bool:
     return hasattr(item, "callspec")
 
 
-def _fixtures(item: pytest.Item) -> Iterator[pytest.FixtureDef[object]]:
-    if isinstance(item, pytest.Function):
-        for definitions in item._fixtureinfo.name2fixturedefs.values():
-            yield definitions[-1]
-
-
 class Turns:
     """Readers and writers: tests of several workers run at a time, except that a test marked ``alone`` has the machine to itself.
+
+    Of the tests marked ``network`` one runs at a time.
 
     Args:
         folder: one for all workers of this run.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._gate, self._floor = (
-            os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC) for name in ("gate", "floor")
+        self._gate, self._floor, self._network = (
+            os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC) for name in ("gate", "floor", "network")
         )
 
     @contextlib.contextmanager
-    def turn(self, alone: bool) -> Iterator[None]:
-        """Wait for a turn; the test runs inside. Who waits to be alone holds the gate, so that tests that come later wait behind it."""
+    def turn(self, alone: bool = False, network: bool = False) -> Iterator[None]:
+        """Wait for a turn; the test runs inside. A test that waits to be alone holds the gate, so that later tests wait behind it."""
         kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        if network:
+            fcntl.flock(self._network, fcntl.LOCK_EX)
         fcntl.flock(self._gate, kind)
         fcntl.flock(self._floor, kind)
         fcntl.flock(self._gate, fcntl.LOCK_UN)
@@ -95,3 +81,4 @@ class Turns:
             yield
         finally:
             fcntl.flock(self._floor, fcntl.LOCK_UN)
+            fcntl.flock(self._network, fcntl.LOCK_UN)
