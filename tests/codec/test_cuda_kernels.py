@@ -15,6 +15,7 @@ import corpus
 import emulation
 import mutations
 import pytest
+import tiers
 import torch
 import variants
 from places import PYTHONPATH
@@ -244,7 +245,11 @@ RACES: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("race", RACES)
+#: One of each file of the kernels.
+SHORT_RACES = ("chunks start in any order", "escapes are read before they are listed", "lanes of a warp disagree")
+
+
+@pytest.mark.parametrize("race", tiers.mostly_full(RACES, SHORT_RACES, "each has an emulation of its own to compile"))
 def test_a_race_is_noticed(race: str) -> None:
     """In a process of its own, as some of them end it."""
     file, good, bad = RACES[race]

@@ -9,8 +9,9 @@ import contextlib
 import fcntl
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,13 @@ def covering(combinations: Sequence[Mapping[str, str]]) -> set[int]:
         missing -= combinations[best].items()
         kept.add(best)
     return kept
+
+
+def mostly_full(names: Iterable[str], short: Sequence[str], reason: str) -> list[Any]:
+    """Values for ``pytest.mark.parametrize``: those in ``short`` for both tiers, the rest of ``names`` for the full one."""
+    found = list(names)
+    assert set(short) <= set(found), f"got {short} for the short tier; the names are {found}"
+    return [name if name in short else pytest.param(name, marks=pytest.mark.full(reason=reason)) for name in found]
 
 
 def _has_parameters(item: pytest.Item) -> bool:
