@@ -6,10 +6,17 @@ RANKS ?= 2
 FUZZ_SECONDS ?= 600
 SOAK_SECONDS ?= 1800
 TEST_PATH = .:tests/support:tests:tests/comm
+# What `make test` and `make test-all` run: T files or folders (all tests unless given), K an expression of pytest's -k. For example
+# `make test T=tests/comm/test_moves.py K=alias`, or `make test-all T=tests/codec`.
+T ?=
+K ?=
+# Two workers for all tests, none for a selection. The tests of a file share fixtures, and so a worker.
+WORKERS = $(if $(T)$(K),,-n 2 --dist loadfile)
+PYTEST = $(BIN)/python -m pytest -q --durations=25 $(WORKERS) $(T) $(if $(K),-k "$(K)")
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test corpus fuzz soak gpu lint clean
+.PHONY: demo test test-all corpus fuzz soak gpu lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -22,25 +29,35 @@ $(VENV)/ready: setup.py pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/python examples/train_gpt.py --compare --ranks $(RANKS) --ds-config examples/ds_config_zero3.json
 
+# The short tier: at most six minutes on two cores where the builds of the last run are kept, eight where there are none. Left to `test-all`:
+# tests marked `full`, and combinations of parameters for the slow kernel routes (tests/support/tiers.py).
 test: $(VENV)/ready lint
-	$(BIN)/python -m pytest -q
+	$(PYTEST) -m "not full"
+
+# Everything, then a minute of fuzzing and a minute of random operations, each from a new seed, which it prints.
+test-all: $(VENV)/ready lint
+	$(PYTEST)
+ifeq ($(T)$(K),)
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/fuzz/asan.py 60
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/soak.py 60
+endif
 
 # Tensors of a real training step, for `bench codec --corpus`; about half a minute.
 corpus: $(VENV)/ready
 	$(BIN)/python examples/make_corpus.py --out out/corpus.safetensors
 
-# Ten minutes of damaged frames under AddressSanitizer and UBSan, from a new seed; `make test` has a short version.
+# Ten minutes of damaged frames under AddressSanitizer and UBSan, from a new seed; `make test-all` fuzzes for one minute.
 fuzz: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/fuzz/asan.py $(FUZZ_SECONDS)
 
-# Half an hour of random operations on four ranks, each compared with the plain collective; `make test` has a short version.
+# Half an hour of random operations on four ranks, each compared with the plain collective; `make test-all` has one minute of them.
 soak: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/soak.py $(SOAK_SECONDS)
 
 # On a machine with a GPU: tests, sanitizers and measurements in less than eight minutes. In the environment of $(PYTHON), which has torch
 # with CUDA and what `pip install -e '.[test,cuda,bench-cuda]'` brings.
 gpu:
-	$(PYTHON) tests/gpu/gpu.py
+	PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

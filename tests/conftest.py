@@ -1,10 +1,13 @@
-"""Fixtures that every test shares: kernel routes, and the switch that rewrites golden frames."""
+"""Fixtures that every test shares: kernel routes, tiers, turns, and the switch that rewrites golden frames."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import programs
 import pytest
+import tiers
 import torch
 import variants
 from hypothesis import settings
@@ -15,6 +18,8 @@ settings.load_profile("zipccl")
 # The tensors here are small, and the cores are shared with other jobs.
 torch.set_num_threads(1)
 
+_TURNS = pytest.StashKey[tiers.Turns]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -22,6 +27,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite tests/golden from what the routes give now (after a deliberate change of FORMAT.md)",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker of several has a folder for temporary files in that of the whole run."""
+    programs.KEEP_REFERENCES = config.option.markexpr == "not full"
+    if hasattr(config, "workerinput"):
+        config.stash[_TURNS] = tiers.Turns(Path(config.option.basetemp).parent)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.mark_full(items)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Waiting for a turn belongs to no test's duration or time limit."""
+    turns = item.config.stash.get(_TURNS, None)
+    if turns is None:
+        return (yield)
+    alone, network = (item.get_closest_marker(name) is not None for name in ("alone", "network"))
+    with turns.turn(alone, network):
+        return (yield)
 
 
 @pytest.fixture(params=variants.ALL, ids=str)

@@ -47,7 +47,7 @@ CONFIGS = {
     "raw": _ALWAYS.model_copy(update={"codec": "raw"}),
 }
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
-#: Where operations are called: half of the time in no special place. zero.Init is left out, as it needs DeepSpeed.
+#: Places from which operations are called: half of the time no special one. zero.Init needs DeepSpeed, and is left out.
 PLACES = sorted(name for name in ENVIRONMENTS if "zero" not in name and name != "nothing")
 #: Largest message, in elements; most are far smaller.
 LARGEST = 1 << 21
@@ -209,7 +209,7 @@ def settle(pending: list[tuple[Task, torch.Tensor, Any, torch.Tensor]], draw: ra
 
 
 def memory_mib() -> float:
-    """What this process has in memory, without files mapped and what the allocator keeps for later."""
+    """Memory of this process in MiB, without mapped files and without memory that the allocator keeps for later."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
@@ -217,7 +217,15 @@ def memory_mib() -> float:
 
 
 def soak(rank: int, ranks: int, seconds: float, seed: int, plant: Callable[[], None] | None = None) -> dict[str, float]:
-    """Operations for so many seconds; how many, and how much memory grew after the first third."""
+    """Run random operations for ``seconds``, at least two blocks of them.
+
+    Args:
+        seed: decides the operations, equal on all ranks.
+        plant: makes a mistake on rank 1.
+
+    Returns:
+        operations: their number; growth: MiB by which memory grew after the first third of the time; mib: memory at the end.
+    """
     if plant is not None and rank == 1:
         plant()
     tuner_rules.CHECK_CALLS, tuner_rules.REVIEW_CHECKS = (8, 8), (1, 4)  # schedules change often
@@ -250,7 +258,7 @@ def soak(rank: int, ranks: int, seconds: float, seed: int, plant: Callable[[], N
         if rank == 0 and time.monotonic() - looked > 10:
             looked = time.monotonic()
             print(f"soak: {spent:.0f} of {seconds:.0f} s, {count * BLOCK} operations, {memory[-1]:.0f} MiB", flush=True)
-        if spent > seconds:
+        if spent > seconds and count > 1:
             third = memory[len(memory) // 3 :]
             return {"operations": count * BLOCK, "growth": third[-1] - third[0], "mib": memory[-1]}
 

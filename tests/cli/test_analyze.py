@@ -11,8 +11,8 @@ import from_format
 import numpy as np
 import pytest
 import torch
+from commands import command, content, shannon
 from safetensors.torch import save_file
-from test_tools import command, content, shannon
 
 from ds_zipccl import codecs
 from ds_zipccl.__main__ import main

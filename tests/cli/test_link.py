@@ -199,6 +199,7 @@ def test_nodes_share_out_ranks_evenly(bench: str, words: str, message: str, caps
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.network
 @needs_network
 def test_ranks_are_placed_in_blocks() -> None:
     with shaped("1gbit", 6, 3) as network:
@@ -214,6 +215,7 @@ def test_ranks_are_placed_in_blocks() -> None:
         assert network.namespace(0) != network.namespace(1)
 
 
+@pytest.mark.alone
 @needs_network
 def test_ranks_of_one_node_do_not_use_the_link(tmp_path: Path) -> None:
     """4 MB between two ranks need 168 ms on the link; inside a node they take a few."""
@@ -229,6 +231,7 @@ def test_ranks_of_one_node_do_not_use_the_link(tmp_path: Path) -> None:
         assert times[1][variant] < times[2][variant] / 3
 
 
+@pytest.mark.alone
 @needs_network
 def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
@@ -245,6 +248,7 @@ def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
     assert not left_behind()
 
 
+@pytest.mark.network
 @needs_network
 def test_training_over_a_link(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
@@ -258,6 +262,8 @@ def test_training_over_a_link(tmp_path: Path) -> None:
     assert not left_behind()
 
 
+@pytest.mark.network
+@pytest.mark.full(reason="half a minute; test_ranks_are_placed_in_blocks and test_training_over_a_link stay")
 @needs_network
 def test_training_on_nodes(tmp_path: Path) -> None:
     """Two nodes of two ranks each: every process is told where it is, and the bits are those of any other placement."""
@@ -287,6 +293,7 @@ sys.exit(train_gpt.main())
     assert first == second != third == fourth
 
 
+@pytest.mark.alone
 @needs_network
 def test_nothing_stays_however_it_ends() -> None:
     with pytest.raises(KeyboardInterrupt), shaped("1gbit", 2) as network:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import variants
-from places import ROOT
+from commands import command, content, shannon
 
 from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
@@ -30,35 +29,6 @@ CODED = codec_trial.CODECS[1:]
 COMM_KEYS = "op dtype numel ranks nodes link variant time_us algbw busbw logical_bytes wire_bytes wrong".split()
 SIGMAS = ("1e-6", "0.0003", "1", "30", "1e3")
 MILLION = 1 << 20
-
-
-def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m ds_zipccl``, as a user would."""
-    return subprocess.run(
-        [sys.executable, "-m", "ds_zipccl", *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        cwd=ROOT,
-    )
-
-
-def content(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
-
-
-def shannon(tensor: torch.Tensor) -> float:
-    """Entropy of the exponents in bits, from the bit layout alone."""
-    word, mantissa, mask = {
-        torch.bfloat16: (np.uint16, 7, 255),
-        torch.float16: (np.uint16, 10, 31),
-        torch.float32: (np.uint32, 23, 255),
-    }[tensor.dtype]
-    words = np.frombuffer(tensor.contiguous().view(torch.uint8).numpy().tobytes(), dtype=word)
-    _, counts = np.unique((words >> mantissa) & mask, return_counts=True)
-    shares = counts / len(words)
-    return float(-(shares * np.log2(shares)).sum())
 
 
 # ---------------------------------------------------------------- the commands as such

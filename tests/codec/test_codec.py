@@ -46,6 +46,7 @@ def test_all_patterns_of_16_bits(route: str, kind: corpus.Float, block: int, cod
         roundtrip(corpus.tensor(words, kind), route, codec=code, block=block)
 
 
+@pytest.mark.full("emulated", reason="a minute; all patterns of 16 bits run on the emulation in the test above")
 @pytest.mark.parametrize("code", corpus.CODES)
 @pytest.mark.parametrize("kind", FLOATS[:2], ids=["bf16", "fp16"])
 def test_every_pattern_among_ordinary_words(route: str, kind: corpus.Float, code: str) -> None:
@@ -59,6 +60,7 @@ def test_every_pattern_among_ordinary_words(route: str, kind: corpus.Float, code
         assert_same_bits(ds_zipccl.decompress(frame, route=route), tensor)
 
 
+@pytest.mark.full("numba", "emulated", reason="twenty seconds; other tests have random words of fewer millions")
 def test_ten_million_random_fp32_words(route: str) -> None:
     for seed in range(10):
         roundtrip(corpus.tensor(corpus.random_words(1_000_000, corpus.FP32, seed), corpus.FP32), route, checksum=False)
@@ -85,6 +87,9 @@ def test_zeros_shrink_a_hundredfold(kind: corpus.Float, route: str) -> None:
         assert 100 * ds_zipccl.compress(zeros, route=route).numel() < size
 
 
+@pytest.mark.full(
+    "emulated", reason="36 frames of a million words; the bytes are those of the native route, which stays"
+)
 def test_gaussian_bf16_ratio(route: str) -> None:
     """Over scales from 1e-6 to 1e3 and, in between, over all positions of the binades' borders."""
     normal = torch.randn(MILLION, generator=torch.Generator().manual_seed(1))

@@ -180,6 +180,7 @@ def test_the_first_bad_chunk_is_reported_whatever_thread_finds_it(threads: int, 
 # --- past the cache
 
 
+@pytest.mark.full("emulated", reason="half a minute, and stores past the cache are the native route's")
 @pytest.mark.parametrize("name", corpus.FLOATS)
 def test_large_outputs_wherever_they_begin(name: str, route: str) -> None:
     """From 8 MiB on words are written past the cache, where the output begins at a cache line."""

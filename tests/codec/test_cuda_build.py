@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
 from pathlib import Path
 
+import builds
 import pytest
 
 from ds_zipccl.kernels import build, cuda, cuda_launchers
@@ -32,18 +34,23 @@ def nvcc() -> tuple[str]:
 
 
 @pytest.fixture(scope="module")
-def report(nvcc: tuple[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the assembler says of every kernel on every architecture."""
+def report(nvcc: tuple[str]) -> str:
+    """The assembler's words on every kernel on every architecture."""
     recipe = build.cuda(ARCHITECTURES)
-    output = tmp_path_factory.mktemp("cuda") / "kernels.o"
-    command = [*nvcc, *recipe.flags, f"-I{build.CSRC}", "-Werror=all-warnings", "-Xptxas=-v", "-c"]
-    result = subprocess.run(
-        [*command, str(build.CSRC / "cuda/launch.cu"), "-o", str(output)], capture_output=True, text=True, timeout=500
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stderr
+    flags = [*recipe.flags, "-Werror=all-warnings", "-Xptxas=-v"]
+
+    def compile_(target: Path) -> None:
+        source, output = build.CSRC / "cuda/launch.cu", target.with_suffix(".o")
+        command = [*nvcc, *flags, f"-I{build.CSRC}", "-c", str(source), "-o", str(output)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        assert result.returncode == 0, result.stderr
+        target.write_text(result.stderr)
+
+    parts = [build._identity(nvcc), *flags, *builds.contents({"csrc": build.CSRC})]
+    return builds.kept("cuda_resources", parts, compile_).read_text()
 
 
+@pytest.mark.full(reason="nvcc needs minutes for three architectures; test_nvrtc_compiles_the_same_text stays")
 def test_resources(report: str) -> None:
     found = re.findall(
         r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
@@ -63,6 +70,7 @@ def test_resources(report: str) -> None:
             assert part not in name or int(registers) <= bound, (name, architecture, registers)
 
 
+@pytest.mark.full(reason="nvcc needs a minute")
 def test_the_builders_library_explains_itself(
     nvcc: tuple[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -90,22 +98,20 @@ def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets == ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
 
 
-def _nvrtc() -> ctypes.CDLL:
+def _nvrtc() -> Path:
     """pip's nvidia-cuda-nvrtc."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for path in Path(folder).glob("*/lib/libnvrtc.so.*"):
             if "builtins" not in path.name:
-                return ctypes.CDLL(str(path))
+                return path
     pytest.skip("nvidia-cuda-nvrtc is not installed")
 
 
-def test_nvrtc_compiles_the_same_text() -> None:
-    library, program = _nvrtc(), ctypes.c_void_p()
-    text = cuda_launchers.source().encode()
-    assert b"#include <" not in text.replace(b"#include <stdint.h>", b"").replace(b"#include <string.h>", b"")
+def _nvrtc_compile(path: Path, text: bytes, options: list[bytes]) -> bytes:
+    """The cubin of ``text``."""
+    library, program = ctypes.CDLL(str(path)), ctypes.c_void_p()
     assert library.nvrtcCreateProgram(ctypes.byref(program), text, b"zipccl.cu", 0, None, None) == 0
-    options = [option.encode() for option in (*cuda_launchers.NVRTC_OPTIONS, "--gpu-architecture=sm_90")]
     status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -115,5 +121,15 @@ def test_nvrtc_compiles_the_same_text() -> None:
     library.nvrtcGetCUBINSize(program, ctypes.byref(size))
     binary = ctypes.create_string_buffer(size.value)
     library.nvrtcGetCUBIN(program, binary)
-    missing = {name for name in KERNELS if name.encode() not in binary.raw}
+    return binary.raw
+
+
+def test_nvrtc_compiles_the_same_text() -> None:
+    path, text = _nvrtc(), cuda_launchers.source().encode()
+    assert b"#include <" not in text.replace(b"#include <stdint.h>", b"").replace(b"#include <string.h>", b"")
+    options = [option.encode() for option in (*cuda_launchers.NVRTC_OPTIONS, "--gpu-architecture=sm_90")]
+    parts = [importlib.metadata.version("nvidia-cuda-nvrtc"), text, *options]
+    made = builds.kept("cubin", parts, lambda target: target.write_bytes(_nvrtc_compile(path, text, options)))
+    binary = made.read_bytes()
+    missing = {name for name in KERNELS if name.encode() not in binary}
     assert not missing

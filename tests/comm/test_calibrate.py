@@ -33,6 +33,7 @@ def measured(rank: int, size: int) -> tuple[list[float], LinkProfile]:
     return times, profile
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_find_the_same_in_time(size: int) -> None:
     answers = ranks.run(measured, size)
@@ -83,6 +84,7 @@ def test_the_tag_is_nobody_elses() -> None:
     assert TagRange.SHADOW + TAGS_PER_RANGE <= TagRange.CALIBRATION < 1 << 31
 
 
+@pytest.mark.alone
 @needs_network
 @pytest.mark.parametrize("rate", ["100mbit", "200mbit"])
 def test_bandwidth_of_a_known_link(rate: str) -> None:

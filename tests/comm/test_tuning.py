@@ -120,6 +120,7 @@ def followed(rank: int, ranks: int, later: bool) -> list[str]:
     return ways
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("ranks, later", [(2, False), (3, True)])
 def test_the_faster_way_is_followed(ranks: int, later: bool) -> None:
     first, *others = runner.run(followed, ranks, later)

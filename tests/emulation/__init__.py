@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
+
+from builds import Binary, Change
 
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import CudaRoute
 
-HERE = Path(__file__).parent
 
-
-def recipe(csrc: Path | None = None) -> build.Recipe:
-    """How the emulation is built, with the kernels of another folder if one is named."""
-    text = hashlib.sha256((HERE / "emulation.h").read_bytes()).hexdigest()[:16]
-    flags = (
-        "-O2",
-        "-std=c++17",
-        "-fPIC",
-        "-ffp-contract=off",
-        f"-DTEXT=0x{text}",
-        "-include",
-        str(HERE / "emulation.h"),
-    )
-    return build.Recipe(
-        "zipccl_emulation", build.compiler, {str(HERE / "emulated.cpp"): (f"-I{csrc or build.CSRC}",)}, flags
+def binary(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Binary:
+    """The emulation as a library, with ``changes`` to files of csrc."""
+    return Binary(
+        "emulation",
+        {"csrc": build.CSRC, "emulation": Path(__file__).parent},
+        {"emulation/emulated.cpp": ()},
+        ("-O2", "-std=c++17", "-fPIC", "-ffp-contract=off"),
+        ("-shared",),
+        {f"csrc/{file}": changed for file, changed in (changes or {}).items()},
     )
 
 
@@ -48,23 +41,14 @@ class EmulatedLauncher:
             raise RuntimeError(f"no kernel {kernel}")
 
 
-def launcher(changes: Mapping[str, tuple[str, str]] | None = None, folder: Path | None = None) -> EmulatedLauncher:
-    """The emulation; with ``changes`` (file of csrc -> text, its replacement) of a copy in ``folder``."""
-    csrc = None
-    if changes is not None:
-        assert folder is not None
-        csrc = folder / "csrc"
-        shutil.copytree(build.CSRC, csrc)
-        for name, (good, bad) in changes.items():
-            text = (csrc / name).read_text()
-            assert good in text, f"{good!r} is no longer in {name}: plant the mistake elsewhere"
-            (csrc / name).write_text(text.replace(good, bad))
-        made = recipe(csrc)
-        library = folder / "emulation.so"
-        source, own = next(iter(made.sources.items()))
-        build._run([*made.compiler(), *made.flags, *own, source, "-shared", "-o", str(library)], str(folder))
-        return EmulatedLauncher(ctypes.CDLL(str(library)))
-    return EmulatedLauncher(ctypes.CDLL(str(build.build(recipe()))))
+def launcher(changes: Mapping[str, tuple[Change, ...]] | None = None) -> EmulatedLauncher:
+    """The emulation, with ``changes`` to files of csrc.
+
+    Raises:
+        AssertionError: a text to be changed is not in its file.
+        BuildError: no compiler, or the compiler failed.
+    """
+    return EmulatedLauncher(ctypes.CDLL(str(binary(changes).path())))
 
 
 def load() -> CudaRoute:

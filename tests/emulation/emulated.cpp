@@ -1,4 +1,6 @@
 // The scheduler of emulation.h, and the kernels behind the C interface that csrc/cuda/launch.cu has on a GPU.
+#include "emulation.h"  // first: it defines the words that the kernels are written in
+
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from builds import Binary, Change
 
 from ds_zipccl.kernels import build
 
@@ -23,31 +23,21 @@ FLAGS = (
     "-fno-omit-frame-pointer",
     "-pthread",
 )
-DRIVER = Path(__file__).with_name("fuzz.cpp")
 
 
-def build_fuzzer(folder: Path, csrc: Path = build.CSRC, optimization: str = "-O0") -> Path:
-    """Compile the fuzzer to ``folder`` with the codec sources in ``csrc``, and return its path.
+def fuzzer(optimization: str = "-O0", changes: Mapping[str, tuple[Change, ...]] | None = None) -> Binary:
+    """The fuzzer with the codec in it, and ``changes`` to files of csrc.
 
     Compiling takes longer than a hundred thousand mutations: -O0 is for short runs.
-
-    Raises:
-        RuntimeError: the compiler failed; the message has its output.
     """
-    target = folder / "fuzz"
-    sources = {DRIVER: (), **{csrc / name: flags for name, flags in build.CPU.sources.items()}}
-    common = (*build.compiler(), optimization, *FLAGS, f"-I{csrc}")
-    objects = {source: folder / f"{source.name}.o" for source in sources}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(_compile, ((*common, *sources[at], "-c", at, "-o", objects[at]) for at in sources)))
-    _compile((*common, *objects.values(), "-o", target))
-    return target
-
-
-def _compile(command: Sequence[str | Path]) -> None:
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
-    if result.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{result.stderr}")
+    codec = {f"csrc/{name}": flags for name, flags in build.CPU.sources.items()}
+    return Binary(
+        "fuzz",
+        {"csrc": build.CSRC, "fuzz": Path(__file__).parent},
+        {"fuzz/fuzz.cpp": (), **codec},
+        (optimization, *FLAGS),
+        changes={f"csrc/{file}": changed for file, changed in (changes or {}).items()},
+    )
 
 
 def run(fuzz: Path, seed: int, mutations: int, seconds: int, levels: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -63,8 +53,7 @@ def main() -> None:
 
     seconds = int(sys.argv[1]) if len(sys.argv) > 1 else 600
     levels = [variant.level for variant in variants.usable() if variant.level]
-    with tempfile.TemporaryDirectory() as folder:
-        result = run(build_fuzzer(Path(folder), optimization="-O2"), int(time.time()), 1 << 60, seconds, levels)
+    result = run(fuzzer("-O2").path(), int(time.time()), 1 << 60, seconds, levels)
     print(" ".join(result.args[1:]), result.stdout, result.stderr, sep="\n")
     sys.exit(result.returncode)
 

@@ -4,83 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-PRELUDE = """
-import json, os, sys, time
-import deepspeed
-import deepspeed.comm as dist
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-import torch
-rank = int(os.environ["RANK"])
-def engine(section, stage=2, **more):
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
-              "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, **more}
-    if section is not None:
-        config["zipccl"] = section
-    torch.manual_seed(1)
-    model = torch.nn.Linear(256, 256)
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-def steps(engine, count):
-    for _ in range(count):
-        engine.backward(engine(torch.ones(1, 256, dtype=torch.bfloat16)).float().mean())
-        engine.step()
-def backend():
-    return type(deepspeed.comm.comm.cdb).__name__
-def leave():
-    dist.barrier()
-    torch.distributed.destroy_process_group()
-    time.sleep(0.2)  # as in examples/train_gpt.py: torch may abort at exit otherwise, with or without ds_zipccl
-"""
-
-
-def launch(tmp_path: Path, program: str, ranks: int = 2, **environment: str | list[str]) -> list[tuple[int, str]]:
-    """Run ``program`` on ranks; return (exit status, output) of each. A list in the environment has one value per rank; "" is unset."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    script = tmp_path / "program.py"
-    script.write_text(program)
-    started = []
-    for rank in range(ranks):
-        env = {key: value for key, value in os.environ.items() if key != "DS_ZIPCCL"}
-        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        env |= {"MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "2"}
-        for key, value in environment.items():
-            chosen = value if isinstance(value, str) else value[rank]
-            if chosen:
-                env[key] = chosen
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env=env,
-                cwd=tmp_path,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
-    results = []
-    try:
-        for process in started:
-            output, _ = process.communicate(timeout=180)
-            results.append((process.returncode, output))
-    finally:
-        for process in started:
-            process.kill()
-    return results
-
-
-def succeed(tmp_path: Path, program: str, ranks: int = 2, **environment: str | list[str]) -> list[str]:
-    results = launch(tmp_path, PRELUDE + program, ranks, **environment)
-    for status, output in results:
-        assert status == 0, output
-    return [output for _, output in results]
+from backend_programs import PRELUDE, launch, succeed
 
 
 def test_section_table_and_monitor(tmp_path: Path) -> None:
@@ -197,6 +126,7 @@ from ds_zipccl.telemetry import counters
 print("CODED", counters.totals()["logical_bytes"])
 leave()
 """,
+        fresh=True,
         DS_ZIPCCL='{"mode": "always"}',
     )
     for output in outputs:
@@ -219,6 +149,7 @@ from ds_zipccl.telemetry import counters
 assert counters.totals()["wire_bytes"] > 0
 leave()
 """,
+        fresh=True,
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
 
@@ -234,6 +165,7 @@ assert backend() == "TorchBackend", backend()
 assert not any("ds_zipccl" in type(finder).__module__ for finder in sys.meta_path)
 leave()
 """,
+        fresh=True,
         ranks=1,
         DS_ZIPCCL="0",
     )

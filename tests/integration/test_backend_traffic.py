@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_backend import PRELUDE, launch, succeed
+from backend_programs import PRELUDE, launch, succeed
 
 from ds_zipccl.integration import roles
 
@@ -74,7 +74,7 @@ leave()
 
 
 def test_compiled_models_train(tmp_path: Path) -> None:
-    succeed(tmp_path, COMPILED, DS_ZIPCCL=ON)
+    succeed(tmp_path, COMPILED, fresh=True, DS_ZIPCCL=ON)  # forked ranks have no compiler
 
 
 MIXED = """
@@ -141,7 +141,7 @@ dist.all_reduce(torch.ones(10))
 
 def test_a_rank_without_a_section_costs_the_jobs_own_timeout(tmp_path: Path) -> None:
     start = time.monotonic()
-    (first, said), (second, _) = launch(tmp_path, PRELUDE + MISSING, DS_ZIPCCL=["1", "0"])
+    (first, said), (second, _) = launch(tmp_path, PRELUDE + MISSING, fresh=True, DS_ZIPCCL=["1", "0"])
     assert first and second and "ranks [1] have not said which zipccl section they use" in said
     assert time.monotonic() - start < 60
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import DIFFERENCE, FIRST, OTHER, Lab, Model, bits, rank_program
-from programs import launch
+from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, Model, bits, rank_program
+from programs import launch, reference
 
 from ds_zipccl.comm.delta import negotiation
 
@@ -236,7 +236,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     for ranks, zipccl in itertools.product((2, 3), (OFF, CODED)):
         cases = [name for count, name in RUN if count == ranks]
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        runs[ranks, zipccl] = launch(__file__, ranks, folder, *cases, DS_ZIPCCL=zipccl)
+        if zipccl == OFF:
+            runs[ranks, zipccl] = reference(__file__, ranks, folder, *cases, sources=SOURCES)
+        else:
+            runs[ranks, zipccl] = launch(__file__, ranks, folder, *cases, DS_ZIPCCL=zipccl)
     return lambda ranks, zipccl, case: runs[ranks, zipccl][case]
 
 

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import DIFFERENCE, FIRST, OTHER, Lab, bits, rank_program
-from programs import launch
+from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, bits, rank_program
+from programs import launch, reference
 
 from ds_zipccl.comm.delta import negotiation
 from ds_zipccl.integration import zero_gathers
 from ds_zipccl.telemetry import counters
 
-OFF = "0"
 CODED = {
     kind: f'{{"enabled": true, "mode": "always", "reduction": "match", "min_bytes": 4096, "zero3_base": "{kind}"}}'
     for kind in ("host", "device")
@@ -201,7 +200,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
             name for count, where, name in RUN + RUN_AUTO if count == ranks and kind in ("off", where)
         )
         folder = tmp_path_factory.mktemp(f"{kind}{ranks}")
-        runs[ranks, kind] = launch(__file__, ranks, folder, *cases, DS_ZIPCCL=CODED.get(kind, OFF))
+        if kind == "off":
+            runs[ranks, kind] = reference(__file__, ranks, folder, *cases, sources=SOURCES)
+        else:
+            runs[ranks, kind] = launch(__file__, ranks, folder, *cases, DS_ZIPCCL=CODED[kind])
     return lambda ranks, kind, case: runs[ranks, kind][case]
 
 

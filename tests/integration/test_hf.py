@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import launch
+from places import PACKAGE
+from programs import launch, reference
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -31,11 +32,10 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the results with ``DS_ZIPCCL=0``, and with the section in the DeepSpeed config only."""
-    folders = {zipccl: tmp_path_factory.mktemp("run") for zipccl in ("0", "")}
-    plain, coded = (
-        launch(__file__, 2, folder, DS_ZIPCCL=zipccl, HF_HUB_OFFLINE="1") for zipccl, folder in folders.items()
-    )
+    """Results with ``DS_ZIPCCL=0``, and with nothing but the section in the DeepSpeed config."""
+    folders = [tmp_path_factory.mktemp("run") for _ in range(2)]
+    plain = reference(__file__, 2, folders[0], sources=[PACKAGE / "telemetry"], HF_HUB_OFFLINE="1")
+    coded = launch(__file__, 2, folders[1], DS_ZIPCCL="", HF_HUB_OFFLINE="1")
     return plain["results"], coded["results"]
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import EXAMPLES
-from programs import launch
+from places import EXAMPLES, PACKAGE
+from programs import launch, reference
 
 EXAMPLE = EXAMPLES / "train_gpt.py"
 #: ranks -> trainings on as many ranks
@@ -36,6 +36,8 @@ CODED |= {2: '{"enabled": true, "mode": "always", "min_bytes": 4096}'}
 AUTO = '{"enabled": true, "min_bytes": 4096, "delta": "auto"}'
 ROLES = {"zero1": {"zero_grad", "zero_param"}, "moe": {"zero_grad", "zero_param", "ep"}}
 ROLES |= dict.fromkeys(("zero2", "zero3", "zero2 overlap", "zero3 overlap"), ROLES["zero1"])
+#: Sources of the results of a plain run: the example, its settings, and counters of nothing.
+COUNTED = (EXAMPLES, PACKAGE / "telemetry", PACKAGE / "bench" / "train_trial.py")
 STEPS = 4
 STEP_LOG = "steps.jsonl"
 
@@ -49,8 +51,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     @functools.cache
     def get(ranks: int, variant: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(f"{variant}{ranks}")
+        if variant == "plain":
+            return reference(__file__, ranks, folder, "--modes", *MODES[ranks], sources=COUNTED)
         logged = json.dumps({**json.loads(CODED[ranks]), "step_log": str(folder / STEP_LOG)})
-        zipccl = {"plain": "0", "coded": logged, "auto": AUTO}[variant]
+        zipccl = {"coded": logged, "auto": AUTO}[variant]
         return launch(__file__, ranks, folder, "--modes", *MODES[ranks], DS_ZIPCCL=zipccl)
 
     return get

@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from places import PACKAGE
 from torch import nn
 
 from ds_zipccl.telemetry import counters
 
 #: Outcomes of a gather for a shard, as the counters name them.
 DIFFERENCE, FIRST, OTHER = "", "nothing was gathered there", "a rank holds something else"
+#: Sources of the results of a plain run, beside the test's file.
+SOURCES = (Path(__file__), PACKAGE / "telemetry")
 VOCABULARY, WIDTH, BATCH, CONTEXT = 384, 256, 2, 16
 ADAM = {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}
 

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "ds_zipccl"
 TESTS = ROOT / "tests"
 EXAMPLES = ROOT / "examples"
 #: Folders from which tests import each other, as in pyproject.toml.
-IMPORTED = (ROOT, TESTS / "support", TESTS, *(TESTS / name for name in ("codec", "comm", "fuzz", "gpu")))
+IMPORTED = (ROOT, TESTS / "support", TESTS, *(TESTS / name for name in ("codec", "comm", "fuzz")))
 #: For programs that import what tests import.
 PYTHONPATH = os.pathsep.join(map(str, IMPORTED))

@@ -1,6 +1,6 @@
 """Run a function on n ranks: one process each, a gloo group over loopback, one clear failure if any of them fails.
 
-A case is a module-level function ``case(rank, ranks, *arguments)``; it runs between init_process_group() and barrier() +
+A case is a module-level function ``case(rank, ranks, *arguments)``. A rank calls init_process_group(), the case, barrier() and
 destroy_process_group(). Processes come from a fork server that has imported torch once, so a rank starts in a fraction of a second.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from places import PYTHONPATH
 
-#: For the fork server and all ranks: several of them share few cores, and gloo must not look names up.
+#: For the fork server and all ranks: several ranks share few cores, and gloo must not look names up.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Seconds that the other ranks have to fail too, once one has failed.
 GRACE = 2.0
@@ -28,14 +28,14 @@ _PRELOAD = ["numpy", "torch", "torch.distributed", "torch.testing", "pytest", "d
 
 
 class RankFailure(AssertionError):
-    """Some ranks failed, died or did not finish; the message has what each of them said."""
+    """Some ranks failed, died or did not finish; the message has the words of each."""
 
 
 def run(case: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """What ``case(rank, ranks, *arguments)`` returned on each rank, in order. Blocks.
+    """Run ``case(rank, ranks, *arguments)`` on each rank, and return the results in the order of the ranks. Blocks.
 
     Args:
-        timeout: seconds, also of the group; when they are over, or a rank failed and the others do not follow, all are killed.
+        timeout: seconds, also of the group. Then all ranks are killed; after a failure the other ranks have ``GRACE`` seconds.
 
     Raises:
         RankFailure: with the traceback of every rank that failed.
@@ -68,7 +68,14 @@ def run(case: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 
 
 
 def whole_programs(*arguments: Sequence[str], timeout: float = 120.0) -> list[tuple[int, str, str]]:
-    """(exit status, output, errors) of interpreters that start and end as a user's do, all at a time, one for each list of arguments."""
+    """Run an interpreter for each list of arguments, all at a time, which start and end as a user's do.
+
+    Returns:
+        (exit status, stdout, stderr) of each, in order.
+
+    Raises:
+        subprocess.TimeoutExpired: an interpreter did not end in ``timeout`` seconds; all are killed.
+    """
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": PYTHONPATH}
     pipe = subprocess.PIPE
     processes = [

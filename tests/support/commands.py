@@ -1,0 +1,44 @@
+"""Commands as a user runs them, and the contents of the files that they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from places import ROOT
+
+
+def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m ds_zipccl`` with ``words``; blocks for 240 seconds at most."""
+    return subprocess.run(
+        [sys.executable, "-m", "ds_zipccl", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        cwd=ROOT,
+    )
+
+
+def content(path: Path) -> dict[str, Any]:
+    """The JSON object in the file at ``path``."""
+    return dict(json.loads(path.read_text()))
+
+
+def shannon(tensor: torch.Tensor) -> float:
+    """Entropy of the exponents of ``tensor`` in bits a word, from the bit layout alone."""
+    word, mantissa, mask = {
+        torch.bfloat16: (np.uint16, 7, 255),
+        torch.float16: (np.uint16, 10, 31),
+        torch.float32: (np.uint32, 23, 255),
+    }[tensor.dtype]
+    words = np.frombuffer(tensor.contiguous().view(torch.uint8).numpy().tobytes(), dtype=word)
+    _, counts = np.unique((words >> mantissa) & mask, return_counts=True)
+    shares = counts / len(words)
+    return float(-(shares * np.log2(shares)).sum())

@@ -1,0 +1,138 @@
+"""The tiers leave no value untested, and tests that run alone are alone; builds and references are kept by content."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import builds
+import programs
+import pytest
+import tiers
+
+
+def test_a_covering_part_has_every_value() -> None:
+    parameters = {"kind": "ab", "block": "wxyz", "code": "01"}
+    whole = [dict(zip(parameters, values)) for values in itertools.product(*parameters.values())]
+    kept = tiers.covering(whole)
+    assert len(kept) == 4, "as many as the parameter with the most values has"
+    for name, values in parameters.items():
+        assert {whole[at][name] for at in kept} == set(values)
+    assert tiers.covering([{}]) == set() and tiers.covering([{"route": "numba"}]) == {0}
+
+
+def test_no_slow_variant_is_left_out(request: pytest.FixtureRequest) -> None:
+    """Every test of this session that the short tier runs at all runs with each slow variant, unless its mark names the variant."""
+    tests: dict[str, dict[str, list[pytest.Mark | None]]] = defaultdict(lambda: defaultdict(list))
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "route" in item.callspec.params:
+            variants = tests[item.nodeid.partition("[")[0]]
+            variants[str(item.callspec.params["route"])].append(item.get_closest_marker("full"))
+    for name, variants in tests.items():
+        if any(None in marks for marks in variants.values()):
+            for variant, marks in variants.items():
+                assert None in marks or all(mark and mark.args for mark in marks), (name, variant)
+
+
+def test_turns(tmp_path: Path) -> None:
+    """Tests run at a time; a test that runs alone waits until they are over, and tests that come later wait behind it."""
+    first, second, alone, last = (tiers.Turns(tmp_path) for _ in range(4))
+    order: list[str] = []
+
+    def take(turns: tiers.Turns, name: str, **how: bool) -> threading.Thread:
+        def run() -> None:
+            with turns.turn(**how):
+                order.append(f"{name} begins")
+                order.append(f"{name} ends")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def is_locked(name: str) -> bool:
+        with (tmp_path / name).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    with first.turn():
+        with second.turn():
+            waiting = [take(alone, "alone", alone=True)]
+            while not is_locked("gate"):
+                time.sleep(0.001)
+            waiting.append(take(last, "last"))
+        order.append("others end")
+    for thread in waiting:
+        thread.join(60)
+    assert order == ["others end", "alone begins", "alone ends", "last begins", "last ends"]
+
+
+def test_one_network_at_a_time(tmp_path: Path) -> None:
+    first, second = tiers.Turns(tmp_path), tiers.Turns(tmp_path)
+    ended: list[int] = []
+
+    def run() -> None:
+        with second.turn(network=True):
+            ended.append(2)
+
+    with first.turn(network=True):
+        with second.turn():
+            pass
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(0.2)
+        ended.append(1)
+    thread.join(60)
+    assert ended == [1, 2]
+
+
+def test_files_are_kept_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path))
+    made = []
+
+    def make(target: Path) -> None:
+        made.append(target)
+        target.write_text(str(len(made)))
+
+    first = builds.kept("trial", ["ab", "c"], make)
+    assert builds.kept("trial", ["ab", "c"], make) == first and first.read_text() == "1"
+    assert builds.kept("trial", ["a", "bc"], make).read_text() == "2"
+
+    def fail(target: Path) -> None:
+        target.write_text("half of it")
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        builds.kept("trial", ["other"], fail)
+    assert builds.kept("trial", ["other"], make).read_text() == "3"
+
+
+def test_binaries_by_the_text_of_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the place of the sources; a mistake that cannot be planted any more is an error."""
+    places = [tmp_path / name for name in ("here", "there")]
+    for place in places:
+        place.mkdir()
+        (place / "one.cpp").write_text("int main() { return 1; }")
+    here, there = (builds.Binary("trial", {"csrc": place}, {"csrc/one.cpp": ()}, ()) for place in places)
+    assert here.path() == there.path()
+    change = {"csrc/one.cpp": (("return 1", "return 2"),)}
+    assert builds.Binary("trial", here.folders, here.sources, (), changes=change).path() != here.path()
+    gone = {"csrc/one.cpp": (("return 3", "return 2"),)}
+    with pytest.raises(AssertionError, match=r"no longer in csrc/one\.cpp"):
+        builds.Binary("trial", here.folders, here.sources, (), changes=gone).path()
+
+
+def test_references_are_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path / "cache"))
+    program, launches = tmp_path / "program.py", []
+    monkeypatch.setattr(programs, "launch", lambda *given, **more: launches.append(given) or {"n": len(launches)})
+    for keep, text, wanted in ((True, "1", 1), (True, "1", 1), (True, "2", 2), (True, "1", 1), (False, "1", 3)):
+        monkeypatch.setattr(programs, "KEEP_REFERENCES", keep)
+        program.write_text(text)
+        assert programs.reference(str(program), 2, tmp_path) == {"n": wanted}
