@@ -9,7 +9,7 @@ TEST_PATH = .:tests/support:tests:tests/comm
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test corpus fuzz soak gpu lint clean
+.PHONY: demo test corpus fuzz soak gpu lint docs clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -46,6 +46,16 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy ds_zipccl
+
+# The packages of the documentation, which no test needs.
+$(VENV)/docs: $(VENV)/ready
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q -e '.[docs]'
+	touch $@
+
+# Regenerates the tables of README.md and docs/, and builds the site in out/site; a broken link is an error.
+docs: $(VENV)/docs
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m mkdocs build --strict --site-dir out/site
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out
