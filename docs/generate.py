@@ -35,7 +35,8 @@ def _values(key: str) -> str:
     if "enum" in schema:
         return " ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
     least = f", at least {schema['minimum']}" if "minimum" in schema else ""
-    return {"boolean": "`true` `false`", "object": "object: role to mode"}.get(schema["type"], schema["type"]) + least
+    kind = str(schema["type"])
+    return {"boolean": "`true` `false`", "object": "object: role to mode"}.get(kind, kind) + least
 
 
 def _default(key: str) -> str:

@@ -71,7 +71,10 @@ def test_metadata(wheel: Path) -> None:
     metadata = archive.read(f"{info}/METADATA").decode()
     for requirement in ("torch", "deepspeed", "numpy", "numba", "pydantic"):
         assert f"Requires-Dist: {requirement}" in metadata
-    assert "License-Expression: Apache-2.0" in metadata and "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
+    assert (
+        "License-Expression: Apache-2.0" in metadata
+        and "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
+    )
     assert archive.read(f"{info}/top_level.txt").decode().split() == ["ds_zipccl"]
 
 
