@@ -9,7 +9,7 @@ TEST_PATH = .:tests/support:tests:tests/comm
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test corpus fuzz soak gpu lint docs clean
+.PHONY: demo test corpus fuzz soak gpu lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -51,6 +51,9 @@ lint: $(VENV)/ready
 $(VENV)/docs: $(VENV)/ready
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q -e '.[docs]'
 	touch $@
+
+# The folder docs must not stand for the target.
+.PHONY: docs
 
 # Regenerates the tables of README.md and docs/, and builds the site in out/site; a broken link is an error.
 docs: $(VENV)/docs
