@@ -46,7 +46,7 @@ def _default(key: str) -> str:
 def config(page: Path) -> str:
     """Every key of the section."""
     fields = ZipcclConfig.model_fields.items()
-    rows = ((f"`{key}`", _default(key), _values(key), field.description) for key, field in fields)
+    rows = ((f"`{key}`", _default(key), _values(key), _escaped(field.description or "")) for key, field in fields)
     return table(("key", "default", "values", "meaning"), rows)
 
 
@@ -56,13 +56,15 @@ MAIN_KEYS = ("mode", "zero3_base", "reduction", "min_bytes", "roles")
 
 def keys(page: Path) -> str:
     """The keys that matter most."""
-    rows = ((f"`{key}`", _default(key), ZipcclConfig.model_fields[key].description) for key in MAIN_KEYS)
+    rows = (
+        (f"`{key}`", _default(key), _escaped(ZipcclConfig.model_fields[key].description or "")) for key in MAIN_KEYS
+    )
     return table(("key", "default", "meaning"), rows)
 
 
 def environment(page: Path) -> str:
     """Every environment variable that the package reads."""
-    return table(("variable", "meaning"), ((f"`{name}`", meaning) for name, meaning in ENVIRONMENT.items()))
+    return table(("variable", "meaning"), ((f"`{name}`", _escaped(meaning)) for name, meaning in ENVIRONMENT.items()))
 
 
 # ---- support matrix --------------------------------------------------------------------------------------------------
@@ -140,18 +142,23 @@ def nccl() -> str:
 # ---- tools -----------------------------------------------------------------------------------------------------------
 
 
+def _escaped(text: str) -> str:
+    """Plain text as Markdown in a cell: brackets are no links, and a bar ends no cell."""
+    return re.sub(r"([\[\]<>*|])", r"\\\1", text)
+
+
 def _options(module: Any) -> tuple[str, str]:
     """The table of a command's arguments, and the text below them."""
     parser = argparse.ArgumentParser(PROGRAM, add_help=False)
     module.add_arguments(parser)
     rows = []
     for action in parser._actions:
-        values = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.metavar or ""
+        values = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
         names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
         taken = "" if action.nargs == 0 or not action.option_strings else f" {values or action.dest.upper()}"
         several = " ..." if action.nargs in ("+", "*") else ""
         meaning = (action.help or "") % {**vars(action), "prog": PROGRAM}
-        rows.append((f"`{names}{taken}{several}`", meaning.replace("|", "\\|")))
+        rows.append((f"`{names}{taken}{several}`", _escaped(meaning)))
     return table(("argument", "meaning"), rows), parser.epilog or ""
 
 

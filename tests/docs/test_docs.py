@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -190,18 +193,21 @@ def test_operations_of_the_matrix_have_schedules() -> None:
         assert all(OPS[op].coded for op, _ in operations)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_sends_of_other_devices_pass(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """The matrix says so of CUDA tensors; any device but the CPU stands for them."""
+def test_sends_pass_as_the_matrix_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend, not the policy, passes the sends of some devices through."""
     called: list[str] = []
     monkeypatch.setattr(TorchBackend, "send", lambda self, tensor, *rest: called.append("plain"))
     monkeypatch.setattr(ds_zipccl.comm, "send", lambda tensor, *rest, **more: called.append("coded"))
-    ours = object.__new__(backend.ZipcclBackend)
-    ours.zipccl = DEFAULT
+    ours = mock.MagicMock(zipccl=DEFAULT)  # the backend, without a process group
+    ours.job.config, ours.job.role_of.return_value = DEFAULT, "pp"
+    for device in generate.USED_BACKENDS:
+        tensor = mock.MagicMock(
+            **{"device.type": device, "numel.return_value": 1 << 20, "element_size.return_value": 2}
+        )
+        backend._coded("send")(ours, tensor, 1)
     counters.reset()
-    backend._coded("send")(ours, torch.empty(1 << 16, device=device), 1)
-    assert called == ["coded" if device in generate.POINT_TO_POINT_DEVICES else "plain"]
-    counters.reset()
+    coded = tuple(device for device, by in zip(generate.USED_BACKENDS, called, strict=True) if by == "coded")
+    assert coded == generate.POINT_TO_POINT_DEVICES
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
@@ -235,6 +241,12 @@ def test_reasons_of_the_policy_have_a_remedy(change: dict[str, Any]) -> None:
     assert f"`{best.value}`" in section(ROOT / "docs" / "troubleshooting.md", "reasons")
 
 
+def test_reasons_are_those_of_the_policy_where_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = SimpleNamespace(value="another reason", meaning="its meaning", remedy="its remedy")
+    monkeypatch.setattr(admission, "PassReason", [reason], raising=False)
+    assert generate.reasons(README).endswith("| `another reason` | its meaning | its remedy |")
+
+
 def test_figures_of_the_text_are_those_of_the_code() -> None:
     def text(page: str) -> str:
         return (ROOT / "docs" / page).read_text()
@@ -242,6 +254,14 @@ def test_figures_of_the_text_are_those_of_the_code() -> None:
     assert f"{tuner_rules.DELAY_CALLS[1]} asynchronous operations" in text("troubleshooting.md")
     assert f"at least {wire.FRAGMENT_UNIT} elements" in text("how-it-works.md")
     assert f"each block of {DEFAULT.block} values" in text("how-it-works.md")
+
+
+def test_help_texts_are_no_markdown() -> None:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--link", metavar="LINK", help="RATE[,DELAY][,LOSS] or <none> | 5%%")
+
+    text, _ = generate._options(SimpleNamespace(add_arguments=add_arguments))
+    assert text.splitlines()[-1] == r"| `--link LINK` | RATE\[,DELAY\]\[,LOSS\] or \<none\> \| 5% |"
 
 
 # ---- commands, targets, links and names ------------------------------------------------------------------------------
