@@ -64,5 +64,18 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy ds_zipccl
 
+# The packages of the documentation, which no test needs.
+$(VENV)/docs: $(VENV)/ready
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q -e '.[docs]'
+	touch $@
+
+# The folder docs must not stand for the target.
+.PHONY: docs
+
+# Regenerates the tables of README.md and docs/, and builds the site in out/site; a broken link is an error.
+docs: $(VENV)/docs
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m mkdocs build --strict --site-dir out/site
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info out

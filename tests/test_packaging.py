@@ -16,7 +16,7 @@ from places import ROOT
 from ds_zipccl.kernels import build
 
 #: What building needs. A copy: setuptools leaves build folders beside setup.py.
-SOURCES = ("ds_zipccl", "op_builder", "examples", "tests", "setup.py", "pyproject.toml", "README.md")
+SOURCES = ("ds_zipccl", "op_builder", "examples", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,10 @@ def test_metadata(wheel: Path) -> None:
     metadata = archive.read(f"{info}/METADATA").decode()
     for requirement in ("torch", "deepspeed", "numpy", "numba", "pydantic"):
         assert f"Requires-Dist: {requirement}" in metadata
+    assert (
+        "License-Expression: Apache-2.0" in metadata
+        and "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
+    )
     assert archive.read(f"{info}/top_level.txt").decode().split() == ["ds_zipccl"]
 
 

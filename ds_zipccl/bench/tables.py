@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,12 +120,14 @@ def _processor() -> str:
 
 
 def write_json(path: str, rows: Sequence[Mapping[str, Any]], command: str, **more: Any) -> None:
-    """Write ``{"rows": rows, "machine", "versions", "command", **more}``; ``command`` as a user types it.
+    """Write ``{"rows": rows, "date", "machine", "versions", "command", **more}``; ``date`` is the day in UTC, ``command`` as one types it.
 
     Raises:
         ToolError: the file cannot be written.
     """
-    content = {"rows": list(rows), "machine": machine(), "versions": versions(), "command": command} | more
+    date = datetime.now(timezone.utc).date().isoformat()
+    content = {"rows": list(rows), "date": date, "machine": machine(), "versions": versions(), "command": command}
+    content |= more
     try:
         Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     except OSError as error:

@@ -63,83 +63,84 @@ class PassReason(Enum):
 
     DISABLED = (
         "not enabled",
-        'The section has "enabled": false.',
-        'Set "enabled" to true.',
+        "The configuration that the call was made with has `enabled` false.",
+        'Set `"enabled": true` in the section, or start the job with `DS_ZIPCCL=1`.',
     )
     SMALL = (
         "smaller than min_bytes",
-        'The message is smaller than "min_bytes"; coding would cost more than it saves.',
-        'Nothing to do. Lower "min_bytes" only where `bench comm` shows a gain at that size.',
+        "The message has fewer bytes than `min_bytes`. Coding a small message costs more time than it saves.",
+        "None is needed. Larger buckets (`reduce_bucket_size`, `allgather_bucket_size`) make larger messages; a lower `min_bytes` admits "
+        "smaller ones.",
     )
     ROLE = (
         "role is never coded",
-        'The mode of the role is "never".',
-        'Remove the role from "roles", or set it to "auto".',
+        'The mode of the message\'s role is `"never"`.',
+        "Change `mode`, or the entry of the role in `roles`.",
     )
     ONE_RANK = (
         "group of one rank",
-        "No other rank is in the group; nothing is sent.",
-        "Nothing to do.",
+        "The group has one rank, so that nothing is sent.",
+        "None is needed: groups of one rank are common in DeepSpeed.",
     )
     DTYPE = (
         "dtype {}",
-        "Tensors of this dtype are not coded: only bfloat16, float16 and float32 are.",
-        "Nothing to do. Integers and float64 rarely carry much of the traffic.",
+        "The tensor's dtype, which the table names, is not coded. bfloat16, float16 and float32 are.",
+        "None for flags, counts and float64 norms. For gradients see `communication_data_type` of DeepSpeed.",
     )
     REDUCE_OP = (
         "reduce op {}",
-        "Only SUM and AVG are sums of decoded frames.",
-        "Nothing to do.",
+        "The reduction, which the table names, is not a sum or an average (`MAX` of the overflow flag, for example).",
+        "None is needed: such messages are small in DeepSpeed.",
     )
     DEVICE = (
         "no coded route on {} yet",
-        "Tensors on this device, or of this layout, are not coded.",
-        "Use dense CPU or CUDA tensors.",
+        "The tensor lies on a device without kernels, or has a sparse layout; the table names both.",
+        "Dense tensors on CPUs and CUDA devices are coded. For sparse gradients set `sparse_gradients` of DeepSpeed to false.",
     )
     BACKEND = (
         "no coded schedule for backend {} yet",
-        "The group's backend has no transport of this package. That is so for NCCL.",
-        "Use gloo groups, or wait for a release that codes on NCCL. DS_ZIPCCL=0 removes the package from the path.",
+        "The group's backend, which the table names, has no coded schedule. NCCL has none in this release.",
+        "Coding works on gloo groups only. A job whose CUDA tensors go by NCCL gains nothing yet.",
     )
     PLAIN_IS_FASTER = (
         "plain is faster",
-        "Measured here, the plain collective takes less time than every schedule of this package.",
-        'Nothing to do: mode "auto" looks again from time to time. Mode "always" codes all the same.',
+        "The tuner has measured the plain collective and our schedules for this kind of message, and the plain one won.",
+        'None is needed on a fast link. `"mode": "always"` codes the message all the same, to compare.',
     )
     LINK_IS_FASTER = (
         "link faster than coding",
-        "A single message would take longer to code than the link needs to send it.",
-        'Nothing to do. Mode "always" for the role pp codes all the same.',
+        "A single send would take longer as a compressed frame than uncompressed, by the measured speeds of link and codec.",
+        'None is needed on a fast link. `"mode": "always"`, or `"roles": {"pp": "always"}`, codes it all the same.',
     )
     TO_ITSELF = (
         "to itself",
         "A rank sends to itself.",
-        "Nothing to do.",
+        "None is needed.",
     )
     TAG = (
         "tag not below {}",
-        "The package has no tag of its own for a send with this tag.",
-        "Use tags from 0 up to that number.",
+        "The tag of a send or receive is negative or not below 2^28.",
+        "Use tags from 0 to 2^28 - 1. A tag from 2^30 on is refused, because this package uses those itself.",
     )
     P2P_DEVICE = (
         "device {}",
-        "Sends and receives are coded for CPU tensors only.",
-        "Nothing to do.",
+        "Sends and receives are coded for CPU tensors only. The table names the device.",
+        "None in this release.",
     )
     NO_SCHEDULE = (
         "no coded schedule for {}",
-        "The operation has no coded schedule.",
-        "Nothing to do. DeepSpeed uses these operations rarely.",
+        "`gather`, `scatter` and `inference_all_reduce` have no coded schedule. The table names the operation.",
+        "None in this release. DeepSpeed's training does not send large messages by them.",
     )
     TRACED = (
         "traced",
-        "torch.compile or torch.export traces the call with tensors that have no memory.",
-        "Nothing to do: the compiled program's calls are coded.",
+        "A compiler traces the call (`torch.compile`, `torch.fx`), and has no data to code.",
+        "Compile without `fullgraph=True`: graphs then break at collectives, which are coded as usual.",
     )
     NOT_A_MEMBER = (
         "not a member of the group",
         "This rank is not in the group; torch.distributed ignores the call.",
-        "Nothing to do.",
+        "None is needed.",
     )
 
     def of(self, detail: object) -> str:

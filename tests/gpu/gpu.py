@@ -1,4 +1,4 @@
-"""``make gpu``: everything that needs a GPU, in one run of less than eight minutes: tests, sanitizers, and the table of the README.
+"""``make gpu``: everything that needs a GPU, in less than eight minutes: tests, sanitizers, and the table of docs/benchmarks.md.
 
 Builds the kernels, runs the tests of the codec with both CUDA routes among the routes, memcheck and racecheck over a small round, and
 ``bench codec --device cuda``, whose results go to ``docs/results/cuda.json``. Ends with a line for every step; status 1 if one failed.

@@ -1,0 +1,298 @@
+"""Writes the generated sections of README.md and of the pages in ``docs``: ``python docs/generate.py`` from a checkout.
+
+A section stands between ``<!-- begin NAME -->`` and ``<!-- end -->``. :data:`SECTIONS` has a function for each name; ``measured.py`` has
+the tables of measured figures. A test compares every page with what this file generates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import measured
+import torch
+from measured import ROOT, table
+
+from ds_zipccl.__main__ import COMMANDS, PROGRAM
+from ds_zipccl.config import DEFAULT, ENVIRONMENT, ZipcclConfig
+from ds_zipccl.ops import OPS
+from ds_zipccl.policy import admission, tuner_rules
+from ds_zipccl.policy.admission import PassReason
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def _values(key: str) -> str:
+    """The values that a key of the section allows, from its JSON schema."""
+    schema = ZipcclConfig.model_json_schema()["properties"][key]
+    if "enum" in schema:
+        return " ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
+    least = f", at least {schema['minimum']}" if "minimum" in schema else ""
+    kind = str(schema["type"])
+    return {"boolean": "`true` `false`", "object": "object: role to mode"}.get(kind, kind) + least
+
+
+def _default(key: str) -> str:
+    return f"`{json.dumps(ZipcclConfig.model_fields[key].get_default(call_default_factory=True))}`"
+
+
+def config(page: Path) -> str:
+    """Every key of the section."""
+    fields = ZipcclConfig.model_fields.items()
+    rows = ((f"`{key}`", _default(key), _values(key), _escaped(field.description or "")) for key, field in fields)
+    return table(("key", "default", "values", "meaning"), rows)
+
+
+#: The keys that the README shows.
+MAIN_KEYS = ("mode", "zero3_base", "reduction", "min_bytes", "roles")
+
+
+def keys(page: Path) -> str:
+    """The keys that matter most."""
+    rows = (
+        (f"`{key}`", _default(key), _escaped(ZipcclConfig.model_fields[key].description or "")) for key in MAIN_KEYS
+    )
+    return table(("key", "default", "meaning"), rows)
+
+
+def environment(page: Path) -> str:
+    """Every environment variable that the package reads."""
+    return table(("variable", "meaning"), ((f"`{name}`", _escaped(meaning)) for name, meaning in ENVIRONMENT.items()))
+
+
+# ---- support matrix --------------------------------------------------------------------------------------------------
+
+#: Backends that DeepSpeed jobs use, by device type; those with a coded schedule come from the policy.
+USED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
+#: Devices whose sends and receives are coded (ds_zipccl.integration passes the sends of other devices through).
+POINT_TO_POINT_DEVICES = ("cpu",)
+#: Column of the matrix -> its operations, each with its role, and what its differences need; None where it has none.
+TRAFFIC: dict[str, tuple[tuple[tuple[str, str], ...], str | None]] = {
+    "ZeRO-1, ZeRO-2": ((("reduce_to_owners", "zero_grad"), ("all_gather_into_tensor", "zero_param")), "+ differences"),
+    "ZeRO-3": (
+        (("reduce_scatter_tensor", "zero_grad"), ("all_gather_into_tensor", "zero_param")),
+        "+ differences with `zero3_base`",
+    ),
+    "MoE, tensor and sequence parallel": ((("all_to_all_single", "ep"), ("all_reduce", "tp")), None),
+    "pipeline": ((("send", "pp"), ("recv", "pp")), None),
+}
+PASSES = "passes through"
+
+
+def admitted(op: str, role: str, device: str, backend: str) -> admission.Decision:
+    """The policy's decision on a large bf16 message of one operation, of which ranks may hold a base where it is a gather."""
+    sums = "SUM" if "reduce" in op else None
+    message = admission.Message(op, torch.bfloat16, 1 << 24, 4, device, backend, role, sums, based="gather" in op)
+    return admission.admit(message, DEFAULT)
+
+
+def cell(column: str, device: str, backend: str) -> str:
+    """What happens to the traffic of a column: the word of the matrix."""
+    operations, differences = TRAFFIC[column]
+    decisions = [admitted(op, role, device, backend) for op, role in operations]
+    if any(OPS[op].point_to_point for op, _ in operations) and device not in POINT_TO_POINT_DEVICES:
+        return PASSES
+    if not all(decision.frames for decision in decisions):
+        return PASSES
+    based = differences is not None and any(decision.codec == "delta" for decision in decisions)
+    return f"coded {differences}" if based else "coded"
+
+
+def places() -> Iterator[tuple[str, str]]:
+    """Device types and backends of the matrix: those of the policy and those that jobs use."""
+    for device in {**USED_BACKENDS, **admission.CODED_BACKENDS}:
+        yield from ((device, name) for name in _backends(device))
+
+
+def _backends(device: str) -> list[str]:
+    coded = admission.CODED_BACKENDS.get(device, ())
+    return list(dict.fromkeys((*coded, *USED_BACKENDS.get(device, ()))))
+
+
+def matrix(page: Path) -> str:
+    """Device and backend against kind of traffic. Backends without coded schedules are in bold."""
+    rows = []
+    for device, backend in places():
+        cells = [cell(column, device, backend) for column in TRAFFIC]
+        name = {"cpu": "CPU", "cuda": "CUDA"}.get(device, device)
+        shown = f"{name}, {backend if backend == 'gloo' else backend.upper()}"
+        rows.append((f"**{shown}**" if set(cells) == {PASSES} else shown, *cells))
+    rows.append(("**any other**", *[PASSES] * len(TRAFFIC)))
+    return f"{nccl()}\n\n" + table(("tensors, process group", *TRAFFIC), rows)
+
+
+def nccl() -> str:
+    """The sentence on NCCL groups."""
+    cells = {cell(column, "cuda", "nccl") for column in TRAFFIC}
+    if cells == {PASSES}:
+        return (
+            "**NCCL groups, the default on GPUs, gain nothing yet: their traffic passes through uncoded.** CUDA tensors are coded on gloo "
+            "groups only."
+        )
+    return "NCCL groups are coded where the table below says so."
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+
+
+def _escaped(text: str) -> str:
+    """Plain text as Markdown in a cell: brackets are no links, and a bar ends no cell."""
+    return re.sub(r"([\[\]<>*|])", r"\\\1", text)
+
+
+def _options(module: Any) -> tuple[str, str]:
+    """The table of a command's arguments, and the text below them."""
+    parser = argparse.ArgumentParser(PROGRAM, add_help=False)
+    module.add_arguments(parser)
+    rows = []
+    for action in parser._actions:
+        values = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
+        names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+        taken = "" if action.nargs == 0 or not action.option_strings else f" {values or action.dest.upper()}"
+        several = " ..." if action.nargs in ("+", "*") else ""
+        meaning = (action.help or "") % {**vars(action), "prog": PROGRAM}
+        rows.append((f"`{names}{taken}{several}`", _escaped(meaning)))
+    return table(("argument", "meaning"), rows), parser.epilog or ""
+
+
+def tools(page: Path) -> str:
+    """Every command: its help text, its arguments and what stands below them."""
+    parts = []
+    for words, (name, text) in COMMANDS.items():
+        module = importlib.import_module(f"ds_zipccl.cli.{name}")
+        arguments, epilog = _options(module)
+        about = (module.__doc__ or text).replace("``", "").strip()
+        parts.append(f"## {' '.join(words)}\n\n{text[0].upper()}{text[1:]}.\n\n```text\n{about}\n```\n\n{arguments}")
+        if epilog:
+            parts.append(f"```text\n{epilog.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+def commands(page: Path) -> str:
+    """A line for every command."""
+    return "\n".join(f"- `{PROGRAM} {' '.join(words)}`: {text}" for words, (_, text) in COMMANDS.items())
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def reasons(page: Path) -> str:
+    """Every reason for which a message passes through: its text, its meaning and its remedy."""
+    rows = ((f"`{one.of('...')}`", one.meaning, one.remedy) for one in PassReason)
+    return table(("reason in the table", "meaning", "remedy"), rows)
+
+
+def tuner_states(page: Path) -> str:
+    """The life of one choice, with the constants of the policy."""
+    often, rarely = tuner_rules.CHECK_CALLS
+    first, last = tuner_rules.REVIEW_CHECKS
+    return f"""```mermaid
+stateDiagram-v2
+    [*] --> Trial
+    Trial: First trial<br>{tuner_rules.TRIAL_CALLS} calls of each candidate
+    Exchange: Timing exchange<br>every rank tells its times,<br>the decision comes {tuner_rules.DELAY_CALLS[0]} calls later
+    Follow: Follow the choice<br>{often} or {rarely} calls, untimed
+    Check: Check<br>the last {tuner_rules.CHECKED_CALLS} calls are timed
+    Review: Review<br>{tuner_rules.PROBE_CALLS} calls of the other candidates
+    Trial --> Exchange
+    Exchange --> Follow: all ranks switch at one call
+    Follow --> Check
+    Check --> Follow: as fast as before
+    Check --> Review: every {first} to {last} checks
+    Check --> Review: {tuner_rules.DRIFT} times faster or slower
+    Review --> Exchange
+```"""
+
+
+def tuner_constants(page: Path) -> str:
+    """The constants of the policy that the tuner goes by."""
+    asynchronous = tuner_rules.DELAY_CALLS[1]
+    rows = (
+        ("calls of each candidate in the first trial", tuner_rules.TRIAL_CALLS),
+        ("calls of each candidate in a review", tuner_rules.PROBE_CALLS),
+        (
+            "calls between a timing exchange and its decision",
+            f"{tuner_rules.DELAY_CALLS[0]}; asynchronous {asynchronous}",
+        ),
+        ("share of the current time that another candidate must stay below", tuner_rules.HYSTERESIS),
+        ("weight of a new measurement in an estimate", tuner_rules.FOLLOW),
+        ("factor of a time that starts a review at once", tuner_rules.DRIFT),
+        (
+            f"calls between checks, of calls above and below {tuner_rules.CHECK_SECONDS * 1e3:g} ms",
+            " and ".join(map(str, tuner_rules.CHECK_CALLS)),
+        ),
+    )
+    same, mixed, most = tuner_rules.SETTLE_CALLS
+    more = (
+        ("bytes of the smallest shard that goes as a difference", admission.DELTA_SHARD_BYTES),
+        (
+            "differences before the first timed one: of one tensor, of tensors that cannot be told apart",
+            f"{same}, {mixed}",
+        ),
+        ("differences after which they are timed in any case", most),
+    )
+    return table(("constant", "value"), (*rows, *more))
+
+
+Section = Callable[[Path], str]
+SECTIONS: dict[str, Section] = {
+    "commands": commands,
+    "config": config,
+    "environment": environment,
+    "keys": keys,
+    "matrix": matrix,
+    "reasons": reasons,
+    "tools": tools,
+    "tuner_constants": tuner_constants,
+    "tuner_states": tuner_states,
+    "beyond": measured.beyond,
+    "codec": measured.codec,
+    "comm": measured.comm,
+    "corpus": measured.corpus,
+    "cuda": measured.cuda,
+    "figures": measured.figures,
+    "five": measured.five,
+    "forecast": measured.forecast,
+    "steps": measured.steps,
+    "train": measured.train,
+}
+
+
+def pages() -> list[Path]:
+    """Every page that may have generated sections."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def generate(text: str, page: Path) -> str:
+    """``text`` of ``page`` with every marked section written anew.
+
+    Raises:
+        KeyError: a marker names no section.
+    """
+    pattern = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda match: f"{match[1]}{SECTIONS[match[2]](page)}\n{match[3]}", text)
+
+
+def main() -> int:
+    """Write all pages.
+
+    Returns:
+        Exit status: 0.
+    """
+    for page in pages():
+        before = page.read_text()
+        after = generate(before, page)
+        if after != before:
+            page.write_text(after)
+            print(f"{page.relative_to(ROOT)} written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""Tables of measured figures, from the JSON files in ``docs/results``: every figure of the documentation comes from here.
+
+A function returns the Markdown of one section. Each table stands below a line with its machine, its versions and its date, and the command
+that measured it. Files of older releases have older names; :data:`RENAMED` and :func:`results` translate them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from ds_zipccl.__main__ import parse
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Words of results that were measured before the names changed -> the names of today.
+RENAMED = {"--mode": "--workload", "window": "wide"}
+#: Variant of a benchmark -> the words of the documentation.
+VARIANTS = {
+    "plain": "DeepSpeed",
+    "raw": "our schedule, uncompressed",
+    "coded": "our schedule, compressed",
+    "auto": "auto",
+}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table."""
+    lines = [list(head), *(list(map(str, row)) for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def results(name: str) -> dict[str, Any]:
+    """Content of ``docs/results/name.json`` in the names of today."""
+    content: dict[str, Any] = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
+    content["command"] = shlex.join(RENAMED.get(word, word) for word in shlex.split(content["command"]))
+    for row in content["rows"]:
+        if "mode" in row:
+            row["workload"] = row.pop("mode")
+        if "codec" in row:
+            row["codec"] = RENAMED.get(row["codec"], row["codec"])
+    return content
+
+
+def provenance(content: dict[str, Any]) -> str:
+    """Date, machine, versions and command of a results file."""
+    machine = content["machine"]
+    gigabytes = f", {machine['memory_bytes'] / 1e9:.0f} GB of memory" if machine["memory_bytes"] else ""
+    device = f"{content['device']}; " if "device" in content else ""
+    count = f"{machine['processors']} processor{'s' if machine['processors'] > 1 else ''}"
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    where = f"{device}{machine['processor']}, {count}{gigabytes}, {machine['system']}"
+    return f"Measured on {content['date']}. Machine: {where}. Versions: {versions}.\n\n```sh\n{content['command']}\n```"
+
+
+def picture(alternative: str, name: str, page: Path) -> str:
+    """Markdown of ``docs/results/name`` as ``page`` links to it, and an empty line; empty where there is no such file."""
+    place = ROOT / "docs" / "results" / name
+    return f"![{alternative}]({os.path.relpath(place, page.parent)})\n\n" if place.exists() else ""
+
+
+def codec(page: Path) -> str:
+    """Ratio and speed of the codecs on synthetic data; every data set in bf16, the main ones in the other dtypes."""
+    content = results("codec")
+    heads = ("codec", "dtype", "data", "ratio", "bound", "encode GB/s", "decode GB/s")
+    speeds = ("encode_gbps", "decode_gbps", "encode_memcpy", "decode_memcpy")
+    rows = (
+        (
+            *(row[key] for key in ("codec", "dtype", "data")),
+            *(f"{row[key]:.3f}" for key in ("ratio", "entropy_ratio")),
+            *(f"{row[key]:.2f}" for key in speeds),
+        )
+        for row in content["rows"]
+        if row["codec"] != "raw" and (row["dtype"] == "bfloat16" or row["data"] in ("normal", "bf16_in_fp32"))
+    )
+    return f"{provenance(content)}\n\n" + table((*heads, "encode / memcpy", "decode / memcpy"), rows)
+
+
+def cuda(page: Path) -> str:
+    """Speed of the CUDA kernels, or the statement that nobody has measured it."""
+    if not (ROOT / "docs" / "results" / "cuda.json").exists():
+        return (
+            "Not measured yet. The kernels compile for sm_80, sm_90 and sm_100 without spills, and the tests run their source on the CPU. "
+            "No GPU was at hand. `make gpu` tests and measures the kernels on a GPU, and writes the results that this table shows."
+        )
+    content = results("cuda")
+    heads = ("route", "codec", "MiB", "ratio", "encode GB/s", "decode GB/s", "copy GB/s", "encode / copy")
+    rows = (
+        (
+            *(row[key] for key in ("route", "codec", "mib")),
+            f"{row['ratio']:.3f}",
+            *(f"{row[key]:.0f}" for key in ("encode_gbps", "decode_gbps", "copy_gbps")),
+            *(f"{row[key]:.2f}" for key in ("encode_moved", "decode_moved")),
+            row["wrong"],
+        )
+        for row in content["rows"]
+    )
+    return f"{provenance(content)}\n\n" + table((*heads, "decode / copy", "wrong"), rows)
+
+
+def corpus(page: Path) -> str:
+    """A line for every tensor of a real training step: ratio and speeds of all coders side by side."""
+    content = results("corpus")
+    coders = list(dict.fromkeys(row["codec"] for row in content["rows"]))
+    tensors: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in content["rows"]:
+        tensors.setdefault((row["data"], row["dtype"]), {})[row["codec"]] = row
+    rows = (
+        (*key, *(f"{row['ratio']:.3f}, {row['encode_gbps']:.1f}, {row['decode_gbps']:.1f}" for row in found.values()))
+        for key, found in tensors.items()
+    )
+    heads = ("tensor", "dtype", *(f"{coder}: ratio, encode, decode GB/s" for coder in coders))
+    return f"{provenance(content)}\n\n" + table(heads, rows)
+
+
+def comm(page: Path) -> str:
+    """A line for every operation: the times of its variants side by side; bus bandwidths where the results have them."""
+    content = results("comm")
+    places = [key for key in ("ranks", "nodes", "link") if key in content["rows"][0]]
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in content["rows"]:
+        case = (row["op"], *(row[key] for key in places), f"{row['numel']:,}")
+        cases.setdefault(case, {})[row["variant"]] = row
+    variants = list(dict.fromkeys(row["variant"] for row in content["rows"]))
+    names = VARIANTS | {"plain": "torch.distributed"}
+    widths = [key for key in content["rows"][0] if key.startswith(("algbw", "busbw"))]
+    rows = (
+        (
+            *key,
+            *(f"{found[variant]['time_us'] / 1e3:.3g}" for variant in variants),
+            *(f"{found[base]['time_us'] / found['coded']['time_us']:.2f}" for base in ("plain", "raw")),
+            *(f"{found['coded'][width]:.3f}" for width in widths),
+        )
+        for key, found in cases.items()
+    )
+    heads = ["op", *places, "elements", *(f"{names[variant]}, ms" for variant in variants)]
+    heads += ["compressed against torch.distributed", "against uncompressed"]
+    heads += [f"{width.removesuffix('_gbps')} compressed, GB/s" for width in widths]
+    return f"{provenance(content)}\n\n" + table(heads, rows)
+
+
+#: column of the training table -> key of its rows, and the format of its values
+_TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "workload": ("workload", str),
+    "ranks": ("ranks", str),
+    "nodes": ("nodes", str),
+    "link": ("link", str),
+    "variant": ("variant", VARIANTS.__getitem__),
+    "step ms": ("step_ms", "{:.0f}".format),
+    "communication ms": ("comm_ms", "{:.0f}".format),
+    "logical MB": ("logical_bytes", lambda count: f"{count / 1e6:.1f}"),
+    "wire MB": ("wire_bytes", lambda count: f"{count / 1e6:.1f}"),
+    "parameters (sha256)": ("params_sha256", "{:.12}".format),
+    "speed-up": ("speedup", "{:.2f}".format),
+    "of communication": ("comm_speedup", "{:.2f}".format),
+}
+
+
+def train(page: Path, *names: str) -> str:
+    """Picture and table of each results file of trainings; columns that older results do not have are left out."""
+    parts = []
+    for name in names or ("train",):
+        content = results(name)
+        shown = {head: how for head, how in _TRAINED.items() if how[0] in content["rows"][0]}
+        rows = ([text(row[key]) for key, text in shown.values()] for row in content["rows"])
+        drawn = picture("Steps, computing and communication apart", f"{name}.png", page)
+        parts.append(f"{drawn}{provenance(content)}\n\n" + table(shown, rows))
+    return "\n\n".join(parts)
+
+
+def beyond(page: Path) -> str:
+    """Trainings with differences and with sums that go to their owners only."""
+    return train(page, "train_zero2", "train_zero2_4", "train_zero3_base", "train_zero3_base_4")
+
+
+def steps(page: Path) -> str:
+    """Ratios over whole trainings."""
+    content = results("steps")
+    ratios = ("first", "middle", "last", "min", "ratio")
+    rows = ([row["file"], row["role"], *(f"{row[key]:.2f}" for key in ratios)] for row in content["rows"])
+    drawn = picture("Ratio and learning rate, step by step", "steps.png", page)
+    heads = ("first tenth", "between", "last tenth", "least", "all")
+    return f"{drawn}{provenance(content)}\n\n" + table(("file", "role", *heads), rows)
+
+
+def _pair(name: str, **wanted: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The plain and the compressed row of one training in a results file."""
+    rows = [row for row in results(name)["rows"] if all(row[key] == value for key, value in wanted.items())]
+    found = {row["variant"]: row for row in rows}
+    return found["plain"], found["coded"]
+
+
+def _link(rate: str) -> str:
+    return f"{rate.removesuffix('mbit')} Mbit/s" if rate.endswith("mbit") else rate
+
+
+def figures(page: Path) -> str:
+    """The three figures at the top of the README, with their conditions."""
+    lines = []
+    for name, text in (("train_zero2", "ZeRO-2"), ("train_zero3_base", 'ZeRO-3 with `"zero3_base": "host"`')):
+        plain, coded = _pair(name)
+        model = f"a GPT of {results(name)['verdicts'][0]['parameters'] / 1e6:.1f}M parameters"
+        lines.append(
+            f"- **{coded['speedup']:.1f} times faster steps**: {text}, {model}, {coded['ranks']} CPU ranks, gloo on "
+            f"{_link(coded['link'])}: {coded['step_ms']:.0f} instead of {plain['step_ms']:.0f} ms, same parameters bit for bit"
+        )
+    row = next(row for row in results("codec")["rows"] if row["codec"] == "cascade" and row["data"] == "normal")
+    lines.append(
+        f"- **{row['ratio']:.2f} times smaller**: Gaussian bf16 (bound {row['entropy_ratio']:.2f}) at "
+        f"{row['encode_gbps']:.1f} GB/s encode, {row['decode_gbps']:.1f} GB/s decode on one CPU thread"
+    )
+    return "\n".join(lines)
+
+
+#: The five trainings of the README: results file, and the fields that choose the rows. The last one is slower with ds_zipccl.
+_FIVE: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("ZeRO-2", "train_zero2", {}),
+    ("ZeRO-2", "train_zero2_4", {}),
+    ("ZeRO-3, `zero3_base` host", "train_zero3_base", {}),
+    ("MoE", "train", {"workload": "moe", "link": "300mbit"}),
+    ("ZeRO-3", "train", {"workload": "zero3", "link": "loopback"}),
+)
+
+
+def five(page: Path) -> str:
+    """The README's picture and table of five trainings."""
+    rows = []
+    for text, name, wanted in _FIVE:
+        plain, coded = _pair(name, **wanted)
+        speedup = f"{coded['speedup']:.2f}" if coded["speedup"] >= 1 else f"**{coded['speedup']:.2f}: slower**"
+        times = (f"{row['step_ms']:.0f}" for row in (plain, coded))
+        rows.append((text, coded["ranks"], _link(coded["link"]), *times, speedup))
+    heads = ("training", "ranks", "link", "DeepSpeed, ms a step", "compressed, ms a step", "speed-up")
+    return picture("Steps, computing and communication apart", "train.png", page) + table(heads, rows)
+
+
+#: Links of the README's forecast, per GPU.
+LINKS = ("1gbit", "10gbit", "25gbit", "100gbit")
+FORECAST = "plan --params 7e9 --zero 3 --gpus 16 --gpus-per-node 1 --link {link} --profile docs/results/codec.json"
+
+
+def forecast(page: Path) -> str:
+    """Communication of a step by link speed, as the ``plan`` command predicts it from the measured speeds of the codec."""
+    rows = []
+    for link in LINKS:
+        plain, coded = _planned(link)
+        saved = coded["speedup"] > 1
+        verdict = "yes" if saved else 'no: `"auto"` passes the messages through'
+        seconds = (f"{row['ms'] / 1e3:.1f}" for row in (plain, coded))
+        rows.append((f"{link.removesuffix('gbit')} Gbit/s", *seconds, f"{coded['speedup']:.2f}", verdict))
+    head = ("link of one rank", "uncompressed, s", "compressed, s", "speed-up", "does it help?")
+    command = f"python -m ds_zipccl {FORECAST.format(link=LINKS[1])}"
+    return f"{table(head, rows)}\n\n```sh\n{command}\n```"
+
+
+def _planned(link: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The total rows of ``plan`` for one link, plain and coded."""
+    profile = str(ROOT / "docs" / "results" / "codec.json")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        words = FORECAST.format(link=link).replace("docs/results/codec.json", profile)
+        args = parse([*shlex.split(words), "--json", str(path)])
+        with redirect_stdout(io.StringIO()):
+            args.main(args)
+        rows = json.loads(path.read_text())["rows"]
+    totals = {row["variant"]: row for row in rows if row["what"] == "total"}
+    return totals["plain"], totals["coded"]

@@ -1,0 +1,334 @@
+"""README.md and the pages in docs say what the code says: generated sections, support matrix, commands, links and names."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.comm.torch import TorchBackend
+from places import ROOT
+
+import ds_zipccl
+from ds_zipccl.__main__ import parse
+from ds_zipccl.config import DEFAULT
+from ds_zipccl.integration import backend
+from ds_zipccl.ops import OPS
+from ds_zipccl.policy import admission, tuner_rules, wire
+from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.telemetry import counters
+
+sys.path.insert(0, str(ROOT / "docs"))
+generate = importlib.import_module("generate")
+measured = importlib.import_module("measured")
+
+PAGES = generate.pages()
+README = ROOT / "README.md"
+LINES = README.read_text().splitlines()
+#: Files with links, beside the pages.
+OTHERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+COMMAND = re.compile(r"^(?:    )?(?:sudo -E )?python -m ds_zipccl (.+?)(?:  |$)", re.MULTILINE)
+
+
+def name(page: Any) -> str:
+    return str(Path(page).name) if isinstance(page, Path) else str(page)
+
+
+def section(page: Path, marker: str) -> str:
+    """The generated section of a page as it stands there."""
+    found = re.search(rf"<!-- begin {marker} -->\n(.*?)\n<!-- end -->", page.read_text(), re.DOTALL)
+    assert found is not None, f"{page} has no section {marker}"
+    return found[1]
+
+
+# ---- generated sections ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_generated_sections_are_up_to_date(page: Path) -> None:
+    assert generate.generate(page.read_text(), page) == page.read_text(), "run python docs/generate.py"
+
+
+def test_every_section_is_on_some_page() -> None:
+    found = {marker for page in PAGES for marker in re.findall(r"<!-- begin (\w+) -->", page.read_text())}
+    assert found == set(generate.SECTIONS)
+
+
+def test_an_edited_section_is_noticed() -> None:
+    edited = README.read_text().replace("`min_bytes`", "`min_byte`")
+    assert generate.generate(edited, README) != edited
+
+
+def test_an_unknown_section_is_refused() -> None:
+    with pytest.raises(KeyError, match="nonsense"):
+        generate.generate("<!-- begin nonsense -->\n<!-- end -->", README)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "results").glob("*.json")), ids=name)
+def test_results_are_shown_with_their_origin(path: Path) -> None:
+    content = json.loads(path.read_text())
+    origin = measured.provenance(measured.results(path.stem))
+    assert origin in (ROOT / "docs" / "benchmarks.md").read_text()
+    for fact in (content["date"], content["machine"]["processor"], content["versions"]["torch"]):
+        assert fact in origin
+
+
+def test_training_results_of_every_age_are_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Columns that results do not have are left out, old names are translated, and the picture stands above the table if there is one."""
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
+    folder = tmp_path / "docs" / "results"
+    folder.mkdir(parents=True)
+    old = {"mode": "zero3", "ranks": 2, "link": "1gbit", "variant": "coded", "step_ms": 440.7, "logical_bytes": 3 << 20}
+    old |= {"wire_bytes": 2 << 20, "params_sha256": "0123456789abcdef", "speedup": 1.463}
+    new = {"workload": old.pop("mode"), **old, "nodes": 2, "comm_ms": 99.6, "comm_speedup": 2.349}
+    old["mode"] = "zero3"
+    machine = {"system": "Linux", "processor": "EPYC", "processors": 1, "memory_bytes": None}
+    origin = {"date": "2026-01-02", "machine": machine, "versions": {"torch": "2.13.0"}}
+
+    def shown(row: dict[str, object], page: Path) -> str:
+        content = {"command": "bench train --mode zero3", "rows": [row], **origin}
+        (folder / "train.json").write_text(json.dumps(content))
+        return str(measured.train(page))
+
+    readme, page = tmp_path / "README.md", tmp_path / "docs" / "page.md"
+    last = "| zero3 | 2 | 1gbit | our schedule, compressed | 441 | 3.1 | 2.1 | 0123456789ab | 1.46 |"
+    assert shown(old, readme).splitlines()[-1] == last
+    assert "bench train --workload zero3" in shown(old, readme)
+    last = "| zero3 | 2 | 2 | 1gbit | our schedule, compressed | 441 | 100 | 3.1 | 2.1 | 0123456789ab | 1.46 | 2.35 |"
+    assert shown(new, readme).splitlines()[-1] == last
+    assert "communication ms" in shown(new, readme) and "![" not in shown(new, readme)
+    (folder / "train.png").touch()
+    assert shown(new, readme).startswith(
+        "![Steps, computing and communication apart](docs/results/train.png)\n\nMeasured"
+    )
+    assert shown(new, page).startswith("![Steps, computing and communication apart](results/train.png)\n\nMeasured")
+
+
+# ---- README ----------------------------------------------------------------------------------------------------------
+
+
+def test_readme_is_short_and_has_the_matrix_first() -> None:
+    assert len(LINES) <= 150
+    head = "\n".join(LINES[:20])
+    assert section(README, "matrix") in head
+    assert "NCCL" in head
+    assert "make demo" in README.read_text() and "make test" in README.read_text()
+
+
+def test_readme_keeps_its_order() -> None:
+    order = ["begin figures", "begin matrix", "begin forecast", "plan", "pip install", '"zipccl": {', "make demo"]
+    order += ["begin five", "begin keys", "## Guarantees", "begin commands", "make test", "Apache-2.0", "CITATION"]
+    text, at = README.read_text(), 0
+    for part in order:
+        assert part in text[at:], f"{part} is missing, or not in its place"
+        at = text.index(part, at)
+    assert len(section(README, "figures").splitlines()) == 3
+    assert len(generate.MAIN_KEYS) == 5
+
+
+def test_readme_has_a_row_where_it_loses() -> None:
+    rows = section(README, "five").splitlines()[-5:]
+    assert all(row.startswith("|") for row in rows)
+    assert sum("slower" in row for row in rows) >= 1
+
+
+def test_demo_prints_what_the_readme_says() -> None:
+    printed = (ROOT / "examples" / "train_gpt.py").read_text()
+    block = re.search(r"```text\n(.*?)```", README.read_text(), re.DOTALL)
+    assert block is not None
+    for line in block[1].splitlines():
+        assert line.removesuffix("yes").strip() in printed
+
+
+# ---- support matrix --------------------------------------------------------------------------------------------------
+
+
+def rows() -> dict[tuple[str, str], list[str]]:
+    """(device, backend) -> the cells of the README's matrix."""
+    cells = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in section(README, "matrix").splitlines()
+    ]
+    body = [line for line in cells if len(line) == 1 + len(generate.TRAFFIC)][2:]
+    return {tuple(row[0].lower().split(", ")): row[1:] for row in body[:-1]}  # type: ignore[misc]
+
+
+def test_matrix_has_every_coded_backend_and_nccl() -> None:
+    coded = {(device, backend) for device, backends in admission.CODED_BACKENDS.items() for backend in backends}
+    assert set(rows()) == coded | {("cuda", "nccl"), ("cpu", "gloo"), ("cuda", "gloo")}
+
+
+def test_matrix_says_what_the_policy_decides() -> None:
+    for (device, place), cells in rows().items():
+        coded = place in admission.CODED_BACKENDS.get(device, ())
+        for column, text in zip(generate.TRAFFIC, cells, strict=True):
+            operations, differences = generate.TRAFFIC[column]
+            sends = any(OPS[op].point_to_point for op, _ in operations)
+            passes = not coded or (sends and device not in generate.POINT_TO_POINT_DEVICES)
+            assert (text == generate.PASSES) == passes, (device, place, column)
+            based = differences is not None and device in admission.DELTA_DEVICES and not passes
+            assert ("differences" in text) == based, (device, place, column)
+
+
+def test_matrix_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL with a schedule, differences on CUDA: the matrix and the sentence on NCCL change with the policy."""
+    monkeypatch.setattr(admission, "CODED_BACKENDS", {"cpu": ("gloo",), "cuda": ("gloo",)})
+    monkeypatch.setattr(admission, "DELTA_DEVICES", ("cpu",))
+    before = generate.matrix(README)
+    assert "gain nothing yet" in before and "| **CUDA, NCCL** | passes" in before
+    monkeypatch.setattr(admission, "CODED_BACKENDS", {"cpu": ("gloo",), "cuda": ("gloo", "nccl")})
+    with_nccl = generate.matrix(README)
+    assert "gain nothing" not in with_nccl and "| CUDA, NCCL | coded | coded | coded |" in with_nccl
+    monkeypatch.setattr(admission, "DELTA_DEVICES", ("cpu", "cuda"))
+    assert "| CUDA, gloo | coded + differences |" in generate.matrix(README)
+
+
+def test_operations_of_the_matrix_have_schedules() -> None:
+    for operations, _ in generate.TRAFFIC.values():
+        assert all(OPS[op].coded for op, _ in operations)
+
+
+def test_sends_pass_as_the_matrix_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend, not the policy, passes the sends of some devices through."""
+    called: list[str] = []
+    monkeypatch.setattr(TorchBackend, "send", lambda self, tensor, *rest: called.append("plain"))
+    monkeypatch.setattr(ds_zipccl.comm, "send", lambda tensor, *rest, **more: called.append("coded"))
+    ours = mock.MagicMock(zipccl=DEFAULT)  # the backend, without a process group
+    ours.job.config, ours.job.role_of.return_value = DEFAULT, "pp"
+    for device in generate.USED_BACKENDS:
+        tensor = mock.MagicMock(
+            **{"device.type": device, "numel.return_value": 1 << 20, "element_size.return_value": 2}
+        )
+        backend._coded("send")(ours, tensor, 1)
+    counters.reset()
+    coded = tuple(device for device, by in zip(generate.USED_BACKENDS, called, strict=True) if by == "coded")
+    assert coded == generate.POINT_TO_POINT_DEVICES
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+GOOD = admission.Message("all_reduce", torch.bfloat16, 1 << 20, 2, "cpu", "gloo", "dp", "SUM")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"numel": 1},
+        {"ranks": 1},
+        {"dtype": torch.int64},
+        {"reduce_op": "MAX"},
+        {"device": "xpu"},
+        {"device": "cuda", "backend": "nccl"},
+        {"role": "ep"},
+    ],
+    ids=str,
+)
+def test_reasons_of_the_policy_have_a_remedy(change: dict[str, Any]) -> None:
+    config = DEFAULT.model_copy(update={"roles": {"ep": "never"}})
+    assert admission.admit(GOOD, config).frames
+    message = admission.Message(**{**vars(GOOD), **change})
+    decision = admission.admit(message, config)
+    (best,) = (one for one in PassReason if re.fullmatch(re.escape(one.value).replace(r"\{\}", ".+"), decision.reason))
+    assert not decision.frames and best.meaning and best.remedy
+    assert f"`{best.of('...')}`" in section(ROOT / "docs" / "troubleshooting.md", "reasons")
+
+
+def test_figures_of_the_text_are_those_of_the_code() -> None:
+    def text(page: str) -> str:
+        return (ROOT / "docs" / page).read_text()
+
+    assert f"{tuner_rules.DELAY_CALLS[1]} asynchronous operations" in text("troubleshooting.md")
+    assert f"at least {wire.FRAGMENT_UNIT} elements" in text("how-it-works.md")
+    assert f"each block of {DEFAULT.block} values" in text("how-it-works.md")
+
+
+def test_help_texts_are_no_markdown() -> None:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--link", metavar="LINK", help="RATE[,DELAY][,LOSS] or <none> | 5%%")
+
+    text, _ = generate._options(SimpleNamespace(add_arguments=add_arguments))
+    assert text.splitlines()[-1] == r"| `--link LINK` | RATE\[,DELAY\]\[,LOSS\] or \<none\> \| 5% |"
+
+
+# ---- commands, targets, links and names ------------------------------------------------------------------------------
+
+COMMANDS = [(page, command) for page in (*PAGES, *OTHERS) for command in COMMAND.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=name)
+def test_commands_parse(page: Path, command: str) -> None:
+    assert callable(parse(shlex.split(command)).main)
+
+
+def test_commands_are_found() -> None:
+    assert {page.name for page, _ in COMMANDS} >= {"README.md", "tools.md", "benchmarks.md", "how-it-works.md"}
+
+
+def test_make_targets_exist() -> None:
+    made = {target for page in (*PAGES, *OTHERS) for target in re.findall(r"\bmake ([a-z-]+)", _code(page.read_text()))}
+    assert made >= {"demo", "test", "docs"}
+    makefile = (ROOT / "Makefile").read_text()
+    missing = [target for target in sorted(made) if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
+    assert not missing
+
+
+def _code(text: str) -> str:
+    """The parts of Markdown that are code: spans, and indented or fenced blocks."""
+    spans = re.findall(r"`([^`\n]+)`", text)
+    blocks = re.findall(r"^    .*$|^```\w*\n.*?^```", text, re.MULTILINE | re.DOTALL)
+    return "\n".join([*spans, *blocks])
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        goal = (page.parent / path).resolve() if path else page
+        assert goal.is_file(), f"{page.name} links to {target}"
+        assert not anchor or anchor in _anchors(goal), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_included_files_exist(page: Path) -> None:
+    for path in re.findall(r'^--8<-- "(.+)"$', page.read_text(), re.MULTILINE):
+        assert (ROOT / path).is_file()
+
+
+def test_names_of_the_python_api_exist() -> None:
+    text = (ROOT / "docs" / "python-api.md").read_text()
+    documented = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    for dotted in documented:
+        module, _, attribute = dotted.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), dotted
+    for exported in set(ds_zipccl.__all__) - {"__version__"}:
+        assert f"ds_zipccl.{exported}" in documented
+    for called in re.findall(r"\bds_zipccl\.(\w+)\(", text):
+        assert called in ds_zipccl.__all__
+
+
+def test_pages_of_the_site_are_in_its_navigation() -> None:
+    listed = set(re.findall(r"^ +- [\w ]+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {page.name for page in PAGES if page.parent.name == "docs"}
+
+
+def test_citation_and_changelog_have_the_version() -> None:
+    version = ds_zipccl.__version__
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert version in (ROOT / "CHANGELOG.md").read_text()
