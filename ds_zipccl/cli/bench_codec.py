@@ -35,7 +35,7 @@ from ds_zipccl.bench.tables import Column
 if TYPE_CHECKING:
     import torch
 
-#: Keys of ``ds_zipccl.codecs.CODECS`` in the order of their rows, raw first: what a coded frame is compared with. A literal, as the
+#: The names in ``ds_zipccl.codecs.CODECS``, in the order of their rows, raw first: what a coded frame is compared with. A literal, as the
 #: codecs import torch; a test compares them.
 CODECS = ("raw", "cascade", "wide")
 NO_ROUTE = "none"

@@ -33,7 +33,7 @@ def nvcc() -> tuple[str]:
 
 @pytest.fixture(scope="module")
 def report(nvcc: tuple[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the assembler says of every kernel on every architecture."""
+    """Return the resources of every kernel on every architecture, as the assembler prints them."""
     recipe = build.cuda(ARCHITECTURES)
     output = tmp_path_factory.mktemp("cuda") / "kernels.o"
     command = [*nvcc, *recipe.flags, f"-I{build.CSRC}", "-Werror=all-warnings", "-Xptxas=-v", "-c"]

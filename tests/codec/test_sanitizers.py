@@ -53,7 +53,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_missing_bound_check_is_seen(check: str, tmp_path: Path, levels: list[str]) -> None:
-    """Without the proof that a tail lies in its chunk, or what it holds in the tail, some damaged payload makes a decoder read outside."""
+    """Without the proof that a tail lies in its chunk, or its contents in the tail, a damaged payload makes a decoder read outside."""
     csrc = tmp_path / "csrc"
     shutil.copytree(build.CSRC, csrc)
     source = csrc / CHECKS[check]
