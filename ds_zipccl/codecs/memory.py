@@ -18,12 +18,12 @@ Span = tuple[int, int]
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in one dimension, in the order of the shape; a copy unless they are contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return flat_view(plain)
+    return plain.as_strided((plain.numel(),), (1,))  # view(-1) may keep a stride of 0
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a contiguous tensor in one dimension, in the same memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))  # view(-1) may keep a stride of 0
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def frame_room(out: torch.Tensor, bound: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""decompress_add, compress_segments and threads: what they add to compress and decompress changes no bit."""
+"""decompress_add, compress_segments and threads give the bits of compress and decompress."""
 
 from __future__ import annotations
 

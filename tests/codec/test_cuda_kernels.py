@@ -77,7 +77,7 @@ def test_frames_in_slots(kernel: tuple[CudaRoute, torch.device], dtype: torch.dt
 
 @pytest.mark.parametrize("code", ["cascade", "wide"])
 def test_slots_that_are_too_small(kernel: tuple[CudaRoute, torch.device], code: str) -> None:
-    """An overflow is said in the header and counted, and nothing outside of the slot is touched, however small it is."""
+    """The header shows an overflow, a counter counts it, and the kernel writes inside the slot alone, however small the slot."""
     route, device = kernel
     tensor = words(torch.bfloat16, 40_000)
     size = frame_of(tensor, code).numel()
@@ -134,7 +134,7 @@ def test_sums(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype, fp32_s
 
 
 def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaRoute, torch.device]) -> None:
-    """The kernels read the header themselves: they refuse what the host's parser and decoders refuse, and touch nothing else."""
+    """The kernels read the header and refuse every frame that the host's parser and decoders refuse; they write inside the output alone."""
     route, device = kernel
     rng = random.Random(5)
     bases = [

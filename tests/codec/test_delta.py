@@ -1,4 +1,4 @@
-"""The delta codec: words come back against their base, in place too; all routes write the same bytes; what is refused."""
+"""The delta codec: words come back against their base, in place too; all routes write the same bytes; wrong bases are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def roundtrip(tensor: torch.Tensor, base: torch.Tensor, route: str, **arguments:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the table says of a block."""
+    """Table entry of a block."""
 
     mode: int
     top: int
@@ -54,7 +54,7 @@ class Entry:
 
 
 def entries(frame: torch.Tensor) -> list[Entry]:
-    """Those of the frame's first chunk."""
+    """Return the entries of the frame's first chunk."""
     header = framing.parse(frame)
     b = min(corpus.CHUNK_BLOCKS, -(-header.numel // header.block))
     table = frame[header.payload_at + framing.pad16(4 * -(-header.numel // (corpus.CHUNK_BLOCKS * header.block))) :]
@@ -136,7 +136,7 @@ def body_bytes(entry: Entry, n: int, kind: corpus.Float) -> int:
 
 
 def least_mode(block: np.ndarray, before: np.ndarray, kind: corpus.Float) -> tuple[int | None, int, int]:
-    """Mode, top and bytes of a block that takes as few as it can; no mode and no top for one without a base."""
+    """Return mode, top and bytes of the smallest form of a block; no mode and no top for a form without a base."""
     if (block == before).all():
         return CHANGE, 0, 0
     if (block == block[0]).all():
@@ -243,7 +243,7 @@ def test_unaligned_memory(route: str) -> None:
         assert_same_bits(ds_zipccl.decompress(frame, moved, base=moved, route=route), tensor)
 
 
-# --- what is refused
+# --- refused arguments
 
 
 def test_a_base_is_needed_and_only_by_delta() -> None:

@@ -1,4 +1,4 @@
-"""The header: what pack writes and parse reads, and one hand-made frame for everything that FORMAT.md section 4 rejects."""
+"""The header: pack writes and parse reads it, and one hand-made frame shows each reason of FORMAT.md section 4 to reject a frame."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ HUGE = 1 << 62
 
 
 def code(frame: Raw | torch.Tensor, out: torch.Tensor | None = None, route: str = "auto") -> FrameErrorCode | None:
-    """Why decompress refuses the frame; None if it does not. Anything but a FrameError is a failure."""
+    """Return why decompress refuses the frame; None if it does not. Any error but a FrameError is a failure."""
     try:
         ds_zipccl.decompress(frame.tensor() if isinstance(frame, Raw) else frame, out, route=route)
     except ds_zipccl.FrameError as error:

@@ -40,7 +40,7 @@ def as_tensor(frame: bytearray) -> torch.Tensor:
 
 
 def _lost_its_checksum(frame: bytearray) -> bool:
-    """Flag, id and value all gone: then it is a frame without a checksum, and no decoder can tell."""
+    """Return whether flag, id and value are gone: no decoder can tell such a frame from a frame without a checksum."""
     return len(frame) >= 16 and not frame[7] & 1 and not frame[10] and not any(frame[12:16])
 
 

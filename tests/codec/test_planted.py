@@ -1,4 +1,4 @@
-"""Proof that the tests look: a codec with one small mistake planted in it makes them fail."""
+"""Proof that the tests can fail: a codec with one small planted mistake makes them fail."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_one_wrong_bit_fails_the_bit_identity_tests(name: str, monkeypatch: pyte
 
 @dataclass(frozen=True)
 class Plant:
-    """A mistake in a C++ source: what to replace by what, and the check that must notice."""
+    """A mistake in a C++ source: texts to replace, with their replacements, and the check that must notice."""
 
     file: str
     changes: dict[str, str]

@@ -33,7 +33,7 @@ FP32 = Float(torch.float32, 8, 23, np.uint32)
 E4M3 = Float(torch.float8_e4m3fn, 4, 3, np.uint8)
 E5M2 = Float(torch.float8_e5m2, 5, 2, np.uint8)
 FLOATS = {"bf16": BF16, "fp16": FP16, "fp32": FP32, "e4m3": E4M3, "e5m2": E5M2}
-#: What is added and sent; gloo has no float8.
+#: The dtypes of sums and differences; gloo has no float8.
 SUMMED = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 BLOCKS = (128, 256, 512, 1024)
 CHUNK_BLOCKS = 16
@@ -146,7 +146,7 @@ def mixed(count: int, kind: Float, block: int, seed: int, names: tuple[str, ...]
     return words
 
 
-# --- bases: what the words were before they became what they are
+# --- bases: earlier states of the words
 
 
 def _stepped(words: np.ndarray, kind: Float, seed: int, per_1024: int, reach: int, grow: bool = True) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A third codec, written from FORMAT.md alone and slow on purpose: where it agrees, the document is enough."""
+"""A third codec, written from FORMAT.md alone and slow on purpose: its agreement proves that the document is enough."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from from_format_delta import Contradiction, decode_change, encode_change
 
 FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23), 13: (4, 3), 14: (5, 2)}  # dtype id -> E, M
 FILL, RAW, CASCADE, SPARSE, WIDE, CHANGE = range(6)
-#: mode -> tier -> what the codes below the escape name
+#: mode -> tier -> k, or "zero", of the codes below the escape
 NAMED: dict[int, tuple[tuple[int | str, ...], ...]] = {
     CASCADE: ((4, 5, 6), (3, 7, 8), (9, 10, 11), (2, 12, "zero")),
     WIDE: ((3, 4, 5, 6, 7, 8, 9), (10, 2, 11), (12, 1, 13), (14, 0, "zero")),
@@ -280,6 +280,6 @@ def encode(
 
 
 def with_checksum(frame: bytes, kind: int) -> bytes:
-    """``frame`` with the checksum of this id, whatever checksum it had."""
+    """Return ``frame`` with the checksum of this id in place of any other."""
     bare = frame[:7] + bytes([frame[7] | 1]) + frame[8:10] + bytes([kind]) + frame[11:12] + bytes(4) + frame[16:]
     return bare[:12] + struct.pack("<I", CHECKSUMS[kind](bare)) + bare[16:]

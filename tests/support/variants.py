@@ -58,7 +58,7 @@ class OnDevice:
         return self.route.region_hash(data.cuda())
 
 
-#: The CUDA kernels, emulated and, where there is a GPU, on it: nothing but tests asks for these routes.
+#: The CUDA kernels, emulated and, on a machine with a GPU, on the GPU: routes for tests alone.
 FOR_TESTS: dict[str, Callable[[], kernels.Route]] = {"emulated": emulation.load}
 if torch.cuda.is_available():
     FOR_TESTS["cuda-native"] = lambda: OnDevice(cuda_launchers.load_native())
@@ -77,7 +77,7 @@ class Variant:
         return f"{self.route}-{self.level}" if self.level else self.route
 
     def why_not(self) -> str:
-        """Why this variant cannot run here; "" if it can."""
+        """Return why this variant cannot run here; "" if it can."""
         reason = kernels.why().get(self.route, "there is no GPU")
         if not reason and self.level:
             try:
@@ -89,7 +89,7 @@ class Variant:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[str]:
-        """The route's name, while calls of it go to this variant."""
+        """Give the name of the route, whose calls go to this variant inside the context."""
         if not self.level:
             yield self.route
             return
@@ -111,5 +111,5 @@ ALL = (
 
 
 def usable() -> list[Variant]:
-    """What can run here, for tests that compare the variants with each other."""
+    """Return the variants that can run here, for tests that compare them with each other."""
     return [variant for variant in ALL if not variant.why_not()]
