@@ -19,10 +19,10 @@ The coded variants do more than exponent coding, by keys of the section in ds_co
 
 Columns (also the keys of the rows in --json):
 
-* variant: plain: uncompressed, by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. No ring
-  of NCCL is faster. "coded, flat": every GPU sends to every other GPU; the part (gpus - gpus_per_node) / (gpus - 1) of its bytes leaves
-  the node. "coded, by nodes": the schedule of plain, compressed between nodes; this release has it for gathers, not for sums. With one
-  GPU per node both are the same: coded.
+* variant: plain: uncompressed, by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This
+  estimate of NCCL's rings is optimistic. "coded, flat": every GPU sends to every other GPU; the part (gpus - gpus_per_node) /
+  (gpus - 1) of its bytes leaves the node. "coded, by nodes": the schedule of plain, compressed between nodes; this release has it for
+  gathers, not for sums. With one GPU per node both are the same: coded.
 * calls: operations per step. wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 * only in --json: ratio: of the coding. exponents_ms: the time without differences.
 
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=link.parse,
         metavar="LINK",
-        help="rate of one GPU, such as 400gbit; with --validate: what joins the ranks",
+        help="rate of one GPU, such as 400gbit; with --validate: network between the ranks",
     )
     parser.add_argument("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
     parser.add_argument(
