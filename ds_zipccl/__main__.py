@@ -1,4 +1,4 @@
-"""``python -m ds_zipccl``: the command line. A command's module is imported only when it is the one that runs."""
+"""``python -m ds_zipccl``: the command line. Only the module of the command that runs is imported."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ds_zipccl.bench import ToolError
 
 PROGRAM = "python -m ds_zipccl"
 
-#: words on the command line -> module with add_arguments() and main(), one-line help
+#: Words on the command line -> module in ds_zipccl.cli, one-line help.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("report",): ("report", "versions, routes and op builders: what works here, and why the rest does not"),
+    ("report",): ("report", "versions, routes and op builders: which of them work here, and why the rest does not"),
     ("analyze",): ("analyze", "entropy, bound and ratio of the tensors of a file, or of synthetic data"),
     ("bench", "codec"): ("bench_codec", "ratio and speed of compress and decompress, beside memcpy"),
-    ("bench", "comm"): ("bench_comm", "time and bytes of collectives: plain, our schedule uncoded, coded"),
-    ("bench", "train"): ("bench_train", "whole training runs, plain and coded"),
-    ("steps",): ("steps", "ratios over a training, from the step logs that it wrote"),
-    ("plan",): ("plan", "communication time of a training step, predicted; --validate compares with this machine"),
+    ("bench", "comm"): ("bench_comm", "time, bandwidth and bytes of collectives: plain, our schedule, compressed"),
+    ("bench", "train"): ("bench_train", "whole training runs, plain and compressed, whose bits must be equal"),
+    ("steps",): ("steps", "ratios over a training, from its step logs"),
+    ("plan",): ("plan", "predicted communication time of a training step; --validate compares with this machine"),
 }
 GROUPS = {"bench": "measurements: codec, comm, train"}
 
 
 def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
-    """Parser that knows every command's name, and the options of the ``chosen`` one."""
+    """Parser with the names of all commands and the options of the ``chosen`` one."""
     parser = argparse.ArgumentParser(
         PROGRAM, description="Lossless compressed communication for DeepSpeed.", allow_abbrev=False
     )
@@ -51,7 +51,7 @@ def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line without the program's name; exits with status 2 where it makes no sense."""
+    """Arguments of a command line without the program's name; exits with status 2 if the line makes no sense."""
     chosen = next((command for command in COMMANDS if tuple(words[: len(command)]) == command), None)
     args = _parser(chosen).parse_args(words)
     args.command = shlex.join([*PROGRAM.split(), *words])
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        Exit status: 0 all is well; 1 something measured is wrong, or no route works here; 2 the command could not do what was asked.
+        Exit status: 0 all is well; 1 a measured result is wrong, or no route works here; 2 the command could not do its task.
     """
     args = parse(list(sys.argv[1:] if argv is None else argv))
     try:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ToolError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head` has seen enough; keep the interpreter's last flush quiet
+    except BrokenPipeError:  # of `| head`; the last flush of the interpreter must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

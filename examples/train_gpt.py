@@ -343,10 +343,10 @@ def compare(args: argparse.Namespace) -> int:
     if not sent or not sent["coded_calls"]:
         print(f"nothing was coded: is ds_zipccl installed, and is its section in {args.ds_config} enabled?")
         return 1
-    raw, wire, passed = (sent[key] / 1e6 for key in ("logical_bytes", "wire_bytes", "passed_bytes"))
-    print(f"raw bytes per rank:        {raw:.1f} MB in coded calls (and {passed:.1f} MB passed uncoded)")
-    print(f"wire bytes per rank:       {wire:.1f} MB for them, {raw - wire:.1f} MB saved")
-    print(f"wire ratio, coded bytes:   {raw / wire:.3f}")
+    logical, wire, passed = (sent[key] / 1e6 for key in ("logical_bytes", "wire_bytes", "passed_bytes"))
+    print(f"logical bytes per rank:    {logical:.1f} MB in coded calls (and {passed:.1f} MB passed uncoded)")
+    print(f"wire bytes per rank:       {wire:.1f} MB for them, {logical - wire:.1f} MB saved")
+    print(f"wire ratio, coded bytes:   {logical / wire:.3f}")
     medians = [statistics.median(run["step_ms"]) for run in (plain, coded)]
     print(f"median step:               {medians[0]:.0f} ms plain, {medians[1]:.0f} ms coded")
     identical = losses and parameters and plain["replicas_equal"] and coded["replicas_equal"]

@@ -1,9 +1,8 @@
-"""The commands of ``python -m ds_zipccl``.
+"""What the commands of :mod:`ds_zipccl.cli` share: cases, trials, tables, pictures.
 
-A command is a module with ``add_arguments(parser)`` and ``main(args) -> int`` (the exit status). Modules that the parser needs
-import torch inside their functions: ``--help`` must not wait for it.
+Modules that the parser needs import torch inside their functions, because ``--help`` must not wait for torch.
 """
 
 
 class ToolError(RuntimeError):
-    """A command cannot do what was asked; the message is for the user, who sees no traceback."""
+    """A command cannot do its task; the user sees the message without a traceback."""

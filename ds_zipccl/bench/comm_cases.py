@@ -66,7 +66,7 @@ def check(args: argparse.Namespace) -> None:
     """Check options before anything is measured.
 
     Raises:
-        ToolError: an option makes no sense; says which one and what would.
+        ToolError: an option makes no sense; names the option and the rule.
     """
     if args.repeats < 1 or args.timeout <= 0:
         raise ToolError(f"--repeats must be at least 1 and --timeout above 0, got {args.repeats} and {args.timeout:g}")

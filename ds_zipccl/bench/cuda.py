@@ -2,16 +2,16 @@
 
 Columns (also the keys of the rows in ``--json``):
 
-* ``route``: native (nvcc), nvrtc (CuPy), or "peer"; ``codec``, ``dtype``, ``mib``: what was coded by what, and its size.
+* ``route``: native (nvcc), nvrtc (CuPy), or "peer". ``codec``, ``dtype``, ``mib``: codec, and dtype and size of the tensor.
 * ``ratio``: bytes of the tensor / bytes of its frame.
-* ``encode_gbps``, ``decode_gbps``: 1e9 bytes of tensor a second; ``copy_gbps``: of a device-to-device copy of it, in the same run.
-* ``encode_moved``, ``decode_moved``: bytes that must be read and written, a second, as a part of what the copy reads and writes.
+* ``encode_gbps``, ``decode_gbps``: 1e9 bytes of tensor a second; ``copy_gbps``: of a device-to-device copy of the tensor in the same run.
+* ``encode_moved``, ``decode_moved``: bytes that must be read and written per second / bytes that the copy reads and writes per second.
 * ``sum_moved``: the same for the sum of eight frames into one tensor: eight frames read, one tensor written.
 * ``pair_us``: one encode and one decode, from the call to their end on the device, launched from Python.
 * ``wrong``: decoded elements whose bits differ.
 
-Data are normal; buffers rotate through more than 256 MiB, which no L2 holds. Calls are recorded as CUDA graphs, so that the time of a
-call is the device's; medians of ``--repeats`` replays. Peers are called as their Python interface is, on one buffer after the other.
+Data are normal. Buffers rotate through more than 256 MiB, which no L2 cache holds. Calls are recorded as CUDA graphs, so that times are
+the device's; figures are medians of ``--repeats`` replays. Peers are called through their Python interface, one buffer after another.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COLUMNS = (
     Column("pair_us", ".1f"),
     Column("wrong", "d"),
 )
-#: nvCOMP's algorithms, with the options that it wants for 16-bit floats.
+#: Algorithms of nvCOMP, with their options for 16-bit floats.
 PEERS: dict[str, dict[str, str]] = {
     "nvcomp-ans": {"algorithm": "ANS", "data_type": "<f2"},
     "nvcomp-bitcomp": {"algorithm": "Bitcomp", "data_type": "<u2"},
@@ -54,7 +54,7 @@ PEERS: dict[str, dict[str, str]] = {
 
 
 class Coder(Protocol):
-    """``encode(i)`` codes buffer i, ``decode(i)`` gives it back to its output; they wait for nothing unless ``eager``."""
+    """``encode(i)`` codes buffer i; ``decode(i)`` decodes it to its output. Neither blocks unless ``eager``."""
 
     eager: bool
 
@@ -107,7 +107,7 @@ class FrameCoder:
 
 
 class NvcompCoder:
-    """nvCOMP through its Python interface; it allocates what it returns."""
+    """nvCOMP through its Python interface, which allocates the results."""
 
     eager = True
 
@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise ToolError("torch sees no CUDA device; `python -m ds_zipccl report` says what works here")
+        raise ToolError("torch sees no CUDA device; `python -m ds_zipccl report` lists the routes that work here")
     coders = list(_coders(args))
     table, rows = tables.Table(COLUMNS), []
     cases = [(dtype, mib, coder) for dtype in args.dtype for mib in args.mib for coder in coders]
@@ -194,7 +194,7 @@ def _coders(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[Sequ
 def measure(
     dtype: str, mib: int, begin: Callable[[Sequence[torch.Tensor]], Coder], repeats: int
 ) -> dict[str, float | int | None]:
-    """A row's figures."""
+    """Figures of one row."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -244,7 +244,7 @@ def measure(
 
 
 def _seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:
-    """Device seconds of the calls: of the replay of their graph, or as they are made."""
+    """Device seconds of the calls: of a replay of their graph, or if ``eager`` of the calls themselves."""
     import torch
 
     run = calls

@@ -1,6 +1,6 @@
-"""Synthetic data by name, for benchmarks and ``analyze``; one table. Same name, size, dtype and seed: same words.
+"""Synthetic data by name, for benchmarks and ``analyze``; one table. The same name, size, dtype and seed give the same words.
 
-torch is imported inside the functions, so that the command line parser can name the data sets without it.
+The functions import torch, so that the command line parser can name the data sets without it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-#: names on the command line -> name of the torch dtype
+#: Name on the command line -> name of the torch dtype.
 DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -22,19 +22,19 @@ DTYPES = {
     "e5m2": "float8_e5m2",
 }
 DTYPES |= {name: name for name in DTYPES.values()}
-#: Elements a block may have (FORMAT.md section 1, block_log2).
+#: Numbers of elements that a block may have (FORMAT.md section 1, block_log2).
 BLOCKS = (128, 256, 512, 1024)
 DEFAULT_DTYPES = ("bfloat16", "float16", "float32")
 
-#: (uninitialised float32 vector, scale, generator) -> values; may use the vector for them
+#: (uninitialized float32 vector, scale, generator) -> values; the vector may be reused for them.
 Fill = Callable[["torch.Tensor", float, "torch.Generator"], "torch.Tensor"]
 
-_ROW = 768  # elements that share a fate in `embedding` and a scale in `rows`
+_ROW = 768  # elements that are zero together in `embedding` and share a scale in `rows`
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """How to make values. ``fill`` None: words of random bits. ``dtypes``: those for which the set means anything."""
+    """A data set. ``fill``: makes the values; None for words of random bits. ``dtypes``: dtypes for which the set means anything."""
 
     about: str
     fill: Fill | None
@@ -69,7 +69,7 @@ def _row_draws(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _each(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The value of its row for every element."""
+    """For every element the value of its row."""
     return rows.repeat_interleave(_ROW)[: x.numel()]
 
 
@@ -90,7 +90,7 @@ DATA: dict[str, DataSet] = {
     "normal": DataSet("Gaussian of deviation S", _normal),
     "laplace": DataSet("Laplace of scale S", _laplace),
     "student_t3": DataSet("Student t, 3 degrees of freedom, times S: heavy tails", _student_t3),
-    "rows": DataSet(f"Gaussian, deviation differs from row to row ({_ROW} elements) by up to 256x", _rows),
+    "rows": DataSet(f"Gaussian whose deviation differs from row to row ({_ROW} elements) by up to 256x", _rows),
     "sparse20": DataSet("Gaussian with 20% zeros, scattered", _sparse20),
     "embedding": DataSet(f"Gaussian, 97% of the rows ({_ROW} elements) zero, like an embedding's gradient", _embedding),
     "bf16_in_fp32": DataSet(
@@ -99,13 +99,13 @@ DATA: dict[str, DataSet] = {
     ),
     "zeros": DataSet("all zero", lambda x, s, g: x.zero_(), scaled=False),
     "constant": DataSet("every element S", lambda x, s, g: x.fill_(s)),
-    "random": DataSet("random bits, NaN patterns included: nothing to gain", None, scaled=False),
+    "random": DataSet("random bits, NaN patterns included; not compressible", None, scaled=False),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A data set with its scale; ``str()`` gives the name that :func:`spec` takes."""
+    """A data set and its scale; ``str()`` gives the text that :func:`spec` takes."""
 
     name: str
     sigma: float | None = None
@@ -114,15 +114,15 @@ class Spec:
         return self.name if self.sigma is None else f"{self.name}:{self.sigma:g}"
 
     def has(self, dtype: str) -> bool:
-        """Whether the set exists in the dtype of that (torch) name."""
+        """Whether the set exists in a dtype (torch name)."""
         return dtype in DATA[self.name].dtypes
 
     def scaled(self, sigma: float | None) -> Spec:
-        """The same with scale ``sigma``, unless it has one already or cannot have any."""
+        """The same set with scale ``sigma``, unless the set has a scale already or cannot have one."""
         return Spec(self.name, sigma) if self.sigma is None and DATA[self.name].scaled else self
 
     def make(self, numel: int, dtype: str, seed: int = 0) -> torch.Tensor:
-        """Flat CPU tensor of ``numel`` elements of the dtype of that (torch) name."""
+        """Flat CPU tensor of ``numel`` elements of a dtype (torch name)."""
         import torch
 
         wanted: torch.dtype = getattr(torch, dtype)
@@ -136,7 +136,7 @@ class Spec:
 
 
 def spec(text: str) -> Spec:
-    """``NAME`` or ``NAME:S`` with a scale S; S is 1 if left out (argparse type)."""
+    """``NAME`` or ``NAME:S`` with a scale S; the scale is 1 if left out (argparse type)."""
     name, colon, number = text.partition(":")
     if name not in DATA:
         raise argparse.ArgumentTypeError(f"no data set {name!r}; known: {', '.join(DATA)}")

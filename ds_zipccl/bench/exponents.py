@@ -1,4 +1,4 @@
-"""Statistics of the exponent field: histograms, entropies, and the ratio they allow."""
+"""Statistics of the exponent field: histograms, entropies, and the ratio that they allow."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from ds_zipccl.frame import CHUNK_BLOCKS
 MODES = ("FILL", "RAW", "CASCADE", "SPARSE", "WIDE")
 _TAIL_BITS = 13
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SLICE_BLOCKS = 4096  # blocks looked at together: bounds the memory beside the tensor itself
+_SLICE_BLOCKS = 4096  # blocks counted together; bounds the memory besides the tensor
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Bits of a float dtype: sign (1), ``exponent``, ``mantissa``."""
+    """Bits of the fields of a float dtype: sign (1), ``exponent``, ``mantissa``."""
 
     exponent: int
     mantissa: int
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Fields:
-        """Raises TypeError for a dtype that is not a real float."""
+        """Fields of a dtype.
+
+        Raises:
+            TypeError: the dtype is not a real float.
+        """
         info = torch.finfo(dtype)
         mantissa = round(-np.log2(info.eps))
         return cls(info.bits - 1 - mantissa, mantissa)
@@ -42,17 +46,17 @@ class Fields:
         return (1 << self.exponent - 1) - 1
 
     def ratio(self, entropy: float) -> float:
-        """Ceiling for a code that sends sign and mantissa whole and each exponent in ``entropy`` bits."""
+        """Ratio of a code that sends sign and mantissa whole and each exponent in ``entropy`` bits."""
         return self.bits / (1 + self.mantissa + entropy)
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense CPU tensor as integers of their size, flat; no copy if it is contiguous."""
+    """The elements of a dense CPU tensor as integers of their size, flat; a copy only if the tensor is not contiguous."""
     return tensor.detach().contiguous().view(-1).view(_WORDS[tensor.dtype.itemsize])
 
 
 def differing(got: torch.Tensor, wanted: torch.Tensor, *, any_nan: bool = False) -> int:
-    """Number of elements whose bits differ; both of one dtype and size. ``any_nan``: a NaN equals any other NaN."""
+    """Number of elements whose bits differ, of two tensors of one dtype and size. ``any_nan``: any NaN equals any other NaN."""
     unequal = words(got) != words(wanted)
     if any_nan:
         unequal &= ~(got.isnan() & wanted.isnan()).view(-1)
@@ -83,22 +87,23 @@ def entropy(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Exponents:
-    """Histogram of the exponent field (int64, one entry a value), and the mean entropy within blocks, in bits."""
+    """``counts``: histogram of the exponent field (int64, an entry per value). ``within_blocks``: mean entropy within blocks, in bits."""
 
     counts: np.ndarray
     within_blocks: float
 
     @property
     def entropy(self) -> float:
-        """Entropy over the whole tensor, in bits; more than ``within_blocks`` where scales differ."""
+        """Entropy over the whole tensor, in bits; larger than ``within_blocks`` if scales differ."""
         return float(entropy(self.counts))
 
 
 def exponents(tensor: torch.Tensor, block: int = 1024) -> Exponents:
-    """Statistics of a float CPU tensor; an empty one has entropy 0.
+    """Statistics of a float CPU tensor; the entropy of an empty tensor is 0.
 
-    A few hundred samples look more orderly than what they were drawn from. Miller and Madow's correction, (kinds - 1) / 2 nats
-    for the whole block, is therefore added to the entropy of each block; without it a Gaussian seems 0.02 bit smaller than it is.
+    The entropy of a few hundred samples is smaller than that of their distribution. The correction of Miller and Madow,
+    (kinds - 1) / 2 nats for the whole block, is therefore added to the entropy of each block; without it the entropy of a Gaussian
+    is 0.02 bit too small.
     """
     values = 1 << Fields.of(tensor.dtype).exponent
     counts = np.zeros(values, dtype=np.int64)

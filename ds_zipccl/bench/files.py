@@ -1,4 +1,4 @@
-"""Tensors of a file by name: safetensors, and torch files without unpickling anything but tensors and plain containers."""
+"""Tensors of safetensors and torch files, by name. Only tensors and plain containers are unpickled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 from ds_zipccl.bench import ToolError
 
-#: Reads one tensor: a file may be larger than the memory.
+#: Reads one tensor; a file may be larger than the memory.
 Loader = Callable[[], torch.Tensor]
 
 
 def tensors(path: str) -> dict[str, Loader]:
-    """Name -> function that reads the CPU tensor, in the file's order; nested containers give names such as ``state.0.exp_avg``.
+    """Name -> function that reads the CPU tensor, in the order of the file. Nested containers give names such as ``state.0.exp_avg``.
 
     Raises:
         ToolError: the file cannot be read, is of no known format, or holds objects other than tensors and plain values.
@@ -49,7 +49,7 @@ def _torch(path: str) -> dict[str, Loader]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        # Of torch's long text only the cause: the rest explains how to execute the file after all.
+        # Only the cause of torch's long text: the rest explains how to execute the file after all.
         cause = re.search(r"(Trying to load|Unsupported \w+:).*?(?=\.?(?: Please|\n|$))", str(error))
         raise ToolError(
             f"{path} refused: it holds more than tensors and plain values, and nothing else is unpickled here"
@@ -71,8 +71,8 @@ def _flatten(prefix: str, node: Any) -> Iterator[tuple[str, Loader]]:
             yield from _flatten(f"{prefix}.{index}" if prefix else str(index), child)
 
 
-#: (path, first bytes) -> is it this format; and how to read it. A safetensors file is a u64 length and a JSON object,
-#: a torch file a zip archive or, before torch 1.6, a pickle of protocol 2.
+#: For each format: test of (path, first bytes), and reader. A safetensors file begins with a u64 length and a JSON object. A torch
+#: file is a zip archive or, before torch 1.6, a pickle of protocol 2.
 FORMATS: tuple[tuple[Callable[[str, bytes], bool], Callable[[str], dict[str, Loader]]], ...] = (
     (
         lambda path, head: head[8:9] == b"{" and int.from_bytes(head[:8], "little") < Path(path).stat().st_size,

@@ -103,7 +103,7 @@ def check(links: Sequence[LinkSpec | None], ranks: Sequence[int], nodes: int | N
     """Check that ``--link``, ``--ranks`` and ``--nodes`` fit together, before anything is measured.
 
     Raises:
-        ToolError: they do not fit; says which numbers and what would fit.
+        ToolError: they do not fit; names the numbers and the rule.
     """
     if nodes is None:
         return

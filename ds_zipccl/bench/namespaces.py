@@ -164,7 +164,7 @@ def _signals_wait() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program by an exception, so that what it has set up is removed; only in the main thread."""
+    """SIGTERM and SIGHUP end the program by an exception, so that the network is removed; only in the main thread."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -1,7 +1,7 @@
-"""Lossless compressors of others, which ``bench codec --peers`` measures as it measures our own codecs; one table.
+"""Peers: lossless compressors of other projects, which ``bench codec --peers`` measures like our own codecs; one table.
 
-They take and return bytes through their Python interfaces and allocate what they return: that is part of their times, as it is
-when somebody uses them. ``pip install ds-zipccl[bench]`` brings those that are not part of Python. Naming one imports nothing.
+A peer takes and returns bytes through its Python interface and allocates its results; the allocation is part of its time, as in any
+use. ``pip install ds-zipccl[bench]`` installs the peers that are not part of Python. Naming a peer imports nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Functions(NamedTuple):
-    """``compress`` may change the bytes that it is given, as ZipNN's does."""
+    """Functions of a peer. ``compress`` may change its input, as ZipNN's does."""
 
     compress: Callable[[memoryview], bytes]
     decompress: Callable[[bytes], bytes | bytearray]
@@ -23,11 +23,11 @@ class Functions(NamedTuple):
 
 @dataclass(frozen=True)
 class Peer:
-    """A compressor. ``load(dtype, threads)`` raises ImportError where it is absent; ``package`` is its name for pip, "" for Python."""
+    """A compressor. ``load(dtype, threads)`` raises ImportError if it is not installed. ``package``: name for pip, "" if part of Python."""
 
     load: Callable[[str, int], Functions]
     package: str = ""
-    dtypes: tuple[str, ...] | None = None  # torch names; None: any bytes
+    dtypes: tuple[str, ...] | None = None  # torch names; None for any bytes
 
     def takes(self, dtype: str) -> bool:
         return self.dtypes is None or dtype in self.dtypes
@@ -43,7 +43,7 @@ def _zstd(level: int) -> Callable[[str, int], Functions]:
     def load(dtype: str, threads: int) -> Functions:
         import zstandard
 
-        # threads=1 would start one beside this one; 0 is none.
+        # threads=1 would start a second thread; 0 starts none.
         packer = zstandard.ZstdCompressor(level=level, threads=threads if threads > 1 else 0)
         return Functions(packer.compress, zstandard.ZstdDecompressor().decompress)
 
@@ -63,7 +63,7 @@ def _zipnn(dtype: str, threads: int) -> Functions:
     return Functions(packer.compress, packer.decompress)
 
 
-#: Every peer, by name; a number is its level. zlib and lz4 use one thread whatever they are allowed.
+#: Every peer, by name; a number in the name is the level. zlib and lz4 always use one thread.
 PEERS: dict[str, Peer] = {
     "zlib1": Peer(_zlib),
     "zstd1": Peer(_zstd(1), "zstandard"),
@@ -76,7 +76,7 @@ PEERS: dict[str, Peer] = {
 class PeerTrial:
     """One peer and one tensor, with the methods of ``codec_trial.Trial``."""
 
-    repeatable = False  # every timing needs an input that is whole
+    repeatable = False  # a timing may spoil the input
 
     def __init__(self, tensor: torch.Tensor, name: str, threads: int) -> None:
         import torch
@@ -101,7 +101,7 @@ class PeerTrial:
         self._decoded = self._functions.decompress(self._coded)
 
     def result(self) -> torch.Tensor:
-        """What was decoded last, as a flat tensor of the dtype; empty if its size fits none."""
+        """The last decoded bytes as a flat tensor of the dtype; empty if their number does not fit."""
         import torch
 
         decoded = bytearray(self._decoded)  # torch wants to be able to write

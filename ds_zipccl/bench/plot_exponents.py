@@ -1,4 +1,4 @@
-"""The picture of ``analyze --plot``: where the exponents are, and where the coder's window stands."""
+"""The picture of ``analyze --plot``: histogram of the exponents, and the window of the coder."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ except ImportError as error:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TIERS = ("#1f5a99", "#4f8fd0", "#94bfe6", "#d3e4f5")  # colours, first tier to fourth
+_TIERS = ("#1f5a99", "#4f8fd0", "#94bfe6", "#d3e4f5")  # colors, first tier to fourth
 _OUTSIDE = "#c44e52"
-#: mode of a block -> the mode whose tiers its elements are coded with (FORMAT.md 2.1)
+#: Mode of a block -> mode whose tiers code its elements (FORMAT.md 2.1).
 _TIERS_OF = {CASCADE: CASCADE, SPARSE: CASCADE, WIDE: WIDE}
-_REACH = 16  # binades shown on either side of a window's top; what lies farther is in the outermost bar
+_REACH = 16  # binades shown on either side of a window's top; the outermost bars hold all that lie farther
 
 
 class Histograms:
-    """Exponents of tensors, as they are and relative to the window of their block; per dtype."""
+    """Exponents of tensors, absolute and relative to the window of their block; per dtype."""
 
     def __init__(self, block: int) -> None:
         self._block = block
@@ -88,7 +88,7 @@ class _Counts:
 
 
 def _tier(mode: int, distance: int) -> int | None:
-    """Tier (0 to 3) that names an exponent ``distance`` above its block's top; None where none does (FORMAT.md 2.1)."""
+    """Tier (0 to 3) that codes an exponent ``distance`` above its block's top; None if no tier does (FORMAT.md 2.1)."""
     codes = CODE_OF_K[mode, :, (ABOVE - distance) % 256]
     named = [tier for tier in range(TIERS) if codes[tier] < (3 if tier else (1 << TIER1_BITS[mode]) - 1)]
     return named[0] if named else None
@@ -120,7 +120,7 @@ def _draw_plain(axes: Axes, dtype: torch.dtype, counts: _Counts) -> None:
 
 
 def _draw_aligned(axes: Axes, counts: _Counts, block: int) -> None:
-    """Shares by distance from the top of the block's own window, coloured by what codes them."""
+    """Shares by distance from the top of the block's own window, colored by tier."""
     distances = np.arange(-_REACH, _REACH + 1)
     total = max(1, sum(int(aligned.sum()) for aligned in counts.aligned.values()))
     base = np.zeros(len(distances))

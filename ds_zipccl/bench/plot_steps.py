@@ -1,4 +1,4 @@
-"""The picture of ``steps --plot``: ratio per step and role, and the learning rate behind it."""
+"""The picture of ``steps --plot``: ratio per step and role, and the learning rate."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ds_zipccl.bench.step_logs import Step
 
 _GREY = "#7b8794"
-_WIDE = 5  # highest / lowest ratio from which on the axis is logarithmic
+_WIDE = 5  # highest / lowest ratio above which the axis is logarithmic
 
 
 def save(path: str, logs: Mapping[str, Sequence[Step]]) -> None:
-    """Write the PNG file ``path``: a panel per log, a line per role, and the rate of the first parameter group on an axis of its own.
+    """Write the PNG file ``path``: a panel per log, a line per role, and the first learning rate on an axis of its own.
 
     Raises:
         ToolError: the file cannot be written.
@@ -52,7 +52,7 @@ def save(path: str, logs: Mapping[str, Sequence[Step]]) -> None:
 
 
 def _draw(axes: Axes, steps: Sequence[Step], colours: Mapping[str, str]) -> None:
-    """One panel."""
+    """Draw one panel."""
     rates = [step.rates[0] if step.rates else math.nan for step in steps]
     if not all(map(math.isnan, rates)):
         behind = axes.twinx()
@@ -68,13 +68,13 @@ def _draw(axes: Axes, steps: Sequence[Step], colours: Mapping[str, str]) -> None
             drawn = [math.nan if ratio is None else ratio for ratio in ratios]
             axes.plot(*_line(steps, drawn), color=colour, linewidth=1.3, label=role)
     axes.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(0.94, 1), ncols=len(colours))
-    axes.set_ylabel("raw / wire", fontsize=9)
+    axes.set_ylabel("logical / wire bytes", fontsize=9)
     axes.grid(axis="y", which="both", color="#e4e7eb")
     axes.spines["top"].set_visible(False)
 
 
 def _line(steps: Sequence[Step], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Points of a line that breaks where the steps go back: there another run begins."""
+    """Points of a line, with a break where the steps go back, because another run begins there."""
     across, up, before = [], [], -1
     for step, value in zip(steps, values, strict=True):
         if step.step <= before:
@@ -87,7 +87,7 @@ def _line(steps: Sequence[Step], values: Sequence[float]) -> tuple[list[float], 
 
 
 def _logarithmic(axes: Axes) -> None:
-    """For this panel, and those that share its axis: decades, and 2 and 5 between them, as plain numbers."""
+    """Label decades, and 2 and 5 between them, with plain numbers, on this panel and on all that share its axis."""
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")

@@ -23,7 +23,7 @@ T = TypeVar("T")
 #: Packages on whose versions figures depend.
 PACKAGES = ("torch", "deepspeed", "numpy", "numba", "safetensors")
 OLD_BYTES = "raw_bytes"
-#: Keys that files of earlier versions have -> what to do.
+#: Keys that files of earlier versions have -> remedy.
 OLD_NAMES = {
     OLD_BYTES: 'an earlier version wrote this file; the key is now "logical_bytes": rename it in the file, or measure again',
     "mode": 'an earlier version wrote this file; the key is now "workload": rename it in the file, or measure again',

@@ -1,14 +1,13 @@
-"""``plan --validate``: the cost model beside what ``bench comm`` measures, in the same processes.
+"""``plan --validate``: predictions of the cost model beside measurements of ``bench comm``, in the same processes.
 
-Columns (also the keys of the rows in ``--json``, whose ``profiles`` have what was measured of the link and the codec):
+Columns (also the keys of the rows in ``--json``, whose ``profiles`` have the measurements of link and codec):
 
-* ``op``, ``numel``, ``ranks``, ``link``, ``variant``: as in ``bench comm``. ``measured_ms``: its median.
-* ``predicted_ms``: of :func:`ds_zipccl.policy.cost_model.predict`; for plain of gloo's own schedules, as far as they
-  are known. The coded rows'
-  ratio is the one of the bytes they sent.
-* ``off``: predicted / measured. ``ideal_ms``: for plain rows, what a bandwidth-optimal schedule would take.
+* ``op``, ``numel``, ``ranks``, ``link``, ``variant``: as in ``bench comm``. ``measured_ms``: the median of its times.
+* ``predicted_ms``: of :func:`ds_zipccl.policy.cost_model.predict`; for plain of gloo's own schedules, as far as they are known. The
+  ratio of coded rows is the ratio of the bytes that they sent.
+* ``off``: predicted / measured. ``ideal_ms``: in plain rows, the prediction for a bandwidth-optimal schedule.
 
-The exit status is 1 where raw or coded is off by more than 20%. gloo's schedules are not ours: where plain is off, a line says so.
+The exit status is 1 if raw or coded is off by more than 20%. gloo's schedules are not ours: a line counts the plain rows that are off.
 """
 
 from __future__ import annotations
@@ -43,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan --validate``."""
     group = parser.add_argument_group("with --validate")
     group.add_argument(
-        "--validate", action="store_true", help="compare the model with ranks of this machine; --link: what joins them"
+        "--validate",
+        action="store_true",
+        help="compare the model with measurements between ranks of this machine, joined by --link",
     )
     group.add_argument("--ranks", nargs="+", type=int, default=[2], metavar="N", help="processes (2)")
     group.add_argument("--op", nargs="+", choices=TRAFFIC, default=list(TRAFFIC), metavar="O", help="operations (all)")
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, predict, compare; 1 if raw or coded is off by more than :data:`TOLERANCE`, or bits are wrong."""
+    """Measure, predict, compare; 1 if raw or coded is off by more than :data:`TOLERANCE` or any bit is wrong."""
     args.link, args.nodes, args.dtype, args.data = args.link or [None], None, [_DTYPE], _DATA
     comm_cases.check(args)
     table, rows, profiles = tables.Table(COLUMNS), [], []
@@ -92,7 +93,7 @@ def _about(entry: dict[str, Any], profile: LinkProfile) -> str:
 
 
 def _compared(found: list[dict[str, Any]], profile: LinkProfile) -> list[dict[str, Any]]:
-    """The rows of one case, one for each variant."""
+    """Rows of one case, one for each variant."""
     wire = {row["variant"]: row["wire_bytes"] for row in found}
     ratio = wire["raw"] / wire["coded"]
 
@@ -117,7 +118,7 @@ def _verdict(rows: list[dict[str, Any]]) -> int:
                f"plain {plain - len(gloos)} of {plain} (gloo's own schedules)")  # fmt: skip
     wrong = sum(row["wrong"] for row in rows)
     if wrong:
-        tables.complain(f"{wrong} elements differ from what the plain collectives gave")
+        tables.complain(f"{wrong} elements differ from the results of the plain collectives")
     if len(bad) > len(gloos):
         tables.complain(f"the model is off by more than {TOLERANCE:.0%} for {len(bad) - len(gloos)} rows of raw and coded; "
                         "other programs on these cores disturb it, --repeats helps")  # fmt: skip

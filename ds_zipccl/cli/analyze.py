@@ -1,18 +1,20 @@
-"""``analyze``: what exponent coding makes of the tensors of a file, or of synthetic data.
+"""``analyze``: entropy of the exponents and ratio of the tensors of a file, or of synthetic data.
 
-Columns (also the keys of the rows in ``--json``); the last row is the total, entropies weighted by elements:
+Columns (also the keys of the rows in ``--json``). The last row is the total, with entropies weighted by elements:
 
 * ``name``, ``dtype``, ``numel``; ``zeros``: share of elements that are +0 or -0.
-* ``entropy``: bits that an exponent is worth if one code serves the whole tensor; ``block_entropy``: mean of the same within
-  blocks of ``--block`` elements, with a code for each.
-* ``bound``: original / compressed of a code that sends sign and mantissa whole and each exponent in ``block_entropy`` bits.
-* ``ratio``: what compress() makes of it, headers included; more than ``bound`` where zeros, equal words or trailing zero bits
-  (fp32 from bf16) leave room for it.
-* ``modes``: blocks by the mode that the encoder chose (FILL, RAW, CASCADE, SPARSE: FORMAT.md section 2).
+* ``entropy``: bits per exponent with one code for the whole tensor. ``block_entropy``: bits per exponent with a code for each block of
+  ``--block`` elements.
+* ``bound``: ratio of a code that sends sign and mantissa whole and each exponent in ``block_entropy`` bits.
+* ``ratio``: bytes of the tensor / bytes of its frame, headers included. Zeros, equal words and trailing zero bits (fp32 from bf16) can
+  make it larger than ``bound``.
+* ``modes``: number of blocks of each mode that the encoder chose (FORMAT.md section 2).
 * ``wrong``: elements whose bits differ after decompress().
 
-Tensors of dtypes that are not coded travel raw: ratio 1. Files are safetensors, or torch.save() files of tensors in dicts
-and lists; a torch file that holds any other object is refused, and nothing in it is executed.
+Tensors of dtypes without a codec travel raw, with ratio 1. A file is a safetensors file, or a torch.save() file of tensors in dicts and
+lists. A torch file with any other object is refused, and nothing in it is executed.
+
+The exit status is 1 if any element is wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="bf16 fp16 fp32 of synthetic data (bf16)",
     )
-    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=1024, help="elements a block (1024)")
+    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     parser.add_argument("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
     parser.add_argument("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
@@ -115,7 +117,7 @@ def _stored(path: str) -> dict[str, Loader]:
 
 
 def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histograms | None) -> dict[str, Any]:
-    """One row, its tensor drawn too; the keys without a column are what the total is made of."""
+    """Row of a tensor, which is also counted in ``drawing``. The total adds up the keys without a column."""
     import torch
 
     from ds_zipccl import codecs

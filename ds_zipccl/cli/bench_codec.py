@@ -16,7 +16,7 @@ Columns (also the keys of the rows in ``--json``):
 The timed calls are ``compress`` and ``decompress`` with ``shaped=False, checksum=False`` and an ``out`` buffer, as on the wire. Peers
 take bytes and give bytes. The copy of their input and the check of their output are not timed.
 
-``--device cuda`` measures the CUDA kernels instead, with other columns; see :mod:`ds_zipccl.bench.cuda`.
+``--device cuda`` measures the CUDA kernels instead; ds_zipccl/bench/cuda.py explains its columns.
 
 The exit status is 1 if any element is wrong.
 """

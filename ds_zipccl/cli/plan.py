@@ -1,40 +1,42 @@
-"""``plan``: how long the communication of a training step takes, plain and coded, before anything is rented.
+"""``plan``: predicted time of the communication of a training step, plain and compressed, before any machine is rented.
 
     plan --params 70e9 --zero 3 --gpus 1024 --gpus-per-node 8 --link 400gbit
 
-The model (formulas: ds_zipccl/policy/cost_model.py): ZeRO-3 gathers the parameters forward and backward and scatters the gradients in
-every micro-batch; ZeRO-2 all-reduces the gradients in every micro-batch, ZeRO-1 once a step, and both gather the parameters once.
-Operations have DeepSpeed's default sizes: 5e8 elements, and 5e7 for the gathers of ZeRO-3.
+The model (formulas: ds_zipccl/policy/cost_model.py): in every micro-batch ZeRO-3 gathers the parameters forward and backward and
+scatters the gradients. ZeRO-2 all-reduces the gradients in every micro-batch, ZeRO-1 once a step, and both gather the parameters once a
+step. Operations have DeepSpeed's default sizes: 5e8 elements, and 5e7 for the gathers of ZeRO-3.
 
-What the coded variants do besides coding exponents goes by the keys of the section in ds_config.json:
+The coded variants do more than exponent coding, by keys of the section in ds_config.json:
 
-* --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only: a reduce_scatter, half of what the all_reduce sends. Where
-  a bucket is much smaller than the model few ranks own it, and take up to twice as long to receive the sums: that is in ms.
-* --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences against the last step's. The ratio (4 for bf16) is that of the peak
-  learning rate; towards the end of its decay it grows to 10 to 70: --delta-ratio.
-* --zero3-base host or device: ZeRO-3 does so too. Only the first gather of a step finds changes ("parameters, first"); those of the
-  backward pass and of further micro-batches ("parameters, again") cost a few bits a block.
+* --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only, by a reduce_scatter with half the bytes of the all_reduce.
+  If a bucket is much smaller than the model, few ranks own it and take up to twice as long to receive the sums: ms includes that.
+* --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the parameters of the last step. The ratio (4 for bf16) is
+  that of the peak learning rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
+* --zero3-base host or device: ZeRO-3 gathers differences too. Only the first gather of a step finds changes ("parameters, first"). The
+  gathers of the backward pass and of further micro-batches ("parameters, again") cost a few bits per block.
 
---link is what one GPU can send and receive between nodes, both at once: its share of the node's network cards. Columns:
+--link is the rate at which one GPU can send and receive between nodes at the same time: its share of the node's network cards.
 
-* variant: plain, uncoded by nodes: GPUs of one place in all nodes exchange, and what happens inside nodes is free, as near to NCCL's
-  rings as an optimist gets. coded, flat: every GPU sends to every other, so that the part (gpus - gpus_per_node) / (gpus - 1) of
-  what it sends leaves the node. coded, by nodes: the plain one's schedule, coded between nodes; this release has it for gathers, not
-  for sums. With one GPU a node the two are one: coded.
-* calls: operations a step. wire_gb: 1e9 bytes that a GPU sends between nodes in a step. ms: their time. speedup: plain ms / ms.
+Columns (also the keys of the rows in --json):
+
+* variant: plain: uncompressed, by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This
+  estimate of NCCL's rings is optimistic. "coded, flat": every GPU sends to every other GPU; the part (gpus - gpus_per_node) /
+  (gpus - 1) of its bytes leaves the node. "coded, by nodes": the schedule of plain, compressed between nodes; this release has it for
+  gathers, not for sums. With one GPU per node both are the same: coded.
+* calls: operations per step. wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 * only in --json: ratio: of the coding. exponents_ms: the time without differences.
 
-Differences are coded at other speeds than exponents. Without --profile theirs are measured on this machine's CPU too, with the hashes
-which prove that all ranks hold the same base. A --profile says nothing of them: they are then planned as fast as exponents, without
-hashes, which flatters them (on CPUs they take several times as long). The copies of --zero3-base, out of the base and back, are in.
+Speeds come from this machine's CPU, or from --profile FILE. A profile has no speeds of differences: they are then planned as fast as
+exponents and without hashes, which flatters them (on CPUs they take several times as long). Without --profile they are measured, with
+the hashes that prove equal bases on all ranks. The copies of --zero3-base, out of the base and back, are included.
 
-Left out: overlap with compute and with each other, congestion, the memory and time that coding takes from compute, other traffic
-(scalars, MoE, pipeline), the round in which hashes are exchanged, and the latency of many ranks beyond --latency for every message. NCCL
-groups pass through uncoded in this release, and CUDA tensors go without differences: for them the table says what coding would give.
+Left out: overlap with computing and between operations, congestion, the memory and time that coding takes from computing, other
+traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows with the number of ranks. NCCL groups pass through
+uncompressed in this release, and CUDA tensors go without differences: for them the table says what compression would give.
 
-plan --validate measures link and codec between ranks of this machine, predicts what bench comm then measures in the same processes,
-and has status 1 where our schedules are off by more than 20%. off: predicted / measured; plain is predicted as gloo's own schedules,
-as far as they are known; ideal_ms: what a bandwidth-optimal one would take.
+plan --validate measures link and codec between ranks of this machine, predicts the rows of bench comm and measures them in the same
+processes. Its columns: measured_ms; predicted_ms: for plain of gloo's own schedules, as far as they are known; off: predicted /
+measured; ideal_ms: prediction for a bandwidth-optimal schedule. The exit status is 1 if raw or coded is off by more than 20%.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ COLUMNS = (
     Column("speedup", ".2f"),
 )
 
-#: What is said of lines for which something else is faster than what they show.
+#: Remark on lines for which another way is faster than the one that they show.
 INSTEAD = {
     "plain": 'coding does not pay for {}: "auto" would pass',
     "exponents": 'differences take longer than exponents for {}: "auto" would take these',
@@ -69,7 +71,7 @@ INSTEAD = {
 SWITCHES = (
     ("owner-only", ("auto", "off"), "ZeRO-1/2: gradients to their owners only"),
     ("delta", ("auto", "off"), "parameters as differences"),
-    ("zero3-base", ("off", "host", "device"), "what ZeRO-3 has differences against"),
+    ("zero3-base", ("off", "host", "device"), "place of the base for differences of ZeRO-3"),
 )
 
 
@@ -77,18 +79,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan``."""
     parser.add_argument("--params", type=_count, metavar="P", help="parameters of the model, such as 70e9")
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
-    parser.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help="of one GPU: 400gbit; see above")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs per node (8)")
+    parser.add_argument(
+        "--link",
+        nargs="+",
+        type=link.parse,
+        metavar="LINK",
+        help="rate of one GPU, such as 400gbit; with --validate: network between the ranks",
+    )
     parser.add_argument("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
     parser.add_argument(
-        "--profile", metavar="FILE", help="speeds: from plan --validate --json or bench codec --json (this CPU)"
+        "--profile",
+        metavar="FILE",
+        help="file of plan --validate --json or bench codec --json with the speeds (this CPU)",
     )
-    parser.add_argument("--ratio", type=float, metavar="R", help="of the coding (measured on normal values)")
+    parser.add_argument("--ratio", type=float, metavar="R", help="ratio of the coding (measured on normal values)")
     for key, choices, about in SWITCHES:
         parser.add_argument(f"--{key}", choices=choices, default=choices[0], help=f"{about} ({choices[0]})")
-    parser.add_argument("--delta-ratio", type=float, metavar="R", help=f"of differences (bf16: {DELTA_RATIO:g})")
-    parser.add_argument("--accumulation", type=int, default=1, metavar="K", help="micro-batches a step (1)")
+    parser.add_argument("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
+    parser.add_argument("--accumulation", type=int, default=1, metavar="K", help="micro-batches per step (1)")
     parser.add_argument("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
     parser.add_argument(
         "--bucket", type=_count, metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)"
@@ -103,9 +113,7 @@ def main(args: argparse.Namespace) -> int:
         return validate.main(args)
     _check(args)
     if not args.profile:
-        tables.complain(
-            "# measuring this machine's CPU; the first time this builds kernels, which takes about a minute"
-        )
+        tables.complain("# measuring this machine's CPU; the first time this builds kernels, which takes a while")
     found = speeds.read(args.profile, args.dtype) if args.profile else speeds.measured(args.dtype)
     if args.ratio:
         found = replace(found, ratio=args.ratio, about=f"{found.about}, overruled by --ratio")
@@ -146,7 +154,7 @@ def _about(coding: Coding, *more: str) -> str:
 
 
 def _losses(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """What does not pay, in words."""
+    """Remarks on lines for which compression or differences do not pay."""
     for variant in dict.fromkeys(row["variant"] for row in rows):
         lines = [row for row in rows if row["variant"] == variant and row["op"]]
         for fastest, text in INSTEAD.items():
@@ -164,11 +172,11 @@ def _check(args: argparse.Namespace) -> None:
     if args.params is None or args.gpus is None:
         raise ToolError("wanted are --params and --gpus, or --validate")
     if not (args.link or args.profile) or len(args.link or [0]) != 1 or args.link == [None]:
-        raise ToolError("wanted is one --link RATE between nodes such as 400gbit, or the --profile of one")
+        raise ToolError("wanted is one --link RATE between nodes such as 400gbit, or a --profile with the rate of one")
     if args.link and not args.link[0].rate_only:
         raise ToolError(f"plan reckons with a rate alone, got --link {args.link[0]}: put its delay into --latency US")
     if args.link is None and not speeds.read(args.profile, args.dtype).link:
-        raise ToolError(f"{args.profile} does not say how fast the link is: add --link RATE")
+        raise ToolError(f"{args.profile} has no rate of the link: add --link RATE")
     if args.gpus_per_node < 1 or args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
         got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
         raise ToolError(

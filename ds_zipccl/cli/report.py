@@ -1,8 +1,8 @@
-"""``report``: versions, routes, op builders, activation and environment: what works here, and why the rest does not.
+"""``report``: versions, routes, op builders, activation and environment: which of them work here, and why the rest does not.
 
-Nothing that is missing keeps the rest from being printed: the reason stands in its place. But where no CPU route works, or there is a
-CUDA device and no CUDA route works, the last line says so and the status is 1. The routes are tried for real, so that the first report may
-build the native one (seconds). Rows in ``--json``: ``device``, ``route``, ``usable``, ``reason``; beside them one key a section.
+A section that fails shows the reason in its place, and the rest is printed. The exit status is 1 and the last line says so if no CPU
+route works, or if there is a CUDA device and no CUDA route works. Every route is tried: the first report may build the native one, which
+takes a while. Rows in ``--json``: ``device``, ``route``, ``usable``, ``reason``; beside them one key a section.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _devices() -> list[str]:
-    """Types of device that tensors can be on here."""
+    """Types of device that exist here."""
     try:
         import torch
 
         return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    except Exception:  # as in attempt(): without torch nothing works, and the routes' section says why
+    except Exception:  # as in attempt(): without torch the section of the routes has the reason
         return ["cpu"]
 
 
@@ -63,10 +63,10 @@ def _any_usable(device: str, routes: Mapping[str, str]) -> bool:
 
 
 def attempt(section: Callable[[], Mapping[str, str]]) -> dict[str, str]:
-    """What ``section`` says, or why it cannot say anything."""
+    """Lines of ``section``, or the reason why it failed."""
     try:
         return dict(section())
-    except Exception as error:  # a report is read where things are broken
+    except Exception as error:  # a report is for broken installations
         return {"unknown": f"{type(error).__name__}: {error}"}
 
 

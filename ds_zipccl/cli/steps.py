@@ -1,15 +1,15 @@
-"""``steps``: how the ratio went over a training, from the files that ``"step_log"`` in its section names.
+"""``steps``: ratios over a training, from the files that ``"step_log"`` in the section of its config names.
 
     steps run.jsonl --plot run.png
 
-A row per file and role (also in ``--json``); every ratio is of all bytes of the role, coded or passed through:
+A row per file and role (also in ``--json``). Every ratio is of all bytes of the role, coded or passed through:
 
-* ``steps``: those in which the role sent anything. ``mean``, ``min``, ``max``: of their ratios.
-* ``ratio``: all raw bytes / all wire bytes; ``first``, ``middle`` and ``last`` are the same over the first tenth of the
-  steps, the last tenth, and the steps between.
+* ``steps``: number of steps in which the role sent bytes. ``mean``, ``min``, ``max``: of their ratios.
+* ``ratio``: all logical bytes / all wire bytes. ``first``, ``middle``, ``last``: the same over the first tenth of the steps, the steps
+  between, and the last tenth.
 
-Below, for each file: how many shards went as differences against the last step's, and why the others went in full.
-A file may hold several runs, one after the other, as when a training goes on from a checkpoint.
+A line for each file has the number of shards that went as differences from the last step, and the reasons of those that went in full.
+A file may hold several runs, one after the other, as when a training resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ _RATIOS = ("mean", "min", "max", "ratio", "first", "middle", "last")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``steps``."""
-    parser.add_argument("files", nargs="+", metavar="FILE", help='what "step_log" names in the section of a training')
-    parser.add_argument("--from-step", type=int, default=0, metavar="A", help="leave out the steps before step A")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help='file that "step_log" names in the section of a training'
+    )
+    parser.add_argument("--from-step", type=int, default=0, metavar="A", help="first step that counts (0)")
     parser.add_argument("--plot", metavar="PNG", help="draw ratios and learning rate over the steps (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``steps``; 0."""
+    """Run ``steps``; always 0."""
     if args.plot:
         from ds_zipccl.bench import plot_steps  # before reading: matplotlib may be missing
     logs = {path: read(path, args.from_step) for path in args.files}
@@ -72,6 +74,6 @@ def rows(path: str, steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
 
 
 def _ratio_over(steps: Sequence[Step], role: str) -> float | None:
-    """All raw bytes / all wire bytes; None where the role sent nothing."""
+    """All logical bytes / all wire bytes; None if the role sent nothing."""
     counts = [step.sent[role] for step in steps if role in step.sent]
     return counters.ratio(*map(sum, zip(*counts, strict=True))) if counts else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -102,79 +101,7 @@ def transfer_seconds(network: namespaces.Network, nbytes: int) -> float:
         return time.perf_counter() - start
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("2.5gbit", (2.5e9, 0, 0, 0)),
-        ("200mbit", (2e8, 0, 0, 0)),
-        ("1gbit,20ms", (1e9, 20_000, 0, 0)),
-        ("1gbit,0.1%", (1e9, 0, 0, 0.1)),
-        ("100kbit,1.5ms~250us", (1e5, 1500, 250, 0)),
-        ("1gbit,2s~1s,20%", (1e9, 2_000_000, 1_000_000, 20)),
-    ],
-)
-def test_links(text: str, wanted: tuple[float, ...]) -> None:
-    spec = link.parse(text)
-    assert spec is not None
-    assert (spec.rate, spec.delay_us, spec.jitter_us, spec.loss) == wanted
-    assert str(spec) == link.name(spec) == text
-    assert spec.rate_only == (len(text.split(",")) == 1)
-
-
-def test_loopback_is_no_network() -> None:
-    assert link.parse("loopback") is None and link.name(None) == "loopback"
-    with namespaces.joined(None, 2) as network:
-        assert network is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *(
-            (text, "is not a link; write RATE")
-            for text in ("", "1", "1 gbit", "1Gbit", "-1gbit", "1e9bit", "gbit", "1gbit; x")
-        ),
-        *(
-            (text, "is not a link; write RATE")
-            for text in ("1gbit,", "1gbit,20", "1gbit,0.1", "1gbit,~2ms", "20ms", "0.1%")
-        ),
-        *(
-            (text, "is not a link; write RATE")
-            for text in ("1gbit,0.1%,20ms", "1gbit,20ms,20ms", "1gbit,-1ms", "1gbit,-1%")
-        ),
-        ("loopback,20ms", "is not a link; write RATE"),
-        ("5kbit", "rate must be at least 100kbit"),
-        ("1gbit,0ms", "delay must be from 1us to 2s"),
-        ("1gbit,2.1s", "delay must be from 1us to 2s"),
-        ("1gbit,20ms~0us", "jitter must be from 1us to the delay"),
-        ("1gbit,20ms~21ms", "jitter must be from 1us to the delay"),
-        ("1gbit,0%", "loss must be above 0% and at most 20%"),
-        ("1gbit,100%", "loss must be above 0% and at most 20%"),
-    ],
-)
-def test_nonsense_is_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
-        link.parse(text)
-    with pytest.raises(SystemExit):
-        main(["bench", "comm", f"--link={text}"])
-    assert message in capsys.readouterr().err
-
-
-def test_missing_things_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "comm", "--link", "1gbit", "--op", "broadcast", "--numel", "8K"]
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "pyroute2", None)
-        assert main(words) == 2
-        assert "pip install ds-zipccl[bench]" in capsys.readouterr().err
-    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
-    assert main(words) == 2
-    wanted = "need root" if "pyroute2" in sys.modules else "pip install"
-    assert wanted in capsys.readouterr().err
-    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
-    assert main(words) == 2
-    assert "measure without --link" in capsys.readouterr().err
-
-
+@pytest.mark.network
 @needs_network
 def test_a_rate_that_no_token_bucket_limits() -> None:
     with pytest.raises(ToolError, match=r"below 34\.4gbit"), shaped("35gbit", 2):
@@ -182,21 +109,6 @@ def test_a_rate_that_no_token_bucket_limits() -> None:
     with shaped("34.3gbit", 2):
         pass
     assert not left_behind()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--link 1gbit --ranks 4 6 --nodes 4", "got 4 nodes for 6 ranks"),
-        ("--link 1gbit --ranks 2 --nodes 4", "got 4 nodes for 2 ranks"),
-        ("--link 1gbit --ranks 2 --nodes 0", "got 0 nodes for 2 ranks"),
-        ("--link loopback --ranks 2 --nodes 2", "--nodes needs a --link"),
-    ],
-)
-@pytest.mark.parametrize("bench", ["comm", "train"])
-def test_nodes_share_out_ranks_evenly(bench: str, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", bench, *words.split()]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.network
@@ -215,6 +127,7 @@ def test_ranks_are_placed_in_blocks() -> None:
         assert network.namespace(0) != network.namespace(1)
 
 
+@pytest.mark.network
 @pytest.mark.alone
 @needs_network
 def test_ranks_of_one_node_do_not_use_the_link(tmp_path: Path) -> None:
@@ -231,6 +144,7 @@ def test_ranks_of_one_node_do_not_use_the_link(tmp_path: Path) -> None:
         assert times[1][variant] < times[2][variant] / 3
 
 
+@pytest.mark.network
 @pytest.mark.alone
 @needs_network
 def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
@@ -293,6 +207,7 @@ sys.exit(train_gpt.main())
     assert first == second != third == fourth
 
 
+@pytest.mark.network
 @pytest.mark.alone
 @needs_network
 def test_nothing_stays_however_it_ends() -> None:
@@ -308,6 +223,7 @@ def test_nothing_stays_however_it_ends() -> None:
 KILLED = "import os; from ds_zipccl.bench import link, namespaces\nwith namespaces.shaped(link.parse('1gbit'), 3): os.kill(os.getpid(), {})"
 
 
+@pytest.mark.network
 @needs_network
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_removes_the_network(number: signal.Signals) -> None:
@@ -316,6 +232,7 @@ def test_a_signal_removes_the_network(number: signal.Signals) -> None:
     assert not left_behind(process.pid)
 
 
+@pytest.mark.network
 @needs_network
 def test_the_next_call_removes_the_network_of_a_killed_process() -> None:
     process = subprocess.Popen([sys.executable, "-c", KILLED.format(9)])
@@ -329,6 +246,7 @@ def test_the_next_call_removes_the_network_of_a_killed_process() -> None:
 # ---------------------------------------------------------------- rate, delay, jitter and loss as programs see them
 
 
+@pytest.mark.network
 @needs_network
 def test_the_rate_is_seen() -> None:
     """2 MB take 160 ms at 100 Mbit/s, without the first quarter of a megabyte, for which there are tokens."""
@@ -362,14 +280,15 @@ def test_the_loss_is_seen(loss: int) -> None:
         sender = inside(network, 0, socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
         with receiver, sender:
             receiver.bind((network.addresses[1], 0))
-            receiver.settimeout(0.2)
             arrived = 0
-            for _ in range(2000):
-                sender.sendto(b"x", receiver.getsockname())
-            with contextlib.suppress(TimeoutError):
-                while True:
-                    receiver.recv(1)
-                    arrived += 1
+            for burst in range(1, 21):
+                for _ in range(100):  # fewer than the receiver's buffer holds
+                    sender.sendto(b"x", receiver.getsockname())
+                receiver.settimeout(0.02 if burst < 20 else 1)
+                with contextlib.suppress(TimeoutError):
+                    while True:
+                        receiver.recv(1)
+                        arrived += 1
         assert abs(2000 - arrived - 20 * loss) <= 65 * (loss > 0)
 
 
@@ -383,6 +302,7 @@ def test_packets_get_lost_one_by_one() -> None:
         assert seconds > 0.016 and packets > 2_000_000 / 1500
 
 
+@pytest.mark.network
 @needs_network
 def test_a_kernel_without_netem_is_named() -> None:
     """Where netem is missing, the message says so and nothing stays; where it is there, the network works."""
@@ -391,22 +311,3 @@ def test_a_kernel_without_netem_is_named() -> None:
     with pytest.raises(ToolError, match="modprobe sch_netem"), shaped("1gbit,20ms", 2):
         pass
     assert not left_behind()
-
-
-def test_what_netem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay and jitter in microseconds, loss in percent, and room for all packets on their way."""
-    pytest.importorskip("pyroute2")
-    told: list[Any] = []
-    host = type("Host", (), {"tc": lambda self, *args, **more: told.append((args, more))})()
-    spec = link.parse("1gbit,20ms~4ms,0.5%")
-    assert spec is not None
-    namespaces._add_netem(host, 7, namespaces.Network(spec, 3, ("a", "b", "c"), (), ""))
-    ((args, more),) = told
-    assert args == ("add", "netem", 7)
-    assert (more["delay"], more["jitter"], more["loss"], more["handle"]) == (20_000, 4_000, 0.5, 0x10000)
-    assert more["limit"] == 1000 + 2 * int(125e6 * 24e-3 / 1500)
-
-
-def test_plan_takes_a_rate_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("plan --params 1e9 --gpus 2 --gpus-per-node 1 --link 1gbit,20ms".split()) == 2
-    assert "put its delay into --latency" in capsys.readouterr().err
