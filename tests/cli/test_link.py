@@ -114,6 +114,7 @@ def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
     assert not left_behind()
 
 
+@pytest.mark.full(reason="test_bench_train trains, test_collectives_take_as_long_as_the_link_needs has the link")
 @pytest.mark.network
 @needs_network
 def test_training_over_a_link(tmp_path: Path) -> None:
