@@ -81,6 +81,7 @@ def test_ranks_are_placed_in_blocks() -> None:
         assert network.namespace(0) != network.namespace(1)
 
 
+@pytest.mark.full(reason="ten seconds with nobody beside; test_collectives_take_as_long_as_the_link_needs stays")
 @pytest.mark.alone
 @needs_network
 def test_ranks_of_one_node_do_not_use_the_link(tmp_path: Path) -> None:
