@@ -128,6 +128,7 @@ def test_ranks_are_placed_in_blocks() -> None:
 
 
 @pytest.mark.network
+@pytest.mark.full(reason="ten seconds with nobody beside; test_collectives_take_as_long_as_the_link_needs stays")
 @pytest.mark.alone
 @needs_network
 def test_ranks_of_one_node_do_not_use_the_link(tmp_path: Path) -> None:
@@ -162,6 +163,7 @@ def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
     assert not left_behind()
 
 
+@pytest.mark.full(reason="test_bench_train trains, test_collectives_take_as_long_as_the_link_needs has the link")
 @pytest.mark.network
 @needs_network
 def test_training_over_a_link(tmp_path: Path) -> None:

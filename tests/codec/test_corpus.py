@@ -99,6 +99,7 @@ def test_frames_give_the_same_bits(tensors: dict[str, torch.Tensor]) -> None:
         assert differing(back, tensor) == 0, name
 
 
+@pytest.mark.full(reason="two more runs of the program")
 def test_seed_decides_what_is_written(made: tuple[Path, str], tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     make(tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == made[0].read_bytes()

@@ -263,6 +263,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cache"
 
 
+@pytest.mark.full(reason="a whole cache to fill, with every library and every compiled function")
 def test_a_cache_is_used_again(built: Path, tmp_path: Path) -> None:
     files = {path: path.stat().st_mtime_ns for path in built.rglob("*")}
     result = run(built, tmp_path / "tmp")
@@ -272,6 +273,7 @@ def test_a_cache_is_used_again(built: Path, tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in built.rglob("*")} == files, "built once"
 
 
+@pytest.mark.full(reason="a whole cache to fill, with every library and every compiled function")
 @as_root
 def test_planted_libraries_do_not_run(built: Path, shared: Path, tmp_path: Path) -> None:
     """Another user was first in a shared folder, and has put code there under the names that are expected."""

@@ -152,7 +152,9 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("later", ["now", "later"])
+@pytest.mark.parametrize(
+    "later", ["now", pytest.param("later", marks=pytest.mark.full(reason="ten seconds; now stays"))]
+)
 def test_leaving_without_goodbye(tmp_path: Path, later: str) -> None:
     """The interpreter ends well without destroy_process_group(); with torch alone it aborts now and then."""
     programs = [

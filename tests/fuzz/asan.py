@@ -23,6 +23,8 @@ FLAGS = (
     "-fno-omit-frame-pointer",
     "-pthread",
 )
+#: Up to here compiling with -O2 takes longer than it saves.
+SHORT_SECONDS = 120
 
 
 def fuzzer(optimization: str = "-O0", changes: Mapping[str, tuple[Change, ...]] | None = None) -> Binary:
@@ -53,7 +55,8 @@ def main() -> None:
 
     seconds = int(sys.argv[1]) if len(sys.argv) > 1 else 600
     levels = [variant.level for variant in variants.usable() if variant.level]
-    result = run(fuzzer("-O2").path(), int(time.time()), 1 << 60, seconds, levels)
+    optimization = "-O2" if seconds > SHORT_SECONDS else "-O0"
+    result = run(fuzzer(optimization).path(), int(time.time()), 1 << 60, seconds, levels)
     print(" ".join(result.args[1:]), result.stdout, result.stderr, sep="\n")
     sys.exit(result.returncode)
 

@@ -73,8 +73,9 @@ leave()
 """
 
 
+@pytest.mark.full(reason="torch's compiler takes twenty seconds")
 def test_compiled_models_train(tmp_path: Path) -> None:
-    succeed(tmp_path, COMPILED, fresh=True, DS_ZIPCCL=ON)  # forked ranks have no compiler
+    succeed(tmp_path, COMPILED, fresh=True, DS_ZIPCCL=ON, TORCHDYNAMO_DISABLE="")
 
 
 MIXED = """

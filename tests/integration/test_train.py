@@ -153,6 +153,7 @@ def test_a_wrong_bit_shows(trained: Trained, tmp_path: Path) -> None:
         assert not wrong[mode]["replicas_equal"]
 
 
+@pytest.mark.full(reason="twenty seconds; test_bench_train runs the example, plain and coded")
 def test_example_compares(tmp_path: Path) -> None:
     options = ["--compare", "--size", "tiny", "--steps", "3", "--results", str(tmp_path / "both.json")]
     environment = {key: value for key, value in os.environ.items() if key != "DS_ZIPCCL"}

@@ -51,7 +51,8 @@ def launch(
     """
     script = folder / "program.py"
     script.write_text(program)
-    values = {"DS_ZIPCCL": "", "DEEPSPEED_TIMEOUT": "2", **environment}
+    # DeepSpeed's optimizers would load torch's compiler, for six seconds a rank.
+    values = {"DS_ZIPCCL": "", "DEEPSPEED_TIMEOUT": "2", "TORCHDYNAMO_DISABLE": "1", **environment}
     own = [
         {key: value if isinstance(value, str) else value[rank] for key, value in values.items()}
         for rank in range(ranks)

@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_zipccl.kernels import build
 
+#: Seconds that one compiler may take, on a machine that does other things too.
+SECONDS = 1500
 #: Text in a source file, and the text that replaces it.
 Change = tuple[str, str]
 
@@ -94,5 +97,11 @@ class Binary:
         objects = {source: f"{stage / source}.o" for source in self.sources}
         commands = [[*command, *own, "-c", str(stage / at), "-o", objects[at]] for at, own in self.sources.items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda words: build._run(words, str(stage)), commands))
-        build._run([*command, *self.link_flags, *objects.values(), "-o", str(target)], str(stage))
+            list(pool.map(_run, commands))
+        _run([*command, *self.link_flags, *objects.values(), "-o", str(target)])
+
+
+def _run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    if result.returncode:
+        raise build.BuildError(f"{' '.join(command)} failed:\n{result.stderr.strip()}")
