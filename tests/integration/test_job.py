@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import gc
-import inspect
-import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
+import re
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import deepspeed.comm.comm as deepspeed_comm
 import pytest
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.config import ConfigError, ZipcclConfig
-from ds_zipccl.integration import autoload, backend, hooks, job
+from ds_zipccl.integration import job
 from ds_zipccl.integration.job import Job
 
 DATA = object()  # a group
@@ -30,6 +28,22 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(job, "_installed", None)
     monkeypatch.delenv("DS_ZIPCCL", raising=False)
+
+
+@pytest.fixture
+def backend() -> ModuleType:
+    """The module, which imports DeepSpeed: too slow for the collection of tests."""
+    from ds_zipccl.integration import backend
+
+    return backend
+
+
+@pytest.fixture
+def hooks() -> ModuleType:
+    """The module, which imports DeepSpeed."""
+    from ds_zipccl.integration import hooks
+
+    return hooks
 
 
 # ---- sections ----------------------------------------------------------------------------------------------------------
@@ -129,16 +143,18 @@ class Engine:
 
 
 @pytest.fixture
-def this(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def this(backend: ModuleType, hooks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Job:
     """The job of DeepSpeed's backend."""
+    import deepspeed.comm.comm
+
     built = backend.ZipcclBackend.__new__(backend.ZipcclBackend)
     built.job = Job()
-    monkeypatch.setattr(deepspeed_comm, "cdb", built)
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", built)
     monkeypatch.setattr(hooks.torch.distributed, "get_rank", lambda: 0)
-    yield built.job
+    return built.job
 
 
-def test_steps_are_seen_logged_and_shown(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_seen_logged_and_shown(this: Job, hooks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(hooks.table, "show", shown.append)
     engine, lines = Engine(this, 2), []
@@ -152,13 +168,15 @@ def test_steps_are_seen_logged_and_shown(this: Job, monkeypatch: pytest.MonkeyPa
     assert shown == ["after 2 steps", "after 4 steps"] and len(engine.events) == 2
 
 
-def test_another_backend_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_comm, "cdb", object())
+def test_another_backend_has_no_job(hooks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed.comm.comm
+
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", object())
     engine = Engine(Job(), 2)
     assert hooks._job() is None and hooks._take_step(engine, engine.step) == "result" and engine.seen == [0, 0]
 
 
-def test_every_backend_has_a_job_of_its_own() -> None:
+def test_every_backend_has_a_job_of_its_own(backend: ModuleType) -> None:
     plain = backend.TorchBackend.__new__(backend.TorchBackend)
     backend.ZipcclBackend.adopt(plain)
     another = backend.TorchBackend.__new__(backend.TorchBackend)
@@ -169,7 +187,7 @@ def test_every_backend_has_a_job_of_its_own() -> None:
 # ---- calls -------------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_step_of_zero_1_and_2_gathers_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_step_of_zero_1_and_2_gathers_in_place(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of steps, as when a checkpoint is saved, and in those of ZeRO-3 only what was asked for is known."""
     given: list[tuple[Any, Any]] = []
     monkeypatch.setattr(backend.zero_gathers, "base_of", lambda output, group: given.append((output, group)) or "known")
@@ -194,7 +212,7 @@ SUMS: dict[str, tuple[tuple[str, str, set[int], int, Any], Any, bool]] = {
 
 
 @pytest.mark.parametrize("case", SUMS)
-def test_sums_that_go_to_all_ranks_are_counted(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_sums_that_go_to_all_ranks_are_counted(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     (owner_only, role, stages, numel, known), taken, told = SUMS[case]
     counted: list[Any] = []
     monkeypatch.setattr(backend.zero_buckets, "take_owners", lambda tensor, op, group, async_op: known)
@@ -210,11 +228,10 @@ def test_sums_that_go_to_all_ranks_are_counted(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_imports_of_this_folder_are_a_straight_line() -> None:
-    """autoload, hooks, backend, job: none names a module before it."""
-    line = [autoload, hooks, backend, job]
-    names = [module.__name__.rpartition(".")[2] for module in line]
-    for index, module in enumerate(line):
-        source = inspect.getsource(module)
-        for earlier in names[:index]:
-            assert f"import {earlier}" not in source and f"integration.{earlier}" not in source, module.__name__
-    assert sys.modules["ds_zipccl.integration.backend"] is backend
+    """autoload, hooks, backend, job: none names a module before it, not even in a function."""
+    line = ["autoload", "hooks", "backend", "job"]
+    for index, name in enumerate(line):
+        source = Path(job.__file__).with_name(f"{name}.py").read_text()
+        for earlier in line[:index]:
+            assert not re.search(rf"import [\w, ]*\b{earlier}\b|integration\.{earlier}\b", source), (name, earlier)
+        assert index == len(line) - 1 or line[index + 1] in source
