@@ -89,12 +89,14 @@ def start_line(config: ZipcclConfig, profile: LinkProfile | None, covered: str) 
 
     Args:
         profile: the measured link and codec, None if nothing was measured.
-        covered: the clause of :func:`describe` about this job's groups.
+        covered: the clause of :func:`describe` about this job's groups; it is replaced if the config codes no role.
     """
     routes = kernels.why()
     used = next(name for name in routes if not routes[name] and config.route in ("auto", name))
     skipped = "".join(f"; {name} not used: {reason}" for name, reason in routes.items() if reason)
     off = [role for role in ROLES if config.mode_of(role) == "never"]
+    if len(off) == len(ROLES):
+        covered = "nothing will be coded: the mode of every role is never"
     settings = config.model_dump(exclude={"enabled", "route", "roles"})
     parts = [
         f"kernels: {used}{skipped}",
@@ -105,6 +107,6 @@ def start_line(config: ZipcclConfig, profile: LinkProfile | None, covered: str) 
             f"link {8e-6 * profile.bandwidth:.0f} Mbit/s, {1e6 * profile.alpha:.0f} us, "
             f"coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
         )
-    if off:
+    if 0 < len(off) < len(ROLES):
         parts.append(f"passed through by config: {', '.join(off)}")
     return f"[ds_zipccl {ds_zipccl.__version__}] on, {covered}; {'; '.join(parts)}"

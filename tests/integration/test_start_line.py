@@ -55,6 +55,9 @@ def test_roles_that_are_left_alone() -> None:
     only = ZipcclConfig(enabled=True, mode="never", roles={"zero_grad": "auto"})
     off = start_line(only, None, "").split("; passed through by config: ")[1].split(", ")
     assert "zero_grad" not in off and "zero_param" in off
+    never = start_line(ZipcclConfig(enabled=True, mode="never"), None, "codes cpu tensors over gloo")
+    assert "] on, nothing will be coded: the mode of every role is never; kernels: " in never
+    assert "passed through" not in never
 
 
 #: (device of the model, groups) -> the clause.
