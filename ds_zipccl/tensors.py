@@ -20,7 +20,6 @@ _R = TypeVar("_R")
 #: torch's own constructors: a program replaces attributes of the module ``torch``, not these.
 _original: Any = torch._C._VariableFunctions
 CPU = torch.device("cpu")
-_KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
@@ -75,12 +74,15 @@ class undisturbed:
         return inner
 
 
-def is_traced(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` has no data of its own here (fake tensors, DTensor), or a tracer or transform is active (``make_fx``,
-    ``torch.func``). Then torch sends nothing, or sends it in its own way."""
+def is_traced(kind: type[torch.Tensor]) -> bool:
+    """Return whether a tensor of this class has no data of its own here, or a tracer or transform is active.
+
+    Fake tensors and DTensor have none; ``make_fx`` and ``torch.func`` are a tracer and a transform. Then torch sends nothing, or it
+    sends in its own way.
+    """
     if torch._C._functorch.maybe_current_level() is not None:
         return True
-    if type(tensor) not in _KINDS and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return True
     if not torch._C._len_torch_dispatch_stack():
         return False

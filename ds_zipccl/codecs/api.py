@@ -32,7 +32,6 @@ def compress_bound(
     return framing.payload_offset(ndim) + spec.payload_bound(numel, dtype, spec.block(block))
 
 
-@tensors.undisturbed()
 def compress(
     tensor: torch.Tensor,
     codec: str = "cascade",
@@ -70,31 +69,33 @@ def compress(
             ``base``; a tensor that is neither on the CPU nor on CUDA; a base that is missing, superfluous or of another kind.
         RouteUnavailable: no kernels here.
     """
-    if tensor.device.type not in DEVICES:
-        raise ValueError(
-            f"compress takes tensors on {' and '.join(DEVICES)}, got one on {tensor.device}; move it with .cpu()"
-        )
-    if tensor.dim() > framing.MAX_DIMS and shaped:
-        raise ValueError(f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False")
-    spec = spec_for(codec, tensor.dtype)
-    block = spec.block(block)
-    words = memory.flatten(tensor)
-    bases = _bases(codec, words, base)
-    shape = tuple(tensor.shape) if shaped else None
-    payload_at = framing.payload_offset(None if shape is None else len(shape))
-    bound = payload_at + spec.payload_bound(words.numel(), words.dtype, block)
-    if out is None:
-        buffer = tensors.empty(bound, torch.uint8, words.device)
-    else:
-        buffer = memory.frame_room(out, bound, words.device)
-        memory.keep_apart([memory.span(buffer, bound)], list(map(memory.span, (words, *bases))))
-    size = payload_at + spec.encode([words], bases, block, [buffer[payload_at:]], route)[0]
-    kind = framing.CHECKSUM if checksum else None
-    write_header(Header(spec.frame_id, words.dtype, words.numel(), size, block, shape, kind), buffer)
-    return buffer[:size].clone() if out is None else buffer[:size]
+    with tensors.undisturbed():
+        if tensor.device.type not in DEVICES:
+            raise ValueError(
+                f"compress takes tensors on {' and '.join(DEVICES)}, got one on {tensor.device}; move it with .cpu()"
+            )
+        if tensor.dim() > framing.MAX_DIMS and shaped:
+            raise ValueError(
+                f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False"
+            )
+        spec = spec_for(codec, tensor.dtype)
+        block = spec.block(block)
+        words = memory.flatten(tensor)
+        bases = _bases(codec, words, base)
+        shape = tuple(tensor.shape) if shaped else None
+        payload_at = framing.payload_offset(None if shape is None else len(shape))
+        bound = payload_at + spec.payload_bound(words.numel(), words.dtype, block)
+        if out is None:
+            buffer = tensors.empty(bound, torch.uint8, words.device)
+        else:
+            buffer = memory.frame_room(out, bound, words.device)
+            memory.keep_apart([memory.span(buffer, bound)], list(map(memory.span, (words, *bases))))
+        size = payload_at + spec.encode([words], bases, block, [buffer[payload_at:]], route)[0]
+        kind = framing.CHECKSUM if checksum else None
+        write_header(Header(spec.frame_id, words.dtype, words.numel(), size, block, shape, kind), buffer)
+        return buffer[:size].clone() if out is None else buffer[:size]
 
 
-@tensors.undisturbed()
 def compress_segments(
     segments: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
@@ -117,35 +118,37 @@ def compress_segments(
         ValueError: as :func:`compress`; or the dtypes differ, or the number of buffers is not the number of segments.
         RouteUnavailable: no kernels here.
     """
-    if codec_spec(codec).needs_base:
-        raise ValueError(
-            f"compress_segments takes no base, which codec {codec!r} needs; call compress for each segment"
-        )
-    if not segments:
-        return []
-    dtype = segments[0].dtype
-    kinds = {(segment.dtype, segment.device) for segment in segments}
-    if len(kinds) != 1 or segments[0].device.type not in DEVICES or len(segments) != len(outs):
-        raise ValueError(
-            f"wanted tensors of one dtype and device and a buffer for each, got {len(segments)} of {sorted(map(str, kinds))} "
-            f"and {len(outs)} buffers"
-        )
-    spec = spec_for(codec, dtype)
-    block = spec.block(block)
-    flats = [memory.flatten(segment) for segment in segments]
-    at = framing.payload_offset(None)
-    bounds = [at + spec.payload_bound(flat.numel(), dtype, block) for flat in flats]
-    buffers = [memory.frame_room(out, bound, flat.device) for flat, out, bound in zip(flats, outs, bounds, strict=True)]
-    memory.keep_apart(list(map(memory.span, buffers, bounds)), list(map(memory.span, flats)))
-    payloads = spec.encode(flats, (), block, [buffer[at:] for buffer in buffers], route)
-    frames = []
-    for flat, buffer, payload in zip(flats, buffers, payloads, strict=True):
-        write_header(Header(spec.frame_id, dtype, flat.numel(), at + payload, block), buffer)
-        frames.append(buffer[: at + payload])
-    return frames
+    with tensors.undisturbed():
+        if codec_spec(codec).needs_base:
+            raise ValueError(
+                f"compress_segments takes no base, which codec {codec!r} needs; call compress for each segment"
+            )
+        if not segments:
+            return []
+        dtype = segments[0].dtype
+        kinds = {(segment.dtype, segment.device) for segment in segments}
+        if len(kinds) != 1 or segments[0].device.type not in DEVICES or len(segments) != len(outs):
+            raise ValueError(
+                f"wanted tensors of one dtype and device and a buffer for each, got {len(segments)} of {sorted(map(str, kinds))} "
+                f"and {len(outs)} buffers"
+            )
+        spec = spec_for(codec, dtype)
+        block = spec.block(block)
+        flats = [memory.flatten(segment) for segment in segments]
+        at = framing.payload_offset(None)
+        bounds = [at + spec.payload_bound(flat.numel(), dtype, block) for flat in flats]
+        buffers = [
+            memory.frame_room(out, bound, flat.device) for flat, out, bound in zip(flats, outs, bounds, strict=True)
+        ]
+        memory.keep_apart(list(map(memory.span, buffers, bounds)), list(map(memory.span, flats)))
+        payloads = spec.encode(flats, (), block, [buffer[at:] for buffer in buffers], route)
+        frames = []
+        for flat, buffer, payload in zip(flats, buffers, payloads, strict=True):
+            write_header(Header(spec.frame_id, dtype, flat.numel(), at + payload, block), buffer)
+            frames.append(buffer[: at + payload])
+        return frames
 
 
-@tensors.undisturbed()
 def decompress(
     frame: torch.Tensor, out: torch.Tensor | None = None, *, base: torch.Tensor | None = None, route: str = "auto"
 ) -> torch.Tensor:
@@ -166,21 +169,21 @@ def decompress(
         ValueError: ``out`` overlaps a part of ``base``, or ``frame``; nothing is written.
         TypeError: ``frame`` is not a 1-D uint8 tensor, or ``out`` or ``base`` is not a contiguous tensor on its device.
     """
-    header, spec = open_frame(frame)
-    if out is None:
-        out = tensors.empty(header.numel, header.dtype, frame.device)
-        result = out if header.shape is None else out.view(header.shape)
-    else:
-        memory.decoded_room(out, header, (header.dtype,), frame.device)
-        memory.keep_apart([memory.span(out)], [memory.span(frame, header.frame_bytes)])
-        result = out
-    words = memory.flat_view(out)
-    against = _base_words(base, header, words) if spec.needs_base else None
-    spec.decode(frame[header.payload_at : header.frame_bytes], against, header.block, words, route)
-    return result
+    with tensors.undisturbed():
+        header, spec = open_frame(frame)
+        if out is None:
+            out = tensors.empty(header.numel, header.dtype, frame.device)
+            result = out if header.shape is None else out.view(header.shape)
+        else:
+            memory.decoded_room(out, header, (header.dtype,), frame.device)
+            memory.keep_apart([memory.span(out)], [memory.span(frame, header.frame_bytes)])
+            result = out
+        words = memory.flat_view(out)
+        against = _base_words(base, header, words) if spec.needs_base else None
+        spec.decode(frame[header.payload_at : header.frame_bytes], against, header.block, words, route)
+        return result
 
 
-@tensors.undisturbed()
 def decompress_add(
     frame: torch.Tensor, sums: torch.Tensor, *, dtype: torch.dtype | None = None, route: str = "auto"
 ) -> torch.Tensor:
@@ -200,22 +203,22 @@ def decompress_add(
         FrameError, TypeError: as :func:`decompress`; ``sums`` is then undefined. Delta frames cannot be added.
         ValueError: ``sums`` overlaps ``frame``; nothing is written.
     """
-    header, spec = open_frame(frame)
-    if spec.decode_add is None:
-        raise FrameError(
-            FrameErrorCode.CODEC, f"a {spec.name} frame cannot be added; decompress it with its base first"
-        )
-    if header.dtype not in SUMMED_DTYPES or dtype not in (None, header.dtype):
-        wanted = dtype or ", ".join(map(str, SUMMED_DTYPES))
-        raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.dtype}, wanted {wanted}")
-    memory.decoded_room(sums, header, (header.dtype, torch.float32), frame.device)
-    flat = memory.flat_view(sums)
-    memory.keep_apart([memory.span(flat)], [memory.span(frame, header.frame_bytes)])
-    spec.decode_add(frame[header.payload_at : header.frame_bytes], header.block, header.dtype, flat, route)
-    return sums
+    with tensors.undisturbed():
+        header, spec = open_frame(frame)
+        if spec.decode_add is None:
+            raise FrameError(
+                FrameErrorCode.CODEC, f"a {spec.name} frame cannot be added; decompress it with its base first"
+            )
+        if header.dtype not in SUMMED_DTYPES or dtype not in (None, header.dtype):
+            wanted = dtype or ", ".join(map(str, SUMMED_DTYPES))
+            raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.dtype}, wanted {wanted}")
+        memory.decoded_room(sums, header, (header.dtype, torch.float32), frame.device)
+        flat = memory.flat_view(sums)
+        memory.keep_apart([memory.span(flat)], [memory.span(frame, header.frame_bytes)])
+        spec.decode_add(frame[header.payload_at : header.frame_bytes], header.block, header.dtype, flat, route)
+        return sums
 
 
-@tensors.undisturbed()
 def region_hash(tensor: torch.Tensor, *, route: str = "auto") -> bytes:
     """Hash the bytes of a contiguous tensor to 16 bytes (FORMAT.md section 5), to compare bases on two ranks; blocks.
 
@@ -225,13 +228,14 @@ def region_hash(tensor: torch.Tensor, *, route: str = "auto") -> bytes:
         TypeError: ``tensor`` is not a contiguous CPU or CUDA tensor.
         RouteUnavailable: no kernels here.
     """
-    if tensor.device.type not in DEVICES or not tensor.is_contiguous():
-        raise TypeError(
-            f"region_hash takes a contiguous tensor on {' or '.join(DEVICES)}, got strides {tensor.stride()} on {tensor.device}"
-        )
-    data = memory.flatten(tensor).view(torch.uint8)
-    first, second = kernels.route(route, tensor.device.type).region_hash(data)
-    return struct.pack("<QQ", first, second)
+    with tensors.undisturbed():
+        if tensor.device.type not in DEVICES or not tensor.is_contiguous():
+            raise TypeError(
+                f"region_hash takes a contiguous tensor on {' or '.join(DEVICES)}, got strides {tensor.stride()} on {tensor.device}"
+            )
+        data = memory.flatten(tensor).view(torch.uint8)
+        first, second = kernels.route(route, tensor.device.type).region_hash(data)
+        return struct.pack("<QQ", first, second)
 
 
 def _bases(codec: str, words: torch.Tensor, base: torch.Tensor | None) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from ds_zipccl.comm import topology
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.reduction_order import reduce_op_name
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.tuner import CallTimer, Tuner
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model, tuner_rules
@@ -63,9 +63,10 @@ def decide(request: Request) -> Choice:
     state = group_state(request.group)
     if state is None:
         return Choice(Decision.passing(PassReason.NOT_A_MEMBER))
-    if tensors.is_traced(request.tensor):
+    tensor = request.tensor
+    if tensors.is_traced(type(tensor)):
         return Choice(Decision.passing(PassReason.TRACED))
-    admitted, tuner = _remembered(request, request.tensor, state)
+    admitted, tuner = _remembered(request, TensorKind(tensor.dtype, tensor.device.type, tensor.layout), state)
     problem = (request.problem or _mixture(request)) if admitted.frames else ""
     if problem:
         raise ValueError(f"{request.op}: {problem}")
@@ -93,16 +94,14 @@ def open_context(request: Request, decision: Decision) -> OpContext:
     )
 
 
-def _remembered(request: Request, tensor: torch.Tensor, state: GroupState) -> tuple[Decision, Tuner | None]:
-    """The decision for a request on tensors like ``tensor``, and the tuner that may change it from call to call."""
+def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | None]:
+    """The decision for a request on tensors of a kind, and the tuner that may change it from call to call."""
     name = "" if request.reduce_op is None else reduce_op_name(request.reduce_op)
     # a config is compared by identity: that is cheap, and the memory below keeps it alive
     key = (
         request.op,
         request.numel,
-        tensor.dtype,
-        tensor.device.type,
-        tensor.layout,
+        kind,
         request.role,
         name,
         request.tolerance,
@@ -114,14 +113,14 @@ def _remembered(request: Request, tensor: torch.Tensor, state: GroupState) -> tu
     if found is None:
         if len(decisions) >= REMEMBERED:
             decisions.clear()
-        message = message_of(request.op, tensor, request.numel, state, request.role, name or None, based=request.based)
+        message = message_of(request.op, kind, request.numel, state, request.role, name or None, based=request.based)
         found = decisions[key] = (*_decide(request, message, state), request.config)
     return found[:2]
 
 
 def message_of(
     op: str,
-    tensor: torch.Tensor,
+    kind: TensorKind,
     numel: int | None,
     state: GroupState,
     role: str,
@@ -129,15 +128,14 @@ def message_of(
     *,
     based: bool = False,
 ) -> Message:
-    """Describe ``numel`` elements like those of ``tensor`` to the policy."""
-    device = tensor.device.type
+    """Describe ``numel`` elements of tensors of a kind to the policy."""
     return Message(
         op=op,
-        dtype=tensor.dtype,
+        dtype=kind.dtype,
         numel=numel,
         ranks=state.size,
-        device=device if tensor.layout == torch.strided else f"{device} ({tensor.layout})",
-        backend=state.backend(device),
+        device=kind.device if kind.layout == torch.strided else f"{kind.device} ({kind.layout})",
+        backend=state.backend(kind.device),
         role=role,
         reduce_op=reduce_op,
         based=based,
@@ -179,9 +177,9 @@ def _on_choice(message: Message, size: int, group: dist.ProcessGroup) -> Callabl
 
 def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: ZipcclConfig, role: str) -> Decision:
     """Decide on a single message between two ranks, which is compressed, sent and decompressed one after the other."""
-    if tensors.is_traced(tensor):
+    if tensors.is_traced(type(tensor)):
         return Decision.passing(PassReason.TRACED)
-    admitted = admission.admit(message_of(op, tensor, tensor.numel(), state, role), config)
+    admitted = admission.admit(message_of(op, TensorKind.of(tensor), tensor.numel(), state, role), config)
     if not admitted.frames or config.mode_of(role) != "auto":
         return admitted
     profile = link_profile(state, tensor.device.type)

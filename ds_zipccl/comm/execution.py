@@ -122,7 +122,7 @@ def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
     shadow = None
     if request.config.check == "shadow":
         shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ctx.size)
-    stream = host_staging.callers_stream(request.tensor)
+    stream = host_staging.callers_stream(request.tensor.device)
     timer: CallTimer | None = choice.timer
     if timer is not None:
         timer.start(meet=_may_meet(request))

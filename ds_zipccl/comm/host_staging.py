@@ -65,16 +65,16 @@ def _moved(frame: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensors.empty(size, torch.uint8, like.device).copy_(frame[:size])
 
 
-def callers_stream(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
+def callers_stream(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Return a context for a job that may run in another thread: its work on the device comes after all that the caller has put there by
     now, and is done when the context ends."""
-    if tensor.device.type != "cuda":
+    if device.type != "cuda":
         return nullcontext
-    stream = torch.cuda.current_stream(tensor.device)
+    stream = torch.cuda.current_stream(device)
 
     @contextmanager
     def context() -> Iterator[None]:
-        with torch.cuda.device(tensor.device), torch.cuda.stream(stream):
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             yield
             stream.synchronize()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,19 @@ import torch.distributed as dist
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.shadow_check import Plain, Tolerance
 from ds_zipccl.config import ZipcclConfig
+
+
+class TensorKind(NamedTuple):
+    """The properties of tensors that decisions depend on, equal on all ranks. ``device``: a device type."""
+
+    dtype: torch.dtype
+    device: str
+    layout: torch.layout
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorKind:
+        """Return the kind of a tensor."""
+        return cls(tensor.dtype, tensor.device.type, tensor.layout)
 
 
 class Schedule(Protocol):

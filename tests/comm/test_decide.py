@@ -18,7 +18,7 @@ from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.decision import _mixture, _remembered, decide, decision_memory
 from ds_zipccl.comm.execution import _may_meet, execute
 from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.tuner import Tuner
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
@@ -52,7 +52,7 @@ def request_of(config: ZipcclConfig = AUTO, role: str = "dp", later: bool = Fals
 def decided(
     members: Any, config: ZipcclConfig, role: str = "dp", dtype: torch.dtype = torch.float32, **more: Any
 ) -> tuple[Decision, Tuner | None]:
-    return _remembered(request_of(config, role, **more), torch.empty(1, dtype=dtype), members)
+    return _remembered(request_of(config, role, **more), TensorKind.of(torch.empty(1, dtype=dtype)), members)
 
 
 #: What makes another message of the usual one, which is a sum of the role dp that is coded: its plan.
@@ -84,8 +84,11 @@ def test_a_base_and_a_shape_have_plans_of_their_own(members: Any) -> None:
         assert decided(members, ALWAYS, **gather) == (CODED, None)
         assert decided(members, ALWAYS, **gather, based=True) == (Decision(True, "cascade", "", with_base=True), None)
     sparse = torch.eye(100).to_sparse()
-    assert _remembered(request_of(ALWAYS), torch.empty(1), members) == (CODED, None)
-    assert _remembered(request_of(ALWAYS), sparse, members)[0].reason == "no coded route on cpu (torch.sparse_coo) yet"
+    assert _remembered(request_of(ALWAYS), TensorKind.of(torch.empty(1)), members) == (CODED, None)
+    assert (
+        _remembered(request_of(ALWAYS), TensorKind.of(sparse), members)[0].reason
+        == "no coded route on cpu (torch.sparse_coo) yet"
+    )
 
 
 def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: Any) -> None:
@@ -212,7 +215,7 @@ def carried_out(
 ) -> Any:
     """The result of a call with 5000 floats where ``tuner`` chooses, and coded calls say so."""
     monkeypatch.setattr(decision, "group_state", lambda group: SimpleNamespace())
-    monkeypatch.setattr(decision, "_remembered", lambda request, tensor, state: (CODED, tuner))
+    monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: (CODED, tuner))
     monkeypatch.setattr(
         execution, "_execute_coded", lambda choice, request, schedule: f"{choice.decision} {choice.timer is tuner}"
     )

@@ -1,0 +1,88 @@
+"""The files that a tensor passes on its way to the wire, as docs/architecture.md lists them: found by tracing real calls of DeepSpeed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import ranks as runner
+import torch
+from places import ROOT
+
+import ds_zipccl
+
+PACKAGE = Path(ds_zipccl.__file__).parent
+NUMEL = 1 << 19
+MOST_FILES = 14
+SECTION = '{"mode": "always"}'
+
+
+def listed(op: str) -> list[str]:
+    """The files in the list of docs/architecture.md below the heading of ``op``."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    found = re.search(rf"^### `{op}`$(.*?)^#", page, flags=re.M | re.S)
+    assert found is not None, f"docs/architecture.md has no heading {op}"
+    return re.findall(r"^\d+\. `(.+?)`", found[1], flags=re.M)
+
+
+def holds_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value)
+    )
+
+
+class Trace:
+    """The package's files with a function that was given a tensor, alone or in a list."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(PACKAGE):
+            arguments = inspect.getargvalues(frame)
+            names = [*arguments.args, *filter(None, (arguments.varargs,))]
+            given = [arguments.locals.get(name) for name in names]
+            given += arguments.locals.get(arguments.keywords or "", {}).values()
+            if any(map(holds_tensor, given)):
+                self.files.add(file.relative_to(PACKAGE).as_posix())
+
+
+def traced(rank: int, ranks: int, op: str) -> list[str]:
+    os.environ |= {"DS_ZIPCCL": SECTION, "DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    whole = torch.randn(ranks * NUMEL, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    shard = torch.empty(NUMEL, dtype=torch.bfloat16)
+
+    def call() -> None:
+        if op == "all_gather_into_tensor":
+            deepspeed.comm.all_gather_into_tensor(whole, shard)
+        else:
+            deepspeed.comm.reduce_scatter_tensor(shard, whole)
+
+    call()  # builds and decides
+    trace = Trace()
+    sys.setprofile(trace)
+    call()
+    sys.setprofile(None)
+    assert type(deepspeed.comm.comm.cdb).__name__ == "ZipcclBackend"
+    return sorted(trace.files)
+
+
+@pytest.mark.parametrize("op", ["all_gather_into_tensor", "reduce_scatter_tensor"])
+def test_a_tensor_passes_the_files_that_the_page_lists_and_no_others(op: str) -> None:
+    first, second = runner.run(traced, 2, op)
+    assert first == second
+    files = listed(op)
+    assert sorted(files) == first and len(files) <= MOST_FILES, (
+        f"not on the page: {set(first) - set(files)}; on the page, but not passed: {set(files) - set(first)}"
+    )
