@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import os
 import threading
 import time
 from collections import defaultdict
@@ -110,7 +111,13 @@ def test_files_are_kept_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with pytest.raises(RuntimeError, match="planted"):
         builds.kept("trial", ["other"], fail)
-    assert builds.kept("trial", ["other"], make).read_text() == "3"
+    old, used = builds.kept("trial", ["other"], make), time.time() - builds.KEEP_SECONDS - 60
+    assert old.read_text() == "3"
+    os.utime(old, (used, used))
+    os.utime(first, (used, used))
+    assert builds.kept("trial", ["ab", "c"], make) == first
+    builds.kept("trial", ["new"], make)
+    assert first.exists() and not old.exists(), "files that no run has used for a month are removed"
 
 
 def test_binaries_by_the_text_of_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from ds_zipccl.kernels import build
 
 #: Seconds that one compiler may take, on a machine that does other things too.
 SECONDS = 1500
+#: Time without use after which a file is removed.
+KEEP_SECONDS = 30 * 24 * 3600
 #: Text in a source file, and the text that replaces it.
 Change = tuple[str, str]
 
@@ -38,11 +41,20 @@ def kept(name: str, parts: Iterable[str | bytes], make: Callable[[Path], None]) 
     if not target.exists():
         with build._locked(target.with_suffix(".lock")):
             if not target.exists():
+                _forget(target.parent, name)
                 with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as folder:
                     made = Path(folder) / target.name
                     make(made)
                     os.replace(made, target)
+    os.utime(target)
     return target
+
+
+def _forget(folder: Path, name: str) -> None:
+    """Remove files of ``name`` that no run has used for ``KEEP_SECONDS``. Locks stay, as another process may hold one."""
+    for path in folder.glob(f"test_{name}_*"):
+        if path.is_file() and path.suffix != ".lock" and path.stat().st_mtime < time.time() - KEEP_SECONDS:
+            path.unlink(missing_ok=True)
 
 
 def contents(folders: Mapping[str, Path]) -> Iterable[str | bytes]:
