@@ -1,163 +1,33 @@
-"""Gathers, broadcast and all-to-all: every bit arrives, in every way of calling."""
+"""Gathers, broadcast and all-to-all together: layouts, groups, passes, counters, complaints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import corpus
+import moves
 import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import CODED, coded, filled, wait
 
 from ds_zipccl import comm
-from ds_zipccl.comm import frames
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
-
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
-SIZES = (0, 1, 2, 7, 2049, 20001)
-NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "broadcast", "all_to_all", "all_to_all_single")
-
-
-def coded(**settings: Any) -> SimpleNamespace:
-    """The collectives of comm with a config bound."""
-    config = CODED.model_copy(update=settings)
-    return SimpleNamespace(**{name: partial(getattr(comm, name), config=config) for name in NAMES})
-
-
-def filled(rank: int, size: int, kind: corpus.Float, seed: int) -> torch.Tensor:
-    """What ``rank`` contributes: blocks of all textures, the specials (NaN payloads, -0, denormals) among them."""
-    return corpus.tensor(corpus.mixed(size, kind, 128, 101 * seed + rank), kind)
-
-
-def wait(handle: Any) -> None:
-    if handle is not None:
-        handle.wait()
-
-
-# Each returns (outputs, outputs wanted) of one call through ``api``.
-
-
-def all_gather(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
-    outputs = [torch.empty_like(tensor) for tensor in inputs]
-    wait(api.all_gather(outputs, inputs[rank], None, later))
-    return outputs, inputs
-
-
-def all_gather_into_tensor(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
-    output = torch.cat([torch.empty_like(tensor) for tensor in inputs])
-    wait(api.all_gather_into_tensor(output, inputs[rank], None, later))
-    return [output], [torch.cat(inputs)]
-
-
-def all_gather_in_place(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
-    output = torch.cat([tensor if peer == rank else torch.empty_like(tensor) for peer, tensor in enumerate(inputs)])
-    wait(api.all_gather_into_tensor(output, output.chunk(len(inputs))[rank], None, later))
-    return [output], [torch.cat(inputs)]
-
-
-def all_gather_coalesced(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
-    halves = [[tensor[: len(tensor) // 3] for tensor in inputs], [tensor[len(tensor) // 3 :] for tensor in inputs]]
-    outputs = [torch.cat([torch.empty_like(tensor) for tensor in half]) for half in halves]
-    wait(api.all_gather_coalesced(outputs, [half[rank] for half in halves], None, later))
-    return outputs, [torch.cat(half) for half in halves]
-
-
-def broadcast(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
-    outputs = [inputs[rank].clone() for _ in inputs]
-    handles = [api.broadcast(output, src, None, later) for src, output in enumerate(outputs)]
-    for handle in handles:
-        wait(handle)
-    return outputs, inputs
-
-
-def all_to_all(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
-    """Peer p gets the first p/n of every tensor, so that rank 0 gets nothing."""
-    ranks = len(inputs)
-    outputs = [torch.empty_like(tensor[: len(tensor) * rank // ranks]) for tensor in inputs]
-    segments = [inputs[rank][: len(inputs[rank]) * peer // ranks].clone() for peer in range(ranks)]
-    wait(api.all_to_all(outputs, segments, None, later))
-    return outputs, [tensor[: len(tensor) * rank // ranks] for tensor in inputs]
-
-
-def all_to_all_single(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
-    """Rows of 3, all to the last rank but one row to each of the others: uneven, some empty."""
-    ranks, rows = len(inputs), [tensor[: len(tensor) // 3 * 3].view(-1, 3) for tensor in inputs]
-    cuts = [[min(1, max(0, len(row) - peer)) for peer in range(ranks - 1)] for row in rows]
-    cuts = [[*cut, len(row) - sum(cut)] for cut, row in zip(cuts, rows)]
-    wanted = torch.cat([row.split(cut)[rank] for row, cut in zip(rows, cuts)])
-    output = torch.empty_like(wanted)
-    wait(api.all_to_all_single(output, rows[rank], [cut[rank] for cut in cuts], cuts[rank], None, later))
-    return [output], [wanted]
-
-
-def all_to_all_single_even(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
-    ranks = len(inputs)
-    rows = [tensor[: len(tensor) // ranks * ranks].view(ranks, -1) for tensor in inputs]
-    output = torch.empty_like(rows[rank])
-    wait(api.all_to_all_single(output, rows[rank], None, None, None, later))
-    return [output], [torch.stack([row[rank] for row in rows])]
-
-
-def all_to_all_in_place(api: Any, inputs: list[torch.Tensor], rank: int, later: bool) -> Any:
-    ranks = len(inputs)
-    rows = [tensor[: len(tensor) // ranks * ranks].view(ranks, -1) for tensor in inputs]
-    both = rows[rank].clone()
-    wait(api.all_to_all_single(both, both, None, None, None, later))
-    return [both], [torch.stack([row[rank] for row in rows])]
-
-
-MOVES: tuple[Callable[..., Any], ...] = (
-    all_gather, all_gather_into_tensor, all_gather_in_place, all_gather_coalesced, broadcast, all_to_all, all_to_all_single,
-    all_to_all_single_even, all_to_all_in_place,
-)  # fmt: skip
-
-
-def moves(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
-    if plant is not None and rank == 1:
-        plant()
-    api = coded()
-    for seed, (move, size) in enumerate((move, size) for size in SIZES for move in MOVES):
-        kind = list(corpus.SUMMED.values())[seed % 3]
-        inputs = [filled(peer, size, kind, seed) for peer in range(ranks)]
-        for later in (False, True):
-            outputs, wanted = move(api, inputs, rank, later)
-            for got, want in zip(outputs, wanted, strict=True):
-                corpus.assert_same_bits(got, want)
-    assert {row["op"] for row in counters.rows() if row["calls"]} == set(NAMES)
-    assert not any(row["passed"] for row in counters.rows())
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_bit_arrives(ranks: int) -> None:
-    runner.run(moves, ranks)
-
-
-def flip_a_bit() -> None:
-    """From now on the last element of every decoded tensor has a wrong bit."""
-    decompress = frames.decompress
-
-    def wrong(frame: torch.Tensor, out: torch.Tensor, **settings: Any) -> torch.Tensor:
-        decompress(frame, out, **settings)
-        out.view(torch.uint8)[-1] ^= 1
-        return out
-
-    frames.decompress = wrong
-
-
-def test_a_wrong_bit_is_seen() -> None:
-    with pytest.raises(runner.RankFailure, match=r"rank 1: (.|\n)*words differ"):
-        runner.run(moves, 2, flip_a_bit)
 
 
 def as_plain(rank: int, ranks: int) -> None:
     """The same as torch.distributed, with what it can do on gloo."""
     for seed, move in enumerate(
-        (all_gather, all_gather_into_tensor, broadcast, all_to_all_single, all_to_all_single_even)
+        (
+            moves.all_gather,
+            moves.all_gather_into_tensor,
+            moves.broadcast,
+            moves.all_to_all_single,
+            moves.all_to_all_single_even,
+        )
     ):
         inputs = [filled(peer, 5000, corpus.BF16, seed) for peer in range(ranks)]
         for got, want in zip(move(coded(), inputs, rank, False)[0], move(dist, inputs, rank, False)[0], strict=True):
@@ -296,7 +166,7 @@ def incompressible(rank: int, ranks: int) -> float:
     """Frames larger than what they hold."""
     for kind in corpus.SUMMED.values():
         inputs = [corpus.tensor(corpus.random_words(20001, kind, peer), kind) for peer in range(ranks)]
-        outputs, wanted = all_gather_into_tensor(coded(), inputs, rank, False)
+        outputs, wanted = moves.all_gather_into_tensor(coded(), inputs, rank, False)
         corpus.assert_same_bits(outputs[0], wanted[0])
     return counters.totals()["ratio"]
 

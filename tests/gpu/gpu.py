@@ -20,7 +20,7 @@ CUDA_TESTS = (
     "codec/test_codec_calls.py",
     "codec/test_golden.py",
     "codec/test_fuzz.py",
-    "comm/test_staging.py",
+    "comm/test_host_staging.py",
 )
 
 #: A round with every mode, block size and dtype in it, small enough for a sanitizer.

@@ -10,7 +10,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from test_checks import calls, shadowed
+from test_shadow_check import calls, shadowed
 
 from ds_zipccl import comm
 from ds_zipccl.comm import decision, execution

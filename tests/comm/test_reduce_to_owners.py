@@ -10,10 +10,10 @@ from typing import Any
 import corpus
 import pytest
 import ranks as runner
-import test_rounds
+import test_pipeline
 import torch
 import torch.distributed as dist
-from test_sums import CODED, MIB, assert_same_sums, bell, flip_a_bit, other_order, sizes_for, wild
+from sums import CODED, MIB, assert_same_sums, bell, flip_a_bit, other_order, sizes_for, wild
 
 from ds_zipccl import comm
 from ds_zipccl.comm.ops import reduce_to_owners
@@ -124,7 +124,7 @@ def test_more_maps() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_same_in_pieces(ranks: int) -> None:
     sizes = [7, 1000, 20001]
-    turns = runner.run(test_rounds.in_small_pieces, ranks, as_all_reduce, (sizes,))
+    turns = runner.run(test_pipeline.in_small_pieces, ranks, as_all_reduce, (sizes,))
     assert min(turns) >= 8
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import corpus
+import moves
 import pytest
 import ranks as runner
-import test_changes
-import test_moves
-import test_sums
+import sums
+import test_in_place_base
 import torch
 import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def in_small_pieces(
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     "case, arguments",
-    [(test_moves.moves, ()), (test_sums.as_gloo, ([1, 7, 1000, 20001],))],
+    [(moves.moves, ()), (sums.as_gloo, ([1, 7, 1000, 20001],))],
     ids=["moves", "sums"],
 )
 def test_the_same_in_pieces(case: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
@@ -76,7 +76,7 @@ def test_the_same_in_pieces(case: Callable[..., None], arguments: tuple[Any, ...
 
 
 def test_differences_in_pieces() -> None:
-    assert min(runner.run(in_small_pieces, 3, test_changes.steps, ("bf16",), 1 << 15)) >= 2
+    assert min(runner.run(in_small_pieces, 3, test_in_place_base.steps, ("bf16",), 1 << 15)) >= 2
 
 
 def skewed(rank: int, ranks: int) -> None:
