@@ -100,7 +100,7 @@ def cell(column: str, device: str, backend: str) -> str:
         return PASSES
     if not all(decision.frames for decision in decisions):
         return PASSES
-    based = differences is not None and any(decision.codec == "delta" for decision in decisions)
+    based = differences is not None and any(decision.with_base for decision in decisions)
     return f"coded {differences}" if based else "coded"
 
 

@@ -7,7 +7,7 @@ Columns (also the keys of the rows in ``--json``). The last row is the total, wi
   ``--block`` elements.
 * ``bound``: ratio of a code that sends sign and mantissa whole and each exponent in ``block_entropy`` bits.
 * ``ratio``: bytes of the tensor / bytes of its frame, headers included. Zeros, equal words and trailing zero bits (fp32 from bf16) can
-  make it larger than ``bound``.
+  raise the ratio above ``bound``.
 * ``modes``: number of blocks of each mode that the encoder chose (FORMAT.md section 2).
 * ``wrong``: elements whose bits differ after decompress().
 

@@ -9,14 +9,13 @@ import pytest
 import ranks
 import torch.distributed as dist
 
-from ds_zipccl.bench import link
-from ds_zipccl.cli import bench_comm
+from ds_zipccl.bench import comm_cases, link, namespaces
 from ds_zipccl.comm import calibration
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.policy.cost_model import LinkProfile
 
-needs_network = pytest.mark.skipif(bool(link.why_not()), reason=f"no shaped network here: {link.why_not()}")
+needs_network = pytest.mark.skipif(bool(namespaces.why_not()), reason=f"no shaped network here: {namespaces.why_not()}")
 
 
 def measured(rank: int, size: int) -> tuple[list[float], LinkProfile]:
@@ -91,8 +90,10 @@ def test_the_tag_is_nobody_elses() -> None:
 )
 def test_bandwidth_of_a_known_link(rate: str) -> None:
     start = time.perf_counter()
-    with link.joined(rate, 2) as network:  # three times, for a machine that does other things too
-        found = list(bench_comm.launch(2, [bench_comm.Calibration(60)] * 3, network))
+    spec = link.parse(rate)
+    assert spec is not None
+    with namespaces.shaped(spec, 2) as network:  # three times, for a machine that does other things too
+        found = list(comm_cases.launch(2, [comm_cases.Calibration(60)] * 3, network))
     assert time.perf_counter() - start < 30
-    wanted = link.bits_per_second(rate) / 8
+    wanted = spec.rate / 8
     assert any(LinkProfile.from_json(row).bandwidth == pytest.approx(wanted, rel=0.15) for row in found)

@@ -99,7 +99,7 @@ assert {row["op"]: row["calls"] for row in counters.rows()} == {"send": 2, "recv
 # operations without a coded schedule are counted
 counters.reset()
 dist.gather(t, [torch.empty_like(t) for _ in range(2)] if rank == 0 else None, 0)
-dist.send_each(o, [t, t] if rank == 0 else None, 0)
+dist.scatter(o, [t, t] if rank == 0 else None, 0)
 dist.inference_all_reduce(o, dist.ReduceOp.SUM, torch.distributed.group.WORLD)
 assert {row["op"]: (row["passed"], row["passed_bytes"], *row["reasons"]) for row in counters.rows()} == {
     op: (1, 200_000, f"no coded schedule for {op}") for op in ("gather", "scatter", "inference_all_reduce")}, counters.rows()

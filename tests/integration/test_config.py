@@ -191,10 +191,10 @@ def test_environment_table_is_complete() -> None:
 
 
 def test_earlier_values_name_their_successors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r'^"zipccl.codec": "exponent" is now "cascade"$'):
+    with pytest.raises(ConfigError, match=r'^"zipccl.codec" is now "cascade", it was "exponent"; write "cascade"$'):
         parse_section({"codec": "exponent"})
     monkeypatch.setitem(RENAMED_VALUES, ("route", "cxx"), "native")
-    with pytest.raises(ConfigError, match=r'^"zipccl.route": "cxx" is now "native"$'):
+    with pytest.raises(ConfigError, match=r'^"zipccl.route" is now "native", it was "cxx"; write "native"$'):
         parse_section({"route": "cxx"})
     for (key, earlier), value in RENAMED_VALUES.items():
         allowed = get_args(ZipcclConfig.model_fields[key].annotation)
