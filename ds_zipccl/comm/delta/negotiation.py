@@ -52,7 +52,7 @@ def gather(ctx: OpContext, own: torch.Tensor, places: Sequence[torch.Tensor], ba
         # begin() writes the base to the places, and the own tensor may share memory with a place
         (own,) = detached([own], places, [places[ctx.rank]])
         last = base.begin(ctx, places, buffers := PooledBuffers())
-        reason = _reason_for_full(ctx, last, places)
+        reason = _objection(ctx, last, places)
         full.gather(ctx, 1, [own], [[place] for place in places], base=None if reason else last)
     except BaseException:
         base.abandon(ctx)
@@ -62,7 +62,7 @@ def gather(ctx: OpContext, own: torch.Tensor, places: Sequence[torch.Tensor], ba
     counters.record_difference(ctx.role, ctx.op, reason)
 
 
-def _reason_for_full(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
+def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
     """Return the reason why this rank's shard must go in full; "" if every rank holds the shard of the last gather. Uses exchange 0."""
     answers = {peer: tensors.empty(HASH_BYTES, torch.uint8) for peer in ctx.peers}
     with open_exchange(ctx, 0, control=True) as exchange:

@@ -95,7 +95,7 @@ class SharedBase:
             slot.filled = False
         abandon(exchange := Exchange(ctx, _DONE, control=True))
         for mate in self._mates(ctx):
-            # a mate whose connection is closed knows already; the others get the word, and their own words need a receive
+            # a mate whose connection is closed knows already; every other mate gets the message, and its own message a receive
             with suppress(RuntimeError, ValueError):
                 exchange.post_recv(mate, _written(False))
             with suppress(RuntimeError, ValueError):
