@@ -1,4 +1,4 @@
-"""The table of operations: all that tells one collective from another, except how it is coded (:mod:`ds_zipccl.comm.ops`)."""
+"""The table of operations: all properties of a collective except its schedule, which is in :mod:`ds_zipccl.comm.ops`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ def _rest(ranks: int) -> float:
 
 
 def _gloo_gather(ranks: int) -> float:
-    """Measured on shaped links: with two ranks its two half-shards do not overlap as they should."""
+    """Measured on shaped links: with two ranks gloo's two half-shards do not overlap as they should."""
     return _rest(ranks) * (1.5 if ranks == 2 else 1.1)
 
 
 def _gloo_all_to_all(ranks: int) -> float:
-    """Measured on shaped links: half duplex with two ranks, and hardly better with more."""
+    """Measured on shaped links: half duplex with two ranks, and hardly better with more ranks."""
     return _rest(ranks) * (2.0 if ranks == 2 else 1.55)
 
 
 def _gloo_broadcast(ranks: int) -> float:
-    """A binomial tree; a rank sends to all of its children at once, and they share its link."""
+    """A binomial tree: a rank sends to all of its children at once, and these sends share the rank's link."""
 
-    def depth(width: int) -> int:  # tensor times until all of a subtree of `width` ranks have it
+    def depth(
+        width: int,
+    ) -> int:  # transfer times of the tensor until all of a subtree of `width` ranks have the tensor
         children = [1 << bit for bit in range(width.bit_length()) if 1 << bit < width]
         return max((len(children) + depth(min(child, width - child)) for child in children), default=0)
 
@@ -41,12 +43,13 @@ def _gloo_broadcast(ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a kind of operation moves, as functions of the number of ranks, in parts of the whole tensor.
+    """The traffic of a kind of operation: functions of the number of ranks, in parts of the whole tensor.
 
-    ``steps``: messages one after another in the plain schedule, in which a rank sends ``plain``; ``gloo``: what takes as long as gloo's.
-    In ours a rank sends ``sent``, encodes ``encoded``, and one frame holds ``frame``; it receives one from every peer, or ``once``.
-    ``sums``: frames that arrive are added up. ``call(module, output, input, **more)`` runs the operation on torch.distributed and on
-    ds_zipccl.comm alike; a rank's ``inputs`` and ``outputs`` are its buffers, in place where ``outputs`` is None.
+    The plain schedule: ``steps``, messages one after another; ``plain``, the part that a rank sends; ``gloo``, the part that would take as
+    long as gloo's own schedule. Our schedule: ``sent``, the part that a rank sends; ``encoded``, the part that a rank compresses;
+    ``frame``, the part in one frame. A rank receives a frame from every peer, or with ``once`` a single one. ``sums``: arriving frames are added.
+    ``call(module, output, input, **more)`` runs the operation, with torch.distributed or ds_zipccl.comm as the module. ``inputs`` and
+    ``outputs`` are the sizes of a rank's buffers; ``outputs`` is None for operations in place.
     """
 
     steps: Callable[[int], int]
@@ -62,7 +65,7 @@ class Traffic:
     sums: bool = False
 
 
-#: Kinds of operations by the names of nccl-tests.
+#: Kinds of operations, with the names of nccl-tests.
 TRAFFIC: dict[str, Traffic] = {
     "all_gather": Traffic(
         steps=lambda n: n - 1,
@@ -112,9 +115,10 @@ TRAFFIC: dict[str, Traffic] = {
 class Op:
     """One operation of torch.distributed.
 
-    ``parameters``: names in the order of torch.distributed, as DeepSpeed's TorchBackend spells them. ``traffic``: its kind in
-    :data:`TRAFFIC`; "" where no cost is predicted. ``one_sided``: some ranks need nothing of other ranks, and must not wait for them.
-    ``by_node``: a schedule by node exists. ``coded``: a coded schedule exists. ``point_to_point``: one sender and one receiver.
+    ``parameters``: names in the order of torch.distributed, spelled as in DeepSpeed's TorchBackend. ``traffic``: the kind in
+    :data:`TRAFFIC`; "" for operations without a predicted cost. ``one_sided``: some ranks need no data of other ranks, and must not wait
+    for them. ``by_node``: a schedule by node exists. ``coded``: a schedule with frames exists. ``point_to_point``: one sender and one
+    receiver.
     """
 
     parameters: tuple[str, ...]
@@ -148,6 +152,6 @@ OPS: dict[str, Op] = {
     "gather": Op(("tensor", "gather_list", "dst", "group", "async_op"), coded=False),
     "scatter": Op(("tensor", "scatter_list", "src", "group", "async_op"), coded=False),
     "inference_all_reduce": Op(("tensor", "op", "group"), coded=False),
-    # Of this package: an all-reduce of a gradient bucket that sends each slice to its owners.
+    # this package's own operation: an all-reduce of a gradient bucket that sends each slice of the sum to its owners
     "reduce_to_owners": Op(("tensor", "owners", "op", "group"), "reduce_scatter"),
 }

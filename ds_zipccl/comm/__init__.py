@@ -1,9 +1,9 @@
-"""Compressed collectives on plain ``torch.distributed`` groups: its names, its argument order, its meaning, fewer bytes.
+"""Compressed collectives on plain ``torch.distributed`` groups. Names, argument order and meaning are those of ``torch.distributed``.
 
-Every function takes more keywords: ``config``, a :class:`ds_zipccl.config.ZipcclConfig` that must be equal on all ranks of the group;
-``role``, one of :data:`ds_zipccl.config.ROLES`, for the policy and the counters; and collectives ``uncompressed_call``, which is called
-instead of torch.distributed's own function where a call passes. :func:`reduce_to_owners` has no counterpart in torch.distributed: it is an
-all-reduce of which every rank needs a part only.
+Every function takes two more keywords. ``config`` is a :class:`ds_zipccl.config.ZipcclConfig`, which must be equal on all ranks of the
+group. ``role`` is one of :data:`ds_zipccl.config.ROLES`, for the policy and the counters. Collectives also take ``uncompressed_call``:
+a call that passes runs this function instead of torch.distributed's. :func:`reduce_to_owners` has no counterpart in torch.distributed:
+every rank needs only a part of that all-reduce.
 """
 
 from ds_zipccl.comm.delta.in_place_base import IN_PLACE

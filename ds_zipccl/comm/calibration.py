@@ -1,4 +1,4 @@
-"""Measures the :class:`~ds_zipccl.policy.cost_model.LinkProfile` of a group, the same on all its ranks."""
+"""The measurement of a group's :class:`~ds_zipccl.policy.cost_model.LinkProfile`, equal on all ranks of the group."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from ds_zipccl.policy.cost_model import LinkProfile
 
 #: Bytes of the exchanges (seed: the last two are large against the burst that a shaped link lets through at once).
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
-#: Seconds that exchanges may take in all, so that the whole calibration stays under two ...
+#: Seconds of all exchanges (seed: the whole calibration then takes less than two seconds).
 _BUDGET_S = 1.4
-#: ... and those of one size: as many as fit, at least one, at most so many. The median counts, without the first if there are others.
+#: Seconds of all exchanges of one size, and most exchanges of one size (seed). At least one is made. The median counts; the first
+#: exchange counts only where no second one was made.
 _SIZE_BUDGET_S = 0.3
 _MOST = 10
-#: Pause before an exchange: what a link lets through at once, it has then saved up again, as between a program's operations.
+#: Seconds of pause before an exchange (seed): a shaped link recovers its burst, as between a program's operations.
 _PAUSE_S = 0.01
-#: Elements of what is coded at once (4 MiB), how many of these lie side by side, more than caches hold, and elements of a tensor whose
-#: coding costs nothing but the calls.
-_NUMEL, _PIECES, _TINY = 1 << 21, 8, 64
+#: Elements of a tensor that is compressed (4 MiB); tensors side by side, more than caches hold; elements of a tensor whose time is only
+#: the time of the calls.
+_NUMEL, _COPIES, _TINY = 1 << 21, 8, 64
 _REPEATS = 5
 
 
 @tensors.undisturbed()
 def measure(group: dist.ProcessGroup | None = None) -> LinkProfile:
-    """What the slowest rank of ``group`` can do. A collective; blocks for less than two seconds on links from 100 mbit a second up,
-    once the kernels are built.
+    """Return the speeds of the slowest rank of ``group``. A collective; blocks for less than two seconds on links of 100 Mbit/s and
+    faster, once the kernels are built.
 
-    How often and up to which size is measured follows from times that the ranks have agreed on, so that none goes on alone.
+    The number of exchanges and their largest size follow from times that are equal on all ranks, so that no rank goes on alone.
 
     Args:
         group: the default group where None.
@@ -50,75 +51,78 @@ def measure(group: dist.ProcessGroup | None = None) -> LinkProfile:
     ranks = dist.get_world_size(group)
     if group is None or ranks < 2:
         raise ValueError(
-            f"a link is measured between ranks of the group: wanted at least 2, of which this is one; got {ranks}"
+            f"a link is measured between ranks: wanted a group of at least 2 ranks, with this rank among them; got {ranks} ranks; "
+            f"call calibrate on the ranks of a larger group"
         )
     backends = dist.get_backend_config(group)
     backend = dict(pair.split(":") for pair in backends.split(",")).get("cpu", "")
     if backend not in TRANSPORTS:
         raise ValueError(
-            f"only groups whose CPU tensors go over {' or '.join(TRANSPORTS)} can be measured yet, got backends {backends}"
+            f"wanted a group whose CPU tensors go over {' or '.join(TRANSPORTS)}, got backends {backends}; "
+            f"only such groups can be measured yet"
         )
     transfer = _transfer(group, TRANSPORTS[backend](group))
-    dist.barrier(group)  # all code at once, as in an operation: they may share cores
+    dist.barrier(group)  # all ranks compress at once, as in an operation: ranks may share cores
     seconds = tensors.of_numbers(list(coding_seconds()), torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     return coding_profile(transfer, seconds.tolist())
 
 
 def coding_profile(transfer: tuple[tuple[float, float], ...], seconds: Iterable[float]) -> LinkProfile:
-    """The profile of exchanges that take ``transfer`` and of :func:`coding_seconds`."""
+    """Return the profile of exchanges that take ``transfer``, in (bytes, seconds), and of :func:`coding_seconds`."""
     *coding, call = seconds
     encode, decode, add, copy, add_raw = (_NUMEL * torch.bfloat16.itemsize / spent for spent in coding)
     return LinkProfile(transfer, encode, decode, add, copy, add_raw, call)
 
 
 def coding_seconds() -> Iterator[float]:
-    """Times of this process alone, on one thread: encode, decode, decode and add, make a raw frame, add a raw one, and a call."""
+    """Yield seconds of this process alone, on one thread: compress, decompress, decompress and add, make a raw frame, add a raw frame,
+    and compress and decompress a tiny tensor."""
     with _one_thread():
         values = tensors.empty(_NUMEL, torch.float32).normal_(generator=torch.Generator().manual_seed(0)).bfloat16()
-        words, outs = values.repeat(_PIECES, 1), values.repeat(_PIECES, 1)
+        inputs, outs = values.repeat(_COPIES, 1), values.repeat(_COPIES, 1)
         buffers = {codec: _buffer(values, codec) for codec in ("cascade", "raw")}
-        frames = {codec: _encode(values, codec, _buffer(values, codec)) for codec in buffers}
-        yield _median(lambda piece: _encode(words[piece], "cascade", buffers["cascade"]))
-        yield _median(lambda piece: decompress(frames["cascade"], outs[piece]))
-        yield _median(lambda piece: decompress_add(frames["cascade"], outs[piece]))
-        yield _median(lambda piece: _encode(words[piece], "raw", buffers["raw"]))
-        yield _median(lambda piece: decompress_add(frames["raw"], outs[piece]))
-        few, buffer = values[:_TINY], _buffer(values[:_TINY], "cascade")
-        yield _median(lambda piece: decompress(_encode(few, "cascade", buffer), outs[piece, :_TINY]))
+        frames = {codec: _compress(values, codec, _buffer(values, codec)) for codec in buffers}
+        yield _median(lambda row: _compress(inputs[row], "cascade", buffers["cascade"]))
+        yield _median(lambda row: decompress(frames["cascade"], outs[row]))
+        yield _median(lambda row: decompress_add(frames["cascade"], outs[row]))
+        yield _median(lambda row: _compress(inputs[row], "raw", buffers["raw"]))
+        yield _median(lambda row: decompress_add(frames["raw"], outs[row]))
+        tiny, buffer = values[:_TINY], _buffer(values[:_TINY], "cascade")
+        yield _median(lambda row: decompress(_compress(tiny, "cascade", buffer), outs[row, :_TINY]))
 
 
 def difference_seconds(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
-    """Times of this process alone, on one thread, to encode ``after`` against ``before`` and to decode that in place, each with the hash
-    that goes before it. Flat tensors of one dtype and size."""
+    """Yield seconds of this process alone, on one thread: compress ``after`` against ``before``, and decompress the frame in place. Each
+    time includes the hash of the base. Both tensors are flat, of one dtype and size."""
     with _one_thread():
-        places, words = before.repeat(_PIECES, 1), after.repeat(_PIECES, 1)
+        bases, inputs = before.repeat(_COPIES, 1), after.repeat(_COPIES, 1)
         buffer = _buffer(after, "delta")
 
-        def encode(piece: int) -> torch.Tensor:
-            region_hash(places[piece])
-            return compress(words[piece], "delta", base=places[piece], out=buffer, shaped=False, checksum=False)
+        def compress_difference(row: int) -> torch.Tensor:
+            region_hash(bases[row])
+            return compress(inputs[row], "delta", base=bases[row], out=buffer, shaped=False, checksum=False)
 
-        def decode(piece: int) -> None:  # a place is a base once: there are more of them than repeats
-            region_hash(places[piece])
-            decompress(frame, places[piece], base=places[piece])
+        def decompress_difference(row: int) -> None:  # a row is a base once: there are more rows than repeats
+            region_hash(bases[row])
+            decompress(frame, bases[row], base=bases[row])
 
-        yield _median(encode)
-        frame = encode(0)
-        yield _median(decode)
+        yield _median(compress_difference)
+        frame = compress_difference(0)
+        yield _median(decompress_difference)
 
 
 def _buffer(tensor: torch.Tensor, codec: str) -> torch.Tensor:
     return tensors.filled(compress_bound(tensor.numel(), tensor.dtype, codec), 0, torch.uint8)
 
 
-def _encode(tensor: torch.Tensor, codec: str, buffer: torch.Tensor) -> torch.Tensor:
+def _compress(tensor: torch.Tensor, codec: str, buffer: torch.Tensor) -> torch.Tensor:
     return compress(tensor, codec, out=buffer, shaped=False, checksum=False)
 
 
 def _median(step: Callable[[int], object]) -> float:
-    """Median seconds of a step, on one piece after the other; the first time does not count."""
-    return statistics.median([_seconds(partial(step, index % _PIECES)) for index in range(_REPEATS + 1)][1:])
+    """Return the median seconds of a step, on one row after the other; the first time does not count."""
+    return statistics.median([_seconds(partial(step, index % _COPIES)) for index in range(_REPEATS + 1)][1:])
 
 
 def _seconds(step: Callable[[], object]) -> float:
@@ -138,7 +142,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _transfer(group: dist.ProcessGroup, transport: Transport) -> tuple[tuple[float, float], ...]:
-    """Points (bytes, seconds), with the same numbers on all ranks; fewer of them on slow links."""
+    """Return points (bytes, seconds), equal on all ranks. Slow links get fewer points."""
     points: list[tuple[float, float]] = []
     spent = 0.0
     for size in SIZES:
@@ -146,14 +150,14 @@ def _transfer(group: dist.ProcessGroup, transport: Transport) -> tuple[tuple[flo
             break
         times = _exchanges(group, transport, size)
         seconds = statistics.median(times[1:] or times)
-        # A smaller transfer that took longer was disturbed: it says nothing.
+        # a smaller transfer that took longer was disturbed, and does not count
         points = [*(point for point in points if point[1] < seconds), (float(size), seconds)]
         spent += sum(times) + len(times) * _PAUSE_S
     return tuple(points)
 
 
 def _exchanges(group: dist.ProcessGroup, transport: Transport, size: int) -> list[float]:
-    """Seconds of the slowest rank for each of some exchanges of ``size`` bytes with both neighbours."""
+    """Return seconds of the slowest rank for each exchange of ``size`` bytes with the next and the previous rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sent, received = tensors.filled(size, 0, torch.uint8), tensors.filled(size, 0, torch.uint8)
 

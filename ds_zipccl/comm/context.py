@@ -1,4 +1,4 @@
-"""The context of one operation on this rank: its group, ranks, tags, transport, counts and the words of its errors."""
+"""The context of one operation on this rank: group, ranks, tags, transport, byte counts and error messages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ds_zipccl.policy import wire
 
 
 class OpContext:
-    """One operation of this rank. Made in program order on every rank, as each takes the next tags of its group.
+    """One operation of this rank. Contexts are made in program order on every rank, because each takes the next tags of the group.
 
-    ``rank``, ``peers`` and all ranks in schedules are ranks of the group. ``peers`` is the order in which to receive, nearest below first,
-    which is also the order in which gloo's ring adds. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: that of
-    frames without a base; ``with_base``: frames may be differences. ``logical_bytes`` and ``wire_bytes`` count the frames sent.
+    ``rank``, ``peers`` and all ranks in schedules are group ranks. ``peers`` is the order of receives, nearest lower rank first; gloo's
+    ring adds in the same order. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: the codec of frames without a
+    base. ``with_base``: frames may be differences. ``logical_bytes`` and ``wire_bytes`` count the frames sent.
 
     Args:
-        tag: first tag; the group's next ones if None.
-        sums: the operation adds; the first one of a group asks how its backend adds.
+        tag: first tag; the group's next tags if None.
+        sums: the operation adds. The first such operation of a group asks how the backend of each rank adds.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class OpContext:
         return self._tag + index
 
     def fragment_numel(self, numel: int, itemsize: int, exchanges: int) -> int:
-        """Return the elements of a fragment of ``numel`` elements, in so many exchanges at a time; the last fragment may be shorter."""
+        """Return the elements of each fragment of a tensor of ``numel`` elements, with ``exchanges`` exchanges in flight. The last
+        fragment may be shorter."""
         return wire.fragment_numel(numel, itemsize, self.size, (self.config.staging_mib << 20) // exchanges)
 
     def count(self, logical_bytes: int, wire_bytes: int) -> None:
@@ -71,7 +72,7 @@ class OpContext:
         self.wire_bytes += wire_bytes
 
     def flushing_ranks(self) -> Sequence[bool]:
-        """Return whether each rank's backend flushes denormals when it adds; blocks until all ranks have begun their first sum.
+        """Return for each rank whether its backend flushes denormals in sums. Blocks until all ranks have begun their first sum.
 
         Raises:
             CommError: the transport failed.
@@ -82,7 +83,7 @@ class OpContext:
             return self._sum_switches.flushing_ranks()
 
     def global_rank(self, peer: int) -> int:
-        """Return the rank in the default group of a rank of this group."""
+        """Return the global rank of ``peer``, a rank of this group."""
         return dist.get_global_rank(self.group, peer)
 
     def where(self) -> str:
@@ -91,12 +92,13 @@ class OpContext:
         return f"{self.op} (group {name!r} of {self.size} ranks, role {self.role}, global rank {dist.get_rank()})"
 
     def error(self, problem: str) -> CommError:
-        """Return an error that says where the problem is."""
+        """Return an error with the operation, the group, this rank and the problem."""
         return CommError(f"{self.where()}: {problem}")
 
     @contextmanager
     def naming(self, doing: str, peer: int | None = None) -> Iterator[None]:
-        """Give errors of the transport a place: the action, and ``peer``, a rank of the group, unless the action names it.
+        """Add the operation, the action ``doing`` and ``peer``, a group rank, to errors of the transport. ``peer`` is None where the
+        action names the rank.
 
         Raises:
             CommError: from the transport's error.
@@ -106,5 +108,5 @@ class OpContext:
         except CommError:
             raise
         except RuntimeError as error:
-            whom = "" if peer is None else f" global rank {self.global_rank(peer)}"
-            raise self.error(f"{doing}{whom}: {error}") from error
+            name = "" if peer is None else f" global rank {self.global_rank(peer)}"
+            raise self.error(f"{doing}{name}: {error}") from error

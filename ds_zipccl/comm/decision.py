@@ -1,4 +1,4 @@
-"""The decision of a call: admitted or passed, and by which of the competing schedules; remembered per kind of message and group."""
+"""The decision on a call: PASS, or FRAMES by one of the competing schedules. Decisions are remembered per kind of message and group."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ REMEMBERED = 4096
 
 
 class DecisionMemory:
-    """The decisions for one group: a kind of message -> its decision, the tuner that may change it, and the config, which this keeps alive;
-    and a kind of message -> its tuner."""
+    """The decisions and tuners of one group. ``decisions`` maps a kind of message to its decision, the tuner that may change the decision,
+    and the config, which the entry keeps alive. ``tuners`` maps a kind of message to its tuner."""
 
     def __init__(self) -> None:
         self.decisions: dict[tuple[Hashable, ...], tuple[Decision, Tuner | None, ZipcclConfig]] = {}
@@ -39,13 +39,13 @@ _memories: WeakKeyDictionary[GroupState, DecisionMemory] = WeakKeyDictionary()
 
 
 def decision_memory(state: GroupState) -> DecisionMemory:
-    """Return the memory of a group's decisions, which goes with its state."""
+    """Return the memory of a group's decisions, which lives as long as the group's state."""
     memory = _memories.get(state)
     return _memories.setdefault(state, DecisionMemory()) if memory is None else memory
 
 
 class Choice(NamedTuple):
-    """A decision, a timer where the call is to be timed, and whether schedules compete for messages of this kind."""
+    """A decision; the timer of a timed call, otherwise None; and whether schedules compete for messages of this kind."""
 
     decision: Decision
     timer: CallTimer | None = None
@@ -53,12 +53,12 @@ class Choice(NamedTuple):
 
 
 def decide(request: Request) -> Choice:
-    """Decide how a call is carried out. Blocks only where ranks agree on measured times, see :class:`.tuner.Tuner`.
+    """Decide how a call is executed. Blocks only where ranks agree on measured times, see :class:`.tuner.Tuner`.
 
     Raises:
-        ValueError: no tensors, an unknown role, or arguments that do not fit together, on the rank that has them and before anything is
-            sent.
-        CommError: the measured times of a rank did not come.
+        ValueError: no tensors, an unknown role, or arguments that do not fit together. The rank with the bad arguments raises, before
+            it sends.
+        CommError: the measured times of a rank did not arrive.
     """
     state = group_state(request.group)
     if state is None:
@@ -79,7 +79,7 @@ def decide(request: Request) -> Choice:
 
 
 def open_context(request: Request, decision: Decision) -> OpContext:
-    """Take the next tags of the request's group. To be called in program order on every rank."""
+    """Return the context of a request, with the next tags of its group. Every rank calls in program order."""
     group = resolve_group(request.group)
     return OpContext(
         request.op,
@@ -95,9 +95,9 @@ def open_context(request: Request, decision: Decision) -> OpContext:
 
 
 def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | None]:
-    """The decision for a request on tensors of a kind, and the tuner that may change it from call to call."""
+    """Return the decision for a request on tensors of a kind, and the tuner that may change the decision from call to call."""
     name = "" if request.reduce_op is None else reduce_op_name(request.reduce_op)
-    # a config is compared by identity: that is cheap, and the memory below keeps it alive
+    # configs are compared by identity, which is cheap; the entry keeps the config alive
     key = (
         request.op,
         request.numel,
@@ -167,7 +167,7 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
 
 
 def _on_choice(message: Message, size: int, group: dist.ProcessGroup) -> Callable[[str], None]:
-    """Count a tuner's choices for the messages of one kind, named for the table."""
+    """Return a function that counts a tuner's choices for messages of one kind, under the name of the kind in the table."""
     dtype, summed = str(message.dtype).removeprefix("torch."), message.reduce_op or "SUM"
     where = "" if group is dist.group.WORLD else f", group {group.group_name}"
     kind = f"{dtype}{'' if summed == 'SUM' else ' ' + summed}, {tuner_rules.size_text(size)}, {message.ranks} ranks"
@@ -176,7 +176,7 @@ def _on_choice(message: Message, size: int, group: dist.ProcessGroup) -> Callabl
 
 
 def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: ZipcclConfig, role: str) -> Decision:
-    """Decide on a single message between two ranks, which is compressed, sent and decompressed one after the other."""
+    """Decide on a single message between two ranks. Compressing, sending and decompressing such a message do not overlap."""
     if tensors.is_traced(type(tensor)):
         return Decision.passing(PassReason.TRACED)
     admitted = admission.admit(message_of(op, TensorKind.of(tensor), tensor.numel(), state, role), config)
@@ -189,9 +189,9 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
 
 
 def _mixture(request: Request) -> str:
-    """The reason why the tensors of a request cannot go together; "" where they can."""
+    """Return the reason why the tensors of a request cannot go together; "" where they can."""
     first, *more = (*request.outputs, *request.inputs)
     if all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in more):
         return ""
     kinds = sorted({f"{tensor.dtype} on {tensor.device}" for tensor in (first, *more)})
-    return f"tensors must be of one dtype on one device, got {', '.join(kinds)}"
+    return f"tensors must be of one dtype on one device, got {', '.join(kinds)}; make a call for each dtype and device"

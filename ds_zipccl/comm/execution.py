@@ -1,4 +1,5 @@
-"""The execution of a call: by the plain collective or by a schedule, now or in the background, checked or not, timed or not, counted."""
+"""The execution of a call, by the plain collective or by a schedule, on the caller's thread or in the background. Every call is counted;
+some are timed or checked."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ _UNCOUNTED = (PassReason.NOT_A_MEMBER.value, PassReason.TRACED.value)
 
 
 def execute(choice: Choice, request: Request, schedule: Schedule) -> Any:
-    """Carry out a call; blocks unless its ``async_op``. Returns as torch.distributed does: None, or a handle if ``async_op``.
+    """Execute a call; blocks unless ``request.async_op``. Returns as torch.distributed does: None, or a handle if ``async_op``.
 
     Raises:
-        CommError: a peer or the transport failed, or a frame was refused; ``async_op`` calls raise it in ``wait()``.
+        CommError: a peer or the transport failed, or a frame was refused. The handle of an ``async_op`` call raises in ``wait()``.
     """
     if choice.decision.frames:
         return _execute_coded(choice, request, schedule)
@@ -39,29 +40,30 @@ def execute(choice: Choice, request: Request, schedule: Schedule) -> Any:
 
 
 def pass_small(op: str, role: str, sent: int, call: Callable[[], Any]) -> Any:
-    """Carry out a call on too few bytes to look at closely, of which this rank sends ``sent``, by the plain collective."""
+    """Execute a call of fewer than ``min_bytes`` by the plain collective, and return its result. ``sent``: bytes that this rank sends."""
     counters.record_pass(role, op, sent, PassReason.SMALL.value)
     return call()
 
 
 def is_small(tensor: torch.Tensor, config: ZipcclConfig) -> bool:
-    """Return whether a message like ``tensor`` passes for its size, whatever it is."""
+    """Return whether a message like ``tensor`` passes because of its size, whatever its dtype and role are."""
     return tensor.layout is torch.strided and admission.is_small(tensor.nbytes, config)
 
 
 def sent_to_peers(nbytes: int, group: dist.ProcessGroup | None) -> int:
-    """Return the part of ``nbytes`` that belongs to other ranks of the group when each has as much."""
+    """Return the part of ``nbytes`` that belongs to other ranks of the group, where all ranks have equal parts."""
     ranks = max(1, group_size(group))
     return nbytes * (ranks - 1) // ranks
 
 
 def _may_meet(request: Request) -> bool:
-    """Whether ranks may wait for each other first: in a call that blocks, of an operation in which each needs every other anyway."""
+    """Return whether ranks may wait for each other before the call: a blocking call in which every rank needs data of every other."""
     return not request.async_op and request.numel is not None and not OPS[request.op].one_sided
 
 
 def _execute_plain(choice: Choice, request: Request) -> Any:
-    """Where schedules compete, results must not depend on the choice: then plain gets tensors in the order of our schedules."""
+    """Execute a call by the plain collective. Where schedules compete, results must not depend on the choice: the plain collective then
+    gets tensors in the element order of our schedules."""
     timer = choice.timer
     if timer is not None:
         timer.start(meet=_may_meet(request))
@@ -79,7 +81,7 @@ def _uncompressed(request: Request) -> Any:
 
 
 def _suits_plain(request: Request) -> bool:
-    """Whether the plain collective takes the tensors as our schedules do. A rank can tell only of its own."""
+    """Return whether the plain collective reads the tensors of this rank in the element order of our schedules."""
     return request.memory_order or all(
         tensor.is_contiguous() and (tensor.dim() == 1 or not request.flat)
         for tensor in (*request.inputs, *request.outputs)
@@ -87,10 +89,10 @@ def _suits_plain(request: Request) -> bool:
 
 
 def _plain_in_order(request: Request) -> Any:
-    """Carry out a call by the plain collective on contiguous tensors, flat ones if the request is of shards of flat tensors.
+    """Execute a call by the plain collective on contiguous tensors, which are flat if ``request.flat``.
 
-    gloo refuses some layouts and shapes and takes the memory of others as it lies, each rank by its own tensors. The results of a program
-    must not depend on the schedule, and ranks must not part ways.
+    gloo refuses some layouts and shapes, and sends other layouts in memory order, depending on each rank's own tensors. The results of a
+    program must not depend on the schedule, and all ranks must run the same collective.
     """
     order = logical_order if request.flat else torch.Tensor.contiguous
     inputs, outputs = ([order(tensor.detach()) for tensor in some] for some in (request.inputs, request.outputs))
@@ -111,7 +113,7 @@ def _plain_in_order(request: Request) -> Any:
 
 
 def _copy_back(written: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    """Copy results to the caller's outputs where they do not lie there already."""
+    """Copy results to the caller's outputs, unless a result is a view of its output."""
     for result, output in zip(written, outputs, strict=True):
         if result.data_ptr() != output.data_ptr():
             output.copy_(result.view(output.shape))
@@ -128,11 +130,11 @@ def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
         timer.start(meet=_may_meet(request))
 
     def job() -> None:
-        # all three are of this thread; inference mode is the only one that may write to every tensor
+        # all three are states of a thread; only inference mode may write to every tensor
         with torch.inference_mode(), tensors.undisturbed(), stream():
-            carry_out()
+            run()
 
-    def carry_out() -> None:
+    def run() -> None:
         order = memory_order if request.memory_order else logical_order
         outputs = [order(tensor) for tensor in request.outputs]
         schedule.run(ctx, [order(tensor) for tensor in request.inputs], outputs)
@@ -156,10 +158,11 @@ def logical_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory that gloo's sums work on: as many elements from the tensor's first on as it has, whatever its strides.
+    """Return a flat view of the memory that gloo sums: ``tensor.numel()`` elements from the tensor's first element on, for any strides.
 
-    A dense tensor's memory is its own elements. A tensor with gaps is summed gaps and all, as gloo does it: bits must not depend on the
-    schedule. Where the tensor overlaps itself, so that its memory is too short for that, and on other devices: a copy in logical order.
+    The memory of a dense tensor is its own elements. gloo sums a tensor with gaps together with the gaps, and so do our schedules: bits
+    must not depend on the schedule. A tensor that overlaps itself may have too little memory. Then, and for tensors with gaps on other
+    devices than CPUs, the result is a copy in logical order.
     """
     dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()

@@ -1,4 +1,4 @@
-"""Tensors to frames and back for one operation: which codec a frame gets, where its bytes lie, and refusals of bad frames."""
+"""The frames of one operation: the codec of each frame, the memory of its bytes, and the refusal of bad frames."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ds_zipccl.policy import wire
 
 
 class FrameCoder:
-    """Codes the frames of one operation. All calls block; tensors are flat and contiguous, on the operation's device.
+    """Compresses and decompresses tensors of one operation. All calls block; tensors are flat and contiguous, on the operation's device.
 
-    Frames of CUDA tensors are staged in host memory where the transport takes no other.
+    Frames of CUDA tensors are staged in host memory where the transport takes no device memory.
     """
 
     def __init__(self, ctx: OpContext) -> None:
         self._ctx = ctx
         self._block, self._route = ctx.config.block, ctx.config.route
         self._staged = ctx.transport.capabilities.host_only and host_staging.is_staged(ctx.device)
-        #: Adds values to sums, which are of their dtype or float32.
+        #: Adds values to sums; the dtype of the sums is that of the values or float32.
         self.add = plain_sums.add if self._staged else kernels.adder(self._route, ctx.device)
 
     def compress(self, flat: torch.Tensor, buffers: PooledBuffers, base: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the frame of ``flat`` in memory of ``buffers``: a difference against ``base`` if there is one."""
+        """Return the frame of ``flat`` in memory of ``buffers``; with ``base``, the frame is a difference against ``base``."""
         codec = self._codec(flat.nbytes) if base is None else "delta"
         if self._staged:
             frame = host_staging.compress(flat, codec, self._block, self._route, buffers)
@@ -45,7 +45,7 @@ class FrameCoder:
         return frame
 
     def compress_each(self, flats: Sequence[torch.Tensor], buffers: PooledBuffers) -> list[torch.Tensor]:
-        """Return the frames of tensors of one dtype, made in one call of the kernels."""
+        """Return the frames of tensors of one dtype, compressed in one kernel call."""
         if self._staged:
             return [self.compress(flat, buffers) for flat in flats]
         codec = self._codec(min(flat.nbytes for flat in flats))
@@ -60,16 +60,16 @@ class FrameCoder:
         return "raw" if codec != "raw" and self._ctx.backoff.skips() else codec
 
     def recv_buffer(self, numel: int, dtype: torch.dtype, buffers: PooledBuffers) -> torch.Tensor:
-        """Return memory that holds any frame of so many elements, whatever codec the sender chooses."""
+        """Return memory, 1-D uint8, that holds a frame of ``numel`` elements by any codec that the sender may choose."""
         return buffers.take(max(compress_bound(numel, dtype, codec, block=self._block) for codec in CODECS))
 
     def decompress(
         self, frame: torch.Tensor, peer: int, out: torch.Tensor, base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Decompress the frame of ``peer`` into ``out``, and return that; ``base`` is for frames that are differences.
+        """Decompress the frame of ``peer`` into ``out`` and return ``out``. ``base``: the base of a frame that is a difference.
 
         Raises:
-            CommError: from FrameError: the frame is damaged, or holds another dtype or number of elements.
+            CommError: from FrameError: the frame is damaged, or its dtype or number of elements differs from ``out``.
         """
         with self._refusing(peer):
             if self._staged:
@@ -77,7 +77,7 @@ class FrameCoder:
             return decompress(frame, out, base=base, route=self._route)
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        """Add the values in the frame of ``peer``, which are of ``dtype``, to ``sums``.
+        """Add the values in the frame of ``peer``, whose dtype is ``dtype``, to ``sums``.
 
         Raises:
             CommError: as :meth:`decompress`.

@@ -1,4 +1,4 @@
-"""The state that a rank keeps of each of its groups: asking torch at every call would cost more than a small message takes."""
+"""The state that a rank keeps of each of its groups. Asking torch at every call would take longer than a small message."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from ds_zipccl.policy.cost_model import LinkProfile
 
 
 class RawBackoff:
-    """Frames of one operation and role that did not shrink go uncoded for a while: coding them is time lost."""
+    """The backoff of one operation and role: after a frame that did not shrink, the next frames are raw, because compressing them is
+    time lost."""
 
     def __init__(self) -> None:
         self._left = 0
 
     def skips(self) -> bool:
-        """Return whether the next frame goes uncoded."""
+        """Return whether the next frame is raw."""
         self._left -= self._left > 0
         return self._left > 0
 
     def note(self, logical_bytes: int, wire_bytes: int) -> None:
-        """Take in the size of a coded frame."""
+        """Record the sizes of a compressed frame."""
         if wire.incompressible(logical_bytes, wire_bytes):
             self._left = wire.RAW_FRAMES + 1
 
 
 class GroupState:
-    """A group that this rank is in. It goes with the group, so that a group made anew starts afresh on all ranks."""
+    """The state of a group that has this rank. The state lives as long as the group, so that a new group starts afresh on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
@@ -47,7 +48,7 @@ class GroupState:
         self.profiles: dict[str, LinkProfile] = {}  # by backend
         self.sum_switches: SumSwitches | None = None
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        # torch then compares how many messages each rank has sent and received, and takes a difference for a wrong program
+        # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if get_debug_level() == DebugLevel.DETAIL else ""
         self.backends = {device: name + detail for device, name in pairs}
         self._issued = count()
@@ -55,11 +56,11 @@ class GroupState:
         work.settle_at_exit()
 
     def backend(self, device: str) -> str:
-        """Return the name of the backend that serves tensors on ``device``, such as "gloo"; "" where none does."""
+        """Return the name of the backend of tensors on ``device``, such as "gloo"; "" where the device has no backend."""
         return self.backends.get(device, "")
 
     def transport(self, device: str, group: dist.ProcessGroup) -> Transport:
-        """Return the transport of tensors on ``device``; admission has found one for their backend."""
+        """Return the transport of tensors on ``device``. Admission has made sure that their backend has a transport."""
         return TRANSPORTS[self.backend(device)](group)
 
     def backoff(self, op: str, role: str) -> RawBackoff:
@@ -67,7 +68,7 @@ class GroupState:
         return self._backoffs.setdefault((op, role), RawBackoff())
 
     def next_tag(self) -> int:
-        """Return the first tag of the next collective, which has TAGS_PER_COLLECTIVE of them. To be called in program order."""
+        """Return the first of the TAGS_PER_COLLECTIVE tags of the next collective. Every rank calls in program order."""
         with self._issued_lock:
             number = next(self._issued) % (TAGS_PER_RANGE // TAGS_PER_COLLECTIVE)
             return TagRange.COLLECTIVE + number * TAGS_PER_COLLECTIVE
@@ -85,28 +86,28 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     found = dist.group.WORLD if group is None else group
     if found is None:
-        raise ValueError("there is no process group yet; call torch.distributed.init_process_group first")
+        raise ValueError("wanted a process group, got none; call torch.distributed.init_process_group first")
     return found
 
 
 def group_state(group: dist.ProcessGroup | None) -> GroupState | None:
-    """Return the state of a group, the default group for None; None for a group that this rank is not in.
+    """Return the state of a group, or None if this rank is not in the group. ``group`` None is the default group.
 
     Raises:
         ValueError: torch.distributed is not initialized, or does not know the group.
     """
     group = resolve_group(group)
-    if not isinstance(group, dist.ProcessGroup):  # torch's mark for a group of other ranks
+    if not isinstance(group, dist.ProcessGroup):  # torch's mark for a group without this rank
         return None
     state = _states.get(group)
     if state is None and dist.get_rank(group) >= 0:
-        with _making:  # the state of a group must be one object for all threads
+        with _making:  # all threads must get the same object
             state = _states.get(group) or _states.setdefault(group, GroupState(group))
     return state
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks of the group; -1 where this rank is not in it."""
+    """Return the number of ranks of the group; -1 if this rank is not in the group."""
     state = group_state(group)
     return state.size if state else -1
 
@@ -117,21 +118,21 @@ def is_member(group: dist.ProcessGroup | None) -> bool:
 
 
 def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: int | None) -> int:
-    """Return the rank in the group, given as one of global rank and group rank.
+    """Return the group rank of a rank that is given either as a global rank or as a group rank.
 
     Raises:
-        ValueError: both or none is given, or the global rank is not in the group.
+        ValueError: both or neither is given, or the global rank is not in the group.
     """
     if (global_rank is None) == (rank is None):
         raise ValueError(f"give either a global rank or a group rank, got {global_rank} and {rank}")
     if rank is not None:
         return rank
-    assert global_rank is not None  # one of both is given
+    assert global_rank is not None  # exactly one is given
     return dist.get_group_rank(resolve_group(group), global_rank)
 
 
 def group_nodes(group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
-    """Return the ranks of a group that this rank is in, by node; none before :func:`calibrate`."""
+    """Return the group ranks of each node; an empty list before :func:`calibrate`, and if this rank is not in the group."""
     state, world = group_state(group), group_state(None)
     if state is None or world is None:
         return []
@@ -143,17 +144,17 @@ def group_nodes(group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
 def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
     """Measure link and codec of a group (None: the default group) for ``mode`` auto, and find the ranks that share a node.
 
-    A collective: every rank of the group calls it, while nothing else is under way on the group; blocks for less than 2 s. A group that is
-    not measured itself is taken to be like the default group. Where nothing is measured every schedule is tried, gathers do not go by
-    node, and sends are always coded.
+    A collective: every rank of the group calls, while the group has no other operation in flight. Blocks for less than 2 s. A group
+    without a measurement uses that of the default group. Without any measurement every schedule is tried, gathers do not go by node,
+    and sends are always compressed.
 
     Raises:
-        ValueError: the group has one rank, this rank is not in it, or its CPU tensors do not go over gloo.
+        ValueError: the group has one rank, this rank is not in the group, or the group's CPU tensors do not go over gloo.
         RuntimeError: a peer or the transport failed.
     """
     profile = measure(group)
     state = group_state(group)
-    assert state is not None  # measure() has looked
+    assert state is not None  # measure() has raised on a rank outside the group
     state.profiles[state.backend("cpu")] = profile
     if group is None or group is dist.group.WORLD:
         state.places = topology.find(resolve_group(None))
@@ -161,7 +162,7 @@ def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
 
 
 def link_profile(state: GroupState, device: str) -> LinkProfile | None:
-    """Return the measured profile of the link that tensors on ``device`` go by, equal on all ranks; None where nothing was measured."""
+    """Return the measured profile of the link of tensors on ``device``, equal on all ranks; None without a measurement."""
     backend = state.backend(device)
     if backend in state.profiles:
         return state.profiles[backend]

@@ -1,6 +1,6 @@
-"""Frames of CUDA tensors, coded on the GPU and carried through host memory, the only memory that gloo's sends and receives take.
+"""Frames of CUDA tensors, compressed on the GPU and sent from host memory. gloo's sends and receives take host memory only.
 
-A rank on which no CUDA kernels work codes on the host. Each rank decides alone, as the frames are the same.
+A rank without working CUDA kernels compresses on the host. Each rank decides alone, because the frames are the same.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def is_staged(device: str) -> bool:
 
 @functools.cache
 def _codes(device: str, route: str) -> bool:
-    """Whether ``route`` has kernels on the device; the first call may build them."""
+    """Return whether ``route`` has kernels on the device; the first call may build the kernels."""
     try:
         kernels.route(route, device)
-    except (kernels.RouteUnavailable, ValueError):  # the latter: a route of another device was asked for
+    except (kernels.RouteUnavailable, ValueError):  # ValueError: ``route`` is a route of another device
         return False
     return True
 
@@ -60,14 +60,14 @@ def decompress_add(frame: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor, 
 
 
 def _moved(frame: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The frame, without what stands behind it, on the device of ``like``."""
+    """Return the frame, without the bytes behind its end, on the device of ``like``."""
     size = parse(frame).frame_bytes
     return tensors.empty(size, torch.uint8, like.device).copy_(frame[:size])
 
 
 def callers_stream(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context for a job that may run in another thread: its work on the device comes after all that the caller has put there by
-    now, and is done when the context ends."""
+    """Return a factory of contexts for a job that may run in another thread. The job's work runs on the caller's current stream, after the
+    work that the caller has queued there. The end of the context blocks until the job's work is done."""
     if device.type != "cuda":
         return nullcontext
     stream = torch.cuda.current_stream(device)

@@ -2,7 +2,7 @@
 
 ``match`` adds in the tensor's own dtype, rounding at every step, in the order of a ring backend: the elements of chunk ``c`` of ``n`` are
 summed as ``((x[c-1] + x[c-2]) + ...) + x[c]``, indices mod n. The transport knows the size of a chunk. ``fp32`` adds in fp32 in rank order
-and rounds once. The payload of a NaN sum is left open for fp16 and fp32, by the hardware as well; bf16 sums make it 0x7fc0, as gloo does.
+and rounds once. The payload of a NaN sum is undefined for fp16 and fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0, as in gloo.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ds_zipccl.kernels.sums import divide, flushing, settle_nans
 
 
 class Contributions(Protocol):
-    """The tensors that the ranks of a group add to a sum: flat, of the sum's size and dtype, each asked for once.
+    """The tensors that the ranks of a group add to a sum: flat, of the sum's size and dtype. Each is asked for once.
 
-    ``own`` is the contribution of ``rank``, which is here already.
+    ``own`` is the contribution of this rank, ``rank``, and needs no receive.
     """
 
     rank: int
     own: torch.Tensor
 
     def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
-        """The contribution: ``into``, filled, or another tensor."""
+        """Return the contribution of ``rank``: in ``into``, or in another tensor. Blocks until the contribution has arrived."""
         ...
 
     def add(self, rank: int, sums: torch.Tensor) -> None:
-        """Add the contribution to ``sums``, of its dtype or float32."""
+        """Add the contribution of ``rank`` to ``sums``, of the contribution's dtype or float32. Blocks as :meth:`take`."""
         ...
 
     def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add the result of :meth:`take`, or a part of it, to ``sums`` of its dtype."""
+        """Add ``taken``, a result of :meth:`take` or a part of one, to ``sums`` of the same dtype."""
         ...
 
 
@@ -61,22 +61,22 @@ class Reduction:
         chunk: int,
         flushing_ranks: Sequence[bool] = (),
     ) -> None:
-        """Write the sum of all contributions into flat ``out``; :meth:`finish` is still to come.
+        """Write the sum of all contributions into flat ``out``. The caller then calls :meth:`finish`. Blocks until all have arrived.
 
         Args:
-            contributions: where one order serves all of ``out``, they are taken and added in that order, one at a time.
-            out: may be the own contribution's memory, and shares none with the other contributions.
+            contributions: where all of ``out`` has one order, contributions are taken and added in that order, one at a time.
+            out: may be the memory of the own contribution, and shares no memory with the other contributions.
             spans, chunk: the places of ``out`` in the message, laid end to end, and the size of the message's chunks, in elements.
-            flushing_ranks: whether each rank flushes denormals when it adds its contribution; empty: none does.
+            flushing_ranks: for each rank, whether adding its contribution flushes denormals; empty: no rank flushes.
         """
         if not out.numel():
             return
         buffers = PooledBuffers()
         flushes = flushing_ranks or [False] * self._ranks
         parts = self._parts(spans, chunk, alike=len(set(flushes)) == 1)
-        first, second, *others = parts[0][1]
+        first, second, *rest = parts[0][1]
         adder = second
-        if second == contributions.rank:  # the first two commute, and what is here already can be added to
+        if second == contributions.rank:  # the first two commute, and the own contribution can be added to in place
             first, second = second, first
         in_place = len(parts) == 1 and first == contributions.rank and not self._fp32
         total = out if in_place else buffers.empty(out.numel(), torch.float32 if self._fp32 else out.dtype, out.device)
@@ -86,7 +86,7 @@ class Reduction:
             )
             if start.data_ptr() != total.data_ptr():
                 total.copy_(start)
-            for rank, adds in ((second, adder), *zip(others, others)):
+            for rank, adds in ((second, adder), *zip(rest, rest)):
                 with flushing(flushes[adds]):
                     contributions.add(rank, total)
         else:
@@ -94,9 +94,9 @@ class Reduction:
                 contributions.take(rank, buffers.empty(out.numel(), out.dtype, out.device))
                 for rank in range(self._ranks)
             ]
-            for span, (first, *others) in parts:
+            for span, (first, *rest) in parts:
                 part = total[span].copy_(taken[first][span])
-                for rank in others:
+                for rank in rest:
                     with flushing(flushes[rank]):
                         contributions.add_taken(taken[rank][span], part)
         if self._fp32 and self._average:
@@ -108,15 +108,15 @@ class Reduction:
         buffers.release()
 
     def finish(self, out: torch.Tensor, flushes: bool = False) -> None:
-        """Divide for AVG, as gloo does after everything else on each rank ("fp32" has done it before rounding)."""
+        """Divide ``out`` for AVG, as each rank of gloo does after the sum. ("fp32" has divided before rounding.)"""
         if self._average and not self._fp32:
             with flushing(flushes):
                 divide(out, self._ranks)
 
     def _parts(self, spans: Sequence[slice], chunk: int, alike: bool) -> list[tuple[slice, Sequence[int]]]:
-        """Parts of ``spans`` laid end to end, as long as can be, with the order of ranks in which each is summed. ``alike``: all ranks add
-        in the same way."""
-        if self._fp32 or (self._ranks == 2 and alike):  # the sum of two does not depend on the order
+        """Return the longest parts of ``spans``, laid end to end, that each have one order of ranks, with that order. ``alike``: all ranks
+        treat denormals in the same way."""
+        if self._fp32 or (self._ranks == 2 and alike):  # the sum of two contributions does not depend on the order
             return [(slice(0, sum(map(length, spans))), range(self._ranks))]
         parts: list[tuple[slice, Sequence[int]]] = []
         at, last = 0, -1
@@ -135,7 +135,7 @@ class Reduction:
 def arithmetic(
     device: str, op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig
 ) -> tuple[Reduction, Tolerance]:
-    """Return the arithmetic that the config asks for, and how near it comes to the plain backend's."""
+    """Return the reduction that the config asks for, and the tolerance of its results against the plain backend's."""
     state = group_state(group)
     if state is None:
         return Reduction("fp32", "", -1), "nan"  # never used
@@ -158,6 +158,6 @@ def _names() -> dict[Any, str]:
 def reduce_op_name(op: Any) -> str:
     """Return the name of a reduce op as in ``torch.distributed.ReduceOp``."""
     names = _names()
-    if op in names:  # RedOpType itself, which is what torch.distributed.ReduceOp.SUM is
+    if op in names:  # RedOpType itself, the type of torch.distributed.ReduceOp.SUM
         return names[op]
     return next((name for member, name in names.items() if op == member), "unknown")

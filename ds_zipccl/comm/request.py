@@ -1,4 +1,4 @@
-"""The request: one call of a collective, with all that its decision and its execution need."""
+"""The request: one call of a collective, with all values that its decision and its execution need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_zipccl.config import ZipcclConfig
 
 
 class TensorKind(NamedTuple):
-    """The properties of tensors that decisions depend on, equal on all ranks. ``device``: a device type."""
+    """The properties of tensors on which decisions depend, equal on all ranks. ``device``: a device type."""
 
     dtype: torch.dtype
     device: str
@@ -28,32 +28,33 @@ class TensorKind(NamedTuple):
 
 
 class Schedule(Protocol):
-    """A coded way to carry out an operation."""
+    """An algorithm that executes an operation with frames."""
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Write the outputs; blocks. Tensors are flat, contiguous, of one dtype on one device, in the order of the request."""
+        """Write the outputs; blocks. Tensors are flat, contiguous, of one dtype on one device, in the element order of the request."""
         ...
 
 
-@dataclass(slots=True)  # not frozen: that would double the cost of making one, which small messages feel
+@dataclass(slots=True)  # not frozen: freezing would double the time to make a request, which counts in small messages
 class Request:
     """One call of a collective. In-place operations have no inputs, only outputs.
 
-    Where, for whom:
+    The operation:
         op: name in :data:`ds_zipccl.ops.OPS`. ``group`` None is the default group. ``role``: one of
         :data:`ds_zipccl.config.ROLES`.
-        uncompressed_call: carries out the operation uncompressed, by the caller's own function, such as DeepSpeed's; None: by ``plain``.
+        uncompressed_call: executes the operation uncompressed, by the caller's function, such as DeepSpeed's; None: ``plain`` does.
     The message:
         numel: elements of the whole message, equal on all ranks; None: ranks may see different numbers.
         sent: elements that this rank would send uncompressed.
-        plain: torch.distributed's collective, on tensors that are given to it.
-    The rest tells how far schedules may differ from ``plain``:
-        problem: the reason why the arguments cannot be sent at all.
+        plain: torch.distributed's collective, on the tensors that are its arguments.
+    Differences that are allowed between schedules and ``plain``:
+        problem: the reason why the arguments cannot be sent; "" if they can.
         plain_fits: the plain collective takes all arguments that ours takes.
-        memory_order: tensors count in the order of memory, as in gloo's sums and broadcasts.
-        flat: shapes do not matter, only numbers of elements.
-        sends_less: before coding, than the plain collective: then that one's bytes count as uncompressed.
-        based: ranks may hold an earlier result; ``token`` tells it from others, in the same way on all ranks, if anything can.
+        memory_order: elements count in memory order, as in gloo's sums and broadcasts.
+        flat: only the number of elements of a tensor matters, not its shape.
+        sends_less: our schedule sends less than the plain collective even before compression. The plain collective's bytes then count as
+        logical bytes.
+        based: ranks may hold an earlier result. ``token`` tells that result from others, equally on all ranks; None where no value does.
     """
 
     op: str
@@ -79,13 +80,13 @@ class Request:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A tensor whose dtype, device and layout stand for all. Raises ValueError where there is none."""
+        """Return a tensor whose dtype, device and layout stand for all tensors. Raises ValueError if the request has no tensor."""
         for tensor in self.outputs or self.inputs:
             return tensor
         raise ValueError(f"{self.op}: no tensors; give at least one")
 
     def nbytes(self) -> int:
-        """Return the bytes of the message; where ranks may see different ones, those that this rank sends and receives."""
+        """Return the bytes of the message; where ``numel`` is None, the bytes that this rank sends and receives."""
         if self.numel is not None:
             return self.numel * self.tensor.element_size()
         return sum(one.nbytes for one in (*self.outputs, *self.inputs))

@@ -1,7 +1,7 @@
-"""check = "shadow": the plain collective runs beside the coded one, on copies, and the results are compared.
+"""check = "shadow": the plain collective runs beside our schedule, on copies, and the results are compared.
 
-Moves must agree in every bit. Sums must agree in every bit too, except that any NaN equals any NaN, and that "fp32" sums of
-three or more ranks (or averages) may differ from the plain result ``want`` by rounding:
+Operations without sums must agree in every bit. Sums must agree in every bit too, with two exceptions. Any NaN equals any NaN. "fp32"
+sums of three or more ranks, and "fp32" averages, may differ from the plain result ``want`` by rounding:
 ``|got - want| <= ranks * eps * sum(|x|)``, eps being the distance from 1 to the next number of the dtype.
 """
 
@@ -14,20 +14,20 @@ import torch
 
 from ds_zipccl.comm.work import CommError
 
-#: How the results of an operation may differ from the plain ones.
+#: The differences that are allowed from the plain results: none; the payloads of NaNs; rounding as well.
 Tolerance = Literal["bits", "nan", "rounding"]
-#: plain(inputs, outputs, async_op): the operation of torch.distributed on these tensors.
+#: plain(inputs, outputs, async_op): the operation of torch.distributed on the given tensors.
 Plain = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], bool], Any]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ShadowMismatch(CommError):
-    """The coded result differs from the plain one."""
+    """The result of our schedule differs from the plain result."""
 
 
 class Shadow:
-    """The plain collective, issued now on the calling thread, so that all ranks issue it in program order."""
+    """The plain collective on copies. The constructor issues it on the calling thread, so that all ranks issue in program order."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Shadow:
             self._handles.append(plain([tensor.detach().abs() for tensor in inputs], self._magnitudes, True))
 
     def compare(self, outputs: Sequence[torch.Tensor], error: Callable[[str], CommError]) -> None:
-        """Wait for the plain result and compare.
+        """Compare ``outputs`` with the plain result; blocks until the plain collective is done.
 
         Raises:
-            ShadowMismatch: with the first difference, in the words of ``error``.
+            ShadowMismatch: with the first difference, in a message made by ``error``.
         """
         for handle in self._handles:
             handle.wait()
@@ -72,12 +72,12 @@ class Shadow:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bit patterns as integers."""
+    """Return the tensor's bit patterns as integers."""
     return tensor.view(_WORDS[tensor.element_size()])
 
 
 def _beyond_rounding(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Where ``got`` is farther from ``want`` than rounding explains; no claim where sum(|x|) is not finite."""
+    """Return a mask of the elements where rounding does not explain the difference. Elements where sum(|x|) is not finite are not in it."""
     limits = torch.finfo(got.dtype)
     bound = ranks * (limits.eps * magnitude.double() + limits.smallest_normal * limits.eps)
     return ~((got.double() - want.double()).abs() <= bound) & magnitude.isfinite()

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def cut(numel: int, chunk: int, ranks: int) -> list[slice]:
-    """Return the chunk of each rank, of a message of ``numel`` elements; the last chunks may be short or empty."""
+    """Return the slice of each rank in a message of ``numel`` elements, ``chunk`` elements each. The last slices may be short or empty."""
     return [slice(min(rank * chunk, numel), min((rank + 1) * chunk, numel)) for rank in range(ranks)]
 
 
 def within(spans: Sequence[slice], begin: int, end: int) -> list[slice]:
-    """Return the places of elements ``begin`` to ``end`` of ``spans`` laid end to end; elements beyond the last span do not count."""
+    """Return the places of elements ``begin`` to ``end`` of ``spans`` laid end to end. Elements beyond the last span are ignored."""
     found, before = [], 0
     for span in spans:
         first = max(span.start, span.start + begin - before)

@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""The nodes of a group: the ranks that reach each other without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_zipccl import tensors
 
 
 def here() -> str:
-    """Names this node: ranks with the same name reach each other without a network in between."""
+    """Return the name of this node. Ranks with the same name reach each other without a network in between."""
     parts = [socket.gethostname()]
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     if boot.exists():
@@ -27,7 +27,8 @@ def here() -> str:
 
 @tensors.undisturbed()
 def find(group: dist.ProcessGroup, place: str = "") -> dict[int, int]:
-    """Global rank -> number of its node, or of its ``place`` there. A collective on CPU tensors: every rank of the group calls; blocks."""
+    """Return a map from global rank to the number of its node, or of its ``place`` in the node. A collective on CPU tensors: every rank of
+    the group calls, and blocks."""
     mine = tensors.of_buffer(bytearray(hashlib.sha256(f"{here()} {place}".encode()).digest()))
     names = [tensors.empty(mine.numel(), mine.dtype) for _ in range(dist.get_world_size(group))]
     dist.all_gather(names, mine, group)
@@ -39,7 +40,7 @@ def find(group: dist.ProcessGroup, place: str = "") -> dict[int, int]:
 
 
 def by_node(group: dist.ProcessGroup, found: dict[int, int]) -> list[list[int]]:
-    """Ranks of the group, by node, in order; none where a rank's node is unknown."""
+    """Return the group ranks of each node, in order; an empty list if the node of some rank is unknown."""
     nodes: defaultdict[int, list[int]] = defaultdict(list)
     for rank, globally in enumerate(dist.get_process_group_ranks(group)):
         if globally not in found:
@@ -49,5 +50,5 @@ def by_node(group: dist.ProcessGroup, found: dict[int, int]) -> list[list[int]]:
 
 
 def levels(nodes: Sequence[Sequence[int]]) -> bool:
-    """Whether there are several nodes with several ranks each, as many on every one."""
+    """Return whether there are several nodes with several ranks each, and the same number of ranks on all nodes."""
     return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(ranks) for ranks in nodes}) == 1

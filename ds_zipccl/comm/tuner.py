@@ -1,10 +1,10 @@
-"""The tuner: tries the schedules that compete for a kind of message, then follows the chosen one; all ranks switch at the same call.
+"""The tuner: tries the schedules that compete for a kind of message, then follows the fastest one. All ranks switch at the same call.
 
-Everything here goes by call numbers, which are equal on all ranks, as are the numbers that decisions are made of. Ranks send each other
-the times they measured, without waiting, and some calls later each rank makes the same decision from the same numbers. Ranks meet before
-a timed call, and the time of the slowest rank counts. A rank must not be made to wait where a call is asynchronous, or where some ranks
-need nothing of other ranks. Then the time of the fastest rank counts, as the other ranks may have waited for a late one, and the
-decision comes many calls later, when the numbers have long arrived (:data:`ds_zipccl.policy.tuner_rules.DELAY_CALLS`).
+All steps follow from call numbers, and all decisions from agreed seconds. Both are equal on all ranks. Ranks send each other their
+measured times without waiting. Some calls later each rank makes the same decision from the same times. Ranks meet before a timed call,
+and the time of the slowest rank counts. Asynchronous calls, and operations in which some ranks need no data of other ranks, must not make
+a rank wait. There the time of the fastest rank counts, because the other ranks may have waited for a late rank. The decision then comes
+many calls later, when the times have long arrived (:data:`ds_zipccl.policy.tuner_rules.DELAY_CALLS`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ds_zipccl.policy.admission import Decision
 if TYPE_CHECKING:
     from ds_zipccl.comm.context import OpContext
 
-#: on_choice(text): counts a choice, for the table.
+#: on_choice(text): counts a choice for the telemetry table.
 OnChoice = Callable[[str], None]
 
 
 class Tuner:
-    """The choice between ``candidates`` for one kind of message on one group. Called in program order.
+    """The choice between ``candidates`` for one kind of message on one group. Every rank calls in program order.
 
-    It lives as long as the group and must keep neither the group nor an operation's tensors alive. Estimates are in seconds for
-    ``nominal`` bytes: messages of one kind may differ in size.
+    A tuner lives as long as the group, and must keep neither the group nor an operation's tensors alive. Estimates are seconds for
+    ``nominal`` bytes, because messages of one kind may differ in size.
     """
 
     def __init__(self, candidates: Sequence[Decision], on_choice: OnChoice, nominal: int) -> None:
@@ -46,11 +46,11 @@ class Tuner:
         self._estimates = [math.inf] * len(candidates)
         self._calls = 0
         self._due = 0  # the call before which measurements are sent
-        self._exchange: TimingExchange | None = None  # measurements that are under way
+        self._exchange: TimingExchange | None = None  # measurements on their way between ranks
         self._checks = self._reviews = 0
         self._review_at = tuner_rules.REVIEW_CHECKS[0]
         self._queue: deque[int] = deque()
-        self._seen: Counter[Hashable] = Counter()  # tensors that went as differences since others last went otherwise
+        self._seen: Counter[Hashable] = Counter()  # token -> calls by differences since the last call without them
         self._slots: list[tuple[int, CallTimer]] = []
         self._try(range(len(candidates)), tuner_rules.TRIAL_CALLS)
 
@@ -58,14 +58,15 @@ class Tuner:
     def next_plan(
         self, open_context: Callable[[], OpContext], token: Hashable = None
     ) -> tuple[Decision, CallTimer | None]:
-        """The plan for the next call, and a timer where it is to be timed. Blocks at a decision until all ranks have come to where
-        they sent their measurements.
+        """Return the decision for the next call, and the timer of a timed call, otherwise None. Blocks at a new choice until all ranks
+        have sent their measurements.
 
-        ``open_context`` takes tags of the group, for the times that ranks send each other. ``token`` tells the tensor from others of its
-        kind, in the same way on all ranks, if anything can: differences are timed once an earlier call has left their base behind.
+        ``open_context`` returns a context with new tags of the group, for the exchange of times. ``token`` tells the tensor from other
+        tensors of its kind, equally on all ranks; None where no value does. Differences are timed only after an earlier call has left
+        their base behind.
 
         Raises:
-            CommError: a rank's measurements did not come.
+            CommError: a rank's measurements did not arrive.
         """
         if self._calls == self._due:
             self._exchange = TimingExchange(open_context(), [timer.reading() for _, timer in self._slots])
@@ -90,7 +91,8 @@ class Tuner:
         return self._candidates[index], self._slots[-1][1]
 
     def _ready(self, index: int, token: Hashable) -> bool:
-        """Whether the next call of a candidate shows what it can do: as a difference, its tensor must have gone so before."""
+        """Return whether the next call of a candidate shows its speed. For differences, an earlier call must have sent the same tensor as
+        a difference."""
         if not self._candidates[index].with_base:
             self._seen.clear()
             return True
@@ -99,13 +101,13 @@ class Tuner:
         return self._seen[token] > before or self._seen.total() > tuner_rules.SETTLE_CALLS[-1]
 
     def _try(self, indices: Sequence[int], calls: int) -> None:
-        """Let the next calls try these candidates, a block of calls each: differences need what the calls before have left behind."""
+        """Let the next calls try the candidates ``indices``, ``calls`` calls in a row each: differences need the base of earlier calls."""
         self._slots = []
         self._queue.extend(index for index in indices for _ in range(calls))
-        self._due = -1  # known when the last of them comes
+        self._due = -1  # the last call of the trial sets it
 
     def _decide(self, agreed: Sequence[float]) -> None:
-        """Take in the measurements of all ranks: choose, and plan what to measure next."""
+        """Choose a candidate from the agreed seconds of all timed calls, and set the next calls to be timed."""
         self._exchange = None
         measured: defaultdict[int, list[float]] = defaultdict(list)
         for (index, _), seconds in zip(self._slots, agreed, strict=True):
@@ -121,7 +123,7 @@ class Tuner:
         else:
             self._checks += 1
             drifted = tuner_rules.drifted(before, now[self._current])
-            if drifted:  # what was known of all of them is old
+            if drifted:  # all estimates are outdated
                 self._estimates = [math.inf] * len(self._candidates)
                 self._estimates[self._current] = now[self._current]
             if drifted or self._checks >= self._review_at:
@@ -131,7 +133,7 @@ class Tuner:
         self._due = self._calls + tuner_rules.check_calls(self._estimates[self._current])
 
     def _review(self, everything: bool) -> None:
-        """Try other candidates again: all, or those whose turn it is."""
+        """Try other candidates again: all if ``everything``, otherwise the candidates that are due in this review."""
         self._checks = 0
         self._reviews += 1
         first, last = tuner_rules.REVIEW_CHECKS
@@ -144,15 +146,15 @@ class Tuner:
         if old == index and self._reviews:
             return
         shown = ", ".join(
-            f"{plan} {1e3 * seconds:.3g} ms"
-            for plan, seconds in zip(self._candidates, self._estimates, strict=True)
+            f"{decision} {1e3 * seconds:.3g} ms"
+            for decision, seconds in zip(self._candidates, self._estimates, strict=True)
             if math.isfinite(seconds)
         )
         self._on_choice(f"{self._candidates[index]} from call {self._calls + 1} on ({shown})")
 
 
 class CallTimer:
-    """Times one call of this rank, on ``nbytes``; the end of ``arrivals`` tells that the other ranks have come to the call."""
+    """The timer of one call of this rank, on ``nbytes`` bytes. ``arrivals`` ends when all ranks have reached the call."""
 
     def __init__(self, arrivals: TimingExchange, nominal: int) -> None:
         self.nbytes = self._nominal = nominal
@@ -162,20 +164,20 @@ class CallTimer:
         self._seconds = math.inf
 
     def start(self, meet: bool) -> None:
-        """Begin; if this rank may ``meet`` its peers, once all ranks have come."""
+        """Start the timer. With ``meet``, blocks first until all ranks have reached the call."""
         if meet and self._arrivals is not None:
             with tensors.undisturbed():
                 self._arrivals.all()
-            self._arrivals = None  # trials of many kinds of messages go on at a time
+            self._arrivals = None  # frees memory: many kinds of messages may be on trial at a time
         self._synchronized = meet
         self._start = time.perf_counter()
 
     def stop(self) -> None:
-        """End; may be called in another thread."""
+        """Stop the timer; any thread may call."""
         self._seconds = time.perf_counter() - self._start
 
     def stop_after(self, handle: Any) -> None:
-        """End when a handle of torch.distributed is done; a handle that cannot tell is not timed."""
+        """Stop the timer when a handle of torch.distributed is done; does not block. A handle without a future is not timed."""
         try:
             future = handle if hasattr(handle, "then") else handle.get_future()
             future.then(lambda _: self.stop())
@@ -183,12 +185,13 @@ class CallTimer:
             return
 
     def reading(self) -> tuple[float, float]:
-        """Return seconds for the nominal size, inf if the call did not run or runs still, and 1 if ranks began together, else 0."""
+        """Return (seconds for the nominal size, synchronized). Seconds are inf if the call did not run or is still running. Synchronized
+        is 1 if all ranks began together, otherwise 0."""
         return self._seconds * self._nominal / max(1, self.nbytes), float(self._synchronized)
 
 
 class TimingExchange:
-    """Pairs of numbers on their way between all ranks."""
+    """An exchange of pairs of numbers between all ranks. The constructor posts the messages and does not block."""
 
     def __init__(self, ctx: OpContext, pairs: Sequence[tuple[float, float]]) -> None:
         self._where = ctx.where()
@@ -203,10 +206,11 @@ class TimingExchange:
                 ]
 
     def all(self) -> torch.Tensor:
-        """Return ``[ranks, pairs, 2]``, float64, this rank first; blocks until all are there. May be called again.
+        """Return the pairs of all ranks as ``[ranks, pairs, 2]``, float64, this rank first. Blocks until all have arrived; may be called
+        again.
 
         Raises:
-            CommError: the pairs of a rank did not come.
+            CommError: the pairs of a rank did not arrive.
         """
         try:
             for handle in self._handles:
@@ -218,7 +222,7 @@ class TimingExchange:
 
 
 def agreed_seconds(measured: torch.Tensor) -> list[float]:
-    """Return seconds of every call, from ``[ranks, calls, (seconds, synchronized)]``: of the slowest rank where all began together, else
-    of the fastest."""
+    """Return the agreed seconds of every call. ``measured`` is ``[ranks, calls, (seconds, synchronized)]``. The slowest rank counts where
+    all ranks began together, otherwise the fastest rank."""
     seconds = measured[:, :, 0].nan_to_num(nan=math.inf, posinf=math.inf)
     return list(torch.where((measured[:, :, 1] == 1).all(0), seconds.amax(0), seconds.amin(0)).tolist())

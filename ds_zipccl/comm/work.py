@@ -1,7 +1,7 @@
 """Handles of operations in flight, and the threads that run them.
 
-Every asynchronous operation has a thread of its own while it is in flight, so that no order in which a program waits for its
-operations can block one behind another. Threads are kept and used again.
+Every asynchronous operation in flight has a thread of its own, so that no order of ``wait()`` calls can block one operation behind
+another. Idle threads are kept for the next operations.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: Longest time that the end of the interpreter waits for operations nobody waited for (admission, seconds).
+#: Longest time that the end of the interpreter waits for operations without a ``wait()`` (admission, seconds).
 EXIT_SECONDS = 5.0
-#: Time that gloo's threads get at the end of the interpreter to release the tensors of the last operations (seed, seconds). They need the
-#: interpreter for that, and abort the process where it is already being taken down.
+#: Time of gloo's threads, at the end of the interpreter, to release the tensors of the last operations (seed, seconds). The release needs
+#: the interpreter; a release during the interpreter's shutdown aborts the process.
 SETTLE_SECONDS = 0.2
-#: Threads without work that are kept for the next operations (seed).
+#: Idle threads that are kept for the next operations (seed).
 IDLE_THREADS = 8
 
 
 class CommError(RuntimeError):
-    """A coded operation failed; the message names the operation, its group, this rank and the peer."""
+    """A compressed operation failed. The message names the operation, its group, this rank and the peer."""
 
 
 class Work:
-    """An operation in flight, like ``torch.distributed.Work``. It keeps its tensors alive until it is done."""
+    """An operation in flight, like ``torch.distributed.Work``. The handle keeps the operation's tensors alive."""
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         self._name = name
@@ -45,7 +45,8 @@ class Work:
         """Block until the outputs hold the result; may be called again.
 
         Raises:
-            CommError: the operation failed, or is not done after ``timeout`` (it then goes on, and can be waited for again).
+            CommError: the operation failed, or is not done after ``timeout``. After a timeout the operation goes on, and ``wait`` may be
+                called again.
         """
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise CommError(
@@ -60,24 +61,24 @@ class Work:
         self.wait()
 
     def is_completed(self) -> bool:
-        """True once the outputs are written, or the operation failed; does not block."""
+        """Return True once the outputs are written or the operation has failed; does not block."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """True once the outputs are written."""
+        """Return True once the outputs are written; does not block."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What :meth:`wait` would raise; None while in flight and after success."""
+        """Return the error that :meth:`wait` raises; None while in flight and after success. Does not block."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors, after :meth:`wait`."""
+        """Return the output tensors; blocks and raises as :meth:`wait`."""
         self.wait()
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the output tensors, or of the error; always the same one. Does not block."""
+        """Return a future of the output tensors, or of the error; always the same future. Does not block."""
         with self._future_lock:
             if self._future is None:
                 devices = {tensor.device for tensor in self._tensors if tensor.device.type == "cuda"}
@@ -87,16 +88,12 @@ class Work:
             return self._future
 
     def block_current_stream(self) -> None:
-        """As :meth:`wait`: what the caller puts on a stream afterwards finds the outputs written."""
+        """As :meth:`wait`: work that the caller queues on a stream afterwards finds the outputs written."""
         self.wait()
 
     def source_rank(self) -> int:
-        """For receives only.
-
-        Raises:
-            RuntimeError: this is another operation.
-        """
-        raise RuntimeError(f"source_rank() is for receives, this is {self._name}")
+        """Raise RuntimeError: only receives have a source rank."""
+        raise RuntimeError(f"source_rank() is for receives, this is {self._name}; call it on the handle of irecv")
 
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         if self._error is None:
@@ -108,7 +105,7 @@ class Work:
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except BaseException as error:  # it belongs to whoever waits
+        except BaseException as error:  # wait() raises it
             self._error = error
         finally:
             with self._future_lock:
@@ -119,7 +116,7 @@ class Work:
 
 
 class PostedWork(Work):
-    """A send or receive that the transport has already taken; ``finish`` runs once, in the first :meth:`wait`.
+    """A send or receive that is posted to the transport. ``finish`` runs once, in the first :meth:`wait`.
 
     As with plain gloo, a posted operation counts as completed from its first :meth:`wait` on.
     """
@@ -137,10 +134,10 @@ class PostedWork(Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the frame is out, or decoded into the tensor; may be called again.
+        """Block until the frame is sent, or decompressed into the tensor; may be called again.
 
         Raises:
-            CommError: the frame did not arrive in ``timeout`` (gloo then closes the connection), or cannot be decoded.
+            CommError: the frame did not arrive in ``timeout`` (gloo then closes the connection), or the frame is refused.
         """
         with self._lock:
             finish, self._finish = self._finish, None
@@ -149,46 +146,43 @@ class PostedWork(Work):
         return super().wait()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """For collectives only, as with plain gloo.
-
-        Raises:
-            RuntimeError: always; nothing would complete the future, as a message is decoded in :meth:`wait`.
-        """
+        """Raise RuntimeError: as with plain gloo, only collectives have futures. The first :meth:`wait` decompresses the message, so that
+        a future would never complete by itself."""
         raise RuntimeError(f"get_future() is for collectives, this is {self._name}; call wait()")
 
     def source_rank(self) -> int:
-        """Group rank of the sender, after :meth:`wait`."""
+        """Return the group rank of the sender, after :meth:`wait`."""
         return self._source()
 
     _source_rank = source_rank
 
 
 class JoinedWork(Work):
-    """Several handles of torch.distributed, works or futures, as one."""
+    """Several handles of torch.distributed, works or futures, as one handle."""
 
     def __init__(self, name: str, handles: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(name, tensors)
         self._handles = list(handles)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all are done; ``timeout`` has no effect, the group's own has."""
+        """Block until all handles are done. ``timeout`` has no effect; the group's timeout has."""
         for handle in self._handles:
             handle.wait()
         self._done.set()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completes when all have."""
+        """Return a future that completes when all handles have completed; does not block."""
         futures = [handle if hasattr(handle, "then") else handle.get_future() for handle in self._handles]
         return torch.futures.collect_all(futures)
 
     def is_completed(self) -> bool:
-        """True once all are done; does not block."""
+        """Return True once all handles are done; does not block."""
         return all((getattr(handle, "done", None) or handle.is_completed)() for handle in self._handles)
 
 
 class _Threads:
-    """A thread for each operation in flight; some of those that have nothing to do wait for the next."""
+    """A thread for each operation in flight. Up to IDLE_THREADS idle threads wait for the next operations."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -214,7 +208,7 @@ class _Threads:
     def _serve(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
         while (job := queue.get()) is not None:
             job()
-            del job  # it holds the operation's tensors
+            del job  # the job holds the operation's tensors
             with self._lock:
                 if self._closed:
                     return
@@ -224,7 +218,7 @@ class _Threads:
                 self._idle.append(queue)
 
     def close(self) -> None:
-        """Let operations finish: no thread may be inside the transport while the interpreter is taken down."""
+        """Block until operations are done, at most EXIT_SECONDS: no thread may be in the transport during the interpreter's shutdown."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -241,7 +235,7 @@ _threads = _Threads()
 
 
 def settle_at_exit() -> None:
-    """Let the end of the interpreter wait for the transport's threads: a group is in use."""
+    """Note that a group is in use, so that the end of the interpreter waits for the transport's threads."""
     _threads.used = True
 
 

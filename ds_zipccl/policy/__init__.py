@@ -1,1 +1,1 @@
-"""Whether and how a message is coded: pure rules, numbers in and numbers out."""
+"""The rules that decide whether and how a message is compressed. All rules are pure: numbers in and numbers out."""

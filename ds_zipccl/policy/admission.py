@@ -1,5 +1,5 @@
-"""Whether a message may be coded, and which schedules compete for it. Pure: a decision depends on nothing but values that are equal on
-every rank of the group."""
+"""Admission: the messages that may be compressed, and the schedules that compete for a message. Pure: a decision depends only on values
+that are equal on every rank of the group."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.ops import OPS
 
-#: Sums that a schedule of ours computes (admission: the others are not sums of decoded frames).
+#: Reductions that our schedules compute (admission: other reductions are not sums of decompressed frames).
 CODED_REDUCE_OPS = ("SUM", "AVG")
 #: Backends with a schedule of ours, by device type (admission: the order of gloo's sums and its tag matching are known).
 CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo",)}
-#: dtypes that are coded on the wire (admission: gloo has no float8, and what it refuses must not depend on a message's size).
+#: dtypes that are compressed on the wire (admission: gloo refuses float8, and the refusal must not depend on a message's size).
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Differences are made of tensors on these devices (admission: others are staged, and their base is not where the frames are).
+#: Devices whose tensors go as differences (admission: frames of other devices are staged in host memory, and their base is not there).
 DELTA_DEVICES = ("cpu",)
-#: A shard smaller than this many bytes is not sent as a difference (seed: the hashes cost a message each way).
+#: Smallest shard in bytes that goes as a difference (seed: the hashes cost a message each way).
 DELTA_SHARD_BYTES = 16 << 10
 
 
@@ -28,9 +28,9 @@ DELTA_SHARD_BYTES = 16 << 10
 class Message:
     """One operation as every rank of its group sees it.
 
-    ``numel`` counts the whole message (the output of a gather, the input of a reduce-scatter) in elements; None where ranks
-    may see different sizes (all-to-all). ``device`` is a device type, ``reduce_op`` the name in ``torch.distributed.ReduceOp``.
-    ``based``: of a gather, that the ranks may hold already what was gathered before.
+    ``numel`` counts the elements of the whole message (the output of a gather, the input of a reduce-scatter). It is None where ranks may
+    see different sizes (all-to-all). ``device`` is a device type. ``reduce_op`` is the name in ``torch.distributed.ReduceOp``. ``based``:
+    ranks may hold the result of an earlier gather.
     """
 
     op: str
@@ -45,12 +45,12 @@ class Message:
 
     @property
     def nbytes(self) -> int | None:
-        """Size of the whole message; None where ranks may see different ones."""
+        """The bytes of the whole message; None where ranks may see different sizes."""
         return None if self.numel is None else self.numel * self.dtype.itemsize
 
 
 class PassReason(Enum):
-    """A reason why a call passes through uncompressed: a short text, fit to be counted, with ``{}`` for a detail; its meaning; a remedy."""
+    """A reason why a call passes through uncompressed: a short text for the counters, with ``{}`` for a detail; its meaning; a remedy."""
 
     meaning: str
     remedy: str
@@ -152,8 +152,8 @@ class PassReason(Enum):
 class Decision:
     """FRAMES with a codec, or PASS with the text of a :class:`PassReason` (empty for frames).
 
-    ``by_node``: between nodes every shard goes once, and ranks of one node forward it. ``with_base``: shards go as differences where all
-    ranks prove to hold the same base; ``codec`` is then that of all other frames.
+    ``by_node``: every shard goes once between nodes, and the ranks of a node forward its frame. ``with_base``: shards go as differences if
+    all ranks prove to hold the same base; ``codec`` is then the codec of all other frames.
     """
 
     frames: bool
@@ -175,11 +175,12 @@ class Decision:
 
 
 def is_small(nbytes: int, config: ZipcclConfig) -> bool:
-    """Whether a message of so many bytes passes whatever it is: looked at first, because small messages feel every question."""
+    """Return whether a message of ``nbytes`` passes because of its size. This rule comes first, because small messages are the ones that
+    further checks slow down."""
     return nbytes < config.min_bytes and config.enabled
 
 
-#: Admission: conditions of a message, in this order; the first rule that gives a reason makes it pass.
+#: Admission: the conditions of a message, in this order. The first rule that returns a reason makes the message pass.
 RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: "" if config.enabled else PassReason.DISABLED.value,
     lambda message, config: (
@@ -201,10 +202,10 @@ RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
 
 
 def admit(message: Message, config: ZipcclConfig) -> Decision:
-    """Decide on one message.
+    """Decide on one message: PASS, or FRAMES with the codec of the config.
 
     Raises:
-        ValueError: the role is none of :data:`ds_zipccl.config.ROLES`.
+        ValueError: the role is not one of :data:`ds_zipccl.config.ROLES`.
     """
     if message.role not in ROLES:
         raise ValueError(f"role {message.role!r} of {message.op} is unknown; roles are {', '.join(ROLES)}")
@@ -215,16 +216,16 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
 
 
 def _differs(message: Message, config: ZipcclConfig) -> bool:
-    """Whether shards may go as differences against a base that the ranks hold."""
+    """Return whether shards may go as differences against a base that the ranks hold."""
     wanted = message.based and config.delta == "auto" and config.codec != "raw" and message.device in DELTA_DEVICES
     return wanted and message.nbytes is not None and message.nbytes >= DELTA_SHARD_BYTES * message.ranks
 
 
 def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool = False) -> tuple[Decision, ...]:
-    """The schedules that compete for a message that :func:`admit` admits; a single one where there is no choice.
+    """Return the schedules that compete for a message that :func:`admit` admits; a single schedule where there is no choice.
 
-    ``levels``: the group has several nodes with several ranks each. ``exact``: our schedules give the plain collective's bits.
-    Where they do not, the plain one stays out: the results of a program must not depend on timings.
+    ``levels``: the group has several nodes with several ranks each. ``exact``: our schedules give the plain collective's bits. The plain
+    collective competes only if ``exact``: the results of a program must not depend on timings.
     """
     coded = admit(message, config)
     if config.mode_of(message.role) != "auto":

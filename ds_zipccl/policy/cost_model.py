@@ -1,4 +1,5 @@
-"""How long a collective takes, plain and coded, by an alpha-beta model of what was measured. Pure: numbers in, numbers out."""
+"""The cost model: seconds of a collective, plain and compressed, by an alpha-beta model of measured speeds. Pure: numbers in, numbers
+out."""
 
 from __future__ import annotations
 
@@ -15,28 +16,29 @@ from ds_zipccl.ops import OPS, TRAFFIC, Traffic
 if TYPE_CHECKING:
     from ds_zipccl.policy.admission import Decision, Message
 
-#: Ratio of near-Gaussian tensors by dtype (measured), where nothing is known of the data yet.
+#: Ratio of near-Gaussian tensors by dtype (measured), for data that is not known yet.
 TYPICAL_RATIO = {"bfloat16": 1.50, "float16": 1.17, "float32": 1.20}
-#: Ratio of parameters against the last step's (measured: 4 to 6 in the peak-rate phase of a training, more later).
+#: Ratio of parameters against those of the last step (measured: 4 to 6 in the peak-rate phase of a training, more later).
 DELTA_RATIO = 4.0
 #: Ratio of parameters that have not changed: a few bits a block (measured: 630 for bf16 in large messages; 950 for fp32).
 UNCHANGED_RATIO = 500.0
-#: Coded frames that take less than this share of the uncoded ones' predicted time are not tried against them (seed: the model is
+#: Frames of one kind are not tried if frames of another kind take less than this share of their predicted time (seed: the model is
 #: right within 20%).
 CLEARLY = 0.8
-_ITEMSIZE = 2  # of bf16
-#: plain: bandwidth-optimal rings; gloo: torch.distributed's own schedules on gloo; raw and coded: ours, without and with coding.
+_ITEMSIZE = 2  # bytes of a bf16 element
+#: plain: bandwidth-optimal rings; gloo: torch.distributed's own schedules on gloo; raw and coded: our schedules, without and with
+#: compression.
 VARIANTS = ("plain", "gloo", "raw", "coded")
 
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """What the slowest rank of a group can do.
+    """The speeds of the slowest rank of a group.
 
-    ``transfer``: (bytes, seconds), both rising, of an exchange in which every rank sends so many bytes to the next rank and receives
-    as many from the one before, at once. Bytes of bf16 tensor a second on one thread: ``encode``, ``decode``; ``add``, decode a
-    frame and add it; ``copy``, put a tensor into a raw frame or take it out; ``add_raw``, add a raw frame. ``call``: seconds that an
-    operation of ours costs whatever its size.
+    ``transfer``: points (bytes, seconds), both rising, of an exchange in which every rank sends ``bytes`` to the next rank and receives
+    ``bytes`` from the previous rank at the same time. Speeds are logical bytes of bf16 a second on one thread: ``encode``, compress;
+    ``decode``, decompress; ``add``, decompress a frame and add its values; ``copy``, put a tensor into a raw frame or take it out;
+    ``add_raw``, add a raw frame. ``call``: seconds of one of our operations, in addition, for any size.
 
     Raises:
         ValueError: a number is not finite or not above 0 (``call`` may be 0), or the points do not rise.
@@ -54,11 +56,11 @@ class LinkProfile:
         speeds = (self.encode, self.decode, self.add, self.copy, self.add_raw)
         numbers = [*speeds, *(number for point in self.transfer for number in point)]
         if not all(_finite(number) and number > 0 for number in numbers) or not _finite(self.call) or self.call < 0:
-            raise ValueError(f"a profile has finite numbers above 0 (call may be 0), got {self}")
+            raise ValueError(f"a profile has finite numbers above 0 (call may be 0), got {self}; measure again")
         risen = all(low < high for before, after in pairwise(self.transfer) for low, high in zip(before, after))
         if not self.transfer or not risen:
             raise ValueError(
-                f"transfer wants points (bytes, seconds) that both rise, at least one, got {self.transfer}"
+                f"transfer wants points (bytes, seconds) that both rise, at least one, got {self.transfer}; measure again"
             )
 
     @property
@@ -68,12 +70,13 @@ class LinkProfile:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a large message gains by: the slope between the last two points."""
+        """Bytes a second of large messages: the slope between the last two points."""
         (bytes0, seconds0), (bytes1, seconds1) = ((0.0, 0.0), *self.transfer)[-2:]
         return (bytes1 - bytes0) / (seconds1 - seconds0)
 
     def seconds(self, nbytes: float) -> float:
-        """Time of an exchange of ``nbytes``: on the lines between the points, constant below the first, straight on above the last."""
+        """Return the seconds of an exchange of ``nbytes``: linear between points, constant below the first point, and extrapolated above
+        the last point."""
         after = bisect_left(self.transfer, (nbytes,))
         if after == 0:
             return self.alpha
@@ -84,15 +87,15 @@ class LinkProfile:
         return seconds0 + (nbytes - bytes0) / (bytes1 - bytes0) * (seconds1 - seconds0)
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as :mod:`json` takes it."""
+        """Return the profile as an object for :mod:`json`."""
         return asdict(self) | {"transfer": [list(point) for point in self.transfer]}
 
     @classmethod
     def from_json(cls, content: Any) -> LinkProfile:
-        """The inverse of :meth:`to_json`.
+        """Return the profile of an object from :meth:`to_json`.
 
         Raises:
-            ValueError: a key is missing or unknown, or a value makes no sense.
+            ValueError: a key is missing or unknown, or a value is not allowed.
         """
         wanted = {field.name for field in fields(cls)}
         if not isinstance(content, Mapping) or set(content) != wanted:
@@ -108,7 +111,7 @@ def _finite(number: Any) -> bool:
     return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
 
 
-#: Exchanges of ours, one after the other.
+#: The exchanges of our schedules that have several, in order.
 _ROUNDS = {"all_reduce": ("reduce_scatter", "all_gather")}
 
 
@@ -121,30 +124,30 @@ def predict(
     ratio: float = 1.0,
     piece: float | None = None,
 ) -> float:
-    """Seconds of one operation on the slowest rank.
+    """Return the seconds of one operation on the slowest rank.
 
-    With n ranks, a tensor of ``nbytes`` = S and alpha the time of the smallest message, every rank sends (n-1)/n S: in n-1 steps, each
-    of which costs an alpha, by a ring, and in n-1 messages in ours. All-reduce is a reduce-scatter and an all-gather. The source of a
-    broadcast sends n-1 frames of S in ours; plain, S goes down a tree in log2 n steps. So
+    n is the number of ranks, S = ``nbytes`` the size of the tensor, and alpha the time of the smallest message. Every rank sends (n-1)/n S.
+    A ring takes n-1 steps, each of which costs an alpha; our schedules send n-1 messages. All-reduce is a reduce-scatter and an all-gather.
+    In our broadcast the source sends n-1 frames of S; in the plain broadcast S goes down a tree in log2 n steps. So
 
     * plain, gloo: (steps - 1) alpha + transfer(bytes). Adding hides behind the wire.
-    * raw, coded: call + first + max(wire, work) + last + own for each exchange, where wire = (n-2) alpha + transfer(bytes / ratio); first
-      is the encoding of the first piece and last the decoding of the last piece of every peer, which nothing hides; work is the rest of
-      encoding and decoding, on one thread; own is one copy of the own shard. In sums all but one peer's frames are added as they are
-      decoded, and own is three passes: adding the own shard, writing the sum, looking for NaN. Raw frames are copied instead of coded,
-      and their ratio is 1. A second exchange finds nothing left of the burst that the link lets through at once.
+    * raw, coded: call + first + max(wire, work) + last + own for each exchange. wire = (n-2) alpha + transfer(bytes / ratio). first is the
+      time to compress the first fragment, and last the time to decompress the last fragment of every peer; nothing hides these two. work
+      is the rest of compressing and decompressing, on one thread. own is one copy of the own shard. In sums the frames of all peers but
+      one are decompressed and added in one pass, and own is three passes: adding the own shard, writing the sum, looking for NaN. Raw
+      frames are copied, and their ratio is 1. The first exchange uses up the link's burst, so that a second exchange has no burst.
 
     Args:
-        op: one  of :data:`ds_zipccl.ops.TRAFFIC`.
+        op: one of :data:`ds_zipccl.ops.TRAFFIC`.
         variant: one of :data:`VARIANTS`.
-        nbytes: of the whole tensor: output of a gather, input of a scatter.
-        ranks: of the group, at least 2.
-        profile: of the slowest rank.
-        ratio: bytes of tensor over bytes of its frames.
-        piece: bytes of tensor into which messages are cut, ``math.inf`` where they are not; as the policy does if None.
+        nbytes: bytes of the whole tensor: the output of a gather, the input of a scatter.
+        ranks: size of the group, at least 2.
+        profile: the profile of the slowest rank.
+        ratio: logical bytes over wire bytes.
+        piece: logical bytes of a fragment, ``math.inf`` for messages in one fragment; the policy's size if None.
 
     Raises:
-        ValueError: an argument that makes no sense.
+        ValueError: an argument is not allowed.
     """
     if op not in TRAFFIC or variant not in VARIANTS:
         raise ValueError(
@@ -166,33 +169,33 @@ def predict(
 
 
 def against_base(profile: LinkProfile, encode: float, decode: float, copies: int) -> LinkProfile:
-    """The profile of gathers of differences, whose speeds ``encode`` and ``decode`` hold the proof that all have the same base.
+    """Return the profile of gathers of differences. The speeds ``encode`` and ``decode`` include the hashes that prove equal bases.
 
-    ``copies``: how often every byte that arrives is copied besides: where gathered parameters are kept, out of the base and back.
+    ``copies``: additional copies of every arriving byte. Kept parameters, for example, are copied out of the base and back.
     """
     return replace(profile, encode=encode, decode=1 / (1 / decode + copies / profile.copy))
 
 
 def _copying(profile: LinkProfile) -> LinkProfile:
-    """The profile of a codec that copies."""
+    """Return the profile of a codec that copies."""
     return replace(profile, encode=profile.copy, decode=profile.copy, add=profile.add_raw)
 
 
 def _exchange(
-    traffic: Traffic, nbytes: float, ranks: int, profile: LinkProfile, ratio: float, piece: float | None, again: bool
+    traffic: Traffic, nbytes: float, ranks: int, profile: LinkProfile, ratio: float, fragment: float | None, again: bool
 ) -> float:
-    """Seconds of one exchange of ours without its call; ``again`` if another one has just emptied the link's burst."""
+    """Return the seconds of one of our exchanges without its call. ``again``: another exchange has just used up the link's burst."""
     frame = traffic.frame(ranks) * nbytes
     encode, decode = traffic.encoded(ranks) * nbytes / profile.encode, frame / profile.decode
     if not traffic.once:
         decode += (ranks - 2) * frame / (profile.add if traffic.sums else profile.decode)
-    if piece is None:
-        from ds_zipccl.policy import wire  # brings torch, which `plan --help` can do without
+    if fragment is None:
+        from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
 
-        piece = _ITEMSIZE * wire.fragment_numel(int(frame) // _ITEMSIZE, _ITEMSIZE, ranks, DEFAULT.staging_mib << 20)
-    shown = min(1.0, piece / frame) if frame else 1.0  # the part of a frame that nothing hides
+        fragment = _ITEMSIZE * wire.fragment_numel(int(frame) // _ITEMSIZE, _ITEMSIZE, ranks, DEFAULT.staging_mib << 20)
+    shown = min(1.0, fragment / frame) if frame else 1.0  # the part of a frame that nothing hides
     first, last = shown * frame / profile.encode, shown * decode
-    # of a broadcast the source only encodes and the others only decode
+    # the source of a broadcast only compresses, and the other ranks only decompress
     work = max(encode - first, decode - last) if traffic.once else encode - first + decode - last
     sent = traffic.sent(ranks) * nbytes / ratio
     on_wire = max(profile.seconds(sent), profile.alpha + sent / profile.bandwidth if again else 0.0)
@@ -203,7 +206,8 @@ def _exchange(
 def prune_candidates(
     candidates: Sequence[Decision], message: Message, profile: LinkProfile | None
 ) -> tuple[Decision, ...]:
-    """Return the schedules worth a trial: without frames that other frames will clearly beat. All where nothing was measured."""
+    """Return the schedules worth a trial: the plain collective, and the frames that no other frames clearly beat. Without a measured
+    profile, all schedules are worth a trial."""
     traffic = OPS[message.op].traffic
     if profile is None or not traffic or message.nbytes is None:
         return tuple(candidates)
@@ -220,7 +224,7 @@ def prune_candidates(
 
 
 def pays(nbytes: float, dtype: Any, profile: LinkProfile) -> bool:
-    """Whether a single message is faster as one coded frame, which is encoded, sent and decoded one after the other."""
+    """Return whether a single message is faster as one compressed frame, without overlap of compressing, sending and decompressing."""
     coding = nbytes / profile.encode + nbytes / profile.decode
     return coding + profile.seconds(nbytes / _typical(dtype)) < profile.seconds(nbytes)
 

@@ -1,1 +1,1 @@
-"""Gathers as differences against what receivers hold."""
+"""Gathers as differences against a base that receivers hold."""

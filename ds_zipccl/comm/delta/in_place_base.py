@@ -1,4 +1,4 @@
-"""A base in the output itself, which still holds the result of the last gather into it, as in ZeRO-1 and ZeRO-2."""
+"""A base in the output itself. The output still holds the result of the last gather, as in ZeRO-1 and ZeRO-2."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ds_zipccl.telemetry import counters
 
 class _Sent(NamedTuple):
     shard: torch.Tensor
-    home: StorageWeakRef  # of the output that it was gathered into
-    span: range  # of the output's addresses
+    home: StorageWeakRef  # the memory of the output
+    span: range  # the output's addresses
 
 
-#: Address, elements and dtype of a shard: the same for gathers to one place again and again.
+#: Address, elements and dtype of a shard: equal for repeated gathers into one output.
 _Key = tuple[int, int, torch.dtype]
 
 
 class InPlaceBase:
-    """The output itself, which still holds the result of the last gather into it, as in ZeRO-1 and ZeRO-2.
+    """The output itself as a base. The output still holds the result of the last gather, as in ZeRO-1 and ZeRO-2.
 
-    Each rank keeps a copy of the shard it sent, as long as the output's memory lives: one copy of the shards it owns.
+    Each rank keeps a copy of the shard that it sent, as long as the output's memory lives: one copy of its own shards.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class InPlaceBase:
             return sum(one.shard.nbytes for sent in self._sent.values() for one in sent.values())
 
     def _prune(self) -> None:
-        """Let go of copies whose output is gone."""
+        """Drop copies whose output is gone."""
         for sent in self._sent.values():
             for key in [key for key, one in sent.items() if one.home.expired()]:
                 del sent[key]
 
     def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
-        """See :class:`.negotiation.Base`. The copy is out of the memory until the gather has succeeded: after an error the contents of the
-        peers are unknown."""
+        """See :class:`.negotiation.Base`. The copy is not kept here until the gather has succeeded, because after an error the contents
+        of the peers are unknown."""
         with self._lock:
             self._prune()
             last = self._sent.setdefault(ctx.group, {}).pop(_key(places), None)
@@ -63,7 +63,7 @@ class InPlaceBase:
         span = range(places[0].data_ptr(), places[-1].data_ptr() + places[-1].nbytes)
         with self._lock:
             sent = self._sent.setdefault(ctx.group, {})
-            # what was gathered there in another size is overwritten
+            # earlier gathers into the same addresses, also those of other sizes, are overwritten
             for key in [key for key, one in sent.items() if one.span.start < span.stop and span.start < one.span.stop]:
                 del sent[key]
             sent[_key(places)] = _Sent(shard, StorageWeakRef(own.untyped_storage()), span)
@@ -72,7 +72,7 @@ class InPlaceBase:
         """See :class:`.negotiation.Base`."""
 
     def token(self) -> Hashable:
-        """See :class:`.negotiation.Base`: where memory lies may differ from rank to rank."""
+        """See :class:`.negotiation.Base`. Return None: addresses differ from rank to rank."""
         return None
 
 
@@ -80,5 +80,5 @@ def _key(places: Sequence[torch.Tensor]) -> _Key:
     return places[0].data_ptr(), places[0].numel(), places[0].dtype
 
 
-#: The one for all gathers.
+#: The base object of all gathers in place.
 IN_PLACE = InPlaceBase()

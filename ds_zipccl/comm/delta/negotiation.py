@@ -1,8 +1,8 @@
-"""Gathers of tensors that have changed a little since an earlier gather: as differences where every rank proves to hold the same base.
+"""Gathers of tensors that have changed a little since an earlier gather. A shard goes as a difference if all ranks prove to hold its base.
 
-Before a gather every rank sends each owner the hash of the region that it holds in the owner's place. An owner who still has the shard
-that it sent then, and whose hash all ranks have sent, sends a difference; otherwise its shard goes in full. A loaded checkpoint, an edited
-weight or new memory costs one full gather, never a wrong bit. A :class:`Base` knows where the base lies.
+Before a gather every rank sends each owner the hash of the region in the owner's place. The owner sends a difference if it still has the
+shard of the last gather, and the hash of that shard equals the hashes of all ranks. Otherwise the owner's shard goes in full. A loaded
+checkpoint, an edited weight or new memory costs one full gather, never a wrong bit. A :class:`Base` knows the memory of the base.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ HASH_BYTES = 16
 
 
 class Base(Protocol):
-    """The memory of an earlier gather that ranks may hold. ``places`` are the output's shards, flat, one for each rank."""
+    """The memory of an earlier gather, which ranks may hold. ``places`` are the output's shards, flat, one for each rank."""
 
     def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
-        """Put the shards of all other ranks that this rank holds into their places. Return the own shard as the peers got it, flat, or
-        None where they got none. Nothing else may change either until the gather is over."""
+        """Copy the shards of other ranks, as far as this rank holds them, to their places. Return the own shard of the last gather, flat,
+        or None without a last gather. Only the gather itself may change the places and the returned shard until the gather is over."""
         ...
 
     def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
-        """Hold the contents of ``places`` from now on: the gather has succeeded. ``last`` is the result of :meth:`begin`, free to use."""
+        """Hold the contents of ``places`` from now on: the gather has succeeded. ``last`` is the result of :meth:`begin`, and may be
+        overwritten."""
         ...
 
     def abandon(self, ctx: OpContext) -> None:
-        """The gather has failed on this rank; does not block."""
+        """Drop the base after a failed gather of this rank; does not block."""
         ...
 
     def token(self) -> Hashable:
-        """Return a value that tells bases apart, in the same way on all ranks; None where none does."""
+        """Return a value that tells bases apart, equally on all ranks; None where no value does."""
         ...
 
 
 def gather(ctx: OpContext, own: torch.Tensor, places: Sequence[torch.Tensor], base: Base) -> None:
-    """Give every rank ``own``, and write that of rank r to ``places[r]``, as :func:`.schedules.gather.gather` does with one flat shard."""
+    """Send ``own`` to every rank, and write the tensor of rank r to ``places[r]``, as :func:`.schedules.gather.gather` does with one flat
+    shard. Blocks."""
     try:
-        # the base is put into the places first, and the own tensor may lie in one of them
+        # begin() writes the base to the places, and the own tensor may share memory with a place
         (own,) = detached([own], places, [places[ctx.rank]])
         last = base.begin(ctx, places, buffers := PooledBuffers())
         reason = _objection(ctx, last, places)
@@ -61,7 +63,7 @@ def gather(ctx: OpContext, own: torch.Tensor, places: Sequence[torch.Tensor], ba
 
 
 def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
-    """The reason why this rank's shard must go in full; "" where every rank holds the shard sent last. Exchange 0."""
+    """Return the reason why this rank's shard must go in full; "" if every rank holds the shard of the last gather. Uses exchange 0."""
     answers = {peer: tensors.empty(HASH_BYTES, torch.uint8) for peer in ctx.peers}
     with open_exchange(ctx, 0, control=True) as exchange:
         for peer in ctx.peers:

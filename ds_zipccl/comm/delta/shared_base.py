@@ -1,4 +1,4 @@
-"""A base for gathers into new memory, such as ZeRO-3's: a copy of what was gathered, one for each rank, or one for all ranks of a node."""
+"""A base for gathers into new memory, such as ZeRO-3's: a copy of the gathered tensor, for each rank or for all ranks of a node."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from ds_zipccl.comm.schedules.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
 
-#: Where the ranks of a node find each other's memory (admission: a file system in memory).
+#: The folder of memory that the ranks of a node share (admission: a file system in memory).
 SHARED = Path("/dev/shm")
 TOKEN_BYTES = 16
 #: Shards begin at multiples of this many bytes (seed: a cache line).
 ALIGNMENT = 64
-#: Round after those of the gather itself.
+#: The exchange after those of the gather itself.
 _DONE = 3
 
-#: Memory that :func:`allocate_bases` has given, while somebody uses it, and its bytes.
+#: The memory in use that :func:`allocate_bases` has allocated, with its bytes.
 _pools: list[tuple[StorageWeakRef, int]] = []
 counters.count_memory("copies of gathered parameters", lambda: sum(size for pool, size in _pools if not pool.expired()))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class BaseSlot:
-    """Memory for the shards of one tensor: ``memory`` is ``[ranks, numel]``, the same for all ranks in ``mates``, this one among them.
+    """Memory for the shards of one tensor. ``memory`` is ``[ranks, numel]``; all ranks in ``mates``, this rank included, share it.
 
-    ``filled``: some gather has left its result there. ``serial`` tells the slot from all others of the group, by the same number on all
-    ranks.
+    ``filled``: the slot holds the result of a gather. ``serial``: the slot's number in the group, equal on all ranks.
     """
 
     memory: torch.Tensor
@@ -52,9 +51,9 @@ class BaseSlot:
 
 
 class SharedBase:
-    """A :class:`ds_zipccl.comm.Base` for a gather of several tensors laid end to end, each of which has its own :class:`BaseSlot`.
+    """A :class:`ds_zipccl.comm.Base` for a gather of several tensors laid end to end. Each tensor has its own :class:`BaseSlot`.
 
-    No two gathers in flight may be of the same tensor: the result would be right, but not much of it a difference.
+    Two gathers in flight should not be of the same tensor: their results would be right, but few of their shards differences.
     """
 
     def __init__(self, slots: Sequence[BaseSlot]) -> None:
@@ -71,8 +70,8 @@ class SharedBase:
         return last
 
     def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
-        """See :class:`ds_zipccl.comm.Base`. Each rank of a node writes some of the shards: all of them have read what stood there, as they
-        have told its hash. None goes on before all are written."""
+        """See :class:`ds_zipccl.comm.Base`. Each rank of a node writes some of the shards. All of them have read the old contents before,
+        for the hash. Blocks until all shards are written."""
         mates = self._slots[0].mates
         for rank, place in enumerate(places):
             writer = rank if rank in mates else mates[rank % len(mates)]
@@ -91,12 +90,12 @@ class SharedBase:
             slot.filled = all(bool(word) for word in words.values())
 
     def abandon(self, ctx: OpContext) -> None:
-        """See :class:`ds_zipccl.comm.Base`. The mates must not wait for writes that this rank does not make."""
+        """See :class:`ds_zipccl.comm.Base`. This rank tells its mates that it writes nothing, so that they do not wait for its writes."""
         for slot in self._slots:
             slot.filled = False
         abandon(exchange := Exchange(ctx, _DONE, control=True))
         for mate in self._mates(ctx):
-            # A connection that is closed already has told this mate. The other mates are told, and their own words taken.
+            # a mate whose connection is closed knows already; every other mate gets the message, and its own message a receive
             with suppress(RuntimeError, ValueError):
                 exchange.post_recv(mate, _written(False))
             with suppress(RuntimeError, ValueError):
@@ -107,21 +106,21 @@ class SharedBase:
         return self._slots[0].serial
 
     def _mates(self, ctx: OpContext) -> list[int]:
-        """The other ranks that write to the same memory."""
+        """Return the ranks that write to the same memory, without this rank."""
         return [mate for mate in self._slots[0].mates if mate != ctx.rank]
 
     def _parts(self, shard: torch.Tensor, rank: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """The shard of a rank, tensor by tensor, each with the memory of it."""
+        """Return the parts of a rank's shard, one for each tensor, each with its memory."""
         sizes = [slot.memory.shape[1] for slot in self._slots]
         return [(part, slot.memory[rank]) for part, slot in zip(shard.split(sizes), self._slots, strict=True)]
 
 
 def _written(done: bool) -> torch.Tensor:
-    """The word to a mate: whether this rank's part of the memory has been written."""
+    """Return the message to a mate: whether this rank has written its part of the memory."""
     return tensors.filled(1, done, torch.uint8)
 
 
-#: Serial numbers of each group's memory. They go with the group, so that a group made anew counts afresh on all ranks.
+#: Serial numbers of each group's slots. They live as long as the group, so that a new group counts afresh on all ranks.
 _serials: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -129,15 +128,16 @@ _serials: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 def allocate_bases(
     shards: Sequence[tuple[int, torch.dtype]], kind: str, group: dist.ProcessGroup, device: torch.device | str = "cpu"
 ) -> list[BaseSlot]:
-    """Memory for what is gathered of several tensors, whose shards have so many elements on every rank of the group.
+    """Return memory for the gathered contents of several tensors, one slot for each tensor.
 
-    A collective: every rank calls it with the same shards and kind. Takes ``ranks * numel * itemsize`` bytes a tensor, rounded up.
+    A collective: every rank calls with the same shards and kind, and blocks. Takes ``ranks * numel * itemsize`` bytes a tensor, rounded up.
 
     Args:
+        shards: (elements, dtype) of each tensor's shard, equal on every rank of the group.
         kind: "host": memory of the host, one copy for all ranks of a node. "device": memory of ``device``, a copy for each rank.
 
     Raises:
-        CommError: some node has no room for it, or its ranks cannot share memory.
+        CommError: some node has no room for the memory, or its ranks cannot share memory.
     """
     if not shards:
         return []
@@ -158,14 +158,14 @@ def allocate_bases(
 
 
 def _place() -> str:
-    """Names the file system of shared memory: containers of one host and network may each have their own."""
+    """Return the name of the file system of shared memory: containers of one host and network may each have their own."""
     return str(SHARED.stat().st_dev) if SHARED.is_dir() else ""
 
 
 def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> torch.Tensor:
-    """Memory that all ranks in ``mates`` see; that of a rank without mates is its own, on ``device``. A collective of the group.
+    """Return memory that all ranks in ``mates`` share. A rank that is its only mate gets memory on ``device``. A collective of the group.
 
-    The memory has a name only until all have opened it, and takes no room before: whatever happens, no more than a name is left behind.
+    The shared file has a name only until all mates have opened it, and takes no room before. An error leaves at most an empty file behind.
     """
     token = tensors.of_buffer(bytearray(secrets.token_bytes(TOKEN_BYTES)))
     tokens = [tensors.empty(TOKEN_BYTES, torch.uint8) for _ in range(dist.get_world_size(group))]
@@ -189,7 +189,7 @@ def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device:
         with _agreeing(nbytes, group):
             if several and leads:
                 file.unlink()
-                os.posix_fallocate(descriptor, 0, nbytes)  # all of it now, so that no later write can fail
+                os.posix_fallocate(descriptor, 0, nbytes)  # all bytes now, so that no later write can fail
         with _agreeing(nbytes, group):
             memory = _map(descriptor, nbytes) if several else tensors.empty(nbytes, torch.uint8, device)
     return memory
@@ -204,7 +204,7 @@ def _map(descriptor: int, nbytes: int) -> torch.Tensor:
 
 @contextmanager
 def _agreeing(nbytes: int, group: dist.ProcessGroup) -> Iterator[None]:
-    """All ranks go on together, or none does."""
+    """Run the body on all ranks, and raise CommError on all ranks if it fails on one. A collective; blocks."""
     problem = ""
     try:
         yield

@@ -1,1 +1,1 @@
-"""The collectives, one file each: it builds a request, asks for a decision, and names the schedule."""
+"""The collectives, one file each. A collective builds a request, asks for a decision, and names the schedule."""

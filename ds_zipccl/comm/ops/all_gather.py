@@ -22,7 +22,7 @@ from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 @dataclass(frozen=True, slots=True)
 class _GatherLists:
-    """The outputs are the places of all ranks."""
+    """A gather of one tensor; output r is the place of rank r."""
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         gather(ctx, 0, inputs, [[place] for place in outputs])
@@ -30,7 +30,8 @@ class _GatherLists:
 
 @dataclass(frozen=True, slots=True)
 class _GatherShards:
-    """Each output is the shards of all ranks; with ``base`` a single one, gathered as differences where ranks hold the same."""
+    """A gather in which each output consists of the shards of all ranks. With ``base`` the output is a single one, and its shards go as
+    differences if all ranks hold the same base."""
 
     base: negotiation.Base | None
 
@@ -58,7 +59,7 @@ def all_gather(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
-    """``torch.distributed.all_gather``: ``tensor_list[r]`` becomes the ``tensor`` of rank r, which all have one shape."""
+    """``torch.distributed.all_gather``: ``tensor_list[r]`` becomes the ``tensor`` of rank r. All tensors have one shape."""
     ranks = group_size(group)
     wrong = len(tensor_list) != ranks or any(place.shape != tensor.shape for place in tensor_list)
     shapes = [tuple(place.shape) for place in tensor_list]
@@ -92,8 +93,8 @@ def all_gather_into_tensor(
 ) -> Any:
     """``torch.distributed.all_gather_into_tensor``: shard r of the output is the input of rank r.
 
-    The input may be the own shard of the output. ``base``, which all ranks give or none, names the memory of an earlier gather that ranks
-    may hold, such as :data:`ds_zipccl.comm.IN_PLACE`: shards then go as differences where all ranks prove to hold the same.
+    The input may be the own shard of the output. ``base`` is the memory of an earlier gather, such as :data:`ds_zipccl.comm.IN_PLACE`.
+    Either all ranks give a base or none does. Shards go as differences if all ranks prove to hold the same base.
     """
     if is_small(output_tensor, config):
         call = uncompressed_call or (lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op))
@@ -116,7 +117,7 @@ def all_gather_coalesced(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
-    """:func:`all_gather_into_tensor` of several tensors of one dtype at once: the form that DeepSpeed's backend declares."""
+    """:func:`all_gather_into_tensor` of several tensors of one dtype in one call, with the arguments of DeepSpeed's backend."""
     request = _request_shards(
         "all_gather_coalesced", output_tensors, input_tensors, group, async_op, config, role, uncompressed_call
     )

@@ -25,7 +25,7 @@ from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 @dataclass(frozen=True, slots=True)
 class _ReduceScatterGather:
-    """Each rank adds a shard of the tensors laid end to end, and sends the sum to every peer as soon as a fragment of it is ready."""
+    """Each rank sums a shard of the tensors laid end to end, and sends each fragment of the sum to every peer as soon as it is ready."""
 
     reduction: Reduction
 
@@ -124,6 +124,6 @@ def _all_reduce(
         uncompressed_call=uncompressed_call,
         reduce_op=op,
         tolerance=tolerance,
-        memory_order=name == "all_reduce",  # plain ones of several tensors lay copies end to end
+        memory_order=name == "all_reduce",  # the plain all-reduce of several tensors lays copies end to end
     )
     return execute(decide(request), request, _ReduceScatterGather(reduction))

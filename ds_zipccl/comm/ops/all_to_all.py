@@ -21,7 +21,7 @@ from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeLists:
-    """Input r goes to rank r, output r comes from it."""
+    """Input r goes to rank r; output r comes from rank r."""
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         _exchange_segments(ctx, inputs, outputs)
@@ -29,7 +29,7 @@ class _ExchangeLists:
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeSegments:
-    """Segments of one input and one output, of so many elements."""
+    """Segments of one input go to the ranks, segments of one output come from the ranks. ``leaving`` and ``coming``: their elements."""
 
     leaving: Sequence[int]
     coming: Sequence[int]
@@ -67,7 +67,7 @@ def all_to_all(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
-    """``torch.distributed.all_to_all``: ``input_tensor_list[r]`` goes to rank r; sizes may differ, also where gloo refuses."""
+    """``torch.distributed.all_to_all``: ``input_tensor_list[r]`` goes to rank r. Sizes may differ, even where gloo refuses them."""
     leaving, coming = [[tensor.numel() for tensor in tensors] for tensors in (input_tensor_list, output_tensor_list)]
     request = Request(
         "all_to_all",
@@ -99,7 +99,7 @@ def all_to_all_single(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
-    """``torch.distributed.all_to_all_single``: rows of dimension 0 change ranks, in equal parts or by the split sizes.
+    """``torch.distributed.all_to_all_single``: rows of dimension 0 go to other ranks, in equal parts or by the split sizes.
 
     Either all ranks give split sizes or none does.
     """
@@ -128,7 +128,7 @@ def all_to_all_single(
 
 
 def _segments(tensor: torch.Tensor, rows: Sequence[int] | None, group: dist.ProcessGroup | None) -> list[int]:
-    """Elements of each rank's segment."""
+    """Return the elements of each rank's segment."""
     if not rows:
         ranks = group_size(group)
         return [tensor.numel() // ranks] * ranks
@@ -141,14 +141,14 @@ def _elements_for_peers(sizes: Sequence[int], group: dist.ProcessGroup | None) -
 
 
 def _unsplit(tensor: torch.Tensor, sizes: Sequence[int]) -> str:
-    """The reason why a tensor does not split into segments of these numbers of elements; "" where it does."""
+    """Return the reason why a tensor does not split into segments of ``sizes`` elements; "" if the tensor does."""
     if sum(sizes) == tensor.numel():
         return ""
     return f"a tensor of shape {tuple(tensor.shape)} does not split into segments of {list(sizes)} elements"
 
 
 def _misfit(inputs: Sequence[int], outputs: Sequence[int], group: dist.ProcessGroup | None) -> str:
-    """The reason why segments of these numbers of elements cannot change ranks; "" where they can."""
+    """Return the reason why segments of ``inputs`` and ``outputs`` elements cannot be exchanged; "" if they can."""
     ranks, rank = group_size(group), dist.get_rank(group)
     if len(inputs) != ranks or len(outputs) != ranks:
         return f"one segment for each of {ranks} ranks is wanted, got {len(inputs)} inputs and {len(outputs)} outputs"

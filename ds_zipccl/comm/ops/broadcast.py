@@ -51,7 +51,7 @@ def broadcast(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
-    """``torch.distributed.broadcast``: every rank's ``tensor`` becomes that of global rank ``src`` (or group rank)."""
+    """``torch.distributed.broadcast``: every rank's ``tensor`` becomes that of global rank ``src`` or group rank ``group_src``."""
     if not is_member(group):
         return dist.broadcast(tensor, src, group, async_op)
     if src is not None and is_small(tensor, config):

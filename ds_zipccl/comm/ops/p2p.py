@@ -1,6 +1,6 @@
 """send, recv, isend, irecv: one frame for each tensor, matched by peer and the caller's tag, in order.
 
-A compressed message must be received by a compressed receive of the same dtype and size under the same config, as with collectives.
+Sender and receiver of a compressed message must have the same dtype, size and config, as with collectives.
 """
 
 from __future__ import annotations
@@ -37,9 +37,15 @@ def send(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> None:
-    """``torch.distributed.send``: blocks until the frame is out."""
+    """``torch.distributed.send``: blocks until the frame is sent.
+
+    Raises:
+        ValueError: the destination is this rank itself.
+    """
     if is_member(group) and group_rank(group, dst, group_dst) == dist.get_rank(group):
-        raise ValueError("send: destination is this rank itself")
+        raise ValueError(
+            f"send: wanted another rank as destination, got this rank itself, {dist.get_rank(group)}; copy the tensor"
+        )
     if (work := isend(tensor, dst, group, tag, group_dst, config=config, role=role)) is not None:
         work.wait()
 
@@ -54,9 +60,9 @@ def recv(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> int:
-    """``torch.distributed.recv``: blocks; returns the sender's global rank, -1 on a rank outside the group.
+    """``torch.distributed.recv``: blocks, and returns the sender's global rank; -1 on a rank outside the group.
 
-    ``src`` None receives from any rank.
+    With ``src`` and ``group_src`` None, a message from any rank is received.
     """
     work = irecv(tensor, src, group, tag, group_src, config=config, role=role)
     if work is None:
@@ -76,7 +82,7 @@ def isend(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> Any:
-    """``torch.distributed.isend``: compresses and posts on the calling thread; ``tensor`` may be overwritten afterwards."""
+    """``torch.distributed.isend``: compresses and posts on the calling thread. ``tensor`` may be overwritten afterwards."""
     if not is_member(group):
         return dist.isend(tensor, dst, group, tag)
     group = resolve_group(group)
@@ -116,7 +122,8 @@ def irecv(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> Any:
-    """``torch.distributed.irecv``: posts the receive; ``wait()`` decompresses into ``tensor``. ``src`` None: from any rank."""
+    """``torch.distributed.irecv``: posts the receive; ``wait()`` decompresses into ``tensor``. With ``src`` and ``group_src`` None, a
+    message from any rank is received."""
     if not is_member(group):
         return dist.irecv(tensor, src, group, tag)
     group = resolve_group(group)
@@ -167,10 +174,10 @@ def _decide(
     op: str, tensor: torch.Tensor, group: dist.ProcessGroup, tag: int, peer: int | None, config: ZipcclConfig, role: str
 ) -> Decision:
     state = group_state(group)
-    assert state is not None  # callers have looked
+    assert state is not None  # callers have checked that this rank is in the group
     if tag >= TagRange.COLLECTIVE and config.enabled and config.mode_of(role) != "never":
         raise ValueError(
-            f"{op}: tag must be below {int(TagRange.COLLECTIVE)}, got {tag}: this package uses those above for its own messages"
+            f"{op}: tag must be below {int(TagRange.COLLECTIVE)}, got {tag}: this package uses the higher tags; use a lower tag"
         )
     decision = decide_message(op, tensor, state, config, role)
     if decision.frames and peer == state.rank:

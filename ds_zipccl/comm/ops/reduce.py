@@ -21,7 +21,7 @@ from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 @dataclass(frozen=True, slots=True)
 class _ToRoot:
-    """A reduce-scatter in which the root's shard is everything."""
+    """A reduce-scatter in which the root's shard is the whole message."""
 
     root: int  # group rank
     reduction: Reduction
@@ -45,7 +45,8 @@ def reduce(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
-    """``torch.distributed.reduce``: the sum goes in place to global rank ``dst`` (or group rank); other ranks keep theirs."""
+    """``torch.distributed.reduce``: the sum goes in place to global rank ``dst`` or group rank ``group_dst``. Other ranks keep their
+    tensors."""
     if not is_member(group):
         return dist.reduce(tensor, dst, op, group, async_op)
     root = group_rank(group, dst, group_dst)

@@ -21,7 +21,7 @@ from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 @dataclass(frozen=True, slots=True)
 class _EqualShards:
-    """The input is a message of equal shards."""
+    """A reduce-scatter of one input, which consists of equal shards."""
 
     reduction: Reduction
 
@@ -34,7 +34,7 @@ class _EqualShards:
 
 @dataclass(frozen=True, slots=True)
 class _ListedShards:
-    """Each input is a message of its own: gloo all-reduces each tensor of the list by itself."""
+    """A reduce-scatter of a list. Each input is a message by itself, because gloo all-reduces each tensor of the list by itself."""
 
     reduction: Reduction
 
@@ -55,7 +55,7 @@ def reduce_scatter_tensor(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
-    """``torch.distributed.reduce_scatter_tensor``: the output of rank r is the sum of all shards r of the inputs.
+    """``torch.distributed.reduce_scatter_tensor``: the output of rank r is the sum of shard r of all inputs.
 
     The output may be the own shard of the input.
     """
@@ -97,7 +97,7 @@ def reduce_scatter(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
-    """``torch.distributed.reduce_scatter``: the output of rank r is the sum of all ``input_list[r]``; sizes may differ."""
+    """``torch.distributed.reduce_scatter``: the output of rank r is the sum of ``input_list[r]`` of all ranks. Sizes may differ."""
     ranks, rank = group_size(group), dist.get_rank(group)
     reduction, tolerance = arithmetic(output.device.type, op, group, config)
     sizes = [tensor.numel() for tensor in input_list]

@@ -1,7 +1,7 @@
-"""reduce_to_owners: an all-reduce of which each rank keeps a part. Every part goes to the ranks that own it, and to no other.
+"""reduce_to_owners: an all-reduce in which each slice of the sum goes only to its owner ranks.
 
-ZeRO-1 and ZeRO-2 all-reduce whole buckets of gradients, of which each rank keeps the slices of its own partition. With n ranks an
-all-reduce sends 2 (n-1)/n of the bucket from each rank; the owners need half of that.
+ZeRO-1 and ZeRO-2 all-reduce whole gradient buckets, but each rank keeps only the slices of its own partition. With n ranks an all-reduce
+sends 2 (n-1)/n of the bucket from each rank; the owners need half of these bytes.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from ds_zipccl.policy import wire
 
 NAME = "reduce_to_owners"
 
-#: (elements, group ranks that own them), from the start of a tensor to its end.
+#: (elements, group ranks of their owners) of each slice, from the start of a tensor to its end.
 Owners = Sequence[tuple[int, Collection[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Straight:
-    """Every contribution goes to the owners, who add. ``spans[r]``: the slices that rank r owns."""
+    """Every contribution goes to the owners, and the owners sum. ``spans[r]``: the slices that rank r owns."""
 
     spans: Sequence[Sequence[slice]]
     reduction: Reduction
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         (whole, *_), spans = inputs, self.spans
-        mine, chunk = spans[ctx.rank], ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
-        of_peers = [span for rank, theirs in enumerate(spans) if rank != ctx.rank for span in theirs]
-        # other owners of elements that are written here may still wait for them
-        source = whole.clone() if any(common(mine, span) for span in of_peers) else whole
-        views = [SpanView(whole if to == ctx.rank else source, theirs) for to, theirs in enumerate(spans)]
+        own, chunk = spans[ctx.rank], ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+        of_peers = [span for rank, owned in enumerate(spans) if rank != ctx.rank for span in owned]
+        # this rank writes its own slices while their other owners may still wait for its contributions
+        source = whole.clone() if any(common(own, span) for span in of_peers) else whole
+        views = [SpanView(whole if rank == ctx.rank else source, owned) for rank, owned in enumerate(spans)]
         shards = Fragments(ctx, views)
         with open_exchange(ctx) as exchange:
-            adder = ShardAdder(ctx, exchange, shards, self.reduction, mine, chunk)
+            adder = ShardAdder(ctx, exchange, shards, self.reduction, own, chunk)
 
             def take(step: int) -> None:
                 sums, places = adder.take()
@@ -62,7 +62,7 @@ class _Straight:
 
 @dataclass(frozen=True, slots=True)
 class _ByShards:
-    """Every rank adds a shard of the same size, as in an all-reduce, and sends the sums to their owners only."""
+    """Every rank sums a shard of the same size, as in an all-reduce, and sends the sums to their owners only."""
 
     spans: Sequence[Sequence[slice]]
     reduction: Reduction
@@ -76,7 +76,7 @@ class _ByShards:
             adder = ShardAdder(ctx, leaving, shards, self.reduction, [slices[ctx.rank]], chunk)
 
             def parts(adding: int, step: int, owner: int) -> list[torch.Tensor]:
-                """Slices of ``owner`` in a fragment that rank ``adding`` adds."""
+                """Return the slices of ``owner`` in the fragment that rank ``adding`` sums in a step."""
                 if step >= len(shards[adding]):
                     return []
                 begin = slices[adding].start + step * shards[adding][0].numel()
@@ -114,18 +114,19 @@ def reduce_to_owners(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> None:
-    """``torch.distributed.all_reduce`` in place, of which every rank needs only the parts that it owns. Blocks.
+    """``torch.distributed.all_reduce`` in place, in which every rank needs only the slices that it owns. Blocks.
 
-    The parts that this rank owns are afterwards those of :func:`ds_zipccl.comm.all_reduce`, bit for bit; averages that are NaN may be
-    another NaN. The rest is undefined: as it was, or sums.
+    The slices that this rank owns then equal those of :func:`ds_zipccl.comm.all_reduce`, bit for bit; averages that are NaN may be
+    another NaN. The other slices are undefined: unchanged, or sums.
 
     Args:
-        tensor: dense, of any shape: parts follow each other in memory.
-        owners: its parts. A part may have several owners, or none. All ranks give the same owners to each element; where they cut parts
-            does not matter.
+        tensor: dense, of any shape: slices follow each other in memory.
+        owners: the slices of ``tensor``. A slice may have several owners, or none. All ranks give the same owners to each element;
+            the borders of the slices may differ.
 
     Raises:
-        ValueError: the tensor is not dense, the parts do not add up to it, or an owner is no rank of the group; nothing was sent.
+        ValueError: the tensor is not dense, the slices do not add up to the tensor, or an owner is no rank of the group. Nothing was
+            sent.
         CommError: as :func:`ds_zipccl.comm.execution.execute`.
     """
     if not is_member(group):
@@ -137,21 +138,21 @@ def reduce_to_owners(
         call = uncompressed_call or (lambda: dist.all_reduce(tensor, op, group))
         pass_small(NAME, role, 2 * sent_to_peers(tensor.nbytes, group), call)
         return
-    mine = spans[rank]
+    own = spans[rank]
     reduction, tolerance = arithmetic(tensor.device.type, op, group, config)
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         dist.all_reduce(inputs[0], op, group)
-        for output, part in zip(outputs, _parts(inputs[0], mine), strict=True):
+        for output, part in zip(outputs, _parts(inputs[0], own), strict=True):
             if output.data_ptr() != part.data_ptr():
                 output.copy_(part)
         return JoinedWork(NAME, [], outputs) if later else None
 
-    straight = wire.straight_to_owners([sum(map(length, theirs)) for theirs in spans], tensor.numel())
+    straight = wire.straight_to_owners([sum(map(length, owned)) for owned in spans], tensor.numel())
     request = Request(
         NAME,
         [tensor],
-        _parts(tensor, mine),
+        _parts(tensor, own),
         group,
         False,
         config,
@@ -169,7 +170,7 @@ def reduce_to_owners(
 
 
 def spans_of(tensor: torch.Tensor, owners: Owners, ranks: int) -> list[list[slice]]:
-    """Return the slices of ``tensor`` that each rank owns, in elements in the order of memory, as few as can be.
+    """Return the slices of ``tensor`` that each rank owns, in elements in memory order. Adjacent slices are joined.
 
     Raises:
         ValueError: as :func:`reduce_to_owners`.
@@ -189,17 +190,17 @@ def spans_of(tensor: torch.Tensor, owners: Owners, ranks: int) -> list[list[slic
             wanted = f"0 or more elements and owners from 0 to {ranks - 1}"
             raise ValueError(f"{NAME}: wanted {wanted} (ranks of the group), got {numel} of {sorted(ranks_of_part)}")
         for owner in set(ranks_of_part) if numel else ():
-            theirs = spans[owner]
-            if theirs and theirs[-1].stop == begin:
-                theirs.append(slice(theirs.pop().start, end))
+            owned = spans[owner]
+            if owned and owned[-1].stop == begin:
+                owned.append(slice(owned.pop().start, end))
             else:
-                theirs.append(slice(begin, end))
+                owned.append(slice(begin, end))
     if end != tensor.numel():
         raise ValueError(f"{NAME}: parts must add up to the tensor's {tensor.numel()} elements, got {end}")
     return spans
 
 
 def _parts(tensor: torch.Tensor, spans: Sequence[slice]) -> list[torch.Tensor]:
-    """Flat views."""
+    """Return flat views of the slices of ``tensor`` in memory order."""
     flat = memory_order(tensor.detach())
     return [flat[span] for span in spans]

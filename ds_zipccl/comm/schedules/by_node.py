@@ -1,4 +1,4 @@
-"""Gathers by node: between nodes every shard goes once, and the ranks of a node forward it to each other as it came."""
+"""Gathers by node. Every shard enters each other node once; the ranks of a node then forward the frame to each other, without recoding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ds_zipccl.comm.schedules.pipeline import Fragments, open_exchange, run_pipe
 def gather_by_node(
     ctx: OpContext, index: int, leaving: Fragments, coming: Sequence[Fragments], bases: Fragments
 ) -> None:
-    """Give every rank the own fragments, and take those of rank r into ``coming[r]``, in exchanges ``index`` and ``index`` + 1.
+    """Send the own fragments to every rank, and write those of rank r to ``coming[r]``, in exchanges ``index`` and ``index`` + 1. Blocks.
 
-    Rank i of a node sends to rank i of every other node and to its neighbors in the node, and forwards to these the frames from the
-    other nodes, so that every shard enters a node once. Nodes have the same number of ranks.
+    Rank i of a node sends to rank i of every other node, and to its neighbors in the node. Rank i forwards the frames from other nodes to
+    its neighbors, so that every shard enters a node once. All nodes have the same number of ranks.
     """
     mine = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
     neighbors = [rank for rank in mine if rank != ctx.rank]
-    # the ranks of other nodes whose shards enter this node through a rank of it
+    # rank of this node -> the ranks of other nodes whose shards it receives and forwards
     through = {rank: [ranks[seat] for ranks in ctx.nodes if ranks is not mine] for seat, rank in enumerate(mine)}
     with open_exchange(ctx, index) as across, open_exchange(ctx, index + 1) as within:
 

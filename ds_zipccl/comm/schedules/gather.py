@@ -18,10 +18,10 @@ def gather(
     places: Sequence[Sequence[torch.Tensor]],
     base: torch.Tensor | None = None,
 ) -> None:
-    """In exchange ``index``, give every rank the tensors in ``own``, and write those of rank r to ``places[r]``.
+    """In exchange ``index``, send the tensors in ``own`` to every rank, and write those of rank r to ``places[r]``. Blocks.
 
-    All tensors are flat. Own ones may lie in any place. With ``base`` the own tensor, a single one, goes as a difference against it; the
-    base of a frame that arrives is the contents of its place.
+    All tensors are flat. Own tensors may share memory with any place. With ``base``, ``own`` is a single tensor and goes as a difference
+    against ``base``. The base of an arriving frame is the contents of its place.
     """
     sources = detached(own, [place for there in places for place in there], places[ctx.rank])
     schedule, exchanges = (gather_by_node, 2) if ctx.nodes else (_gather_flat, 1)

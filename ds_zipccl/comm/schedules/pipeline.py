@@ -1,9 +1,9 @@
 """Exchanges of frames in fragments: while one fragment is on the wire, the next one is compressed and an earlier one decompressed.
 
-A tensor is cut where both sides can tell (:func:`ds_zipccl.policy.wire.fragment_numel`), and each fragment becomes a frame. Work goes in
-steps (:func:`run_pipeline`): step i posts fragment i and takes fragment i - PIPELINE_DEPTH. A rank at the lowest step of all finds the
-messages that it waits for already posted by its peers. So nobody waits in a circle, and the memory that a rank holds is bounded by the
-depth, not by the message.
+Sender and receiver cut a tensor at the same elements (:func:`ds_zipccl.policy.wire.fragment_numel`), and each fragment becomes a frame.
+Work goes in steps (:func:`run_pipeline`): step i posts fragment i and takes fragment i - PIPELINE_DEPTH. Consider a rank at the lowest
+step of all ranks: its peers have already posted the messages that the rank waits for. So no ranks wait in a circle. The pipeline depth
+bounds the memory of a rank; the size of the message does not matter.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import parse
 from ds_zipccl.policy import wire
 
-#: Failed exchanges that are kept (seed). Their handles hold connections open on which other ranks may still be at work. A handle that is
-#: let go takes its memory from gloo first, so that nothing is written there any more; the connection is of no use afterwards.
+#: Failed exchanges that are kept (seed). Their handles hold connections open that other ranks may still use. Dropping a handle first takes
+#: its buffer back from gloo, so that gloo does not write to freed memory; the connection is unusable afterwards.
 ABANDONED = 8
 _abandoned: deque[object] = deque(maxlen=ABANDONED)
 
 
 def run_pipeline(steps: int, *stages: Callable[[int], None]) -> None:
-    """Call every stage for 0 to ``steps`` - 1, the first at once and each other PIPELINE_DEPTH steps after the stage before it."""
+    """Call every stage with steps 0 to ``steps`` - 1. Each stage runs PIPELINE_DEPTH steps after the stage before it."""
     depth = wire.PIPELINE_DEPTH
     for step in range(steps + depth * (len(stages) - 1)):
         for number, stage in enumerate(stages):
@@ -40,8 +40,8 @@ def run_pipeline(steps: int, *stages: Callable[[int], None]) -> None:
 
 
 class SpanView:
-    """Spans of a flat tensor laid end to end, cut like a flat tensor. Fragments are made when they are asked for: views where a fragment
-    lies in one span, otherwise copies."""
+    """Spans of a flat tensor laid end to end, with the methods of a flat tensor that :class:`Fragments` uses. A fragment is made at each
+    access: a view if the fragment lies in one span, otherwise a copy."""
 
     def __init__(self, flat: torch.Tensor, spans: Sequence[slice]) -> None:
         self._flat, self._spans = flat, spans
@@ -52,7 +52,7 @@ class SpanView:
         return sum(map(length, self._spans))
 
     def split(self, numel: int) -> Sequence[torch.Tensor]:
-        """Return all of it in fragments of ``numel`` elements; the last one may be shorter."""
+        """Return fragments of ``numel`` elements; the last fragment may be shorter."""
         return _SpanFragments(self._flat, self._spans, numel, -(-self.numel() // numel))
 
 
@@ -69,7 +69,7 @@ class _SpanFragments(Sequence[torch.Tensor]):
 
 
 class Fragments(list[Sequence[torch.Tensor]]):
-    """Flat tensors, each as its fragments; ``exchanges`` of them go on at a time and share the memory for frames."""
+    """The fragments of flat tensors. ``exchanges``: exchanges in flight, which share the memory for frames."""
 
     def __init__(self, ctx: OpContext, flats: Sequence[torch.Tensor | SpanView], exchanges: int = 1) -> None:
         super().__init__(
@@ -79,7 +79,7 @@ class Fragments(list[Sequence[torch.Tensor]]):
         self.steps = max(map(len, self), default=0)
 
     def at(self, step: int) -> list[torch.Tensor]:
-        """Return the fragment of every tensor; an empty one of tensors that have no more."""
+        """Return fragment ``step`` of every tensor; an empty tensor where a tensor has fewer fragments."""
         return [fragments[step] if step < len(fragments) else tensors.empty(0, torch.uint8) for fragments in self]
 
 
@@ -92,9 +92,9 @@ class _Posted(NamedTuple):
 
 @contextmanager
 def open_exchange(ctx: OpContext, index: int = 0, *, control: bool = False) -> Iterator[Exchange]:
-    """One exchange; on leaving, every send is out. After an error nothing is waited for, so that the error shows at once.
+    """Open an exchange; leaving blocks until every send is done. After an error the exchange waits for nothing and raises at once.
 
-    ``control``: its messages are not part of the tensors, and plain collectives do not send them.
+    ``control``: the messages are not part of the tensors, and plain collectives do not send them; they count as wire bytes only.
     """
     exchange = Exchange(ctx, index, control)
     try:
@@ -106,12 +106,12 @@ def open_exchange(ctx: OpContext, index: int = 0, *, control: bool = False) -> I
 
 
 def abandon(exchange: Exchange) -> None:
-    """Keep an exchange that nobody will wait for, one of the last :data:`ABANDONED`."""
+    """Keep the handles of a failed exchange. The last :data:`ABANDONED` failed exchanges are kept."""
     _abandoned.append(exchange)
 
 
 class Exchange:
-    """Frames of one tag. Frames of one pair of ranks arrive in the order they were sent; empty tensors are not sent."""
+    """The frames of one tag. Frames of one pair of ranks arrive in the order of sending; empty tensors are not sent."""
 
     def __init__(self, ctx: OpContext, index: int, control: bool) -> None:
         self._ctx, self._coder, self._control = ctx, FrameCoder(ctx), control
@@ -120,13 +120,13 @@ class Exchange:
         self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
 
     def next_step(self) -> None:
-        """Begin a step of posting: wait until the frames of long ago are out, and take their memory back."""
+        """Begin a step of sends. Blocks until the frames of more than two pipeline depths ago are sent, and takes their memory back."""
         while len(self._sends) > 2 * wire.PIPELINE_DEPTH:
             self._retire()
         self._sends.append([])
 
     def post_recv(self, peer: int, out: torch.Tensor) -> None:
-        """Post the receive of the frame that :meth:`recv` will decompress into flat ``out``; nothing is written to ``out`` yet."""
+        """Post the receive of the frame that :meth:`recv` will decompress into flat ``out``. Does not block, and does not write ``out``."""
         if out.numel():
             buffer = self._coder.recv_buffer(out.numel(), out.dtype, buffers := PooledBuffers())
             with self._ctx.naming("receiving from", peer):
@@ -134,14 +134,14 @@ class Exchange:
             self._receives[peer].append(_Posted(peer, handle, buffer, buffers))
 
     def send(self, flat: torch.Tensor, *peers: int, base: torch.Tensor | None = None) -> None:
-        """Compress once, send to every peer; with ``base``, which all of them hold, as a difference. ``flat`` may be overwritten
-        afterwards."""
+        """Compress ``flat`` once and post the frame to every peer. With ``base``, which all peers hold, the frame is a difference.
+        ``flat`` may be overwritten afterwards."""
         if flat.numel():
             frame = self._coder.compress(flat, buffers := PooledBuffers(), base)
             self._post(frame, flat.nbytes, peers, buffers)
 
     def send_each(self, flats: Sequence[torch.Tensor], peers: Sequence[int]) -> None:
-        """Send each of ``peers`` its own of ``flats``, in this order. Small ones are compressed in one call, large ones as they go out."""
+        """Send ``flats[peer]`` to each of ``peers``, in this order. Small tensors are compressed in one call, large tensors one by one."""
         chosen = [peer for peer in peers if flats[peer].numel()]
         if wire.encode_together([flats[peer].nbytes for peer in chosen]):
             frames = self._coder.compress_each([flats[peer] for peer in chosen], buffers := PooledBuffers())
@@ -159,15 +159,15 @@ class Exchange:
             self._ctx.count(0 if self._control else nbytes, frame.nbytes)
 
     def recv(self, peer: int, out: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait for the next frame of ``peer``, decompress it into flat ``out``, against ``base`` if it is a difference, and return
-        ``out``."""
+        """Decompress the next frame of ``peer`` into flat ``out`` and return ``out``; blocks until the frame arrives. ``base``: the base of
+        a frame that is a difference."""
         if out.numel():
             with self._arrived(peer) as posted:
                 self._coder.decompress(posted.frame, peer, out, base)
         return out
 
     def forward(self, peer: int, out: torch.Tensor, to: Exchange, peers: Sequence[int]) -> None:
-        """As :meth:`recv` with the contents of ``out`` as its base, and send the frame as it came to ``peers``, in exchange ``to``."""
+        """As :meth:`recv` with the contents of ``out`` as the base. Then post the unchanged frame to ``peers``, in exchange ``to``."""
         if out.numel():
             with self._arrived(peer, keep=True) as posted:
                 self._coder.decompress(posted.frame, peer, out, out)
@@ -175,18 +175,19 @@ class Exchange:
             to._post(frame, out.nbytes, peers, posted.buffers)
 
     def recv_add(self, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        """Wait for the next frame of ``peer``, which holds ``dtype``, and add it to flat ``sums`` of that dtype or float32."""
+        """Add the next frame of ``peer``, whose dtype is ``dtype``, to flat ``sums`` of that dtype or float32. Blocks until the frame
+        arrives."""
         if sums.numel():
             with self._arrived(peer) as posted:
                 self._coder.decompress_add(posted.frame, peer, dtype, sums)
 
     def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add flat ``values``, which are here already, to flat ``sums`` of their dtype or float32."""
+        """Add flat ``values`` of this rank to flat ``sums`` of the same dtype or float32."""
         self._coder.add(values, sums)
 
     @contextmanager
     def _arrived(self, peer: int, keep: bool = False) -> Iterator[_Posted]:
-        """The next frame of ``peer``; its memory goes back afterwards unless it is to be kept."""
+        """Wait for the next frame of ``peer``. Its memory goes back afterwards unless ``keep``."""
         posted = self._receives[peer][0]
         with self._ctx.naming("receiving from", peer):
             posted.handle.wait()
@@ -196,12 +197,12 @@ class Exchange:
             posted.buffers.release()
 
     def flush(self) -> None:
-        """Wait until every send is out."""
+        """Block until every send is done."""
         while self._sends:
             self._retire()
 
     def _retire(self) -> None:
-        """Wait until the frames of the oldest step are out."""
+        """Block until the sends of the oldest step are done, and take their memory back."""
         for posted in self._sends[0]:
             with self._ctx.naming("sending to", posted.peer):
                 posted.handle.wait()
@@ -210,7 +211,7 @@ class Exchange:
 
 
 def send_own(exchange: Exchange, leaving: Fragments, bases: Fragments, step: int, peers: Sequence[int]) -> None:
-    """Send the own fragments of a step, as differences if there is a base, which only a single tensor may have."""
+    """Send the own fragments of a step to ``peers``, as differences if ``bases`` has a tensor. Only a single tensor may have a base."""
     base = next(iter(bases.at(step)), None)
     for fragment in leaving.at(step):
         exchange.send(fragment, *peers, base=base)
@@ -219,9 +220,9 @@ def send_own(exchange: Exchange, leaving: Fragments, bases: Fragments, step: int
 def detached(
     sources: Sequence[torch.Tensor], written: Sequence[torch.Tensor], homes: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
-    """Return ``sources``, copied where they share memory with tensors that are written while the sources are still being sent.
+    """Return ``sources``, with copies of those that share memory with tensors in ``written``, which are written during the sends.
 
-    Source i may lie in ``homes[i]``, exactly: nothing is written there before the same fragment of it has left.
+    Source i may be exactly ``homes[i]`` without a copy: a fragment of ``homes[i]`` is written only after the same fragment is compressed.
     """
     spans = {_span(flat) for flat in written if flat.numel()}
 

@@ -21,10 +21,10 @@ def reduce_scatter(
     span: slice,
     chunk: int,
 ) -> None:
-    """Write the sum of all ranks' shards for this rank into ``out``.
+    """Write the sum of all ranks' shards for this rank into ``out``; blocks.
 
     Args:
-        shards: flat, one for each rank; ``out`` may be the own one.
+        shards: flat, one for each rank; ``out`` may be the own shard.
         span, chunk: the place of the own shard in the message, and the size of the message's chunks, in elements.
     """
     sources, places = Fragments(ctx, detached(shards, [out], [out] * len(shards))), Fragments(ctx, [out])
@@ -39,7 +39,7 @@ def reduce_scatter(
 
 
 class ShardAdder:
-    """Sends every peer its shard and sums the frames that come for the own one, a fragment a step.
+    """Sends every peer its shard, and sums the arriving frames of the own shard, a fragment a step.
 
     ``spans``: the places of the own shard in the message, laid end to end; ``chunk``: the size of the message's chunks, in elements.
     """
@@ -55,8 +55,8 @@ class ShardAdder:
     ) -> None:
         self._ctx, self._exchange, self._shards, self._reduction = ctx, exchange, shards, reduction
         self._spans, self._chunk = spans, chunk
-        self._own: deque[torch.Tensor] = deque()  # posted and not taken yet
-        self._taken = 0  # elements
+        self._own: deque[torch.Tensor] = deque()  # own fragments that are posted and not taken yet
+        self._taken = 0  # elements taken
 
     def post(self, step: int) -> None:
         """Post the receives and sends of a step."""
@@ -68,7 +68,7 @@ class ShardAdder:
         self._exchange.send_each(fragments, self._ctx.peers[::-1])
 
     def take(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, list[slice]]:
-        """Write the sum of the next fragment into ``out``, which may be the own fragment, as it is if None.
+        """Write the sum of the next fragment into ``out``; blocks. ``out`` may be the own fragment, and is the own fragment if None.
 
         Returns:
             The sum, and its places in the message.
@@ -77,19 +77,19 @@ class ShardAdder:
         out = own if out is None else out
         begin, self._taken = self._taken, self._taken + out.numel()
         spans = within(self._spans, begin, self._taken)
-        if out.numel():  # a rank that adds nothing needs nothing of its peers
+        if out.numel():  # a rank with an empty shard receives no frames
             received = _Received(self._ctx.rank, self._exchange, own)
             self._reduction.fold(received, out, spans, self._chunk, self._ctx.flushing_ranks())
         return out, spans
 
     def finish(self, out: torch.Tensor) -> None:
-        """Turn sums into averages where these are wanted."""
+        """Turn the sums in ``out`` into averages if the reduction is AVG."""
         if out.numel():
             self._reduction.finish(out, self._ctx.flushing_ranks()[self._ctx.rank])
 
 
 class _Received:
-    """:class:`ds_zipccl.comm.reduction_order.Contributions`: the own one as it is, those of peers from their frames."""
+    """:class:`ds_zipccl.comm.reduction_order.Contributions`: the own tensor, and the frames of the peers."""
 
     def __init__(self, rank: int, exchange: Exchange, own: torch.Tensor) -> None:
         self._exchange, self.rank, self.own = exchange, rank, own

@@ -1,7 +1,7 @@
 """gloo: messages by paired sends and receives in host memory, matched by tag; sums in the order of its rings.
 
-A receive buffer may be larger than the message. So a receive is posted with the bound of the frame, and no sizes are exchanged: the
-frame's header has the true length.
+A receive buffer may be larger than the message. So a receive is posted with the largest size of the frame, and ranks exchange no sizes:
+the frame's header has the true length.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ds_zipccl import tensors
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.comm.transport.protocol import Capabilities, SumSwitches
 
-#: gloo's largest segment, in bytes (admission: part of its rings' geometry).
+#: gloo's largest segment, in bytes (admission: part of the geometry of gloo's rings).
 _SEGMENT_BYTES = 1 << 20
-#: Elements of the question for each rank, and the bits of each: a denormal float.
+#: Elements for each rank in the all-reduce that asks for denormals; the bit pattern of each element, a denormal float.
 _LANES, _DENORMAL = 64, 1 << 22
 
 
@@ -55,7 +55,7 @@ def _up(count: int, unit: int) -> int:
 
 
 def all_reduce_chunk(numel: int, itemsize: int, ranks: int) -> int:
-    """Elements in a chunk of gloo's ring all-reduce and reduce-scatter."""
+    """Return the elements in a chunk of gloo's ring all-reduce and reduce-scatter."""
     total = numel * itemsize
     segments = _up(max(_ceil(total, _SEGMENT_BYTES), 2 * ranks), ranks)
     segment = _up(_ceil(total, segments), itemsize)
@@ -63,7 +63,7 @@ def all_reduce_chunk(numel: int, itemsize: int, ranks: int) -> int:
 
 
 def reduce_chunk(numel: int, itemsize: int, ranks: int) -> int:
-    """Elements in a chunk of gloo's ring reduce."""
+    """Return the elements in a chunk of gloo's ring reduce."""
     total = numel * itemsize
     segment = _up(max(1, min(_ceil(total, 2 * ranks), _SEGMENT_BYTES)), itemsize)
     segments = _up(max(_ceil(total, segment), 2 * ranks), ranks)
@@ -71,14 +71,14 @@ def reduce_chunk(numel: int, itemsize: int, ranks: int) -> int:
 
 
 class Denormals:
-    """The ranks whose gloo threads flush denormals. Made on every rank at the same call of the group; does not block.
+    """The ranks whose gloo threads flush denormals. Every rank makes this object at the same call of the group; making does not block.
 
-    ``torch.set_flush_denormal`` is a switch of each thread, which a thread inherits from the thread that started it. gloo adds on threads
-    that a group starts when it is made; this package adds on the caller's thread or on threads of its own. So each group is asked once, by
-    an all-reduce of denormals through gloo itself, and each addition is then made as the rank would make it that makes it in gloo's ring.
+    ``torch.set_flush_denormal`` is a switch of each thread. A thread inherits the switch from the thread that started it. gloo adds on
+    threads that start with the group; this package adds on the caller's thread or on its own threads. So each group runs one all-reduce of
+    denormals through gloo. Each addition of ours then flushes exactly if the rank that makes the same addition in gloo's ring flushes.
 
-    Chunk r of the question is a denormal of rank r and zeros of all other ranks. Rank r alone adds it to something, or takes it as it
-    came: the denormal arrives unless rank r flushes.
+    Chunk r of the all-reduce is denormals on rank r and zeros on all other ranks. Only rank r adds the denormals of chunk r, or copies them
+    as they are: they arrive unless rank r flushes.
     """
 
     @tensors.undisturbed()

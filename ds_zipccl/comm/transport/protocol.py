@@ -1,7 +1,7 @@
 """The transport protocol: how bytes travel between the ranks of one group.
 
-Schedules see only this protocol. A transport says what it can do (:class:`Capabilities`), and a schedule that needs more than that is not
-a candidate on it.
+Schedules see only this protocol. A transport declares its :class:`Capabilities`. A schedule that needs more capabilities is not a candidate
+on the transport.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 #: Tags in each range (admission). The ranges lie above the tags that programs use and below 2**31.
 TAGS_PER_RANGE = 1 << 28
-#: Tags of one collective (admission: gathers by node have two exchanges, and differences one before and one after them).
+#: Tags of one collective (admission: gathers by node have two exchanges; differences have one before and one after these).
 TAGS_PER_COLLECTIVE = 4
 
 
 class TagRange(IntEnum):
-    """First tag of each range that this package uses on a group. Programs may use the tags below all of them."""
+    """First tag of each range that this package uses on a group. Programs may use the tags below all ranges."""
 
     COLLECTIVE = 1 << 30
     POINT_TO_POINT = COLLECTIVE + TAGS_PER_RANGE
@@ -45,18 +45,22 @@ class Capabilities:
 
 
 class SumSwitches(Protocol):
-    """How each rank's backend treats denormals when it adds; asked once per group."""
+    """The treatment of denormals in the sums of each rank's backend; asked once per group."""
 
     def flushing_ranks(self) -> Sequence[bool]:
-        """Whether each rank flushes denormals; blocks until all ranks have asked. Raises RuntimeError if the transport failed."""
+        """Return for each rank whether it flushes denormals. Blocks until all ranks have asked.
+
+        Raises:
+            RuntimeError: the transport failed.
+        """
         ...
 
 
 class Transport(Protocol):
     """Messages between this rank and the other ranks of one group. Ranks are group ranks, buffers 1-D uint8 tensors.
 
-    A posted buffer must live, and a sent one must not change, until its handle has been waited for. All methods raise RuntimeError where
-    the backend does.
+    A posted buffer must live until its handle's ``wait()`` has returned, and a sent buffer must not change until then. All methods raise
+    RuntimeError where the backend does.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -64,7 +68,7 @@ class Transport(Protocol):
     def __init__(self, group: dist.ProcessGroup) -> None: ...
 
     def post_send(self, buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to send all of ``buffer``; does not block."""
+        """Post the send of all of ``buffer``; does not block."""
         ...
 
     def post_recv(self, buffer: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
@@ -72,9 +76,9 @@ class Transport(Protocol):
         ...
 
     def ring_chunk(self, op: str, numel: int, itemsize: int) -> int:
-        """Elements in a chunk of the backend's ring for a sum by ``op`` ("all_reduce" or "reduce") of ``numel`` elements."""
+        """Return the elements in a chunk of the backend's ring for a sum by ``op`` ("all_reduce" or "reduce") of ``numel`` elements."""
         ...
 
     def ask_sum_switches(self) -> SumSwitches:
-        """Ask all ranks how their backends add; a collective that does not block."""
+        """Ask all ranks for the switches of their sums; a collective that does not block."""
         ...
