@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -89,6 +89,42 @@ def test_files_import_only_from_lower_floors() -> None:
     unused = [name for name in FLOOR_OF if not any(_under(place, name) for place in places)]
     assert unused == [], "the table names what does not exist"
     assert [line for place, text in sorted(places.items()) for line in violations(place, text)] == []
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports, at whatever depth; without the lazy names of the package itself."""
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "op_builder").glob("*.py")]
+    modules = {}
+    for path in files:
+        parts = ["ds_zipccl", *path.relative_to(PACKAGE).with_suffix("").parts]
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {}
+    for module, path in modules.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        found = set()
+        for name in _imports(ast.parse(path.read_text()), package):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            found.add(name)
+        graph[module] = found - {"", module, "ds_zipccl"}
+    del graph["ds_zipccl"]
+    return graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other, directly or through others: those left when modules without open imports are taken away."""
+    left = {module: set(names) for module, names in graph.items()}
+    while free := [module for module, names in left.items() if not names & left.keys()]:
+        for module in free:
+            del left[module]
+    return sorted(left)
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    graph = import_graph()
+    assert len(graph) > 80 and circles(graph) == []
+    planted = {**graph, "ds_zipccl.frame": graph["ds_zipccl.frame"] | {"ds_zipccl.codecs.api"}}
+    assert {"ds_zipccl.frame", "ds_zipccl.codecs.api"} <= set(circles(planted))
 
 
 #: torch's functions that make a tensor from no tensor: a program may have replaced each of them.

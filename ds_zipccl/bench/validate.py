@@ -16,7 +16,7 @@ import argparse
 import itertools
 from typing import Any
 
-from ds_zipccl.bench import comm_cases, data, link, namespaces, tables
+from ds_zipccl.bench import comm_cases, comm_launch, data, link, namespaces, tables
 from ds_zipccl.bench.comm_cases import Calibration, Case
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.ops import TRAFFIC
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         cases.insert(0, Calibration(args.timeout))
         with namespaces.joined(spec, ranks) as network:
             name = f"plan --validate, {ranks} ranks, {link.name(spec)}"
-            first, *found = tables.progress(comm_cases.launch(ranks, cases, network), name, comm_cases.rows_of(cases))
+            first, *found = tables.progress(comm_launch.launch(ranks, cases, network), name, comm_launch.rows_of(cases))
         profiles.append({"ranks": ranks, "link": link.name(spec), "profile": first})
         profile = LinkProfile.from_json(first)
         tables.say(_about(profiles[-1], profile))

@@ -31,7 +31,8 @@ import argparse
 import itertools
 
 from ds_zipccl.bench import data, link, namespaces, tables
-from ds_zipccl.bench.comm_cases import Calibration, Case, check, launch, rows_of
+from ds_zipccl.bench.comm_cases import Calibration, Case, check
+from ds_zipccl.bench.comm_launch import launch, rows_of
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.bench.variants import VARIANTS
 from ds_zipccl.ops import TRAFFIC

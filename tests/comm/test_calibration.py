@@ -9,7 +9,7 @@ import pytest
 import ranks
 import torch.distributed as dist
 
-from ds_zipccl.bench import comm_cases, link, namespaces
+from ds_zipccl.bench import comm_cases, comm_launch, link, namespaces
 from ds_zipccl.comm import calibration
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
@@ -93,7 +93,7 @@ def test_bandwidth_of_a_known_link(rate: str) -> None:
     spec = link.parse(rate)
     assert spec is not None
     with namespaces.shaped(spec, 2) as network:  # three times, for a machine that does other things too
-        found = list(comm_cases.launch(2, [comm_cases.Calibration(60)] * 3, network))
+        found = list(comm_launch.launch(2, [comm_cases.Calibration(60)] * 3, network))
     assert time.perf_counter() - start < 30
     wanted = spec.rate / 8
     assert any(LinkProfile.from_json(row).bandwidth == pytest.approx(wanted, rel=0.15) for row in found)
