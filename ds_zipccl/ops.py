@@ -47,7 +47,8 @@ class Traffic:
 
     The plain schedule: ``steps``, messages one after another; ``plain``, the part that a rank sends; ``gloo``, the part that would take as
     long as gloo's own schedule. Our schedule: ``sent``, the part that a rank sends; ``encoded``, the part that a rank compresses;
-    ``frame``, the part in one frame. A rank receives a frame from every peer, or with ``once`` a single one. ``sums``: arriving frames are added.
+    ``frame``, the part in one frame. A rank receives a frame from every peer, or with ``once`` a single one. ``sums``: arriving frames are
+    added.
     ``call(module, output, input, **more)`` runs the operation, with torch.distributed or ds_zipccl.comm as the module. ``inputs`` and
     ``outputs`` are the sizes of a rank's buffers; ``outputs`` is None for operations in place.
     """
