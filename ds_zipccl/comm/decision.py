@@ -194,4 +194,4 @@ def _mixture(request: Request) -> str:
     if all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in more):
         return ""
     kinds = sorted({f"{tensor.dtype} on {tensor.device}" for tensor in (first, *more)})
-    return f"tensors must be of one dtype on one device, got {', '.join(kinds)}; make a call for each dtype and device"
+    return f"make a call for each dtype and device: tensors must be of one dtype on one device, got {', '.join(kinds)}"
