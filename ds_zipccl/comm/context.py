@@ -49,7 +49,7 @@ class OpContext:
         self.transport = state.transport(device, group)
         self.logical_bytes = self.wire_bytes = 0
         self._tag = state.next_tag() if tag is None else tag
-        if sums and state.sum_switches is None:
+        if sums and state.sum_switches is None and state.backend("cpu") == state.backend(device):
             state.sum_switches = self.transport.ask_sum_switches()
         self._sum_switches = state.sum_switches
         self.backoff = state.backoff(op, role)

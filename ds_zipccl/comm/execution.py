@@ -23,8 +23,6 @@ from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
-_UNCOUNTED = (PassReason.NOT_A_MEMBER.value, PassReason.TRACED.value)
-
 
 def execute(choice: Choice, request: Request, schedule: Schedule) -> Any:
     """Execute a call; blocks unless ``request.async_op``. Returns as torch.distributed does: None, or a handle if ``async_op``.
@@ -32,9 +30,13 @@ def execute(choice: Choice, request: Request, schedule: Schedule) -> Any:
     Raises:
         CommError: a peer or the transport failed, or a frame was refused. The handle of an ``async_op`` call raises in ``wait()``.
     """
+    # a caller may change its lists as soon as an asynchronous call has returned
+    request.inputs, request.outputs = tuple(request.inputs), tuple(request.outputs)
     if choice.decision.frames:
         return _execute_coded(choice, request, schedule)
-    if choice.decision.reason in _UNCOUNTED:
+    if choice.decision.reason == PassReason.NOT_A_MEMBER.value:
+        return request.plain(request.inputs, request.outputs, request.async_op)
+    if choice.decision.reason == PassReason.TRACED.value:
         return _uncompressed(request)
     return _execute_plain(choice, request)
 

@@ -27,8 +27,6 @@ class FrameCoder:
         self._ctx = ctx
         self._block, self._route = ctx.config.block, ctx.config.route
         self._staged = ctx.transport.capabilities.host_only and host_staging.is_staged(ctx.device)
-        #: Adds values to sums; the dtype of the sums is that of the values or float32.
-        self.add = plain_sums.add if self._staged else kernels.adder(self._route, ctx.device)
 
     def compress(self, flat: torch.Tensor, buffers: PooledBuffers, base: torch.Tensor | None = None) -> torch.Tensor:
         """Return the frame of ``flat`` in memory of ``buffers``; with ``base``, the frame is a difference against ``base``."""
@@ -47,7 +45,8 @@ class FrameCoder:
     def compress_each(self, flats: Sequence[torch.Tensor], buffers: PooledBuffers) -> list[torch.Tensor]:
         """Return the frames of tensors of one dtype, compressed in one kernel call."""
         if self._staged:
-            return [self.compress(flat, buffers) for flat in flats]
+            codec = self._ctx.codec
+            return [host_staging.compress(flat, codec, self._block, self._route, buffers) for flat in flats]
         codec = self._codec(min(flat.nbytes for flat in flats))
         outs = [buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=self._block)) for flat in flats]
         frames = compress_segments(flats, outs, codec, block=self._block, route=self._route)
@@ -86,6 +85,11 @@ class FrameCoder:
             if self._staged:
                 return host_staging.decompress_add(frame, dtype, sums, self._route)
             decompress_add(frame, sums, dtype=dtype, route=self._route)
+
+    def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add ``values`` to ``sums``, of their dtype or float32."""
+        add = plain_sums.add if self._staged else kernels.adder(self._route, self._ctx.device)
+        add(values, sums)
 
     @contextmanager
     def _refusing(self, peer: int) -> Iterator[None]:

@@ -121,14 +121,16 @@ def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: i
     """Return the group rank of a rank that is given either as a global rank or as a group rank.
 
     Raises:
-        ValueError: both or neither is given, or the global rank is not in the group.
+        ValueError: both or neither is given, or the rank is not in the group.
     """
     if (global_rank is None) == (rank is None):
         raise ValueError(f"give either a global rank or a group rank, got {global_rank} and {rank}")
-    if rank is not None:
-        return rank
-    assert global_rank is not None  # exactly one is given
-    return dist.get_group_rank(resolve_group(group), global_rank)
+    if rank is None:
+        assert global_rank is not None  # exactly one is given
+        rank = dist.get_group_rank(resolve_group(group), global_rank)
+    if not 0 <= rank < group_size(group):  # backends may crash on such a rank
+        raise ValueError(f"wanted a rank of the group, 0 to {group_size(group) - 1}, got {rank}")
+    return rank
 
 
 def group_nodes(group: dist.ProcessGroup) -> Sequence[Sequence[int]]:

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
@@ -26,7 +27,7 @@ from ds_zipccl.telemetry import counters, table
 from ds_zipccl.telemetry.step_log import StepLog
 
 #: DeepSpeed's collectives with a coded schedule: name -> parameters, in the order of those of ds_zipccl.comm.
-COLLECTIVES = {name: op.parameters for name, op in OPS.items() if op.coded and hasattr(TorchBackend, name)}
+COLLECTIVES = {name: op.parameters for name, op in OPS.items() if op.coded and name != reduce_to_owners.NAME}
 #: DeepSpeed's collectives without a coded schedule: name -> parameters.
 UNCODED = {name: op.parameters for name, op in OPS.items() if not op.coded}
 _DEFAULTS = {

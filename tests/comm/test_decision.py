@@ -261,12 +261,16 @@ def test_the_part_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_are_given_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states.dist, "get_group_rank", lambda group, rank: rank + 10)
+    monkeypatch.setattr(states, "group_size", lambda group: 14)
     group: Any = object()
     assert group_rank(group, 3, None) == 13 and group_rank(group, None, 3) == 3
     assert group_rank(group, 0, None) == 10 and group_rank(group, None, 0) == 0
     for both in ((None, None), (0, 0), (1, 2)):
         with pytest.raises(ValueError, match="either a global rank or a group rank"):
             group_rank(group, *both)
+    for unknown in ((4, None), (-11, None), (None, 14), (None, -1)):
+        with pytest.raises(ValueError, match="wanted a rank of the group, 0 to 13, got"):
+            group_rank(group, *unknown)
 
 
 def mixture(*some: torch.Tensor) -> str:
@@ -310,6 +314,35 @@ def mixed(rank: int, ranks: int) -> None:
 
 def test_mixed_dtypes_are_refused_before_anything_is_sent() -> None:
     runner.run(mixed, 2, timeout=30)
+
+
+def emptied_lists(rank: int, ranks: int) -> None:
+    """A caller empties its list of outputs after an asynchronous call, by plain (tried first) and by frames."""
+    for config in (AUTO, ALWAYS):
+        places = [torch.zeros(2, NUMEL).t() for _ in range(ranks)]
+        outputs = list(places)
+        handle = comm.all_gather(places, torch.full((NUMEL, 2), float(rank + 1)), async_op=True, config=config)
+        places.clear()
+        handle.wait()
+        assert [float(one.mean()) for one in outputs] == [1.0, 2.0]
+
+
+def test_a_callers_list_may_change_after_the_call() -> None:
+    runner.run(emptied_lists, 2)
+
+
+def outside(rank: int, ranks: int) -> None:
+    """A rank outside the group runs torch's own collective, not the call of DeepSpeed's backend, which some ranks cannot make."""
+    group = dist.new_group([0])
+    output, called = torch.zeros(NUMEL), []
+    comm.all_gather_coalesced(
+        [output], [torch.ones(NUMEL)], group, config=AUTO, uncompressed_call=lambda: called.append(1)
+    )
+    assert len(called) == (rank == 0)
+
+
+def test_ranks_outside_the_group() -> None:
+    runner.run(outside, 2)
 
 
 def two_roles(rank: int, ranks: int) -> dict[tuple[str, str], tuple[int, dict[str, int]]]:
