@@ -109,7 +109,9 @@ def compress_segments(
     Args:
         segments: tensors of any shapes.
         outs: a buffer for each segment, as ``out`` of :func:`compress`, apart from all segments and all other buffers.
-        codec, block, route: as for :func:`compress`; a codec without a base.
+        codec: a name as for :func:`compress`, of a codec without a base.
+        block: as for :func:`compress`.
+        route: as for :func:`compress`.
 
     Returns:
         The frames, views of ``outs``.
