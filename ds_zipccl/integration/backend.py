@@ -65,6 +65,7 @@ def _collective(name: str) -> Callable[..., Any]:
 def _coded(name: str) -> Callable[..., Any]:
     """Return the coded method for one collective."""
     plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
+    point_to_point = OPS[name].point_to_point
 
     @functools.wraps(plain)
     def coded(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
@@ -73,12 +74,13 @@ def _coded(name: str) -> Callable[..., Any]:
         if "op" in parameters:
             values[parameters.index("op")] = self._reduce_op(values[parameters.index("op")])
         role = self.job.role_of(name, given.get("group"))
-        if OPS[name].point_to_point and values[0].device.type != "cpu":
-            counters.record_pass(role, name, _nbytes(values[0]), PassReason.P2P_DEVICE.of(values[0].device.type))
+        if point_to_point:
+            device = values[0].device.type
+            if device == "cpu":
+                return run(*values, config=self.job.config, role=role)
+            counters.record_pass(role, name, _nbytes(values[0]), PassReason.P2P_DEVICE.of(device))
             return plain(self, *values)
         more: dict[str, Any] = {"config": self.job.config, "role": role}
-        if OPS[name].point_to_point:
-            return run(*values, **more)
         more["uncompressed_call"] = functools.partial(plain, self, *values)
         if name == "all_reduce" and (owners := slice_owners(self.job, *values, role=role)):
             return comm.reduce_to_owners(values[0], owners, *values[1:3], **more)

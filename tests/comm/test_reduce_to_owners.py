@@ -13,7 +13,8 @@ import ranks as runner
 import test_pipeline
 import torch
 import torch.distributed as dist
-from sums import CODED, MIB, assert_same_sums, bell, flip_a_bit, other_order, sizes_for, wild
+from moves import flip_a_bit
+from sums import CODED, MIB, assert_same_sums, bell, other_order, sizes_for, wild
 
 from ds_zipccl import comm
 from ds_zipccl.comm.ops import reduce_to_owners

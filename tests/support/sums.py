@@ -12,9 +12,10 @@ import corpus
 import numpy as np
 import torch
 import torch.distributed as dist
+from moves import wait
 
 from ds_zipccl import comm
-from ds_zipccl.comm import frames, reduction_order
+from ds_zipccl.comm import reduction_order
 from ds_zipccl.comm.transport import gloo
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -54,11 +55,6 @@ def assert_same_sums(got: torch.Tensor, want: torch.Tensor, kind: corpus.Float) 
     if kind is not corpus.BF16:
         got, want = (tensor.masked_fill(tensor.isnan(), torch.nan) for tensor in (got, want))
     corpus.assert_same_bits(got, want)
-
-
-def wait(handle: Any) -> None:
-    if handle is not None:
-        handle.wait()
 
 
 # Each reduces ``mine`` through ``api`` and returns what this rank is left with; None where that is not defined.
@@ -158,18 +154,6 @@ def sizes_for(ranks: int) -> list[int]:
     return few + [
         ranks * MIB // 2 * mega + draw.randrange(-40, 40) for mega in {2: (1,), 3: (1, 2, 3), 4: (1, 2)}[ranks]
     ]
-
-
-def flip_a_bit() -> None:
-    """From now on the last element of every decoded tensor has a wrong bit."""
-    decompress = frames.decompress
-
-    def wrong(frame: torch.Tensor, out: torch.Tensor, **settings: Any) -> torch.Tensor:
-        decompress(frame, out, **settings)
-        out.view(torch.uint8)[-1] ^= 1
-        return out
-
-    frames.decompress = wrong
 
 
 def other_order() -> None:
