@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_zipccl import tensors
+from ds_zipccl import devices, tensors
 from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, HEADER_BYTES, FrameError
 from ds_zipccl.kernels.sums import add
 
@@ -302,8 +302,9 @@ def _aligned(slot: torch.Tensor) -> int:
 @contextlib.contextmanager
 def _current(device: torch.device) -> Iterator[int]:
     """Make the device current and give its current stream."""
-    if device.type != "cuda":  # the tests' emulation
+    runtime = devices.runtime(device)
+    if runtime is None:  # the tests' emulation
         yield 0
         return
-    with torch.cuda.device(device):
-        yield torch.cuda.current_stream().cuda_stream
+    with runtime.device(device):
+        yield runtime.current_stream(device).cuda_stream

@@ -1,0 +1,46 @@
+"""Runtimes of devices: streams, events, and whether a graph is being captured.
+
+Code that orders work on a device takes the runtime from :data:`RUNTIMES` and does not name ``torch.cuda``: the tests put a simulated
+runtime into the table.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class Runtime(Protocol):
+    """The functions of ``torch.cuda`` that this package uses, with the meaning that they have there."""
+
+    #: ``Stream(device, priority=0)``: a new stream; a lower number is a higher priority.
+    Stream: Any
+    #: ``Event(enable_timing=False)``.
+    Event: Any
+
+    def current_stream(self, device: torch.device) -> Any:
+        """Return the calling thread's current stream of ``device``."""
+        ...
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which ``stream``, and its device, are current for the calling thread."""
+        ...
+
+    def device(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context in which ``device`` is current for the calling thread."""
+        ...
+
+    def is_current_stream_capturing(self) -> bool:
+        """Return whether the current stream records a graph; nothing may wait for the device then."""
+        ...
+
+
+#: device type -> runtime. A device that is not here has no streams: its work is done when a call returns.
+RUNTIMES: dict[str, Runtime] = {"cuda": torch.cuda}
+
+
+def runtime(device: torch.device) -> Runtime | None:
+    """Return the runtime of a device, None for a device without streams."""
+    return RUNTIMES.get(device.type)
