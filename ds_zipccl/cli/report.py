@@ -1,8 +1,9 @@
 """``report``: versions, routes, op builders, activation and environment: which of them work here, and why the rest does not.
 
 A section that fails shows the reason in its place, and the rest is printed. The exit status is 1 and the last line says so if no CPU
-route works, or if there is a CUDA device and no CUDA route works. Every route is tried: the first report may build the native one, which
-takes a while. Rows in ``--json``: ``device``, ``route``, ``usable``, ``reason``; beside them one key a section.
+route works, if there is a CUDA device and no CUDA route works, or if a route for a device named by ``--require`` does not work. Every
+route is tried: the first report may build the native ones, which takes a while. Rows in ``--json``: ``device``, ``route``, ``usable``,
+``reason``; beside them one key a section.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ USABLE = "usable"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``report``."""
     parser.add_argument("--json", metavar="FILE", help="write everything here too")
+    parser.add_argument(
+        "--require", action="append", choices=("cpu", "cuda"), default=[], metavar="DEVICE",
+        help="exit with 1 unless every route for this type of device works here: cpu or cuda; may be repeated",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -41,11 +46,15 @@ def main(args: argparse.Namespace) -> int:
             for device, route, reason in ((*key.partition(" ")[::2], reason) for key, reason in found["routes"].items())
         ]
         tables.write_json(args.json, rows, args.command, **found)
-    useless = [device for device in _devices() if not _any_usable(device, found["routes"])]
-    if useless:
-        devices = " and ".join(device.upper() for device in useless)
-        tables.say(f"no route for {devices} tensors works here, so they cannot be coded; the reasons are under routes")
-    return 1 if useless else 0
+    useless = [device for device in _devices() if USABLE not in _of(device, found["routes"])]
+    incomplete = [device for device in args.require if set(_of(device, found["routes"])) != {USABLE}]
+    for devices, said in (
+        (incomplete, "not every route for {} tensors works here, as --require wants; the reasons are under routes"),
+        (useless, "no route for {} tensors works here, so they cannot be coded; the reasons are under routes"),
+    ):
+        if devices:
+            tables.say(said.format(" and ".join(device.upper() for device in dict.fromkeys(devices))))
+    return 1 if useless or incomplete else 0
 
 
 def _devices() -> list[str]:
@@ -58,8 +67,9 @@ def _devices() -> list[str]:
         return ["cpu"]
 
 
-def _any_usable(device: str, routes: Mapping[str, str]) -> bool:
-    return any(key.partition(" ")[0] == device and reason == USABLE for key, reason in routes.items())
+def _of(device: str, routes: Mapping[str, str]) -> list[str]:
+    """For each route of a type of device, USABLE or the reason why it does not work."""
+    return [reason for key, reason in routes.items() if key.partition(" ")[0] == device]
 
 
 def attempt(section: Callable[[], Mapping[str, str]]) -> dict[str, str]:

@@ -38,3 +38,31 @@ def test_status(
     assert main(["report"]) == (1 if wrong else 0)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"no route for {wrong} tensors works here") == bool(wrong)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "required", "status", "last"),
+    [
+        ((WORKS, WORKS), ["cuda"], 0, ""),
+        ((WORKS, FAILS), ["cuda"], 1, "not every route for CUDA tensors works here, as --require wants"),
+        ((FAILS, WORKS), ["cuda"], 1, "not every route for CUDA tensors works here"),
+        ((FAILS, FAILS), ["cuda"], 1, "not every route for CUDA tensors works here"),
+        ((WORKS, FAILS), [], 0, ""),
+        ((WORKS, FAILS), ["cpu"], 0, ""),
+        ((), ["cuda"], 1, "not every route for CUDA tensors works here"),
+        ((FAILS, FAILS), ["cpu", "cuda", "cuda"], 1, "not every route for CUDA tensors"),
+    ],
+)
+def test_required_routes(
+    cuda: tuple[object, ...],
+    required: list[str],
+    status: int,
+    last: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = {"cpu": {"native": WORKS}, "cuda": dict(zip(("native", "nvrtc"), cuda))}
+    monkeypatch.setattr(kernels, "ROUTES", table)
+    monkeypatch.setattr(kernels, "_loaded", {})
+    assert main(["report", *(word for device in required for word in ("--require", device))]) == status
+    assert last in capsys.readouterr().out.splitlines()[-1]
