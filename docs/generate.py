@@ -13,14 +13,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import measured
 import torch
 from measured import ROOT, table
 
 from ds_zipccl.__main__ import COMMANDS, PROGRAM
-from ds_zipccl.config import DEFAULT, ENVIRONMENT, ZipcclConfig
+from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, tuner_rules
 from ds_zipccl.policy.admission import PassReason
@@ -29,23 +29,22 @@ from ds_zipccl.policy.admission import PassReason
 
 
 def _values(key: str) -> str:
-    """The values that a key of the section allows, from its JSON schema."""
-    schema = ZipcclConfig.model_json_schema()["properties"][key]
-    if "enum" in schema:
-        return " ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
-    least = f", at least {schema['minimum']}" if "minimum" in schema else ""
-    kind = str(schema["type"])
-    return {"boolean": "`true` `false`", "object": "object: role to mode"}.get(kind, kind) + least
+    """The values that a key of the section allows."""
+    wanted = KEYS[key].type
+    if get_origin(wanted) is Literal:
+        return " ".join(f"`{json.dumps(value)}`" for value in get_args(wanted))
+    if wanted is int:
+        return f"integer, at least {KEYS[key].least}"
+    return {bool: "`true` `false`", str: "string"}.get(wanted, "object: role to mode")
 
 
 def _default(key: str) -> str:
-    return f"`{json.dumps(ZipcclConfig.model_fields[key].get_default(call_default_factory=True))}`"
+    return f"`{json.dumps(KEYS[key].default)}`"
 
 
 def config(page: Path) -> str:
     """Every key of the section."""
-    fields = ZipcclConfig.model_fields.items()
-    rows = ((f"`{key}`", _default(key), _values(key), _escaped(field.description or "")) for key, field in fields)
+    rows = ((f"`{name}`", _default(name), _values(name), _escaped(key.meaning)) for name, key in KEYS.items())
     return table(("key", "default", "values", "meaning"), rows)
 
 
@@ -55,9 +54,7 @@ MAIN_KEYS = ("mode", "zero3_base", "reduction", "min_bytes", "roles")
 
 def keys(page: Path) -> str:
     """The keys that matter most."""
-    rows = (
-        (f"`{key}`", _default(key), _escaped(ZipcclConfig.model_fields[key].description or "")) for key in MAIN_KEYS
-    )
+    rows = ((f"`{name}`", _default(name), _escaped(KEYS[name].meaning)) for name in MAIN_KEYS)
     return table(("key", "default", "meaning"), rows)
 
 

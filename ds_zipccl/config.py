@@ -1,6 +1,6 @@
 """The ``"zipccl"`` section of ``ds_config.json``, typed, and the table of environment variables.
 
-The model class is plain pydantic, not DeepSpeed's: :mod:`ds_zipccl.comm` takes the same settings where DeepSpeed is not installed.
+A plain dataclass: :mod:`ds_zipccl.comm` takes the same settings where neither DeepSpeed nor pydantic is installed.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 SECTION = "zipccl"
 
@@ -46,88 +45,167 @@ class ConfigError(ValueError):
     """The section has an unknown key, a wrong type or an impossible value, or the ranks have different sections."""
 
 
-class ZipcclConfig(BaseModel):
-    """Settings of the coded collectives. The documentation shows the description of each field."""
+@dataclass(frozen=True)
+class AtLeast:
+    """The smallest value of an integer."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    least: int
 
-    enabled: bool = Field(False, description="Code the traffic of this job.")
-    mode: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="auto: for every kind of message, measure the plain collective, our schedule with uncoded frames and our "
-        "schedule with coded frames, use the fastest, and keep measuring. always: coded. never: plain.",
-    )
-    reduction: Literal["auto", "match", "fp32"] = Field(
-        "auto",
-        description="Order and type of sums. match: the bits of the plain backend (gloo). fp32: accumulate in fp32 in rank "
-        "order, round once. auto: match on gloo, fp32 elsewhere.",
-    )
-    check: Literal["off", "shadow"] = Field(
-        "off",
-        description="shadow: also run the plain collective of every call and compare the results; slow, for debugging.",
-    )
-    codec: Literal["cascade", "wide", "raw"] = Field(
-        "cascade",
-        description="Lossless exponent coding: cascade has the best ratio, wide is faster. raw: the same schedules with uncoded "
-        "frames, to compare.",
-    )
-    block: Literal[128, 256, 512, 1024] = Field(
-        1024,
-        description="Elements that share an exponent window. Smaller follows scales closer, larger has less overhead.",
-    )
-    delta: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto: gather parameters as differences against those of the last step where every rank proves by a hash "
-        "that it holds them. ZeRO-1 and ZeRO-2 then keep a copy of the shard that this rank owns; ZeRO-3 needs zero3_base.",
-    )
-    zero3_base: Literal["off", "host", "device"] = Field(
-        "off",
-        description="Keep the parameters that ZeRO-3 gathered as the base of later differences. host: 2 bytes per bf16 parameter in "
-        "memory that the ranks of a node share (/dev/shm). device: as much on every rank's device.",
-    )
-    owner_only: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which "
-        "halves the bytes of the all-reduce. off: all-reduce the bucket.",
-    )
-    min_bytes: int = Field(65536, ge=0, description="Messages smaller than this many bytes pass through uncoded.")
-    staging_mib: int = Field(
-        64,
-        ge=1,
-        description="MiB of memory for the frames of each operation in flight; a larger message goes in fragments that fit.",
-    )
-    route: Literal["auto", "native", "numba"] = Field(
-        "auto", description="Kernels: native (C++, built at first use), numba, or auto: the first that works."
-    )
-    roles: dict[Role, Literal["auto", "always", "never"]] = Field(
-        default_factory=dict, description="Mode of single roles, instead of mode: " + ", ".join(ROLES) + "."
-    )
-    log_interval: int = Field(
-        100, ge=0, description="Optimizer steps between two tables of rank 0; 0: one table, at the end."
-    )
-    step_log: str = Field(
-        "",
-        description="Path of a file in an existing folder. Rank 0 appends a JSON line with its traffic after every optimizer step; empty: "
-        "no file.",
-    )
+
+@dataclass(frozen=True)
+class ZipcclConfig:
+    """Settings of the coded collectives. :data:`KEYS` has the meaning of each field, and the documentation shows it.
+
+    Raises:
+        ConfigError: a value is impossible; the message has a line for every wrong field.
+    """
+
+    enabled: Annotated[bool, "Code the traffic of this job."] = False
+    mode: Annotated[
+        Literal["auto", "always", "never"],
+        "auto: for every kind of message, measure the plain collective, our schedule with uncoded frames and our schedule with "
+        "coded frames, use the fastest, and keep measuring. always: coded. never: plain.",
+    ] = "auto"
+    reduction: Annotated[
+        Literal["auto", "match", "fp32"],
+        "Order and type of sums. match: the bits of the plain backend (gloo). fp32: accumulate in fp32 in rank order, round once. "
+        "auto: match on gloo, fp32 elsewhere.",
+    ] = "auto"
+    check: Annotated[
+        Literal["off", "shadow"],
+        "shadow: also run the plain collective of every call and compare the results; slow, for debugging.",
+    ] = "off"
+    codec: Annotated[
+        Literal["cascade", "wide", "raw"],
+        "Lossless exponent coding: cascade has the best ratio, wide is faster. raw: the same schedules with uncoded frames, to "
+        "compare.",
+    ] = "cascade"
+    block: Annotated[
+        Literal[128, 256, 512, 1024],
+        "Elements that share an exponent window. Smaller follows scales closer, larger has less overhead.",
+    ] = 1024
+    delta: Annotated[
+        Literal["auto", "off"],
+        "auto: gather parameters as differences against those of the last step where every rank proves by a hash that it holds "
+        "them. ZeRO-1 and ZeRO-2 then keep a copy of the shard that this rank owns; ZeRO-3 needs zero3_base.",
+    ] = "auto"
+    zero3_base: Annotated[
+        Literal["off", "host", "device"],
+        "Keep the parameters that ZeRO-3 gathered as the base of later differences. host: 2 bytes per bf16 parameter in memory "
+        "that the ranks of a node share (/dev/shm). device: as much on every rank's device.",
+    ] = "off"
+    owner_only: Annotated[
+        Literal["auto", "off"],
+        "auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which halves the bytes "
+        "of the all-reduce. off: all-reduce the bucket.",
+    ] = "auto"
+    min_bytes: Annotated[int, AtLeast(0), "Messages smaller than this many bytes pass through uncoded."] = 65536
+    staging_mib: Annotated[
+        int,
+        AtLeast(1),
+        "MiB of memory for the frames of each operation in flight; a larger message goes in fragments that fit.",
+    ] = 64
+    route: Annotated[
+        Literal["auto", "native", "numba", "nvrtc"],
+        "Kernels: native (C++ and CUDA, compiled at first use), numba (CPU tensors), nvrtc (CUDA tensors, needs no compiler), or auto: "
+        "the first that works. Tensors of a device that has no route of this name take auto.",
+    ] = "auto"
+    roles: Annotated[
+        dict[Role, Literal["auto", "always", "never"]],
+        "Mode of single roles, instead of mode: " + ", ".join(ROLES) + ".",
+    ] = field(default_factory=dict)
+    log_interval: Annotated[
+        int, AtLeast(0), "Optimizer steps between two tables of rank 0; 0: one table, at the end."
+    ] = 100
+    step_log: Annotated[
+        str,
+        "Path of a file in an existing folder. Rank 0 appends a JSON line with its traffic after every optimizer step; empty: no "
+        "file.",
+    ] = ""
+
+    def __post_init__(self) -> None:
+        problems = _problems(vars(self))
+        if problems:
+            raise ConfigError("\n".join(problems))
+        object.__setattr__(self, "roles", dict(self.roles))  # the caller may change its own dict
 
     def mode_of(self, role: str) -> str:
         """Return the mode of a role: its own, else the mode of the section."""
         return {str(name): str(mode) for name, mode in self.roles.items()}.get(role, self.mode)
 
 
-#: The config of calls of :mod:`ds_zipccl.comm` that name none.
-DEFAULT = ZipcclConfig(enabled=True)
+@dataclass(frozen=True)
+class Key:
+    """A key of the section: the values that it takes, its default and its meaning."""
+
+    type: Any
+    default: Any
+    #: The smallest value of an integer.
+    least: int
+    meaning: str
+
+    def takes(self, value: Any) -> bool:
+        """Return whether the key takes ``value``. Types are strict: 1 is no bool, True and "1" are no integers."""
+        return _is_a(self.type, value) and (self.type is not int or value >= self.least)
+
+    def values(self) -> str:
+        """Return the values that the key takes, as text."""
+        return f"an integer >= {self.least}" if self.type is int else _values(self.type)
 
 
-def _allowed(annotation: Any) -> str:
-    """Return the values that a field's annotation allows, as text for messages."""
-    origin, args = get_origin(annotation), get_args(annotation)
+def _is_a(wanted: Any, value: Any) -> bool:
+    origin, args = get_origin(wanted), get_args(wanted)
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in args)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _is_a(args[0], name) and _is_a(args[1], one) for name, one in value.items()
+        )
+    return type(value) is wanted
+
+
+def _values(wanted: Any) -> str:
+    origin, args = get_origin(wanted), get_args(wanted)
     if origin is Literal:
         return " | ".join(json.dumps(value) for value in args)
     if origin is dict:
-        return f"an object of {_allowed(args[0])} to {_allowed(args[1])}"
-    return {bool: "true | false", int: "an integer >= 0", str: "a string"}[annotation]
+        return f"an object of {_values(args[0])} to {_values(args[1])}"
+    return {bool: "true | false", str: "a string"}[wanted]
+
+
+def _keys() -> Iterator[tuple[str, Key]]:
+    hints = get_type_hints(ZipcclConfig, include_extras=True)
+    for one in fields(ZipcclConfig):
+        *bounds, meaning = hints[one.name].__metadata__
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        yield one.name, Key(hints[one.name].__origin__, default, bounds[0].least if bounds else 0, meaning)
+
+
+#: Every key of the section, in the order of the documentation.
+KEYS = dict(_keys())
+
+
+def _problems(section: Mapping[Any, Any]) -> list[str]:
+    """Return a line for every wrong key of a section, sorted."""
+    return sorted(
+        _described(key, value) for key, value in section.items() if key not in KEYS or not KEYS[key].takes(value)
+    )
+
+
+def _described(key: Any, value: Any) -> str:
+    """Return one line for a wrong key."""
+    if key not in KEYS:
+        close = difflib.get_close_matches(str(key), KEYS, n=1)
+        hint = f' (did you mean "{close[0]}"?)' if close else ""
+        return f'"{SECTION}.{key}" is not a known key{hint}; known keys: {", ".join(KEYS)}'
+    if isinstance(value, str) and (key, value) in RENAMED_VALUES:
+        new = RENAMED_VALUES[key, value]
+        return f'"{SECTION}.{key}" is now "{new}", it was "{value}"; write "{new}"'
+    return f'"{SECTION}.{key}" must be {KEYS[key].values()}, got {json.dumps(value, default=repr)}'
+
+
+#: The config of calls of :mod:`ds_zipccl.comm` that name none.
+DEFAULT = ZipcclConfig(enabled=True)
 
 
 def parse_section(section: Any) -> ZipcclConfig:
@@ -138,28 +216,10 @@ def parse_section(section: Any) -> ZipcclConfig:
     """
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{SECTION}" must be an object such as {{"enabled": true}}, got {section!r}')
-    try:
-        return ZipcclConfig.model_validate(dict(section))
-    except ValidationError as error:
-        problems = sorted({_describe(item["loc"], section) for item in error.errors()})
-        raise ConfigError("\n".join(problems)) from None
-
-
-def _describe(location: tuple[Any, ...], section: Mapping[str, Any]) -> str:
-    """Return one line for one pydantic error."""
-    key = str(location[0])
-    field = ZipcclConfig.model_fields.get(key)
-    if field is None:
-        close = difflib.get_close_matches(key, ZipcclConfig.model_fields, n=1)
-        hint = f' (did you mean "{close[0]}"?)' if close else ""
-        known = ", ".join(ZipcclConfig.model_fields)
-        return f'"{SECTION}.{key}" is not a known key{hint}; known keys: {known}'
-    value = section[key]
-    if isinstance(value, str) and (key, value) in RENAMED_VALUES:
-        new = RENAMED_VALUES[key, value]
-        return f'"{SECTION}.{key}" is now "{new}", it was "{value}"; write "{new}"'
-    got = json.dumps(value, default=repr)
-    return f'"{SECTION}.{key}" must be {_allowed(field.annotation)}, got {got}'
+    problems = _problems(section)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return ZipcclConfig(**section)
 
 
 def environment_section(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,9 @@ _ALWAYS = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 CONFIGS = {
     "auto": ZipcclConfig(enabled=True, min_bytes=2000),
     "always": _ALWAYS,
-    "little memory": _ALWAYS.model_copy(update={"staging_mib": 1}),
-    "wide": _ALWAYS.model_copy(update={"codec": "wide", "block": 256}),
-    "raw": _ALWAYS.model_copy(update={"codec": "raw"}),
+    "little memory": replace(_ALWAYS, staging_mib=1),
+    "wide": replace(_ALWAYS, codec="wide", block=256),
+    "raw": replace(_ALWAYS, codec="raw"),
 }
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
 #: Places from which operations are called: half of the time no special one. zero.Init needs DeepSpeed, and is left out.

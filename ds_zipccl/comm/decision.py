@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Hashable
+from dataclasses import asdict
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -158,7 +160,7 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
         return competing[0], None
     size = tuner_rules.size_class(message)
     kind = (request.op, size, message.dtype, message.device, message.role, message.reduce_op, message.based)
-    key = (*kind, request.config.model_dump_json())
+    key = (*kind, json.dumps(asdict(request.config)))
     tuners = decision_memory(state).tuners
     if key not in tuners:
         nominal = 1 << (size or tuner_rules.ANY_SIZE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch.distributed import distributed_c10d
 
@@ -97,7 +97,7 @@ def start_line(config: ZipcclConfig, profile: LinkProfile | None, covered: str) 
     off = [role for role in ROLES if config.mode_of(role) == "never"]
     if len(off) == len(ROLES):
         covered = "nothing will be coded: the mode of every role is never"
-    settings = config.model_dump(exclude={"enabled", "route", "roles"})
+    settings = {key: value for key, value in asdict(config).items() if key not in ("enabled", "route", "roles")}
     parts = [
         f"kernels: {used}{skipped}",
         ", ".join(f"{key} {value}" for key, value in settings.items() if value != ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import ranks as runner
@@ -23,7 +24,7 @@ from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
-ALWAYS = AUTO.model_copy(update={"mode": "always"})
+ALWAYS = replace(AUTO, mode="always")
 NUMEL = 40_000
 
 

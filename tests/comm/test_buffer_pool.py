@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import corpus
 import pytest
@@ -111,7 +112,7 @@ CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 
 def steady(rank: int, ranks: int, reduction: str) -> None:
     """The second round of the same operations takes no new memory."""
-    config = CODED.model_copy(update={"reduction": reduction})
+    config = replace(CODED, reduction=reduction)
     tensor = corpus.tensor(corpus.bell(300_000, corpus.BF16, rank), corpus.BF16)
     whole = torch.empty(300_000 * ranks, dtype=torch.bfloat16)
 

@@ -39,9 +39,9 @@ PHASE = 85
 def test_candidates() -> None:
     assert [str(plan) for plan in candidates(MESSAGE, AUTO, True)] == ["plain", "uncoded frames", "cascade frames"]
     assert [str(plan) for plan in candidates(MESSAGE, AUTO, False)] == ["uncoded frames", "cascade frames"]
-    raw = AUTO.model_copy(update={"codec": "raw"})
+    raw = replace(AUTO, codec="raw")
     assert [str(plan) for plan in candidates(MESSAGE, raw, True)] == ["plain", "uncoded frames"]
-    for config in (AUTO.model_copy(update={"mode": "always"}), AUTO.model_copy(update={"roles": {"dp": "always"}})):
+    for config in (replace(AUTO, mode="always"), replace(AUTO, roles={"dp": "always"})):
         assert candidates(MESSAGE, config, True) == (Decision(True, "cascade", ""),)
 
 
@@ -165,7 +165,7 @@ def test_opposite_orders() -> None:
 
 def inexact(rank: int, ranks: int) -> set[str]:
     """Where the plain collective would give other bits it does not compete."""
-    config = AUTO.model_copy(update={"reduction": "fp32"})
+    config = replace(AUTO, reduction="fp32")
     counters.reset()
     for step in range(24):
         comm.all_reduce(own(rank, step), config=config)
@@ -179,7 +179,7 @@ def test_other_bits_do_not_compete() -> None:
 
 def incompressible(rank: int, ranks: int) -> list[float]:
     """Frames that do not shrink go uncoded, until the data changes."""
-    always = AUTO.model_copy(update={"mode": "always"})
+    always = replace(AUTO, mode="always")
     words = torch.randint(-(1 << 15), 1 << 15, (NUMEL,), dtype=torch.int16).view(torch.bfloat16)
     ratios = []
     for data in [words] * 40 + [own(rank, 1)] * 40:
@@ -236,7 +236,7 @@ def test_what_cannot_win_is_not_tried() -> None:
     assert cost_model.prune_candidates(plans, MESSAGE, SLOW) == (plans[0], *plans[2:])
     for profile, message in ((FAST, MESSAGE), (None, MESSAGE), (SLOW, replace(MESSAGE, numel=None))):
         assert cost_model.prune_candidates(plans, message, profile) == plans
-    raw = candidates(MESSAGE, AUTO.model_copy(update={"codec": "raw"}), True)
+    raw = candidates(MESSAGE, replace(AUTO, codec="raw"), True)
     assert cost_model.prune_candidates(raw, MESSAGE, SLOW) == raw
     assert cost_model.pays(1 << 24, torch.bfloat16, SLOW) and not cost_model.pays(1 << 24, torch.bfloat16, FAST)
     middle = LinkProfile(((4096.0, 1e-4), (32e6, 0.032)), *(8e9,) * 5, call=5e-5)  # 1 GB/s

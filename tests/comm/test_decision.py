@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
-ALWAYS = AUTO.model_copy(update={"mode": "always"})
+ALWAYS = replace(AUTO, mode="always")
 NUMEL = 5000
 CODED = Decision(True, "cascade", "")
 
@@ -63,7 +64,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Decision]] = {
     "size": ({"numel": 10}, Decision(False, "", PassReason.SMALL.value)),
     "config": ({"config": ZipcclConfig()}, Decision(False, "", "not enabled")),
 }
-NEVER_EP = ALWAYS.model_copy(update={"roles": {"ep": "never"}, "min_bytes": 1000})
+NEVER_EP = replace(ALWAYS, roles={"ep": "never"}, min_bytes=1000)
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -105,14 +106,14 @@ def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: An
 
 
 #: Messages that choose together with the usual one, and those that choose by themselves.
-TOGETHER: tuple[dict[str, Any], ...] = ({}, {"numel": NUMEL + 1}, {"config": AUTO.model_copy()})
+TOGETHER: tuple[dict[str, Any], ...] = ({}, {"numel": NUMEL + 1}, {"config": replace(AUTO)})
 APART: dict[str, dict[str, Any]] = {
     "role": {"role": "zero_grad"},
     "operation": {"op": "reduce_scatter_tensor"},
     "size": {"numel": 2 * NUMEL},
     "dtype": {"dtype": torch.bfloat16, "numel": 2 * NUMEL},
     "reduce op": {"reduce_op": dist.ReduceOp.AVG},
-    "config": {"config": AUTO.model_copy(update={"block": 256})},
+    "config": {"config": replace(AUTO, block=256)},
     "base": {"based": True},
 }
 
@@ -167,7 +168,7 @@ def test_the_memory_of_plans_is_bounded(members: Any, monkeypatch: pytest.Monkey
 def test_a_config_that_is_gone_lends_its_address_to_no_other(members: Any) -> None:
     """Plans are remembered by the config's identity, which only lasts as long as the config."""
     for number in range(50):
-        config = ALWAYS.model_copy(update={"roles": {"dp": "never"} if number % 2 else {}})
+        config = replace(ALWAYS, roles={"dp": "never"} if number % 2 else {})
         assert decided(members, config)[0].frames == (number % 2 == 0)
         del config
 
@@ -347,7 +348,7 @@ def test_ranks_outside_the_group() -> None:
 
 def two_roles(rank: int, ranks: int) -> dict[tuple[str, str], tuple[int, dict[str, int]]]:
     """One message under two roles in turn, one of which is never coded."""
-    config = ALWAYS.model_copy(update={"roles": {"ep": "never"}})
+    config = replace(ALWAYS, roles={"ep": "never"})
     counters.reset()
     for role in ("dp", "ep", "dp", "ep"):
         comm.all_reduce(torch.ones(NUMEL), config=config, role=role)

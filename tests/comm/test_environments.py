@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,8 @@ from ds_zipccl.policy import tuner_rules
 ALWAYS = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 MODES = {
     "always": ALWAYS,
-    "auto": ALWAYS.model_copy(update={"mode": "auto"}),
-    "raw": ALWAYS.model_copy(update={"codec": "raw"}),
+    "auto": replace(ALWAYS, mode="auto"),
+    "raw": replace(ALWAYS, codec="raw"),
 }
 #: Elements of a shard: more than one block, not a multiple of anything.
 NUMEL = 9001
@@ -266,7 +267,7 @@ def before_the_group(rank: int, ranks: int, flushing: list[int]) -> None:
     torch.set_flush_denormal(False)
     for kind in (corpus.BF16, corpus.FP32):
         for reduction in ("match", "fp32"):
-            config = ALWAYS.model_copy(update={"reduction": reduction})
+            config = replace(ALWAYS, reduction=reduction)
             got = words(rank, ranks, kind, 3)
             want = got.clone()
             dist.all_reduce(want, group=group)

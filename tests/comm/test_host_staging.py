@@ -5,6 +5,8 @@ NCCL takes no two ranks of one GPU: there a group of one rank passes, and two ra
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import ranks as runner
 import torch
@@ -54,7 +56,7 @@ def every_collective(rank: int, ranks: int, where: str) -> None:
     for tensor in contributions[1:]:
         wanted = wanted + tensor.float()
     for reduction in ("fp32", "match"):
-        config = CODED.model_copy(update={"reduction": reduction})
+        config = replace(CODED, reduction=reduction)
         summed = own.clone()
         comm.all_reduce(summed, config=config)
         shard = torch.empty_like(own.chunk(ranks)[rank])

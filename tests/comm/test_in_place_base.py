@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,7 +205,7 @@ def others(rank: int, ranks: int) -> None:
     whole = torch.randn(ranks * SHARD, generator=torch.Generator().manual_seed(1)).bfloat16()
     own = whole.chunk(ranks)[rank]
     for _ in range(2):
-        off, raw = (CONFIG.model_copy(update={key: value}) for key, value in (("delta", "off"), ("codec", "raw")))
+        off, raw = (replace(CONFIG, **{key: value}) for key, value in (("delta", "off"), ("codec", "raw")))
         comm.all_gather_into_tensor(whole, own, config=off, base=comm.IN_PLACE)
         comm.all_gather_into_tensor(whole, own, config=CONFIG)
         comm.all_gather(list(whole.chunk(ranks)), own.clone(), config=CONFIG)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from ds_zipccl import comm
 from ds_zipccl.config import ZipcclConfig
 
 ALWAYS = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
-CONFIGS = {mode: ALWAYS.model_copy(update={"mode": mode}) for mode in ("always", "auto", "never")}
+CONFIGS = {mode: replace(ALWAYS, mode=mode) for mode in ("always", "auto", "never")}
 NUMEL = 6000
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from ds_zipccl.policy import tuner_rules
 from ds_zipccl.telemetry import counters
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
-MODES = {"auto": AUTO, "always": AUTO.model_copy(update={"mode": "always"})}
+MODES = {"auto": AUTO, "always": replace(AUTO, mode="always")}
 NUMEL = 20_000
 #: Operations in flight at a time: past the first measurements that ranks tell each other, in a program that waits for none.
 MANY = 3 * tuner_rules.TRIAL_CALLS + 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -155,7 +156,7 @@ def test_passes() -> None:
     runner.run(passes, 2)
 
 
-AUTO = CODED.model_copy(update={"mode": "auto"})
+AUTO = replace(CODED, mode="auto")
 SLOW, FAST = (LinkProfile(((4096.0, 1e-4), (32e6, end)), *(8e9,) * 5, call=0) for end in (0.26, 0.003))
 #: peer, tag, config, what was measured -> why the message passes; empty where it is coded.
 PLANS: dict[str, tuple[int | None, int, ZipcclConfig, LinkProfile | None, str]] = {
@@ -169,9 +170,9 @@ PLANS: dict[str, tuple[int | None, int, ZipcclConfig, LinkProfile | None, str]] 
     "slow link": (0, 0, AUTO, SLOW, ""),
     "fast link": (0, 0, AUTO, FAST, "link faster than coding"),
     "fast link, always": (0, 0, CODED, FAST, ""),
-    "fast link, this role always": (0, 0, AUTO.model_copy(update={"roles": {"pp": "always"}}), FAST, ""),
+    "fast link, this role always": (0, 0, replace(AUTO, roles={"pp": "always"}), FAST, ""),
     "nothing measured": (0, 0, AUTO, None, ""),
-    "never": (1, TAGS_PER_RANGE, CODED.model_copy(update={"roles": {"pp": "never"}}), FAST, "role is never coded"),
+    "never": (1, TAGS_PER_RANGE, replace(CODED, roles={"pp": "never"}), FAST, "role is never coded"),
 }
 
 
@@ -199,7 +200,7 @@ def test_which_messages_are_coded(plan_of: Callable[..., admission.Decision], ca
 def test_tags_of_our_own_are_refused(plan_of: Callable[..., admission.Decision]) -> None:
     with pytest.raises(ValueError, match=f"tag must be below {TagRange.COLLECTIVE}, got {TagRange.COLLECTIVE}"):
         plan_of(0, TagRange.COLLECTIVE, CODED)
-    for config in (ZipcclConfig(), CODED.model_copy(update={"roles": {"pp": "never"}})):
+    for config in (ZipcclConfig(), replace(CODED, roles={"pp": "never"})):
         assert not plan_of(0, TagRange.COLLECTIVE, config).frames, "where nothing is coded the tag is the program's"
 
 

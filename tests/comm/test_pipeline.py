@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import corpus
@@ -179,7 +180,7 @@ def bounded(rank: int, ranks: int) -> list[int]:
     )
     for operation in operations:
         POOL.peak = 0
-        operation(config=CODED.model_copy(update={"staging_mib": 6}))
+        operation(config=replace(CODED, staging_mib=6))
         peaks.append(POOL.peak)
     return peaks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import corpus
@@ -25,7 +26,7 @@ from ds_zipccl.policy import admission, cost_model, tuner_rules
 from ds_zipccl.telemetry import counters
 
 #: Called one after the other on the same bits.
-CONFIGS = [CODED.model_copy(update=more) for more in ({}, {"codec": "raw"}, {"check": "shadow"})]
+CONFIGS = [replace(CODED, **more) for more in ({}, {"codec": "raw"}, {"check": "shadow"})]
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
 
 
@@ -174,7 +175,7 @@ def as_defined(rank: int, ranks: int) -> None:
     mine = bell(rank, 6000, corpus.BF16, 0)
     owned, own = [(2500, (1,)), (3500, (0, 2))], slice(0, 2500) if rank == 1 else slice(2500, 6000)
     for reduction, check in itertools.product(("match", "fp32"), ("off", "shadow")):
-        config = CODED.model_copy(update={"reduction": reduction, "check": check})
+        config = replace(CODED, reduction=reduction, check=check)
         want, got, rows = mine.clone(), mine.clone(), mine.clone()
         comm.all_reduce(want, config=config)
         comm.reduce_to_owners(got, owned, config=config)
@@ -195,7 +196,7 @@ def as_defined(rank: int, ranks: int) -> None:
     corpus.assert_same_bits(got, want if rank == 2 else mine)
 
     counters.reset()
-    for config in (AUTO.model_copy(update={"mode": "never"}), ZipcclConfig(enabled=True), ZipcclConfig()):
+    for config in (replace(AUTO, mode="never"), ZipcclConfig(enabled=True), ZipcclConfig()):
         want, got = mine.clone(), mine.clone()
         dist.all_reduce(want)
         comm.reduce_to_owners(got, owned, config=config)
@@ -252,7 +253,7 @@ def wire_bytes(rank: int, ranks: int) -> dict[str, list[int]]:
     found = {}
     for codec in ("raw", "cascade"):
         counters.reset()
-        config = CODED.model_copy(update={"codec": codec})
+        config = replace(CODED, codec=codec)
         mine = bell(rank, 400_000, corpus.BF16, 0)
         comm.reduce_to_owners(mine.clone(), balanced(random.Random(), len(mine), ranks), config=config)
         comm.all_reduce(mine, config=config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ SHADOWED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, check="shadow"
 
 
 def shadowed(**settings: Any) -> SimpleNamespace:
-    config = SHADOWED.model_copy(update=settings)
+    config = replace(SHADOWED, **settings)
     return SimpleNamespace(
         **{name: partial(getattr(comm, name), config=config) for name in comm.__all__ if name.islower()}
     )

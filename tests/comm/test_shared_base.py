@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ def test_nobody_waits_for_who_has_failed() -> None:
 
 def trials(rank: int, ranks: int) -> list[bool]:
     """Of every call that was timed while differences were tried: whether it was one. Eight tensors, forward and backward."""
-    config, timed = CONFIG.model_copy(update={"mode": "auto"}), []
+    config, timed = replace(CONFIG, mode="auto"), []
     start = tuner.CallTimer.start
     tuner.CallTimer.start = lambda self, meet: (timed.append(True), start(self, meet))
     shards = [torch.randn(SHARDS[0]).bfloat16() for _ in range(8)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,10 +78,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_no_memory_for_what_would_be_no_difference(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     change, said = REFUSED[why]
     memory = Memory(monkeypatch)
-    assert (
-        zero_gathers.allocate_bases([parameter(0)], ON.model_copy(update=change), CPU) == ([], said)
-        and not memory.asked
-    )
+    assert zero_gathers.allocate_bases([parameter(0)], replace(ON, **change), CPU) == ([], said) and not memory.asked
 
 
 def test_no_memory_where_nothing_is_sent_as_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "broadc
 
 def coded(**settings: Any) -> SimpleNamespace:
     """The collectives of comm with a config bound."""
-    config = CODED.model_copy(update=settings)
+    config = replace(CODED, **settings)
     return SimpleNamespace(**{name: partial(getattr(comm, name), config=config) for name in NAMES})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ MIB = 1 << 20
 
 def coded(**settings: Any) -> SimpleNamespace:
     """The collectives of comm with a config bound."""
-    config = CODED.model_copy(update=settings)
+    config = replace(CODED, **settings)
     return SimpleNamespace(**{name: partial(getattr(comm, name), config=config) for name in NAMES})
 
 
