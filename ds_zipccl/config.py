@@ -25,11 +25,12 @@ ENVIRONMENT = {
     "TORCH_EXTENSIONS_DIR": "Folder for compiled kernels where DS_ZIPCCL_CACHE is unset; torch's variable.",
     "CXX": "C++ compiler of the native CPU route, arguments allowed (default: c++, g++ or clang++, whichever is found first).",
     "CUDA_HOME": "Folder whose bin holds nvcc (default: PATH, then /usr/local/cuda).",
-    "TORCH_CUDA_ARCH_LIST": "Compute capabilities to compile CUDA kernels for, as torch reads the variable (default: those of the "
-    "devices of this machine).",
+    "TORCH_CUDA_ARCH_LIST": "Compute capabilities to compile CUDA kernels for where no device is visible, as torch reads the variable. "
+    "Otherwise those of the visible devices.",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0: `import torch` loads no extension, so that only ds_zipccl.install() activates the package; "
     "torch's variable. `report` names it.",
-    "LOCAL_RANK": "Rank on this node, set by the launcher; rank 0 alone prints notes about the kernel folder.",
+    "LOCAL_RANK": "Rank on this node, set by the launcher: the number of its CUDA device, as for DeepSpeed. Rank 0 alone prints notes "
+    "about the kernel folder.",
     "RANK": "Rank in the job, set by the launcher; examples/train_gpt.py starts ranks by itself where it is unset.",
     "DS_ACCELERATOR": "DeepSpeed's accelerator; examples/train_gpt.py takes cpu where it is unset and there is no GPU.",
 }

@@ -25,7 +25,7 @@ class FrameCoder:
 
     def __init__(self, ctx: OpContext) -> None:
         self._ctx = ctx
-        self._block, self._route = ctx.config.block, ctx.config.route
+        self._block, self._route = ctx.config.block, kernels.preferred(ctx.config.route, ctx.device)
         self._staged = ctx.transport.capabilities.host_only and host_staging.is_staged(ctx.device)
 
     def compress(self, flat: torch.Tensor, buffers: PooledBuffers, base: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
-from ds_zipccl import comm, kernels
+from ds_zipccl import comm, devices, kernels
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
@@ -168,7 +171,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         config = self.job.accept(section)
         if config is None:
             return
-        kernels.route(config.route)  # build now, not in the middle of the first step
+        _load_kernels(config)
         self.job.untraced = {name: _untraced(getattr(type(self), name).coded) for name in COLLECTIVES}
         self.job.config = config
         profile = comm.calibrate() if _measurable(config) else None
@@ -203,6 +206,22 @@ def _untraced(coded: Callable[..., Any]) -> Callable[..., Any]:
     disable = torch.compiler.disable
     why = {"reason": _NO_GRAPH} if "reason" in inspect.signature(disable).parameters else {}  # torch 2.7 and later
     return disable(coded, **why)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _load_kernels(config: ZipcclConfig) -> None:
+    """Build and load the kernels now, not in the middle of the first step, where a CUDA kernel must not be loaded any more.
+
+    Without CUDA kernels the job runs, and CUDA tensors are compressed on the host; the start-up line has the reason.
+
+    Raises:
+        RouteUnavailable: no route for CPU tensors works.
+    """
+    kernels.route(kernels.preferred(config.route, "cpu"), "cpu")
+    if get_accelerator().device_name() == "cuda":
+        # The device that DeepSpeed gives to this rank; it need not be current yet.
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        with contextlib.suppress(kernels.RouteUnavailable), devices.RUNTIMES["cuda"].device(device):
+            kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
 
 
 def _measurable(config: ZipcclConfig) -> bool:

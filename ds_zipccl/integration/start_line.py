@@ -91,15 +91,14 @@ def start_line(config: ZipcclConfig, profile: LinkProfile | None, covered: str) 
         profile: the measured link and codec, None if nothing was measured.
         covered: the clause of :func:`describe` about this job's groups; it is replaced if the config codes no role.
     """
-    routes = kernels.why()
-    used = next(name for name in routes if not routes[name] and config.route in ("auto", name))
-    skipped = "".join(f"; {name} not used: {reason}" for name, reason in routes.items() if reason)
+    cuda = kernels.tried("cuda")  # kernels.why() would compile the routes that are not needed
     off = [role for role in ROLES if config.mode_of(role) == "never"]
     if len(off) == len(ROLES):
         covered = "nothing will be coded: the mode of every role is never"
     settings = {key: value for key, value in asdict(config).items() if key not in ("enabled", "route", "roles")}
     parts = [
-        f"kernels: {used}{skipped}",
+        _kernels("kernels", config.route, "cpu", kernels.why()),
+        *([_kernels("CUDA kernels", config.route, "cuda", cuda)] if cuda else []),
         ", ".join(f"{key} {value}" for key, value in settings.items() if value != ""),
     ]
     if profile is not None:
@@ -110,3 +109,10 @@ def start_line(config: ZipcclConfig, profile: LinkProfile | None, covered: str) 
     if 0 < len(off) < len(ROLES):
         parts.append(f"passed through by config: {', '.join(off)}")
     return f"[ds_zipccl {ds_zipccl.__version__}] on, {covered}; {'; '.join(parts)}"
+
+
+def _kernels(what: str, name: str, device: str, routes: Mapping[str, str]) -> str:
+    """Return a clause about the routes of a device: the one that a config with route ``name`` uses, and why others are not used."""
+    wanted = kernels.preferred(name, device)
+    used = next((route for route, reason in routes.items() if not reason and wanted in ("auto", route)), "none")
+    return f"{what}: {used}" + "".join(f"; {route} not used: {reason}" for route, reason in routes.items() if reason)

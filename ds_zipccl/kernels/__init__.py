@@ -12,7 +12,7 @@ from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.kernels.numba import route as numba_route
 from ds_zipccl.kernels.protocol import Route
 
-__all__ = ["ROUTES", "Route", "RouteUnavailable", "add", "route", "why"]
+__all__ = ["ROUTES", "Route", "RouteUnavailable", "adder", "preferred", "route", "tried", "why"]
 
 
 class RouteUnavailable(RuntimeError):
@@ -26,18 +26,19 @@ ROUTES: dict[str, dict[str, Callable[[], Route]]] = {
 }
 
 _loaded: dict[tuple[str, str], Route | str] = {}
-_lock = threading.Lock()
+_locks: dict[tuple[str, str], threading.Lock] = {}
 
 
 def _load(device: str, name: str) -> Route | str:
     """Return the route, or the reason why it cannot run; tried once per process."""
-    with _lock:
-        if (device, name) not in _loaded:
+    key = (device, name)
+    with _locks.setdefault(key, threading.Lock()):  # of its own, because loading a route may take a minute
+        if key not in _loaded:
             try:
-                _loaded[device, name] = ROUTES[device][name]()
+                _loaded[key] = ROUTES[device][name]()
             except Exception as error:  # a route that does not load, for any reason, gives way to the next one
-                _loaded[device, name] = f"{type(error).__name__}: {error}"
-        return _loaded[device, name]
+                _loaded[key] = f"{type(error).__name__}: {error}"
+        return _loaded[key]
 
 
 def adder(route_name: str, device: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -51,6 +52,17 @@ def adder(route_name: str, device: str) -> Callable[[torch.Tensor, torch.Tensor]
 def why(device: str = "cpu") -> dict[str, str]:
     """Return, for every route of ``device`` in order, "" or the reason why it cannot run here. Loads (and builds) the routes."""
     return {name: found if isinstance(found := _load(device, name), str) else "" for name in ROUTES.get(device, {})}
+
+
+def tried(device: str) -> dict[str, str]:
+    """Return :func:`why` for those routes of ``device`` that this process has loaded, or tried to load, so far."""
+    known = {name: _loaded.get((device, name)) for name in ROUTES.get(device, {})}
+    return {name: found if isinstance(found, str) else "" for name, found in known.items() if found is not None}
+
+
+def preferred(name: str, device: str) -> str:
+    """Return the route of a config for tensors of ``device``: "auto" where only other devices have a route ``name``."""
+    return name if name in ROUTES.get(device, {}) else "auto"
 
 
 def route(name: str = "auto", device: str = "cpu") -> Route:

@@ -8,16 +8,20 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ds_zipccl.kernels import trust
 
@@ -34,9 +38,14 @@ class Recipe:
     name: str
     #: Returns the command that starts the compiler, its path and arguments, or raises BuildError.
     compiler: Callable[[], tuple[str, ...]]
-    #: Path, absolute or under csrc -> flags for this source alone.
-    sources: Mapping[str, tuple[str, ...]]
+    #: Objects: the path of a source, absolute or under csrc, and the flags for this object alone. A source may have several objects.
+    objects: tuple[tuple[str, tuple[str, ...]], ...]
     flags: tuple[str, ...]
+
+    @property
+    def sources(self) -> list[str]:
+        """Paths of the sources, each once."""
+        return list(dict.fromkeys(name for name, _ in self.objects))
 
 
 class BuildError(RuntimeError):
@@ -138,38 +147,86 @@ def nvcc() -> tuple[str]:
     found = shutil.which(str(Path(home) / "bin" / "nvcc")) if home else shutil.which("nvcc")
     found = found or shutil.which("/usr/local/cuda/bin/nvcc")
     if not found:
-        raise BuildError("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda; install the CUDA toolkit or CuPy")
+        raise BuildError("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda; install the CUDA toolkit")
     return (found,)
 
 
-def _cpu_sources() -> dict[str, tuple[str, ...]]:
-    """Return the sources with their flags. Each level has its instruction set; the CPU decides at run time which level runs."""
+def _cpu_objects() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the objects. Each level has its instruction set; the CPU decides at run time which level runs."""
     names = ("cpu/payload.cpp", "cpu/delta.cpp", "cpu/hash.cpp", "cpu/dispatch.cpp", "cpu/scalar.cpp")
-    sources: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
+    levels: tuple[tuple[str, tuple[str, ...]], ...] = ()
     if platform.machine() in ("x86_64", "AMD64"):
         avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
-        sources |= {"cpu/avx2.cpp": _AVX2, "cpu/avx512.cpp": (*_AVX2, *avx512)}
-    return sources
+        levels = (("cpu/avx2.cpp", _AVX2), ("cpu/avx512.cpp", (*_AVX2, *avx512)))
+    return (*((name, ()) for name in names), *levels)
 
 
 #: -ffp-contract=off: no fused multiply-add takes away a rounding.
-CPU = Recipe("zipccl_cpu", compiler, _cpu_sources(), ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread"))
+CPU = Recipe("zipccl_cpu", compiler, _cpu_objects(), ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread"))
+
+
+#: The oldest compute capability that has the instructions of the kernels.
+LEAST_CAPABILITY = (8, 0)
+#: Numbers of the parts of the CUDA kernels: bits of ZIPCCL_PARTS in cuda/kernels.cuh.
+CUDA_PARTS = (1, 2, 4, 8, 16)
+#: Names of architectures in ``TORCH_CUDA_ARCH_LIST``, as torch.utils.cpp_extension reads them.
+_NAMED = {
+    "Kepler+Tesla": "3.7", "Kepler": "3.5+PTX", "Maxwell+Tegra": "5.3", "Maxwell": "5.0 5.2+PTX", "Pascal": "6.0 6.1+PTX",
+    "Volta+Tegra": "7.2", "Volta": "7.0+PTX", "Turing": "7.5+PTX", "Ampere+Tegra": "8.7", "Ampere": "8.0 8.6+PTX",
+    "Ada": "8.9+PTX", "Hopper": "9.0+PTX", "Blackwell+Tegra": "11.0", "Blackwell": "10.0 10.3 12.0 12.1+PTX",
+}  # fmt: skip
 
 
 def architectures() -> list[str]:
-    """Return the architectures of the CUDA kernels: ``TORCH_CUDA_ARCH_LIST``, as torch reads it, or those of the devices.
+    """Return the compute capabilities to build the CUDA kernels for: those of the visible devices, such as "9.0".
+
+    Where no device is visible: those of ``TORCH_CUDA_ARCH_LIST``, as torch reads the variable, such as "9.0a" or "8.6+PTX". Capabilities
+    below 8.0 are left out.
 
     Raises:
-        BuildError: the variable is not set, and there is no device.
+        BuildError: none is left; or there is no device, and the variable is not set or has an unknown entry.
     """
     import torch
 
-    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-    devices = range(torch.cuda.device_count()) if not wanted and torch.cuda.is_available() else ()
-    found = wanted or sorted({"{}.{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
-    if not found:
-        raise BuildError("torch sees no CUDA device; to build for one elsewhere set TORCH_CUDA_ARCH_LIST")
+    if torch.cuda.is_available():
+        devices = range(torch.cuda.device_count())
+        found = ["{}.{}".format(*torch.cuda.get_device_capability(device)) for device in devices]
+    else:
+        found = _listed(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+        if not found:
+            raise BuildError("torch sees no CUDA device; to build for one elsewhere set TORCH_CUDA_ARCH_LIST")
+    good = [one for one in found if is_supported(capability_of(one))]
+    if not good:
+        raise BuildError(needs_capability(", ".join(dict.fromkeys(found))))
+    return sorted(set(good), key=lambda one: (capability_of(one), one))
+
+
+def _listed(text: str) -> list[str]:
+    """Return the entries of a value of ``TORCH_CUDA_ARCH_LIST``, names replaced by their capabilities."""
+    entries = text.replace(";", " ").split()
+    found = [one for entry in entries if entry != "native" for one in _NAMED.get(entry, entry).split()]
+    for one in found:
+        if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", one):
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST has compute capabilities such as 9.0, 9.0a or 8.6+PTX, and names such as Hopper; got {one!r}"
+            )
     return found
+
+
+def capability_of(architecture: str) -> tuple[int, int]:
+    """Return the numbers of a compute capability such as "9.0a+PTX"."""
+    major, minor = re.findall(r"\d+", architecture)
+    return int(major), int(minor)
+
+
+def is_supported(capability: tuple[int, int]) -> bool:
+    """Return whether devices of a compute capability have the instructions of the kernels."""
+    return capability >= LEAST_CAPABILITY
+
+
+def needs_capability(got: str) -> str:
+    """Return the sentence that refuses a compute capability."""
+    return f"the CUDA kernels need compute capability {'{}.{}'.format(*LEAST_CAPABILITY)} or later, got {got}"
 
 
 def cuda(architectures: Sequence[str]) -> Recipe:
@@ -184,28 +241,29 @@ def cuda(architectures: Sequence[str]) -> Recipe:
         targets.append(f"-gencode=arch=compute_{number},code={code}")
     # Warnings 177 and 186: loops over no planes, for a type without such planes.
     flags = ("-O3", "-std=c++17", "-Xcompiler=-fPIC", "-diag-suppress=177,186", "--threads=0", *targets)
-    return Recipe("zipccl_cuda", nvcc, {"cuda/launch.cu": ()}, flags)
+    objects = tuple(("cuda/launch.cu", (f"-DZIPCCL_PARTS={part}",)) for part in CUDA_PARTS)
+    return Recipe("zipccl_cuda", nvcc, objects, flags)
 
 
 @cache
 def _identity(compiler: tuple[str, ...]) -> bytes:
-    """Return the version of the compiler, which decides the machine code beside sources and flags."""
-    return subprocess.run([*compiler, "--version"], capture_output=True, timeout=60).stdout
+    """Return the version of the compiler, which decides the machine code beside sources and flags.
+
+    Raises:
+        BuildError: the compiler cannot be run.
+    """
+    return _output([*compiler, "--version"], 60, check=False)
 
 
 def library_path(recipe: Recipe = CPU) -> Path:
     """Return the path of the library, built or not.
 
     Raises:
-        BuildError: no compiler.
+        BuildError: no compiler, or it cannot be run.
     """
     compiler = recipe.compiler()
     digest = hashlib.sha256(_identity(compiler))
-    for part in (
-        *compiler[1:],
-        *recipe.flags,
-        *(part for name, own in recipe.sources.items() for part in (name, *own)),
-    ):
+    for part in (*compiler[1:], *recipe.flags, *(part for name, own in recipe.objects for part in (name, *own))):
         digest.update(part.encode() + b"\0")
     headers = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh")]
     for path in sorted([*headers, *(CSRC / name for name in recipe.sources)]):
@@ -216,23 +274,73 @@ def library_path(recipe: Recipe = CPU) -> Path:
 def build(recipe: Recipe = CPU) -> Path:
     """Compile the library unless it is there already, and return its path; blocks while another process builds it.
 
-    The file appears by atomic rename, so a killed build leaves no file that could be loaded; the next build removes its remains.
-
     Raises:
         BuildError: no compiler, the compiler failed, or the cache folder cannot be written.
     """
-    target = library_path(recipe)
+    command = [*recipe.compiler(), *recipe.flags, f"-I{CSRC}"]
+    return publish(library_path(recipe), lambda output: _compile(command, recipe, output), recipe.compiler()[0])
+
+
+def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
+    """Make the file ``target`` unless it is there already, and return its path; blocks while another process makes it.
+
+    The file appears by atomic rename, so a killed build leaves no file that could be loaded; the next build removes its remains. A build
+    that takes long says so on stderr.
+
+    Args:
+        make: writes the file to the path that it is given, in a folder of its own.
+        means: the compiler, for messages.
+
+    Raises:
+        BuildError: the folder of ``target`` cannot be written, or as ``make``.
+    """
     if target.exists():
         return target
     try:
         with _locked(target.with_suffix(".lock")):
             if not target.exists():
-                _compile(recipe, target)
+                for left in target.parent.glob(
+                    f"{target.stem}-*"
+                ):  # remains of killed builds, because this build holds the lock
+                    shutil.rmtree(left, ignore_errors=True)
+                with (
+                    tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}-") as folder,  # of mode 0700
+                    _announced(target, means),
+                ):
+                    make(Path(folder) / target.name)
+                    os.replace(Path(folder) / target.name, target)
     except OSError as error:
         raise BuildError(
             f"cannot write to {target.parent}: {error}; set DS_ZIPCCL_CACHE to a folder you can write"
         ) from error
     return target
+
+
+#: Seconds after which a build says that it is under way.
+PATIENCE = 4
+
+
+@contextlib.contextmanager
+def _announced(target: Path, means: str) -> Iterator[None]:
+    """Say on stderr that a build takes long, and its time. Other processes wait for this one, so there is one line for a node."""
+    start, said = time.monotonic(), threading.Event()
+
+    def say(text: str) -> None:
+        print(f"ds_zipccl: {text}", file=sys.stderr, flush=True)
+
+    def announce() -> None:
+        said.set()
+        say(f"{means} compiles kernels, once for this machine, to {target}; this may take a minute")
+
+    timer = threading.Timer(PATIENCE, announce)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if said.is_set():
+            say(f"{means} ended after {time.monotonic() - start:.0f} s")
 
 
 @contextlib.contextmanager
@@ -246,26 +354,38 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _compile(recipe: Recipe, target: Path) -> None:
-    command = [*recipe.compiler(), *recipe.flags, f"-I{CSRC}"]
-    for left in target.parent.glob(f"{target.stem}-*"):  # remains of killed builds, because this build holds the lock
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}-") as folder:  # of mode 0700
-        objects = [Path(folder) / f"{Path(name).name}.o" for name in recipe.sources]
-        commands = [
-            [*command, *own, "-c", str(CSRC / name), "-o", str(output)]
-            for (name, own), output in zip(recipe.sources.items(), objects, strict=True)
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda command: _run(command, folder), commands))
-        output = Path(folder) / target.name
-        _run([*command, "-shared", *map(str, objects), "-o", str(output)], folder)
-        os.replace(output, target)
+def _compile(command: Sequence[str], recipe: Recipe, output: Path) -> None:
+    outputs = [output.with_name(f"{number}.o") for number in range(len(recipe.objects))]
+    commands = [
+        [*command, *own, "-c", str(CSRC / name), "-o", str(to)]
+        for (name, own), to in zip(recipe.objects, outputs, strict=True)
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda command: _run(command, output.parent), commands))
+    _run([*command, "-shared", *map(str, outputs), "-o", str(output)], output.parent)
 
 
-def _run(command: Sequence[str], folder: str) -> None:
+def _run(command: Sequence[str], folder: Path) -> None:
     """Run a compiler with its temporary files in ``folder``; under any umask, no other user can write to the files that it makes."""
-    environment = {**os.environ, "TMPDIR": folder}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, umask=0o022)
-    if result.returncode:
-        raise BuildError(f"{' '.join(command)} failed:\n{result.stderr.strip()}")
+    _output(command, 300, env={**os.environ, "TMPDIR": str(folder)}, umask=0o022)
+
+
+def _output(command: Sequence[str], seconds: int, *, check: bool = True, **settings: Any) -> bytes:
+    """Return the output of a compiler.
+
+    Raises:
+        BuildError: it cannot be run, needs more than ``seconds``, or, with ``check``, fails.
+    """
+    try:
+        result: subprocess.CompletedProcess[bytes] = subprocess.run(
+            command, capture_output=True, timeout=seconds, **settings
+        )
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(
+            f"{shlex.join(command)} did not end within {seconds} s; try again on a less busy machine"
+        ) from error
+    if check and result.returncode:
+        raise BuildError(f"{shlex.join(command)} failed:\n{result.stderr.decode(errors='replace').strip()}")
+    return result.stdout

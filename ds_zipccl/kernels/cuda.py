@@ -1,4 +1,4 @@
-"""The CUDA routes: one set of kernels (csrc/cuda), started by a launcher over a library of nvcc or a module of NVRTC.
+"""The CUDA routes: one set of kernels (csrc/cuda), started by a launcher over a library of nvcc or modules of NVRTC.
 
 All work goes on the device's current torch stream. The calls of :class:`ds_zipccl.kernels.Route` wait for it; the calls that take
 whole frames (``*_frames``) never wait.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,8 @@ SHARED_BYTES = {
     "decode_sum": {2: 50176, 4: 66560},
     "hash": {1: 0},
 }
+#: kernel -> threads of a block: kThreads of cuda/warp.cuh.
+THREADS = {"encode": 256, "decode": 256, "decode_sum": 256, "hash": 256}
 #: Most blocks of threads that hash; each takes 8 KiB at a time.
 HASH_GRID = 1024
 #: Content of a status word before a failure.
@@ -76,11 +79,38 @@ class _HashJob(ctypes.Structure):
     _fields_ = [("data", _ptr), ("bytes", _u64), ("sums", _ptr), ("ticket", _ptr)]
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """The facts that a launcher needs of a kernel."""
+
+    #: Threads of a block.
+    threads: int
+    #: Most bytes of shared memory of a launch.
+    shared_bytes: int
+    #: The struct that is its parameter. A launch with zeros does nothing.
+    params: type[ctypes.Structure]
+
+
+def _kernels() -> Iterator[tuple[str, Kernel]]:
+    of_a_kind: list[tuple[str, str, type[ctypes.Structure]]] = [
+        ("encode", "_cascade", _EncodeJobs), ("encode", "_wide", _EncodeJobs), ("decode", "", _DecodeJobs),
+        ("encode", "_delta", _EncodeJobs), ("decode", "_delta", _DecodeJobs), ("decode_sum", "", _SumJob),
+    ]  # fmt: skip
+    for dtype, kind in DTYPES.items():
+        for what, suffix, params in of_a_kind if dtype.itemsize > 1 else of_a_kind[:3]:
+            yield f"zipccl_{what}_{kind}{suffix}", Kernel(THREADS[what], SHARED_BYTES[what][dtype.itemsize], params)
+    yield "zipccl_hash", Kernel(THREADS["hash"], SHARED_BYTES["hash"][1], _HashJob)
+
+
+#: Every kernel of csrc/cuda/kernels.cuh.
+KERNELS = dict(_kernels())
+
+
 class Launcher(Protocol):
-    """Starts a kernel of csrc/cuda/kernels.cuh by name."""
+    """Starts a kernel of :data:`KERNELS` by name."""
 
     def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
-        """Put ``grid`` blocks of 256 threads with ``params`` on ``stream`` of the current device; does not wait.
+        """Put ``grid`` blocks of the kernel's threads with ``params`` on ``stream`` of the current device; does not wait.
 
         Raises:
             RuntimeError: the driver refused.

@@ -1,96 +1,176 @@
-"""The two launchers of the CUDA kernels: a library of nvcc, and a module of NVRTC through CuPy."""
+"""The two launchers of the CUDA kernels: a library of nvcc, and modules of NVRTC.
+
+Both load every kernel on a device, and launch it there on no work, before the first launch with work. CUDA would otherwise load a kernel
+when it is first launched, and wait for the device meanwhile: beside a kernel of NCCL that waits for another rank, that wait has no end.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import re
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
-from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels import build, nvrtc
+from ds_zipccl.kernels.cuda import KERNELS, CudaRoute
+from ds_zipccl.kernels.driver import Driver
 
 
-class LibraryLauncher:
+class _Loading:
+    """The part of a launcher that loads the kernels, once on each device."""
+
+    def __init__(self) -> None:
+        self._loaded: set[int] = set()
+        self._lock = threading.Lock()
+
+    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
+        if kernel not in KERNELS:
+            raise RuntimeError(f"{kernel} was not started: no kernel of that name; known: {', '.join(KERNELS)}")
+        device = self._device()
+        if device not in self._loaded:
+            self.load(stream)
+        self._start(device, kernel, grid, shared_bytes, params, stream)
+
+    def load(self, stream: int) -> None:
+        """Load every kernel on the current device, and put a launch of each on no work on ``stream``; does not wait for them.
+
+        Raises:
+            BuildError: the kernels cannot be compiled for this device.
+            RuntimeError: the driver refused.
+        """
+        device = self._device()
+        with self._lock:
+            if device in self._loaded:
+                return
+            self._load(device)
+            for name, kernel in KERNELS.items():
+                self._start(device, name, 1, kernel.shared_bytes, kernel.params(), stream)
+            self._loaded.add(device)
+
+    def _device(self) -> int:
+        """Return the number of the current device."""
+        raise NotImplementedError
+
+    def _load(self, device: int) -> None:
+        """Load every kernel, and allow it the shared memory that it needs, on the current device, which is ``device``."""
+        raise NotImplementedError
+
+    def _start(
+        self, device: int, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        """Put a launch on ``stream`` of the current device, which is ``device``."""
+        raise NotImplementedError
+
+
+class LibraryLauncher(_Loading):
     """Launcher over the C interface of csrc/cuda/launch.cu."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
-        self._launch = library.zipccl_cuda_launch
-        self._launch.argtypes, self._launch.restype = [ctypes.c_char_p, u32, u32, pointer, pointer], ctypes.c_int32
+        super().__init__()
+        pointer, u32, i32 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32
+        find = library.zipccl_cuda_kernel
+        find.argtypes, find.restype = [ctypes.c_char_p], pointer
+        self._entries: dict[str, int] = {name: find(name.encode()) for name in KERNELS}
+        missing = [name for name, entry in self._entries.items() if not entry]
+        if missing:
+            raise RuntimeError(f"the library of the CUDA kernels lacks {', '.join(missing)}")
+        self._find_device = library.zipccl_cuda_device
+        self._find_device.argtypes, self._find_device.restype = [ctypes.POINTER(i32)], i32
+        self._load_kernel = library.zipccl_cuda_load
+        self._load_kernel.argtypes, self._load_kernel.restype = [pointer, u32], i32
+        self._start_kernel = library.zipccl_cuda_start
+        self._start_kernel.argtypes, self._start_kernel.restype = [pointer, u32, u32, u32, pointer, pointer], i32
         self._error = library.zipccl_cuda_error
-        self._error.argtypes, self._error.restype = [ctypes.c_int32], ctypes.c_char_p
+        self._error.argtypes, self._error.restype = [i32], ctypes.c_char_p
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
-        status = self._launch(kernel.encode(), grid, shared_bytes, ctypes.addressof(params), stream)
+    def _check(self, status: int, what: str) -> None:
         if status:
-            raise RuntimeError(f"{kernel} was not started: {self._error(status).decode()}")
+            raise RuntimeError(f"{what}: {self._error(status).decode()}")
+
+    def _device(self) -> int:
+        device = ctypes.c_int32()
+        self._check(self._find_device(device), "there is no current device")
+        return device.value
+
+    def _load(self, device: int) -> None:
+        for name, kernel in KERNELS.items():
+            self._check(
+                self._load_kernel(self._entries[name], kernel.shared_bytes), f"{name} was not loaded on device {device}"
+            )
+
+    def _start(
+        self, device: int, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        at, threads = ctypes.addressof(params), KERNELS[kernel].threads
+        status = self._start_kernel(self._entries[kernel], grid, threads, shared_bytes, at, stream)
+        self._check(status, f"{kernel} was not started")
 
 
-class CupyLauncher:
-    """Launcher over a module that NVRTC compiles through CuPy, in the cache of CuPy."""
+class NvrtcLauncher(_Loading):
+    """Launcher over modules that NVRTC compiles for each device, started through the driver."""
 
-    def __init__(self, cupy: Any) -> None:
-        # One text without includes, because the cache of CuPy ignores included files.
-        self._cupy = cupy
-        self._module = cupy.RawModule(code=source(), options=NVRTC_OPTIONS, backend="nvrtc")
-        self._kernels: dict[tuple[int, str], Any] = {}
+    def __init__(
+        self,
+        driver: Driver,
+        compiled: Callable[[tuple[int, int]], Sequence[bytes]] = nvrtc.cubins,
+        current_device: Callable[[], int] = torch.cuda.current_device,
+    ) -> None:
+        super().__init__()
+        self._driver, self._compiled, self._current_device = driver, compiled, current_device
+        #: device -> kernel -> the driver's handle of the function.
+        self._functions: dict[int, dict[str, int]] = {}
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
-        device = torch.cuda.current_device()
-        with self._cupy.cuda.Device(device), self._cupy.cuda.ExternalStream(stream, device):
-            if (device, kernel) not in self._kernels:
-                function = self._module.get_function(kernel)
-                function.max_dynamic_shared_size_bytes = shared_bytes
-                self._kernels[device, kernel] = function
-            # CuPy passes an array of one element of a void type by value.
-            by_value = np.frombuffer(memoryview(params), dtype=f"V{ctypes.sizeof(params)}")
-            self._kernels[device, kernel]((grid,), (256,), (by_value,), shared_mem=shared_bytes)
+    def _device(self) -> int:
+        return self._current_device()
 
+    def _load(self, device: int) -> None:
+        images = self._compiled(self._driver.capability(device))
+        with self._driver.current(device):
+            modules = [self._driver.load(image) for image in images]
+            found = {name: self._driver.function(modules, name) for name in KERNELS}
+            for name, kernel in KERNELS.items():
+                self._driver.allow_shared(found[name], kernel.shared_bytes)
+        self._functions[device] = found
 
-NVRTC_OPTIONS = ("--std=c++17",)
-
-
-@functools.cache
-def source() -> str:
-    """Return the text of csrc/cuda/kernels.cuh with all its includes expanded, for NVRTC."""
-    seen: set[str] = set()
-
-    def expand(name: str) -> str:
-        if name in seen:
-            return ""
-        seen.add(name)
-        text = (build.CSRC / name).read_text().replace("#pragma once\n", "")
-        return re.sub(r'#include "([a-z0-9_/]+\.cuh)"\n', lambda found: expand(found[1]), text)
-
-    return expand("cuda/kernels.cuh")
+    def _start(
+        self, device: int, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        function = self._functions[device][kernel]
+        with self._driver.current(device):
+            self._driver.launch(function, kernel, grid, KERNELS[kernel].threads, shared_bytes, params, stream)
 
 
 def load_native() -> CudaRoute:
-    """Return the route over the library of nvcc; builds it (about a minute) unless the cache has it.
+    """Return the route over the library of nvcc; builds it (up to a minute) unless the cache has it. Waits for the current stream.
 
     Raises:
-        BuildError: there is no CUDA device or no nvcc, or nvcc failed.
-        RuntimeError: torch sees no device.
+        BuildError: there is no nvcc, nvcc failed, or the devices are too old.
+        RuntimeError: torch sees no device, or the kernels do not load.
     """
     _need_device()
-    return CudaRoute(LibraryLauncher(ctypes.CDLL(str(build.build(build.cuda(build.architectures()))))))
+    return _loaded(LibraryLauncher(ctypes.CDLL(str(build.build(build.cuda(build.architectures()))))))
 
 
 def load_nvrtc() -> CudaRoute:
-    """Return the route over CuPy; needs no compiler on the machine.
+    """Return the route over NVRTC, which torch brings; compiles (up to a minute) unless the cache has the kernels. Waits for the current
+    stream.
 
     Raises:
-        ImportError: CuPy is not installed.
-        RuntimeError: no CUDA device.
+        BuildError: there is no NVRTC, it failed, or the device is too old.
+        RuntimeError: torch sees no device, or the kernels do not load.
     """
     _need_device()
-    import cupy
+    return _loaded(NvrtcLauncher(Driver()))
 
-    return CudaRoute(CupyLauncher(cupy))
+
+def _loaded(launcher: _Loading) -> CudaRoute:
+    """Return the route over ``launcher``, with the kernels loaded on the current device."""
+    torch.cuda.init()
+    stream = torch.cuda.current_stream()
+    launcher.load(stream.cuda_stream)
+    stream.synchronize()  # an error of a launch shall be the reason why there is no such route
+    return CudaRoute(launcher)
 
 
 def _need_device() -> None:

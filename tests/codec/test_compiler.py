@@ -47,7 +47,7 @@ def test_arguments_are_used_and_named(plain: str, tmp_path: Path, monkeypatch: p
     assert build.compiler() == (str(wrapper), plain, "-DSEVEN=7")
     source = tmp_path / "seven.cpp"
     source.write_text('extern "C" int seven() { return SEVEN; }')
-    recipe = build.Recipe("seven", build.compiler, {str(source): ()}, ("-fPIC",))
+    recipe = build.Recipe("seven", build.compiler, ((str(source), ()),), ("-fPIC",))
     monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path / "cache"))
     assert ctypes.CDLL(str(build.build(recipe))).seven() == 7
     assert log.read_text().count(f"{plain} -DSEVEN=7 -fPIC") == 2, "compiled and linked"

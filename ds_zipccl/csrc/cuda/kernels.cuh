@@ -1,10 +1,15 @@
 // The kernels by the names that the launchers use. The number is the blocks of threads that a multiprocessor shall hold at a time, which
-// bounds the registers.
+// bounds the registers. A launch with parameters that are all zero does nothing: such launches load the kernels.
 #pragma once
 #include "cuda/decode.cuh"
 #include "cuda/encode.cuh"
 #include "cuda/hash.cuh"
 #include "cuda/sum.cuh"
+
+// Bits of the parts that this translation unit has. The builds compile parts side by side, because all together take a minute.
+#ifndef ZIPCCL_PARTS
+#define ZIPCCL_PARTS 31
+#endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define ZIPCCL_DECODE_BLOCKS 3  // with 64 registers the decoder spills there
@@ -14,55 +19,84 @@
 
 #define ZIPCCL_CODEC(type, F, encode_blocks, decode_blocks)                                      \
   ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_cascade(const zipccl::EncodeJobs jobs) {    \
-    zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Cascade>>(jobs);                                            \
+    if (jobs.block) zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Cascade>>(jobs);                \
   }                                                                                              \
   ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_wide(const zipccl::EncodeJobs jobs) {     \
-    zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Wide>>(jobs);                                             \
+    if (jobs.block) zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Wide>>(jobs);                   \
   }                                                                                              \
-  ZIPCCL_KERNEL(decode_blocks) zipccl_decode_##type(const zipccl::DecodeJobs jobs) { zipccl::decode<zipccl::F>(jobs); }
+  ZIPCCL_KERNEL(decode_blocks) zipccl_decode_##type(const zipccl::DecodeJobs jobs) {                     \
+    if (jobs.block) zipccl::decode<zipccl::F>(jobs);                                               \
+  }
 #define ZIPCCL_DELTA(type, F, encode_blocks, decode_blocks)                                       \
   ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_delta(const zipccl::EncodeJobs jobs) {      \
-    zipccl::encode<zipccl::F, zipccl::AgainstBase>(jobs);                                        \
+    if (jobs.block) zipccl::encode<zipccl::F, zipccl::AgainstBase>(jobs);                          \
   }                                                                                              \
   ZIPCCL_KERNEL(decode_blocks) zipccl_decode_##type##_delta(const zipccl::DecodeJobs jobs) {      \
-    zipccl::decode<zipccl::F, true>(jobs);                                                       \
+    if (jobs.block) zipccl::decode<zipccl::F, true>(jobs);                                         \
   }
-#define ZIPCCL_SUM(type, F) \
-  ZIPCCL_KERNEL(2) zipccl_decode_sum_##type(const zipccl::SumJob job) { zipccl::decode_sum<zipccl::F>(job); }
+#define ZIPCCL_SUM(type, F)                                                                        \
+  ZIPCCL_KERNEL(2) zipccl_decode_sum_##type(const zipccl::SumJob job) {                             \
+    if (job.block) zipccl::decode_sum<zipccl::F>(job);                                             \
+  }
 
+// ZIPCCL_EACH_...: call each(kernel, type of its parameters) for the kernels of a type.
+#define ZIPCCL_EACH_CODEC(each, type)              \
+  each(zipccl_encode_##type##_cascade, EncodeJobs) \
+  each(zipccl_encode_##type##_wide, EncodeJobs)    \
+  each(zipccl_decode_##type, DecodeJobs)
+#define ZIPCCL_EACH_WIDER(each, type)            \
+  ZIPCCL_EACH_CODEC(each, type)                  \
+  each(zipccl_encode_##type##_delta, EncodeJobs) \
+  each(zipccl_decode_##type##_delta, DecodeJobs) \
+  each(zipccl_decode_sum_##type, SumJob)
+
+#if ZIPCCL_PARTS & 1
 ZIPCCL_CODEC(bf16, Bf16, 4, ZIPCCL_DECODE_BLOCKS)
-ZIPCCL_CODEC(fp16, Fp16, 4, ZIPCCL_DECODE_BLOCKS)
-ZIPCCL_CODEC(fp32, Fp32, 2, 3)
-ZIPCCL_CODEC(e4m3, E4m3, 4, ZIPCCL_DECODE_BLOCKS)
-ZIPCCL_CODEC(e5m2, E5m2, 4, ZIPCCL_DECODE_BLOCKS)
 ZIPCCL_DELTA(bf16, Bf16, 3, 3)
-ZIPCCL_DELTA(fp16, Fp16, 3, 3)
-ZIPCCL_DELTA(fp32, Fp32, 2, 2)
 ZIPCCL_SUM(bf16, Bf16)
+#define ZIPCCL_EACH_1(each) ZIPCCL_EACH_WIDER(each, bf16)
+#else
+#define ZIPCCL_EACH_1(each)
+#endif
+#if ZIPCCL_PARTS & 2
+ZIPCCL_CODEC(fp16, Fp16, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_DELTA(fp16, Fp16, 3, 3)
 ZIPCCL_SUM(fp16, Fp16)
+#define ZIPCCL_EACH_2(each) ZIPCCL_EACH_WIDER(each, fp16)
+#else
+#define ZIPCCL_EACH_2(each)
+#endif
+#if ZIPCCL_PARTS & 4
+ZIPCCL_CODEC(fp32, Fp32, 2, 3)
+ZIPCCL_DELTA(fp32, Fp32, 2, 2)
 ZIPCCL_SUM(fp32, Fp32)
+#define ZIPCCL_EACH_4(each) ZIPCCL_EACH_WIDER(each, fp32)
+#else
+#define ZIPCCL_EACH_4(each)
+#endif
+#if ZIPCCL_PARTS & 8
+ZIPCCL_CODEC(e4m3, E4m3, 4, ZIPCCL_DECODE_BLOCKS)
+#define ZIPCCL_EACH_8(each) ZIPCCL_EACH_CODEC(each, e4m3)
+#else
+#define ZIPCCL_EACH_8(each)
+#endif
+#if ZIPCCL_PARTS & 16
+ZIPCCL_CODEC(e5m2, E5m2, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) {
+  if (job.ticket) zipccl::hash_region(job, gridDim.x);
+}
+#define ZIPCCL_EACH_16(each) ZIPCCL_EACH_CODEC(each, e5m2) each(zipccl_hash, HashJob)
+#else
+#define ZIPCCL_EACH_16(each)
+#endif
 #undef ZIPCCL_CODEC
 #undef ZIPCCL_DELTA
 #undef ZIPCCL_SUM
-ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) { zipccl::hash_region(job, gridDim.x); }
 #undef ZIPCCL_DECODE_BLOCKS
 
-// Calls each(kernel, type of its parameters).
-#define ZIPCCL_CODEC_OF(each, type)                 \
-  each(zipccl_encode_##type##_cascade, EncodeJobs)   \
-  each(zipccl_encode_##type##_wide, EncodeJobs)    \
-  each(zipccl_decode_##type, DecodeJobs)
-#define ZIPCCL_EACH_KERNEL(each)                                                               \
-  ZIPCCL_CODEC_OF(each, bf16)                                                                  \
-  ZIPCCL_CODEC_OF(each, fp16)                                                                  \
-  ZIPCCL_CODEC_OF(each, fp32)                                                                  \
-  ZIPCCL_CODEC_OF(each, e4m3)                                                                  \
-  ZIPCCL_CODEC_OF(each, e5m2)                                                                  \
-  each(zipccl_encode_bf16_delta, EncodeJobs) each(zipccl_decode_bf16_delta, DecodeJobs)          \
-  each(zipccl_encode_fp16_delta, EncodeJobs) each(zipccl_decode_fp16_delta, DecodeJobs)          \
-  each(zipccl_encode_fp32_delta, EncodeJobs) each(zipccl_decode_fp32_delta, DecodeJobs)          \
-  each(zipccl_hash, HashJob)                                                                     \
-  each(zipccl_decode_sum_bf16, SumJob) each(zipccl_decode_sum_fp16, SumJob) each(zipccl_decode_sum_fp32, SumJob)
+// Calls each(kernel, type of its parameters) for every kernel of this translation unit.
+#define ZIPCCL_EACH_KERNEL(each) \
+  ZIPCCL_EACH_1(each) ZIPCCL_EACH_2(each) ZIPCCL_EACH_4(each) ZIPCCL_EACH_8(each) ZIPCCL_EACH_16(each)
 
 // The shared memory that kernels/cuda.py asks for suffices.
 #define ZIPCCL_FITS(What, F, bytes) static_assert(sizeof(zipccl::What##Shared<zipccl::F>) <= (bytes), "SHARED_BYTES")

@@ -1,26 +1,60 @@
-// The kernels behind a plain C interface.
+// The kernels behind a plain C interface. Functions return 0 or a cudaError_t, and mean the current device.
+//
+// The build compiles this file once for each part of the kernels; the one with part 1 has the interface.
 #include <string.h>
 
 #include "cuda/kernels.cuh"
 
-namespace {
+namespace zipccl_launch {
+
 struct Kernel {
   const char* name;
   const void* entry;
 };
+struct Part {
+  const Kernel *begin, *end;
+  const Part* next;
+};
+inline const Part* parts = nullptr;  // of all translation units
+
+}  // namespace zipccl_launch
+
+namespace {
+
+using namespace zipccl_launch;
+
 #define ZIPCCL_ENTRY(kernel, Params) {#kernel, reinterpret_cast<const void*>(kernel)},
 const Kernel kKernels[] = {ZIPCCL_EACH_KERNEL(ZIPCCL_ENTRY)};
+const struct Listed : Part {
+  Listed() : Part{kKernels, kKernels + sizeof kKernels / sizeof *kKernels, parts} { parts = this; }
+} kListed;
+
 }  // namespace
 
-// Puts a kernel with `params` (EncodeJobs, DecodeJobs or SumJob) on a stream, on the current device. Returns 0 or a cudaError_t.
-extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t grid, uint32_t shared, const void* params, void* stream) {
-  for (const Kernel& kernel : kKernels) {
-    if (strcmp(kernel.name, name)) continue;
-    const cudaError_t status = cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-    if (status) return status;
-    void* arguments[] = {const_cast<void*>(params)};
-    return cudaLaunchKernel(kernel.entry, dim3(grid), dim3(zipccl::kThreads), arguments, shared, static_cast<cudaStream_t>(stream));
-  }
-  return cudaErrorInvalidDeviceFunction;
+#if ZIPCCL_PARTS & 1
+// The kernel of that name, null if there is none.
+extern "C" const void* zipccl_cuda_kernel(const char* name) {
+  for (const Part* part = parts; part; part = part->next)
+    for (const Kernel* kernel = part->begin; kernel < part->end; ++kernel)
+      if (!strcmp(kernel->name, name)) return kernel->entry;
+  return nullptr;
 }
+
+extern "C" int32_t zipccl_cuda_device(int32_t* device) { return cudaGetDevice(device); }
+
+// Loads a kernel, and allows launches with `shared` bytes of shared memory. CUDA otherwise loads kernels when they are first launched; then
+// it waits for the device, which never ends beside a kernel that waits for another rank.
+extern "C" int32_t zipccl_cuda_load(const void* kernel, uint32_t shared) {
+  cudaFuncAttributes attributes;
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  return status ? status : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+}
+
+// Puts a kernel with `params`, the struct that is its parameter, on a stream; does not wait.
+extern "C" int32_t zipccl_cuda_start(const void* kernel, uint32_t grid, uint32_t threads, uint32_t shared, const void* params, void* stream) {
+  void* arguments[] = {const_cast<void*>(params)};
+  return cudaLaunchKernel(kernel, dim3(grid), dim3(threads), arguments, shared, static_cast<cudaStream_t>(stream));
+}
+
 extern "C" const char* zipccl_cuda_error(int32_t status) { return cudaGetErrorString(cudaError_t(status)); }
+#endif
