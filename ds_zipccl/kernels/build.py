@@ -317,7 +317,9 @@ def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
 
 
 #: Seconds after which a build says that it is under way.
-PATIENCE = 4
+PATIENCE = 4.0
+#: Seconds that a compiler may take for one object.
+COMPILER_SECONDS = 300.0
 
 
 @contextlib.contextmanager
@@ -367,10 +369,10 @@ def _compile(command: Sequence[str], recipe: Recipe, output: Path) -> None:
 
 def _run(command: Sequence[str], folder: Path) -> None:
     """Run a compiler with its temporary files in ``folder``; under any umask, no other user can write to the files that it makes."""
-    _output(command, 300, env={**os.environ, "TMPDIR": str(folder)}, umask=0o022)
+    _output(command, COMPILER_SECONDS, env={**os.environ, "TMPDIR": str(folder)}, umask=0o022)
 
 
-def _output(command: Sequence[str], seconds: int, *, check: bool = True, **settings: Any) -> bytes:
+def _output(command: Sequence[str], seconds: float, *, check: bool = True, **settings: Any) -> bytes:
     """Return the output of a compiler.
 
     Raises:
@@ -384,7 +386,7 @@ def _output(command: Sequence[str], seconds: int, *, check: bool = True, **setti
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise BuildError(
-            f"{shlex.join(command)} did not end within {seconds} s; try again on a less busy machine"
+            f"{shlex.join(command)} did not end within {seconds:g} s; try again on a less busy machine"
         ) from error
     if check and result.returncode:
         raise BuildError(f"{shlex.join(command)} failed:\n{result.stderr.decode(errors='replace').strip()}")

@@ -1,10 +1,7 @@
-"""The CUDA sources compile where there is no GPU: nvcc for three generations, without spills, and NVRTC from the same text."""
+"""The CUDA sources compile where there is no GPU: nvcc for three generations, without spills."""
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -50,7 +47,7 @@ def report(nvcc: tuple[str]) -> str:
     return builds.kept("cuda_resources", parts, compile_).read_text()
 
 
-@pytest.mark.full(reason="nvcc needs minutes for three architectures; test_nvrtc_compiles_the_same_text stays")
+@pytest.mark.full(reason="nvcc needs minutes for three architectures; test_nvrtc_compiles_every_kernel stays")
 def test_resources(report: str) -> None:
     found = re.findall(
         r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
@@ -87,49 +84,5 @@ def test_the_builders_library_explains_itself(
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     assert builder.is_compatible()
     launcher = cuda_launchers.LibraryLauncher(builder.load())
-    with pytest.raises(RuntimeError, match=r"zipccl_decode_bf16 was not started: .*driver"):
+    with pytest.raises(RuntimeError, match=r"(there is no current device|was not loaded on device 0): .*driver"):
         launcher.launch("zipccl_decode_bf16", 1, 0, cuda._DecodeJobs(), 0)
-    with pytest.raises(RuntimeError, match="zipccl_no was not started: "):
-        launcher.launch("zipccl_no", 1, 0, cuda._DecodeJobs(), 0)
-
-
-def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = [flag for flag in build.cuda(["8.0", "9.0+PTX"]).flags if "gencode" in flag]
-    assert targets == ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
-
-
-def _nvrtc() -> Path:
-    """pip's nvidia-cuda-nvrtc."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for path in Path(folder).glob("*/lib/libnvrtc.so.*"):
-            if "builtins" not in path.name:
-                return path
-    pytest.skip("nvidia-cuda-nvrtc is not installed")
-
-
-def _nvrtc_compile(path: Path, text: bytes, options: list[bytes]) -> bytes:
-    """The cubin of ``text``."""
-    library, program = ctypes.CDLL(str(path)), ctypes.c_void_p()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), text, b"zipccl.cu", 0, None, None) == 0
-    status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    size = ctypes.c_size_t()
-    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetProgramLog(program, log)
-    assert status == 0, log.value.decode()
-    library.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    binary = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetCUBIN(program, binary)
-    return binary.raw
-
-
-def test_nvrtc_compiles_the_same_text() -> None:
-    path, text = _nvrtc(), cuda_launchers.source().encode()
-    assert b"#include <" not in text.replace(b"#include <stdint.h>", b"").replace(b"#include <string.h>", b"")
-    options = [option.encode() for option in (*cuda_launchers.NVRTC_OPTIONS, "--gpu-architecture=sm_90")]
-    parts = [importlib.metadata.version("nvidia-cuda-nvrtc"), text, *options]
-    made = builds.kept("cubin", parts, lambda target: target.write_bytes(_nvrtc_compile(path, text, options)))
-    binary = made.read_bytes()
-    missing = {name for name in KERNELS if name.encode() not in binary}
-    assert not missing

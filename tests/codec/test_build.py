@@ -1,0 +1,127 @@
+"""Building: the architectures of CUDA kernels, and the words of a build that is long, hangs or fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_zipccl.kernels import build
+
+
+class Devices:
+    """torch's words on devices of these compute capabilities."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
+
+
+@pytest.mark.parametrize(
+    ("devices", "listed", "found"),
+    [
+        ([(9, 0)], None, ["9.0"]),
+        ([(9, 0)], "7.5;8.0", ["9.0"]),
+        ([(10, 0), (9, 0), (9, 0), (7, 5)], "", ["9.0", "10.0"]),
+        ([], "9.0a;8.6+PTX 12.0", ["8.6+PTX", "9.0a", "12.0"]),
+        ([], "Hopper", ["9.0+PTX"]),
+        ([], "5.2 6.0 7.0 7.5 8.0 8.6 9.0+PTX", ["8.0", "8.6", "9.0+PTX"]),
+        ([], "Volta;Ampere;Blackwell", ["8.0", "8.6+PTX", "10.0", "10.3", "12.0", "12.1+PTX"]),
+    ],
+)
+def test_architectures(
+    devices: list[tuple[int, int]], listed: str | None, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Devices(monkeypatch, *devices)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    assert build.architectures() == found
+
+
+@pytest.mark.parametrize(
+    ("devices", "listed", "words"),
+    [
+        ([(7, 5)], "9.0", r"^the CUDA kernels need compute capability 8\.0 or later, got 7\.5$"),
+        ([], "Turing;7.0", r"need compute capability 8\.0 or later, got 7\.5\+PTX, 7\.0$"),
+        ([], "", "^torch sees no CUDA device; to build for one elsewhere set TORCH_CUDA_ARCH_LIST$"),
+        ([], "native", "^torch sees no CUDA device"),
+        ([], "9.0;hopper", "^TORCH_CUDA_ARCH_LIST has compute capabilities such as 9.0, .*; got 'hopper'$"),
+        ([], "90", "; got '90'$"),
+    ],
+)
+def test_refused_architectures(
+    devices: list[tuple[int, int]], listed: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Devices(monkeypatch, *devices)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    with pytest.raises(build.BuildError, match=words):
+        build.architectures()
+
+
+def test_flags_of_architectures() -> None:
+    targets = [flag for flag in build.cuda(["8.0", "9.0a", "12.0+PTX"]).flags if "gencode" in flag]
+    assert targets == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_120,code=[sm_120,compute_120]",
+    ]
+
+
+def slow_compiler(tmp_path: Path, seconds: float) -> build.Recipe:
+    """A compiler that takes its time and writes nothing of use."""
+    program = tmp_path / "compiler"
+    sleep = f"case $* in *--version*) ;; *) sleep {seconds};; esac"
+    program.write_text(
+        f'#!/bin/sh\n{sleep}\nwhile [ "$1" != -o ] && [ $# -gt 0 ]; do shift; done\n[ $# = 0 ] || : > "$2"\n'
+    )
+    program.chmod(0o755)
+    source = tmp_path / "none.cpp"
+    source.touch()
+    return build.Recipe("slow", lambda: (str(program),), ((str(source), ()),), ())
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path / "cache"))
+    build._placed.cache_clear()
+    yield
+    build._placed.cache_clear()
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_long_build_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "PATIENCE", 0.1)
+    recipe = slow_compiler(tmp_path, 0.4)
+    target = build.build(recipe)
+    begun, ended = capfd.readouterr().err.splitlines()
+    assert begun.startswith(
+        f"ds_zipccl: {tmp_path}/compiler compiles kernels, once for this machine, to {target}; this may"
+    )
+    assert re.fullmatch(rf"ds_zipccl: {tmp_path}/compiler ended after \d+ s", ended)
+    build.build(recipe)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(build, "PATIENCE", 60)
+    target.unlink()
+    build.build(recipe)
+    assert capfd.readouterr().err == "", "a short build says nothing"
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_compiler_that_does_not_end_is_a_build_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "COMPILER_SECONDS", 0.2)
+    with pytest.raises(build.BuildError, match=rf"^{tmp_path}/compiler .* did not end within 0\.2 s; try again"):
+        build.build(slow_compiler(tmp_path, 30))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_compiler_that_cannot_be_run_is_a_build_error(tmp_path: Path) -> None:
+    nowhere = build.Recipe("none", lambda: (str(tmp_path / "nothing"),), (), ())
+    with pytest.raises(build.BuildError, match=f"^{tmp_path}/nothing cannot be run: "):
+        build.build(nowhere)
