@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,15 @@ settings.load_profile("zipccl")
 # The tensors here are small, and the cores are shared with other jobs.
 torch.set_num_threads(1)
 
+#: Files whose tests run DeepSpeed. On a machine without it they are not collected, and the header says so.
+NEED_DEEPSPEED = (
+    "cli/test_bench_train.py", "comm/test_environments.py", "docs/test_docs.py", "integration/test_backend.py",
+    "integration/test_backend_traffic.py", "integration/test_engines.py", "integration/test_engines_zero3.py",
+    "integration/test_hf.py", "integration/test_job.py", "integration/test_kernels_at_start.py", "integration/test_train.py",
+    "test_way_of_a_tensor.py",
+)  # fmt: skip
+collect_ignore = [] if importlib.util.find_spec("deepspeed") else list(NEED_DEEPSPEED)
+
 _TURNS = pytest.StashKey[tiers.Turns]()
 
 
@@ -27,6 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite tests/golden from what the routes give now (after a deliberate change of FORMAT.md)",
     )
+
+
+def pytest_report_header() -> str | None:
+    return f"without DeepSpeed these are not collected: {', '.join(collect_ignore)}" if collect_ignore else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

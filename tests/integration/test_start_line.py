@@ -43,6 +43,30 @@ def test_kernels_and_settings() -> None:
     assert "step_log steps.jsonl" in start_line(ZipcclConfig(enabled=True, step_log="steps.jsonl"), None, "")
 
 
+@pytest.mark.parametrize(
+    ("tried", "route", "said"),
+    [
+        ({}, "auto", ""),
+        ({"native": ""}, "auto", "; CUDA kernels: native; "),
+        ({"native": "no nvcc", "nvrtc": ""}, "numba", "; CUDA kernels: nvrtc; native not used: no nvcc; "),
+        ({"nvrtc": ""}, "nvrtc", "; CUDA kernels: nvrtc; "),
+        (
+            {"native": "no nvcc", "nvrtc": "old"},
+            "auto",
+            "; CUDA kernels: none; native not used: no nvcc; nvrtc not used: old; ",
+        ),
+        ({"nvrtc": "old"}, "nvrtc", "; CUDA kernels: none; nvrtc not used: old; "),
+    ],
+)
+def test_cuda_kernels_are_named_where_they_were_wanted(
+    tried: dict[str, str], route: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines.kernels, "tried", lambda device: tried)
+    line = start_line(ZipcclConfig(enabled=True, route=route), None, "codes all")  # type: ignore[arg-type]
+    assert "; kernels: numba; " in line if route == "numba" else "; kernels: native; " in line
+    assert said in line if tried else "CUDA" not in line
+
+
 def test_measurements() -> None:
     said = start_line(ZipcclConfig(enabled=True), PROFILE, "")
     assert said.endswith("; link 1000 Mbit/s, 150 us, coding 8.7 and 12.1 GB/s")

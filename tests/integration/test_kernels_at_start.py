@@ -1,0 +1,85 @@
+"""The kernels that are loaded when a section switches coding on, before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_zipccl import devices, kernels
+from ds_zipccl.config import DEFAULT
+from ds_zipccl.integration import backend
+
+
+class Job:
+    """A rank of an accelerator, with routes that note their loading, and the device on which they are loaded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, accelerator: str) -> None:
+        self.loaded: list[tuple[str, str, str]] = []
+        self.device = "cuda:0"
+        self.fails: set[tuple[str, str]] = set()
+        self.patch = monkeypatch
+        names = {"cpu": ("native", "numba"), "cuda": ("native", "nvrtc")}
+        table = {device: {name: self._loader(device, name) for name in names[device]} for device in names}
+        monkeypatch.setattr(kernels, "ROUTES", table)
+        monkeypatch.setattr(kernels, "_loaded", {})
+        monkeypatch.setattr(backend, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: accelerator))
+        monkeypatch.setitem(devices.RUNTIMES, "cuda", SimpleNamespace(device=self._current))  # type: ignore[misc]
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+    def _loader(self, device: str, name: str) -> Callable[[], Any]:
+        def load() -> Any:
+            self.loaded.append((device, name, self.device))
+            if (device, name) in self.fails:
+                raise RuntimeError("planted")
+            return object()
+
+        return load
+
+    @contextlib.contextmanager
+    def _current(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, str(device)
+        yield
+        self.device = before
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "route", "loaded"),
+    [
+        ("cpu", "auto", [("cpu", "native")]),
+        ("cpu", "numba", [("cpu", "numba")]),
+        ("cpu", "nvrtc", [("cpu", "native")]),
+        ("cuda", "auto", [("cpu", "native"), ("cuda", "native")]),
+        ("cuda", "numba", [("cpu", "numba"), ("cuda", "native")]),
+        ("cuda", "nvrtc", [("cpu", "native"), ("cuda", "nvrtc")]),
+    ],
+)
+def test_routes_of_the_jobs_devices(
+    accelerator: str, route: str, loaded: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A route that only another device has gives way to the best one."""
+    job = Job(monkeypatch, accelerator)
+    backend._load_kernels(DEFAULT.__class__(enabled=True, route=route))  # type: ignore[arg-type]
+    assert [entry[:2] for entry in job.loaded] == loaded
+
+
+def test_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, "cuda")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    backend._load_kernels(DEFAULT)
+    assert job.loaded == [("cpu", "native", "cuda:0"), ("cuda", "native", "cuda:3")] and job.device == "cuda:0"
+
+
+def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, "cuda")
+    job.fails = {("cuda", "native"), ("cuda", "nvrtc")}
+    backend._load_kernels(DEFAULT)
+    assert kernels.tried("cuda") == {"native": "RuntimeError: planted", "nvrtc": "RuntimeError: planted"}
+    job.fails = {("cpu", "native"), ("cpu", "numba")}
+    monkeypatch.setattr(kernels, "_loaded", {})
+    with pytest.raises(kernels.RouteUnavailable, match="no kernels for cpu tensors here"):
+        backend._load_kernels(DEFAULT)

@@ -1,0 +1,165 @@
+"""A machine with torch, and with neither DeepSpeed nor pydantic: everything but the integration with DeepSpeed works there.
+
+The environment is a real one, with the packages of this one but for these two, so that processes started there lack them too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from places import ROOT
+
+LACKING = ("deepspeed", "pydantic")
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The interpreter of an environment without the packages of LACKING."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    for path in Path(torch.__file__).parent.parent.iterdir():
+        if not path.name.startswith((*LACKING, "__editable__")) and path.suffix != ".pth":
+            (site / path.name).symlink_to(path)
+    return str(folder / "bin" / "python")
+
+
+def run(python: str, *arguments: str, status: int = 0, **environment: str) -> str:
+    """The output of a command there, which must end with ``status``."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
+    inherited = {name: value for name, value in os.environ.items() if name != "DS_ZIPCCL"}
+    result = subprocess.run(
+        [python, *arguments], env={**inherited, "PYTHONPATH": paths, **environment}, capture_output=True, text=True, timeout=400
+    )  # fmt: skip
+    assert result.returncode == status, result.stdout + result.stderr
+    return result.stdout
+
+
+IMPORTS = """
+import importlib, importlib.metadata, importlib.util, pkgutil, sys, warnings
+warnings.simplefilter("error", RuntimeWarning)  # autoload's, where a hook fails
+for name in ("deepspeed", "pydantic"):
+    assert importlib.util.find_spec(name) is None, name
+import torch, ds_zipccl
+from ds_zipccl.integration import autoload
+for point in importlib.metadata.entry_points(group="torch.backends"):
+    point.load()()
+autoload.autoload()
+for module in pkgutil.walk_packages(ds_zipccl.__path__, "ds_zipccl."):
+    if not module.name.startswith(("ds_zipccl.integration", "ds_zipccl.op_builder", "ds_zipccl.examples")):
+        importlib.import_module(module.name)
+        print(module.name)
+try:
+    ds_zipccl.install()
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_every_module_but_those_for_deepspeed_is_imported(python: str) -> None:
+    lines = run(python, "-c", IMPORTS).splitlines()
+    assert lines.pop() == "No module named 'deepspeed'"
+    package = ROOT / "ds_zipccl"
+    files = {path for path in package.rglob("*.py") if path.name != "__init__.py" and "op_builder" not in path.parts}
+    wanted = {"ds_zipccl." + ".".join(path.relative_to(package).with_suffix("").parts) for path in files}
+    assert {name for name in wanted if not name.startswith("ds_zipccl.integration")} <= set(lines)
+
+
+CODEC = """
+import torch, ds_zipccl
+from ds_zipccl import kernels
+old = torch.randn(50_000).bfloat16()
+new = (old.float() * 1.001).bfloat16()
+frames = {}
+for route in ("native", "numba"):
+    frames[route] = [ds_zipccl.compress(new, codec, route=route) for codec in ("cascade", "wide", "raw")]
+    frames[route].append(ds_zipccl.compress(new, "delta", base=old, route=route))
+    for frame, base in zip(frames[route], (None, None, None, old)):
+        assert torch.equal(ds_zipccl.decompress(frame, base=base, route=route), new)
+assert all(torch.equal(*pair) for pair in zip(*frames.values()))
+print(*(name for name, reason in kernels.why().items() if not reason))
+"""
+
+
+def test_codecs(python: str) -> None:
+    assert run(python, "-c", CODEC).split() == ["native", "numba"]
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from ds_zipccl import ZipcclConfig, comm
+from ds_zipccl.telemetry import counters
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+own = (torch.randn(100_000, generator=torch.Generator().manual_seed(rank)) * 0.02).bfloat16()
+wanted, got, total = (torch.empty(200_000, dtype=torch.bfloat16) for _ in range(3))
+dist.all_gather_into_tensor(wanted, own)
+config = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
+comm.all_gather_into_tensor(got, own, config=config)
+assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
+plain, ours = wanted.clone(), wanted.clone()
+dist.all_reduce(plain)
+comm.all_reduce(ours, config=config)
+assert torch.equal(ours.view(torch.int16), plain.view(torch.int16))
+(row,) = [row for row in counters.rows() if row["op"] == "all_gather_into_tensor"]
+print(row["wire_bytes"] < row["logical_bytes"], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_collectives(python: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [python, "-c", RANK, str(rank), str(tmp_path / "store")], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    assert [(rank.communicate(timeout=300)[0], rank.returncode) for rank in ranks] == [("True\n", 0)] * 2
+
+
+def test_report(python: str) -> None:
+    """The sections for DeepSpeed say that it is not here; the routes work."""
+    words = ("-m", "ds_zipccl", "report", "--require", "cpu")
+    said = run(python, *words)
+    assert "No module named 'deepspeed'" in said
+    assert [line.split() for line in said.splitlines() if line.startswith("  cpu ")] == [
+        ["cpu", "native", "usable"], ["cpu", "numba", "usable"],
+    ]  # fmt: skip
+    if not torch.cuda.is_available():
+        assert (
+            run(python, *words, "--require", "cuda", status=1).splitlines()[-1].startswith("not every route for CUDA")
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (
+            [
+                "bench",
+                "codec",
+                "--numel",
+                "64K",
+                "--data",
+                "normal",
+                "--dtype",
+                "bf16",
+                "--route",
+                "native",
+                "--repeats",
+                "2",
+            ],
+            "cascade",
+        ),
+        (["bench", "comm", "--op", "all_gather", "--numel", "64K", "--repeats", "2"], " coded "),
+    ],
+    ids=["codec", "comm"],
+)
+def test_bench(python: str, words: list[str], found: str) -> None:
+    assert found in run(python, "-m", "ds_zipccl", *words)
