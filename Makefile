@@ -55,7 +55,7 @@ soak: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/soak.py $(SOAK_SECONDS)
 
 # On a machine with a GPU: tests, sanitizers and measurements in less than eight minutes. In the environment of $(PYTHON), which has torch
-# with CUDA and what `pip install -e '.[test,cuda,bench-cuda]'` brings.
+# with CUDA and what `pip install -e '.[test,bench-cuda]'` brings.
 gpu:
 	PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py
 

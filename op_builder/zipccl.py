@@ -73,7 +73,7 @@ class ZipcclCPUBuilder(_LibraryBuilder, CPUOpBuilder):  # type: ignore[misc]
 class ZipcclCUDABuilder(_LibraryBuilder, CUDAOpBuilder):  # type: ignore[misc]
     """Builder of the CUDA kernels behind a C interface; builds in less than a minute.
 
-    Architectures: ``TORCH_CUDA_ARCH_LIST`` as torch reads it, else the architectures of the devices that torch sees.
+    Architectures: those of the devices that torch sees; where it sees none, ``TORCH_CUDA_ARCH_LIST`` as torch reads it.
     """
 
     BUILD_VAR = "DS_BUILD_ZIPCCL_CUDA"
