@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -79,13 +80,36 @@ class _HashJob(ctypes.Structure):
 class Launcher(Protocol):
     """Starts a kernel of csrc/cuda/kernels.cuh by name."""
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
-        """Put ``grid`` blocks of 256 threads with ``params`` on ``stream`` of the current device; does not wait.
+    def launch(
+        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        """Put a grid of ``grid[0]`` times ``grid[1]`` blocks of 256 threads on ``stream`` of the current device; does not wait.
+
+        ``params`` is read before this call returns, and may be written over afterwards. The memory that it names stays allocated by the
+        rules of a stream alone: the caller may free a tensor at once, because only later work of the same stream gets its memory.
 
         Raises:
             RuntimeError: the driver refused.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch, as the observer is told of it."""
+
+    kernel: str
+    device: torch.device
+    #: The number of the stream, ``cuda_stream`` in torch; 0 for a device without streams.
+    stream: int
+    #: Tensors that the kernel reads alone.
+    reads: Sequence[torch.Tensor]
+    #: Tensors that the kernel writes, or reads and writes; temporaries of the call are among them.
+    writes: Sequence[torch.Tensor]
+
+
+#: Called by the launching thread just before each launch, so that a detector of races sees launches that do not go through torch.
+observer: Callable[[Launch], None] | None = None
 
 
 class CudaRoute:
@@ -126,7 +150,7 @@ class CudaRoute:
         work = tensors.filled(3, 0, torch.int64, data.device)
         job = _HashJob(data.data_ptr(), data.numel(), work.data_ptr(), work.data_ptr() + 16)
         grid = max(1, min(HASH_GRID, -(-data.numel() // 8192)))
-        self._launch("hash", "", 1, grid, job, data.device)
+        self._launch("hash", "", 1, (grid, 1), job, data.device, [data], [work])
         first, second, _ = (int(half) & (1 << 64) - 1 for half in work.tolist())
         return first, second
 
@@ -152,7 +176,7 @@ class CudaRoute:
             if room < 0:
                 raise ValueError(f"a slot holds at least the {HEADER_BYTES} bytes of a header, got {slot.numel()}")
             jobs.append(_EncodeJob(words.data_ptr(), None, at + HEADER_BYTES, at, None, words.numel(), room, 0))
-        self._encode(jobs, segments[0], code, block, overflows)
+        self._encode(jobs, segments[0], code, block, overflows, segments, slots)
 
     def decode_frames(
         self, slots: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], status: torch.Tensor
@@ -168,7 +192,7 @@ class CudaRoute:
             )
             for slot, words in zip(slots, outs, strict=True)
         ]
-        self._decode(jobs, outs[0], block, status)
+        self._decode(jobs, outs[0], block, status, slots, outs)
 
     def decode_sum_frames(
         self,
@@ -191,7 +215,9 @@ class CudaRoute:
             )  # fmt: skip
             grid = -(-sums.numel() // (block * CHUNK_BLOCKS))
             if grid:
-                self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job, sums.device)
+                self._launch(
+                    "decode_sum", DTYPES[dtype], dtype.itemsize, (grid, 1), job, sums.device, part, [whole, status]
+                )
         if whole is not sums:
             sums.copy_(whole)
 
@@ -216,7 +242,9 @@ class CudaRoute:
             )
             for i, (words, out) in enumerate(zip(segments, places, strict=True))
         ]  # fmt: skip
-        self._encode(jobs, segments[0], code, block, None)
+        self._encode(
+            jobs, segments[0], code, block, None, [*segments, *([] if base is None else [base])], [*places, sizes]
+        )
         result: list[int] = sizes.tolist()
         for place, out, size in zip(places, outs, result, strict=True):
             if size > out.numel():
@@ -233,36 +261,79 @@ class CudaRoute:
         status = new_status(words.device)
         place = None if base is None else base.data_ptr()
         job = _DecodeJob(payload.data_ptr(), None, payload.numel(), words.data_ptr(), place, words.numel(), 0)
-        self._decode([job], words, block, status, "" if base is None else "_delta")
+        reads = [payload] if base is None else [payload, base]
+        self._decode([job], words, block, status, reads, [words], "" if base is None else "_delta")
         raise_failure(status)
 
     def _encode(
-        self, jobs: list[_EncodeJob], like: torch.Tensor, code: str, block: int, overflows: torch.Tensor | None
+        self,
+        jobs: list[_EncodeJob],
+        like: torch.Tensor,
+        code: str,
+        block: int,
+        overflows: torch.Tensor | None,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
     ) -> None:
+        writes = writes if overflows is None else [*writes, overflows]
         for part, items in _launches(jobs, block):
             work = tensors.filled(2 + items, 0, torch.int64, like.device)
             params = _EncodeJobs(
                 (_EncodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], work.data_ptr(), work.data_ptr() + 16,
                 None if overflows is None else overflows.data_ptr(),
             )  # fmt: skip
-            self._launch("encode", f"{DTYPES[like.dtype]}_{code}", like.itemsize, items, params, like.device)
+            self._launch(
+                "encode",
+                f"{DTYPES[like.dtype]}_{code}",
+                like.itemsize,
+                (items, 1),
+                params,
+                like.device,
+                reads,
+                [*writes, work],
+            )
 
     def _decode(
-        self, jobs: list[_DecodeJob], like: torch.Tensor, block: int, status: torch.Tensor, code: str = ""
+        self,
+        jobs: list[_DecodeJob],
+        like: torch.Tensor,
+        block: int,
+        status: torch.Tensor,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        code: str = "",
     ) -> None:
         for part, items in _launches(jobs, block):
             params = _DecodeJobs(
                 (_DecodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], status.data_ptr()
             )
-            self._launch("decode", DTYPES[like.dtype] + code, like.itemsize, items, params, like.device)
+            self._launch(
+                "decode",
+                DTYPES[like.dtype] + code,
+                like.itemsize,
+                (items, 1),
+                params,
+                like.device,
+                reads,
+                [*writes, status],
+            )
 
     def _launch(
-        self, what: str, kind: str, itemsize: int, grid: int, params: ctypes.Structure, device: torch.device
+        self,
+        what: str,
+        kind: str,
+        itemsize: int,
+        grid: tuple[int, int],
+        params: ctypes.Structure,
+        device: torch.device,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
     ) -> None:
+        kernel = "_".join(filter(None, ("zipccl", what, kind)))
         with _current(device) as stream:
-            self._launcher.launch(
-                "_".join(filter(None, ("zipccl", what, kind))), grid, SHARED_BYTES[what][itemsize], params, stream
-            )
+            if observer is not None:
+                observer(Launch(kernel, device, stream, reads, writes))
+            self._launcher.launch(kernel, grid, SHARED_BYTES[what][itemsize], params, stream)
 
 
 def new_status(device: torch.device) -> torch.Tensor:

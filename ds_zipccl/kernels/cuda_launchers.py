@@ -20,12 +20,14 @@ class LibraryLauncher:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
         self._launch = library.zipccl_cuda_launch
-        self._launch.argtypes, self._launch.restype = [ctypes.c_char_p, u32, u32, pointer, pointer], ctypes.c_int32
+        self._launch.argtypes, self._launch.restype = [ctypes.c_char_p, u32, u32, u32, pointer, pointer], ctypes.c_int32
         self._error = library.zipccl_cuda_error
         self._error.argtypes, self._error.restype = [ctypes.c_int32], ctypes.c_char_p
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
-        status = self._launch(kernel.encode(), grid, shared_bytes, ctypes.addressof(params), stream)
+    def launch(
+        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        status = self._launch(kernel.encode(), *grid, shared_bytes, ctypes.addressof(params), stream)
         if status:
             raise RuntimeError(f"{kernel} was not started: {self._error(status).decode()}")
 
@@ -39,7 +41,9 @@ class CupyLauncher:
         self._module = cupy.RawModule(code=source(), options=NVRTC_OPTIONS, backend="nvrtc")
         self._kernels: dict[tuple[int, str], Any] = {}
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
+    def launch(
+        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
         device = torch.cuda.current_device()
         with self._cupy.cuda.Device(device), self._cupy.cuda.ExternalStream(stream, device):
             if (device, kernel) not in self._kernels:
@@ -48,7 +52,7 @@ class CupyLauncher:
                 self._kernels[device, kernel] = function
             # CuPy passes an array of one element of a void type by value.
             by_value = np.frombuffer(memoryview(params), dtype=f"V{ctypes.sizeof(params)}")
-            self._kernels[device, kernel]((grid,), (256,), (by_value,), shared_mem=shared_bytes)
+            self._kernels[device, kernel](grid, (256,), (by_value,), shared_mem=shared_bytes)
 
 
 NVRTC_OPTIONS = ("--std=c++17",)

@@ -35,8 +35,10 @@ class EmulatedLauncher:
         """Draw the order in which threads run from ``value``; the same value gives the same order."""
         self._library.zipccl_emulation_seed(value)
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
-        status = self._library.zipccl_cuda_launch(kernel.encode(), grid, shared_bytes, ctypes.byref(params), None)
+    def launch(
+        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        status = self._library.zipccl_cuda_launch(kernel.encode(), *grid, shared_bytes, ctypes.byref(params), None)
         if status:
             raise RuntimeError(f"no kernel {kernel}")
 

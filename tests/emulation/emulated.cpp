@@ -46,7 +46,8 @@ Fiber* current;
 jmp_buf scheduler;
 std::vector<Fiber*> ready;
 std::mt19937_64 chance;
-uint32_t shared_bytes, blocks_of_grid;
+uint32_t shared_bytes;
+Index grid;
 uint64_t sighs = 0;  // how often threads gave way since a warp last got on
 constexpr uint64_t kPatience = 10'000'000;
 
@@ -81,9 +82,9 @@ void resume(Fiber* fiber) {
 
 }  // namespace
 
-Index thread_index() { return {current->thread}; }
-Index block_index() { return {current->block->index}; }
-Index grid_size() { return {blocks_of_grid}; }
+Index thread_index() { return {current->thread, 0}; }
+Index block_index() { return {current->block->index % grid.x, current->block->index / grid.x}; }
+Index grid_size() { return grid; }
 
 void* shared_memory(uint64_t bytes) {
   if (bytes > shared_bytes) fail("more shared memory is used than was asked for", "");
@@ -143,7 +144,7 @@ uint64_t seed = 0;
 // The order in which threads run is drawn from this.
 extern "C" void zipccl_emulation_seed(uint64_t value) { seed = value; }
 
-extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t grid, uint32_t shared, const void* params, void*) {
+extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t x, uint32_t y, uint32_t shared, const void* params, void*) {
   const Kernel* kernel = nullptr;
   for (const Kernel& each : kKernels)
     if (!strcmp(each.name, name)) kernel = &each;
@@ -153,18 +154,19 @@ extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t grid, uint32_t 
   run_kernel = kernel->run;
   parameters = params;
   shared_bytes = shared;
-  blocks_of_grid = grid;
+  grid = {x, y};
+  const uint32_t blocks = x * y;
   chance.seed(seed);
   // Blocks start in any order.
-  std::vector<uint32_t> order(grid);
-  for (uint32_t i = 0; i < grid; ++i) order[i] = i;
-  for (uint32_t i = grid; i > 1; --i) std::swap(order[i - 1], order[chance() % i]);
+  std::vector<uint32_t> order(blocks);
+  for (uint32_t i = 0; i < blocks; ++i) order[i] = i;
+  for (uint32_t i = blocks; i > 1; --i) std::swap(order[i - 1], order[chance() % i]);
   std::vector<std::unique_ptr<Block>> residents(kResident);
   uint32_t next = 0;
   ready.clear();
   const auto start = [&](uint32_t place) {
     residents[place] = nullptr;
-    if (next == grid) return;
+    if (next == blocks) return;
     auto block = std::make_unique<Block>();
     block->index = order[next++];
     block->shared.reset(new char[shared + 16]);
