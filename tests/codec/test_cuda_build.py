@@ -12,7 +12,7 @@ from pathlib import Path
 import builds
 import pytest
 
-from ds_zipccl.kernels import build, cuda, cuda_launchers
+from ds_zipccl.kernels import build, cuda, cuda_launchers, jobs
 
 ARCHITECTURES = ("8.0", "9.0", "10.0")
 CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
@@ -88,9 +88,9 @@ def test_the_builders_library_explains_itself(
     assert builder.is_compatible()
     launcher = cuda_launchers.LibraryLauncher(builder.load())
     with pytest.raises(RuntimeError, match=r"zipccl_decode_bf16 was not started: .*driver"):
-        launcher.launch("zipccl_decode_bf16", (1, 1), 0, cuda._DecodeJobs(), 0)
+        launcher.launch("zipccl_decode_bf16", (1, 1), 0, jobs.DecodeJobs(), 0)
     with pytest.raises(RuntimeError, match="zipccl_no was not started: "):
-        launcher.launch("zipccl_no", (1, 1), 0, cuda._DecodeJobs(), 0)
+        launcher.launch("zipccl_no", (1, 1), 0, jobs.DecodeJobs(), 0)
 
 
 def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:

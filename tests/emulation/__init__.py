@@ -55,4 +55,4 @@ def launcher(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Emulate
 
 def load() -> CudaRoute:
     """The route, for CPU tensors."""
-    return CudaRoute(launcher())
+    return CudaRoute(launcher(), "cpu")

@@ -44,7 +44,7 @@ ZIPCCL_SUM(fp32, Fp32)
 #undef ZIPCCL_CODEC
 #undef ZIPCCL_DELTA
 #undef ZIPCCL_SUM
-ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) { zipccl::hash_region(job, gridDim.x); }
+ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) { zipccl::hash_regions(jobs); }
 #undef ZIPCCL_DECODE_BLOCKS
 
 // Calls each(kernel, type of its parameters).
@@ -61,7 +61,7 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) { zipccl::hash_region(jo
   each(zipccl_encode_bf16_delta, EncodeJobs) each(zipccl_decode_bf16_delta, DecodeJobs)          \
   each(zipccl_encode_fp16_delta, EncodeJobs) each(zipccl_decode_fp16_delta, DecodeJobs)          \
   each(zipccl_encode_fp32_delta, EncodeJobs) each(zipccl_decode_fp32_delta, DecodeJobs)          \
-  each(zipccl_hash, HashJob)                                                                     \
+  each(zipccl_hash, HashJobs)                                                                    \
   each(zipccl_decode_sum_bf16, SumJob) each(zipccl_decode_sum_fp16, SumJob) each(zipccl_decode_sum_fp32, SumJob)
 
 // The shared memory that kernels/cuda.py asks for suffices.
@@ -75,4 +75,5 @@ ZIPCCL_FITS(Decode, Fp32, 49664);
 ZIPCCL_FITS(Sum, Bf16, 50176);
 ZIPCCL_FITS(Sum, Fp32, 66560);
 #undef ZIPCCL_FITS
-static_assert(sizeof(zipccl::EncodeJobs) <= 4096 && sizeof(zipccl::DecodeJobs) <= 4096 && sizeof(zipccl::SumJob) <= 4096, "parameters");
+static_assert(sizeof(zipccl::EncodeJobs) <= 4096 && sizeof(zipccl::DecodeJobs) <= 4096, "parameters");
+static_assert(sizeof(zipccl::SumJob) <= 4096 && sizeof(zipccl::HashJobs) <= 4096, "parameters");
