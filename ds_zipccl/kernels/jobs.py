@@ -193,7 +193,7 @@ class GatherTable:
                 raise ValueError(
                     f"{name} {number}: got {out.numel()} words, the shards of {self.ranks} ranks end at word {need}; make it longer"
                 )
-        return np.array(places, np.uint64) + self.starts  # type: ignore[no-any-return]
+        return np.array(places, np.uint64) + self.starts
 
 
 def regular_summands(job: SumJob, matrix: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
