@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import corpus
 import emulation
@@ -17,40 +16,12 @@ import mutations
 import pytest
 import tiers
 import torch
-import variants
+from cuda_frames import GUARD, frame_of, slot, words
 from places import PYTHONPATH
 
-from ds_zipccl import kernels
 from ds_zipccl.codecs import compress, compress_bound, decompress
 from ds_zipccl.frame import FrameError, FrameErrorCode, parse
 from ds_zipccl.kernels.cuda import NO_FAILURE, CudaRoute, new_status, raise_failure
-
-GUARD = 0x5C
-
-
-@pytest.fixture(params=["emulated", "cuda-native", "cuda-nvrtc"])
-def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[CudaRoute, torch.device]]:
-    if reason := variants.Variant(request.param).why_not():
-        pytest.skip(f"{request.param} is not usable here: {reason}")
-    found = kernels.route(request.param)
-    yield (found, torch.device("cpu")) if isinstance(found, CudaRoute) else (found.route, torch.device("cuda"))
-
-
-def words(dtype: torch.dtype, numel: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator)
-    values[torch.rand(numel, generator=generator) < 0.02] = 0
-    return values.to(dtype)
-
-
-def slot(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A slot of ``size`` bytes, and the memory around it, all guards."""
-    memory = torch.full((size + 64,), GUARD, dtype=torch.uint8, device=device)
-    return memory[32 : 32 + size], memory
-
-
-def frame_of(tensor: torch.Tensor, code: str = "cascade", block: int = 1024) -> torch.Tensor:
-    return compress(tensor, code, block=block, shaped=False, checksum=False, route="native")
 
 
 @pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.FLOATS.values()], ids=corpus.FLOATS)
