@@ -59,20 +59,20 @@ def word(tensor: torch.Tensor, name: str, dtype: torch.dtype, device: torch.devi
     """
     if tensor.dtype is not dtype or tensor.numel() != 1 or not (tensor.device == device or tensor.is_pinned()):
         raise ValueError(
-            f"{name}: got {describe(tensor)}, wanted one element of {dtype} on {device} or in pinned memory; make it with new_status(), "
-            "or with torch.zeros() for a counter"
+            f"{name}: got {describe(tensor)}, wanted one element of {dtype} on {device} or in pinned memory; use new_status(), "
+            "or zeros for a counter"
         )
     return tensor.data_ptr()
 
 
-def as_many(name: str, got: int, of: str, wanted: int) -> None:
-    """Accept equal counts of two lists.
+def as_many(name: str, got: int, of: str, wanted: int, each: int = 1) -> None:
+    """Accept ``each`` of one thing for every one of another.
 
     Raises:
-        ValueError: they differ.
+        ValueError: there are more or fewer.
     """
-    if got != wanted:
-        raise ValueError(f"got {got} {name} for {wanted} {of}; give one for each")
+    if got != each * wanted:
+        raise ValueError(f"got {got} {name} for {wanted} {of}; give {each} for each")
 
 
 def choice(name: str, got: object, table: Sequence[object]) -> None:

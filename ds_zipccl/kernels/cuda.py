@@ -174,7 +174,7 @@ class CudaRoute(FrameCalls):
         if not regions:
             return
         device = self._device(regions[0])
-        arguments.as_many("elements of hashes", out.numel(), "halves of regions", 2 * len(regions))
+        arguments.as_many("elements of hashes", out.numel(), "regions", len(regions), 2)
         (result,) = arguments.addresses([out], "hashes", torch.int64, device)
         rows = jobs.table(
             jobs.HASH,

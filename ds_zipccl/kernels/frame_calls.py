@@ -115,7 +115,7 @@ class FrameCalls:
             return
         device = segments[0].device
         (at,), (size,) = arguments.slots([headers], "headers", HEADER_BYTES, device)
-        arguments.as_many("bytes of headers", size, "segments of 32 bytes each", HEADER_BYTES * len(segments))
+        arguments.as_many("bytes of headers", size, "segments", len(segments), HEADER_BYTES)
         rows["header"] = at + HEADER_BYTES * np.arange(len(segments))
         rows["payload"] = rows["header"] + HEADER_BYTES
         self._encode(rows, segments[0], code, block, None, [*segments, *(bases or ())], [headers])

@@ -137,11 +137,12 @@ class GatherTable:
     """
 
     def __init__(self, parameters: Sequence[Parameter], dtype: torch.dtype, block: int, ranks: int) -> None:
-        if not parameters or not 1 <= ranks <= MAX_RANKS or block not in arguments.BLOCKS:
+        if not parameters or not 1 <= ranks <= MAX_RANKS:
             raise ValueError(
-                f"a gather has parameters, 1 to {MAX_RANKS} ranks and a block of {arguments.BLOCKS}; "
-                f"got {len(parameters)} parameters, {ranks} ranks, block {block}"
+                f"a gather has parameters and 1 to {MAX_RANKS} ranks; got {len(parameters)} parameters, {ranks} ranks"
             )
+        arguments.choice("dtype", dtype, list(DTYPES))
+        arguments.frames([parameter.numel for parameter in parameters], dtype.itemsize, block)
         self.dtype, self.block, self.ranks, self.count = dtype, block, ranks, len(parameters)
         self.numels, strides, self.needs, starts = [], [], [], []
         for number, (numel, slot_bytes, stride, start, _) in enumerate(parameters):

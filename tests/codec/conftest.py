@@ -9,6 +9,7 @@ import torch
 import variants
 
 from ds_zipccl import kernels
+from ds_zipccl.kernels import cuda
 from ds_zipccl.kernels.cuda import CudaRoute
 
 
@@ -18,3 +19,11 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[CudaRoute, torch.de
         pytest.skip(f"{request.param} is not usable here: {reason}")
     found = kernels.route(request.param)
     yield (found, torch.device("cpu")) if isinstance(found, CudaRoute) else (found.route, torch.device("cuda", 0))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[cuda.Launch]]:
+    """Every launch of the test, as the observer was told of it."""
+    seen: list[cuda.Launch] = []
+    monkeypatch.setattr(cuda, "observer", seen.append)
+    yield seen

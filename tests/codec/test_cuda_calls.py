@@ -1,31 +1,21 @@
-"""The calls of the CUDA route that schedules are made of: gathers over ranks, sums, differences, sizes, hashes. All without the host.
+"""Gathers over ranks, differences, sizes and hashes: calls of the CUDA route that schedules are made of.
 
 Emulated, and on a GPU if there is one. The frames are those of the CPU.
 """
 
 from __future__ import annotations
 
-import ast
-import ctypes
-import inspect
-import timeit
-from collections.abc import Iterator
-from typing import Any
-
 import corpus
 import pytest
 import torch
-from cuda_frames import GUARD, bits, frame_of, slot, words
-from torch.utils._python_dispatch import TorchDispatchMode
+from cuda_frames import GUARD, Kernel, bits, changed, frame_of, pad, slot, slot_bytes, words
 
 from ds_zipccl import codecs
 from ds_zipccl.frame import FrameError, FrameErrorCode, parse
-from ds_zipccl.kernels import cuda, frame_calls, jobs
+from ds_zipccl.kernels import cuda
 from ds_zipccl.kernels.cuda import (
-    CudaRoute,
     Failure,
     GatherTable,
-    Own,
     Parameter,
     failure_of,
     frame_bytes,
@@ -33,32 +23,8 @@ from ds_zipccl.kernels.cuda import (
     raise_failure,
 )
 
-Kernel = tuple[CudaRoute, torch.device]
-CPU = torch.device("cpu")
 BLOCK = 128
 SUMMED = [kind.dtype for kind in corpus.SUMMED.values()]
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[cuda.Launch]]:
-    """Every launch of the test, as the observer was told of it."""
-    seen: list[cuda.Launch] = []
-    monkeypatch.setattr(cuda, "observer", seen.append)
-    yield seen
-
-
-def pad(size: int, unit: int = 16) -> int:
-    return -(-size // unit) * unit
-
-
-def slot_bytes(numel: int, dtype: torch.dtype) -> int:
-    return pad(codecs.compress_bound(numel, dtype, block=BLOCK))
-
-
-def changed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with some words changed a little."""
-    moved = (tensor.float() * 1.01).to(tensor.dtype)
-    return torch.where(words(torch.float32, tensor.numel(), 7) > 1, moved, tensor)
 
 
 class Gather:
@@ -207,105 +173,6 @@ def test_the_number_of_a_refused_frame_counts_over_launches(kernel: Kernel) -> N
         raise_failure(status)
 
 
-# --------------------------------------------------------------------------------------------------------------- sums
-
-
-def in_order(summands: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The documented sum."""
-    total = summands[0].float()
-    for summand in summands[1:]:
-        total = total + summand.float()
-    return total.to(dtype)
-
-
-def assert_same_sums(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal bits; NaNs may have other bits, but in bfloat16 they are 0x7fc0."""
-    got = got.cpu()
-    kind = torch.int16 if got.itemsize == 2 else torch.int32
-    assert ((got.view(kind) == wanted.view(kind)) | (got.isnan() & wanted.isnan())).all()
-    if got.dtype is torch.bfloat16:
-        assert (got.view(kind)[wanted.isnan()] == 0x7FC0).all()
-
-
-@pytest.mark.parametrize("dtype", SUMMED, ids=corpus.SUMMED)
-@pytest.mark.parametrize(
-    ("count", "own", "kind"),
-    [(70, 0, "frames"), (100, 51, "frames"), (3, 2, "frames"), (60, 13, "words"), (1, None, "words"), (1, 0, "frames")],
-)
-def test_sums_of_rows(
-    kernel: Kernel, dtype: torch.dtype, count: int, own: int | None, kind: str, launches: list[cuda.Launch]
-) -> None:
-    """Any number of rows of a slab, in one launch, with own words in their place; rounded once, and as floats, and in place."""
-    route, device = kernel
-    numel = 2500 if count < 10 else 700  # blocks for a second turn of the warps, and chunks
-    summands = [words(dtype, numel, seed) * (1 + seed % 5) for seed in range(count)]
-    for number, summand in enumerate(summands):
-        summand[0] = -0.0
-        summand[1:4] = torch.tensor([1000.0, 1.0, -1000.0]).roll(number)  # the order shows
-    special = torch.tensor([0.0, float("inf"), float("-inf"), float("nan"), 1e-40])
-    summands[-1][4:9] = special
-    summands[0][4:9] = special.flip(0)
-    if kind == "frames":
-        slab = torch.zeros((count, pad(slot_bytes(numel, dtype), 512)), dtype=torch.uint8)
-        for number, (row, summand) in enumerate(zip(slab, summands, strict=True)):
-            frame = frame_of(summand, ("cascade", "wide", "raw")[number % 3], BLOCK)
-            row[: frame.numel()] = frame
-        slots = slab.to(device)[:, : slot_bytes(numel, dtype)]
-    else:
-        slots = torch.zeros((count, numel + 5), dtype=dtype)
-        slots[:, :numel] = torch.stack(summands)
-        slots = slots.to(device)[:, :numel]
-    if own is not None:
-        slots[own] = GUARD  # is not read
-    for sums_dtype in {dtype, torch.float32}:
-        mine = None if own is None else Own(summands[own].to(device), own)
-        sums, memory = slot(numel * sums_dtype.itemsize, device)
-        launches.clear()
-        route.decode_sum_frames(slots, BLOCK, dtype, sums.view(sums_dtype), status := new_status(device), mine)
-        raise_failure(status)
-        assert len(launches) == 1
-        assert_same_sums(sums.view(sums_dtype), in_order(summands, sums_dtype))
-        assert (memory[:32] == GUARD).all()
-        assert (memory[-32:] == GUARD).all()
-    if own is not None:
-        here = summands[own].to(device, copy=True)
-        route.decode_sum_frames(slots, BLOCK, dtype, here, status, Own(here, own))
-        assert_same_sums(here, in_order(summands, dtype))
-
-
-def test_own_words_among_listed_slots(kernel: Kernel) -> None:
-    """At every place, from any address of a word."""
-    route, device = kernel
-    summands = [words(torch.bfloat16, 1111, seed) * 3**seed for seed in range(4)]
-    for own in range(4):
-        memory = torch.empty(1112, dtype=torch.bfloat16, device=device)
-        memory[1:] = summands[own]
-        slots = [frame_of(summand).to(device) for number, summand in enumerate(summands) if number != own]
-        route.decode_sum_frames(
-            slots, 1024, torch.bfloat16, memory[1:], status := new_status(device), Own(memory[1:], own)
-        )
-        raise_failure(status)
-        assert_same_sums(memory[1:], in_order(summands, torch.bfloat16))
-
-
-def test_a_refused_summand(kernel: Kernel) -> None:
-    """Its number is that among all summands, past the first group too; its sums are NaN, and those of other chunks are right."""
-    route, device = kernel
-    summands = [words(torch.bfloat16, 3000, seed) for seed in range(80)]
-    slab = torch.zeros((80, slot_bytes(3000, torch.bfloat16)), dtype=torch.uint8)
-    for row, summand in zip(slab, summands, strict=True):
-        frame = frame_of(summand, "cascade", BLOCK)
-        row[: frame.numel()] = frame
-    second = int(slab[77][32:].view(torch.int32)[1]) * 16 + 32
-    slab[77][second : second + 40] = 255  # the table of the second chunk
-    sums = torch.zeros(3000, dtype=torch.bfloat16, device=device)
-    own = Own(summands[5].to(device), 5)
-    route.decode_sum_frames(slab.to(device), BLOCK, torch.bfloat16, sums, status := new_status(device), own)
-    assert failure_of(int(status.item())) == Failure(None, 77, 1, FrameErrorCode.BLOCK)
-    assert_same_sums(sums[:2048], in_order(summands, torch.bfloat16)[:2048])
-    assert (sums[2048:].view(torch.int16) == -1).all()
-
-
 # --------------------------------------------------------------------------------------- differences, sizes and hashes
 
 
@@ -395,103 +262,3 @@ def test_no_work_is_no_launch(kernel: Kernel, launches: list[cuda.Launch]) -> No
     route.decode_frames([], 1024, [], new_status(device))
     route.hash_regions([], torch.empty(0, dtype=torch.int64, device=device))
     assert not launches
-
-
-# ----------------------------------------------------------------------------------------------------- without the host
-
-
-class NoLauncher:
-    """Starts nothing."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def launch(
-        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
-    ) -> None:
-        self.names.append(kernel)
-
-
-class HostWords(TorchDispatchMode):
-    """Notices operations that bring a word to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def every_call(route: CudaRoute) -> None:
-    """All calls that must not wait."""
-    segments, base = [words(torch.bfloat16, 3000)], [words(torch.bfloat16, 3000, 1)]
-    slots = [torch.zeros(8192, dtype=torch.uint8)]
-    status, count = new_status(CPU), torch.zeros(1, dtype=torch.int32)
-    table = GatherTable([Parameter(3000, 8192)], torch.bfloat16, 1024, 2)
-    slab, out = torch.zeros(2 * 8192, dtype=torch.uint8), torch.zeros(6000, dtype=torch.bfloat16)
-    route.encode_frames(segments, "cascade", 1024, slots, count)
-    route.decode_frames(slots, 1024, segments, status)
-    route.encode_delta_frames(segments, base, 1024, slots, count)
-    route.decode_delta_frames(slots, base, 1024, segments, status)
-    route.encode_gather(segments, "cascade", table, slab[:8192], count)
-    route.encode_gather(segments, "delta", table, slab[8192:], count, base)
-    route.decode_gather(slab, table, [out], 0, status)
-    route.decode_gather(slab, table, out, 0, status, out)
-    route.decode_sum_frames(slots, 1024, torch.bfloat16, segments[0], status, Own(base[0], 0))
-    route.decode_sum_frames(slab.view(2, 8192), 1024, torch.bfloat16, segments[0], status)
-    route.frame_sizes(segments, "wide", 1024, headers := torch.zeros(32, dtype=torch.uint8))
-    frame_bytes(headers.view(1, 32)).max()
-    route.hash_regions(segments, torch.zeros(2, dtype=torch.int64))
-
-
-def test_no_call_brings_a_word_to_the_host() -> None:
-    launcher = NoLauncher()
-    with HostWords() as seen:
-        every_call(CudaRoute(launcher, "cpu"))
-    assert len(launcher.names) == 12
-    assert seen.found == []
-    with HostWords() as seen:
-        assert bool(torch.ones(1)) and int(torch.ones(1)) == 1
-    assert len(seen.found) == 2
-
-
-def test_no_source_of_a_call_asks_a_tensor() -> None:
-    """Also on paths that the calls above do not take. ``region_hash`` and the payload calls, which wait, are elsewhere in their class."""
-    wait = {"_encode_payloads", "_decode_payload", "region_hash"}
-    asked = []
-    for source in (
-        frame_calls.FrameCalls,
-        jobs.GatherTable,
-        jobs.regular_summands,
-        jobs.listed_summands,
-        cuda.CudaRoute,
-    ):
-        for node in ast.walk(ast.parse(inspect.getsource(source))):
-            if isinstance(node, ast.FunctionDef) and node.name not in wait:
-                called = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
-                names = {each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in called}
-                asked += [
-                    f"{node.name}: {name}"
-                    for name in names & {"item", "tolist", "bool", "numpy", "cpu", "synchronize", "nonzero"}
-                ]
-    assert asked == []
-
-
-def test_python_time_of_a_gather() -> None:
-    """20 parameters over 64 ranks: at most 150 microseconds of Python (the best of some; a launch that does nothing)."""
-    route, ranks = CudaRoute(NoLauncher(), "cpu"), 64
-    parameters = [Parameter(1000 + number, 4096) for number in range(20)]
-    table = GatherTable(parameters, torch.bfloat16, 1024, ranks)
-    outs = [torch.zeros(parameter.numel * ranks, dtype=torch.bfloat16) for parameter in parameters]
-    shards = [out[: parameter.numel] for out, parameter in zip(outs, parameters, strict=True)]
-    slab, status = torch.zeros(table.part_bytes * ranks, dtype=torch.uint8), new_status(CPU)
-    part = slab[: table.part_bytes]
-
-    def gather() -> None:
-        route.encode_gather(shards, "cascade", table, part)
-        route.decode_gather(slab, table, outs, 0, status)
-
-    assert min(timeit.repeat(gather, number=10, repeat=50)) / 10 < 150e-6
