@@ -13,11 +13,16 @@
 
 #include "cuda/kernels.cuh"
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
 namespace emulation {
 namespace {
 
 constexpr uint32_t kThreads = zipccl::kThreads, kWarps = kThreads / kLanes;
-constexpr uint64_t kStack = 128 << 10;
+constexpr uint64_t kStack = 256 << 10;
 constexpr uint32_t kResident = 3;  // blocks that run at a time: the others wait until one of these ends
 
 struct Block;
@@ -37,7 +42,7 @@ struct Block {
   uint32_t index, waiting = 0, ended = 0;
   Fiber fibers[kThreads];
   Warp warps[kWarps];
-  std::unique_ptr<char[]> shared;
+  std::unique_ptr<char, void (*)(void*)> shared{nullptr, free};
 };
 
 void (*run_kernel)(const void*);
@@ -56,19 +61,45 @@ constexpr uint64_t kPatience = 10'000'000;
   abort();
 }
 
+// AddressSanitizer is told of every change of stacks. The scheduler's stack is learned by the first fiber that starts.
+#ifdef __SANITIZE_ADDRESS__
+const void* scheduler_stack;
+size_t scheduler_bytes;
+void to_fiber(Fiber* fiber) { __sanitizer_start_switch_fiber(nullptr, fiber->stack, kStack); }
+void to_scheduler() { __sanitizer_start_switch_fiber(nullptr, scheduler_stack, scheduler_bytes); }
+void arrived() { __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr); }
+void arrived_from_scheduler() { __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_bytes); }
+void forbid(void* at, uint64_t bytes) { __asan_poison_memory_region(at, bytes); }
+void permit(void* at, uint64_t bytes) { __asan_unpoison_memory_region(at, bytes); }
+#else
+void to_fiber(Fiber*) {}
+void to_scheduler() {}
+void arrived() {}
+void arrived_from_scheduler() {}
+void forbid(void*, uint64_t) {}
+void permit(void*, uint64_t) {}
+#endif
+
 void leave() {
-  if (!_setjmp(current->where)) _longjmp(scheduler, 1);
+  if (!_setjmp(current->where)) {
+    to_scheduler();
+    _longjmp(scheduler, 1);
+  }
+  arrived_from_scheduler();
 }
 
 void body() {
+  arrived_from_scheduler();
   run_kernel(parameters);
   ++current->block->ended;
+  to_scheduler();
   _longjmp(scheduler, 2);
 }
 
 void resume(Fiber* fiber) {
   current = fiber;
-  if (_setjmp(scheduler)) return;
+  if (_setjmp(scheduler)) return arrived();
+  to_fiber(fiber);
   if (fiber->started) _longjmp(fiber->where, 1);
   fiber->started = true;
   ucontext_t context, back;
@@ -88,7 +119,9 @@ Index grid_size() { return grid; }
 
 void* shared_memory(uint64_t bytes) {
   if (bytes > shared_bytes) fail("more shared memory is used than was asked for", "");
-  return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(current->block->shared.get()) + 15) & ~uintptr_t(15));
+  char* const at = current->block->shared.get();
+  forbid(at + bytes, shared_bytes - bytes);  // was asked for and is not used
+  return at;
 }
 
 void give_way() {
@@ -169,12 +202,13 @@ extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t x, uint32_t y, 
     if (next == blocks) return;
     auto block = std::make_unique<Block>();
     block->index = order[next++];
-    block->shared.reset(new char[shared + 16]);
-    memset(block->shared.get(), 0xa5, shared + 16);
+    block->shared.reset(static_cast<char*>(aligned_alloc(16, shared + (shared ? 0 : 16))));
+    memset(block->shared.get(), 0xa5, shared);
     for (uint32_t t = 0; t < kThreads; ++t) {
       block->fibers[t].block = block.get();
       block->fibers[t].thread = t;
       block->fibers[t].stack = stacks + (uint64_t(place) * kThreads + t) * kStack;
+      permit(block->fibers[t].stack, kStack);  // the stack of an ended fiber, whose frames never returned
       ready.push_back(&block->fibers[t]);
     }
     residents[place] = std::move(block);
@@ -186,8 +220,10 @@ extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t x, uint32_t y, 
     ready[pick] = ready.back();
     ready.pop_back();
     resume(fiber);
-    for (uint32_t place = 0; place < kResident; ++place)
-      if (residents[place] && residents[place].get() == fiber->block && fiber->block->ended == kThreads) start(place);
+    if (fiber->block->ended < kThreads) continue;
+    uint32_t place = 0;
+    while (residents[place].get() != fiber->block) ++place;
+    start(place);
   }
   for (const auto& block : residents)
     if (block) fprintf(stderr, "emulation: block %u waits for ever\n", block->index), abort();
