@@ -1,29 +1,32 @@
 """The CUDA routes: one set of kernels (csrc/cuda), started by a launcher over a library of nvcc or modules of NVRTC.
 
-All work goes on the device's current torch stream. The calls of :class:`ds_zipccl.kernels.Route` wait for it; the calls that take
-whole frames (``*_frames``) never wait.
+All work goes on the device's current torch stream. The calls of :class:`ds_zipccl.kernels.Route` wait for it. The calls that take whole
+frames or write hashes never wait, and never bring a word to the host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ds_zipccl import devices, tensors
-from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, HEADER_BYTES, FrameError
+from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS
+from ds_zipccl.kernels import arguments, jobs
+from ds_zipccl.kernels.frame_calls import FrameCalls, frame_bytes
+from ds_zipccl.kernels.jobs import DTYPES, SUMMED, GatherTable, Parameter
+from ds_zipccl.kernels.status import NO_FAILURE, Failure, failure_of, new_status, raise_failure
 from ds_zipccl.kernels.sums import add
 
-#: Jobs of one launch: kMaxJobs, kMaxDecodeJobs and kMaxFrames of the kernels.
-MAX_JOBS = 48
-DTYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
-    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
-}  # fmt: skip
+__all__ = [
+    "DTYPES", "NO_FAILURE", "CudaRoute", "Failure", "FrameCalls", "GatherTable", "Launch", "Launcher", "Own", "Parameter", "failure_of",
+    "frame_bytes", "new_status", "raise_failure",
+]  # fmt: skip
 #: kernel -> itemsize -> bytes of shared memory; cuda/kernels.cuh asserts that they suffice.
 SHARED_BYTES = {
     "encode": {1: 26624, 2: 43008, 4: 75776},
@@ -35,48 +38,6 @@ SHARED_BYTES = {
 THREADS = {"encode": 256, "decode": 256, "decode_sum": 256, "hash": 256}
 #: Most blocks of threads that hash; each takes 8 KiB at a time.
 HASH_GRID = 1024
-#: Content of a status word before a failure.
-NO_FAILURE = -1
-
-_u32, _u64, _ptr = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-
-
-class _EncodeJob(ctypes.Structure):
-    _fields_ = [
-        ("words", _ptr), ("base", _ptr), ("payload", _ptr), ("header", _ptr), ("bytes", _ptr),
-        ("numel", _u64), ("capacity", _u64), ("first_item", _u64),
-    ]  # fmt: skip
-
-
-class _EncodeJobs(ctypes.Structure):
-    _fields_ = [
-        ("job", _EncodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
-        ("ticket", _ptr), ("places", _ptr), ("overflows", _ptr),
-    ]  # fmt: skip
-
-
-class _DecodeJob(ctypes.Structure):
-    _fields_ = [
-        ("payload", _ptr), ("header", _ptr), ("bytes", _u64), ("words", _ptr), ("base", _ptr),
-        ("numel", _u64), ("first_item", _u64),
-    ]  # fmt: skip
-
-
-class _DecodeJobs(ctypes.Structure):
-    _fields_ = [
-        ("job", _DecodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32), ("status", _ptr),
-    ]  # fmt: skip
-
-
-class _SumJob(ctypes.Structure):
-    _fields_ = [
-        ("frame", _ptr * MAX_JOBS), ("capacity", _u64 * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
-        ("fp32_sums", _u32), ("add", _u32), ("sums", _ptr), ("numel", _u64), ("status", _ptr),
-    ]  # fmt: skip
-
-
-class _HashJob(ctypes.Structure):
-    _fields_ = [("data", _ptr), ("bytes", _u64), ("sums", _ptr), ("ticket", _ptr)]
 
 
 @dataclass(frozen=True)
@@ -93,13 +54,13 @@ class Kernel:
 
 def _kernels() -> Iterator[tuple[str, Kernel]]:
     of_a_kind: list[tuple[str, str, type[ctypes.Structure]]] = [
-        ("encode", "_cascade", _EncodeJobs), ("encode", "_wide", _EncodeJobs), ("decode", "", _DecodeJobs),
-        ("encode", "_delta", _EncodeJobs), ("decode", "_delta", _DecodeJobs), ("decode_sum", "", _SumJob),
+        ("encode", "_cascade", jobs.EncodeJobs), ("encode", "_wide", jobs.EncodeJobs), ("decode", "", jobs.DecodeJobs),
+        ("encode", "_delta", jobs.EncodeJobs), ("decode", "_delta", jobs.DecodeJobs), ("decode_sum", "", jobs.SumJob),
     ]  # fmt: skip
     for dtype, kind in DTYPES.items():
         for what, suffix, params in of_a_kind if dtype.itemsize > 1 else of_a_kind[:3]:
             yield f"zipccl_{what}_{kind}{suffix}", Kernel(THREADS[what], SHARED_BYTES[what][dtype.itemsize], params)
-    yield "zipccl_hash", Kernel(THREADS["hash"], SHARED_BYTES["hash"][1], _HashJob)
+    yield "zipccl_hash", Kernel(THREADS["hash"], SHARED_BYTES["hash"][1], jobs.HashJobs)
 
 
 #: Every kernel of csrc/cuda/kernels.cuh.
@@ -109,8 +70,13 @@ KERNELS = dict(_kernels())
 class Launcher(Protocol):
     """Starts a kernel of :data:`KERNELS` by name."""
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
-        """Put ``grid`` blocks of the kernel's threads with ``params`` on ``stream`` of the current device; does not wait.
+    def launch(
+        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        """Put a grid of ``grid[0]`` times ``grid[1]`` blocks of the kernel's threads on ``stream`` of the current device; does not wait.
+
+        ``params`` is read before this call returns, and may be written over afterwards. The memory that it names stays allocated by the
+        rules of a stream alone: the caller may free a tensor at once, because only later work of the same stream gets its memory.
 
         Raises:
             RuntimeError: the driver refused.
@@ -118,14 +84,37 @@ class Launcher(Protocol):
         ...
 
 
-class CudaRoute:
-    """Route for CUDA tensors; see :class:`ds_zipccl.kernels.Route`.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch, as the observer is told of it."""
 
-    Segments start at any address of an element, frames and payloads at multiples of 16 bytes. Work space is one allocation of torch
-    per call, of ``16 + 8 * chunks`` bytes.
-    """
+    kernel: str
+    device: torch.device
+    #: The number of the stream, ``cuda_stream`` in torch; 0 for a device without streams.
+    stream: int
+    #: Tensors that the kernel reads alone.
+    reads: Sequence[torch.Tensor]
+    #: Tensors that the kernel writes, or reads and writes; temporaries of the call are among them.
+    writes: Sequence[torch.Tensor]
 
-    def __init__(self, launcher: Launcher) -> None:
+
+#: Called by the launching thread just before each launch, so that a detector of races sees launches that do not go through torch.
+observer: Callable[[Launch], None] | None = None
+
+
+class Own(NamedTuple):
+    """A summand without a header: plain words, which are the summand number ``at``."""
+
+    words: torch.Tensor
+    at: int
+
+
+class CudaRoute(FrameCalls):
+    """Route for CUDA tensors; see :class:`ds_zipccl.kernels.Route`. :class:`FrameCalls` has its calls for whole frames, and the rules of
+    memory, streams and lifetime."""
+
+    def __init__(self, launcher: Launcher, device_type: str = "cuda") -> None:
+        super().__init__(device_type)
         self._launcher = launcher
 
     # --- payloads; these calls wait for the device
@@ -136,13 +125,13 @@ class CudaRoute:
         return self._encode_payloads(segments, None, code, block, outs)
 
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
-        return self._encode_payloads([words], base, "delta", block, [out])[0]
+        return self._encode_payloads([words], [base], "delta", block, [out])[0]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
         self._decode_payload(payload, None, block, words)
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        self._decode_payload(payload, base, block, words)
+        self._decode_payload(payload, [base], block, words)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         values = tensors.empty(sums.numel(), dtype, sums.device)
@@ -153,100 +142,101 @@ class CudaRoute:
         add(words, sums)
 
     def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
-        work = tensors.filled(3, 0, torch.int64, data.device)
-        job = _HashJob(data.data_ptr(), data.numel(), work.data_ptr(), work.data_ptr() + 16)
-        grid = max(1, min(HASH_GRID, -(-data.numel() // 8192)))
-        self._launch("hash", "", 1, grid, job, data.device)
-        first, second, _ = (int(half) & (1 << 64) - 1 for half in work.tolist())
+        halves = tensors.empty(2, torch.int64, data.device)
+        self.hash_regions([data], halves)
+        first, second = (half & (1 << 64) - 1 for half in halves.tolist())
         return first, second
-
-    # --- whole flat frames; these calls do not wait
-
-    def encode_frames(
-        self,
-        segments: Sequence[torch.Tensor],
-        code: str,
-        block: int,
-        slots: Sequence[torch.Tensor],
-        overflows: torch.Tensor | None = None,
-    ) -> None:
-        """Code each segment as a flat frame into its slot (uint8, at least the header's 32 bytes, of any such size).
-
-        A frame that does not fit leaves its header, with the overflow flag, and writes nothing outside its slot. ``overflows``
-        (int32, one element; pinned host memory or memory of the device) counts such frames.
-        """
-        jobs = []
-        for words, slot in zip(segments, slots, strict=True):
-            at = _aligned(slot)
-            room = slot.numel() - HEADER_BYTES
-            if room < 0:
-                raise ValueError(f"a slot holds at least the {HEADER_BYTES} bytes of a header, got {slot.numel()}")
-            jobs.append(_EncodeJob(words.data_ptr(), None, at + HEADER_BYTES, at, None, words.numel(), room, 0))
-        self._encode(jobs, segments[0], code, block, overflows)
-
-    def decode_frames(
-        self, slots: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], status: torch.Tensor
-    ) -> None:
-        """Decode the flat frame in each slot, raw or coded in blocks of ``block``, to its ``outs``.
-
-        ``status``: int64, one element, :data:`NO_FAILURE` before; see :func:`raise_failure`. The words of a refused frame are
-        undefined.
-        """
-        jobs = [
-            _DecodeJob(
-                _aligned(slot) + HEADER_BYTES, slot.data_ptr(), slot.numel(), words.data_ptr(), None, words.numel(), 0
-            )
-            for slot, words in zip(slots, outs, strict=True)
-        ]
-        self._decode(jobs, outs[0], block, status)
 
     def decode_sum_frames(
         self,
-        slots: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor] | torch.Tensor,
         block: int,
         dtype: torch.dtype,
         sums: torch.Tensor,
         status: torch.Tensor,
+        own: Own | None = None,
     ) -> None:
-        """Decode flat frames of ``dtype``, add their words in fp32 in this order, and write each sum once to ``sums``, which has
-        ``dtype`` (rounded) or float32. Other arguments as for :meth:`decode_frames`."""
-        fp32_sums = sums.dtype != dtype
-        # The sums of several launches stay floats until the last launch.
-        whole = sums if fp32_sums or len(slots) <= MAX_JOBS else tensors.empty(sums.numel(), torch.float32, sums.device)
-        for at in range(0, len(slots), MAX_JOBS):
-            part = slots[at : at + MAX_JOBS]
-            job = _SumJob(
-                (_ptr * MAX_JOBS)(*map(_aligned, part)), (_u64 * MAX_JOBS)(*(slot.numel() for slot in part)), len(part),
-                block, DTYPE_IDS[dtype], whole.dtype != dtype, at > 0, whole.data_ptr(), sums.numel(), status.data_ptr(),
-            )  # fmt: skip
-            grid = -(-sums.numel() // (block * CHUNK_BLOCKS))
-            if grid:
-                self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job, sums.device)
-        if whole is not sums:
-            sums.copy_(whole)
+        """Add summands in fp32, in their order, and write each sum once to ``sums``, which has ``dtype`` (rounded) or float32.
 
-    # --- launches
+        The order is that of the summands: ``((x[0] + x[1]) + x[2]) + ...``. The sum of one summand is that summand. A NaN sum of bfloat16
+        is 0x7fc0, whatever the summands. One launch adds any number of summands.
+
+        Args:
+            slots: flat frames of ``dtype``, as for :meth:`decode_frames`: up to 48 slots anywhere; or a matrix of uint8 whose rows are
+                slots, any number of them, at a regular distance (a multiple of 16 bytes). A matrix of ``dtype`` has plain words
+                in its rows.
+            own: one summand as plain words of ``dtype``, which may be ``sums``. With a list of slots it comes before slot ``own.at``. In a
+                matrix it stands for row ``own.at``, which is not read.
+        """
+        arguments.choice("sums of", dtype, SUMMED)
+        arguments.choice("sums in", sums.dtype, (dtype, torch.float32))
+        numel, device = sums.numel(), self._device(sums)
+        arguments.frames([numel], dtype.itemsize, block)
+        (out,) = arguments.addresses([sums], "sums", sums.dtype, device)
+        job = jobs.SumJob(
+            sums=out, numel=numel, status=arguments.word(status, "status", torch.int64, device), block=block, dtype=DTYPE_IDS[dtype],
+            fp32_sums=sums.dtype != dtype, own_at=jobs.NONE,
+        )  # fmt: skip
+        if isinstance(slots, torch.Tensor):
+            jobs.regular_summands(job, slots, dtype, device)
+            reads = [slots]
+        else:
+            jobs.listed_summands(job, slots, None if own is None else own.at, device)
+            reads = list(slots)
+        if own is not None:
+            (job.own,) = arguments.addresses([own.words], "own words", dtype, device)
+            arguments.as_many("own words", own.words.numel(), "sums", numel)
+            if not 0 <= own.at < job.count:
+                raise ValueError(
+                    f"got {own.at} as the place of the own words, there are {job.count} summands; give a place among them"
+                )
+            job.own_at = own.at
+            reads.append(own.words)
+        if not job.count:
+            raise ValueError("got no summand; give slots, or own words")
+        if numel:
+            grid = -(-numel // (block * CHUNK_BLOCKS))
+            self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, (grid, 1), job, device, reads, [sums, status])
+
+    def hash_regions(self, regions: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write both halves of each region's hash (FORMAT.md section 5) to ``out``: int64, two elements for each region."""
+        if not regions:
+            return
+        device = self._device(regions[0])
+        arguments.as_many("elements of hashes", out.numel(), "regions", len(regions), 2)
+        (result,) = arguments.addresses([out], "hashes", torch.int64, device)
+        rows = jobs.table(
+            jobs.HASH,
+            {
+                "data": arguments.addresses(regions, "region", None, device),
+                "bytes": [region.numel() * region.itemsize for region in regions],
+            },
+            len(regions),
+        )
+        items = np.clip((rows["bytes"] + 8191) // 8192, 1, HASH_GRID)
+        rows["items"] = items
+        for first, part, grid in jobs.launches(rows, items):
+            work = tensors.filled(3 * len(part), 0, torch.int64, device)
+            params = jobs.HashJobs(work=work.data_ptr(), result=result + 16 * first)
+            jobs.fill(params, jobs.HASH, part)
+            self._launch("hash", "", 1, (grid, 1), params, device, regions, [out, work])
 
     def _encode_payloads(
         self,
         segments: Sequence[torch.Tensor],
-        base: torch.Tensor | None,
+        bases: Sequence[torch.Tensor] | None,
         code: str,
         block: int,
         outs: Sequence[torch.Tensor],
     ) -> list[int]:
+        rows = self._segments(segments, bases, code, block)
         sizes = tensors.empty(len(segments), torch.int64, segments[0].device)
         places = [
             out if out.data_ptr() % 16 == 0 else tensors.empty(out.numel(), out.dtype, out.device) for out in outs
         ]
-        jobs = [
-            _EncodeJob(
-                words.data_ptr(), None if base is None else base.data_ptr(), out.data_ptr(), None,
-                sizes.data_ptr() + 8 * i, words.numel(), out.numel(), 0,
-            )
-            for i, (words, out) in enumerate(zip(segments, places, strict=True))
-        ]  # fmt: skip
-        self._encode(jobs, segments[0], code, block, None)
+        rows["payload"], rows["capacity"] = arguments.slots(places, "payload", 0, segments[0].device)
+        rows["bytes"] = sizes.data_ptr() + 8 * np.arange(len(segments), dtype=np.uint64)
+        self._encode(rows, segments[0], code, block, None, [*segments, *(bases or ())], [*places, sizes])
         result: list[int] = sizes.tolist()
         for place, out, size in zip(places, outs, result, strict=True):
             if size > out.numel():
@@ -256,77 +246,44 @@ class CudaRoute:
         return result
 
     def _decode_payload(
-        self, payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor
+        self, payload: torch.Tensor, bases: Sequence[torch.Tensor] | None, block: int, words: torch.Tensor
     ) -> None:
         if payload.data_ptr() % 16:
             payload = payload.clone()
-        status = new_status(words.device)
-        place = None if base is None else base.data_ptr()
-        job = _DecodeJob(payload.data_ptr(), None, payload.numel(), words.data_ptr(), place, words.numel(), 0)
-        self._decode([job], words, block, status, "" if base is None else "_delta")
+        status, device = new_status(words.device), self._device(words)
+        arguments.frames([words.numel()], words.itemsize, block)
+        rows = jobs.table(
+            jobs.DECODE,
+            {
+                "payload": arguments.addresses([payload], "payload", torch.uint8, device),
+                "bytes": payload.numel(),
+                "words": arguments.addresses([words], "output", words.dtype, device),
+                "base": 0 if bases is None else arguments.addresses(bases, "base", words.dtype, device),
+                "numel": words.numel(),
+            },
+            1,
+        )
+        params = jobs.DecodeJobs(block=block, dtype=DTYPE_IDS[words.dtype], skip=jobs.NONE)
+        items = jobs.items_of(rows["numel"], block)
+        self._decode(rows, items, params, 1, words.dtype, bases is not None, status, [payload, *(bases or ())], [words])
         raise_failure(status)
 
-    def _encode(
-        self, jobs: list[_EncodeJob], like: torch.Tensor, code: str, block: int, overflows: torch.Tensor | None
-    ) -> None:
-        for part, items in _launches(jobs, block):
-            work = tensors.filled(2 + items, 0, torch.int64, like.device)
-            params = _EncodeJobs(
-                (_EncodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], work.data_ptr(), work.data_ptr() + 16,
-                None if overflows is None else overflows.data_ptr(),
-            )  # fmt: skip
-            self._launch("encode", f"{DTYPES[like.dtype]}_{code}", like.itemsize, items, params, like.device)
-
-    def _decode(
-        self, jobs: list[_DecodeJob], like: torch.Tensor, block: int, status: torch.Tensor, code: str = ""
-    ) -> None:
-        for part, items in _launches(jobs, block):
-            params = _DecodeJobs(
-                (_DecodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], status.data_ptr()
-            )
-            self._launch("decode", DTYPES[like.dtype] + code, like.itemsize, items, params, like.device)
-
     def _launch(
-        self, what: str, kind: str, itemsize: int, grid: int, params: ctypes.Structure, device: torch.device
+        self,
+        what: str,
+        kind: str,
+        itemsize: int,
+        grid: tuple[int, int],
+        params: ctypes.Structure,
+        device: torch.device,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
     ) -> None:
+        kernel = "_".join(filter(None, ("zipccl", what, kind)))
         with _current(device) as stream:
-            self._launcher.launch(
-                "_".join(filter(None, ("zipccl", what, kind))), grid, SHARED_BYTES[what][itemsize], params, stream
-            )
-
-
-def new_status(device: torch.device) -> torch.Tensor:
-    """Return a status word for the ``*_frames`` calls."""
-    return tensors.filled(1, NO_FAILURE, torch.int64, device)
-
-
-def raise_failure(status: torch.Tensor) -> None:
-    """Raise the failure that the kernels wrote to ``status``; waits for the device.
-
-    Raises:
-        FrameError: a frame was refused.
-    """
-    value = int(status.item())
-    if value != NO_FAILURE:
-        number, chunk, code = value >> 48, value >> 8 & (1 << 40) - 1, value & 255
-        raise FrameError(code, f"frame {number} of the call is wrong, in chunk {chunk}")
-
-
-def _launches(jobs: list[Any], block: int) -> Iterator[tuple[list[Any], int]]:
-    """Give each launch its jobs, with the first item of each, and its number of items."""
-    for at in range(0, len(jobs), MAX_JOBS):
-        part = jobs[at : at + MAX_JOBS]
-        items = 0
-        for job in part:
-            job.first_item = items
-            items += max(1, -(-job.numel // (block * CHUNK_BLOCKS)))
-        yield part, items
-
-
-def _aligned(slot: torch.Tensor) -> int:
-    if slot.data_ptr() % 16:
-        raise ValueError(f"frames start at multiples of 16 bytes, got address {slot.data_ptr():#x}")
-    return slot.data_ptr()
+            if observer is not None:
+                observer(Launch(kernel, device, stream, reads, writes))
+            self._launcher.launch(kernel, grid, SHARED_BYTES[what][itemsize], params, stream)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,9 @@ class _Loading:
         self._loaded: set[int] = set()
         self._lock = threading.Lock()
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
+    def launch(
+        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
         if kernel not in KERNELS:
             raise RuntimeError(f"{kernel} was not started: no kernel of that name; known: {', '.join(KERNELS)}")
         device = self._device()
@@ -45,7 +47,7 @@ class _Loading:
                 return
             self._load(device)
             for name, kernel in KERNELS.items():
-                self._start(device, name, 1, kernel.shared_bytes, kernel.params(), stream)
+                self._start(device, name, (1, 1), kernel.shared_bytes, kernel.params(), stream)
             self._loaded.add(device)
 
     def _device(self) -> int:
@@ -57,7 +59,7 @@ class _Loading:
         raise NotImplementedError
 
     def _start(
-        self, device: int, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int
+        self, device: int, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
     ) -> None:
         """Put a launch on ``stream`` of the current device, which is ``device``."""
         raise NotImplementedError
@@ -80,7 +82,7 @@ class LibraryLauncher(_Loading):
         self._load_kernel = library.zipccl_cuda_load
         self._load_kernel.argtypes, self._load_kernel.restype = [pointer, u32], i32
         self._start_kernel = library.zipccl_cuda_start
-        self._start_kernel.argtypes, self._start_kernel.restype = [pointer, u32, u32, u32, pointer, pointer], i32
+        self._start_kernel.argtypes, self._start_kernel.restype = [pointer, u32, u32, u32, u32, pointer, pointer], i32
         self._error = library.zipccl_cuda_error
         self._error.argtypes, self._error.restype = [i32], ctypes.c_char_p
 
@@ -100,10 +102,10 @@ class LibraryLauncher(_Loading):
             )
 
     def _start(
-        self, device: int, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int
+        self, device: int, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
     ) -> None:
         at, threads = ctypes.addressof(params), KERNELS[kernel].threads
-        status = self._start_kernel(self._entries[kernel], grid, threads, shared_bytes, at, stream)
+        status = self._start_kernel(self._entries[kernel], *grid, threads, shared_bytes, at, stream)
         self._check(status, f"{kernel} was not started")
 
 
@@ -134,7 +136,7 @@ class NvrtcLauncher(_Loading):
         self._functions[device] = found
 
     def _start(
-        self, device: int, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int
+        self, device: int, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
     ) -> None:
         function = self._functions[device][kernel]
         with self._driver.current(device):

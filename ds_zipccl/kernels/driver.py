@@ -115,15 +115,18 @@ class Driver:
         self,
         function: int,
         name: str,
-        grid: int,
+        grid: tuple[int, int],
         threads: int,
         shared_bytes: int,
         params: ctypes.Structure,
         stream: int,
     ) -> None:
-        """Put ``grid`` blocks of ``threads`` on a stream of the current context; ``params``, the one parameter, goes by value."""
+        """Put a grid of ``grid[0]`` times ``grid[1]`` blocks of ``threads`` on a stream of the current context.
+
+        ``params``, the one parameter, goes by value.
+        """
         arguments = (_pointer * 1)(ctypes.addressof(params))
         self._check(
-            self._library.cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, None),
+            self._library.cuLaunchKernel(function, *grid, 1, threads, 1, 1, shared_bytes, stream, arguments, None),
             f"{name} was not started",
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import builds
 import pytest
 
-from ds_zipccl.kernels import build, cuda, cuda_launchers
+from ds_zipccl.kernels import build, cuda, cuda_launchers, jobs
 
 ARCHITECTURES = ("8.0", "9.0", "10.0")
 CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
@@ -85,4 +85,4 @@ def test_the_builders_library_explains_itself(
     assert builder.is_compatible()
     launcher = cuda_launchers.LibraryLauncher(builder.load())
     with pytest.raises(RuntimeError, match=r"(there is no current device|was not loaded on device 0): .*driver"):
-        launcher.launch("zipccl_decode_bf16", 1, 0, cuda._DecodeJobs(), 0)
+        launcher.launch("zipccl_decode_bf16", (1, 1), 0, jobs.DecodeJobs(), 0)

@@ -14,7 +14,7 @@ import builds
 import pytest
 import torch
 
-from ds_zipccl.kernels import build, cuda, cuda_launchers, nvrtc
+from ds_zipccl.kernels import build, cuda_launchers, jobs, nvrtc
 from ds_zipccl.kernels.cuda import KERNELS, SHARED_BYTES, THREADS
 from ds_zipccl.kernels.driver import Driver
 
@@ -91,7 +91,7 @@ def launcher(request: pytest.FixtureRequest, fake: Fake) -> cuda_launchers._Load
 
 def empty_launches(device: int, stream: int) -> list[str]:
     return [
-        f"launch {name} device {device} grid 1 threads {kernel.threads} shared {kernel.shared_bytes} stream {stream} sum 0"
+        f"launch {name} device {device} grid 1 1 threads {kernel.threads} shared {kernel.shared_bytes} stream {stream} sum 0"
         for name, kernel in KERNELS.items()
     ]
 
@@ -114,8 +114,8 @@ def test_launches_pass_their_parameters_by_value(fake: Fake, launcher: cuda_laun
         params = kernel.params()
         size = ctypes.sizeof(params)
         ctypes.memset(ctypes.addressof(params), 1, size)
-        launcher.launch(name, 12345, kernel.shared_bytes, params, 99)
-        wanted = f"grid 12345 threads {kernel.threads} shared {kernel.shared_bytes} stream 99 sum {size}"
+        launcher.launch(name, (12345, 67), kernel.shared_bytes, params, 99)
+        wanted = f"grid 12345 67 threads {kernel.threads} shared {kernel.shared_bytes} stream 99 sum {size}"
         assert fake.said() == [f"launch {name} device 0 {wanted}"], "one call a launch: nothing is set again"
 
 
@@ -124,12 +124,12 @@ def test_another_device_is_loaded_before_its_first_launch(fake: Fake, launcher: 
     fake.said()
     fake.library.fake_device(1)
     for number in range(2):
-        launcher.launch("zipccl_hash", 4, 0, cuda._HashJob(), 5)
+        launcher.launch("zipccl_hash", (4, 1), 0, jobs.HashJobs(), 5)
         launched = [line for line in fake.said() if line.startswith("launch")]
-        last = "launch zipccl_hash device 1 grid 4 threads 256 shared 0 stream 5 sum 0"
+        last = "launch zipccl_hash device 1 grid 4 1 threads 256 shared 0 stream 5 sum 0"
         assert launched == ([*empty_launches(1, 5), last] if number == 0 else [last])
     fake.library.fake_device(0)
-    launcher.launch("zipccl_hash", 4, 0, cuda._HashJob(), 5)
+    launcher.launch("zipccl_hash", (4, 1), 0, jobs.HashJobs(), 5)
     assert fake.said() == [last.replace("device 1", "device 0")]
     assert getattr(launcher, "asked", [(9, 0), (12, 0)]) == [(9, 0), (12, 0)], "code for each device's capability"
 
@@ -140,7 +140,7 @@ def test_threads_without_a_context_can_launch(fake: Fake, launcher: cuda_launche
 
     def run() -> None:
         try:
-            launcher.launch("zipccl_hash", 1, 0, cuda._HashJob(), 0)
+            launcher.launch("zipccl_hash", (1, 1), 0, jobs.HashJobs(), 0)
         except BaseException as error:
             errors.append(error)
 
@@ -153,20 +153,20 @@ def test_threads_without_a_context_can_launch(fake: Fake, launcher: cuda_launche
 def test_refusals_name_the_kernel(fake: Fake, launcher: cuda_launchers._Loading) -> None:
     launcher.load(0)
     with pytest.raises(RuntimeError, match=r"^zipccl_hash was not started: .*invalid argument$"):
-        launcher.launch("zipccl_hash", 1, 1 << 20, cuda._HashJob(), 0)
+        launcher.launch("zipccl_hash", (1, 1), 1 << 20, jobs.HashJobs(), 0)
     with pytest.raises(
         RuntimeError, match=r"^zipccl_no was not started: no kernel of that name; known: zipccl_encode_bf16_"
     ):
-        launcher.launch("zipccl_no", 1, 0, cuda._HashJob(), 0)
+        launcher.launch("zipccl_no", (1, 1), 0, jobs.HashJobs(), 0)
 
 
 def test_a_failed_load_is_tried_again(fake: Fake, launcher: cuda_launchers._Loading) -> None:
     fake.library.fake_fail(1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="zipccl_encode_bf16_cascade was not started"):
-            launcher.launch("zipccl_hash", 1, 0, cuda._HashJob(), 0)
+            launcher.launch("zipccl_hash", (1, 1), 0, jobs.HashJobs(), 0)
     fake.library.fake_fail(0)
-    launcher.launch("zipccl_hash", 1, 0, cuda._HashJob(), 0)
+    launcher.launch("zipccl_hash", (1, 1), 0, jobs.HashJobs(), 0)
 
 
 def test_a_library_without_a_kernel_is_refused(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ from ds_zipccl.kernels.cuda import KERNELS
 launcher = emulation.launcher({changes!r})
 for name, kernel in KERNELS.items():
     print(name, flush=True)
-    launcher.launch(name, 1, kernel.shared_bytes, kernel.params(), 0)
+    launcher.launch(name, (1, 1), kernel.shared_bytes, kernel.params(), 0)
 print("all", flush=True)
 """
 

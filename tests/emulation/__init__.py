@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,17 +13,46 @@ from builds import Binary, Change
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import CudaRoute
 
+#: The name of a variable of the environment: where it is set, every emulation of the process is compiled with AddressSanitizer and UBSan.
+SANITIZED = "DS_ZIPCCL_TEST_SANITIZED"
+#: Without optimization, as compiling takes longer than the tests.
+SANITIZERS = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+
 
 def binary(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Binary:
     """The emulation as a library, with ``changes`` to files of csrc."""
+    checks = SANITIZERS if os.environ.get(SANITIZED) else ()
     return Binary(
         "emulation",
         {"csrc": build.CSRC, "emulation": Path(__file__).parent},
         {"emulation/emulated.cpp": ()},
-        ("-O2", "-std=c++17", "-fPIC", "-ffp-contract=off"),
-        ("-shared",),
+        ("-O2", "-std=c++17", "-fPIC", "-ffp-contract=off", *checks),
+        ("-shared", *checks),
         {f"csrc/{file}": changed for file, changed in (changes or {}).items()},
     )
+
+
+def sanitized_environment() -> dict[str, str]:
+    """The environment of a process in which emulations have sanitizers; Python itself has none, so their libraries are loaded first.
+
+    Raises:
+        BuildError: no compiler, or the compiler has no sanitizers.
+    """
+    found = []
+    for name in ("libasan.so", "libstdc++.so"):
+        command = [*build.compiler(), f"-print-file-name={name}"]
+        path = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+        if not os.path.isabs(path):
+            raise build.BuildError(f"{' '.join(command)} says {path!r}: the compiler has no such library")
+        found.append(path)
+    # No search for leaks: Python leaves memory at its end.
+    return {
+        **os.environ,
+        SANITIZED: "1",
+        "LD_PRELOAD": " ".join(found),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
 
 
 class EmulatedLauncher:
@@ -35,8 +66,10 @@ class EmulatedLauncher:
         """Draw the order in which threads run from ``value``; the same value gives the same order."""
         self._library.zipccl_emulation_seed(value)
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
-        status = self._library.zipccl_cuda_launch(kernel.encode(), grid, shared_bytes, ctypes.byref(params), None)
+    def launch(
+        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        status = self._library.zipccl_cuda_launch(kernel.encode(), *grid, shared_bytes, ctypes.byref(params), None)
         if status:
             raise RuntimeError(f"no kernel {kernel}")
 
@@ -53,4 +86,4 @@ def launcher(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Emulate
 
 def load() -> CudaRoute:
     """The route, for CPU tensors."""
-    return CudaRoute(launcher())
+    return CudaRoute(launcher(), "cpu")

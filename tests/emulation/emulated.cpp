@@ -13,11 +13,16 @@
 
 #include "cuda/kernels.cuh"
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
 namespace emulation {
 namespace {
 
 constexpr uint32_t kThreads = zipccl::kThreads, kWarps = kThreads / kLanes;
-constexpr uint64_t kStack = 128 << 10;
+constexpr uint64_t kStack = 256 << 10;
 constexpr uint32_t kResident = 3;  // blocks that run at a time: the others wait until one of these ends
 
 struct Block;
@@ -37,7 +42,7 @@ struct Block {
   uint32_t index, waiting = 0, ended = 0;
   Fiber fibers[kThreads];
   Warp warps[kWarps];
-  std::unique_ptr<char[]> shared;
+  std::unique_ptr<char, void (*)(void*)> shared{nullptr, free};
 };
 
 void (*run_kernel)(const void*);
@@ -46,7 +51,8 @@ Fiber* current;
 jmp_buf scheduler;
 std::vector<Fiber*> ready;
 std::mt19937_64 chance;
-uint32_t shared_bytes, blocks_of_grid;
+uint32_t shared_bytes;
+Index grid;
 uint64_t sighs = 0;  // how often threads gave way since a warp last got on
 constexpr uint64_t kPatience = 10'000'000;
 
@@ -55,19 +61,45 @@ constexpr uint64_t kPatience = 10'000'000;
   abort();
 }
 
+// AddressSanitizer is told of every change of stacks. The scheduler's stack is learned by the first fiber that starts.
+#ifdef __SANITIZE_ADDRESS__
+const void* scheduler_stack;
+size_t scheduler_bytes;
+void to_fiber(Fiber* fiber) { __sanitizer_start_switch_fiber(nullptr, fiber->stack, kStack); }
+void to_scheduler() { __sanitizer_start_switch_fiber(nullptr, scheduler_stack, scheduler_bytes); }
+void arrived() { __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr); }
+void arrived_from_scheduler() { __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_bytes); }
+void forbid(void* at, uint64_t bytes) { __asan_poison_memory_region(at, bytes); }
+void permit(void* at, uint64_t bytes) { __asan_unpoison_memory_region(at, bytes); }
+#else
+void to_fiber(Fiber*) {}
+void to_scheduler() {}
+void arrived() {}
+void arrived_from_scheduler() {}
+void forbid(void*, uint64_t) {}
+void permit(void*, uint64_t) {}
+#endif
+
 void leave() {
-  if (!_setjmp(current->where)) _longjmp(scheduler, 1);
+  if (!_setjmp(current->where)) {
+    to_scheduler();
+    _longjmp(scheduler, 1);
+  }
+  arrived_from_scheduler();
 }
 
 void body() {
+  arrived_from_scheduler();
   run_kernel(parameters);
   ++current->block->ended;
+  to_scheduler();
   _longjmp(scheduler, 2);
 }
 
 void resume(Fiber* fiber) {
   current = fiber;
-  if (_setjmp(scheduler)) return;
+  if (_setjmp(scheduler)) return arrived();
+  to_fiber(fiber);
   if (fiber->started) _longjmp(fiber->where, 1);
   fiber->started = true;
   ucontext_t context, back;
@@ -81,13 +113,15 @@ void resume(Fiber* fiber) {
 
 }  // namespace
 
-Index thread_index() { return {current->thread}; }
-Index block_index() { return {current->block->index}; }
-Index grid_size() { return {blocks_of_grid}; }
+Index thread_index() { return {current->thread, 0}; }
+Index block_index() { return {current->block->index % grid.x, current->block->index / grid.x}; }
+Index grid_size() { return grid; }
 
 void* shared_memory(uint64_t bytes) {
   if (bytes > shared_bytes) fail("more shared memory is used than was asked for", "");
-  return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(current->block->shared.get()) + 15) & ~uintptr_t(15));
+  char* const at = current->block->shared.get();
+  forbid(at + bytes, shared_bytes - bytes);  // was asked for and is not used
+  return at;
 }
 
 void give_way() {
@@ -143,7 +177,7 @@ uint64_t seed = 0;
 // The order in which threads run is drawn from this.
 extern "C" void zipccl_emulation_seed(uint64_t value) { seed = value; }
 
-extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t grid, uint32_t shared, const void* params, void*) {
+extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t x, uint32_t y, uint32_t shared, const void* params, void*) {
   const Kernel* kernel = nullptr;
   for (const Kernel& each : kKernels)
     if (!strcmp(each.name, name)) kernel = &each;
@@ -153,26 +187,28 @@ extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t grid, uint32_t 
   run_kernel = kernel->run;
   parameters = params;
   shared_bytes = shared;
-  blocks_of_grid = grid;
+  grid = {x, y};
+  const uint32_t blocks = x * y;
   chance.seed(seed);
   // Blocks start in any order.
-  std::vector<uint32_t> order(grid);
-  for (uint32_t i = 0; i < grid; ++i) order[i] = i;
-  for (uint32_t i = grid; i > 1; --i) std::swap(order[i - 1], order[chance() % i]);
+  std::vector<uint32_t> order(blocks);
+  for (uint32_t i = 0; i < blocks; ++i) order[i] = i;
+  for (uint32_t i = blocks; i > 1; --i) std::swap(order[i - 1], order[chance() % i]);
   std::vector<std::unique_ptr<Block>> residents(kResident);
   uint32_t next = 0;
   ready.clear();
   const auto start = [&](uint32_t place) {
     residents[place] = nullptr;
-    if (next == grid) return;
+    if (next == blocks) return;
     auto block = std::make_unique<Block>();
     block->index = order[next++];
-    block->shared.reset(new char[shared + 16]);
-    memset(block->shared.get(), 0xa5, shared + 16);
+    block->shared.reset(static_cast<char*>(aligned_alloc(16, shared + (shared ? 0 : 16))));
+    memset(block->shared.get(), 0xa5, shared);
     for (uint32_t t = 0; t < kThreads; ++t) {
       block->fibers[t].block = block.get();
       block->fibers[t].thread = t;
       block->fibers[t].stack = stacks + (uint64_t(place) * kThreads + t) * kStack;
+      permit(block->fibers[t].stack, kStack);  // the stack of an ended fiber, whose frames never returned
       ready.push_back(&block->fibers[t]);
     }
     residents[place] = std::move(block);
@@ -184,8 +220,10 @@ extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t grid, uint32_t 
     ready[pick] = ready.back();
     ready.pop_back();
     resume(fiber);
-    for (uint32_t place = 0; place < kResident; ++place)
-      if (residents[place] && residents[place].get() == fiber->block && fiber->block->ended == kThreads) start(place);
+    if (fiber->block->ended < kThreads) continue;
+    uint32_t place = 0;
+    while (residents[place].get() != fiber->block) ++place;
+    start(place);
   }
   for (const auto& block : residents)
     if (block) fprintf(stderr, "emulation: block %u waits for ever\n", block->index), abort();

@@ -11,7 +11,7 @@
 #define ZIPCCL_KERNEL(min_blocks) extern "C" void
 #define ZIPCCL_SHARED(Type, name) Type& name = *static_cast<Type*>(emulation::shared_memory(sizeof(Type)))
 
-struct uint2 {
+struct alignas(8) uint2 {
   uint32_t x, y;
 };
 struct alignas(16) uint4 {
@@ -25,7 +25,7 @@ namespace emulation {
 constexpr uint32_t kLanes = 32;
 
 struct Index {
-  uint32_t x;
+  uint32_t x, y;
 };
 Index thread_index();
 Index block_index();

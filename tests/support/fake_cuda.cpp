@@ -42,12 +42,13 @@ Function* function_of(const void* handle) {
     if (function == handle) return function;
   return nullptr;
 }
-int32_t launch(Function* function, int32_t device, uint32_t grid, uint32_t threads, uint32_t shared, const void* params, const void* stream) {
+int32_t launch(Function* function, int32_t device, uint32_t x, uint32_t y, uint32_t threads, uint32_t shared, const void* params,
+               const void* stream) {
   if (!function || function->device != device) return kInvalidHandle;
   if (int32_t(shared) > function->shared || failing_launches) return kInvalidValue;
   uint64_t sum = 0;
   for (uint32_t i = 0; i < sizes[function->name]; ++i) sum += static_cast<const uint8_t*>(params)[i];
-  say("launch %s device %d grid %u threads %u shared %u stream %lu sum %lu", function->name.c_str(), device, grid, threads, shared,
+  say("launch %s device %d grid %u %u threads %u shared %u stream %lu sum %lu", function->name.c_str(), device, x, y, threads, shared,
       (unsigned long)stream, (unsigned long)sum);
   return 0;
 }
@@ -115,8 +116,8 @@ int32_t cuFuncSetAttribute(void* handle, int32_t attribute, int32_t value) {
 int32_t cuLaunchKernel(void* handle, uint32_t x, uint32_t y, uint32_t z, uint32_t threads, uint32_t ty, uint32_t tz, uint32_t shared,
                        void* stream, void** params, void** extra) {
   if (contexts.empty()) return kInvalidContext;
-  if (y * z * ty * tz != 1 || extra) return kInvalidValue;
-  return launch(function_of(handle), contexts.back(), x, threads, shared, *params, stream);
+  if (z * ty * tz != 1 || extra) return kInvalidValue;
+  return launch(function_of(handle), contexts.back(), x, y, threads, shared, *params, stream);
 }
 int32_t cuGetErrorName(int32_t status, const char** name) {
   *name = status == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE" : nullptr;
@@ -138,10 +139,11 @@ int32_t zipccl_cuda_load(const void* entry, uint32_t shared) {
   say("allow %s %u", static_cast<const char*>(entry), shared);
   return 0;
 }
-int32_t zipccl_cuda_start(const void* entry, uint32_t grid, uint32_t threads, uint32_t shared, const void* params, void* stream) {
+int32_t zipccl_cuda_start(const void* entry, uint32_t x, uint32_t y, uint32_t threads, uint32_t shared, const void* params,
+                          void* stream) {
   for (Function* function : functions)
     if (function->device == current_device && function->name == static_cast<const char*>(entry))
-      return launch(function, current_device, grid, threads, shared, params, stream);
+      return launch(function, current_device, x, y, threads, shared, params, stream);
   return kInvalidHandle;
 }
 const char* zipccl_cuda_error(int32_t status) { return status == kInvalidValue ? "invalid argument" : "some error"; }

@@ -8,8 +8,6 @@
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kMaxJobs = 48;  // of a launch; their table travels with the kernel's parameters, of which 4 KiB work everywhere
-
 struct EncodeJob {
   const void* words;    // at any address of a word
   const void* base;     // of a delta payload, at any address of a word
@@ -18,7 +16,8 @@ struct EncodeJob {
   uint64_t* bytes;      // where to put the payload's size, or null
   uint64_t numel;
   uint64_t capacity;    // bytes that may be written from `payload` on
-  uint64_t first_item;  // its chunks, or one item for a job without words, are work items from here on
+  uint32_t first_item;  // its chunks, or one item for a job without words, are work items from here on
+  uint32_t raw;         // the frame is raw: the header and the words
 };
 
 struct EncodeJobs {
@@ -96,15 +95,23 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   if (threadIdx.x == 0) shared.item = atomicAdd(jobs.ticket, 1u);
   __syncthreads();
   const uint32_t item = shared.item;
-  uint32_t number = 0;
-  while (number + 1 < jobs.count && jobs.job[number + 1].first_item <= item) ++number;
-  const EncodeJob& job = jobs.job[number];
-  const uint32_t chunk = item - uint32_t(job.first_item), per_chunk = jobs.block * kChunkBlocks;
+  const EncodeJob& job = jobs.job[job_of(jobs, item)];
+  const uint32_t chunk = item - job.first_item, per_chunk = jobs.block * kChunkBlocks;
   const uint32_t chunks = pieces(job.numel, per_chunk), index_bytes = pad16(4 * chunks);
   const uint64_t first = uint64_t(chunk) * per_chunk;
   const Word* const words = static_cast<const Word*>(job.words) + first;
   const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk);
   const uint32_t blocks = pieces(numel, jobs.block), warp = warp_id(), lane = lane_id();
+  if (job.raw) {
+    const uint64_t bytes = job.numel * sizeof(Word);
+    const bool fits = bytes <= job.capacity;
+    if (fits) copy_raw(reinterpret_cast<const uint8_t*>(words), job.payload + first * sizeof(Word), numel * sizeof(Word));
+    if (chunk == 0 && threadIdx.x == 0) {
+      write_header(job.header, kCodecRaw, jobs.dtype, 1, job.numel, kHeaderBytes + bytes, !fits);
+      if (!fits && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
+    }
+    return;
+  }
 
   for (uint32_t b = warp; b < blocks; b += kWarps) {
     const uint32_t n = least(numel - b * jobs.block, jobs.block);

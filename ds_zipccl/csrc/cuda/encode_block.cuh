@@ -122,7 +122,7 @@ ZIPCCL_DEVICE uint32_t encode_tier(uint8_t* list, uint32_t left, uint32_t top, u
     if (kTier + 1 == kTiers && e == 0 && high_here) low_here = false;  // kZeroCode
     const uint32_t low = __ballot_sync(kEveryLane, low_here), high = __ballot_sync(kEveryLane, high_here), escaped = low & high;
     if (word == 0) low_word = low, high_word = high;
-    // In place: by the ballots every lane has read its exponent.
+    __syncwarp();  // in place: every lane has read its exponent
     if (escaped & own) list[escapes + __popc(escaped & below)] = uint8_t(e);
     escapes += __popc(escaped);
   }

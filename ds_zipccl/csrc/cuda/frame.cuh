@@ -1,4 +1,5 @@
-// The header of a flat frame (FORMAT.md section 1), for kernels that write and read whole frames without the host.
+// The header of a flat frame (FORMAT.md section 1), for kernels that write and read whole frames without the host. Also the tables of jobs
+// and the status word of these kernels.
 #pragma once
 #include "cuda/warp.cuh"
 
@@ -9,7 +10,50 @@ constexpr uint32_t kHeaderBytes = 32;
 constexpr uint32_t kMagic = 'Z' | 'C' << 8 | 'C' << 16 | 'L' << 24;
 constexpr uint32_t kVersion = 1, kCodecRaw = 0, kCodecExponent = 1, kCodecDelta = 2, kFlagOverflow = 4;
 
-// `overflow`: the frame did not fit in its slot; it ends with this header, whose frame_bytes is the length of the whole frame.
+constexpr uint32_t kMaxJobs = 48;  // of a launch; their table travels with the kernel's parameters, of which 4 KiB work everywhere
+constexpr uint32_t kNone = ~0u;
+
+// The job that a work item belongs to: the last one whose first item is not after it. Jobs are in the order of their items.
+template <typename Jobs>
+ZIPCCL_DEVICE uint32_t job_of(const Jobs& jobs, uint32_t item) {
+  uint32_t number = 0;
+  for (uint32_t past = jobs.count; number + 1 < past;) {
+    const uint32_t middle = (number + past) / 2;
+    if (jobs.job[middle].first_item <= item) {
+      number = middle;
+    } else {
+      past = middle;
+    }
+  }
+  return number;
+}
+
+// The status keeps the first failure in the order of rank, frame and chunk: rank << 48 | frame << 32 | chunk << 8 | FrameErrorCode. The
+// rank is 0xffff in calls without ranks. A number too large for its bits becomes the largest one.
+ZIPCCL_DEVICE uint64_t place_of(uint32_t rank, uint32_t frame, uint32_t chunk) {
+  return uint64_t(least(rank, 0xffff)) << 48 | uint64_t(least(frame, 0xffff)) << 32 | least(chunk, 0xffffff) << 8;
+}
+ZIPCCL_DEVICE void report(uint64_t* status, uint64_t place, int32_t what) {
+  atomicMin_system(reinterpret_cast<unsigned long long*>(status), static_cast<unsigned long long>(place | uint32_t(what)));
+}
+
+// `count` threads, of which this is thread `at`, make words NaN that a refused frame should have given. Ones everywhere are a NaN of
+// every type.
+template <typename Word>
+ZIPCCL_DEVICE void refuse(Word* words, uint32_t n, uint32_t at, uint32_t count) {
+  for (; at < n; at += count) words[at] = Word(~Word(0));
+}
+
+// The threads of a block copy words of a raw frame.
+ZIPCCL_DEVICE void copy_raw(const uint8_t* from, uint8_t* to, uint64_t bytes) {
+  const bool aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
+  const uint64_t vectors = aligned ? bytes / 16 : 0;
+  for (uint64_t i = threadIdx.x; i < vectors; i += kThreads) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  for (uint64_t i = 16 * vectors + threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
+}
+
+// `block` is 1 in a raw frame. `overflow`: the frame did not fit in its slot; it ends with this header, whose frame_bytes is the length of
+// the whole frame.
 ZIPCCL_DEVICE void write_header(uint8_t* to, uint32_t codec, uint32_t dtype, uint32_t block, uint64_t numel, uint64_t frame_bytes,
                                 bool overflow) {
   uint4* const header = reinterpret_cast<uint4*>(to);

@@ -1,7 +1,7 @@
-// The hash of a region for CUDA (FORMAT.md section 5). Warps take blocks of 1 KiB in turn; the last block of threads to end combines
-// the sums.
+// Hashes of regions for CUDA (FORMAT.md section 5). The warps of a region take blocks of 1 KiB in turn; the last warp to end combines the
+// sums.
 #pragma once
-#include "cuda/warp.cuh"
+#include "cuda/frame.cuh"
 #include "common/region_hash.cuh"
 
 namespace zipccl {
@@ -10,8 +10,14 @@ namespace {
 struct HashJob {
   const uint8_t* data;  // at any address
   uint64_t bytes;
-  uint64_t* sums;       // two zeros, then the result: both halves of the hash
-  uint32_t* ticket;     // zero
+  uint32_t first_item, items;  // blocks of threads that work on the region
+};
+
+struct HashJobs {
+  HashJob job[kMaxJobs];
+  uint64_t* work;    // three zeros for each job: two sums and a ticket
+  uint64_t* result;  // two words for each job: both halves of the hash
+  uint32_t count;
 };
 
 ZIPCCL_DEVICE uint64_t sum_of_lanes(uint64_t x) {
@@ -32,7 +38,10 @@ ZIPCCL_DEVICE uint64_t hash_word(const HashJob& job, uint64_t at, bool aligned) 
   return word;
 }
 
-ZIPCCL_DEVICE void hash_region(const HashJob& job, uint32_t grid) {
+// One work item: a part of the blocks of a region.
+ZIPCCL_DEVICE void hash_regions(const HashJobs& jobs) {
+  const uint32_t number = job_of(jobs, blockIdx.x);
+  const HashJob& job = jobs.job[number];
   constexpr uint32_t each = kHashWords / kLanes;
   uint64_t keys[2][each], sums[2] = {0, 0};
 #pragma unroll
@@ -41,7 +50,7 @@ ZIPCCL_DEVICE void hash_region(const HashJob& job, uint32_t grid) {
     for (uint32_t i = 0; i < each; ++i) keys[half][i] = hash_key(kHashWords * half + i * kLanes + lane_id());
   const uint64_t blocks = (job.bytes + 8 * kHashWords - 1) / (8 * kHashWords);
   const bool aligned = reinterpret_cast<uintptr_t>(job.data) % 8 == 0;
-  for (uint64_t block = uint64_t(blockIdx.x) * kWarps + warp_id(); block < blocks; block += uint64_t(grid) * kWarps) {
+  for (uint64_t block = uint64_t(blockIdx.x - job.first_item) * kWarps + warp_id(); block < blocks; block += uint64_t(job.items) * kWarps) {
     uint64_t products[2] = {0, 0};
 #pragma unroll
     for (uint32_t i = 0; i < each; ++i) {
@@ -56,14 +65,15 @@ ZIPCCL_DEVICE void hash_region(const HashJob& job, uint32_t grid) {
     for (uint32_t half = 0; half < 2; ++half) sums[half] += hash_mix(sum_of_lanes(products[half]) + (block + 1) * kHashStep);
   }
   if (lane_id() == 0) {
+    uint64_t* const work = jobs.work + 3 * number;
     for (uint32_t half = 0; half < 2; ++half)
-      atomicAdd(reinterpret_cast<unsigned long long*>(job.sums + half), static_cast<unsigned long long>(sums[half]));
+      atomicAdd(reinterpret_cast<unsigned long long*>(work + half), static_cast<unsigned long long>(sums[half]));
     __threadfence();
-    if (atomicAdd(job.ticket, 1u) == grid * kWarps - 1) {
+    if (atomicAdd(reinterpret_cast<unsigned long long*>(work + 2), 1ull) == uint64_t(job.items) * kWarps - 1) {
       __threadfence();
       for (uint32_t half = 0; half < 2; ++half) {
-        volatile uint64_t* const sum = job.sums + half;
-        *sum = hash_mix(job.bytes + hash_key(kHashWords * half) + *sum);
+        const uint64_t sum = *static_cast<volatile uint64_t*>(work + half);
+        jobs.result[2 * number + half] = hash_mix(job.bytes + hash_key(kHashWords * half) + sum);
       }
     }
   }

@@ -82,10 +82,10 @@ ZIPCCL_CODEC(e4m3, E4m3, 4, ZIPCCL_DECODE_BLOCKS)
 #endif
 #if ZIPCCL_PARTS & 16
 ZIPCCL_CODEC(e5m2, E5m2, 4, ZIPCCL_DECODE_BLOCKS)
-ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJob job) {
-  if (job.ticket) zipccl::hash_region(job, gridDim.x);
+ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) {
+  if (jobs.count) zipccl::hash_regions(jobs);
 }
-#define ZIPCCL_EACH_16(each) ZIPCCL_EACH_CODEC(each, e5m2) each(zipccl_hash, HashJob)
+#define ZIPCCL_EACH_16(each) ZIPCCL_EACH_CODEC(each, e5m2) each(zipccl_hash, HashJobs)
 #else
 #define ZIPCCL_EACH_16(each)
 #endif
@@ -109,4 +109,5 @@ ZIPCCL_FITS(Decode, Fp32, 49664);
 ZIPCCL_FITS(Sum, Bf16, 50176);
 ZIPCCL_FITS(Sum, Fp32, 66560);
 #undef ZIPCCL_FITS
-static_assert(sizeof(zipccl::EncodeJobs) <= 4096 && sizeof(zipccl::DecodeJobs) <= 4096 && sizeof(zipccl::SumJob) <= 4096, "parameters");
+static_assert(sizeof(zipccl::EncodeJobs) <= 4096 && sizeof(zipccl::DecodeJobs) <= 4096, "parameters");
+static_assert(sizeof(zipccl::SumJob) <= 4096 && sizeof(zipccl::HashJobs) <= 4096, "parameters");

@@ -50,10 +50,11 @@ extern "C" int32_t zipccl_cuda_load(const void* kernel, uint32_t shared) {
   return status ? status : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
 }
 
-// Puts a kernel with `params`, the struct that is its parameter, on a stream; does not wait.
-extern "C" int32_t zipccl_cuda_start(const void* kernel, uint32_t grid, uint32_t threads, uint32_t shared, const void* params, void* stream) {
+// Puts a kernel with `params`, the struct that is its parameter, on a stream, as a grid of x times y blocks of threads; does not wait.
+extern "C" int32_t zipccl_cuda_start(const void* kernel, uint32_t x, uint32_t y, uint32_t threads, uint32_t shared, const void* params,
+                                     void* stream) {
   void* arguments[] = {const_cast<void*>(params)};
-  return cudaLaunchKernel(kernel, dim3(grid), dim3(threads), arguments, shared, static_cast<cudaStream_t>(stream));
+  return cudaLaunchKernel(kernel, dim3(x, y), dim3(threads), arguments, shared, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" const char* zipccl_cuda_error(int32_t status) { return cudaGetErrorString(cudaError_t(status)); }

@@ -1,4 +1,4 @@
-// Decode and sum: the words of several frames are added in fp32, in the order of the frames, and written once.
+// Decode and sum: the words of several summands are added in fp32, in their order, and written once. A summand is a frame, or plain words.
 #pragma once
 #include "cuda/decode.cuh"
 #include "common/float_values.cuh"
@@ -6,45 +6,70 @@
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kMaxFrames = 48;  // of a launch
+constexpr uint32_t kMaxFrames = 48;  // whose tables are in shared memory at a time; and most addresses of a launch
 
+// Summand k is `own` where k is own_at. Otherwise it is in a slot: at frame[0] + k * stride, with capacity[0] bytes; or, without a stride,
+// at frame[k], with capacity[k] bytes.
 struct SumJob {
-  const uint8_t* frame[kMaxFrames];  // flat frames without checksums, each at a multiple of 16
-  uint64_t capacity[kMaxFrames];     // bytes of their slots
-  uint32_t count, block, dtype;      // all coded frames have this block
-  uint32_t fp32_sums, add;           // the sums are floats, not words; the floats already in `sums` are the first summand
-  void* sums;
+  const uint8_t* frame[kMaxFrames];  // slots, each at a multiple of 16
+  uint64_t capacity[kMaxFrames];
+  uint64_t stride;
+  const void* own;                   // plain words, at any address of a word; may be `sums` where these are words
+  void* sums;                        // at any address of a sum
   uint64_t numel;
-  uint64_t* status;                  // as in DecodeJobs, a frame for a job
+  uint64_t* status;                  // as in DecodeJobs, without ranks; the summand for the frame
+  uint32_t count, block, dtype;      // all coded frames have this block
+  uint32_t own_at;                   // or kNone
+  uint32_t plain;                    // slots hold plain words, or flat frames without checksums
+  uint32_t fp32_sums;                // the sums are floats, not words
 };
 
 template <typename F>
 struct SumShared {
   DecodeScratch<F> scratch[kWarps];
   Entry entry[kMaxFrames][kChunkBlocks];
-  const uint8_t* chunk[kMaxFrames];  // of a coded frame; of a raw one its payload
+  const uint8_t* chunk[kMaxFrames];  // of a coded frame; of plain words and of a raw frame the first word
   uint8_t coded[kMaxFrames];
   uint32_t failed;
 };
 
-// A warp opens a frame for a chunk of numel words. Returns OK, or the FrameErrorCode.
+// A warp opens summand k, the one in place `at` of the shared tables, for a chunk of numel words. Returns OK, or the FrameErrorCode.
 template <typename F>
-ZIPCCL_DEVICE int32_t open_summand(const SumJob& job, uint32_t frame, uint32_t chunk, uint32_t numel, SumShared<F>& shared) {
-  const uint8_t* const at = job.frame[frame];
-  const Opened opened = read_header(at, job.capacity[frame], kCodecExponent, job.dtype, job.block, job.numel, sizeof(typename F::Word));
-  if (opened.status) return opened.status;
-  const uint8_t* from = at + kHeaderBytes;
-  if (opened.coded) {
-    const ChunkBytes found = find_chunk(from, opened.payload_bytes, chunk, pieces(job.numel, job.block * kChunkBlocks));
-    if (!found.at) return INDEX;
-    if (!read_table<F>(found.at, found.bytes, numel, job.block, shared.entry[frame])) return BLOCK;
-    from = found.at;
+ZIPCCL_DEVICE int32_t open_summand(const SumJob& job, uint32_t k, uint32_t at, uint32_t chunk, uint32_t numel, SumShared<F>& shared) {
+  const bool own = k == job.own_at;
+  const uint8_t* from = job.stride ? job.frame[0] + k * job.stride : job.frame[k];
+  bool coded = false;
+  if (own) {
+    from = static_cast<const uint8_t*>(job.own);
+  } else if (!job.plain) {
+    const uint64_t capacity = job.capacity[job.stride ? 0 : k];
+    const Opened opened = read_header(from, capacity, kCodecExponent, job.dtype, job.block, job.numel, sizeof(typename F::Word));
+    if (opened.status) return opened.status;
+    from += kHeaderBytes;
+    coded = opened.coded;
+    if (coded) {
+      const ChunkBytes found = find_chunk(from, opened.payload_bytes, chunk, pieces(job.numel, job.block * kChunkBlocks));
+      if (!found.at) return INDEX;
+      if (!read_table<F>(found.at, found.bytes, numel, job.block, shared.entry[at])) return BLOCK;
+      from = found.at;
+    }
   }
-  if (lane_id() == 0) shared.chunk[frame] = from, shared.coded[frame] = opened.coded;
+  if (lane_id() == 0) shared.chunk[at] = from, shared.coded[at] = coded;
   return OK;
 }
 
-// One work item: a chunk of the sums.
+// Sums that a refused frame should have helped to give.
+template <typename F>
+ZIPCCL_DEVICE void refuse_sums(const SumJob& job, uint64_t first, uint32_t n, uint32_t at, uint32_t count) {
+  if (job.fp32_sums) {
+    refuse(static_cast<uint32_t*>(job.sums) + first, n, at, count);
+  } else {
+    refuse(static_cast<typename F::Word*>(job.sums) + first, n, at, count);
+  }
+}
+
+// One work item: a chunk of the sums. Warps take blocks, eight at a time; for these blocks the summands are opened in groups. Sums that a
+// bad frame belongs to become NaN.
 template <typename F>
 ZIPCCL_DEVICE void decode_sum(const SumJob& job) {
   using Word = typename F::Word;
@@ -53,64 +78,61 @@ ZIPCCL_DEVICE void decode_sum(const SumJob& job) {
   const uint64_t first = uint64_t(chunk) * per_chunk;
   const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk), blocks = pieces(numel, job.block);
   if (threadIdx.x == 0) shared.failed = 0;
-  __syncthreads();
-  for (uint32_t frame = warp_id(); frame < job.count; frame += kWarps) {
-    const int32_t status = open_summand<F>(job, frame, chunk, numel, shared);
-    if (status && lane_id() == 0) {
-      atomicOr(&shared.failed, 1u);
-      report(job.status, frame, chunk, status);
-    }
-  }
-  __syncthreads();
-  if (shared.failed) return;
 
-  for (uint32_t b = warp_id(); b < blocks; b += kWarps) {
+  for (uint32_t b0 = 0; b0 < blocks; b0 += kWarps) {
+    const uint32_t b = b0 + warp_id(), n = b < blocks ? least(numel - b * job.block, job.block) : 0;
     const uint64_t at = first + b * job.block;
-    const uint32_t n = least(numel - b * job.block, job.block);
     float sum[kRows][8];
-    if (job.add) {
+    bool good = n != 0;
+    for (uint32_t group = 0; group < job.count; group += kMaxFrames) {
+      const uint32_t members = least(job.count - group, kMaxFrames);
+      if (b0 == 0 || job.count > kMaxFrames) {
+        __syncthreads();  // the group before has been read
+        for (uint32_t member = warp_id(); member < members; member += kWarps) {
+          const int32_t status = open_summand<F>(job, group + member, member, chunk, numel, shared);
+          if (status && lane_id() == 0) {
+            atomicOr(&shared.failed, 1u);
+            report(job.status, place_of(kNone, group + member, chunk), status);
+          }
+        }
+        __syncthreads();
+        if (shared.failed) return refuse_sums<F>(job, first, numel, threadIdx.x, kThreads);
+      }
+      for (uint32_t member = 0; good && member < members; ++member) {
+        const uint8_t* const from = shared.chunk[member];
+        const Entry& entry = shared.entry[member][b];
+        const bool coded = shared.coded[member], start = group + member == 0;  // not 0 + x: that would lose the sign of -0
+        DecodeScratch<F>& scratch = shared.scratch[warp_id()];
+        const auto add = [&](uint32_t row, const Octet<F>& octet) {
 #pragma unroll
-      for (uint32_t row = 0; row < kRows; ++row) {
-        const uint32_t* const before = static_cast<const uint32_t*>(job.sums) + at + row * kRow + 8 * lane_id();
-        const uint32_t length = Part{n}.length(row);
+          for (uint32_t i = 0; i < 8; ++i) {
+            const float value = Values<F>::from(octet.word(i));
+            sum[row][i] = start ? value : sum[row][i] + value;
+          }
+        };
+        if (coded && is_whole(entry, n)) {
+          good = decode_whole<F>(from, entry, scratch, add);
+        } else {
+          const Word* words = reinterpret_cast<const Word*>(from) + at;
+          if (coded) {
+            good = decode_part<F>(from, entry, n, scratch, scratch.words);
+            words = scratch.words;
+          }
+          __syncwarp();
 #pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) sum[row][i] = i < length ? as_float(before[i]) : 0;
+          for (uint32_t row = 0; row < kRows; ++row) {
+            Octet<F> octet;
+            octet.load(words + row * kRow + 8 * lane_id(), Part{n}.length(row), 0);
+            add(row, octet);
+          }
+        }
+        if (!good && lane_id() == 0) report(job.status, place_of(kNone, group + member, chunk), BLOCK);
+        __syncwarp();  // the scratch has been read
       }
     }
-    for (uint32_t frame = 0; frame < job.count; ++frame) {
-      const uint8_t* const from = shared.chunk[frame];
-      const Entry& entry = shared.entry[frame][b];
-      DecodeScratch<F>& scratch = shared.scratch[warp_id()];
-      const bool start = frame == 0 && !job.add;  // not 0 + x: that would lose the sign of -0
-      const auto add = [&](uint32_t row, const Octet<F>& octet) {
-#pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) {
-          const float value = Values<F>::from(octet.word(i));
-          sum[row][i] = start ? value : sum[row][i] + value;
-        }
-      };
-      bool good = true;
-      if (shared.coded[frame] && is_whole(entry, n)) {
-        good = decode_whole<F>(from, entry, scratch, add);
-      } else {
-        const Word* words = reinterpret_cast<const Word*>(from) + at;
-        if (shared.coded[frame]) {
-          good = decode_part<F>(from, entry, n, scratch, scratch.words);
-          words = scratch.words;
-        }
-        __syncwarp();
-#pragma unroll
-        for (uint32_t row = 0; row < kRows; ++row) {
-          Octet<F> octet;
-          octet.load(words + row * kRow + 8 * lane_id(), Part{n}.length(row), 0);
-          add(row, octet);
-        }
-      }
-      if (!good) {
-        if (lane_id() == 0) report(job.status, frame, chunk, BLOCK);
-        return;
-      }
-      __syncwarp();  // the scratch has been read
+    if (!good) {
+      refuse_sums<F>(job, at, n, lane_id(), kLanes);
+      continue;
     }
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {

@@ -1,0 +1,29 @@
+"""The kernels of csrc/cuda as a fixture: emulated on the CPU and, on a machine with a GPU, by both launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import variants
+
+from ds_zipccl import kernels
+from ds_zipccl.kernels import cuda
+from ds_zipccl.kernels.cuda import CudaRoute
+
+
+@pytest.fixture(params=["emulated", "cuda-native", "cuda-nvrtc"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[CudaRoute, torch.device]]:
+    if reason := variants.Variant(request.param).why_not():
+        pytest.skip(f"{request.param} is not usable here: {reason}")
+    found = kernels.route(request.param)
+    yield (found, torch.device("cpu")) if isinstance(found, CudaRoute) else (found.route, torch.device("cuda", 0))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[cuda.Launch]]:
+    """Every launch of the test, as the observer was told of it."""
+    seen: list[cuda.Launch] = []
+    monkeypatch.setattr(cuda, "observer", seen.append)
+    yield seen

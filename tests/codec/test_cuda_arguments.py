@@ -1,0 +1,190 @@
+"""Wrong tensors are refused before a launch, with words that say what was got, what was wanted and what to do.
+
+A launch with a wrong address would end the CUDA context. Here nothing is launched: the launcher counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cuda_frames import CPU, NoLauncher
+
+from ds_zipccl.kernels.cuda import CudaRoute, GatherTable, Own, Parameter, new_status
+
+BF16, BYTES = torch.bfloat16, torch.uint8
+
+
+def good() -> dict[str, Any]:
+    """Arguments of every call, all of them right."""
+    slab = torch.zeros(2 * 8192, dtype=BYTES)
+    return {
+        "words": [torch.zeros(300, dtype=BF16)],
+        "base": [torch.ones(300, dtype=BF16)],
+        "slots": [torch.zeros(1024, dtype=BYTES)],
+        "code": "cascade",
+        "block": 1024,
+        "status": new_status(CPU),
+        "overflows": torch.zeros(1, dtype=torch.int32),
+        "slab": slab,
+        "part": slab[:8192],
+        "outs": [torch.zeros(600, dtype=BF16)],
+        "table": GatherTable([Parameter(300, 8192)], BF16, 1024, 2),
+        "skip": 0,
+        "rows": slab.view(2, 8192),
+        "own": Own(torch.zeros(300, dtype=BF16), 0),
+        "sums": torch.zeros(300, dtype=BF16),
+        "dtype": BF16,
+        "headers": torch.zeros(32, dtype=BYTES),
+        "hashes": torch.zeros(2, dtype=torch.int64),
+    }
+
+
+#: call -> how it is called with the arguments above.
+CALLS: dict[str, Callable[[CudaRoute, dict[str, Any]], None]] = {
+    "encode_frames": lambda r, a: r.encode_frames(a["words"], a["code"], a["block"], a["slots"], a["overflows"]),
+    "decode_frames": lambda r, a: r.decode_frames(a["slots"], a["block"], a["words"], a["status"]),
+    "encode_delta_frames": lambda r, a: r.encode_delta_frames(
+        a["words"], a["base"], a["block"], a["slots"], a["overflows"]
+    ),
+    "decode_delta_frames": lambda r, a: r.decode_delta_frames(
+        a["slots"], a["base"], a["block"], a["words"], a["status"]
+    ),
+    "encode_gather": lambda r, a: r.encode_gather(a["words"], a["code"], a["table"], a["part"], a["overflows"]),
+    "decode_gather": lambda r, a: r.decode_gather(a["slab"], a["table"], a["outs"], a["skip"], a["status"]),
+    "decode_sum_frames": lambda r, a: r.decode_sum_frames(
+        a["slots"], a["block"], a["dtype"], a["sums"], a["status"], a["own"]
+    ),
+    "decode_sum_rows": lambda r, a: r.decode_sum_frames(
+        a["rows"], a["block"], a["dtype"], a["sums"], a["status"], a["own"]
+    ),
+    "frame_sizes": lambda r, a: r.frame_sizes(a["words"], a["code"], a["block"], a["headers"]),
+    "hash_regions": lambda r, a: r.hash_regions(a["words"], a["hashes"]),
+}
+
+
+def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+def gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """As many elements, and not contiguous."""
+    return tensor.new_zeros(2 * tensor.numel())[::2]
+
+
+NO_WORDS = ("decode_gather", "decode_sum_frames", "decode_sum_rows")
+SLOTS = [call for call in CALLS if call.endswith("_frames")]
+#: Calls, the argument that is wrong, the wrong value, words of the message.
+WRONG: list[tuple[str, str, Any, str]] = [
+    *((call, "words", [elsewhere(torch.zeros(300, dtype=BF16))], "meta") for call in CALLS if call not in NO_WORDS),
+    *((call, "words", [gaps(torch.zeros(300, dtype=BF16))], r"strides \(2,\).*contiguous") for call in CALLS if call not in NO_WORDS),
+    ("encode_frames", "words", [torch.zeros(300, dtype=torch.float64)], "no kernel for dtype torch.float64; choose one of"),
+    ("encode_frames", "words", [], "got 1 slots for 0 segments"),
+    ("encode_frames", "code", "zip", "no kernel for code zip; choose one of cascade, wide, raw"),
+    ("encode_frames", "code", "delta", "no kernel for code delta"),
+    ("encode_frames", "block", 64, "no kernel for block 64; choose one of 128, 256, 512, 1024"),
+    ("decode_frames", "block", 2048, "no kernel for block 2048"),
+    *((call, "slots", [torch.zeros(1025, dtype=BYTES)[1:]], "slot 0: frames start at multiples of 16 bytes") for call in SLOTS),
+    *((call, "slots", [torch.zeros(1024, dtype=torch.int8)], "slot 0: got torch.int8") for call in SLOTS),
+    ("encode_frames", "slots", [torch.zeros(31, dtype=BYTES)], "a slot holds at least the 32 bytes of a header, got 31"),
+    ("encode_frames", "overflows", torch.zeros(1, dtype=torch.int64), "overflows: got torch.int64"),
+    ("encode_frames", "overflows", torch.zeros(2, dtype=torch.int32), r"overflows: got .*shape \(2,\)"),
+    *((call, "status", torch.zeros(1, dtype=torch.int32), "status: got torch.int32.*use new_status") for call in CALLS if "decode" in call),
+    ("decode_frames", "status", elsewhere(new_status(CPU)), "status: got torch.int64 on meta"),
+    ("decode_frames", "words", [torch.zeros(300, dtype=BF16)] * 2, "got 2 outputs for 1 slots"),
+    ("decode_frames", "words", [torch.zeros(300, dtype=torch.int16)], "no kernel for dtype torch.int16"),
+    ("encode_delta_frames", "base", [torch.zeros(299, dtype=BF16)], "got 299 words of base 0 for 300 words of its segment"),
+    ("decode_delta_frames", "base", [torch.zeros(299, dtype=BF16)], "got 299 words of base 0 for 300 words of its output"),
+    ("encode_delta_frames", "base", [torch.zeros(300)], "base 0: got torch.float32"),
+    ("encode_delta_frames", "base", [], "got 0 bases for 1 segments"),
+    ("encode_delta_frames", "words", [torch.zeros(300, dtype=torch.float8_e5m2)], "no kernel for differences of torch.float8_e5m2"),
+    ("encode_gather", "words", [torch.zeros(299, dtype=BF16)], "segment 0: got 299 words, the table has 300"),
+    ("encode_gather", "words", [torch.zeros(300, dtype=torch.float16)], "segment 0: got torch.float16"),
+    ("encode_gather", "words", [torch.zeros(300, dtype=BF16)] * 2, "got 2 segments for 1 parameters"),
+    ("encode_gather", "code", "delta", "got no bases for code delta"),
+    ("encode_gather", "part", torch.zeros(8176, dtype=BYTES), "part 0: .* 8192 bytes.*got 8176"),
+    ("encode_gather", "part", torch.zeros(8193, dtype=BYTES)[1:], "part 0: frames start at multiples of 16"),
+    ("decode_gather", "slab", torch.zeros(8192, dtype=BYTES), "slab 0: .* 16384 bytes.*got 8192"),
+    ("decode_gather", "slab", elsewhere(torch.zeros(16384, dtype=BYTES)), "these kernels work on cpu tensors"),
+    ("decode_gather", "outs", [torch.zeros(599, dtype=BF16)], "output 0: got 599 words, the shards of 2 ranks end at word 600"),
+    ("decode_gather", "outs", torch.zeros(599, dtype=BF16), "output 0: got 599 words"),
+    ("decode_gather", "outs", [torch.zeros(600, dtype=torch.float16)], "output 0: got torch.float16"),
+    ("decode_gather", "outs", [], "got 0 outputs for 1 parameters"),
+    ("decode_gather", "skip", 2, "got rank 2 to skip, the table has 2 ranks"),
+    ("decode_sum_frames", "slots", [torch.zeros(1024, dtype=BYTES)] * 48, "got 49 summands in a list, at most 48; put the slots"),
+    ("decode_sum_frames", "own", Own(torch.zeros(300, dtype=BF16), 2), "got 2 as the place of the own words, there are 2 summands"),
+    ("decode_sum_frames", "own", Own(torch.zeros(301, dtype=BF16), 0), "got 301 own words for 300 sums"),
+    ("decode_sum_frames", "own", Own(torch.zeros(300), 0), "own words 0: got torch.float32"),
+    ("decode_sum_frames", "sums", torch.zeros(300, dtype=torch.float16), "no kernel for sums in torch.float16; choose one of"),
+    ("decode_sum_frames", "dtype", torch.float8_e5m2, "no kernel for sums of torch.float8_e5m2"),
+    ("decode_sum_rows", "rows", torch.zeros(2, 8200, dtype=BYTES), r"summands: got torch.uint8 .*\(2, 8200\).*multiples of 16 bytes"),
+    ("decode_sum_rows", "rows", torch.zeros(8192, dtype=BYTES), "wanted a matrix"),
+    ("decode_sum_rows", "rows", torch.zeros(0, 8192, dtype=BYTES), "wanted a matrix"),
+    ("decode_sum_rows", "rows", torch.zeros(8192, dtype=BYTES).expand(2, 8192), "rows do not overlap"),
+    ("decode_sum_rows", "rows", torch.zeros(2, 299, dtype=BF16), "got 299 words in a row for 300 sums"),
+    ("decode_sum_rows", "rows", torch.zeros(2, 300), "wanted a matrix on cpu of uint8 .* or of torch.bfloat16"),
+    ("frame_sizes", "headers", torch.zeros(64, dtype=BYTES), "got 64 bytes of headers for 1 segments; give 32 for each"),
+    ("hash_regions", "hashes", torch.zeros(3, dtype=torch.int64), "got 3 elements of hashes for 1 regions; give 2 for each"),
+    ("hash_regions", "hashes", torch.zeros(2), "hashes 0: got torch.float32"),
+]  # fmt: skip
+
+
+def test_good_arguments_are_launched() -> None:
+    for call in CALLS:
+        launcher = NoLauncher()
+        CALLS[call](CudaRoute(launcher, "cpu"), good())
+        assert len(launcher.names) == 1, call
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value", "message"), WRONG, ids=[f"{call}-{name}-{i}" for i, (call, name, *_) in enumerate(WRONG)]
+)
+def test_a_wrong_argument(call: str, name: str, value: Any, message: str) -> None:
+    launcher = NoLauncher()
+    with pytest.raises(ValueError, match=message):
+        CALLS[call](CudaRoute(launcher, "cpu"), {**good(), name: value})
+    assert not launcher.names
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_tensors_of_the_host_are_not_for_cuda(call: str) -> None:
+    launcher = NoLauncher()
+    with pytest.raises(ValueError, match=r"these kernels work on cuda tensors; copy it there with \.to\(\)"):
+        CALLS[call](CudaRoute(launcher), good())
+    assert not launcher.names
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (Parameter(300, 1000), "slot of parameter 1: got 1000 bytes, wanted a multiple of 16"),
+        (Parameter(300, 16), "slot of parameter 1: got 16 bytes, wanted .* at least 32"),
+        (
+            Parameter(300, 1024, stride=299),
+            "parameter 1: got 300 words .* 299 from rank to rank; shards must not overlap",
+        ),
+        (Parameter(-1, 1024), "parameter 1: got -1 words"),
+        (Parameter(300, 1024, start=-1), "from word -1 on"),
+        (Parameter(1 << 36, 1024), "bytes of words for a frame, at most"),
+    ],
+)
+def test_a_wrong_table(parameter: Parameter, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GatherTable([Parameter(10, 64), parameter], BF16, 1024, 2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "dtype", "block", "ranks"),
+    [
+        ([], BF16, 1024, 2),
+        ([Parameter(1, 64)], BF16, 64, 2),
+        ([Parameter(1, 64)], BF16, 1024, 0),
+        ([Parameter(1, 64)], BF16, 1024, 1 << 16),
+        ([Parameter(1, 64)], torch.int32, 1024, 2),
+    ],
+)
+def test_an_impossible_table(parameters: list[Parameter], dtype: torch.dtype, block: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match=r"a gather has parameters|no kernel for"):
+        GatherTable(parameters, dtype, block, ranks)

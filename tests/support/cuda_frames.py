@@ -1,0 +1,66 @@
+"""Words, slots with guards around them, and frames of the CPU, for tests of the CUDA kernels."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ds_zipccl import codecs
+from ds_zipccl.kernels.cuda import CudaRoute
+
+Kernel = tuple[CudaRoute, torch.device]
+CPU = torch.device("cpu")
+
+GUARD = 0x5C
+
+
+def words(dtype: torch.dtype, numel: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator)
+    values[torch.rand(numel, generator=generator) < 0.02] = 0
+    return values.to(dtype)
+
+
+def slot(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A slot of ``size`` bytes, and the memory around it, all guards."""
+    memory = torch.full((size + 64,), GUARD, dtype=torch.uint8, device=device)
+    return memory[32 : 32 + size], memory
+
+
+def frame_of(
+    tensor: torch.Tensor, code: str = "cascade", block: int = 1024, base: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The flat frame of the CPU."""
+    return codecs.compress(tensor, code, base=base, block=block, shaped=False, checksum=False, route="native")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, on the CPU."""
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def pad(size: int, unit: int = 16) -> int:
+    return -(-size // unit) * unit
+
+
+def slot_bytes(numel: int, dtype: torch.dtype, block: int = 128) -> int:
+    return pad(codecs.compress_bound(numel, dtype, block=block))
+
+
+def changed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with some words changed a little."""
+    moved = (tensor.float() * 1.01).to(tensor.dtype)
+    return torch.where(words(torch.float32, tensor.numel(), 7) > 1, moved, tensor)
+
+
+class NoLauncher:
+    """Starts nothing."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def launch(
+        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        self.names.append(kernel)
