@@ -15,6 +15,7 @@ import torch
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, HEADER_BYTES, FrameError
+from ds_zipccl.kernels import waves
 from ds_zipccl.kernels.sums import add
 
 #: Jobs of one launch: kMaxJobs, kMaxDecodeJobs and kMaxFrames of the kernels.
@@ -47,8 +48,8 @@ class _EncodeJob(ctypes.Structure):
 
 class _EncodeJobs(ctypes.Structure):
     _fields_ = [
-        ("job", _EncodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
-        ("ticket", _ptr), ("places", _ptr), ("overflows", _ptr),
+        ("job", _EncodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32), ("split", _u32),
+        ("ticket", _ptr), ("places", _ptr), ("sizes", _ptr), ("overflows", _ptr),
     ]  # fmt: skip
 
 
@@ -61,14 +62,15 @@ class _DecodeJob(ctypes.Structure):
 
 class _DecodeJobs(ctypes.Structure):
     _fields_ = [
-        ("job", _DecodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32), ("status", _ptr),
+        ("job", _DecodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32), ("split", _u32),
+        ("status", _ptr),
     ]  # fmt: skip
 
 
 class _SumJob(ctypes.Structure):
     _fields_ = [
         ("frame", _ptr * MAX_JOBS), ("capacity", _u64 * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
-        ("fp32_sums", _u32), ("add", _u32), ("sums", _ptr), ("numel", _u64), ("status", _ptr),
+        ("fp32_sums", _u32), ("add", _u32), ("split", _u32), ("sums", _ptr), ("numel", _u64), ("status", _ptr),
     ]  # fmt: skip
 
 
@@ -92,11 +94,13 @@ class CudaRoute:
     """Route for CUDA tensors; see :class:`ds_zipccl.kernels.Route`.
 
     Segments start at any address of an element, frames and payloads at multiples of 16 bytes. Work space is one allocation of torch
-    per call, of ``16 + 8 * chunks`` bytes.
+    per call, of ``16 + 8 * chunks`` bytes, and 8 for each part of a chunk where chunks are cut (:mod:`ds_zipccl.kernels.waves`).
+    ``multiprocessors`` is for devices that do not tell how many they have.
     """
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, multiprocessors: int = 1) -> None:
         self._launcher = launcher
+        self._multiprocessors = multiprocessors
 
     # --- payloads; these calls wait for the device
 
@@ -183,15 +187,16 @@ class CudaRoute:
         fp32_sums = sums.dtype != dtype
         # The sums of several launches stay floats until the last launch.
         whole = sums if fp32_sums or len(slots) <= MAX_JOBS else tensors.empty(sums.numel(), torch.float32, sums.device)
+        chunks = -(-sums.numel() // (block * CHUNK_BLOCKS))
+        split = self._split("decode_sum", dtype.itemsize, chunks, sums.device)
         for at in range(0, len(slots), MAX_JOBS):
             part = slots[at : at + MAX_JOBS]
             job = _SumJob(
                 (_ptr * MAX_JOBS)(*map(_aligned, part)), (_u64 * MAX_JOBS)(*(slot.numel() for slot in part)), len(part),
-                block, DTYPE_IDS[dtype], whole.dtype != dtype, at > 0, whole.data_ptr(), sums.numel(), status.data_ptr(),
+                block, DTYPE_IDS[dtype], whole.dtype != dtype, at > 0, split, whole.data_ptr(), sums.numel(), status.data_ptr(),
             )  # fmt: skip
-            grid = -(-sums.numel() // (block * CHUNK_BLOCKS))
-            if grid:
-                self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job, sums.device)
+            if chunks:
+                self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, chunks << split, job, sums.device)
         if whole is not sums:
             sums.copy_(whole)
 
@@ -240,21 +245,29 @@ class CudaRoute:
         self, jobs: list[_EncodeJob], like: torch.Tensor, code: str, block: int, overflows: torch.Tensor | None
     ) -> None:
         for part, items in _launches(jobs, block):
-            work = tensors.filled(2 + items, 0, torch.int64, like.device)
+            split = self._split("encode", like.itemsize, items, like.device)
+            grid = items << split
+            work = tensors.filled(2 + items + (grid if split else 0), 0, torch.int64, like.device)
+            ticket, places = work.data_ptr(), work.data_ptr() + 16
             params = _EncodeJobs(
-                (_EncodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], work.data_ptr(), work.data_ptr() + 16,
-                None if overflows is None else overflows.data_ptr(),
+                (_EncodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], split, ticket, places,
+                places + 8 * items if split else None, None if overflows is None else overflows.data_ptr(),
             )  # fmt: skip
-            self._launch("encode", f"{DTYPES[like.dtype]}_{code}", like.itemsize, items, params, like.device)
+            self._launch("encode", f"{DTYPES[like.dtype]}_{code}", like.itemsize, grid, params, like.device)
 
     def _decode(
         self, jobs: list[_DecodeJob], like: torch.Tensor, block: int, status: torch.Tensor, code: str = ""
     ) -> None:
         for part, items in _launches(jobs, block):
+            split = self._split("decode", like.itemsize, items, like.device)
             params = _DecodeJobs(
-                (_DecodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], status.data_ptr()
+                (_DecodeJob * MAX_JOBS)(*part), len(part), block, DTYPE_IDS[like.dtype], split, status.data_ptr()
             )
-            self._launch("decode", DTYPES[like.dtype] + code, like.itemsize, items, params, like.device)
+            self._launch("decode", DTYPES[like.dtype] + code, like.itemsize, items << split, params, like.device)
+
+    def _split(self, what: str, itemsize: int, chunks: int, device: torch.device) -> int:
+        count = waves.multiprocessors(device) or self._multiprocessors
+        return waves.split(chunks, waves.RESIDENT[what][itemsize], count)
 
     def _launch(
         self, what: str, kind: str, itemsize: int, grid: int, params: ctypes.Structure, device: torch.device

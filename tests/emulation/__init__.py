@@ -12,6 +12,10 @@ from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import CudaRoute
 
 
+#: Of the emulated device.
+MULTIPROCESSORS = 2
+
+
 def binary(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Binary:
     """The emulation as a library, with ``changes`` to files of csrc."""
     return Binary(
@@ -52,5 +56,5 @@ def launcher(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Emulate
 
 
 def load() -> CudaRoute:
-    """The route, for CPU tensors."""
-    return CudaRoute(launcher())
+    """The route, for CPU tensors: of few multiprocessors, so that small messages are cut and larger ones are not."""
+    return CudaRoute(launcher(), MULTIPROCESSORS)

@@ -1,4 +1,5 @@
-// Payload decoder for CUDA: a block of threads takes a chunk, its warps the blocks.
+// Payload decoder for CUDA: a block of threads takes a chunk, or a part of a chunk of a small message, its warps the blocks. Parts know
+// nothing of each other: each reads the table of its chunk.
 #pragma once
 #include "cuda/delta.cuh"
 #include "cuda/frame.cuh"
@@ -38,16 +39,27 @@ struct DecodeJob {
 
 struct DecodeJobs {
   DecodeJob job[kMaxDecodeJobs];
-  uint32_t count, block, dtype;
+  uint32_t count, block, dtype, split;  // items are cut into 1 << split parts
   uint64_t* status;              // all ones, unless a frame fails; may be host memory
 };
 
-// Copies the part of a raw frame that belongs to a work item.
-ZIPCCL_DEVICE void copy_raw(const uint8_t* from, uint8_t* to, uint64_t bytes) {
-  const bool aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
-  const uint64_t vectors = aligned ? bytes / 16 : 0;
-  for (uint64_t i = threadIdx.x; i < vectors; i += kThreads) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
-  for (uint64_t i = 16 * vectors + threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
+// Copies the bytes of a raw frame that belong to a work item, from a multiple of 16 to any address. Touches nothing but these bytes.
+ZIPCCL_DEVICE void copy_raw(const uint8_t* from, uint8_t* to, uint32_t bytes) {
+  uint32_t head = uint32_t(-reinterpret_cast<uintptr_t>(to)) & 3, done;
+  if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    const uint32_t vectors = bytes / 16;
+    for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    done = 16 * vectors;
+  } else {  // whole words of `to`, each out of two words of `from`
+    head = least(head, bytes);
+    const uint32_t* const source = reinterpret_cast<const uint32_t*>(from);
+    const uint32_t words = bytes / 4 - (head && bytes >= 4);
+    for (uint32_t i = threadIdx.x; i < words; i += kThreads)
+      reinterpret_cast<uint32_t*>(to + head)[i] = head ? __funnelshift_r(source[i], source[i + 1], 8 * head) : source[i];
+    if (threadIdx.x < head) to[threadIdx.x] = from[threadIdx.x];
+    done = head + 4 * words;
+  }
+  for (uint32_t i = done + threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
 }
 
 template <typename F>
@@ -57,43 +69,60 @@ struct DecodeShared {
   const uint8_t* chunk;
   typename F::Word* words;
   const typename F::Word* base;
-  uint32_t numel, good;
+  uint32_t numel, good, begin, end;  // `begin` and `end`: the blocks of this part
+  uint32_t job, index;               // for a report
 };
+
+// Block b of a part. The functions look it up in shared memory wherever they need it, and keep no registers for it meanwhile.
+template <typename F>
+ZIPCCL_DEVICE uint32_t numel_of(const DecodeShared<F>& shared, uint32_t b, uint32_t block) {
+  return least(shared.numel - b * block, block);
+}
+// Words at no multiple of 16 go through the scratch: vectors there, and from there whole words of memory in the order of addresses.
+template <bool kDelta, typename F>
+ZIPCCL_DEVICE bool is_staged(const DecodeShared<F>& shared, uint32_t b) {
+  return reinterpret_cast<uintptr_t>(shared.words) % 16 && !(kDelta && shared.entry[b].mode == CHANGE);
+}
 
 // A warp decodes its blocks, the whole ones or the partial ones. Returns whether they are good.
 template <typename F, bool kWhole, bool kDelta = false>
 ZIPCCL_DEVICE bool decode_blocks(DecodeShared<F>& shared, uint32_t block) {
   using Word = typename F::Word;
-  const bool aligned = reinterpret_cast<uintptr_t>(shared.words) % 16 == 0;
-  for (uint32_t b = warp_id(); b * block < shared.numel; b += kWarps) {
+  for (uint32_t b = shared.begin + warp_id(); b < shared.end; b += kWarps) {
     const Entry& entry = shared.entry[b];
-    Word* const words = shared.words + b * block;
-    const uint32_t n = least(shared.numel - b * block, block);
-    if ((aligned && is_whole(entry, n)) != kWhole) continue;
+    const uint32_t n = numel_of(shared, b, block);
+    if (is_whole(entry, n) != kWhole) continue;
+    DecodeScratch<F>& scratch = shared.scratch[warp_id()];
+    Word* const words = is_staged<kDelta>(shared, b) ? scratch.words : shared.words + b * block;
     bool good;
     if constexpr (kWhole) {
       const auto put = [=](uint32_t row, const Octet<F>& octet) {
         octet.store_whole(reinterpret_cast<uint8_t*>(words + row * kRow + 8 * lane_id()), 8 * sizeof(Word));
       };
-      good = decode_whole<F>(shared.chunk, entry, shared.scratch[warp_id()], put);
+      good = decode_whole<F>(shared.chunk, entry, scratch, put);
     } else if (kDelta && entry.mode == CHANGE) {
-      good = decode_change<F>(shared.chunk + entry.tail, entry.tail_bytes, shared.base + b * block, n, entry.top,
-                              shared.scratch[warp_id()], words);
+      good = decode_change<F>(shared.chunk + entry.tail, entry.tail_bytes, shared.base + b * block, n, entry.top, scratch, words);
     } else {
-      good = decode_part<F>(shared.chunk, entry, n, shared.scratch[warp_id()], words);
+      good = decode_part<F>(shared.chunk, entry, n, scratch, words);
     }
-    __syncwarp();  // the lists have been read
+    __syncwarp();
     if (!good) return false;
+    if (is_staged<kDelta>(shared, b)) {
+      const uint8_t* const from = reinterpret_cast<const uint8_t*>(shared.scratch[warp_id()].words);
+      copy_bytes<kWhole ? 4 : 1>(reinterpret_cast<uint8_t*>(shared.words + b * block), from,
+                                 (kWhole ? kMaxBlock : numel_of(shared, b, block)) * uint32_t(sizeof(Word)));
+      __syncwarp();  // the scratch has been read
+    }
   }
   return true;
 }
 
-// One work item: a chunk of a job, or as many words of a raw frame; or a job without words.
+// One work item: a part of a chunk of a job, or as many words of a raw frame; or a part of a job without words.
 template <typename F, bool kDelta = false>
 ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
   using Word = typename F::Word;
   ZIPCCL_SHARED(DecodeShared<F>, shared);
-  const uint32_t item = blockIdx.x;
+  const uint32_t item = blockIdx.x >> jobs.split, part = blockIdx.x & ((1u << jobs.split) - 1);
   uint32_t number = 0;
   while (number + 1 < jobs.count && jobs.job[number + 1].first_item <= item) ++number;
   const DecodeJob& job = jobs.job[number];
@@ -112,11 +141,14 @@ ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
   }
   if (status || chunk >= chunks) {  // the first item speaks for the frame
     if (!status && bytes) status = INDEX;
-    if (status && chunk == 0 && threadIdx.x == 0) report(jobs.status, number, 0, status);
+    if (status && chunk == 0 && part == 0 && threadIdx.x == 0) report(jobs.status, number, 0, status);
     return;
   }
+  const uint32_t per_part = kChunkBlocks >> jobs.split;
   if (raw) {
-    copy_raw(job.payload + first * sizeof(Word), reinterpret_cast<uint8_t*>(words), numel * sizeof(Word));
+    const uint32_t begin = least(part * per_part * block, numel), words_here = least(per_part * block, numel - begin);
+    const uint8_t* const from = job.payload + (first + begin) * sizeof(Word);
+    copy_raw(from, reinterpret_cast<uint8_t*>(words + begin), words_here * uint32_t(sizeof(Word)));
     return;
   }
   const ChunkBytes found = find_chunk(job.payload, bytes, chunk, chunks);
@@ -125,6 +157,8 @@ ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
     if (found.at) status = read_table<F, kDelta>(found.at, found.bytes, numel, block, shared.entry) ? OK : BLOCK;
     if (threadIdx.x == 0) {
       shared.chunk = found.at, shared.words = words, shared.numel = numel, shared.good = status == OK;
+      shared.job = number, shared.index = chunk;
+      shared.begin = part * per_part, shared.end = least((part + 1) * per_part, pieces(numel, block));
       shared.base = static_cast<const Word*>(job.base) + (kDelta ? first : 0);
       if (status) report(jobs.status, number, chunk, status);
     }
@@ -133,7 +167,7 @@ ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
   if (!shared.good) return;
   // Rare blocks need more registers; they have a loop of their own.
   const bool good = decode_blocks<F, true>(shared, jobs.block) && decode_blocks<F, false, kDelta>(shared, jobs.block);
-  if (!good && lane_id() == 0) report(jobs.status, number, chunk, BLOCK);
+  if (!good && lane_id() == 0) report(jobs.status, shared.job, shared.index, BLOCK);
 }
 
 }  // namespace

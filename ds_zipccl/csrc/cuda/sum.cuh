@@ -13,6 +13,7 @@ struct SumJob {
   uint64_t capacity[kMaxFrames];     // bytes of their slots
   uint32_t count, block, dtype;      // all coded frames have this block
   uint32_t fp32_sums, add;           // the sums are floats, not words; the floats already in `sums` are the first summand
+  uint32_t split;                    // chunks are cut into 1 << split parts
   void* sums;
   uint64_t numel;
   uint64_t* status;                  // as in DecodeJobs, a frame for a job
@@ -44,12 +45,13 @@ ZIPCCL_DEVICE int32_t open_summand(const SumJob& job, uint32_t frame, uint32_t c
   return OK;
 }
 
-// One work item: a chunk of the sums.
+// One work item: a part of a chunk of the sums.
 template <typename F>
 ZIPCCL_DEVICE void decode_sum(const SumJob& job) {
   using Word = typename F::Word;
   ZIPCCL_SHARED(SumShared<F>, shared);
-  const uint32_t chunk = blockIdx.x, per_chunk = job.block * kChunkBlocks;
+  const uint32_t chunk = blockIdx.x >> job.split, part = blockIdx.x & ((1u << job.split) - 1), per_part = kChunkBlocks >> job.split;
+  const uint32_t per_chunk = job.block * kChunkBlocks;
   const uint64_t first = uint64_t(chunk) * per_chunk;
   const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk), blocks = pieces(numel, job.block);
   if (threadIdx.x == 0) shared.failed = 0;
@@ -64,7 +66,7 @@ ZIPCCL_DEVICE void decode_sum(const SumJob& job) {
   __syncthreads();
   if (shared.failed) return;
 
-  for (uint32_t b = warp_id(); b < blocks; b += kWarps) {
+  for (uint32_t b = part * per_part + warp_id(); b < least((part + 1) * per_part, blocks); b += kWarps) {
     const uint64_t at = first + b * job.block;
     const uint32_t n = least(numel - b * job.block, job.block);
     float sum[kRows][8];
@@ -112,19 +114,30 @@ ZIPCCL_DEVICE void decode_sum(const SumJob& job) {
       }
       __syncwarp();  // the scratch has been read
     }
+    // Whole blocks that are not at a multiple of 16 go through the scratch, as in decode_blocks().
+    const uint32_t itemsize = job.fp32_sums ? 4 : sizeof(Word);
+    uint8_t* const sums = static_cast<uint8_t*>(job.sums) + at * itemsize;
+    const bool staged = n == Whole::n && reinterpret_cast<uintptr_t>(sums) % 16;
+    static_assert(sizeof(DecodeScratch<F>) >= 4 * kMaxBlock, "room for the floats of a block");
+    uint8_t* const stage = staged ? reinterpret_cast<uint8_t*>(&shared.scratch[warp_id()]) : sums;
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
-      const uint64_t to = at + row * kRow + 8 * lane_id();
+      uint8_t* const to = stage + (row * kRow + 8 * lane_id()) * itemsize;
       const uint32_t length = Part{n}.length(row);
       Octet<Fp32> unrounded;
       Octet<F> rounded;
 #pragma unroll
       for (uint32_t i = 0; i < 8; ++i) unrounded.set(i, as_bits(sum[row][i])), rounded.set(i, Values<F>::round(sum[row][i]));
       if (job.fp32_sums) {
-        unrounded.store(static_cast<uint32_t*>(job.sums) + to, length);
+        unrounded.store(reinterpret_cast<uint32_t*>(to), length);
       } else {
-        rounded.store(static_cast<Word*>(job.sums) + to, length);
+        rounded.store(reinterpret_cast<Word*>(to), length);
       }
+    }
+    if (staged) {
+      __syncwarp();
+      copy_bytes(sums, stage, n * itemsize);
+      __syncwarp();  // the scratch has been read
     }
   }
 }
