@@ -11,7 +11,6 @@ from builds import Binary, Change
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import CudaRoute
 
-
 #: Of the emulated device.
 MULTIPROCESSORS = 2
 
@@ -34,10 +33,15 @@ class EmulatedLauncher:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.zipccl_emulation_seed.argtypes = [ctypes.c_uint64]
+        library.zipccl_emulation_residents.argtypes = [ctypes.c_uint32]
 
     def seed(self, value: int) -> None:
         """Draw the order in which threads run from ``value``; the same value gives the same order."""
         self._library.zipccl_emulation_seed(value)
+
+    def residents(self, count: int) -> None:
+        """Let ``count`` blocks of threads run at a time, 1 to 3; the others start when one of these ends."""
+        self._library.zipccl_emulation_residents(count)
 
     def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
         status = self._library.zipccl_cuda_launch(kernel.encode(), grid, shared_bytes, ctypes.byref(params), None)

@@ -62,15 +62,18 @@ ZIPCCL_DEVICE void copy_raw(const uint8_t* from, uint8_t* to, uint32_t bytes) {
   for (uint32_t i = done + threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
 }
 
+enum Content : uint32_t { NOTHING, RAW_WORDS, BLOCKS };  // of a work item
+
 template <typename F>
 struct DecodeShared {
   DecodeScratch<F> scratch[kWarps];
   Entry entry[kChunkBlocks];
-  const uint8_t* chunk;
+  const uint8_t* chunk;  // or the raw words of a chunk
   typename F::Word* words;
   const typename F::Word* base;
-  uint32_t numel, good, begin, end;  // `begin` and `end`: the blocks of this part
-  uint32_t job, index;               // for a report
+  uint32_t numel, begin, end;  // words of the chunk; blocks of this part
+  Content content;
+  uint32_t job, index;         // for a report
 };
 
 // Block b of a part. The functions look it up in shared memory wherever they need it, and keep no registers for it meanwhile.
@@ -117,54 +120,57 @@ ZIPCCL_DEVICE bool decode_blocks(DecodeShared<F>& shared, uint32_t block) {
   return true;
 }
 
-// One work item: a part of a chunk of a job, or as many words of a raw frame; or a part of a job without words.
-template <typename F, bool kDelta = false>
-ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
+// A warp opens the frame of a work item and reads the table of its chunk, for all warps of the block of threads.
+template <typename F, bool kDelta>
+ZIPCCL_DEVICE void open_part(const DecodeJobs& jobs, DecodeShared<F>& shared) {
   using Word = typename F::Word;
-  ZIPCCL_SHARED(DecodeShared<F>, shared);
-  const uint32_t item = blockIdx.x >> jobs.split, part = blockIdx.x & ((1u << jobs.split) - 1);
-  uint32_t number = 0;
-  while (number + 1 < jobs.count && jobs.job[number + 1].first_item <= item) ++number;
+  const uint32_t item = blockIdx.x >> jobs.split, part = blockIdx.x & ((1u << jobs.split) - 1), number = job_of(jobs, item);
   const DecodeJob& job = jobs.job[number];
-  const uint32_t block = jobs.block, per_chunk = block * kChunkBlocks;
+  const uint32_t per_part = kChunkBlocks >> jobs.split, per_chunk = jobs.block * kChunkBlocks;
   const uint32_t chunk = item - uint32_t(job.first_item), chunks = pieces(job.numel, per_chunk);
   const uint64_t first = uint64_t(chunk) * per_chunk;
   const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk);
-  Word* const words = static_cast<Word*>(job.words) + first;
   uint64_t bytes = job.bytes;
   int32_t status = OK;
   bool raw = false;
   if (job.header) {
     const uint32_t codec = kDelta ? kCodecDelta : kCodecExponent;
-    const Opened opened = read_header(job.header, job.bytes, codec, jobs.dtype, block, job.numel, sizeof(Word));
+    const Opened opened = read_header(job.header, job.bytes, codec, jobs.dtype, jobs.block, job.numel, sizeof(Word));
     status = opened.status, bytes = opened.payload_bytes, raw = !opened.coded;
   }
-  if (status || chunk >= chunks) {  // the first item speaks for the frame
+  const uint8_t* at = job.payload + first * sizeof(Word);
+  Content content = RAW_WORDS;
+  if (status || chunk >= chunks) {  // the first part of the first item speaks for the frame
     if (!status && bytes) status = INDEX;
-    if (status && chunk == 0 && part == 0 && threadIdx.x == 0) report(jobs.status, number, 0, status);
-    return;
+    if (chunk || part) status = OK;
+    content = NOTHING;
+  } else if (!raw) {
+    const ChunkBytes found = find_chunk(job.payload, bytes, chunk, chunks);
+    status = INDEX, at = found.at;
+    if (found.at) status = read_table<F, kDelta>(found.at, found.bytes, numel, jobs.block, shared.entry) ? OK : BLOCK;
+    content = status ? NOTHING : BLOCKS;
   }
-  const uint32_t per_part = kChunkBlocks >> jobs.split;
-  if (raw) {
-    const uint32_t begin = least(part * per_part * block, numel), words_here = least(per_part * block, numel - begin);
-    const uint8_t* const from = job.payload + (first + begin) * sizeof(Word);
-    copy_raw(from, reinterpret_cast<uint8_t*>(words + begin), words_here * uint32_t(sizeof(Word)));
-    return;
-  }
-  const ChunkBytes found = find_chunk(job.payload, bytes, chunk, chunks);
-  if (warp_id() == 0) {
-    status = INDEX;
-    if (found.at) status = read_table<F, kDelta>(found.at, found.bytes, numel, block, shared.entry) ? OK : BLOCK;
-    if (threadIdx.x == 0) {
-      shared.chunk = found.at, shared.words = words, shared.numel = numel, shared.good = status == OK;
-      shared.job = number, shared.index = chunk;
-      shared.begin = part * per_part, shared.end = least((part + 1) * per_part, pieces(numel, block));
-      shared.base = static_cast<const Word*>(job.base) + (kDelta ? first : 0);
-      if (status) report(jobs.status, number, chunk, status);
-    }
-  }
+  if (lane_id()) return;
+  if (status) report(jobs.status, number, chunk, status);
+  shared.content = content, shared.chunk = at, shared.numel = numel, shared.job = number, shared.index = chunk;
+  shared.words = static_cast<Word*>(job.words) + first;
+  shared.base = static_cast<const Word*>(job.base) + (kDelta ? first : 0);
+  shared.begin = part * per_part, shared.end = least((part + 1) * per_part, pieces(numel, jobs.block));
+}
+
+// One work item: a part of a chunk of a job, or as many words of a raw frame; or a part of a job without words.
+template <typename F, bool kDelta = false>
+ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
+  using Word = typename F::Word;
+  ZIPCCL_SHARED(DecodeShared<F>, shared);
+  if (warp_id() == 0) open_part<F, kDelta>(jobs, shared);
   __syncthreads();
-  if (!shared.good) return;
+  if (shared.content == NOTHING) return;
+  if (shared.content == RAW_WORDS) {
+    const uint32_t begin = least(shared.begin * jobs.block, shared.numel), end = least(shared.end * jobs.block, shared.numel);
+    const uint8_t* const from = shared.chunk + begin * sizeof(Word);
+    return copy_raw(from, reinterpret_cast<uint8_t*>(shared.words + begin), (end - begin) * uint32_t(sizeof(Word)));
+  }
   // Rare blocks need more registers; they have a loop of their own.
   const bool good = decode_blocks<F, true>(shared, jobs.block) && decode_blocks<F, false, kDelta>(shared, jobs.block);
   if (!good && lane_id() == 0) report(jobs.status, shared.job, shared.index, BLOCK);

@@ -42,7 +42,7 @@ struct EncodeShared {
   alignas(16) uint8_t list[kWarps][kMaxBlock];
   Form form[kChunkBlocks];
   uint32_t body_at[kChunkBlocks], tail_at[kChunkBlocks];
-  uint32_t ticket, own, units;
+  uint32_t ticket, own, job, units;
   uint64_t start;
 };
 
@@ -113,13 +113,12 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   if (threadIdx.x == 0) {
     shared.ticket = atomicAdd(jobs.ticket, 1u);
     shared.own = 1u << (shared.ticket & ((1u << jobs.split) - 1));
+    shared.job = job_of(jobs, shared.ticket >> jobs.split);
   }
   __syncthreads();
   if (shared.ticket >= gridDim.x) return;  // other blocks of threads took all parts
   const uint32_t item = shared.ticket >> jobs.split, part_shift = log2_of(kChunkBlocks) - jobs.split, per_part = 1u << part_shift;
-  uint32_t number = 0;
-  while (number + 1 < jobs.count && jobs.job[number + 1].first_item <= item) ++number;
-  const EncodeJob& job = jobs.job[number];
+  const EncodeJob& job = jobs.job[shared.job];
   const uint32_t chunk = item - uint32_t(job.first_item), per_chunk = jobs.block * kChunkBlocks;
   const uint32_t chunks = pieces(job.numel, per_chunk), index_bytes = pad16(4 * chunks);
   const uint64_t first = uint64_t(chunk) * per_chunk;

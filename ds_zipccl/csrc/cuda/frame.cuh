@@ -17,6 +17,14 @@ ZIPCCL_DEVICE void write_header(uint8_t* to, uint32_t codec, uint32_t dtype, uin
   header[1] = make_uint4(uint32_t(numel), uint32_t(numel >> 32), uint32_t(frame_bytes), uint32_t(frame_bytes >> 32));
 }
 
+// The job of a work item.
+template <typename Jobs>
+ZIPCCL_DEVICE uint32_t job_of(const Jobs& jobs, uint32_t item) {
+  uint32_t number = 0;
+  while (number + 1 < jobs.count && jobs.job[number + 1].first_item <= item) ++number;
+  return number;
+}
+
 struct Opened {
   int32_t status;  // OK, or the FrameErrorCode
   bool coded;      // or raw
