@@ -256,7 +256,7 @@ RACES: dict[str, tuple[str, str, str]] = {
     ),
     "a part is taken before the last one is told of": (
         "cuda/encode.cuh",
-        "    " + SYNC + "  } while (",
+        "  " + SYNC + "  } while (",
         "  } while (",
     ),
     "lanes of a warp disagree": ("cuda/warp.cuh", "if (lane == 0) sum = 0;", "if (lane == 0) return 0;"),
