@@ -21,6 +21,8 @@ from measured import ROOT, table
 
 from ds_zipccl.__main__ import COMMANDS, PROGRAM
 from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS
+from ds_zipccl.frame import CHUNK_BLOCKS
+from ds_zipccl.kernels import waves
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, tuner_rules
 from ds_zipccl.policy.admission import PassReason
@@ -237,10 +239,35 @@ def tuner_constants(page: Path) -> str:
     return table(("constant", "value"), (*rows, *more))
 
 
+# ---- work of a GPU ---------------------------------------------------------------------------------------------------
+
+#: Multiprocessors of an H100 or H200, for the table of waves.
+MULTIPROCESSORS = 132
+
+
+def device_fill(page: Path) -> str:
+    """How full a device is for messages of bfloat16: with whole chunks, and with chunks cut as the launches cut them. Counted."""
+    resident = waves.RESIDENT["encode"][2]
+    rows = []
+    for mib in (0.25, 1, 4, 8, 16, 64, 256):
+        chunks = int(mib * 2**20) // (2 * CHUNK_BLOCKS * 1024)
+        cut = waves.split(chunks, resident, MULTIPROCESSORS)
+        whole, parts = (waves.fill(chunks, by, resident, MULTIPROCESSORS) for by in (0, cut))
+        pairs = ((whole.busy, parts.busy), (whole.warps, parts.warps), (whole.depth, parts.depth))
+        waves_ = f"{whole.waves:.2f}, {parts.waves:.2f}"
+        rows.append((f"{mib:g} MiB", chunks, 1 << cut, waves_, *(f"{before}, {after}" for before, after in pairs)))
+    head = (
+        "message", "chunks", "parts a chunk", "waves", "multiprocessors at work", "coding warps on the fullest one",
+        "blocks that a warp codes in turn",
+    )  # fmt: skip
+    return table(head, rows)
+
+
 Section = Callable[[Path], str]
 SECTIONS: dict[str, Section] = {
     "commands": commands,
     "config": config,
+    "device_fill": device_fill,
     "environment": environment,
     "keys": keys,
     "matrix": matrix,

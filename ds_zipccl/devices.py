@@ -36,6 +36,10 @@ class Runtime(Protocol):
         """Return whether the current stream records a graph; nothing may wait for the device then."""
         ...
 
+    def get_device_properties(self, device: torch.device) -> Any:
+        """Return the properties of ``device``; ``multi_processor_count`` is one of them."""
+        ...
+
 
 #: device type -> runtime. A device that is not here has no streams: its work is done when a call returns.
 RUNTIMES: dict[str, Runtime] = {"cuda": torch.cuda}

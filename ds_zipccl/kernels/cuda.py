@@ -111,10 +111,10 @@ class Own(NamedTuple):
 
 class CudaRoute(FrameCalls):
     """Route for CUDA tensors; see :class:`ds_zipccl.kernels.Route`. :class:`FrameCalls` has its calls for whole frames, and the rules of
-    memory, streams and lifetime."""
+    memory, streams and lifetime. ``multiprocessors``: their number; None: that of the tensors' device."""
 
-    def __init__(self, launcher: Launcher, device_type: str = "cuda") -> None:
-        super().__init__(device_type)
+    def __init__(self, launcher: Launcher, device_type: str = "cuda", multiprocessors: int | None = None) -> None:
+        super().__init__(device_type, multiprocessors)
         self._launcher = launcher
 
     # --- payloads; these calls wait for the device
@@ -195,8 +195,10 @@ class CudaRoute(FrameCalls):
         if not job.count:
             raise ValueError("got no summand; give slots, or own words")
         if numel:
-            grid = -(-numel // (block * CHUNK_BLOCKS))
-            self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, (grid, 1), job, device, reads, [sums, status])
+            chunks = -(-numel // (block * CHUNK_BLOCKS))
+            job.split = self._split("decode_sum", dtype.itemsize, chunks, device)
+            grid = (chunks << job.split, 1)
+            self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job, device, reads, [sums, status])
 
     def hash_regions(self, regions: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Write both halves of each region's hash (FORMAT.md section 5) to ``out``: int64, two elements for each region."""

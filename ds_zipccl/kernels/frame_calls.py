@@ -10,7 +10,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES
-from ds_zipccl.kernels import arguments, jobs
+from ds_zipccl.kernels import arguments, jobs, waves
 from ds_zipccl.kernels.jobs import DTYPES, SUMMED, GatherTable
 
 #: Codes of :meth:`FrameCalls.encode_frames`. A raw frame is the header and the words.
@@ -42,7 +42,8 @@ class FrameCalls:
     ready when earlier work of this stream is done; its outputs are ready for later work of this stream. With several streams the caller
     orders them with events.
 
-    *Lifetime.* Work space (``16 + 8 * chunks`` bytes of zeros for an encoding launch, 24 bytes for each hash) is allocated under that
+    *Lifetime.* Work space (``16 + 8 * chunks`` bytes of zeros for an encoding launch, and 8 for each part of a chunk where chunks are cut
+    as :mod:`ds_zipccl.kernels.waves` says; 24 bytes for each hash) is allocated under that
     stream and freed before the call returns. The allocator gives it to later work of the same stream alone. For a caller's tensor the
     same holds only if it was allocated under this stream. Else keep a reference until the stream of the allocation has waited for an event
     of this stream. A captured graph must keep its tensors; its replays write to the same work space, which the graph's pool keeps.
@@ -52,8 +53,13 @@ class FrameCalls:
     wrong word passes for a right one.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    def __init__(self, device_type: str, multiprocessors: int | None) -> None:
+        self._device_type, self._multiprocessors = device_type, multiprocessors
+
+    def _split(self, what: str, itemsize: int, chunks: int, device: torch.device) -> int:
+        """Return how often the chunks of a launch are halved."""
+        count = self._multiprocessors or waves.multiprocessors(device)
+        return waves.split(chunks, waves.RESIDENT[what][itemsize], count)
 
     def _launch(
         self,
@@ -325,10 +331,21 @@ class FrameCalls:
         dtype, device = like.dtype, like.device
         counter = 0 if overflows is None else arguments.word(overflows, "overflows", torch.int32, device)
         kind = f"{DTYPES[dtype]}_{'cascade' if code == 'raw' else code}"
-        for _, part, grid in jobs.launches(rows, jobs.items_of(rows["numel"], block) if items is None else items):
-            work = tensors.filled(2 + grid, 0, torch.int64, device)
-            at = work.data_ptr()
-            params = jobs.EncodeJobs(block=block, dtype=DTYPE_IDS[dtype], ticket=at, places=at + 16, overflows=counter)
+        for _, part, chunks in jobs.launches(rows, jobs.items_of(rows["numel"], block) if items is None else items):
+            split = self._split("encode", dtype.itemsize, chunks, device)
+            grid = chunks << split
+            work = tensors.filled(2 + chunks + (grid if split else 0), 0, torch.int64, device)
+            ticket, places = work.data_ptr(), work.data_ptr() + 16
+            sizes = places + 8 * chunks if split else 0
+            params = jobs.EncodeJobs(
+                block=block,
+                dtype=DTYPE_IDS[dtype],
+                split=split,
+                ticket=ticket,
+                places=places,
+                sizes=sizes,
+                overflows=counter,
+            )
             jobs.fill(params, jobs.ENCODE, part)
             written = [*writes, work] if overflows is None else [*writes, work, overflows]
             self._launch("encode", kind, dtype.itemsize, (grid, 1), params, device, reads, written)
@@ -349,11 +366,21 @@ class FrameCalls:
         params.status = arguments.word(status, "status", torch.int64, device)
         if not ranks:
             return
-        for first, part, grid in jobs.launches(rows, items):
+        for first, part, chunks in jobs.launches(rows, items):
             params.first_frame = first
+            params.split = self._split("decode", dtype.itemsize, chunks * ranks, device)
             jobs.fill(params, jobs.DECODE, part)
             kind = DTYPES[dtype] + ("_delta" if delta else "")
-            self._launch("decode", kind, dtype.itemsize, (grid, ranks), params, device, reads, [*writes, status])
+            self._launch(
+                "decode",
+                kind,
+                dtype.itemsize,
+                (chunks << params.split, ranks),
+                params,
+                device,
+                reads,
+                [*writes, status],
+            )
 
 
 def frame_bytes(slots: torch.Tensor) -> torch.Tensor:

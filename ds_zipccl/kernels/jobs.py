@@ -43,8 +43,8 @@ class EncodeJob(ctypes.Structure):
 
 class EncodeJobs(ctypes.Structure):
     _fields_ = [
-        ("job", EncodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32),
-        ("ticket", _u64), ("places", _u64), ("overflows", _u64),
+        ("job", EncodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32), ("split", _u32),
+        ("ticket", _u64), ("places", _u64), ("sizes", _u64), ("overflows", _u64),
     ]  # fmt: skip
 
 
@@ -58,7 +58,7 @@ class DecodeJob(ctypes.Structure):
 class DecodeJobs(ctypes.Structure):
     _fields_ = [
         ("job", DecodeJob * MAX_JOBS), ("rank_bytes", _u64), ("status", _u64), ("count", _u32), ("block", _u32),
-        ("dtype", _u32), ("first_frame", _u32), ("ranked", _u32), ("skip", _u32),
+        ("dtype", _u32), ("split", _u32), ("first_frame", _u32), ("ranked", _u32), ("skip", _u32),
     ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ class SumJob(ctypes.Structure):
     _fields_ = [
         ("frame", _u64 * MAX_JOBS), ("capacity", _u64 * MAX_JOBS), ("stride", _u64), ("own", _u64), ("sums", _u64),
         ("numel", _u64), ("status", _u64), ("count", _u32), ("block", _u32), ("dtype", _u32), ("own_at", _u32),
-        ("plain", _u32), ("fp32_sums", _u32),
+        ("plain", _u32), ("fp32_sums", _u32), ("split", _u32),
     ]  # fmt: skip
 
 

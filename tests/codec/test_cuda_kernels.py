@@ -153,9 +153,13 @@ def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaRoute, torch.device]
 
 
 def trial(seed: int, launcher: emulation.EmulatedLauncher) -> None:
-    """Frames of several chunks with every mode in them, and a sum, with threads in the order of ``seed``."""
+    """Frames of several chunks with every mode in them, and a sum, with threads in the order of ``seed``; whole chunks and parts."""
     launcher.seed(seed)
-    route = CudaRoute(launcher, "cpu")
+    for multiprocessors in (1, 8):
+        _round_trips(CudaRoute(launcher, "cpu", multiprocessors))
+
+
+def _round_trips(route: CudaRoute) -> None:
     tensor = words(torch.bfloat16, 5 * 2048 + 77, 1)
     tensor[1000:1500] = 0
     tensor[3000:3300] *= torch.exp(torch.randn(300, generator=torch.Generator().manual_seed(2)) * 9)
@@ -192,17 +196,17 @@ RACES: dict[str, tuple[str, str, str]] = {
     "chunks start in any order": ("cuda/encode.cuh", "atomicAdd(jobs.ticket, 1u)", "blockIdx.x"),
     "forms are read before they are written": (
         "cuda/encode.cuh",
-        SYNC + "\n  if (warp == 0) {",
-        "\n  if (warp == 0) {",
+        "  " + SYNC + "    if (!jobs.split) break;",
+        "    if (!jobs.split) break;",
     ),
     "copied before it is known where": ("cuda/encode.cuh", SYNC + "\n  const uint64_t end", "\n  const uint64_t end"),
     "the table is used before it is read": (
         "cuda/decode.cuh",
-        SYNC + "  if (!shared.good) return;",
-        "  if (!shared.good) return;",
+        SYNC + "  if (shared.content == NOTHING) return;",
+        "  if (shared.content == NOTHING) return;",
     ),
     "escapes are read before they are listed": (
-        "cuda/decode.cuh",
+        "cuda/decode_block.cuh",
         "    escapes += __popc(escaped);\n  }\n  __syncwarp();",
         "    escapes += __popc(escaped);\n  }",
     ),
@@ -211,7 +215,21 @@ RACES: dict[str, tuple[str, str, str]] = {
         "  }\n  __syncwarp();\n  put_bits",
         "  }\n  put_bits",
     ),
-    "look-back does not wait": ("cuda/encode.cuh", "while (__any_sync(kEveryLane, seen == 0))", "while (false)"),
+    "look-back does not wait": (
+        "cuda/encode.cuh",
+        "\n    while (__any_sync(kEveryLane, seen == 0))",
+        "\n    while (false)",
+    ),
+    "the sizes of other parts are not waited for": (
+        "cuda/encode.cuh",
+        "\n      while (__any_sync(kEveryLane, seen == 0))",
+        "\n      while (false)",
+    ),
+    "a part is taken before the last one is told of": (
+        "cuda/encode.cuh",
+        "  " + SYNC + "  } while (",
+        "  } while (",
+    ),
     "lanes of a warp disagree": ("cuda/warp.cuh", "if (lane == 0) sum = 0;", "if (lane == 0) return 0;"),
 }
 
@@ -235,6 +253,7 @@ print("nothing noticed")
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "nothing noticed" not in result.stdout
+    assert "plant the mistake elsewhere" not in result.stderr, result.stderr[-2000:]
     noticed = ("AssertionError", "FrameError", "emulation: block")
     killed = result.returncode < 0  # by a wild address
     assert killed or any(word in result.stderr for word in noticed), result.stderr[-2000:]

@@ -17,6 +17,8 @@ from ds_zipccl.kernels.cuda import CudaRoute
 SANITIZED = "DS_ZIPCCL_TEST_SANITIZED"
 #: Without optimization, as compiling takes longer than the tests.
 SANITIZERS = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+#: Of the emulated device.
+MULTIPROCESSORS = 2
 
 
 def binary(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Binary:
@@ -61,10 +63,15 @@ class EmulatedLauncher:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.zipccl_emulation_seed.argtypes = [ctypes.c_uint64]
+        library.zipccl_emulation_residents.argtypes = [ctypes.c_uint32]
 
     def seed(self, value: int) -> None:
         """Draw the order in which threads run from ``value``; the same value gives the same order."""
         self._library.zipccl_emulation_seed(value)
+
+    def residents(self, count: int) -> None:
+        """Let ``count`` blocks of threads run at a time, 1 to 3; the others start when one of these ends."""
+        self._library.zipccl_emulation_residents(count)
 
     def launch(
         self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
@@ -85,5 +92,5 @@ def launcher(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Emulate
 
 
 def load() -> CudaRoute:
-    """The route, for CPU tensors."""
-    return CudaRoute(launcher(), "cpu")
+    """The route, for CPU tensors: of few multiprocessors, so that small messages are cut and larger ones are not."""
+    return CudaRoute(launcher(), "cpu", MULTIPROCESSORS)

@@ -23,7 +23,7 @@ namespace {
 
 constexpr uint32_t kThreads = zipccl::kThreads, kWarps = kThreads / kLanes;
 constexpr uint64_t kStack = 256 << 10;
-constexpr uint32_t kResident = 3;  // blocks that run at a time: the others wait until one of these ends
+constexpr uint32_t kResident = 3;  // most blocks that run at a time: the others wait until one of these ends
 
 struct Block;
 struct Fiber {
@@ -171,11 +171,14 @@ void run_one(const void* params) {
 const Kernel kKernels[] = {ZIPCCL_EACH_KERNEL(ZIPCCL_ENTRY)};
 
 uint64_t seed = 0;
+uint32_t places = kResident;
 
 }  // namespace
 
 // The order in which threads run is drawn from this.
 extern "C" void zipccl_emulation_seed(uint64_t value) { seed = value; }
+// As many blocks run at a time as a device has room for beside other work; at most kResident.
+extern "C" void zipccl_emulation_residents(uint32_t count) { places = count < kResident ? count : kResident; }
 
 extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t x, uint32_t y, uint32_t shared, const void* params, void*) {
   const Kernel* kernel = nullptr;
@@ -213,7 +216,7 @@ extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t x, uint32_t y, 
     }
     residents[place] = std::move(block);
   };
-  for (uint32_t place = 0; place < kResident; ++place) start(place);
+  for (uint32_t place = 0; place < places; ++place) start(place);
   while (!ready.empty()) {
     const uint64_t pick = chance() % ready.size();
     Fiber* const fiber = ready[pick];

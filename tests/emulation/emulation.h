@@ -107,6 +107,9 @@ inline uint32_t atomicAdd(uint32_t* at, uint32_t value) {
   return emulation::atomic(at, [=](uint32_t before) { return before + value; });
 }
 inline uint32_t atomicAdd_system(uint32_t* at, uint32_t value) { return atomicAdd(at, value); }
+inline uint32_t atomicCAS(uint32_t* at, uint32_t expected, uint32_t value) {
+  return emulation::atomic(at, [=](uint32_t before) { return before == expected ? value : before; });
+}
 inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
   return emulation::atomic(at, [=](uint32_t before) { return before | value; });
 }

@@ -1,4 +1,5 @@
-// Payload decoder for CUDA: a block of threads takes a chunk, its warps the blocks.
+// Payload decoder for CUDA: a block of threads takes a chunk, or a part of a chunk of a small message, its warps the blocks. Parts know
+// nothing of each other: each reads the table of its chunk.
 #pragma once
 #include "cuda/delta.cuh"
 #include "cuda/frame.cuh"
@@ -37,101 +38,128 @@ struct DecodeJobs {
   uint64_t rank_bytes;     // from a rank's frames to those of the next rank, a multiple of 16
   uint64_t* status;        // all ones, unless a frame fails; may be host memory
   uint32_t count, block, dtype;
+  uint32_t split;          // items are cut into 1 << split parts
   uint32_t first_frame;    // number of the first job among the frames of the call
   uint32_t ranked;         // or there are no ranks: the grid has one row
   uint32_t skip;           // the rank whose frames are not decoded, or kNone
 };
 
+enum Content : uint32_t { NOTHING, RAW_WORDS, BLOCKS, REFUSED };  // of a work item
+
 template <typename F>
 struct DecodeShared {
   DecodeScratch<F> scratch[kWarps];
   Entry entry[kChunkBlocks];
-  const uint8_t* chunk;
+  const uint8_t* chunk;  // or the raw words of a chunk
   typename F::Word* words;
   const typename F::Word* base;
-  uint64_t place;  // of this item, for the status
-  uint32_t numel, good;
+  uint64_t place;              // of this chunk, for the status
+  uint32_t numel, begin, end;  // words of the chunk; blocks of this part
+  Content content;
 };
+
+// Block b of a part. The functions look it up in shared memory wherever they need it, and keep no registers for it meanwhile.
+template <typename F>
+ZIPCCL_DEVICE uint32_t numel_of(const DecodeShared<F>& shared, uint32_t b, uint32_t block) {
+  return least(shared.numel - b * block, block);
+}
+// Words at no multiple of 16 go through the scratch: vectors there, and from there whole words of memory in the order of addresses.
+template <bool kDelta, typename F>
+ZIPCCL_DEVICE bool is_staged(const DecodeShared<F>& shared, uint32_t b) {
+  return reinterpret_cast<uintptr_t>(shared.words) % 16 && !(kDelta && shared.entry[b].mode == CHANGE);
+}
 
 // A warp decodes its blocks, the whole ones or the partial ones; a bad block is reported, and becomes NaN.
 template <typename F, bool kWhole, bool kDelta = false>
 ZIPCCL_DEVICE void decode_blocks(DecodeShared<F>& shared, uint32_t block, uint64_t* status) {
   using Word = typename F::Word;
-  const bool aligned = reinterpret_cast<uintptr_t>(shared.words) % 16 == 0;
-  for (uint32_t b = warp_id(); b * block < shared.numel; b += kWarps) {
+  for (uint32_t b = shared.begin + warp_id(); b < shared.end; b += kWarps) {
     const Entry& entry = shared.entry[b];
-    Word* const words = shared.words + b * block;
-    const uint32_t n = least(shared.numel - b * block, block);
-    if ((aligned && is_whole(entry, n)) != kWhole) continue;
+    const uint32_t n = numel_of(shared, b, block);
+    if (is_whole(entry, n) != kWhole) continue;
+    DecodeScratch<F>& scratch = shared.scratch[warp_id()];
+    Word* const words = is_staged<kDelta>(shared, b) ? scratch.words : shared.words + b * block;
     bool good;
     if constexpr (kWhole) {
       const auto put = [=](uint32_t row, const Octet<F>& octet) {
         octet.store_whole(reinterpret_cast<uint8_t*>(words + row * kRow + 8 * lane_id()), 8 * sizeof(Word));
       };
-      good = decode_whole<F>(shared.chunk, entry, shared.scratch[warp_id()], put);
+      good = decode_whole<F>(shared.chunk, entry, scratch, put);
     } else if (kDelta && entry.mode == CHANGE) {
-      good = decode_change<F>(shared.chunk + entry.tail, entry.tail_bytes, shared.base + b * block, n, entry.top,
-                              shared.scratch[warp_id()], words);
+      good = decode_change<F>(shared.chunk + entry.tail, entry.tail_bytes, shared.base + b * block, n, entry.top, scratch, words);
     } else {
-      good = decode_part<F>(shared.chunk, entry, n, shared.scratch[warp_id()], words);
+      good = decode_part<F>(shared.chunk, entry, n, scratch, words);
     }
-    __syncwarp();  // the lists have been read
+    __syncwarp();
     if (!good) {
       if (lane_id() == 0) report(status, shared.place, BLOCK);
-      refuse(words, n, lane_id(), kLanes);
+      refuse(shared.words + b * block, numel_of(shared, b, block), lane_id(), kLanes);
+    } else if (is_staged<kDelta>(shared, b)) {
+      const uint8_t* const from = reinterpret_cast<const uint8_t*>(shared.scratch[warp_id()].words);
+      copy_bytes<kWhole ? 4 : 1>(reinterpret_cast<uint8_t*>(shared.words + b * block), from,
+                                 (kWhole ? kMaxBlock : numel_of(shared, b, block)) * uint32_t(sizeof(Word)));
+      __syncwarp();  // the scratch has been read
     }
   }
 }
 
-// One work item: a chunk of a frame, or as many words of a raw frame; or a frame without words. Words that a bad frame does not give become
-// NaN.
-template <typename F, bool kDelta = false>
-ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
+// A warp opens the frame of a work item and reads the table of its chunk, for all warps of the block of threads.
+template <typename F, bool kDelta>
+ZIPCCL_DEVICE void open_part(const DecodeJobs& jobs, DecodeShared<F>& shared) {
   using Word = typename F::Word;
-  ZIPCCL_SHARED(DecodeShared<F>, shared);
-  const uint32_t item = blockIdx.x, number = job_of(jobs, item);
+  const uint32_t item = blockIdx.x >> jobs.split, part = blockIdx.x & ((1u << jobs.split) - 1), number = job_of(jobs, item);
   const uint32_t rank = blockIdx.y + (blockIdx.y >= jobs.skip ? 1 : 0);
   const DecodeJob& job = jobs.job[number];
-  const uint32_t block = jobs.block, per_chunk = block * kChunkBlocks;
+  const uint32_t per_part = kChunkBlocks >> jobs.split, per_chunk = jobs.block * kChunkBlocks;
   const uint32_t chunk = item - job.first_item, chunks = pieces(job.numel, per_chunk);
   const uint64_t first = uint64_t(chunk) * per_chunk;
   const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk);
   const uint8_t* const payload = job.payload + rank * jobs.rank_bytes;
-  Word* const words = static_cast<Word*>(job.words) + rank * job.stride + first;
   const uint64_t place = place_of(jobs.ranked ? rank : kNone, jobs.first_frame + number, chunk);
   uint64_t bytes = job.bytes;
   int32_t status = OK;
   bool raw = false;
   if (job.header) {
     const uint32_t codec = kDelta ? kCodecDelta : kCodecExponent;
-    const Opened opened = read_header(job.header + rank * jobs.rank_bytes, job.bytes, codec, jobs.dtype, block, job.numel, sizeof(Word));
+    const Opened opened =
+        read_header(job.header + rank * jobs.rank_bytes, job.bytes, codec, jobs.dtype, jobs.block, job.numel, sizeof(Word));
     status = opened.status, bytes = opened.payload_bytes, raw = !opened.coded;
   }
-  if (status || chunk >= chunks) {  // the first item speaks for the frame
+  const uint8_t* at = payload + first * sizeof(Word);
+  Content content = RAW_WORDS;
+  if (status || chunk >= chunks) {  // the first part of the first item speaks for the frame
     if (!status && bytes) status = INDEX;
-    if (status && chunk == 0 && threadIdx.x == 0) report(jobs.status, place, status);
-    if (chunk < chunks) refuse(words, numel, threadIdx.x, kThreads);
-    return;
+    if (chunk || part) status = OK;
+    content = chunk < chunks ? REFUSED : NOTHING;
+  } else if (!raw) {
+    const ChunkBytes found = find_chunk(payload, bytes, chunk, chunks);
+    status = INDEX, at = found.at;
+    if (found.at) status = read_table<F, kDelta>(found.at, found.bytes, numel, jobs.block, shared.entry) ? OK : BLOCK;
+    content = status ? REFUSED : BLOCKS;
   }
-  if (raw) {
-    copy_raw(payload + first * sizeof(Word), reinterpret_cast<uint8_t*>(words), numel * sizeof(Word));
-    return;
-  }
-  const ChunkBytes found = find_chunk(payload, bytes, chunk, chunks);
-  if (warp_id() == 0) {
-    status = INDEX;
-    if (found.at) status = read_table<F, kDelta>(found.at, found.bytes, numel, block, shared.entry) ? OK : BLOCK;
-    if (threadIdx.x == 0) {
-      shared.chunk = found.at, shared.words = words, shared.numel = numel, shared.good = status == OK;
-      shared.base = static_cast<const Word*>(job.base) + (kDelta ? rank * job.stride + first : 0);
-      shared.place = place;
-      if (status) report(jobs.status, place, status);
-    }
-  }
+  if (lane_id()) return;
+  if (status) report(jobs.status, place, status);
+  shared.content = content, shared.chunk = at, shared.numel = numel, shared.place = place;
+  shared.words = static_cast<Word*>(job.words) + rank * job.stride + first;
+  shared.base = static_cast<const Word*>(job.base) + (kDelta ? rank * job.stride + first : 0);
+  shared.begin = part * per_part, shared.end = least((part + 1) * per_part, pieces(numel, jobs.block));
+}
+
+// One work item: a part of a chunk of a frame, or as many words of a raw frame; or a part of a frame without words. Words that a bad frame
+// does not give become NaN.
+template <typename F, bool kDelta = false>
+ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
+  using Word = typename F::Word;
+  ZIPCCL_SHARED(DecodeShared<F>, shared);
+  if (warp_id() == 0) open_part<F, kDelta>(jobs, shared);
   __syncthreads();
-  if (!shared.good) {
-    refuse(words, numel, threadIdx.x, kThreads);
-    return;
+  if (shared.content == NOTHING) return;
+  if (shared.content != BLOCKS) {
+    const uint32_t begin = least(shared.begin * jobs.block, shared.numel), end = least(shared.end * jobs.block, shared.numel);
+    if (end <= begin) return;
+    if (shared.content == REFUSED) return refuse(shared.words + begin, end - begin, threadIdx.x, kThreads);
+    const uint8_t* const from = shared.chunk + begin * sizeof(Word);
+    return copy_raw(from, reinterpret_cast<uint8_t*>(shared.words + begin), (end - begin) * uint32_t(sizeof(Word)));
   }
   // Rare blocks need more registers; they have a loop of their own.
   decode_blocks<F, true>(shared, jobs.block, jobs.status);

@@ -1,6 +1,11 @@
-// Exponent payload encoder for CUDA: a block of threads encodes a chunk in shared memory, learns from the chunks before it its place in
-// the payload (a scan with look-back: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016) and copies
-// it there. One pass over the words; only the words of a RAW block are read again.
+// Exponent payload encoder for CUDA: a block of threads encodes a chunk, or a part of a chunk of a small message, in shared memory, learns
+// from the chunks before it its place in the payload (a scan with look-back: Merrill and Garland, "Single-pass Parallel Prefix Scan with
+// Decoupled Look-back", 2016) and copies it there. One pass over the words; only the words of a RAW block are read again.
+//
+// No block of threads waits for a block of threads that may not have started, so a single resident block suffices. Parts are numbered
+// chunk by chunk and taken in this order, by `ticket`. A block of threads waits only when every part up to the end of its chunk is taken:
+// it takes the free parts of its chunk itself before. All these parts belong to blocks of threads that run, and a block of threads tells
+// the sizes of its parts before it waits. So the sizes of all chunks up to this one come, and with them, chunk by chunk, their places.
 #pragma once
 #include "cuda/delta.cuh"
 #include "cuda/frame.cuh"
@@ -16,15 +21,16 @@ struct EncodeJob {
   uint64_t* bytes;      // where to put the payload's size, or null
   uint64_t numel;
   uint64_t capacity;    // bytes that may be written from `payload` on
-  uint32_t first_item;  // its chunks, or one item for a job without words, are work items from here on
+  uint32_t first_item;  // its chunks, or one item for a job without words, are work items from here on; each is cut into 1 << split parts
   uint32_t raw;         // the frame is raw: the header and the words
 };
 
 struct EncodeJobs {
   EncodeJob job[kMaxJobs];
-  uint32_t count, block, dtype;
+  uint32_t count, block, dtype, split;
   uint32_t* ticket;     // zero
   uint64_t* places;     // a zero for every item
+  uint64_t* sizes;      // a zero for every part, unless split is 0
   uint32_t* overflows;  // counts payloads that did not fit (may be host memory), or null
 };
 
@@ -33,10 +39,9 @@ struct EncodeShared {
   // A block's staging: its body, then its tail. Both together are smaller than its words, or it is RAW and stays where it is.
   alignas(16) uint8_t slot[kChunkBlocks][kMaxBlock * sizeof(typename F::Word)];
   alignas(16) uint8_t list[kWarps][kMaxBlock];
-  alignas(16) uint8_t table[kChunkBlocks * 4];
   Form form[kChunkBlocks];
   uint32_t body_at[kChunkBlocks], tail_at[kChunkBlocks];
-  uint32_t item, units;
+  uint32_t ticket, own, job, units;
   uint64_t start;
 };
 
@@ -66,6 +71,19 @@ ZIPCCL_DEVICE uint32_t look_back(uint64_t* places, uint32_t chunk, uint32_t inde
   return before;
 }
 
+// A part's sizes as one word, which is never zero.
+ZIPCCL_DEVICE uint64_t part_sizes(uint32_t bodies, uint32_t tails) { return 1ull << 63 | uint64_t(bodies) << 32 | tails; }
+
+// Takes the first part after `ticket`, before `end`, that no block of threads has; a result of `end` or more says that there is none.
+ZIPCCL_DEVICE uint32_t next_ticket(uint32_t* tickets, uint32_t ticket, uint32_t end) {
+  while (++ticket < end) {
+    const uint32_t seen = atomicCAS(tickets, ticket, ticket + 1);
+    if (seen == ticket) break;
+    ticket = seen - 1;  // all before `seen` have an owner
+  }
+  return ticket;
+}
+
 // A RAW block to a multiple of 16, with its padding.
 template <typename F>
 ZIPCCL_DEVICE void copy_raw_block(const typename F::Word* from, uint32_t n, uint8_t* body) {
@@ -86,16 +104,20 @@ struct AgainstBase {
   static constexpr bool delta = true;
 };
 
-// One work item: a chunk of a job, or a job without words.
+// One work item: a part of a chunk of a job, or of a job without words.
 template <typename F, typename Code>
 ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   using Word = typename F::Word;
   ZIPCCL_SHARED(EncodeShared<F>, shared);
-  // Items are taken in order, so that a chunk waits only for items that running blocks have taken.
-  if (threadIdx.x == 0) shared.item = atomicAdd(jobs.ticket, 1u);
+  if (threadIdx.x == 0) {
+    shared.ticket = atomicAdd(jobs.ticket, 1u);
+    shared.own = 1u << (shared.ticket & ((1u << jobs.split) - 1));
+    shared.job = job_of(jobs, shared.ticket >> jobs.split);
+  }
   __syncthreads();
-  const uint32_t item = shared.item;
-  const EncodeJob& job = jobs.job[job_of(jobs, item)];
+  if (shared.ticket >= gridDim.x) return;  // other blocks of threads took all parts
+  const uint32_t item = shared.ticket >> jobs.split, part_shift = log2_of(kChunkBlocks) - jobs.split, per_part = 1u << part_shift;
+  const EncodeJob& job = jobs.job[shared.job];
   const uint32_t chunk = item - job.first_item, per_chunk = jobs.block * kChunkBlocks;
   const uint32_t chunks = pieces(job.numel, per_chunk), index_bytes = pad16(4 * chunks);
   const uint64_t first = uint64_t(chunk) * per_chunk;
@@ -105,63 +127,85 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   if (job.raw) {
     const uint64_t bytes = job.numel * sizeof(Word);
     const bool fits = bytes <= job.capacity;
-    if (fits) copy_raw(reinterpret_cast<const uint8_t*>(words), job.payload + first * sizeof(Word), numel * sizeof(Word));
-    if (chunk == 0 && threadIdx.x == 0) {
+    const uint32_t part = shared.ticket & ((1u << jobs.split) - 1);
+    const uint32_t begin = least(part * per_part * jobs.block, numel), end = least((part + 1) * per_part * jobs.block, numel);
+    if (fits)
+      copy_raw(reinterpret_cast<const uint8_t*>(words + begin), job.payload + (first + begin) * sizeof(Word),
+               (end - begin) * uint32_t(sizeof(Word)));
+    if (chunk == 0 && part == 0 && threadIdx.x == 0) {
       write_header(job.header, kCodecRaw, jobs.dtype, 1, job.numel, kHeaderBytes + bytes, !fits);
       if (!fits && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
     }
     return;
   }
 
-  for (uint32_t b = warp; b < blocks; b += kWarps) {
-    const uint32_t n = least(numel - b * jobs.block, jobs.block);
-    const Word* const from = words + b * jobs.block;
-    Form form = {kLater, 0, 0, 0, 0};
-    if constexpr (!Code::delta) {
-      if (n == Whole::n && reinterpret_cast<uintptr_t>(from) % 16 == 0)
-        form = encode_block<F, Code>(from, Whole(), shared.slot[b], shared.list[warp]);
+  do {
+    const uint32_t part = shared.ticket & ((1u << jobs.split) - 1), begin = part * per_part, end = least(begin + per_part, blocks);
+    for (uint32_t b = begin + warp; b < end; b += kWarps) {
+      const uint32_t n = least(numel - b * jobs.block, jobs.block);
+      Form form = {kLater, 0, 0, 0, 0};
+      if constexpr (!Code::delta) {
+        if (n == Whole::n) form = encode_block<F, Code>(words + b * jobs.block, Whole(), shared.slot[b], shared.list[warp]);
+      }
+      if (lane == 0) shared.form[b] = form;
     }
-    if (lane == 0) shared.form[b] = form;
-  }
-  __syncwarp();
-  for (uint32_t b = warp; b < blocks; b += kWarps) {
-    if (shared.form[b].mode != kLater) continue;
-    const uint32_t n = least(numel - b * jobs.block, jobs.block);
-    const Word* const from = words + b * jobs.block;
-    Form form;
-    if constexpr (Code::delta) {
-      const Word* const base = static_cast<const Word*>(job.base) + first + b * jobs.block;
-      form = encode_change<F>(from, base, n, shared.slot[b], shared.list[warp]);
-    } else {
-      form = encode_block<F, Code>(from, Part{n}, shared.slot[b], shared.list[warp]);
+    __syncwarp();
+    for (uint32_t b = begin + warp; b < end; b += kWarps) {
+      if (shared.form[b].mode != kLater) continue;
+      const uint32_t n = least(numel - b * jobs.block, jobs.block);
+      const Word* const from = words + b * jobs.block;
+      Form form;
+      if constexpr (Code::delta) {
+        const Word* const base = static_cast<const Word*>(job.base) + first + b * jobs.block;
+        form = encode_change<F>(from, base, n, shared.slot[b], shared.list[warp]);
+      } else {
+        form = encode_block<F, Code>(from, Part{n}, shared.slot[b], shared.list[warp]);
+      }
+      if (lane == 0) shared.form[b] = form;
     }
-    if (lane == 0) shared.form[b] = form;
-  }
-  __syncthreads();
+    __syncthreads();
+    if (!jobs.split) break;
+    if (warp == 0) {
+      const Form form = lane < per_part && begin + lane < blocks ? shared.form[begin + lane] : Form{FILL, 0, 0, 0, 0};
+      const uint32_t bodies = __reduce_add_sync(kEveryLane, form.body), tails = __reduce_add_sync(kEveryLane, form.tail);
+      if (lane == 0) {
+        static_cast<volatile uint64_t*>(jobs.sizes)[shared.ticket] = part_sizes(bodies, tails);
+        const uint32_t end_ticket = (item + 1) << jobs.split, next = next_ticket(jobs.ticket, shared.ticket, end_ticket);
+        shared.ticket = next;
+        if (next < end_ticket) shared.own |= 1u << (next & ((1u << jobs.split) - 1));
+      }
+    }
+    __syncthreads();
+  } while (shared.ticket >> jobs.split == item);
 
   if (warp == 0) {
-    const uint32_t table = table_bytes<F>(blocks);
-    const Form form = lane < blocks ? shared.form[lane] : Form{FILL, 0, 0, 0, 0};
-    for (uint32_t i = lane; i < sizeof shared.table / 4; i += kLanes) reinterpret_cast<uint32_t*>(shared.table)[i] = 0;
-    __syncwarp();
-    const uint32_t entry = form.mode << kTailBits | form.tail;
-    if (lane < blocks) {
-      shared.table[lane] = uint8_t(form.top);
-      shared.table[blocks + 2 * lane] = uint8_t(entry);
-      shared.table[blocks + 2 * lane + 1] = uint8_t(entry >> 8);
-      if (F::has_trim) shared.table[3 * blocks + lane] = uint8_t(form.trim);
+    // A lane for each block. The first block of a part of another owner stands for its whole part.
+    const uint32_t table = table_bytes<F>(blocks), part = lane >> part_shift;
+    const bool own = shared.own >> part & 1, stands = lane < blocks && !own && lane == part << part_shift;
+    uint32_t body = 0, tail = 0;
+    if (lane < blocks && own) body = shared.form[lane].body, tail = shared.form[lane].tail;
+    if (jobs.split) {
+      const volatile uint64_t* const sizes = jobs.sizes + (uint64_t(item) << jobs.split) + part;
+      uint64_t seen = stands ? *sizes : part_sizes(0, 0);
+      while (__any_sync(kEveryLane, seen == 0)) {
+        __nanosleep(32);
+        if (seen == 0) seen = *sizes;
+      }
+      if (stands) body = uint32_t(seen >> 32) & 0x7fffffffu, tail = uint32_t(seen);
     }
-    const uint32_t bodies = __reduce_add_sync(kEveryLane, form.body), tails = __reduce_add_sync(kEveryLane, form.tail);
-    const uint32_t body_at = table + sum_below(form.body), tail_at = table + bodies + sum_below(form.tail);
+    const uint32_t bodies = __reduce_add_sync(kEveryLane, body), tails = __reduce_add_sync(kEveryLane, tail);
+    const uint32_t body_at = table + sum_below(body), tail_at = table + bodies + sum_below(tail);
     if (lane < blocks) shared.body_at[lane] = body_at, shared.tail_at[lane] = tail_at;
     const uint32_t units = blocks ? (table + bodies + pad16(tails)) / 16 : 0;
+    // Every owner of a part looks back by itself; all tell the later chunks the same.
     const uint32_t start = look_back(jobs.places + job.first_item, chunk, index_bytes / 16, units);
     if (lane == 0) shared.start = uint64_t(start) * 16, shared.units = units;
   }
   __syncthreads();
 
   const uint64_t end = shared.start + shared.units * 16;
-  if (chunk + 1 >= chunks && threadIdx.x == 0) {
+  const bool leads = shared.own & 1;  // the owner of the first part writes all that is not of a block
+  if (leads && chunk + 1 >= chunks && threadIdx.x == 0) {
     if (job.bytes) *job.bytes = end;
     if (job.header) {
       const uint32_t codec = Code::delta ? kCodecDelta : kCodecExponent;
@@ -170,13 +214,25 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     if (end > job.capacity && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
   }
   if (end > job.capacity || !blocks) return;
-  if (threadIdx.x == 0) reinterpret_cast<uint32_t*>(job.payload)[chunk] = uint32_t(shared.start / 16);
-  if (chunk + 1 == chunks && threadIdx.x < (index_bytes - 4 * chunks) / 4)
-    reinterpret_cast<uint32_t*>(job.payload)[chunks + threadIdx.x] = 0;
   uint8_t* const out = job.payload + shared.start;
-  if (threadIdx.x < table_bytes<F>(blocks) / 16)
-    reinterpret_cast<uint4*>(out)[threadIdx.x] = reinterpret_cast<const uint4*>(shared.table)[threadIdx.x];
+  if (leads) {
+    if (threadIdx.x == 0) reinterpret_cast<uint32_t*>(job.payload)[chunk] = uint32_t(shared.start / 16);
+    if (chunk + 1 == chunks && threadIdx.x < (index_bytes - 4 * chunks) / 4)
+      reinterpret_cast<uint32_t*>(job.payload)[chunks + threadIdx.x] = 0;
+    const uint32_t entries = blocks * (F::has_trim ? 4 : 3);
+    if (threadIdx.x < table_bytes<F>(blocks) - entries) out[entries + threadIdx.x] = 0;
+  }
+  const bool ends = shared.own >> ((blocks - 1) >> part_shift) & 1;
+  if (threadIdx.x < blocks && shared.own >> (threadIdx.x >> part_shift) & 1) {
+    const Form form = shared.form[threadIdx.x];
+    const uint32_t entry = form.mode << kTailBits | form.tail;
+    out[threadIdx.x] = uint8_t(form.top);
+    out[blocks + 2 * threadIdx.x] = uint8_t(entry);
+    out[blocks + 2 * threadIdx.x + 1] = uint8_t(entry >> 8);
+    if (F::has_trim) out[3 * blocks + threadIdx.x] = uint8_t(form.trim);
+  }
   for (uint32_t b = warp; b < blocks; b += kWarps) {
+    if (!(shared.own >> (b >> part_shift) & 1)) continue;
     const Form form = shared.form[b];
     uint8_t* const body = out + shared.body_at[b];
     if (form.mode == RAW) {
@@ -187,6 +243,7 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
       copy_bytes(out + shared.tail_at[b], shared.slot[b] + form.body, form.tail);
     }
   }
+  if (!ends) return;
   const uint32_t tails_end = shared.tail_at[blocks - 1] + shared.form[blocks - 1].tail;
   if (threadIdx.x < pad16(tails_end) - tails_end) out[tails_end + threadIdx.x] = 0;
 }

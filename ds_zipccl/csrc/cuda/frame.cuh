@@ -44,12 +44,26 @@ ZIPCCL_DEVICE void refuse(Word* words, uint32_t n, uint32_t at, uint32_t count) 
   for (; at < n; at += count) words[at] = Word(~Word(0));
 }
 
-// The threads of a block copy words of a raw frame.
-ZIPCCL_DEVICE void copy_raw(const uint8_t* from, uint8_t* to, uint64_t bytes) {
-  const bool aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
-  const uint64_t vectors = aligned ? bytes / 16 : 0;
-  for (uint64_t i = threadIdx.x; i < vectors; i += kThreads) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
-  for (uint64_t i = 16 * vectors + threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
+// The threads of a block copy bytes between any two addresses, and touch nothing but these bytes.
+ZIPCCL_DEVICE void copy_raw(const uint8_t* from, uint8_t* to, uint32_t bytes) {
+  uint32_t done;
+  if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0) {
+    const uint32_t vectors = bytes / 16;
+    for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    done = 16 * vectors;
+  } else {  // whole words of `to`, each out of one or two words of `from`
+    uint32_t head = uint32_t(-reinterpret_cast<uintptr_t>(to)) & 3;
+    const uint32_t phase = uint32_t(reinterpret_cast<uintptr_t>(from) + head) & 3;
+    head = least(head < phase ? head + 4 : head, bytes);  // the first word of `from` then begins inside
+    uint32_t words = (bytes - head) / 4;
+    if (phase && words && bytes - head - 4 * words < 4 - phase) --words;  // the last one ends inside
+    const uint32_t* const source = reinterpret_cast<const uint32_t*>(from + head - phase);
+    for (uint32_t i = threadIdx.x; i < words; i += kThreads)
+      reinterpret_cast<uint32_t*>(to + head)[i] = phase ? __funnelshift_r(source[i], source[i + 1], 8 * phase) : source[i];
+    if (threadIdx.x < head) to[threadIdx.x] = from[threadIdx.x];
+    done = head + 4 * words;
+  }
+  for (uint32_t i = done + threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
 }
 
 // `block` is 1 in a raw frame. `overflow`: the frame did not fit in its slot; it ends with this header, whose frame_bytes is the length of

@@ -22,6 +22,7 @@ struct SumJob {
   uint32_t own_at;                   // or kNone
   uint32_t plain;                    // slots hold plain words, or flat frames without checksums
   uint32_t fp32_sums;                // the sums are floats, not words
+  uint32_t split;                    // chunks are cut into 1 << split parts
 };
 
 template <typename F>
@@ -68,25 +69,27 @@ ZIPCCL_DEVICE void refuse_sums(const SumJob& job, uint64_t first, uint32_t n, ui
   }
 }
 
-// One work item: a chunk of the sums. Warps take blocks, eight at a time; for these blocks the summands are opened in groups. Sums that a
+// One work item: a part of a chunk of the sums. Warps take blocks, eight at a time; for these blocks the summands are opened in groups. Sums that a
 // bad frame belongs to become NaN.
 template <typename F>
 ZIPCCL_DEVICE void decode_sum(const SumJob& job) {
   using Word = typename F::Word;
   ZIPCCL_SHARED(SumShared<F>, shared);
-  const uint32_t chunk = blockIdx.x, per_chunk = job.block * kChunkBlocks;
+  const uint32_t chunk = blockIdx.x >> job.split, part = blockIdx.x & ((1u << job.split) - 1), per_part = kChunkBlocks >> job.split;
+  const uint32_t per_chunk = job.block * kChunkBlocks;
   const uint64_t first = uint64_t(chunk) * per_chunk;
   const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk), blocks = pieces(numel, job.block);
   if (threadIdx.x == 0) shared.failed = 0;
+  const uint32_t begin = part * per_part, end = least(begin + per_part, blocks);
 
-  for (uint32_t b0 = 0; b0 < blocks; b0 += kWarps) {
-    const uint32_t b = b0 + warp_id(), n = b < blocks ? least(numel - b * job.block, job.block) : 0;
+  for (uint32_t b0 = begin; b0 < end; b0 += kWarps) {
+    const uint32_t b = b0 + warp_id(), n = b < end ? least(numel - b * job.block, job.block) : 0;
     const uint64_t at = first + b * job.block;
     float sum[kRows][8];
     bool good = n != 0;
     for (uint32_t group = 0; group < job.count; group += kMaxFrames) {
       const uint32_t members = least(job.count - group, kMaxFrames);
-      if (b0 == 0 || job.count > kMaxFrames) {
+      if (b0 == begin || job.count > kMaxFrames) {
         __syncthreads();  // the group before has been read
         for (uint32_t member = warp_id(); member < members; member += kWarps) {
           const int32_t status = open_summand<F>(job, group + member, member, chunk, numel, shared);
@@ -96,7 +99,10 @@ ZIPCCL_DEVICE void decode_sum(const SumJob& job) {
           }
         }
         __syncthreads();
-        if (shared.failed) return refuse_sums<F>(job, first, numel, threadIdx.x, kThreads);
+        if (shared.failed) {
+          const uint32_t skipped = begin * job.block;
+          return refuse_sums<F>(job, first + skipped, least(end * job.block, numel) - skipped, threadIdx.x, kThreads);
+        }
       }
       for (uint32_t member = 0; good && member < members; ++member) {
         const uint8_t* const from = shared.chunk[member];
@@ -134,19 +140,30 @@ ZIPCCL_DEVICE void decode_sum(const SumJob& job) {
       refuse_sums<F>(job, at, n, lane_id(), kLanes);
       continue;
     }
+    // Whole blocks that are not at a multiple of 16 go through the scratch, as in decode_blocks().
+    const uint32_t itemsize = job.fp32_sums ? 4 : sizeof(Word);
+    uint8_t* const sums = static_cast<uint8_t*>(job.sums) + at * itemsize;
+    const bool staged = n == Whole::n && reinterpret_cast<uintptr_t>(sums) % 16;
+    static_assert(sizeof(DecodeScratch<F>) >= 4 * kMaxBlock, "room for the floats of a block");
+    uint8_t* const stage = staged ? reinterpret_cast<uint8_t*>(&shared.scratch[warp_id()]) : sums;
 #pragma unroll
     for (uint32_t row = 0; row < kRows; ++row) {
-      const uint64_t to = at + row * kRow + 8 * lane_id();
+      uint8_t* const to = stage + (row * kRow + 8 * lane_id()) * itemsize;
       const uint32_t length = Part{n}.length(row);
       Octet<Fp32> unrounded;
       Octet<F> rounded;
 #pragma unroll
       for (uint32_t i = 0; i < 8; ++i) unrounded.set(i, as_bits(sum[row][i])), rounded.set(i, Values<F>::round(sum[row][i]));
       if (job.fp32_sums) {
-        unrounded.store(static_cast<uint32_t*>(job.sums) + to, length);
+        unrounded.store(reinterpret_cast<uint32_t*>(to), length);
       } else {
-        rounded.store(static_cast<Word*>(job.sums) + to, length);
+        rounded.store(reinterpret_cast<Word*>(to), length);
       }
+    }
+    if (staged) {
+      __syncwarp();
+      copy_bytes(sums, stage, n * itemsize);
+      __syncwarp();  // the scratch has been read
     }
   }
 }

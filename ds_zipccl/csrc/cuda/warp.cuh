@@ -66,7 +66,7 @@ ZIPCCL_DEVICE uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
 }
 
 // The number of elements in a block and, of these, in a lane of a row: eight in a whole block, fewer in a partial one. Nearly all blocks
-// are whole, with words at a multiple of 16.
+// are whole.
 struct Whole {
   static constexpr uint32_t n = kMaxBlock, unroll = kRows;
   static constexpr bool whole = true;
@@ -130,10 +130,12 @@ ZIPCCL_DEVICE void put_bits(uint8_t* string, uint32_t at, uint32_t bits) {
   if (shift && bits >> (32 - shift)) atomicOr(word + 1, bits >> (32 - shift));
 }
 
-// The warp copies bytes from shared memory (a multiple of 4) to any address.
+// The warp copies bytes from shared memory (a multiple of 4) to any address. `kUnroll`: words of a lane at a time.
+template <uint32_t kUnroll = 4>
 ZIPCCL_DEVICE void copy_bytes(uint8_t* to, const uint8_t* from, uint32_t bytes) {
   const uint32_t head = least(uint32_t(-reinterpret_cast<uintptr_t>(to)) & 3, bytes), words = (bytes - head) / 4;
   const uint32_t* source = reinterpret_cast<const uint32_t*>(from);
+#pragma unroll kUnroll
   for (uint32_t i = lane_id(); i < words; i += kLanes)
     reinterpret_cast<uint32_t*>(to + head)[i] = head ? __funnelshift_r(source[i], source[i + 1], 8 * head) : source[i];
   if (lane_id() < head) to[lane_id()] = from[lane_id()];

@@ -92,9 +92,23 @@ struct Octet<F, uint16_t> {
     if (bytes) *reinterpret_cast<uint4*>(to) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
   }
 
+  // All eight words from any address of a word, by whole words of memory where these hold no other bytes.
+  ZIPCCL_DEVICE void load_shifted(const uint16_t* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 4 == 0) {
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) pair[i] = reinterpret_cast<const uint32_t*>(from)[i];
+    } else {
+      const uint32_t* const middle = reinterpret_cast<const uint32_t*>(from + 1);
+      const uint32_t a = middle[0], b = middle[1], c = middle[2];
+      pair[0] = from[0] | a << 16, pair[1] = __funnelshift_r(a, b, 16), pair[2] = __funnelshift_r(b, c, 16);
+      pair[3] = c >> 16 | uint32_t(from[7]) << 16;
+    }
+  }
+
   // The first `length` words from and to any address of a word; `pad` stands for the others.
   ZIPCCL_DEVICE void load(const uint16_t* from, uint32_t length, uint16_t pad) {
-    if (length == 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_whole(reinterpret_cast<const uint8_t*>(from));
+    if (length == 8)
+      return reinterpret_cast<uintptr_t>(from) % 16 ? load_shifted(from) : load_whole(reinterpret_cast<const uint8_t*>(from));
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
   }
@@ -150,9 +164,16 @@ struct Octet<F, uint32_t> {
     if (bytes > 16) reinterpret_cast<uint4*>(to)[1] = make_uint4(w[4], w[5], w[6], w[7]);
   }
 
+  // All eight words from any address of a word.
+  ZIPCCL_DEVICE void load_shifted(const uint32_t* from) {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) w[i] = from[i];
+  }
+
   // The first `length` words from and to any address of a word; `pad` stands for the others.
   ZIPCCL_DEVICE void load(const uint32_t* from, uint32_t length, uint32_t pad) {
-    if (length == 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_whole(reinterpret_cast<const uint8_t*>(from));
+    if (length == 8)
+      return reinterpret_cast<uintptr_t>(from) % 16 ? load_shifted(from) : load_whole(reinterpret_cast<const uint8_t*>(from));
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
   }
@@ -203,27 +224,48 @@ struct Octet<F, uint8_t> {
     if (bytes) *reinterpret_cast<uint2*>(to) = make_uint2(quad[0], quad[1]);
   }
 
+  // All eight words from any address, by whole words of memory where these hold no other bytes.
+  ZIPCCL_DEVICE void load_shifted(const uint8_t* from) {
+    const uint32_t phase = uint32_t(reinterpret_cast<uintptr_t>(from)) & 3, head = (0 - phase) & 3;  // bytes before the first whole word
+    const uint32_t* const middle = reinterpret_cast<const uint32_t*>(from + head);
+    if (head == 0) {
+      quad[0] = middle[0], quad[1] = middle[1];
+      return;
+    }
+    uint32_t before = 0, after = 0;  // one to three bytes each, at the ends of their words
+    for (uint32_t i = 0; i < head; ++i) before |= uint32_t(from[i]) << 8 * (phase + i);
+    for (uint32_t i = 0; i < phase; ++i) after |= uint32_t(from[head + 4 + i]) << 8 * i;
+    quad[0] = __funnelshift_r(before, middle[0], 8 * phase), quad[1] = __funnelshift_r(middle[0], after, 8 * phase);
+  }
+
   // The first `length` words from and to any address of a word; `pad` stands for the others.
   ZIPCCL_DEVICE void load(const uint8_t* from, uint32_t length, uint8_t pad) {
-    if (length == 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_whole(reinterpret_cast<const uint8_t*>(from));
+    if (length == 8)
+      return reinterpret_cast<uintptr_t>(from) % 8 ? load_shifted(from) : load_whole(reinterpret_cast<const uint8_t*>(from));
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
   }
   ZIPCCL_DEVICE void store(uint8_t* to, uint32_t length) const {
-    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint8_t));
+    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 8 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint8_t));
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i)
       if (i < length) to[i] = word(i);
   }
 };
 
-// The words of a whole block, in registers; they lie at a multiple of 16.
+// The words of a whole block, in registers.
 template <typename F>
 struct Rows {
   Octet<F> octets[kRows];
   ZIPCCL_DEVICE Rows(const typename F::Word* words, Whole, typename F::Word) {
+    const typename F::Word* const own = words + 8 * lane_id();
+    if (reinterpret_cast<uintptr_t>(words) % 16 == 0) {
 #pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) octets[row].load_whole(reinterpret_cast<const uint8_t*>(words + row * kRow + 8 * lane_id()));
+      for (uint32_t row = 0; row < kRows; ++row) octets[row].load_whole(reinterpret_cast<const uint8_t*>(own + row * kRow));
+    } else {
+#pragma unroll
+      for (uint32_t row = 0; row < kRows; ++row) octets[row].load_shifted(own + row * kRow);
+    }
   }
   ZIPCCL_DEVICE const Octet<F>& octet(uint32_t row) const { return octets[row]; }
 };

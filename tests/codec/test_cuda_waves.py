@@ -1,0 +1,206 @@
+"""Chunks that are cut into parts: how full a device is then, and that the parts of a chunk fit together whatever room the device has."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import emulation
+import pytest
+import tiers
+import torch
+from places import PYTHONPATH
+from test_cuda_kernels import GUARD, frame_of, slot, words
+
+from ds_zipccl.codecs import compress, compress_bound
+from ds_zipccl.frame import FrameError, FrameErrorCode
+from ds_zipccl.kernels import waves
+from ds_zipccl.kernels.cuda import CudaRoute, new_status, raise_failure
+
+H100 = 132
+MIB = 1 << 20
+
+
+def test_small_messages_fill_the_device() -> None:
+    """Multiprocessors at work, warps at work on the fullest one, and blocks one after the other; bf16, whole chunks and as cut."""
+    found = {}
+    for mib in (0.25, 1, 4, 8, 16, 64, 256):
+        chunks = int(mib * MIB) // (2 * 16 * 1024)
+        cut = waves.split(chunks, 4, H100)
+        whole, parts = waves.fill(chunks, 0, 4, H100), waves.fill(chunks, cut, 4, H100)
+        found[mib] = (whole.busy, whole.warps, whole.depth), cut, (parts.busy, parts.warps, parts.depth)
+        assert parts.waves <= max(whole.waves, 1)
+    assert found == {
+        0.25: ((8, 8, 2), 2, (32, 4, 1)),
+        1: ((32, 8, 2), 2, (128, 4, 1)),
+        4: ((128, 8, 2), 2, (132, 16, 1)),
+        8: ((132, 16, 2), 1, (132, 32, 1)),
+        16: ((132, 32, 2), 0, (132, 32, 2)),
+        64: ((132, 32, 8), 0, (132, 32, 8)),
+        256: ((132, 32, 32), 0, (132, 32, 32)),
+    }
+
+
+def test_the_largest_cut_that_the_device_holds() -> None:
+    assert [waves.split(chunks, 4, 2) for chunks in (0, 1, 2, 3, 4, 5, 8, 9)] == [2, 2, 2, 1, 1, 0, 0, 0]
+    assert waves.multiprocessors(torch.device("cpu")) == 0
+
+
+class Recording:
+    """A launcher that notes the cuts of its launches."""
+
+    def __init__(self, launcher: emulation.EmulatedLauncher) -> None:
+        self._launcher = launcher
+        self.cuts: set[tuple[str, int]] = set()
+
+    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
+        self.cuts.add((kernel.split("_")[1], params.split))
+        self._launcher.launch(kernel, grid, shared_bytes, params, stream)
+
+
+@pytest.fixture
+def launcher() -> Iterator[emulation.EmulatedLauncher]:
+    made = emulation.launcher()
+    yield made
+    made.seed(0)
+    made.residents(3)
+
+
+def trial(seed: int, launcher: emulation.EmulatedLauncher, dtype: torch.dtype = torch.bfloat16) -> set[tuple[str, int]]:
+    """Frames of chunks that are whole, halved and quartered, with threads in the order of ``seed`` and little room on the device."""
+    launcher.seed(seed)
+    launcher.residents(1 + seed % 3)
+    noted = Recording(launcher)
+    numels = (0, 1, 4 * 128, 2048 + 130, 3 * 2048, 5 * 2048 - 7)
+    tensors = [words(dtype, numel, numel) for numel in numels]
+    tensors[-1][2000:3000] = 0
+    bound = [compress_bound(tensor.numel(), dtype, block=128) for tensor in tensors]
+    for multiprocessors in (1, 8, 20):
+        route = CudaRoute(noted, multiprocessors)
+        slots = [slot(size, tensors[0].device) for size in bound]
+        overflows = torch.zeros(1, dtype=torch.int32)
+        route.encode_frames(tensors, "cascade", 128, [at for at, _ in slots], overflows)
+        for tensor, (at, memory) in zip(tensors, slots, strict=True):
+            wanted = frame_of(tensor, "cascade", 128)
+            assert torch.equal(at[: wanted.numel()], wanted)
+            assert (memory[:32] == GUARD).all() and (memory[32 + at.numel() :] == GUARD).all()
+        assert overflows.item() == 0
+        frames = [at for at, _ in slots]
+        frames[2] = compress(tensors[2], "raw", shaped=False, checksum=False)
+        outs = [torch.empty_like(tensor) for tensor in tensors]
+        status = new_status(tensors[0].device)
+        route.decode_frames(frames, 128, outs, status)
+        raise_failure(status)
+        for tensor, out in zip(tensors, outs, strict=True):
+            assert torch.equal(out.view(torch.uint8), tensor.view(torch.uint8))
+        if dtype.itemsize > 1:
+            sums = torch.empty_like(tensors[-1])
+            route.decode_sum_frames([slots[-1][0]] * 2, 128, dtype, sums, status)
+            raise_failure(status)
+            assert torch.equal(sums, tensors[-1] + tensors[-1])
+        # A frame that does not fit is counted once, not once for each part.
+        size = frame_of(tensors[-1], "cascade", 128).numel()
+        at, memory = slot(size - 1, tensors[0].device)
+        route.encode_frames([tensors[-1]], "cascade", 128, [at], overflows)
+        assert overflows.item() == 1 and (memory[32 + size - 1 :] == GUARD).all()
+        route.decode_frames([at], 128, [outs[-1]], status)
+        with pytest.raises(FrameError) as raised:
+            raise_failure(status)
+        assert raised.value.code == FrameErrorCode.OVERFLOWED
+    return noted.cuts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=["bf16", "fp32", "e4m3"])
+def test_parts_fit_together(launcher: emulation.EmulatedLauncher, dtype: torch.dtype) -> None:
+    """Also where one block of threads runs at a time: no part waits for a part that has not started."""
+    cuts = set()
+    for seed in range(6):
+        cuts |= trial(seed, launcher, dtype)
+    assert {(kernel, cut) for kernel in ("encode", "decode") for cut in (0, 1, 2)} <= cuts, cuts
+
+
+def test_a_change_in_parts(launcher: emulation.EmulatedLauncher) -> None:
+    base = words(torch.bfloat16, 9000, 3)
+    tensor = (base.float() * (1 + 0.01 * words(torch.float32, 9000, 4))).bfloat16()
+    payloads = []
+    for multiprocessors in (1, 20):
+        launcher.residents(1)
+        noted = Recording(launcher)
+        route = CudaRoute(noted, multiprocessors)
+        out = torch.full((compress_bound(9000, torch.bfloat16, block=256),), GUARD, dtype=torch.uint8)
+        payloads.append(out[: route.encode_delta(tensor, base, 256, out)])
+        back = torch.empty_like(tensor)
+        route.decode_delta(payloads[-1], base, 256, back)
+        assert torch.equal(back.view(torch.int16), tensor.view(torch.int16))
+        assert noted.cuts == (
+            {("encode", 0), ("decode", 0)} if multiprocessors == 1 else {("encode", 2), ("decode", 2)}
+        )
+    assert torch.equal(*payloads)
+
+
+#: What makes the parts of a chunk fit together: file, text, mistake, and a word of the failure.
+MISTAKES: dict[str, tuple[str, str, str]] = {
+    "a block of threads waits for parts that have not started": (
+        "cuda/encode.cuh",
+        "next = next_ticket(jobs.ticket, shared.ticket, end_ticket);",
+        "next = end_ticket;",
+    ),
+    "a part takes tickets of the next chunk": (
+        "cuda/encode.cuh",
+        "end_ticket = (item + 1) << jobs.split,",
+        "end_ticket = (item + 2) << jobs.split,",
+    ),
+    "a part that was taken is forgotten": (
+        "cuda/encode.cuh",
+        "if (next < end_ticket) shared.own |=",
+        "if (next < end_ticket) shared.own =",
+    ),
+    "every part writes the header": (
+        "cuda/encode.cuh",
+        "const bool leads = shared.own & 1;",
+        "const bool leads = true;",
+    ),
+    "decoded parts leave a gap": (
+        "cuda/decode.cuh",
+        "shared.end = least((part + 1) * per_part,",
+        "shared.end = least((part + 1) * per_part - 1,",
+    ),
+    "summed parts leave a gap": (
+        "cuda/sum.cuh",
+        "least((part + 1) * per_part, blocks)",
+        "least((part + 1) * per_part - 1, blocks)",
+    ),
+    "a raw part is short": (
+        "cuda/decode.cuh",
+        "end = least(shared.end * jobs.block",
+        "end = least(shared.end * jobs.block - 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    tiers.mostly_full(
+        MISTAKES, ["a block of threads waits for parts that have not started"], "each compiles an emulation"
+    ),
+)
+def test_a_mistake_is_noticed(mistake: str) -> None:
+    """In a process of its own, as some of them end it."""
+    file, good, bad = MISTAKES[mistake]
+    program = f"""
+import sys
+sys.path[:0] = {PYTHONPATH.split(os.pathsep)!r}
+import emulation, test_cuda_waves
+launcher = emulation.launcher({{{file!r}: ({(good, bad)!r},)}})
+for seed in range(6):
+    test_cuda_waves.trial(seed, launcher)
+print("nothing noticed")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert "nothing noticed" not in result.stdout
+    assert "plant the mistake elsewhere" not in result.stderr, result.stderr[-2000:]
+    noticed = ("AssertionError", "FrameError", "emulation: block")
+    assert result.returncode < 0 or any(word in result.stderr for word in noticed), result.stderr[-2000:]
