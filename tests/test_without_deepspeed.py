@@ -137,6 +137,7 @@ def test_report(python: str) -> None:
         )
 
 
+@pytest.mark.full(reason="half a minute on a busy machine; the other tests stay")
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -88,6 +88,7 @@ def machine() -> Mapping[str, str]:
         "memory": f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown",
         "C++ compiler": attempt(_compiler).popitem()[1],
         "CUDA": attempt(_cuda).popitem()[1],
+        "NVRTC": attempt(_nvrtc).popitem()[1],
     }
 
 
@@ -106,6 +107,12 @@ def _cuda() -> Mapping[str, str]:
         return {"cuda": "no device" if torch.version.cuda else "this torch is built without it"}
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"cuda": f"{torch.version.cuda}: {', '.join(names)}"}
+
+
+def _nvrtc() -> Mapping[str, str]:
+    from ds_zipccl.kernels.nvrtc import nvrtc
+
+    return {"nvrtc": f"{nvrtc().version}: {nvrtc().path}"}
 
 
 def routes() -> Mapping[str, str]:

@@ -342,7 +342,7 @@ def test_report_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_report_where_everything_is_broken(tmp_path: Path) -> None:
     probe = """
 import sys
-for name in ("deepspeed", "numba", "pydantic"):
+for name in ("deepspeed", "numba"):
     sys.modules[name] = None
 from ds_zipccl.__main__ import main
 sys.exit(main(["report"]))
@@ -354,6 +354,6 @@ sys.exit(main(["report"]))
     assert result.returncode == 1, result.stderr
     assert result.stdout.splitlines()[-1].startswith("no route for CPU tensors works here"), result.stdout
     assert "no C++ compiler (/nonexistent/c++" in result.stdout
-    for missing in ("numba", "pydantic"):
-        assert f"import of {missing} halted" in result.stdout
+    assert "import of numba halted" in result.stdout
+    assert "invalid: DS_ZIPCCL must be 0, 1 or the section as a JSON object, got '{'" in result.stdout
     assert "usable\n" not in result.stdout.partition("routes\n")[2].partition("builders\n")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,9 @@ def test_a_long_build_says_so(
     target.unlink()
     build.build(recipe)
     assert capfd.readouterr().err == "", "a short build says nothing"
+    assert all(thread.finished.is_set() for thread in threading.enumerate() if isinstance(thread, threading.Timer)), (
+        "nor later"
+    )
 
 
 @pytest.mark.usefixtures("own_cache")
