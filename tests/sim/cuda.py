@@ -79,6 +79,10 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     return (9, 0)
 
 
+def is_initialized() -> bool:
+    return True
+
+
 def _lazy_init() -> None:
     """torch calls this before it makes a tensor of the GPU."""
 
@@ -86,6 +90,6 @@ def _lazy_init() -> None:
 #: Names that a simulation replaces in torch.cuda.
 REPLACED = (
     "Event Stream current_device current_stream default_stream device device_count get_device_capability is_available "
-    "is_current_stream_capturing set_device set_stream stream synchronize _lazy_init"
+    "is_current_stream_capturing is_initialized set_device set_stream stream synchronize _lazy_init"
 ).split()
 assert all(hasattr(torch.cuda, name) for name in REPLACED)

@@ -32,12 +32,7 @@ from sim.device import Event, Gpu, Stream, machine, mine
 from sim.scheduler import Op, Place, here
 from sim.tensor import DeviceTensor
 
-_REDUCED = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.MIN: torch.minimum,
-}
+_REDUCED = {"SUM": torch.add, "AVG": torch.add, "MAX": torch.maximum, "MIN": torch.minimum}
 
 
 @dataclass(eq=False)
@@ -96,7 +91,7 @@ class Communicator:
             gpu.scheduler.turn(gpu.rank, lambda: all(self.calls.values()), peers)
 
     def _compare(self, gpu: Gpu, call: Call) -> None:
-        for peer in self._peers(call):
+        for peer in (*self._peers(call), call):
             for name, value in call.signature.items():
                 if call.kind != peer.kind or peer.signature.get(name) != value:
                     self._hang(gpu, call, peer, "kind" if call.kind != peer.kind else name)
@@ -177,6 +172,14 @@ class Communicator:
         return "; ".join(parts) or "its predecessor in the group"
 
 
+def _name(operation: Any) -> str:
+    """Return the name of a reduction, which torch gives as an enum or as an object around one."""
+    found: str = getattr(operation, "op", operation).name
+    if found not in _REDUCED:
+        raise NotImplementedError(f"the simulated NCCL has {', '.join(_REDUCED)}, not {found}")
+    return found
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
@@ -190,7 +193,7 @@ def _exchange(gpu: Gpu, calls: list[Call]) -> None:
         total = calls[first].inputs[0].clone()
         for step in range(1, ranks):
             total = _REDUCED[operation](total, calls[(first + step) % ranks].inputs[0])
-        if operation == dist.ReduceOp.AVG:
+        if operation == "AVG":
             total = total / ranks
         parts = [total] * ranks if kind == "all_reduce" else list(total.view(ranks, -1))
         for call, part in zip(calls, parts, strict=True):
@@ -271,7 +274,7 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or dist.AllreduceOptions()
         (tensor,) = tensors
-        signature = {"op": opts.reduceOp, "count": tensor.numel(), "dtype": tensor.dtype}
+        signature = {"op": _name(opts.reduceOp), "count": tensor.numel(), "dtype": tensor.dtype}
         return self._run("all_reduce", signature, [tensor], [tensor], opts)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
@@ -296,7 +299,7 @@ class Group(dist.ProcessGroup):
                 f"{tensor.numel()} {tensor.dtype} for {self._size} times {output.numel()} {output.dtype}"
             )
         self._in_place("reduce_scatter", tensor, output)
-        signature = {"op": opts.reduceOp, "count": output.numel(), "dtype": tensor.dtype}
+        signature = {"op": _name(opts.reduceOp), "count": output.numel(), "dtype": tensor.dtype}
         return self._run("reduce_scatter", signature, [tensor], [output], opts)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
@@ -335,7 +338,7 @@ class Group(dist.ProcessGroup):
     # --- coalescing: one ncclGroup; each operation keeps its own number
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        signature = {"op": opts.reduceOp}
+        signature = {"op": _name(opts.reduceOp)}
         return [
             self._run("all_reduce", {**signature, "count": one.numel(), "dtype": one.dtype}, [one], [one], opts)
             for one in tensors

@@ -21,8 +21,10 @@ from typing import Any, NoReturn
 
 import torch
 
-_HERE = str(Path(__file__).parent)
-_SKIPPED = (str(Path(torch.__file__).parent), threading.__file__, "<")
+_HERE = Path(__file__).parent
+_OWN = "cuda device launcher memory nccl races scheduler store tensor world".split()
+#: Files that are not the program under test.
+_SKIPPED = (*(str(_HERE / f"{name}.py") for name in _OWN), str(Path(torch.__file__).parent), threading.__file__, "<")
 #: Frames of the program that a place names, from the inside out.
 _DEPTH = 4
 
@@ -55,8 +57,7 @@ def here() -> Place:
     frame = sys._getframe(1)
     while frame is not None and len(frames) < _DEPTH:
         name = frame.f_code.co_filename
-        own = name.startswith(_HERE) and not Path(name).name.startswith("test_")
-        if not own and not name.startswith(_SKIPPED) and "contextlib" not in name:
+        if not name.startswith(_SKIPPED) and "contextlib" not in name:
             frames.append((name, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
     return Place(tuple(frames))
@@ -151,6 +152,7 @@ class Scheduler:
         #: Moves so far; a host that polls waits for another move.
         self.progress = 0
         self.over = threading.Event()
+        self.trace: Callable[[str], None] | None = None
         self._one_queue = one_queue
         self._busy = busy
         self._temper = self.random.choice(_TEMPERS)
@@ -293,6 +295,8 @@ class Scheduler:
         op.started = op.done = True
         self.spinning[queue.rank].discard(op)
         queue.ops.popleft()
+        if self.trace is not None:
+            self.trace(f"{queue}: {op.label}")
         for call in op.after:
             call()
 

@@ -23,11 +23,14 @@ from sim import cuda, device
 from sim.device import Counters, Gpu
 from sim.launcher import observe
 from sim.nccl import Communicator, Group
-from sim.scheduler import Fault, Scheduler, Stopped
+from sim.scheduler import Fault, Scheduler, Stopped, here
+from sim.store import Store
 from sim.tensor import DeviceTensor, PinnedTensor
 
 #: Bytes of GPU memory of a rank.
 ARENA_BYTES = 64 << 20
+#: That of the wheels of torch 2.13.
+NCCL_VERSION = (2, 29, 7)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Modes:
     connect: bool = False
     #: Operations of two groups must be serialised by streams or waits (NCCL without NCCL_LAUNCH_ORDER_IMPLICIT).
     strict_communicators: bool = False
+    #: Report races. Without, only wrong results show them.
+    races: bool = True
 
 
 ALL_MODES = tuple(Modes(**{name: True}) for name in ("one_queue", "busy", "connect"))
@@ -65,6 +70,7 @@ class Machine:
         self.modes = modes
         self.scheduler = Scheduler(ranks, seed, modes.one_queue, modes.busy)
         self.gpus = [Gpu(self, rank, arena_bytes) for rank in range(ranks)]
+        self.store = Store()
         self.communicators: dict[str, Communicator] = {}
         #: After the run memory may be freed in any order.
         self.closed = False
@@ -82,7 +88,7 @@ class Machine:
         gpu = self.mine()
         index = which if isinstance(which, int) else torch.device(which).index
         if index not in (None, gpu.rank):
-            self.fail("device", f"rank {gpu.rank} uses the GPU of rank {index}")
+            self.fail("device", f"rank {gpu.rank} uses the GPU of rank {index}, at {here()}")
         return gpu
 
     def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
@@ -122,13 +128,19 @@ def run(
     seed: int = 0,
     modes: Modes = Modes(),  # noqa: B008  frozen
     arena_bytes: int = ARENA_BYTES,
+    trace: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Run ``function(rank, ranks, *arguments)`` on each rank, each with a GPU ``cuda:rank`` and the default group of "nccl".
 
+    Args:
+        seed: decides every choice of the scheduler.
+        trace: gets the name of each operation when it ends.
+
     Raises:
-        Fault: the program has a mistake; or the error of a rank.
+        Fault: the program has a mistake. A rank's own error is raised as it is.
     """
     machine = Machine(ranks, seed, modes, arena_bytes)
+    machine.scheduler.trace = trace
     values: list[Any] = [None] * ranks
     collecting = gc.isenabled()
     gc.disable()  # memory must not be freed by chance
@@ -157,7 +169,7 @@ def run(
 
 def _enter_group(machine: Machine, rank: int) -> None:
     group = Group(machine.gpus[rank], machine.communicator("world", range(machine.ranks)))
-    c10d._world.pg_map[group] = ("nccl", None)  # type: ignore[assignment,index]
+    c10d._world.pg_map[group] = ("nccl", machine.store)  # type: ignore[assignment,index]
     c10d._world.pg_names[group] = "world"
     c10d._world.pg_backend_config[group] = "cuda:nccl"
     c10d._world.pg_group_ranks[group] = {one: one for one in range(machine.ranks)}
@@ -200,6 +212,7 @@ def _installed(machine: Machine) -> Iterator[None]:
         (c10d, "_world", multi_threaded_pg.ThreadLocalWorld()),
         (c10d, "default_pg_nccl_timeout", c10d.default_pg_timeout),
         (kernels_cuda, "observer", observe),
+        (torch.cuda.nccl, "version", lambda: NCCL_VERSION),
         *((torch.cuda, name, getattr(cuda, name)) for name in cuda.REPLACED),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
@@ -207,6 +220,9 @@ def _installed(machine: Machine) -> Iterator[None]:
     try:
         library.impl("empty.memory_format", _empty)
         library.impl("empty_strided", _empty_strided)
+        for overload in ("arange", "arange.start", "arange.start_step"):
+            library.impl(overload, _arange)
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups are a thread's own
         for owner, name, value in replaced:
             setattr(owner, name, value)
         devices.RUNTIMES["cuda"] = torch.cuda
@@ -214,6 +230,7 @@ def _installed(machine: Machine) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
         library._destroy()
         device._machines.remove(machine)
 
@@ -227,6 +244,15 @@ def _empty_strided(
     size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, device: Any = None, **options: Any
 ) -> torch.Tensor:
     return _gpu_of(device).allocate(tuple(size), tuple(stride), dtype or torch.get_default_dtype())
+
+
+def _arange(*bounds: Any, dtype: Any = None, device: Any = None, **options: Any) -> torch.Tensor:
+    """torch makes it by a resize of an empty tensor, which the simulator does not have."""
+    values = torch.arange(*bounds, dtype=dtype)
+    result = _gpu_of(device).allocate(values.shape, values.stride(), values.dtype)
+    target = result.inner
+    result.gpu.launch("kernel", "torch arange", lambda: target.copy_(values), [], [target])
+    return result
 
 
 def _gpu_of(which: Any) -> Gpu:
