@@ -119,13 +119,25 @@ class Gpu:
             return
         use = block.uses
         lane = next(lane for lane in self.lanes if lane.name == block.name)
-        last = lane.last()
-        if last is None:
-            block.poison(use)
-        else:
-            last.after.append(lambda: block.poison(use))
         ends = [op for op in (holder.last() for holder in holders if holder is not lane) if op is not None]
-        self.allocator.give_back(block, lambda: all(op.done for op in ends))
+        clock: races.Clock = {}
+        for holder in holders:
+            races.take_over(clock, holder.clock)
+
+        def ended() -> bool:
+            """Return whether the work of ``record_stream`` has ended. Then the allocator, and so the host, knows, and the owning stream
+            gets the block, from the work that it has now queued on."""
+            if not all(op.done for op in ends):
+                return False
+            self.seen(clock)
+            last = lane.last()
+            if last is None:
+                block.poison(use)
+            else:
+                last.after.append(lambda: block.poison(use))
+            return True
+
+        self.allocator.give_back(block, ended)
 
     # --- operations
 

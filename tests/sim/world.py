@@ -193,6 +193,11 @@ class _Constructors:
         inner = gpu.allocator.pinned(like.nbytes)[: like.nbytes].view(like.dtype).view(like.shape)
         return PinnedTensor(gpu, inner)
 
+    def tensor(self, data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        """torch.tensor copies to the device below the level at which subclasses see a call."""
+        made: torch.Tensor = self._original.tensor(data, **options)
+        return made if device is None else made.to(device)
+
 
 @contextlib.contextmanager
 def _installed(machine: Machine) -> Iterator[None]:
@@ -209,6 +214,7 @@ def _installed(machine: Machine) -> Iterator[None]:
         (tensors, "_original", constructors),
         (tensors, "is_traced", is_traced),
         (torch, "empty", constructors.empty),
+        (torch, "tensor", constructors.tensor),
         (c10d, "_world", multi_threaded_pg.ThreadLocalWorld()),
         (c10d, "default_pg_nccl_timeout", c10d.default_pg_timeout),
         (kernels_cuda, "observer", observe),
