@@ -321,9 +321,12 @@ class _Record:
         self.clock = clock
         self.done = False
         self.op: Op | None = None
+        #: Moves of the scheduler until the end.
+        self.moves = 0
 
     def end(self) -> None:
         self.done = True
+        self.moves = machine().scheduler.progress
 
 
 class Event:
@@ -369,6 +372,12 @@ class Event:
             gpu.idle_waits[f"host of rank {gpu.rank}"] = here()
             return
         gpu.wait(lambda: record.done, f"Event.synchronize for the {record.op}", record.clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return the "milliseconds" between two events that have ended: moves of the scheduler."""
+        if self._record is None or end._record is None or not (self._record.done and end._record.done):
+            raise RuntimeError("Both events must be recorded and completed before calculating elapsed time.")
+        return float(end._record.moves - self._record.moves)
 
     def _on(self, stream: Stream | None) -> Gpu:
         gpu = mine()

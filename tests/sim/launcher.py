@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_zipccl.kernels.cuda import CudaRoute
 from sim.device import mine
 from sim.tensor import DeviceTensor, PinnedTensor
 
@@ -38,6 +39,13 @@ class SimulatedLauncher:
             self._launcher.launch(kernel, grid, shared_bytes, copy, 0)
 
         gpu.launch("kernel", kernel, body, reads, writes)
+
+
+def route() -> CudaRoute:
+    """The package's CUDA kernels, emulated, behind the route of CUDA tensors."""
+    import emulation
+
+    return CudaRoute(SimulatedLauncher(emulation.launcher()))
 
 
 def kernel(

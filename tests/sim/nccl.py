@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from sim.device import Event, Gpu, Stream, machine, mine
 from sim.scheduler import Op, Place, here
 from sim.tensor import DeviceTensor
 
+#: torch's default for NCCL.
+TIMEOUT = timedelta(minutes=10)
 _REDUCED = {"SUM": torch.add, "AVG": torch.add, "MAX": torch.maximum, "MIN": torch.minimum}
 
 
@@ -250,6 +253,8 @@ class Group(dist.ProcessGroup):
         self._communicator = communicator
         self._rank, self._size = rank, len(communicator.ranks)
         self._stream: Stream | None = None
+        #: Handles of a group of calls in progress, None outside.
+        self._handles: list[Any] | None = None
 
     def getBackendName(self) -> str:
         return "nccl"
@@ -268,6 +273,10 @@ class Group(dist.ProcessGroup):
         """Return this rank's part of a new group; torch.distributed.new_group calls this on every rank, in one order."""
         communicator = machine().communicator(options["group_name"], ranks)
         return Group(self._gpu, communicator) if self._gpu.rank in ranks else None
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what stands for ProcessGroupNCCL: its options have the timeout."""
+        return SimpleNamespace(options=SimpleNamespace(_timeout=TIMEOUT, is_high_priority_stream=False))
 
     # --- collectives
 
@@ -337,6 +346,13 @@ class Group(dist.ProcessGroup):
 
     # --- coalescing: one ncclGroup; each operation keeps its own number
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._handles = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        handles, self._handles = self._handles, None
+        return handles[-1] if handles else None
+
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         signature = {"op": _name(opts.reduceOp)}
         return [
@@ -380,7 +396,10 @@ class Group(dist.ProcessGroup):
             self._stream = Stream(gpu.device, lane=gpu.lane(f"nccl {self._communicator.name}"))
         self._stream.wait_stream(caller)
         self._communicator.issue(gpu, call, self._stream)
-        return Work(gpu, self._stream.record_event(), [*inputs, *outputs])
+        handle = Work(gpu, self._stream.record_event(), [*inputs, *outputs])
+        if self._handles is not None:
+            self._handles.append(handle)
+        return handle
 
     def _dense(self, kind: str, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

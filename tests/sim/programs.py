@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import devices, tensors
-from ds_zipccl.kernels.cuda import CudaRoute, new_status
-from sim.launcher import SimulatedLauncher, kernel
+from ds_zipccl.kernels.cuda import new_status
+from sim.launcher import kernel
 
 HEADER = 32
 
@@ -59,13 +59,6 @@ class StubCodec:
 
     def _sum(self, slots: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
         outs[0].copy_(sum(self._words(slot, outs[0], outs[1]).float() for slot in slots))
-
-
-def emulated() -> CudaRoute:
-    """The package's kernels, emulated, behind the route of CUDA tensors."""
-    import emulation
-
-    return CudaRoute(SimulatedLauncher(emulation.launcher()))
 
 
 def words_of(rank: int, numel: int, call: int = 0) -> torch.Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sim import programs, world
+from sim import launcher, programs, world
 from sim.mistakes import line, noticed
 
 SHORT, ALL = 8, 110
@@ -28,7 +28,7 @@ def test_right_programs(ranks: int, seeds: int) -> None:
 @pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.full(reason="more seeds"))])
 def test_emulated_kernels(seeds: int) -> None:
     """The package's own kernels, through the route of CUDA tensors."""
-    codec = programs.emulated()
+    codec = launcher.route()
     for seed in range(seeds):
         got = world.run(programs.gathers, 2, codec, seed=seed)
         assert got.counters[0].launches["zipccl_encode_bf16_cascade"] == 3
@@ -66,7 +66,7 @@ SILENT = {"decoder does not wait for the memory of the caller"}
 def test_wrong_values_of_gathers(mistake: str) -> None:
     """The scheduler delays and the memory is poisoned so that the results show a mistake without any help of the clocks."""
     wrong = 0
-    for seed in range(60):
+    for seed in range(24):
         try:
             world.run(programs.gathers, 2, programs.StubCodec(), mistake, seed=seed, modes=world.Modes(races=False))
         except AssertionError:

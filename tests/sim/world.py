@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,8 @@ from builds import Binary
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from ds_zipccl import devices, tensors
+from ds_zipccl import devices, kernels, tensors
+from ds_zipccl.kernels import Route
 from ds_zipccl.kernels import cuda as kernels_cuda
 from sim import cuda, device
 from sim.device import Counters, Gpu
@@ -129,12 +132,16 @@ def run(
     modes: Modes = Modes(),  # noqa: B008  frozen
     arena_bytes: int = ARENA_BYTES,
     trace: Callable[[str], None] | None = None,
+    route: Route | None = None,
+    timeout: float = 120.0,
 ) -> Outcome:
     """Run ``function(rank, ranks, *arguments)`` on each rank, each with a GPU ``cuda:rank`` and the default group of "nccl".
 
     Args:
         seed: decides every choice of the scheduler.
         trace: gets the name of each operation when it ends.
+        route: the kernels that the package finds for CUDA tensors; see :func:`sim.launcher.route`.
+        timeout: seconds until a rank counts as stuck, in a call that is not of the simulator.
 
     Raises:
         Fault: the program has a mistake. A rank's own error is raised as it is.
@@ -145,7 +152,7 @@ def run(
     collecting = gc.isenabled()
     gc.disable()  # memory must not be freed by chance
     try:
-        with _installed(machine):
+        with _installed(machine, route):
             threads = [
                 threading.Thread(
                     target=machine.host, args=(rank, function, arguments, values), name=f"rank {rank}", daemon=True
@@ -155,9 +162,10 @@ def run(
             for thread in threads:
                 thread.start()
             machine.scheduler.random.choice(machine.scheduler.hosts).baton.release()
-            machine.scheduler.over.wait()
+            if not machine.scheduler.over.wait(timeout):
+                raise Fault("stuck", f"no end after {timeout} seconds\n{_stacks(threads)}")
             for thread in threads:
-                thread.join()
+                thread.join(timeout)
     finally:
         machine.closed = True
         if collecting:
@@ -167,11 +175,21 @@ def run(
     return Outcome(values, [gpu.counters for gpu in machine.gpus])
 
 
+def _stacks(threads: Sequence[threading.Thread]) -> str:
+    """Return where each thread is."""
+    frames = sys._current_frames()
+    return "\n".join(
+        f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for thread in threads
+        if thread.ident in frames
+    )
+
+
 def _enter_group(machine: Machine, rank: int) -> None:
     group = Group(machine.gpus[rank], machine.communicator("world", range(machine.ranks)))
     c10d._world.pg_map[group] = ("nccl", machine.store)  # type: ignore[assignment,index]
     c10d._world.pg_names[group] = "world"
-    c10d._world.pg_backend_config[group] = "cuda:nccl"
+    c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend("nccl")))
     c10d._world.pg_group_ranks[group] = {one: one for one in range(machine.ranks)}
     c10d._world.default_pg = group
 
@@ -200,8 +218,8 @@ class _Constructors:
 
 
 @contextlib.contextmanager
-def _installed(machine: Machine) -> Iterator[None]:
-    """Replace torch.cuda's streams, torch's memory of GPUs and torch.distributed's groups."""
+def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
+    """Replace torch.cuda's streams, torch's memory of GPUs, torch.distributed's groups and the package's kernels for GPUs."""
     _guard()
     constructors = _Constructors(torch._C._VariableFunctions)
     library = torch.library.Library("aten", "IMPL", "CUDA")
@@ -222,6 +240,7 @@ def _installed(machine: Machine) -> Iterator[None]:
         *((torch.cuda, name, getattr(cuda, name)) for name in cuda.REPLACED),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    routes = kernels.ROUTES["cuda"]
     device._machines.append(machine)
     try:
         library.impl("empty.memory_format", _empty)
@@ -231,11 +250,14 @@ def _installed(machine: Machine) -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups are a thread's own
         for owner, name, value in replaced:
             setattr(owner, name, value)
-        devices.RUNTIMES["cuda"] = torch.cuda
+        assert devices.RUNTIMES["cuda"] is torch.cuda  # whose functions are the simulated ones now
+        kernels.ROUTES["cuda"] = {} if route is None else {"simulated": lambda: route}
+        kernels._loaded.pop(("cuda", "simulated"), None)
         yield
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+        kernels.ROUTES["cuda"] = routes
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         library._destroy()
         device._machines.remove(machine)
