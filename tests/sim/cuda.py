@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from sim.device import Event, Stream, machine, mine
+from sim.device import machine, mine
+from sim.streams import Event, Stream
 
 __all__ = ["Event", "Stream"]
 

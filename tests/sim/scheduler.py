@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 _HERE = Path(__file__).parent
-_OWN = "cuda device launcher memory nccl races scheduler store tensor world".split()
+_OWN = "communicator cuda device launcher memory nccl races scheduler store streams tensor world".split()
 #: Files that are not the program under test.
 _SKIPPED = (*(str(_HERE / f"{name}.py") for name in _OWN), str(Path(torch.__file__).parent), threading.__file__, "<")
 #: Frames of the program that a place names, from the inside out.
@@ -66,7 +66,21 @@ def here() -> Place:
 class Op:
     """An operation in a stream."""
 
-    __slots__ = ("after", "begin", "body", "can_start", "done", "kind", "label", "number", "place", "ready", "started", "stream", "why")
+    __slots__ = (
+        "after",
+        "begin",
+        "body",
+        "can_start",
+        "done",
+        "kind",
+        "label",
+        "number",
+        "place",
+        "ready",
+        "started",
+        "stream",
+        "why",
+    )
 
     def __init__(
         self,

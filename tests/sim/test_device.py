@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sim import device, memory, world
+
+from sim import device, memory, streams, world
 from sim.launcher import kernel
 from sim.mistakes import line, noticed
 from sim.scheduler import Fault
@@ -157,13 +158,13 @@ def pinned_used_again(rank: int, ranks: int) -> None:
 
 
 def flag_never_set(rank: int, ranks: int) -> None:
-    device.Flag().wait()  # <flag>
+    streams.Flag().wait()  # <flag>
     torch.cuda.synchronize()  # <flag sync>
 
 
 def launches_behind_a_spin(rank: int, ranks: int) -> None:
     """More launches than the queue takes, before the host sets the flag that the first one waits for."""
-    flag = device.Flag()
+    flag = streams.Flag()
     flag.spin()  # <spin>
     for _ in range(device.LAUNCH_QUEUE + 1):
         kernel("nothing", lambda reads, writes: None, [], [])  # <full>
@@ -172,14 +173,14 @@ def launches_behind_a_spin(rank: int, ranks: int) -> None:
 
 def wait_in_capture(rank: int, ranks: int) -> None:
     words = filled(rank, 8, 1)
-    with device.Graph().capture():
+    with streams.Graph().capture():
         words.add_(1)
         words.cpu()  # <captured wait>
 
 
 def query_in_capture(rank: int, ranks: int) -> None:
     event = torch.cuda.current_stream().record_event()
-    with device.Graph().capture():
+    with streams.Graph().capture():
         assert torch.cuda.is_current_stream_capturing()
         event.query()  # <captured query>
 
@@ -266,7 +267,7 @@ def test_lazy_loading() -> None:
 
 
 def flag_set_later(rank: int, ranks: int) -> None:
-    flag = device.Flag()
+    flag = streams.Flag()
     flag.wait()  # <waits first>
     with torch.cuda.stream(torch.cuda.Stream()):
         flag.write()  # <sets second>
@@ -282,7 +283,7 @@ def test_one_hardware_queue() -> None:
 
 
 def kernel_beside_a_spin(rank: int, ranks: int) -> None:
-    flag = device.Flag()
+    flag = streams.Flag()
     flag.spin()  # <holds>
     with torch.cuda.stream(torch.cuda.Stream()):
         kernel("needed", lambda reads, writes: None, [], [])  # <held up>
@@ -327,7 +328,7 @@ def test_first_exchange_blocks_hosts() -> None:
 
 def graph(rank: int, ranks: int) -> list[float]:
     words = filled(rank, 2, 1)
-    recorded = device.Graph()
+    recorded = streams.Graph()
     with recorded.capture():
         words.mul_(3)
     before = words.tolist()

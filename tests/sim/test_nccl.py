@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from sim import world
 from sim.mistakes import line, noticed
 

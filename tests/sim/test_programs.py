@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from sim import launcher, programs, world
 from sim.mistakes import line, noticed
 
@@ -100,7 +101,7 @@ def test_host_waits_and_bytes() -> None:
     codec = programs.StubCodec()
     waits = [reason for reason, _ in world.run(programs.gathers, 2, codec).counters[0].waits]
     assert len(waits) == 6 and all("pageable" in reason for reason in waits)  # each call's words, and its result
-    (reason, place), = world.run(programs.verdict, 2).counters[1].waits
+    ((reason, place),) = world.run(programs.verdict, 2).counters[1].waits
     assert "Event.synchronize" in reason and "programs.py" in str(place)
     counters = world.run(programs.sums, 4, codec).counters[2]
     assert sum("Event.synchronize" in reason for reason, _ in counters.waits) == 1

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.cuda._sanitizer import EventHandler
+
 from sim import world
 from sim.launcher import kernel
 from sim.scheduler import Fault
-from torch.cuda._sanitizer import EventHandler
 
 STREAMS, EVENTS, TENSORS = 3, 3, 3
 Action = tuple[Any, ...]

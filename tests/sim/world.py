@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from builds import Binary
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import multi_threaded_pg
@@ -23,9 +22,10 @@ from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.kernels import Route
 from ds_zipccl.kernels import cuda as kernels_cuda
 from sim import cuda, device
+from sim.communicator import Communicator
 from sim.device import Counters, Gpu
 from sim.launcher import observe
-from sim.nccl import Communicator, Group
+from sim.nccl import Group
 from sim.scheduler import Fault, Scheduler, Stopped, here
 from sim.store import Store
 from sim.tensor import DeviceTensor, PinnedTensor
@@ -129,7 +129,7 @@ def run(
     ranks: int,
     *arguments: Any,
     seed: int = 0,
-    modes: Modes = Modes(),  # noqa: B008  frozen
+    modes: Modes = Modes(),
     arena_bytes: int = ARENA_BYTES,
     trace: Callable[[str], None] | None = None,
     route: Route | None = None,
@@ -217,6 +217,14 @@ class _Constructors:
         return made if device is None else made.to(device)
 
 
+class _Runtime:
+    """The functions of torch.cuda. Each run has its own object, so that state which the package keeps for a runtime, such as streams, does
+    not go from one run to the next."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
 @contextlib.contextmanager
 def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
     """Replace torch.cuda's streams, torch's memory of GPUs, torch.distributed's groups and the package's kernels for GPUs."""
@@ -250,7 +258,7 @@ def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups are a thread's own
         for owner, name, value in replaced:
             setattr(owner, name, value)
-        assert devices.RUNTIMES["cuda"] is torch.cuda  # whose functions are the simulated ones now
+        devices.RUNTIMES["cuda"] = _Runtime()
         kernels.ROUTES["cuda"] = {} if route is None else {"simulated": lambda: route}
         kernels._loaded.pop(("cuda", "simulated"), None)
         yield
@@ -258,6 +266,7 @@ def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
         for owner, name, value in before:
             setattr(owner, name, value)
         kernels.ROUTES["cuda"] = routes
+        devices.RUNTIMES["cuda"] = torch.cuda
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         library._destroy()
         device._machines.remove(machine)
