@@ -172,7 +172,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _exchange(gpu: Gpu, calls: list[Call]) -> None:
     """Compute what every rank receives."""
     kind, ranks = calls[0].kind, len(calls)
-    if kind in ("all_reduce", "reduce_scatter"):
+    if kind in ("all_reduce", "reduce_scatter", "reduce"):
         first = gpu.scheduler.random.randrange(ranks)
         operation = calls[0].signature["op"]
         total = calls[first].inputs[0].clone()
@@ -180,7 +180,9 @@ def _exchange(gpu: Gpu, calls: list[Call]) -> None:
             total = _REDUCED[operation](total, calls[(first + step) % ranks].inputs[0])
         if operation == "AVG":
             total = total / ranks
-        parts = [total] * ranks if kind == "all_reduce" else list(total.view(ranks, -1))
+        parts = list(total.view(ranks, -1)) if kind == "reduce_scatter" else [total] * ranks
+        if kind == "reduce":
+            parts = [total if to == call.signature["root"] else call.inputs[0] for to, call in enumerate(calls)]
         for call, part in zip(calls, parts, strict=True):
             call.arrived = [part.clone().view(call.outputs[0].shape)]
     elif kind == "all_gather":

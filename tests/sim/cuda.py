@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,6 +81,21 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     return (9, 0)
 
 
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    gpu = mine() if device is None else machine().gpu(device)
+    return SimpleNamespace(
+        name="simulated", major=9, minor=0, multi_processor_count=132, total_memory=gpu.allocator.arena_bytes
+    )
+
+
+def memory_allocated(device: Any = None) -> int:
+    return mine().allocator.live
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return mine().allocator.peak
+
+
 def is_initialized() -> bool:
     return True
 
@@ -90,7 +106,8 @@ def _lazy_init() -> None:
 
 #: Names that a simulation replaces in torch.cuda.
 REPLACED = (
-    "Event Stream current_device current_stream default_stream device device_count get_device_capability is_available "
+    "Event Stream current_device current_stream default_stream device device_count get_device_capability "
+    "get_device_properties is_available max_memory_allocated memory_allocated "
     "is_current_stream_capturing is_initialized set_device set_stream stream synchronize _lazy_init"
 ).split()
 assert all(hasattr(torch.cuda, name) for name in REPLACED)

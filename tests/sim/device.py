@@ -151,6 +151,8 @@ class Gpu:
             self.capture.append(Captured(kind, label, body, reads, writes))
             return
         if kind == "kernel":
+            if self.machine.modes.declared:
+                body = self._watched(label, body, writes)
             self._load(label)
             self.counters.launches[label] += 1
         else:
@@ -206,6 +208,27 @@ class Gpu:
                 f"  the wait at {self.idle_waits[access.actor]} was for an event not yet recorded: nobody waits"
             )
         return "\n".join(lines)
+
+    def _watched(self, label: str, body: Callable[[], None], writes: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Return ``body`` with a comparison of all other memory before and after."""
+        written = [span for tensor in writes for span in memory.spans(tensor)]
+        place = here()
+
+        def watched() -> None:
+            before = self.allocator.used().clone()
+            body()
+            changed = self.allocator.used() != before
+            begin = self.allocator.used().data_ptr()
+            for first, last in written:
+                changed[max(0, first - begin) : max(0, last - begin)] = False
+            if changed.any():
+                block = self.allocator.find(begin + int(changed.nonzero()[0]))
+                self.machine.fail(
+                    "undeclared",
+                    f"{label} at {place} writes memory that it did not name, allocated at {block and block.allocated}",
+                )
+
+        return watched
 
     def _load(self, label: str) -> None:
         """Load a kernel at its first launch (CUDA C++ Programming Guide, "Lazy Loading": loading a kernel may need to synchronise the

@@ -70,6 +70,7 @@ class Allocator:
 
     def __init__(self, rank: int, arena_bytes: int) -> None:
         self._rank = rank
+        self.arena_bytes = arena_bytes
         self._arena = torch.empty(arena_bytes + ROUND, dtype=torch.uint8)
         self._next = -self._arena.data_ptr() % ROUND
         self._free: defaultdict[str, list[Block]] = defaultdict(list)
@@ -115,6 +116,10 @@ class Allocator:
             self._free[block.name].append(block)
         else:
             self._held.append((until, block))
+
+    def used(self) -> torch.Tensor:
+        """Return the memory that was ever handed out."""
+        return self._arena[: self._next]
 
     def find(self, address: int) -> Block | None:
         """Return the block of an address."""

@@ -113,6 +113,32 @@ class Group(dist.ProcessGroup):
         signature = {"root": opts.rootRank, "count": tensor.numel(), "dtype": tensor.dtype}
         return self._run("broadcast", signature, [tensor], [tensor], opts)
 
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """On ranks that are not the root the tensor keeps its values."""
+        (tensor,) = tensors
+        signature = {
+            "op": reduction(opts.reduceOp), "root": opts.rootRank, "count": tensor.numel(), "dtype": tensor.dtype
+        }  # fmt: skip
+        return self._run("reduce", signature, [tensor], [tensor], opts)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """ProcessGroupNCCL gathers into a flat temporary and copies from it, on the stream of the operation."""
+        (tensor,), (parts,) = tensors, outputs
+        flat = self._gpu.allocate((self._size * tensor.numel(),), (1,), tensor.dtype)
+        if getattr(opts, "asyncOp", False):
+            raise NotImplementedError(
+                "the simulated NCCL has no asynchronous all_gather of a list; use all_gather_into_tensor"
+            )
+        self.all_gather_single(flat, tensor, opts)
+        for part, got in zip(parts, flat.view(self._size, -1).unbind(), strict=True):
+            part.view(-1).copy_(got)
+
+    def send(self, *args: Any, **kwargs: Any) -> Any:
+        """nccl.md 2.1: two-sided operations are not for schedules; unbatched ones make a communicator for each pair."""
+        raise NotImplementedError("the simulated NCCL has collectives alone; use all_to_all")
+
+    recv = send
+
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         if output.numel() != tensor.numel() * self._size or output.dtype != tensor.dtype:
             raise ValueError(

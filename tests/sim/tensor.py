@@ -42,6 +42,11 @@ class DeviceTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def numpy(self, *, force: bool = False) -> Any:
+        if not force:
+            raise TypeError(f"can't convert {self.device} device type tensor to numpy; use Tensor.cpu() first")
+        return self.cpu().numpy()
+
     def record_stream(self, stream: Any) -> None:
         self.lease.holders.append(stream.lane)
 

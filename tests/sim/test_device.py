@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,12 @@ def tensors_of_torch(rank: int, ranks: int) -> None:
     assert to_host.is_pinned()
     torch.cuda.synchronize()
     assert to_host.sum().item() == 95
+    with pytest.raises(TypeError, match="to numpy"):
+        one.numpy()
+    with pytest.raises(RuntimeError, match="same device"):
+        one.add_(host)
+    assert torch.cuda.get_device_properties(one.device).multi_processor_count == 132
+    assert 0 < torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated()
     assert torch.cuda.is_available() and torch.cuda.current_device() == rank
     torch.cuda.default_stream().synchronize()
     assert torch.cuda.current_stream() == torch.cuda.default_stream() and torch.cuda.current_stream().query()
@@ -218,26 +225,34 @@ def test_mistakes(program: Callable[..., Any]) -> None:
         assert at(marker) in str(fault), fault
 
 
+def undeclared(rank: int, ranks: int) -> None:
+    """A kernel that writes a tensor which it names as one that it reads."""
+    words, other = filled(rank, 8, 1), filled(rank, 8, 2)  # <other memory>
+
+    def both(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        reads[0][3] = writes[0][3] = 5
+
+    kernel("both", both, [other], [words])  # <undeclared>
+
+
+def test_kernels_write_what_they_name() -> None:
+    world.run(undeclared, 1)
+    fault = noticed(undeclared, 1, modes=world.Modes(declared=True))
+    assert fault.kind == "undeclared" and at("undeclared") in str(fault) and at("other memory") in str(fault), fault
+
+
+def stuck(rank: int, ranks: int) -> None:
+    threading.Event().wait(1.0)  # <stuck>
+
+
+def test_a_rank_that_blocks_elsewhere() -> None:
+    """A wait that is none of the simulator's holds up everybody; the run ends all the same, and says where."""
+    with pytest.raises(Fault, match=r"stuck: no end after 0\.2 seconds") as raised:
+        world.run(stuck, 2, timeout=0.2)
+    assert "threading.Event().wait(1.0)" in str(raised.value)
+
+
 # --- modes
-
-
-def first_launch_behind_a_collective(rank: int, ranks: int, preload: bool) -> None:
-    value = filled(rank, 8, 1)
-    if preload:
-        kernel("codec", lambda reads, writes: None, [], [])
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    if rank == 0:
-        dist.all_reduce(value, async_op=True)  # <ahead>
-        with torch.cuda.stream(side):
-            kernel("codec", lambda reads, writes: None, [], [])  # <first launch>
-        torch.cuda.synchronize()
-        dist.broadcast(value, 0)
-    else:
-        dist.all_reduce(value, async_op=True).wait()
-        with torch.cuda.stream(side):
-            kernel("codec", lambda reads, writes: None, [], [])
-        dist.broadcast(value, 0)
 
 
 def spinning(rank: int, ranks: int, preload: bool) -> None:

@@ -45,6 +45,11 @@ def collectives(rank: int, ranks: int) -> None:
             if async_op:
                 work.wait()
             assert torch.equal(total.cpu(), wanted)
+        total = mine.clone()
+        work = dist.reduce(total, 1 % ranks, async_op=async_op)
+        if async_op:
+            work.wait()
+        assert torch.equal(total.cpu(), sum(every) if rank == 1 % ranks else every[rank])
         word = mine.clone()
         work = dist.broadcast(word, ranks - 1, async_op=async_op)
         if async_op:
@@ -66,6 +71,12 @@ def collectives(rank: int, ranks: int) -> None:
     own = out.zero_()[4 * rank : 4 * rank + 4].copy_(mine)
     dist.all_gather_into_tensor(out, own)
     assert torch.equal(out.cpu(), torch.cat(every))
+    parts = [torch.empty(4, device=mine.device) for _ in range(ranks)]
+    dist.all_gather(parts, mine)
+    assert torch.equal(torch.stack(parts).cpu(), torch.stack(every))
+    if ranks > 1:
+        with pytest.raises(NotImplementedError, match="use all_to_all"):
+            dist.send(mine, (rank + 1) % ranks)
     dist.barrier()
 
 

@@ -52,9 +52,16 @@ class Modes:
     strict_communicators: bool = False
     #: Report races. Without, only wrong results show them.
     races: bool = True
+    #: Compare all memory of the GPU before and after a kernel: it writes only what it says it does, so that no race is missed.
+    declared: bool = False
 
 
-ALL_MODES = tuple(Modes(**{name: True}) for name in ("one_queue", "busy", "connect"))
+#: A machine for each property, and one with all of them.
+ALL_MODES = (
+    Modes(),
+    *(Modes(**{name: True}) for name in ("one_queue", "lazy_loading", "busy", "connect", "declared")),
+    Modes(one_queue=True, lazy_loading=True, busy=True, connect=True, strict_communicators=True),
+)
 
 
 @dataclass(frozen=True)
