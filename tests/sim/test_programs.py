@@ -10,11 +10,12 @@ import pytest
 from sim import launcher, programs, world
 from sim.mistakes import line, noticed
 
-SHORT, ALL = len(world.ALL_MODES), 340
+#: Ranks and seeds: a seed for each machine; together a thousand.
+SHORT = [(ranks, len(world.ALL_MODES)) for ranks in (2, 3, 4)]
+ALL = [pytest.param(*pair, marks=pytest.mark.full(reason="more seeds")) for pair in ((2, 600), (3, 250), (4, 150))]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("seeds", [SHORT, pytest.param(ALL, marks=pytest.mark.full(reason="more seeds"))])
+@pytest.mark.parametrize(("ranks", "seeds"), [*SHORT, *ALL])
 def test_right_programs(ranks: int, seeds: int) -> None:
     """Three programs, by turns in each mode."""
     for seed in range(seeds):
