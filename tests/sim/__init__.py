@@ -1,7 +1,7 @@
 """A GPU and an NCCL to test against without either: n ranks as threads of one process.
 
 The package's code for CUDA tensors and NCCL groups runs here unchanged: tensors say ``device.type == "cuda"``, streams and events are those
-of :data:`ds_zipccl.devices.RUNTIMES` and of ``torch.cuda``, groups those of ``torch.distributed``, kernels those of ``csrc/cuda``, emulated.
+of :data:`ds_zipccl.devices.RUNTIMES` and of ``torch.cuda``, groups those of ``torch.distributed``, kernels are ``csrc/cuda``, emulated.
 A program that would hang, race or read freed memory on hardware fails with the places of both parties::
 
     def program(rank, ranks, numel):                   # as for tests/support/ranks.py

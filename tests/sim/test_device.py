@@ -83,7 +83,7 @@ def test_new_memory_is_poison() -> None:
     assert world.run(unwritten, 1).values == [[memory.POISON] * 4]
 
 
-def reuse(rank: int, ranks: int) -> tuple[bool, bool, bool]:
+def reuse(rank: int, ranks: int) -> tuple[bool, bool, bool, bool]:
     first = filled(rank, 100, 1)
     place = first.data_ptr()
     used = first + 1
@@ -91,12 +91,13 @@ def reuse(rank: int, ranks: int) -> tuple[bool, bool, bool]:
     second = torch.empty(100, device=f"cuda:{rank}")
     with torch.cuda.stream(torch.cuda.Stream()):
         apart = torch.empty(100, device=f"cuda:{rank}")
-    return second.data_ptr() == place, apart.data_ptr() == place, used.sum().item() == 200
+    poison = set(second.view(torch.uint8).tolist()) == {memory.POISON}
+    return second.data_ptr() == place, apart.data_ptr() == place, used.sum().item() == 200, poison
 
 
 def test_memory_is_used_again_by_its_stream_alone() -> None:
     for seed in range(8):
-        assert world.run(reuse, 1, seed=seed).values == [(True, False, True)]
+        assert world.run(reuse, 1, seed=seed).values == [(True, False, True, True)]
 
 
 def held(rank: int, ranks: int, record: bool) -> bool:
