@@ -115,9 +115,9 @@ class Communicator:
                         f"two orders\n  rank {call.rank}: {len(issued)} of {other.name}, then {call}\n  rank {peer.rank}: "
                         f"{count} of {other.name}, then {peer}\n  only one of them issued before: {first}",
                     )
-            if gpu.machine.modes.strict_communicators and issued and not issued[-1].op.done:  # type: ignore[union-attr]
+            if gpu.machine.modes.strict_communicators and issued:
                 name, number = issued[-1].at
-                if stream.lane.clock.get(name, 0) < number:
+                if max(stream.lane.clock.get(name, 0), gpu.known(name)) < number:
                     gpu.machine.fail(
                         "may deadlock", f"two groups at once on rank {call.rank}\n  {issued[-1]}\n  {call}"
                     )

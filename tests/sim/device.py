@@ -52,7 +52,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Captured:
-    """An operation of a graph under capture."""
+    """An operation of a graph under capture. The body of a collective issues it, at each replay anew."""
 
     kind: str
     label: str
@@ -265,6 +265,10 @@ class Gpu:
     def seen(self, clock: races.Clock) -> None:
         """Note that the host knows of the end of some work."""
         races.take_over(self._clock, clock)
+
+    def known(self, actor: str) -> int:
+        """Return the number of the last access of an actor of which the host knows that it has ended."""
+        return self._clock.get(actor, 0)
 
     def host_access(self, tensor: torch.Tensor, writes: bool, label: str) -> None:
         """Note a read or a write by the host, of pinned memory or after a wait."""

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from sim.communicator import Call, Communicator, reduction
-from sim.device import Gpu, machine, mine
+from sim.device import Captured, Gpu, machine, mine
 from sim.scheduler import here
 from sim.streams import Event, Stream
 from sim.tensor import DeviceTensor
@@ -232,22 +232,40 @@ class Group(dist.ProcessGroup):
     ) -> Any:
         gpu = self._gpu
         self._dense(kind, [*inputs, *outputs])
-        gpu.forbid_in_capture(f"{kind}, which this simulation does not capture")
-        call = Call(kind, signature, gpu.rank, [one.inner for one in inputs], [one.inner for one in outputs])  # type: ignore[attr-defined]
-        if split:
-            call.sent, call.received = [one.numel() for one in inputs], [one.numel() for one in outputs]
+        given, taken = [one.inner for one in inputs], [one.inner for one in outputs]  # type: ignore[attr-defined]
+        on_own = getattr(opts, "asyncOp", False)
+        if gpu.capture is not None:  # captured on the capturing stream (NCCL user guide, "Using NCCL with CUDA Graphs")
+            gpu.capture.append(
+                Captured("collective", kind, lambda: self._issue(kind, signature, given, taken, split), [], [])
+            )
+            return Work(gpu, Event(), []) if on_own else None
         caller = Stream(gpu.device, lane=gpu.current)
-        if not getattr(opts, "asyncOp", False):
-            self._communicator.issue(gpu, call, caller)
+        if not on_own:
+            self._issue(kind, signature, given, taken, split)
             return None
         if self._stream is None:
             self._stream = Stream(gpu.device, lane=gpu.lane(f"nccl {self._communicator.name}"))
         self._stream.wait_stream(caller)
-        self._communicator.issue(gpu, call, self._stream)
+        self._issue(kind, signature, given, taken, split, self._stream)
         handle = Work(gpu, self._stream.record_event(), [*inputs, *outputs])
         if self._handles is not None:
             self._handles.append(handle)
         return handle
+
+    def _issue(
+        self,
+        kind: str,
+        signature: dict[str, Any],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        split: bool,
+        stream: Stream | None = None,
+    ) -> None:
+        """Put the operation on a stream, the current one if none is given."""
+        call = Call(kind, signature, self._gpu.rank, inputs, outputs)
+        if split:
+            call.sent, call.received = [one.numel() for one in inputs], [one.numel() for one in outputs]
+        self._communicator.issue(self._gpu, call, stream or Stream(self._gpu.device, lane=self._gpu.current))
 
     def _dense(self, kind: str, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -152,6 +152,9 @@ class Graph:
     def replay(self) -> None:
         """Launch the recorded operations on the current stream."""
         for op in self._ops:
+            if op.kind == "collective":
+                op.body()
+                continue
             mine().launch(op.kind, op.label, op.body, op.reads, op.writes)
 
 

@@ -280,6 +280,14 @@ def test_two_groups_at_once() -> None:
     assert fault.kind == "may deadlock" and at("at once 0") in str(fault) and at("at once 1") in str(fault)
 
 
+def test_two_groups_that_take_all_multiprocessors() -> None:
+    """Kernels of two streams start in any order: without an order of launches one rank may start with one group, one with the other."""
+    fault = noticed(two_groups_at_once, 2, modes=world.Modes(busy=True), seeds=40)
+    assert fault.kind == "deadlock" and at("at once 0") in str(fault) and at("at once 1") in str(fault), fault
+    for seed in range(10):
+        world.run(two_groups_in_turn, 2, seed=seed, modes=world.Modes(busy=True))
+
+
 def circle(rank: int, ranks: int) -> None:
     groups = [dist.new_group(pair) for pair in ([0, 1], [1, 2], [0, 2])]
     order = {0: (0, 2), 1: (1, 0), 2: (2, 1)}[rank]

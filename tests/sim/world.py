@@ -308,7 +308,7 @@ _guards: list[ctypes.CDLL] = []
 
 def _guard() -> None:
     """Give a torch without CUDA a guard for CUDA devices, once a process; see guard.cpp."""
-    if torch.backends.cuda.is_built():
+    if torch.backends.cuda.is_built():  # tests/sim/conftest.py keeps away from real GPUs
         torch._C._ensureCUDADeviceGuardSet()
     elif not _guards:
         folder = Path(torch.__file__).parent
