@@ -113,7 +113,7 @@ class Communicator:
                         "may deadlock",
                         f"ranks {call.rank} and {peer.rank} issue operations of groups {self.name} and {other.name} in "
                         f"two orders\n  rank {call.rank}: {len(issued)} of {other.name}, then {call}\n  rank {peer.rank}: "
-                        f"{count} of {other.name}, then {peer}\n  only one of them issued before: {first}",
+                        f"{count} of {other.name}, then {peer}\n  only one of them has issued by then: {first}",
                     )
             if gpu.machine.modes.strict_communicators and issued:
                 name, number = issued[-1].at

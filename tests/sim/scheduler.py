@@ -10,6 +10,7 @@ probabilistic guarantees of finding bugs", ASPLOS 2010).
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
@@ -20,11 +21,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import typing_extensions
 
 _HERE = Path(__file__).parent
 _OWN = "communicator cuda device launcher memory nccl races scheduler store streams tensor world".split()
 #: Files that are not the program under test.
-_SKIPPED = (*(str(_HERE / f"{name}.py") for name in _OWN), str(Path(torch.__file__).parent), threading.__file__, "<")
+_SKIPPED = (
+    *(str(_HERE / f"{name}.py") for name in _OWN),
+    *(module.__file__ for module in (contextlib, threading, typing_extensions)),
+    str(Path(torch.__file__).parent),
+    "<",
+)
 #: Frames of the program that a place names, from the inside out.
 _DEPTH = 4
 
@@ -57,7 +64,7 @@ def here() -> Place:
     frame = sys._getframe(1)
     while frame is not None and len(frames) < _DEPTH:
         name = frame.f_code.co_filename
-        if not name.startswith(_SKIPPED) and "contextlib" not in name:
+        if not name.startswith(_SKIPPED):
             frames.append((name, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
     return Place(tuple(frames))

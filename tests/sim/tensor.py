@@ -173,8 +173,12 @@ def _enqueue(func: Any, args: Any, kwargs: dict[str, Any], found: list[torch.Ten
         gpu.synchronize_stream(f"{name}, whose result the host needs", tensors=[_inner(one) for one in found])
         with torch.inference_mode():
             return func(*inner_args, **inner_kwargs)
-    reads = [tensor.inner for tensor in found if isinstance(tensor, DeviceTensor)]
     writes = [tensor.inner for tensor in written if isinstance(tensor, DeviceTensor)]
+    reads = [
+        tensor.inner
+        for tensor in found
+        if isinstance(tensor, DeviceTensor) and not any(tensor is one for one in written)
+    ]
     if func._schema.returns and func._schema.returns[0].alias_info is not None:
         gpu.launch("kernel", name, lambda: func(*inner_args, **inner_kwargs), reads, writes)
         return written[0] if len(func._schema.returns) == 1 else tuple(written)
