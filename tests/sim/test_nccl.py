@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sim import world
+from sim import memory, world
 from sim.mistakes import line, noticed
 
 
@@ -254,6 +254,42 @@ def test_mistakes(program: Callable[..., Any]) -> None:
     assert fault.kind == kind, fault
     for marker in set(markers):
         assert str(fault).count(at(marker)) >= markers.count(marker), fault
+
+
+def read_too_early(rank: int, ranks: int) -> float:
+    value = filled(rank, 4, 1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    dist.all_reduce(value)
+    with torch.cuda.stream(side):
+        return value.cpu()[0].item()
+
+
+def test_results_arrive_at_the_end() -> None:
+    """Until a rank's operation ends its output has the old values, or poison."""
+    options = {"modes": world.Modes(races=False)}
+    seen = {value for seed in range(80) for value in world.run(read_too_early, 2, seed=seed, **options).values}
+    poison = torch.full((4,), memory.POISON, dtype=torch.uint8).view(torch.float32).item()
+    assert seen == {1.0, 2.0, poison}
+
+
+def two_streams(rank: int, ranks: int) -> None:
+    first, second = filled(rank, 4, 1), filled(rank, 4, 2)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    dist.all_reduce(first)
+    with torch.cuda.stream(side):
+        dist.all_reduce(second)
+    torch.cuda.synchronize()
+
+
+def test_operations_of_a_group_run_in_order() -> None:
+    for seed in range(20):
+        ends: list[str] = []
+        world.run(two_streams, 2, seed=seed, trace=ends.append)
+        for rank in range(2):
+            mine = [end.rpartition(": ")[2] for end in ends if f"of rank {rank}: all_reduce" in end]
+            assert mine == ["all_reduce 0 of group world", "all_reduce 1 of group world"]
 
 
 def two_groups_at_once(rank: int, ranks: int) -> None:
