@@ -1,0 +1,61 @@
+"""Launches of the package's CUDA kernels in the simulator."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ds_zipccl.kernels.cuda import CudaRoute
+from sim.device import mine
+from sim.tensor import DeviceTensor, PinnedTensor
+
+_told = threading.local()
+
+
+def observe(launch: Any) -> None:
+    """Keep what ``ds_zipccl.kernels.cuda`` says about the launch that follows: the tensors that it reads and writes."""
+    _told.launch = launch
+
+
+class SimulatedLauncher:
+    """Puts kernels on streams of the simulated GPU; ``launcher`` runs one when its turn has come, with a copy of the parameters."""
+
+    def __init__(self, launcher: Any) -> None:
+        self._launcher = launcher
+
+    def launch(self, kernel: str, grid: Any, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
+        gpu, told = mine(), _told.launch
+        _told.launch = None
+        lane = next(lane for lane in gpu.lanes if lane.number == stream)
+        assert told.kernel == kernel and lane is gpu.current, (told, kernel, stream)
+        copy = type(params).from_buffer_copy(params)
+        reads, writes = ([_inner(tensor) for tensor in some] for some in (told.reads, told.writes))
+
+        def body() -> None:
+            self._launcher.launch(kernel, grid, shared_bytes, copy, 0)
+
+        gpu.launch("kernel", kernel, body, reads, writes)
+
+
+def route() -> CudaRoute:
+    """The package's CUDA kernels, emulated, behind the route of CUDA tensors."""
+    import emulation
+
+    return CudaRoute(SimulatedLauncher(emulation.launcher()))
+
+
+def kernel(
+    name: str, function: Callable[..., None], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+) -> None:
+    """Launch a Python function as a kernel on the current stream; it gets the memory of ``reads`` and ``writes`` as CPU tensors."""
+    given, taken = [_inner(tensor) for tensor in reads], [_inner(tensor) for tensor in writes]
+    mine().launch("kernel", name, lambda: function(given, taken), given, taken)
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, (DeviceTensor, PinnedTensor)), type(tensor)
+    return tensor.inner

@@ -1,0 +1,219 @@
+"""Programs for the simulator: schedules of coded collectives, right ones, and with one mistake planted.
+
+A program is a function of rank and ranks, a codec and the name of its mistake ("" for none). A comment ``<name>`` marks a line that a
+fault must name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import devices, tensors
+from ds_zipccl.kernels.cuda import new_status
+from sim.launcher import kernel
+
+HEADER = 32
+
+
+class StubCodec:
+    """Frames of the words as they are, behind a header whose last eight bytes are the frame's length; kernels are Python functions."""
+
+    def encode_frames(
+        self, segments: Sequence[torch.Tensor], code: str, block: int, slots: Sequence[torch.Tensor]
+    ) -> None:
+        kernel("stub encode", self._encode, segments, slots)
+
+    def decode_frames(
+        self, slots: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], status: torch.Tensor
+    ) -> None:
+        kernel("stub decode", self._decode, slots, [*outs, status])
+
+    def decode_sum_frames(
+        self, slots: Sequence[torch.Tensor], block: int, dtype: torch.dtype, sums: torch.Tensor, status: torch.Tensor
+    ) -> None:
+        kernel("stub decode_sum", self._sum, slots, [sums, status])
+
+    @staticmethod
+    def _encode(segments: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> None:
+        for words, slot in zip(segments, slots, strict=True):
+            size = HEADER + words.nbytes
+            slot[:HEADER] = 0
+            slot[24:HEADER].view(torch.int64)[0] = size
+            slot[HEADER:size] = words.view(torch.uint8)
+
+    @staticmethod
+    def _words(slot: torch.Tensor, like: torch.Tensor, status: torch.Tensor) -> torch.Tensor:
+        size = int(slot[24:HEADER].view(torch.int64)[0])
+        if size != HEADER + like.nbytes or size > slot.numel():
+            status.fill_(0)
+            return torch.zeros_like(like)
+        return slot[HEADER:size].view(like.dtype)
+
+    def _decode(self, slots: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        for slot, words in zip(slots, outs[:-1], strict=True):
+            words.copy_(self._words(slot, words, outs[-1]))
+
+    def _sum(self, slots: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        outs[0].copy_(sum(self._words(slot, outs[0], outs[1]).float() for slot in slots))
+
+
+def words_of(rank: int, numel: int, call: int = 0) -> torch.Tensor:
+    """The words of a rank, on the host."""
+    generator = torch.Generator().manual_seed(100 * call + rank)
+    return torch.randn(numel, generator=generator).to(torch.bfloat16)
+
+
+def slot_bytes(numel: int) -> int:
+    """Room for a frame of bfloat16 words in either codec."""
+    return -(-(HEADER + 4 * numel + 64) // 512) * 512
+
+
+class Handle:
+    """The handle of an asynchronous gather: the memory stays until the waiter's stream comes after the decoder."""
+
+    def __init__(self, event: Any, keep: Sequence[Any]) -> None:
+        self._event, self._keep = event, keep
+
+    def wait(self) -> None:
+        self._event.wait()
+        self._keep = ()
+
+
+class Gatherer:
+    """Coded gathers with three streams and one slab: encode, wire and decode overlap between calls."""
+
+    def __init__(self, rank: int, ranks: int, codec: Any, mistake: str, numel: int) -> None:
+        self.rank, self.ranks, self.codec, self.mistake, self.numel = rank, ranks, codec, mistake, numel
+        self.device = torch.device("cuda", rank)
+        runtime = devices.runtime(self.device)
+        assert runtime is not None
+        self.runtime = runtime
+        self.encoding, self.decoding = runtime.Stream(self.device), runtime.Stream(self.device)
+        self.wire = runtime.Stream(self.device, priority=-1)
+        self.slab = tensors.empty(ranks * slot_bytes(numel), torch.uint8, self.device)
+        self.ready = runtime.current_stream(self.device).record_event()
+        self.last_used: Any = self.ready
+
+    def gather(self, words: torch.Tensor, output: torch.Tensor) -> Handle:
+        """Start a gather into ``output``, flat, of all ranks' words; no host wait."""
+        right, runtime = self.mistake, self.runtime
+        caller = runtime.current_stream(self.device)
+        slots = list(self.slab.view(self.ranks, -1).unbind())
+        if right != "encoder does not wait for the caller":
+            self.encoding.wait_event(caller.record_event())
+        if right != "slab reused before its last reader":
+            self.encoding.wait_event(self.last_used)
+        with runtime.stream(self.encoding):
+            self.codec.encode_frames([words], "cascade", 1024, [slots[self.rank]])  # <encode>
+            encoded = self.encoding.record_event()
+        unrecorded = runtime.Event()
+        if right == "event waited before it is recorded":
+            self.wire.wait_event(unrecorded)  # <unrecorded>
+            unrecorded.record(self.encoding)
+        elif right == "event recorded on the wrong stream":
+            self.wire.wait_event(self.decoding.record_event())
+        elif right != "wire does not wait for the encoder":
+            self.wire.wait_event(encoded)
+        with runtime.stream(self.wire if right != "swapped streams" else self.decoding):
+            dist.all_gather_into_tensor(self.slab, slots[self.rank])  # <gather>
+        gathered = self.wire.record_event()
+        if right != "decoder does not wait for the wire":
+            self.decoding.wait_event(gathered)
+        status = new_status(self.device)  # <status>
+        if right != "decoder does not wait for the memory of the caller":
+            self.decoding.wait_stream(caller)
+        with runtime.stream(self.decoding):
+            outs = list(output.view(self.ranks, -1).unbind())
+            self.codec.decode_frames(slots, 1024, outs, status)  # <decode>
+            decoded = self.decoding.record_event()
+        self.last_used = decoded
+        keep = () if right == "buffer freed early" else (words, output, status)
+        return Handle(decoded, keep)
+
+
+def gathers(rank: int, ranks: int, codec: Any, mistake: str = "", calls: int = 3, numel: int = 300) -> None:
+    """Several gathers in flight; each output is compared with the ranks' words."""
+    gatherer = Gatherer(rank, ranks, codec, mistake, numel)
+    started = []
+    for call in range(calls):
+        words = words_of(rank, numel, call).to(gatherer.device)
+        words = words * 1  # <words> a kernel of the caller's stream writes what is gathered
+        output = tensors.empty(ranks * numel, torch.bfloat16, gatherer.device)
+        handle = gatherer.gather(words, output)
+        if mistake == "input changed in flight":
+            words.zero_()  # <change>
+        started.append((handle, output if mistake != "buffer freed early" else None))
+        if mistake == "buffer freed early":
+            del words, output
+            tensors.empty(ranks * numel, torch.bfloat16, gatherer.device).fill_(3)  # <reuse>
+    for call, (handle, output) in enumerate(started):
+        if mistake != "caller does not wait for the decoder":
+            handle.wait()
+        assert output is not None
+        doubled = output * 2  # <use>
+        wanted = torch.cat([words_of(peer, numel, call) for peer in range(ranks)]) * 2
+        assert torch.equal(doubled.cpu(), wanted)
+
+
+def verdict(rank: int, ranks: int, mistake: str = "") -> int:
+    """The largest of a word of each rank, on the host: one host wait."""
+    device = torch.device("cuda", rank)
+    runtime = devices.runtime(device)
+    assert runtime is not None
+    word = tensors.filled(1, 10 + rank, torch.int64, device)  # <word>
+    if mistake == "side stream without wait":
+        side = runtime.Stream(device)
+        with runtime.stream(side):
+            dist.all_reduce(word, dist.ReduceOp.MAX)  # <reduce>
+    else:
+        dist.all_reduce(word, dist.ReduceOp.MAX)
+    pinned = torch.empty(1, dtype=torch.int64, pin_memory=True)
+    pinned.copy_(word, non_blocking=True)  # <to host>
+    event = runtime.Event()
+    event.record()
+    if mistake == "host writes a buffer in flight":
+        pinned.zero_()  # <host write>
+    if mistake == "polled":
+        while not event.query():
+            pass
+    elif mistake not in ("host read without a wait", "host writes a buffer in flight"):
+        event.synchronize()
+    return int(pinned.item())  # <host read>
+
+
+def sums(rank: int, ranks: int, codec: Any, mistake: str = "", numel: int = 256) -> None:
+    """A coded reduce-scatter (nccl.md 2.4): frames of exact size by all-to-all, one host wait for the size; own fp32 order of sums."""
+    device = torch.device("cuda", rank)
+    runtime = devices.runtime(device)
+    assert runtime is not None
+    part = words_of(rank, ranks * numel).to(device)
+    size = slot_bytes(numel)
+    out_slots = tensors.empty(ranks * size, torch.uint8, device).view(ranks, size)
+    in_slots = tensors.empty(ranks * size, torch.uint8, device).view(ranks, size)
+    codec.encode_frames(list(part.view(ranks, numel).unbind()), "cascade", 1024, list(out_slots.unbind()))
+    most = out_slots[:, 24:32].contiguous().view(torch.int64).max()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    pinned = torch.empty(1, dtype=torch.int64, pin_memory=True)
+    pinned.copy_(most.view(1), non_blocking=True)
+    event = runtime.Event()
+    event.record()
+    event.synchronize()
+    agreed = -(-int(pinned.item()) // 16) * 16
+    if mistake == "size of one pair" and rank == 1:
+        sent = [slot[: agreed - 16 * (peer == 0)] for peer, slot in enumerate(out_slots.unbind())]
+    else:
+        sent = [slot[:agreed] for slot in out_slots.unbind()]
+    received = [slot[:agreed] for slot in in_slots.unbind()]
+    dist.all_to_all(received, sent)  # <all to all>
+    total = tensors.empty(numel, torch.bfloat16, device)
+    status = new_status(device)
+    codec.decode_sum_frames(received, 1024, torch.bfloat16, total, status)
+    got = total.cpu()
+    wanted = words_of(0, ranks * numel).view(ranks, numel)[rank].float()
+    for peer in range(1, ranks):
+        wanted = wanted + words_of(peer, ranks * numel).view(ranks, numel)[rank].float()
+    assert torch.equal(got, wanted.to(torch.bfloat16))

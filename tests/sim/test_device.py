@@ -1,0 +1,288 @@
+"""Streams, events, memory and host waits of the simulated GPU, and for each rule a program that breaks it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sim import device, memory, streams, world
+from sim.launcher import kernel
+from sim.mistakes import line, noticed
+from sim.scheduler import Fault
+
+
+def at(marker: str) -> str:
+    return line("test_device.py", marker)
+
+
+def filled(rank: int, numel: int, value: float) -> torch.Tensor:
+    return torch.full((numel,), value, device=f"cuda:{rank}")
+
+
+# --- tensors
+
+
+def tensors_of_torch(rank: int, ranks: int) -> None:
+    there = f"cuda:{rank}"
+    host = torch.arange(12.0)
+    one = host.to(there)
+    assert one.is_cuda and one.device == torch.device(there) and one.device.type == "cuda" and not one.is_cpu
+    assert one.view(3, 4)[1:, 2].tolist() == [6, 10]
+    assert one.data_ptr() % 512 == 0 and one[2:].data_ptr() == one.data_ptr() + 8
+    assert one.untyped_storage().nbytes() == 48 and one[2:].storage_offset() == 2
+    assert torch.equal((one * 2 + 1).to(torch.bfloat16).cpu(), (host * 2 + 1).to(torch.bfloat16))
+    assert torch.cat([one, one]).sum().item() == 132 and bool((one == host.to(there)).all())
+    assert torch.zeros(2, 3, device=there).shape == (2, 3) and torch.ones_like(one).max().item() == 1
+    assert torch.tensor([1, 2], device=there).tolist() == [1, 2] and one.amax().cpu() == 11
+    assert torch.stack([one[:2], one[2:4]]).t().contiguous().tolist() == [[0, 2], [1, 3]]
+    assert torch.equal(one, one.clone()) and not torch.equal(one, one + 1)
+    one[3:5] = 7
+    one[0] = one[11]
+    one.view(torch.int32)[1] = 0
+    assert one.tolist() == [11, 0, 2, 7, 7, 5, 6, 7, 8, 9, 10, 11]
+    with torch.inference_mode():
+        one.add_(1)
+        inside = one[:2] * 1
+    assert inside.tolist() == [12, 1]
+    wide = torch.empty(3, dtype=torch.float64, device=there).copy_(one[:3])
+    assert wide.tolist() == [12, 1, 3]
+    pinned = torch.empty(4, pin_memory=True)
+    assert pinned.is_pinned() and pinned.device.type == "cpu"
+    pinned.copy_(one[:4])
+    assert pinned.tolist() == [12, 1, 3, 8] and (pinned[1:2] + 1).item() == 2
+    to_host = one.to("cpu", non_blocking=True)
+    assert to_host.is_pinned()
+    torch.cuda.synchronize()
+    assert to_host.sum().item() == 95
+    with pytest.raises(TypeError, match="to numpy"):
+        one.numpy()
+    with pytest.raises(RuntimeError, match="same device"):
+        one.add_(host)
+    assert torch.cuda.get_device_properties(one.device).multi_processor_count == 132
+    assert 0 < torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated()
+    assert torch.cuda.is_available() and torch.cuda.current_device() == rank
+    torch.cuda.default_stream().synchronize()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream() and torch.cuda.current_stream().query()
+
+
+def test_tensors_of_torch() -> None:
+    for seed in range(3):
+        world.run(tensors_of_torch, 2, seed=seed)
+
+
+def unwritten(rank: int, ranks: int) -> list[int]:
+    return torch.empty(4, dtype=torch.uint8, device=f"cuda:{rank}").tolist()
+
+
+def test_new_memory_is_poison() -> None:
+    assert world.run(unwritten, 1).values == [[memory.POISON] * 4]
+
+
+def reuse(rank: int, ranks: int) -> tuple[bool, bool, bool, bool]:
+    first = filled(rank, 100, 1)
+    place = first.data_ptr()
+    used = first + 1
+    del first  # <free>
+    second = torch.empty(100, device=f"cuda:{rank}")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        apart = torch.empty(100, device=f"cuda:{rank}")
+    poison = set(second.view(torch.uint8).tolist()) == {memory.POISON}
+    return second.data_ptr() == place, apart.data_ptr() == place, used.sum().item() == 200, poison
+
+
+def test_memory_is_used_again_by_its_stream_alone() -> None:
+    for seed in range(8):
+        assert world.run(reuse, 1, seed=seed).values == [(True, False, True, True)]
+
+
+def held(rank: int, ranks: int, record: bool) -> bool:
+    words = filled(rank, 100, 1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        sums = words * 2  # <side use>
+    if record:
+        words.record_stream(side)
+    del words
+    filled(rank, 100, 5)  # <after free>
+    side.synchronize()
+    return bool((sums == 2).all())
+
+
+def test_record_stream() -> None:
+    for seed in range(20):
+        assert world.run(held, 1, True, seed=seed).values == [True]
+    fault = noticed(held, 1, False)
+    assert fault.kind == "race" and at("side use") in str(fault) and at("after free") in str(fault), fault
+
+
+# --- mistakes
+
+
+def side_stream_of_allocation(rank: int, ranks: int) -> None:
+    side = torch.cuda.Stream()
+    words = filled(rank, 8, 1)  # <made>
+    with torch.cuda.stream(side):
+        words.mul_(2)  # <multiplied>
+
+
+def slot_of_slab(rank: int, ranks: int) -> None:
+    """The two tensors begin at different addresses and share one byte range."""
+    slab = filled(rank, 64, 0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    slab.add_(1)  # <slab>
+    with torch.cuda.stream(side):
+        slab[32:40].mul_(3)  # <slot>
+
+
+def read_of_another_stream(rank: int, ranks: int) -> None:
+    side = torch.cuda.Stream()
+    words = filled(rank, 8, 1)
+    with torch.cuda.stream(side):
+        side.wait_stream(torch.cuda.default_stream())
+        words.add_(1)  # <added>
+    words.cpu()  # <read>
+
+
+def pinned_without_wait(rank: int, ranks: int) -> None:
+    words = filled(rank, 8, 1)
+    pinned = torch.empty(8, pin_memory=True)
+    pinned.copy_(words, non_blocking=True)  # <copied>
+    pinned.tolist()  # <listed>
+
+
+def pinned_used_again(rank: int, ranks: int) -> None:
+    words = torch.empty(8, device=f"cuda:{rank}")
+    pinned = torch.empty(8, pin_memory=True)
+    pinned.fill_(1)
+    words.copy_(pinned, non_blocking=True)  # <staged>
+    pinned.fill_(2)  # <staged again>
+
+
+def flag_never_set(rank: int, ranks: int) -> None:
+    streams.Flag().wait()  # <flag>
+    torch.cuda.synchronize()  # <flag sync>
+
+
+def launches_behind_a_spin(rank: int, ranks: int) -> None:
+    """More launches than the queue takes, before the host sets the flag that the first one waits for."""
+    flag = streams.Flag()
+    flag.spin()  # <spin>
+    for _ in range(device.LAUNCH_QUEUE + 1):
+        kernel("nothing", lambda reads, writes: None, [], [])  # <full>
+    flag.set()
+
+
+def wait_in_capture(rank: int, ranks: int) -> None:
+    words = filled(rank, 8, 1)
+    with streams.Graph().capture():
+        words.add_(1)
+        words.cpu()  # <captured wait>
+
+
+def query_in_capture(rank: int, ranks: int) -> None:
+    event = torch.cuda.current_stream().record_event()
+    with streams.Graph().capture():
+        assert torch.cuda.is_current_stream_capturing()
+        event.query()  # <captured query>
+
+
+def never_reached(rank: int, ranks: int) -> None:
+    """A poll of an event behind a collective that the other rank does not join."""
+    value = filled(rank, 8, 1)
+    if rank == 0:
+        dist.all_reduce(value)  # <alone>
+        event = torch.cuda.current_stream().record_event()
+        while not event.query():  # <poll>
+            pass
+
+
+MISTAKES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
+    side_stream_of_allocation: ("race", ("made", "multiplied")),
+    slot_of_slab: ("race", ("slab", "slot")),
+    read_of_another_stream: ("race", ("added", "read")),
+    pinned_without_wait: ("race", ("copied", "listed")),
+    pinned_used_again: ("race", ("staged", "staged again")),
+    flag_never_set: ("deadlock", ("flag", "flag sync")),
+    launches_behind_a_spin: ("deadlock", ("spin", "full")),
+    wait_in_capture: ("capture", ("captured wait",)),
+    query_in_capture: ("capture", ("captured query",)),
+    never_reached: ("deadlock", ("alone", "poll")),
+}
+
+
+@pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
+def test_mistakes(program: Callable[..., Any]) -> None:
+    kind, markers = MISTAKES[program]
+    fault = noticed(program, 2)
+    assert fault.kind == kind, fault
+    for marker in markers:
+        assert at(marker) in str(fault), fault
+
+
+def undeclared(rank: int, ranks: int) -> None:
+    """A kernel that writes a tensor which it names as one that it reads."""
+    words, other = filled(rank, 8, 1), filled(rank, 8, 2)  # <other memory>
+
+    def both(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        reads[0][3] = writes[0][3] = 5
+
+    kernel("both", both, [other], [words])  # <undeclared>
+
+
+def test_kernels_write_what_they_name() -> None:
+    world.run(undeclared, 1)
+    fault = noticed(undeclared, 1, modes=world.Modes(declared=True))
+    assert fault.kind == "undeclared" and at("undeclared") in str(fault) and at("other memory") in str(fault), fault
+
+
+def stuck(rank: int, ranks: int) -> None:
+    threading.Event().wait(1.0)  # <stuck>
+
+
+def test_a_rank_that_blocks_elsewhere() -> None:
+    """A wait that is none of the simulator's holds up everybody; the run ends all the same, and says where."""
+    with pytest.raises(Fault, match=r"stuck: no end after 0\.2 seconds") as raised:
+        world.run(stuck, 2, timeout=0.2)
+    assert "threading.Event().wait(1.0)" in str(raised.value)
+
+
+# --- ends of runs
+
+
+def out_of_memory(rank: int, ranks: int) -> None:
+    torch.empty(1 << 20, device=f"cuda:{rank}")
+
+
+def test_memory_ends() -> None:
+    with pytest.raises(Fault, match="has no 4194304 bytes left"):
+        world.run(out_of_memory, 1, arena_bytes=1 << 20)
+
+
+def test_errors_of_ranks_are_raised() -> None:
+    def program(rank: int, ranks: int) -> None:
+        if rank:
+            raise KeyError("mine")
+        dist.all_reduce(filled(rank, 1, 1))
+        torch.cuda.synchronize()
+
+    with pytest.raises(KeyError, match="mine"):
+        world.run(program, 2)
+
+
+def test_nothing_is_left_behind() -> None:
+    """After a run torch is as before: no GPU, no group, no simulated functions."""
+    stream = torch.cuda.Stream
+    with pytest.raises(Fault):
+        world.run(flag_never_set, 1)
+    world.run(reuse, 1)
+    assert torch.cuda.Stream is stream and not torch.cuda.is_initialized() and not dist.is_initialized()
+    if not torch.backends.cuda.is_built():
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.empty(1, device="cuda")
