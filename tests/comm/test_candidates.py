@@ -245,7 +245,7 @@ def test_what_cannot_win_is_not_tried() -> None:
 
 def measured(rank: int, ranks: int, profile: LinkProfile) -> dict[str, int]:
     """Sends by what was measured of the link."""
-    group_state(None).profiles["gloo"] = profile
+    group_state(None).profiles["cpu", "gloo"] = profile
     counters.reset()
     tensor = own(0, 1)
     comm.send(tensor, 1, config=AUTO) if rank == 0 else comm.recv(tensor.zero_(), 0, config=AUTO)

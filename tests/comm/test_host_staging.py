@@ -1,21 +1,24 @@
-"""Collectives on tensors whose frames go through host memory. Here the host stands for the device; with a GPU it is one.
+"""Collectives on tensors whose frames go through host memory. Here the host stands for the device, with the emulated CUDA kernels; with a
+GPU it is one. :mod:`test_side_stream` has the order of a device's work.
 
 NCCL takes no two ranks of one GPU: there a group of one rank passes, and two ranks on one GPU are on gloo.
 """
 
 from __future__ import annotations
 
+import emulation
 import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm
+from ds_zipccl import comm, kernels
 from ds_zipccl.comm import host_staging
+from ds_zipccl.comm.host_staging import HostStaging
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, block=128)
 DEVICES = ["cpu", "cpu without kernels", "cuda", "cuda without kernels"]
 
 
@@ -24,14 +27,16 @@ def _stage(where: str) -> str:
     device, _, without = where.partition(" ")
     host_staging.STAGED = {device}
     if without:
-        host_staging._codes = lambda device, route: False
+        host_staging._frame_kernels = lambda device, route: None
+    elif device == "cpu":
+        kernels.ROUTES = {"cpu": {"emulated": emulation.load}}
     return device
 
 
 def every_collective(rank: int, ranks: int, where: str) -> None:
     device, staged = _stage(where), []
-    encode = host_staging.compress
-    host_staging.compress = lambda *arguments: staged.append(1) or encode(*arguments)
+    encode = HostStaging.compress
+    HostStaging.compress = lambda *arguments: staged.append(1) or encode(*arguments)
     generator = torch.Generator().manual_seed(7)
     contributions = [torch.randn(ranks * 5000, generator=generator).bfloat16() for _ in range(ranks)]
     own = contributions[rank].to(device)
