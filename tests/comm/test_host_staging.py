@@ -18,7 +18,7 @@ from ds_zipccl.comm.host_staging import HostStaging
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, block=128)
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 DEVICES = ["cpu", "cpu without kernels", "cuda", "cuda without kernels"]
 
 
