@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm import host_staging
 from ds_zipccl.comm.host_staging import HostStaging
+from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
@@ -88,6 +89,37 @@ def test_every_collective(where: str, ranks: int) -> None:
     if where.startswith("cuda") and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     runner.run(every_collective, ranks, where)
+
+
+def order_on_a_gpu(rank: int, ranks: int) -> None:
+    """A gather between two long kernels of the caller: it follows the first, which writes its input, and does not wait for the second."""
+    _stage("cuda")
+    torch.cuda.init()
+    wanted = torch.randn(ranks * 500_000, generator=torch.Generator().manual_seed(3)).bfloat16().cuda()
+    own, output = torch.zeros_like(wanted.chunk(ranks)[rank]), torch.zeros_like(wanted)
+    for _ in range(2):  # the first call builds the kernels
+        own.zero_()
+        torch.cuda._sleep(100_000_000)
+        own.copy_(wanted.chunk(ranks)[rank])
+        handle = comm.all_gather_into_tensor(output, own, None, True, config=CODED)
+        torch.cuda._sleep(20_000_000_000)
+        later = torch.cuda.Event()
+        later.record()
+        handle.wait()
+    assert not later.query(), "the gather waited for work that was queued after the call"
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(output, wanted), "the outputs are not written"
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(CommError, match="while a graph of cuda"):
+        comm.all_gather_into_tensor(output, own, config=CODED)
+    comm.all_gather_into_tensor(output, own, config=CODED)
+
+
+@pytest.mark.parametrize("where", ["cuda"])
+def test_order(where: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    runner.run(order_on_a_gpu, 2)
 
 
 def a_group_of_one(rank: int, ranks: int) -> None:

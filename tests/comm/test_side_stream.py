@@ -143,10 +143,10 @@ def damaged(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_a_refused_frame_raises_at_the_end(runtime: LazyRuntime) -> None:
     """With the error of its own peer."""
-    staging = HostStaging(CPU, "auto")
+    staging, outs = HostStaging(CPU, "auto"), [words(2), words(2)]
     with pytest.raises(CommError, match="refused"), staging.working():
-        staging.decompress(frame_of(words(1)), words(2), lambda error: AssertionError("of the good frame"))
-        staging.decompress(damaged(words(1)), words(2), refused)
+        staging.decompress(frame_of(words(1)), outs[0], lambda error: AssertionError("of the good frame"))
+        staging.decompress(damaged(words(1)), outs[1], refused)
 
 
 @pytest.mark.parametrize("codec", ["cascade", "raw"])
@@ -191,7 +191,9 @@ def test_streams_are_used_again_but_not_by_two(runtime: LazyRuntime) -> None:
             second = runtime.current_stream()
     assert len({first, second, runtime.default}) == 3
     with SideStream(CPU).current():
-        assert runtime.current_stream() in (first, second)
+        third = runtime.current_stream()
+        with SideStream(CPU).current():
+            assert {third, runtime.current_stream()} == {first, second}
     assert runtime.current_stream() is runtime.default and len(runtime.streams) == 3
 
 

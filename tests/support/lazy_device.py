@@ -1,7 +1,8 @@
 """A device for the tests of host staging: CPU memory behind streams that run nothing before the host waits for it.
 
 Kernels and copies are queued on the current stream and run as late as they may. Fresh memory is full of POISON. A forgotten wait therefore
-reads POISON, and a wait for too much runs work that was to stay queued. Other calls of torch on CPU tensors run at once.
+reads POISON, and a wait for too much runs work that was to stay queued. Other calls of torch on CPU tensors run at once. A test keeps the
+tensors that it passes alive, as an operation does: a queued kernel has their addresses only.
 """
 
 from __future__ import annotations
