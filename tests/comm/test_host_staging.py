@@ -99,10 +99,12 @@ def order_on_a_gpu(rank: int, ranks: int) -> None:
     own, output = torch.zeros_like(wanted.chunk(ranks)[rank]), torch.zeros_like(wanted)
     for _ in range(2):  # the first call builds the kernels
         own.zero_()
+        torch.cuda.synchronize()
+        dist.barrier()
         torch.cuda._sleep(100_000_000)
         own.copy_(wanted.chunk(ranks)[rank])
         handle = comm.all_gather_into_tensor(output, own, None, True, config=CODED)
-        torch.cuda._sleep(20_000_000_000)
+        torch.cuda._sleep(6_000_000_000)
         later = torch.cuda.Event()
         later.record()
         handle.wait()

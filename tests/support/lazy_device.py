@@ -19,7 +19,7 @@ import torch
 
 from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.comm import host_staging, side_stream
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda import Launcher
 
 POISON = 0xA5
 
@@ -96,19 +96,20 @@ class LazyRuntime:
 
 
 class _LazyLauncher:
-    def __init__(self, runtime: LazyRuntime, launcher: emulation.EmulatedLauncher) -> None:
+    def __init__(self, runtime: LazyRuntime, launcher: Launcher) -> None:
         self._runtime, self._launcher = runtime, launcher
 
-    def launch(self, kernel: str, grid: int, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
+    def launch(self, kernel: str, grid: Any, shared_bytes: int, params: ctypes.Structure, stream: int) -> None:
         assert stream, "a kernel on no stream"
+        given = type(params).from_buffer_copy(params)
         put = self._runtime.streams[stream - 1].put
-        put(lambda: self._launcher.launch(kernel, grid, shared_bytes, params, stream))
+        put(lambda: self._launcher.launch(kernel, grid, shared_bytes, given, stream))
 
 
 def install(patch: pytest.MonkeyPatch) -> LazyRuntime:
     """Let CPU tensors be tensors of a lazy device, whose route has the name "auto" alone."""
-    runtime = LazyRuntime()
-    route = CudaRoute(_LazyLauncher(runtime, emulation.launcher()))
+    runtime, route = LazyRuntime(), emulation.load()
+    route._launcher = _LazyLauncher(runtime, route._launcher)
     alive: list[
         torch.Tensor
     ] = []  # queued kernels hold addresses, and memory of the device is freed in stream order only
