@@ -46,8 +46,9 @@ def divide(sums: torch.Tensor, count: int) -> None:
 
 
 def settle_nans(sums: torch.Tensor) -> None:
-    """Make NaNs of bfloat16 0x7fc0: torch's vector units and CUDA give other NaNs than c10 and gloo. Does not wait for a device."""
-    # Opposite infinities give NaN too, which costs time only; on a CPU a sum is four times faster than a search.
+    """Make NaNs of bfloat16 0x7fc0: torch's vector units give another NaN than c10 and gloo."""
+    # On a CPU a sum is four times faster than a search; opposite infinities give NaN too, which costs time only. Another device is not
+    # asked: the answer would make the host wait.
     if sums.dtype == torch.bfloat16 and (sums.device.type != "cpu" or bool(sums.sum().isnan())):
         sums.masked_fill_(sums.isnan(), torch.nan)
 
