@@ -97,8 +97,8 @@ class HostStaging:
     def _compress_raw(self, flats: Sequence[torch.Tensor], buffers: PooledBuffers) -> list[torch.Tensor]:
         frames = [buffers.take_pinned(HEADER_BYTES + flat.nbytes) for flat in flats]
         for flat, frame in zip(flats, frames, strict=True):
+            pack(Header(CodecId.RAW, flat.dtype, flat.numel(), frame.numel()), frame[:HEADER_BYTES])
             _copy(frame[HEADER_BYTES:], flat.view(torch.uint8))
-            pack(Header(CodecId.RAW, flat.dtype, flat.numel(), frame.numel()), frame)
         read = self._fetch_statuses()
         self._side.wait()
         _raise_refusals(read)
