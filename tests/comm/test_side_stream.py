@@ -26,9 +26,10 @@ from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameError
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 #: A whole fragment's chunk and a part of one; blocks are of 128 elements, because the emulation is slow.
 NUMEL, BLOCK = 5000, 128
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, block=BLOCK)
+AUTO = ZipcclConfig(enabled=True, min_bytes=0, block=BLOCK)
 CPU = torch.device("cpu")
 
 
@@ -200,7 +201,6 @@ def test_streams_are_used_again_but_not_by_two(runtime: LazyRuntime) -> None:
 def collectives(rank: int, ranks: int) -> list[int]:
     """Gathers and a broadcast in flight, of tensors that the caller's stream is still to write; the waits of a gather."""
     with pytest.MonkeyPatch.context() as patch:
-        config = CODED.model_copy(update={"block": BLOCK})
         inputs = [words(peer) for peer in range(ranks)]
         runtime = lazy_device.install(patch)
         waits = []
@@ -208,7 +208,7 @@ def collectives(rank: int, ranks: int) -> list[int]:
             own, output = torch.full_like(inputs[rank], -1), torch.full((ranks * NUMEL,), -1, dtype=torch.bfloat16)
             runtime.default.put(functools.partial(own.copy_, inputs[rank]))
             before, queued = runtime.host_waits, runtime.default.queued()
-            handle = comm.all_gather_into_tensor(output, own, None, later, config=config)
+            handle = comm.all_gather_into_tensor(output, own, None, later, config=CODED)
             if later:
                 runtime.default.put(lambda: None)  # of the caller, after the call
                 handle.wait()
@@ -218,11 +218,11 @@ def collectives(rank: int, ranks: int) -> list[int]:
             waits.append(runtime.host_waits - before)
             runtime.default.run()
         sent = inputs[0].clone() if rank == 0 else torch.full_like(inputs[0], -1)
-        comm.broadcast(sent, 0, config=config)
+        comm.broadcast(sent, 0, config=CODED)
         corpus.assert_same_bits(sent, inputs[0])
         after, received = (rank + 1) % ranks, torch.full_like(inputs[0], -1)
-        handle = comm.isend(inputs[rank], after, config=config)
-        comm.recv(received, (rank - 1) % ranks, config=config)
+        handle = comm.isend(inputs[rank], after, config=CODED)
+        comm.recv(received, (rank - 1) % ranks, config=CODED)
         handle.wait()
         corpus.assert_same_bits(received, inputs[rank - 1])
         assert len(runtime.streams) == 2, "every operation made a stream"
@@ -240,15 +240,14 @@ def during_a_capture(rank: int, ranks: int) -> None:
         group = dist.group.WORLD
         assert group is not None
         tensor, output = words(rank), torch.empty(ranks * NUMEL, dtype=torch.bfloat16)
-        config = CODED.model_copy(update={"block": BLOCK})
         issued = group_state(group).next_tag()
         runtime.capturing = True
         for call in (
-            lambda: comm.all_gather_into_tensor(output, tensor, config=config),
-            lambda: comm.all_reduce(tensor, async_op=True, config=config),
-            lambda: comm.all_gather_into_tensor(output, tensor, config=config.model_copy(update={"mode": "auto"})),
-            lambda: comm.isend(tensor, (rank + 1) % ranks, config=config),
-            lambda: comm.irecv(tensor, (rank + 1) % ranks, config=config),
+            lambda: comm.all_gather_into_tensor(output, tensor, config=CODED),
+            lambda: comm.all_reduce(tensor, async_op=True, config=CODED),
+            lambda: comm.all_gather_into_tensor(output, tensor, config=AUTO),
+            lambda: comm.isend(tensor, (rank + 1) % ranks, config=CODED),
+            lambda: comm.irecv(tensor, (rank + 1) % ranks, config=CODED),
         ):
             with pytest.raises(CommError, match="while a graph of cpu is captured, wanted a call outside"):
                 call()
@@ -259,7 +258,7 @@ def during_a_capture(rank: int, ranks: int) -> None:
         comm.all_reduce(torch.ones(2, dtype=torch.bfloat16), config=small)
         runtime.capturing = False
         assert group_state(group).next_tag() == issued + 4, "a refused call has taken tags"
-        comm.all_gather_into_tensor(output, tensor, config=config)
+        comm.all_gather_into_tensor(output, tensor, config=CODED)
 
 
 def test_a_call_during_a_capture_is_refused() -> None:
