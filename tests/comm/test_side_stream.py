@@ -26,7 +26,7 @@ from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameError
 
-#: A whole fragment's chunk and a part of one; blocks are of 128 elements, because the emulation is slow.
+#: Two chunks of 16 blocks and a part of one; small blocks, because the emulation is slow.
 NUMEL, BLOCK = 5000, 128
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, block=BLOCK)
 AUTO = ZipcclConfig(enabled=True, min_bytes=0, block=BLOCK)
