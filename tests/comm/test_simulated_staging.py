@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import corpus
-import emulation
 import pytest
 import torch
-from sim import device as gpu
-from sim import world
-from sim.launcher import SimulatedLauncher
+from sim import launcher, streams, world
+from sim.device import mine
 
-from ds_zipccl import kernels
 from ds_zipccl.comm import host_staging, side_stream
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host_staging import HostStaging
@@ -23,16 +20,13 @@ from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels.cuda import CudaRoute
 
 BLOCK, NUMEL = 128, 5000
-MODES = (world.Modes(), *world.ALL_MODES, world.Modes(lazy_loading=True))
+MODES = (world.Modes(), *world.ALL_MODES)
 
 
-@pytest.fixture(autouse=True)
-def simulated_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    route = CudaRoute(SimulatedLauncher(emulation.launcher()))
-    monkeypatch.setattr(kernels, "ROUTES", {**kernels.ROUTES, "cuda": {"simulated": lambda: route}})
-    monkeypatch.setattr(kernels, "_loaded", {})
+@pytest.fixture
+def route() -> Iterator[CudaRoute]:
     host_staging._frame_kernels.cache_clear()
-    yield
+    yield launcher.route()
     host_staging._frame_kernels.cache_clear()
     side_stream._idle.clear()
 
@@ -57,7 +51,7 @@ def round_trips(rank: int, ranks: int) -> list[tuple[int, int]]:
             for flat in flats:
                 flat.neg_()
             outs, sums = [torch.zeros_like(flat) for flat in flats], torch.ones_like(flats[0], dtype=torch.float32)
-            staging, waits = HostStaging(there, "auto"), gpu.mine().counters.waits
+            staging, waits = HostStaging(there, "auto"), mine().counters.waits
             before, buffers = len(waits), PooledBuffers()
             with staging.working():
                 frames = staging.compress(flats, codec, BLOCK, buffers)
@@ -76,14 +70,14 @@ def round_trips(rank: int, ranks: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seeds", [10, pytest.param(60, marks=pytest.mark.full(reason="more seeds"))])
-def test_no_seed_finds_a_race(seeds: int) -> None:
+def test_no_seed_finds_a_race(route: CudaRoute, seeds: int) -> None:
     for seed in range(seeds):
-        got = world.run(round_trips, 1, seed=seed, modes=MODES[seed % len(MODES)])
+        got = world.run(round_trips, 1, seed=seed, modes=MODES[seed % len(MODES)], route=route)
         assert got.values == [[(2, 3), (2, 3), (1, 2)]]
 
 
 def no_wait_for_the_caller(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gpu.Stream, "wait_event", lambda self, event: None)
+    patch.setattr(streams.Stream, "wait_event", lambda self, event: None)
 
 
 def waits_without(number: int) -> Any:
@@ -104,8 +98,10 @@ def waits_without(number: int) -> Any:
     ],
     ids=["caller", "headers", "verdicts", "end"],
 )
-def test_a_dropped_wait_is_noticed(monkeypatch: pytest.MonkeyPatch, plant: Any, places: tuple[str, ...]) -> None:
+def test_a_dropped_wait_is_noticed(
+    route: CudaRoute, monkeypatch: pytest.MonkeyPatch, plant: Any, places: tuple[str, ...]
+) -> None:
     plant(monkeypatch)
     with pytest.raises(world.Fault) as fault:
-        world.run(round_trips, 1)
+        world.run(round_trips, 1, route=route)
     assert fault.value.kind == "race" and all(place in str(fault.value) for place in places), fault.value
