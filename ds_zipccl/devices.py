@@ -45,6 +45,15 @@ class Runtime(Protocol):
 RUNTIMES: dict[str, Runtime] = {"cuda": torch.cuda}
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the calling thread's current stream of ``device`` records a graph."""
+    found = runtime(device)
+    if found is None:
+        return False
+    with found.device(device):
+        return found.is_current_stream_capturing()
+
+
 def runtime(device: torch.device) -> Runtime | None:
     """Return the runtime of a device, None for a device without streams."""
     return RUNTIMES.get(device.type)

@@ -27,6 +27,17 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device | str = CPU) -> t
     return _original.empty(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
 
+def pinned(nbytes: int) -> torch.Tensor:
+    """Return host memory of undefined contents, 1-D uint8, which a CUDA device copies from and to while the host goes on.
+
+    torch pools such memory, and uses a freed block again only after the copies that are queued on the block. Without CUDA the memory is
+    ordinary.
+    """
+    return _original.empty(  # type: ignore[no-any-return]
+        nbytes, dtype=torch.uint8, device=CPU, pin_memory=torch.cuda.is_initialized()
+    )
+
+
 def filled(numel: int, value: float, dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
     """Return a 1-D tensor of one value."""
     return _original.full((numel,), value, dtype=dtype, device=device)  # type: ignore[no-any-return]

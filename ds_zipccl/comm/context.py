@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 import torch.distributed as dist
 
+from ds_zipccl.comm import host_staging
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
@@ -19,7 +21,8 @@ class OpContext:
 
     ``rank``, ``peers`` and all ranks in schedules are group ranks. ``peers`` is the order of receives, nearest lower rank first; gloo's
     ring adds in the same order. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: the codec of frames without a
-    base. ``with_base``: frames may be differences. ``logical_bytes`` and ``wire_bytes`` count the frames sent.
+    base. ``with_base``: frames may be differences. ``staging``: makes and reads the frames of tensors on a device whose memory the
+    transport does not take. ``logical_bytes`` and ``wire_bytes`` count the frames sent.
 
     Args:
         tag: first tag; the group's next tags if None.
@@ -33,7 +36,7 @@ class OpContext:
         config: ZipcclConfig,
         role: str,
         codec: str,
-        device: str,
+        device: torch.device,
         *,
         tag: int | None = None,
         nodes: Sequence[Sequence[int]] = (),
@@ -43,13 +46,14 @@ class OpContext:
         state = group_state(group)
         assert state is not None  # a rank outside the group has no operation here
         self.op, self.group, self.config, self.role = op, group, config, role
-        self.codec, self.device, self.with_base, self.nodes = codec, device, with_base, nodes
+        self.codec, self.device, self.with_base, self.nodes = codec, device.type, with_base, nodes
         self.rank, self.size = state.rank, state.size
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
-        self.transport = state.transport(device, group)
+        self.transport = state.transport(self.device, group)
+        self.staging = host_staging.staging(device, config.route, self.transport.capabilities.host_only)
         self.logical_bytes = self.wire_bytes = 0
         self._tag = state.next_tag() if tag is None else tag
-        if sums and state.sum_switches is None and state.backend("cpu") == state.backend(device):
+        if sums and state.sum_switches is None and state.backend("cpu") == state.backend(self.device):
             state.sum_switches = self.transport.ask_sum_switches()
         self._sum_switches = state.sum_switches
         self.backoff = state.backoff(op, role)
@@ -65,6 +69,14 @@ class OpContext:
         """Return the elements of each fragment of a tensor of ``numel`` elements, with ``exchanges`` exchanges in flight. The last
         fragment may be shorter."""
         return wire.fragment_numel(numel, itemsize, self.size, (self.config.staging_mib << 20) // exchanges)
+
+    def working(self) -> AbstractContextManager[None]:
+        """Return a context for the work on the operation's tensors, in any thread. Its end blocks until the work is done on a device too.
+
+        Raises:
+            CommError: at the end: a frame was refused.
+        """
+        return nullcontext() if self.staging is None else self.staging.working()
 
     def count(self, logical_bytes: int, wire_bytes: int) -> None:
         """Count one frame sent."""

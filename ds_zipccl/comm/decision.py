@@ -12,13 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import tensors
+from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.tuner import CallTimer, Tuner
+from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason
@@ -60,7 +61,7 @@ def decide(request: Request) -> Choice:
     Raises:
         ValueError: no tensors, an unknown role, or arguments that do not fit together. The rank with the bad arguments raises, before
             it sends.
-        CommError: the measured times of a rank did not arrive.
+        CommError: the measured times of a rank did not arrive; or a graph is being captured, and frames cannot be in it.
     """
     state = group_state(request.group)
     if state is None:
@@ -72,6 +73,8 @@ def decide(request: Request) -> Choice:
     problem = (request.problem or _mixture(request)) if admitted.frames else ""
     if problem:
         raise ValueError(f"{request.op}: {problem}")
+    if admitted.frames:
+        _refuse_capture(request.op, tensor.device)
     if tuner is None:
         return Choice(admitted)
     decision, timer = tuner.next_plan(lambda: open_context(request, admitted), request.token)
@@ -89,7 +92,7 @@ def open_context(request: Request, decision: Decision) -> OpContext:
         request.config,
         request.role,
         decision.codec,
-        request.tensor.device.type,
+        request.tensor.device,
         nodes=group_nodes(group) if decision.by_node else (),
         with_base=decision.with_base,
         sums=decision.frames and request.reduce_op is not None,
@@ -178,16 +181,33 @@ def _on_choice(message: Message, size: int, group: dist.ProcessGroup) -> Callabl
 
 
 def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: ZipcclConfig, role: str) -> Decision:
-    """Decide on a single message between two ranks. Compressing, sending and decompressing such a message do not overlap."""
+    """Decide on a single message between two ranks. Compressing, sending and decompressing such a message do not overlap.
+
+    Raises:
+        CommError: a graph is being captured, and frames cannot be in it.
+    """
     if tensors.is_traced(type(tensor)):
         return Decision.passing(PassReason.TRACED)
     admitted = admission.admit(message_of(op, TensorKind.of(tensor), tensor.numel(), state, role), config)
-    if not admitted.frames or config.mode_of(role) != "auto":
+    if not admitted.frames:
+        return admitted
+    _refuse_capture(op, tensor.device)
+    if config.mode_of(role) != "auto":
         return admitted
     profile = link_profile(state, tensor.device.type)
     if profile is not None and not cost_model.pays(tensor.nbytes, tensor.dtype, profile):
         return Decision.passing(PassReason.LINK_IS_FASTER)
     return admitted
+
+
+def _refuse_capture(op: str, device: torch.device) -> None:
+    """Raise CommError if the current stream of ``device`` records a graph: a replay would not send. The plain collective of a backend that
+    takes host memory fails in a capture too."""
+    if devices.is_capturing(device):
+        raise CommError(
+            f"{op}: got a call while a graph of {device} is captured, wanted a call outside of captures: on this group frames go through "
+            f"host memory, and a graph cannot hold them; call before or after the capture, or pass a group whose backend is NCCL"
+        )
 
 
 def _mixture(request: Request) -> str:

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm import host_staging, work
+from ds_zipccl.comm import work
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.decision import Choice, open_context
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import Request, Schedule
 from ds_zipccl.comm.shadow_check import Shadow
+from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
@@ -108,10 +109,16 @@ def _plain_in_order(request: Request) -> Any:
         with torch.inference_mode(), tensors.undisturbed():
             _copy_back(outputs, request.outputs)
 
-    if request.async_op:
-        return work.start(request.op, request.outputs, finish)
-    finish()
-    return None
+    if not request.async_op:
+        finish()
+        return None
+    side = SideStream(request.tensor.device)
+
+    def job() -> None:
+        with side.current():
+            finish()
+
+    return work.start(request.op, request.outputs, job)
 
 
 def _copy_back(written: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
@@ -126,21 +133,21 @@ def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
     shadow = None
     if request.config.check == "shadow":
         shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ctx.size)
-    stream = host_staging.callers_stream(request.tensor.device)
     timer: CallTimer | None = choice.timer
     if timer is not None:
         timer.start(meet=_may_meet(request))
 
     def job() -> None:
         # all three are states of a thread; only inference mode may write to every tensor
-        with torch.inference_mode(), tensors.undisturbed(), stream():
+        with torch.inference_mode(), tensors.undisturbed():
             run()
 
     def run() -> None:
         order = memory_order if request.memory_order else logical_order
-        outputs = [order(tensor) for tensor in request.outputs]
-        schedule.run(ctx, [order(tensor) for tensor in request.inputs], outputs)
-        _copy_back(outputs, request.outputs)
+        with ctx.working():
+            outputs = [order(tensor) for tensor in request.outputs]
+            schedule.run(ctx, [order(tensor) for tensor in request.inputs], outputs)
+            _copy_back(outputs, request.outputs)
         if timer is not None:
             timer.stop()
         if shadow is not None:

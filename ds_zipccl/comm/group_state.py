@@ -45,7 +45,9 @@ class GroupState:
         self._backoffs: dict[tuple[str, str], RawBackoff] = {}
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
-        self.profiles: dict[str, LinkProfile] = {}  # by backend
+        self.profiles: dict[
+            tuple[str, str], LinkProfile
+        ] = {}  # by device and backend: the codec's speed is the device's
         self.sum_switches: SumSwitches | None = None
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ
@@ -148,7 +150,7 @@ def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
 
     A collective: every rank of the group calls, while the group has no other operation in flight. Blocks for less than 2 s. A group
     without a measurement uses that of the default group. Without any measurement every schedule is tried, gathers do not go by node,
-    and sends are always compressed.
+    and sends are always compressed. Only the codec of CPU tensors is measured: tensors on other devices are without a measurement.
 
     Raises:
         ValueError: the group has one rank, this rank is not in the group, or the group's CPU tensors do not go over gloo.
@@ -157,16 +159,17 @@ def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
     profile = measure(group)
     state = group_state(group)
     assert state is not None  # measure() has raised on a rank outside the group
-    state.profiles[state.backend("cpu")] = profile
+    state.profiles["cpu", state.backend("cpu")] = profile
     if group is None or group is dist.group.WORLD:
         state.places = topology.find(resolve_group(None))
     return profile
 
 
 def link_profile(state: GroupState, device: str) -> LinkProfile | None:
-    """Return the measured profile of the link of tensors on ``device``, equal on all ranks; None without a measurement."""
-    backend = state.backend(device)
-    if backend in state.profiles:
-        return state.profiles[backend]
+    """Return the measured profile of the link and of the codec of tensors on ``device``, equal on all ranks; None without a measurement.
+    Only CPU tensors are measured yet."""
+    key = device, state.backend(device)
+    if key in state.profiles:
+        return state.profiles[key]
     world = group_state(None)
-    return world.profiles.get(backend) if world else None
+    return world.profiles.get(key) if world else None

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_zipccl import tensors
+_PREFIX = "ds_zipccl/nodes"
+#: Numbers of the searches of each group, equal on all ranks of the group.
+_rounds: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def here() -> str:
@@ -25,17 +30,23 @@ def here() -> str:
     return " ".join(parts)
 
 
-@tensors.undisturbed()
 def find(group: dist.ProcessGroup, place: str = "") -> dict[int, int]:
-    """Return a map from global rank to the number of its node, or of its ``place`` in the node. A collective on CPU tensors: every rank of
-    the group calls, and blocks."""
-    mine = tensors.of_buffer(bytearray(hashlib.sha256(f"{here()} {place}".encode()).digest()))
-    names = [tensors.empty(mine.numel(), mine.dtype) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(names, mine, group)
-    numbers: dict[bytes, int] = {}
+    """Return a map from global rank to the number of its node, or of its ``place`` in the node.
+
+    Every rank of the group calls, and blocks until all have called. Names go through the rendezvous store, because a group of one backend
+    may take no CPU tensors.
+
+    Raises:
+        RuntimeError: a rank did not call within the timeout of the store.
+    """
+    prefix = f"{_PREFIX}/{group.group_name}/{next(_rounds.setdefault(group, itertools.count()))}"
     ranks = dist.get_process_group_ranks(group)
+    keys = [f"{prefix}/{rank}" for rank in ranks]
+    store = _get_default_store()
+    store.set(f"{prefix}/{dist.get_rank()}", hashlib.sha256(f"{here()} {place}".encode()).hexdigest())
+    numbers: dict[bytes, int] = {}
     return {
-        rank: numbers.setdefault(bytes(name.tolist()), len(numbers)) for rank, name in zip(ranks, names, strict=True)
+        rank: numbers.setdefault(name, len(numbers)) for rank, name in zip(ranks, store.multi_get(keys), strict=True)
     }
 
 

@@ -8,16 +8,13 @@ import sys
 
 import corpus
 import pytest
-import test_cuda_kernels
 import tiers
 import torch
+from cuda_frames import GUARD, frame_of
 from places import PYTHONPATH
-from test_cuda_kernels import GUARD, frame_of
 
 from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.kernels.cuda import CudaRoute, new_status, raise_failure
-
-kernel = test_cuda_kernels.kernel
 
 #: Whole blocks, parts of blocks, more than a chunk, and sizes whose raw payload ends within a word of memory.
 NUMELS = (1, 3, 1023, 1024, 1027, 5 * 1024, 17 * 1024 + 517)
@@ -135,8 +132,8 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "words = (bytes - head + 3) / 4;",
         "e4m3",
     ),
-    "a raw frame is shifted the other way": ("cuda/decode.cuh", "source[i + 1], 8 * head)", "source[i + 1], 32 - 8 * head)", "e4m3"),
-    "a raw frame's end is rounded up": ("cuda/decode.cuh", "words = bytes / 4 - (head", "words = bytes / 4 + (head", "bf16"),
+    "a raw frame is shifted the other way": ("cuda/frame.cuh", "source[i + 1], 8 * phase)", "source[i + 1], 32 - 8 * phase)", "e4m3"),
+    "a raw frame's end is rounded up": ("cuda/frame.cuh", "words = (bytes - head) / 4;", "words = (bytes - head + 3) / 4;", "bf16"),
     "sums stay in the scratch": ("cuda/sum.cuh", "    if (staged) {", "    if (false) {", "bf16"),
 }  # fmt: skip
 
@@ -151,7 +148,7 @@ import sys
 sys.path[:0] = {PYTHONPATH.split(os.pathsep)!r}
 import corpus, emulation, test_cuda_misaligned, torch
 from ds_zipccl.kernels.cuda import CudaRoute
-route = CudaRoute(emulation.launcher({{{file!r}: ({(good, bad)!r},)}}))
+route = CudaRoute(emulation.launcher({{{file!r}: ({(good, bad)!r},)}}), "cpu")
 test_cuda_misaligned.check(route, torch.device("cpu"), corpus.FLOATS[{kind!r}])
 print("nothing noticed")
 """

@@ -109,7 +109,9 @@ def closed_to_one(rank: int, ranks: int) -> list[int]:
 
     shared_base.Exchange = Deaf
     kept.filled = True
-    link = OpContext("all_gather_into_tensor", dist.group.WORLD, ALWAYS, "dp", "cascade", "cpu", with_base=True)
+    link = OpContext(
+        "all_gather_into_tensor", dist.group.WORLD, ALWAYS, "dp", "cascade", torch.device("cpu"), with_base=True
+    )
     comm.SharedBase([kept]).abandon(link)
     assert not kept.filled
     return told
@@ -201,7 +203,7 @@ def failing(rank: int, ranks: int) -> tuple[int, int]:
     group = dist.new_group(list(range(ranks)))
     before = POOL._used_bytes
     for _ in range(3 * pipeline.ABANDONED):
-        ctx = OpContext("broadcast", group, ALWAYS, "dp", "raw", "cpu")
+        ctx = OpContext("broadcast", group, ALWAYS, "dp", "raw", torch.device("cpu"))
         pipeline.abandon(exchange_ := pipeline.Exchange(ctx, 0, True))
         exchange_.post_recv((rank + 1) % ranks, torch.empty(1 << 16))
         del exchange_

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.group_state import group_nodes, group_state
+from ds_zipccl.comm.group_state import group_nodes, group_state, link_profile
 from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
 from ds_zipccl.comm.schedules import by_node, gather, pipeline, reduce_scatter
 from ds_zipccl.config import ZipcclConfig
@@ -245,7 +245,7 @@ def test_what_cannot_win_is_not_tried() -> None:
 
 def measured(rank: int, ranks: int, profile: LinkProfile) -> dict[str, int]:
     """Sends by what was measured of the link."""
-    group_state(None).profiles["gloo"] = profile
+    group_state(None).profiles["cpu", "gloo"] = profile
     counters.reset()
     tensor = own(0, 1)
     comm.send(tensor, 1, config=AUTO) if rank == 0 else comm.recv(tensor.zero_(), 0, config=AUTO)
@@ -315,6 +315,43 @@ def test_topology() -> None:
     assert topology.levels([[0, 2], [1, 3]]) and not topology.levels([[0, 1, 2]])
     assert not topology.levels([[0], [1]]) and not topology.levels([[0, 1], [2]])
     assert topology.here() == topology.here() != ""
+
+
+def refuses(*arguments: Any, **named: Any) -> None:
+    raise RuntimeError("No backend type associated with device type cpu")
+
+
+def found_without_tensors(rank: int, ranks: int) -> list[dict[int, int]]:
+    """Groups that take no CPU tensors, as those of NCCL; the ranks search in their groups different numbers of times."""
+    part = dist.new_group([0, 2, 3])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast"):
+            patch.setattr(dist, name, refuses)
+        patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
+        found = [topology.find(part) for _ in range(2)] if rank != 1 else []
+        patch.setattr(topology, "here", lambda: "moved" if rank else "right")
+        return [*found, topology.find(dist.group.WORLD, "place"), topology.find(dist.group.WORLD, str(rank))]
+
+
+def test_nodes_are_found_without_tensors() -> None:
+    everyone = [{0: 0, 1: 1, 2: 1, 3: 1}, {0: 0, 1: 1, 2: 2, 3: 3}]
+    members = [{0: 0, 2: 0, 3: 1}] * 2 + everyone
+    assert runner.run(found_without_tensors, 4) == [members, everyone, members, members]
+
+
+def profile_of_each(rank: int, ranks: int) -> list[bool]:
+    """Whether a device has a profile, where the profile of CPU tensors on gloo is known."""
+    state, found = group_state(dist.new_group([0, 1])), []
+    group_state(None).profiles["cpu", "gloo"] = SLOW
+    for backends in ({"cpu": "gloo", "cuda": "nccl"}, {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}):
+        state.backends = backends
+        found += [link_profile(state, device) is not None for device in ("cpu", "cuda")]
+    return found
+
+
+def test_a_profile_is_of_one_device_and_backend() -> None:
+    """A message of CUDA tensors is not judged by the codec of the CPU, nor by the link of another backend."""
+    assert runner.run(profile_of_each, 2) == [[True, False, True, False, False, False]] * 2
 
 
 def forgotten(rank: int, ranks: int) -> None:

@@ -1,4 +1,5 @@
-"""Collectives on tensors whose frames go through host memory. Here the host stands for the device; with a GPU it is one.
+"""Collectives on tensors whose frames go through host memory. Here the host stands for the device, with the emulated CUDA kernels; with a
+GPU it is one. :mod:`test_side_stream` has the order of a device's work.
 
 NCCL takes no two ranks of one GPU: there a group of one rank passes, and two ranks on one GPU are on gloo.
 """
@@ -7,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import emulation
 import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm
+from ds_zipccl import comm, kernels
 from ds_zipccl.comm import host_staging
+from ds_zipccl.comm.host_staging import HostStaging
+from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
@@ -26,14 +30,16 @@ def _stage(where: str) -> str:
     device, _, without = where.partition(" ")
     host_staging.STAGED = {device}
     if without:
-        host_staging._codes = lambda device, route: False
+        host_staging._frame_kernels = lambda device, route: None
+    elif device == "cpu":
+        kernels.ROUTES = {"cpu": {"emulated": emulation.load}}
     return device
 
 
 def every_collective(rank: int, ranks: int, where: str) -> None:
     device, staged = _stage(where), []
-    encode = host_staging.compress
-    host_staging.compress = lambda *arguments: staged.append(1) or encode(*arguments)
+    encode = HostStaging.compress
+    HostStaging.compress = lambda *arguments: staged.append(1) or encode(*arguments)
     generator = torch.Generator().manual_seed(7)
     contributions = [torch.randn(ranks * 5000, generator=generator).bfloat16() for _ in range(ranks)]
     own = contributions[rank].to(device)
@@ -85,6 +91,39 @@ def test_every_collective(where: str, ranks: int) -> None:
     if where.startswith("cuda") and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     runner.run(every_collective, ranks, where)
+
+
+def order_on_a_gpu(rank: int, ranks: int) -> None:
+    """A gather between two long kernels of the caller: it follows the first, which writes its input, and does not wait for the second."""
+    _stage("cuda")
+    torch.cuda.init()
+    wanted = torch.randn(ranks * 500_000, generator=torch.Generator().manual_seed(3)).bfloat16().cuda()
+    own, output = torch.zeros_like(wanted.chunk(ranks)[rank]), torch.zeros_like(wanted)
+    for _ in range(2):  # the first call builds the kernels
+        own.zero_()
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda._sleep(100_000_000)
+        own.copy_(wanted.chunk(ranks)[rank])
+        handle = comm.all_gather_into_tensor(output, own, None, True, config=CODED)
+        torch.cuda._sleep(6_000_000_000)
+        later = torch.cuda.Event()
+        later.record()
+        handle.wait()
+    assert not later.query(), "the gather waited for work that was queued after the call"
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(output, wanted), "the outputs are not written"
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(CommError, match="while a graph of cuda"):
+        comm.all_gather_into_tensor(output, own, config=CODED)
+    comm.all_gather_into_tensor(output, own, config=CODED)
+
+
+@pytest.mark.parametrize("where", ["cuda"])
+def test_order(where: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    runner.run(order_on_a_gpu, 2)
 
 
 def a_group_of_one(rank: int, ranks: int) -> None:

@@ -22,6 +22,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order, spans
 from ds_zipccl.comm.transport import gloo
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.telemetry import counters
 
 
@@ -145,6 +146,14 @@ def test_fp32_sums_of_nan_are_one_nan(rank: int) -> None:
     out = torch.zeros(3, dtype=torch.bfloat16)
     reduction_order.Reduction("fp32", "SUM", 3).fold(Given(rank, given), out, [slice(0, 3)], 3)
     assert out.view(torch.int16).tolist() == [0x7FC0] * 3
+
+
+def test_sums_on_a_device_need_no_word_of_the_device() -> None:
+    """A meta tensor has no values: the host cannot read one."""
+    sums, values = (torch.empty(9, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.bfloat16))
+    plain_sums.add(values, sums)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        bool(sums.sum().isnan())
 
 
 @pytest.mark.parametrize(

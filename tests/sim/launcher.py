@@ -45,7 +45,7 @@ def route() -> CudaRoute:
     """The package's CUDA kernels, emulated, behind the route of CUDA tensors."""
     import emulation
 
-    return CudaRoute(SimulatedLauncher(emulation.launcher()))
+    return CudaRoute(SimulatedLauncher(emulation.launcher()), multiprocessors=emulation.MULTIPROCESSORS)
 
 
 def kernel(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ds_zipccl.kernels.jobs import GatherTable, Parameter
-from ds_zipccl.kernels.status import new_status, raise_failure
 
 from ds_zipccl import codecs, devices, kernels, tensors
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.jobs import GatherTable, Parameter
+from ds_zipccl.kernels.status import new_status, raise_failure
 from sim import launcher, world
 from sim.device import mine
 from sim.mistakes import noticed

@@ -93,11 +93,12 @@ def isend(
         counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), decision.reason)
         return dist.isend(tensor, to, group, tag)
     first = TagRange.POINT_TO_POINT + tag
-    ctx = OpContext("send", group, config, role, decision.codec, tensor.device.type, tag=first)
+    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first)
     doing = f"sending to global rank {to}"
     with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing):
-        flat = logical_order(tensor)
-        frame = FrameCoder(ctx).compress(flat, buffers := PooledBuffers())
+        with ctx.working():
+            flat = logical_order(tensor)
+            frame = FrameCoder(ctx).compress(flat, buffers := PooledBuffers())
         handle = ctx.transport.post_send(frame, peer, first)
         beside = dist.isend(flat.clone(), to, group, TagRange.SHADOW + tag) if config.check == "shadow" else None
 
@@ -133,7 +134,7 @@ def irecv(
         counters.record_pass(role, "recv", 0, decision.reason)
         return dist.irecv(tensor, None if peer is None else dist.get_global_rank(group, peer), group, tag)
     first = TagRange.POINT_TO_POINT + tag
-    ctx = OpContext("recv", group, config, role, decision.codec, tensor.device.type, tag=first)
+    ctx = OpContext("recv", group, config, role, decision.codec, tensor.device, tag=first)
     coder = FrameCoder(ctx)
 
     def beside(source: int) -> Shadow:
@@ -154,11 +155,12 @@ def irecv(
         with ctx.naming(doing):
             _wait(handle, timeout)
         source = handle._source_rank() if peer is None else peer
-        flat = logical_order(tensor)
-        coder.decompress(frame, source, flat)
+        with ctx.working():
+            flat = logical_order(tensor)
+            coder.decompress(frame, source, flat)
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
         buffers.release()
-        if not tensor.is_contiguous():
-            tensor.copy_(flat.view(tensor.shape))
         if config.check == "shadow":
             (shadow or beside(source)).compare([tensor], ctx.error)
         counters.record(role, "recv", 0, 0)

@@ -1,0 +1,302 @@
+"""The order of a device's work around an operation, on a device that runs nothing before the host waits for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import corpus
+import lazy_device
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+from lazy_device import LazyRuntime
+
+import ds_zipccl
+from ds_zipccl import comm, tensors
+from ds_zipccl.comm import execution, host_staging, side_stream
+from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.host_staging import HostStaging
+from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.side_stream import SideStream
+from ds_zipccl.comm.work import CommError
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.frame import FrameError
+
+#: Two chunks of 16 blocks and a part of one; small blocks, because the emulation is slow.
+NUMEL, BLOCK = 5000, 128
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, block=BLOCK)
+AUTO = ZipcclConfig(enabled=True, min_bytes=0, block=BLOCK)
+CPU = torch.device("cpu")
+
+
+def words(seed: int, numel: int = NUMEL) -> torch.Tensor:
+    return corpus.tensor(corpus.bell(numel, corpus.BF16, seed), corpus.BF16)
+
+
+def frame_of(tensor: torch.Tensor, codec: str = "cascade") -> torch.Tensor:
+    """By the readable kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ds_zipccl.kernels, "ROUTES", {"cpu": {"numba": ds_zipccl.kernels.numba_route.load}})
+        patch.setattr(ds_zipccl.kernels, "_loaded", {})
+        return ds_zipccl.compress(tensor, codec, block=BLOCK, shaped=False, checksum=False)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyRuntime]:
+    yield lazy_device.install(monkeypatch)
+    host_staging._frame_kernels.cache_clear()
+    side_stream._idle.clear()
+
+
+def refused(error: FrameError) -> CommError:
+    return CommError(f"refused: {error}")
+
+
+def compressed(runtime: LazyRuntime, codec: str, count: int = 1) -> int:
+    """Compress tensors that the caller's stream is still to write, with more of the caller's work behind; the waits of the host."""
+    wanted = [words(seed) for seed in range(count)]
+    flats = [torch.full_like(one, -1) for one in wanted]
+    for flat, one in zip(flats, wanted, strict=True):
+        runtime.default.put(functools.partial(flat.copy_, one))
+    staging = HostStaging(CPU, "auto")
+    at_the_call = runtime.default.queued()
+    runtime.default.put(lambda: None)
+    with staging.working():
+        frames = staging.compress(flats, codec, BLOCK, PooledBuffers())
+        waits = runtime.host_waits
+    for frame, one in zip(frames, wanted, strict=True):
+        assert torch.equal(frame, frame_of(one, codec)), "wrong frame"
+    assert runtime.default.ran == at_the_call, "waited for work that was queued after the call"
+    return waits
+
+
+@pytest.mark.parametrize("codec, waits", [("cascade", 2), ("wide", 2), ("raw", 1)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_frames_follow_the_work_that_was_queued_at_the_call(
+    runtime: LazyRuntime, codec: str, waits: int, count: int
+) -> None:
+    assert compressed(runtime, codec, count) == waits
+
+
+def no_wait_for_the_caller(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lazy_device.Stream, "wait_event", lambda self, event: None)
+
+
+def header_without_a_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SideStream, "wait", lambda self: None)
+
+
+def payload_without_a_wait(patch: pytest.MonkeyPatch) -> None:
+    waits = iter([SideStream.wait])
+    patch.setattr(SideStream, "wait", lambda self: next(waits, lambda side: None)(self))
+
+
+def the_callers_stream(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LazyRuntime, "Stream", lambda self, device: self.default)
+    patch.setattr(lazy_device.Stream, "wait_event", lambda self, event: None)
+
+
+@pytest.mark.parametrize(
+    "plant, noticed",
+    [
+        (no_wait_for_the_caller, "wrong frame"),
+        (header_without_a_wait, "MAGIC"),
+        (payload_without_a_wait, "wrong frame"),
+        (the_callers_stream, "waited for work that was queued after the call"),
+    ],
+)
+def test_a_planted_mistake_is_noticed(
+    runtime: LazyRuntime, monkeypatch: pytest.MonkeyPatch, plant: Any, noticed: str
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, FrameError), match=noticed):
+        compressed(runtime, "cascade")
+
+
+@pytest.mark.parametrize("codec", ["cascade", "wide", "raw"])
+def test_decompression_waits_once(runtime: LazyRuntime, codec: str) -> None:
+    wanted = [words(seed) for seed in range(70)] if codec == "wide" else [words(1), words(2)]
+    outs, sums = [torch.full_like(one, -1) for one in wanted], words(9).float()
+    frames, total = [frame_of(one, codec) for one in wanted], sums.clone()
+    staging = HostStaging(CPU, "auto")
+    with staging.working():
+        for frame, out, one in zip(frames, outs, wanted, strict=True):
+            assert staging.decompress(frame, out, refused) is out
+            staging.decompress_add(frame, one.dtype, sums, refused)
+            total += one.float()
+        assert runtime.host_waits == 0
+    assert runtime.host_waits == 1
+    for out, one in zip(outs, wanted, strict=True):
+        corpus.assert_same_bits(out, one)
+    assert torch.equal(sums, total)
+
+
+def damaged(tensor: torch.Tensor) -> torch.Tensor:
+    """A frame whose header is right and whose payload is not."""
+    frame = frame_of(tensor)
+    frame[32:48] = 0xFF
+    return frame
+
+
+def test_a_refused_frame_raises_at_the_end(runtime: LazyRuntime) -> None:
+    """With the error of its own peer."""
+    staging, outs = HostStaging(CPU, "auto"), [words(2), words(2)]
+    with pytest.raises(CommError, match="refused"), staging.working():
+        staging.decompress(frame_of(words(1)), outs[0], lambda error: AssertionError("of the good frame"))
+        staging.decompress(damaged(words(1)), outs[1], refused)
+
+
+@pytest.mark.parametrize("codec", ["cascade", "raw"])
+def test_sums_of_a_refused_frame_are_not_sent(runtime: LazyRuntime, codec: str) -> None:
+    staging = HostStaging(CPU, "auto")
+    with staging.working():
+        staging.decompress_add(damaged(words(1)), torch.bfloat16, sums := words(2), refused)
+        with pytest.raises(CommError, match="refused"):
+            staging.compress([sums], codec, BLOCK, PooledBuffers())
+
+
+@pytest.mark.parametrize(
+    "frame, wanted",
+    [
+        (lambda: frame_of(words(1))[:40], "TRUNCATED"),
+        (lambda: frame_of(words(1, 999)), "MISMATCH"),
+        (lambda: frame_of(words(1).half()), "MISMATCH"),
+        (lambda: frame_of(words(1).float(), "raw"), "MISMATCH"),
+    ],
+)
+def test_a_wrong_header_raises_at_once(runtime: LazyRuntime, frame: Any, wanted: str) -> None:
+    staging = HostStaging(CPU, "auto")
+    with staging.working():
+        with pytest.raises(FrameError, match=wanted):
+            staging.decompress(frame(), words(2), refused)
+        assert not any(stream.queued() > 1 for stream in runtime.streams), "something was queued"
+
+
+def test_the_end_waits_after_an_error_too(runtime: LazyRuntime) -> None:
+    """The caller may free its tensors then."""
+    done: list[int] = []
+    with pytest.raises(KeyError), SideStream(CPU).current():
+        runtime.current_stream().put(lambda: done.append(1))
+        raise KeyError
+    assert done == [1]
+
+
+def test_streams_are_used_again_but_not_by_two(runtime: LazyRuntime) -> None:
+    with SideStream(CPU).current():
+        first = runtime.current_stream()
+        with SideStream(CPU).current():
+            second = runtime.current_stream()
+    assert len({first, second, runtime.default}) == 3
+    with SideStream(CPU).current():
+        third = runtime.current_stream()
+        with SideStream(CPU).current():
+            assert {third, runtime.current_stream()} == {first, second}
+    assert runtime.current_stream() is runtime.default and len(runtime.streams) == 3
+
+
+def collectives(rank: int, ranks: int) -> list[int]:
+    """Gathers and a broadcast in flight, of tensors that the caller's stream is still to write; the waits of a gather."""
+    with pytest.MonkeyPatch.context() as patch:
+        inputs = [words(peer) for peer in range(ranks)]
+        runtime = lazy_device.install(patch)
+        waits = []
+        for later in (True, False):
+            own, output = torch.full_like(inputs[rank], -1), torch.full((ranks * NUMEL,), -1, dtype=torch.bfloat16)
+            runtime.default.put(functools.partial(own.copy_, inputs[rank]))
+            before, queued = runtime.host_waits, runtime.default.queued()
+            handle = comm.all_gather_into_tensor(output, own, None, later, config=CODED)
+            if later:
+                runtime.default.put(lambda: None)  # of the caller, after the call
+                handle.wait()
+            places = [place for peer, place in enumerate(output.chunk(ranks)) if peer != rank]
+            corpus.assert_same_bits(torch.cat(places), torch.cat([*inputs[:rank], *inputs[rank + 1 :]]))
+            assert runtime.default.ran == queued
+            waits.append(runtime.host_waits - before)
+            runtime.default.run()
+        sent = inputs[0].clone() if rank == 0 else torch.full_like(inputs[0], -1)
+        comm.broadcast(sent, 0, config=CODED)
+        corpus.assert_same_bits(sent, inputs[0])
+        after, received = (rank + 1) % ranks, torch.full_like(inputs[0], -1)
+        handle = comm.isend(inputs[rank], after, config=CODED)
+        comm.recv(received, (rank - 1) % ranks, config=CODED)
+        handle.wait()
+        corpus.assert_same_bits(received, inputs[rank - 1])
+        assert len(runtime.streams) == 2, "every operation made a stream"
+    return waits
+
+
+def test_collectives() -> None:
+    """Two waits for the frame that is sent, one for all frames that arrive."""
+    assert runner.run(collectives, 3) == [[3, 3]] * 3
+
+
+def during_a_capture(rank: int, ranks: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        runtime = lazy_device.install(patch)
+        group = dist.group.WORLD
+        assert group is not None
+        tensor, output = words(rank), torch.empty(ranks * NUMEL, dtype=torch.bfloat16)
+        issued = group_state(group).next_tag()
+        runtime.capturing = True
+        for call in (
+            lambda: comm.all_gather_into_tensor(output, tensor, config=CODED),
+            lambda: comm.all_reduce(tensor, async_op=True, config=CODED),
+            lambda: comm.all_gather_into_tensor(output, tensor, config=AUTO),
+            lambda: comm.isend(tensor, (rank + 1) % ranks, config=CODED),
+            lambda: comm.irecv(tensor, (rank + 1) % ranks, config=CODED),
+        ):
+            with pytest.raises(CommError, match="while a graph of cpu is captured, wanted a call outside"):
+                call()
+        assert [stream.queued() for stream in runtime.streams] == [0], "a refused call has queued work"
+        small = ZipcclConfig(
+            enabled=True, mode="always"
+        )  # not coded, so the backend says whether a graph can hold the call
+        comm.all_reduce(torch.ones(2, dtype=torch.bfloat16), config=small)
+        runtime.capturing = False
+        assert group_state(group).next_tag() == issued + 4, "a refused call has taken tags"
+        comm.all_gather_into_tensor(output, tensor, config=CODED)
+
+
+def test_a_call_during_a_capture_is_refused() -> None:
+    runner.run(during_a_capture, 2)
+
+
+def copied_back(rank: int, ranks: int) -> None:
+    """The plain collective on copies, as where schedules compete: the copies back are on a stream of ours, and waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        runtime = lazy_device.install(patch)
+        copy_back, used = execution._copy_back, []
+
+        def lazily(*arguments: Any) -> None:
+            used.append(runtime.current_stream())
+            used[0].put(lambda: copy_back(*arguments))
+
+        patch.setattr(execution, "_copy_back", lazily)
+        outputs = torch.full((ranks, 50), -1.0).repeat_interleave(2, 1)[:, ::2].unbind()
+        request = Request(
+            "all_gather", [torch.full((50,), float(rank))], outputs, None, True, CODED, "dp",
+            plain=lambda inputs, outputs, later: dist.all_gather(list(outputs), inputs[0], None, later),
+            numel=50 * ranks, sent=50 * (ranks - 1),
+        )  # fmt: skip
+        execution._plain_in_order(request).wait()
+        assert all((output == peer).all() for peer, output in enumerate(outputs))
+        assert used != [runtime.default]
+
+
+def test_copies_of_the_plain_collective() -> None:
+    runner.run(copied_back, 2)
+
+
+def test_pinned_memory_is_counted() -> None:
+    before, buffers = POOL._used_bytes, PooledBuffers()
+    assert buffers.take_pinned(1000).numel() == 1000 and POOL._used_bytes == before + 1000
+    buffers.release()
+    assert POOL._used_bytes == before
+    buffers.take_pinned(1000)
+    del buffers
+    assert POOL._used_bytes == before
+    assert not tensors.pinned(10).is_pinned() or torch.cuda.is_available()
