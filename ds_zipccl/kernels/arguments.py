@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -75,7 +75,7 @@ def as_many(name: str, got: int, of: str, wanted: int, each: int = 1) -> None:
         raise ValueError(f"got {got} {name} for {wanted} {of}; give {each} for each")
 
 
-def choice(name: str, got: object, table: Sequence[object]) -> None:
+def choice(name: str, got: object, table: Collection[object]) -> None:
     """Accept a value that kernels exist for.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import ctypes
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from ds_zipccl.kernels.jobs import DTYPES, SUMMED, GatherTable
 CODES = ("cascade", "wide", "raw")
 
 
-class FrameCalls:
+class FrameCalls(abc.ABC):
     """The calls that schedules are made of. :class:`ds_zipccl.kernels.cuda.CudaRoute` has them.
 
     =========================  ======================================================================================
@@ -61,6 +62,7 @@ class FrameCalls:
         count = self._multiprocessors or waves.multiprocessors(device)
         return waves.split(chunks, waves.RESIDENT[what][itemsize], count)
 
+    @abc.abstractmethod
     def _launch(
         self,
         what: str,
@@ -73,7 +75,7 @@ class FrameCalls:
         writes: Sequence[torch.Tensor],
     ) -> None:
         """Put a kernel on the current stream of ``device``; ``reads`` and ``writes`` are for the observer."""
-        raise NotImplementedError
+        ...
 
     def encode_frames(
         self,
@@ -157,7 +159,8 @@ class FrameCalls:
     ) -> None:
         """Code this rank's shards, a segment for each parameter of the table, into ``part``: its part of the slab, uint8.
 
-        Other arguments and slots that are too small are as for :meth:`encode_frames`; ``bases`` are for the code "delta".
+        Parameters that the table says are raw get raw frames, whatever the code. Other arguments and slots that are too small are as for
+        :meth:`encode_frames`; ``bases`` are for the code "delta".
         """
         arguments.choice("code", code, (*CODES, "delta"))
         arguments.as_many("segments", len(segments), "parameters", table.count)
@@ -172,6 +175,8 @@ class FrameCalls:
         (at,), _ = arguments.slots([part], "part", table.part_bytes, device)
         rows["header"] += at
         rows["payload"] += at
+        if code == "raw":
+            rows["raw"] = 1
         self._against(rows, bases, code, table.dtype, device, table.numels)
         self._encode(rows, segments[0], code, table.block, overflows, [*segments, *(bases or ())], [part], table.items)
 
@@ -229,7 +234,7 @@ class FrameCalls:
         if not segments:
             return jobs.table(jobs.ENCODE, {}, 0)
         dtype, device = segments[0].dtype, self._device(segments[0])
-        arguments.choice("dtype", dtype, list(DTYPES))
+        arguments.choice("dtype", dtype, DTYPES)
         numels = [words.numel() for words in segments]
         arguments.frames(numels, dtype.itemsize, block)
         columns = {
@@ -293,7 +298,7 @@ class FrameCalls:
         if not slots:
             return
         dtype, device = outs[0].dtype, self._device(outs[0])
-        arguments.choice("dtype", dtype, list(DTYPES) if bases is None else SUMMED)
+        arguments.choice("dtype", dtype, DTYPES if bases is None else SUMMED)
         at, sizes = arguments.slots(slots, "slot", 0, device)
         numels = [words.numel() for words in outs]
         arguments.frames(numels, dtype.itemsize, block)

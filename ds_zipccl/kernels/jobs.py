@@ -141,7 +141,7 @@ class GatherTable:
             raise ValueError(
                 f"a gather has parameters and 1 to {MAX_RANKS} ranks; got {len(parameters)} parameters, {ranks} ranks"
             )
-        arguments.choice("dtype", dtype, list(DTYPES))
+        arguments.choice("dtype", dtype, DTYPES)
         arguments.frames([parameter.numel for parameter in parameters], dtype.itemsize, block)
         self.dtype, self.block, self.ranks, self.count = dtype, block, ranks, len(parameters)
         self.numels, strides, self.needs, starts = [], [], [], []

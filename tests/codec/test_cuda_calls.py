@@ -155,6 +155,19 @@ def test_a_refused_frame_of_a_gather(kernel: Kernel) -> None:
     assert out.isnan().all()
 
 
+def test_raw_frames_of_a_gather_and_slots_that_are_too_small(kernel: Kernel) -> None:
+    route, device = kernel
+    shards = [words(torch.bfloat16, 500, 1), words(torch.bfloat16, 400, 2)]
+    table = GatherTable([Parameter(500, 1040), Parameter(400, 800)], torch.bfloat16, BLOCK, 1)
+    part = torch.full((1840,), GUARD, dtype=torch.uint8, device=device)
+    overflows = torch.zeros(1, dtype=torch.int32, device=device)
+    route.encode_gather([shard.to(device) for shard in shards], "raw", table, part, overflows)
+    assert torch.equal(part[:1032].cpu(), frame_of(shards[0], "raw"))
+    assert overflows.item() == 1
+    assert frame_bytes(part[1040:].view(1, 800)).tolist() == [832]
+    assert (part[1072:] == GUARD).all()
+
+
 def test_a_gather_of_one_rank_launches_nothing(kernel: Kernel, launches: list[cuda.Launch]) -> None:
     gather = Gather(kernel, torch.bfloat16, [Parameter(100, 512)], ranks=1)
     launches.clear()
