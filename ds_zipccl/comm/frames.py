@@ -20,11 +20,12 @@ from ds_zipccl.policy import wire
 class FrameCoder:
     """Compresses and decompresses tensors of one operation. All calls block; tensors are flat and contiguous, on the operation's device.
 
-    Frames of CUDA tensors are staged in host memory where the transport takes no device memory.
+    Frames of CUDA tensors are staged in host memory where the transport takes no device memory. ``uncoded``: all frames are raw.
     """
 
-    def __init__(self, ctx: OpContext) -> None:
+    def __init__(self, ctx: OpContext, uncoded: bool = False) -> None:
         self._ctx = ctx
+        self._chosen = "raw" if uncoded else ctx.codec
         self._block, self._route = ctx.config.block, ctx.config.route
         self._staged = ctx.transport.capabilities.host_only and host_staging.is_staged(ctx.device)
 
@@ -45,7 +46,7 @@ class FrameCoder:
     def compress_each(self, flats: Sequence[torch.Tensor], buffers: PooledBuffers) -> list[torch.Tensor]:
         """Return the frames of tensors of one dtype, compressed in one kernel call."""
         if self._staged:
-            codec = self._ctx.codec
+            codec = self._chosen
             return [host_staging.compress(flat, codec, self._block, self._route, buffers) for flat in flats]
         codec = self._codec(min(flat.nbytes for flat in flats))
         outs = [buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=self._block)) for flat in flats]
@@ -55,7 +56,7 @@ class FrameCoder:
         return frames
 
     def _codec(self, nbytes: int) -> str:
-        codec = wire.frame_codec(self._ctx.codec, nbytes)
+        codec = wire.frame_codec(self._chosen, nbytes)
         return "raw" if codec != "raw" and self._ctx.backoff.skips() else codec
 
     def recv_buffer(self, numel: int, dtype: torch.dtype, buffers: PooledBuffers) -> torch.Tensor:

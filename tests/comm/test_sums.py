@@ -160,7 +160,7 @@ def test_fp32_sums_of_nan_are_one_nan(rank: int) -> None:
 )
 def test_how_near_sums_come(kind: str, backend: str, op: str, ranks: int, fp32: bool, tolerance: str) -> None:
     reduction_, found = reduction_order._exactness(kind, backend, op, ranks)
-    assert (reduction_._fp32, found) == (fp32, tolerance)
+    assert (reduction_.fp32, found) == (fp32, tolerance)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 64])
