@@ -230,10 +230,11 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     collective competes only if ``exact``: the results of a program must not depend on timings.
     """
     coded = admit(message, config)
+    gathers_by_node = levels and OPS[message.op].by_node
     if config.mode_of(message.role) != "auto":
-        return (coded,)
+        return (replace(coded, by_node=coded.by_node or gathers_by_node),)
     full = replace(coded, with_base=False)
     ours = tuple(dict.fromkeys((replace(full, codec="raw"), full, coded)))
-    if levels and OPS[message.op].by_node:
+    if gathers_by_node:
         ours += (replace(coded, by_node=True),)
     return (Decision.passing(PassReason.PLAIN_IS_FASTER), *ours) if exact else ours

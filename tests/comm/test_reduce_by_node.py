@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from levels import CountingTransport, Nodes, Summed, in_one_level, in_two_levels, nodes_of
 from moves import flip_a_bit
-from sums import MIB, all_reduce_by_memory, bell, coded, wild
+from sums import all_reduce_by_memory, bell, coded, wild
 
 from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order, topology
@@ -68,7 +68,7 @@ def as_documented(
             if add is all_reduce_by_memory:  # leaves the elements behind the last row of three
                 total[size // 3 * 3 :] = mine[size // 3 * 3 :]
             want = add(Summed(), total, op, False)
-            got = add(coded(reduction="fp32", codec=codec), mine, op, bool(seed % 2))
+            got = add(coded(reduction="fp32", codec=codec, staging_mib=1), mine, op, bool(seed % 2))
             if got is not None:
                 sums.assert_same_sums(got, want, kind)
     assert not any(row["passed"] for row in counters.rows())
@@ -92,7 +92,8 @@ def test_the_same_in_pieces(nodes: Nodes) -> None:
 
 
 def test_large_messages() -> None:
-    runner.run(as_documented, 4, nodes_of(2, 2), (3 * MIB + 5,))
+    """Real fragments: at least four of every shard."""
+    runner.run(as_documented, 4, nodes_of(2, 2), (4 * 70_001,))
 
 
 # ---- mistakes that these tests must see --------------------------------------------------------------------------------
@@ -370,14 +371,11 @@ def bytes_between(rank: int, ranks: int, nodes: Nodes, plant: Callable[[], None]
         CountingTransport.begin()
         call(gaussian(rank), ranks, config=FP32.model_copy(update={"codec": codec}))
         found.setdefault(name, []).append(CountingTransport.between)
-    plan = admission.Decision(True, "cascade", "", by_node=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "candidates", lambda *more, **given: (plan,))
-        CountingTransport.begin()
-        whole = torch.empty(NUMEL, dtype=torch.bfloat16)
-        comm.all_gather_into_tensor(whole, gaussian(7).chunk(ranks)[rank], config=AUTO)
-        corpus.assert_same_bits(whole, gaussian(7))
-        found["gather"] = [CountingTransport.between]
+    CountingTransport.begin()
+    whole = torch.empty(NUMEL, dtype=torch.bfloat16)
+    comm.all_gather_into_tensor(whole, gaussian(7).chunk(ranks)[rank], config=FP32)
+    corpus.assert_same_bits(whole, gaussian(7))
+    found["gather"] = [CountingTransport.between]
     return found
 
 
@@ -424,7 +422,7 @@ def bounded(rank: int, ranks: int) -> list[float]:
     """The most memory for frames and sums, in parts of staging_mib."""
     levels.pretend(nodes_of(2, 2))
     peaks = []
-    tensor = corpus.tensor(corpus.bell(6 << 20, corpus.BF16, rank), corpus.BF16)
+    tensor = bell(rank, 12 << 20, corpus.BF16, 0)
     for call in ("reduce_scatter_tensor", "all_reduce", "balanced"):
         POOL.peak = 0
         CALLS[call](tensor, ranks, config=FP32.model_copy(update={"staging_mib": 6}))
@@ -434,9 +432,8 @@ def bounded(rank: int, ranks: int) -> list[float]:
 
 def test_memory_is_bounded() -> None:
     for peaks in runner.run(bounded, 4):
-        print(peaks)
         # frames may be a little larger than pieces, buffers are rounded up by an eighth; sums of nodes are made beside them
-        assert all(0 < peak <= 1.5 for peak in peaks), peaks
+        assert all(0 < peak <= 1.4 for peak in peaks), peaks
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------------
