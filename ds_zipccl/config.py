@@ -60,7 +60,8 @@ class ZipcclConfig(BaseModel):
     reduction: Literal["auto", "match", "fp32"] = Field(
         "auto",
         description="Order and type of sums. match: the bits of the plain backend (gloo). fp32: accumulate in fp32 in rank "
-        "order, round once. auto: match on gloo, fp32 elsewhere.",
+        "order, round once; where several nodes have equally many ranks, more than one, first inside each node, then over the nodes. "
+        "auto: match on gloo, fp32 elsewhere.",
     )
     check: Literal["off", "shadow"] = Field(
         "off",

@@ -13,7 +13,7 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 from ds_zipccl import comm, kernels
-from ds_zipccl.comm.group_state import find_nodes, group_state
+from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
@@ -178,7 +178,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             else:
                 find_nodes()  # sums depend on the nodes, and must not depend on the mode
         if torch.distributed.get_rank() == 0:
-            print(start_line.start_line(config, profile, start_line.coverage()), flush=True)
+            nodes = group_nodes(resolve_group(None))
+            print(start_line.start_line(config, profile, start_line.coverage(), nodes), flush=True)
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
 
