@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -58,12 +59,13 @@ def as_documented(
     levels.pretend(nodes)
     if plant is not None:
         plant()
+    filled = functools.cache(lambda fill, size, kind: [fill(peer, size, kind, size) for peer in range(ranks)])
     for seed, (size, add) in enumerate(itertools.product(sizes, sums.EVERYTHING)):
         kind = list(corpus.SUMMED.values())[(seed + size) % 3]
         average = seed % 5 in (0, 3)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         for fill, codec in ((bell, "cascade"), (wild, "cascade"), (bell, "raw")):
-            everyone = [fill(peer, size, kind, seed) for peer in range(ranks)]
+            everyone = filled(fill, size, kind)
             mine, total = misaligned(everyone[rank]), in_two_levels(everyone, nodes, average)
             if add is all_reduce_by_memory:  # leaves the elements behind the last row of three
                 total[size // 3 * 3 :] = mine[size // 3 * 3 :]

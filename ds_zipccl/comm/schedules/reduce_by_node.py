@@ -42,12 +42,10 @@ class NodeAdder:
         #: All nodes, the own one last: every rank begins with another node, so that not all frames enter one node at a time.
         self._turns = [*ctx.nodes[at + 1 :], *ctx.nodes[: at + 1]]
         self._seat_in_turn = [*self._seat[at + 1 :], *self._seat[: at + 1]]
-        self._posted: deque[list[torch.Tensor]] = (
-            deque()
-        )  # own contributions to the sums of this node, as in _seat_in_turn
-        self._added: deque[tuple[torch.Tensor, torch.Tensor, PooledBuffers]] = (
-            deque()
-        )  # own fragment, own node's sum of it
+        #: Steps that are posted: own contributions to the sums of this node, as in ``_seat_in_turn``.
+        self._posted: deque[list[torch.Tensor]] = deque()
+        #: Steps that are added in the node: the own fragment, its sum over the node, and the memory of the sum.
+        self._added: deque[tuple[torch.Tensor, torch.Tensor, PooledBuffers]] = deque()
         self._taken = 0  # elements taken
         self.stages = (self._post, self._add_in_node)
 
