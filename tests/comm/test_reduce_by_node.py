@@ -93,6 +93,26 @@ def test_the_same_in_pieces(nodes: Nodes) -> None:
     assert min(turns) >= 8
 
 
+def sharing(rank: int, ranks: int, nodes: Nodes) -> None:
+    """Outputs in the shard of another rank, and shards that are all the output itself."""
+    levels.pretend(nodes)
+    everyone = [bell(peer, 5000 * ranks, corpus.BF16, 0) for peer in range(ranks)]
+    total = in_two_levels(everyone, nodes)
+    for peer in range(ranks):
+        whole = everyone[rank].clone()
+        place = whole[(rank + peer) % ranks * 5000 :][:5000]
+        comm.reduce_scatter_tensor(place, whole, config=FP32)
+        corpus.assert_same_bits(place, total[5000 * rank :][:5000])
+    same = everyone[rank].clone()
+    comm.reduce_scatter(same, [same] * ranks, config=FP32)
+    corpus.assert_same_bits(same, total)
+
+
+@pytest.mark.parametrize("nodes", [nodes_of(2, 2), MIXED])
+def test_shared_memory(nodes: Nodes) -> None:
+    assert min(runner.run(test_pipeline.in_small_pieces, sum(map(len, nodes)), sharing, (nodes,))) >= 8
+
+
 def test_large_messages() -> None:
     """Real fragments: at least four of every shard."""
     runner.run(as_documented, 4, nodes_of(2, 2), (4 * 70_001,))
