@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from levels import CountingTransport, Nodes, Summed, in_one_level, in_two_levels, nodes_of
 from moves import flip_a_bit
 from sums import all_reduce_by_memory, bell, coded, wild
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order, topology
@@ -456,6 +458,25 @@ def test_memory_is_bounded() -> None:
     for peaks in runner.run(bounded, 4):
         # frames may be a little larger than pieces, buffers are rounded up by an eighth; sums of nodes are made beside them
         assert all(0 < peak <= 1.4 for peak in peaks), peaks
+
+
+def letting_go(rank: int, ranks: int, nodes: Nodes) -> list[str]:
+    """Calls after which a tensor still has memory, which only garbage collection would free."""
+    levels.pretend(nodes)
+    gc.disable()
+    kept = []
+    for name, call in CALLS.items():
+        tensor = gaussian(rank)
+        memory = StorageWeakRef(tensor.untyped_storage())
+        call(tensor, ranks, config=FP32)
+        del tensor
+        kept += [name] * (not memory.expired())
+    return kept
+
+
+@pytest.mark.parametrize("nodes", [nodes_of(2, 2), nodes_of(1, 4)])
+def test_memory_is_let_go(nodes: Nodes) -> None:
+    assert runner.run(letting_go, 4, nodes) == [[]] * 4
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.schedules.pipeline import Exchange, Fragments, send_own
@@ -25,7 +25,11 @@ class NodeGather:
             rank: [ranks[seat] for ranks in ctx.nodes if ranks is not mine] for seat, rank in enumerate(mine)
         }
         self._received = self._through[ctx.rank]
-        self.stages = (self._forward, self._take)
+
+    @property
+    def stages(self) -> tuple[Callable[[int], None], ...]:
+        """As :attr:`.gather.FlatGather.stages`."""
+        return (self._forward, self._take)
 
     def expect(self, step: int) -> None:
         """Post the receives of a step."""

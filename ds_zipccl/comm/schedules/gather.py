@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -54,7 +54,12 @@ class FlatGather:
 
     def __init__(self, ctx: OpContext, exchange: Exchange, coming: Sequence[Fragments]) -> None:
         self._exchange, self._coming, self._peers = exchange, coming, ctx.peers
-        self.stages = (self._take,)
+
+    @property
+    def stages(self) -> tuple[Callable[[int], None], ...]:
+        """Return the stages of a step after :meth:`send`, for :func:`.pipeline.run_pipeline`."""
+        # no attribute: an object that holds its own methods keeps its tensors until garbage is collected
+        return (self._take,)
 
     def expect(self, step: int) -> None:
         """Post the receives of a step."""

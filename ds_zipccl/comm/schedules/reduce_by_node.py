@@ -8,7 +8,7 @@ and coding would only take time there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -47,7 +47,11 @@ class NodeAdder:
         #: Steps that are added in the node: the own fragment, its sum over the node, and the memory of the sum.
         self._added: deque[tuple[torch.Tensor, torch.Tensor, PooledBuffers]] = deque()
         self._taken = 0  # elements taken
-        self.stages = (self._post, self._add_in_node)
+
+    @property
+    def stages(self) -> tuple[Callable[[int], None], ...]:
+        """As :attr:`.reduce_scatter.ShardAdder.stages`."""
+        return (self._post, self._add_in_node)
 
     def _post(self, step: int) -> None:
         """Post the receives and sends of a step inside the node."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -73,7 +73,11 @@ class ShardAdder:
         self._spans, self._chunk = spans, chunk
         self._own: deque[torch.Tensor] = deque()  # own fragments that are posted and not taken yet
         self._taken = 0  # elements taken
-        self.stages = (self._post,)
+
+    @property
+    def stages(self) -> tuple[Callable[[int], None], ...]:
+        """Return the stages of a step before :meth:`take`, for :func:`.pipeline.run_pipeline`."""
+        return (self._post,)
 
     def _post(self, step: int) -> None:
         """Post the receives and sends of a step."""
