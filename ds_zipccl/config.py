@@ -69,8 +69,9 @@ class ZipcclConfig:
     ] = "auto"
     reduction: Annotated[
         Literal["auto", "match", "fp32"],
-        "Order and type of sums. match: the bits of the plain backend (gloo). fp32: accumulate in fp32 in rank order, round once. "
-        "auto: match on gloo, fp32 elsewhere.",
+        "Order and type of sums. match: the bits of the plain backend (gloo). fp32: accumulate in fp32 in rank order, round once; where "
+        "several nodes have equally many ranks, more than one, first inside each node, then over the nodes. auto: match on gloo, fp32 "
+        "elsewhere.",
     ] = "auto"
     check: Annotated[
         Literal["off", "shadow"],

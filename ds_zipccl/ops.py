@@ -118,8 +118,8 @@ class Op:
 
     ``parameters``: names in the order of torch.distributed, spelled as in DeepSpeed's TorchBackend. ``traffic``: the kind in
     :data:`TRAFFIC`; "" for operations without a predicted cost. ``one_sided``: some ranks need no data of other ranks, and must not wait
-    for them. ``by_node``: a schedule by node exists. ``coded``: a schedule with frames exists. ``point_to_point``: one sender and one
-    receiver.
+    for them. ``by_node``: a schedule by node exists that has the same bits. ``coded``: a schedule with frames exists.
+    ``point_to_point``: one sender and one receiver.
     """
 
     parameters: tuple[str, ...]

@@ -22,7 +22,7 @@ Columns (also the keys of the rows in --json):
 * variant: plain: uncompressed, by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This
   estimate of NCCL's rings is optimistic. "coded, flat": every GPU sends to every other GPU; the part (gpus - gpus_per_node) /
   (gpus - 1) of its bytes leaves the node. "coded, by nodes": the schedule of plain, compressed between nodes; this release has it for
-  gathers, not for sums. With one GPU per node both are the same: coded.
+  gathers, and for sums with "reduction": "fp32". With one GPU per node both are the same: coded.
 * calls: operations per step. wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 * only in --json: ratio: of the coding. exponents_ms: the time without differences.
 

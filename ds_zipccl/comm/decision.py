@@ -111,6 +111,7 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
         name,
         request.tolerance,
         request.based,
+        len(request.nodes),
         id(request.config),
     )
     decisions = decision_memory(state).decisions
@@ -118,7 +119,16 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
     if found is None:
         if len(decisions) >= REMEMBERED:
             decisions.clear()
-        message = message_of(request.op, kind, request.numel, state, request.role, name or None, based=request.based)
+        message = message_of(
+            request.op,
+            kind,
+            request.numel,
+            state,
+            request.role,
+            name or None,
+            nodes=len(request.nodes),
+            based=request.based,
+        )
         found = decisions[key] = (*_decide(request, message, state), request.config)
     return found[:2]
 
@@ -131,6 +141,7 @@ def message_of(
     role: str,
     reduce_op: str | None = None,
     *,
+    nodes: int = 0,
     based: bool = False,
 ) -> Message:
     """Describe ``numel`` elements of tensors of a kind to the policy."""
@@ -143,6 +154,7 @@ def message_of(
         backend=state.backend(kind.device),
         role=role,
         reduce_op=reduce_op,
+        nodes=nodes,
         based=based,
     )
 
@@ -163,7 +175,7 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
         return competing[0], None
     size = tuner_rules.size_class(message)
     kind = (request.op, size, message.dtype, message.device, message.role, message.reduce_op, message.based)
-    key = (*kind, json.dumps(asdict(request.config)))
+    key = (*kind, message.nodes, json.dumps(asdict(request.config)))
     tuners = decision_memory(state).tuners
     if key not in tuners:
         nominal = 1 << (size or tuner_rules.ANY_SIZE)

@@ -22,11 +22,12 @@ class FrameCoder:
     """Compresses and decompresses tensors of one operation. Tensors are flat and contiguous, on the operation's device.
 
     All calls on CPU tensors block. Other calls are made inside of the context's ``working()``; where frames go through host memory,
-    compressing blocks, and decompressing is done at the end of ``working()``.
+    compressing blocks, and decompressing is done at the end of ``working()``. ``uncoded``: all frames are raw.
     """
 
-    def __init__(self, ctx: OpContext) -> None:
+    def __init__(self, ctx: OpContext, uncoded: bool = False) -> None:
         self._ctx = ctx
+        self._chosen = "raw" if uncoded else ctx.codec
         self._block, self._route = ctx.config.block, kernels.preferred(ctx.config.route, ctx.device)
         self._staging = ctx.staging
 
@@ -57,7 +58,7 @@ class FrameCoder:
         return frames
 
     def _codec(self, nbytes: int) -> str:
-        codec = wire.frame_codec(self._ctx.codec, nbytes)
+        codec = wire.frame_codec(self._chosen, nbytes)
         return "raw" if codec != "raw" and self._ctx.backoff.skips() else codec
 
     def recv_buffer(self, numel: int, dtype: torch.dtype, buffers: PooledBuffers) -> torch.Tensor:

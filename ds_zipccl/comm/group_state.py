@@ -145,12 +145,23 @@ def group_nodes(group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
     return state.nodes or []
 
 
+def find_nodes() -> None:
+    """Find the ranks that share a node. A collective: every rank of the default group calls, and blocks.
+
+    Before, gathers do not go by node and sums do not go in two levels. CPU tensors of the default group must have a backend.
+    """
+    state = group_state(None)
+    assert state is not None  # every rank is in the default group
+    state.places = topology.find(resolve_group(None))
+
+
 def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
     """Measure link and codec of a group (None: the default group) for ``mode`` auto, and find the ranks that share a node.
 
     A collective: every rank of the group calls, while the group has no other operation in flight. Blocks for less than 2 s. A group
     without a measurement uses that of the default group. Without any measurement every schedule is tried, gathers do not go by node,
-    and sends are always compressed. Only the codec of CPU tensors is measured: tensors on other devices are without a measurement.
+    sums do not go in two levels, and sends are always compressed. Only the codec of CPU tensors is measured: tensors on other devices are
+    without a measurement.
 
     Raises:
         ValueError: the group has one rank, this rank is not in the group, or the group's CPU tensors do not go over gloo.
@@ -161,7 +172,7 @@ def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
     assert state is not None  # measure() has raised on a rank outside the group
     state.profiles["cpu", state.backend("cpu")] = profile
     if group is None or group is dist.group.WORLD:
-        state.places = topology.find(resolve_group(None))
+        find_nodes()
     return profile
 
 

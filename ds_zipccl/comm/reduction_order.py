@@ -2,20 +2,24 @@
 
 ``match`` adds in the tensor's own dtype, rounding at every step, in the order of a ring backend: the elements of chunk ``c`` of ``n`` are
 summed as ``((x[c-1] + x[c-2]) + ...) + x[c]``, indices mod n. The transport knows the size of a chunk. ``fp32`` adds in fp32 in rank order
-and rounds once. The payload of a NaN sum is undefined for fp16 and fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0, as in gloo.
+and rounds once. On several nodes with several ranks each, the same number of ranks on all nodes, ``fp32`` adds in two levels: the ranks of
+a node in fp32 in rank order, rounded once; then the sums of the nodes in fp32 in the order of their first ranks, rounded once. Averages
+divide before the last rounding. The payload of a NaN sum is undefined for fp16 and fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0,
+as in gloo.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.group_state import group_nodes, group_state, resolve_group
 from ds_zipccl.comm.shadow_check import Tolerance
 from ds_zipccl.comm.spans import length
 from ds_zipccl.comm.transport import documented_sums
@@ -49,9 +53,14 @@ class Reduction:
     """SUM or AVG over ``ranks`` contributions. ``kind`` is "match" or "fp32"."""
 
     def __init__(self, kind: str, op: str, ranks: int) -> None:
-        self._fp32 = kind == "fp32"
+        self.fp32 = kind == "fp32"
         self._average = op == "AVG"
         self._ranks = ranks
+
+    @property
+    def divisor(self) -> int:
+        """The number by which a sum is divided: the ranks for AVG, 1 for SUM."""
+        return self._ranks if self._average else 1
 
     def fold(
         self,
@@ -71,24 +80,16 @@ class Reduction:
         """
         if not out.numel():
             return
-        buffers = PooledBuffers()
         flushes = flushing_ranks or [False] * self._ranks
+        if self.fp32:
+            add_in_fp32(contributions, range(self._ranks), out, flushes, self.divisor)
+            return
+        buffers = PooledBuffers()
         parts = self._parts(spans, chunk, alike=len(set(flushes)) == 1)
-        first, second, *rest = parts[0][1]
-        adder = second
-        if second == contributions.rank:  # the first two commute, and the own contribution can be added to in place
-            first, second = second, first
-        in_place = len(parts) == 1 and first == contributions.rank and not self._fp32
-        total = out if in_place else buffers.empty(out.numel(), torch.float32 if self._fp32 else out.dtype, out.device)
+        in_place = len(parts) == 1 and contributions.rank in parts[0][1][:2]
+        total = out if in_place else buffers.empty(out.numel(), out.dtype, out.device)
         if len(parts) == 1:
-            start = contributions.take(
-                first, buffers.empty(out.numel(), out.dtype, out.device) if self._fp32 else total
-            )
-            if start.data_ptr() != total.data_ptr():
-                total.copy_(start)
-            for rank, adds in ((second, adder), *zip(rest, rest)):
-                with flushing(flushes[adds]):
-                    contributions.add(rank, total)
+            _add_in_order(contributions, parts[0][1], total, total, flushes)
         else:
             taken = [
                 contributions.take(rank, buffers.empty(out.numel(), out.dtype, out.device))
@@ -99,24 +100,20 @@ class Reduction:
                 for rank in rest:
                     with flushing(flushes[rank]):
                         contributions.add_taken(taken[rank][span], part)
-        if self._fp32 and self._average:
-            divide(total, self._ranks)
         if total is not out:
             out.copy_(total)
-        if self._fp32:
-            settle_nans(out)
         buffers.release()
 
     def finish(self, out: torch.Tensor, flushes: bool = False) -> None:
         """Divide ``out`` for AVG, as each rank of gloo does after the sum. ("fp32" has divided before rounding.)"""
-        if self._average and not self._fp32:
+        if self._average and not self.fp32:
             with flushing(flushes):
                 divide(out, self._ranks)
 
     def _parts(self, spans: Sequence[slice], chunk: int, alike: bool) -> list[tuple[slice, Sequence[int]]]:
         """Return the longest parts of ``spans``, laid end to end, that each have one order of ranks, with that order. ``alike``: all ranks
         treat denormals in the same way."""
-        if self._fp32 or (self._ranks == 2 and alike):  # the sum of two contributions does not depend on the order
+        if self._ranks == 2 and alike:  # the sum of two contributions does not depend on the order
             return [(slice(0, sum(map(length, spans))), range(self._ranks))]
         parts: list[tuple[slice, Sequence[int]]] = []
         at, last = 0, -1
@@ -132,14 +129,63 @@ class Reduction:
         return parts
 
 
-def arithmetic(
-    device: str, op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig
-) -> tuple[Reduction, Tolerance]:
-    """Return the reduction that the config asks for, and the tolerance of its results against the plain backend's."""
+def add_in_fp32(
+    contributions: Contributions,
+    ranks: Sequence[int],
+    out: torch.Tensor,
+    flushes: Mapping[int, bool] | Sequence[bool],
+    divisor: int = 1,
+) -> None:
+    """Add the contributions of ``ranks`` in fp32 in this order, divide by ``divisor``, and round once, into flat ``out``. Blocks until all
+    have arrived. ``out`` may be the memory of the own contribution. ``flushes[r]``: whether adding the contribution of rank r flushes
+    denormals."""
+    buffers = PooledBuffers()
+    total = buffers.empty(out.numel(), torch.float32, out.device)
+    _add_in_order(contributions, ranks, total, buffers.empty(out.numel(), out.dtype, out.device), flushes)
+    if divisor > 1:
+        divide(total, divisor)
+    out.copy_(total)
+    settle_nans(out)
+    buffers.release()
+
+
+def _add_in_order(
+    contributions: Contributions,
+    ranks: Sequence[int],
+    total: torch.Tensor,
+    buffer: torch.Tensor,
+    flushes: Mapping[int, bool] | Sequence[bool],
+) -> None:
+    """Add the contributions of ``ranks`` in this order into ``total``. The first one may be taken into ``buffer``, of its dtype."""
+    first, second, *rest = ranks
+    adder = second
+    if second == contributions.rank:  # the first two commute, and the own contribution can be added to in place
+        first, second = second, first
+    start = contributions.take(first, buffer)
+    if start.data_ptr() != total.data_ptr():
+        total.copy_(start)
+    for rank, adds in ((second, adder), *zip(rest, rest)):
+        with flushing(flushes[adds]):
+            contributions.add(rank, total)
+
+
+class Arithmetic(NamedTuple):
+    """The arithmetic of a sum: its order and type; the tolerance of its results against the plain backend's; and the ranks of each node
+    where the sum goes in two levels, otherwise nothing."""
+
+    reduction: Reduction
+    tolerance: Tolerance
+    nodes: Sequence[Sequence[int]]
+
+
+def arithmetic(device: str, op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig) -> Arithmetic:
+    """Return the arithmetic that the config asks for. It depends on the group, its nodes and the config, never on a time or a value."""
     state = group_state(group)
     if state is None:
-        return Reduction("fp32", "", -1), "nan"  # never used
-    return _exactness(config.reduction, state.backend(device), reduce_op_name(op), state.size)
+        return Arithmetic(Reduction("fp32", "", -1), "nan", ())  # never used
+    reduction, tolerance = _exactness(config.reduction, state.backend(device), reduce_op_name(op), state.size)
+    nodes = group_nodes(resolve_group(group)) if reduction.fp32 else ()
+    return Arithmetic(reduction, tolerance, nodes if topology.levels(nodes) else ())
 
 
 @functools.lru_cache

@@ -54,6 +54,7 @@ class Request:
         flat: only the number of elements of a tensor matters, not its shape.
         sends_less: our schedule sends less than the plain collective even before compression. The plain collective's bytes then count as
         logical bytes.
+        nodes: the ranks of each node if the operation is a sum in two levels, see :mod:`ds_zipccl.comm.reduction_order`.
         based: ranks may hold an earlier result. ``token`` tells that result from others, equally on all ranks; None where no value does.
     """
 
@@ -75,6 +76,7 @@ class Request:
     memory_order: bool = False
     flat: bool = False
     sends_less: bool = False
+    nodes: Sequence[Sequence[int]] = ()
     based: bool = False
     token: Hashable = None
 

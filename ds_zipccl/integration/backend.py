@@ -16,7 +16,7 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 from ds_zipccl import comm, devices, kernels
-from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
@@ -174,9 +174,15 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         _load_kernels(config)
         self.job.untraced = {name: _untraced(getattr(type(self), name).coded) for name in COLLECTIVES}
         self.job.config = config
-        profile = comm.calibrate() if _measurable(config) else None
+        profile = None
+        if _measurable():
+            if _competing(config):
+                profile = comm.calibrate()
+            else:
+                find_nodes()  # sums depend on the nodes, and must not depend on the mode
         if torch.distributed.get_rank() == 0:
-            print(start_line.start_line(config, profile, start_line.coverage()), flush=True)
+            nodes = group_nodes(resolve_group(None))
+            print(start_line.start_line(config, profile, start_line.coverage(), nodes), flush=True)
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
 
@@ -224,8 +230,12 @@ def _load_kernels(config: ZipcclConfig) -> None:
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
 
 
-def _measurable(config: ZipcclConfig) -> bool:
-    """Whether the schedules of some role compete, over a link that can be measured."""
-    competing = any(config.mode_of(role) == "auto" for role in ROLES)
+def _competing(config: ZipcclConfig) -> bool:
+    """Whether the schedules of some role compete."""
+    return any(config.mode_of(role) == "auto" for role in ROLES)
+
+
+def _measurable() -> bool:
+    """Whether ranks can exchange messages of this package over a link that can be measured."""
     state = group_state(None)
-    return competing and state is not None and state.size > 1 and state.backend("cpu") in TRANSPORTS
+    return state is not None and state.size > 1 and state.backend("cpu") in TRANSPORTS

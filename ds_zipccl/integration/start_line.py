@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from torch.distributed import distributed_c10d
 
 import ds_zipccl
 from ds_zipccl import kernels
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.policy import admission
@@ -84,12 +85,15 @@ def _count(number: int) -> str:
     return "" if number == 1 else f" ({number} groups)"
 
 
-def start_line(config: ZipcclConfig, profile: LinkProfile | None, covered: str) -> str:
+def start_line(
+    config: ZipcclConfig, profile: LinkProfile | None, covered: str, nodes: Sequence[Sequence[int]] = ()
+) -> str:
     """Return the line that rank 0 prints when coding is switched on.
 
     Args:
         profile: the measured link and codec, None if nothing was measured.
         covered: the clause of :func:`describe` about this job's groups; it is replaced if the config codes no role.
+        nodes: the ranks of each node.
     """
     cuda = kernels.tried("cuda")  # kernels.why() would compile the routes that are not needed
     off = [role for role in ROLES if config.mode_of(role) == "never"]
@@ -106,6 +110,8 @@ def start_line(config: ZipcclConfig, profile: LinkProfile | None, covered: str) 
             f"link {8e-6 * profile.bandwidth:.0f} Mbit/s, {1e6 * profile.alpha:.0f} us, "
             f"coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
         )
+    if config.reduction == "fp32" and topology.levels(nodes):
+        parts.append(f"sums of all ranks in two levels: {len(nodes)} nodes of {len(nodes[0])} ranks")
     if 0 < len(off) < len(ROLES):
         parts.append(f"passed through by config: {', '.join(off)}")
     return f"[ds_zipccl {ds_zipccl.__version__}] on, {covered}; {'; '.join(parts)}"

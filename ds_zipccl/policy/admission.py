@@ -29,8 +29,8 @@ class Message:
     """One operation as every rank of its group sees it.
 
     ``numel`` counts the elements of the whole message (the output of a gather, the input of a reduce-scatter). It is None where ranks may
-    see different sizes (all-to-all). ``device`` is a device type. ``reduce_op`` is the name in ``torch.distributed.ReduceOp``. ``based``:
-    ranks may hold the result of an earlier gather.
+    see different sizes (all-to-all). ``device`` is a device type. ``reduce_op`` is the name in ``torch.distributed.ReduceOp``. ``nodes``:
+    the number of nodes of a sum in two levels, 0 for all other operations. ``based``: ranks may hold the result of an earlier gather.
     """
 
     op: str
@@ -41,6 +41,7 @@ class Message:
     backend: str
     role: str
     reduce_op: str | None = None
+    nodes: int = 0
     based: bool = False
 
     @property
@@ -152,8 +153,9 @@ class PassReason(Enum):
 class Decision:
     """FRAMES with a codec, or PASS with the text of a :class:`PassReason` (empty for frames).
 
-    ``by_node``: every shard goes once between nodes, and the ranks of a node forward its frame. ``with_base``: shards go as differences if
-    all ranks prove to hold the same base; ``codec`` is then the codec of all other frames.
+    ``by_node``: every shard of a gather goes once between nodes, and the ranks of a node forward its frame; a sum goes in two levels, and
+    ``codec`` is the codec between nodes. ``with_base``: shards go as differences if all ranks prove to hold the same base; ``codec`` is
+    then the codec of all other frames.
     """
 
     frames: bool
@@ -202,7 +204,7 @@ RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
 
 
 def admit(message: Message, config: ZipcclConfig) -> Decision:
-    """Decide on one message: PASS, or FRAMES with the codec of the config.
+    """Decide on one message: PASS, or FRAMES with the codec of the config. The levels of a sum are no choice: they decide its bits.
 
     Raises:
         ValueError: the role is not one of :data:`ds_zipccl.config.ROLES`.
@@ -212,7 +214,7 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
     reason = next(filter(None, (rule(message, config) for rule in RULES)), "")
     if reason:
         return Decision(False, "", reason)
-    return Decision(True, config.codec, "", with_base=_differs(message, config))
+    return Decision(True, config.codec, "", by_node=message.nodes > 0, with_base=_differs(message, config))
 
 
 def _differs(message: Message, config: ZipcclConfig) -> bool:
@@ -228,10 +230,11 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     collective competes only if ``exact``: the results of a program must not depend on timings.
     """
     coded = admit(message, config)
+    gathers_by_node = levels and OPS[message.op].by_node
     if config.mode_of(message.role) != "auto":
-        return (coded,)
+        return (replace(coded, by_node=coded.by_node or gathers_by_node),)
     full = replace(coded, with_base=False)
     ours = tuple(dict.fromkeys((replace(full, codec="raw"), full, coded)))
-    if levels and OPS[message.op].by_node:
+    if gathers_by_node:
         ours += (replace(coded, by_node=True),)
     return (Decision.passing(PassReason.PLAIN_IS_FASTER), *ours) if exact else ours

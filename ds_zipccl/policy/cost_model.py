@@ -207,10 +207,13 @@ def prune_candidates(
     candidates: Sequence[Decision], message: Message, profile: LinkProfile | None
 ) -> tuple[Decision, ...]:
     """Return the schedules worth a trial: the plain collective, and the frames that no other frames clearly beat. Without a measured
-    profile, all schedules are worth a trial."""
+    profile, all schedules are worth a trial. Schedules of a sum in two levels differ only between nodes, so only this level counts: the
+    ranks of a seat, one of each node, sum their part of the message."""
     traffic = OPS[message.op].traffic
     if profile is None or not traffic or message.nbytes is None:
         return tuple(candidates)
+    ranks = message.nodes or message.ranks
+    nbytes = message.nbytes * ranks / message.ranks
     seconds = {}
     for decision in candidates:
         if decision.frames:
@@ -218,7 +221,7 @@ def prune_candidates(
             if decision.with_base:
                 ratio = DELTA_RATIO
             kind = decision.codec, decision.with_base
-            seconds[kind] = predict(traffic, variant, message.nbytes, message.ranks, profile, ratio)
+            seconds[kind] = predict(traffic, variant, nbytes, ranks, profile, ratio)
     best = min(seconds.values(), default=0.0)
     return tuple(one for one in candidates if not one.frames or best >= CLEARLY * seconds[one.codec, one.with_base])
 

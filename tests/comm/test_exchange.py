@@ -13,7 +13,8 @@ import torch
 import ds_zipccl
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.schedules import gather, pipeline
-from ds_zipccl.comm.schedules.pipeline import Exchange, Fragments, abandon, open_exchange
+from ds_zipccl.comm.schedules.by_node import NodeGather
+from ds_zipccl.comm.schedules.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.policy import wire
 
 NUMEL = 100
@@ -91,7 +92,7 @@ class Context:
 @pytest.fixture(autouse=True)
 def coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The context codes its frames itself."""
-    monkeypatch.setattr(pipeline, "FrameCoder", lambda ctx: ctx)
+    monkeypatch.setattr(pipeline, "FrameCoder", lambda ctx, uncoded: ctx)
 
 
 def exchange_on(ctx: Any, *, control: bool = False) -> Exchange:
@@ -212,12 +213,9 @@ def test_exchanges_that_go_on_together_share_the_memory(
     monkeypatch: pytest.MonkeyPatch, nodes: Any, exchanges: int
 ) -> None:
     """A gather by node has two at a time: its pieces are half as large."""
-    went: list[tuple[str, Fragments]] = []
-    for name in ("_gather_flat", "gather_by_node"):
-        monkeypatch.setattr(gather, name, lambda ctx, index, leaving, *more, name=name: went.append((name, leaving)))
+    went: list[type] = []
+    monkeypatch.setattr(gather, "run_pipeline", lambda steps, post, last, *more: went.append(type(last.__self__)))
     ctx, whole = Context(4, nodes), torch.zeros(4, NUMEL)
     gather.gather(ctx, 0, [flat()], [[place] for place in whole], base=flat())  # type: ignore[arg-type]
-    assert ctx.exchanges == {exchanges} and [name for name, _ in went] == [
-        "gather_by_node" if nodes else "_gather_flat"
-    ]
+    assert ctx.exchanges == {exchanges} and went == [NodeGather if nodes else gather.FlatGather]
     assert whole[0].eq(1).all(), "the own shard is put into its place"

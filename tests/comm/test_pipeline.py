@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
-from ds_zipccl.comm.schedules import by_node, gather, pipeline, reduce_scatter
+from ds_zipccl.comm.schedules import gather, pipeline, reduce_scatter
 from ds_zipccl.comm.schedules.pipeline import detached
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import wire
@@ -60,7 +60,7 @@ def in_small_pieces(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "FRAGMENT_UNIT", 64)
         patch.setattr(wire, "FRAGMENT_BYTES", (least, 16 * least))
-        for module in (all_reduce, all_to_all, broadcast, by_node, gather, reduce_scatter, reduce_to_owners):
+        for module in (all_reduce, all_to_all, broadcast, gather, reduce_scatter, reduce_to_owners):
             patch.setattr(module, "run_pipeline", counted)
         case(rank, ranks, *arguments)
     return turns

@@ -169,7 +169,7 @@ def test_sums_on_a_device_need_no_word_of_the_device() -> None:
 )
 def test_how_near_sums_come(kind: str, backend: str, op: str, ranks: int, fp32: bool, tolerance: str) -> None:
     reduction_, found = reduction_order._exactness(kind, backend, op, ranks)
-    assert (reduction_._fp32, found) == (fp32, tolerance)
+    assert (reduction_.fp32, found) == (fp32, tolerance)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 64])

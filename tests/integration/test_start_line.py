@@ -72,6 +72,14 @@ def test_measurements() -> None:
     assert said.endswith("; link 1000 Mbit/s, 150 us, coding 8.7 and 12.1 GB/s")
 
 
+def test_levels_of_sums() -> None:
+    """Only sums of fp32 on several nodes with equally many ranks, more than one."""
+    fp32, nodes = ZipcclConfig(enabled=True, reduction="fp32"), [[0, 1, 2], [3, 4, 5]]
+    assert start_line(fp32, None, "", nodes).endswith("; sums of all ranks in two levels: 2 nodes of 3 ranks")
+    for config, ranks in ((fp32, [[0, 1], [2]]), (fp32, [[0], [1]]), (fp32, []), (ZipcclConfig(enabled=True), nodes)):
+        assert "levels" not in start_line(config, None, "", ranks)
+
+
 def test_roles_that_are_left_alone() -> None:
     config = ZipcclConfig(enabled=True, roles={"ep": "never", "pp": "always", "dp": "never"})
     off = start_line(config, None, "").split("; passed through by config: ")[1].split(", ")

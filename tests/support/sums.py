@@ -105,7 +105,7 @@ def reduce_scatter_in_place(api: Any, mine: torch.Tensor, op: Any, later: bool) 
 
 def reduce_scatter(api: Any, mine: torch.Tensor, op: Any, later: bool) -> Any:
     """A list of uneven tensors."""
-    cuts = [min(len(mine) // 2, 7 * peer) for peer in range(dist.get_world_size() - 1)]
+    cuts = [min(len(mine) // dist.get_world_size(), 7 * peer) for peer in range(dist.get_world_size() - 1)]
     shards = mine.split([*cuts, len(mine) - sum(cuts)])
     output = torch.empty_like(shards[dist.get_rank()])
     wait(api.reduce_scatter(output, [shard.clone() for shard in shards], op, None, later))

@@ -15,8 +15,9 @@ from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peer
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
 from ds_zipccl.comm.request import Request
-from ds_zipccl.comm.schedules.pipeline import Fragments, open_exchange, run_pipeline
-from ds_zipccl.comm.schedules.reduce_scatter import ShardAdder
+from ds_zipccl.comm.schedules.gather import open_gather
+from ds_zipccl.comm.schedules.pipeline import Fragments, run_pipeline
+from ds_zipccl.comm.schedules.reduce_scatter import open_adder
 from ds_zipccl.comm.shadow_check import Plain
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.comm.work import JoinedWork
@@ -24,8 +25,8 @@ from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 
 @dataclass(frozen=True, slots=True)
-class _ReduceScatterGather:
-    """Each rank sums a shard of the tensors laid end to end, and sends each fragment of the sum to every peer as soon as it is ready."""
+class ReduceScatterGather:
+    """Each rank sums a shard of the tensors laid end to end, and gathers each fragment of the sum as soon as it is ready."""
 
     reduction: Reduction
 
@@ -34,22 +35,19 @@ class _ReduceScatterGather:
         chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
         slices = cut(whole.numel(), chunk, ctx.size)
         shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
-        with open_exchange(ctx, 0) as leaving, open_exchange(ctx, 1) as coming:
-            adder = ShardAdder(ctx, leaving, shards, self.reduction, [slices[ctx.rank]], chunk)
+        places = [Fragments(ctx, [whole[part]], exchanges=2) for part in slices]
+        no_bases = Fragments(ctx, [])
+        with (
+            open_adder(ctx, shards, self.reduction, [slices[ctx.rank]], chunk) as adder,
+            open_gather(ctx, len(adder.stages), places) as gathering,
+        ):
 
             def add(step: int) -> None:
-                coming.next_step()
-                places = shards.at(step)
-                for peer in ctx.peers:
-                    coming.post_recv(peer, places[peer])
-                adder.take(places[ctx.rank])
-                coming.send(places[ctx.rank], *ctx.peers)
+                gathering.expect(step)
+                adder.take(shards.at(step)[ctx.rank])
+                gathering.send(places[ctx.rank], no_bases, step)
 
-            def take(step: int) -> None:
-                for peer in ctx.peers:
-                    coming.recv(peer, shards.at(step)[peer])
-
-            run_pipeline(shards.steps, adder.post, add, take)
+            run_pipeline(shards.steps, *adder.stages, add, *gathering.stages)
         adder.finish(whole)
         if len(outputs) > 1:
             for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
@@ -109,7 +107,7 @@ def _all_reduce(
 ) -> Any:
     ranks = group_size(group)
     numel = sum(tensor.numel() for tensor in tensors)
-    reduction, tolerance = arithmetic(tensors[0].device.type if tensors else "", op, group, config)
+    reduction, tolerance, nodes = arithmetic(tensors[0].device.type if tensors else "", op, group, config)
     request = Request(
         name,
         [],
@@ -124,6 +122,7 @@ def _all_reduce(
         uncompressed_call=uncompressed_call,
         reduce_op=op,
         tolerance=tolerance,
+        nodes=nodes,
         memory_order=name == "all_reduce",  # the plain all-reduce of several tensors lays copies end to end
     )
-    return execute(decide(request), request, _ReduceScatterGather(reduction))
+    return execute(decide(request), request, ReduceScatterGather(reduction))

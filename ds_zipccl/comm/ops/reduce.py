@@ -52,7 +52,7 @@ def reduce(
     root = group_rank(group, dst, group_dst)
     root_globally = dist.get_global_rank(resolve_group(group), root)
     adds = dist.get_rank(group) == root
-    reduction, tolerance = arithmetic(tensor.device.type, op, group, config)
+    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config)
     request = Request(
         "reduce",
         [] if adds else [tensor],
@@ -67,6 +67,7 @@ def reduce(
         uncompressed_call=uncompressed_call,
         reduce_op=op,
         tolerance=tolerance,
+        nodes=nodes,
         memory_order=True,
     )
     return execute(decide(request), request, _ToRoot(root, reduction))

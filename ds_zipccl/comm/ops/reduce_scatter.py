@@ -63,7 +63,7 @@ def reduce_scatter_tensor(
         call = uncompressed_call or (lambda: dist.reduce_scatter_tensor(output, input, op, group, async_op))
         return pass_small("reduce_scatter_tensor", role, sent_to_peers(input.nbytes, group), call)
     ranks = group_size(group)
-    reduction, tolerance = arithmetic(output.device.type, op, group, config)
+    reduction, tolerance, nodes = arithmetic(output.device.type, op, group, config)
     wrong = output.numel() * ranks != input.numel()
     problem = f"input must have {ranks} times {output.numel()} elements of output, got {input.numel()}"
     request = Request(
@@ -81,6 +81,7 @@ def reduce_scatter_tensor(
         problem=problem if wrong else "",
         reduce_op=op,
         tolerance=tolerance,
+        nodes=nodes,
         flat=True,
     )
     return execute(decide(request), request, _EqualShards(reduction))
@@ -99,7 +100,7 @@ def reduce_scatter(
 ) -> Any:
     """``torch.distributed.reduce_scatter``: the output of rank r is the sum of ``input_list[r]`` of all ranks. Sizes may differ."""
     ranks, rank = group_size(group), dist.get_rank(group)
-    reduction, tolerance = arithmetic(output.device.type, op, group, config)
+    reduction, tolerance, nodes = arithmetic(output.device.type, op, group, config)
     sizes = [tensor.numel() for tensor in input_list]
     wrong = len(sizes) != ranks or sizes[rank] != output.numel()
     problem = f"input_list must have {ranks} tensors, the one of this rank of {output.numel()} elements, got {sizes}"
@@ -118,5 +119,6 @@ def reduce_scatter(
         problem=problem if wrong else "",
         reduce_op=op,
         tolerance=tolerance,
+        nodes=nodes,
     )
     return execute(decide(request), request, _ListedShards(reduction))

@@ -17,10 +17,11 @@ from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.execution import execute, is_small, memory_order, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size, is_member
+from ds_zipccl.comm.ops.all_reduce import ReduceScatterGather
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.request import Request, Schedule
 from ds_zipccl.comm.schedules.pipeline import Fragments, SpanView, open_exchange, run_pipeline
-from ds_zipccl.comm.schedules.reduce_scatter import ShardAdder
+from ds_zipccl.comm.schedules.reduce_scatter import open_adder
 from ds_zipccl.comm.spans import common, cut, length
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
@@ -47,8 +48,7 @@ class _Straight:
         source = whole.clone() if any(common(own, span) for span in of_peers) else whole
         views = [SpanView(whole if rank == ctx.rank else source, owned) for rank, owned in enumerate(spans)]
         shards = Fragments(ctx, views)
-        with open_exchange(ctx) as exchange:
-            adder = ShardAdder(ctx, exchange, shards, self.reduction, own, chunk)
+        with open_adder(ctx, shards, self.reduction, own, chunk) as adder:
 
             def take(step: int) -> None:
                 sums, places = adder.take()
@@ -57,7 +57,7 @@ class _Straight:
                     if whole[place].data_ptr() != part.data_ptr():
                         whole[place].copy_(part)
 
-            run_pipeline(shards.steps, adder.post, take)
+            run_pipeline(shards.steps, *adder.stages, take)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,10 @@ class _ByShards:
         chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
         slices = cut(whole.numel(), chunk, ctx.size)
         shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
-        with open_exchange(ctx, 0) as leaving, open_exchange(ctx, 1) as coming:
-            adder = ShardAdder(ctx, leaving, shards, self.reduction, [slices[ctx.rank]], chunk)
+        with (
+            open_adder(ctx, shards, self.reduction, [slices[ctx.rank]], chunk) as adder,
+            open_exchange(ctx, len(adder.stages)) as coming,
+        ):
 
             def parts(adding: int, step: int, owner: int) -> list[torch.Tensor]:
                 """Return the slices of ``owner`` in the fragment that rank ``adding`` sums in a step."""
@@ -99,9 +101,34 @@ class _ByShards:
                     for part in parts(peer, step, ctx.rank):
                         coming.recv(peer, part)
 
-            run_pipeline(shards.steps, adder.post, add, take)
+            run_pipeline(shards.steps, *adder.stages, add, take)
         for span in spans[ctx.rank]:
             adder.finish(whole[span])
+
+
+@dataclass(frozen=True, slots=True)
+class _ToAll:
+    """Every rank gets the whole sum. In two levels this sends less between nodes where slices have several owners in a node."""
+
+    reduction: Reduction
+
+    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        ReduceScatterGather(self.reduction).run(ctx, [], inputs)  # the outputs are views of the input
+
+
+def _schedule(
+    spans: Sequence[Sequence[slice]], numel: int, nodes: Sequence[Sequence[int]], reduction: Reduction
+) -> Schedule:
+    """Return the schedule of a sum of ``numel`` elements. ``spans[r]``: the slices that rank r owns; ``nodes``: the ranks of each node if
+    the sum goes in two levels. Then the links between nodes are the slow ones, and the owners of a node share them."""
+    owned = [sum(map(length, slices)) for slices in spans]
+    if nodes:
+        owned = [sum(owned[rank] for rank in ranks) for ranks in nodes]
+    if wire.straight_to_owners(owned, numel):
+        return _Straight(spans, reduction)
+    if nodes and max(owned) > numel:
+        return _ToAll(reduction)
+    return _ByShards(spans, reduction)
 
 
 def reduce_to_owners(
@@ -139,7 +166,7 @@ def reduce_to_owners(
         pass_small(NAME, role, 2 * sent_to_peers(tensor.nbytes, group), call)
         return
     own = spans[rank]
-    reduction, tolerance = arithmetic(tensor.device.type, op, group, config)
+    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config)
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         dist.all_reduce(inputs[0], op, group)
@@ -148,7 +175,6 @@ def reduce_to_owners(
                 output.copy_(part)
         return JoinedWork(NAME, [], outputs) if later else None
 
-    straight = wire.straight_to_owners([sum(map(length, owned)) for owned in spans], tensor.numel())
     request = Request(
         NAME,
         [tensor],
@@ -163,10 +189,11 @@ def reduce_to_owners(
         uncompressed_call=uncompressed_call,
         reduce_op=op,
         tolerance=tolerance,
+        nodes=nodes,
         memory_order=True,
         sends_less=True,
     )
-    execute(decide(request), request, (_Straight if straight else _ByShards)(spans, reduction))
+    execute(decide(request), request, _schedule(spans, tensor.numel(), nodes, reduction))
 
 
 def spans_of(tensor: torch.Tensor, owners: Owners, ranks: int) -> list[list[slice]]:

@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.schedules.pipeline import Fragments, open_exchange, run_pipeline, send_own
+from ds_zipccl.comm.schedules.pipeline import Exchange, Fragments, send_own
 
 
-def gather_by_node(
-    ctx: OpContext, index: int, leaving: Fragments, coming: Sequence[Fragments], bases: Fragments
-) -> None:
-    """Send the own fragments to every rank, and write those of rank r to ``coming[r]``, in exchanges ``index`` and ``index`` + 1. Blocks.
+class NodeGather:
+    """As :class:`.gather.FlatGather`, by node.
 
     Rank i of a node sends to rank i of every other node, and to its neighbors in the node. Rank i forwards the frames from other nodes to
-    its neighbors, so that every shard enters a node once. All nodes have the same number of ranks.
+    its neighbors, so that every shard enters a node once. All nodes have the same number of ranks. Frames between nodes, and the first
+    frames inside a node, are those of ``across``; forwarded frames are those of ``inside``.
     """
-    mine = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
-    neighbors = [rank for rank in mine if rank != ctx.rank]
-    # rank of this node -> the ranks of other nodes whose shards it receives and forwards
-    through = {rank: [ranks[seat] for ranks in ctx.nodes if ranks is not mine] for seat, rank in enumerate(mine)}
-    with open_exchange(ctx, index) as across, open_exchange(ctx, index + 1) as within:
 
-        def post(step: int) -> None:
-            across.next_step()
-            for peer in (*through[ctx.rank], *neighbors):
-                for place in coming[peer].at(step):
-                    across.post_recv(peer, place)
-            send_own(across, leaving, bases, step, [*through[ctx.rank], *neighbors])
+    def __init__(self, ctx: OpContext, across: Exchange, inside: Exchange, coming: Sequence[Fragments]) -> None:
+        self._across, self._inside, self._coming = across, inside, coming
+        mine = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
+        self._neighbors = [rank for rank in mine if rank != ctx.rank]
+        # rank of this node -> the ranks of other nodes whose shards it receives and forwards
+        self._through = {
+            rank: [ranks[seat] for ranks in ctx.nodes if ranks is not mine] for seat, rank in enumerate(mine)
+        }
+        self._received = self._through[ctx.rank]
 
-        def forward(step: int) -> None:
-            within.next_step()
-            for neighbor in neighbors:
-                for peer in through[neighbor]:
-                    for place in coming[peer].at(step):
-                        within.post_recv(neighbor, place)
-            for peer in through[ctx.rank]:
-                for place in coming[peer].at(step):
-                    across.forward(peer, place, within, neighbors)
+    @property
+    def stages(self) -> tuple[Callable[[int], None], ...]:
+        """As :attr:`.gather.FlatGather.stages`."""
+        return (self._forward, self._take)
 
-        def take(step: int) -> None:
-            for neighbor in neighbors:
-                for place in coming[neighbor].at(step):
-                    across.recv(neighbor, place, base=place)
-                for peer in through[neighbor]:
-                    for place in coming[peer].at(step):
-                        within.recv(neighbor, place, base=place)
+    def expect(self, step: int) -> None:
+        """Post the receives of a step."""
+        self._across.next_step()
+        for peer in (*self._received, *self._neighbors):
+            for place in self._coming[peer].at(step):
+                self._across.post_recv(peer, place)
 
-        run_pipeline(leaving.steps, post, forward, take)
+    def send(self, leaving: Fragments, bases: Fragments, step: int) -> None:
+        """Send the own fragments of a step."""
+        send_own(self._across, leaving, bases, step, [*self._received, *self._neighbors])
+
+    def _forward(self, step: int) -> None:
+        self._inside.next_step()
+        for neighbor in self._neighbors:
+            for peer in self._through[neighbor]:
+                for place in self._coming[peer].at(step):
+                    self._inside.post_recv(neighbor, place)
+        for peer in self._received:
+            for place in self._coming[peer].at(step):
+                self._across.forward(peer, place, self._inside, self._neighbors)
+
+    def _take(self, step: int) -> None:
+        for neighbor in self._neighbors:
+            for place in self._coming[neighbor].at(step):
+                self._across.recv(neighbor, place, base=place)
+            for peer in self._through[neighbor]:
+                for place in self._coming[peer].at(step):
+                    self._inside.recv(neighbor, place, base=place)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.schedules.by_node import gather_by_node
-from ds_zipccl.comm.schedules.pipeline import Fragments, detached, open_exchange, run_pipeline, send_own
+from ds_zipccl.comm.schedules.by_node import NodeGather
+from ds_zipccl.comm.schedules.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline, send_own
 
 
 def gather(
@@ -24,26 +25,54 @@ def gather(
     against ``base``. The base of an arriving frame is the contents of its place.
     """
     sources = detached(own, [place for there in places for place in there], places[ctx.rank])
-    schedule, exchanges = (gather_by_node, 2) if ctx.nodes else (_gather_flat, 1)
+    exchanges = 2 if ctx.nodes else 1
     leaving, bases = (Fragments(ctx, flats, exchanges) for flats in (sources, [] if base is None else [base]))
-    schedule(ctx, index, leaving, [Fragments(ctx, there, exchanges) for there in places], bases)
+    with open_gather(ctx, index, [Fragments(ctx, there, exchanges) for there in places]) as gathering:
+
+        def post(step: int) -> None:
+            gathering.expect(step)
+            gathering.send(leaving, bases, step)
+
+        run_pipeline(leaving.steps, post, *gathering.stages)
     for source, place in zip(sources, places[ctx.rank], strict=True):
         place.copy_(source)
 
 
-def _gather_flat(ctx: OpContext, index: int, leaving: Fragments, coming: Sequence[Fragments], bases: Fragments) -> None:
-    with open_exchange(ctx, index) as exchange:
+@contextmanager
+def open_gather(ctx: OpContext, index: int, coming: Sequence[Fragments]) -> Iterator[FlatGather | NodeGather]:
+    """Open the exchanges of a gather, from ``index`` on: by node if the operation goes by node. ``coming[r]``: the places of rank r."""
+    if ctx.nodes:
+        with open_exchange(ctx, index) as across, open_exchange(ctx, index + 1) as inside:
+            yield NodeGather(ctx, across, inside, coming)
+    else:
+        with open_exchange(ctx, index) as exchange:
+            yield FlatGather(ctx, exchange, coming)
 
-        def post(step: int) -> None:
-            exchange.next_step()
-            for peer in ctx.peers:
-                for place in coming[peer].at(step):
-                    exchange.post_recv(peer, place)
-            send_own(exchange, leaving, bases, step, ctx.peers)
 
-        def take(step: int) -> None:
-            for peer in ctx.peers:
-                for place in coming[peer].at(step):
-                    exchange.recv(peer, place, base=place)
+class FlatGather:
+    """The steps of a gather. A step begins with :meth:`expect` and :meth:`send`; ``stages`` follow, see :func:`.pipeline.run_pipeline`."""
 
-        run_pipeline(leaving.steps, post, take)
+    def __init__(self, ctx: OpContext, exchange: Exchange, coming: Sequence[Fragments]) -> None:
+        self._exchange, self._coming, self._peers = exchange, coming, ctx.peers
+
+    @property
+    def stages(self) -> tuple[Callable[[int], None], ...]:
+        """Return the stages of a step after :meth:`send`, for :func:`.pipeline.run_pipeline`."""
+        # no attribute: an object that holds its own methods keeps its tensors until garbage is collected
+        return (self._take,)
+
+    def expect(self, step: int) -> None:
+        """Post the receives of a step."""
+        self._exchange.next_step()
+        for peer in self._peers:
+            for place in self._coming[peer].at(step):
+                self._exchange.post_recv(peer, place)
+
+    def send(self, leaving: Fragments, bases: Fragments, step: int) -> None:
+        """Send the own fragments of a step. ``leaving`` and ``bases``: as in :func:`.pipeline.send_own`."""
+        send_own(self._exchange, leaving, bases, step, self._peers)
+
+    def _take(self, step: int) -> None:
+        for peer in self._peers:
+            for place in self._coming[peer].at(step):
+                self._exchange.recv(peer, place, base=place)

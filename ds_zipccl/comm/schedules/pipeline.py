@@ -91,12 +91,15 @@ class _Posted(NamedTuple):
 
 
 @contextmanager
-def open_exchange(ctx: OpContext, index: int = 0, *, control: bool = False) -> Iterator[Exchange]:
+def open_exchange(
+    ctx: OpContext, index: int = 0, *, control: bool = False, uncoded: bool = False
+) -> Iterator[Exchange]:
     """Open an exchange; leaving blocks until every send is done. After an error the exchange waits for nothing and raises at once.
 
     ``control``: the messages are not part of the tensors, and plain collectives do not send them; they count as wire bytes only.
+    ``uncoded``: all frames are raw.
     """
-    exchange = Exchange(ctx, index, control)
+    exchange = Exchange(ctx, index, control, uncoded)
     try:
         yield exchange
         exchange.flush()
@@ -113,8 +116,8 @@ def abandon(exchange: Exchange) -> None:
 class Exchange:
     """The frames of one tag. Frames of one pair of ranks arrive in the order of sending; empty tensors are not sent."""
 
-    def __init__(self, ctx: OpContext, index: int, control: bool) -> None:
-        self._ctx, self._coder, self._control = ctx, FrameCoder(ctx), control
+    def __init__(self, ctx: OpContext, index: int, control: bool, uncoded: bool = False) -> None:
+        self._ctx, self._coder, self._control = ctx, FrameCoder(ctx, uncoded), control
         self._tag = ctx.tag(index)
         self._sends: deque[list[_Posted]] = deque([[]])
         self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
@@ -208,6 +211,25 @@ class Exchange:
                 posted.handle.wait()
         for posted in self._sends.popleft():
             posted.buffers.release()
+
+
+class Received:
+    """:class:`ds_zipccl.comm.reduction_order.Contributions`: ``own``, the contribution of ``rank``, and the frames of its peers."""
+
+    def __init__(self, rank: int, exchange: Exchange, own: torch.Tensor) -> None:
+        self._exchange, self.rank, self.own = exchange, rank, own
+
+    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
+        return self.own if rank == self.rank else self._exchange.recv(rank, into)
+
+    def add(self, rank: int, sums: torch.Tensor) -> None:
+        if rank == self.rank:
+            self._exchange.add(self.own, sums)
+        else:
+            self._exchange.recv_add(rank, self.own.dtype, sums)
+
+    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
+        self._exchange.add(taken, sums)
 
 
 def send_own(exchange: Exchange, leaving: Fragments, bases: Fragments, step: int, peers: Sequence[int]) -> None:

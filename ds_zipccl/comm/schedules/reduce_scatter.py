@@ -1,15 +1,18 @@
-"""Sums of shards: every rank sends each peer its shard, and adds the shards that arrive for its own place."""
+"""Sums of shards: every rank sends each peer its shard, and adds the shards that arrive for its own place; or in two levels, see
+:mod:`.reduce_by_node`."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.reduction_order import Reduction
-from ds_zipccl.comm.schedules.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.schedules.pipeline import Exchange, Fragments, Received, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.schedules.reduce_by_node import NodeAdder
 from ds_zipccl.comm.spans import within
 
 
@@ -28,18 +31,31 @@ def reduce_scatter(
         span, chunk: the place of the own shard in the message, and the size of the message's chunks, in elements.
     """
     sources, places = Fragments(ctx, detached(shards, [out], [out] * len(shards))), Fragments(ctx, [out])
-    with open_exchange(ctx) as exchange:
-        adder = ShardAdder(ctx, exchange, sources, reduction, [span], chunk)
+    with open_adder(ctx, sources, reduction, [span], chunk) as adder:
 
         def take(step: int) -> None:
             adder.take(places.at(step)[0])
 
-        run_pipeline(sources.steps, adder.post, take)
+        run_pipeline(sources.steps, *adder.stages, take)
     adder.finish(out)
 
 
+@contextmanager
+def open_adder(
+    ctx: OpContext, shards: Fragments, reduction: Reduction, spans: Sequence[slice], chunk: int
+) -> Iterator[ShardAdder | NodeAdder]:
+    """Open an adder of shards, with an exchange for each of its ``stages``, from exchange 0 on: in two levels if the operation goes by
+    node. ``spans``, ``chunk``: as for :class:`ShardAdder`."""
+    if ctx.nodes:
+        with open_exchange(ctx, 0, uncoded=True) as inside, open_exchange(ctx, 1) as between:
+            yield NodeAdder(ctx, inside, between, shards, reduction, spans)
+    else:
+        with open_exchange(ctx) as exchange:
+            yield ShardAdder(ctx, exchange, shards, reduction, spans, chunk)
+
+
 class ShardAdder:
-    """Sends every peer its shard, and sums the arriving frames of the own shard, a fragment a step.
+    """Sends every peer its shard, and sums the arriving frames of the own shard, a fragment a step: ``stages``, then :meth:`take`.
 
     ``spans``: the places of the own shard in the message, laid end to end; ``chunk``: the size of the message's chunks, in elements.
     """
@@ -58,7 +74,12 @@ class ShardAdder:
         self._own: deque[torch.Tensor] = deque()  # own fragments that are posted and not taken yet
         self._taken = 0  # elements taken
 
-    def post(self, step: int) -> None:
+    @property
+    def stages(self) -> tuple[Callable[[int], None], ...]:
+        """Return the stages of a step before :meth:`take`, for :func:`.pipeline.run_pipeline`."""
+        return (self._post,)
+
+    def _post(self, step: int) -> None:
         """Post the receives and sends of a step."""
         self._exchange.next_step()
         fragments = self._shards.at(step)
@@ -78,7 +99,7 @@ class ShardAdder:
         begin, self._taken = self._taken, self._taken + out.numel()
         spans = within(self._spans, begin, self._taken)
         if out.numel():  # a rank with an empty shard receives no frames
-            received = _Received(self._ctx.rank, self._exchange, own)
+            received = Received(self._ctx.rank, self._exchange, own)
             self._reduction.fold(received, out, spans, self._chunk, self._ctx.flushing_ranks())
         return out, spans
 
@@ -86,22 +107,3 @@ class ShardAdder:
         """Turn the sums in ``out`` into averages if the reduction is AVG."""
         if out.numel():
             self._reduction.finish(out, self._ctx.flushing_ranks()[self._ctx.rank])
-
-
-class _Received:
-    """:class:`ds_zipccl.comm.reduction_order.Contributions`: the own tensor, and the frames of the peers."""
-
-    def __init__(self, rank: int, exchange: Exchange, own: torch.Tensor) -> None:
-        self._exchange, self.rank, self.own = exchange, rank, own
-
-    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
-        return self.own if rank == self.rank else self._exchange.recv(rank, into)
-
-    def add(self, rank: int, sums: torch.Tensor) -> None:
-        if rank == self.rank:
-            self._exchange.add(self.own, sums)
-        else:
-            self._exchange.recv_add(rank, self.own.dtype, sums)
-
-    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
-        self._exchange.add(taken, sums)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 #: Tags in each range (admission). The ranges lie above the tags that programs use and below 2**31.
 TAGS_PER_RANGE = 1 << 28
-#: Tags of one collective (admission: gathers by node have two exchanges; differences have one before and one after these).
+#: Tags of one collective (admission: gathers by node have two exchanges, and differences have one before and one after these; all-reduces
+#: in two levels have four).
 TAGS_PER_COLLECTIVE = 4
 
 
