@@ -119,7 +119,7 @@ def test_what_goes_by_node() -> None:
     for op, levels, wanted in (("all_gather", True, True), ("all_gather", False, False), ("all_reduce", True, False)):
         message = replace(GATHER, op=op, based=False, reduce_op="SUM" if op == "all_reduce" else None)
         assert [one.by_node for one in candidates(message, ON, True, levels)] == [False] * 3 + [True] * wanted
-        always = ON.model_copy(update={"mode": "always"})
+        always = replace(ON, mode="always")
         assert [one.by_node for one in candidates(message, always, True, levels)] == [wanted]
     based = [str(one) for one in candidates(GATHER, ON, True, True)]
     assert based == ["plain", "uncoded frames", "cascade frames", "delta frames", "delta frames by node"]
