@@ -13,7 +13,8 @@ from sim import memory, races
 from sim.scheduler import Op, Place, Queue, here
 from sim.tensor import DeviceTensor
 
-#: Launches that a host may be ahead of the device before a launch blocks (nccl.md and CUDA forums: 1024 on today's drivers).
+#: Launches that a host may be ahead of the device before a launch blocks (1024 on today's drivers, by reports in
+#: NVIDIA's developer forums; CUDA documents only that a launch may block).
 LAUNCH_QUEUE = 1024
 
 
