@@ -67,9 +67,8 @@ class Communicator:
         op.why = lambda: self._missing(call)
         call.op, call.at = op, (stream.lane.name, stream.lane.count + 1)
         gpu.submit(op, call.inputs, call.outputs, stream.lane)
-        if (
-            gpu.machine.modes.connect and not call.number
-        ):  # nccl.md 2.1, NVIDIA/nccl#783: connections are made at the first exchange
+        # The first exchange makes the connections, and blocks the host meanwhile (NVIDIA/nccl#783).
+        if gpu.machine.modes.connect and not call.number:
             peers = f"the other hosts, to connect group {self.name} at its first exchange"
             gpu.scheduler.turn(gpu.rank, lambda: all(self.calls.values()), peers)
 

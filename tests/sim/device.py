@@ -13,7 +13,7 @@ from sim import memory, races
 from sim.scheduler import Op, Place, Queue, here
 from sim.tensor import DeviceTensor
 
-#: Launches that a host may be ahead of the device before a launch blocks (nccl.md and CUDA forums: 1024 on today's drivers).
+#: Operations that a host may be ahead of the device before a launch blocks. CUDA documents no number; programs report about 1024.
 LAUNCH_QUEUE = 1024
 
 

@@ -134,7 +134,7 @@ class Group(dist.ProcessGroup):
             part.view(-1).copy_(got)
 
     def send(self, *args: Any, **kwargs: Any) -> Any:
-        """nccl.md 2.1: two-sided operations are not for schedules; unbatched ones make a communicator for each pair."""
+        """Two-sided operations are not for schedules: unbatched ones make a communicator for each pair (ProcessGroupNCCL::pointToPoint)."""
         raise NotImplementedError("the simulated NCCL has collectives alone; use all_to_all")
 
     recv = send

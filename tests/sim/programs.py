@@ -186,7 +186,7 @@ def verdict(rank: int, ranks: int, mistake: str = "") -> int:
 
 
 def sums(rank: int, ranks: int, codec: Any, mistake: str = "", numel: int = 256) -> None:
-    """A coded reduce-scatter (nccl.md 2.4): frames of exact size by all-to-all, one host wait for the size; own fp32 order of sums."""
+    """A coded reduce-scatter: frames of exact size by all-to-all, one host wait for the size; own fp32 order of sums."""
     device = torch.device("cuda", rank)
     runtime = devices.runtime(device)
     assert runtime is not None

@@ -19,7 +19,7 @@ def at(marker: str) -> str:
 
 
 def spinning(rank: int, ranks: int, preload: bool) -> None:
-    """nccl.md, finding 8: the host of rank 0 loads a kernel while its NCCL kernel spins for rank 1, which waits for rank 0's launch."""
+    """The host of rank 0 loads a kernel while its NCCL kernel spins for rank 1, which waits for rank 0 (meta-pytorch/torchcomms#2334)."""
     value = filled(rank, 8, 1)
     if preload:
         kernel("codec", lambda reads, writes: None, [], [])

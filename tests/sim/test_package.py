@@ -78,7 +78,7 @@ def test_state_and_tensors() -> None:
 
 
 def parameters(rank: int, ranks: int, route: CudaRoute, numels: tuple[int, ...], waits: bool) -> int:
-    """A ZeRO-3 gather of several parameters (nccl.md 2.2, 2.3): sizes agreed once, then gathers without a host wait, in place. Returns
+    """A ZeRO-3 gather of several parameters: sizes agreed once, then gathers without a host wait, in place. Returns
     the host waits of the gathers."""
     device = torch.device("cuda", rank)
     runtime = devices.runtime(device)
