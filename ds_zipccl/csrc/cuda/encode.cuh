@@ -33,7 +33,8 @@ template <typename F>
 struct EncodeShared {
   // A block's staging: its body, then its tail. Both together are smaller than its words, or it is RAW and stays where it is.
   alignas(16) uint8_t slot[kChunkBlocks][kMaxBlock * sizeof(typename F::Word)];
-  alignas(16) uint8_t list[kWarps][kMaxBlock];
+  // Bytes of a block's elements, then room for its exponents as four bits each, which lanes exchange.
+  alignas(16) uint8_t list[kWarps][kMaxBlock + kMaxBlock / 2];
   alignas(16) uint8_t table[kChunkBlocks * 4];
   Form form[kChunkBlocks];
   uint32_t body_at[kChunkBlocks], tail_at[kChunkBlocks];
