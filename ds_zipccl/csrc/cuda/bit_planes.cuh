@@ -7,8 +7,8 @@ namespace {
 
 // Bits of a 4 x 4 square: exchanges the bits of x under ~mask with the bits of y under mask, `shift` places below.
 ZIPCCL_DEVICE void exchange_bits(uint32_t& x, uint32_t& y, uint32_t shift, uint32_t mask) {
-  const uint32_t low = (x & mask) | (y << shift & ~mask);
-  y = (x >> shift & mask) | (y & ~mask);
+  const uint32_t low = blend(mask, x, y << shift);
+  y = blend(mask, x >> shift, y);
   x = low;
 }
 
@@ -45,7 +45,8 @@ ZIPCCL_DEVICE uint32_t look_up(const Nibbles& k) {
 // How the bits that a mask marks move close together and back (Warren, "Hacker's Delight", 7-4 and 7-5): first in each byte, in three
 // steps for all bytes at a time, then by byte.
 struct Moves {
-  uint32_t mask, moved[3];  // the bits that move by 1, 2 and 4 places
+  uint32_t mask, moved[3];  // the places to which bits move by 1, 2 and 4
+  uint32_t packed;          // the marked bits' places in each byte
   uint32_t at[3];           // places of the second to fourth byte's first bit
 
   ZIPCCL_DEVICE explicit Moves(uint32_t marks) : mask(marks) {
@@ -56,43 +57,46 @@ struct Moves {
       uint32_t odd = zeros ^ (zeros << 1 & 0xfefefefeu);
       odd ^= odd << 2 & 0xfcfcfcfcu;
       odd ^= odd << 4 & 0xf0f0f0f0u;
-      moved[step] = odd & left;
-      left = (left & ~moved[step]) | moved[step] >> (1 << step);
+      moved[step] = (odd & left) >> (1 << step);
+      left = (left & ~odd) | moved[step];
       zeros &= ~odd;
     }
+    packed = left;
 #pragma unroll
     for (uint32_t byte = 0; byte < 3; ++byte) at[byte] = uint32_t(__popc(marks & (256u << 8 * byte) - 1));
   }
   // The marked bits, close together from bit 0 on; bits past them are zero.
   ZIPCCL_DEVICE uint32_t close(uint32_t x) const {
-    x &= mask;
 #pragma unroll
-    for (uint32_t step = 0; step < 3; ++step) x = (x & ~moved[step]) | (x & moved[step]) >> (1 << step);
-    return (x & 255) | (x >> 8 & 255) << at[0] | (x >> 16 & 255) << at[1] | x >> 24 << at[2];
+    for (uint32_t step = 0; step < 3; ++step) x = blend(moved[step], x >> (1 << step), x);
+    x &= packed;  // bits that were not marked, or have moved, are left above
+    return __byte_perm(x, 0, 0x4440) + (__byte_perm(x, 0, 0x4441) << at[0]) + (__byte_perm(x, 0, 0x4442) << at[1]) + (x >> 24 << at[2]);
   }
   // The inverse; bits that are not marked are zero.
   ZIPCCL_DEVICE uint32_t open(uint32_t x) const {
     x = __byte_perm(__byte_perm(x, x >> at[0], 0x0040), __byte_perm(x >> at[1], x >> at[2], 0x0040), 0x5410);
 #pragma unroll
-    for (uint32_t step = 3; step-- > 0;) x = (x & ~moved[step]) | (x << (1 << step) & moved[step]);
+    for (uint32_t step = 3; step-- > 0;) x = blend(moved[step] << (1 << step), x << (1 << step), x);
     return x & mask;
   }
 };
 
-// The same bit by bit, for a few marks.
+// The same bit by bit, from the highest mark on, for a few marks.
 ZIPCCL_DEVICE void close_few(uint32_t marks, uint32_t& low, uint32_t& high) {
   uint32_t lows = 0, highs = 0;
-  for (uint32_t place = 1; marks; marks &= marks - 1, place += place) {
-    const uint32_t mark = marks & -marks;
-    if (low & mark) lows |= place;
-    if (high & mark) highs |= place;
+  while (marks) {
+    const uint32_t above = uint32_t(__clz(int(marks)));
+    marks <<= above, low <<= above, high <<= above;
+    lows = __funnelshift_l(low, lows, 1), highs = __funnelshift_l(high, highs, 1);
+    marks &= 0x7fffffffu;
   }
   low = lows, high = highs;
 }
 ZIPCCL_DEVICE void open_few(uint32_t marks, uint32_t& low, uint32_t& high) {
   uint32_t lows = 0, highs = 0;
-  for (; marks; marks &= marks - 1, low >>= 1, high >>= 1) {
+  for (; marks; low >>= 1, high >>= 1) {
     const uint32_t mark = marks & -marks;
+    marks ^= mark;
     if (low & 1) lows |= mark;
     if (high & 1) highs |= mark;
   }

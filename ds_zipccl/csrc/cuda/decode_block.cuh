@@ -152,7 +152,7 @@ ZIPCCL_DEVICE bool decode_elements(const uint8_t* first, const uint8_t* second, 
 
   // Exponents that no tier names, and those that are zero, go to the list.
   const uint32_t zeros = codes.marks[2] & codes.high[2] & ~codes.low[2];
-  const bool listed = __any_sync(kEveryLane, codes.marks[3] | zeros);
+  const uint32_t listed = __ballot_sync(kEveryLane, (codes.marks[3] | zeros) != 0);
   if (listed) {
     const uint8_t* from = second + tier_bytes + sum_below(uint32_t(__popc(codes.marks[3])));
     for (uint32_t some = codes.marks[3] | zeros; some; some &= some - 1)
@@ -170,7 +170,7 @@ ZIPCCL_DEVICE bool decode_elements(const uint8_t* first, const uint8_t* second, 
     // No byte of the differences borrows from the next.
     Bytes8 e = {{(above4 | 0x80808080u) - (octet_of_k & 0x0f0f0f0fu), (above4 | 0x80808080u) - (octet_of_k >> 4 & 0x0f0f0f0fu)}};
     if (F::E == 8) e.half[0] ^= ~above4 & 0x80808080u, e.half[1] ^= ~above4 & 0x80808080u;
-    if (listed) {
+    if (listed & 255u << 8 * row) {
       const uint32_t pairs = octet_of_k & octet_of_k >> 1;
       for (uint32_t some = pairs & pairs >> 2 & 0x11111111u; some; some &= some - 1) {
         const uint32_t place = uint32_t(__ffs(int(some))) - 1, byte = place & 24;  // of a half byte; its element is that of half `place & 4`

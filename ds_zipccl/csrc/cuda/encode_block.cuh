@@ -75,7 +75,7 @@ ZIPCCL_DEVICE Nibbles planes_of_k(Exponents exponents, Extent extent, uint32_t t
     const Bytes8 e = exponents(row);
     uint32_t low = above4 - e.half[0], high = above4 - e.half[1];
     if (!near) low = capped(above4, e.half[0]), high = capped(above4, e.half[1]);
-    reinterpret_cast<uint32_t*>(scratch)[row * kLanes + lane_id()] = low | high << 4;
+    reinterpret_cast<uint32_t*>(scratch)[row * kLanes + lane_id()] = low + 16 * high;
   }
   __syncwarp();
   const uint4 octets = reinterpret_cast<const uint4*>(scratch)[lane_id()];
@@ -152,7 +152,10 @@ ZIPCCL_DEVICE uint32_t encode_tiers(const Nibbles& k, uint32_t escapes, uint32_t
   const uint32_t bytes = (2 * (count[0] + count[1] + count[2]) + 7) / 8;
   if (at + bytes + left >= limit) return kNoRoom;
 
-  for (uint32_t i = at + lane; i < at + bytes; i += kLanes) slot[i] = 0;
+  const uint32_t head = uint32_t(-at) & 3;  // bytes before a whole word
+  if (lane < head) slot[at + lane] = 0;
+#pragma unroll 1
+  for (uint32_t i = (at + head) / 4 + lane; 4 * i < at + bytes; i += kLanes) reinterpret_cast<uint32_t*>(slot)[i] = 0;
   const Moves moves(marks[0]);
   low[0] = moves.close(low[0]), high[0] = moves.close(high[0]);
   close_few(marks[1], low[1], high[1]);

@@ -17,6 +17,14 @@ ZIPCCL_DEVICE uint32_t look_up3(uint32_t a, uint32_t b, uint32_t c) {
   return found;
 }
 
+// Or's bits into a word of shared memory, unless there are none: a predicate, no branch.
+ZIPCCL_DEVICE void or_shared(uint32_t* word, uint32_t bits) {
+  asm volatile("{ .reg .pred some; setp.ne.u32 some, %1, 0; @some red.shared.or.b32 [%0], %1; }" ::"r"(
+                   uint32_t(__cvta_generic_to_shared(word))),
+               "r"(bits)
+               : "memory");
+}
+
 // x, and that of the lane `distance` below added where there is one. The shuffle says whether there is one; __shfl_up_sync does not.
 ZIPCCL_DEVICE uint32_t add_from_below(uint32_t x, uint32_t distance) {
   uint32_t sum;
@@ -43,6 +51,9 @@ ZIPCCL_DEVICE uint32_t warp_id() { return threadIdx.x / kLanes; }
 ZIPCCL_DEVICE uint32_t lanes_below() { return (1u << lane_id()) - 1; }
 ZIPCCL_DEVICE uint32_t low_ones(uint32_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 ZIPCCL_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// The bits of a where the mask has ones, and those of b elsewhere.
+ZIPCCL_DEVICE uint32_t blend(uint32_t mask, uint32_t a, uint32_t b) { return look_up3<0xca>(mask, a, b); }
 
 ZIPCCL_DEVICE uint32_t log2_of(uint32_t power) { return uint32_t(__ffs(int(power))) - 1; }
 
@@ -149,18 +160,20 @@ struct BitString {
 ZIPCCL_DEVICE void put_bits(uint8_t* string, uint32_t at, uint32_t bits) {
   uint32_t* word = reinterpret_cast<uint32_t*>(string) + at / 32;
   const uint32_t low = bits << at % 32, high = __funnelshift_l(bits, 0, at);
-  if (low) atomicOr(word, low);
-  if (high) atomicOr(word + 1, high);
+  or_shared(word, low);
+  or_shared(word + 1, high);
 }
 
 // The warp copies bytes from shared memory (a multiple of 4) to any address.
 ZIPCCL_DEVICE void copy_bytes(uint8_t* to, const uint8_t* from, uint32_t bytes) {
   const uint32_t head = least(uint32_t(-reinterpret_cast<uintptr_t>(to)) & 3, bytes), words = (bytes - head) / 4;
-  const uint32_t* source = reinterpret_cast<const uint32_t*>(from);
-  for (uint32_t i = lane_id(); i < words; i += kLanes)
-    reinterpret_cast<uint32_t*>(to + head)[i] = head ? __funnelshift_r(source[i], source[i + 1], 8 * head) : source[i];
-  if (lane_id() < head) to[lane_id()] = from[lane_id()];
-  for (uint32_t i = head + 4 * words + lane_id(); i < bytes; i += kLanes) to[i] = from[i];
+  const uint32_t* const source = reinterpret_cast<const uint32_t*>(from);
+  uint32_t* const target = reinterpret_cast<uint32_t*>(to + head);
+#pragma unroll 1
+  for (uint32_t i = lane_id(); i < words; i += kLanes) target[i] = __funnelshift_r(source[i], source[i + (head > 0)], 8 * head);
+  // At most three bytes before the words and three after them.
+  const uint32_t at = lane_id() < head ? lane_id() : lane_id() + 4 * words;
+  if (at < bytes && lane_id() < 6) to[at] = from[at];
 }
 
 }  // namespace
