@@ -157,9 +157,7 @@ uint32_t look_up3(uint32_t a, uint32_t b, uint32_t c) {
   for (uint32_t bit = 0; bit < 32; ++bit) found |= (kTable >> ((a >> bit & 1) * 4 + (b >> bit & 1) * 2 + (c >> bit & 1)) & 1) << bit;
   return found;
 }
-inline void or_shared(uint32_t* word, uint32_t bits) {
-  if (bits) atomicOr(word, bits);
-}
+inline uint32_t zeros_above(uint32_t x) { return x ? uint32_t(__builtin_clz(x)) : ~0u; }
 inline uint32_t add_from_below(uint32_t x, uint32_t distance) {
   const uint32_t below = __shfl_up_sync(~0u, x, distance);
   return threadIdx.x % 32 < distance ? x : x + below;

@@ -514,7 +514,7 @@ def target(ins: Instruction, code: Code) -> int:
     return code.labels[ins.operands[-1].strip("`()")]
 
 
-@op("BRA")
+@op("BRA", "CALL")
 def bra(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
     to = target(ins, code)
     here = next(i for i, each in enumerate(code.instructions) if each is ins)
@@ -550,22 +550,16 @@ def bra(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
     return step
 
 
-@op("CALL", "RET", "JMP")
-def call(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    if ins.op.startswith("CALL"):
-        to = target(ins, code)
-
-        def enter(w: Warp, m: Mask) -> None:
-            w.place = to
-
-        return enter
+@op("RET")
+def ret(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
     source = value(ins.operands[0].split()[0], ins, launcher, code.name)
     places = {each.address: i for i, each in enumerate(code.instructions)}
 
-    def leave(w: Warp, m: Mask) -> None:
-        w.place = places[int(source(w)[int(m.argmax())])]
+    def step(w: Warp, m: Mask) -> None:
+        if m.any():
+            w.place = places[int(source(w)[int(m.argmax())])]
 
-    return leave
+    return step
 
 
 @op("EXIT")

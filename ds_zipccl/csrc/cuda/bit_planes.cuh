@@ -85,7 +85,7 @@ struct Moves {
 ZIPCCL_DEVICE void close_few(uint32_t marks, uint32_t& low, uint32_t& high) {
   uint32_t lows = 0, highs = 0;
   while (marks) {
-    const uint32_t above = uint32_t(__clz(int(marks)));
+    const uint32_t above = zeros_above(marks);
     marks <<= above, low <<= above, high <<= above;
     lows = __funnelshift_l(low, lows, 1), highs = __funnelshift_l(high, highs, 1);
     marks &= 0x7fffffffu;
@@ -94,11 +94,11 @@ ZIPCCL_DEVICE void close_few(uint32_t marks, uint32_t& low, uint32_t& high) {
 }
 ZIPCCL_DEVICE void open_few(uint32_t marks, uint32_t& low, uint32_t& high) {
   uint32_t lows = 0, highs = 0;
-  for (; marks; low >>= 1, high >>= 1) {
-    const uint32_t mark = marks & -marks;
+  const uint32_t unused = 32 - uint32_t(__popc(marks));
+  for (low <<= unused % 32, high <<= unused % 32; marks; low <<= 1, high <<= 1) {
+    const uint32_t mark = 0x80000000u >> zeros_above(marks);
     marks ^= mark;
-    if (low & 1) lows |= mark;
-    if (high & 1) highs |= mark;
+    lows |= mark & uint32_t(int32_t(low) >> 31), highs |= mark & uint32_t(int32_t(high) >> 31);
   }
   low = lows, high = highs;
 }

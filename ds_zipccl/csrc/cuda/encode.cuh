@@ -177,8 +177,10 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
       copy_raw_block<F>(words + b * jobs.block, least(numel - b * jobs.block, jobs.block), body);
     } else {
       const uint4* const from = reinterpret_cast<const uint4*>(shared.slot[b]);
+      const uint4* const end = from + form.body / 16;
+      uint4* to = reinterpret_cast<uint4*>(body) + lane;
 #pragma unroll 1
-      for (uint32_t i = lane; i < form.body / 16; i += kLanes) reinterpret_cast<uint4*>(body)[i] = from[i];
+      for (const uint4* at = from + lane; at < end; at += kLanes, to += kLanes) *to = *at;
       copy_bytes(out + shared.tail_at[b], shared.slot[b] + form.body, form.tail);
     }
   }

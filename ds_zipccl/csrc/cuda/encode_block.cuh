@@ -164,8 +164,7 @@ ZIPCCL_DEVICE uint32_t encode_tiers(const Nibbles& k, uint32_t escapes, uint32_t
   uint32_t bit = 8 * at;
 #pragma unroll
   for (uint32_t tier = 0; tier < 3; ++tier) {
-    put_bits(slot, bit + (below >> 10 * tier & 1023), low[tier]);
-    put_bits(slot, bit + count[tier] + (below >> 10 * tier & 1023), high[tier]);
+    if (marks[tier]) put_both(slot, bit + (below >> 10 * tier & 1023), count[tier], low[tier], high[tier]);
     bit += 2 * count[tier];
   }
   if (left) {

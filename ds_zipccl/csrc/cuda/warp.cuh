@@ -17,12 +17,11 @@ ZIPCCL_DEVICE uint32_t look_up3(uint32_t a, uint32_t b, uint32_t c) {
   return found;
 }
 
-// Or's bits into a word of shared memory, unless there are none: a predicate, no branch.
-ZIPCCL_DEVICE void or_shared(uint32_t* word, uint32_t bits) {
-  asm volatile("{ .reg .pred some; setp.ne.u32 some, %1, 0; @some red.shared.or.b32 [%0], %1; }" ::"r"(
-                   uint32_t(__cvta_generic_to_shared(word))),
-               "r"(bits)
-               : "memory");
+// The zeros above the highest one of x, which is not zero. __clz needs another instruction, for zero.
+ZIPCCL_DEVICE uint32_t zeros_above(uint32_t x) {
+  uint32_t count;
+  asm("bfind.shiftamt.u32 %0, %1;" : "=r"(count) : "r"(x));
+  return count;
 }
 
 // x, and that of the lane `distance` below added where there is one. The shuffle says whether there is one; __shfl_up_sync does not.
@@ -160,8 +159,18 @@ struct BitString {
 ZIPCCL_DEVICE void put_bits(uint8_t* string, uint32_t at, uint32_t bits) {
   uint32_t* word = reinterpret_cast<uint32_t*>(string) + at / 32;
   const uint32_t low = bits << at % 32, high = __funnelshift_l(bits, 0, at);
-  or_shared(word, low);
-  or_shared(word + 1, high);
+  if (low) atomicOr(word, low);
+  if (high) atomicOr(word + 1, high);
+}
+
+// The same for `count` bits, more than none, of each of two strings, with `distance` bits between their places.
+ZIPCCL_DEVICE void put_both(uint8_t* string, uint32_t at, uint32_t distance, uint32_t first, uint32_t second) {
+  uint32_t* const words = reinterpret_cast<uint32_t*>(string);
+  const uint32_t other = at + distance, first_over = __funnelshift_l(first, 0, at), second_over = __funnelshift_l(second, 0, other);
+  atomicOr(words + at / 32, first << at % 32);
+  atomicOr(words + other / 32, second << other % 32);
+  if (first_over) atomicOr(words + at / 32 + 1, first_over);
+  if (second_over) atomicOr(words + other / 32 + 1, second_over);
 }
 
 // The warp copies bytes from shared memory (a multiple of 4) to any address.
