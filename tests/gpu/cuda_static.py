@@ -260,7 +260,9 @@ def main() -> int:
     arguments = parser.parse_args()
     found = rows()
     keys = ("registers", "dynamic_shared_bytes", "stack_bytes", "spill_bytes", "blocks")
-    table = Table([Column("kernel", "", 24), Column("architecture"), *(Column(key, "d") for key in keys), Column("slots", ".2f")])
+    table = Table(
+        [Column("kernel", "", 24), Column("architecture"), *(Column(key, "d") for key in keys), Column("slots", ".2f")]
+    )
     for row in found:
         table.add(row)
     version = build._identity(build.nvcc()).decode().splitlines()[-2]

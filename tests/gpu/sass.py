@@ -70,7 +70,9 @@ def parse(listing: str) -> dict[str, Code]:
         elif found := re.match(r"(\.L\w+):", line):
             if code:
                 code.labels[found[1]] = len(code.instructions)
-        elif code and (found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)):
+        elif code and (
+            found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
+        ):
             text = found[4].replace(".reuse", "")
             code.instructions.append(
                 Instruction(found[2] or "", found[3], _operands(text), int(found[1], 16), line.strip())
@@ -80,7 +82,7 @@ def parse(listing: str) -> dict[str, Code]:
 
 def constants(cubin: bytes) -> dict[tuple[int, str], bytes]:
     """(bank, kernel) -> constants that the compiler put there."""
-    table, = struct.unpack_from("<Q", cubin, 0x28)
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     heads = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
     text = heads[names][4]
@@ -243,8 +245,7 @@ def value(text: str, ins: Instruction, launcher: SassLauncher, kernel: str, pair
             raise UnknownInstruction(f"{ins.text}: operand {text}")
         return (lambda w: w.ur[number]) if found[1] else (lambda w: w.r[number])
     if re.fullmatch(r"-?0x[0-9a-f]+", text):
-        number = int(text, 16)
-        return constant(number >> 32 * pair if number >= 0 else (number >> 32 * pair))
+        return constant(int(text, 16) >> 32 * pair)
     if re.fullmatch(r"[-+]?(\d+(\.\d+)?([eE][-+]?\d+)?|INF|QNAN)", text):
         return constant(struct.unpack("<I", struct.pack("<f", float(text.replace("QNAN", "nan"))))[0])
     if text.startswith("c["):
@@ -288,7 +289,9 @@ def address(text: str, wide: bool) -> Get:
             scale = int(found[3][1:]) if found[3] and found[3][0] == "X" else 1
             both = found[3] == "64" or (uniform and wide and ".64" in inside[1])
 
-            def part(w: Warp, number: int = number, uniform: bool = uniform, scale: int = scale, both: bool = both) -> Any:
+            def part(
+                w: Warp, number: int = number, uniform: bool = uniform, scale: int = scale, both: bool = both
+            ) -> Any:
                 file = w.ur if uniform else w.r
                 found = file[number].astype(np.int64) * scale
                 return found | file[number + 1].astype(np.int64) << 32 if both else found
@@ -383,5 +386,7 @@ def load(nvdisasm: str, cubin: Path, architecture: int) -> SassLauncher:
     """The launcher of the kernels of a cubin."""
     import subprocess
 
-    listing = subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True, timeout=300).stdout
+    listing = subprocess.run(
+        [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True, timeout=300
+    ).stdout
     return SassLauncher(listing, cubin.read_bytes(), architecture)
