@@ -181,18 +181,21 @@ ZIPCCL_DEVICE bool decode_elements(const uint8_t* first, const uint8_t* second, 
       }
     }
 
-    Bytes8 parts[part_bytes > 1 ? part_bytes : 2] = {};
-    Bytes8 rest = {{0, 0}};  // the bits past the last whole byte; a variable of its own, as an index known late means local memory
+    Bytes8 parts[part_bytes > 1 ? part_bytes : 2];
+    Bytes8 rest = {{0, 0}};  // the bits past the last whole byte
     if (extent.length(row)) {
       for (uint32_t p = 0; p < r % 8; ++p) {
         const Bytes8 plane = spread(first[r / 8 * m + p * plane_bytes(m) + row * kLanes + lane_id()]);
         rest.half[0] |= plane.half[0] << p, rest.half[1] |= plane.half[1] << p;
       }
     }
+    // Every part is assigned, whatever r is: an index that depends on r would put the parts in local memory.
 #pragma unroll
-    for (uint32_t byte = 0; byte < part_bytes; ++byte) {
-      if (byte < r / 8) parts[byte] = get_octet(first + byte * m, row, extent);
-      if (byte == r / 8) parts[byte] = rest;
+    for (uint32_t byte = 0; byte < (part_bytes > 1 ? part_bytes : 2); ++byte) {
+      Bytes8 whole = {{0, 0}};
+      if (byte < r / 8) whole = get_octet(first + byte * m, row, extent);
+      parts[byte].half[0] = byte == r / 8 ? rest.half[0] : whole.half[0];
+      parts[byte].half[1] = byte == r / 8 ? rest.half[1] : whole.half[1];
     }
     if (F::E < 8) e.half[0] &= F::exponent_mask * kEachByte, e.half[1] &= F::exponent_mask * kEachByte;
     Octet<F> octet;

@@ -79,6 +79,7 @@ ZIPCCL_DEVICE Nibbles planes_of_k(Exponents exponents, Extent extent, uint32_t t
   }
   __syncwarp();
   const uint4 octets = reinterpret_cast<const uint4*>(scratch)[lane_id()];
+  __syncwarp();  // the scratch may be written again
   Nibbles k = {{octets.x, octets.y, octets.z, octets.w}};
   k.octets_to_planes();
   return k;
@@ -87,7 +88,6 @@ ZIPCCL_DEVICE Nibbles planes_of_k(Exponents exponents, Extent extent, uint32_t t
 // The elements whose exponent is zero.
 template <typename Exponents, typename Extent>
 ZIPCCL_DEVICE uint32_t zero_exponents(Exponents exponents, Extent extent, uint8_t* scratch) {
-  __syncwarp();  // the scratch has been read
 #pragma unroll Extent::unroll
   for (uint32_t row = 0; row < kRows; ++row) {
     const Bytes8 e = exponents(row);
@@ -312,7 +312,6 @@ ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uin
     mode = WIDE, body = body_bytes<F>(mode, n, trim);
     if (body >= raw) return as_raw;
     top = window_top(sum, largest_exponent, n - zero_count, kFallbackBias);
-    __syncwarp();  // the list has been read
     k = planes_of_k(exponents, extent, top, all_near(top), list);
     escapes = encode_tier1<Wide>(k, extent, tier1);
   }
