@@ -108,6 +108,8 @@ def cuda(page: Path) -> str:
 
 def cuda_static(page: Path) -> str:
     """What the CUDA kernels take of a multiprocessor: a line for every kernel, registers, blocks and issue slots by architecture."""
+    if not (ROOT / "docs" / "results" / "cuda_static.json").exists():
+        return "Not written yet: `make cuda-static` writes the results that this table shows."
     content = results("cuda_static")
     architectures = list(content["limits"])
     kernels: dict[str, dict[str, Any]] = {}
