@@ -16,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest -q --durations=25 $(WORKERS) $(T) $(if $(K),-k 
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus fuzz soak gpu lint clean
+.PHONY: demo test test-all corpus fuzz soak gpu cuda-static lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -58,6 +58,10 @@ soak: $(VENV)/ready
 # with CUDA and what `pip install -e '.[test,bench-cuda]'` brings.
 gpu:
 	PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py
+
+# Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of nvcc.
+cuda-static: $(VENV)/ready
+	PYTHONPATH=$(TEST_PATH):tests/gpu $(BIN)/python tests/gpu/cuda_static.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -280,6 +280,7 @@ SECTIONS: dict[str, Section] = {
     "comm": measured.comm,
     "corpus": measured.corpus,
     "cuda": measured.cuda,
+    "cuda_static": measured.cuda_static,
     "figures": measured.figures,
     "five": measured.five,
     "forecast": measured.forecast,

@@ -88,7 +88,7 @@ def cuda(page: Path) -> str:
     """Speed of the CUDA kernels, or the statement that nobody has measured it."""
     if not (ROOT / "docs" / "results" / "cuda.json").exists():
         return (
-            "Not measured yet. The kernels compile for sm_80, sm_90 and sm_100 without spills, and the tests run their source on the CPU. "
+            "Not measured yet. The kernels compile for four architectures without spills, and the tests run their source on the CPU. "
             "No GPU was at hand. `make gpu` tests and measures the kernels on a GPU, and writes the results that this table shows."
         )
     content = results("cuda")
@@ -104,6 +104,30 @@ def cuda(page: Path) -> str:
         for row in content["rows"]
     )
     return f"{provenance(content)}\n\n" + table((*heads, "decode / copy", "wrong"), rows)
+
+
+def cuda_static(page: Path) -> str:
+    """What the CUDA kernels take of a multiprocessor: a line for every kernel, registers, blocks and issue slots by architecture."""
+    if not (ROOT / "docs" / "results" / "cuda_static.json").exists():
+        return "Not written yet: `make cuda-static` writes the results that this table shows."
+    content = results("cuda_static")
+    architectures = list(content["limits"])
+    kernels: dict[str, dict[str, Any]] = {}
+    for row in content["rows"]:
+        kernels.setdefault(row["kernel"], {})[row["architecture"]] = row
+    rows = (
+        (
+            f"`{kernel}`",
+            *(
+                f"{row['registers']}, {row['blocks']}, {row['slots']:.1f}"
+                for row in map(found.__getitem__, architectures)
+            ),
+        )
+        for kernel, found in kernels.items()
+    )
+    heads = ("kernel", *(f"{each}: registers, blocks, slots" for each in architectures))
+    about = f"Compiler: {content['nvcc']}. Data: {content['data']}."
+    return f"{provenance(content)}\n\n{about}\n\n" + table(heads, rows)
 
 
 def corpus(page: Path) -> str:

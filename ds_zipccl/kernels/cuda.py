@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 #: kernel -> itemsize -> bytes of shared memory; cuda/kernels.cuh asserts that they suffice.
 SHARED_BYTES = {
-    "encode": {1: 26624, 2: 43008, 4: 75776},
+    "encode": {1: 30720, 2: 47104, 4: 79872},
     "decode": {1: 25088, 2: 33280, 4: 49664},
     "decode_sum": {2: 50176, 4: 66560},
     "hash": {1: 0},

@@ -1,25 +1,18 @@
-"""The CUDA sources compile where there is no GPU: nvcc for three generations, without spills."""
+"""The CUDA sources compile where there is no GPU: nvcc for four architectures, without spills."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-from pathlib import Path
-
-import builds
+import cuda_static
 import pytest
 
+from ds_zipccl.bench.tables import read_json
 from ds_zipccl.kernels import build, cuda, cuda_launchers, jobs
 
-ARCHITECTURES = ("8.0", "9.0", "10.0")
 CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
           (f"encode_{kind}_cascade", f"encode_{kind}_wide", f"decode_{kind}")}  # fmt: skip
 OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
           (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta")}  # fmt: skip
 KERNELS = CODECS | OTHERS | {"zipccl_hash"}
-#: Registers of 64 Ki that let as many blocks of 256 threads run at a time as the kernels' bounds say.
-REGISTERS = {f"encode_{kind}_{code}": 64 for kind in ("bf16", "fp16") for code in ("cascade", "wide")}
-REGISTERS |= {"decode_sum": 128, "hash": 64}
 
 
 @pytest.fixture(scope="module")
@@ -30,41 +23,36 @@ def nvcc() -> tuple[str]:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
-def report(nvcc: tuple[str]) -> str:
-    """The assembler's words on every kernel on every architecture."""
-    recipe = build.cuda(ARCHITECTURES)
-    flags = [*recipe.flags, "-Werror=all-warnings", "-Xptxas=-v"]
-
-    def compile_(target: Path) -> None:
-        source, output = build.CSRC / "cuda/launch.cu", target.with_suffix(".o")
-        command = [*nvcc, *flags, f"-I{build.CSRC}", "-c", str(source), "-o", str(output)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=500)
-        assert result.returncode == 0, result.stderr
-        target.write_text(result.stderr)
-
-    parts = [build._identity(nvcc), *flags, *builds.contents({"csrc": build.CSRC})]
-    return builds.kept("cuda_resources", parts, compile_).read_text()
+@pytest.mark.full(reason="nvcc needs minutes for four architectures; test_nvrtc_compiles_every_kernel stays")
+@pytest.mark.timeout(3000)
+def test_resources(nvcc: tuple[str]) -> None:
+    """No spill, no stack frame, and no kernel is 10 % worse than docs/results/cuda_static.json."""
+    assert cuda_static.RESULTS.exists(), f"no {cuda_static.RESULTS}; run `make cuda-static`"
+    before, now = read_json(str(cuda_static.RESULTS))["rows"], cuda_static.rows()
+    wanted = {(name.removeprefix("zipccl_"), f"sm_{each}") for name in KERNELS for each in cuda_static.ARCHITECTURES}
+    assert {(row["kernel"], row["architecture"]) for row in now} == wanted
+    worse = list(cuda_static.worse(now, before))
+    assert not worse, "\n".join(worse)
 
 
-@pytest.mark.full(reason="nvcc needs minutes for three architectures; test_nvrtc_compiles_every_kernel stays")
-def test_resources(report: str) -> None:
-    found = re.findall(
-        r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
-        report,
-        re.DOTALL,
-    )
-    wanted = {(name, architecture.replace(".", "")) for name in KERNELS for architecture in ARCHITECTURES}
-    assert {(name, architecture) for name, architecture, *_ in found} == wanted
-    spills = {
-        f"{name} sm_{architecture}": (stores, loads)
-        for name, architecture, stores, loads, _ in found
-        if stores + loads != "00"
-    }
-    assert not spills
-    for name, architecture, *_, registers in found:
-        for part, bound in REGISTERS.items():
-            assert part not in name or int(registers) <= bound, (name, architecture, registers)
+def test_a_regression_is_noticed() -> None:
+    resources = {"registers": 60, "stack_bytes": 0, "spill_bytes": 0, "blocks": 4, "slots": 24.5}
+    before = [{"kernel": f"kernel{i % 4}", "architecture": f"sm_{80 + 10 * (i // 4)}", **resources} for i in range(8)]
+    assert not list(cuda_static.worse(before, before))
+    for key, change, words in (
+        ("spill_bytes", lambda old: 8, "spill_bytes is 8, wanted is 0"),
+        ("stack_bytes", lambda old: 24, "stack_bytes is 24, wanted is 0"),
+        ("registers", lambda old: 1.2 * old, "registers was"),
+        ("slots", lambda old: 1.2 * old, "slots was"),
+        ("blocks", lambda old: old - 1, "blocks was"),
+    ):
+        changed = [dict(row) for row in before]
+        changed[7][key] = change(changed[7][key])
+        (line,) = cuda_static.worse(changed, before)
+        assert words in line and f"{before[7]['kernel']} {before[7]['architecture']}" in line
+        assert "make cuda-static" in line or "wanted is 0" in line
+    assert "is not in" in next(cuda_static.worse(before, before[1:]))
+    assert "no longer in the sources" in next(cuda_static.worse(before[1:], before))
 
 
 @pytest.mark.full(reason="nvcc needs a minute")

@@ -205,15 +205,20 @@ RACES: dict[str, tuple[str, str, str]] = {
         SYNC + "  if (shared.content == NOTHING) return;",
         "  if (shared.content == NOTHING) return;",
     ),
-    "escapes are read before they are listed": (
+    "exponents are read before they are listed": (
         "cuda/decode_block.cuh",
-        "    escapes += __popc(escaped);\n  }\n  __syncwarp();",
-        "    escapes += __popc(escaped);\n  }",
+        "k.word[2], k.word[3]);\n  __syncwarp();",
+        "k.word[2], k.word[3]);",
     ),
-    "bits are put while the list is still read": (
+    "elements are read before all lanes have put them": (
         "cuda/encode_block.cuh",
-        "  }\n  __syncwarp();\n  put_bits",
-        "  }\n  put_bits",
+        "  __syncwarp();\n  const uint4 octets",
+        "  const uint4 octets",
+    ),
+    "bits are put before the string is zero": (
+        "cuda/encode_block.cuh",
+        "  __syncwarp();\n  uint32_t bit = 8 * at;",
+        "  uint32_t bit = 8 * at;",
     ),
     "look-back does not wait": (
         "cuda/encode.cuh",
@@ -230,12 +235,16 @@ RACES: dict[str, tuple[str, str, str]] = {
         "  " + SYNC + "  } while (",
         "  } while (",
     ),
-    "lanes of a warp disagree": ("cuda/warp.cuh", "if (lane == 0) sum = 0;", "if (lane == 0) return 0;"),
+    "lanes of a warp disagree": (
+        "cuda/warp.cuh",
+        "sum = add_from_below(sum, distance);",
+        "if (lane_id() >= distance) sum = add_from_below(sum, distance);",
+    ),
 }
 
 
 #: One of each file of the kernels.
-SHORT_RACES = ("chunks start in any order", "escapes are read before they are listed", "lanes of a warp disagree")
+SHORT_RACES = ("chunks start in any order", "exponents are read before they are listed", "lanes of a warp disagree")
 
 
 @pytest.mark.parametrize("race", tiers.mostly_full(RACES, SHORT_RACES, "each has an emulation of its own to compile"))

@@ -127,6 +127,9 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return uint32_t((uint64_t(high) << 32 | low) >> (shift & 31));
 }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
+  return uint32_t((uint64_t(high) << 32 | low) << (shift & 31) >> 32);
+}
 inline uint32_t __funnelshift_lc(uint32_t low, uint32_t high, uint32_t shift) {
   return uint32_t((uint64_t(high) << 32 | low) << (shift < 32 ? shift : 32) >> 32);
 }
@@ -148,4 +151,17 @@ inline uint32_t __vminu2(uint32_t a, uint32_t b) {
 }
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return emulation::by_parts(a, b, 16, [](uint32_t x, uint32_t y) { return x > y ? x : y; });
+}
+
+// The functions of warp.cuh that are single instructions of PTX.
+template <uint32_t kTable>
+uint32_t look_up3(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t found = 0;
+  for (uint32_t bit = 0; bit < 32; ++bit) found |= (kTable >> ((a >> bit & 1) * 4 + (b >> bit & 1) * 2 + (c >> bit & 1)) & 1) << bit;
+  return found;
+}
+inline uint32_t zeros_above(uint32_t x) { return x ? uint32_t(__builtin_clz(x)) : ~0u; }
+inline uint32_t add_from_below(uint32_t x, uint32_t distance) {
+  const uint32_t below = __shfl_up_sync(~0u, x, distance);
+  return threadIdx.x % 32 < distance ? x : x + below;
 }

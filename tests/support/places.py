@@ -10,6 +10,6 @@ PACKAGE = ROOT / "ds_zipccl"
 TESTS = ROOT / "tests"
 EXAMPLES = ROOT / "examples"
 #: Folders from which tests import each other, as in pyproject.toml.
-IMPORTED = (ROOT, TESTS / "support", TESTS, *(TESTS / name for name in ("codec", "comm", "fuzz")))
+IMPORTED = (ROOT, TESTS / "support", TESTS, *(TESTS / name for name in ("codec", "comm", "fuzz", "gpu")))
 #: For programs that import what tests import.
 PYTHONPATH = os.pathsep.join(map(str, IMPORTED))

@@ -1,6 +1,7 @@
 // Decodes a block of an exponent payload with a warp (FORMAT.md section 2). No byte is read before it is proven to lie in the chunk
 // (section 4).
 #pragma once
+#include "cuda/bit_planes.cuh"
 #include "cuda/words.cuh"
 
 namespace zipccl {
@@ -15,7 +16,7 @@ struct Entry {
 
 template <typename F>
 struct DecodeScratch {  // of a warp
-  alignas(16) uint8_t list[2][kMaxBlock];         // exponents that a tier escapes; tiers go from one list to the other
+  alignas(16) uint8_t list[2][kMaxBlock];         // exponents that no tier names, at their elements; the exponents that lanes exchange
   alignas(16) typename F::Word words[kMaxBlock];  // the words of a SPARSE block that are not zero
 };
 
@@ -43,36 +44,50 @@ ZIPCCL_DEVICE bool read_table(const uint8_t* chunk, uint64_t bytes, uint32_t num
   return __all_sync(kEveryLane, good) && pad16(table + bodies + tails) == bytes;
 }
 
-// A lane's words of the two planes of a tier after the first.
-struct TierWords {
-  uint32_t low, high;
-};
-
-// Reads the `count` entries of a tier from bit `at` of the second part; returns how many escape.
-ZIPCCL_DEVICE uint32_t read_tier(const BitString& second, uint32_t at, uint32_t count, TierWords& tier) {
-  const uint32_t first = at + kLanes * lane_id();
-  tier.low = second.read(first, at + count);
-  tier.high = second.read(first + count, at + 2 * count);
-  return __reduce_add_sync(kEveryLane, uint32_t(__popc(tier.low & tier.high)));
+// The bits of k that a tier's codes name, as a table for its planes and the tiers below: bit 4 high + 2 low + below.
+template <uint32_t kTier>
+ZIPCCL_FN constexpr uint32_t names(const Tier& tier, uint32_t bit) {
+  uint32_t table = 1u << 7;  // the escape: as the tiers below say
+  for (uint32_t code = 0; code < 3; ++code) {
+    const uint32_t k = kTier + 1 == kTiers && code == kZeroCode ? 15 : tier.k_of_code[code];
+    if (k >> bit & 1) table |= 3u << 2 * code;
+  }
+  return table;
+}
+// The same for three planes: bit `code`.
+ZIPCCL_FN constexpr uint32_t names3(const Tier& tier, uint32_t bit) {
+  uint32_t table = 0;
+  for (uint32_t code = 0; code < 7; ++code) table |= uint32_t(tier.k_of_code[code] >> bit & 1) << code;
+  return table;
 }
 
-// The exponents of a tier's `count` entries to `to`: by their codes, or the next of those that the tier escapes, `escapes`. The list is
-// filled up to a multiple of 32.
-template <typename Code, uint32_t kTier>
-ZIPCCL_DEVICE void decode_tier(const TierWords& tier, uint32_t count, uint32_t top, const uint8_t* escapes, uint8_t* to) {
-  constexpr Tier table = Code::tier[kTier];
-  const uint32_t lane = lane_id(), below = lanes_below(), own = 1u << lane, above = top + kAbove;
-  const uint32_t e0 = above - table.k_of_code[0], e1 = above - table.k_of_code[1];
-  const uint32_t e2 = kTier + 1 == kTiers && kZeroCode == 2 ? 0 : above - table.k_of_code[2];
-  for (uint32_t i = 0; i < count; i += kLanes) {
-    const uint32_t low = __shfl_sync(kEveryLane, tier.low, i / kLanes), high = __shfl_sync(kEveryLane, tier.high, i / kLanes);
-    const uint32_t escaped = low & high;
-    uint32_t e = high & own ? e2 : low & own ? e1 : e0;
-    if (escaped & own) e = escapes[__popc(escaped & below)];
-    to[i + lane] = uint8_t(e);
-    escapes += __popc(escaped);
+// The elements of a lane in the tiers: those that have an entry, and the bits of their codes.
+struct Codes {
+  uint32_t first[3];                // planes of tier 1
+  uint32_t marks[kTiers];           // that a tier escapes
+  uint32_t low[kTiers - 1], high[kTiers - 1];  // of the tiers after the first
+};
+
+// Bit `bit` of the elements' k. It is 15 for exponents that are not named by their k.
+template <typename Code, uint32_t kBit>
+ZIPCCL_DEVICE uint32_t bit_of_k(const Codes& codes) {
+  uint32_t bits = ~0u;
+  bits = look_up3<names<3>(Code::tier[3], kBit)>(codes.high[2], codes.low[2], bits);
+  bits = look_up3<names<2>(Code::tier[2], kBit)>(codes.high[1], codes.low[1], bits);
+  bits = look_up3<names<1>(Code::tier[1], kBit)>(codes.high[0], codes.low[0], bits);
+  if constexpr (Code::tier[0].bits == 2) {
+    return look_up3<names<0>(Code::tier[0], kBit)>(codes.first[1], codes.first[0], bits);
+  } else {
+    const uint32_t named = look_up3<names3(Code::tier[0], kBit)>(codes.first[2], codes.first[1], codes.first[0]);
+    return (bits & codes.marks[0]) | (named & ~codes.marks[0]);
   }
-  __syncwarp();
+}
+
+// A lane's word of a bit plane; zeros past the last element.
+template <typename Extent>
+ZIPCCL_DEVICE uint32_t get_plane_word(const uint8_t* plane, Extent extent) {
+  if (Extent::whole) return reinterpret_cast<const uint32_t*>(plane)[lane_id()];
+  return BitString(plane).read(kLanes * lane_id(), extent.n);
 }
 
 // An octet of a byte plane of `extent` bytes.
@@ -101,63 +116,86 @@ ZIPCCL_DEVICE bool decode_elements(const uint8_t* first, const uint8_t* second, 
   if (!F::has_trim) trim = 0;  // the compiler then knows r
   const uint32_t r = 1 + F::M - trim;
   const uint8_t* const tier1 = first + parts_bytes(m, r);
-  uint32_t codes[bits], escapes = 0;  // a byte for each row
+  Codes codes;
+  codes.marks[0] = ~0u;
 #pragma unroll
-  for (uint32_t p = 0; p < bits; ++p) codes[p] = 0;
-#pragma unroll Extent::unroll
-  for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t length = extent.length(row);
-    uint32_t escaped = low_ones(length);
-#pragma unroll
-    for (uint32_t p = 0; p < bits; ++p) {
-      const uint32_t plane = length ? tier1[p * plane_bytes(m) + row * kLanes + lane_id()] : 0;
-      codes[p] |= plane << 8 * row;
-      escaped &= plane;
-    }
-    escapes |= escaped << 8 * row;
+  for (uint32_t p = 0; p < bits; ++p) {
+    codes.first[p] = get_plane_word(tier1 + p * plane_bytes(m), extent);
+    codes.marks[0] &= codes.first[p];
   }
-  const Places places(escapes);
-
-  TierWords tiers[kTiers - 1];
-  const BitString bit_string(second);
-  const uint32_t count1 = places.count;
-  if (2 * count1 > 8 * bytes) return false;
-  const uint32_t count2 = read_tier(bit_string, 0, count1, tiers[0]);
-  if (2 * (count1 + count2) > 8 * bytes) return false;
-  const uint32_t count3 = read_tier(bit_string, 2 * count1, count2, tiers[1]);
-  if (2 * (count1 + count2 + count3) > 8 * bytes) return false;
-  const uint32_t left = read_tier(bit_string, 2 * (count1 + count2), count3, tiers[2]);
-  const uint32_t tier_bytes = (2 * (count1 + count2 + count3) + 7) / 8;
+  // The second part: no bit is read before the count of its tier's entries is known to fit.
+  const BitString string(second);
+  uint32_t at = 0, left = 0, below = 0;
+#pragma unroll
+  for (uint32_t tier = 0; tier < kTiers; ++tier) {
+    const uint32_t marks = codes.marks[tier], own = uint32_t(__popc(marks));
+    left = __reduce_add_sync(kEveryLane, own);
+    if (tier + 1 == kTiers) break;
+    if (at + 2 * left > 8 * bytes) return false;
+    uint32_t low = 0, high = 0;
+    if (left) {
+      below = at + sum_below(own);
+      low = string.peek(below, own), high = string.peek(below + left, own);
+      if (tier == 0) {
+        const Moves moves(marks);
+        low = moves.open(low), high = moves.open(high);
+      } else {
+        open_few(marks, low, high);
+      }
+    }
+    codes.low[tier] = low, codes.high[tier] = high;
+    codes.marks[tier + 1] = marks & low & high;
+    at += 2 * left;
+  }
+  const uint32_t tier_bytes = (at + 7) / 8;
   if (tier_bytes + left != bytes) return false;
-  decode_tier<Code, 3>(tiers[2], count3, top, second + tier_bytes, list[0]);
-  decode_tier<Code, 2>(tiers[1], count2, top, list[0], list[1]);
-  decode_tier<Code, 1>(tiers[0], count1, top, list[1], list[0]);
 
-  const uint32_t top4 = ((top + kAbove - Code::tier[0].k_of_code[0]) & 255) * kEachByte;
+  // Exponents that no tier names, and those that are zero, go to the list.
+  const uint32_t zeros = codes.marks[2] & codes.high[2] & ~codes.low[2];
+  const uint32_t listed = __ballot_sync(kEveryLane, (codes.marks[3] | zeros) != 0);
+  if (listed) {
+    const uint8_t* from = second + tier_bytes + sum_below(uint32_t(__popc(codes.marks[3])));
+    for (uint32_t some = codes.marks[3] | zeros; some; some &= some - 1)
+      list[0][32 * lane_id() + uint32_t(__ffs(int(some))) - 1] = zeros & some & -some ? 0 : *from++;
+  }
+  Nibbles k = {{bit_of_k<Code, 0>(codes), bit_of_k<Code, 1>(codes), bit_of_k<Code, 2>(codes), bit_of_k<Code, 3>(codes)}};
+  k.planes_to_octets();
+  reinterpret_cast<uint4*>(list[1])[lane_id()] = make_uint4(k.word[0], k.word[1], k.word[2], k.word[3]);
+  __syncwarp();
+
+  const uint32_t above4 = ((top + kAbove) & 255) * kEachByte;
 #pragma unroll Extent::unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    Bytes8 code = {{0, 0}};
-#pragma unroll
-    for (uint32_t p = 0; p < bits; ++p) {
-      const Bytes8 plane = spread(codes[p] >> 8 * row & 255);
-      code.half[0] |= plane.half[0] << p, code.half[1] |= plane.half[1] << p;
-    }
-    Bytes8 e = {{__vsub4(top4, code.half[0]), __vsub4(top4, code.half[1])}};
-    const uint8_t* escaped = list[0] + places.of(row);
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i)
-      if (escapes >> (8 * row + i) & 1) e.half[i / 4] = __byte_perm(e.half[i / 4], *escaped++, 0x3210 + (4 - i % 4) * (1 << 4 * (i % 4)));
-
-    Bytes8 parts[part_bytes > 1 ? part_bytes : 2] = {};
-#pragma unroll
-    for (uint32_t byte = 0; byte < part_bytes; ++byte) {
-      if (byte < r / 8) parts[byte] = get_octet(first + byte * m, row, extent);
-      if (byte == r / 8 && extent.length(row)) {
-        for (uint32_t p = 0; p < r % 8; ++p) {
-          const Bytes8 plane = spread(first[r / 8 * m + p * plane_bytes(m) + row * kLanes + lane_id()]);
-          parts[byte].half[0] |= plane.half[0] << p, parts[byte].half[1] |= plane.half[1] << p;
-        }
+    const uint32_t octet_of_k = reinterpret_cast<const uint32_t*>(list[1])[row * kLanes + lane_id()];
+    // No byte of the differences borrows from the next.
+    Bytes8 e = {{(above4 | 0x80808080u) - (octet_of_k & 0x0f0f0f0fu), (above4 | 0x80808080u) - (octet_of_k >> 4 & 0x0f0f0f0fu)}};
+    if (F::E == 8) e.half[0] ^= ~above4 & 0x80808080u, e.half[1] ^= ~above4 & 0x80808080u;
+    if (listed & 255u << 8 * row) {
+      const uint32_t pairs = octet_of_k & octet_of_k >> 1;
+      for (uint32_t some = pairs & pairs >> 2 & 0x11111111u; some; some &= some - 1) {
+        const uint32_t place = uint32_t(__ffs(int(some))) - 1, byte = place & 24;  // of a half byte; its element is that of half `place & 4`
+        const uint32_t exponent = list[0][row * kRow + 8 * lane_id() + byte / 8 + (place & 4)];
+        const uint32_t keep = ~(255u << byte);
+        if (place & 4) e.half[1] = (e.half[1] & keep) | exponent << byte;
+        else e.half[0] = (e.half[0] & keep) | exponent << byte;
       }
+    }
+
+    Bytes8 parts[part_bytes > 1 ? part_bytes : 2];
+    Bytes8 rest = {{0, 0}};  // the bits past the last whole byte
+    if (extent.length(row)) {
+      for (uint32_t p = 0; p < r % 8; ++p) {
+        const Bytes8 plane = spread(first[r / 8 * m + p * plane_bytes(m) + row * kLanes + lane_id()]);
+        rest.half[0] |= plane.half[0] << p, rest.half[1] |= plane.half[1] << p;
+      }
+    }
+    // Every part is assigned, whatever r is: an index that depends on r would put the parts in local memory.
+#pragma unroll
+    for (uint32_t byte = 0; byte < (part_bytes > 1 ? part_bytes : 2); ++byte) {
+      Bytes8 whole = {{0, 0}};
+      if (byte < r / 8) whole = get_octet(first + byte * m, row, extent);
+      parts[byte].half[0] = byte == r / 8 ? rest.half[0] : whole.half[0];
+      parts[byte].half[1] = byte == r / 8 ? rest.half[1] : whole.half[1];
     }
     if (F::E < 8) e.half[0] &= F::exponent_mask * kEachByte, e.half[1] &= F::exponent_mask * kEachByte;
     Octet<F> octet;

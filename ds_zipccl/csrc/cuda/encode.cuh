@@ -38,7 +38,8 @@ template <typename F>
 struct EncodeShared {
   // A block's staging: its body, then its tail. Both together are smaller than its words, or it is RAW and stays where it is.
   alignas(16) uint8_t slot[kChunkBlocks][kMaxBlock * sizeof(typename F::Word)];
-  alignas(16) uint8_t list[kWarps][kMaxBlock];
+  // Bytes of a block's elements, then room for its exponents as four bits each, which lanes exchange.
+  alignas(16) uint8_t list[kWarps][kMaxBlock + kMaxBlock / 2];
   Form form[kChunkBlocks];
   uint32_t body_at[kChunkBlocks], tail_at[kChunkBlocks];
   uint32_t ticket, own, job, units;
@@ -239,7 +240,10 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
       copy_raw_block<F>(words + b * jobs.block, least(numel - b * jobs.block, jobs.block), body);
     } else {
       const uint4* const from = reinterpret_cast<const uint4*>(shared.slot[b]);
-      for (uint32_t i = lane; i < form.body / 16; i += kLanes) reinterpret_cast<uint4*>(body)[i] = from[i];
+      const uint4* const end = from + form.body / 16;
+      uint4* to = reinterpret_cast<uint4*>(body) + lane;
+#pragma unroll 1
+      for (const uint4* at = from + lane; at < end; at += kLanes, to += kLanes) *to = *at;
       copy_bytes(out + shared.tail_at[b], shared.slot[b] + form.body, form.tail);
     }
   }

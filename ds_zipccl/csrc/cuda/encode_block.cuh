@@ -1,5 +1,6 @@
 // Encodes a block of an exponent payload with a warp (FORMAT.md sections 2 and 3).
 #pragma once
+#include "cuda/bit_planes.cuh"
 #include "cuda/words.cuh"
 
 namespace zipccl {
@@ -9,17 +10,11 @@ struct Form {  // table entry of a block
   uint32_t mode, top, trim, body, tail;
 };
 
-// A constexpr table as an immediate of instructions: shifted left by k it is negative if bit `plane` of the code of k is clear.
-// Codes of k past the table are escapes, which have all bits.
-ZIPCCL_FN constexpr uint32_t clear_bits(const Tier& tier, uint32_t plane) {
+// Bit `plane` of the code of each k, as a table of bits.
+ZIPCCL_FN constexpr uint32_t code_bits(const Tier& tier, uint32_t plane) {
   uint32_t bits = 0;
-  for (uint32_t k = 0; k < 16; ++k) bits |= uint32_t(~tier.code_of_k[k] >> plane & 1) << (31 - k);
+  for (uint32_t k = 0; k < 16; ++k) bits |= uint32_t(tier.code_of_k[k] >> plane & 1) << k;
   return bits;
-}
-ZIPCCL_FN constexpr bool names_a_run(const Tier& tier) {
-  for (uint32_t code = 0; code + 1 < 1u << tier.bits; ++code)
-    if (tier.k_of_code[code] != tier.k_of_code[0] + code) return false;
-  return true;
 }
 
 // Bytes of octets to a plane of bytes.
@@ -33,6 +28,16 @@ ZIPCCL_DEVICE void put_octet(uint8_t* plane, uint32_t row, Extent extent, const 
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i)
       if (i < length) to[i] = uint8_t(x.byte(i));
+  }
+}
+
+// A lane's word of a bit plane; `word` is zero past the last element.
+template <typename Extent>
+ZIPCCL_DEVICE void put_plane_word(uint8_t* plane, Extent extent, uint32_t word) {
+  if (Extent::whole) {
+    reinterpret_cast<uint32_t*>(plane)[lane_id()] = word;
+  } else {
+    for (uint32_t i = 4 * lane_id(); i < least(4 * lane_id() + 4, plane_bytes(extent.n)); ++i, word >>= 8) plane[i] = uint8_t(word);
   }
 }
 
@@ -54,35 +59,54 @@ ZIPCCL_DEVICE void encode_parts(const Words& words, Extent extent, uint32_t trim
   }
 }
 
-// Tier 1 of m exponents to `planes`; exponents(row) are a lane's in a row. Returns this lane's escapes, a byte of bits for each row.
-template <typename Code, typename Exponents, typename Extent>
-ZIPCCL_DEVICE uint32_t encode_tier1(Exponents exponents, Extent extent, uint32_t top, uint8_t* planes) {
-  constexpr Tier tier = Code::tier[0];
-  static_assert(names_a_run(tier), "codes are differences from the first");
-  constexpr uint32_t bits = tier.bits, first = tier.k_of_code[0];
-  const uint32_t top4 = ((top + kAbove - first) & 255) * kEachByte;
-  uint32_t escapes = 0;
+// k of four exponents at a time; 15, which no tier names, for all k from 15 up.
+ZIPCCL_DEVICE uint32_t capped(uint32_t above4, uint32_t e) {
+  const uint32_t k = __vsub4(above4, e), over = (((k & 0x7f7f7f7fu) + 0x70707070u) | k) & 0x80808080u;
+  return (k | (over - (over >> 7))) & 0x0f0f0f0fu;
+}
+
+// k of m exponents as planes; exponents(row) are a lane's in a row. The lanes exchange elements in `scratch`, of four bits each. `near`: all k
+// are below 16.
+template <typename Exponents, typename Extent>
+ZIPCCL_DEVICE Nibbles planes_of_k(Exponents exponents, Extent extent, uint32_t top, bool near, uint8_t* scratch) {
+  const uint32_t above4 = ((top + kAbove) & 255) * kEachByte;
 #pragma unroll Extent::unroll
   for (uint32_t row = 0; row < kRows; ++row) {
-    const uint32_t length = extent.length(row), valid = low_ones(length);
     const Bytes8 e = exponents(row);
-    uint32_t codes[2], over[2], escaped = valid;
-#pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      codes[half] = __vsub4(top4, e.half[half]);
-      // Bit 7 of each byte: a difference of 2^bits or more, which escapes; 2^bits - 1 is the escape's own code.
-      over[half] = ((codes[half] & 0x7f7f7f7fu) + (128 - (1u << bits)) * kEachByte) | codes[half];
-    }
-#pragma unroll
-    for (uint32_t p = 0; p < bits; ++p) {
-      const uint32_t low = (codes[0] << (7 - p) | over[0]) & 0x80808080u, high = (codes[1] << (7 - p) | over[1]) & 0x80808080u;
-      const uint32_t plane = __dp4a(high, 0x80402010u, __dp4a(low, 0x08040201u, 0u)) >> 7 & valid;
-      escaped &= plane;
-      if (length) planes[p * plane_bytes(extent.n) + row * kLanes + lane_id()] = uint8_t(plane);
-    }
-    escapes |= escaped << 8 * row;
+    uint32_t low = above4 - e.half[0], high = above4 - e.half[1];
+    if (!near) low = capped(above4, e.half[0]), high = capped(above4, e.half[1]);
+    reinterpret_cast<uint32_t*>(scratch)[row * kLanes + lane_id()] = low + 16 * high;
   }
-  return escapes;
+  __syncwarp();
+  const uint4 octets = reinterpret_cast<const uint4*>(scratch)[lane_id()];
+  __syncwarp();  // the scratch may be written again
+  Nibbles k = {{octets.x, octets.y, octets.z, octets.w}};
+  k.octets_to_planes();
+  return k;
+}
+
+// The elements whose exponent is zero.
+template <typename Exponents, typename Extent>
+ZIPCCL_DEVICE uint32_t zero_exponents(Exponents exponents, Extent extent, uint8_t* scratch) {
+#pragma unroll Extent::unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const Bytes8 e = exponents(row);
+    const Bytes8 some = {{((e.half[0] & 0x7f7f7f7fu) + 0x7f7f7f7fu) | e.half[0], ((e.half[1] & 0x7f7f7f7fu) + 0x7f7f7f7fu) | e.half[1]}};
+    scratch[row * kLanes + lane_id()] = uint8_t(~plane_of(some, 7));
+  }
+  __syncwarp();
+  return reinterpret_cast<const uint32_t*>(scratch)[lane_id()] & extent.marks();
+}
+
+// Tier 1 of m elements to `planes`. Returns the elements of this lane that escape.
+template <typename Code, typename Extent>
+ZIPCCL_DEVICE uint32_t encode_tier1(const Nibbles& k, Extent extent, uint8_t* planes) {
+  constexpr Tier tier = Code::tier[0];
+  uint32_t plane[3] = {look_up<code_bits(tier, 0)>(k), look_up<code_bits(tier, 1)>(k), ~0u};
+  if constexpr (tier.bits == 3) plane[2] = look_up<code_bits(tier, 2)>(k);
+#pragma unroll
+  for (uint32_t p = 0; p < tier.bits; ++p) put_plane_word(planes + p * plane_bytes(extent.n), extent, plane[p] & extent.marks());
+  return plane[0] & plane[1] & plane[2] & extent.marks();
 }
 
 // The bytes(row) that are marked in `marks` to `list`, in order; they may come from there. Returns how many.
@@ -103,54 +127,52 @@ ZIPCCL_DEVICE uint32_t list_marked(Bytes bytes, uint32_t marks, uint8_t* list) {
   return places.count;
 }
 
-// A tier after the first: the planes of the `left` exponents in `list` to the bit string `slot` from bit `at` on. Those that escape
-// stay in the list; returns how many.
-template <typename Code, uint32_t kTier>
-ZIPCCL_DEVICE uint32_t encode_tier(uint8_t* list, uint32_t left, uint32_t top, uint8_t* slot, uint32_t at) {
-  constexpr Tier tier = Code::tier[kTier];
-  static_assert(tier.bits == 2, "two planes");
-  static_assert(kZeroCode == 2 && tier.code_of_k[tier.k_of_code[0]] == 0, "as below");
-  constexpr uint32_t clear_low = clear_bits(tier, 0), clear_high = clear_bits(tier, 1);
-  const uint32_t lane = lane_id(), below = lanes_below(), own = 1u << lane, above = top + kAbove;
-  const uint32_t named = (above - tier.k_of_code[0]) & 255;  // stands where the list has ended: a code of zero bits
-  uint32_t escapes = 0, low_word = 0, high_word = 0, word = lane;
-#pragma unroll (kTier == 1 ? 2 : 1)
-  for (uint32_t i = 0; i < left; i += kLanes, --word) {
-    const uint32_t e = i + lane < left ? list[i + lane] : named, k = (above - e) & 255;
-    bool low_here = int32_t(__funnelshift_lc(0, clear_low, k)) >= 0;
-    const bool high_here = int32_t(__funnelshift_lc(0, clear_high, k)) >= 0;
-    if (kTier + 1 == kTiers && e == 0 && high_here) low_here = false;  // kZeroCode
-    const uint32_t low = __ballot_sync(kEveryLane, low_here), high = __ballot_sync(kEveryLane, high_here), escaped = low & high;
-    if (word == 0) low_word = low, high_word = high;
-    __syncwarp();  // in place: every lane has read its exponent
-    if (escaped & own) list[escapes + __popc(escaped & below)] = uint8_t(e);
-    escapes += __popc(escaped);
-  }
-  __syncwarp();
-  put_bits(slot, at + kLanes * lane, low_word);
-  put_bits(slot, at + left + kLanes * lane, high_word);
-  return escapes;
-}
-
 constexpr uint32_t kNoRoom = ~0u;
 
-// The second part of `left` listed exponents to slot + at. Returns its end in the slot, or kNoRoom if that would not be before `limit`.
-template <typename Code>
-ZIPCCL_DEVICE uint32_t encode_tiers(uint8_t* list, uint32_t left, uint32_t top, uint8_t* slot, uint32_t at, uint32_t limit) {
-  // All lanes see the zeros before the first bits are written.
-  for (uint32_t i = at + lane_id(); i < least(at + (6 * left + 7) / 8, limit); i += kLanes) slot[i] = 0;
-  uint32_t end = 8 * at, count;
-  if ((end + 2 * left + 7) / 8 >= limit) return kNoRoom;
-  count = left, left = encode_tier<Code, 1>(list, left, top, slot, end), end += 2 * count;
-  if ((end + 2 * left + 7) / 8 >= limit) return kNoRoom;
-  count = left, left = encode_tier<Code, 2>(list, left, top, slot, end), end += 2 * count;
-  if ((end + 2 * left + 7) / 8 >= limit) return kNoRoom;
-  count = left, left = encode_tier<Code, 3>(list, left, top, slot, end), end += 2 * count;
-  const uint32_t bytes = (end + 7) / 8;
-  if (bytes + left >= limit) return kNoRoom;
-  __syncwarp();  // bits of other lanes are in the first byte's word
-  for (uint32_t i = lane_id(); i < left; i += kLanes) slot[bytes + i] = list[i];
-  return bytes + left;
+// The second part of the elements that tier 1 escapes to slot + at; `zeros` marks exponents of zero, exponent(n) is that of element n.
+// Returns the part's end in the slot, or kNoRoom if that would not be before `limit`.
+template <typename Code, typename Exponent>
+ZIPCCL_DEVICE uint32_t encode_tiers(const Nibbles& k, uint32_t escapes, uint32_t zeros, Exponent exponent, uint8_t* slot, uint32_t at,
+                                    uint32_t limit) {
+  constexpr Tier second = Code::tier[1], third = Code::tier[2], fourth = Code::tier[3];
+  static_assert(second.bits == 2 && third.bits == 2 && fourth.bits == 2 && kZeroCode == 2, "two planes; the escape less one bit");
+  const uint32_t lane = lane_id();
+  uint32_t low[3] = {look_up<code_bits(second, 0)>(k), look_up<code_bits(third, 0)>(k), look_up<code_bits(fourth, 0)>(k)};
+  uint32_t high[3] = {look_up<code_bits(second, 1)>(k), look_up<code_bits(third, 1)>(k), look_up<code_bits(fourth, 1)>(k)};
+  low[2] &= ~(high[2] & zeros);
+  uint32_t marks[kTiers] = {escapes};
+#pragma unroll
+  for (uint32_t tier = 0; tier < 3; ++tier) marks[tier + 1] = marks[tier] & low[tier] & high[tier];
+
+  const uint32_t own1 = uint32_t(__popc(marks[0])), own2 = uint32_t(__popc(marks[1])), own3 = uint32_t(__popc(marks[2]));
+  const uint32_t own4 = uint32_t(__popc(marks[3]));
+  const uint32_t below = sum_below(own1 | own2 << 10 | own3 << 20);  // each at most 31 * 32
+  const uint32_t early = __reduce_add_sync(kEveryLane, own1 | own2 << 16), late = __reduce_add_sync(kEveryLane, own3 | own4 << 16);
+  const uint32_t count[3] = {early & 0xffff, early >> 16, late & 0xffff}, left = late >> 16;
+  const uint32_t bytes = (2 * (count[0] + count[1] + count[2]) + 7) / 8;
+  if (at + bytes + left >= limit) return kNoRoom;
+
+  const uint32_t head = uint32_t(-at) & 3;  // bytes before a whole word
+  if (lane < head) slot[at + lane] = 0;
+#pragma unroll 1
+  for (uint32_t i = (at + head) / 4 + lane; 4 * i < at + bytes; i += kLanes) reinterpret_cast<uint32_t*>(slot)[i] = 0;
+  const Moves moves(marks[0]);
+  low[0] = moves.close(low[0]), high[0] = moves.close(high[0]);
+  close_few(marks[1], low[1], high[1]);
+  close_few(marks[2], low[2], high[2]);
+  __syncwarp();
+  uint32_t bit = 8 * at;
+#pragma unroll
+  for (uint32_t tier = 0; tier < 3; ++tier) {
+    if (marks[tier]) put_both(slot, bit + (below >> 10 * tier & 1023), count[tier], low[tier], high[tier]);
+    bit += 2 * count[tier];
+  }
+  if (left) {
+    uint8_t* to = slot + at + bytes + sum_below(own4);
+    __syncwarp();  // bits of other lanes are in the first byte's word
+    for (uint32_t some = marks[3]; some; some &= some - 1) *to++ = uint8_t(exponent(32 * lane + uint32_t(__ffs(int(some))) - 1));
+  }
+  return at + bytes + left;
 }
 
 // The window's top (FORMAT.md section 3).
@@ -204,9 +226,10 @@ ZIPCCL_DEVICE uint32_t encode_sparse(const Stored<F>& words, uint32_t zeros, uin
     __syncwarp();
   }
   list_marked<Part>([&](uint32_t row) { return words.octet(row).exponents(); }, keep, list);
-  const uint32_t escapes = encode_tier1<Cascade>(listed, Part{m}, top, slot + tier1);
-  const uint32_t left = list_marked<Part>(listed, escapes, list);
-  return encode_tiers<Cascade>(list, left, top, slot, second, limit);
+  uint8_t* const scratch = list + kMaxBlock;
+  const Nibbles k = planes_of_k(listed, Part{m}, top, false, scratch);
+  const uint32_t escapes = encode_tier1<Cascade>(k, Part{m}, slot + tier1), zero = zero_exponents(listed, Part{m}, scratch);
+  return encode_tiers<Cascade>(k, escapes, zero, [=](uint32_t n) { return list[n]; }, slot, second, limit);
 }
 
 constexpr uint32_t kLater = CHANGE + 1;  // no mode: the code for whole blocks leaves the block to the code for partial blocks
@@ -278,18 +301,26 @@ ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uin
   uint32_t mode = Code::mode, body = body_bytes<F>(mode, n, trim);
   if (body >= raw) return as_raw;
   encode_parts<F>(words, extent, trim, slot);
-  uint32_t escapes = encode_tier1<Code>(exponents, extent, top, tier1);
+  // The exponents of a whole block are usually all near the top; then k needs no cap.
+  const uint32_t smallest_exponent = F::exponent(Word(smallest));
+  const auto all_near = [=](uint32_t window) {
+    return Extent::whole && largest_exponent <= window + kAbove && window + kAbove < smallest_exponent + 16;
+  };
+  Nibbles k = planes_of_k(exponents, extent, top, all_near(top), list);
+  uint32_t escapes = encode_tier1<Code>(k, extent, tier1);
   if (Code::mode == CASCADE && 8 * __reduce_add_sync(kEveryLane, uint32_t(__popc(escapes))) > 3 * n) {
     mode = WIDE, body = body_bytes<F>(mode, n, trim);
     if (body >= raw) return as_raw;
     top = window_top(sum, largest_exponent, n - zero_count, kFallbackBias);
-    escapes = encode_tier1<Wide>(exponents, extent, top, tier1);
+    k = planes_of_k(exponents, extent, top, all_near(top), list);
+    escapes = encode_tier1<Wide>(k, extent, tier1);
   }
   const uint32_t first = first_part_bytes(n, r, mode == WIDE ? Wide::tier[0].bits : Cascade::tier[0].bits);
-  if (first + lane_id() < body) slot[first + lane_id()] = 0;
-  const uint32_t left = list_marked<Extent>(exponents, escapes, list);
-  const uint32_t end = mode == WIDE ? encode_tiers<Wide>(list, left, top, slot, body, raw)
-                                    : encode_tiers<Cascade>(list, left, top, slot, body, raw);
+  if (!Extent::whole && first + lane_id() < body) slot[first + lane_id()] = 0;
+  const uint32_t zero = smallest_exponent == 0 ? zero_exponents(exponents, extent, list) : 0;
+  const auto exponent = [=](uint32_t i) { return F::exponent(from[i]); };
+  const uint32_t end = mode == WIDE ? encode_tiers<Wide>(k, escapes, zero, exponent, slot, body, raw)
+                                    : encode_tiers<Cascade>(k, escapes, zero, exponent, slot, body, raw);
   return end == kNoRoom ? as_raw : Form{mode, top, trim, body, end - body};
 }
 

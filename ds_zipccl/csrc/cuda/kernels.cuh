@@ -100,9 +100,9 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) {
 
 // The shared memory that kernels/cuda.py asks for suffices.
 #define ZIPCCL_FITS(What, F, bytes) static_assert(sizeof(zipccl::What##Shared<zipccl::F>) <= (bytes), "SHARED_BYTES")
-ZIPCCL_FITS(Encode, E4m3, 26624);
-ZIPCCL_FITS(Encode, Bf16, 43008);
-ZIPCCL_FITS(Encode, Fp32, 75776);
+ZIPCCL_FITS(Encode, E4m3, 30720);
+ZIPCCL_FITS(Encode, Bf16, 47104);
+ZIPCCL_FITS(Encode, Fp32, 79872);
 ZIPCCL_FITS(Decode, E4m3, 25088);
 ZIPCCL_FITS(Decode, Bf16, 33280);
 ZIPCCL_FITS(Decode, Fp32, 49664);

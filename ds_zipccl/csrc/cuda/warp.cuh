@@ -8,6 +8,32 @@
 #define ZIPCCL_SHARED(Type, name)                     \
   extern __shared__ __align__(16) uint8_t zipccl_shared[]; \
   Type& name = *reinterpret_cast<Type*>(zipccl_shared)
+
+// Bit 4 a + 2 b + c of a table of eight bits, for each bit a, b and c of three words: one instruction.
+template <uint32_t kTable>
+ZIPCCL_DEVICE uint32_t look_up3(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t found;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(found) : "r"(a), "r"(b), "r"(c), "n"(kTable));
+  return found;
+}
+
+// The zeros above the highest one of x, which is not zero. __clz needs another instruction, for zero.
+ZIPCCL_DEVICE uint32_t zeros_above(uint32_t x) {
+  uint32_t count;
+  asm("bfind.shiftamt.u32 %0, %1;" : "=r"(count) : "r"(x));
+  return count;
+}
+
+// x, and that of the lane `distance` below added where there is one. The shuffle says whether there is one; __shfl_up_sync does not.
+ZIPCCL_DEVICE uint32_t add_from_below(uint32_t x, uint32_t distance) {
+  uint32_t sum;
+  asm volatile(
+      "{ .reg .pred there; .reg .b32 other; shfl.sync.up.b32 other|there, %1, %2, 0, 0xffffffff;"
+      " @there add.u32 other, other, %1; mov.b32 %0, other; }"
+      : "=r"(sum)
+      : "r"(x), "r"(distance));
+  return sum;
+}
 #endif
 
 namespace zipccl {
@@ -25,6 +51,9 @@ ZIPCCL_DEVICE uint32_t lanes_below() { return (1u << lane_id()) - 1; }
 ZIPCCL_DEVICE uint32_t low_ones(uint32_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 ZIPCCL_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
+// The bits of a where the mask has ones, and those of b elsewhere.
+ZIPCCL_DEVICE uint32_t blend(uint32_t mask, uint32_t a, uint32_t b) { return look_up3<0xca>(mask, a, b); }
+
 ZIPCCL_DEVICE uint32_t log2_of(uint32_t power) { return uint32_t(__ffs(int(power))) - 1; }
 
 // Number of chunks, or blocks, of a power of two of words.
@@ -32,15 +61,10 @@ ZIPCCL_DEVICE uint32_t pieces(uint64_t numel, uint32_t power) { return uint32_t(
 
 // Sum of x over the lanes below this one. x may be several numbers in one word, as long as none of these sums overflows its part.
 ZIPCCL_DEVICE uint32_t sum_below(uint32_t x) {
-  const uint32_t lane = lane_id();
-  uint32_t sum = __shfl_up_sync(kEveryLane, x, 1);
-  if (lane == 0) sum = 0;
+  uint32_t sum = x;
 #pragma unroll
-  for (uint32_t distance = 1; distance < kLanes; distance *= 2) {
-    const uint32_t below = __shfl_up_sync(kEveryLane, sum, distance);
-    if (lane >= distance) sum += below;
-  }
-  return sum;
+  for (uint32_t distance = 1; distance < kLanes; distance *= 2) sum = add_from_below(sum, distance);
+  return sum - x;
 }
 
 // Eight bytes, one for each element of an octet.
@@ -71,6 +95,7 @@ struct Whole {
   static constexpr uint32_t n = kMaxBlock, unroll = kRows;
   static constexpr bool whole = true;
   ZIPCCL_DEVICE uint32_t length(uint32_t) const { return 8; }
+  ZIPCCL_DEVICE uint32_t marks() const { return ~0u; }
 };
 struct Part {
   static constexpr uint32_t unroll = 1;  // a row at a time: fewer registers
@@ -80,6 +105,8 @@ struct Part {
     const uint32_t at = row * kRow + 8 * lane_id();
     return at >= n ? 0 : least(n - at, 8);
   }
+  // The bits of a lane's word of a plane that stand for elements.
+  ZIPCCL_DEVICE uint32_t marks() const { return 32 * lane_id() >= n ? 0 : low_ones(n - 32 * lane_id()); }
 };
 
 // Where the elements of a warp's rows that are marked in `masks` go when they are put close together, in order: row r's masks are
@@ -120,26 +147,43 @@ struct BitString {
     const uint32_t low = count ? words[first / 32] : 0, high = first % 32 + least(count, 32) > 32 ? words[first / 32 + 1] : 0;
     return __funnelshift_r(low, high, first) & low_ones(count);
   }
+  // `count` bits, at most 32, from bit `at` on, and any bits past them. Reads only words that hold asked bits.
+  ZIPCCL_DEVICE uint32_t peek(uint32_t at, uint32_t count) const {
+    if (count == 0) return 0;
+    const uint32_t first = phase + at;
+    return __funnelshift_r(words[first / 32], words[(first + count - 1) / 32], first);
+  }
 };
 
 // Sets bits of a zeroed string of words in shared memory, from bit `at` on; other lanes may set others at the same time.
 ZIPCCL_DEVICE void put_bits(uint8_t* string, uint32_t at, uint32_t bits) {
   uint32_t* word = reinterpret_cast<uint32_t*>(string) + at / 32;
-  const uint32_t shift = at % 32;
-  if (bits << shift) atomicOr(word, bits << shift);
-  if (shift && bits >> (32 - shift)) atomicOr(word + 1, bits >> (32 - shift));
+  const uint32_t low = bits << at % 32, high = __funnelshift_l(bits, 0, at);
+  if (low) atomicOr(word, low);
+  if (high) atomicOr(word + 1, high);
+}
+
+// The same for `count` bits, more than none, of each of two strings, with `distance` bits between their places.
+ZIPCCL_DEVICE void put_both(uint8_t* string, uint32_t at, uint32_t distance, uint32_t first, uint32_t second) {
+  uint32_t* const words = reinterpret_cast<uint32_t*>(string);
+  const uint32_t other = at + distance, first_over = __funnelshift_l(first, 0, at), second_over = __funnelshift_l(second, 0, other);
+  atomicOr(words + at / 32, first << at % 32);
+  atomicOr(words + other / 32, second << other % 32);
+  if (first_over) atomicOr(words + at / 32 + 1, first_over);
+  if (second_over) atomicOr(words + other / 32 + 1, second_over);
 }
 
 // The warp copies bytes from shared memory (a multiple of 4) to any address. `kUnroll`: words of a lane at a time.
-template <uint32_t kUnroll = 4>
+template <uint32_t kUnroll = 1>
 ZIPCCL_DEVICE void copy_bytes(uint8_t* to, const uint8_t* from, uint32_t bytes) {
   const uint32_t head = least(uint32_t(-reinterpret_cast<uintptr_t>(to)) & 3, bytes), words = (bytes - head) / 4;
-  const uint32_t* source = reinterpret_cast<const uint32_t*>(from);
+  const uint32_t* const source = reinterpret_cast<const uint32_t*>(from);
+  uint32_t* const target = reinterpret_cast<uint32_t*>(to + head);
 #pragma unroll kUnroll
-  for (uint32_t i = lane_id(); i < words; i += kLanes)
-    reinterpret_cast<uint32_t*>(to + head)[i] = head ? __funnelshift_r(source[i], source[i + 1], 8 * head) : source[i];
-  if (lane_id() < head) to[lane_id()] = from[lane_id()];
-  for (uint32_t i = head + 4 * words + lane_id(); i < bytes; i += kLanes) to[i] = from[i];
+  for (uint32_t i = lane_id(); i < words; i += kLanes) target[i] = __funnelshift_r(source[i], source[i + (head > 0)], 8 * head);
+  // At most three bytes before the words and three after them.
+  const uint32_t at = lane_id() < head ? lane_id() : lane_id() + 4 * words;
+  if (at < bytes && lane_id() < 6) to[at] = from[at];
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ struct Packed {
   static constexpr uint32_t M = F::M;
   static ZIPCCL_DEVICE uint32_t exponents(uint32_t low, uint32_t high) {
     if constexpr (M < 8) {
-      return (high << (8 - M) & (256 - (1u << (8 - M))) * kEachByte) | (low >> M & ((1u << (8 - M)) - 1) * kEachByte);
+      return blend((256 - (1u << (8 - M))) * kEachByte, high << (8 - M), low >> M);
     } else {
       return high >> (M - 8) & F::exponent_mask * kEachByte;
     }
@@ -19,17 +19,18 @@ struct Packed {
   // Byte `byte` of the sign and mantissa.
   static ZIPCCL_DEVICE uint32_t part(uint32_t low, uint32_t high, uint32_t byte) {
     if constexpr (M < 8) {
-      return (low & ((1u << M) - 1) * kEachByte) | (high >> (7 - M) & (1u << M) * kEachByte);
+      static_assert(M == 7, "a byte");
+      return blend(0x7f7f7f7fu, low, high);
     } else {
       return byte == 0 ? low : (high & ((1u << (M - 8)) - 1) * kEachByte) | (high >> (15 - M) & (1u << (M - 8)) * kEachByte);
     }
   }
   static ZIPCCL_DEVICE uint32_t join_low(uint32_t part0, uint32_t e) {
-    return M < 8 ? (part0 & ((1u << M) - 1) * kEachByte) | (e << M & ~(((1u << M) - 1) * kEachByte)) : part0;
+    return M < 8 ? blend(((1u << M) - 1) * kEachByte, part0, e << M) : part0;
   }
   static ZIPCCL_DEVICE uint32_t join_high(uint32_t part0, uint32_t part1, uint32_t e) {
     if constexpr (M < 8) {
-      return (part0 << (7 - M) & 0x80808080u) | (e >> (8 - M) & ((1u << M) - 1) * kEachByte);
+      return blend(0x80808080u, part0, e >> (8 - M));
     } else {
       const uint32_t mantissa = ((1u << (M - 8)) - 1) * kEachByte;
       return (part1 & mantissa) | (e << (M - 8) & 0x7f7f7f7fu & ~mantissa) | (part1 << (15 - M) & 0x80808080u);
@@ -48,7 +49,6 @@ struct Octet;
 
 template <typename F>
 struct Octet<F, uint16_t> {
-  static constexpr uint32_t kMagnitude = 0x10001u * uint16_t(~F::negative_zero);
   uint32_t pair[4];
 
   ZIPCCL_DEVICE uint16_t word(uint32_t i) const { return uint16_t(pair[i / 2] >> 16 * (i % 2)); }
@@ -58,6 +58,8 @@ struct Octet<F, uint16_t> {
   ZIPCCL_DEVICE Bytes8 lows() const { return {{__byte_perm(pair[0], pair[1], 0x6420), __byte_perm(pair[2], pair[3], 0x6420)}}; }
   ZIPCCL_DEVICE Bytes8 highs() const { return {{__byte_perm(pair[0], pair[1], 0x7531), __byte_perm(pair[2], pair[3], 0x7531)}}; }
   ZIPCCL_DEVICE Bytes8 exponents() const {
+    if constexpr (F::E == 8)  // shifted, a word's upper byte is its exponent
+      return {{__byte_perm(pair[0] << 1, pair[1] << 1, 0x7531), __byte_perm(pair[2] << 1, pair[3] << 1, 0x7531)}};
     const Bytes8 low = lows(), high = highs();
     return {{Packed<F>::exponents(low.half[0], high.half[0]), Packed<F>::exponents(low.half[1], high.half[1])}};
   }
@@ -77,12 +79,13 @@ struct Octet<F, uint16_t> {
   ZIPCCL_DEVICE void survey(Survey& all) const {
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
-      all.smallest = __vminu2(all.smallest, pair[i] & kMagnitude);
-      all.largest = __vmaxu2(all.largest, pair[i] & kMagnitude);
+      // Shifted, words have no sign; the lowest bit, which may be that of the neighbour, decides only between equal magnitudes.
+      all.smallest = __vminu2(all.smallest, pair[i] << 1);
+      all.largest = __vmaxu2(all.largest, pair[i] << 1);
     }
   }
-  static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t two) { return least(two & 0xffffu, two >> 16); }
-  static ZIPCCL_DEVICE uint32_t largest_of(uint32_t two) { return two >> 16 > (two & 0xffffu) ? two >> 16 : two & 0xffffu; }
+  static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t two) { return least(two & 0xffffu, two >> 16) >> 1; }
+  static ZIPCCL_DEVICE uint32_t largest_of(uint32_t two) { return (two >> 16 > (two & 0xffffu) ? two >> 16 : two & 0xffffu) >> 1; }
 
   ZIPCCL_DEVICE void load_whole(const uint8_t* from) {  // a multiple of the octet's bytes, at most 16
     const uint4 x = *reinterpret_cast<const uint4*>(from);
