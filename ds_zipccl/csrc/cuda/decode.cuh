@@ -114,7 +114,7 @@ ZIPCCL_DEVICE void decode(const DecodeJobs& jobs) {
     return;
   }
   if (raw) {
-    copy_raw(payload + first * sizeof(Word), reinterpret_cast<uint8_t*>(words), numel * sizeof(Word));
+    copy_raw(payload + first * sizeof(Word), reinterpret_cast<uint8_t*>(words), numel * uint32_t(sizeof(Word)));
     return;
   }
   const ChunkBytes found = find_chunk(payload, bytes, chunk, chunks);

@@ -105,7 +105,7 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   if (job.raw) {
     const uint64_t bytes = job.numel * sizeof(Word);
     const bool fits = bytes <= job.capacity;
-    if (fits) copy_raw(reinterpret_cast<const uint8_t*>(words), job.payload + first * sizeof(Word), numel * sizeof(Word));
+    if (fits) copy_raw(reinterpret_cast<const uint8_t*>(words), job.payload + first * sizeof(Word), numel * uint32_t(sizeof(Word)));
     if (chunk == 0 && threadIdx.x == 0) {
       write_header(job.header, kCodecRaw, jobs.dtype, 1, job.numel, kHeaderBytes + bytes, !fits);
       if (!fits && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);

@@ -45,11 +45,11 @@ ZIPCCL_DEVICE void refuse(Word* words, uint32_t n, uint32_t at, uint32_t count) 
 }
 
 // The threads of a block copy words of a raw frame.
-ZIPCCL_DEVICE void copy_raw(const uint8_t* from, uint8_t* to, uint64_t bytes) {
+ZIPCCL_DEVICE void copy_raw(const uint8_t* from, uint8_t* to, uint32_t bytes) {
   const bool aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
-  const uint64_t vectors = aligned ? bytes / 16 : 0;
-  for (uint64_t i = threadIdx.x; i < vectors; i += kThreads) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
-  for (uint64_t i = 16 * vectors + threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
+  const uint32_t vectors = aligned ? bytes / 16 : 0;
+  for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  for (uint32_t i = 16 * vectors + threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
 }
 
 // `block` is 1 in a raw frame. `overflow`: the frame did not fit in its slot; it ends with this header, whose frame_bytes is the length of
