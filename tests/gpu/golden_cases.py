@@ -107,7 +107,9 @@ def small() -> Iterator[Case]:
     for name, kind in corpus.FLOATS.items():
         for code in corpus.CODES:
             yield coded(f"{name}_{code}_chunks_128", corpus.tensor(words(kind, 3 * 2048 + 77, 128, 1), kind), code, 128)
-            yield coded(f"{name}_{code}_chunks_1024", corpus.tensor(words(kind, 16384 + 1029, 1024, 2), kind), code, 1024)
+            yield coded(
+                f"{name}_{code}_chunks_1024", corpus.tensor(words(kind, 16384 + 1029, 1024, 2), kind), code, 1024
+            )
         yield coded(f"{name}_empty", torch.empty(0, dtype=kind.dtype), "cascade", 1024)
         yield coded(f"{name}_one", corpus.tensor(words(kind, 1, 128, 3), kind), "cascade", 128)
     for name, kind in corpus.SUMMED.items():
@@ -123,7 +125,9 @@ def large() -> Iterator[Case]:
         count = (9 if kind.dtype.itemsize < 4 else 4) * 1_000_000 + 1
         for code in corpus.CODES:
             yield coded(f"{name}_{code}_large", corpus.tensor(words(kind, count, 1024, 4), kind), code, 1024)
-    yield coded("bf16_cascade_large_128", corpus.tensor(words(corpus.BF16, 5_000_001, 128, 5), corpus.BF16), "cascade", 128)
+    yield coded(
+        "bf16_cascade_large_128", corpus.tensor(words(corpus.BF16, 5_000_001, 128, 5), corpus.BF16), "cascade", 128
+    )
     for name, kind in corpus.SUMMED.items():
         yield _change(f"{name}_delta_large", kind, 5_000_001, 1024)
         yield summed(f"{name}_sum_8_large", kind, 3_000_001, 1024, 8)
