@@ -259,6 +259,7 @@ SECTIONS: dict[str, Section] = {
     "figures": measured.figures,
     "five": measured.five,
     "forecast": measured.forecast,
+    "gpu": measured.gpu,
     "steps": measured.steps,
     "train": measured.train,
 }

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: Where the tensors are; the tests put the emulated kernels there.
 DEVICE = "cuda"
-ROTATE_BYTES = 256 << 20
+MIB_BYTES, ROTATE_BYTES = 1 << 20, 256 << 20
 SUMMANDS = 8
 COLUMNS = (
     Column("route", width=6),
@@ -272,7 +272,7 @@ def measure(case: Case, repeats: int) -> dict[str, float | int | None]:
     import torch
 
     kind = getattr(torch, case.dtype)
-    size = case.mib << 20
+    size = case.mib * MIB_BYTES
     count = max(2, -(-ROTATE_BYTES // size))
     generator = torch.Generator(DEVICE).manual_seed(1)
     normal = torch.randn(size // kind.itemsize, device=DEVICE, generator=generator).to(kind)

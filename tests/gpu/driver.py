@@ -20,6 +20,7 @@ from typing import Any
 import builds
 import figures
 import golden_cases
+import where
 from places import TESTS
 from step_runner import end_tree
 
@@ -90,7 +91,7 @@ def run(program: Sequence[str | Path], large: bool) -> int:
     return 0
 
 
-def sanitize(program: Path, sanitizer: str) -> int:
+def sanitize(program: Sequence[str], sanitizer: str) -> int:
     """Run the driver under each sanitizer; 0 if each sees its planted mistake, and nothing in the kernels."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-cases-") as folder, ThreadPoolExecutor(len(TOOLS)) as pool:
@@ -104,8 +105,8 @@ def sanitize(program: Path, sanitizer: str) -> int:
     return 0 if all(seen["outcome"] == "clean" for seen in found.values()) else 1
 
 
-def _sanitized(program: Path, sanitizer: str, tool: str, cases: Path) -> dict[str, Any]:
-    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", str(program)]
+def _sanitized(program: Sequence[str], sanitizer: str, tool: str, cases: Path) -> dict[str, Any]:
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", *program]
     status, text, seconds = _watched([*command, "--plant", tool], PLANT_SECONDS)
     if status != FOUND:
         reason = f"blind here: it does not see a planted mistake (status {status})"
@@ -122,7 +123,7 @@ def _watched(command: Sequence[str | Path], seconds: float) -> tuple[int | str, 
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         status: int | str
         try:
-            status = process.wait(seconds)
+            status = process.wait(seconds * where.PATIENCE)
         except subprocess.TimeoutExpired:
             end_tree(process)
             status = f"none after {seconds:.0f} s"
@@ -145,14 +146,23 @@ def sanitizer_path() -> str:
     raise FileNotFoundError(f"no compute-sanitizer at {paths}: install the CUDA toolkit")
 
 
+def program() -> list[str]:
+    """The command that starts the driver here."""
+    if not where.DRY:
+        return [str(for_gpu())]
+    import emulation
+
+    return [str(for_emulation()), "--library", str(emulation.binary().path())]
+
+
 def main(command: str) -> int:
     if command == "build":
-        print(for_gpu())
+        print(*program())
         return 0
     if command == "run":
-        return run([for_gpu()], large=True)
+        return run(program(), large=not where.DRY)
     assert command == "sanitize", f"got {command}, wanted is build, run or sanitize"
-    return sanitize(for_gpu(), sanitizer_path())
+    return sanitize(program(), sanitizer_path())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """``make gpu``: everything that needs a GPU, in less than ten minutes.
 
-    python tests/gpu/gpu.py [--out FOLDER] [--only STEP ...] [--list]
+    python tests/gpu/gpu.py [--out FOLDER] [--only STEP ...] [--dry] [--list]
 
 Writes to the folder (docs/results): ``gpu.json``, the outcome and the figures of every step, written anew after each; ``cuda.json``, the
 benchmark, from which docs/benchmarks.md is generated; ``gpu.log``, the whole output. Each step has a limit of time and ends with all its
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import platform
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ CUDA_TESTS = (
 )
 #: The tests on a GPU, without those of the emulation, which need none.
 SELECTED = "cuda-native or cuda-nvrtc or on_nccl or cuda]"
+DRY_SELECTED = "emulated and (golden_frame or frames_in_slots)"
 #: Message sizes of the benchmark.
 MIB = (1, 4, 16, 64, 256, 1024)
 
@@ -87,14 +90,30 @@ def _pytest(name: str, *words: str, seconds: int) -> tuple[str, ...]:
     return (sys.executable, "-m", "pytest", *options, *words, f"tests/{name}")
 
 
-def steps(out: Path) -> list[Step]:
-    """All steps in their order: those first that decide whether to go on. Their least times together are :data:`TOTAL_SECONDS`."""
+def steps(out: Path, dry: bool = False) -> list[Step]:
+    """All steps in their order: those first that decide whether to go on. Their least times together are :data:`TOTAL_SECONDS`.
+
+    ``dry``: the programs run without a GPU; the benchmark and the tests of the codec have the emulated kernels.
+    """
     python = sys.executable
     results = out / "cuda.json"
     first, *others = CUDA_TESTS
-    tests = _pytest(first, "-k", SELECTED, *(f"tests/{name}" for name in others), seconds=40)
+    tests = _pytest(first, "-k", DRY_SELECTED if dry else SELECTED, *(f"tests/{name}" for name in others), seconds=40)
     nccl = functools.partial(_pytest, "gpu/test_nccl.py")
-    bench = ("bench", "codec", "--device", "cuda", "--dtype", "bf16", "--mib", *map(str, MIB), "--floors", "--peers")
+    program = (python, str(HERE / "dry_bench.py")) if dry else (python, "-m", "ds_zipccl")
+    bench = (
+        *program,
+        "bench",
+        "codec",
+        "--device",
+        "cuda",
+        "--dtype",
+        "bf16",
+        "--mib",
+        *map(str, MIB),
+        "--floors",
+        "--peers",
+    )
     return [
         Step("machine", (python, str(HERE / "machine.py")), 35),
         Step("build", (python, str(HERE / "build_all.py")), 150, machine_is_right),
@@ -105,7 +124,7 @@ def steps(out: Path) -> list[Step]:
         Step("nccl_one", nccl("-k", "one_rank", seconds=40), 35, some_route),
         Step("nccl_probe", nccl("-k", "probe", seconds=62), 60, some_route),
         Step("nccl", nccl("-k", "share", seconds=45), 48, probed),
-        Step("bench", (python, "-m", "ds_zipccl", *bench, "--json", str(results)), 50, some_route, _Benchmark(results)),
+        Step("bench", (*bench, "--json", str(results)), 50, some_route, _Benchmark(results)),
     ]
 
 
@@ -140,21 +159,36 @@ def commit() -> str:
         return ""
 
 
+def _host() -> dict[str, Any]:
+    """The host, where the step "machine" could not describe it."""
+    return {
+        "system": platform.platform(),
+        "processor": "unknown",
+        "processors": os.cpu_count() or 1,
+        "memory_bytes": None,
+    }
+
+
 def summary(results: Sequence[Result], planned: Sequence[Step], command: str) -> dict[str, Any]:
     """The content of gpu.json."""
     missing = [step.name for step in planned[len(results) :]]
     good = not missing and all(result.outcome == PASSED for result in results)
-    machine = next((result.figures for result in results if result.step == "machine"), {})
+    facts = next((result.figures for result in results if result.step == "machine"), {})
+    versions = {
+        name: str(facts[name]) for name in ("torch", "cuda", "driver", "nccl", "nvcc", "python") if name in facts
+    }
     return {
         "outcome": PASSED if good else "running or cut short" if missing else "failed",
         "not_passed": {result.step: result.outcome for result in results if result.outcome != PASSED},
         "missing": missing,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "command": command,
         "commit": commit(),
         "seconds": round(sum(result.seconds for result in results), 1),
-        "machine": machine,
-        "steps": as_json(results),
+        "device": facts["device"].get("name", "unknown") if isinstance(facts.get("device"), dict) else "none",
+        "machine": facts["host"] if isinstance(facts.get("host"), dict) else _host(),
+        "versions": versions,
+        "rows": as_json(results),
     }
 
 
@@ -166,10 +200,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="STEP", help="these steps, and those that decide whether they can run"
     )
+    parser.add_argument(
+        "--dry", action="store_true", help="run every step without a GPU, on emulated kernels and small tensors"
+    )
     parser.add_argument("--list", action="store_true", help="print the steps and end")
     args = parser.parse_args(words)
     out = args.out.resolve()
-    planned = steps(out)
+    planned, total = steps(out, args.dry), TOTAL_SECONDS
+    if args.dry:
+        os.environ["ZIPCCL_DRY"] = "1"
+        planned, total = [replace(step, seconds=4 * step.seconds) for step in planned], 4 * total
     if args.only:
         unknown = set(args.only) - {step.name for step in planned}
         if unknown:
@@ -193,7 +233,7 @@ def main(words: Sequence[str] | None = None) -> int:
             figures.write(out / "gpu.json", summary(results, planned, command))
 
         save([])
-        results = Runner(TOTAL_SECONDS, ROOT, out / "gpu.log", environment(Path(scratch)), save).run(planned)
+        results = Runner(total, ROOT, out / "gpu.log", environment(Path(scratch)), save).run(planned)
     with (out / "gpu.log").open("a") as log:
         for line in ["", *(result.line() for result in results), f"results: {out / 'gpu.json'}"]:
             print(line, flush=True)

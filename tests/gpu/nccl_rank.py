@@ -2,7 +2,7 @@
 
     python tests/gpu/nccl_rank.py PROGRAM RANK RANKS STORE REPORT
 
-On a GPU all ranks use the same one. A dry run has gloo and the emulated kernels (``ZIPCCL_DRY=1``).
+On a GPU all ranks use the same one. A dry run has gloo and the emulated kernels.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def streams(it: Rank) -> None:
     whole = values.new_zeros(it.ranks * values.numel())
     dist.all_gather_into_tensor(whole, values)  # connections are made
     it.finish()
-    on_gpu = isinstance(where.HERE, where.OnGpu)
+    on_gpu = not where.DRY
     with where.HERE.on(other):
         if on_gpu:
             torch.cuda._sleep(3_000_000_000)
@@ -271,8 +271,6 @@ def main(program: str, rank: int, ranks: int, store: str, report: Path) -> int:
     told: dict[str, Any] = {"begun": "process group", "done": {}, "figures": {}}
     figures.write(report, told)
     try:
-        if os.environ.get("ZIPCCL_DRY"):
-            where.HERE = where.OnCpu()
         it, options = Rank(rank, ranks), {}
         if it.device.type == "cuda":
             torch.cuda.set_device(0)

@@ -18,7 +18,6 @@ from typing import Any
 import figures
 import nccl_rank
 import pytest
-import torch
 import where
 from step_runner import end_tree
 
@@ -43,8 +42,8 @@ _TAIL = 2500
 
 @pytest.fixture(autouse=True)
 def gpu() -> None:
-    if isinstance(where.HERE, where.OnGpu) and not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
+    if where.missing():
+        pytest.skip(where.missing())
 
 
 def launch(program: str, ranks: int, seconds: float, settings: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -61,14 +60,14 @@ def launch(program: str, ranks: int, seconds: float, settings: Mapping[str, str]
             environment.pop(figures.VARIABLE, None)  # figures are the parent's
             if ranks > 1:
                 environment["NCCL_HOSTID"] = f"r{rank}"
-            if where.HERE.backend == "gloo":
-                environment |= {"ZIPCCL_DRY": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            if where.DRY:
+                environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             words = [str(PROGRAM), program, str(rank), str(ranks), str(folder / "store"), str(folder / f"report{rank}")]
             with (folder / f"output{rank}").open("w") as output:
                 processes.append(
                     subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, env=environment)
                 )
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * where.PATIENCE
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if any(process.poll() for process in processes):
                 deadline = min(deadline, time.monotonic() + GRACE)

@@ -1,8 +1,9 @@
-"""The GPU for the tests of this folder, and the CPU in its place for a dry run of the same code (test_gpu_steps.py)."""
+"""The GPU for the programs of this folder, and the CPU in its place for a dry run of the same code (``ZIPCCL_DRY=1``)."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -124,5 +125,13 @@ class OnCpu:
         yield 0
 
 
-#: Where the tests run; a dry run replaces it.
-HERE: Where = OnGpu()
+#: Whether the CPU stands for the GPU.
+DRY = bool(os.environ.get("ZIPCCL_DRY"))
+#: Factor of every limit of time: the CPU is slow, and other tests run beside a dry run.
+PATIENCE = 4 if DRY else 1
+HERE: Where = OnCpu() if DRY else OnGpu()
+
+
+def missing() -> str:
+    """Why nothing can run here, or ""."""
+    return "" if DRY or torch.cuda.is_available() else "there is no GPU"
