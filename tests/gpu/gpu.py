@@ -37,6 +37,8 @@ CUDA_TESTS = (
     "codec/test_codec.py",
     "codec/test_codec_calls.py",
     "codec/test_delta.py",
+    "codec/test_format.py",
+    "codec/test_frame.py",
     "codec/test_golden.py",
     "codec/test_hash.py",
     "codec/test_fuzz.py",
