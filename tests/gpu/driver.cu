@@ -1,6 +1,6 @@
 // The CUDA kernels without torch: runs every kernel on the cases of a file (tests/gpu/golden_cases.py) and compares all bytes. Sanitizers
-// watch this process, because it has nothing in it but the kernels. With nvcc it is linked with csrc/cuda/launch.cu. With a C++ compiler it
-// runs the emulated kernels of a library on the CPU, so that continuous integration runs this very file.
+// watch this process, because it has nothing in it but the kernels. Compiled by nvcc it contains them. Compiled by a C++ compiler it runs
+// the emulated kernels of a library on the CPU, so that continuous integration runs this very file.
 //
 //   driver CASES [--bare] [--plant TOOL] [--library EMULATION]
 //
@@ -22,10 +22,14 @@
 #include <tuple>
 #include <vector>
 
+#ifdef __CUDACC__
+#include "cuda/kernels.cuh"
+#else
 #include "cuda/decode.cuh"
 #include "cuda/encode.cuh"
 #include "cuda/hash.cuh"
 #include "cuda/sum.cuh"
+#endif
 
 namespace {
 
@@ -37,9 +41,6 @@ namespace {
 // ------------------------------------------------------------------------------ the device: all that differs between a GPU and the CPU
 
 #ifdef __CUDACC__
-}  // namespace
-extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t grid, uint32_t shared, const void* params, void* stream);
-namespace {
 using Stream = cudaStream_t;
 void must(cudaError_t status, const char* call) {
   if (status) stop(std::string(call) + ": " + cudaGetErrorString(status));
@@ -67,7 +68,15 @@ Stream new_stream() {
 }
 void finish() { MUST(cudaDeviceSynchronize()); }
 void open_device(const char*) { MUST(cudaFree(nullptr)); }
-const auto run_kernel = zipccl_cuda_launch;
+int32_t run_kernel(const char* name, uint32_t grid, uint32_t shared, const void* params, Stream stream) {
+#define ZIPCCL_ENTRY(kernel, Params) {#kernel, reinterpret_cast<const void*>(kernel)},
+  static const std::map<std::string, const void*> kernels = {ZIPCCL_EACH_KERNEL(ZIPCCL_ENTRY)};
+  const auto found = kernels.find(name);
+  if (found == kernels.end()) stop(std::string("no kernel ") + name);
+  MUST(cudaFuncSetAttribute(found->second, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+  void* arguments[] = {const_cast<void*>(params)};
+  return cudaLaunchKernel(found->second, dim3(grid), dim3(zipccl::kThreads), arguments, shared, stream);
+}
 void next_order() {}
 #else
 }  // namespace

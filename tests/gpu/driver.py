@@ -42,7 +42,7 @@ def for_gpu(architectures: Sequence[str] = ()) -> Path:
     Raises:
         BuildError: there is no nvcc or no device, or nvcc failed.
     """
-    return compiled("driver", ("gpu/driver.cu", "csrc/cuda/launch.cu"), architectures)
+    return compiled("driver", ("gpu/driver.cu",), architectures)
 
 
 def compiled(name: str, sources: Sequence[str], architectures: Sequence[str] = (), flags: Sequence[str] = ()) -> Path:
