@@ -54,10 +54,11 @@ fuzz: $(VENV)/ready
 soak: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/soak.py $(SOAK_SECONDS)
 
-# On a machine with a GPU: tests, sanitizers and measurements in less than eight minutes. In the environment of $(PYTHON), which has torch
-# with CUDA and what `pip install -e '.[test,bench-cuda]'` brings.
+# On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and pytest; DeepSpeed need not be there. In less than
+# ten minutes: kernels, sanitizers, tests, NCCL and measurements. The results go to the folder OUT, after every step.
+OUT ?= docs/results
 gpu:
-	PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py
+	env -u DS_ACCELERATOR PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py --out "$(OUT)"
 
 # Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of nvcc.
 cuda-static: $(VENV)/ready

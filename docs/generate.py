@@ -284,6 +284,7 @@ SECTIONS: dict[str, Section] = {
     "figures": measured.figures,
     "five": measured.five,
     "forecast": measured.forecast,
+    "gpu": measured.gpu,
     "steps": measured.steps,
     "train": measured.train,
 }

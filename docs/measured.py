@@ -92,18 +92,66 @@ def cuda(page: Path) -> str:
             "No GPU was at hand. `make gpu` tests and measures the kernels on a GPU, and writes the results that this table shows."
         )
     content = results("cuda")
-    heads = ("route", "codec", "MiB", "ratio", "encode GB/s", "decode GB/s", "copy GB/s", "encode / copy")
+    heads = (
+        "route",
+        "codec",
+        "MiB",
+        "block",
+        "offset",
+        "ratio",
+        "encode GB/s",
+        "decode GB/s",
+        "copy GB/s",
+        "encode / copy",
+    )
     rows = (
         (
-            *(row[key] for key in ("route", "codec", "mib")),
+            *(row[key] for key in ("route", "codec", "mib", "block", "offset")),
             f"{row['ratio']:.3f}",
             *(f"{row[key]:.0f}" for key in ("encode_gbps", "decode_gbps", "copy_gbps")),
             *(f"{row[key]:.2f}" for key in ("encode_moved", "decode_moved")),
+            "" if row["sum_moved"] is None else f"{row['sum_moved']:.2f}",
+            f"{row['pair_us']:.0f}",
             row["wrong"],
         )
         for row in content["rows"]
     )
-    return f"{provenance(content)}\n\n" + table((*heads, "decode / copy", "wrong"), rows)
+    more = ("decode / copy", "sum of eight / copy", "encode and decode, us", "wrong")
+    parts = [provenance(content), table((*heads, *more), rows)]
+    if content.get("floors"):
+        answers = {True: "met", False: "**missed**", None: "not compared"}
+        compared = (
+            (
+                one["floor"],
+                one["wanted"],
+                "" if one["got"] is None else f"{one['got']:.4g}",
+                ": ".join(filter(None, (answers[one["met"]], one.get("note", "")))),
+            )
+            for one in content["floors"]
+        )
+        parts.append("Floors:\n\n" + table(("floor", "wanted", "measured", "verdict"), compared))
+    if content.get("python_us"):
+        times = ", ".join(f"{name} {microseconds:.0f} us" for name, microseconds in content["python_us"].items())
+        parts.append(f"Time of the host for a call with 1 and with 20 tensors: {times}.")
+    if content.get("left_out"):
+        parts.append(
+            "Not measured: "
+            + "; ".join(f"{name} ({reason.splitlines()[0]})" for name, reason in content["left_out"].items())
+            + "."
+        )
+    return "\n\n".join(parts)
+
+
+def gpu(page: Path) -> str:
+    """The last run of ``make gpu``: a line for every step."""
+    if not (ROOT / "docs" / "results" / "gpu.json").exists():
+        return "Not run yet: no GPU was at hand."
+    content = results("gpu")
+    rows = ((row["step"], row["outcome"], f"{row['seconds']:.0f}", row.get("reason", "")) for row in content["rows"])
+    commit = f" Commit: {content['commit']}." if content["commit"] else ""
+    return f"{provenance(content)}\n\nOutcome: {content['outcome']}.{commit}\n\n" + table(
+        ("step", "outcome", "seconds", "reason"), rows
+    )
 
 
 def cuda_static(page: Path) -> str:

@@ -3,6 +3,7 @@
 Columns (also the keys of the rows in ``--json``):
 
 * ``route``: native (nvcc), nvrtc, or "peer". ``codec``, ``dtype``, ``mib``: codec, and dtype and size of the tensor.
+* ``block``: elements of a block. ``offset``: bytes from a multiple of 16 to the first word.
 * ``ratio``: bytes of the tensor / bytes of its frame.
 * ``encode_gbps``, ``decode_gbps``: 1e9 bytes of tensor a second; ``copy_gbps``: of a device-to-device copy of the tensor in the same run.
 * ``encode_moved``, ``decode_moved``: bytes that must be read and written per second / bytes that the copy reads and writes per second.
@@ -12,6 +13,9 @@ Columns (also the keys of the rows in ``--json``):
 
 Data are normal. Buffers rotate through more than 256 MiB, which no L2 cache holds. Calls are recorded as CUDA graphs, so that times are
 the device's; figures are medians of ``--repeats`` replays. Peers are called through their Python interface, one buffer after another.
+``--floors`` adds rows with misaligned words and with blocks of 128, and compares with the figures that a GPU must reach. ``--json`` also
+has ``python_us``, the host's time for a call with 1 and with 20 tensors, and ``left_out``, the reason for each row that is not there. It
+is written after every row.
 """
 
 from __future__ import annotations
@@ -20,22 +24,27 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_zipccl.bench import ToolError, tables
+from ds_zipccl.bench import ToolError, floors, tables
 from ds_zipccl.bench.tables import Column
 
 if TYPE_CHECKING:
     import torch
 
-ROTATE_BYTES = 256 << 20
+#: Where the tensors are; the tests put the emulated kernels there.
+DEVICE = "cuda"
+MIB_BYTES, ROTATE_BYTES = 1 << 20, 256 << 20
 SUMMANDS = 8
 COLUMNS = (
     Column("route", width=6),
     Column("codec", width=8),
     Column("dtype", width=8),
     Column("mib", "d"),
+    Column("block", "d"),
+    Column("offset", "d"),
     Column("ratio", ".3f"),
     Column("encode_gbps", ".0f"),
     Column("decode_gbps", ".0f"),
@@ -51,6 +60,27 @@ PEERS: dict[str, dict[str, str]] = {
     "nvcomp-ans": {"algorithm": "ANS", "data_type": "<f2"},
     "nvcomp-bitcomp": {"algorithm": "Bitcomp", "data_type": "<u2"},
 }
+
+
+#: Tensors of one call, for the time of Python; small, so that the device is never late.
+PYTHON_TENSORS, PYTHON_NUMEL, PYTHON_CALLS = (1, 20), 4096, 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row to be measured."""
+
+    route: str
+    codec: str
+    dtype: str
+    mib: int
+    block: int
+    begin: Callable[[Sequence[torch.Tensor]], Coder]
+    offset: int = 0
+
+    def place(self) -> dict[str, Any]:
+        """The columns that name the row."""
+        return {key: getattr(self, key) for key in ("route", "codec", "dtype", "mib", "block", "offset")}
 
 
 class Coder(Protocol):
@@ -77,10 +107,10 @@ class FrameCoder:
 
         like = tensors[0]
         bound = codecs.compress_bound(like.numel(), like.dtype, codec, block=block)
-        self._route: Any = kernels.route(route, "cuda")
+        self._route: Any = kernels.route(route, DEVICE)
         self._codec, self._block, self._tensors = codec, block, tensors
         self.slots = [torch.empty(bound, dtype=torch.uint8, device=like.device) for _ in tensors]
-        self._outs = [torch.empty_like(tensor) for tensor in tensors]
+        self._outs = [_like(tensor) for tensor in tensors]
         self._status = new_status(like.device)
 
     def encode(self, buffer: int) -> None:
@@ -88,6 +118,14 @@ class FrameCoder:
 
     def decode(self, buffer: int) -> None:
         self._route.decode_frames([self.slots[buffer]], self._block, [self._outs[buffer]], self._status)
+
+    def encode_all(self) -> None:
+        """All tensors in one call."""
+        self._route.encode_frames(self._tensors, self._codec, self._block, self.slots)
+
+    def decode_all(self) -> None:
+        """All frames in one call."""
+        self._route.decode_frames(self.slots, self._block, self._outs, self._status)
 
     def sum(self, sums: torch.Tensor) -> None:
         """Sum of :data:`SUMMANDS` frames."""
@@ -134,76 +172,112 @@ class NvcompCoder:
     def result(self, buffer: int) -> torch.Tensor:
         import torch
 
-        return torch.as_tensor(self._decoded[buffer], device="cuda").view(torch.uint8).view(self._dtype)
+        return torch.as_tensor(self._decoded[buffer], device=DEVICE).view(torch.uint8).view(self._dtype)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``bench codec --device cuda``; 1 if any element came back wrong, else 0."""
+    """Run ``bench codec --device cuda``; 1 if any element came back wrong, a row of ours failed, or a floor was missed, else 0."""
     import torch
 
     if not torch.cuda.is_available():
         raise ToolError("torch sees no CUDA device; `python -m ds_zipccl report` lists the routes that work here")
-    coders = list(_coders(args))
-    table, rows = tables.Table(COLUMNS), []
-    cases = [(dtype, mib, coder) for dtype in args.dtype for mib in args.mib for coder in coders]
-    for dtype, mib, (route, codec, begin) in tables.progress(cases, "bench codec", len(cases)):
+    device = torch.cuda.get_device_properties(0)
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    settings: dict[str, Any] = {
+        "device": device.name, "memory_bytes": device.total_memory, "cuda": torch.version.cuda,
+        "block": args.block, "repeats": args.repeats, "nvcomp": tables.version("nvidia-nvcomp-cu13"), "left_out": left_out,
+    }  # fmt: skip
+
+    def save() -> None:
+        if args.json:
+            tables.write_json(args.json, rows, args.command, **settings)
+
+    table, failed = tables.Table(COLUMNS), 0
+    cases = list(_cases(args, left_out))
+    for case in tables.progress(cases, "bench codec", len(cases)):
+        place = case.place()
         try:
-            row = measure(dtype, mib, begin, args.repeats)
-        except (RuntimeError, TypeError, ValueError) as error:
-            if route != "peer":
-                raise
-            tables.complain(f"{codec} {dtype} {mib} MiB: {type(error).__name__}: {error}")
+            rows.append({**place, **measure(case, args.repeats)})
+        except Exception as error:  # one row less; the others tell something
+            left_out[" ".join(map(str, place.values()))] = f"{type(error).__name__}: {error}"
+            failed += case.route != "peer"
             continue
-        rows.append({"route": route, "codec": codec, "dtype": dtype, "mib": mib, **row})
+        finally:
+            save()
         table.add(rows[-1])
-    if args.json:
-        device = torch.cuda.get_device_properties(0)
-        settings = {
-            "device": device.name, "memory_bytes": device.total_memory, "cuda": torch.version.cuda,
-            "block": args.block, "repeats": args.repeats, "nvcomp": tables.version("nvidia-nvcomp-cu13"),
-        }  # fmt: skip
-        tables.write_json(args.json, rows, args.command, **settings)
-    return 1 if any(row["wrong"] for row in rows) else 0
+    settings["python_us"] = python_times(next(case.route for case in cases if case.route != "peer"))
+    for name, microseconds in settings["python_us"].items():
+        tables.say(f"Python, {name}: {microseconds:.1f} us")
+    if args.floors:
+        settings["floors"] = floors.compare(rows, device.name)
+    save()
+    for name, reason in left_out.items():
+        tables.complain(f"{name} left out: {reason}")
+    missed = floors.missed(settings.get("floors", ()))
+    for line in missed:
+        tables.complain(f"floor missed: {line}")
+    return 1 if failed or missed or any(row["wrong"] for row in rows) else 0
 
 
-def _coders(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[Sequence[torch.Tensor]], Coder]]]:
+def _cases(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[Case]:
+    """Yield the rows to measure, and name in ``left_out`` the routes and peers that do not work here."""
     from ds_zipccl import kernels
 
-    reasons = kernels.why("cuda")
-    usable = [name for name in args.route or reasons if not reasons.get(name, "no such route")]
-    for name in args.route or reasons:
-        if name not in usable:
-            tables.complain(f"route {name} left out: {reasons.get(name, 'no such route')}")
+    usable = []
+    for name in args.route or kernels.ROUTES[DEVICE]:
+        try:
+            kernels.route(name, DEVICE)
+            usable.append(name)
+        except (kernels.RouteUnavailable, ValueError) as error:
+            left_out[f"route {name}"] = str(error)
     if not usable:
-        raise ToolError("no CUDA route works here; `python -m ds_zipccl report` says why")
-    for route in usable:
-        for codec in args.codec:
-            if codec != "raw":
-                yield route, codec, partial(FrameCoder, route=route, codec=codec, block=args.block)
-    if args.peers is None:
-        return
+        raise ToolError(f"no CUDA route works here; `python -m ds_zipccl report` says why: {left_out}")
+    codecs = [codec for codec in args.codec if codec != "raw"]
+
+    def ours(route: str, codec: str, dtype: str, mib: int, block: int, offset: int = 0) -> Case:
+        return Case(route, codec, dtype, mib, block, partial(FrameCoder, route=route, codec=codec, block=block), offset)
+
+    names = list(PEERS) if args.peers is not None and _nvcomp(left_out) else []
+    for dtype in args.dtype:
+        for mib in args.mib:
+            yield from (ours(route, codec, dtype, mib, args.block) for route in usable for codec in codecs)
+            for name in names:
+                yield Case("peer", name, dtype, mib, args.block, partial(NvcompCoder, name=name))
+        if args.floors:
+            for codec in codecs:
+                yield ours(usable[0], codec, dtype, floors.BIG, floors.BLOCK, floors.MISALIGNED)
+                yield ours(usable[0], codec, dtype, floors.BIG, 128)
+
+
+def _nvcomp(left_out: dict[str, str]) -> bool:
     try:
         from nvidia import nvcomp  # noqa: F401
     except ImportError as error:
-        tables.complain(f"nvCOMP left out: {error}; pip install nvidia-nvcomp-cu13")
-        return
-    for name in PEERS:
-        yield "peer", name, partial(NvcompCoder, name=name)
+        left_out["nvCOMP"] = f"{error}; pip install nvidia-nvcomp-cu13"
+        return False
+    return True
 
 
-def measure(
-    dtype: str, mib: int, begin: Callable[[Sequence[torch.Tensor]], Coder], repeats: int
-) -> dict[str, float | int | None]:
+def _like(tensor: torch.Tensor, offset: int | None = None) -> torch.Tensor:
+    """Memory for a tensor that begins ``offset`` bytes after a multiple of 16, or as far as ``tensor`` does."""
+    import torch
+
+    shift = (tensor.data_ptr() % 16 if offset is None else offset) // tensor.itemsize
+    return torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device=tensor.device)[shift:]
+
+
+def measure(case: Case, repeats: int) -> dict[str, float | int | None]:
     """Figures of one row."""
     import torch
 
-    kind = getattr(torch, dtype)
-    size = mib << 20
+    kind = getattr(torch, case.dtype)
+    size = case.mib * MIB_BYTES
     count = max(2, -(-ROTATE_BYTES // size))
-    generator = torch.Generator("cuda").manual_seed(1)
-    normal = torch.randn(size // kind.itemsize, device="cuda", generator=generator).to(kind)
-    tensors = [normal.roll(i) for i in range(count)]
-    coder = begin(tensors)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    normal = torch.randn(size // kind.itemsize, device=DEVICE, generator=generator).to(kind)
+    tensors = [_like(normal, case.offset).copy_(normal.roll(i)) for i in range(count)]
+    coder = case.begin(tensors)
     for i in range(count):
         coder.encode(i)
         coder.decode(i)
@@ -223,7 +297,7 @@ def measure(
     coded, moved = coder.coded_bytes(), 2 * size / copy
     summed = None
     if isinstance(coder, FrameCoder):
-        sums = torch.empty_like(normal)
+        sums = _like(tensors[0])
         seconds = _seconds(lambda: coder.sum(sums), repeats, False)
         summed = (SUMMANDS * coded + size) / seconds / moved
         wanted = tensors[0].float()
@@ -241,6 +315,27 @@ def measure(
         "pair_us": 1e6 * statistics.median(_pair(coder) for _ in range(20)),
         "wrong": wrong,
     }
+
+
+def python_times(route: str) -> dict[str, float]:
+    """Microseconds of the host for one call of a route, which does not wait for the device; median of nine batches of calls."""
+    import torch
+
+    found = {}
+    for count in PYTHON_TENSORS:
+        tensors = [torch.zeros(PYTHON_NUMEL, dtype=torch.bfloat16, device=DEVICE) for _ in range(count)]
+        coder = FrameCoder(tensors, route, "cascade", 1024)
+        for name, call in (("encode", coder.encode_all), ("decode", coder.decode_all)):
+            times = []
+            for _ in range(9):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(PYTHON_CALLS):
+                    call()
+                times.append((time.perf_counter() - start) / PYTHON_CALLS)
+            torch.cuda.synchronize()
+            found[f"{name} of {count}"] = 1e6 * statistics.median(times)
+    return found
 
 
 def _seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:

@@ -18,7 +18,7 @@ take bytes and give bytes. The copy of their input and the check of their output
 
 ``--device cuda`` measures the CUDA kernels instead; ds_zipccl/bench/cuda.py explains its columns.
 
-The exit status is 1 if any element is wrong.
+The exit status is 1 if any element is wrong, or if a floor of ``--floors`` is missed.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--peers", nargs="*", choices=peers.PEERS, help="other compressors (none; all if none is named)")
     option("--device", choices=("cpu", "cuda"), default="cpu", help="device to code on; cuda has other columns (cpu)")
     option("--mib", nargs="+", type=int, default=list(MIB), metavar="M", help="sizes with --device cuda (1 to 1024)")
+    option("--floors", action="store_true", help="with --device cuda: compare with the figures that a GPU must reach")
     option("--threads", type=int, default=1, metavar="N", help="threads to measure with (1)")
     option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     option("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
@@ -66,6 +67,8 @@ def main(args: argparse.Namespace) -> int:
         from ds_zipccl.bench import cuda
 
         return cuda.main(args)
+    if args.floors:
+        raise ToolError("--floors is for --device cuda: no floors are known for a CPU")
     if args.tile and not args.corpus:
         raise ToolError("--tile is for the tensors of a --corpus: name its files")
     coders = [*ours(args), *peers_of(args)]

@@ -1,84 +1,249 @@
-"""``make gpu``: everything that needs a GPU, in less than eight minutes: tests, sanitizers, and the table of docs/benchmarks.md.
+"""``make gpu``: everything that needs a GPU, in less than ten minutes.
 
-Builds the kernels, runs the tests of the codec with both CUDA routes among the routes, memcheck and racecheck over a small round, and
-``bench codec --device cuda``, whose results go to ``docs/results/cuda.json``. Ends with a line for every step; status 1 if one failed.
+    python tests/gpu/gpu.py [--out FOLDER] [--only STEP ...] [--dry] [--list]
+
+Writes to the folder (docs/results): ``gpu.json``, the outcome and the figures of every step, written anew after each; ``cuda.json``, the
+benchmark, from which docs/benchmarks.md is generated; ``gpu.log``, the whole output. Each step has a limit of time and ends with all its
+processes. A step that fails does not stop the next ones, unless they need its result. Status 1 unless every step passed.
 """
 
 from __future__ import annotations
 
-import shutil
+import argparse
+import functools
+import os
+import platform
+import shlex
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
-from places import ROOT
+import figures
+from places import PYTHONPATH, ROOT
+from step_runner import PASSED, Result, Results, Runner, Step, as_json
 
-RESULTS = ROOT / "docs" / "results" / "cuda.json"
+HERE = Path(__file__).parent
+#: Seconds for all steps; the starts of the interpreters are among them.
+TOTAL_SECONDS = 588
+#: Tests of which some run on a GPU: those of :data:`SELECTED`.
 CUDA_TESTS = (
     "codec/test_cuda_kernels.py",
+    "codec/test_cuda_calls.py",
+    "codec/test_cuda_sums.py",
+    "codec/test_cuda_misaligned.py",
     "codec/test_codec.py",
     "codec/test_codec_calls.py",
+    "codec/test_delta.py",
+    "codec/test_format.py",
+    "codec/test_frame.py",
     "codec/test_golden.py",
+    "codec/test_hash.py",
     "codec/test_fuzz.py",
     "comm/test_host_staging.py",
 )
-
-#: A round with every mode, block size and dtype in it, small enough for a sanitizer.
-ROUND = """
-import torch
-from ds_zipccl.codecs import compress, decompress, region_hash
-for route in ("native", "nvrtc"):
-    old = torch.randn(50_000).bfloat16().cuda()
-    new = (old.float() + 1e-3 * torch.randn(50_000, device="cuda")).bfloat16()
-    frame = compress(new, "delta", base=old, route=route, checksum=False)
-    assert torch.equal(frame.cpu(), compress(new.cpu(), "delta", base=old.cpu(), checksum=False))
-    assert torch.equal(decompress(frame, base=old, route=route), new)
-    assert region_hash(new, route=route) == region_hash(new.cpu())
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
-        for block in (128, 1024):
-            x = torch.randn(3 * 16 * block + 77)
-            x[5 * block : 6 * block] = 0
-            x[7 * block : 8 * block][torch.rand(block) < 0.3] = -0.0
-            x[9 * block : 10 * block] *= torch.exp(8 * torch.randn(block))
-            x = x.to(dtype).cuda()
-            for codec in ("cascade", "wide"):
-                frame = compress(x, codec, block=block, route=route, checksum=False)
-                assert torch.equal(frame.cpu(), compress(x.cpu(), codec, block=block, checksum=False))
-                assert torch.equal(decompress(frame, route=route).view(torch.uint8), x.view(torch.uint8))
-print("equal")
-"""
+#: The tests on a GPU, without those of the emulation, which need none.
+SELECTED = "cuda-native or cuda-nvrtc or on_nccl or cuda]"
+DRY_SELECTED = "emulated and (golden_frame or frames_in_slots)"
+#: Message sizes of the benchmark.
+MIB = (1, 4, 16, 64, 256, 1024)
 
 
-def steps() -> dict[str, tuple[list[str], int]]:
-    """Name -> command and its seconds at most."""
+def machine_is_right(results: Results) -> str:
+    """Nothing makes sense without a GPU."""
+    return "" if results["machine"].outcome == PASSED else "this machine has no GPU for torch"
+
+
+def some_route(results: Results) -> str:
+    """Tests of a route that was not built fail; those of the other route still tell something."""
+    usable = "build" in results and results["build"].figures.get("usable")
+    return machine_is_right(results) or ("" if usable else "no CUDA route works")
+
+
+def driver_built(results: Results) -> str:
+    """The driver is not compiled again: its steps have no time for that."""
+    built = "build" in results and results["build"].figures.get("builds", {}).get("driver", {}).get("status") == 0
+    return machine_is_right(results) or ("" if built else "the driver was not built")
+
+
+def usable_routes(results: Results) -> tuple[str, ...]:
+    """The routes to measure: one that was not built would be built again, in the time of the measurement."""
+    return ("--route", *results["build"].figures["usable"])
+
+
+def probed(results: Results) -> str:
+    """Ranks cannot share this GPU unless two could."""
+    return "" if results["nccl_probe"].outcome == PASSED else "two ranks could not share the GPU"
+
+
+def _pytest(name: str, *words: str, seconds: int) -> tuple[str, ...]:
+    options = (
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no_skips",
+        "--maxfail=60",
+        f"--timeout={seconds}",
+        "--timeout-method=thread",
+    )
+    return (sys.executable, "-m", "pytest", *options, *words, f"tests/{name}")
+
+
+def steps(out: Path, dry: bool = False) -> list[Step]:
+    """All steps in their order: those first that decide whether to go on. Their least times together are :data:`TOTAL_SECONDS`.
+
+    ``dry``: the programs run without a GPU; the benchmark and the tests of the codec have the emulated kernels.
+    """
     python = sys.executable
-    found = {
-        "build and report": ([python, "-m", "ds_zipccl", "report"], 70),
-        "tests": ([python, "-m", "pytest", "-q", "-k", "cuda or nccl", *(f"tests/{name}" for name in CUDA_TESTS)], 140),
-        "round": ([python, "-c", ROUND], 30),
+    results = out / "cuda.json"
+    first, *others = CUDA_TESTS
+    tests = _pytest(first, "-k", DRY_SELECTED if dry else SELECTED, *(f"tests/{name}" for name in others), seconds=40)
+    nccl = functools.partial(_pytest, "gpu/test_nccl.py")
+    program = (python, str(HERE / "dry_bench.py")) if dry else (python, "-m", "ds_zipccl")
+    bench = (
+        *program,
+        "bench",
+        "codec",
+        "--device",
+        "cuda",
+        "--dtype",
+        "bf16",
+        "--mib",
+        *map(str, MIB),
+        "--floors",
+        "--peers",
+    )
+    return [
+        Step("machine", (python, str(HERE / "machine.py")), 35),
+        Step("build", (python, str(HERE / "build_all.py")), 150, machine_is_right),
+        Step("driver", (python, str(HERE / "driver.py"), "run"), 20, driver_built),
+        Step("sanitizers", (python, str(HERE / "driver.py"), "sanitize"), 60, driver_built),
+        Step("tests", tests, 75, some_route),
+        Step("stress", _pytest("gpu/test_stress.py", seconds=55), 55, some_route),
+        Step("nccl_one", nccl("-k", "one_rank", seconds=40), 35, some_route),
+        Step("nccl_probe", nccl("-k", "probe", seconds=62), 60, some_route),
+        Step("nccl", nccl("-k", "share", seconds=45), 48, probed),
+        Step("bench", (*bench, "--json", str(results)), 50, some_route, _Benchmark(results)),
+    ]
+
+
+class _Benchmark:
+    """Floors and times of Python from the results of the benchmark; none from an older file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._since = path, time.time()
+
+    def __call__(self) -> dict[str, Any]:
+        if not self._path.exists() or self._path.stat().st_mtime < self._since - 1:
+            return {}
+        content = figures.read(self._path)
+        return {key: content[key] for key in ("floors", "python_us", "left_out") if key in content}
+
+
+def environment(scratch: Path) -> dict[str, str]:
+    """The environment of the steps. The setting of the CPU's tests is not for a GPU; output comes at once, stacks when a step ends."""
+    kept = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    paths = os.pathsep.join((PYTHONPATH, str(HERE)))
+    return kept | {
+        "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "ZIPCCL_SCRATCH": str(scratch),
     }  # fmt: skip
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    for tool in ("memcheck", "racecheck"):
-        found[tool] = ([sanitizer, "--tool", tool, "--error-exitcode", "9", python, "-c", ROUND], 60)
-    bench = ["bench", "codec", "--device", "cuda", "--dtype", "bf16", "--peers", "--json", str(RESULTS)]
-    found["bench"] = ([python, "-m", "ds_zipccl", *bench], 110)
-    return found
 
 
-def main() -> int:
-    outcomes = {}
-    for name, (command, seconds) in steps().items():
-        print(f"# {name}: {' '.join(command)[:200]}", flush=True)
-        start = time.monotonic()
-        try:
-            status = subprocess.run(command, cwd=ROOT, timeout=seconds).returncode
-            outcomes[name] = "passed" if status == 0 else f"failed with status {status}"
-        except (subprocess.TimeoutExpired, OSError) as error:
-            outcomes[name] = f"failed: {error}"
-        outcomes[name] += f", {time.monotonic() - start:.0f} s"
-    for name, outcome in outcomes.items():
-        print(f"{name:20} {outcome}")
-    return 0 if all(outcome.startswith("passed") for outcome in outcomes.values()) else 1
+def commit() -> str:
+    """The commit of the tree, "" where git cannot say."""
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _host() -> dict[str, Any]:
+    """The host, where the step "machine" could not describe it."""
+    return {
+        "system": platform.platform(),
+        "processor": "unknown",
+        "processors": os.cpu_count() or 1,
+        "memory_bytes": None,
+    }
+
+
+def summary(results: Sequence[Result], planned: Sequence[Step], command: str) -> dict[str, Any]:
+    """The content of gpu.json."""
+    missing = [step.name for step in planned[len(results) :]]
+    good = not missing and all(result.outcome == PASSED for result in results)
+    facts = next((result.figures for result in results if result.step == "machine"), {})
+    versions = {
+        name: str(facts[name]) for name in ("torch", "cuda", "driver", "nccl", "nvcc", "python") if name in facts
+    }
+    return {
+        "outcome": PASSED if good else "running or cut short" if missing else "failed",
+        "not_passed": {result.step: result.outcome for result in results if result.outcome != PASSED},
+        "missing": missing,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": command,
+        "commit": commit(),
+        "seconds": round(sum(result.seconds for result in results), 1),
+        "device": facts["device"].get("name", "unknown") if isinstance(facts.get("device"), dict) else "none",
+        "machine": facts["host"] if isinstance(facts.get("host"), dict) else _host(),
+        "versions": versions,
+        "rows": as_json(results),
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("make gpu", description="Everything that needs a GPU.", allow_abbrev=False)
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "results", help="folder of the results (docs/results)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="STEP", help="these steps, and those that decide whether they can run"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="run every step without a GPU, on emulated kernels and small tensors"
+    )
+    parser.add_argument("--list", action="store_true", help="print the steps and end")
+    args = parser.parse_args(words)
+    out = args.out.resolve()
+    planned, total = steps(out, args.dry), TOTAL_SECONDS
+    if args.dry:
+        os.environ["ZIPCCL_DRY"] = "1"
+        planned, total = [replace(step, seconds=4 * step.seconds) for step in planned], 4 * total
+    if args.only:
+        unknown = set(args.only) - {step.name for step in planned}
+        if unknown:
+            parser.error(
+                f"no step {', '.join(sorted(unknown))}; the steps are {', '.join(step.name for step in planned)}"
+            )
+        wanted = {*args.only, "machine", "build", *(["nccl_probe"] if "nccl" in args.only else [])}
+        planned = [step for step in planned if step.name in wanted]
+    if args.list:
+        for step in planned:
+            print(f"{step.name:12} {step.seconds:4} s  {shlex.join(step.command)}")
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.log").write_text("")
+    command = (
+        shlex.join(["make", "gpu", f"OUT={args.out}"]) if not args.only else shlex.join([sys.executable, *sys.argv])
+    )
+    with tempfile.TemporaryDirectory(prefix="ds_zipccl-scratch-") as scratch:
+
+        def save(results: Sequence[Result]) -> None:
+            figures.write(out / "gpu.json", summary(results, planned, command))
+
+        save([])
+        results = Runner(total, ROOT, out / "gpu.log", environment(Path(scratch)), save).run(planned)
+    with (out / "gpu.log").open("a") as log:
+        for line in ["", *(result.line() for result in results), f"results: {out / 'gpu.json'}"]:
+            print(line, flush=True)
+            log.write(line + "\n")
+    return 0 if all(result.outcome == PASSED for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -1,13 +1,27 @@
-"""``make gpu`` asks for what exists. Run without a GPU: its tests are only collected."""
+"""``make gpu`` without a GPU: its steps exist and select tests, its programs run on emulated kernels, its runner does what it says."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import build_all
+import figures
 import gpu
+import no_skips
+import pytest
+import step_runner
+from places import ROOT, TESTS
+from step_runner import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Runner, Step
 
 from ds_zipccl.__main__ import parse
+
+sys.path.insert(0, str(ROOT / "docs"))
 
 #: With a GPU in sight, which adds its routes to the parameters of tests.
 COLLECT = """
@@ -15,26 +29,272 @@ import sys, pytest, torch
 torch.cuda.is_available = lambda: True
 sys.exit(pytest.main(["--collect-only", *sys.argv[1:]]))
 """
+STEPS = {step.name: step for step in gpu.steps(ROOT / "out")}
 
 
-def test_every_file_of_tests_exists_and_has_tests_for_a_gpu() -> None:
-    python, option, module, *arguments = gpu.steps()["tests"][0]
+def environment(**more: str) -> dict[str, str]:
+    """As the runner's, and quiet."""
+    return gpu.environment(Path("/nowhere")) | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
+
+
+# ---- the list -------------------------------------------------------------------------------------------------------
+
+
+def test_the_steps_end_in_ten_minutes() -> None:
+    assert sum(step.seconds for step in STEPS.values()) <= gpu.TOTAL_SECONDS < 595
+    assert list(STEPS)[:3] == ["machine", "build", "driver"] and list(STEPS)[-1] == "bench"
+
+
+def test_every_named_file_exists() -> None:
+    words = [word for step in STEPS.values() for word in step.command]
+    words += [word for command in build_all.builds().values() for word in command]
+    files = {word for word in words if word.endswith((".py", ".cu"))}
+    assert len(files) > len(gpu.CUDA_TESTS)
+    missing = {name for name in files if not (ROOT / name).is_file()}
+    assert not missing, "make gpu names files that do not exist"
+    assert (TESTS / "gpu" / "driver.cu").is_file() and (TESTS / "gpu" / "spin.cu").is_file()
+
+
+def collected(step: str) -> list[str]:
+    """The tests of a step on a machine with a GPU."""
+    python, option, module, *arguments = STEPS[step].command
     assert (python, option, module) == (sys.executable, "-m", "pytest")
-    wanted = {f"tests/{name}" for name in gpu.CUDA_TESTS}
-    missing = {name for name in wanted if not (gpu.ROOT / name).is_file()}
-    assert not missing, "tests/gpu.py names files that do not exist"
-    assert wanted <= set(arguments)
     command = [sys.executable, "-c", COLLECT, *arguments]
-    result = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
     assert result.returncode == 0, result.stdout + result.stderr
-    selected = {line.partition("::")[0] for line in result.stdout.splitlines() if "::" in line}
-    assert selected == wanted, "-k selects nothing in the other files"
+    return [line for line in result.stdout.splitlines() if "::" in line]
 
 
-def test_the_other_commands_parse() -> None:
-    for name in ("build and report", "bench"):
-        python, _, module, *words = gpu.steps()[name][0]
-        assert (python, module) == (sys.executable, "ds_zipccl")
-        assert callable(parse(words).main)
-    compile(gpu.ROUND, "round", "exec")
-    assert gpu.RESULTS.parent.is_dir()
+def test_tests_of_the_codec_are_selected_in_each_file_and_no_emulated_ones() -> None:
+    selected = collected("tests")
+    assert {name.partition("::")[0] for name in selected} == {f"tests/{name}" for name in gpu.CUDA_TESTS}
+    assert not [name for name in selected if "emulated" in name or "cpu" in name]
+    for route in no_skips.ROUTES:
+        assert sum(f"cuda-{route}" in name for name in selected) > 300
+
+
+def test_every_file_with_tests_on_a_gpu_is_named() -> None:
+    folders = [f"tests/{name}" for name in ("codec", "comm")]
+    command = [sys.executable, "-c", COLLECT, "-q", "-p", "no:cacheprovider", "-k", gpu.SELECTED, *folders]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
+    found = {line.partition("::")[0].removeprefix("tests/") for line in result.stdout.splitlines() if "::" in line}
+    assert found == set(gpu.CUDA_TESTS), "make gpu must name each file with tests on a GPU"
+
+
+def test_the_steps_of_nccl_share_its_tests() -> None:
+    command = [
+        sys.executable,
+        "-c",
+        COLLECT,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/gpu/test_nccl.py",
+        "tests/gpu/test_stress.py",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
+    names = [line.rpartition("::")[2] for line in result.stdout.splitlines() if "::" in line]
+    words = [STEPS[step].command[STEPS[step].command.index("-k") + 1] for step in ("nccl_one", "nccl_probe", "nccl")]
+    on_nccl = [name for name in names if "nccl" in name]
+    assert [sum(word in name for word in words) for name in on_nccl] == [1] * 4, (words, on_nccl)
+    assert [sum(word in name for name in on_nccl) for word in words] == [1, 1, 2]
+    assert len(names) - len(on_nccl) == 12
+
+
+def test_the_commands_of_ds_zipccl_parse() -> None:
+    for words in (STEPS["bench"].command, build_all.report_command()):
+        python, option, module, *rest = words
+        assert (python, option, module) == (sys.executable, "-m", "ds_zipccl")
+        assert callable(parse(rest).main)
+    route = gpu.usable_routes({"build": Result("build", PASSED, figures={"usable": ["nvrtc"]})})
+    assert parse([*STEPS["bench"].command[3:], *route]).route == ["nvrtc"]
+
+
+def test_the_target_of_make(tmp_path: Path) -> None:
+    command = ["make", "-n", "gpu", "OUT=/tmp/somewhere", "PYTHON=some_python"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    assert said.strip().startswith("env -u DS_ACCELERATOR ")
+    assert said.strip().endswith('some_python tests/gpu/gpu.py --out "/tmp/somewhere"')
+    assert "DS_ACCELERATOR" not in gpu.environment(tmp_path)
+
+
+# ---- the runner -----------------------------------------------------------------------------------------------------
+
+
+def python(text: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", text)
+
+
+def run(steps: Sequence[Step], folder: Path, total: float = 60) -> tuple[dict[str, Result], list[list[str]], str]:
+    """Results by name, the outcomes that each save had, and the log."""
+    saved = []
+    runner = Runner(
+        total, folder, folder / "log", environment(), lambda results: saved.append([one.outcome for one in results])
+    )
+    results = {result.step: result for result in runner.run(steps)}
+    return results, saved, (folder / "log").read_text()
+
+
+def test_outcomes(tmp_path: Path) -> None:
+    """Each is saved at once, with its figures; a failure stops only the steps that need the result."""
+    put = "import figures; figures.put(count=3); "
+    steps = [
+        Step("good", python(put + "print('fine')"), 10),
+        Step("bad", python(put + "print('why'); raise SystemExit(4)"), 10),
+        Step("absent", ("/no/such/program",), 10),
+        Step(
+            "needy",
+            python("print('never')"),
+            10,
+            lambda results: "bad failed" if results["bad"].outcome != PASSED else "",
+        ),
+        Step("last", python("import sys; print(sys.argv[1])"), 10, words=lambda results: (results["good"].outcome,)),
+    ]
+    results, saved, log = run(steps, tmp_path)
+    assert {name: result.outcome for name, result in results.items()} == {
+        "good": PASSED, "bad": FAILED, "absent": FAILED, "needy": NOT_RUN, "last": PASSED,
+    }  # fmt: skip
+    assert [len(outcomes) for outcomes in saved] == [1, 2, 3, 4, 5]
+    assert results["good"].figures == results["bad"].figures == {"count": 3}
+    assert results["bad"].tail == ["why"] and results["bad"].reason == "status 4"
+    assert not results["good"].tail
+    assert "could not be started" in results["absent"].reason and results["needy"].reason == "bad failed"
+    assert "fine" in log and "why" in log and "never" not in log and f"\n{PASSED}\n" in log
+    assert results["last"].command.endswith(PASSED)
+
+
+SLEEPERS = """
+import figures, subprocess, sys, time
+figures.put(before=1)
+own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+figures.put(processes=[own.pid, other.pid])
+print("sleeping", flush=True)
+def where_it_is():
+    time.sleep(600)
+where_it_is()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def test_a_step_that_hangs_ends_with_all_its_processes(tmp_path: Path) -> None:
+    start = time.monotonic()
+    steps = [Step("stuck", python(SLEEPERS), 6), Step("next", python("print('on')"), 10)]
+    results, _, log = run(steps, tmp_path, total=16)
+    assert time.monotonic() - start < 40
+    stuck = results["stuck"]
+    assert stuck.outcome == TIMED_OUT and stuck.reason == "still running after 6 s"
+    assert stuck.figures["before"] == 1
+    assert any("where_it_is" in line for line in stuck.tail), "Python does not show where it was"
+    deadline = time.monotonic() + 5
+    while any(map(alive, stuck.figures["processes"])) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, stuck.figures["processes"]))
+    assert results["next"].outcome == PASSED and "\non\n" in log
+
+
+def test_a_step_gets_the_time_that_earlier_steps_left(tmp_path: Path) -> None:
+    steps = [Step("quick", python("pass"), 30), Step("long", python("pass"), 10), Step("end", python("pass"), 20)]
+    results, _, _ = run(steps, tmp_path, total=60)
+    assert results["quick"].limit_seconds == pytest.approx(30, abs=1)
+    assert 10 < results["long"].limit_seconds <= 40
+    assert results["end"].limit_seconds > 20
+    late, _, _ = run(
+        [Step("first", python("import time; time.sleep(3)"), 2), Step("second", python("pass"), 2)], tmp_path, 2
+    )
+    assert late["first"].outcome == TIMED_OUT and late["second"].reason == "no time is left"
+
+
+def test_a_step_that_writes_for_ever_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_runner, "MOST_OUTPUT", 1000)
+    results, _, log = run([Step("loud", python("for i in range(9999): print('x' * 50, i)"), 10)], tmp_path)
+    assert results["loud"].outcome == PASSED and len(log) < 3000
+    assert "more output than the log takes" in log
+
+
+def test_what_the_steps_need() -> None:
+    machine = {"machine": Result("machine", PASSED)}
+    assert gpu.machine_is_right({"machine": Result("machine", FAILED)})
+    nothing = machine | {"build": Result("build", FAILED)}
+    half = machine | {
+        "build": Result("build", FAILED, figures={"usable": ["native"], "builds": {"driver": {"status": 0}}})
+    }
+    assert gpu.some_route(nothing) and gpu.driver_built(nothing)
+    assert not gpu.some_route(half) and not gpu.driver_built(half)
+    assert gpu.probed({"nccl_probe": Result("nccl_probe", TIMED_OUT)})
+    for step in list(STEPS.values())[1:]:
+        assert step.needs({"machine": Result("machine", FAILED), "nccl_probe": Result("nccl_probe", NOT_RUN)})
+
+
+def test_the_summary_says_that_a_run_was_cut_short() -> None:
+    planned = list(STEPS.values())
+    good = [Result(step.name, PASSED) for step in planned]
+    assert gpu.summary(good[:3], planned, "make gpu")["outcome"] == "running or cut short"
+    assert gpu.summary(good[:3], planned, "make gpu")["missing"] == list(STEPS)[3:]
+    assert gpu.summary(good, planned, "make gpu")["outcome"] == PASSED
+    for outcome in (FAILED, TIMED_OUT, NOT_RUN):
+        content = gpu.summary([*good[:-1], Result("bench", outcome)], planned, "make gpu")
+        assert content["outcome"] == "failed" and content["not_passed"] == {"bench": outcome}
+
+
+def test_without_a_gpu_the_target_fails(tmp_path: Path) -> None:
+    command = [sys.executable, str(TESTS / "gpu" / "gpu.py"), "--out", str(tmp_path)]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert result.returncode == 1 and content["outcome"] == "failed"
+    assert {row["outcome"] for row in content["rows"][1:]} == {NOT_RUN}
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.log"}
+    assert "this machine has no GPU" in (tmp_path / "gpu.log").read_text()
+
+
+SKIPPING = """
+import pytest
+def test_good(): pass
+def test_absent(): pytest.skip("no such device")
+@pytest.mark.skipif(True, reason="never")
+def test_never(): pass
+def test_wrong(): assert 1 == 2
+@pytest.mark.parametrize("route", ["cuda-native", "cuda-nvrtc"])
+def test_routes(route): pass
+"""
+
+
+def test_a_skipped_test_fails(tmp_path: Path) -> None:
+    """And its reason is among the figures. Tests of a route that was not built are left out; none at all is a failure."""
+    (tmp_path / "test_some.py").write_text(SKIPPING)
+    (tmp_path / "usable.json").write_text('["native"]')
+
+    def pytest_(*words: str) -> tuple[int, dict[str, Any]]:
+        (tmp_path / "figures.json").unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no_skips",
+            "--rootdir",
+            str(tmp_path),
+            *words,
+        ]
+        variables = {figures.VARIABLE: str(tmp_path / "figures.json"), figures.SCRATCH: str(tmp_path)}
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environment(**variables), capture_output=True, text=True, timeout=60
+        )
+        return result.returncode, figures.read(tmp_path / "figures.json")
+
+    status, seen = pytest_(".")
+    assert status == 1 and (seen["passed"], seen["failed"], seen["selected"]) == (2, 3, 5)
+    assert seen["left_out"] == {"cuda-nvrtc": 1}
+    texts = "\n".join(seen["failures"])
+    assert "no such device" in texts and "never" in texts and "1 == 2" in texts
+    assert pytest_("-k", "good or native")[0] == 0
+    assert pytest_("-k", "nothing_of_this_name")[0] == 5

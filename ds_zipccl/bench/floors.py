@@ -1,0 +1,115 @@
+"""Floors of ``bench codec --device cuda --floors``: figures that a GPU must reach. A missed floor fails the benchmark.
+
+Rates in bytes a second are for an H200. Ratios to a figure of the same run are for every GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+#: Part of the device's name for which the rates are.
+DEVICE = "H200"
+#: Size and elements of a block of the rows that the floors look at.
+BIG, MIDDLE, SMALL, BLOCK = 256, 16, 1, 1024
+#: Words that begin this many bytes after a multiple of 16.
+MISALIGNED = 2
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A figure and its bound.
+
+    Args:
+        figure: the figure from the rows, None if a row is not there.
+        above: the bound is the least value, or the most.
+        anywhere: for every GPU.
+        optional: the figure compares with a peer, which need not be installed.
+    """
+
+    name: str
+    bound: float
+    unit: str
+    figure: Callable[[Rows], float | None]
+    above: bool = True
+    anywhere: bool = False
+    optional: bool = False
+
+    def compare(self, rows: Rows, device: str) -> dict[str, Any]:
+        """The floor, the figure, and whether it is met; None if nothing could be compared."""
+        got = self.figure(rows)
+        met: bool | None = None if got is None else (got >= self.bound if self.above else got <= self.bound)
+        note = ""
+        if got is None:
+            met, note = (None if self.optional else False), "not measured"
+        elif not self.anywhere and DEVICE not in device:
+            met, note = None, f"the bound is for an {DEVICE}"
+        wanted = f"{'at least' if self.above else 'at most'} {self.bound:g} {self.unit}".rstrip()
+        return {"floor": self.name, "wanted": wanted, "got": got, "met": met} | ({"note": note} if note else {})
+
+
+def _value(rows: Rows, codec: str, mib: int, key: str, offset: int = 0, block: int = BLOCK) -> float | None:
+    """A figure of the first route's row for bf16."""
+    for row in rows:
+        place = (row["codec"], row["dtype"], row["mib"], row["offset"], row["block"])
+        if place == (codec, "bfloat16", mib, offset, block):
+            return row[key]  # type: ignore[no-any-return]
+    return None
+
+
+def _figure(codec: str, mib: int, key: str) -> Callable[[Rows], float | None]:
+    return lambda rows: _value(rows, codec, mib, key)
+
+
+def _quotient(
+    above: Callable[[Rows], float | None], below: Callable[[Rows], float | None]
+) -> Callable[[Rows], float | None]:
+    def figure(rows: Rows) -> float | None:
+        one, other = above(rows), below(rows)
+        return one / other if one is not None and other else None
+
+    return figure
+
+
+def _floors() -> list[Floor]:
+    found = []
+    for key, way in (("encode_gbps", "encode"), ("decode_gbps", "decode")):
+        for codec, rate in (("wide", 1900), ("cascade", 1600)):
+            found.append(Floor(f"{codec} {way}, {BIG} MiB", rate, "GB/s", _figure(codec, BIG, key)))
+            found.append(Floor(f"{codec} {way}, {MIDDLE} MiB", 400, "GB/s", _figure(codec, MIDDLE, key)))
+
+            def crooked(rows: Rows, codec: str = codec, key: str = key) -> float | None:
+                return _value(rows, codec, BIG, key, offset=MISALIGNED)
+
+            name = f"{codec} {way}, misaligned words / aligned words"
+            found.append(Floor(name, 0.5, "", _quotient(crooked, _figure(codec, BIG, key)), anywhere=True))
+        peer = _figure("nvcomp-ans", BIG, key)
+        found.append(
+            Floor(
+                f"cascade / nvCOMP ANS, {way}", 3, "", _quotient(_figure("cascade", BIG, key), peer), True, True, True
+            )
+        )
+    sums = _figure("cascade", BIG, "sum_moved")
+    found.append(Floor("sum of eight frames / the bytes that it must move", 0.7, "", sums, anywhere=True))
+    pair = _figure("cascade", SMALL, "pair_us")
+    found.append(Floor(f"encode and decode of {SMALL} MiB", 25, "us", pair, above=False))
+    return found
+
+
+FLOORS = _floors()
+
+
+def compare(rows: Rows, device: str) -> list[dict[str, Any]]:
+    """Every floor with its figure."""
+    return [floor.compare(rows, device) for floor in FLOORS]
+
+
+def missed(compared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each floor that is not met."""
+    return [
+        f"{one['floor']}: {'not measured' if one['got'] is None else format(one['got'], '.4g')}, wanted is {one['wanted']}"
+        for one in compared
+        if one["met"] is False
+    ]

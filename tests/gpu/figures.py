@@ -1,0 +1,47 @@
+"""Figures of a step of ``make gpu``: a JSON object in the file that ``ZIPCCL_FIGURES`` names, whole at every moment."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "ZIPCCL_FIGURES"
+#: Folder in which the steps of one run tell each other things.
+SCRATCH = "ZIPCCL_SCRATCH"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The figures that a step has written so far; none if it wrote nothing that can be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write(path: Path, content: Any) -> None:
+    """Write JSON; a reader sees the old content or the new one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    os.replace(part, path)
+
+
+def put(**values: Any) -> None:
+    """Add figures to those of this step; nothing where no step runs."""
+    if VARIABLE in os.environ:
+        path = Path(os.environ[VARIABLE])
+        write(path, read(path) | values)
+
+
+def tell(name: str, content: Any) -> None:
+    """Tell the later steps of this run; nothing where no step runs."""
+    if SCRATCH in os.environ:
+        write(Path(os.environ[SCRATCH]) / f"{name}.json", content)
+
+
+def told(name: str) -> Any:
+    """What an earlier step told, None if nothing."""
+    path = Path(os.environ.get(SCRATCH, os.devnull)) / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None

@@ -1,0 +1,63 @@
+"""A pytest plugin (``-p no_skips``): a skipped test fails, because a test that did not run says nothing; and the figures of the run.
+
+Tests of a CUDA route that the step "build" could not build are left out: each would build it again. That step has failed, and the figures
+have their number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator
+
+import figures
+import pytest
+
+_counts: Counter[str] = Counter()
+_failures: list[str] = []
+#: Tests between two writes of the figures, if none fails.
+_OFTEN = 20
+_MOST = 40
+
+
+ROUTES = ("native", "nvrtc")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    usable = figures.told("usable")
+    useless = [f"cuda-{route}" for route in ROUTES if usable is not None and route not in usable]
+    left_out = [item for item in items if any(name in item.nodeid for name in useless)]
+    if left_out:
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
+        figures.put(left_out={name: sum(name in item.nodeid for item in left_out) for name in useless})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped:
+        reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome, report.longrepr = "failed", f"not run, so not passed: {reason}"
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _counts["failed"] += 1
+        _failures.append(f"{report.nodeid} ({report.when}): {str(report.longrepr)[-700:]}")
+    elif report.when == "call":
+        _counts["passed"] += 1
+    if report.failed or (report.when == "call" and _counts.total() % _OFTEN == 0):
+        _write()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    _write(session.testscollected)
+
+
+def _write(collected: int | None = None) -> None:
+    more = {} if collected is None else {"selected": collected}
+    figures.put(**{key: _counts[key] for key in ("passed", "failed")}, failures=_failures[:_MOST], **more)

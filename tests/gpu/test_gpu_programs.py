@@ -1,0 +1,264 @@
+"""The programs of ``make gpu`` without a GPU: builds, driver, stress, NCCL and the benchmark, on emulated kernels and gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import build_all
+import builds
+import driver
+import emulation
+import figures
+import golden_cases
+import gpu
+import nccl_rank
+import pytest
+import spin
+from places import ROOT
+from step_runner import FAILED, PASSED, Result
+
+from ds_zipccl.bench import floors
+from ds_zipccl.kernels import build
+
+sys.path.insert(0, str(ROOT / "docs"))
+import measured
+
+STEPS = {step.name: step for step in gpu.steps(ROOT / "out")}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """As the runner's, and quiet."""
+    return gpu.environment(Path("/nowhere")) | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
+
+
+def python(text: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", text)
+
+
+# ---- the programs, on the CPU ---------------------------------------------------------------------------------------
+
+
+def test_the_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that fails has its reason; routes that work are known before the last build ends."""
+    monkeypatch.setenv(figures.VARIABLE, str(tmp_path / "figures.json"))
+    monkeypatch.setenv(figures.SCRATCH, str(tmp_path))
+    commands = {
+        "cuda native": list(python("print('good')")),
+        "cuda nvrtc": list(python("import time; time.sleep(1); raise ImportError('no compiler')")),
+        "driver": list(python("pass")),
+    }
+    done = build_all.build(commands)
+    assert build_all.usable(done) == ["native"] == figures.told("usable")
+    assert figures.read(tmp_path / "figures.json")["usable"] == ["native"]
+    assert done["cuda nvrtc"]["status"] == 1 and "no compiler" in done["cuda nvrtc"]["output"]
+
+
+@pytest.fixture(scope="module")
+def emulated() -> list[str]:
+    return [str(driver.for_emulation()), "--library"]
+
+
+def test_the_driver_on_the_emulation(emulated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(figures.VARIABLE, str(tmp_path / "figures.json"))
+    assert driver.run([*emulated, str(emulation.binary().path())], large=False) == 0
+    small = figures.read(tmp_path / "figures.json")["small"]
+    assert small["trials"] > 900 and not small["wrong"]
+
+
+#: A fault of the kernels -> the words of the driver.
+PLANTED: dict[str, tuple[str, builds.Change]] = {
+    "a byte past the table": ("cuda/encode.cuh", ("entry >> 8);", "entry >> 8 ^ 1);")),
+    "chunks in any order": ("cuda/encode.cuh", ("atomicAdd(jobs.ticket, 1u)", "blockIdx.x")),
+    "sums in another order": ("cuda/sum.cuh", ("sum[row][i] = start ? value", "sum[row][i] = start ? -value")),
+    "no capacity is known": ("cuda/encode.cuh", ("if (end > job.capacity || !blocks) return;", "if (!blocks) return;")),
+}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        name
+        if name == "a byte past the table"
+        else pytest.param(name, marks=pytest.mark.full(reason="each has an emulation to compile"))
+        for name in PLANTED
+    ],
+)
+def test_the_driver_notices_a_planted_fault(fault: str, emulated: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    file, change = PLANTED[fault]
+    library = emulation.binary({file: (change,)}).path()
+    assert driver.run([*emulated, str(library)], large=False)
+    said = capfd.readouterr().out
+    assert "WRONG" in said or "emulation: block" in said
+
+
+@pytest.mark.full(reason="nvcc needs a minute")
+def test_the_programs_compile_for_a_gpu() -> None:
+    try:
+        build.nvcc()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    assert driver.for_gpu(["9.0"]).stat().st_mode & 0o100
+    assert b"spin_start" in spin.compiled(["9.0"]).read_bytes()
+
+
+#: Stands for compute-sanitizer: BLIND does not notice a planted mistake, STRICT finds something in the kernels.
+SANITIZER = """#!/bin/sh
+for word in "$@"; do
+    [ "$word" = --plant ] && {{ echo planted; exit {planted}; }}
+done
+while [ "${{1#-}}" != "$1" ]; do shift 2; done
+"$@" > /dev/null || exit $?
+exit {clean}
+"""
+
+
+def test_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(figures.VARIABLE, str(tmp_path / "figures.json"))
+    monkeypatch.setattr(golden_cases, "main", lambda path: Path(path).touch())
+    tool = tmp_path / "sanitizer"
+    program = ["sh", "-c", 'test "$1" = --bare && test -f "$2"', "driver"]
+    for planted, clean, status, outcome in ((9, 0, 0, "clean"), (0, 0, 1, "blind here"), (9, 9, 1, "found something")):
+        tool.write_text(SANITIZER.format(planted=planted, clean=clean))
+        tool.chmod(0o755)
+        assert driver.sanitize(program, str(tool)) == status
+        seen = figures.read(tmp_path / "figures.json")
+        assert all(seen[name]["outcome"].startswith(outcome) for name in driver.TOOLS)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises((FileNotFoundError, build.BuildError)):
+        driver.sanitizer_path()
+
+
+def dry(step: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a step's own command where the CPU stands for the GPU."""
+    command = {one.name: one.command for one in gpu.steps(ROOT / "out", dry=True)}[step]
+    words = [word for word in command if not word.startswith("--timeout")]
+    return subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment(ZIPCCL_DRY="1", **more)
+    )
+
+
+def test_the_stress_tests_on_the_emulation(tmp_path: Path) -> None:
+    result = dry("stress", **{figures.VARIABLE: str(tmp_path / "figures.json")})
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert figures.read(tmp_path / "figures.json")["passed"] == 12
+
+
+def test_the_checks_of_one_rank_of_nccl_on_gloo(tmp_path: Path) -> None:
+    result = dry("nccl_one", **{figures.VARIABLE: str(tmp_path / "figures.json")})
+    assert result.returncode == 0, result.stdout[-4000:]
+    done = figures.read(tmp_path / "figures.json")["one_rank"]["seconds"]
+    assert set(done) == {check.__name__ for check in nccl_rank.PROGRAMS["one_rank"]}
+
+
+@pytest.mark.full(reason="six processes import torch")
+def test_the_checks_of_several_ranks_of_nccl_on_gloo(tmp_path: Path) -> None:
+    """The probe tells the next step its settings."""
+    scratch = {figures.SCRATCH: str(tmp_path), figures.VARIABLE: str(tmp_path / "figures.json")}
+    for step in ("nccl_probe", "nccl"):
+        result = dry(step, **scratch)
+        assert result.returncode == 0, result.stdout[-4000:]
+    assert json.loads((tmp_path / "nccl.json").read_text())["NCCL_NET"] == "Socket"
+    seen = figures.read(tmp_path / "figures.json")
+    assert seen["works"] == "as planned"
+    assert set(seen["ranks_4"]["seconds"]) == {check.__name__ for check in nccl_rank.SHARED}
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    """Soon, with the words of each."""
+    program = """
+import nccl_rank, test_nccl, sys, time
+def fails(it):
+    if it.rank == 1:
+        raise ValueError("rank 1 has a problem")
+    nccl_rank.dist.barrier()
+nccl_rank.PROGRAMS["probe"] = (fails,)
+if len(sys.argv) > 1:
+    from pathlib import Path
+    name, rank, ranks, store, report = sys.argv[1:]
+    nccl_rank.main(name, int(rank), int(ranks), store, Path(report))
+test_nccl.PROGRAM = __file__
+try:
+    test_nccl.launch("probe", 2, 100.0, {})
+except AssertionError as error:
+    print(error)
+"""
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    start = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=120, env=environment(ZIPCCL_DRY="1")
+    )
+    assert "rank 1 has a problem" in result.stdout, result.stderr
+    assert time.monotonic() - start < 60
+
+
+# ---- the benchmark --------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_on_the_emulation_and_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row and figure is in the JSON, and the documentation shows them."""
+    command = {one.name: one.command for one in gpu.steps(tmp_path, dry=True)}["bench"]
+    at = command.index("--mib") + 1
+    words = [*command[:at], "1", "4", *command[at + len(gpu.MIB) :]]
+    os.makedirs(tmp_path / "docs" / "results")
+    words[words.index("--json") + 1] = str(tmp_path / "docs" / "results" / "cuda.json")
+    result = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment(ZIPCCL_DRY="1")
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    content = json.loads((tmp_path / "docs" / "results" / "cuda.json").read_text())
+    assert len(content["rows"]) == 2 * 2 * 2 + 2 * 2 and not any(row["wrong"] for row in content["rows"])
+    assert {(row["block"], row["offset"]) for row in content["rows"]} == {(1024, 0), (1024, 2), (128, 0)}
+    assert set(content["python_us"]) == {"encode of 1", "decode of 1", "encode of 20", "decode of 20"}
+    assert len(content["floors"]) == len(floors.FLOORS) and "nvCOMP" in content["left_out"]
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
+    text = measured.cuda(tmp_path / "docs" / "page.md")
+    assert "| native | cascade | 256 | 1024 | 2 |" in text and "Not measured: nvCOMP" in text
+    (tmp_path / "docs" / "results" / "cuda.json").unlink()
+    assert "Not measured yet" in measured.cuda(tmp_path / "docs" / "page.md")
+
+
+def row(codec: str, mib: int, **more: float) -> dict[str, Any]:
+    figures_ = {"encode_gbps": 3000.0, "decode_gbps": 3000.0, "sum_moved": 0.9, "pair_us": 20.0}
+    return {"codec": codec, "dtype": "bfloat16", "mib": mib, "offset": 0, "block": 1024, **figures_, **more}
+
+
+def test_floors() -> None:
+    rows = [row(codec, mib) for codec in ("wide", "cascade") for mib in (1, 16, 256)]
+    rows += [row(codec, 256, offset=2, encode_gbps=1600, decode_gbps=1600) for codec in ("wide", "cascade")]
+    compared = floors.compare(rows, "NVIDIA H200")
+    assert not floors.missed(compared)
+    assert [one["floor"] for one in compared if one["met"] is None] == [
+        "cascade / nvCOMP ANS, encode", "cascade / nvCOMP ANS, decode",
+    ]  # fmt: skip
+    with_peer = [*rows, row("nvcomp-ans", 256, encode_gbps=1500.0, decode_gbps=900.0)]
+    (line,) = floors.missed(floors.compare(with_peer, "NVIDIA H200"))
+    assert line == "cascade / nvCOMP ANS, encode: 2, wanted is at least 3"
+    assert floors.missed(floors.compare(rows[:-1], "NVIDIA H200")) == [
+        f"cascade {way}, misaligned words / aligned words: not measured, wanted is at least 0.5"
+        for way in ("encode", "decode")
+    ]
+    slow = [one | {"encode_gbps": 300.0, "pair_us": 40.0, "sum_moved": 0.5} for one in rows]
+    assert len(floors.missed(floors.compare(slow, "NVIDIA H200"))) == 2 * 2 + 2
+    assert len(floors.missed(floors.compare(slow, "NVIDIA A100"))) == 1, "rates are for an H200, the sum for every GPU"
+
+
+def test_the_table_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = list(STEPS.values())
+    results = [Result("machine", PASSED, 3.0, figures={"device": {"name": "NVIDIA H200"}, "torch": "2.11.0"})]
+    results += [Result(step.name, FAILED, 2.0, reason="status 1") for step in planned[1:]]
+    folder = tmp_path / "docs" / "results"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
+    assert "Not run yet" in measured.gpu(tmp_path)
+    figures.write(folder / "gpu.json", gpu.summary(results, planned, "make gpu"))
+    text = measured.gpu(tmp_path)
+    assert "NVIDIA H200" in text and "torch 2.11.0" in text and "Outcome: failed." in text
+    assert "| machine | passed | 3 |  |" in text and "| bench | failed | 2 | status 1 |" in text

@@ -1,0 +1,125 @@
+"""NCCL: one rank, and several ranks that share one GPU. ``make gpu`` runs this.
+
+NCCL refuses two ranks on one GPU where both have the same host hash. ``NCCL_HOSTID`` replaces the hash, so each rank is a node of its own,
+and data go through sockets: real NCCL and real hangs, but no figures for speed. Every rank is a process with a time limit.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import figures
+import nccl_rank
+import pytest
+import where
+from step_runner import end_tree
+
+PROGRAM = Path(nccl_rank.__file__)
+#: Ranks that share a GPU: each is a node, without the links that nodes do not have between them.
+SHARED_GPU = {
+    "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2",
+}  # fmt: skip
+#: Tried in turn by the probe: further settings, for machines that forbid a part.
+VARIANTS: dict[str, dict[str, str]] = {
+    "as planned": {},
+    "without cuMem, shared memory and peer access": {
+        "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_SHM_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_RAS_ENABLE": "0",
+    },
+}  # fmt: skip
+PROBE_SECONDS, ONE_RANK_SECONDS, SHARED_SECONDS = 25.0, 33.0, 38.0
+#: Seconds for the other ranks to fail, once one has failed.
+GRACE = 4.0
+_TAIL = 2500
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    if where.missing():
+        pytest.skip(where.missing())
+
+
+def launch(program: str, ranks: int, seconds: float, settings: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Run a program of nccl_rank.py on ``ranks`` processes, and return the report of each.
+
+    Raises:
+        AssertionError: a rank failed, or did not end in time; all are ended. The message has their words.
+    """
+    with tempfile.TemporaryDirectory(prefix="ds_zipccl-nccl-") as name:
+        folder = Path(name)
+        processes = []
+        for rank in range(ranks):
+            environment = {**os.environ, **settings, "PYTHONFAULTHANDLER": "1"}
+            environment.pop(figures.VARIABLE, None)  # figures are the parent's
+            if ranks > 1:
+                environment["NCCL_HOSTID"] = f"r{rank}"
+            if where.DRY:
+                environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            words = [str(PROGRAM), program, str(rank), str(ranks), str(folder / "store"), str(folder / f"report{rank}")]
+            with (folder / f"output{rank}").open("w") as output:
+                processes.append(
+                    subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, env=environment)
+                )
+        deadline = time.monotonic() + seconds * where.PATIENCE
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if any(process.poll() for process in processes):
+                deadline = min(deadline, time.monotonic() + GRACE)
+            time.sleep(0.05)
+        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+        for process in processes:
+            end_tree(process)
+        reports = [figures.read(folder / f"report{rank}") for rank in range(ranks)]
+        said = [(folder / f"output{rank}").read_text(errors="replace") for rank in range(ranks)]
+    problems = []
+    for rank, (process, report) in enumerate(zip(processes, reports)):
+        if process.returncode:
+            end = f"did not end in time, in {report.get('begun')}" if rank in late else f"status {process.returncode}"
+            problems.append(f"rank {rank} of {ranks}, {program}: {end}\n{said[rank][-_TAIL:]}")
+    assert not problems, "\n".join(problems)
+    return reports
+
+
+def _figures(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"seconds": reports[0]["done"], **reports[0]["figures"]}
+
+
+def test_one_rank_on_nccl() -> None:
+    """What a call looks like: signatures, streams, graphs; and our calls and schedules on a group of one."""
+    (report,) = launch("one_rank", 1, ONE_RANK_SECONDS, {"NCCL_DEBUG": "WARN"})
+    figures.put(one_rank=_figures([report]))
+
+
+def test_probe_of_two_ranks_on_nccl() -> None:
+    """Whether ranks can share a GPU here, and with which settings."""
+    failures = {}
+    for name, settings in VARIANTS.items():
+        try:
+            reports = launch("probe", 2, PROBE_SECONDS, {**SHARED_GPU, **settings, "NCCL_DEBUG": "INFO"})
+        except AssertionError as error:
+            failures[name] = str(error)
+            figures.put(failures=failures)
+            continue
+        figures.put(works=name, settings=SHARED_GPU | settings, probe=_figures(reports))
+        figures.tell("nccl", SHARED_GPU | settings)
+        return
+    pytest.fail("\n\n".join(f"{name}: {text}" for name, text in failures.items()))
+
+
+@pytest.fixture
+def settings() -> Iterator[dict[str, str]]:
+    """The settings with which the probe worked."""
+    yield figures.told("nccl") or dict(SHARED_GPU)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_a_gpu_on_nccl(ranks: int, settings: dict[str, str]) -> None:
+    """Plain collectives, our calls, and the schedules of coded gathers and sums by hand."""
+    reports = launch("shared_gpu", ranks, SHARED_SECONDS, {**settings, "NCCL_DEBUG": "WARN"})
+    figures.put(**{f"ranks_{ranks}": _figures(reports)})
