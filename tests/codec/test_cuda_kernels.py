@@ -255,7 +255,7 @@ def test_a_race_is_noticed(race: str) -> None:
 import sys
 sys.path[:0] = {PYTHONPATH.split(os.pathsep)!r}
 import emulation, test_cuda_kernels
-launcher = emulation.launcher({{{file!r}: ({(good, bad)!r},)}})
+launcher = emulation.launcher({{{file!r}: ({(good, bad)!r},)}}, emulation.BF16)
 for seed in range(12):
     test_cuda_kernels.trial(seed, launcher)
 print("nothing noticed")

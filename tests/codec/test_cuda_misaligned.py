@@ -136,6 +136,8 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "a raw frame's end is rounded up": ("cuda/frame.cuh", "words = (bytes - head) / 4;", "words = (bytes - head + 3) / 4;", "bf16"),
     "sums stay in the scratch": ("cuda/sum.cuh", "    if (staged) {", "    if (false) {", "bf16"),
 }  # fmt: skip
+#: Parts of the kernels with a dtype.
+PARTS = {"bf16": 1, "e4m3": 8}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ import sys
 sys.path[:0] = {PYTHONPATH.split(os.pathsep)!r}
 import corpus, emulation, test_cuda_misaligned, torch
 from ds_zipccl.kernels.cuda import CudaRoute
-route = CudaRoute(emulation.launcher({{{file!r}: ({(good, bad)!r},)}}), "cpu")
+route = CudaRoute(emulation.launcher({{{file!r}: ({(good, bad)!r},)}}, {PARTS[kind]}), "cpu")
 test_cuda_misaligned.check(route, torch.device("cpu"), corpus.FLOATS[{kind!r}])
 print("nothing noticed")
 """

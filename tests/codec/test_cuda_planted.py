@@ -71,8 +71,8 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "each group begins anew": ("cuda/sum.cuh", "start = group + member == 0", "start = member == 0", "sums.py -k rows"),
     "the second turn of warps has the tables of the last group": (
         "cuda/sum.cuh",
-        "b0 == 0 || job.count > kMaxFrames",
-        "b0 == 0",
+        "b0 == begin || job.count > kMaxFrames",
+        "b0 == begin",
         "sums.py -k refused",
     ),
     "a summand counted in its group": (

@@ -194,7 +194,7 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
 import sys
 sys.path[:0] = {PYTHONPATH.split(os.pathsep)!r}
 import emulation, test_cuda_waves
-launcher = emulation.launcher({{{file!r}: ({(good, bad)!r},)}})
+launcher = emulation.launcher({{{file!r}: ({(good, bad)!r},)}}, emulation.BF16)
 for seed in range(6):
     test_cuda_waves.trial(seed, launcher)
 print("nothing noticed")

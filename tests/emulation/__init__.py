@@ -13,6 +13,9 @@ from builds import Binary, Change
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import CudaRoute
 
+#: ZIPCCL_PARTS with the kernels of every dtype, and of bfloat16 alone.
+EVERY_PART = sum(build.CUDA_PARTS)
+BF16 = 1
 #: The name of a variable of the environment: where it is set, every emulation of the process is compiled with AddressSanitizer and UBSan.
 SANITIZED = "DS_ZIPCCL_TEST_SANITIZED"
 #: Without optimization, as compiling takes longer than the tests.
@@ -21,14 +24,14 @@ SANITIZERS = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recov
 MULTIPROCESSORS = 2
 
 
-def binary(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Binary:
-    """The emulation as a library, with ``changes`` to files of csrc."""
+def binary(changes: Mapping[str, tuple[Change, ...]] | None = None, parts: int = EVERY_PART) -> Binary:
+    """The emulation as a library, with ``changes`` to files of csrc. ``parts``: bits of csrc/cuda/kernels.cuh; fewer compile faster."""
     checks = SANITIZERS if os.environ.get(SANITIZED) else ()
     return Binary(
         "emulation",
         {"csrc": build.CSRC, "emulation": Path(__file__).parent},
         {"emulation/emulated.cpp": ()},
-        ("-O2", "-std=c++17", "-fPIC", "-ffp-contract=off", *checks),
+        ("-O2", "-std=c++17", "-fPIC", "-ffp-contract=off", f"-DZIPCCL_PARTS={parts}", *checks),
         ("-shared", *checks),
         {f"csrc/{file}": changed for file, changed in (changes or {}).items()},
     )
@@ -81,14 +84,14 @@ class EmulatedLauncher:
             raise RuntimeError(f"no kernel {kernel}")
 
 
-def launcher(changes: Mapping[str, tuple[Change, ...]] | None = None) -> EmulatedLauncher:
-    """The emulation, with ``changes`` to files of csrc.
+def launcher(changes: Mapping[str, tuple[Change, ...]] | None = None, parts: int = EVERY_PART) -> EmulatedLauncher:
+    """The emulation, with ``changes`` to files of csrc; ``parts`` as for :func:`binary`.
 
     Raises:
         AssertionError: a text to be changed is not in its file.
         BuildError: no compiler, or the compiler failed.
     """
-    return EmulatedLauncher(ctypes.CDLL(str(binary(changes).path())))
+    return EmulatedLauncher(ctypes.CDLL(str(binary(changes, parts).path())))
 
 
 def load() -> CudaRoute:
