@@ -129,10 +129,13 @@ def _copy_back(written: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor])
 
 
 def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
-    ctx = open_context(request, choice.decision)
     shadow = None
     if request.config.check == "shadow":
-        shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ctx.size)
+        ranks = group_size(request.group)
+        shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
+    # After the shadow: the context's work on a device follows what is on the caller's stream now, the shadow's copies of tensors that our
+    # schedule writes over among it.
+    ctx = open_context(request, choice.decision)
     timer: CallTimer | None = choice.timer
     if timer is not None:
         timer.start(meet=_may_meet(request))

@@ -307,8 +307,10 @@ def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
                     tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}-") as folder,  # of mode 0700
                     _announced(target, means),
                 ):
-                    make(Path(folder) / target.name)
-                    os.replace(Path(folder) / target.name, target)
+                    made = Path(folder) / target.name
+                    make(made)
+                    made.chmod(made.stat().st_mode & ~0o022)  # trust.claim() refuses files that a group can write to
+                    os.replace(made, target)
     except OSError as error:
         raise BuildError(
             f"cannot write to {target.parent}: {error}; set DS_ZIPCCL_CACHE to a folder you can write"

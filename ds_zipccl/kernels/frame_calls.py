@@ -305,7 +305,8 @@ class FrameCalls(abc.ABC):
         rows = jobs.table(
             jobs.DECODE,
             {
-                "header": at,
+                # An empty slot has no address, and no header stands for a payload alone. The kernels read nothing of an empty slot.
+                "header": [place or HEADER_BYTES for place in at],
                 "bytes": sizes,
                 "words": arguments.addresses(outs, "output", dtype, device),
                 "numel": numels,

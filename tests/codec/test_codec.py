@@ -60,6 +60,22 @@ def test_every_pattern_among_ordinary_words(route: str, kind: corpus.Float, code
         assert_same_bits(ds_zipccl.decompress(frame, route=route), tensor)
 
 
+@pytest.mark.parametrize("code", corpus.CODES)
+@pytest.mark.parametrize("kind", FLOATS, ids=corpus.FLOATS)
+def test_windows_at_the_largest_exponents(route: str, kind: corpus.Float, code: str) -> None:
+    """Whole blocks of a few neighbouring exponents up to the largest one, with which k = (top + 3 - e) mod 256 wraps."""
+    blocks = []
+    for below in range(4):
+        for width in (1, 2, 3, 6, 10):
+            seed = 16 * below + width
+            steps = corpus.hashes(1024, seed) % np.uint64(width)
+            exponents = np.maximum(kind.largest_exponent - below - steps.astype(np.int64), 1)
+            blocks.append(corpus.with_exponents(corpus.random_words(1024, kind, seed), exponents, kind))
+    tensor = corpus.tensor(np.concatenate(blocks), kind)
+    frame = roundtrip(tensor, route, codec=code)
+    assert torch.equal(frame, ds_zipccl.compress(tensor, codec=code, route="native"))
+
+
 @pytest.mark.full("numba", "emulated", reason="twenty seconds; other tests have random words of fewer millions")
 def test_ten_million_random_fp32_words(route: str) -> None:
     for seed in range(10):

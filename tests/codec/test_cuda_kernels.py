@@ -104,6 +104,20 @@ def test_sums(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype, fp32_s
         assert (memory[:32] == GUARD).all() and (memory[32 + wanted.nbytes :] == GUARD).all()
 
 
+def test_short_slots_are_refused(kernel: tuple[CudaRoute, torch.device]) -> None:
+    """A slot without room for a header, even one without a byte, which has no address; also where no words are wanted."""
+    route, device = kernel
+    at, _ = slot(64, device)
+    for size in (0, 16, 31):
+        for numel in (0, 5, 20_000):
+            out, status = torch.zeros(numel, dtype=torch.bfloat16, device=device), new_status(device)
+            route.decode_frames([at[:size]], 1024, [out], status)
+            with pytest.raises(FrameError) as raised:
+                raise_failure(status)
+            assert raised.value.code == FrameErrorCode.TRUNCATED, (size, numel)
+            assert out.isnan().all()
+
+
 def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaRoute, torch.device]) -> None:
     """The kernels read the header and refuse every frame that the host's parser and decoders refuse; they write inside the output alone."""
     route, device = kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import subprocess
 import sys
@@ -253,7 +254,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNv
     monkeypatch.setattr(nvrtc, "nvrtc", lambda: found)
     monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path))
     build._placed.cache_clear()
+    before = os.umask(0o002)  # as many systems have it: the group can write to new files
     yield found
+    os.umask(before)
     build._placed.cache_clear()
 
 

@@ -291,6 +291,41 @@ def test_copies_of_the_plain_collective() -> None:
     runner.run(copied_back, 2)
 
 
+def test_the_copies_of_a_shadow_come_first(runtime: LazyRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our schedule writes over tensors of which the shadow takes copies on the caller's stream."""
+    done: list[str] = []
+
+    class Shadow:
+        def __init__(self, *arguments: Any) -> None:
+            runtime.current_stream().put(lambda: done.append("copies"))
+
+        def compare(self, *arguments: Any) -> None:
+            assert done == ["copies", "ours"]
+
+    class Context:
+        size, logical_bytes, wire_bytes = 2, 0, 0
+        error = CommError
+
+        def __init__(self, *arguments: Any) -> None:
+            self.working = HostStaging(CPU, "auto").working
+
+    class Schedule:
+        def run(self, ctx: Any, inputs: Any, outputs: Any) -> None:
+            runtime.current_stream().put(lambda: done.append("ours"))
+
+    monkeypatch.setattr(execution, "Shadow", Shadow)
+    monkeypatch.setattr(execution, "open_context", Context)
+    monkeypatch.setattr(execution, "group_size", lambda group: 2)
+    config = ZipcclConfig(enabled=True, mode="always", check="shadow")
+    flat = words(0)
+    request = Request(
+        "all_reduce", (), (flat,), None, False, config, "gradients", lambda *arguments: None, flat.numel(), 0.0
+    )
+    choice: Any = type("Choice", (), {"timer": None, "decision": None})
+    execution._execute_coded(choice, request, Schedule())  # type: ignore[arg-type]
+    assert done == ["copies", "ours"]
+
+
 def test_pinned_memory_is_counted() -> None:
     before, buffers = POOL._used_bytes, PooledBuffers()
     assert buffers.take_pinned(1000).numel() == 1000 and POOL._used_bytes == before + 1000

@@ -66,7 +66,7 @@ ZIPCCL_DEVICE uint32_t capped(uint32_t above4, uint32_t e) {
 }
 
 // k of m exponents as planes; exponents(row) are a lane's in a row. The lanes exchange elements in `scratch`, of four bits each. `near`: all k
-// are below 16.
+// are below 16, and top + 3 below 256.
 template <typename Exponents, typename Extent>
 ZIPCCL_DEVICE Nibbles planes_of_k(Exponents exponents, Extent extent, uint32_t top, bool near, uint8_t* scratch) {
   const uint32_t above4 = ((top + kAbove) & 255) * kEachByte;
@@ -301,10 +301,11 @@ ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uin
   uint32_t mode = Code::mode, body = body_bytes<F>(mode, n, trim);
   if (body >= raw) return as_raw;
   encode_parts<F>(words, extent, trim, slot);
-  // The exponents of a whole block are usually all near the top; then k needs no cap.
+  // The exponents of a whole block are usually all near the top; then k needs no cap. Where top + 3 is past a byte, k of the exponents
+  // borrows from the next byte: capped() takes care of it.
   const uint32_t smallest_exponent = F::exponent(Word(smallest));
   const auto all_near = [=](uint32_t window) {
-    return Extent::whole && largest_exponent <= window + kAbove && window + kAbove < smallest_exponent + 16;
+    return Extent::whole && largest_exponent <= window + kAbove && window + kAbove < least(smallest_exponent + 16, 256);
   };
   Nibbles k = planes_of_k(exponents, extent, top, all_near(top), list);
   uint32_t escapes = encode_tier1<Code>(k, extent, tier1);
