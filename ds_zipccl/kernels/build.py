@@ -284,8 +284,8 @@ def build(recipe: Recipe = CPU) -> Path:
 def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
     """Make the file ``target`` unless it is there already, and return its path; blocks while another process makes it.
 
-    The file appears by atomic rename, so a killed build leaves no file that could be loaded; the next build removes its remains. A build
-    that takes long says so on stderr.
+    The file appears by atomic rename, so a killed build leaves no file that could be loaded; the next build removes its remains. Only this
+    user can write to it. A build that takes long says so on stderr.
 
     Args:
         make: writes the file to the path that it is given, in a folder of its own.
@@ -307,8 +307,10 @@ def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
                     tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}-") as folder,  # of mode 0700
                     _announced(target, means),
                 ):
-                    make(Path(folder) / target.name)
-                    os.replace(Path(folder) / target.name, target)
+                    made = Path(folder) / target.name
+                    make(made)
+                    made.chmod(made.stat().st_mode & 0o755)  # under any umask, no other user can write to the file
+                    os.replace(made, target)
     except OSError as error:
         raise BuildError(
             f"cannot write to {target.parent}: {error}; set DS_ZIPCCL_CACHE to a folder you can write"
