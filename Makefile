@@ -12,7 +12,7 @@ T ?=
 K ?=
 # Two workers for all tests, none for a selection. The tests of a file share fixtures, and so a worker.
 WORKERS = $(if $(T)$(K),,-n 2 --dist loadfile)
-PYTEST = $(BIN)/python -m pytest -q --durations=25 $(WORKERS) $(T) $(if $(K),-k "$(K)")
+PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $(T) $(if $(K),-k "$(K)")
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 

@@ -53,9 +53,11 @@ class AtLeast:
     least: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ZipcclConfig:
     """Settings of the coded collectives. :data:`KEYS` has the meaning of each field, and the documentation shows it.
+
+    Values of subclasses, such as the strings of a YAML reader or the members of a string enum, become plain values.
 
     Raises:
         ConfigError: a value is impossible; the message has a line for every wrong field.
@@ -129,7 +131,8 @@ class ZipcclConfig:
         problems = _problems(vars(self))
         if problems:
             raise ConfigError("\n".join(problems))
-        object.__setattr__(self, "roles", dict(self.roles))  # the caller may change its own dict
+        for name, value in vars(self).items():  # a copy too: the caller may change its own dict
+            object.__setattr__(self, name, json.loads(json.dumps(value)))
 
     def mode_of(self, role: str) -> str:
         """Return the mode of a role: its own, else the mode of the section."""
@@ -158,12 +161,12 @@ class Key:
 def _is_a(wanted: Any, value: Any) -> bool:
     origin, args = get_origin(wanted), get_args(wanted)
     if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in args)
+        return any(_is_a(type(one), value) and value == one for one in args)
     if origin is dict:
         return isinstance(value, dict) and all(
             _is_a(args[0], name) and _is_a(args[1], one) for name, one in value.items()
         )
-    return type(value) is wanted
+    return isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))  # True is an int for Python
 
 
 def _values(wanted: Any) -> str:

@@ -19,12 +19,12 @@ settings.load_profile("zipccl")
 # The tensors here are small, and the cores are shared with other jobs.
 torch.set_num_threads(1)
 
-#: Files whose tests run DeepSpeed. On a machine without it they are not collected, and the header says so.
+#: Files whose tests run DeepSpeed. On a machine without it they are not collected, and the last lines of pytest say so.
 NEED_DEEPSPEED = (
     "cli/test_bench_train.py", "comm/test_environments.py", "docs/test_docs.py", "integration/test_backend.py",
-    "integration/test_backend_traffic.py", "integration/test_engines.py", "integration/test_engines_zero3.py",
-    "integration/test_hf.py", "integration/test_job.py", "integration/test_kernels_at_start.py", "integration/test_train.py",
-    "test_way_of_a_tensor.py",
+    "integration/test_backend_traffic.py", "integration/test_engines.py", "integration/test_engines_by_node.py",
+    "integration/test_engines_zero3.py", "integration/test_hf.py", "integration/test_job.py", "integration/test_kernels_at_start.py",
+    "integration/test_train.py", "test_way_of_a_tensor.py",
 )  # fmt: skip
 collect_ignore = [] if importlib.util.find_spec("deepspeed") else list(NEED_DEEPSPEED)
 
@@ -37,14 +37,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite tests/golden from what the routes give now (after a deliberate change of FORMAT.md)",
     )
+    parser.addoption(
+        "--need-deepspeed", action="store_true", help="run no test where DeepSpeed is missing, as some could not be run"
+    )
 
 
-def pytest_report_header() -> str | None:
-    return f"without DeepSpeed these are not collected: {', '.join(collect_ignore)}" if collect_ignore else None
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if collect_ignore:  # not in the header, which a quiet run does not print
+        terminalreporter.write_line(f"not collected, because DeepSpeed is missing: {', '.join(collect_ignore)}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A worker of several has a folder for temporary files in that of the whole run."""
+    if config.option.need_deepspeed and collect_ignore:
+        raise pytest.UsageError(
+            "DeepSpeed is missing, and --need-deepspeed wants every test to run; pip install deepspeed"
+        )
     programs.KEEP_REFERENCES = config.option.markexpr == "not full"
     if hasattr(config, "workerinput"):
         config.stash[_TURNS] = tiers.Turns(Path(config.option.basetemp).parent)

@@ -148,7 +148,7 @@ def group_nodes(group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
 def find_nodes() -> None:
     """Find the ranks that share a node. A collective: every rank of the default group calls, and blocks.
 
-    Before, gathers do not go by node and sums do not go in two levels. CPU tensors of the default group must have a backend.
+    Before, gathers do not go by node and sums do not go in two levels.
     """
     state = group_state(None)
     assert state is not None  # every rank is in the default group

@@ -284,8 +284,8 @@ def build(recipe: Recipe = CPU) -> Path:
 def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
     """Make the file ``target`` unless it is there already, and return its path; blocks while another process makes it.
 
-    The file appears by atomic rename, so a killed build leaves no file that could be loaded; the next build removes its remains. A build
-    that takes long says so on stderr.
+    The file appears by atomic rename, so a killed build leaves no file that could be loaded; the next build removes its remains. Only this
+    user can write to it. A build that takes long says so on stderr.
 
     Args:
         make: writes the file to the path that it is given, in a folder of its own.
@@ -309,7 +309,7 @@ def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
                 ):
                     made = Path(folder) / target.name
                     make(made)
-                    made.chmod(made.stat().st_mode & ~0o022)  # trust.claim() refuses files that a group can write to
+                    made.chmod(made.stat().st_mode & 0o755)  # under any umask, no other user can write to the file
                     os.replace(made, target)
     except OSError as error:
         raise BuildError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_zipccl.kernels import build
+from ds_zipccl.kernels import build, trust
 
 
 class Devices:
@@ -129,3 +130,18 @@ def test_a_compiler_that_cannot_be_run_is_a_build_error(tmp_path: Path) -> None:
     nowhere = build.Recipe("none", lambda: (str(tmp_path / "nothing"),), (), ())
     with pytest.raises(build.BuildError, match=f"^{tmp_path}/nothing cannot be run: "):
         build.build(nowhere)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+def test_no_other_user_can_write_to_what_is_made(mask: int) -> None:
+    """A file that another user can write to makes its whole folder distrusted, where others can open the folder."""
+    root = build.cache_root()
+    root.chmod(0o755)
+    before = os.umask(mask)
+    try:
+        made = build.publish(root / "kernels.zip", lambda target: target.touch(), "NVRTC")
+    finally:
+        os.umask(before)
+    assert made.stat().st_mode & 0o777 == 0o666 & ~mask & ~0o022
+    assert trust.claim(root) == ""

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
+import test_cuda_sanitizers
+import test_cuda_waves
 import tiers
 from places import PYTHONPATH, ROOT
+
+from ds_zipccl.kernels import build
 
 #: A file of csrc, its text, the mistake, and the tests that must notice it.
 MISTAKES: dict[str, tuple[str, str, str, str]] = {
@@ -90,6 +95,15 @@ made = emulation.launcher
 emulation.launcher = lambda: made({{{file!r}: ({change!r},)}})
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "emulated and " + {tests!r}, {path!r}]))
 """
+
+
+@pytest.mark.parametrize(
+    "module", [sys.modules[__name__], test_cuda_sanitizers, test_cuda_waves], ids=lambda it: it.__name__
+)
+def test_every_mistake_can_be_planted(module: ModuleType) -> None:
+    """The mistakes themselves are planted in the long tier only."""
+    places = {name: (build.CSRC / file).read_text().count(good) for name, (file, good, *_) in module.MISTAKES.items()}
+    assert set(places.values()) == {1}, places
 
 
 @pytest.mark.parametrize("mistake", tiers.mostly_full(MISTAKES, (), "each has an emulation of its own to compile"))

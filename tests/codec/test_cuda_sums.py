@@ -102,19 +102,22 @@ def test_own_words_among_listed_slots(kernel: Kernel) -> None:
         assert_same_sums(memory[1:], in_order(summands, torch.bfloat16))
 
 
-def test_a_refused_summand(kernel: Kernel) -> None:
+@pytest.mark.parametrize("numel", [3000, 5000], ids=["in parts", "whole chunks"])  # where warps take two turns
+def test_a_refused_summand(kernel: Kernel, numel: int) -> None:
     """Its number is that among all summands, past the first group too; its sums are NaN, and those of other chunks are right."""
     route, device = kernel
-    summands = [words(torch.bfloat16, 3000, seed) for seed in range(80)]
-    slab = torch.zeros((80, slot_bytes(3000, torch.bfloat16)), dtype=torch.uint8)
+    summands = [words(torch.bfloat16, numel, seed) for seed in range(80)]
+    slab = torch.zeros((80, slot_bytes(numel, torch.bfloat16)), dtype=torch.uint8)
     for row, summand in zip(slab, summands, strict=True):
         frame = frame_of(summand, "cascade", BLOCK)
         row[: frame.numel()] = frame
     second = int(slab[77][32:].view(torch.int32)[1]) * 16 + 32
     slab[77][second : second + 40] = 255  # the table of the second chunk
-    sums = torch.zeros(3000, dtype=torch.bfloat16, device=device)
+    sums = torch.zeros(numel, dtype=torch.bfloat16, device=device)
     own = Own(summands[5].to(device), 5)
     route.decode_sum_frames(slab.to(device), BLOCK, torch.bfloat16, sums, status := new_status(device), own)
     assert failure_of(int(status.item())) == Failure(None, 77, 1, FrameErrorCode.BLOCK)
-    assert_same_sums(sums[:2048], in_order(summands, torch.bfloat16)[:2048])
-    assert (sums[2048:].view(torch.int16) == -1).all()
+    wanted = in_order(summands, torch.bfloat16)
+    assert_same_sums(sums[:2048], wanted[:2048])
+    assert (sums[2048:4096].view(torch.int16) == -1).all()
+    assert_same_sums(sums[4096:], wanted[4096:])

@@ -170,8 +170,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "summed parts leave a gap": (
         "cuda/sum.cuh",
-        "least((part + 1) * per_part, blocks)",
-        "least((part + 1) * per_part - 1, blocks)",
+        "least(begin + per_part, blocks)",
+        "least(begin + per_part - 1, blocks)",
     ),
     "a raw part is short": (
         "cuda/decode.cuh",

@@ -17,7 +17,7 @@ import where
 from ds_zipccl.bench import tables
 from ds_zipccl.kernels import build
 
-PACKAGES = ("deepspeed", "pydantic", "cupy-cuda13x", "nvidia-nvcomp-cu13", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "pytest",
+PACKAGES = ("deepspeed", "pydantic", "nvidia-nvcomp-cu13", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "pytest",
             "pytest-timeout", "hypothesis", "numba", "numpy")  # fmt: skip
 
 

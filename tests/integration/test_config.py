@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import json
 from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
@@ -64,6 +65,36 @@ def test_a_config_cannot_be_made_wrong() -> None:
         replace(DEFAULT, route="cuda", mode="on")
     with pytest.raises(TypeError, match="enable"):
         ZipcclConfig(enable=True)  # type: ignore[call-arg]
+
+
+class Mode(str, enum.Enum):
+    never = "never"
+
+
+class Quoted(str):
+    """A string as readers of YAML return it."""
+
+
+class Written(int):
+    """A number as readers of YAML return it."""
+
+
+def test_values_of_subclasses_become_plain() -> None:
+    section = {
+        Quoted("mode"): Mode.never, "codec": Quoted("wide"), "step_log": Quoted("a"), "block": Written(512), "min_bytes": Written(1),
+        "roles": {Quoted("dp"): Mode.never},
+    }  # fmt: skip
+    plain = {"mode": "never", "codec": "wide", "step_log": "a", "block": 512, "min_bytes": 1, "roles": {"dp": "never"}}
+    config = asdict(parse_section(section))
+    assert config == {**asdict(ZipcclConfig()), **plain}
+    assert [type(config[name]) for name in plain] == [str, str, str, int, int, dict]
+    assert [(type(name), type(mode)) for name, mode in config["roles"].items()] == [(str, str)]
+    assert parse_section(section).mode_of("dp") == "never"
+
+
+def test_values_are_named() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        ZipcclConfig(True)  # type: ignore[misc]
 
 
 def test_a_config_keeps_its_roles() -> None:

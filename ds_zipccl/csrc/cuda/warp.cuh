@@ -47,7 +47,6 @@ constexpr uint32_t kEachByte = 0x01010101u;      // times a byte: that byte four
 
 ZIPCCL_DEVICE uint32_t lane_id() { return threadIdx.x % kLanes; }
 ZIPCCL_DEVICE uint32_t warp_id() { return threadIdx.x / kLanes; }
-ZIPCCL_DEVICE uint32_t lanes_below() { return (1u << lane_id()) - 1; }
 ZIPCCL_DEVICE uint32_t low_ones(uint32_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 ZIPCCL_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
