@@ -82,12 +82,16 @@ def for_emulation() -> Path:
     return builds.Binary("emulated_driver", folders, {"gpu/driver.cu": ("-x", "c++")}, flags, ("-ldl",)).path()
 
 
-def run(program: Sequence[str | Path], large: bool) -> int:
-    """Run the driver on its cases; its status."""
+#: Options of golden_cases.py.
+SIZES = {"few": ("--few",), "small": (), "large": ("--large",)}
+
+
+def run(program: Sequence[str | Path], *sizes: str) -> int:
+    """Run the driver on cases of these sizes; its status."""
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-cases-") as folder:
-        for name, options in {"small": (), "large": ("--large",)}.items() if large else [("small", ())]:
+        for name in sizes:
             cases = Path(folder) / name
-            golden_cases.main(str(cases), *options)
+            golden_cases.main(str(cases), *SIZES[name])
             status, text, seconds = _watched([*program, cases], 60.0)
             print(text, flush=True)
             wrong = [line.strip() for line in text.splitlines() if line.startswith("    ")]
@@ -172,7 +176,7 @@ def main(command: str) -> int:
         print(*program())
         return 0
     if command == "run":
-        return run(program(), large=not where.DRY)
+        return run(program(), "small", *(() if where.DRY else ("large",)))
     assert command == "sanitize", f"got {command}, wanted is build, run or sanitize"
     if not where.DRY:
         return sanitize(program(), sanitizer_path())

@@ -21,6 +21,7 @@ import gpu
 import nccl_rank
 import pytest
 import spin
+import where
 from places import ROOT
 from step_runner import FAILED, PASSED, Result
 
@@ -60,16 +61,17 @@ def test_the_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done["cuda nvrtc"]["status"] == 1 and "no compiler" in done["cuda nvrtc"]["output"]
 
 
-@pytest.fixture(scope="module")
-def emulated() -> list[str]:
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(where, "PATIENCE", 8)  # the emulation is slow
     return [str(driver.for_emulation()), "--library"]
 
 
 def test_the_driver_on_the_emulation(emulated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(figures.VARIABLE, str(tmp_path / "figures.json"))
-    assert driver.run([*emulated, str(emulation.binary().path())], large=False) == 0
+    assert driver.run([*emulated, str(emulation.binary().path())], "small") == 0
     small = figures.read(tmp_path / "figures.json")["small"]
-    assert small["trials"] > 900 and not small["wrong"]
+    assert small["trials"] > 2400 and not small["wrong"]
 
 
 #: A fault of the kernels -> the words of the driver.
@@ -104,7 +106,7 @@ PLANTED: dict[str, tuple[str, builds.Change]] = {
 def test_the_driver_notices_a_planted_fault(fault: str, emulated: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     file, change = PLANTED[fault]
     library = emulation.binary({file: (change,)}).path()
-    assert driver.run([*emulated, str(library)], large=False)
+    assert driver.run([*emulated, str(library)], "few")
     said = capfd.readouterr().out
     assert "WRONG" in said or "emulation: block" in said
 
