@@ -14,8 +14,8 @@ Columns (also the keys of the rows in ``--json``):
 Data are normal. Buffers rotate through more than 256 MiB, which no L2 cache holds. Calls are recorded as CUDA graphs, so that times are
 the device's; figures are medians of ``--repeats`` replays. Peers are called through their Python interface, one buffer after another.
 ``--floors`` adds rows with misaligned words and with blocks of 128, and compares with the figures that a GPU must reach. ``--json`` also
-has ``python_us``, the host's time for a call with 1 and with 20 tensors, and ``left_out``, the reason for each row that is not there. It
-is written after every row.
+has ``python_us``, the host's time for a call with 1 and with 20 tensors and for a gather of 20 parameters over 64 ranks, and ``left_out``,
+the reason for each row that is not there. It is written after every row.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ PEERS: dict[str, dict[str, str]] = {
 
 #: Tensors of one call, for the time of Python; small, so that the device is never late.
 PYTHON_TENSORS, PYTHON_NUMEL, PYTHON_CALLS = (1, 20), 4096, 40
+#: Ranks of the gather whose time of Python is measured.
+PYTHON_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def main(args: argparse.Namespace) -> int:
     for name, microseconds in settings["python_us"].items():
         tables.say(f"Python, {name}: {microseconds:.1f} us")
     if args.floors:
-        settings["floors"] = floors.compare(rows, device.name)
+        settings["floors"] = floors.compare(rows, device.name, settings["python_us"])
     save()
     for name, reason in left_out.items():
         tables.complain(f"{name} left out: {reason}")
@@ -321,21 +323,53 @@ def python_times(route: str) -> dict[str, float]:
     """Microseconds of the host for one call of a route, which does not wait for the device; median of nine batches of calls."""
     import torch
 
-    found = {}
+    found: dict[str, float] = {}
     for count in PYTHON_TENSORS:
         tensors = [torch.zeros(PYTHON_NUMEL, dtype=torch.bfloat16, device=DEVICE) for _ in range(count)]
         coder = FrameCoder(tensors, route, "cascade", 1024)
-        for name, call in (("encode", coder.encode_all), ("decode", coder.decode_all)):
-            times = []
-            for _ in range(9):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(PYTHON_CALLS):
-                    call()
-                times.append((time.perf_counter() - start) / PYTHON_CALLS)
-            torch.cuda.synchronize()
-            found[f"{name} of {count}"] = 1e6 * statistics.median(times)
+        calls = {"encode": coder.encode_all, "decode": coder.decode_all}
+        found |= {f"{name} of {count}": _host_us(call) for name, call in calls.items()}
+    encode, decode = _gather_calls(tensors, route)
+    found[floors.GATHER] = _host_us(encode) + _host_us(decode)
     return found
+
+
+def _gather_calls(tensors: Sequence[torch.Tensor], route: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Both calls of a rank in a gather of ``tensors`` over :data:`PYTHON_RANKS` ranks."""
+    import torch
+
+    from ds_zipccl import codecs, kernels
+    from ds_zipccl.kernels.cuda import FrameCalls, GatherTable, Parameter, new_status
+
+    like, calls = tensors[0], kernels.route(route, DEVICE)
+    assert isinstance(calls, FrameCalls)
+    room = codecs.compress_bound(like.numel(), like.dtype, "cascade", block=1024)
+    parameters = [Parameter(tensor.numel(), -(-room // 16) * 16) for tensor in tensors]
+    table = GatherTable(parameters, like.dtype, 1024, PYTHON_RANKS)
+    part = torch.zeros(table.part_bytes, dtype=torch.uint8, device=DEVICE)
+    calls.encode_gather(tensors, "cascade", table, part)
+    slab = part.repeat(PYTHON_RANKS)
+    outs = [torch.empty(PYTHON_RANKS * tensor.numel(), dtype=like.dtype, device=DEVICE) for tensor in tensors]
+    status = new_status(like.device)
+    return (
+        lambda: calls.encode_gather(tensors, "cascade", table, part),
+        lambda: calls.decode_gather(slab, table, outs, 0, status),
+    )
+
+
+def _host_us(call: Callable[[], None]) -> float:
+    """Microseconds of the host for a call."""
+    import torch
+
+    times = []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(PYTHON_CALLS):
+            call()
+        times.append((time.perf_counter() - start) / PYTHON_CALLS)
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(times)
 
 
 def _seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:

@@ -16,6 +16,8 @@ DEVICE = "H200"
 BIG, MIDDLE, SMALL, BLOCK = 256, 16, 1, 1024
 #: Words that begin this many bytes after a multiple of 16.
 MISALIGNED = 2
+#: The time of Python for a gather, encoded and decoded, and its bound in microseconds.
+GATHER, GATHER_US = "gather of 20 over 64 ranks", 150
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,10 @@ def _floors() -> list[Floor]:
 FLOORS = _floors()
 
 
-def compare(rows: Rows, device: str) -> list[dict[str, Any]]:
+def compare(rows: Rows, device: str, python_us: Mapping[str, float]) -> list[dict[str, Any]]:
     """Every floor with its figure."""
-    return [floor.compare(rows, device) for floor in FLOORS]
+    gather = Floor(f"Python, {GATHER}", GATHER_US, "us", lambda rows: python_us.get(GATHER), above=False)
+    return [floor.compare(rows, device) for floor in (*FLOORS, gather)]
 
 
 def missed(compared: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,16 @@ HERE = Path(__file__).parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Status of a sanitizer that found something. The driver has 0, 1 and 2.
 FOUND = 9
-#: Seconds for the planted mistake and for the cases, for each sanitizer; the sanitizers run at a time.
-PLANT_SECONDS, TOOL_SECONDS = 20.0, 50.0
+#: Seconds for the planted mistake; for the cases, at least and at most, if the step's limit has room. The sanitizers run at a time.
+PLANT_SECONDS, TOOL_SECONDS, MOST_TOOL_SECONDS = 20.0, 50.0, 150.0
+#: Seconds of a step's limit that are left when the sanitizers are ended.
+SPARE_SECONDS = 4.0
+#: Stands for compute-sanitizer in a dry run: notices the planted mistake, and nothing in the kernels.
+STAND_IN = """#!/bin/sh
+case " $* " in *" --plant "*) exit 9;; esac
+while [ "${1#-}" != "$1" ]; do shift 2; done
+exec "$@"
+"""
 #: -lineinfo: sanitizers name lines; the machine code is the same.
 _FLAGS = ("-O3", "-std=c++17", "-lineinfo", "-diag-suppress=177,186")
 
@@ -74,12 +82,16 @@ def for_emulation() -> Path:
     return builds.Binary("emulated_driver", folders, {"gpu/driver.cu": ("-x", "c++")}, flags, ("-ldl",)).path()
 
 
-def run(program: Sequence[str | Path], large: bool) -> int:
-    """Run the driver on its cases; its status."""
+#: Options of golden_cases.py.
+SIZES = {"few": ("--few",), "small": (), "large": ("--large",)}
+
+
+def run(program: Sequence[str | Path], *sizes: str) -> int:
+    """Run the driver on cases of these sizes; its status."""
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-cases-") as folder:
-        for name, options in {"small": (), "large": ("--large",)}.items() if large else [("small", ())]:
+        for name in sizes:
             cases = Path(folder) / name
-            golden_cases.main(str(cases), *options)
+            golden_cases.main(str(cases), *SIZES[name])
             status, text, seconds = _watched([*program, cases], 60.0)
             print(text, flush=True)
             wrong = [line.strip() for line in text.splitlines() if line.startswith("    ")]
@@ -95,23 +107,27 @@ def sanitize(program: Sequence[str], sanitizer: str) -> int:
     """Run the driver under each sanitizer; 0 if each sees its planted mistake, and nothing in the kernels."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-cases-") as folder, ThreadPoolExecutor(len(TOOLS)) as pool:
-        cases = Path(folder) / "small"
-        golden_cases.main(str(cases))
-        for tool, seen in zip(TOOLS, pool.map(lambda tool: _sanitized(program, sanitizer, tool, cases), TOOLS)):
-            found[tool] = seen
+        cases, start = Path(folder) / "small", time.monotonic()
+        golden_cases.main(str(cases), *(("--few",) if where.DRY else ()))
+        seconds = figures.seconds(TOOL_SECONDS) - (time.monotonic() - start) - SPARE_SECONDS
+        seconds = min(max(seconds, TOOL_SECONDS), MOST_TOOL_SECONDS)
+        running = {pool.submit(_sanitized, program, sanitizer, tool, cases, seconds): tool for tool in TOOLS}
+        for done in as_completed(running):
+            found[running[done]] = done.result()
             figures.put(**found)
     for tool, seen in found.items():
         print(f"{tool:10} {seen['outcome']}, {seen['seconds']} s", flush=True)
     return 0 if all(seen["outcome"] == "clean" for seen in found.values()) else 1
 
 
-def _sanitized(program: Sequence[str], sanitizer: str, tool: str, cases: Path) -> dict[str, Any]:
+def _sanitized(program: Sequence[str], sanitizer: str, tool: str, cases: Path, limit: float) -> dict[str, Any]:
+    """The outcome of one sanitizer, which ends in ``limit`` seconds."""
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", *program]
     status, text, seconds = _watched([*command, "--plant", tool], PLANT_SECONDS)
     if status != FOUND:
         reason = f"blind here: it does not see a planted mistake (status {status})"
         return {"outcome": reason, "seconds": seconds, "output": text[-1500:]}
-    status, text, more = _watched([*command, "--bare", str(cases)], TOOL_SECONDS)
+    status, text, more = _watched([*command, "--bare", str(cases)], limit - seconds)
     outcome = "clean" if status == 0 else "found something" if status == FOUND else f"failed with status {status}"
     return {"outcome": outcome, "seconds": round(seconds + more, 1)} | ({"output": text[-4000:]} if status else {})
 
@@ -160,9 +176,15 @@ def main(command: str) -> int:
         print(*program())
         return 0
     if command == "run":
-        return run(program(), large=not where.DRY)
+        return run(program(), "small", *(() if where.DRY else ("large",)))
     assert command == "sanitize", f"got {command}, wanted is build, run or sanitize"
-    return sanitize(program(), sanitizer_path())
+    if not where.DRY:
+        return sanitize(program(), sanitizer_path())
+    with tempfile.TemporaryDirectory(prefix="ds_zipccl-dry-") as folder:
+        stand_in = Path(folder) / "sanitizer"
+        stand_in.write_text(STAND_IN)
+        stand_in.chmod(0o755)
+        return sanitize(program(), str(stand_in))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #ifdef __CUDACC__
@@ -102,9 +104,9 @@ void next_order() {
 #endif
 
 // The only place that knows how the launchers call a kernel.
-void start(const std::string& kernel, uint64_t items, size_t shared, const void* params, Stream stream) {
+void start(const std::string& kernel, uint64_t items, uint32_t rows, size_t shared, const void* params, Stream stream) {
   next_order();
-  const int32_t status = run_kernel(kernel.c_str(), uint32_t(items), 1, uint32_t(shared), params, stream);
+  const int32_t status = run_kernel(kernel.c_str(), uint32_t(items), rows, uint32_t(shared), params, stream);
   if (status) stop(kernel + " was not started: status " + std::to_string(status));
 }
 
@@ -147,22 +149,26 @@ class Buffer {
   std::string differs(const Bytes& wanted) const {
     Bytes found(wanted.size());
     download(found.data(), at(), found.size());
+    if (found == wanted) return overwritten(bytes_);
     for (size_t i = 0; i < found.size(); ++i) {
       if (found[i] == wanted[i]) continue;
       char text[96];
       snprintf(text, sizeof text, "byte %zu of %zu is %02x, wanted is %02x", i, found.size(), found[i], wanted[i]);
       return text;
     }
-    return overwritten(bytes_);
+    return "";
   }
   // Why a guard was overwritten, or a byte from `used` on.
   std::string overwritten(size_t used) const {
     if (bare) return "";
-    Bytes found(whole_);
-    download(found.data(), memory_, whole_);
-    for (size_t i = 0; i < whole_; ++i) {
-      if ((i < lead_ || i >= lead_ + used) && found[i] != kGuard)
-        return "byte " + std::to_string(ptrdiff_t(i) - ptrdiff_t(lead_)) + " of a buffer of " + std::to_string(used) + " bytes was written";
+    const size_t end = lead_ + used;
+    for (const auto& range : {std::make_pair(size_t(0), lead_), std::make_pair(end, whole_)}) {
+      Bytes found(range.second - range.first);
+      download(found.data(), memory_ + range.first, found.size());
+      for (size_t i = 0; i < found.size(); ++i)
+        if (found[i] != kGuard)
+          return "byte " + std::to_string(ptrdiff_t(range.first + i) - ptrdiff_t(lead_)) + " of a buffer of " + std::to_string(used) +
+                 " bytes was written";
     }
     return "";
   }

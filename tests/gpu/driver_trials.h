@@ -1,4 +1,4 @@
-// The trials of the driver: cases from the file, and runs of kernels on them.
+// The trials of the driver on one frame: cases from the file, and runs of kernels on them.
 #pragma once
 #include "driver_device.h"
 
@@ -23,10 +23,12 @@ struct Case : Head {
   const Bytes& words() const { return blob[0]; }
   const Bytes& frame() const { return blob[1]; }
   const Bytes& base() const { return blob[2]; }
-  // Of a sum: the sum rounded, the sum in floats, and the frames.
+  // Of a sum: the sum rounded, the sum in floats, the frames of the summands, and their words.
   const Bytes& rounded() const { return blob[0]; }
   const Bytes& floats() const { return blob[1]; }
-  size_t frames() const { return blob.size() - 2; }
+  size_t summands() const { return (blob.size() - 2) / 2; }
+  const Bytes& frame_of(size_t k) const { return blob[2 + k]; }
+  const Bytes& words_of(size_t k) const { return blob[2 + summands() + k]; }
 };
 
 template <typename T>
@@ -49,7 +51,9 @@ std::vector<Case> read_cases(const char* path) {
       blob.resize(read<uint64_t>(file));
       if (!blob.empty() && fread(blob.data(), blob.size(), 1, file) != 1) stop("the file of cases ends early");
     }
-    if (each.blob.size() < (each.kind == kSum || each.code == kDelta ? 3u : 2u)) stop(std::string(each.name) + " lacks a part");
+    const bool whole = each.kind == kSum ? each.blob.size() >= 4 && each.blob.size() % 2 == 0
+                                         : each.blob.size() == (each.code == kDelta ? 3u : 2u);
+    if (!whole) stop(std::string(each.name) + " lacks a part");
   }
   fclose(file);
   return cases;
@@ -58,6 +62,16 @@ std::vector<Case> read_cases(const char* path) {
 // ------------------------------------------------------------------------------------------------------------------- jobs and launches
 
 constexpr uint64_t kUntouched = ~0ull;  // a status before a failure
+
+// The status of a failure; the rank is 0xffff in calls without ranks.
+uint64_t failure(uint64_t rank, uint64_t frame, uint64_t chunk, uint32_t code) { return rank << 48 | frame << 32 | chunk << 8 | code; }
+std::string other_status(uint64_t found, uint64_t wanted) {
+  if (found == wanted) return "";
+  char text[80];
+  snprintf(text, sizeof text, "the status is %016llx, wanted is %016llx", (unsigned long long)found, (unsigned long long)wanted);
+  return text;
+}
+std::string of_split(uint32_t split) { return split ? ", chunks in " + std::to_string(1 << split) + " parts" : ""; }
 
 const char* type_name(uint32_t dtype) {
   static const std::map<uint32_t, const char*> names = {{1, "bf16"}, {2, "fp16"}, {3, "fp32"}, {13, "e4m3"}, {14, "e5m2"}};
@@ -94,8 +108,9 @@ struct Encoding {
   uint64_t items = 0;
   Held work, overflows;
 
-  void add(const Case& one, const Held& words, const Held& base, const Held& slot) {
+  void add(const Case& one, const Held& words, const Held& base, const Held& slot, bool raw = false) {
     zipccl::EncodeJob& job = jobs.job[jobs.count++];
+    job.raw = raw;
     job.words = words->at(), job.base = base ? base->at() : nullptr;
     job.header = slot->at(), job.payload = slot->at() + zipccl::kHeaderBytes;
     job.capacity = slot->bytes() - zipccl::kHeaderBytes;
@@ -103,12 +118,14 @@ struct Encoding {
     items += items_of(one);
     held.insert(held.end(), {words, base, slot});
   }
-  void launch(const Case& like, Stream stream) {
-    work = filled(16 + 8 * items, 0, stream), overflows = filled(4, 0, stream);
-    jobs.block = like.block, jobs.dtype = like.dtype;
+  void launch(const Case& like, uint32_t split, Stream stream) {
+    const uint64_t parts = items << split;
+    work = filled(16 + 8 * (items + (split ? parts : 0)), 0, stream), overflows = filled(4, 0, stream);
+    jobs.block = like.block, jobs.dtype = like.dtype, jobs.split = split;
     jobs.ticket = work->as<uint32_t>(), jobs.places = work->as<uint64_t>() + 2, jobs.overflows = overflows->as<uint32_t>();
+    jobs.sizes = split ? jobs.places + items : nullptr;
     const std::string kernel = std::string("zipccl_encode_") + type_name(like.dtype) + "_" + kCodes[like.code];
-    start(kernel, items, shared_of<zipccl::EncodeShared>(like.itemsize), &jobs, stream);
+    start(kernel, parts, 1, shared_of<zipccl::EncodeShared>(like.itemsize), &jobs, stream);
   }
 };
 
@@ -126,57 +143,80 @@ struct Decoding {
     items += items_of(one);
     held.insert(held.end(), {frame, base, words});
   }
-  void launch(const Case& like, Stream stream) {
+  // The frames of one rank, or those of `ranks` ranks without jobs.skip.
+  void launch(const Case& like, uint32_t split, Stream stream, uint32_t ranks = 0) {
     status = filled(8, 0xff, stream);
-    jobs.block = like.block, jobs.dtype = like.dtype, jobs.skip = zipccl::kNone, jobs.status = status->as<uint64_t>();
+    jobs.block = like.block, jobs.dtype = like.dtype, jobs.split = split, jobs.status = status->as<uint64_t>();
+    if (!ranks) jobs.skip = zipccl::kNone;
     const std::string kernel = std::string("zipccl_decode_") + type_name(like.dtype) + of_code(like);
-    start(kernel, items, shared_of<zipccl::DecodeShared>(like.itemsize), &jobs, stream);
+    start(kernel, items << split, ranks ? ranks - 1 : 1, shared_of<zipccl::DecodeShared>(like.itemsize), &jobs, stream);
   }
-  std::string refused() const {
-    const uint64_t found = status->value<uint64_t>();
-    return found == kUntouched ? "" : "the frame was refused with code " + std::to_string(found & 255);
-  }
+  std::string refused() const { return other_status(status->value<uint64_t>(), kUntouched); }
 };
 
 std::string either(const std::string& first, const std::string& second) { return first.empty() ? second : first; }
 
 Held base_of(const Case& one, size_t shift, Stream stream) { return one.code == kDelta ? buffer(one.base(), shift, stream) : nullptr; }
 
-// Encodes words that lie `shift` bytes after a multiple of 16 into a slot of exactly the frame's size.
-Trial encode_whole(const Case& one, size_t shift, Stream stream) {
+// The raw frame of `words` (FORMAT.md section 1).
+Bytes raw_frame(const Case& one, const Bytes& words) {
+  const uint64_t numel = one.numel, bytes = zipccl::kHeaderBytes + words.size();
+  Bytes frame(bytes, 0);
+  const uint8_t begin[] = {'Z', 'C', 'C', 'L', zipccl::kVersion, zipccl::kCodecRaw, uint8_t(one.dtype)};
+  memcpy(frame.data(), begin, sizeof begin), memcpy(frame.data() + 16, &numel, 8), memcpy(frame.data() + 24, &bytes, 8);
+  if (!words.empty()) memcpy(frame.data() + zipccl::kHeaderBytes, words.data(), words.size());
+  return frame;
+}
+
+// How a frame is made and read: the words lie `shift` bytes after a multiple of 16; chunks are cut into 1 << split parts.
+struct Way {
+  size_t shift = 0;
+  uint32_t split = 0;
+  bool raw = false, in_place = false;
+
+  std::string name() const {
+    return " at +" + std::to_string(shift) + of_split(split) + (raw ? ", raw" : "") + (in_place ? ", in place" : "");
+  }
+  Bytes frame(const Case& one) const { return raw ? raw_frame(one, one.words()) : one.frame(); }
+};
+
+// Encodes into a slot of exactly the frame's size.
+Trial encode_whole(const Case& one, const Way& way, Stream stream) {
   auto run = std::make_shared<Encoding>();
-  const Held slot = buffer(one.frame().size(), 0, stream);
-  run->add(one, buffer(one.words(), shift, stream), base_of(one, shift, stream), slot);
-  const auto verify = [=, &one] {
-    return run->overflows->value<uint32_t>() ? std::string("the frame did not fit") : slot->differs(one.frame());
+  const Bytes frame = way.frame(one);
+  const Held slot = buffer(frame.size(), 0, stream);
+  run->add(one, buffer(one.words(), way.shift, stream), base_of(one, way.shift, stream), slot, way.raw);
+  const auto verify = [=] {
+    return run->overflows->value<uint32_t>() ? std::string("the frame did not fit") : slot->differs(frame);
   };
-  return {"encode at +" + std::to_string(shift), [=, &one] { run->launch(one, stream); }, verify};
+  return {"encode" + way.name(), [=, &one] { run->launch(one, way.split, stream); }, verify};
 }
 
 // Encodes into a slot that is too small: the header says so, and how many bytes the frame needs.
-Trial encode_short(const Case& one, size_t room, Stream stream) {
+Trial encode_short(const Case& one, size_t room, const Way& way, Stream stream) {
   auto run = std::make_shared<Encoding>();
   const Held slot = buffer(room, 0, stream);
-  run->add(one, buffer(one.words(), 0, stream), base_of(one, 0, stream), slot);
-  const auto verify = [=, &one]() -> std::string {
+  run->add(one, buffer(one.words(), 0, stream), base_of(one, 0, stream), slot, way.raw);
+  const size_t wanted = way.frame(one).size();
+  const auto verify = [=]() -> std::string {
     uint8_t header[zipccl::kHeaderBytes];
     uint64_t size;
     download(header, slot->at(), sizeof header);
     memcpy(&size, header + 24, 8);
     if (header[7] != zipccl::kFlagOverflow || run->overflows->value<uint32_t>() != 1) return "no overflow is reported";
-    if (size != one.frame().size()) return "the header has a size of " + std::to_string(size) + " bytes";
+    if (size != wanted) return "the header has a size of " + std::to_string(size) + " bytes";
     return slot->overwritten(slot->bytes());
   };
-  return {"encode into " + std::to_string(room) + " bytes", [=, &one] { run->launch(one, stream); }, verify};
+  return {"encode into " + std::to_string(room) + " bytes" + way.name(), [=, &one] { run->launch(one, way.split, stream); }, verify};
 }
 
-Trial decode_whole(const Case& one, size_t shift, bool in_place, Stream stream) {
+Trial decode_whole(const Case& one, const Way& way, Stream stream) {
   auto run = std::make_shared<Decoding>();
-  const Held base = base_of(one, shift, stream);
-  const Held words = in_place ? base : buffer(one.words().size(), shift, stream);
-  run->add(one, buffer(one.frame(), 0, stream), base, words);
+  const Held base = base_of(one, way.shift, stream);
+  const Held words = way.in_place ? base : buffer(one.words().size(), way.shift, stream);
+  run->add(one, buffer(way.frame(one), 0, stream), base, words);
   const auto verify = [=, &one] { return either(run->refused(), words->differs(one.words())); };
-  return {"decode at +" + std::to_string(shift) + (in_place ? " in place" : ""), [=, &one] { run->launch(one, stream); }, verify};
+  return {"decode" + way.name(), [=, &one] { run->launch(one, way.split, stream); }, verify};
 }
 
 // Decodes `frame`, which is damaged: the words may be anything, nothing else may be written, and a frame `cut` short must be refused.
@@ -188,78 +228,26 @@ Trial decode_damaged(const Case& one, const Bytes& frame, bool cut, Stream strea
     if (cut && run->refused().empty()) return "a frame without its end was taken";
     return words->overwritten(words->bytes());
   };
-  return {cut ? "decode a part" : "decode a damaged frame", [=, &one] { run->launch(one, stream); }, verify};
+  return {cut ? "decode a part" : "decode a damaged frame", [=, &one] { run->launch(one, 0, stream); }, verify};
 }
 
-Trial hash_words(const Case& one, size_t shift, Stream stream) {
-  const Held words = buffer(one.words(), shift, stream), work = filled(24, 0, stream), result = filled(16, 0, stream);
-  const auto launch = [=] {
-    zipccl::HashJobs jobs = {};
-    const uint64_t blocks = (words->bytes() + 8191) / 8192;
-    jobs.job[0].data = words->at(), jobs.job[0].bytes = words->bytes();
-    jobs.job[0].items = uint32_t(blocks < 1 ? 1 : blocks > 1024 ? 1024 : blocks);
-    jobs.work = work->as<uint64_t>(), jobs.result = result->as<uint64_t>(), jobs.count = 1;
-    start("zipccl_hash", jobs.job[0].items, 0, &jobs, stream);
-  };
-  const auto verify = [=, &one]() -> std::string {
-    uint64_t found[2];
-    download(found, result->at(), sizeof found);
-    return memcmp(found, one.hash, sizeof found) ? "another hash" : words->overwritten(words->bytes());
-  };
-  return {"hash at +" + std::to_string(shift), launch, verify};
-}
-
-Trial sum_frames(const Case& one, bool fp32, size_t shift, Stream stream) {
-  auto held = std::make_shared<std::vector<Held>>();
-  for (size_t i = 0; i < one.frames(); ++i) held->push_back(buffer(one.blob[2 + i], 0, stream));
-  const Bytes& wanted = fp32 ? one.floats() : one.rounded();
-  const Held sums = buffer(wanted.size(), shift, stream), status = filled(8, 0xff, stream);
-  const auto launch = [=, &one] {
-    zipccl::SumJob job = {};
-    for (const Held& frame : *held) {
-      job.frame[job.count] = frame->at(), job.capacity[job.count] = frame->bytes();
-      ++job.count;
-    }
-    job.block = one.block, job.dtype = one.dtype, job.fp32_sums = fp32, job.own_at = zipccl::kNone;
-    job.sums = sums->at(), job.numel = one.numel, job.status = status->as<uint64_t>();
-    const size_t shared = one.itemsize == 2 ? sizeof(zipccl::SumShared<zipccl::Bf16>) : sizeof(zipccl::SumShared<zipccl::Fp32>);
-    start(std::string("zipccl_decode_sum_") + type_name(one.dtype), chunks_of(one.numel, one.block), shared, &job, stream);
-  };
-  const auto verify = [=, &wanted]() -> std::string {
-    const uint64_t found = status->value<uint64_t>();
-    return found == kUntouched ? sums->differs(wanted) : "a frame was refused with code " + std::to_string(found & 255);
-  };
-  return {std::string(fp32 ? "sum in fp32" : "sum rounded") + " at +" + std::to_string(shift), launch, verify};
-}
-
-Trial encode_together(const std::vector<const Case*>& cases, Stream stream) {
-  auto run = std::make_shared<Encoding>();
-  auto slots = std::make_shared<std::vector<Held>>();
-  for (const Case* one : cases) {
-    slots->push_back(buffer(one->frame().size(), 0, stream));
-    run->add(*one, buffer(one->words(), 0, stream), base_of(*one, 0, stream), slots->back());
-  }
-  const auto verify = [=] {
-    std::string wrong;
-    for (size_t i = 0; i < cases.size(); ++i) wrong = either(wrong, (*slots)[i]->differs(cases[i]->frame()));
-    return wrong;
-  };
-  return {"encode " + std::to_string(cases.size()) + " tensors", [=] { run->launch(*cases[0], stream); }, verify};
-}
-
-Trial decode_together(const std::vector<const Case*>& cases, Stream stream) {
+// Decodes a frame whose last chunk has an impossible table: the words of this chunk become NaN, all others are right.
+Trial decode_bad_chunk(const Case& one, const Way& way, Stream stream) {
   auto run = std::make_shared<Decoding>();
-  auto outs = std::make_shared<std::vector<Held>>();
-  for (const Case* one : cases) {
-    outs->push_back(buffer(one->words().size(), 0, stream));
-    run->add(*one, buffer(one->frame(), 0, stream), base_of(*one, 0, stream), outs->back());
-  }
+  const uint64_t chunk = chunks_of(one.numel, one.block) - 1, first = chunk * one.block * zipccl::kChunkBlocks;
+  const uint64_t blocks = (one.numel - first + one.block - 1) / one.block;
+  Bytes frame = one.frame(), wanted = one.words();
+  uint32_t place;
+  memcpy(&place, frame.data() + zipccl::kHeaderBytes + 4 * chunk, 4);
+  memset(frame.data() + zipccl::kHeaderBytes + 16 * size_t(place) + blocks, 0xff, 2 * blocks);
+  std::fill(wanted.begin() + ptrdiff_t(first * one.itemsize), wanted.end(), 0xff);
+  const Held words = buffer(wanted.size(), way.shift, stream);
+  run->add(one, buffer(frame, 0, stream), base_of(one, way.shift, stream), words);
   const auto verify = [=] {
-    std::string wrong = run->refused();
-    for (size_t i = 0; i < cases.size(); ++i) wrong = either(wrong, (*outs)[i]->differs(cases[i]->words()));
-    return wrong;
+    const std::string status = other_status(run->status->value<uint64_t>(), failure(0xffff, 0, chunk, zipccl::BLOCK));
+    return either(status, words->differs(wanted));
   };
-  return {"decode " + std::to_string(cases.size()) + " frames", [=] { run->launch(*cases[0], stream); }, verify};
+  return {"decode a bad chunk" + way.name(), [=, &one] { run->launch(one, way.split, stream); }, verify};
 }
 
 }  // namespace

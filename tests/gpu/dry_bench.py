@@ -34,7 +34,7 @@ def prepare() -> None:
     assert "emulated" in variants.FOR_TESTS
     emulated = kernels.ROUTES["cpu"]["emulated"]
     kernels.ROUTES["cpu"] = {"native": emulated, "nvrtc": emulated}
-    cuda.DEVICE, cuda.MIB_BYTES, cuda.ROTATE_BYTES, cuda.PYTHON_CALLS = "cpu", 1 << 7, 1, 1
+    cuda.DEVICE, cuda.MIB_BYTES, cuda.ROTATE_BYTES, cuda.PYTHON_CALLS, cuda.PYTHON_RANKS = "cpu", 1 << 6, 1, 1, 2
     cuda._seconds = seconds  # type: ignore[assignment]
     floors.missed = lambda compared: []  # type: ignore[assignment]
     torch.cuda.is_available = lambda: True

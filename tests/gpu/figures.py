@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "ZIPCCL_FIGURES"
+#: Seconds that the step may take.
+LIMIT = "ZIPCCL_LIMIT"
 #: Folder in which the steps of one run tell each other things.
 SCRATCH = "ZIPCCL_SCRATCH"
 
@@ -33,6 +35,11 @@ def put(**values: Any) -> None:
     if VARIABLE in os.environ:
         path = Path(os.environ[VARIABLE])
         write(path, read(path) | values)
+
+
+def seconds(otherwise: float) -> float:
+    """Seconds that this step may take; ``otherwise`` where no step runs."""
+    return float(os.environ.get(LIMIT, otherwise))
 
 
 def tell(name: str, content: Any) -> None:

@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from places import PYTHONPATH, ROOT
 from step_runner import PASSED, Result, Results, Runner, Step, as_json
 
-HERE = Path(__file__).parent
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # where PYTHONPATH lacks it
+from places import PYTHONPATH, ROOT
+
+HERE = Path(__file__).resolve().parent
 #: Seconds for all steps; the starts of the interpreters are among them.
 TOTAL_SECONDS = 588
 #: Tests of which some run on a GPU: those of :data:`SELECTED`.
@@ -50,6 +52,8 @@ CUDA_TESTS = (
 #: The tests on a GPU, without those of the emulation, which need none.
 SELECTED = "cuda-native or cuda-nvrtc or on_nccl or cuda]"
 DRY_SELECTED = "emulated and (golden_frame or frames_in_slots)"
+#: Last lines of a step that did not pass, at the end of the output, and characters of each: all steps together are 9,600 characters.
+LINES, LINE = 6, 160
 #: Message sizes of the benchmark.
 MIB = (1, 4, 16, 64, 256, 1024)
 
@@ -197,6 +201,18 @@ def summary(results: Sequence[Result], planned: Sequence[Step], command: str) ->
     }
 
 
+def digest(results: Sequence[Result]) -> list[str]:
+    """For a reader who sees the end of the output alone: floors, and the last words of each step that ran and did not pass."""
+    lines = []
+    for result in results:
+        lines += [
+            f"{floor['floor']}: {floor['got'] if floor['got'] is None else format(floor['got'], '.4g')}, wanted is {floor['wanted']}"
+            for floor in result.figures.get("floors", ())
+        ]
+        lines += [f"{result.step}: {line[:LINE]}" for line in [line for line in result.tail if line.strip()][-LINES:]]
+    return lines
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("make gpu", description="Everything that needs a GPU.", allow_abbrev=False)
     parser.add_argument(
@@ -240,7 +256,7 @@ def main(words: Sequence[str] | None = None) -> int:
         save([])
         results = Runner(total, ROOT, out / "gpu.log", environment(Path(scratch)), save).run(planned)
     with (out / "gpu.log").open("a") as log:
-        for line in ["", *(result.line() for result in results), f"results: {out / 'gpu.json'}"]:
+        for line in ["", *digest(results), *(result.line() for result in results), f"results: {out / 'gpu.json'}"]:
             print(line, flush=True)
             log.write(line + "\n")
     return 0 if all(result.outcome == PASSED for result in results) else 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import driver
 import figures
 import torch
 import where
@@ -46,7 +46,7 @@ FACTS: dict[str, Callable[[], Any]] = {
     "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
     "nvcc": lambda: f"{build.nvcc()[0]}: {_said(*build.nvcc(), '--version').splitlines()[-1]}",
     "c++": lambda: _said(*build.compiler(), "--version").splitlines()[0],
-    "sanitizer": lambda: shutil.which("compute-sanitizer") or "not on PATH",
+    "sanitizer": lambda: driver.sanitizer_path(),
     "kernels": lambda: str(build.cache_root()),
     "host": tables.machine,
     "kernel": platform.release,

@@ -26,7 +26,7 @@ PASSED, FAILED, TIMED_OUT, NOT_RUN = "passed", "failed", "timed out", "not run"
 #: Seconds between the signal that makes Python show where it is, and the signal that no process survives.
 GRACE = 3.0
 #: Bytes of a step's output that go to the log; a broken program can write for ever.
-MOST_OUTPUT = 2 << 20
+MOST_OUTPUT = 1 << 20
 #: Last lines of a step that did not pass, for the JSON.
 TAIL_LINES = 60
 
@@ -145,7 +145,7 @@ class Runner:
     def _watch(self, command: Sequence[str], limit: float, path: Path, log: IO[str], result: Result) -> None:
         process = subprocess.Popen(
             command, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", start_new_session=True, env=self._environment | {figures.VARIABLE: str(path)},
+            errors="replace", start_new_session=True, env=self._environment | {figures.VARIABLE: str(path), figures.LIMIT: f"{limit:.1f}"},
         )  # fmt: skip
         tail = deque[str](maxlen=TAIL_LINES)
         reader = threading.Thread(target=_copy, args=(process.stdout, log, tail), daemon=True)

@@ -253,6 +253,32 @@ def test_without_a_gpu_the_target_fails(tmp_path: Path) -> None:
     assert "this machine has no GPU" in (tmp_path / "gpu.log").read_text()
 
 
+@pytest.mark.full(reason="every step runs, a minute and a half of the processor")
+def test_a_dry_run_of_every_step_passes(tmp_path: Path) -> None:
+    """From any folder, and without PYTHONPATH."""
+    command = [sys.executable, str(TESTS / "gpu" / "gpu.py"), "--dry", "--out", "out"]
+    variables = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", figures.SCRATCH)}
+    result = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=580)
+    content = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert result.returncode == 0, (content["not_passed"], result.stdout[-3000:])
+    assert content["outcome"] == PASSED and [row["step"] for row in content["rows"]] == list(STEPS)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu.json", "gpu.log", "cuda.json"}
+    *_, last, results = result.stdout.splitlines()
+    assert last.startswith("bench ") and results == f"results: {tmp_path / 'out' / 'gpu.json'}"
+
+
+def test_the_end_of_the_output_says_what_failed() -> None:
+    """Even if a reader has the last 12,000 characters alone."""
+    floor = {"floor": "some speed", "wanted": "at least 3", "got": 2.0, "met": False}
+    results = [Result(step, FAILED, 3.0, tail=["x" * 400] * 60 + [f"why {step}"] * 2) for step in STEPS]
+    results[-1].figures["floors"] = [floor] * 20
+    lines = gpu.digest(results)
+    assert all(f"{step}: why {step}" in lines for step in STEPS)
+    assert "some speed: 2, wanted is at least 3" in lines
+    assert len("\n".join([*lines, *(result.line() for result in results)])) < 12000
+    assert not gpu.digest([Result("machine", PASSED)])
+
+
 SKIPPING = """
 import pytest
 def test_good(): pass
