@@ -150,13 +150,13 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "a part takes tickets of the next chunk": (
         "cuda/encode.cuh",
-        "end_ticket = (item + 1) << jobs.split,",
-        "end_ticket = (item + 2) << jobs.split,",
+        "end_ticket = (shared.item + 1) << jobs.split,",
+        "end_ticket = (shared.item + 2) << jobs.split,",
     ),
     "a part that was taken is forgotten": (
         "cuda/encode.cuh",
-        "if (next < end_ticket) shared.own |=",
-        "if (next < end_ticket) shared.own =",
+        "shared.own |=",
+        "shared.own =",
     ),
     "every part writes the header": (
         "cuda/encode.cuh",
