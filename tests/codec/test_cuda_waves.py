@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from places import PYTHONPATH
 
 from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.frame import FrameError, FrameErrorCode
-from ds_zipccl.kernels import waves
-from ds_zipccl.kernels.cuda import CudaRoute, new_status, raise_failure
+from ds_zipccl.kernels import build, waves
+from ds_zipccl.kernels.cuda import DTYPES, CudaRoute, new_status, raise_failure
 
 H100 = 132
 MIB = 1 << 20
@@ -47,6 +48,23 @@ def test_small_messages_fill_the_device() -> None:
 def test_the_largest_cut_that_the_device_holds() -> None:
     assert [waves.split(chunks, 4, 2) for chunks in (0, 1, 2, 3, 4, 5, 8, 9)] == [2, 2, 2, 1, 1, 0, 0, 0]
     assert waves.multiprocessors(torch.device("cpu")) == 1
+
+
+def test_the_bounds_of_the_kernels() -> None:
+    """The numbers of waves.py are those of the sources: types of the same size may differ in no bound."""
+    sources = (build.CSRC / "cuda/kernels.cuh").read_text()
+    itemsizes = {kind: dtype.itemsize for dtype, kind in DTYPES.items()}
+    found: dict[str, dict[int, set[int]]] = {"encode": {}, "decode": {}, "decode_sum": {}}
+    codecs = re.findall(r"^ZIPCCL_CODEC\((\w+), \w+, (\d+), (\d+)\)", sources, re.MULTILINE)
+    assert {kind for kind, _, _ in codecs} == set(itemsizes)
+    for kind, encode, decode in codecs:
+        found["encode"].setdefault(itemsizes[kind], set()).add(int(encode))
+        found["decode"].setdefault(itemsizes[kind], set()).add(int(decode))
+    (sums,) = re.findall(r"ZIPCCL_KERNEL\((\d+)\) zipccl_decode_sum_##type", sources)
+    for kind in re.findall(r"^ZIPCCL_SUM\((\w+), \w+\)", sources, re.MULTILINE):
+        found["decode_sum"].setdefault(itemsizes[kind], set()).add(int(sums))
+    wanted = {kernel: {size: {bound} for size, bound in each.items()} for kernel, each in waves.RESIDENT.items()}
+    assert found == wanted
 
 
 class Recording:
@@ -150,13 +168,13 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "a part takes tickets of the next chunk": (
         "cuda/encode.cuh",
-        "end_ticket = (item + 1) << jobs.split,",
-        "end_ticket = (item + 2) << jobs.split,",
+        "end_ticket = (shared.item + 1) << jobs.split,",
+        "end_ticket = (shared.item + 2) << jobs.split,",
     ),
     "a part that was taken is forgotten": (
         "cuda/encode.cuh",
-        "if (next < end_ticket) shared.own |=",
-        "if (next < end_ticket) shared.own =",
+        "shared.own |=",
+        "shared.own =",
     ),
     "every part writes the header": (
         "cuda/encode.cuh",

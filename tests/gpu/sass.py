@@ -206,7 +206,8 @@ def constant(value: int) -> Get:
     return lambda w: array
 
 
-def read_constant(text: str, launcher: SassLauncher, kernel: str, extra: int = 0) -> Get:
+def read_constant(text: str, launcher: SassLauncher, kernel: str, extra: int = 0) -> Callable[..., Any]:
+    """Reads a constant; for the lanes of a mask, if one is given, as the address of another lane may be anything."""
     found = re.fullmatch(r"c\[(0x[0-9a-f]+|UR?\w+)\]\[(.*)\]", text)
     if not found:
         raise UnknownInstruction(text)
@@ -214,8 +215,10 @@ def read_constant(text: str, launcher: SassLauncher, kernel: str, extra: int = 0
     at = address(f"[{found[2]}]", wide=False)
     table = np.frombuffer(launcher.banks.get((bank, kernel)) or launcher.banks.get((bank, "")) or b"", np.uint8)
 
-    def get(w: Warp) -> Any:
+    def get(w: Warp, m: Mask | None = None) -> Any:
         where = at(w).astype(np.int64) + extra
+        if m is not None and len(where) > 1:
+            where = np.where(m, where, 0)
         source = w.block.bank if bank == 0 else table
         return sum(source[where + i].astype(np.uint32) << np.uint32(8 * i) for i in range(4))
 

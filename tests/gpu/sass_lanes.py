@@ -24,6 +24,7 @@ from sass import (
     predicate,
     put,
     put_predicate,
+    read_constant,
     value,
 )
 from sass_ops import Operands, op
@@ -329,14 +330,14 @@ def atomic(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 @op("LDC", "LDCU")
 def load_constant(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
     count = width(ins)
     if count < 4:
         raise UnknownInstruction(ins.text)
-    pairs = [(put(o.texts[0], i), o.get(1, i)) for i in range(count // 4)]
+    to, text = ins.operands
+    pairs = [(put(to, i), read_constant(text, launcher, code.name, 4 * i)) for i in range(count // 4)]
 
     def step(w: Warp, m: Mask) -> None:
-        found = [source(w) for _, source in pairs]
+        found = [source(w, m) for _, source in pairs]
         for (to, _), x in zip(pairs, found):
             to(w, x, m)
 

@@ -58,11 +58,6 @@ struct DecodeShared {
   Content content;
 };
 
-// Block b of a part. The functions look it up in shared memory wherever they need it, and keep no registers for it meanwhile.
-template <typename F>
-ZIPCCL_DEVICE uint32_t numel_of(const DecodeShared<F>& shared, uint32_t b, uint32_t block) {
-  return least(shared.numel - b * block, block);
-}
 // Words at no multiple of 16 go through the scratch: vectors there, and from there whole words of memory in the order of addresses.
 template <bool kDelta, typename F>
 ZIPCCL_DEVICE bool is_staged(const DecodeShared<F>& shared, uint32_t b) {

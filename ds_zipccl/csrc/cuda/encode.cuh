@@ -42,8 +42,10 @@ struct EncodeShared {
   alignas(16) uint8_t list[kWarps][kMaxBlock + kMaxBlock / 2];
   Form form[kChunkBlocks];
   uint32_t body_at[kChunkBlocks], tail_at[kChunkBlocks];
-  uint32_t ticket, own, job, units;
+  const typename F::Word* words;  // of the chunk
   uint64_t start;
+  uint32_t ticket, item, own, job, units;
+  uint32_t numel, begin, end;  // words of the chunk; blocks of this part
 };
 
 // Tells the later chunks the size of this chunk, and learns its place from the earlier chunks; both in units of 16 bytes. One
@@ -105,80 +107,108 @@ struct AgainstBase {
   static constexpr bool delta = true;
 };
 
+// A thread looks up the ticket's part.
+template <typename F>
+ZIPCCL_DEVICE void take_part(const EncodeJobs& jobs, EncodeShared<F>& shared) {
+  const uint32_t part = shared.ticket & ((1u << jobs.split) - 1), per_part = kChunkBlocks >> jobs.split;
+  shared.own |= 1u << part;
+  shared.begin = part * per_part, shared.end = least((part + 1) * per_part, pieces(shared.numel, jobs.block));
+}
+
+// A thread looks up the ticket's chunk.
+template <typename F>
+ZIPCCL_DEVICE void open_item(const EncodeJobs& jobs, EncodeShared<F>& shared) {
+  shared.item = shared.ticket >> jobs.split, shared.job = job_of(jobs, shared.item), shared.own = 0;
+  const EncodeJob& job = jobs.job[shared.job];
+  const uint32_t per_chunk = jobs.block * kChunkBlocks;
+  const uint64_t first = uint64_t(shared.item - job.first_item) * per_chunk;
+  shared.words = static_cast<const typename F::Word*>(job.words) + first;
+  shared.numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk);
+  take_part(jobs, shared);
+}
+
+// A part of a raw frame.
+template <typename F>
+ZIPCCL_DEVICE void copy_raw_part(const EncodeJobs& jobs, const EncodeShared<F>& shared) {
+  constexpr uint32_t itemsize = sizeof(typename F::Word);
+  const EncodeJob& job = jobs.job[shared.job];
+  const uint64_t bytes = job.numel * itemsize, first = uint64_t(shared.item - job.first_item) * jobs.block * kChunkBlocks;
+  const bool fits = bytes <= job.capacity;
+  const uint32_t begin = least(shared.begin * jobs.block, shared.numel), end = least(shared.end * jobs.block, shared.numel);
+  if (fits) {
+    uint8_t* const to = job.payload + (first + begin) * itemsize;
+    copy_raw(reinterpret_cast<const uint8_t*>(shared.words + begin), to, (end - begin) * itemsize);
+  }
+  if (shared.ticket == job.first_item << jobs.split && threadIdx.x == 0) {
+    write_header(job.header, kCodecRaw, jobs.dtype, 1, job.numel, kHeaderBytes + bytes, !fits);
+    if (!fits && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
+  }
+}
+
+// Warps code the blocks of a part: first the whole ones, then the ones that need more registers.
+template <typename F, typename Code>
+ZIPCCL_DEVICE void encode_blocks(const EncodeJobs& jobs, EncodeShared<F>& shared) {
+  const uint32_t warp = warp_id();
+  for (uint32_t b = shared.begin + warp; b < shared.end; b += kWarps) {
+    Form form = {kLater, 0, 0, 0, 0};
+    if constexpr (!Code::delta) {
+      if (numel_of(shared, b, jobs.block) == Whole::n)
+        form = encode_block<F, Code>(shared.words + b * jobs.block, Whole(), shared.slot[b], shared.list[warp]);
+    }
+    if (lane_id() == 0) shared.form[b] = form;
+  }
+  __syncwarp();
+  for (uint32_t b = shared.begin + warp; b < shared.end; b += kWarps) {
+    if (shared.form[b].mode != kLater) continue;
+    const uint32_t n = numel_of(shared, b, jobs.block);
+    const typename F::Word* const from = shared.words + b * jobs.block;
+    Form form;
+    if constexpr (Code::delta) {
+      const EncodeJob& job = jobs.job[shared.job];
+      const uint64_t first = uint64_t(shared.item - job.first_item) * jobs.block * kChunkBlocks;
+      const auto* const base = static_cast<const typename F::Word*>(job.base) + first + b * jobs.block;
+      form = encode_change<F>(from, base, n, shared.slot[b], shared.list[warp]);
+    } else {
+      form = encode_block<F, Code>(from, Part{n}, shared.slot[b], shared.list[warp]);
+    }
+    if (lane_id() == 0) shared.form[b] = form;
+  }
+}
+
 // One work item: a part of a chunk of a job, or of a job without words.
 template <typename F, typename Code>
 ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
-  using Word = typename F::Word;
   ZIPCCL_SHARED(EncodeShared<F>, shared);
   if (threadIdx.x == 0) {
     shared.ticket = atomicAdd(jobs.ticket, 1u);
-    shared.own = 1u << (shared.ticket & ((1u << jobs.split) - 1));
-    shared.job = job_of(jobs, shared.ticket >> jobs.split);
+    if (shared.ticket < gridDim.x) open_item(jobs, shared);
   }
   __syncthreads();
   if (shared.ticket >= gridDim.x) return;  // other blocks of threads took all parts
-  const uint32_t item = shared.ticket >> jobs.split, part_shift = log2_of(kChunkBlocks) - jobs.split, per_part = 1u << part_shift;
-  const EncodeJob& job = jobs.job[shared.job];
-  const uint32_t chunk = item - job.first_item, per_chunk = jobs.block * kChunkBlocks;
-  const uint32_t chunks = pieces(job.numel, per_chunk), index_bytes = pad16(4 * chunks);
-  const uint64_t first = uint64_t(chunk) * per_chunk;
-  const Word* const words = static_cast<const Word*>(job.words) + first;
-  const uint32_t numel = uint32_t(job.numel - first < per_chunk ? job.numel - first : per_chunk);
-  const uint32_t blocks = pieces(numel, jobs.block), warp = warp_id(), lane = lane_id();
-  if (job.raw) {
-    const uint64_t bytes = job.numel * sizeof(Word);
-    const bool fits = bytes <= job.capacity;
-    const uint32_t part = shared.ticket & ((1u << jobs.split) - 1);
-    const uint32_t begin = least(part * per_part * jobs.block, numel), end = least((part + 1) * per_part * jobs.block, numel);
-    if (fits)
-      copy_raw(reinterpret_cast<const uint8_t*>(words + begin), job.payload + (first + begin) * sizeof(Word),
-               (end - begin) * uint32_t(sizeof(Word)));
-    if (chunk == 0 && part == 0 && threadIdx.x == 0) {
-      write_header(job.header, kCodecRaw, jobs.dtype, 1, job.numel, kHeaderBytes + bytes, !fits);
-      if (!fits && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
-    }
-    return;
-  }
+  if (jobs.job[shared.job].raw) return copy_raw_part(jobs, shared);
 
   do {
-    const uint32_t part = shared.ticket & ((1u << jobs.split) - 1), begin = part * per_part, end = least(begin + per_part, blocks);
-    for (uint32_t b = begin + warp; b < end; b += kWarps) {
-      const uint32_t n = least(numel - b * jobs.block, jobs.block);
-      Form form = {kLater, 0, 0, 0, 0};
-      if constexpr (!Code::delta) {
-        if (n == Whole::n) form = encode_block<F, Code>(words + b * jobs.block, Whole(), shared.slot[b], shared.list[warp]);
-      }
-      if (lane == 0) shared.form[b] = form;
-    }
-    __syncwarp();
-    for (uint32_t b = begin + warp; b < end; b += kWarps) {
-      if (shared.form[b].mode != kLater) continue;
-      const uint32_t n = least(numel - b * jobs.block, jobs.block);
-      const Word* const from = words + b * jobs.block;
-      Form form;
-      if constexpr (Code::delta) {
-        const Word* const base = static_cast<const Word*>(job.base) + first + b * jobs.block;
-        form = encode_change<F>(from, base, n, shared.slot[b], shared.list[warp]);
-      } else {
-        form = encode_block<F, Code>(from, Part{n}, shared.slot[b], shared.list[warp]);
-      }
-      if (lane == 0) shared.form[b] = form;
-    }
+    encode_blocks<F, Code>(jobs, shared);
     __syncthreads();
     if (!jobs.split) break;
-    if (warp == 0) {
-      const Form form = lane < per_part && begin + lane < blocks ? shared.form[begin + lane] : Form{FILL, 0, 0, 0, 0};
+    if (warp_id() == 0) {
+      const uint32_t b = shared.begin + lane_id();
+      const Form form = b < shared.end ? shared.form[b] : Form{FILL, 0, 0, 0, 0};
       const uint32_t bodies = __reduce_add_sync(kEveryLane, form.body), tails = __reduce_add_sync(kEveryLane, form.tail);
-      if (lane == 0) {
+      if (lane_id() == 0) {
         static_cast<volatile uint64_t*>(jobs.sizes)[shared.ticket] = part_sizes(bodies, tails);
-        const uint32_t end_ticket = (item + 1) << jobs.split, next = next_ticket(jobs.ticket, shared.ticket, end_ticket);
+        const uint32_t end_ticket = (shared.item + 1) << jobs.split, next = next_ticket(jobs.ticket, shared.ticket, end_ticket);
         shared.ticket = next;
-        if (next < end_ticket) shared.own |= 1u << (next & ((1u << jobs.split) - 1));
+        if (next < end_ticket) take_part(jobs, shared);
       }
     }
     __syncthreads();
-  } while (shared.ticket >> jobs.split == item);
+  } while (shared.ticket >> jobs.split == shared.item);
 
+  const EncodeJob& job = jobs.job[shared.job];
+  const uint32_t chunk = shared.item - job.first_item, chunks = pieces(job.numel, jobs.block * kChunkBlocks);
+  const uint32_t index_bytes = pad16(4 * chunks), blocks = pieces(shared.numel, jobs.block);
+  const uint32_t part_shift = log2_of(kChunkBlocks) - jobs.split, warp = warp_id(), lane = lane_id();
   if (warp == 0) {
     // A lane for each block. The first block of a part of another owner stands for its whole part.
     const uint32_t table = table_bytes<F>(blocks), part = lane >> part_shift;
@@ -186,7 +216,7 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     uint32_t body = 0, tail = 0;
     if (lane < blocks && own) body = shared.form[lane].body, tail = shared.form[lane].tail;
     if (jobs.split) {
-      const volatile uint64_t* const sizes = jobs.sizes + (uint64_t(item) << jobs.split) + part;
+      const volatile uint64_t* const sizes = jobs.sizes + (uint64_t(shared.item) << jobs.split) + part;
       uint64_t seen = stands ? *sizes : part_sizes(0, 0);
       while (__any_sync(kEveryLane, seen == 0)) {
         __nanosleep(32);
@@ -237,7 +267,7 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     const Form form = shared.form[b];
     uint8_t* const body = out + shared.body_at[b];
     if (form.mode == RAW) {
-      copy_raw_block<F>(words + b * jobs.block, least(numel - b * jobs.block, jobs.block), body);
+      copy_raw_block<F>(shared.words + b * jobs.block, numel_of(shared, b, jobs.block), body);
     } else {
       const uint4* const from = reinterpret_cast<const uint4*>(shared.slot[b]);
       const uint4* const end = from + form.body / 16;

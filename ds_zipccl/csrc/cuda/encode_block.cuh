@@ -109,22 +109,20 @@ ZIPCCL_DEVICE uint32_t encode_tier1(const Nibbles& k, Extent extent, uint8_t* pl
   return plane[0] & plane[1] & plane[2] & extent.marks();
 }
 
-// The bytes(row) that are marked in `marks` to `list`, in order; they may come from there. Returns how many.
-template <typename Extent, typename Bytes>
-ZIPCCL_DEVICE uint32_t list_marked(Bytes bytes, uint32_t marks, uint8_t* list) {
+// The bytes(row) that are marked in `marks` to `list`, in order; they may come from there.
+template <typename Bytes>
+ZIPCCL_DEVICE void list_marked(Bytes bytes, uint32_t marks, uint8_t* list) {
   const Places places(marks);
-#pragma unroll Extent::unroll
+#pragma unroll 1
   for (uint32_t row = 0; row < kRows; ++row) {
     const Bytes8 x = bytes(row);
-    if (!Extent::whole) __syncwarp();
+    __syncwarp();
     uint8_t* to = list + places.of(row);
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i)
       if (marks >> (8 * row + i) & 1) *to++ = uint8_t(x.byte(i));
-    if (!Extent::whole) __syncwarp();
+    __syncwarp();
   }
-  __syncwarp();
-  return places.count;
 }
 
 constexpr uint32_t kNoRoom = ~0u;
@@ -216,16 +214,16 @@ ZIPCCL_DEVICE uint32_t encode_sparse(const Stored<F>& words, uint32_t zeros, uin
 
   const auto part = [&](uint32_t byte) { return [&, byte](uint32_t row) { return words.octet(row).part(byte, trim); }; };
   const auto listed = [&](uint32_t row) { return *reinterpret_cast<const Bytes8*>(list + row * kRow + 8 * lane_id()); };
-  for (uint32_t byte = 0; byte < r / 8; ++byte) list_marked<Part>(part(byte), keep, slot + first + byte * m);
+  for (uint32_t byte = 0; byte < r / 8; ++byte) list_marked(part(byte), keep, slot + first + byte * m);
   if (r % 8) {
-    list_marked<Part>(part(r / 8), keep, list);
+    list_marked(part(r / 8), keep, list);
     for (uint32_t row = 0; row < kRows; ++row) {
       const uint32_t length = Part{m}.length(row);
       if (length) put_planes(listed(row), r % 8, row, m, length, slot + first + r / 8 * m);
     }
     __syncwarp();
   }
-  list_marked<Part>([&](uint32_t row) { return words.octet(row).exponents(); }, keep, list);
+  list_marked([&](uint32_t row) { return words.octet(row).exponents(); }, keep, list);
   uint8_t* const scratch = list + kMaxBlock;
   const Nibbles k = planes_of_k(listed, Part{m}, top, false, scratch);
   const uint32_t escapes = encode_tier1<Cascade>(k, Part{m}, slot + tier1), zero = zero_exponents(listed, Part{m}, scratch);

@@ -28,6 +28,12 @@ ZIPCCL_DEVICE uint32_t job_of(const Jobs& jobs, uint32_t item) {
   return number;
 }
 
+// Words of block b of a chunk. Kernels look such numbers up in shared memory wherever they need them, and keep no registers meanwhile.
+template <typename Shared>
+ZIPCCL_DEVICE uint32_t numel_of(const Shared& shared, uint32_t b, uint32_t block) {
+  return least(shared.numel - b * block, block);
+}
+
 // The status keeps the first failure in the order of rank, frame and chunk: rank << 48 | frame << 32 | chunk << 8 | FrameErrorCode. The
 // rank is 0xffff in calls without ranks. A number too large for its bits becomes the largest one.
 ZIPCCL_DEVICE uint64_t place_of(uint32_t rank, uint32_t frame, uint32_t chunk) {

@@ -11,12 +11,6 @@
 #define ZIPCCL_PARTS 31
 #endif
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#define ZIPCCL_DECODE_BLOCKS 3  // with 64 registers the decoder spills there
-#else
-#define ZIPCCL_DECODE_BLOCKS 4
-#endif
-
 #define ZIPCCL_CODEC(type, F, encode_blocks, decode_blocks)                                      \
   ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_cascade(const zipccl::EncodeJobs jobs) {    \
     if (jobs.block) zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Cascade>>(jobs);                \
@@ -51,7 +45,7 @@
   each(zipccl_decode_sum_##type, SumJob)
 
 #if ZIPCCL_PARTS & 1
-ZIPCCL_CODEC(bf16, Bf16, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_CODEC(bf16, Bf16, 4, 4)
 ZIPCCL_DELTA(bf16, Bf16, 3, 3)
 ZIPCCL_SUM(bf16, Bf16)
 #define ZIPCCL_EACH_1(each) ZIPCCL_EACH_WIDER(each, bf16)
@@ -59,7 +53,7 @@ ZIPCCL_SUM(bf16, Bf16)
 #define ZIPCCL_EACH_1(each)
 #endif
 #if ZIPCCL_PARTS & 2
-ZIPCCL_CODEC(fp16, Fp16, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_CODEC(fp16, Fp16, 4, 4)
 ZIPCCL_DELTA(fp16, Fp16, 3, 3)
 ZIPCCL_SUM(fp16, Fp16)
 #define ZIPCCL_EACH_2(each) ZIPCCL_EACH_WIDER(each, fp16)
@@ -75,13 +69,13 @@ ZIPCCL_SUM(fp32, Fp32)
 #define ZIPCCL_EACH_4(each)
 #endif
 #if ZIPCCL_PARTS & 8
-ZIPCCL_CODEC(e4m3, E4m3, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_CODEC(e4m3, E4m3, 4, 4)
 #define ZIPCCL_EACH_8(each) ZIPCCL_EACH_CODEC(each, e4m3)
 #else
 #define ZIPCCL_EACH_8(each)
 #endif
 #if ZIPCCL_PARTS & 16
-ZIPCCL_CODEC(e5m2, E5m2, 4, ZIPCCL_DECODE_BLOCKS)
+ZIPCCL_CODEC(e5m2, E5m2, 4, 4)
 ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) {
   if (jobs.count) zipccl::hash_regions(jobs);
 }
@@ -92,7 +86,6 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) {
 #undef ZIPCCL_CODEC
 #undef ZIPCCL_DELTA
 #undef ZIPCCL_SUM
-#undef ZIPCCL_DECODE_BLOCKS
 
 // Calls each(kernel, type of its parameters) for every kernel of this translation unit.
 #define ZIPCCL_EACH_KERNEL(each) \
