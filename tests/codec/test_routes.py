@@ -53,11 +53,7 @@ def test_frames_of_a_config_take_the_preferred_route(monkeypatch: pytest.MonkeyP
         class config:
             block, route = 1024, "nvrtc"
 
-        class transport:
-            class capabilities:
-                host_only = True
-
-        device = "cpu"
+        codec, staging, device = "cascade", None, "cpu"
 
     assert frames.FrameCoder(Context)._route == "auto"  # type: ignore[arg-type]
     Context.device = "cuda"
