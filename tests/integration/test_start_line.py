@@ -31,7 +31,7 @@ def _routes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "tried", lambda device: {})  # whatever earlier tests of this process have tried
+    monkeypatch.setattr(lines.kernels, "tried", lambda device: {})  # whatever earlier tests of this process have tried
     said = start_line(ZipcclConfig(enabled=True, codec="raw", min_bytes=77), None, "codes all")
     assert said.startswith(
         f"[ds_zipccl {ds_zipccl.__version__}] on, codes all; kernels: native; cuda not used: no GPU here; "
