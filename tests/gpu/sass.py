@@ -73,7 +73,7 @@ def parse(listing: str) -> dict[str, Code]:
         elif code and (
             found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
         ):
-            text = found[4].replace(".reuse", "")
+            text = re.sub(r"\(\*.*?\*\)|\.reuse", "", found[4])  # notes of the disassembler
             code.instructions.append(
                 Instruction(found[2] or "", found[3], _operands(text), int(found[1], 16), line.strip())
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,27 @@ def bra(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
         w.groups.append((taken, to))
         w.mask = w.mask & ~taken
         return None
+
+    return step
+
+
+@op("BRX")
+def brx(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
+    """Each lane goes to the sum of its register, a number and the next address."""
+    found = re.match(r"(R\d+) (-?0x[0-9a-f]+)", ins.operands[0])
+    if not found:
+        raise UnknownInstruction(ins.text)
+    source = value(found[1], ins, launcher, code.name)
+    ahead = ins.address + 16 + int(found[2], 16)
+    places = {each.address: i for i, each in enumerate(code.instructions)}
+
+    def step(w: Warp, m: Mask) -> Any:
+        if (m != w.mask).any():
+            raise UnknownInstruction(f"{ins.text}: only part of a group branches")
+        targets = np.broadcast_to(source(w), (LANES,)).astype(np.int64) + ahead
+        for each in np.unique(targets[m]):
+            w.groups.append((m & (targets == each), places[int(each)]))
+        return True
 
     return step
 

@@ -136,17 +136,20 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
   }
   const uint32_t count = __reduce_add_sync(kEveryLane, uint32_t(__popc(changed))), sum = __reduce_add_sync(kEveryLane, size_sum);
   if (count == 0) return {CHANGE, 0, 0, 0, 0};
-  if (__all_sync(kEveryLane, same)) return encode_block<F, Cascade>(words, extent, slot, list);
+  if (__all_sync(kEveryLane, same)) return encode_fill(head, slot);
 
   // The tail with a top of 0, where an unchanged element has no sign and no low bits.
   const uint32_t plain = tail_bits_bytes(fewest_bits(changed, extent).bits + __reduce_add_sync(kEveryLane, own)) +
                          __reduce_add_sync(kEveryLane, escapes) * uint32_t(sizeof(Word));
 
+  const uint32_t trim = F::has_trim ? least(uint32_t(__ffs(int(__reduce_or_sync(kEveryLane, any)))) - 1, F::M) : 0;
+  const uint32_t alone_bytes = least_alone_bytes<F>(n, __reduce_add_sync(kEveryLane, zeros), trim);
+
   // Shifts, levels and signs of this lane's elements, at the mean scale or, where the tail is then shorter, without one.
   uint32_t top = least(255, (8 * sum + Scale<F>::bias * count) / (8 * count));
   Shifts shifts;
   Grouping group;
-  uint32_t levels[kLevels], negative, words_at, tail;
+  uint32_t levels[kLevels], negative, tail;
   for (;; top = 0) {
     shifts = list_shifts<F>(bases, extent, top, list);
 #pragma unroll
@@ -167,20 +170,19 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
     own = shifts.sum + uint32_t(__popc(levels[0] | shifts.marks));
 #pragma unroll
     for (uint32_t level = 0; level + 1 < kLevels; ++level) own += uint32_t(__popc(levels[level]));
-    words_at = tail_bits_bytes(group.bits + __reduce_add_sync(kEveryLane, own));
-    tail = words_at + __reduce_add_sync(kEveryLane, uint32_t(__popc(levels[kLevels - 1]))) * uint32_t(sizeof(Word));
+    tail = tail_bits_bytes(group.bits + __reduce_add_sync(kEveryLane, own)) +
+           __reduce_add_sync(kEveryLane, uint32_t(__popc(levels[kLevels - 1]))) * uint32_t(sizeof(Word));
     if (tail <= plain || top == 0) break;
   }
-  const uint32_t most = __reduce_max_sync(kEveryLane, shifts.most), escaped = levels[kLevels - 1];
 
-  const uint32_t trim = F::has_trim ? least(uint32_t(__ffs(int(__reduce_or_sync(kEveryLane, any)))) - 1, F::M) : 0;
-  if (tail >= least_alone_bytes<F>(n, __reduce_add_sync(kEveryLane, zeros), trim)) {
+  if (tail >= alone_bytes) {
     const Form alone = encode_block<F, Cascade>(words, extent, slot, list);
     if (alone.body + alone.tail <= tail) return alone;
-    // The list was lent: put the shifts back.
+    // The list was lent: put the shifts back. No register keeps them or the group meanwhile.
     __syncwarp();
-    list_shifts<F>(bases, extent, top, list);
+    shifts = list_shifts<F>(bases, extent, top, list);
   }
+  const uint32_t most = __reduce_max_sync(kEveryLane, shifts.most), escaped = levels[kLevels - 1];
   __syncwarp();
   for (uint32_t i = lane_id(); i < (tail + 3) / 4; i += kLanes) reinterpret_cast<uint32_t*>(slot)[i] = 0;
   __syncwarp();
@@ -215,6 +217,7 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
     at = put_plane(slot, at, marks, low);
   }
   const Places places(escaped);
+  const uint32_t words_at = tail - places.count * uint32_t(sizeof(Word));
   __syncwarp();  // bits of other lanes are in the first byte's word
   for (uint32_t row = 0; row < kRows; ++row) {
     uint32_t to = words_at + places.of(row) * uint32_t(sizeof(Word));

@@ -145,20 +145,20 @@ ZIPCCL_DEVICE void copy_raw_part(const EncodeJobs& jobs, const EncodeShared<F>& 
   }
 }
 
-// Warps code the blocks of a part: first the whole ones, then the ones that need more registers.
+// Warps code the blocks of a part: first the whole ones, then the ones that need more registers. All blocks of a warp have the
+// same list, as their numbers differ by multiples of kWarps.
 template <typename F, typename Code>
 ZIPCCL_DEVICE void encode_blocks(const EncodeJobs& jobs, EncodeShared<F>& shared) {
-  const uint32_t warp = warp_id();
-  for (uint32_t b = shared.begin + warp; b < shared.end; b += kWarps) {
+  for (uint32_t b = shared.begin + warp_id(); b < shared.end; b += kWarps) {
     Form form = {kLater, 0, 0, 0, 0};
     if constexpr (!Code::delta) {
       if (numel_of(shared, b, jobs.block) == Whole::n)
-        form = encode_block<F, Code>(shared.words + b * jobs.block, Whole(), shared.slot[b], shared.list[warp]);
+        form = encode_block<F, Code>(shared.words + b * jobs.block, Whole(), shared.slot[b], shared.list[b % kWarps]);
     }
     if (lane_id() == 0) shared.form[b] = form;
   }
   __syncwarp();
-  for (uint32_t b = shared.begin + warp; b < shared.end; b += kWarps) {
+  for (uint32_t b = shared.begin + warp_id(); b < shared.end; b += kWarps) {
     if (shared.form[b].mode != kLater) continue;
     const uint32_t n = numel_of(shared, b, jobs.block);
     const typename F::Word* const from = shared.words + b * jobs.block;
@@ -167,9 +167,9 @@ ZIPCCL_DEVICE void encode_blocks(const EncodeJobs& jobs, EncodeShared<F>& shared
       const EncodeJob& job = jobs.job[shared.job];
       const uint64_t first = uint64_t(shared.item - job.first_item) * jobs.block * kChunkBlocks;
       const auto* const base = static_cast<const typename F::Word*>(job.base) + first + b * jobs.block;
-      form = encode_change<F>(from, base, n, shared.slot[b], shared.list[warp]);
+      form = encode_change<F>(from, base, n, shared.slot[b], shared.list[b % kWarps]);
     } else {
-      form = encode_block<F, Code>(from, Part{n}, shared.slot[b], shared.list[warp]);
+      form = encode_block<F, Code>(from, Part{n}, shared.slot[b], shared.list[b % kWarps]);
     }
     if (lane_id() == 0) shared.form[b] = form;
   }

@@ -230,6 +230,13 @@ ZIPCCL_DEVICE uint32_t encode_sparse(const Stored<F>& words, uint32_t zeros, uin
   return encode_tiers<Cascade>(k, escapes, zero, [=](uint32_t n) { return list[n]; }, slot, second, limit);
 }
 
+// A block of equal words.
+template <typename Word>
+ZIPCCL_DEVICE Form encode_fill(Word word, uint8_t* slot) {
+  if (lane_id() == 0) *reinterpret_cast<Word*>(slot) = word;
+  return {FILL, 0, 0, 0, word ? uint32_t(sizeof(Word)) : 0};
+}
+
 constexpr uint32_t kLater = CHANGE + 1;  // no mode: the code for whole blocks leaves the block to the code for partial blocks
 
 // Returns a block's form; writes its body and tail to `slot`. n is at least one. Zeros and equal words are rare and need registers: the
@@ -265,10 +272,7 @@ ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uin
 #pragma unroll
         for (uint32_t i = 0; i < 8; ++i) same &= octet.word(i) == head;
       }
-      if (__all_sync(kEveryLane, same)) {
-        if (lane_id() == 0) *reinterpret_cast<Word*>(slot) = head;
-        return {FILL, 0, 0, 0, head ? uint32_t(sizeof(Word)) : 0};
-      }
+      if (__all_sync(kEveryLane, same)) return encode_fill(head, slot);
     }
     if (smallest == 0) {
       for (uint32_t row = 0; row < kRows; ++row) {
