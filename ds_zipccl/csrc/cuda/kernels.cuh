@@ -11,6 +11,13 @@
 #define ZIPCCL_PARTS 31
 #endif
 
+// The encoders of differences need many registers. Where a multiprocessor has 100 KiB of shared memory, two blocks fit anyway.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define ZIPCCL_DELTA_BLOCKS 2
+#else
+#define ZIPCCL_DELTA_BLOCKS 3
+#endif
+
 #define ZIPCCL_CODEC(type, F, encode_blocks, decode_blocks)                                      \
   ZIPCCL_KERNEL(encode_blocks) zipccl_encode_##type##_cascade(const zipccl::EncodeJobs jobs) {    \
     if (jobs.block) zipccl::encode<zipccl::F, zipccl::Alone<zipccl::Cascade>>(jobs);                \
@@ -46,7 +53,7 @@
 
 #if ZIPCCL_PARTS & 1
 ZIPCCL_CODEC(bf16, Bf16, 4, 4)
-ZIPCCL_DELTA(bf16, Bf16, 3, 3)
+ZIPCCL_DELTA(bf16, Bf16, ZIPCCL_DELTA_BLOCKS, 3)
 ZIPCCL_SUM(bf16, Bf16)
 #define ZIPCCL_EACH_1(each) ZIPCCL_EACH_WIDER(each, bf16)
 #else
@@ -54,7 +61,7 @@ ZIPCCL_SUM(bf16, Bf16)
 #endif
 #if ZIPCCL_PARTS & 2
 ZIPCCL_CODEC(fp16, Fp16, 4, 4)
-ZIPCCL_DELTA(fp16, Fp16, 3, 3)
+ZIPCCL_DELTA(fp16, Fp16, ZIPCCL_DELTA_BLOCKS, 3)
 ZIPCCL_SUM(fp16, Fp16)
 #define ZIPCCL_EACH_2(each) ZIPCCL_EACH_WIDER(each, fp16)
 #else
@@ -85,6 +92,7 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) {
 #endif
 #undef ZIPCCL_CODEC
 #undef ZIPCCL_DELTA
+#undef ZIPCCL_DELTA_BLOCKS
 #undef ZIPCCL_SUM
 
 // Calls each(kernel, type of its parameters) for every kernel of this translation unit.
