@@ -167,7 +167,7 @@ def cuda_static(page: Path) -> str:
         (
             f"`{kernel}`",
             *(
-                f"{row['registers']}, {row['blocks']}, {row['slots']:.1f}"
+                f"{row['registers']}, {row['blocks']}, {'not counted' if row['slots'] is None else format(row['slots'], '.1f')}"
                 for row in map(found.__getitem__, architectures)
             ),
         )

@@ -11,11 +11,16 @@
 #define ZIPCCL_PARTS 31
 #endif
 
-// The encoders of differences need many registers. Where a multiprocessor has 100 KiB of shared memory, two blocks fit anyway.
+// The encoders of differences need many registers, more of them on later architectures. sm_120 has shared memory for two blocks only.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 #define ZIPCCL_DELTA_BLOCKS 2
 #else
 #define ZIPCCL_DELTA_BLOCKS 3
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define ZIPCCL_FP16_DELTA_BLOCKS 2
+#else
+#define ZIPCCL_FP16_DELTA_BLOCKS 3
 #endif
 
 #define ZIPCCL_CODEC(type, F, encode_blocks, decode_blocks)                                      \
@@ -61,7 +66,7 @@ ZIPCCL_SUM(bf16, Bf16)
 #endif
 #if ZIPCCL_PARTS & 2
 ZIPCCL_CODEC(fp16, Fp16, 4, 4)
-ZIPCCL_DELTA(fp16, Fp16, ZIPCCL_DELTA_BLOCKS, 3)
+ZIPCCL_DELTA(fp16, Fp16, ZIPCCL_FP16_DELTA_BLOCKS, 3)
 ZIPCCL_SUM(fp16, Fp16)
 #define ZIPCCL_EACH_2(each) ZIPCCL_EACH_WIDER(each, fp16)
 #else
@@ -93,6 +98,7 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) {
 #undef ZIPCCL_CODEC
 #undef ZIPCCL_DELTA
 #undef ZIPCCL_DELTA_BLOCKS
+#undef ZIPCCL_FP16_DELTA_BLOCKS
 #undef ZIPCCL_SUM
 
 // Calls each(kernel, type of its parameters) for every kernel of this translation unit.
