@@ -39,22 +39,11 @@ DEVICE = "cuda"
 MIB_BYTES, ROTATE_BYTES = 1 << 20, 256 << 20
 SUMMANDS = 8
 COLUMNS = (
-    Column("route", width=6),
-    Column("codec", width=8),
-    Column("dtype", width=8),
-    Column("mib", "d"),
-    Column("block", "d"),
-    Column("offset", "d"),
-    Column("ratio", ".3f"),
-    Column("encode_gbps", ".0f"),
-    Column("decode_gbps", ".0f"),
-    Column("copy_gbps", ".0f"),
-    Column("encode_moved", ".3f"),
-    Column("decode_moved", ".3f"),
-    Column("sum_moved", ".3f"),
-    Column("pair_us", ".1f"),
-    Column("wrong", "d"),
-)
+    Column("route", width=6), Column("codec", width=8), Column("dtype", width=8), Column("mib", "d"), Column("block", "d"),
+    Column("offset", "d"), Column("ratio", ".3f"), Column("encode_gbps", ".0f"), Column("decode_gbps", ".0f"),
+    Column("copy_gbps", ".0f"), Column("encode_moved", ".3f"), Column("decode_moved", ".3f"), Column("sum_moved", ".3f"),
+    Column("pair_us", ".1f"), Column("wrong", "d"),
+)  # fmt: skip
 #: Algorithms of nvCOMP, with their options for 16-bit floats.
 PEERS: dict[str, dict[str, str]] = {
     "nvcomp-ans": {"algorithm": "ANS", "data_type": "<f2"},
