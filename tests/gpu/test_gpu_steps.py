@@ -111,7 +111,7 @@ def test_the_commands_of_ds_zipccl_parse() -> None:
 
 
 def test_the_target_of_make(tmp_path: Path) -> None:
-    command = ["make", "-n", "gpu", "OUT=/tmp/somewhere", "PYTHON=some_python"]
+    command = ["make", "--no-print-directory", "-n", "gpu", "OUT=/tmp/somewhere", "PYTHON=some_python"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
     assert said.strip().startswith("env -u DS_ACCELERATOR ")
     assert said.strip().endswith('some_python tests/gpu/gpu.py --out "/tmp/somewhere"')
