@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import emulation
+import planted
 import pytest
 import tiers
 import torch
 from cuda_frames import GUARD, frame_of, slot, words
-from places import PYTHONPATH
 
 from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.frame import FrameError, FrameErrorCode
@@ -209,16 +206,9 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
     """In a process of its own, as some of them end it."""
     file, good, bad = MISTAKES[mistake]
     program = f"""
-import sys
-sys.path[:0] = {PYTHONPATH.split(os.pathsep)!r}
 import emulation, test_cuda_waves
 launcher = emulation.launcher({{{file!r}: ({(good, bad)!r},)}}, emulation.BF16)
 for seed in range(6):
     test_cuda_waves.trial(seed, launcher)
-print("nothing noticed")
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert "nothing noticed" not in result.stdout
-    assert "plant the mistake elsewhere" not in result.stderr, result.stderr[-2000:]
-    noticed = ("AssertionError", "FrameError", "emulation: block")
-    assert result.returncode < 0 or any(word in result.stderr for word in noticed), result.stderr[-2000:]
+    planted.assert_noticed(program, ("AssertionError", "FrameError", "emulation: block"), seconds=240)

@@ -30,10 +30,7 @@ from sass_ops import Operands, op
 @op("IMAD")
 def imad(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
     o = Operands(ins, code, launcher)
-    rest = [text for text in o.texts if not is_predicate(text)]
-    at = [o.texts.index(text) for text in rest]
-    if len(rest) != 4:
-        at = [i for i, text in enumerate(o.texts) if not is_predicate(text)]
+    at = [i for i, text in enumerate(o.texts) if not is_predicate(text)]
     a, b = o.get(at[1]), o.get(at[2])
     if "WIDE" in o.flags or "HI" in o.flags:
         if "U32" not in o.flags:
