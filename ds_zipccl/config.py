@@ -104,6 +104,15 @@ class ZipcclConfig:
         "of the all-reduce. off: all-reduce the bucket.",
     ] = "auto"
     min_bytes: Annotated[int, AtLeast(0), "Messages smaller than this many bytes pass through uncoded."] = 65536
+    nccl: Annotated[
+        Literal["off", "on"],
+        "on: code NCCL groups too. off, the default until these schedules have run on GPUs: NCCL groups pass through uncoded.",
+    ] = "off"
+    nccl_min_bytes: Annotated[
+        int,
+        AtLeast(0),
+        "On NCCL groups, messages smaller than this many bytes pass through uncoded.",
+    ] = 4194304
     staging_mib: Annotated[
         int,
         AtLeast(1),

@@ -119,7 +119,7 @@ class Op:
     ``parameters``: names in the order of torch.distributed, spelled as in DeepSpeed's TorchBackend. ``traffic``: the kind in
     :data:`TRAFFIC`; "" for operations without a predicted cost. ``one_sided``: some ranks need no data of other ranks, and must not wait
     for them. ``by_node``: a schedule by node exists that has the same bits. ``coded``: a schedule with frames exists.
-    ``point_to_point``: one sender and one receiver.
+    ``point_to_point``: one sender and one receiver. ``on_device``: a schedule in the order of a device's streams exists.
     """
 
     parameters: tuple[str, ...]
@@ -128,14 +128,19 @@ class Op:
     by_node: bool = False
     coded: bool = True
     point_to_point: bool = False
+    on_device: bool = False
 
 
 _REDUCE = ("op", "group", "async_op")
 
 OPS: dict[str, Op] = {
-    "all_gather": Op(("tensor_list", "tensor", "group", "async_op"), "all_gather", by_node=True),
-    "all_gather_into_tensor": Op(("output_tensor", "input_tensor", "group", "async_op"), "all_gather", by_node=True),
-    "all_gather_coalesced": Op(("output_tensors", "input_tensors", "group", "async_op"), "all_gather", by_node=True),
+    "all_gather": Op(("tensor_list", "tensor", "group", "async_op"), "all_gather", by_node=True, on_device=True),
+    "all_gather_into_tensor": Op(
+        ("output_tensor", "input_tensor", "group", "async_op"), "all_gather", by_node=True, on_device=True
+    ),
+    "all_gather_coalesced": Op(
+        ("output_tensors", "input_tensors", "group", "async_op"), "all_gather", by_node=True, on_device=True
+    ),
     "reduce_scatter": Op(("output", "input_list", *_REDUCE), "reduce_scatter"),
     "reduce_scatter_tensor": Op(("output_tensor", "input_tensor", *_REDUCE), "reduce_scatter"),
     "reduce": Op(("tensor", "dst", *_REDUCE), one_sided=True),

@@ -1,4 +1,4 @@
-"""The context of one operation on this rank: group, ranks, tags, transport, byte counts and error messages."""
+"""The context of one operation on this rank: group, ranks, byte counts and error messages; tags and transport of messages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,39 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import wire
 
 
-class OpContext:
+class Call:
+    """One operation of this rank, for messages and counters. ``rank`` and ``size`` are those of the group; ``logical_bytes`` and
+    ``wire_bytes`` count the frames sent."""
+
+    def __init__(self, op: str, group: dist.ProcessGroup, config: ZipcclConfig, role: str) -> None:
+        state = group_state(group)
+        assert state is not None  # a rank outside the group has no operation here
+        self.op, self.group, self.config, self.role, self.state = op, group, config, role, state
+        self.rank, self.size = state.rank, state.size
+        self.logical_bytes = self.wire_bytes = 0
+
+    def count(self, logical_bytes: int, wire_bytes: int) -> None:
+        """Count frames sent."""
+        self.logical_bytes += logical_bytes
+        self.wire_bytes += wire_bytes
+
+    def where(self) -> str:
+        """Return the operation, its group and this rank, for messages."""
+        name = getattr(self.group, "group_name", "?")
+        return f"{self.op} (group {name!r} of {self.size} ranks, role {self.role}, global rank {dist.get_rank()})"
+
+    def error(self, problem: str) -> CommError:
+        """Return an error with the operation, the group, this rank and the problem."""
+        return CommError(f"{self.where()}: {problem}")
+
+
+class OpContext(Call):
     """One operation of this rank. Contexts are made in program order on every rank, because each takes the next tags of the group.
 
     ``rank``, ``peers`` and all ranks in schedules are group ranks. ``peers`` is the order of receives, nearest lower rank first; gloo's
     ring adds in the same order. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: the codec of frames without a
     base. ``with_base``: frames may be differences. ``staging``: makes and reads the frames of tensors on a device whose memory the
-    transport does not take. ``logical_bytes`` and ``wire_bytes`` count the frames sent.
+    transport does not take.
 
     Args:
         tag: first tag; the group's next tags if None.
@@ -43,15 +69,12 @@ class OpContext:
         with_base: bool = False,
         sums: bool = False,
     ) -> None:
-        state = group_state(group)
-        assert state is not None  # a rank outside the group has no operation here
-        self.op, self.group, self.config, self.role = op, group, config, role
+        super().__init__(op, group, config, role)
+        state = self.state
         self.codec, self.device, self.with_base, self.nodes = codec, device.type, with_base, nodes
-        self.rank, self.size = state.rank, state.size
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.transport = state.transport(self.device, group)
         self.staging = host_staging.staging(device, config.route, self.transport.capabilities.host_only)
-        self.logical_bytes = self.wire_bytes = 0
         self._tag = state.next_tag() if tag is None else tag
         if sums and state.sum_switches is None and state.backend("cpu") == state.backend(self.device):
             state.sum_switches = self.transport.ask_sum_switches()
@@ -78,11 +101,6 @@ class OpContext:
         """
         return nullcontext() if self.staging is None else self.staging.working()
 
-    def count(self, logical_bytes: int, wire_bytes: int) -> None:
-        """Count one frame sent."""
-        self.logical_bytes += logical_bytes
-        self.wire_bytes += wire_bytes
-
     def flushing_ranks(self) -> Sequence[bool]:
         """Return for each rank whether its backend flushes denormals in sums. Blocks until all ranks have begun their first sum.
 
@@ -97,15 +115,6 @@ class OpContext:
     def global_rank(self, peer: int) -> int:
         """Return the global rank of ``peer``, a rank of this group."""
         return dist.get_global_rank(self.group, peer)
-
-    def where(self) -> str:
-        """Return the operation, its group and this rank, for messages."""
-        name = getattr(self.group, "group_name", "?")
-        return f"{self.op} (group {name!r} of {self.size} ranks, role {self.role}, global rank {dist.get_rank()})"
-
-    def error(self, problem: str) -> CommError:
-        """Return an error with the operation, the group, this rank and the problem."""
-        return CommError(f"{self.where()}: {problem}")
 
     @contextmanager
     def naming(self, doing: str, peer: int | None = None) -> Iterator[None]:

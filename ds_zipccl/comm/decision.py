@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.request import Request, TensorKind
@@ -73,6 +74,8 @@ def decide(request: Request) -> Choice:
     problem = (request.problem or _mixture(request)) if admitted.frames else ""
     if problem:
         raise ValueError(f"{request.op}: {problem}")
+    if admitted.on_device:
+        return Choice(_on_device(request, state, admitted))
     if admitted.frames:
         _refuse_capture(request.op, tensor.device)
     if tuner is None:
@@ -81,6 +84,24 @@ def decide(request: Request) -> Choice:
     if timer is not None:
         timer.nbytes = request.nbytes()
     return Choice(decision, timer, competing=True)
+
+
+def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decision:
+    """Return the decision on a call in stream order, at this moment of the program. All ranks are at the same one."""
+    device = request.tensor.device
+    if devices.is_capturing(device):
+        return Decision.passing(PassReason.CAPTURED)
+    if state.collective_transport(device.type, resolve_group(request.group)).is_coalescing():
+        return Decision.passing(PassReason.COALESCED)
+    return admitted
+
+
+def open_device_context(request: Request, decision: Decision) -> DeviceContext:
+    """Return the context of a request whose frames stay on the device. Every rank calls in program order."""
+    group = resolve_group(request.group)
+    return DeviceContext(
+        request.op, group, request.config, request.role, decision.codec, torch.device(request.tensor.device)
+    )
 
 
 def open_context(request: Request, decision: Decision) -> OpContext:
@@ -161,7 +182,7 @@ def message_of(
 
 def _decide(request: Request, message: Message, state: GroupState) -> tuple[Decision, Tuner | None]:
     admitted = admission.admit(message, request.config)
-    if not admitted.frames:
+    if not admitted.frames or admitted.on_device:
         return admitted, None
     group = resolve_group(request.group)
     competing = admission.candidates(

@@ -4,7 +4,7 @@ some are timed or checked."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,11 @@ import torch.distributed as dist
 from ds_zipccl import tensors
 from ds_zipccl.comm import work
 from ds_zipccl.comm.buffer_pool import POOL
-from ds_zipccl.comm.decision import Choice, open_context
+from ds_zipccl.comm.decision import Choice, open_context, open_device_context
+from ds_zipccl.comm.device.lanes import Lane
+from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.request import Request, Schedule
+from ds_zipccl.comm.request import DeviceSchedule, Request, Schedule
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.comm.tuner import CallTimer
@@ -33,6 +35,8 @@ def execute(choice: Choice, request: Request, schedule: Schedule) -> Any:
     """
     # a caller may change its lists as soon as an asynchronous call has returned
     request.inputs, request.outputs = tuple(request.inputs), tuple(request.outputs)
+    if choice.decision.on_device:
+        return _enqueue(choice, request, cast(DeviceSchedule, schedule))
     if choice.decision.frames:
         return _execute_coded(choice, request, schedule)
     if choice.decision.reason == PassReason.NOT_A_MEMBER.value:
@@ -162,6 +166,31 @@ def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
         return work.start(request.op, request.outputs, job)
     job()
     return None
+
+
+def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
+    """Execute a call on a device: the work is on its streams when the call returns. The current stream waits for a blocking call."""
+    shadow = None
+    if request.config.check == "shadow":
+        ranks = group_size(request.group)
+        shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
+    with torch.inference_mode(), tensors.undisturbed():
+        order = memory_order if request.memory_order else logical_order
+        inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
+        ctx = open_device_context(request, choice.decision)
+        schedule.enqueue(ctx, inputs, outputs)
+        with ctx.lanes.on(Lane.DECODE):
+            _copy_back(outputs, request.outputs)
+        event = ctx.lanes.record(Lane.DECODE)
+    handle = StreamWork(ctx.where(), ctx.lanes, event, request.outputs, [*inputs, *outputs, *request.outputs])
+    logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
+    counters.record(request.role, request.op, logical, ctx.wire_bytes, ctx.lanes.nbytes())
+    if request.async_op and shadow is None:
+        return handle
+    handle.wait()
+    if shadow is not None:
+        shadow.compare(request.outputs, ctx.error)
+    return handle if request.async_op else None
 
 
 def logical_order(tensor: torch.Tensor) -> torch.Tensor:

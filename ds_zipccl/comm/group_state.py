@@ -12,8 +12,15 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ds_zipccl.comm import topology, work
 from ds_zipccl.comm.calibration import measure
-from ds_zipccl.comm.transport import TRANSPORTS
-from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TAGS_PER_RANGE, SumSwitches, TagRange, Transport
+from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS, TRANSPORTS
+from ds_zipccl.comm.transport.protocol import (
+    TAGS_PER_COLLECTIVE,
+    TAGS_PER_RANGE,
+    CollectiveTransport,
+    SumSwitches,
+    TagRange,
+    Transport,
+)
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.cost_model import LinkProfile
 
@@ -64,6 +71,14 @@ class GroupState:
     def transport(self, device: str, group: dist.ProcessGroup) -> Transport:
         """Return the transport of tensors on ``device``. Admission has made sure that their backend has a transport."""
         return TRANSPORTS[self.backend(device)](group)
+
+    def collective_transport(self, device: str, group: dist.ProcessGroup) -> CollectiveTransport:
+        """Return the transport in stream order of tensors on ``device``."""
+        return COLLECTIVE_TRANSPORTS[self.backend(device)](group)
+
+    def streams(self, device: str) -> bool:
+        """Return whether the transport of tensors on ``device`` is one in stream order."""
+        return self.backend(device) in COLLECTIVE_TRANSPORTS
 
     def backoff(self, op: str, role: str) -> RawBackoff:
         """Return the backoff of an operation's frames."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.shadow_check import Plain, Tolerance
 from ds_zipccl.config import ZipcclConfig
 
@@ -28,10 +29,18 @@ class TensorKind(NamedTuple):
 
 
 class Schedule(Protocol):
-    """An algorithm that executes an operation with frames."""
+    """An algorithm that executes an operation with frames, over messages of pairs of ranks."""
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Write the outputs; blocks. Tensors are flat, contiguous, of one dtype on one device, in the element order of the request."""
+        ...
+
+
+class DeviceSchedule(Protocol):
+    """A schedule that has another algorithm over collectives in the order of a device's streams."""
+
+    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Put the work on the lanes, the last of it on the decoding lane; the host waits at most for a verdict. Tensors as for ``run``."""
         ...
 
 

@@ -15,7 +15,9 @@ from ds_zipccl.ops import OPS
 #: Reductions that our schedules compute (admission: other reductions are not sums of decompressed frames).
 CODED_REDUCE_OPS = ("SUM", "AVG")
 #: Backends with a schedule of ours, by device type (admission: the order of gloo's sums and its tag matching are known).
-CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo",)}
+CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
+#: Backends whose schedules are collectives in the order of a device's streams.
+STREAM_BACKENDS = ("nccl",)
 #: dtypes that are compressed on the wire (admission: gloo refuses float8, and the refusal must not depend on a message's size).
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Devices whose tensors go as differences (admission: frames of other devices are staged in host memory, and their base is not there).
@@ -103,6 +105,27 @@ class PassReason(Enum):
         "The group's backend, which the table names, has no coded schedule. NCCL has none in this release.",
         "Coding works on gloo groups only. A job whose CUDA tensors go by NCCL gains nothing yet.",
     )
+    NCCL_OFF = (
+        "nccl is off",
+        "The group's backend is NCCL, and the key `nccl` is off: the schedules on NCCL groups have not run on GPUs yet, only on a "
+        "simulated one.",
+        'Set `"nccl": "on"` in the section to code NCCL groups all the same.',
+    )
+    NOT_ON_DEVICE = (
+        "no schedule on NCCL for {}",
+        "The operation, which the table names, has no coded schedule on NCCL groups.",
+        "None in this release. DeepSpeed's training does not send large messages by it.",
+    )
+    CAPTURED = (
+        "graph capture",
+        "A CUDA graph is being captured. The host cannot look at sizes of frames during a replay.",
+        "None in this release.",
+    )
+    COALESCED = (
+        "coalescing manager",
+        "The program collects operations of the group in torch's coalescing manager, which sends them together.",
+        "None is needed.",
+    )
     PLAIN_IS_FASTER = (
         "plain is faster",
         "The tuner has measured the plain collective and our schedules for this kind of message, and the plain one won.",
@@ -155,7 +178,7 @@ class Decision:
 
     ``by_node``: every shard of a gather goes once between nodes, and the ranks of a node forward its frame; a sum goes in two levels, and
     ``codec`` is the codec between nodes. ``with_base``: shards go as differences if all ranks prove to hold the same base; ``codec`` is
-    then the codec of all other frames.
+    then the codec of all other frames. ``on_device``: the frames stay on the device, and travel by collectives in stream order.
     """
 
     frames: bool
@@ -163,6 +186,7 @@ class Decision:
     reason: str
     by_node: bool = False
     with_base: bool = False
+    on_device: bool = False
 
     @classmethod
     def passing(cls, reason: PassReason, detail: object = "") -> Decision:
@@ -200,7 +224,18 @@ RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: (
         "" if message.backend in CODED_BACKENDS[message.device] else PassReason.BACKEND.of(message.backend)
     ),
+    lambda message, config: _on_stream(message, config) if message.backend in STREAM_BACKENDS else "",
 )
+
+
+def _on_stream(message: Message, config: ZipcclConfig) -> str:
+    """Return the reason why a message of a group in stream order passes; "" where there is none."""
+    if config.nccl == "off":
+        return str(PassReason.NCCL_OFF.value)
+    if not OPS[message.op].on_device:
+        return PassReason.NOT_ON_DEVICE.of(message.op)
+    small = message.nbytes is not None and message.nbytes < config.nccl_min_bytes
+    return str(PassReason.SMALL.value) if small else ""
 
 
 def admit(message: Message, config: ZipcclConfig) -> Decision:
@@ -214,7 +249,14 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
     reason = next(filter(None, (rule(message, config) for rule in RULES)), "")
     if reason:
         return Decision(False, "", reason)
-    return Decision(True, config.codec, "", by_node=message.nodes > 0, with_base=_differs(message, config))
+    return Decision(
+        True,
+        config.codec,
+        "",
+        by_node=message.nodes > 0,
+        with_base=_differs(message, config),
+        on_device=message.backend in STREAM_BACKENDS,
+    )
 
 
 def _differs(message: Message, config: ZipcclConfig) -> bool:

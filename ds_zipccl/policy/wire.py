@@ -65,3 +65,31 @@ def fragment_numel(numel: int, itemsize: int, ranks: int, staging: int) -> int:
         staging // ((3 * PIPELINE_DEPTH + 2) * max(1, ranks - 1)),
     )
     return max(1, wanted // itemsize // FRAGMENT_UNIT) * FRAGMENT_UNIT
+
+
+#: Fragments of an operation on a device, and least bytes of a fragment's words (seed: while one is on the wire, the next is encoded and the
+#: last decoded; 16 MiB of bf16 fill an H100).
+DEVICE_FRAGMENTS, DEVICE_FRAGMENT_BYTES = 4, 16 << 20
+#: Slots are multiples of this many bytes (seed: of NCCL's and the memory's units).
+SLOT_UNIT = 512
+
+
+def device_fragment_bytes(nbytes: int, budget: int) -> int:
+    """Return the most bytes of words, of all ranks, in one fragment of an operation of ``nbytes``. Three fragments fit the ``budget``: one
+    is encoded, one on the wire, one decoded."""
+    return min(max(-(-nbytes // DEVICE_FRAGMENTS), DEVICE_FRAGMENT_BYTES), budget // 3)
+
+
+def device_piece_numel(itemsize: int, ranks: int, budget: int) -> int:
+    """Return the most elements of a frame: that of every rank fits a fragment."""
+    return max(1, budget // 3 // ranks // itemsize // FRAGMENT_UNIT) * FRAGMENT_UNIT
+
+
+def shrinks(nbytes: int, frame: int) -> bool:
+    """Return whether a frame of ``frame`` bytes is worth decoding, in place of ``nbytes`` bytes of words."""
+    return nbytes >= RAW_BELOW_BYTES and nbytes >= LEAST_RATIO * frame
+
+
+def slot_bytes(frame: int) -> int:
+    """Return the bytes of a slot for frames of up to ``frame`` bytes."""
+    return -(-frame // SLOT_UNIT) * SLOT_UNIT

@@ -20,7 +20,7 @@ class Row(TypedDict):
     ``reasons`` maps the reason of a pass to its number of calls. ``differences`` maps the reason why a shard went in full to the number of
     such shards; the empty reason counts the shards that went as differences. ``whole`` maps a reason to the number of gradient sums that
     went to all ranks, not to their owners only. ``choices`` maps a kind of message to the latest choice of a schedule and the number of
-    choices; ``more_choices`` counts the earlier kinds, which are no longer kept.
+    choices; ``more_choices`` counts the earlier kinds, which are no longer kept. ``host_waits``: times that the host waited for a device.
     """
 
     role: str
@@ -36,6 +36,7 @@ class Row(TypedDict):
     whole: dict[str, int]
     choices: dict[str, tuple[str, int]]
     more_choices: int
+    host_waits: int
 
 
 class Totals(TypedDict):
@@ -83,6 +84,7 @@ class _Counts:
     whole: Counter[str] = field(default_factory=Counter)
     choices: dict[str, _Choice] = field(default_factory=dict)  # the latest CHOICES
     more_choices: int = 0
+    host_waits: int = 0
 
 
 @dataclass
@@ -148,6 +150,12 @@ def record_whole(role: str, op: str, reason: str) -> None:
         _of(role, op).whole[reason] += 1
 
 
+def record_host_wait(role: str, op: str) -> None:
+    """Count one wait of the host for a device."""
+    with _lock:
+        _of(role, op).host_waits += 1
+
+
 def record_choice(role: str, op: str, what: str, text: str) -> None:
     """Count the choice ``text`` of a schedule for the kind of message ``what``; the latest choice of a kind is kept."""
     with _lock:
@@ -196,6 +204,7 @@ def rows() -> list[Row]:
                 whole=dict(counts.whole),
                 choices={what: (choice.latest, choice.count) for what, choice in counts.choices.items()},
                 more_choices=counts.more_choices,
+                host_waits=counts.host_waits,
             )
             for (role, op), counts in sorted(_counts.items())
         ]

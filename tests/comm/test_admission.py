@@ -39,7 +39,7 @@ REFUSED = {
     "dtype float64": (replace(GOOD, dtype=torch.float64), ON),
     "reduce op MAX": (replace(GOOD, reduce_op="MAX"), ON),
     "no coded route on xpu yet": (replace(GOOD, device="xpu", backend="xccl"), ON),
-    "no coded schedule for backend nccl yet": (replace(GOOD, device="cuda", backend="nccl"), ON),
+    "nccl is off": (replace(GOOD, device="cuda", backend="nccl"), ON),
     "no coded schedule for backend mpi yet": (replace(GOOD, backend="mpi"), ON),
     "smaller than min_bytes": (replace(GOOD, numel=32767), ON),
 }

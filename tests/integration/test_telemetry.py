@@ -30,12 +30,12 @@ def test_rows() -> None:
         {
             "role": "dp", "op": "broadcast", "calls": 0, "logical_bytes": 0, "wire_bytes": 0, "ratio": 1.0,
             "passed": 2, "passed_bytes": 16, "reasons": {"dtype int64": 2}, "differences": {}, "whole": {},
-            "choices": {}, "more_choices": 0,
+            "choices": {}, "more_choices": 0, "host_waits": 0,
         },
         {
             "role": "zero_grad", "op": "all_reduce", "calls": 2, "logical_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5,
             "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {}, "whole": {},
-            "choices": {}, "more_choices": 0,
+            "choices": {}, "more_choices": 0, "host_waits": 0,
         },
     ]  # fmt: skip
     assert counters.totals() == {"logical_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5, "staging_bytes": 0}

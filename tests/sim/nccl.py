@@ -88,7 +88,7 @@ class Group(dist.ProcessGroup):
         return self._rank
 
     @property
-    def groupreduction(self) -> str:
+    def group_name(self) -> str:
         return self._communicator.name
 
     def new_group(self, ranks: list[int], **options: Any) -> Group | None:

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_zipccl import tensors
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.delta import negotiation
+from ds_zipccl.comm.device import gather as on_device
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Shard
+from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import Request
@@ -27,6 +32,15 @@ class _GatherLists:
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         gather(ctx, 0, inputs, [[place] for place in outputs])
 
+    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        (own,) = inputs
+        with ctx.lanes.on(Lane.DECODE):  # NCCL's gather of a list has a temporary too
+            whole = tensors.empty(own.numel() * ctx.size, own.dtype, own.device)
+            ctx.lanes.order(Lane.DECODE, Lane.ENCODE)
+        on_device.gather(ctx, [Shard(own, whole, [own.numel()])])
+        for place, part in zip(outputs, equal_shards(whole, ctx.size), strict=True):
+            ctx.copy(part, place)
+
 
 @dataclass(frozen=True, slots=True)
 class _GatherShards:
@@ -41,6 +55,9 @@ class _GatherShards:
             negotiation.gather(ctx, inputs[0], [place for (place,) in places], self.base)
         else:
             gather(ctx, 0, inputs, places)
+
+    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        on_device.gather(ctx, [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)])
 
 
 def equal_shards(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:

@@ -26,7 +26,7 @@ class GlooTransport:
     """:class:`ds_zipccl.comm.transport.Transport` over the caller's own gloo group."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        oversized_receives=True, stream_ordered=False, host_only=True, tags=True, documented_sums=True
+        oversized_receives=True, host_only=True, tags=True, documented_sums=True
     )
 
     def __init__(self, group: dist.ProcessGroup) -> None:

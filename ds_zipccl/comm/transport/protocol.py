@@ -1,13 +1,14 @@
-"""The transport protocol: how bytes travel between the ranks of one group.
+"""The transport protocols: how bytes travel between the ranks of one group. Schedules see only these.
 
-Schedules see only this protocol. A transport declares its :class:`Capabilities`. A schedule that needs more capabilities is not a candidate
-on the transport.
+A :class:`Transport` has messages of pairs of ranks, driven by the host. It declares its :class:`Capabilities`. A schedule that needs more
+capabilities is not a candidate on the transport. A :class:`CollectiveTransport` has collectives in the order of a device's streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 from typing import ClassVar, Protocol
 
@@ -33,13 +34,11 @@ class TagRange(IntEnum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """``oversized_receives``: a receive buffer may be larger than the message, so that no sizes are exchanged. ``stream_ordered``:
-    messages follow the current CUDA stream and :meth:`Transport.post_send` needs no host wait. ``host_only``: buffers must lie in host
-    memory, so that frames of CUDA tensors are staged. ``tags``: messages of one pair of ranks are matched by tag, not only by order.
-    ``documented_sums``: the backend adds in an order that :meth:`Transport.ring_chunk` describes."""
+    """``oversized_receives``: a receive buffer may be larger than the message, so that no sizes are exchanged. ``host_only``: buffers must
+    lie in host memory, so that frames of CUDA tensors are staged. ``tags``: messages of one pair of ranks are matched by tag, not only by
+    order. ``documented_sums``: the backend adds in an order that :meth:`Transport.ring_chunk` describes."""
 
     oversized_receives: bool
-    stream_ordered: bool
     host_only: bool
     tags: bool
     documented_sums: bool
@@ -82,4 +81,49 @@ class Transport(Protocol):
 
     def ask_sum_switches(self) -> SumSwitches:
         """Ask all ranks for the switches of their sums; a collective that does not block."""
+        ...
+
+
+class CollectiveTransport(Protocol):
+    """Collectives of one group on tensors of its device. Ranks are group ranks; tensors are flat and contiguous.
+
+    A call puts its work on the current stream of the device, and returns. Every rank calls in one order with equal sizes. All methods raise
+    RuntimeError where the backend does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None: ...
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Write the parts of all ranks to ``whole``, in their order. ``part`` is the own part of ``whole``, or apart from it."""
+        ...
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int] | None = None,
+        sent_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Send the pieces of ``sent`` to the ranks, in their order, and write the pieces for this rank to ``received``. Sizes in elements;
+        None: equal pieces."""
+        ...
+
+    def max(self, words: torch.Tensor) -> None:
+        """Replace each word by the largest of all ranks."""
+        ...
+
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, op: dist.ReduceOp) -> None:
+        """Write the backend's own sum of this rank's part of every rank's ``whole`` to ``part``, which may be the own part."""
+        ...
+
+    def reduce(self, tensor: torch.Tensor, owner: int, op: dist.ReduceOp) -> None:
+        """Replace ``tensor`` of rank ``owner`` by the backend's own sum; other ranks' tensors are undefined afterwards."""
+        ...
+
+    def is_coalescing(self) -> bool:
+        """Return whether the program collects operations of the group in a coalescing manager: nothing else may be called meanwhile."""
+        ...
+
+    def timeout(self, device: torch.device) -> timedelta:
+        """Return the time after which the backend gives an operation up."""
         ...

@@ -1,0 +1,5 @@
+"""How, on a device: schedules whose frames stay in device memory and travel by the backend's collectives, in the order of streams.
+
+The rule for all of them: a call puts its work on streams, on the caller's thread, in program order, on the caller's group. No thread, and
+no stream that waits for work which the calling thread has not put on a stream already. Only :mod:`.verdict` waits on the host.
+"""

@@ -1,0 +1,42 @@
+"""The context of one operation on a device."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import kernels
+from ds_zipccl.comm.context import Call
+from ds_zipccl.comm.device.lanes import Lane, lanes_of
+from ds_zipccl.comm.device.reports import reports_of
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels.cuda import CudaRoute
+
+
+class DeviceContext(Call):
+    """One operation of this rank whose frames stay on ``device``.
+
+    ``codec``: of frames without a base. ``route``: the kernels. ``budget``: bytes of all slabs. ``names``: the parameters of the
+    operation, for messages.
+    """
+
+    def __init__(
+        self, op: str, group: dist.ProcessGroup, config: ZipcclConfig, role: str, codec: str, device: torch.device
+    ) -> None:
+        super().__init__(op, group, config, role)
+        self.codec, self.device = codec, device
+        self.transport = self.state.collective_transport(device.type, group)
+        self.route = cast(CudaRoute, kernels.route(kernels.preferred(config.route, device.type), device.type))
+        self.lanes = lanes_of(device)
+        self.reports = reports_of(self.lanes)
+        self.budget = config.staging_mib << 20
+        self.lanes.sweep()
+        self.lanes.begin()
+
+    def copy(self, source: torch.Tensor, place: torch.Tensor) -> None:
+        """Copy words on the decoding lane, unless they are in their place."""
+        if source.data_ptr() != place.data_ptr():
+            with self.lanes.on(Lane.DECODE):
+                place.copy_(source)

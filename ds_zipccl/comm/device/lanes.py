@@ -1,0 +1,163 @@
+"""The streams of a device on which coded operations work, and their memory for frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ds_zipccl import devices, tensors
+from ds_zipccl.telemetry import counters
+
+#: Slabs are multiples of an eighth of the power of two below their size, and of this many bytes (seed: few sizes, so that slabs fit again).
+_GRAIN = 1 << 16
+
+
+class Lane(Enum):
+    """The work of a stream: encoding, the backend's collectives, decoding."""
+
+    ENCODE = "encode"
+    WIRE = "wire"
+    DECODE = "decode"
+
+
+class Slab:
+    """Memory for the frames of one fragment. ``last``: the event after its last use; None before the first use, and without streams."""
+
+    def __init__(self, memory: torch.Tensor, last: Any) -> None:
+        self.memory, self.last, self.held = memory, last, True
+
+
+class Lanes:
+    """The three streams of a device, one for each :class:`Lane`; nothing for a device without streams, whose work is done at once.
+
+    All groups of a device share its lanes: their collectives then never run side by side, which NCCL does not promise to allow. The
+    wire has a high priority, so that its kernels get multiprocessors before the tail of a decoder.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._runtime = device, devices.runtime(device)
+        self._slabs: list[Slab] = []
+        self._left: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        if self._runtime is not None:
+            with self._runtime.device(device):
+                priority = {Lane.WIRE: -1}
+                self._streams = {lane: self._runtime.Stream(device, priority=priority.get(lane, 0)) for lane in Lane}
+                self._owner = self._runtime.Stream(device)  # slabs are allocated and freed under this stream
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """Return a context in which the lane is the calling thread's current stream."""
+        return nullcontext() if self._runtime is None else self._runtime.stream(self._streams[lane])
+
+    def begin(self) -> None:
+        """Let all lanes wait for the work that the caller has put on its current stream."""
+        if self._runtime is not None:
+            called = self._runtime.current_stream(self.device).record_event()
+            for stream in self._streams.values():
+                stream.wait_event(called)
+
+    def order(self, first: Lane, second: Lane) -> None:
+        """Let the second lane wait for the work that is on the first lane now."""
+        if self._runtime is not None:
+            self._streams[second].wait_event(self._streams[first].record_event())
+
+    def record(self, lane: Lane) -> Any:
+        """Return an event after the work that is on the lane now; None without streams."""
+        return None if self._runtime is None else self._streams[lane].record_event()
+
+    def join(self, event: Any) -> None:
+        """Let the calling thread's current stream wait for an event of :meth:`record`."""
+        if self._runtime is not None and event is not None:
+            self._runtime.current_stream(self.device).wait_event(event)
+
+    @contextmanager
+    def slab(self, nbytes: int, budget: int) -> Iterator[torch.Tensor]:
+        """Give memory of ``nbytes``, uint8. All lanes wait for its last use; its use ends with the work on all lanes at the end.
+
+        A reused slab bounds the memory: the device waits, not the host. ``budget``: bytes of all slabs; a single slab may be larger.
+        """
+        found = self._take(nbytes, budget)
+        try:
+            yield found.memory[:nbytes]
+        finally:
+            if self._runtime is not None:
+                for lane in (Lane.ENCODE, Lane.WIRE):
+                    self.order(lane, Lane.DECODE)
+                found.last = self.record(Lane.DECODE)
+            found.held = False
+
+    def _take(self, nbytes: int, budget: int) -> Slab:
+        grain = max(_GRAIN, (1 << max(nbytes - 1, 1).bit_length() - 1) // 8)
+        size = -(-nbytes // grain) * grain
+        free = [slab for slab in self._slabs if not slab.held]
+        fits = [slab for slab in free if size <= slab.memory.numel() <= 2 * size]
+        total = sum(slab.memory.numel() for slab in self._slabs)
+        if total + size > budget and not fits:  # slabs of other sizes make room
+            for slab in free:
+                self._free(slab)
+                total -= slab.memory.numel()
+                if total + size <= budget:
+                    break
+        if total + size <= budget or not fits:
+            found = self._new(size)
+        else:
+            found = fits[0]  # used least recently
+            self._slabs.remove(found)
+            found.held = True
+        self._slabs.append(found)
+        if self._runtime is not None and found.last is not None:
+            for stream in self._streams.values():
+                stream.wait_event(found.last)
+        return found
+
+    def _new(self, size: int) -> Slab:
+        if self._runtime is None:
+            return Slab(tensors.empty(size, torch.uint8, self.device), None)
+        with self._runtime.stream(self._owner):
+            return Slab(tensors.empty(size, torch.uint8, self.device), self._owner.record_event())
+
+    def _free(self, slab: Slab) -> None:
+        """Give a slab back to the allocator: later allocations of the owner's stream follow the slab's last use."""
+        self._slabs.remove(slab)
+        if self._runtime is not None and slab.last is not None:
+            self._owner.wait_event(slab.last)
+
+    def nbytes(self) -> int:
+        """Return the bytes of all slabs."""
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    def leave(self, event: Any, keep: Sequence[torch.Tensor]) -> None:
+        """Keep tensors of a handle that nobody waited for until the event is done."""
+        if event is not None and keep:
+            self._left.append((event, keep))
+
+    def sweep(self) -> None:
+        """Drop tensors that were left, as far as their work is done; does not wait."""
+        self._left = [(event, keep) for event, keep in self._left if not event.query()]
+
+
+#: runtime -> device -> lanes.
+_lanes: WeakKeyDictionary[Any, dict[torch.device, Lanes]] = WeakKeyDictionary()
+#: Lanes of devices without streams.
+_plain: dict[torch.device, Lanes] = {}
+
+
+def lanes_of(device: torch.device) -> Lanes:
+    """Return the lanes of a device. The first call allocates streams."""
+    runtime = devices.runtime(device)
+    table = _plain if runtime is None else _lanes.setdefault(runtime, {})
+    found = table.get(device)
+    if found is None:
+        found = table[device] = Lanes(device)
+        found.sweep()
+    return found
+
+
+counters.count_memory(
+    "slabs of frames",
+    lambda: sum(lanes.nbytes() for table in (_plain, *_lanes.values()) for lanes in table.values()),
+)

@@ -1,0 +1,55 @@
+"""Words of a device in which decoders report refused frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ds_zipccl import tensors
+from ds_zipccl.comm.device.lanes import Lanes
+from ds_zipccl.frame import FrameError
+from ds_zipccl.kernels.status import NO_FAILURE, failure_of
+
+#: Status words of a device (seed: more than a model has kinds of gathers). Later kinds share the last word.
+_WORDS = 4096
+
+
+class Reports:
+    """A status word for each kind of operation on a device, so that a failure names the operation and the parameter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.words = tensors.filled(_WORDS, NO_FAILURE, torch.int64, device)
+        self._names: dict[tuple[str, Sequence[str]], int] = {}
+
+    def word(self, name: str, frames: Sequence[str] = ()) -> torch.Tensor:
+        """Return the status word of operations ``name`` whose frames, in a call, have the names ``frames``."""
+        number = self._names.setdefault((name, tuple(frames)), min(len(self._names), _WORDS - 1))
+        return self.words[number : number + 1]
+
+    def failed(self) -> torch.Tensor:
+        """Return one int64 on the device: 1 where some word has a failure. Work of the current stream."""
+        return (self.words != NO_FAILURE).any().to(torch.int64).view(1)
+
+    def describe(self) -> str:
+        """Return the failures of this rank, "" where there are none. Waits for the device; for messages of errors alone."""
+        said = []
+        by_number = {number: key for key, number in self._names.items()}
+        for number, value in enumerate(self.words.tolist()):
+            failure = failure_of(value)
+            if failure is not None:
+                name, frames = by_number[number]
+                frame = frames[failure.frame] if failure.frame < len(frames) else f"frame {failure.frame}"
+                sender = "" if failure.rank is None else f" of group rank {failure.rank}"
+                said.append(f"{name}: {frame}{sender} refused: {FrameError(failure.code, 'damaged, or too large')}")
+        return "; ".join(said)
+
+
+_reports: WeakKeyDictionary[Lanes, Reports] = WeakKeyDictionary()
+
+
+def reports_of(lanes: Lanes) -> Reports:
+    """Return the reports of the device of ``lanes``."""
+    found = _reports.get(lanes)
+    return _reports.setdefault(lanes, Reports(lanes.device)) if found is None else found

@@ -1,0 +1,89 @@
+"""The handle of an operation whose work is on streams of a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ds_zipccl import devices
+from ds_zipccl.comm.device.lanes import Lane, Lanes
+from ds_zipccl.comm.work import CommError
+
+
+class StreamWork:
+    """An operation in flight, with the meaning of ``torch.distributed.Work`` of an NCCL group.
+
+    The handle keeps the operation's tensors until :meth:`wait`. Then their memory follows the rules of the waiting stream, as with NCCL:
+    tensors of an operation are used by streams that the allocator does not know.
+    """
+
+    def __init__(
+        self, name: str, lanes: Lanes, event: Any, outputs: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]
+    ) -> None:
+        self._name, self._lanes, self._event = name, lanes, event
+        self._outputs, self._keep = list(outputs), tuple(keep)
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the calling thread's current stream wait for the outputs; the host waits only with a ``timeout``.
+
+        Raises:
+            CommError: the operation is not done after ``timeout``; it goes on, and ``wait`` may be called again.
+        """
+        if timeout is not None:
+            deadline = time.monotonic() + timeout.total_seconds()
+            while not self.is_completed():
+                if time.monotonic() > deadline:
+                    raise CommError(
+                        f"{self._name} is not done after {timeout}; it is still running and can be waited for again"
+                    )
+                time.sleep(1e-4)
+        self._lanes.join(self._event)
+        self._keep = ()
+        return True
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the device has written the outputs; does not block."""
+        return self._event is None or bool(self._event.query())
+
+    def is_success(self) -> bool:
+        """As :meth:`is_completed`."""
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """Return None: a refused frame stops a later operation, see :mod:`.verdict`."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors, after :meth:`wait`."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of the output tensors, completed in the order of streams; always the same future. Does not block."""
+        if self._future is None:
+            streams = devices.runtime(self._lanes.device) is not None
+            self._future = torch.futures.Future(devices=[self._lanes.device] if streams else [])
+            with self._lanes.on(Lane.DECODE):
+                self._lanes.join(self._event)
+                self._future.set_result(self._outputs)
+        return self._future
+
+    def source_rank(self) -> int:
+        """Raise RuntimeError: only receives have a source rank."""
+        raise RuntimeError(f"source_rank() is for receives, this is {self._name}; call it on the handle of irecv")
+
+    def __del__(self) -> None:
+        if self._keep:
+            self._lanes.leave(self._event, self._keep)

@@ -1,0 +1,73 @@
+"""Words that all ranks agree on, brought to the host: the only place where the host waits for a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ds_zipccl import devices, tensors
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.lanes import Lane, Lanes
+from ds_zipccl.telemetry import counters
+
+#: Looks at an event before the host sleeps between two looks, and seconds of the sleep (seed: a verdict takes some 100 us).
+_LOOKS, _SLEEP_S = 2000, 2e-5
+
+#: Page-locked words of the host. The host has read a verdict before the next one begins.
+_hosts: WeakKeyDictionary[Lanes, torch.Tensor] = WeakKeyDictionary()
+
+
+def agree(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
+    """Return the largest value over all ranks of each word. A collective of the group; the host waits, at most the group's timeout.
+
+    Args:
+        words: int64 tensors of the device, flat, made by work on the encoding lane; read one after the other.
+
+    Raises:
+        CommError: a rank has refused a frame of an earlier operation, or did not come within the timeout. All ranks raise.
+    """
+    lanes = ctx.lanes
+    with lanes.on(Lane.ENCODE):
+        lanes.order(Lane.DECODE, Lane.ENCODE)  # for the reports; earlier decoders only delay
+        flat = torch.cat([ctx.reports.failed(), *words])
+        lanes.order(Lane.ENCODE, Lane.WIRE)
+    with lanes.on(Lane.WIRE):
+        ctx.transport.max(flat)
+        host = _copy_to_host(lanes, flat)
+        arrived = lanes.record(Lane.WIRE)
+    lanes.order(Lane.WIRE, Lane.ENCODE)  # the memory of `flat`, and work that follows the verdict
+    _wait(ctx, arrived)
+    counters.record_host_wait(ctx.role, ctx.op)
+    failed, *agreed = host[: flat.numel()].tolist()
+    if failed:
+        here = ctx.reports.describe()
+        raise ctx.error(f"{here or 'another rank has refused a frame'}; its words are NaN; stop the job on all ranks")
+    return agreed
+
+
+def _copy_to_host(lanes: Lanes, flat: torch.Tensor) -> torch.Tensor:
+    if devices.runtime(lanes.device) is None:
+        return flat
+    host = _hosts.get(lanes)
+    if host is None or host.numel() < flat.numel():
+        host = _hosts[lanes] = tensors.pinned(8 * max(1024, 2 * flat.numel())).view(torch.int64)
+    host[: flat.numel()].copy_(flat, non_blocking=True)
+    return host
+
+
+def _wait(ctx: DeviceContext, event: Any) -> None:
+    if event is None:
+        return
+    limit = ctx.transport.timeout(ctx.device)
+    deadline = time.monotonic() + limit.total_seconds()
+    looks = 0
+    while not event.query():
+        looks += 1
+        if looks > _LOOKS:
+            time.sleep(_SLEEP_S)
+            if time.monotonic() > deadline:
+                raise ctx.error(f"a rank of the group did not come within {limit}; see the messages of the other ranks")

@@ -1,0 +1,54 @@
+"""Collectives of the backend as a transport: NCCL takes device memory, and follows the current stream of the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+class NcclTransport:
+    """The collectives of one group that schedules are made of; see :class:`.protocol.CollectiveTransport`.
+
+    Collectives alone: an unbatched send makes a communicator for each pair of ranks (ProcessGroupNCCL::pointToPoint). Calls are blocking
+    ones (``async_op`` false), which NCCL puts on the current stream, so that no stream of its own has to be waited for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        dist.all_gather_into_tensor(whole, part, self._group)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int] | None = None,
+        sent_sizes: Sequence[int] | None = None,
+    ) -> None:
+        outputs, inputs = (None if sizes is None else list(sizes) for sizes in (received_sizes, sent_sizes))
+        dist.all_to_all_single(received, sent, outputs, inputs, self._group)
+
+    def max(self, words: torch.Tensor) -> None:
+        dist.all_reduce(words, dist.ReduceOp.MAX, self._group)
+
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, op: dist.ReduceOp) -> None:
+        dist.reduce_scatter_tensor(part, whole, op, self._group)
+
+    def reduce(self, tensor: torch.Tensor, owner: int, op: dist.ReduceOp) -> None:
+        dist.reduce(tensor, dist.get_global_rank(self._group, owner), op, self._group)
+
+    def is_coalescing(self) -> bool:
+        return self._group in c10d._world.pg_coalesce_state
+
+    def timeout(self, device: torch.device) -> timedelta:
+        default: timedelta = c10d.default_pg_timeout
+        try:
+            found: timedelta = getattr(self._group._get_backend(device).options, "_timeout", default)
+        except (AttributeError, RuntimeError):  # a backend without options
+            return default
+        return found

@@ -1,0 +1,47 @@
+"""Gathers of NCCL groups on the simulated GPU: the package's own calls, unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import corpus
+import moves
+import pytest
+import torch
+
+from ds_zipccl import kernels
+from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.telemetry import counters
+from sim import launcher, world
+
+CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
+
+
+@pytest.fixture(scope="module")
+def route() -> CudaRoute:
+    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
+    return launcher.route()
+
+
+def gathers(rank: int, ranks: int, settings: dict[str, Any]) -> None:
+    api = moves.coded(**CODED, **settings)
+    device = torch.device("cuda", rank)
+    for seed, (size, move) in enumerate(
+        (size, move) for size in (0, 1, 7, 20001) for move in moves.MOVES["all_gather"]
+    ):
+        kind = list(corpus.SUMMED.values())[seed % 3]
+        inputs = [moves.filled(peer, size, kind, seed).to(device) for peer in range(ranks)]
+        for later in (False, True):
+            outputs, wanted = move(api, inputs, rank, later)
+            for got, want in zip(outputs, wanted, strict=True):
+                corpus.assert_same_bits(got.cpu(), want.cpu())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gathers(route: CudaRoute, ranks: int) -> None:
+    counters.reset()
+    for seed, modes in enumerate(world.ALL_MODES):
+        world.run(gathers, ranks, {}, seed=seed, modes=modes, route=route)
+    rows = counters.rows()
+    print(rows)
+    assert all(row["calls"] and not row["passed"] for row in rows) and rows
