@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import shim
 import torch
 import torch.distributed as dist
 from places import PACKAGE
@@ -112,16 +113,21 @@ def bits(run: list[dict[str, Any]]) -> list[Any]:
     return [(rank["losses"], [phase["sha256"] for phase in rank["phases"]]) for rank in run]
 
 
-def rank_program(cases: Mapping[str, Callable[[Lab], None]]) -> None:
-    """Run the cases that the command line names, one after the other. Rank 0 writes the results of all ranks to CASE.json for each."""
+def rank_program(cases: Mapping[str, Callable[[Lab], None]], backend: str | None = None) -> None:
+    """Run the cases that the command line names, one after the other. Rank 0 writes the results of all ranks to CASE.json for each.
+
+    ``backend``: of the default group: the name of :mod:`shim`, or None: DeepSpeed's choice for this machine.
+    """
     import deepspeed
 
+    if backend == shim.NAME:
+        shim.install()
     folder, *names = sys.argv[1:]
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(1)
     # DeepSpeed would compile this inference-only operator now, for one to two minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    deepspeed.init_distributed(dist_backend=backend)
     gc.freeze()  # DeepSpeed collects garbage again and again; objects of imports never are garbage
     for name in names:
         lab = Lab(Path(folder, name))

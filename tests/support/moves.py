@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import corpus
@@ -125,11 +125,12 @@ def moves(
     ranks: int,
     calls: Sequence[Callable[..., Any]] = EVERYTHING,
     plant: Callable[[], None] | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Every bit arrives, in every dtype and size, blocking and not, through frames only."""
+    """Every bit arrives, in every dtype and size, blocking and not, through frames only. ``settings`` are those of the config."""
     if plant is not None and rank == 1:
         plant()
-    api = coded()
+    api = coded(**settings)
     counters.reset()
     for seed, (move, size) in enumerate((move, size) for size in SIZES for move in calls):
         kind = list(corpus.SUMMED.values())[seed % 3]

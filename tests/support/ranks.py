@@ -1,4 +1,4 @@
-"""Run a function on n ranks: one process each, a gloo group over loopback, one clear failure if any of them fails.
+"""Run a function on n ranks: one process each, a group over loopback, one clear failure if any of them fails.
 
 A case is a module-level function ``case(rank, ranks, *arguments)``. A rank calls init_process_group(), the case, barrier() and
 destroy_process_group(). Processes come from a fork server that has imported torch once, so a rank starts in a fraction of a second.
@@ -31,10 +31,13 @@ class RankFailure(AssertionError):
     """Some ranks failed, died or did not finish; the message has the words of each."""
 
 
-def run(case: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+def run(
+    case: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
     """Run ``case(rank, ranks, *arguments)`` on each rank, and return the results in the order of the ranks. Blocks.
 
     Args:
+        backend: of the default group: "gloo", or the name of :mod:`shim`.
         timeout: seconds, also of the group. Then all ranks are killed; after a failure the other ranks have ``GRACE`` seconds.
 
     Raises:
@@ -49,7 +52,7 @@ def run(case: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
                 mine, theirs = context.Pipe(duplex=False)
-                what = (theirs, case, rank, ranks, arguments, os.path.join(folder, "store"), timeout)
+                what = (theirs, case, rank, ranks, arguments, os.path.join(folder, "store"), timeout, backend)
                 processes.append(context.Process(target=_rank, args=what, daemon=True))
                 processes[-1].start()
                 theirs.close()
@@ -119,14 +122,19 @@ def _rank(
     arguments: tuple[Any, ...],
     store: str,
     timeout: float,
+    backend: str,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     try:
         torch.set_num_threads(1)
+        if backend != "gloo":
+            import shim
+
+            shim.install()
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+            backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
         )
         result = case(rank, ranks, *arguments)
         dist.barrier()

@@ -1,0 +1,51 @@
+"""Collectives in stream order by processes on CPUs: the schedules of NCCL groups over gloo (tests/support/shim.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import moves
+import pytest
+import ranks as runner
+import shim
+import torch
+
+from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.ops import OPS
+
+CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
+#: Ways to call operations that have a schedule on a device.
+CALLS = tuple(
+    move
+    for calls in moves.MOVES.values()
+    for move in calls
+    if OPS[
+        next(name for name in sorted(moves.NAMES, key=len, reverse=True) if move.__name__.startswith(name))
+    ].on_device
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    shim.build()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+def test_every_bit_arrives(ranks: int) -> None:
+    runner.run(moves.moves, ranks, CALLS, None, CODED, backend=shim.NAME)
+
+
+def wrong_words() -> None:
+    """From now on the first element of every gathered tensor has a wrong bit."""
+    decode = CudaRoute.decode_gather
+
+    def wrong(self: CudaRoute, slab: torch.Tensor, table: Any, outs: Any, *more: Any, **named: Any) -> None:
+        decode(self, slab, table, outs, *more, **named)
+        outs[0].view(torch.uint8)[:1] ^= 1
+
+    CudaRoute.decode_gather = wrong  # type: ignore[method-assign]
+
+
+def test_a_wrong_bit_is_noticed() -> None:
+    with pytest.raises(runner.RankFailure, match="all_gather"):
+        runner.run(moves.moves, 2, CALLS[:1], wrong_words, CODED, backend=shim.NAME)
