@@ -58,7 +58,13 @@ class Lab:
         self.phases: list[dict[str, Any]] = []
         counters.reset()
 
-    def engine(self, seed: int = 1, groups: Callable[[Model], Any] = Model.parameters, **config: Any) -> Any:
+    def engine(
+        self,
+        seed: int = 1,
+        groups: Callable[[Model], Any] = Model.parameters,
+        make: Callable[[], Model] = Model,
+        **config: Any,
+    ) -> Any:
         """Return a new engine. ``config`` overrides the settings below, its ``zero`` those of the section ``zero_optimization``."""
         import deepspeed
 
@@ -70,7 +76,7 @@ class Lab:
             "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000, **config.pop("zero", {})},
         }
         torch.manual_seed(seed)
-        model = Model()
+        model = make()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config={**settings, **config})
         self.engines.append(engine)
         return engine
@@ -88,9 +94,12 @@ class Lab:
 
     def ends(self, phase: str, expected: dict[str, int] | list[str]) -> None:
         """End a phase. ``expected`` maps outcomes of this rank's shards to counts, or lists the outcomes, sorted."""
-        rows = [row for row in counters.rows() if (row["role"], row["op"]) == ("zero_param", "all_gather_into_tensor")]
-        row = rows[0] if rows else {"differences": {}, "ratio": 0.0}
+        rows = {f"{row['role']} {row['op']}": row for row in counters.rows()}
+        row: Any = rows.get("zero_param all_gather_into_tensor", {"differences": {}, "ratio": 0.0})
         found = {"phase": phase, "expected": expected, "sha256": [sha256(engine.module) for engine in self.engines]}
+        found["rows"] = {
+            name: {key: one[key] for key in ("calls", "reasons", "host_waits")} for name, one in rows.items()
+        }
         self.phases.append(found | {key: row[key] for key in ("differences", "ratio")})
         counters.reset()
 
