@@ -5,6 +5,7 @@ BIN = $(VENV)/bin
 RANKS ?= 2
 FUZZ_SECONDS ?= 600
 SOAK_SECONDS ?= 1800
+SEEDS ?= 1000
 TEST_PATH = .:tests/support:tests:tests/comm
 # What `make test` and `make test-all` run: T files or folders (all tests unless given), K an expression of pytest's -k. For example
 # `make test T=tests/comm/test_all_gather.py K=alias`, or `make test-all T=tests/codec`.
@@ -16,7 +17,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus fuzz soak gpu cuda-static lint clean
+.PHONY: demo test test-all corpus fuzz soak soak-sim gpu cuda-static lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -53,6 +54,10 @@ fuzz: $(VENV)/ready
 # Half an hour of random operations on four ranks, each compared with the plain collective; `make test-all` has one minute of them.
 soak: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/soak.py $(SOAK_SECONDS)
+
+# Random programs on a simulated GPU with a simulated NCCL, for seeds 0 to SEEDS - 1 on 2, 3, 4 and 8 ranks each; half an hour on two cores.
+soak-sim: $(VENV)/ready
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/sim/soak.py $(SEEDS)
 
 # On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and pytest; DeepSpeed need not be there. In less than
 # ten minutes: kernels, sanitizers, tests, NCCL and measurements. The results go to the folder OUT, after every step.

@@ -13,6 +13,7 @@ from ds_zipccl import tensors
 from ds_zipccl.comm import work
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.decision import Choice, open_context, open_device_context
+from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.group_state import group_size
@@ -175,14 +176,14 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
         ranks = group_size(request.group)
         shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
     with torch.inference_mode(), tensors.undisturbed():
-        order = memory_order if request.memory_order else logical_order
-        inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
         ctx = open_device_context(request, choice.decision)
+        inputs, outputs = _flat_on_lane(ctx, request)
         schedule.enqueue(ctx, inputs, outputs)
         with ctx.lanes.on(Lane.DECODE):
             _copy_back(outputs, request.outputs)
         event = ctx.lanes.record(Lane.DECODE)
-    handle = StreamWork(ctx.where(), ctx.lanes, event, request.outputs, [*inputs, *outputs, *request.outputs])
+    keep = [*inputs, *outputs, *request.inputs, *request.outputs]
+    handle = StreamWork(ctx.where(), ctx.lanes, event, request.outputs, keep)
     logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
     counters.record(request.role, request.op, logical, ctx.wire_bytes, ctx.lanes.nbytes())
     if request.async_op and shadow is None:
@@ -191,6 +192,22 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
     if shadow is not None:
         shadow.compare(request.outputs, ctx.error)
     return handle if request.async_op else None
+
+
+def _flat_on_lane(ctx: DeviceContext, request: Request) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the inputs and outputs of a request, flat.
+
+    Copies are memory of a lane, so that they can be freed when any stream has waited: the caller's stream may be another one than the
+    stream that waits, and would then use their memory again too early.
+    """
+    order = memory_order if request.memory_order else logical_order
+    with ctx.lanes.on(Lane.DECODE):
+        inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
+    pairs = zip((*inputs, *outputs), (*request.inputs, *request.outputs), strict=True)
+    if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in pairs):
+        for lane in (Lane.ENCODE, Lane.WIRE):
+            ctx.lanes.order(Lane.DECODE, lane)
+    return inputs, outputs
 
 
 def logical_order(tensor: torch.Tensor) -> torch.Tensor:

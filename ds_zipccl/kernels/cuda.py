@@ -270,6 +270,9 @@ class CudaRoute(FrameCalls):
         self._decode(rows, items, params, 1, words.dtype, bases is not None, status, [payload, *(bases or ())], [words])
         raise_failure(status)
 
+    def _is_observed(self) -> bool:
+        return observer is not None
+
     def _launch(
         self,
         what: str,

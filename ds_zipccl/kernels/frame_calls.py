@@ -77,6 +77,11 @@ class FrameCalls(abc.ABC):
         """Put a kernel on the current stream of ``device``; ``reads`` and ``writes`` are for the observer."""
         ...
 
+    @abc.abstractmethod
+    def _is_observed(self) -> bool:
+        """Return whether an observer wants the tensors of each launch."""
+        ...
+
     def encode_frames(
         self,
         segments: Sequence[torch.Tensor],
@@ -209,8 +214,12 @@ class FrameCalls(abc.ABC):
         if bases is not None:
             arguments.choice("differences of", table.dtype, SUMMED)
             rows["base"] = table.addresses(bases, "base", device)
-        writes = [outs] if isinstance(outs, torch.Tensor) else outs
-        reads = [slab, *(() if bases is None else [bases] if isinstance(bases, torch.Tensor) else bases)]
+        reads, writes = [slab], []
+        if (
+            self._is_observed()
+        ):  # shards of the rank to skip are neither read nor written: an encoder may read them meanwhile
+            writes = table.shards(outs, skip)
+            reads += [] if bases is None else table.shards(bases, skip)
         params = jobs.DecodeJobs(
             rank_bytes=table.part_bytes, ranked=1, skip=jobs.NONE if skip is None else skip, dtype=DTYPE_IDS[table.dtype], block=table.block
         )  # fmt: skip
@@ -368,7 +377,7 @@ class FrameCalls(abc.ABC):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        device = writes[0].device
+        device = reads[0].device
         params.status = arguments.word(status, "status", torch.int64, device)
         if not ranks:
             return
@@ -377,16 +386,8 @@ class FrameCalls(abc.ABC):
             params.split = self._split("decode", dtype.itemsize, chunks * ranks, device)
             jobs.fill(params, jobs.DECODE, part)
             kind = DTYPES[dtype] + ("_delta" if delta else "")
-            self._launch(
-                "decode",
-                kind,
-                dtype.itemsize,
-                (chunks << params.split, ranks),
-                params,
-                device,
-                reads,
-                [*writes, status],
-            )
+            grid = (chunks << params.split, ranks)
+            self._launch("decode", kind, dtype.itemsize, grid, params, device, reads, [*writes, status])
 
 
 def frame_bytes(slots: torch.Tensor) -> torch.Tensor:

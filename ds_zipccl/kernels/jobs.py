@@ -196,6 +196,19 @@ class GatherTable:
                 )
         return np.array(places, np.uint64) + self.starts
 
+    def shards(self, outs: Sequence[torch.Tensor] | torch.Tensor, skip: int | None) -> list[torch.Tensor]:
+        """Return a view of the shard of each rank but ``skip`` of each parameter, in outputs as for :meth:`addresses`."""
+        found = [outs] * self.count if isinstance(outs, torch.Tensor) else outs
+        ranks = [rank for rank in range(self.ranks) if rank != skip]
+        rows = zip(
+            found,
+            self.numels,
+            (self.starts // self.dtype.itemsize).tolist(),
+            self.decode_rows["stride"].tolist(),
+            strict=True,
+        )
+        return [out.view(-1)[start + rank * stride :][:numel] for out, numel, start, stride in rows for rank in ranks]
+
 
 def regular_summands(job: SumJob, matrix: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """Put the rows of a matrix into the parameters of a sum: frames, or plain words of ``dtype``.
