@@ -26,21 +26,41 @@ from ds_zipccl.policy import wire
 class Shard:
     """One tensor of a gather. ``whole``, flat, has the shards of all ranks in their order; ``own`` is this rank's, in its place or apart.
 
-    ``sizes``: elements of the parameters of which a shard consists.
+    ``sizes``: elements of the parameters of which a shard consists. ``names``: of these parameters, for messages, or none.
     """
 
     own: torch.Tensor
     whole: torch.Tensor
     sizes: Sequence[int]
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a shard that is one frame: its shard's number, first element, and elements."""
+    """A part of a shard that is one frame: its shard's number, first element, and elements; the number of its parameter in the shard."""
 
     shard: int
     start: int
     numel: int
+    parameter: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Pieces ``first`` up to ``last`` of a gather, which travel in one collective. ``names``: of the parameter of each."""
+
+    first: int
+    last: int
+    table: GatherTable
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The layout of gathers of shards that agree in sizes and dtype. No fragments: the words go as they are. Never written to."""
+
+    pieces: Sequence[Piece]
+    fragments: Sequence[Fragment]
 
 
 def pieces_of(numels: Sequence[Sequence[int]], itemsize: int, ranks: int, budget: int) -> list[Piece]:
@@ -49,9 +69,9 @@ def pieces_of(numels: Sequence[Sequence[int]], itemsize: int, ranks: int, budget
     found = []
     for shard, sizes in enumerate(numels):
         end = 0
-        for numel in sizes:
+        for parameter, numel in enumerate(sizes):
             begin, end = end, end + numel
-            found += [Piece(shard, start, min(most, end - start)) for start in range(begin, end, most)]
+            found += [Piece(shard, start, min(most, end - start), parameter) for start in range(begin, end, most)]
     return found
 
 
@@ -85,14 +105,36 @@ def gather_agreed(
 
     Pieces that hardly shrink go raw. Where all do (``sizes`` None: also), the words go as they are.
     """
+    gather_planned(ctx, shards, plan_of(ctx, shards, pieces, sizes))
+
+
+def plan_of(ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piece], sizes: Sequence[int] | None) -> Plan:
+    """Return the layout of :func:`gather_agreed`, which does not depend on words."""
     itemsize = shards[0].own.element_size()
     slots = (
         []
         if sizes is None
         else [_slot(piece.numel * itemsize, size) for piece, size in zip(pieces, sizes, strict=True)]
     )
-    peers = ctx.size - 1
     if all(raw for _, raw in slots):
+        return Plan(pieces, ())
+    fragments = []
+    for first, last in _fragments(pieces, itemsize, ctx):
+        some = pieces[first:last]
+        parameters = tuple(
+            Parameter(piece.numel, size, shards[piece.shard].own.numel(), piece.start, raw)
+            for piece, (size, raw) in zip(some, slots[first:last], strict=True)
+        )
+        table = _table(parameters, shards[0].own.dtype, ctx.config.block, ctx.size)
+        names = tuple(shards[one.shard].names[one.parameter] for one in some if shards[one.shard].names)
+        fragments.append(Fragment(first, last, table, names))
+    return Plan(pieces, fragments)
+
+
+def gather_planned(ctx: DeviceContext, shards: Sequence[Shard], plan: Plan) -> None:
+    """Gather the shards by their plan; no wait of the host."""
+    peers = ctx.size - 1
+    if not plan.fragments:
         ctx.lanes.order(Lane.ENCODE, Lane.WIRE)
         with ctx.lanes.on(Lane.WIRE):
             for shard in shards:
@@ -100,8 +142,8 @@ def gather_agreed(
                 ctx.count(shard.own.nbytes * peers, shard.own.nbytes * peers)
         ctx.lanes.order(Lane.WIRE, Lane.DECODE)
         return
-    for first, last in _fragments(pieces, itemsize, ctx):
-        _fragment(ctx, shards, pieces[first:last], slots[first:last])
+    for fragment in plan.fragments:
+        _fragment(ctx, shards, plan.pieces[fragment.first : fragment.last], fragment)
     for shard in shards:
         numel = shard.own.numel()
         ctx.copy(shard.own, shard.whole[ctx.rank * numel : (ctx.rank + 1) * numel])
@@ -133,15 +175,9 @@ def _table(parameters: tuple[Parameter, ...], dtype: torch.dtype, block: int, ra
     return GatherTable(parameters, dtype, block, ranks)
 
 
-def _fragment(
-    ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piece], slots: Sequence[tuple[int, bool]]
-) -> None:
-    parameters = tuple(
-        Parameter(piece.numel, size, shards[piece.shard].own.numel(), piece.start, raw)
-        for piece, (size, raw) in zip(pieces, slots, strict=True)
-    )
-    table = _table(parameters, shards[0].own.dtype, ctx.config.block, ctx.size)
-    lanes, part_bytes = ctx.lanes, table.part_bytes
+def _fragment(ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piece], fragment: Fragment) -> None:
+    table, lanes = fragment.table, ctx.lanes
+    part_bytes = table.part_bytes
     with lanes.slab(part_bytes * ctx.size, ctx.budget) as slab:
         part = slab[ctx.rank * part_bytes : (ctx.rank + 1) * part_bytes]
         with lanes.on(Lane.ENCODE):
@@ -152,5 +188,5 @@ def _fragment(
         lanes.order(Lane.WIRE, Lane.DECODE)
         with lanes.on(Lane.DECODE):
             outs = [shards[piece.shard].whole for piece in pieces]
-            ctx.route.decode_gather(slab, table, outs, ctx.rank, ctx.reports.word(ctx.where()))
+            ctx.route.decode_gather(slab, table, outs, ctx.rank, ctx.reports.word(ctx.where(), fragment.names))
     ctx.count(0, part_bytes * (ctx.size - 1))
