@@ -70,10 +70,11 @@ class ZipcclConfig:
         "coded frames, use the fastest, and keep measuring. always: coded. never: plain.",
     ] = "auto"
     reduction: Annotated[
-        Literal["auto", "match", "fp32"],
+        Literal["auto", "match", "fp32", "plain"],
         "Order and type of sums. match: the bits of the plain backend (gloo). fp32: accumulate in fp32 in rank order, round once; where "
-        "several nodes have equally many ranks, more than one, first inside each node, then over the nodes. auto: match on gloo, fp32 "
-        "elsewhere.",
+        "several nodes have equally many ranks, more than one, first inside each node, then over the nodes. plain: the plain backend's own "
+        "sums, uncoded. auto: match on gloo; on NCCL fp32 or plain, decided once at the start from the nodes and the link. On NCCL no "
+        "order is promised by NCCL itself: it adds the ranks of a node, fp32 adds the nodes; match is refused with more than two ranks.",
     ] = "auto"
     check: Annotated[
         Literal["off", "shadow"],

@@ -141,11 +141,11 @@ OPS: dict[str, Op] = {
     "all_gather_coalesced": Op(
         ("output_tensors", "input_tensors", "group", "async_op"), "all_gather", by_node=True, on_device=True
     ),
-    "reduce_scatter": Op(("output", "input_list", *_REDUCE), "reduce_scatter"),
-    "reduce_scatter_tensor": Op(("output_tensor", "input_tensor", *_REDUCE), "reduce_scatter"),
+    "reduce_scatter": Op(("output", "input_list", *_REDUCE), "reduce_scatter", on_device=True),
+    "reduce_scatter_tensor": Op(("output_tensor", "input_tensor", *_REDUCE), "reduce_scatter", on_device=True),
     "reduce": Op(("tensor", "dst", *_REDUCE), one_sided=True),
-    "all_reduce": Op(("tensor", *_REDUCE), "all_reduce"),
-    "all_reduce_coalesced": Op(("tensors", *_REDUCE), "all_reduce"),
+    "all_reduce": Op(("tensor", *_REDUCE), "all_reduce", on_device=True),
+    "all_reduce_coalesced": Op(("tensors", *_REDUCE), "all_reduce", on_device=True),
     "all_to_all": Op(("output_tensor_list", "input_tensor_list", "group", "async_op"), "all_to_all"),
     "all_to_all_single": Op(
         ("output", "input", "output_split_sizes", "input_split_sizes", "group", "async_op"), "all_to_all"
@@ -159,5 +159,5 @@ OPS: dict[str, Op] = {
     "scatter": Op(("tensor", "scatter_list", "src", "group", "async_op"), coded=False),
     "inference_all_reduce": Op(("tensor", "op", "group"), coded=False),
     # this package's own operation: an all-reduce of a gradient bucket that sends each slice of the sum to its owners
-    "reduce_to_owners": Op(("tensor", "owners", "op", "group"), "reduce_scatter"),
+    "reduce_to_owners": Op(("tensor", "owners", "op", "group"), "reduce_scatter", on_device=True),
 }

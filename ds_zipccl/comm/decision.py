@@ -133,6 +133,7 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
         request.tolerance,
         request.based,
         len(request.nodes),
+        request.plain_sums,
         id(request.config),
     )
     decisions = decision_memory(state).decisions
@@ -149,6 +150,7 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
             name or None,
             nodes=len(request.nodes),
             based=request.based,
+            plain_sums=request.plain_sums,
         )
         found = decisions[key] = (*_decide(request, message, state), request.config)
     return found[:2]
@@ -164,6 +166,7 @@ def message_of(
     *,
     nodes: int = 0,
     based: bool = False,
+    plain_sums: bool = False,
 ) -> Message:
     """Describe ``numel`` elements of tensors of a kind to the policy."""
     return Message(
@@ -177,6 +180,7 @@ def message_of(
         reduce_op=reduce_op,
         nodes=nodes,
         based=based,
+        plain_sums=plain_sums,
     )
 
 

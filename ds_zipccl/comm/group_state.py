@@ -56,6 +56,8 @@ class GroupState:
             tuple[str, str], LinkProfile
         ] = {}  # by device and backend: the codec's speed is the device's
         self.sum_switches: SumSwitches | None = None
+        #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
+        self.device_sums = "fp32"
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if get_debug_level() == DebugLevel.DETAIL else ""
@@ -132,6 +134,12 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 def is_member(group: dist.ProcessGroup | None) -> bool:
     """Return whether this rank is in the group."""
     return group_state(group) is not None
+
+
+def group_streams(group: dist.ProcessGroup | None, device: str) -> bool:
+    """Return whether operations of the group on tensors of ``device`` go in the order of streams."""
+    state = group_state(group)
+    return state is not None and state.streams(device)
 
 
 def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: int | None) -> int:

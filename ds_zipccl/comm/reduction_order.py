@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.group_state import group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.shadow_check import Tolerance
 from ds_zipccl.comm.spans import length
 from ds_zipccl.comm.transport import documented_sums
-from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.sums import divide, flushing, settle_nans
 
 
@@ -50,10 +50,10 @@ class Contributions(Protocol):
 
 
 class Reduction:
-    """SUM or AVG over ``ranks`` contributions. ``kind`` is "match" or "fp32"."""
+    """SUM or AVG over ``ranks`` contributions. ``kind`` is "match", "fp32" or "plain": the backend's own sum, which nothing here adds."""
 
     def __init__(self, kind: str, op: str, ranks: int) -> None:
-        self.fp32 = kind == "fp32"
+        self.fp32, self.plain = kind == "fp32", kind == "plain"
         self._average = op == "AVG"
         self._ranks = ranks
 
@@ -178,11 +178,17 @@ class Arithmetic(NamedTuple):
     nodes: Sequence[Sequence[int]]
 
 
-def arithmetic(device: str, op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig) -> Arithmetic:
-    """Return the arithmetic that the config asks for. It depends on the group, its nodes and the config, never on a time or a value."""
+def arithmetic(device: str, op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str) -> Arithmetic:
+    """Return the arithmetic that the config asks for. It depends on the group, its nodes and the config, never on a time or a value.
+
+    Raises:
+        ConfigError: ``reduction`` is match on a group of more than two ranks in stream order, and its messages of ``role`` are coded.
+    """
     state = group_state(group)
     if state is None:
         return Arithmetic(Reduction("fp32", "", -1), "nan", ())  # never used
+    if state.streams(device):
+        return _in_stream_order(state, op, group_nodes(resolve_group(group)), config, role)
     reduction, tolerance = _exactness(config.reduction, state.backend(device), reduce_op_name(op), state.size)
     nodes = group_nodes(resolve_group(group)) if reduction.fp32 else ()
     return Arithmetic(reduction, tolerance, nodes if topology.levels(nodes) else ())
@@ -194,6 +200,29 @@ def _exactness(kind: str, backend: str, op: str, ranks: int) -> tuple[Reduction,
         kind = "match" if documented_sums(backend) else "fp32"
     exact = kind == "match" or (ranks == 2 and op == "SUM")
     return Reduction(kind, op, ranks), "nan" if exact else "rounding"
+
+
+def _in_stream_order(
+    state: GroupState, op: Any, nodes: Sequence[Sequence[int]], config: ZipcclConfig, role: str
+) -> Arithmetic:
+    """Return the arithmetic on a group in stream order, whose backend promises no order."""
+    kind: str = config.reduction
+    mode, levels = config.mode_of(role), topology.levels(nodes) and topology.ascending(nodes)
+    if kind == "match" and state.size > 2 and config.enabled and config.nccl != "off" and mode != "never":
+        raise ConfigError(
+            f'"zipccl.reduction" is "match" on an NCCL group of {state.size} ranks: on NCCL no order is promised by NCCL itself, so that '
+            'no schedule can have its bits; match is for gloo, and for NCCL groups of two; write "auto", "fp32" or "plain"'
+        )
+    if kind in ("auto", "match"):  # the sum of two ranks has one order
+        world = group_state(None)
+        kind = "fp32" if world is None else world.device_sums
+    several = len(nodes) > 1
+    suits = levels or (several and all(len(ranks) == 1 for ranks in nodes))
+    if kind == "fp32" and mode == "auto" and not suits and not (several and config.reduction == "fp32"):
+        kind = "plain"  # in one level ours would send more than the backend's
+    exact = state.size == 2 and reduce_op_name(op) == "SUM"
+    reduction = Reduction(kind, reduce_op_name(op), state.size)
+    return Arithmetic(reduction, "nan" if exact else "rounding", nodes if levels and reduction.fp32 else ())
 
 
 @functools.cache

@@ -64,6 +64,7 @@ class Request:
         sends_less: our schedule sends less than the plain collective even before compression. The plain collective's bytes then count as
         logical bytes.
         nodes: the ranks of each node if the operation is a sum in two levels, see :mod:`ds_zipccl.comm.reduction_order`.
+        plain_sums: the sum is the plain collective's own, so that the call passes.
         based: ranks may hold an earlier result. ``token`` tells that result from others, equally on all ranks; None where no value does.
     """
 
@@ -86,6 +87,7 @@ class Request:
     flat: bool = False
     sends_less: bool = False
     nodes: Sequence[Sequence[int]] = ()
+    plain_sums: bool = False
     based: bool = False
     token: Hashable = None
 

@@ -63,3 +63,13 @@ def by_node(group: dist.ProcessGroup, found: dict[int, int]) -> list[list[int]]:
 def levels(nodes: Sequence[Sequence[int]]) -> bool:
     """Return whether there are several nodes with several ranks each, and the same number of ranks on all nodes."""
     return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(ranks) for ranks in nodes}) == 1
+
+
+def seats(nodes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the ranks of each seat: the ranks with the same place in their nodes, in the order of the nodes. Nodes have equally many."""
+    return [list(ranks) for ranks in zip(*nodes, strict=True)]
+
+
+def ascending(nodes: Sequence[Sequence[int]]) -> bool:
+    """Return whether nodes with equally many ranks have the ranks of every seat in ascending order, as a group has its ranks."""
+    return all(ranks == sorted(ranks) for ranks in seats(nodes))

@@ -33,6 +33,7 @@ class Message:
     ``numel`` counts the elements of the whole message (the output of a gather, the input of a reduce-scatter). It is None where ranks may
     see different sizes (all-to-all). ``device`` is a device type. ``reduce_op`` is the name in ``torch.distributed.ReduceOp``. ``nodes``:
     the number of nodes of a sum in two levels, 0 for all other operations. ``based``: ranks may hold the result of an earlier gather.
+    ``plain_sums``: the sum is the plain collective's own.
     """
 
     op: str
@@ -45,6 +46,7 @@ class Message:
     reduce_op: str | None = None
     nodes: int = 0
     based: bool = False
+    plain_sums: bool = False
 
     @property
     def nbytes(self) -> int | None:
@@ -94,6 +96,12 @@ class PassReason(Enum):
         "reduce op {}",
         "The reduction, which the table names, is not a sum or an average (`MAX` of the overflow flag, for example).",
         "None is needed: such messages are small in DeepSpeed.",
+    )
+    PLAIN_SUMS = (
+        "sums are the backend's",
+        "The sums of this group are the backend's own: `reduction` is plain, or auto and decided so at the start, or all ranks of an NCCL "
+        "group are on one node, or its nodes have different numbers of ranks; there our sums would send more than NCCL's.",
+        'None is needed. `"reduction": "fp32"` with `"mode": "always"` codes the sums of every group.',
     )
     DEVICE = (
         "no coded route on {} yet",
@@ -225,6 +233,7 @@ RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: (
         "" if message.reduce_op in (None, *CODED_REDUCE_OPS) else PassReason.REDUCE_OP.of(message.reduce_op)
     ),
+    lambda message, config: PassReason.PLAIN_SUMS.value if message.plain_sums else "",
     lambda message, config: "" if message.device in CODED_BACKENDS else PassReason.DEVICE.of(message.device),
     lambda message, config: (
         "" if message.backend in CODED_BACKENDS[message.device] else PassReason.BACKEND.of(message.backend)

@@ -93,3 +93,28 @@ def shrinks(nbytes: int, frame: int) -> bool:
 def slot_bytes(frame: int) -> int:
     """Return the bytes of a slot for frames of up to ``frame`` bytes."""
     return -(-frame // SLOT_UNIT) * SLOT_UNIT
+
+
+#: A reduce-scatter of parts that are padded to the longest one may have this many times their elements (seed: single reduces of each part
+#: have a latency each).
+PADDED = 1.1
+
+
+def even(numels: Sequence[int]) -> bool:
+    """Return whether parts of ``numels`` elements go in one reduce-scatter, padded to the longest; otherwise each goes in a reduce."""
+    return len(numels) * max(numels) <= PADDED * sum(numels)
+
+
+def device_sum_numel(numel: int, itemsize: int, rows: int, budget: int) -> int:
+    """Return the elements of a part that are summed with one verdict. ``rows``: parts of ``numel`` elements that a rank holds meanwhile.
+
+    The rows fit half of the ``budget``.
+    """
+    most = budget // 2 // rows // itemsize
+    return numel if numel <= most else max(1, most // FRAGMENT_UNIT) * FRAGMENT_UNIT
+
+
+def device_sum_fragment(numel: int, itemsize: int, nodes: int, budget: int) -> int:
+    """Return the elements of each fragment of a part of ``numel`` elements. A fragment has slots sent and received for every node."""
+    nbytes = device_fragment_bytes(numel * itemsize * nodes, budget // 2)
+    return max(1, nbytes // nodes // itemsize // FRAGMENT_UNIT) * FRAGMENT_UNIT

@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
+from ds_zipccl.comm.device import sums
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.levels import levels_of
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
@@ -29,6 +32,7 @@ class ReduceScatterGather:
     """Each rank sums a shard of the tensors laid end to end, and gathers each fragment of the sum as soon as it is ready."""
 
     reduction: Reduction
+    nodes: Sequence[Sequence[int]]
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -52,6 +56,9 @@ class ReduceScatterGather:
         if len(outputs) > 1:
             for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
                 flat.copy_(part)
+
+    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        sums.all_reduce(ctx, levels_of(ctx, self.nodes), outputs, self.reduction.divisor)
 
 
 def all_reduce(
@@ -107,7 +114,7 @@ def _all_reduce(
 ) -> Any:
     ranks = group_size(group)
     numel = sum(tensor.numel() for tensor in tensors)
-    reduction, tolerance, nodes = arithmetic(tensors[0].device.type if tensors else "", op, group, config)
+    reduction, tolerance, nodes = arithmetic(tensors[0].device.type if tensors else "", op, group, config, role)
     request = Request(
         name,
         [],
@@ -123,6 +130,7 @@ def _all_reduce(
         reduce_op=op,
         tolerance=tolerance,
         nodes=nodes,
+        plain_sums=reduction.plain,
         memory_order=name == "all_reduce",  # the plain all-reduce of several tensors lays copies end to end
     )
-    return execute(decide(request), request, ReduceScatterGather(reduction))
+    return execute(decide(request), request, ReduceScatterGather(reduction, nodes))

@@ -52,7 +52,7 @@ def reduce(
     root = group_rank(group, dst, group_dst)
     root_globally = dist.get_global_rank(resolve_group(group), root)
     adds = dist.get_rank(group) == root
-    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config)
+    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config, role)
     request = Request(
         "reduce",
         [] if adds else [tensor],
@@ -68,6 +68,7 @@ def reduce(
         reduce_op=op,
         tolerance=tolerance,
         nodes=nodes,
+        plain_sums=reduction.plain,
         memory_order=True,
     )
     return execute(decide(request), request, _ToRoot(root, reduction))

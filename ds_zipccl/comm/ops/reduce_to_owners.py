@@ -6,6 +6,7 @@ sends 2 (n-1)/n of the bucket from each rank; the owners need half of these byte
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,12 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
+from ds_zipccl.comm.device import sums
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.levels import levels_of
+from ds_zipccl.comm.device.sums import Part
 from ds_zipccl.comm.execution import execute, is_small, memory_order, pass_small, sent_to_peers
-from ds_zipccl.comm.group_state import group_size, is_member
+from ds_zipccl.comm.group_state import group_size, group_streams, is_member
 from ds_zipccl.comm.ops.all_reduce import ReduceScatterGather
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
 from ds_zipccl.comm.request import Request, Schedule
@@ -113,7 +118,7 @@ class _ToAll:
     reduction: Reduction
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        ReduceScatterGather(self.reduction).run(ctx, [], inputs)  # the outputs are views of the input
+        ReduceScatterGather(self.reduction, ()).run(ctx, [], inputs)  # the outputs are views of the input
 
 
 def _schedule(
@@ -131,6 +136,41 @@ def _schedule(
     return _ByShards(spans, reduction)
 
 
+@dataclass(frozen=True, slots=True)
+class _ToOwners:
+    """A sum of ``numel`` elements for their owners; the other fields are those of :func:`_schedule`. ``disjoint``: no element has two
+    owners."""
+
+    spans: Sequence[Sequence[slice]]
+    numel: int
+    nodes: Sequence[Sequence[int]]
+    reduction: Reduction
+    disjoint: bool
+    op: Any
+
+    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        _schedule(self.spans, self.numel, self.nodes, self.reduction).run(ctx, inputs, outputs)
+
+    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        (whole,) = inputs
+        parts = [Part(*((whole, span) for span in owned)) for owned in self.spans]
+        if self.reduction.plain:
+            sums.plain_to_owners(ctx, parts, self.op)
+            return
+        levels = levels_of(ctx, self.nodes)
+        owned = [sum(parts[rank].numel for rank in ranks) for ranks in levels.nodes]
+        if self.disjoint and wire.straight_to_owners(owned, self.numel):
+            sums.reduce_scatter(ctx, levels, parts, parts[ctx.rank], self.reduction.divisor)
+        else:
+            sums.all_reduce(ctx, levels, [whole], self.reduction.divisor)
+
+
+def _disjoint(spans: Sequence[Sequence[slice]]) -> bool:
+    """Return whether no element has two owners. ``spans[r]``: the slices that rank r owns."""
+    found = sorted((span.start, span.stop) for owned in spans for span in owned)
+    return all(before[1] <= after[0] for before, after in itertools.pairwise(found))
+
+
 def reduce_to_owners(
     tensor: torch.Tensor,
     owners: Owners,
@@ -144,7 +184,8 @@ def reduce_to_owners(
     """``torch.distributed.all_reduce`` in place, in which every rank needs only the slices that it owns. Blocks.
 
     The slices that this rank owns then equal those of :func:`ds_zipccl.comm.all_reduce`, bit for bit; averages that are NaN may be
-    another NaN. The other slices are undefined: unchanged, or sums.
+    another NaN. Only sums that NCCL adds, in a node or with ``reduction`` plain, may have another order. The other slices are undefined:
+    unchanged, or sums.
 
     Args:
         tensor: dense, of any shape: slices follow each other in memory.
@@ -165,8 +206,8 @@ def reduce_to_owners(
         call = uncompressed_call or (lambda: dist.all_reduce(tensor, op, group))
         pass_small(NAME, role, 2 * sent_to_peers(tensor.nbytes, group), call)
         return
-    own = spans[rank]
-    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config)
+    own, disjoint = spans[rank], _disjoint(spans)
+    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config, role)
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         dist.all_reduce(inputs[0], op, group)
@@ -190,10 +231,11 @@ def reduce_to_owners(
         reduce_op=op,
         tolerance=tolerance,
         nodes=nodes,
+        plain_sums=reduction.plain and not (disjoint and group_streams(group, tensor.device.type)),
         memory_order=True,
         sends_less=True,
     )
-    execute(decide(request), request, _schedule(spans, tensor.numel(), nodes, reduction))
+    execute(decide(request), request, _ToOwners(spans, tensor.numel(), nodes, reduction, disjoint, op))
 
 
 def spans_of(tensor: torch.Tensor, owners: Owners, ranks: int) -> list[list[slice]]:

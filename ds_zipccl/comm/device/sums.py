@@ -1,0 +1,360 @@
+"""Sums on a device, in two levels: inside a node by the backend, between nodes by frames that are added in fp32 in node order.
+
+The ranks of a node give each other plain words, because links inside a node are fast. Each rank then has the node's sum of the parts of its
+seat, and sends the sums of other nodes' parts in frames. Words that do not shrink go raw by the same steps: the bits of a sum never depend
+on how well words compress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ds_zipccl import tensors
+from ds_zipccl.comm.device import gather
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Shard
+from ds_zipccl.comm.device.lanes import Lane
+from ds_zipccl.comm.device.levels import SUM, Levels
+from ds_zipccl.comm.device.verdict import agree
+from ds_zipccl.comm.spans import length, within
+from ds_zipccl.frame import HEADER_BYTES
+from ds_zipccl.kernels.cuda import Own
+from ds_zipccl.kernels.sums import settle_nans
+from ds_zipccl.policy import wire
+
+#: Rows of node sums, and shards of an all-reduce, begin at multiples of so many elements: kernels read 16 bytes at once.
+_ALIGNED = 8
+
+
+class Part:
+    """The words of a message that one rank gets the sum of: spans of flat tensors, laid end to end."""
+
+    def __init__(self, *pieces: tuple[torch.Tensor, slice]) -> None:
+        self.pieces = [(source, span) for source, span in pieces if length(span)]
+        self.numel = sum(length(span) for _, span in self.pieces)
+
+    def cut(self, begin: int, end: int) -> Part:
+        """Return elements ``begin`` to ``end``, as far as there are any."""
+        found, before = [], 0
+        for source, span in self.pieces:
+            found += [(source, one) for one in within([span], begin - before, end - before)]
+            before += length(span)
+        return Part(*found)
+
+    def views(self) -> list[torch.Tensor]:
+        """Return a view of each piece."""
+        return [source[span] for source, span in self.pieces]
+
+    def pack(self, into: torch.Tensor) -> None:
+        """Copy the words to the begin of flat ``into``. Work of the current stream."""
+        for view, place in zip(self.views(), self._places(into), strict=True):
+            place.copy_(view)
+
+    def unpack(self, packed: torch.Tensor) -> None:
+        """Copy the begin of flat ``packed`` to the pieces. Work of the current stream."""
+        for view, place in zip(self.views(), self._places(packed), strict=True):
+            view.copy_(place)
+
+    def _places(self, packed: torch.Tensor) -> Sequence[torch.Tensor]:
+        places: Sequence[torch.Tensor] = packed[: self.numel].split([length(span) for _, span in self.pieces])
+        return places
+
+
+def reduce_scatter(ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int = 1) -> None:
+    """Write the sum of the parts of this rank of all ranks, divided by ``divisor``, to ``out``. Puts the work on the lanes.
+
+    The host waits once, and once more for each further half of the budget that node sums take. ``parts[r]`` is the part of rank r; its
+    number of elements is equal on all ranks. ``out`` may be the own part; otherwise it shares no memory with the parts.
+    """
+    longest = max(part.numel for part in parts)
+    if not longest:
+        return
+    summing = _Summing(ctx, levels, parts, out, divisor)
+    step = summing.step(longest)
+    for begin in range(0, longest, step):
+        summing.sum(begin, min(begin + step, longest))
+
+
+def all_reduce(ctx: DeviceContext, levels: Levels, whole: Sequence[torch.Tensor], divisor: int = 1) -> None:
+    """Replace flat tensors by their sums over all ranks, divided by ``divisor``. Puts the work on the lanes; the host waits twice.
+
+    Each rank sums a shard of each tensor, and the shards are gathered. The last rank sums the elements that are left over, too.
+    """
+    ranks, rank, lanes = ctx.size, ctx.rank, ctx.lanes
+    sizes = [flat.numel() // ranks // _ALIGNED * _ALIGNED for flat in whole]
+    parts = [
+        Part(
+            *(
+                (flat, slice(owner * size, (owner + 1) * size if owner < ranks - 1 else flat.numel()))
+                for flat, size in zip(whole, sizes, strict=True)
+            )
+        )
+        for owner in range(ranks)
+    ]
+    reduce_scatter(ctx, levels, parts, parts[rank], divisor)
+    shards = [
+        Shard(flat[rank * size : (rank + 1) * size], flat[: ranks * size], [size])
+        for flat, size in zip(whole, sizes, strict=True)
+        if size
+    ]
+    left = [flat[ranks * size :] for flat, size in zip(whole, sizes, strict=True)]
+    count = sum(map(len, left))
+    with lanes.on(Lane.DECODE):  # the elements that are left over; those of the last rank alone are sums
+        own, of_all = (tensors.empty(numel, whole[0].dtype, ctx.device) for numel in (count, count * ranks))
+        Part(*((flat, slice(0, len(flat))) for flat in left)).pack(own)
+    lanes.order(Lane.DECODE, Lane.ENCODE)
+    if count:
+        shards.append(Shard(own, of_all, [count]))
+    gather.gather(ctx, shards)
+    with lanes.on(Lane.DECODE):
+        for flat, sums in zip(left, of_all[count * (ranks - 1) :].split([len(flat) for flat in left]), strict=True):
+            flat.copy_(sums)
+
+
+def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
+    """Replace the own part by the backend's own sum over all ranks. Other parts are undefined afterwards. Puts the work on the lanes; the
+    host does not wait.
+
+    This sends half of the bytes of an all-reduce: in a reduce-scatter of parts that are padded to the longest one, where all are nearly
+    as long, otherwise in a reduce for each rank that has a part. ``parts[r]`` is the part of rank r; no two share memory.
+    """
+    lanes, own = ctx.lanes, parts[ctx.rank]
+    numels = [part.numel for part in parts]
+    longest, scatter = max(numels), wire.even(numels)
+    if not longest:
+        return
+    itemsize, joined = _dtype_of(parts).itemsize, _joined(parts)
+    ctx.count(0, sum(numels) * itemsize * (ctx.size - 1) // ctx.size)
+    if scatter and joined is not None:
+        with lanes.on(Lane.WIRE):
+            ctx.transport.reduce_scatter(own.views()[0], joined, op)
+        lanes.order(Lane.WIRE, Lane.DECODE)
+        return
+    rows = ctx.size if scatter else 1
+    step = wire.device_sum_fragment(longest, itemsize, rows, ctx.budget)
+    for begin in range(0, longest, step):
+        cut = [part.cut(begin, begin + step) for part in parts]
+        if scatter:
+            _scattered(ctx, cut, op)
+        else:
+            for owner, part in enumerate(cut):
+                _reduced(ctx, part, owner, op)
+    lanes.order(Lane.WIRE, Lane.DECODE)
+
+
+def _scattered(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
+    longest, lanes = max(part.numel for part in parts), ctx.lanes
+    dtype = _dtype_of(parts)
+    with lanes.slab(longest * ctx.size * dtype.itemsize, ctx.budget) as slab:
+        rows = slab.view(dtype).view(ctx.size, longest)
+        with lanes.on(Lane.ENCODE):
+            for row, part in zip(rows, parts, strict=True):
+                part.pack(row)
+        lanes.order(Lane.ENCODE, Lane.WIRE)
+        with lanes.on(Lane.WIRE):
+            ctx.transport.reduce_scatter(rows[ctx.rank], rows.view(-1), op)
+        lanes.order(Lane.WIRE, Lane.DECODE)
+        with lanes.on(Lane.DECODE):
+            parts[ctx.rank].unpack(rows[ctx.rank])
+
+
+def _reduced(ctx: DeviceContext, part: Part, owner: int, op: Any) -> None:
+    lanes = ctx.lanes
+    if len(part.pieces) < 2:
+        with lanes.on(Lane.WIRE):
+            for view in part.views():
+                ctx.transport.reduce(view, owner, op)
+        return
+    dtype = _dtype_of([part])
+    with lanes.slab(part.numel * dtype.itemsize, ctx.budget) as slab:
+        words = slab.view(dtype)
+        with lanes.on(Lane.ENCODE):
+            part.pack(words)
+        lanes.order(Lane.ENCODE, Lane.WIRE)
+        with lanes.on(Lane.WIRE):
+            ctx.transport.reduce(words, owner, op)
+        lanes.order(Lane.WIRE, Lane.DECODE)
+        if owner == ctx.rank:
+            with lanes.on(Lane.DECODE):
+                part.unpack(words)
+
+
+def _dtype_of(parts: Sequence[Part]) -> torch.dtype:
+    """Return the dtype of parts, one of which has words."""
+    return next(source.dtype for part in parts for source, _ in part.pieces)
+
+
+def _joined(parts: Sequence[Part]) -> torch.Tensor | None:
+    """Return a view of equal parts that follow each other in one tensor; None for other parts."""
+    if any(len(part.pieces) != 1 or part.numel != parts[0].numel for part in parts):
+        return None
+    source, first = parts[0].pieces[0]
+    follows = all(
+        part.pieces[0][0] is source and part.pieces[0][1].start == first.start + number * part.numel
+        for number, part in enumerate(parts)
+    )
+    return source[first.start : parts[-1].pieces[0][1].stop] if follows else None
+
+
+class _Summing:
+    """One sum of parts. ``of_seat``: for each node, the part of the rank that has this rank's seat there."""
+
+    def __init__(self, ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int) -> None:
+        self._ctx, self._levels, self._parts, self._out, self._divisor = ctx, levels, parts, out, divisor
+        self._of_seat = [parts[ranks[levels.seat]] for ranks in levels.nodes]
+        self._dtype = _dtype_of(parts)
+        # equal on all ranks, as the verdicts that follow from it
+        self._packed = levels.inside is not None or any(len(part.pieces) > 1 for part in parts)
+        self._nodes, self._seats = len(levels.nodes), len(levels.nodes[0])
+        self._rows = self._nodes + (self._seats if levels.inside is not None else 0)
+
+    def step(self, longest: int) -> int:
+        """Return the elements of each part that are summed with one verdict."""
+        if not self._packed:
+            return longest
+        return wire.device_sum_numel(
+            -(-longest // _ALIGNED) * _ALIGNED, self._dtype.itemsize, self._rows, self._ctx.budget
+        )
+
+    def sum(self, begin: int, end: int) -> None:
+        """Sum elements ``begin`` to ``end`` of each part, with one verdict."""
+        with self._node_sums(begin, end) as sums:
+            step = self._fragment_numel(end - begin)
+            starts = range(0, end - begin, step)
+            words = [[summed[start : start + step] for start in starts] for summed in sums]
+            sizes = self._agreed(words)
+            for number, start in enumerate(starts):
+                place = self._out.cut(begin + start, min(begin + start + step, end))
+                self._fragment([of_node[number] for of_node in words], [of_node[number] for of_node in sizes], place)
+
+    def _fragment_numel(self, numel: int) -> int:
+        taken = self._rows * numel * self._dtype.itemsize if self._packed else 0
+        return wire.device_sum_fragment(numel, self._dtype.itemsize, self._nodes, self._ctx.budget - taken)
+
+    @contextmanager
+    def _node_sums(self, begin: int, end: int) -> Iterator[list[torch.Tensor]]:
+        """Give this node's sum of the part of each rank of this seat; flat. In one level: the parts themselves."""
+        cut = [part.cut(begin, end) for part in self._of_seat]
+        if not self._packed:
+            yield [part.views()[0] if part.numel else self._nothing() for part in cut]
+            return
+        lanes, ctx = self._ctx.lanes, self._ctx
+        numel = -(-(end - begin) // _ALIGNED) * _ALIGNED
+        with lanes.slab(self._rows * numel * self._dtype.itemsize, ctx.budget) as slab:
+            rows = slab.view(self._dtype).view(self._rows, numel)
+            scratch = rows[self._nodes :].view(-1)
+            with lanes.on(Lane.WIRE):
+                for ranks, part, row in zip(self._levels.nodes, cut, rows, strict=False):
+                    if self._levels.inside is None:
+                        part.pack(row)
+                    else:
+                        self._sum_inside([self._parts[rank].cut(begin, end) for rank in ranks], row, scratch)
+            lanes.order(Lane.WIRE, Lane.ENCODE)
+            yield [row[: part.numel] for part, row in zip(cut, rows, strict=False)]
+
+    def _nothing(self) -> torch.Tensor:
+        with self._ctx.lanes.on(Lane.ENCODE):
+            return tensors.empty(0, self._dtype, self._ctx.device)
+
+    def _sum_inside(self, parts: Sequence[Part], sums: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Write this node's sum of the part of this rank's seat to ``sums``, by the backend. ``parts``: those of the ranks of one node."""
+        inside, seat, count = self._levels.inside, self._levels.seat, self._seats
+        assert inside is not None
+        numels = [part.numel for part in parts]
+        longest = max(numels)
+        if not longest:
+            return
+        sent = sum(numels) * self._dtype.itemsize * (count - 1) // count
+        self._ctx.count(sent, sent)
+        joined = _joined(parts)
+        if joined is None and wire.even(numels):
+            joined = scratch[: count * longest]
+            for number, part in enumerate(parts):
+                part.pack(joined[number * longest :])
+        if joined is not None:
+            inside.reduce_scatter(sums[:longest], joined, SUM)
+            return
+        for owner, part in enumerate(parts):
+            if part.numel:
+                words = sums[: part.numel] if owner == seat else scratch[: part.numel]
+                part.pack(words)
+                inside.reduce(words, owner, SUM)
+
+    def _agreed(self, words: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+        """Return the bytes of the slots of each node's fragments: those of the largest frame of any node. 0: the words are raw."""
+        ctx, me, fragments = self._ctx, self._levels.node, len(words[0])
+        if ctx.codec == "raw":
+            return [[0] * fragments for _ in words]
+        with ctx.lanes.on(Lane.ENCODE):
+            sizes = tensors.filled(self._nodes * self._seats * fragments, 0, torch.int64, ctx.device)
+            of_seat = sizes.view(self._nodes, self._seats, fragments)[:, self._levels.seat]
+            theirs = [one for node, some in enumerate(words) if node != me for one in some]
+            found = gather.encoded_sizes(ctx, theirs).view(self._nodes - 1, fragments)
+            of_seat[:me].copy_(found[:me])
+            of_seat[me + 1 :].copy_(found[me:])
+        agreed = agree(ctx, [sizes])
+        firsts = range(self._levels.seat * fragments, len(agreed), self._seats * fragments)
+        return [
+            [self._slot(one.nbytes, agreed[first + number]) for number, one in enumerate(some)]
+            for first, some in zip(firsts, words, strict=True)
+        ]
+
+    def _slot(self, nbytes: int, frame: int) -> int:
+        return wire.slot_bytes(max(frame, HEADER_BYTES)) if wire.shrinks(nbytes, frame) else 0
+
+    def _fragment(self, words: Sequence[torch.Tensor], sizes: Sequence[int], place: Part) -> None:
+        """Send ``words[i]`` to node i, in a slot of ``sizes[i]`` bytes or raw, and write the sum of what arrives and the own words."""
+        ctx, lanes, me = self._ctx, self._ctx.lanes, self._levels.node
+        rooms = [size or wire.slot_bytes(one.nbytes) for one, size in zip(words, sizes, strict=True)]
+        if not sum(rooms):
+            return
+        own, arriving = words[me], rooms[me] * self._nodes
+        apart = self._divisor > 1 and self._dtype is not torch.float32
+        floats = wire.slot_bytes(own.numel() * 4) if apart else 0
+        with lanes.slab(sum(rooms) + arriving + floats, ctx.budget) as slab:
+            sent, received, total = slab.split([sum(rooms), arriving, floats])
+            with lanes.on(Lane.ENCODE):
+                self._encode(words, sizes, sent.split(rooms))
+            lanes.order(Lane.ENCODE, Lane.WIRE)
+            with lanes.on(Lane.WIRE):  # the own slot travels too, and is not read: summands lie at a regular distance
+                self._levels.between.all_to_all(received, sent, [rooms[me]] * self._nodes, rooms)
+            lanes.order(Lane.WIRE, Lane.DECODE)
+            if own.numel():
+                with lanes.on(Lane.DECODE):
+                    matrix = received.view(self._nodes, rooms[me])
+                    if not sizes[me]:
+                        matrix = matrix.view(self._dtype)[:, : own.numel()]
+                    self._add(matrix, own, place, total.view(torch.float32)[: own.numel()])
+        theirs = [node for node in range(self._nodes) if node != me]
+        ctx.count(sum(words[node].nbytes for node in theirs), sum(rooms[node] for node in theirs))
+
+    def _encode(self, words: Sequence[torch.Tensor], sizes: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
+        ctx, me = self._ctx, self._levels.node
+        coded = [node for node, size in enumerate(sizes) if size and node != me]
+        if coded:
+            some, places = ([one[node] for node in coded] for one in (words, slots))
+            ctx.route.encode_frames(some, ctx.codec, ctx.config.block, places)
+        for node, (one, slot, size) in enumerate(zip(words, slots, sizes, strict=True)):
+            if node != me and not size and one.numel():
+                slot.view(self._dtype)[: one.numel()].copy_(one)
+
+    def _add(self, matrix: torch.Tensor, own: torch.Tensor, place: Part, total: torch.Tensor) -> None:
+        """Add the rows of a matrix, with the own words in the row of this node, and write the sum to ``place``. Work of the current
+        stream."""
+        ctx, status = self._ctx, self._ctx.reports.word(self._ctx.where())
+        single = len(place.pieces) == 1
+        sums = place.views()[0] if single else own
+        into = total if total.numel() else sums
+        ctx.route.decode_sum_frames(matrix, ctx.config.block, self._dtype, into, status, Own(own, self._levels.node))
+        if self._divisor > 1:
+            # by a tensor: torch multiplies by the inverse of a number, which has another rounding
+            into.div_(tensors.filled(1, self._divisor, torch.float32, ctx.device))
+        if into is not sums:
+            sums.copy_(into)
+            settle_nans(sums)
+        if not single:
+            place.unpack(sums)
