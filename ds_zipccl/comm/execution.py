@@ -178,9 +178,13 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
         order = memory_order if request.memory_order else logical_order
         inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
         ctx = open_device_context(request, choice.decision)
-        schedule.enqueue(ctx, inputs, outputs)
-        with ctx.lanes.on(Lane.DECODE):
-            _copy_back(outputs, request.outputs)
+        try:
+            schedule.enqueue(ctx, inputs, outputs)
+            with ctx.lanes.on(Lane.DECODE):
+                _copy_back(outputs, request.outputs)
+        except BaseException:
+            ctx.lanes.abandon([*inputs, *outputs, *request.inputs, *request.outputs])
+            raise
         event = ctx.lanes.record(Lane.DECODE)
     handle = StreamWork(ctx.where(), ctx.lanes, event, request.outputs, [*inputs, *outputs, *request.outputs])
     logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
