@@ -146,9 +146,11 @@ OPS: dict[str, Op] = {
     "reduce": Op(("tensor", "dst", *_REDUCE), one_sided=True),
     "all_reduce": Op(("tensor", *_REDUCE), "all_reduce", on_device=True),
     "all_reduce_coalesced": Op(("tensors", *_REDUCE), "all_reduce", on_device=True),
-    "all_to_all": Op(("output_tensor_list", "input_tensor_list", "group", "async_op"), "all_to_all"),
+    "all_to_all": Op(("output_tensor_list", "input_tensor_list", "group", "async_op"), "all_to_all", on_device=True),
     "all_to_all_single": Op(
-        ("output", "input", "output_split_sizes", "input_split_sizes", "group", "async_op"), "all_to_all"
+        ("output", "input", "output_split_sizes", "input_split_sizes", "group", "async_op"),
+        "all_to_all",
+        on_device=True,
     ),
     "broadcast": Op(("tensor", "src", "group", "async_op"), "broadcast", one_sided=True),
     "send": Op(("tensor", "dst", "group", "tag"), point_to_point=True),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.device import exchange
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.reduction_order import reduce_op_name
@@ -22,6 +23,7 @@ from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.tuner import CallTimer, Tuner
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, cost_model, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason
 from ds_zipccl.telemetry import counters
@@ -93,6 +95,10 @@ def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decis
         return Decision.passing(PassReason.CAPTURED)
     if state.collective_transport(device.type, resolve_group(request.group)).is_coalescing():
         return Decision.passing(PassReason.COALESCED)
+    if OPS[request.op].traffic == "all_to_all" and request.config.mode_of(request.role) == "auto":
+        group = resolve_group(request.group)
+        if not exchange.pays_now(group, request.op, request.role, request.tensor, request.numel):
+            return Decision.passing(PassReason.SMALL_GAIN)
     return admitted
 
 

@@ -178,9 +178,13 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
     with torch.inference_mode(), tensors.undisturbed():
         ctx = open_device_context(request, choice.decision)
         inputs, outputs = _flat_on_lane(ctx, request)
-        schedule.enqueue(ctx, inputs, outputs)
-        with ctx.lanes.on(Lane.DECODE):
-            _copy_back(outputs, request.outputs)
+        try:
+            schedule.enqueue(ctx, inputs, outputs)
+            with ctx.lanes.on(Lane.DECODE):
+                _copy_back(outputs, request.outputs)
+        except BaseException:
+            ctx.lanes.abandon([*inputs, *outputs, *request.inputs, *request.outputs])
+            raise
         event = ctx.lanes.record(Lane.DECODE)
     keep = [*inputs, *outputs, *request.inputs, *request.outputs]
     handle = StreamWork(ctx.where(), ctx.lanes, event, request.outputs, keep)

@@ -149,6 +149,12 @@ class PassReason(Enum):
         "A single send would take longer as a compressed frame than uncompressed, by the measured speeds of link and codec.",
         'None is needed on a fast link. `"mode": "always"`, or `"roles": {"pp": "always"}`, codes it all the same.',
     )
+    SMALL_GAIN = (
+        "gain below a host wait",
+        "An all-to-all on an NCCL group in mode auto: coding it would save less than three times the time for which the host waits for "
+        "the sizes of frames. Of uneven ones, and of those whose data do not shrink, one call in 32 is coded, to look again.",
+        'None is needed. `"mode": "always"` codes the message all the same, to compare.',
+    )
     TO_ITSELF = (
         "to itself",
         "A rank sends to itself.",

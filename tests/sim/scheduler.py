@@ -139,6 +139,8 @@ class Host:
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     #: Condition, reason and place of a wait.
     waiting: tuple[Callable[[], bool], str, Place] | None = None
+    #: The host waits in a loop of its own, which looks again and again.
+    polls: bool = False
     ended: bool = False
 
 
@@ -165,7 +167,7 @@ _TEMPERS = (
 class Scheduler:
     """See the module's docstring."""
 
-    def __init__(self, ranks: int, seed: int, one_queue: bool, busy: bool) -> None:
+    def __init__(self, ranks: int, seed: int, one_queue: bool, busy: bool, patient: bool = False) -> None:
         self.random = random.Random(seed)
         self.hosts = [Host(rank) for rank in range(ranks)]
         self.queues: list[list[Queue]] = [[] for _ in range(ranks)]
@@ -176,6 +178,7 @@ class Scheduler:
         self.trace: Callable[[str], None] | None = None
         self._one_queue = one_queue
         self._busy = busy
+        self._patient = patient
         self._temper = self.random.choice(_TEMPERS)
         self._priority: dict[Queue, float] = {}
         #: Collectives of a rank that have started and not ended.
@@ -205,7 +208,9 @@ class Scheduler:
         """Return the number of operations of a rank that have not ended."""
         return sum(len(queue.ops) for queue in self.queues[rank])
 
-    def turn(self, rank: int, condition: Callable[[], bool] | None = None, reason: str = "") -> None:
+    def turn(
+        self, rank: int, condition: Callable[[], bool] | None = None, reason: str = "", polls: bool = False
+    ) -> None:
         """Let others move. Return when ``condition`` is true, if one is given."""
         me = self.hosts[rank]
         if self.failure is not None:
@@ -215,12 +220,12 @@ class Scheduler:
             if self.random.random() < self._temper.host_keeps:
                 return
         else:
-            me.waiting = (condition, reason, here())
+            me.waiting, me.polls = (condition, reason, here()), polls
         chosen = self._advance()
         if chosen is not me and chosen is not None:
             chosen.baton.release()
             me.baton.acquire()
-        me.waiting = None
+        me.waiting, me.polls = None, False
         if self.failure is not None:
             raise Stopped
 
@@ -258,10 +263,15 @@ class Scheduler:
                 self._move(moves)
             elif hosts:
                 return self.random.choice(hosts)
-            elif all(host.ended for host in self.hosts) and not any(q.ops for qs in self.queues for q in qs):
+            elif all(host.ended for host in self.hosts) and (self._patient or not self._working()):
                 return None
+            elif self._patient and (polling := [host for host in self.hosts if host.polls]):
+                return self.random.choice(polling)
             else:
                 self.fail(Fault("deadlock", "no host and no stream can move\n" + self._graph()))
+
+    def _working(self) -> bool:
+        return any(queue.ops for queues in self.queues for queue in queues)
 
     def _moves(self) -> list[Op]:
         found = []

@@ -129,7 +129,7 @@ def _query(gpu: Gpu, done: Callable[[], bool], reason: str, clock: races.Clock) 
         gpu.seen(dict(clock))
         return True
     before = gpu.scheduler.progress
-    gpu.scheduler.turn(gpu.rank, lambda: gpu.scheduler.progress > before, f"a move after {reason}")
+    gpu.scheduler.turn(gpu.rank, lambda: gpu.scheduler.progress > before, f"a move after {reason}", polls=True)
     return False
 
 

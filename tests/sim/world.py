@@ -54,6 +54,9 @@ class Modes:
     races: bool = True
     #: Compare all memory of the GPU before and after a kernel: it writes only what it says it does, so that no race is missed.
     declared: bool = False
+    #: Where nothing can move, hosts that poll go on until they give up, and streams may have work left at the end of the run: for programs
+    #: in which a rank never comes. Without, that is a deadlock.
+    patient: bool = False
 
 
 #: A machine for each property, and one with all of them.
@@ -78,7 +81,7 @@ class Machine:
     def __init__(self, ranks: int, seed: int, modes: Modes, arena_bytes: int) -> None:
         self.ranks = ranks
         self.modes = modes
-        self.scheduler = Scheduler(ranks, seed, modes.one_queue, modes.busy)
+        self.scheduler = Scheduler(ranks, seed, modes.one_queue, modes.busy, modes.patient)
         self.gpus = [Gpu(self, rank, arena_bytes) for rank in range(ranks)]
         self.store = Store()
         self.communicators: dict[str, Communicator] = {}

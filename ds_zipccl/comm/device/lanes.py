@@ -15,6 +15,8 @@ from ds_zipccl.telemetry import counters
 
 #: Slabs are multiples of an eighth of the power of two below their size, and of this many bytes (seed: few sizes, so that slabs fit again).
 _GRAIN = 1 << 16
+#: Slabs of one size (seed: one is encoded, one on the wire, one decoded).
+_TURNS = 3
 
 
 class Lane(Enum):
@@ -93,21 +95,15 @@ class Lanes:
     def _take(self, nbytes: int, budget: int) -> Slab:
         grain = max(_GRAIN, (1 << max(nbytes - 1, 1).bit_length() - 1) // 8)
         size = -(-nbytes // grain) * grain
-        free = [slab for slab in self._slabs if not slab.held]
-        fits = [slab for slab in free if size <= slab.memory.numel() <= 2 * size]
-        total = sum(slab.memory.numel() for slab in self._slabs)
-        if total + size > budget and not fits:  # slabs of other sizes make room
-            for slab in free:
-                self._free(slab)
-                total -= slab.memory.numel()
-                if total + size <= budget:
-                    break
-        if total + size <= budget or not fits:
-            found = self._new(size)
-        else:
+        fits = [slab for slab in self._free() if size <= slab.memory.numel() <= 2 * size]
+        if len(fits) >= _TURNS or (fits and self.nbytes() + size > budget):
             found = fits[0]  # used least recently
             self._slabs.remove(found)
             found.held = True
+        else:
+            while self.nbytes() + size > budget and self._free():  # slabs of other sizes make room
+                self._give_back(self._free()[0])
+            found = self._new(size)
         self._slabs.append(found)
         if self._runtime is not None and found.last is not None:
             for stream in self._streams.values():
@@ -120,7 +116,10 @@ class Lanes:
         with self._runtime.stream(self._owner):
             return Slab(tensors.empty(size, torch.uint8, self.device), self._owner.record_event())
 
-    def _free(self, slab: Slab) -> None:
+    def _free(self) -> list[Slab]:
+        return [slab for slab in self._slabs if not slab.held]
+
+    def _give_back(self, slab: Slab) -> None:
         """Give a slab back to the allocator: later allocations of the owner's stream follow the slab's last use."""
         self._slabs.remove(slab)
         if self._runtime is not None and slab.last is not None:
@@ -131,13 +130,21 @@ class Lanes:
         return sum(slab.memory.numel() for slab in self._slabs)
 
     def leave(self, event: Any, keep: Sequence[torch.Tensor]) -> None:
-        """Keep tensors of a handle that nobody waited for until the event is done."""
+        """Keep tensors until the event is done: those of a handle that nobody waited for, or of an operation that failed."""
         if event is not None and keep:
             self._left.append((event, keep))
 
+    def abandon(self, keep: Sequence[torch.Tensor]) -> None:
+        """Keep the tensors of an operation that failed until the work that it has put on the lanes is done; does not wait."""
+        for lane in (Lane.ENCODE, Lane.WIRE):
+            self.order(lane, Lane.DECODE)
+        self.leave(self.record(Lane.DECODE), keep)
+
     def sweep(self) -> None:
         """Drop tensors that were left, as far as their work is done; does not wait."""
-        self._left = [(event, keep) for event, keep in self._left if not event.query()]
+        left, self._left = self._left, []
+        kept = [(event, keep) for event, keep in left if not event.query()]
+        self._left.extend(kept)  # a handle that has died meanwhile has left its tensors there
 
 
 #: runtime -> device -> lanes.

@@ -30,7 +30,10 @@ class Reports:
 
     def word(self, name: str, frames: Sequence[str] = ()) -> torch.Tensor:
         """Return the status word of operations ``name`` whose frames, in a call, have the names ``frames``."""
-        number = self._names.setdefault((name, tuple(frames)), min(len(self._names), _WORDS - 1))
+        key = name, tuple(frames)
+        number = self._names.get(key, min(len(self._names), _WORDS - 1))
+        if number < _WORDS - 1:  # groups come and go, and their names with them
+            self._names[key] = number
         return self.words[number : number + 1]
 
     def failed(self) -> torch.Tensor:
@@ -46,7 +49,7 @@ class Reports:
         for number, value in enumerate(self.words.tolist()):
             failure = failure_of(value)
             if failure is not None:
-                name, frames = by_number[number]
+                name, frames = by_number.get(number, ("one of the later operations", ()))
                 frame = frames[failure.frame] if failure.frame < len(frames) else f"frame {failure.frame}"
                 sender = "" if failure.rank is None else f" of group rank {failure.rank}"
                 said.append(

@@ -44,11 +44,69 @@ def agree(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
         arrived = lanes.record(Lane.WIRE)
     lanes.order(Lane.WIRE, Lane.ENCODE)  # the memory of `flat`, and work that follows the verdict
     _wait(ctx, arrived)
+    failed, *agreed = host.tolist()
+    _raise_refused(ctx, failed)
+    return agreed
+
+
+def exchange_words(
+    ctx: DeviceContext, found: torch.Tensor, numbers: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Send a row of words to each rank. Return the rows that this rank has sent, and those that it has received, in the order of the ranks.
+    A collective of the group; the host waits, at most the group's timeout.
+
+    Args:
+        found: int64 matrix of the device with the first words of each row, made by work on the encoding lane.
+        numbers: the further words of each row; rows of all ranks have one length.
+
+    Raises:
+        CommError: as for :func:`agree`.
+    """
+    lanes, ranks = ctx.lanes, ctx.size
+    with lanes.on(Lane.ENCODE):
+        lanes.order(Lane.DECODE, Lane.ENCODE)
+        known = _to_device(lanes, numbers)
+        rows = torch.cat([ctx.reports.failed().expand(ranks, 1), found, known], 1)
+        both = tensors.empty(2 * rows.numel(), torch.int64, lanes.device)
+        sent, received = both.split(rows.numel())
+        sent.view(rows.shape).copy_(rows)
+        lanes.order(Lane.ENCODE, Lane.WIRE)
+    with lanes.on(Lane.WIRE):
+        ctx.transport.all_to_all(received, sent)
+        host = _copy_to_host(lanes, both)
+        arrived = lanes.record(Lane.WIRE)
+    lanes.order(Lane.WIRE, Lane.ENCODE)
+    _wait(ctx, arrived)
+    told, heard = host.view(2, ranks, -1).tolist()
+    _raise_refused(ctx, any(row[0] for row in heard))
+    return [row[1:] for row in told], [row[1:] for row in heard]
+
+
+def _raise_refused(ctx: DeviceContext, failed: bool | int) -> None:
     counters.record_host_wait(ctx.role, ctx.op)
-    failed, *agreed = host[: flat.numel()].tolist()
     if failed:
         raise ctx.error(f"{_everyones(ctx)}; the words of these frames are NaN; stop the job on all ranks")
-    return agreed
+
+
+def _host(lanes: Lanes, numel: int) -> torch.Tensor:
+    """Return page-locked words: the first half for words that come from the device, the second half for words that go there."""
+    host = _hosts.get(lanes)
+    if host is None or host.numel() < 2 * numel:
+        host = _hosts[lanes] = tensors.pinned(16 * max(1024, 2 * numel)).view(torch.int64)
+    return host
+
+
+def _to_device(lanes: Lanes, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return a matrix of the device; does not wait. The host has read the verdict of earlier words, so that these have left the host."""
+    words = tensors.of_numbers(numbers, torch.int64)
+    if devices.runtime(lanes.device) is None:
+        return words
+    host = _host(lanes, words.numel())
+    waiting = host[host.numel() // 2 :][: words.numel()]
+    waiting.copy_(words.view(-1))
+    there = tensors.empty(words.numel(), torch.int64, lanes.device)
+    there.copy_(waiting, non_blocking=True)
+    return there.view(words.shape)
 
 
 def _everyones(ctx: DeviceContext) -> str:
@@ -70,10 +128,8 @@ def _everyones(ctx: DeviceContext) -> str:
 def _copy_to_host(lanes: Lanes, flat: torch.Tensor) -> torch.Tensor:
     if devices.runtime(lanes.device) is None:
         return flat
-    host = _hosts.get(lanes)
-    if host is None or host.numel() < flat.numel():
-        host = _hosts[lanes] = tensors.pinned(8 * max(1024, 2 * flat.numel())).view(torch.int64)
-    host[: flat.numel()].copy_(flat, non_blocking=True)
+    host = _host(lanes, flat.numel())[: flat.numel()]
+    host.copy_(flat, non_blocking=True)
     return host
 
 

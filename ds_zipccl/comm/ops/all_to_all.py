@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import Request
@@ -26,16 +28,27 @@ class _ExchangeLists:
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         _exchange_segments(ctx, inputs, outputs)
 
+    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        exchange_uneven(ctx, inputs, outputs)
+
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeSegments:
-    """Segments of one input go to the ranks, segments of one output come from the ranks. ``leaving`` and ``coming``: their elements."""
+    """Segments of one input go to the ranks, segments of one output come from the ranks. ``leaving`` and ``coming``: their elements.
+    ``even``: all segments of all ranks are equal."""
 
     leaving: Sequence[int]
     coming: Sequence[int]
+    even: bool
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         _exchange_segments(ctx, inputs[0].split(self.leaving), outputs[0].split(self.coming))
+
+    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        if self.even:
+            exchange_even(ctx, inputs[0], outputs[0])
+        else:
+            exchange_uneven(ctx, inputs[0].split(self.leaving), outputs[0].split(self.coming))
 
 
 def _exchange_segments(ctx: OpContext, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
@@ -124,7 +137,7 @@ def all_to_all_single(
         uncompressed_call=uncompressed_call,
         problem=_unsplit(input, leaving) or _unsplit(output, coming) or _misfit(leaving, coming, group),
     )
-    return execute(decide(request), request, _ExchangeSegments(leaving, coming))
+    return execute(decide(request), request, _ExchangeSegments(leaving, coming, even))
 
 
 def _segments(tensor: torch.Tensor, rows: Sequence[int] | None, group: dist.ProcessGroup | None) -> list[int]:

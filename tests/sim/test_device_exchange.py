@@ -1,0 +1,367 @@
+"""All-to-alls of NCCL groups on the simulated GPU: the package's own calls, unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import corpus
+import levels
+import moves
+import pytest
+import torch
+
+from ds_zipccl import kernels
+from ds_zipccl.comm.device import exchange as on_device
+from ds_zipccl.comm.device import verdict
+from ds_zipccl.comm.device.lanes import Lane, Lanes
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
+from ds_zipccl.comm.transport.nccl import NcclTransport
+from ds_zipccl.comm.work import CommError
+from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.policy import exchange as rules
+from ds_zipccl.policy import wire
+from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.policy.cost_model import LinkProfile
+from ds_zipccl.telemetry import counters
+from sim import communicator, launcher, world
+from sim.device import mine
+from sim.mistakes import FEW
+
+CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
+PAIRS = ((0, 1), (2, 3))
+
+
+@pytest.fixture(scope="module")
+def route() -> CudaRoute:
+    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
+    return launcher.route()
+
+
+def exchanges(
+    rank: int, ranks: int, sizes: Sequence[int], nodes: Sequence[Sequence[int]] = (), **settings: Any
+) -> None:
+    """Every way to call an all-to-all, blocking and not; every bit arrives, and the host waits once at most."""
+    if nodes:
+        levels.pretend(nodes)
+    api = moves.coded(**CODED, **settings)
+    for seed, (size, move) in enumerate((size, move) for size in sizes for move in moves.MOVES["all_to_all"]):
+        kind = list(corpus.SUMMED.values())[seed % 3]
+        inputs = [moves.filled(peer, size, kind, seed).to(f"cuda:{rank}") for peer in range(ranks)]
+        for later in (False, True):
+            before = len(mine().counters.waits)
+            outputs, wanted = move(api, inputs, rank, later)
+            assert settings.get("check") == "shadow" or len(mine().counters.waits) == before  # verdicts poll
+            for got, want in zip(outputs, wanted, strict=True):
+                corpus.assert_same_bits(got.cpu(), want.cpu())
+
+
+def assert_coded(calls: int) -> None:
+    rows = counters.rows()
+    assert sum(row["calls"] for row in rows) == calls and not any(row["passed"] for row in rows), rows
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exchanges(route: CudaRoute, ranks: int) -> None:
+    sizes = (0, 1, 7, 9001)
+    for seed, modes in enumerate(world.ALL_MODES[ranks % 2 :: 3]):
+        counters.reset()
+        world.run(exchanges, ranks, sizes, seed=seed + 10 * ranks, modes=modes, route=route)
+        assert_coded(2 * ranks * len(sizes) * len(moves.MOVES["all_to_all"]))
+        for row in counters.rows():
+            nothing = ranks * 2 * 2 * sum(size < ranks for size in sizes) if row["op"] == "all_to_all_single" else 0
+            assert row["host_waits"] == row["calls"] - nothing  # equal segments of no element need no verdict
+
+
+def with_nodes(rank: int, ranks: int, sizes: Sequence[int], nodes: Any, settings: dict[str, Any]) -> None:
+    exchanges(rank, ranks, sizes, nodes, **settings)
+
+
+@pytest.mark.parametrize("nodes", [PAIRS, ((0, 2), (1, 3)), ((0,), (1, 2, 3)), ((0, 1, 2, 3),)])
+def test_nodes(route: CudaRoute, nodes: Any) -> None:
+    counters.reset()
+    world.run(with_nodes, 4, (1, 9001), nodes, {}, seed=len(nodes[0]), route=route)
+    assert_coded(4 * 4 * 2 * 2)
+
+
+@pytest.mark.full(reason="the short tier has other seeds of the same programs")
+def test_many_seeds(route: CudaRoute) -> None:
+    for seed, ranks in itertools.product(range(3), (2, 3, 4)):
+        modes = world.ALL_MODES[2 * seed + ranks % 2]
+        codec = ("cascade", "wide", "raw")[seed % 3]
+        settings = {"codec": codec, "block": (128, 1024)[seed % 2], "check": ("off", "shadow")[seed == 2]}
+        nodes = PAIRS if ranks == 4 and seed == 1 else ()
+        world.run(with_nodes, ranks, (2, 777, 4100), nodes, settings, seed=seed, modes=modes, route=route)
+
+
+def in_steps(rank: int, ranks: int) -> tuple[int, int]:
+    """A skewed exchange and an even one that need several steps. Returns the numbers of their all-to-alls."""
+    device = torch.device("cuda", rank)
+    api = moves.coded(**CODED, staging_mib=1)
+    cuts = [[5, 150_000, 3], [0, 70_000, 40_000], [90_000, 0, 0]][rank]
+    incoming = [[5, 0, 90_000], [150_000, 70_000, 0], [3, 40_000, 0]][rank]
+    words = [torch.randn(150_000, generator=torch.Generator().manual_seed(one)).bfloat16() for one in range(9)]
+    source = torch.cat([words[3 * rank + peer][:cut] for peer, cut in enumerate(cuts)]).to(device)
+    target = torch.empty(sum(incoming), dtype=source.dtype, device=device)
+    api.all_to_all_single(target, source, incoming, cuts)
+    wanted = torch.cat([words[3 * peer + rank][:cut] for peer, cut in enumerate(incoming)])
+    corpus.assert_same_bits(target.cpu(), wanted)
+    before = mine().counters.collectives["all_to_all"]
+    source = torch.cat([words[3 * rank + peer][:60_000] for peer in range(3)]).to(device)
+    api.all_to_all_single(source, source)
+    corpus.assert_same_bits(source.cpu(), torch.cat([words[3 * peer + rank][:60_000] for peer in range(3)]))
+    return before, mine().counters.collectives["all_to_all"] - before
+
+
+def test_steps(route: CudaRoute) -> None:
+    """The even one has a frame of each pair in a step. The skewed one has few busy pairs: four frames of a pair go together."""
+    even, pieces = (
+        -(-60_000 // rules.even_piece(60_000, 2, 3, 1 << 20)),
+        -(-150_000 // rules.uneven_piece(2, 3, 1 << 20)),
+    )
+    assert even == 4 and pieces == 10
+    assert world.run(in_steps, 3, seed=1, route=route).values == [(1 + 3, even)] * 3
+
+
+class Counting(NcclTransport):
+    """Counts the bytes that all ranks send to ranks of other nodes, and to those of their own."""
+
+    between = inside = 0
+
+    def all_to_all(self, received: Any, sent: Any, received_sizes: Any = None, sent_sizes: Any = None) -> None:
+        state = group_state(self._group)
+        assert state is not None and state.nodes
+        sizes = sent_sizes or [len(sent) // state.size] * state.size
+        own = next(ranks for ranks in state.nodes if state.rank in ranks)
+        if sent.dtype == torch.uint8:  # not the numbers of an uneven exchange
+            Counting.between += sum(size for peer, size in enumerate(sizes) if peer not in own)
+            Counting.inside += sum(size for peer, size in enumerate(sizes) if peer in own)
+        super().all_to_all(received, sent, received_sizes, sent_sizes)
+
+
+def gaussian(rank: int, numel: int, scale: float = 0.02) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).mul_(scale).bfloat16()
+
+
+def counted(rank: int, ranks: int, nodes: Any, uneven: bool) -> int:
+    """Returns the bytes of words for other nodes."""
+    levels.pretend(nodes)
+    cuts = [8192 * (1 + uneven * peer) for peer in range(ranks)]
+    source = gaussian(rank, sum(cuts)).to(f"cuda:{rank}")
+    target = torch.empty(ranks * cuts[rank], dtype=source.dtype, device=source.device)
+    splits = ([cuts[rank]] * ranks, cuts) if uneven else ()
+    moves.coded(**CODED).all_to_all_single(target, source, *splits)
+    wanted = torch.cat([gaussian(peer, sum(cuts)).split(cuts)[rank] for peer in range(ranks)])
+    corpus.assert_same_bits(target.cpu(), wanted)
+    own = next(node for node in nodes if rank in node)
+    return 2 * sum(cut for peer, cut in enumerate(cuts) if peer not in own)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("nodes", [PAIRS, ((0,), (1,), (2,), (3,))])
+def test_bytes_between_nodes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, nodes: Any, uneven: bool) -> None:
+    monkeypatch.setitem(COLLECTIVE_TRANSPORTS, "nccl", Counting)
+    Counting.between = Counting.inside = 0
+    words = sum(world.run(counted, 4, nodes, uneven, route=route).values)
+    assert words / 2 < Counting.between < words / 1.4
+    raw = sum(wire.slot_bytes(16384 * (1 + uneven * peer) + 32) for peer in range(4))
+    assert Counting.inside == (raw if nodes == PAIRS else 0)
+
+
+def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], settings: dict[str, Any], slow: bool) -> list[bool]:
+    """Exchanges of so many elements, evenly or not, in mode auto. Returns which were coded."""
+    if slow:
+        state = group_state(None)
+        assert state is not None
+        link = ((1e3, 1e-5), (1e6, 1.0))
+        state.profiles["cuda", "nccl"] = LinkProfile(link, 1e12, 1e12, 1e12, 1e12, 1e12, 0.0)
+    device = torch.device("cuda", rank)
+    coded = []
+    for number, (numel, even) in enumerate(calls):
+        source = gaussian(rank + number, ranks * numel).to(device)
+        if settings.get("noise"):
+            bits = torch.randint(-(1 << 15), 1 << 15, (ranks * numel,), generator=torch.Generator().manual_seed(rank))
+            source = bits.to(torch.int16).view(torch.bfloat16).to(device)
+        target = torch.empty_like(source)
+        before = mine().counters.launches.total(), mine().counters.collectives["all_to_all"]
+        splits = [] if even else [numel] * ranks
+        api = moves.coded(**CODED, mode="auto")
+        api.all_to_all_single(target, source, splits or None, splits or None)
+        coded.append(mine().counters.launches.total() > before[0])
+        corpus.assert_same_bits(target.view(ranks, -1)[rank].cpu(), source.view(ranks, -1)[rank].cpu())
+    return coded
+
+
+def test_auto(route: CudaRoute) -> None:
+    """Coded where three verdicts are saved; otherwise one call in 32 of those of which ranks know nothing ahead."""
+    counters.reset()
+    even, uneven = [(2048, True)] * 2, [(2048, False)] * 34
+    plain = world.run(lone, 2, [*even, *uneven], {}, False, route=route)
+    assert plain.values == [[False] * 2 + [True] + [False] * 31 + [True, False]] * 2
+    (row,) = counters.rows()
+    assert row["reasons"] == {PassReason.SMALL_GAIN.value: 2 * (2 + 32)}
+    slow = world.run(lone, 2, [*even, *uneven[:2]], {}, True, route=route)
+    assert slow.values == [[True] * 4] * 2
+    noise = world.run(lone, 2, [*even, *uneven[:3]], {"noise": True}, True, route=route)
+    assert noise.values == [[True, False, True, False, False]] * 2
+
+
+def test_rules() -> None:
+    link = LinkProfile(((1e4, 2e-5), (1e9, 1e9 / 6e9)), 1e12, 1e12, 1e12, 1e12, 1e12, 0.0)
+    paying = [nbytes for nbytes in (1 << size for size in range(12, 34)) if rules.pays(nbytes, nbytes / 1.5, link)]
+    assert paying == [1 << size for size in range(24, 34)]  # 16 MiB: a third saved at 6 GB/s, 0.9 ms
+    assert not rules.pays(1 << 33, 1 << 33, link) and not rules.pays(1 << 33, 1 << 33, None)
+    assert rules.pays(16 << 20, 10 << 20, None) and not rules.pays(8 << 20, 5 << 20, None)
+    assert [rules.between_nodes(nodes, 4) for nodes in ((), PAIRS, ((0, 1, 2, 3),), ((0,), (1, 2, 3)))] == [
+        0.75, 0.5, 0.0, 0.75,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_steps_fit_the_budget(ranks: int) -> None:
+    """For segments of more than 4 GiB too."""
+    budget = 64 << 20
+    for numel in (1, 20_000, 10**7, 3 << 30):
+        for itemsize in (2, 4):
+            piece = rules.even_piece(numel, itemsize, ranks, budget)
+            assert min(piece, numel) * 2 * ranks * itemsize <= budget // 3 and not piece % wire.FRAGMENT_UNIT
+            piece = rules.uneven_piece(itemsize, ranks, budget)
+            numels = [numel * peer // ranks for peer in range(2 * (ranks - 1))]
+            sizes = rules.step_bytes(numels, itemsize, piece)
+            together = rules.pieces_of_step(sizes, budget)
+            moved = [
+                itemsize * sum(min(max(0, one - first * piece), together * piece) for one in numels)
+                for first in range(0, 3 * together, together)
+            ]
+            assert max(moved) == moved[0] <= budget // 3
+
+
+def test_slots_of_a_segment_of_more_than_4_gib() -> None:
+    words = torch.empty((2 << 30) + 5, dtype=torch.bfloat16, device="meta")
+    piece = rules.uneven_piece(2, 2, 64 << 20)
+    segment = on_device._Segment(words, piece, 3_500_000)
+    pieces = -(-words.numel() // piece)
+    slots = segment.slots(0, pieces)
+    assert len(slots) == pieces and sum(slot.words.numel() for slot in slots) == words.numel()
+    assert slots[-1].words.storage_offset() == (pieces - 1) * piece > 1 << 30
+    assert [slot.raw for slot in slots] == [False] * (pieces - 1) + [words.numel() % piece * 2 < 3_600_000]
+    (alone,) = segment.slots(7, 8)
+    assert alone.words.storage_offset() == 7 * piece and not segment.slots(pieces, pieces + 3)
+
+
+# --- numbers that arrive wrong
+
+
+def damaged(rank: int, ranks: int) -> str:
+    """Returns the error of this rank."""
+    sizes = [3000, 5000]
+    source = gaussian(rank, 2 * sizes[rank]).to(f"cuda:{rank}")
+    target = torch.empty(sum(sizes), dtype=source.dtype, device=source.device)
+    before = mine().allocator.live
+    try:
+        moves.coded(**CODED).all_to_all_single(target, source, sizes, [sizes[rank]] * 2)
+    except CommError as error:
+        assert mine().allocator.live - before < 1 << 16  # no slab was made
+        return str(error)
+    return ""
+
+
+#: Column of the words that rank 0 gets of rank 1, and what is there in place of the right number.
+WRONG = {
+    "elements": (3, 5001), "frame too small": (1, 31), "frame too large": (1, 1 << 40), "frame negative": (1, -1),
+    "pieces": (4, 1 << 40), "pieces negative": (4, -1), "bytes": (5, -1), "bytes of a step": (6, -5), "sum": (2, -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_numbers_are_refused(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    column, value = WRONG[name]
+    original = communicator._exchange
+
+    def wrong(gpu: Any, calls: Any) -> None:
+        original(gpu, calls)
+        if calls[0].kind == "all_to_all" and calls[0].inputs[0].dtype == torch.int64:
+            calls[0].arrived[1].view(-1)[column] = value
+
+    monkeypatch.setattr(communicator, "_exchange", wrong)
+    first, second = world.run(damaged, 2, modes=world.Modes(patient=True), route=route).values
+    assert "global rank 1" in first and str(value) in first if column in (1, 3, 4) else first
+    assert not second  # goes on, and meets nobody: its streams wait, its host does not
+
+
+# --- planted mistakes
+
+
+@contextlib.contextmanager
+def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    order, take = Lanes.order, Lanes._take
+    with monkeypatch.context() as patch:
+        if " -> " in name:
+            dropped = tuple(Lane(one) for one in name.split(" -> "))
+            patch.setattr(Lanes, "order", lambda self, *pair: None if pair == dropped else order(self, *pair))
+        elif name == "caller":
+            patch.setattr(Lanes, "begin", lambda self: None)
+        elif name == "verdict":
+            patch.setattr(verdict, "_wait", lambda ctx, event: None)
+        elif name == "slab":
+
+            def hasty(self: Lanes, *sizes: int) -> Any:
+                for slab in self._slabs:
+                    slab.last = None  # nobody waits for its last use
+                return take(self, *sizes)
+
+            patch.setattr(Lanes, "_take", hasty)
+        elif name == "in place":
+            patch.setattr(on_device, "_apart", lambda ctx, sources, targets: sources)
+        elif name == "plain on one rank":
+            patch.setattr(wire, "shrinks", lambda *sizes: mine().rank == 0)
+        else:
+            raise AssertionError(name)
+        yield
+
+
+MISTAKES = (
+    "encode -> wire",
+    "wire -> decode",
+    "caller",
+    "verdict",
+    "in place",
+    "plain on one rank",
+    "decode -> encode",
+)
+
+
+def thrice(rank: int, ranks: int) -> None:
+    """Exchanges whose inputs are made on a slow caller's stream, in place, uneven; outputs are used at once."""
+    device = torch.device("cuda", rank)
+    api = moves.coded(**CODED)
+    for number in range(3):
+        source = gaussian(rank + number, 40_000 if number == 2 else 6000).to(device) * 2
+        if number == 1:
+            sizes = [[1000, 5000], [5000, 1000]][rank]
+            buffer = torch.cat([source, source])
+            source, target = buffer[:6000], buffer[500:6500]
+            api.all_to_all_single(target, source, sizes, sizes)
+            wanted = [
+                gaussian(peer + 1, 6000).mul(2).split([[1000, 5000], [5000, 1000]][peer])[rank] for peer in (0, 1)
+            ]
+        else:
+            target = source
+            api.all_to_all_single(source, source)
+            wanted = [gaussian(peer + number, len(source)).mul(2).chunk(2)[rank] for peer in (0, 1)]
+        corpus.assert_same_bits(target.cpu(), torch.cat(wanted))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_mistakes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with planted(monkeypatch, name), pytest.raises(AssertionError):  # a fault, or wrong words
+        for seed in range(FEW):
+            world.run(*((in_steps, 3) if name == "slab" else (thrice, 2)), seed=seed, route=route)
+
+
+def test_without_mistakes(route: CudaRoute) -> None:
+    for seed in range(3):
+        world.run(thrice, 2, seed=seed, route=route)
