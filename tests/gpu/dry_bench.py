@@ -1,8 +1,8 @@
 """Benchmarks of ``make gpu`` without a GPU, for a dry run: emulated kernels, and small buffers.
 
-    python tests/gpu/dry_bench.py bench codec --device cuda ...          # the host's clock stands for the device's
-    python tests/gpu/dry_bench.py bench comm --backend nccl ...          # groups in stream order on CPUs (shim.py)
-    python tests/gpu/dry_bench.py bench train --backend nccl ...
+python tests/gpu/dry_bench.py bench codec --device cuda ...          # the host's clock stands for the device's
+python tests/gpu/dry_bench.py bench comm --backend nccl ...          # groups in stream order on CPUs (shim.py)
+python tests/gpu/dry_bench.py bench train --backend nccl ...
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from types import SimpleNamespace
 import shim
 import torch
 import variants  # puts the emulated kernels among the routes of the CPU
-from places import TESTS
 
 from ds_zipccl import kernels
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import backends, cuda, floors, train_trial
+from ds_zipccl.bench import backends, cuda, floors
 
 
 def seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:
@@ -52,7 +51,6 @@ def prepare_ranks() -> None:
     shim.install()
     nccl = backends.BACKENDS["nccl"]
     backends.BACKENDS["nccl"] = replace(nccl, name=shim.NAME, device="cpu")
-    train_trial.EXAMPLES = (TESTS / "gpu" / "dry_train", *train_trial.EXAMPLES)
 
 
 # The processes of `bench comm` are spawned: each runs the lines of this file anew, under another name.
