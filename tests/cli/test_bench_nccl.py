@@ -54,9 +54,10 @@ def test_comm_over_groups_in_stream_order(tmp_path: Path) -> None:
         assert (row["numel"], row["wrong"], row["backend"]) == (30_000, 0, "shim")
         assert row["time_us"] > 0
         assert row["ratio"] == pytest.approx(row["logical_bytes"] / row["wire_bytes"])
-        assert row["host_waits"] <= 1
+        most = 2 if row["op"] == "all_reduce" else 1  # a sum and a gather
+        assert row["host_waits"] <= most
         if row["variant"] == "coded":
-            assert row["ratio"] > 1.3 and row["host_waits"] == 1
+            assert row["ratio"] > 1.3 and row["host_waits"] == most
         if row["variant"] == "plain":
             assert row["ratio"] == 1 and not row["host_waits"]
     assert "host_waits" in result.stdout
