@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "about the kernel folder.",
     "RANK": "Rank in the job, set by the launcher; examples/train_gpt.py starts ranks by itself where it is unset.",
     "DS_ACCELERATOR": "DeepSpeed's accelerator; examples/train_gpt.py takes cpu where it is unset and there is no GPU.",
+    "CUBLAS_WORKSPACE_CONFIG": "Memory of cuBLAS; examples/train_gpt.py takes :4096:8 where it is unset: products repeat bit for bit.",
 }
 
 #: Values that earlier versions took: (key, earlier value) -> the value that replaces it.

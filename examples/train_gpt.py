@@ -41,9 +41,9 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported; it only warns without
+ON_GPU = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if ON_GPU else "cpu")  # before deepspeed is imported
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms on GPUs need it
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,7 @@ def bytes_sent() -> dict[str, float] | None:
         **{key: totals[key] for key in ("logical_bytes", "wire_bytes")},
         "coded_calls": sum(row["calls"] for row in rows),
         "passed_bytes": sum(row["passed_bytes"] for row in rows),
+        "host_waits": sum(row["host_waits"] for row in rows),
     }
 
 
@@ -238,10 +239,8 @@ def train(args: argparse.Namespace) -> dict:
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(args.threads)  # sums depend on how they are split over threads
     torch.use_deterministic_algorithms(ON_GPU)  # CPU kernels repeat bit for bit anyway
-    if not ON_GPU:
-        # An inference-only operator that DeepSpeed would otherwise compile now, for one to two minutes.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # inference on CPUs; minutes of compiling
+    deepspeed.init_distributed(dist_backend=args.backend)
     clock = CommTime()
     if args.comm_time:
         clock.watch(deepspeed.comm.comm.cdb)
@@ -370,6 +369,7 @@ def options() -> argparse.ArgumentParser:
     option("--seed", type=int, default=1)
     option("--threads", type=int, default=1, help="CPU threads per rank")
     option("--ranks", type=int, default=2, help="local ranks to start where no launcher did")
+    option("--backend", metavar="NAME", help="of torch.distributed (default: that of DeepSpeed's accelerator)")
     option("--compare", action="store_true", help="train plain and coded, and compare")
     option("--results", type=Path, metavar="FILE", help="rank 0 writes losses, hash and bytes here (JSON)")
     option("--comm-time", action="store_true", help="results have rank 0's time in collectives, per step")

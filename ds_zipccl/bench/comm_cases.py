@@ -14,7 +14,8 @@ from ds_zipccl.ops import TRAFFIC
 class Case:
     """One operation of :data:`ds_zipccl.ops.TRAFFIC` on one tensor: a row for each variant.
 
-    ``numel``: elements of the whole tensor, a multiple of the number of ranks. ``timeout``: seconds.
+    ``numel``: elements of the whole tensor, a multiple of the number of ranks. ``timeout``: seconds. ``iterations``: calls in one
+    measurement, whose mean counts.
     """
 
     op: str
@@ -24,6 +25,7 @@ class Case:
     repeats: int
     timeout: float
     variants: tuple[str, ...] = ("plain", "raw", "coded")
+    iterations: int = 1
 
 
 @dataclass(frozen=True)

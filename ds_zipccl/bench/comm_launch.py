@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.bench import ToolError
+from ds_zipccl.bench.backends import BACKENDS, Backend
 from ds_zipccl.bench.comm_cases import Calibration, Case
 from ds_zipccl.bench.namespaces import Network
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 GOODBYE_S = 60  # seconds for the processes to end after their last row
 
 
-def launch(ranks: int, cases: list[Case | Calibration], network: Network | None) -> Iterator[dict[str, Any]]:
+def launch(
+    ranks: int, cases: list[Case | Calibration], network: Network | None, backend: Backend = BACKENDS["gloo"]
+) -> Iterator[dict[str, Any]]:
     """Start the processes, give their rows as they come, and leave no process behind.
 
     Raises:
@@ -33,7 +36,7 @@ def launch(ranks: int, cases: list[Case | Calibration], network: Network | None)
     # The store lives in this process, on a port that the system chose: no other program can take the port in between.
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=cases[0].timeout), wait_for_workers=False)
     results = get_context("spawn").Queue()
-    context = spawn(take_part, (ranks, network, store.port, cases, results), nprocs=ranks, join=False)
+    context = spawn(take_part, (ranks, network, store.port, cases, results, backend), nprocs=ranks, join=False)
     try:
         for _ in range(rows_of(cases)):
             yield _next(results, context, cases[0].timeout)

@@ -1,4 +1,4 @@
-"""One process of ``bench comm``: run every variant of an operation in turn, take its time, count its bytes, check its bits."""
+"""One process of ``bench comm``: run every variant of an operation in turn, take its time, count its bytes and waits, check its bits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import statistics
 import threading
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm, ops
+from ds_zipccl import comm, devices, ops
 from ds_zipccl.bench import link, namespaces
+from ds_zipccl.bench.backends import BACKENDS, Backend
 from ds_zipccl.bench.comm_cases import Calibration, Case, bandwidths, elements
 from ds_zipccl.bench.exponents import differing, words
 from ds_zipccl.bench.variants import VARIANTS, Variant
@@ -40,6 +43,7 @@ def take_part(
     port: int,
     cases: list[Case | Calibration],
     results: Queue[dict[str, Any]],
+    backend: Backend = BACKENDS["gloo"],
 ) -> None:
     """Run all ``cases`` as one of ``ranks`` processes; rank 0 puts the rows into ``results``. Blocks until the last row is measured.
 
@@ -47,6 +51,7 @@ def take_part(
         network: network whose node this process moves to; None for loopback.
         port: of the store at which the processes meet.
     """
+    os.environ.update(backend.environment(ranks, rank))  # before any library reads them
     if network:
         namespaces.enter(network.namespace(rank))  # before any thread is started
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -63,12 +68,19 @@ def take_part(
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host, port, None, False, patience
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
+    more: dict[str, Any] = {}
+    device = torch.device(backend.device)
+    if device.type == "cuda":
+        device = more["device_id"] = torch.device("cuda", backend.local_rank(rank))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend.name, store=store, rank=rank, world_size=ranks, timeout=patience, **more)
     if any(isinstance(case, Case) and "auto" in case.variants for case in cases):
         comm.calibrate()
     for case in cases:
         rows = (
-            [calibration.measure().to_json()] if isinstance(case, Calibration) else measure(case, rank, ranks, network)
+            [calibration.measure().to_json()]
+            if isinstance(case, Calibration)
+            else measure(case, rank, ranks, network, backend, device)
         )
         for row in rows:
             if rank == 0:
@@ -84,23 +96,27 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def measure(case: Case, rank: int, ranks: int, network: Network | None) -> list[dict[str, Any]]:
+def measure(
+    case: Case, rank: int, ranks: int, network: Network | None, backend: Backend, device: torch.device
+) -> list[dict[str, Any]]:
     """Rows of the case, one for each variant; the same on every rank."""
-    trial = Trial(case, rank, ranks)
-    shape = (len(case.variants), case.repeats + 1)
-    seconds, wrong, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape).long(), torch.zeros(shape).long()
+    trial = Trial(case, rank, ranks, backend, device)
     for _ in range(settling(case.op) if "auto" in case.variants else 0):
         trial.run("auto")
+    runs = torch.zeros(case.repeats + 1, len(case.variants), len(astuple(Run())), dtype=torch.float64)
     for repeat in range(case.repeats + 1):  # the first time builds kernels and touches pages; only its bits are checked
         for index, variant in enumerate(case.variants):
-            seconds[index, repeat], wrong[index, repeat], sent[index, repeat] = trial.run(variant)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    dist.all_reduce(wrong)
-    dist.all_reduce(sent, dist.ReduceOp.MAX)
+            runs[repeat, index] = torch.tensor(astuple(trial.run(variant)), dtype=torch.float64)
+    most, summed = runs.to(device, copy=True), runs.to(device, copy=True)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(summed)
     logical_bytes = elements(case.numel, ops.TRAFFIC[case.op].plain, ranks) * trial.itemsize
-    medians = [statistics.median(times) for times in seconds[:, 1:].tolist()]
-    return [
-        {
+    rows = []
+    for index, variant in enumerate(case.variants):
+        slowest = [Run(*one) for one in most[:, index].tolist()]
+        median = statistics.median(one.seconds for one in slowest[1:])
+        wire_bytes = int(slowest[-1].sent) or logical_bytes
+        row = {
             "op": case.op,
             "dtype": case.dtype,
             "numel": case.numel,
@@ -108,14 +124,16 @@ def measure(case: Case, rank: int, ranks: int, network: Network | None) -> list[
             "nodes": network.nodes if network else 1,
             "link": link.name(network.spec if network else None),
             "variant": variant,
-            "time_us": medians[index] * 1e6,
-            **bandwidths(case.op, case.numel * trial.itemsize, ranks, medians[index]),
+            "time_us": median * 1e6,
+            **bandwidths(case.op, case.numel * trial.itemsize, ranks, median),
             "logical_bytes": logical_bytes,
-            "wire_bytes": int(sent[index, -1]) or logical_bytes,
-            "wrong": int(wrong[index].max()),
+            "wire_bytes": wire_bytes,
+            "wrong": max(int(Run(*one).wrong) for one in summed[:, index].tolist()),
         }
-        for index, variant in enumerate(case.variants)
-    ]
+        if backend.streams:
+            row |= {"backend": backend.name, "ratio": logical_bytes / wire_bytes, "host_waits": slowest[-1].host_waits}
+        rows.append(row)
+    return rows
 
 
 def settling(op: str) -> int:
@@ -124,47 +142,104 @@ def settling(op: str) -> int:
     return 4 * tuner_rules.TRIAL_CALLS + (late if ops.OPS[op].one_sided else soon) + 1
 
 
-def _config(variant: Variant) -> ZipcclConfig | None:
+def _config(variant: Variant, backend: Backend) -> ZipcclConfig | None:
     if variant.settings is None:
         return None
-    settings = variant.settings | ({"min_bytes": 0} if variant.always else {})
+    settings = variant.settings | backend.settings | ({"min_bytes": 0} if variant.always else {})
     return ZipcclConfig(enabled=True, **settings)
 
 
-class Trial:
-    """Buffers of one case on one rank, and the result of the plain collective."""
+@dataclass(frozen=True)
+class Run:
+    """One measurement of a variant on this rank; figures of one call. ``wrong``: elements that differ from the result wanted. ``sent``:
+    bytes, 0 for plain. ``host_waits``: for the device."""
 
-    def __init__(self, case: Case, rank: int, ranks: int) -> None:
+    seconds: float = 0.0
+    wrong: float = 0.0
+    sent: float = 0.0
+    host_waits: float = 0.0
+
+
+class Clock:
+    """The time of calls: of the device's current stream where the device has streams, otherwise of the host. Never waits in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._runtime = devices.runtime(device)
+
+    def now(self) -> Any:
+        """A moment of the stream, or of the host."""
+        if self._runtime is None:
+            return time.perf_counter()
+        event = self._runtime.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, spans: Sequence[tuple[Any, Any]]) -> float:
+        """Mean of the times between two moments each. Waits for the last one."""
+        if self._runtime is None:
+            return float(statistics.mean(end - begin for begin, end in spans))
+        spans[-1][1].synchronize()
+        return float(statistics.mean(begin.elapsed_time(end) for begin, end in spans)) / 1e3
+
+
+class Trial:
+    """Buffers of one case on one rank, and the result wanted: the plain collective's.
+
+    Sums of more than two ranks in stream order are the exception, because NCCL promises no order of its additions: there our schedules must
+    give fp32 sums in the order of the ranks, rounded once. The plain collective is then compared with itself.
+    """
+
+    def __init__(self, case: Case, rank: int, ranks: int, backend: Backend, device: torch.device) -> None:
         self._op = op = ops.TRAFFIC[case.op]
-        self._source = case.data.make(elements(case.numel, op.inputs, ranks), case.dtype, seed=rank)
+        self._iterations = case.iterations
+        inputs = elements(case.numel, op.inputs, ranks)
+        self._source = case.data.make(inputs, case.dtype, seed=rank).to(device)
         numel = self._source.numel() if op.outputs is None else elements(case.numel, op.outputs, ranks)
         self._output = self._source.new_zeros(numel)
-        self._wanted = self._output.clone()
         self.itemsize = self._source.element_size()
-        self._configs = {name: _config(variant) for name, variant in VARIANTS.items()}
+        self._configs = {name: _config(variant, backend) for name, variant in VARIANTS.items()}
+        self._clock = Clock(device)
+        self._wanted = dict.fromkeys(VARIANTS, self._output.clone())
         self.run("plain")
-        self._wanted = self._output.clone()
+        self._wanted = dict.fromkeys(VARIANTS, self._output.clone())
+        if op.sums and backend.streams and ranks > 2:
+            whole = torch.zeros(inputs)
+            for peer in range(ranks):
+                whole += case.data.make(inputs, case.dtype, seed=peer).float()
+            own = whole if op.outputs is None else whole[rank * numel : (rank + 1) * numel]
+            ours = own.to(self._output.dtype).to(device)
+            self._wanted |= {name: ours for name, config in self._configs.items() if config is not None}
 
-    def run(self, variant: str) -> tuple[float, int, int]:
-        """Run the operation once on all ranks: seconds, elements that differ from the plain result, bytes sent (0 for plain).
+    def run(self, variant: str) -> Run:
+        """Run the operation on all ranks, as often as the case says; the last result is compared.
 
         Raises:
             RuntimeError: the policy let the operation pass, so that the row would not measure its variant.
         """
-        if self._op.outputs is None:
-            self._output.copy_(self._source)
-        else:  # every bit is wrong: an element that is not written counts as wrong
-            torch.bitwise_not(words(self._wanted), out=words(self._output))
         config = self._configs[variant]
         module: Any = dist if config is None else comm
         more = {} if config is None else {"config": config}
+        spans = []
         counters.reset()
         dist.barrier()
-        start = time.perf_counter()
-        self._op.call(module, self._output, self._source, **more)
-        seconds = time.perf_counter() - start
-        passed = [reason for row in counters.rows() for reason in row["reasons"]]
+        for _ in range(self._iterations):
+            self._prepare(variant)
+            begin = self._clock.now()
+            self._op.call(module, self._output, self._source, **more)
+            spans.append((begin, self._clock.now()))
+        seconds = self._clock.seconds(spans)
+        rows = counters.rows()
+        passed = [reason for row in rows for reason in row["reasons"]]
         if passed and VARIANTS[variant].always:
             raise RuntimeError(f"{variant} was asked for, but the operation passed through: {', '.join(passed)}")
-        wrong = differing(self._output, self._wanted, any_nan=self._op.sums)
-        return seconds, wrong, int(counters.totals()["wire_bytes"])
+        wrong = differing(self._output, self._wanted[variant], any_nan=self._op.sums)
+        waits = sum(row["host_waits"] for row in rows)
+        sent = counters.totals()["wire_bytes"] // self._iterations
+        return Run(seconds, wrong, sent, waits / self._iterations)
+
+    def _prepare(self, variant: str) -> None:
+        """Fill the output: in place with the input, otherwise with wrong bits, so that an element that is not written counts as wrong."""
+        if self._op.outputs is None:
+            self._output.copy_(self._source)
+        else:
+            torch.bitwise_not(words(self._wanted[variant]), out=words(self._output))

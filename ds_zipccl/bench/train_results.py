@@ -40,12 +40,16 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
             "speedup": median("step_ms", "plain") / step_ms,
             "comm_speedup": median("comm_ms", "plain") / comm_ms,
         }
+        if training.backend.streams:
+            waits = (results[0]["sent"] or {}).get("host_waits", 0)
+            row |= {"backend": training.backend.name, "host_waits": waits / training.steps}
         found.append(row)
     return found
 
 
-def verdict(runs: Runs) -> dict[str, Any]:
-    """Ratio over compressed calls alone, size of the model, counters of every variant, and the problems."""
+def verdict(runs: Runs, same_sums: bool = True) -> dict[str, Any]:
+    """Ratio over compressed calls alone, size of the model, counters of every variant, and the problems; ``same_sums`` as in
+    :func:`problems`."""
     counted = {variant: results[0]["sent"] for variant, results in runs.items()}
     return {
         "ratio_coded": {
@@ -55,20 +59,27 @@ def verdict(runs: Runs) -> dict[str, Any]:
         },
         "parameters": runs["plain"][0]["parameters"],
         "sent": counted,
-        "problems": problems(runs),
+        "problems": problems(runs, same_sums),
     }
 
 
-def problems(runs: Runs) -> list[str]:
-    """Everything wrong with the runs of one configuration; empty if nothing is."""
+def problems(runs: Runs, same_sums: bool = True) -> list[str]:
+    """Everything wrong with the runs of one configuration; empty if nothing is.
+
+    Args:
+        same_sums: whether the order of our sums is that of the plain ones. Otherwise our runs are compared with the first of ours, and
+            plain runs with the first plain one.
+    """
     found = []
-    first = runs["plain"][0]
+    ours = next((name for name in runs if not same_sums and VARIANTS[name].settings is not None), "plain")
     for variant, result in ((variant, result) for variant, results in runs.items() for result in results):
+        against = "plain" if VARIANTS[variant].settings is None else ours
+        first = runs[against][0]
         differing = [step for step, pair in enumerate(zip(result["losses"], first["losses"]), 1) if len(set(pair)) > 1]
         calls = result["sent"]["coded_calls"] if result["sent"] else 0
         checks = {
-            f"losses differ from the first plain run's at steps {differing}": differing,
-            "parameters differ from the first plain run's": result["params_sha256"] != first["params_sha256"],
+            f"losses differ from the first {against} run's at steps {differing}": differing,
+            f"parameters differ from the first {against} run's": result["params_sha256"] != first["params_sha256"],
             "ranks ended with different parameters": not result["replicas_equal"],
             "a loss is not finite": not all(math.isfinite(float.fromhex(loss)) for loss in result["losses"]),
             "nothing was coded: is ds_zipccl installed with its entry point?": VARIANTS[variant].always and not calls,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zipccl.bench import ToolError, link
+from ds_zipccl.bench.backends import BACKENDS, Backend
 from ds_zipccl.bench.namespaces import INTERFACE, Network
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -37,7 +39,7 @@ class Training:
     """One configuration to run.
 
     ``timeout``: seconds for one run. ``link``: network between the nodes, None for loopback. ``nodes``: number of nodes that share
-    out the ranks; with a link one for each rank if None. ``options``: further options of the script.
+    out the ranks; with a link one for each rank if None. ``options``: further options of the script. ``backend``: of the groups.
     """
 
     script: Path
@@ -49,6 +51,12 @@ class Training:
     link: link.LinkSpec | None = None
     nodes: int | None = None
     options: tuple[str, ...] = ()
+    backend: Backend = BACKENDS["gloo"]
+
+    @property
+    def same_sums(self) -> bool:
+        """Whether our sums must have the bits of the plain ones: NCCL promises no order of its additions, and two summands need none."""
+        return self.ranks == 2 or not self.backend.streams
 
     @property
     def place(self) -> dict[str, Any]:
@@ -71,6 +79,14 @@ def find_script(named: Path | None = None) -> Path:
     raise ToolError(f"no training script at {looked}: name examples/train_gpt.py of a checkout with --script")
 
 
+def _config(training: Training) -> Path:
+    """The DeepSpeed config of the workload: next to the script, otherwise the package's own."""
+    name, _ = WORKLOADS[training.workload]
+    return next(
+        (folder / name for folder in (training.script.parent, *EXAMPLES) if (folder / name).is_file()), Path(name)
+    )
+
+
 def run(training: Training, variant: str, section: dict[str, Any] | None, network: Network | None) -> Results:
     """Train once and return the script's results; blocks until the training ends. The script's progress bar goes to stderr.
 
@@ -86,6 +102,7 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
         results, output = Path(folder) / "results.json", Path(folder) / "output.txt"
         name = f"{training.workload} x{training.ranks} {link.name(training.link)} {variant}"
         wanted = {"DS_ZIPCCL": "0" if section is None else json.dumps(section), "OMP_NUM_THREADS": "1"}
+        wanted["DS_ACCELERATOR"] = training.backend.device
         more = ["--results", str(results), "--name", name]
         with output.open("wb") as sink:
             processes = []
@@ -114,22 +131,28 @@ def _commands(
     training: Training, network: Network | None, more: Sequence[str]
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Command and environment of each process to start, in the order of ranks."""
-    config, options = WORKLOADS[training.workload]
-    command = [sys.executable, str(training.script), "--ds-config", str(training.script.parent / config), *options]
+    backend, (_, options) = training.backend, WORKLOADS[training.workload]
+    command = [sys.executable, str(training.script), "--ds-config", str(_config(training)), *options]
     command += ["--steps", str(training.steps), "--size", training.size, "--comm-time", *training.options, *more]
-    if network is None:
+    if network is None and not backend.streams:
         yield [*command, "--ranks", str(training.ranks)], {}
         return
+    if network is None:
+        command += ["--backend", backend.name]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    else:
+        meeting = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": INTERFACE}
+    per_node = training.ranks if network is None else network.ranks_per_node
     for rank in range(training.ranks):
-        environment = {
+        environment = meeting | {
             "RANK": rank,
-            "LOCAL_RANK": rank % network.ranks_per_node,
+            "LOCAL_RANK": backend.local_rank(rank % per_node),
             "WORLD_SIZE": training.ranks,
-            "LOCAL_WORLD_SIZE": network.ranks_per_node,
-            "MASTER_ADDR": network.addresses[0],
-            "MASTER_PORT": 29500,
-            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "LOCAL_WORLD_SIZE": per_node,
             "TORCHDYNAMO_DISABLE": 1,  # as the script does for ranks that it starts: nothing is compiled
+            **backend.environment(training.ranks, rank),
         }
         yield command, {key: str(value) for key, value in environment.items()}
 

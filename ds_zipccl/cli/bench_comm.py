@@ -1,4 +1,4 @@
-"""``bench comm``: time and bytes of collectives over gloo between processes of this machine.
+"""``bench comm``: time and bytes of collectives over gloo or NCCL between processes of this machine.
 
 Columns (also the keys of the rows in ``--json``):
 
@@ -18,6 +18,15 @@ Columns (also the keys of the rows in ``--json``):
 * ``wrong``: elements, summed over ranks, whose bits differ from the plain result; the most of any repeat. Nccl-tests calls it
   #wrong. In sums one NaN is as good as another: the payload of a NaN is not defined there.
 
+``--backend nccl`` takes CUDA tensors and NCCL groups. A rank has the GPU of its number; where there are more ranks than GPUs, ranks share
+them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing about a network. ``--op all`` is
+the operations that have a schedule of ours there, and ``auto`` is not a variant. The differences in the columns:
+
+* ``time_us``: a measurement is the mean of ``--iterations`` calls in stream order, by events of the device. The host does not wait between
+  the calls, unless a call itself waits.
+* ``ratio``: ``logical_bytes / wire_bytes``. ``host_waits``: times that the host waits for the device in a call.
+* ``wrong``: with more than two ranks our sums are compared with fp32 sums in the order of the ranks, because NCCL promises no order.
+
 ``--link LINK`` is ``RATE[,DELAY[~JITTER]][,LOSS]``, such as ``1gbit``, ``1gbit,20ms``, ``1gbit,0.1%`` or ``1gbit,20ms~2ms,0.1%``.
 DELAY is the time from node to node, half of a round trip. JITTER makes the delay of a packet differ by so much either way, and packets
 overtake each other. LOSS is a share of the packets. It needs root, and ``pip install ds-zipccl[bench]`` for pyroute2.
@@ -30,7 +39,8 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from ds_zipccl.bench import data, link, namespaces, tables
+from ds_zipccl.bench import ToolError, data, link, namespaces, tables
+from ds_zipccl.bench.backends import BACKENDS, Backend
 from ds_zipccl.bench.comm_cases import Calibration, Case, check
 from ds_zipccl.bench.comm_launch import launch, rows_of
 from ds_zipccl.bench.tables import Column
@@ -45,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--op", nargs="+", choices=[*TRAFFIC, "all"], default=["all"], metavar="O", help=f"{', '.join(TRAFFIC)} (all)"
     )
+    option("--backend", choices=BACKENDS, default="gloo", help="gloo: CPU tensors; nccl: CUDA tensors (gloo)")
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="number of processes (2)")
     link.add_arguments(parser)
     option("--numel", nargs="+", type=data.numel, default=sizes, metavar="N", help="elements (1M 8M)")
@@ -53,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     named = f"{', '.join(VARIANTS)} (plain raw coded)"
     option("--variants", nargs="+", choices=VARIANTS, default=["plain", "raw", "coded"], metavar="V", help=named)
     option("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
+    option("--iterations", type=int, default=10, metavar="I", help="with nccl: calls in one timing (10)")
     option("--timeout", type=float, default=300, metavar="S", help="seconds for one case, then all is killed (300)")
     option("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()
@@ -61,29 +73,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``bench comm``; 1 if any result differs from the plain one, else 0."""
     check(args)
-    names = list(TRAFFIC) if "all" in args.op else args.op
-    table, rows = tables.Table(_columns(args)), []
+    backend = BACKENDS[args.backend]
+    names = _operations(args, backend)
+    for line in backend.lines(args.ranks):
+        tables.say(line)
+    iterations = args.iterations if backend.streams else 1
+    table, rows = tables.Table(_columns(args, backend)), []
     for ranks, spec in itertools.product(args.ranks, args.link):
         cases: list[Case | Calibration] = [
-            Case(op, dtype, numel - numel % ranks, args.data, args.repeats, args.timeout, tuple(args.variants))
+            Case(
+                op,
+                dtype,
+                numel - numel % ranks,
+                args.data,
+                args.repeats,
+                args.timeout,
+                tuple(args.variants),
+                iterations,
+            )
             for op in names
             for dtype in args.dtype
             for numel in args.numel
         ]
         with namespaces.joined(spec, ranks, args.nodes) as network:
             label = f"bench comm, {ranks} ranks, {link.name(spec)}"
-            for row in tables.progress(launch(ranks, cases, network), label, rows_of(cases)):
+            for row in tables.progress(launch(ranks, cases, network, backend), label, rows_of(cases)):
                 rows.append(row)
                 table.add(row)
     if args.json:
-        tables.write_json(args.json, rows, args.command, data=str(args.data), repeats=args.repeats)
+        about = {"data": str(args.data), "repeats": args.repeats, "iterations": iterations}
+        tables.write_json(args.json, rows, args.command, **about, **backend.about(max(args.ranks)))
     wrong = sum(row["wrong"] for row in rows)
     if wrong:
         tables.complain(f"{wrong} elements differ from the results of the plain collectives")
     return 1 if wrong else 0
 
 
-def _columns(args: argparse.Namespace) -> tuple[Column, ...]:
+def _operations(args: argparse.Namespace, backend: Backend) -> list[str]:
+    """The kinds of operations to measure.
+
+    Raises:
+        ToolError: the backend cannot be used here, or the options ask for something that it does not have.
+    """
+    backend.check(args.link)
+    coded = [op for op in TRAFFIC if backend.codes(op)]
+    if "all" in args.op:
+        args.op = coded
+    if others := [op for op in args.op if op not in coded]:
+        raise ToolError(
+            f"--op {others[0]} passes uncoded on {args.backend} groups, so that there is nothing to compare; it has {', '.join(coded)}"
+        )
+    if backend.streams and "auto" in args.variants:
+        raise ToolError(
+            "--variants auto chooses by whole optimizer steps on NCCL groups, and no call shows it; take bench train --backend nccl"
+        )
+    if args.iterations < 1:
+        raise ToolError(f"--iterations must be at least 1, got {args.iterations}")
+    return list(args.op)
+
+
+def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
+    more = (Column("ratio", ".3f", 6), Column("host_waits", ".1f")) if backend.streams else ()
     return (
         Column("op", width=14),
         Column("dtype", width=8),
@@ -97,5 +147,6 @@ def _columns(args: argparse.Namespace) -> tuple[Column, ...]:
         Column("busbw", ".2f", 6),
         Column("logical_bytes", ",d", 12),
         Column("wire_bytes", ",d", 12),
+        *more,
         Column("wrong", "d"),
     )

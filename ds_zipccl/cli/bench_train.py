@@ -22,6 +22,12 @@ Every run is ``examples/train_gpt.py`` in processes of its own. The variants tak
 
 A line below the rows of a configuration has the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong.
 
+``--backend nccl`` trains on GPUs with NCCL groups, coded from 64 KiB a message on. A rank has the GPU of its number; where there are more
+ranks than GPUs, ranks share them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing
+about a network. The column ``host_waits`` has the times that the host of a rank waits for its device in coded calls, per step (mean), and
+``comm_ms`` the host's time in calls, during which the device works. NCCL promises no order of its additions: with more than two ranks our
+runs have ``reduction: fp32``, and their bits are compared with each other, not with the plain run's.
+
 ``--link LINK`` is ``RATE[,DELAY[~JITTER]][,LOSS]``, as in ``bench comm --help``. It needs root, and
 ``pip install ds-zipccl[bench]`` for pyroute2.
 
@@ -39,11 +45,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ds_zipccl.bench import ToolError, link, namespaces
+from ds_zipccl.bench.backends import BACKENDS, Backend
 from ds_zipccl.bench.tables import Column, Table, complain, say, write_json
 from ds_zipccl.bench.train_results import rows, verdict
 from ds_zipccl.bench.train_trial import WORKLOADS, Results, Training, find_script, run
 from ds_zipccl.bench.variants import VARIANTS
 from ds_zipccl.config import ConfigError, parse_section
+
+#: Smallest message in bytes that is coded on NCCL groups: the default of gloo's groups, as models of benchmarks are small.
+NCCL_MIN_BYTES = 65536
 
 
 class _Renamed(argparse.Action):
@@ -60,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--mode", nargs="*", action=_Renamed, const="--workload", help=argparse.SUPPRESS)
     which = f"{', '.join(VARIANTS)}; plain always runs (default: plain coded)"
     option("--variants", nargs="+", choices=VARIANTS, default=["plain", "coded"], metavar="V", help=which)
+    option("--backend", choices=BACKENDS, default="gloo", help="gloo: on CPUs; nccl: on GPUs (default: gloo)")
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="number of processes (default: 2)")
     link.add_arguments(parser)
     option("--steps", type=int, default=20, metavar="K", help="optimizer steps per run (default: 20)")
@@ -88,20 +99,26 @@ def main(args: argparse.Namespace) -> int:
             f"need --repeat >= 1 and --steps > --skip >= 0, got {args.repeat}, {args.steps} and {args.skip}"
         )
     link.check(args.link, args.ranks, args.nodes)
+    backend = BACKENDS[args.backend]
+    backend.check(args.link)
     for variant in args.variants:
-        _section(variant, args.set)  # before hours of measuring
+        _section(variant, args.set, backend)  # before hours of measuring
     script = find_script(args.script)
     if args.plot:
         from ds_zipccl.bench import plot_train  # before hours of measuring: matplotlib may be missing
-    table, written, verdicts = Table(_columns(args)), [], []
+    for line in backend.lines(args.ranks):
+        say(line)
+    table, written, verdicts = Table(_columns(args, backend)), [], []
     for workload, ranks, spec in itertools.product(args.workload, args.ranks, args.link):
         options = tuple(args.options)
-        training = Training(script, workload, ranks, args.steps, args.size, args.timeout, spec, args.nodes, options)
+        training = Training(
+            script, workload, ranks, args.steps, args.size, args.timeout, spec, args.nodes, options, backend
+        )
         found, judged = _measure(training, args)
         for row in found:
             table.add(row | {"params_sha256": row["params_sha256"][:16]})
         ratios = ", ".join(f"{variant} {ratio:.3f}" for variant, ratio in judged["ratio_coded"].items())
-        bits = "NOT proven equal" if judged["problems"] else "equal"
+        bits = "NOT proven equal" if judged["problems"] else "equal" if training.same_sums else "equal among our runs"
         where = f"{workload}, {ranks} ranks, {link.name(spec)}"
         say(f"# {where}: {f'ratio over coded bytes {ratios}; ' if ratios else ''}bits: {bits}")
         for problem in judged["problems"]:
@@ -110,7 +127,7 @@ def main(args: argparse.Namespace) -> int:
         verdicts.append(judged)
     if args.json:
         more = {"verdicts": verdicts, "steps": args.steps, "skip": args.skip, "size": args.size, "repeat": args.repeat}
-        write_json(args.json, written, args.command, **more)
+        write_json(args.json, written, args.command, **more, **backend.about(max(args.ranks)))
     if args.plot and written:
         plot_train.save(args.plot, written)
     return int(any(judged["problems"] for judged in verdicts))
@@ -125,17 +142,19 @@ def _measure(training: Training, args: argparse.Namespace) -> tuple[list[dict[st
             for number, variant in enumerate(turns, 1):
                 # The bar of the script begins with its first step, seconds after its start.
                 complain(f"# {training.workload}, {training.ranks} ranks, run {number} of {len(turns)}: {variant}")
-                runs[variant].append(run(training, variant, _section(variant, args.set), network))
+                section = _section(variant, args.set, training.backend, training.same_sums)
+                runs[variant].append(run(training, variant, section, network))
     except ToolError as error:
         return [], training.place | {"ratio_coded": {}, "problems": [str(error)]}
-    return rows(training, runs, args.skip), training.place | verdict(runs)
+    return rows(training, runs, args.skip), training.place | verdict(runs, training.same_sums)
 
 
-def _section(variant: str, settings: Sequence[str]) -> dict[str, Any] | None:
+def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums: bool = True) -> dict[str, Any] | None:
     """The ``"zipccl"`` section of a variant's processes; None if ds_zipccl is off.
 
     Args:
         settings: "key=value" each; the value is JSON, or a string without quotes.
+        same_sums: whether our sums must have the bits of the plain ones.
 
     Raises:
         ToolError: a setting has no value, the variant needs another value of its key, or :func:`ds_zipccl.config.parse_section`
@@ -144,8 +163,10 @@ def _section(variant: str, settings: Sequence[str]) -> dict[str, Any] | None:
     own = VARIANTS[variant].settings
     if own is None:
         return None
-    section = {"enabled": True, "reduction": "match", **own}
+    section = {"enabled": True, "reduction": "match" if same_sums else "fp32", **own}
     reserved = set(section)
+    if backend.streams:
+        section |= backend.settings | {"nccl_min_bytes": NCCL_MIN_BYTES}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or key in reserved:
@@ -163,7 +184,8 @@ def _section(variant: str, settings: Sequence[str]) -> dict[str, Any] | None:
     return section
 
 
-def _columns(args: argparse.Namespace) -> tuple[Column, ...]:
+def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
+    more = (Column("host_waits", ".1f"),) if backend.streams else ()
     return (
         Column("workload"),
         Column("ranks", "d"),
@@ -174,6 +196,7 @@ def _columns(args: argparse.Namespace) -> tuple[Column, ...]:
         Column("comm_ms", ".1f", 8),
         Column("logical_bytes", ",d", 15),
         Column("wire_bytes", ",d", 15),
+        *more,
         Column("loss_last", ".6f"),
         Column("params_sha256", width=16),
         Column("speedup", ".3f"),

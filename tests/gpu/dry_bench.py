@@ -1,6 +1,8 @@
-"""``bench codec --device cuda`` without a GPU, for a dry run: emulated kernels, small buffers, and the host's clock for the device's.
+"""Benchmarks of ``make gpu`` without a GPU, for a dry run: emulated kernels, and small buffers.
 
-python tests/gpu/dry_bench.py bench codec --device cuda ...
+python tests/gpu/dry_bench.py bench codec --device cuda ...          # the host's clock stands for the device's
+python tests/gpu/dry_bench.py bench comm --backend nccl ...          # groups in stream order on CPUs (shim.py)
+python tests/gpu/dry_bench.py bench train --backend nccl ...
 """
 
 from __future__ import annotations
@@ -9,14 +11,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
+import shim
 import torch
 import variants  # puts the emulated kernels among the routes of the CPU
 
 from ds_zipccl import kernels
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import cuda, floors
+from ds_zipccl.bench import backends, cuda, floors
 
 
 def seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:
@@ -29,8 +33,8 @@ def seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:
     return statistics.median(times)
 
 
-def prepare() -> None:
-    """Let the benchmark use the CPU."""
+def prepare_codec() -> None:
+    """Let the benchmark of the codec use the CPU."""
     assert "emulated" in variants.FOR_TESTS
     emulated = kernels.ROUTES["cpu"]["emulated"]
     kernels.ROUTES["cpu"] = {"native": emulated, "nvrtc": emulated}
@@ -42,6 +46,18 @@ def prepare() -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(name="emulation", total_memory=0)
 
 
+def prepare_ranks() -> None:
+    """Let groups in stream order on CPUs stand for NCCL's."""
+    shim.install()
+    nccl = backends.BACKENDS["nccl"]
+    backends.BACKENDS["nccl"] = replace(nccl, name=shim.NAME, device="cpu")
+
+
+# The processes of `bench comm` are spawned: each runs the lines of this file anew, under another name.
+if "codec" in sys.argv:
+    prepare_codec()
+else:
+    prepare_ranks()
+
 if __name__ == "__main__":
-    prepare()
     sys.exit(main(sys.argv[1:]))

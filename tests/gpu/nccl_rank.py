@@ -2,36 +2,44 @@
 
     python tests/gpu/nccl_rank.py PROGRAM RANK RANKS STORE REPORT
 
-On a GPU all ranks use the same one. A dry run has gloo and the emulated kernels.
+On a GPU all ranks use the same one. A dry run has groups in stream order on CPUs (shim.py) and the emulated kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import corpus
 import figures
+import levels
+import moves
+import sums
 import torch
 import torch.distributed as dist
 import where
 
 from ds_zipccl import comm
-from ds_zipccl.codecs import compress_bound
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.cuda import new_status, raise_failure
+from ds_zipccl.ops import OPS
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 #: Seconds after which a collective is an error; the launcher's limit comes first where a rank has died.
 COLLECTIVE_SECONDS = 40
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
-#: Slots of frames are multiples of this, so that NCCL copies whole vectors.
-ALIGN = 512
+SETTINGS: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0, "reduction": "fp32"}
+CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, **SETTINGS)
+#: Waits of the host in a call at most; one where the table has nothing. A sum for all ranks, or for several owners, is a sum and a gather.
+HOST_WAITS = {"all_reduce": 2, "all_reduce_coalesced": 2, "reduce_to_owners": 2}
+#: Elements of the tensors of the suite, up to several blocks of a frame.
+SUITE_SIZES = (0, 1, 7, 2049) if where.DRY else moves.SIZES
 
 
 class Rank:
@@ -42,9 +50,13 @@ class Rank:
         self.figures: dict[str, Any] = {}
 
     def words(self, numel: int, rank: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """The words of a rank."""
+        """The words of a rank; fewer in a dry run."""
+        return self.exactly(where.HERE.size(numel), rank, seed, dtype)
+
+    def exactly(self, numel: int, rank: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """As many words of a rank."""
         generator = torch.Generator().manual_seed(1000 * seed + rank)
-        return torch.randn(where.HERE.size(numel), generator=generator).to(dtype).to(self.device)
+        return torch.randn(numel, generator=generator).to(dtype).to(self.device)
 
     def everybodys(self, numel: int, seed: int = 0) -> list[torch.Tensor]:
         return [self.words(numel, rank, seed) for rank in range(self.ranks)]
@@ -60,58 +72,92 @@ def equal(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(left, right), f"{int((left != right).sum())} bytes of {left.numel()} differ"
 
 
+@contextlib.contextmanager
+def counted(it: Rank, *ops: str) -> Iterator[None]:
+    """Calls of the context are coded, with as many waits of the host as they may have. In a group of one, and without a schedule, they
+    pass."""
+    counters.reset()
+    yield
+    rows = {row["op"]: row for row in counters.rows()}
+    assert set(rows) == set(ops), f"called: {sorted(rows)}"
+    for op, row in rows.items():
+        if it.ranks == 1 or not OPS[op].on_device:
+            assert row["passed"] and not row["calls"] and not row["host_waits"], row
+            continue
+        assert row["calls"] and not row["passed"], f"{op} passed: {row['reasons']}"
+        assert row["host_waits"] <= HOST_WAITS.get(op, 1) * row["calls"], row
+        told = it.figures.setdefault("coded", {}).setdefault(op, {"calls": 0, "host_waits": 0})
+        for key in ("calls", "host_waits"):
+            told[key] += row[key]
+        told["ratio"] = round(row["ratio"], 3)
+
+
+def summed(it: Rank, contributions: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The sum wanted of our call: in fp32 in the order of ranks, rounded once; of a call that passes: NCCL's own."""
+    if it.ranks > 1 and OPS[op].on_device:
+        return levels.in_one_level(contributions)
+    own = contributions[it.rank].clone()
+    dist.all_reduce(own)
+    return own
+
+
 def gathers(it: Rank) -> None:
-    """1, 4 and 16 MiB of bf16 a rank; then in place, with bytes."""
+    """1, 4 and 16 MiB of bf16 a rank, blocking and not; in place; lists; several tensors; every dtype."""
     for mib in (1, 4, 16):
         shards = it.everybodys(mib << 19, seed=mib)
-        own = shards[it.rank]
-        whole = own.new_empty(it.ranks * own.numel())
-        start = time.monotonic()
-        dist.all_gather_into_tensor(whole, own)
+        own, wanted = shards[it.rank], torch.cat(shards)
+        whole = own.new_empty(wanted.shape)
+        dist.all_gather_into_tensor(whole, own)  # connections are made
         it.finish()
-        it.figures[f"all_gather_{mib}_mib_ms"] = round(1e3 * (time.monotonic() - start), 2)
-        equal(whole, torch.cat(shards))
-    slab = torch.zeros(it.ranks * 4096, dtype=torch.uint8, device=it.device)
-    slots = slab.split(4096)
-    slots[it.rank].fill_(it.rank + 1)
-    dist.all_gather_into_tensor(slab, slots[it.rank])
-    equal(slab, torch.arange(1, it.ranks + 1, dtype=torch.uint8, device=it.device).repeat_interleave(4096))
+        with counted(it, "all_gather_into_tensor"):
+            for name in ("first", "again"):
+                whole.zero_()
+                start = time.monotonic()
+                comm.all_gather_into_tensor(whole, own, config=CODED)
+                it.finish()
+                it.figures[f"gather_{mib}_mib_{name}_ms"] = round(1e3 * (time.monotonic() - start), 2)
+                equal(whole, wanted)
+            handle = comm.all_gather_into_tensor(whole.zero_(), own, None, True, config=CODED)
+            handle.wait()
+            equal(whole, wanted)
+            place = whole.zero_().chunk(it.ranks)[it.rank].copy_(own)
+            comm.all_gather_into_tensor(whole, place, config=CODED)
+            equal(whole, wanted)
+    for dtype in (torch.float16, torch.float32):
+        shards = [it.words(70_001, rank, 3, dtype) for rank in range(it.ranks)]
+        outputs = [torch.empty_like(shard) for shard in shards]
+        with counted(it, "all_gather", "all_gather_coalesced"):
+            comm.all_gather(outputs, shards[it.rank], config=CODED)
+            equal(torch.cat(outputs), torch.cat(shards))
+            wholes = [torch.empty_like(torch.cat(shards)) for _ in range(3)]
+            comm.all_gather_coalesced(wholes, [shards[it.rank]] * 3, config=CODED)
+        for one in wholes:
+            equal(one, torch.cat(shards))
 
 
 def exchanges(it: Rank) -> None:
-    """all_to_all of views at odd places of a slab; sizes differ for each pair, some are zero."""
+    """Equal segments; segments that differ for each pair of ranks, some of them empty."""
+    part = where.HERE.size(200_001)
+    matrix = [it.exactly(it.ranks * part, rank, 6) for rank in range(it.ranks)]
+    swapped = torch.empty_like(matrix[it.rank])
+    with counted(it, "all_to_all_single"):
+        comm.all_to_all_single(swapped, matrix[it.rank], config=CODED)
+        equal(swapped, torch.cat([words[part * it.rank :][:part] for words in matrix]))
 
-    def size(sender: int, receiver: int) -> int:
-        return 0 if (sender + receiver) % 3 == 2 else 100_001 + 7 * sender + 13 * receiver
+        def size(sender: int, receiver: int) -> int:
+            return 0 if (sender + receiver) % 3 == 2 else part - 7 * sender - 13 * receiver
 
-    sent = torch.arange(300_000 * it.ranks, device=it.device).to(torch.uint8) + it.rank
-    got = torch.zeros_like(sent)
-    inputs = [sent[300_000 * peer + 1 :][: size(it.rank, peer)] for peer in range(it.ranks)]
-    outputs = [got[300_000 * peer + 3 :][: size(peer, it.rank)] for peer in range(it.ranks)]
-    all_to_all(outputs, inputs)
-    it.finish()
-    for peer, output in enumerate(outputs):
-        theirs = torch.arange(300_000 * it.ranks, device=it.device).to(torch.uint8) + peer
-        equal(output, theirs[300_000 * it.rank + 1 :][: size(peer, it.rank)])
-    assert int((got != 0).sum()) <= sum(output.numel() for output in outputs), "bytes outside the views were written"
-
-
-def all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """``dist.all_to_all``; gloo has none for lists, and a dry run sends and receives."""
-    if where.HERE.backend != "gloo":
-        dist.all_to_all(outputs, inputs)
-        return
-    rank, waiting = dist.get_rank(), []
-    outputs[rank].copy_(inputs[rank])
-    for peer in set(range(len(inputs))) - {rank}:
-        waiting += [dist.isend(inputs[peer], peer)] if inputs[peer].numel() else []
-        waiting += [dist.irecv(outputs[peer], peer)] if outputs[peer].numel() else []
-    for work in waiting:
-        work.wait()
+        sent = [size(it.rank, peer) for peer in range(it.ranks)]
+        got = [size(peer, it.rank) for peer in range(it.ranks)]
+        before = [sum(size(peer, to) for to in range(it.rank)) for peer in range(it.ranks)]
+        output = matrix[0].new_zeros(sum(got))
+        handle = comm.all_to_all_single(output, matrix[it.rank][: sum(sent)], got, sent, None, True, config=CODED)
+        handle.wait()
+    equal(output, torch.cat([words[at:][:numel] for words, at, numel in zip(matrix, before, got)]))
 
 
 def reductions(it: Rank) -> None:
-    """reduce_scatter of small whole numbers, whose sums are exact in any order; all_reduce with MAX of int64; asynchronous ones."""
+    """NCCL alone: small whole numbers, whose sums are exact in any order; all_reduce with MAX of int64; asynchronous ones."""
     shard = where.HERE.size(1 << 18)
     values = torch.arange(shard * it.ranks, device=it.device) % 64
     mine = (values + it.rank).float().bfloat16()
@@ -128,81 +174,108 @@ def reductions(it: Rank) -> None:
     assert work.is_completed()
 
 
-def passes(it: Rank) -> None:
-    """Our calls on this group give what the plain ones give."""
-    shards = it.everybodys(300_001, seed=5)
-    own = shards[it.rank]
-    whole = own.new_empty(it.ranks * own.numel())
-    comm.all_gather_into_tensor(whole, own, config=CODED)
+def additions(it: Rank) -> None:
+    """Sums of numbers whose rounding depends on the order; with two ranks they have NCCL's bits."""
+    part = where.HERE.size(1 << 19)
+    for dtype in (torch.bfloat16, torch.float32):
+        everybody = [it.exactly(it.ranks * part, rank, 9, dtype) for rank in range(it.ranks)]
+        own, mine = everybody[it.rank], slice(part * it.rank, part * (it.rank + 1))
+        plain = own.clone()
+        dist.all_reduce(plain)
+        with counted(it, "reduce_scatter_tensor", "all_reduce", "reduce_to_owners"):
+            out = own.new_zeros(part)
+            comm.reduce_scatter_tensor(out, own, config=CODED)
+            equal(out, summed(it, everybody, "reduce_scatter_tensor")[mine])
+            whole = own.clone()
+            handle = comm.all_reduce(whole, dist.ReduceOp.SUM, None, True, config=CODED)
+            handle.wait()
+            equal(whole, summed(it, everybody, "all_reduce"))
+            sliced, cut = own.clone(), part // 3
+            owners = [(cut, {0}), (own.numel() - 2 * cut, {it.ranks - 1}), (cut, set(range(it.ranks)))]
+            comm.reduce_to_owners(sliced, owners, config=CODED)
+        wanted, end = summed(it, everybody, "reduce_to_owners"), own.numel()
+        spans = (
+            [slice(0, cut)] * (it.rank == 0)
+            + [slice(cut, end - cut)] * (it.rank == it.ranks - 1)
+            + [slice(end - cut, end)]
+        )
+        for span in spans:
+            equal(sliced[span], wanted[span])
+        if it.ranks <= 2:
+            equal(whole, plain)
+            equal(out, plain[mine])
+
+
+def two_levels(it: Rank) -> None:
+    """Two nodes of two ranks, pretended: NCCL adds inside a node, without rounding here, and frames go between the nodes."""
+    nodes, numel = levels.nodes_of(2, 2), where.HERE.size(300_001)
+    levels.pretend(nodes)
+    integers = [it.words(300_001, rank, 11).float().mul_(2).round_() for rank in range(it.ranks)]
+    everybody = [(words * 2.0 ** (9 * (rank // 2))).bfloat16() for rank, words in enumerate(integers)]
+    whole = everybody[it.rank].clone()
+    with counted(it, "all_reduce"):
+        comm.all_reduce(whole, config=CODED)
+    if OPS["all_reduce"].on_device:
+        equal(whole, levels.in_two_levels(everybody, nodes))
+    assert whole.numel() == numel
+
+
+def subgroups(it: Rank) -> None:
+    """Groups of two ranks, made, used and destroyed."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, it.ranks, 2)]
+    pair, first = pairs[it.rank // 2], it.rank // 2 * 2
+    shards = it.everybodys(150_001, seed=12)
+    whole = shards[0].new_zeros(2 * shards[0].numel())
+    with counted(it, "all_gather_into_tensor"):
+        comm.all_gather_into_tensor(whole, shards[it.rank], pair, config=CODED)
+    equal(whole, torch.cat(shards[first : first + 2]))
+    it.finish()
+    dist.destroy_process_group(pair)
+    again = dist.new_group(list(range(it.ranks)))
+    whole = shards[0].new_zeros(it.ranks * shards[0].numel())
+    comm.all_gather_into_tensor(whole, shards[it.rank], again, config=CODED)
     equal(whole, torch.cat(shards))
-    handle = comm.all_gather_into_tensor(whole.zero_(), own, None, True, config=CODED)
-    handle.wait()
-    equal(whole, torch.cat(shards))
-    matrix = it.everybodys(it.ranks * 1000, seed=6)
-    part = matrix[0].numel() // it.ranks
-    matrix = [words[: part * it.ranks] for words in matrix]
-    swapped = torch.empty_like(matrix[it.rank])
-    comm.all_to_all_single(swapped, matrix[it.rank], config=CODED)
-    equal(swapped, torch.cat([words[part * it.rank :][:part] for words in matrix]))
-    for ours, plain in ((comm.all_reduce, dist.all_reduce), (comm.broadcast, lambda tensor: dist.broadcast(tensor, 0))):
-        got, wanted = matrix[it.rank].clone(), matrix[it.rank].clone()
-        ours(got, config=CODED) if ours is comm.all_reduce else comm.broadcast(got, 0, config=CODED)
-        plain(wanted)
-        equal(got, wanted) if it.ranks < 3 or ours is comm.broadcast else None
-    got, wanted = matrix[0].new_empty(part), matrix[0].new_empty(part)
-    comm.reduce_scatter_tensor(got, matrix[it.rank], config=CODED)
-    dist.reduce_scatter_tensor(wanted, matrix[it.rank])
-    equal(got, wanted) if it.ranks < 3 else None
-    it.figures["passed"] = {row["op"]: row["passed"] for row in counters.rows()}
+    it.finish()
+    dist.destroy_process_group(again)
 
 
-def coded_gather(it: Rank) -> None:
-    """The schedule of coded gathers: sizes are agreed, frames lie in equal slots, NCCL gathers the slots in place."""
-    route = where.HERE.route("native")
-    shards = it.everybodys(4 << 19, seed=8)
-    own = shards[it.rank]
-    for turn in ("first", "again"):
-        start = time.monotonic()
-        header = torch.zeros(32, dtype=torch.uint8, device=it.device)
-        route.encode_frames([own], "cascade", 1024, [header])  # a slot without room: the header has the size
-        size = header[24:32].view(torch.int64).clone()
-        dist.all_reduce(size, dist.ReduceOp.MAX)
-        room = -(-int(size.item()) // ALIGN) * ALIGN
-        slab = torch.zeros(it.ranks * room, dtype=torch.uint8, device=it.device)
-        slots = list(slab.split(room))
-        route.encode_frames([own], "cascade", 1024, [slots[it.rank]])
-        dist.all_gather_into_tensor(slab, slots[it.rank])
-        outs, status = [torch.empty_like(own) for _ in shards], new_status(it.device)
-        route.decode_frames(slots, 1024, outs, status)
-        raise_failure(status)
-        it.figures[f"coded_gather_{turn}_ms"] = round(1e3 * (time.monotonic() - start), 2)
-    for out, shard in zip(outs, shards, strict=True):
-        equal(out, shard)
-    it.figures["coded_gather_ratio"] = round(own.nbytes / room, 3)
+def move_suite(it: Rank) -> None:
+    """All ways to call the operations that move bits, in every dtype, with every kind of words."""
+    api = moves.coded(**SETTINGS)
+    calls = [move for ways in ("all_gather", "all_to_all") if OPS[ways].on_device for move in moves.MOVES[ways]]
+    counters.reset()
+    for seed, (move, size) in enumerate((move, size) for size in SUITE_SIZES for move in calls):
+        kind = list(corpus.SUMMED.values())[seed % 3]
+        inputs = [moves.filled(peer, size, kind, seed).to(it.device) for peer in range(it.ranks)]
+        for later in (False, True):
+            outputs, wanted = move(api, inputs, it.rank, later)
+            for got, want in zip(outputs, wanted, strict=True):
+                corpus.assert_same_bits(got.cpu(), want.cpu())
+    it.figures["moves"] = sum(row["calls"] for row in counters.rows())
+    assert it.figures["moves"] and not any(row["passed"] for row in counters.rows()), counters.rows()
 
 
-def coded_sum(it: Rank) -> None:
-    """The schedule of sums: every rank sends each other rank its frame, and adds the frames that it gets in fp32 in the order of ranks."""
-    route, part = where.HERE.route("native"), where.HERE.size(1 << 19)
-    everybody = [it.words(it.ranks * part + 7, rank, seed=9)[: it.ranks * part] for rank in range(it.ranks)]
-    part = everybody[0].numel() // it.ranks
-    shards = [list(words.split(part))[: it.ranks] for words in everybody]
-    bound = -(-compress_bound(part, torch.bfloat16) // ALIGN) * ALIGN
-    sent, got = (torch.zeros(it.ranks * bound, dtype=torch.uint8, device=it.device) for _ in range(2))
-    slots = list(sent.split(bound))
-    route.encode_frames(shards[it.rank], "cascade", 1024, slots)
-    sizes = torch.stack([slot[24:32].view(torch.int64) for slot in slots]).max().view(1)
-    dist.all_reduce(sizes, dist.ReduceOp.MAX)
-    room = -(-int(sizes.item()) // ALIGN) * ALIGN
-    frames = [slot[:room] for slot in got.split(bound)]
-    all_to_all(frames, [slot[:room] for slot in slots])
-    sums, status = torch.empty_like(shards[0][0]), new_status(it.device)
-    route.decode_sum_frames(frames, 1024, sums.dtype, sums, status)
-    raise_failure(status)
-    wanted = shards[0][it.rank].float()
-    for theirs in shards[1:]:
-        wanted = wanted + theirs[it.rank].float()
-    equal(sums, wanted.bfloat16())
+def sum_suite(it: Rank) -> None:
+    """All ways to call the operations that add, in every dtype, with NaNs, infinities and denormals."""
+    if not OPS["all_reduce"].on_device:
+        return
+    api = sums.coded(**SETTINGS)
+    calls = (*sums.SUMS["all_reduce"], *sums.SUMS["reduce_scatter"])
+    counters.reset()
+    for seed, (add, size) in enumerate((add, size) for size in SUITE_SIZES if size >= it.ranks for add in calls):
+        kind = list(corpus.SUMMED.values())[seed % 3]
+        average = seed % 5 == 0
+        for fill in (sums.bell, sums.wild):
+            contributions = [fill(peer, size, kind, seed) for peer in range(it.ranks)]
+            total = levels.in_one_level(contributions, average)
+            want = add(levels.Summed(), total, None, False)
+            with torch.device(it.device):
+                op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+                got = add(api, contributions[it.rank].to(it.device), op, bool(seed % 2))
+            end = size // 3 * 3 if add is sums.all_reduce_by_memory else size  # which leaves words alone
+            sums.assert_same_sums(got.cpu()[:end], want[:end], kind)
+    it.figures["sums"] = sum(row["calls"] for row in counters.rows())
+    assert it.figures["sums"] and not any(row["passed"] for row in counters.rows()), counters.rows()
 
 
 def streams(it: Rank) -> None:
@@ -237,13 +310,16 @@ def streams(it: Rank) -> None:
 
 
 def captures(it: Rank) -> None:
-    """A graph with a collective, and with our call that passes."""
+    """A graph with a collective, and with our call, which passes."""
     for name, call in (("plain", dist.all_gather_into_tensor), ("ours", _ours)):
         values = torch.zeros(1 << 14, device=it.device)
         whole = values.new_zeros(it.ranks * values.numel())
         call(whole, values)
         it.finish()
+        counters.reset()
         replay = where.HERE.captured(lambda call=call, whole=whole, values=values: call(whole, values))
+        reasons = [reason for row in counters.rows() for reason in row["reasons"]]
+        assert where.DRY or it.ranks == 1 or name == "plain" or reasons == [PassReason.CAPTURED.value], reasons
         for turn in range(3):
             values.fill_(turn + it.rank)
             whole.zero_()
@@ -258,11 +334,19 @@ def _ours(whole: torch.Tensor, values: torch.Tensor) -> None:
 
 
 Check = Callable[[Rank], None]
-SHARED: tuple[Check, ...] = (gathers, exchanges, reductions, passes, coded_gather, coded_sum)
+SHARED: tuple[Check, ...] = (gathers, exchanges, additions, subgroups, move_suite, sum_suite, captures)
 PROGRAMS: dict[str, tuple[Check, ...]] = {
     "probe": (reductions,),
-    "one_rank": (*SHARED, streams, captures),  # ranks that share a GPU take turns: their times say nothing
-    "shared_gpu": SHARED,
+    "one_rank": (
+        gathers,
+        exchanges,
+        reductions,
+        additions,
+        streams,
+        captures,
+    ),  # times of ranks that share a GPU say nothing
+    "shared_gpu_2": SHARED,
+    "shared_gpu_4": (*SHARED, two_levels),  # last: the nodes stay
 }
 
 
@@ -271,6 +355,10 @@ def main(program: str, rank: int, ranks: int, store: str, report: Path) -> int:
     told: dict[str, Any] = {"begun": "process group", "done": {}, "figures": {}}
     figures.write(report, told)
     try:
+        if where.DRY:
+            import shim
+
+            shim.install()
         it, options = Rank(rank, ranks), {}
         if it.device.type == "cuda":
             torch.cuda.set_device(0)

@@ -95,7 +95,7 @@ class OnGpu:
 class OnCpu:
     """The emulated kernels on small tensors; everything is done when a call returns, and the host makes no graphs."""
 
-    device, backend = torch.device("cpu"), "gloo"
+    device, backend = torch.device("cpu"), "shim"
 
     def route(self, name: str) -> CudaRoute:
         import emulation
