@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_zipccl.policy import wire
-from ds_zipccl.policy.cost_model import LinkProfile
+from ds_zipccl.policy.device_rules import VERDICTS_GAINED, DeviceProfile
 
-#: Seconds of a verdict, for which the host waits (seed: an all-reduce of a few words, the copy, the wake-up).
-VERDICT_S = 170e-6
-#: A coded call must save more than this many verdicts (seed: while the host waits, the device may run dry).
-VERDICTS = 3
-#: Without a measured link: a coded call must send this many bytes less between nodes (seed: three verdicts at 10 GB/s a rank).
+#: Without a measured link: a coded call must send this many bytes less between nodes (seed: some verdicts at 10 GB/s a rank).
 LEAST_SAVED_BYTES = 5 << 20
 #: Plain calls after a coded one that did not pay (seed: one useless verdict in so many calls costs little).
 PLAIN_CALLS = 31
@@ -19,18 +15,19 @@ PLAIN_CALLS = 31
 STEP_SIZES = 16
 
 
-def pays(nbytes: float, coded: float, profile: LinkProfile | None) -> bool:
-    """Return whether coding an exchange saves more than VERDICTS verdicts.
+def pays(nbytes: float, coded: float, each: int, profile: DeviceProfile | None) -> bool:
+    """Return whether coding an exchange saves more than VERDICTS_GAINED verdicts, one of which it waits for.
 
     Args:
         nbytes: most bytes of words that a rank sends to ranks of other nodes.
         coded: most bytes of frames that it sends in their place.
-        profile: speeds of the slowest rank's link and codec; None: not measured.
+        each: ranks of a node, which share its network cards.
+        profile: speeds of the slowest rank; None: not measured.
     """
     if profile is None:
         return nbytes - coded >= LEAST_SAVED_BYTES
-    coding = nbytes / profile.encode + nbytes / profile.decode
-    return profile.seconds(nbytes) - profile.seconds(coded) - coding > VERDICTS * VERDICT_S
+    coding = profile.launch + nbytes / profile.encode + nbytes / profile.decode
+    return (nbytes - coded) * each / profile.network - coding > VERDICTS_GAINED * profile.verdict
 
 
 def between_nodes(nodes: Sequence[Sequence[int]], ranks: int) -> float:

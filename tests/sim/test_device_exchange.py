@@ -25,7 +25,7 @@ from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.policy import exchange as rules
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.policy.cost_model import LinkProfile
+from ds_zipccl.policy.device_rules import DeviceProfile
 from ds_zipccl.telemetry import counters
 from sim import communicator, launcher, world
 from sim.device import mine
@@ -176,8 +176,7 @@ def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], settings: dic
     if slow:
         state = group_state(None)
         assert state is not None
-        link = ((1e3, 1e-5), (1e6, 1.0))
-        state.profiles["cuda", "nccl"] = LinkProfile(link, 1e12, 1e12, 1e12, 1e12, 1e12, 0.0)
+        state.device_profiles["cuda", "nccl"] = DeviceProfile(1e6)
     device = torch.device("cuda", rank)
     coded = []
     for number, (numel, even) in enumerate(calls):
@@ -210,11 +209,14 @@ def test_auto(route: CudaRoute) -> None:
 
 
 def test_rules() -> None:
-    link = LinkProfile(((1e4, 2e-5), (1e9, 1e9 / 6e9)), 1e12, 1e12, 1e12, 1e12, 1e12, 0.0)
-    paying = [nbytes for nbytes in (1 << size for size in range(12, 34)) if rules.pays(nbytes, nbytes / 1.5, link)]
-    assert paying == [1 << size for size in range(24, 34)]  # 16 MiB: a third saved at 6 GB/s, 0.9 ms
-    assert not rules.pays(1 << 33, 1 << 33, link) and not rules.pays(1 << 33, 1 << 33, None)
-    assert rules.pays(16 << 20, 10 << 20, None) and not rules.pays(8 << 20, 5 << 20, None)
+    link = DeviceProfile(6e9)
+    paying = [nbytes for nbytes in (1 << size for size in range(12, 34)) if rules.pays(nbytes, nbytes / 1.5, 1, link)]
+    assert paying == [1 << size for size in range(23, 34)]  # 8 MiB: a third saved at 6 GB/s, 0.47 ms
+    assert not rules.pays(1 << 33, 1 << 33, 1, link) and not rules.pays(1 << 33, 1 << 33, 1, None)
+    assert rules.pays(4 << 20, (8 << 20) / 3, 8, link) and not rules.pays(
+        4 << 20, (8 << 20) / 3, 1, link
+    )  # shared cards
+    assert rules.pays(16 << 20, 10 << 20, 1, None) and not rules.pays(8 << 20, 5 << 20, 1, None)
     assert [rules.between_nodes(nodes, 4) for nodes in ((), PAIRS, ((0, 1, 2, 3),), ((0,), (1, 2, 3)))] == [
         0.75, 0.5, 0.0, 0.75,
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import encoded_sizes
 from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.verdict import agree, exchange_words
-from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile
+from ds_zipccl.comm.group_state import GroupState, device_profile, group_nodes, group_state, resolve_group
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.policy import exchange as rules
 from ds_zipccl.policy import wire
@@ -97,13 +97,19 @@ def pays_now(group: dist.ProcessGroup, op: str, role: str, tensor: torch.Tensor,
     if numel is not None:
         nbytes = numel * tensor.itemsize * share
         ratio = TYPICAL_RATIO.get(str(tensor.dtype).removeprefix("torch."), 1.0)
-        if not rules.pays(nbytes, nbytes / ratio, link_profile(state, tensor.device.type)):
+        if not _pays(group, tensor.device.type, nbytes, nbytes / ratio):
             return False
     calls, kind = _plain_calls.setdefault(state, {}), _kind(op, role, tensor.dtype, numel)
     left = calls.get(kind, 0)
     if left:
         calls[kind] = left - 1
     return not left
+
+
+def _pays(group: dist.ProcessGroup, device: str, nbytes: float, coded: float) -> bool:
+    """Return :func:`ds_zipccl.policy.exchange.pays` for a group. All ranks of a node exchange at a time, in this group or in one like it."""
+    nodes = group_nodes(resolve_group(None))
+    return rules.pays(nbytes, coded, max(map(len, nodes), default=1), device_profile(device))
 
 
 def _kind(op: str, role: str, dtype: torch.dtype, numel: int | None) -> Hashable:
@@ -235,7 +241,7 @@ def _check(ctx: DeviceContext, peer: int, words: _Words, target: torch.Tensor, p
 
 def _note(ctx: DeviceContext, dtype: torch.dtype, numel: int | None, nbytes: float, coded: float) -> None:
     """Note the bytes of words and frames of a coded exchange, equal on all ranks, for :func:`pays_now`."""
-    pays = rules.pays(nbytes, coded, link_profile(ctx.state, ctx.device.type))
+    pays = _pays(ctx.group, ctx.device.type, nbytes, coded)
     _plain_calls.setdefault(ctx.state, {})[_kind(ctx.op, ctx.role, dtype, numel)] = 0 if pays else rules.PLAIN_CALLS
 
 
