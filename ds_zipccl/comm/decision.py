@@ -100,9 +100,9 @@ def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decis
         return Decision.passing(PassReason.CAPTURED)
     if state.collective_transport(device.type, group).is_coalescing():
         return Decision.passing(PassReason.COALESCED)
-    if OPS[request.op].traffic == "all_to_all" and request.config.mode_of(request.role) == "auto":
-        if not exchange.pays_now(group, request.op, request.role, request.tensor, request.numel):
-            return Decision.passing(PassReason.SMALL_GAIN)
+    chosen = OPS[request.op].traffic == "all_to_all" and request.config.mode_of(request.role) == "auto"
+    if chosen and not exchange.pays_now(group, request.op, request.role, request.tensor, request.numel):
+        return Decision.passing(PassReason.SMALL_GAIN)
     return admitted
 
 

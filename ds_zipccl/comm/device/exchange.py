@@ -107,7 +107,7 @@ def pays_now(group: dist.ProcessGroup, op: str, role: str, tensor: torch.Tensor,
 
 
 def _pays(group: dist.ProcessGroup, device: str, nbytes: float, coded: float) -> bool:
-    """Return :func:`ds_zipccl.policy.exchange.pays` for a group. All ranks of a node exchange at a time, in this group or in one like it."""
+    """Return :func:`ds_zipccl.policy.exchange.pays` for a group. All ranks of a node exchange at a time, also in groups like this one."""
     nodes = group_nodes(resolve_group(None))
     return rules.pays(nbytes, coded, max(map(len, nodes), default=1), device_profile(device))
 
