@@ -47,6 +47,11 @@ class DeviceTensor(torch.Tensor):
             raise TypeError(f"can't convert {self.device} device type tensor to numpy; use Tensor.cpu() first")
         return self.cpu().numpy()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        if self.lease.storage is None:
+            self.lease.storage = torch.UntypedStorage(self.inner.untyped_storage().nbytes(), device="meta")
+        return self.lease.storage
+
     def record_stream(self, stream: Any) -> None:
         self.lease.holders.append(stream.lane)
 

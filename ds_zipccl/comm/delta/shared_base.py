@@ -20,6 +20,9 @@ from ds_zipccl import tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.device import gather as device_gather
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.schedules.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
@@ -100,6 +103,10 @@ class SharedBase:
                 exchange.post_recv(mate, _written(False))
             with suppress(RuntimeError, ValueError):
                 exchange.send(_written(False), mate)
+
+    def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
+        """See :class:`ds_zipccl.comm.Base`. The shard goes in full."""
+        device_gather.gather(ctx, [shard])
 
     def token(self) -> Hashable:
         """See :class:`ds_zipccl.comm.Base`."""

@@ -68,7 +68,12 @@ def encoded_sizes(
 
 def words_of(shards: Sequence[Shard], pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Return the own words of each piece."""
-    return [shards[piece.shard].own[piece.start : piece.start + piece.numel] for piece in pieces]
+    return parts_of([shard.own for shard in shards], pieces)
+
+
+def parts_of(tensors_of_shards: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Return the part of each piece in flat tensors, one for each shard."""
+    return [tensors_of_shards[piece.shard][piece.start : piece.start + piece.numel] for piece in pieces]
 
 
 def gather(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
@@ -79,11 +84,19 @@ def gather(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
 
 
 def gather_agreed(
-    ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piece], sizes: Sequence[int] | None
+    ctx: DeviceContext,
+    shards: Sequence[Shard],
+    pieces: Sequence[Piece],
+    sizes: Sequence[int] | None,
+    lasts: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Gather the shards with frames that fit ``sizes``, the bytes of each piece's largest frame, equal on all ranks; no wait of the host.
 
     Pieces that hardly shrink go raw. Where all do (``sizes`` None: also), the words go as they are.
+
+    Args:
+        lasts: this rank's shards of the last gather, flat. The frames are then differences, and the places of all other ranks in each
+            ``whole`` hold the words of that gather. The encoding lane reads ``lasts``.
     """
     itemsize = shards[0].own.element_size()
     slots = (
@@ -101,7 +114,7 @@ def gather_agreed(
         ctx.lanes.order(Lane.WIRE, Lane.DECODE)
         return
     for first, last in _fragments(pieces, itemsize, ctx):
-        _fragment(ctx, shards, pieces[first:last], slots[first:last])
+        _fragment(ctx, shards, pieces[first:last], slots[first:last], lasts)
     for shard in shards:
         numel = shard.own.numel()
         ctx.copy(shard.own, shard.whole[ctx.rank * numel : (ctx.rank + 1) * numel])
@@ -134,7 +147,11 @@ def _table(parameters: tuple[Parameter, ...], dtype: torch.dtype, block: int, ra
 
 
 def _fragment(
-    ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piece], slots: Sequence[tuple[int, bool]]
+    ctx: DeviceContext,
+    shards: Sequence[Shard],
+    pieces: Sequence[Piece],
+    slots: Sequence[tuple[int, bool]],
+    lasts: Sequence[torch.Tensor] | None,
 ) -> None:
     parameters = tuple(
         Parameter(piece.numel, size, shards[piece.shard].own.numel(), piece.start, raw)
@@ -145,12 +162,14 @@ def _fragment(
     with lanes.slab(part_bytes * ctx.size, ctx.budget) as slab:
         part = slab[ctx.rank * part_bytes : (ctx.rank + 1) * part_bytes]
         with lanes.on(Lane.ENCODE):
-            ctx.route.encode_gather(words_of(shards, pieces), ctx.codec, table, part)
+            code, bases = (ctx.codec, None) if lasts is None else ("delta", parts_of(lasts, pieces))
+            ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=bases)
         lanes.order(Lane.ENCODE, Lane.WIRE)
         with lanes.on(Lane.WIRE):
             ctx.transport.all_gather(slab, part)
         lanes.order(Lane.WIRE, Lane.DECODE)
         with lanes.on(Lane.DECODE):
             outs = [shards[piece.shard].whole for piece in pieces]
-            ctx.route.decode_gather(slab, table, outs, ctx.rank, ctx.reports.word(ctx.where()))
+            status = ctx.reports.word(ctx.where())
+            ctx.route.decode_gather(slab, table, outs, ctx.rank, status, bases=None if lasts is None else outs)
     ctx.count(0, part_bytes * (ctx.size - 1))

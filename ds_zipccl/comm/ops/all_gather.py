@@ -57,7 +57,11 @@ class _GatherShards:
             gather(ctx, 0, inputs, places)
 
     def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        on_device.gather(ctx, [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)])
+        shards = [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)]
+        if self.base is not None and ctx.with_base:
+            self.base.enqueue(ctx, shards[0])
+        else:
+            on_device.gather(ctx, shards)
 
 
 def equal_shards(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:

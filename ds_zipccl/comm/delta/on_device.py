@@ -1,0 +1,78 @@
+"""Gathers as differences whose frames stay on the device: one verdict for the sizes of frames and for the proof.
+
+The proof of a region is the largest hash of any rank and the largest inverted hash, which shows the least hash: they are equal if all
+ranks hold equal words. The verdict carries them next to the sizes of both kinds of frames, so that the host waits once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds_zipccl import tensors
+from ds_zipccl.comm.delta.negotiation import NOTHING_THERE, SOMETHING_ELSE
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Piece, Shard, encoded_sizes, gather_agreed, parts_of, pieces_of
+from ds_zipccl.comm.device.lanes import Lane
+from ds_zipccl.comm.device.verdict import agree
+
+#: Words of a proof of one region: both halves of the hash, and both inverted.
+PROOF_WORDS = 4
+
+
+def proof(ctx: DeviceContext, regions: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the words that prove, after :func:`.verdict.agree`, that all ranks hold equal regions: int64 on the device.
+
+    Reads all regions, on the encoding lane: as many bytes as they have.
+    """
+    with ctx.lanes.on(Lane.ENCODE):
+        hashes = tensors.empty(2 * len(regions), torch.int64, ctx.device)
+        ctx.route.hash_regions(regions, hashes)
+        return torch.stack([hashes, ~hashes], dim=1).view(-1)
+
+
+def holds(words: Sequence[int]) -> bool:
+    """Return whether agreed words of :func:`proof` prove that all ranks hold equal regions."""
+    return all(most == ~inverted for most, inverted in zip(words[::2], words[1::2], strict=True))
+
+
+def gather(ctx: DeviceContext, shard: Shard, last: torch.Tensor | None) -> str:
+    """Gather a shard into an output that may hold the result of the last gather. One wait of the host; the rest of the work is on the
+    lanes then.
+
+    Args:
+        last: this rank's shard of the last gather, flat; None: there was no gather that the output can hold.
+
+    Returns:
+        The reason why the shards go in full; "" where they go as differences. It is the same on all ranks.
+    """
+    ctx.lanes.order(Lane.DECODE, Lane.ENCODE)  # an earlier gather has written `last` on the decoding lane
+    pieces = pieces_of([shard.sizes], shard.own.element_size(), ctx.size, ctx.budget)
+    words = parts_of([shard.own], pieces)
+    full, delta, unproven, hashes = _agree(ctx, shard, words, pieces, last)
+    reason = NOTHING_THERE if unproven else "" if holds(hashes) else SOMETHING_ELSE
+    if reason:
+        gather_agreed(ctx, [shard], pieces, full)
+    else:
+        assert last is not None  # the verdict says so of all ranks
+        gather_agreed(ctx, [shard], pieces, delta, [last])
+    return reason
+
+
+def _agree(
+    ctx: DeviceContext, shard: Shard, words: Sequence[torch.Tensor], pieces: Sequence[Piece], last: torch.Tensor | None
+) -> tuple[list[int], list[int], bool, list[int]]:
+    """Return the largest frame of each piece without a base and as a difference, whether a rank has no base, and the agreed proof."""
+    full, count = encoded_sizes(ctx, words), len(pieces)
+    if last is None:
+        with ctx.lanes.on(Lane.ENCODE):
+            rest = [tensors.filled(count + 1 + PROOF_WORDS * ctx.size, 1, torch.int64, ctx.device)]
+    else:
+        regions = list(shard.whole.split(shard.own.numel()))
+        regions[ctx.rank] = last
+        delta = encoded_sizes(ctx, words, parts_of([last], pieces))
+        with ctx.lanes.on(Lane.ENCODE):
+            rest = [delta, tensors.filled(1, 0, torch.int64, ctx.device), proof(ctx, regions)]
+    agreed = agree(ctx, [full, *rest])
+    return agreed[:count], agreed[count : 2 * count], bool(agreed[2 * count]), agreed[2 * count + 1 :]
