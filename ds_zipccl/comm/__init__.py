@@ -9,7 +9,9 @@ every rank needs only a part of that all-reduce.
 from ds_zipccl.comm.delta.in_place_base import IN_PLACE
 from ds_zipccl.comm.delta.negotiation import Base
 from ds_zipccl.comm.delta.shared_base import SharedBase, allocate_bases
+from ds_zipccl.comm.device.agreed import Agreed
 from ds_zipccl.comm.group_state import calibrate
+from ds_zipccl.comm.ops.agreement import agree_sizes, check_frames
 from ds_zipccl.comm.ops.all_gather import all_gather, all_gather_coalesced, all_gather_into_tensor
 from ds_zipccl.comm.ops.all_reduce import all_reduce, all_reduce_coalesced
 from ds_zipccl.comm.ops.all_to_all import all_to_all, all_to_all_single
@@ -23,11 +25,13 @@ from ds_zipccl.comm.work import CommError, Work
 
 __all__ = [
     "IN_PLACE",
+    "Agreed",
     "Base",
     "CommError",
     "ShadowMismatch",
     "SharedBase",
     "Work",
+    "agree_sizes",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
@@ -38,6 +42,7 @@ __all__ = [
     "allocate_bases",
     "broadcast",
     "calibrate",
+    "check_frames",
     "irecv",
     "isend",
     "recv",

@@ -21,6 +21,7 @@ HOOKS = {
     "deepspeed.comm.comm": "adopt_comm",
     "deepspeed.runtime.zero.partition_parameters": "adopt_zero3",
     "deepspeed.runtime.zero.stage_1_and_2": "adopt_zero12",
+    "deepspeed.runtime.zero.stage3": "adopt_stage3",
     "deepspeed.runtime.engine": "adopt_engine",
 }
 #: Modules behind the hooks. They import DeepSpeed: its modules wait for their hooks while one of these is being executed.

@@ -21,7 +21,7 @@ from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
-from ds_zipccl.integration import start_line, zero_buckets, zero_gathers
+from ds_zipccl.integration import start_line, zero_buckets, zero_epochs, zero_gathers
 from ds_zipccl.integration.job import Job, overriding_section
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
@@ -88,7 +88,7 @@ def _coded(name: str) -> Callable[..., Any]:
         if name == "all_reduce" and (owners := slice_owners(self.job, *values, role=role)):
             return comm.reduce_to_owners(values[0], owners, *values[1:3], **more)
         if (name, role) == _PARAMETER_GATHER:
-            more["base"] = gather_base(self.job, values[0], values[2])
+            more |= gather_parameters(self.job, values[0], values[2])
         return run(*values, **more)
 
     return coded
@@ -114,13 +114,16 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def gather_base(job: Job, output: torch.Tensor, group: Any) -> comm.Base | None:
-    """Return the base of a parameter gather into ``output``, None if it has none.
+def gather_parameters(job: Job, output: torch.Tensor, group: Any) -> dict[str, Any]:
+    """Return what is known of the parameters of a gather into ``output``: the base, and the agreed sizes of their frames.
 
     ZeRO-1 and ZeRO-2 gather in place, during optimizer steps: the output still holds the parameters of the previous step. ZeRO-3 gathers
     into new memory.
     """
-    return comm.IN_PLACE if job.stepping in (1, 2) else zero_gathers.base_of(output, group)
+    if job.stepping in (1, 2):
+        return {"base": comm.IN_PLACE}
+    params = zero_gathers.take_parameters(output, group)
+    return {"base": zero_gathers.base_of(params, output.dtype), "agreed": zero_epochs.agreed_of(params)}
 
 
 def slice_owners(job: Job, tensor: torch.Tensor, op: Any, group: Any, async_op: bool, *, role: str) -> Owners | None:

@@ -12,7 +12,7 @@ import torch
 from deepspeed.comm.torch import TorchBackend
 
 from ds_zipccl.config import SECTION, ConfigError, near_misses
-from ds_zipccl.integration import zero_buckets, zero_gathers
+from ds_zipccl.integration import zero_buckets, zero_epochs, zero_gathers
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.job import Job
 from ds_zipccl.telemetry import monitor, table
@@ -56,8 +56,14 @@ def adopt_engine(module: ModuleType) -> None:
 
 
 def adopt_zero3(module: ModuleType) -> None:
-    """Learn the parameters of ZeRO-3's gathers from ``deepspeed.runtime.zero.partition_parameters``."""
+    """Learn the parameters of ZeRO-3's gathers, and their changes, from ``deepspeed.runtime.zero.partition_parameters``."""
     zero_gathers.watch_gathers(module)
+    zero_epochs.watch_partitions(module.Init)
+
+
+def adopt_stage3(module: ModuleType) -> None:
+    """Learn of changes of ZeRO-3's parameters from ``deepspeed.runtime.zero.stage3``."""
+    zero_epochs.watch_optimizer(module.DeepSpeedZeroOptimizer_Stage3)
 
 
 def adopt_zero12(module: ModuleType) -> None:
@@ -90,11 +96,15 @@ def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
 
 
 def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
-    """Allocate the bases of ZeRO-3's differences after its optimizer is made, if the section asks for bases. A collective."""
+    """Allocate the bases of ZeRO-3's differences after its optimizer is made, if the section asks for bases, and agree on the sizes of
+    the frames of its parameters. A collective."""
     optimizer = original()
     job = _job()
     config = None if job is None else job.config
-    if config is not None and config.zero3_base != "off" and engine.zero_optimization_stage() == 3:
+    if config is None or engine.zero_optimization_stage() != 3:
+        return optimizer
+    zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
+    if config.zero3_base != "off":
         engine.ds_zipccl_bases, said = zero_gathers.allocate_bases(engine.module.parameters(), config, engine.device)
         if torch.distributed.get_rank() == 0:
             print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
@@ -121,6 +131,12 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     return result
 
 
+def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
+    """Surround the load of a checkpoint, which changes all parameters."""
+    with zero_epochs.changing(engine.optimizer):
+        return original()
+
+
 def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     """Free the bases with the engine: DeepSpeed keeps references to the engine itself."""
     engine.ds_zipccl_bases = None
@@ -132,5 +148,6 @@ _AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
     "_configure_distributed_model": _learn_groups,
     "_configure_zero_optimizer": _configure_zero,
     "_take_model_step": _take_step,
+    "load_checkpoint": _load_checkpoint,
     "destroy": _destroy,
 }

@@ -1,10 +1,11 @@
-"""Bases of parameter gathers, for ZeRO-3: the call of a gather into new memory does not tell its parameters."""
+"""Parameters of gathers, for ZeRO-3: the call of a gather into new memory does not tell its parameters. Their bases."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -30,10 +31,15 @@ def _gathered_dtype(param: Any, shard: torch.Tensor) -> torch.dtype:
     return shard.dtype
 
 
+def gathered_dtype(param: Any) -> torch.dtype:
+    """Return the dtype in which the parameter's shards are gathered."""
+    return _gathered_dtype(param, param.ds_tensor)
+
+
 def watch_gathers(module: ModuleType) -> None:
     """Note the parameters that DeepSpeed asks for before each gather. Repeating the call does nothing.
 
-    DeepSpeed lays the shards of several parameters end to end and gathers them into new memory.
+    DeepSpeed lays the shards of several parameters end to end and gathers them into new memory, or gathers one after the other.
 
     Args:
         module: ``deepspeed.runtime.zero.partition_parameters``.
@@ -53,16 +59,31 @@ def watch_gathers(module: ModuleType) -> None:
         @functools.wraps(gather)
         def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             params = list(params)
-            token = _wanted.set(sorted(params, key=lambda one: one.ds_id))
-            try:
+            with _wanting(sorted(params, key=lambda one: one.ds_id)):
                 return gather(params, *args, **kwargs)
-            finally:
-                _wanted.reset(token)
 
         param.all_gather_coalesced = all_gather_coalesced
 
+    one_by_one = init._all_gather
+
+    @functools.wraps(one_by_one)
+    def _all_gather(self: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        params = list(param_list)
+        with _wanting([param for param in params if param.ds_status.name == "NOT_AVAILABLE"]):
+            return one_by_one(self, params, *args, **kwargs)
+
+    init._all_gather = _all_gather
     _convert_to_deepspeed_param.ds_zipccl = True  # type: ignore[attr-defined]
     init._convert_to_deepspeed_param = _convert_to_deepspeed_param
+
+
+@contextlib.contextmanager
+def _wanting(params: list[Any]) -> Iterator[None]:
+    token = _wanted.set(params)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
 
 
 def allocate_bases(parameters: Iterable[Any], config: ZipcclConfig, device: torch.device) -> tuple[list[BaseSlot], str]:
@@ -96,7 +117,7 @@ def allocate_bases(parameters: Iterable[Any], config: ZipcclConfig, device: torc
         if device.type not in admission.DELTA_DEVICES or backend not in admission.CODED_BACKENDS[device.type]:
             skipped = f"; no differences on {device.type} over {backend} yet"
             continue
-        shards = [(param.ds_tensor.ds_numel, _gathered_dtype(param, param.ds_tensor)) for param in params]
+        shards = [(param.ds_tensor.ds_numel, gathered_dtype(param)) for param in params]
         for param, base in zip(params, comm.allocate_bases(shards, config.zero3_base, group, device), strict=True):
             setattr(param, _BASE, weakref.ref(base))
             bases.append(base)
@@ -106,23 +127,30 @@ def allocate_bases(parameters: Iterable[Any], config: ZipcclConfig, device: torc
     return bases, f"{nbytes / 1e6:.1f} MB, {where}{skipped}"
 
 
-def base_of(output: torch.Tensor, group: dist.ProcessGroup | None) -> comm.SharedBase | None:
-    """Return the base of a gather into ``output``, or None if the gathered parameters are not known.
+def take_parameters(output: torch.Tensor, group: dist.ProcessGroup | None) -> Sequence[Any]:
+    """Return the parameters of a gather into ``output``, in the order of their shards; none if they are not known.
 
     Args:
         output: ``[ranks * numel]``, the shards of the parameters of each rank end to end.
     """
     wanted, members = _wanted.get(), group_state(group)
     if not wanted or members is None:
-        return None
+        return ()
     numel = output.numel() // members.size
-    gathered = [param for param in wanted if _fits(param, output.dtype, group)]
+    gathered = [param for param in wanted if param.ds_process_group is group and gathered_dtype(param) == output.dtype]
     if _shard_numel(gathered) != numel:
         gathered = gathered[:1]  # one gather per parameter
     if _shard_numel(gathered) != numel:
-        return None
-    wanted[:] = [param for param in wanted if all(param is not one for one in gathered)]
-    return comm.SharedBase([base for param in gathered if (base := _base(param))])
+        return ()
+    taken = {id(param) for param in gathered}
+    wanted[:] = [param for param in wanted if id(param) not in taken]
+    return gathered
+
+
+def base_of(params: Sequence[Any], dtype: torch.dtype) -> comm.SharedBase | None:
+    """Return the base of a gather of these parameters in a dtype, None if one of them has none."""
+    bases = [base for param in params if (base := _base(param)) is not None and base.memory.dtype == dtype]
+    return comm.SharedBase(bases) if bases and len(bases) == len(params) else None
 
 
 def _shard_numel(params: Iterable[Any]) -> int:
@@ -132,9 +160,3 @@ def _shard_numel(params: Iterable[Any]) -> int:
 def _base(param: Any) -> BaseSlot | None:
     reference = getattr(param, _BASE, None)
     return None if reference is None else reference()
-
-
-def _fits(param: Any, dtype: torch.dtype, group: dist.ProcessGroup | None) -> bool:
-    """Whether the parameter has a base for gathers of ``dtype`` over ``group``."""
-    base = _base(param)
-    return base is not None and param.ds_process_group is group and base.memory.dtype == dtype

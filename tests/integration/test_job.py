@@ -190,10 +190,13 @@ def test_every_backend_has_a_job_of_its_own(backend: ModuleType) -> None:
 def test_only_a_step_of_zero_1_and_2_gathers_in_place(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of steps, as when a checkpoint is saved, and in those of ZeRO-3 only what was asked for is known."""
     given: list[tuple[Any, Any]] = []
-    monkeypatch.setattr(backend.zero_gathers, "base_of", lambda output, group: given.append((output, group)) or "known")
+    monkeypatch.setattr(backend.zero_gathers, "take_parameters", lambda *call: given.append(call) or ["weight"])
+    monkeypatch.setattr(backend.zero_gathers, "base_of", lambda params, dtype: f"base of {params} in {dtype}")
+    monkeypatch.setattr(backend.zero_epochs, "agreed_of", lambda params: f"sizes of {params}")
     output = torch.empty(4)
-    bases = {stage: backend.gather_base(Job(stepping=stage), output, DATA) for stage in (0, 1, 2, 3)}
-    assert bases == {0: "known", 1: comm.IN_PLACE, 2: comm.IN_PLACE, 3: "known"}
+    found = {stage: backend.gather_parameters(Job(stepping=stage), output, DATA) for stage in (0, 1, 2, 3)}
+    known = {"base": "base of ['weight'] in torch.float32", "agreed": "sizes of ['weight']"}
+    assert found == {0: known, 1: {"base": comm.IN_PLACE}, 2: {"base": comm.IN_PLACE}, 3: known}
     assert len(given) == 2 and all(one == (output, DATA) for one in given)
 
 

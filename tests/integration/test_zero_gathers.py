@@ -117,7 +117,8 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def of(numel: int, group: Any = DATA, dtype: torch.dtype = torch.bfloat16) -> list[BaseSlot] | None:
-    base = zero_gathers.base_of(torch.empty(2 * numel, dtype=dtype), group)
+    params = zero_gathers.take_parameters(torch.empty(2 * numel, dtype=dtype), group)
+    base = zero_gathers.base_of(params, dtype)
     return None if base is None else list(base._slots)
 
 
@@ -141,12 +142,13 @@ def test_nobody_has_asked() -> None:
     assert of(500) is None
 
 
-def test_parameters_without_memory_are_left_out(wanted: list[BaseSlot]) -> None:
+def test_a_gather_of_parameters_without_memory_has_no_base(wanted: list[BaseSlot]) -> None:
     asked = zero_gathers._wanted.get()
     assert asked is not None
-    asked.insert(1, parameter(9, numel=100))
-    assert of(500) == wanted
-    assert [param.ds_id for param in asked] == [9]
+    asked.insert(1, parameter(9, numel=50))
+    params = zero_gathers.take_parameters(torch.empty(2 * 550, dtype=torch.bfloat16), DATA)
+    assert [param.ds_id for param in params] == [0, 9, 1, 2] and not asked
+    assert zero_gathers.base_of(params, torch.bfloat16) is None
 
 
 def test_who_asks_is_watched() -> None:
@@ -165,6 +167,12 @@ def test_who_asks_is_watched() -> None:
 
             param.all_gather_coalesced = all_gather_coalesced
 
+        def _all_gather(self, param_list: Any, async_op: bool = False) -> str:
+            asked = zero_gathers._wanted.get()
+            seen.append(None if asked is None else [one.ds_id for one in asked])
+            assert [one.ds_id for one in param_list] == [3, 1, 2]
+            return "one by one"
+
     module = SimpleNamespace(Init=Init)
     before = zero_gathers._gathered_dtype
     zero_gathers.watch_gathers(module)  # type: ignore[arg-type]
@@ -178,3 +186,9 @@ def test_who_asks_is_watched() -> None:
     with pytest.raises(RuntimeError, match="as planted"):
         params[0].all_gather_coalesced(params, fail=True)
     assert zero_gathers._wanted.get() is None and seen == [[1, 2, 3]] * 2
+    for param, status in zip(params, ("NOT_AVAILABLE", "AVAILABLE", "NOT_AVAILABLE"), strict=True):
+        param.ds_status = SimpleNamespace(name=status)
+    assert Init()._all_gather(iter(params)) == "one by one"
+    assert zero_gathers._wanted.get() is None and seen[2:] == [[3, 2]], (
+        "in the order of the call, those not gathered yet"
+    )

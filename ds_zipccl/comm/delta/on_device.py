@@ -13,7 +13,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.comm.delta.negotiation import NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.gather import Piece, Shard, encoded_sizes, gather_agreed, parts_of, pieces_of
+from ds_zipccl.comm.device.gather import Piece, Shard, encoded_sizes, gather_agreed, part_of, pieces_of, words_of
 from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.verdict import agree
 
@@ -49,29 +49,33 @@ def gather(ctx: DeviceContext, shard: Shard, last: torch.Tensor | None) -> str:
     """
     ctx.lanes.order(Lane.DECODE, Lane.ENCODE)  # an earlier gather has written `last` on the decoding lane
     pieces = pieces_of([shard.sizes], shard.own.element_size(), ctx.size, ctx.budget)
-    words = parts_of([shard.own], pieces)
-    full, delta, unproven, hashes = _agree(ctx, shard, words, pieces, last)
+    lasts = None if last is None else [part_of(last, piece) for piece in pieces]
+    full, delta, unproven, hashes = _agree(ctx, shard, pieces, last, lasts)
     reason = NOTHING_THERE if unproven else "" if holds(hashes) else SOMETHING_ELSE
     if reason:
         gather_agreed(ctx, [shard], pieces, full)
     else:
-        assert last is not None  # the verdict says so of all ranks
-        gather_agreed(ctx, [shard], pieces, delta, [last])
+        gather_agreed(ctx, [shard], pieces, delta, lasts)
     return reason
 
 
 def _agree(
-    ctx: DeviceContext, shard: Shard, words: Sequence[torch.Tensor], pieces: Sequence[Piece], last: torch.Tensor | None
+    ctx: DeviceContext,
+    shard: Shard,
+    pieces: Sequence[Piece],
+    last: torch.Tensor | None,
+    lasts: Sequence[torch.Tensor] | None,
 ) -> tuple[list[int], list[int], bool, list[int]]:
     """Return the largest frame of each piece without a base and as a difference, whether a rank has no base, and the agreed proof."""
-    full, count = encoded_sizes(ctx, words), len(pieces)
+    words, count = words_of([shard], pieces), len(pieces)
+    full = encoded_sizes(ctx, words)
     if last is None:
         with ctx.lanes.on(Lane.ENCODE):
             rest = [tensors.filled(count + 1 + PROOF_WORDS * ctx.size, 1, torch.int64, ctx.device)]
     else:
         regions = list(shard.whole.split(shard.own.numel()))
         regions[ctx.rank] = last
-        delta = encoded_sizes(ctx, words, parts_of([last], pieces))
+        delta = encoded_sizes(ctx, words, lasts)
         with ctx.lanes.on(Lane.ENCODE):
             rest = [delta, tensors.filled(1, 0, torch.int64, ctx.device), proof(ctx, regions)]
     agreed = agree(ctx, [full, *rest])

@@ -26,21 +26,41 @@ from ds_zipccl.policy import wire
 class Shard:
     """One tensor of a gather. ``whole``, flat, has the shards of all ranks in their order; ``own`` is this rank's, in its place or apart.
 
-    ``sizes``: elements of the parameters of which a shard consists.
+    ``sizes``: elements of the parameters of which a shard consists. ``names``: of these parameters, for messages, or none.
     """
 
     own: torch.Tensor
     whole: torch.Tensor
     sizes: Sequence[int]
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a shard that is one frame: its shard's number, first element, and elements."""
+    """A part of a shard that is one frame: its shard's number, first element, and elements; the number of its parameter in the shard."""
 
     shard: int
     start: int
     numel: int
+    parameter: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Pieces ``first`` up to ``last`` of a gather, which travel in one collective. ``names``: of the parameter of each."""
+
+    first: int
+    last: int
+    table: GatherTable
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The layout of gathers of shards that agree in sizes and dtype. No fragments: the words go as they are. Never written to."""
+
+    pieces: Sequence[Piece]
+    fragments: Sequence[Fragment]
 
 
 def pieces_of(numels: Sequence[Sequence[int]], itemsize: int, ranks: int, budget: int) -> list[Piece]:
@@ -49,9 +69,9 @@ def pieces_of(numels: Sequence[Sequence[int]], itemsize: int, ranks: int, budget
     found = []
     for shard, sizes in enumerate(numels):
         end = 0
-        for numel in sizes:
+        for parameter, numel in enumerate(sizes):
             begin, end = end, end + numel
-            found += [Piece(shard, start, min(most, end - start)) for start in range(begin, end, most)]
+            found += [Piece(shard, start, min(most, end - start), parameter) for start in range(begin, end, most)]
     return found
 
 
@@ -68,12 +88,12 @@ def encoded_sizes(
 
 def words_of(shards: Sequence[Shard], pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Return the own words of each piece."""
-    return parts_of([shard.own for shard in shards], pieces)
+    return [part_of(shards[piece.shard].own, piece) for piece in pieces]
 
 
-def parts_of(tensors_of_shards: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Return the part of each piece in flat tensors, one for each shard."""
-    return [tensors_of_shards[piece.shard][piece.start : piece.start + piece.numel] for piece in pieces]
+def part_of(words: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return the words of a piece in its shard, or in a tensor with the layout of its shard."""
+    return words[piece.start : piece.start + piece.numel]
 
 
 def gather(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
@@ -95,30 +115,73 @@ def gather_agreed(
     Pieces that hardly shrink go raw. Where all do (``sizes`` None: also), the words go as they are.
 
     Args:
-        lasts: this rank's shards of the last gather, flat. The frames are then differences, and the places of all other ranks in each
-            ``whole`` hold the words of that gather. The encoding lane reads ``lasts``.
+        lasts: the words of each piece that this rank sent in the last gather. The frames are then differences, and the places of all other
+            ranks in each ``whole`` hold the words of that gather. The encoding lane reads ``lasts``.
     """
+    gather_planned(ctx, shards, plan_of(ctx, shards, pieces, sizes), lasts)
+
+
+def plan_of(
+    ctx: DeviceContext,
+    shards: Sequence[Shard],
+    pieces: Sequence[Piece],
+    sizes: Sequence[int] | None,
+    *,
+    partial: bool = False,
+) -> Plan:
+    """Return the layout of :func:`gather_agreed`, which does not depend on words. ``partial``: the pieces are only a part of the shards, so
+    that the words cannot go as they are."""
     itemsize = shards[0].own.element_size()
     slots = (
         []
         if sizes is None
         else [_slot(piece.numel * itemsize, size) for piece, size in zip(pieces, sizes, strict=True)]
     )
-    peers = ctx.size - 1
-    if all(raw for _, raw in slots):
+    if all(raw for _, raw in slots) and not partial:
+        return Plan(pieces, ())
+    fragments = []
+    for first, last in _fragments(pieces, itemsize, ctx):
+        some = pieces[first:last]
+        parameters = tuple(
+            Parameter(piece.numel, size, shards[piece.shard].own.numel(), piece.start, raw)
+            for piece, (size, raw) in zip(some, slots[first:last], strict=True)
+        )
+        table = _table(parameters, shards[0].own.dtype, ctx.config.block, ctx.size)
+        names = tuple(shards[one.shard].names[one.parameter] for one in some if shards[one.shard].names)
+        fragments.append(Fragment(first, last, table, names))
+    return Plan(pieces, fragments)
+
+
+def gather_planned(
+    ctx: DeviceContext, shards: Sequence[Shard], plan: Plan, lasts: Sequence[torch.Tensor] | None = None
+) -> None:
+    """Gather the shards by their plan; no wait of the host. ``lasts`` as for :func:`gather_agreed`."""
+    send_planned(ctx, shards, plan, lasts)
+    put_own(ctx, shards)
+
+
+def send_planned(
+    ctx: DeviceContext, shards: Sequence[Shard], plan: Plan, lasts: Sequence[torch.Tensor] | None = None
+) -> None:
+    """Gather the pieces of a plan, but for the own ones."""
+    if not plan.fragments and plan.pieces:
         ctx.lanes.order(Lane.ENCODE, Lane.WIRE)
         with ctx.lanes.on(Lane.WIRE):
             for shard in shards:
                 ctx.transport.all_gather(shard.whole, shard.own)
-                ctx.count(shard.own.nbytes * peers, shard.own.nbytes * peers)
+                ctx.count(0, shard.own.nbytes * (ctx.size - 1))
         ctx.lanes.order(Lane.WIRE, Lane.DECODE)
-        return
-    for first, last in _fragments(pieces, itemsize, ctx):
-        _fragment(ctx, shards, pieces[first:last], slots[first:last], lasts)
+    for fragment in plan.fragments:
+        part = slice(fragment.first, fragment.last)
+        _fragment(ctx, shards, plan.pieces[part], fragment, None if lasts is None else lasts[part])
+
+
+def put_own(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
+    """Copy the own shards to their places, and count the gather."""
     for shard in shards:
         numel = shard.own.numel()
         ctx.copy(shard.own, shard.whole[ctx.rank * numel : (ctx.rank + 1) * numel])
-        ctx.count(shard.own.nbytes * peers, 0)
+        ctx.count(shard.own.nbytes * (ctx.size - 1), 0)
 
 
 def _fragments(pieces: Sequence[Piece], itemsize: int, ctx: DeviceContext) -> Iterator[tuple[int, int]]:
@@ -150,26 +213,22 @@ def _fragment(
     ctx: DeviceContext,
     shards: Sequence[Shard],
     pieces: Sequence[Piece],
-    slots: Sequence[tuple[int, bool]],
+    fragment: Fragment,
     lasts: Sequence[torch.Tensor] | None,
 ) -> None:
-    parameters = tuple(
-        Parameter(piece.numel, size, shards[piece.shard].own.numel(), piece.start, raw)
-        for piece, (size, raw) in zip(pieces, slots, strict=True)
-    )
-    table = _table(parameters, shards[0].own.dtype, ctx.config.block, ctx.size)
-    lanes, part_bytes = ctx.lanes, table.part_bytes
+    table, lanes = fragment.table, ctx.lanes
+    part_bytes = table.part_bytes
     with lanes.slab(part_bytes * ctx.size, ctx.budget) as slab:
         part = slab[ctx.rank * part_bytes : (ctx.rank + 1) * part_bytes]
         with lanes.on(Lane.ENCODE):
-            code, bases = (ctx.codec, None) if lasts is None else ("delta", parts_of(lasts, pieces))
-            ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=bases)
+            code = ctx.codec if lasts is None else "delta"
+            ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=lasts)
         lanes.order(Lane.ENCODE, Lane.WIRE)
         with lanes.on(Lane.WIRE):
             ctx.transport.all_gather(slab, part)
         lanes.order(Lane.WIRE, Lane.DECODE)
         with lanes.on(Lane.DECODE):
             outs = [shards[piece.shard].whole for piece in pieces]
-            status = ctx.reports.word(ctx.where())
+            status = ctx.reports.word(ctx.where(), fragment.names)
             ctx.route.decode_gather(slab, table, outs, ctx.rank, status, bases=None if lasts is None else outs)
     ctx.count(0, part_bytes * (ctx.size - 1))

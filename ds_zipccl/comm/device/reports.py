@@ -9,11 +9,16 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.device.lanes import Lanes
-from ds_zipccl.frame import FrameError
+from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels.status import NO_FAILURE, failure_of
 
 #: Status words of a device (seed: more than a model has kinds of gathers). Later kinds share the last word.
 _WORDS = 4096
+#: Code of a refused frame -> the reason, for users.
+_REASONS: dict[int, str] = {
+    FrameErrorCode.OVERFLOWED: "larger than agreed; the tensor was changed after the ranks had agreed on sizes, outside of an optimizer "
+    "step: change parameters with deepspeed.zero.GatheredParameters(..., modifier_rank=...)"
+}
 
 
 class Reports:
@@ -35,14 +40,18 @@ class Reports:
     def describe(self) -> str:
         """Return the failures of this rank, "" where there are none. Waits for the device; for messages of errors alone."""
         said = []
-        by_number = {number: key for key, number in self._names.items()}
+        by_number = dict(zip(self._names.values(), self._names, strict=True))
+        if len(self._names) >= _WORDS:
+            by_number[_WORDS - 1] = ("one of many operations", ())
         for number, value in enumerate(self.words.tolist()):
             failure = failure_of(value)
             if failure is not None:
                 name, frames = by_number[number]
                 frame = frames[failure.frame] if failure.frame < len(frames) else f"frame {failure.frame}"
                 sender = "" if failure.rank is None else f" of group rank {failure.rank}"
-                said.append(f"{name}: {frame}{sender} refused: {FrameError(failure.code, 'damaged, or too large')}")
+                said.append(
+                    f"{name}: {frame}{sender} refused: {FrameError(failure.code, _REASONS.get(failure.code, 'damaged'))}"
+                )
         return "; ".join(said)
 
 

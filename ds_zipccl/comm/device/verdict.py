@@ -17,6 +17,9 @@ from ds_zipccl.telemetry import counters
 #: Looks at an event before the host sleeps between two looks, and seconds of the sleep (seed: a verdict takes some 100 us).
 _LOOKS, _SLEEP_S = 2000, 2e-5
 
+#: Bytes of a rank's report for the other ranks, and reports in a message (admission: the first of many tells enough).
+_TEXT_BYTES, _TEXTS = 512, 3
+
 #: Page-locked words of the host. The host has read a verdict before the next one begins.
 _hosts: WeakKeyDictionary[Lanes, torch.Tensor] = WeakKeyDictionary()
 
@@ -44,9 +47,24 @@ def agree(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
     counters.record_host_wait(ctx.role, ctx.op)
     failed, *agreed = host[: flat.numel()].tolist()
     if failed:
-        here = ctx.reports.describe()
-        raise ctx.error(f"{here or 'another rank has refused a frame'}; its words are NaN; stop the job on all ranks")
+        raise ctx.error(f"{_everyones(ctx)}; the words of these frames are NaN; stop the job on all ranks")
     return agreed
+
+
+def _everyones(ctx: DeviceContext) -> str:
+    """Return the failures that the ranks of the group report. A collective, after all ranks know that there is a failure."""
+    lanes = ctx.lanes
+    text = ctx.reports.describe().encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    with lanes.on(Lane.WIRE):
+        own = tensors.of_buffer(bytearray(text)).view(torch.int64).to(ctx.device)
+        whole = tensors.empty(own.numel() * ctx.size, torch.int64, ctx.device)
+        ctx.transport.all_gather(whole, own)
+        host = _copy_to_host(lanes, whole)
+        arrived = lanes.record(Lane.WIRE)
+    _wait(ctx, arrived)
+    texts = [bytes(part.view(torch.uint8).tolist()) for part in host[: whole.numel()].view(ctx.size, -1)]
+    said = dict.fromkeys(text.decode(errors="replace").strip() for text in texts)
+    return "; ".join([text for text in said if text][:_TEXTS])
 
 
 def _copy_to_host(lanes: Lanes, flat: torch.Tensor) -> torch.Tensor:

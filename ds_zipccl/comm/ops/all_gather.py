@@ -13,7 +13,9 @@ from ds_zipccl import tensors
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.delta import negotiation
+from ds_zipccl.comm.device import agreed as agreements
 from ds_zipccl.comm.device import gather as on_device
+from ds_zipccl.comm.device.agreed import Agreed
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.lanes import Lane
@@ -45,9 +47,10 @@ class _GatherLists:
 @dataclass(frozen=True, slots=True)
 class _GatherShards:
     """A gather in which each output consists of the shards of all ranks. With ``base`` the output is a single one, and its shards go as
-    differences if all ranks hold the same base."""
+    differences if all ranks hold the same base. With ``agreed`` the shard of the single output consists of these parameters."""
 
     base: negotiation.Base | None
+    agreed: Sequence[Agreed] = ()
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         places = list(zip(*(equal_shards(whole, ctx.size) for whole in outputs), strict=True))
@@ -58,7 +61,9 @@ class _GatherShards:
 
     def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         shards = [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)]
-        if self.base is not None and ctx.with_base:
+        if self.agreed:
+            agreements.gather_parameters(ctx, inputs[0], outputs[0], self.agreed)
+        elif self.base is not None and ctx.with_base:
             self.base.enqueue(ctx, shards[0])
         else:
             on_device.gather(ctx, shards)
@@ -110,12 +115,16 @@ def all_gather_into_tensor(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     base: negotiation.Base | None = None,
+    agreed: Sequence[Agreed] = (),
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
     """``torch.distributed.all_gather_into_tensor``: shard r of the output is the input of rank r.
 
     The input may be the own shard of the output. ``base`` is the memory of an earlier gather, such as :data:`ds_zipccl.comm.IN_PLACE`.
     Either all ranks give a base or none does. Shards go as differences if all ranks prove to hold the same base.
+
+    ``agreed``: the parameters whose shards lie end to end in the input, on all ranks or on none. On groups in the order of streams their
+    frames have agreed sizes, see :mod:`.agreement`; the host waits only where a parameter has none.
     """
     if is_small(output_tensor, config):
         call = uncompressed_call or (lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op))
@@ -125,7 +134,12 @@ def all_gather_into_tensor(
     )
     if base is not None:
         request.based, request.token = True, base.token()
-    return execute(decide(request), request, _GatherShards(base))
+    if agreed and sum(one.numel for one in agreed) != input_tensor.numel():
+        raise ValueError(
+            f"agreed: the parameters have {[one.numel for one in agreed]} elements, the input has {input_tensor.numel()}; "
+            "name all parameters of the input, in their order"
+        )
+    return execute(decide(request), request, _GatherShards(base, agreed))
 
 
 def all_gather_coalesced(

@@ -1,0 +1,148 @@
+"""Sizes of frames that ranks agree on ahead: gathers whose parameters have agreed sizes need no wait of the host.
+
+Frames are frames of parameters, not of the messages in which parameters travel: any set of parameters can be gathered in one message. Sizes
+hold as long as no rank changes its shard. This time is an *epoch* of the parameter. Whatever changes shards ends epochs by
+:meth:`Agreed.forget`, on all ranks at the same point of the program: a rank with sizes and a rank without would call different collectives.
+
+A shard that is written to within an epoch is no wrong word: the encoder codes the words that are there. A frame that does not fit its slot
+has a flag in its header. Decoders on all other ranks refuse such a frame, write NaN, and report. The next verdict of any operation stops
+all ranks, and names the parameter; :func:`check` is such a verdict, for the moment before words are final.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ds_zipccl.comm.device import gather
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Plan, Shard
+from ds_zipccl.comm.device.verdict import agree
+from ds_zipccl.comm.group_state import GroupState
+from ds_zipccl.frame import HEADER_BYTES
+from ds_zipccl.policy import wire
+
+#: Layouts of gathers that are kept (admission: programs repeat their gathers; epochs end, and so do the layouts).
+_PLANS = 1024
+
+
+class _Kind(NamedTuple):
+    """Everything but its words on which the sizes of a parameter's frames depend. Equal on all ranks."""
+
+    group: GroupState
+    dtype: torch.dtype
+    codec: str
+    block: int
+    budget: int
+
+
+class Agreed:
+    """The sizes of the frames of one parameter, on which the ranks of a group have agreed.
+
+    Every rank of the group has such an object for its own shard. Calls are equal on all ranks, in program order.
+
+    Args:
+        name: of the parameter, for messages.
+        numel: elements of a rank's shard, equal on all ranks.
+    """
+
+    __slots__ = ("_kind", "name", "numel", "sizes", "version")
+
+    def __init__(self, name: str, numel: int) -> None:
+        self.name, self.numel = name, numel
+        #: Bytes of the largest frame of each piece, while the epoch lasts.
+        self.sizes: Sequence[int] = ()
+        #: A number of this process that no other agreement has; 0 before the first.
+        self.version = 0
+        self._kind: _Kind | None = None
+
+    def forget(self) -> None:
+        """End the epoch. All ranks of the group call, before one of them uses the changed shard."""
+        self._kind = None
+
+    def holds(self, kind: _Kind) -> bool:
+        """Return whether there are agreed sizes for gathers of a kind."""
+        return self._kind == kind
+
+    def _agreed(self, kind: _Kind, sizes: Sequence[int]) -> None:
+        self._kind, self.sizes, self.version = kind, sizes, next(_versions)
+
+
+_versions = itertools.count(1)
+#: Versions of the parameters of a gather -> its layout. A version has one kind and one list of sizes.
+_plans: dict[tuple[int, ...], Plan] = {}
+
+
+def agree_all(ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]]) -> int:
+    """Agree on the sizes of parameters without agreed sizes; one wait of the host, or none where nothing is to be agreed on.
+
+    The encoder reads the shards, and writes headers alone. The host has waited for this when the call returns.
+
+    Args:
+        found: parameters with the own shards, flat, on the device, ready on the current stream; in an order that is equal on all ranks.
+
+    Returns:
+        The number of parameters without agreed sizes before the call.
+    """
+    missing = [(one, words) for one, words in found if not one.holds(_kind(ctx, words.dtype))]
+    pieces = [_pieces(ctx, one.numel, words) for one, words in missing]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for own in pieces:
+        for words in filter(_coded, own):
+            by_dtype.setdefault(words.dtype, []).append(words)
+    answer = iter(agree(ctx, [gather.encoded_sizes(ctx, some) for some in by_dtype.values()]) if by_dtype else ())
+    sizes = {dtype: [next(answer) for _ in some] for dtype, some in by_dtype.items()}
+    rest = {dtype: iter(some) for dtype, some in sizes.items()}
+    for (one, words), own in zip(missing, pieces, strict=True):
+        found_sizes = [next(rest[part.dtype]) if _coded(part) else part.nbytes + HEADER_BYTES for part in own]
+        one._agreed(_kind(ctx, words.dtype), found_sizes)
+    return len(missing)
+
+
+def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor, parameters: Sequence[Agreed]) -> None:
+    """Gather shards of parameters, which lie end to end in ``own``, with agreed sizes: no wait of the host.
+
+    Where a parameter has none, there is one wait; then all parameters of the gather have agreed sizes. See
+    :func:`.gather.gather` for ``own`` and ``whole``.
+    """
+    shard = Shard(own, whole, [one.numel for one in parameters], [one.name for one in parameters])
+    if ctx.codec == "raw" or not own.numel():
+        gather.gather(ctx, [shard])
+        return
+    agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)))
+    key = tuple(one.version for one in parameters)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _PLANS:
+            _plans.clear()
+        pieces = gather.pieces_of([shard.sizes], own.element_size(), ctx.size, ctx.budget)
+        sizes = [size for one in parameters for size in one.sizes]
+        plan = _plans[key] = gather.plan_of(ctx, [shard], pieces, sizes)
+    gather.gather_planned(ctx, [shard], plan)
+
+
+def check(ctx: DeviceContext) -> None:
+    """Raise if a rank has refused a frame so far. A collective of the group; one wait of the host.
+
+    Raises:
+        CommError: a frame was refused, on whatever group of the device. All ranks raise.
+    """
+    agree(ctx, [])
+
+
+def _kind(ctx: DeviceContext, dtype: torch.dtype) -> _Kind:
+    return _Kind(ctx.state, dtype, ctx.codec, ctx.config.block, ctx.budget)
+
+
+def _pieces(ctx: DeviceContext, numel: int, words: torch.Tensor) -> list[torch.Tensor]:
+    """Return the words of the pieces of one parameter."""
+    pieces = gather.pieces_of([[numel]], words.element_size(), ctx.size, ctx.budget)
+    return [words[piece.start : piece.start + piece.numel] for piece in pieces]
+
+
+def _coded(words: torch.Tensor) -> bool:
+    """Return whether the size of a piece's frame depends on its words. Smaller pieces go raw."""
+    return words.nbytes >= wire.RAW_BELOW_BYTES
