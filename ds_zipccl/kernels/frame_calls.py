@@ -209,7 +209,7 @@ class FrameCalls(abc.ABC):
         if bases is not None:
             arguments.choice("differences of", table.dtype, SUMMED)
             rows["base"] = table.addresses(bases, "base", device)
-        writes = [outs] if isinstance(outs, torch.Tensor) else outs
+        writes = table.written([outs] if isinstance(outs, torch.Tensor) else outs, skip)
         reads = [slab, *(() if bases is None else [bases] if isinstance(bases, torch.Tensor) else bases)]
         params = jobs.DecodeJobs(
             rank_bytes=table.part_bytes, ranked=1, skip=jobs.NONE if skip is None else skip, dtype=DTYPE_IDS[table.dtype], block=table.block

@@ -179,6 +179,16 @@ class GatherTable:
         for rows in (self.encode_rows, self.decode_rows, self.items, self.starts):
             rows.setflags(write=False)
 
+    def written(self, outs: Sequence[torch.Tensor], skip: int | None) -> list[torch.Tensor]:
+        """Return the parts of outputs that a gather writes to: the shards of rank ``skip`` may be read by other streams meanwhile."""
+        stride = int(self.decode_rows["stride"].max())
+        different = list({id(out): out for out in outs}.values())
+        by_rank = stride == int(self.decode_rows["stride"].min()) and max(self.needs) <= self.ranks * stride
+        if skip is None or not by_rank:
+            return different
+        parts = [part for out in different for part in (out[: skip * stride], out[(skip + 1) * stride :])]
+        return [part for part in parts if part.numel()] or different
+
     def addresses(self, outs: Sequence[torch.Tensor] | torch.Tensor, name: str, device: torch.device) -> Rows:
         """Return the address of rank 0's shard of each parameter, in an output for each or in a single one for all.
 

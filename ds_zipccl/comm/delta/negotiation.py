@@ -16,6 +16,7 @@ from ds_zipccl import tensors
 from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.device.bases import NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.schedules import gather as full
@@ -23,8 +24,6 @@ from ds_zipccl.comm.schedules.pipeline import detached, open_exchange
 from ds_zipccl.telemetry import counters
 
 HASH_BYTES = 16
-#: Reasons why a shard goes in full.
-NOTHING_THERE, SOMETHING_ELSE = "nothing was gathered there", "a rank holds something else"
 
 
 class Base(Protocol):

@@ -1,7 +1,6 @@
 """Gathers as differences whose frames stay on the device: one verdict for the sizes of frames and for the proof.
 
-The proof of a region is the largest hash of any rank and the largest inverted hash, which shows the least hash: they are equal if all
-ranks hold equal words. The verdict carries them next to the sizes of both kinds of frames, so that the host waits once.
+The verdict carries the proof of :mod:`ds_zipccl.comm.device.bases` next to the sizes of both kinds of frames: the host waits once.
 """
 
 from __future__ import annotations
@@ -11,30 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.delta.negotiation import NOTHING_THERE, SOMETHING_ELSE
+from ds_zipccl.comm.device.bases import NOTHING_THERE, PROOF_WORDS, SOMETHING_ELSE, holds, proof
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Piece, Shard, encoded_sizes, gather_agreed, part_of, pieces_of, words_of
 from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.verdict import agree
-
-#: Words of a proof of one region: both halves of the hash, and both inverted.
-PROOF_WORDS = 4
-
-
-def proof(ctx: DeviceContext, regions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the words that prove, after :func:`.verdict.agree`, that all ranks hold equal regions: int64 on the device.
-
-    Reads all regions, on the encoding lane: as many bytes as they have.
-    """
-    with ctx.lanes.on(Lane.ENCODE):
-        hashes = tensors.empty(2 * len(regions), torch.int64, ctx.device)
-        ctx.route.hash_regions(regions, hashes)
-        return torch.stack([hashes, ~hashes], dim=1).view(-1)
-
-
-def holds(words: Sequence[int]) -> bool:
-    """Return whether agreed words of :func:`proof` prove that all ranks hold equal regions."""
-    return all(most == ~inverted for most, inverted in zip(words[::2], words[1::2], strict=True))
 
 
 def gather(ctx: DeviceContext, shard: Shard, last: torch.Tensor | None) -> str:

@@ -47,7 +47,7 @@ def agree(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
     counters.record_host_wait(ctx.role, ctx.op)
     failed, *agreed = host[: flat.numel()].tolist()
     if failed:
-        raise ctx.error(f"{_everyones(ctx)}; the words of these frames are NaN; stop the job on all ranks")
+        raise ctx.error(f"{_everyones(ctx)}; words of refused frames are NaN; stop the job on all ranks")
     return agreed
 
 
