@@ -16,6 +16,7 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 from ds_zipccl import comm, devices, kernels
+from ds_zipccl.comm.execution import sent_to_peers
 from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
@@ -88,6 +89,10 @@ def _coded(name: str) -> Callable[..., Any]:
         if name == "all_reduce" and (owners := slice_owners(self.job, *values, role=role)):
             return comm.reduce_to_owners(values[0], owners, *values[1:3], **more)
         if (name, role) == _PARAMETER_GATHER:
+            if zero_gathers.is_secondary(values[0].device, values[2]):
+                sent = sent_to_peers(_nbytes(values[0]), values[2])
+                counters.record_pass(role, name, sent, PassReason.SECONDARY.value)
+                return plain(self, *values)
             more |= gather_parameters(self.job, values[0], values[2])
         return run(*values, **more)
 

@@ -147,6 +147,17 @@ def take_parameters(output: torch.Tensor, group: dist.ProcessGroup | None) -> Se
     return gathered
 
 
+def is_secondary(device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Return whether the parameters that are awaited are gathered from secondary shards over ``group``, in the order of streams.
+
+    Such groups are inside a node (``zero_hpz_partition_size``). The host need not wait there for sizes.
+    """
+    wanted, members = _wanted.get(), group_state(group)
+    if not wanted or members is None or not members.streams(device.type):
+        return False
+    return wanted[0].ds_secondary_tensor is not None and wanted[0].ds_zero_param_process_group is group
+
+
 def base_of(params: Sequence[Any], dtype: torch.dtype) -> comm.SharedBase | None:
     """Return the base of a gather of these parameters in a dtype, None if one of them has none."""
     bases = [base for param in params if (base := _base(param)) is not None and base.memory.dtype == dtype]

@@ -127,6 +127,11 @@ class PassReason(Enum):
         "The program collects operations of the group in torch's coalescing manager, which sends them together.",
         "None is needed.",
     )
+    SECONDARY = (
+        "secondary shards",
+        "ZeRO-3 gathers a secondary copy of its shards (`zero_hpz_partition_size`) inside a node, where plain communication is fast.",
+        "None is needed.",
+    )
     PLAIN_IS_FASTER = (
         "plain is faster",
         "The tuner has measured the plain collective and our schedules for this kind of message, and the plain one won.",

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm import Agreed
+from ds_zipccl.comm.device import agreed as agreements
+from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
-from sim import launcher, world
+from sim import device, launcher, world
+from sim.scheduler import Fault
 
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0)
 #: Elements of a rank's shard of each parameter: no element, raw ones, one frame, odd addresses.
@@ -40,8 +47,8 @@ class Model:
     def agree(self) -> int:
         return comm.agree_sizes(zip(self.agreed, self.shards, strict=True), config=CONFIG)
 
-    def gather(self, numbers: list[int], later: bool = True) -> Callable[[], list[bool]]:
-        """Start a gather as DeepSpeed does it: shards end to end, in place. The result tells whether each parameter has the right bits."""
+    def start(self, numbers: list[int], later: bool = True) -> tuple[Any, torch.Tensor]:
+        """Start a gather as DeepSpeed does it: shards end to end, in place. Handle, None if not ``later``, and output."""
         words = torch.cat([self.shards[number] for number in numbers])
         output = torch.empty(self.ranks * words.numel(), dtype=words.dtype, device=self.device)
         own = output[self.rank * words.numel() : (self.rank + 1) * words.numel()]
@@ -50,18 +57,30 @@ class Model:
         handle = comm.all_gather_into_tensor(
             output, own, None, later, config=CONFIG, role="zero_param", agreed=parameters
         )
+        return handle, output
+
+    def gather(self, numbers: list[int], later: bool = True) -> Callable[[], list[bool]]:
+        """Start a gather. The result waits, and tells whether each parameter has the right bits."""
+        handle, output = self.start(numbers, later)
         wanted = [[host.clone() for host in self.hosts[number]] for number in numbers]
 
         def finish() -> list[bool]:
             if handle is not None:
                 handle.wait()
-            parts = output.cpu().view(self.ranks, -1).split([SIZES[number] for number in numbers], 1)
-            return [
-                all(same(part[peer], want[peer]) for peer in range(self.ranks))
-                for part, want in zip(parts, wanted, strict=True)
-            ]
+            return [not bad for bad in different(output, wanted)]
 
         return finish
+
+    def wrong(self, numbers: list[int], handle: Any, output: torch.Tensor) -> list[str]:
+        """The names of parameters without the right bits. All their words of some rank are NaN: nothing uses them by mistake."""
+        if handle is not None:
+            handle.wait()
+        found = []
+        wanted = [self.hosts[number] for number in numbers]
+        for number, bad in zip(numbers, different(output, wanted), strict=True):
+            assert all(part.isnan().all() for part in bad)
+            found += [self.agreed[number].name] if bad else []
+        return found
 
     def write(self, number: int, peer: int, words: torch.Tensor) -> None:
         """Change a shard in place. All ranks call, as each keeps a copy of all shards."""
@@ -70,29 +89,30 @@ class Model:
             self.shards[number].copy_(words.to(self.device))
 
 
+def different(output: torch.Tensor, wanted: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Of each parameter those shards, by any rank, that are not as wanted."""
+    parts = output.cpu().view(len(wanted[0]), -1).split([shards[0].numel() for shards in wanted], 1)
+    return [
+        [got for got, want in zip(part, shards, strict=True) if not same(got, want)]
+        for part, shards in zip(parts, wanted, strict=True)
+    ]
+
+
 def weights(rank: int, size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Words of a trained weight: they shrink."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (0.02 * torch.randn(size, generator=generator)).to(dtype)
 
 
-def noise(size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Words of any bits: they do not shrink."""
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randint(-(1 << 15), 1 << 15, (size * dtype.itemsize // 2,), generator=generator)
-        .to(torch.int16)
-        .view(dtype)
-    )
+def noise(rank: int, size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Words of any bits but those of NaN: they do not shrink."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    words = torch.randint(-(1 << 15), 1 << 15, (size,), generator=generator).to(torch.int16)
+    return torch.where((words & 0x7F80) == 0x7F80, words ^ 0x4000, words).view(dtype)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def waits() -> int:
-    """Waits of the host that the package has counted, of all ranks of the simulation."""
-    return sum(row["host_waits"] for row in counters.rows())
 
 
 def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype) -> None:
@@ -124,3 +144,155 @@ def test_steps(route: CudaRoute, ranks: int) -> None:
         assert rows["all_gather_into_tensor"]["host_waits"] == 0
         assert rows["all_gather_into_tensor"]["calls"] == 9 * ranks
         assert rows["agreement"]["host_waits"] == 7 * ranks
+
+
+def late(rank: int, ranks: int, seed: int) -> None:
+    """Gathers without an agreement before them."""
+    model = Model(rank, ranks, seed)
+    for numbers in ([2, 3], [2, 3], [3, 4], [1, 2, 4], [0, 1, 2, 3, 4], [0, 1]):
+        assert all(model.gather(numbers)())
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full(reason="slower"))])
+def test_the_first_gathers_agree(route: CudaRoute, ranks: int) -> None:
+    for seed, modes in enumerate(world.ALL_MODES):
+        counters.reset()
+        world.run(late, ranks, seed, seed=seed, modes=modes, route=route)
+        (row,) = counters.rows()
+        assert row["host_waits"] == 2 * ranks, "the first gather, and that of the last parameter of coded frames"
+        assert row["calls"] == 6 * ranks and not row["passed"]
+
+
+def unasked(rank: int, ranks: int) -> tuple[int, int]:
+    """Waits and queries of the host while gathers start, and while the stream is told to wait for them."""
+    model, seen = Model(rank, ranks, 3), device.mine().counters
+    model.agree()
+    assert all(model.gather([2, 3])())  # kernels are loaded
+    before = len(seen.waits), seen.queries
+    sets = [[2, 3, 4], [0, 1, 2], [4], [2, 3, 4]]
+    started = [model.start(numbers) for numbers in sets]
+    for handle, _ in started:
+        handle.wait()
+    found = len(seen.waits) - before[0], seen.queries - before[1]
+    assert not any(model.wrong(numbers, *one) for numbers, one in zip(sets, started, strict=True))
+    return found
+
+
+def test_the_host_asks_the_device_nothing(route: CudaRoute) -> None:
+    for seed, modes in enumerate(world.ALL_MODES):
+        assert world.run(unasked, 3, seed=seed, modes=modes, route=route).values == [(0, 0)] * 3
+
+
+def test_fragments_and_pieces(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of several frames, in several messages."""
+    monkeypatch.setattr(wire, "device_piece_numel", lambda *call: 1024)
+    monkeypatch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
+    for seed in range(3):
+        world.run(steps, 2, seed, torch.bfloat16, seed=seed, modes=world.ALL_MODES[2 * seed], route=route)
+
+
+# ---- changes outside of steps ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """Events of one rank: the parameters of which it got wrong words, and the error that stopped it, "" where none did."""
+
+    wrong: list[str]
+    error: str
+
+
+def edits(rank: int, ranks: int, seed: int) -> Seen:
+    """Gathers, steps, changes that all ranks know of, and direct writes, in an order drawn from ``seed``."""
+    model, draw = Model(rank, ranks, seed), random.Random(seed)
+    model.agree()
+    for turn in range(12):
+        number, peer = draw.randrange(1, len(SIZES)), draw.randrange(ranks)
+        words = draw.choice((weights, weights, noise))(peer, SIZES[number], 100 * seed + turn)
+        what = draw.choice(("gather", "gather", "step", "edit", "write"))
+        if what == "gather":
+            numbers = sorted(draw.sample(range(len(SIZES)), draw.randint(1, len(SIZES))))
+            wrong = model.wrong(numbers, *model.start(numbers, draw.random() < 0.5))
+            try:
+                comm.check_frames(model.device, config=CONFIG)
+            except comm.CommError as error:
+                return Seen(wrong, str(error))
+            assert not wrong, "wrong words, and no error"
+        elif what == "step":
+            for trained in (1, 2, 3):
+                model.write(trained, peer, weights(peer, SIZES[trained], 70 * seed + turn))
+                model.agreed[trained].forget()
+            model.agree()
+        else:
+            model.write(number, peer, words)
+            if what == "edit":
+                model.agreed[number].forget()
+    return Seen([], "")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full(reason="slower"))])
+def test_edits_give_the_right_bits_or_stop_all_ranks(route: CudaRoute, ranks: int) -> None:
+    stopped = 0
+    for seed in range(24):
+        seen = world.run(edits, ranks, seed, seed=seed, modes=world.ALL_MODES[seed % 7], route=route).values
+        wrong = {name for one in seen for name in one.wrong}
+        for one in seen:
+            assert bool(one.error) == bool(wrong)
+            assert all(name in one.error for name in wrong) and ("larger than agreed" in one.error or not wrong)
+        stopped += bool(wrong)
+    assert 0 < stopped < 24, "or one of both ends was not tried"
+
+
+# ---- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def planted(rank: int, ranks: int, who: tuple[int, ...]) -> str:
+    """All ranks know of a change; those in ``who`` go on with the old sizes."""
+    model = Model(rank, ranks, 1)
+    model.agree()
+    assert all(model.gather([2, 3, 4])())
+    for peer in range(ranks):
+        model.write(3, peer, noise(peer, SIZES[3], 5))
+    if rank not in who:
+        model.agreed[3].forget()
+    wrong = model.wrong([2, 3, 4], *model.start([2, 3, 4]))
+    try:
+        comm.check_frames(model.device, config=CONFIG)
+    except comm.CommError as error:
+        return str(error)
+    assert not wrong
+    return ""
+
+
+def test_a_stale_epoch_is_noticed(route: CudaRoute) -> None:
+    for seed in range(4):
+        said = world.run(planted, 2, (0, 1), seed=seed, route=route).values
+        assert all("layers.3.weight of group rank 0 refused" in text for text in said), said
+        assert all("layers.3.weight of group rank 1 refused" in text for text in said), said
+        with pytest.raises(Fault, match="would hang"):
+            world.run(planted, 2, (1,), seed=seed, route=route)
+
+
+def test_a_stale_layout_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agreements that get one version all, so that a gather finds the layout of another epoch."""
+    monkeypatch.setattr(agreements, "_versions", itertools.repeat(1))
+    monkeypatch.setattr(agreements, "_plans", {})
+    said = world.run(planted, 2, (), route=route).values
+    assert all("layers.3.weight" in text and "larger than agreed" in text for text in said), said
+
+
+def unequal(rank: int, ranks: int) -> None:
+    """The shard of one rank has far smaller frames than those of the others."""
+    model = Model(rank, ranks, 1)
+    model.write(4, 1, torch.zeros(SIZES[4], dtype=torch.bfloat16))
+    model.agree()
+    assert all(model.gather([3, 4])())
+
+
+def test_sizes_of_one_rank_are_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that do not agree: each takes its own sizes."""
+    world.run(unequal, 2, route=route)
+    maximum = NcclTransport.max
+    monkeypatch.setattr(NcclTransport, "max", lambda self, words: maximum(self, words.clone()))
+    with pytest.raises(Fault, match="would hang"):
+        world.run(unequal, 2, route=route)
