@@ -105,7 +105,9 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
         return optimizer
     zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
     if config.zero3_base != "off":
-        engine.ds_zipccl_bases, said = zero_gathers.allocate_bases(engine.module.parameters(), config, engine.device)
+        engine.ds_zipccl_bases, said = zero_gathers.allocate_bases(
+            engine.module.parameters(), config, engine.device, zero_epochs.agreed_of
+        )
         if torch.distributed.get_rank() == 0:
             print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
     return optimizer

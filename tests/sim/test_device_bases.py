@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm.device import agreed, bases
@@ -28,20 +28,15 @@ def route() -> CudaRoute:
     return launcher.route()
 
 
-@dataclass(eq=False)
-class Slot:
-    """A base on the device, as :func:`ds_zipccl.comm.allocate_bases` allocates it."""
-
-    memory: torch.Tensor
-    mates: list[int]
-
-
 class Based(Model):
     """Parameters with a base each, stepped as an optimizer steps them."""
 
-    def __init__(self, rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16, kind: str = "device"
+    ) -> None:
         super().__init__(rank, ranks, seed, dtype)
-        self.slots = [Slot(torch.empty(ranks, size, dtype=dtype, device=self.device), [rank]) for size in SIZES]
+        shards = [(size, dtype) for size in SIZES]
+        self.slots = comm.allocate_bases(shards, kind, dist.group.WORLD, self.device)
         for one, slot in zip(self.agreed, self.slots, strict=True):
             one.hold(slot)
         self.agree()
@@ -63,8 +58,8 @@ def gathers() -> dict[str, Any]:
     return next(dict(row) for row in counters.rows() if row["op"] == "all_gather_into_tensor")
 
 
-def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype) -> None:
-    model = Based(rank, ranks, seed, dtype)
+def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype, kind: str) -> None:
+    model = Based(rank, ranks, seed, dtype, kind)
     order = random.Random(seed)
     for step in range(3):
         started = []
@@ -77,12 +72,13 @@ def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
-def test_steps(route: CudaRoute, ranks: int) -> None:
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_steps(route: CudaRoute, ranks: int, kind: str) -> None:
     modes = list(enumerate(world.ALL_MODES))
-    for seed, mode in modes[-1:] if ranks == 2 else modes:
+    for seed, mode in {2: modes[-1:], 3: modes[:4], 4: modes[4:]}[ranks]:
         counters.reset()
         dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
-        world.run(steps, ranks, seed, dtype, seed=seed, modes=mode, route=route)
+        world.run(steps, ranks, seed, dtype, kind, seed=seed, modes=mode, route=route)
         row = gathers()
         assert row["host_waits"] == 0 and row["calls"] == 12 * ranks
         assert row["differences"][FULL] <= (len(SIZES) - 1) * ranks < row["differences"][""], "in full once a parameter"
@@ -160,7 +156,7 @@ def test_other_words_altogether(route: CudaRoute) -> None:
             assert all(model.gather([1, 2, 3, 4])())
             for number in TRAINED:
                 for peer in range(ranks):
-                    model.write(number, peer, noise(SIZES[number], 10 * turn + peer))
+                    model.write(number, peer, noise(peer, SIZES[number], 10 * turn))
                 model.agreed[number].forget()
             model.agree()
         assert all(model.gather([2, 4])()) and all(model.gather([1, 2, 3, 4])())
@@ -216,4 +212,4 @@ def test_a_mistake_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch,
     with pytest.raises((AssertionError, world.Fault, pytest.fail.Exception, comm.CommError)):
         test_a_base_that_differs(route)
         test_a_change_within_an_epoch_stops_the_job(route)
-        test_steps(route, 2)
+        test_steps(route, 2, "device")

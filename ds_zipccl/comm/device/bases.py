@@ -127,6 +127,7 @@ def watch(
         ctx.route.hash_regions([*lasts, *shards], hashes)
         last, now = hashes.view(2, -1, 2)
         ctx.reports.note_changes(ctx.where(), names, (last != now).any(1))
+    ctx.lanes.order(lane, Lane.DECODE)
 
 
 def _is_away(base: Base, ctx: DeviceContext) -> bool:
