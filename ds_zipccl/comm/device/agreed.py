@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -72,6 +73,8 @@ class Agreed:
 
 
 _versions = itertools.count(1)
+#: Groups that have gathered by agreed sizes since their last verdict here.
+_unchecked: WeakSet[GroupState] = WeakSet()
 #: Versions of the parameters of a gather -> its layout. A version has one kind and one list of sizes.
 _plans: dict[tuple[int, ...], Plan] = {}
 
@@ -88,12 +91,14 @@ def agree_all(ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]]) 
         The number of parameters without agreed sizes before the call.
     """
     missing = [(one, words) for one, words in found if not one.holds(_kind(ctx, words.dtype))]
+    if not missing:
+        return 0
     pieces = [_pieces(ctx, one.numel, words) for one, words in missing]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for own in pieces:
         for words in filter(_coded, own):
             by_dtype.setdefault(words.dtype, []).append(words)
-    answer = iter(agree(ctx, [gather.encoded_sizes(ctx, some) for some in by_dtype.values()]) if by_dtype else ())
+    answer = iter(_verdict(ctx, [gather.encoded_sizes(ctx, some) for some in by_dtype.values()]) if by_dtype else ())
     sizes = {dtype: [next(answer) for _ in some] for dtype, some in by_dtype.items()}
     rest = {dtype: iter(some) for dtype, some in sizes.items()}
     for (one, words), own in zip(missing, pieces, strict=True):
@@ -112,7 +117,9 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     if ctx.codec == "raw" or not own.numel():
         gather.gather(ctx, [shard])
         return
-    agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)))
+    kind = _kind(ctx, own.dtype)
+    if not all(one.holds(kind) for one in parameters):
+        agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)))
     key = tuple(one.version for one in parameters)
     plan = _plans.get(key)
     if plan is None:
@@ -121,7 +128,13 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
         pieces = gather.pieces_of([shard.sizes], own.element_size(), ctx.size, ctx.budget)
         sizes = [size for one in parameters for size in one.sizes]
         plan = _plans[key] = gather.plan_of(ctx, [shard], pieces, sizes)
+    _unchecked.add(ctx.state)
     gather.gather_planned(ctx, [shard], plan)
+
+
+def is_checked(group: GroupState) -> bool:
+    """Return whether no gather by agreed sizes has followed the group's last verdict; equal on all ranks."""
+    return group not in _unchecked
 
 
 def check(ctx: DeviceContext) -> None:
@@ -130,7 +143,12 @@ def check(ctx: DeviceContext) -> None:
     Raises:
         CommError: a frame was refused, on whatever group of the device. All ranks raise.
     """
-    agree(ctx, [])
+    _verdict(ctx, [])
+
+
+def _verdict(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
+    _unchecked.discard(ctx.state)
+    return agree(ctx, words)
 
 
 def _kind(ctx: DeviceContext, dtype: torch.dtype) -> _Kind:

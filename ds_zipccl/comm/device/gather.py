@@ -187,6 +187,6 @@ def _fragment(ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piec
             ctx.transport.all_gather(slab, part)
         lanes.order(Lane.WIRE, Lane.DECODE)
         with lanes.on(Lane.DECODE):
-            outs = [shards[piece.shard].whole for piece in pieces]
+            outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
             ctx.route.decode_gather(slab, table, outs, ctx.rank, ctx.reports.word(ctx.where(), fragment.names))
     ctx.count(0, part_bytes * (ctx.size - 1))
