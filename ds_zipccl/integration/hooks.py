@@ -58,7 +58,7 @@ def adopt_engine(module: ModuleType) -> None:
 def adopt_zero3(module: ModuleType) -> None:
     """Learn the parameters of ZeRO-3's gathers, and their changes, from ``deepspeed.runtime.zero.partition_parameters``."""
     zero_gathers.watch_gathers(module)
-    zero_epochs.watch_partitions(module.Init)
+    zero_epochs.watch_partitions(module.Init, module.GatheredParameters)
 
 
 def adopt_stage3(module: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,3 +214,32 @@ def test_a_mistake_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch,
         test_a_base_that_differs(route)
         test_a_change_within_an_epoch_stops_the_job(route)
         test_steps(route, 2, "device")
+
+
+def _unordered_writes(patch: pytest.MonkeyPatch) -> None:
+    """Nothing tells a rank that its mates have written."""
+    keep = bases.keep
+
+    def hasty(based: Any, ctx: Any) -> None:
+        transport, ctx.transport = ctx.transport, SimpleNamespace(max=lambda words: None)
+        keep(based, ctx)
+        ctx.transport = transport
+
+    patch.setattr(bases, "keep", hasty)
+
+
+def _late_read(patch: pytest.MonkeyPatch) -> None:
+    """Shared memory is read by a lane that the gather's collective does not follow."""
+    patch.setattr(bases, "lane_of", lambda base, ctx: bases.Lane.DECODE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", [_unordered_writes, _late_read], ids=lambda one: one.__name__)
+def test_a_mistake_with_shared_memory_is_noticed(
+    route: CudaRoute, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]
+) -> None:
+    """No detector sees memory of two ranks: some order of their work gives wrong words."""
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, world.Fault, comm.CommError)):
+        for seed in range(20):
+            world.run(steps, 2, seed, torch.bfloat16, "host", seed=seed, route=route)

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -115,6 +116,8 @@ class Agreed:
 
 
 _versions = itertools.count(1)
+#: Groups that have gathered by agreed sizes since their last verdict here.
+_unchecked: WeakSet[GroupState] = WeakSet()
 #: Versions and ways of the parameters of a gather -> its layouts. A version has one kind and one list of sizes for each way.
 _plans: dict[tuple[tuple[int, Way], ...], Sequence[tuple[Way, Plan]]] = {}
 
@@ -132,6 +135,8 @@ def agree_all(ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]]) 
         The number of parameters without agreed sizes before the call.
     """
     missing = [(one, words) for one, words in found if not one.holds(_kind(ctx, words.dtype))]
+    if not missing:
+        return 0
     pieces = [_pieces(ctx, one.numel, words) for one, words in missing]
     held = [one.base_of(words, ctx.size) if one.kept else None for one, words in missing]
     if any(held):
@@ -157,7 +162,7 @@ def agree_all(ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]]) 
         if base is not None:
             asked.append(bases.proof_of(base, number, ctx))
             labels += [(number, word) for word in range(bases.PROOF_WORDS)]
-    answer = dict(zip(labels, agree(ctx, asked), strict=True)) if asked else {}
+    answer = dict(zip(labels, _verdict(ctx, asked), strict=True)) if asked else {}
     for number, ((one, words), own) in enumerate(zip(missing, pieces, strict=True)):
         full, delta = (
             [answer.get((way, number, piece), part.nbytes + HEADER_BYTES) for piece, part in enumerate(own)]
@@ -179,7 +184,10 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
         gather.gather(ctx, [shard])
         return
     shards = own.split(list(shard.sizes))
-    agree_all(ctx, list(zip(parameters, shards, strict=True)))
+    kind = _kind(ctx, own.dtype)
+    if not all(one.holds(kind) for one in parameters):
+        agree_all(ctx, list(zip(parameters, shards, strict=True)))
+    _unchecked.add(ctx.state)
     rows = whole.view(ctx.size, -1).split(list(shard.sizes), 1)
     held = [one.base_of(words, ctx.size) for one, words in zip(parameters, shards, strict=True)]
     ways = [Way.FULL if base is None else one.way() for one, base in zip(parameters, held, strict=True)]
@@ -238,13 +246,23 @@ def _last_of(last: torch.Tensor, piece: Piece, shard: Shard) -> torch.Tensor:
     return last[begin : begin + piece.numel]
 
 
+def is_checked(group: GroupState) -> bool:
+    """Return whether no gather by agreed sizes has followed the group's last verdict; equal on all ranks."""
+    return group not in _unchecked
+
+
 def check(ctx: DeviceContext) -> None:
     """Raise if a rank has refused a frame so far. A collective of the group; one wait of the host.
 
     Raises:
         CommError: a frame was refused, on whatever group of the device. All ranks raise.
     """
-    agree(ctx, [])
+    _verdict(ctx, [])
+
+
+def _verdict(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
+    _unchecked.discard(ctx.state)
+    return agree(ctx, words)
 
 
 def _kind(ctx: DeviceContext, dtype: torch.dtype) -> _Kind:

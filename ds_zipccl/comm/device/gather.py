@@ -228,7 +228,7 @@ def _fragment(
             ctx.transport.all_gather(slab, part)
         lanes.order(Lane.WIRE, Lane.DECODE)
         with lanes.on(Lane.DECODE):
-            outs = [shards[piece.shard].whole for piece in pieces]
+            outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
             status = ctx.reports.word(ctx.where(), fragment.names)
             ctx.route.decode_gather(slab, table, outs, ctx.rank, status, bases=None if lasts is None else outs)
     ctx.count(0, part_bytes * (ctx.size - 1))
