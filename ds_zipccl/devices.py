@@ -6,6 +6,7 @@ runtime into the table.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -36,6 +37,10 @@ class Runtime(Protocol):
         """Return whether the current stream records a graph; nothing may wait for the device then."""
         ...
 
+    def cudart(self) -> Any:
+        """Return the functions of the CUDA runtime; ``cudaHostRegister`` and ``cudaHostUnregister`` are two of them."""
+        ...
+
     def get_device_properties(self, device: torch.device) -> Any:
         """Return the properties of ``device``; ``multi_processor_count`` is one of them."""
         ...
@@ -52,6 +57,32 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with found.device(device):
         return found.is_current_stream_capturing()
+
+
+def lock_pages(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
+    """Lock the pages of host memory, so that a device copies from and to the memory while the host goes on. Blocks for the pages.
+
+    Returns:
+        A function that unlocks the pages. It must be called before the memory is unmapped.
+
+    Raises:
+        RuntimeError: the driver refused.
+    """
+    found = runtime(device)
+    if found is None:
+        return lambda: None
+    address, functions = memory.data_ptr(), found.cudart()
+    with found.device(device):
+        code = int(functions.cudaHostRegister(address, memory.nbytes, 0))
+    if code:
+        raise RuntimeError(
+            f"cudaHostRegister of {memory.nbytes} bytes returned error {code}; allow more locked memory (ulimit -l)"
+        )
+
+    def unlock() -> None:
+        functions.cudaHostUnregister(address)
+
+    return unlock
 
 
 def runtime(device: torch.device) -> Runtime | None:

@@ -110,7 +110,13 @@ def open_device_context(request: Request, decision: Decision) -> DeviceContext:
     """Return the context of a request whose frames stay on the device. Every rank calls in program order."""
     group = resolve_group(request.group)
     return DeviceContext(
-        request.op, group, request.config, request.role, decision.codec, torch.device(request.tensor.device)
+        request.op,
+        group,
+        request.config,
+        request.role,
+        decision.codec,
+        torch.device(request.tensor.device),
+        with_base=decision.with_base,
     )
 
 

@@ -59,7 +59,7 @@ def adopt_engine(module: ModuleType) -> None:
 def adopt_zero3(module: ModuleType) -> None:
     """Learn the parameters of ZeRO-3's gathers, and their changes, from ``deepspeed.runtime.zero.partition_parameters``."""
     zero_gathers.watch_gathers(module)
-    zero_epochs.watch_partitions(module.Init)
+    zero_epochs.watch_partitions(module.Init, module.GatheredParameters)
 
 
 def adopt_stage3(module: ModuleType) -> None:
@@ -106,7 +106,9 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
         return optimizer
     zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
     if config.zero3_base != "off":
-        engine.ds_zipccl_bases, said = zero_gathers.allocate_bases(engine.module.parameters(), config, engine.device)
+        engine.ds_zipccl_bases, said = zero_gathers.allocate_bases(
+            engine.module.parameters(), config, engine.device, zero_epochs.agreed_of
+        )
         if torch.distributed.get_rank() == 0:
             print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
     return optimizer

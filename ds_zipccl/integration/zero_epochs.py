@@ -22,7 +22,7 @@ from ds_zipccl.integration import zero_gathers
 
 #: Attribute of a parameter: its agreed sizes. DeepSpeed's parameters have attributes of their engine too.
 _AGREED = "ds_zipccl_agreed"
-#: Attribute of an optimizer: the epochs of its parameters.
+#: Attribute of an optimizer, and of each of its parameters: the epochs of all of them.
 _EPOCHS = "ds_zipccl_epochs"
 #: Classes, by name, that change parameters in ways that are known here. Their subclasses may step in the background.
 _KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedZeRoOffload")
@@ -44,10 +44,14 @@ class Epochs:
         for _, params in self._groups:
             forget(params)
 
-    def check(self) -> None:
-        """Raise CommError if a frame was refused. A collective of every group whose parameters had agreed sizes."""
-        for group, params in self._groups:
-            if any(getattr(param, _AGREED).version for param in params):
+    def check(self, among: Sequence[Any] | None = None) -> None:
+        """Raise CommError if a frame was refused. A collective of every group that has gathered by agreed sizes.
+
+        ``among``: only groups of these parameters; None: of all.
+        """
+        groups = None if among is None else {param.ds_process_group for param in among}
+        for group, _ in self._groups:
+            if groups is None or group in groups:
                 comm.check_frames(self._device, group, config=self._config)
 
     def agree(self) -> None:
@@ -88,7 +92,8 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
             found.append(param)
     if found:
         epochs = Epochs(sorted(found, key=lambda param: int(param.ds_id)), config, device)
-        setattr(optimizer, _EPOCHS, epochs)
+        for one in (optimizer, *found):
+            setattr(one, _EPOCHS, epochs)
         epochs.agree()
 
 
@@ -119,13 +124,15 @@ def changing(optimizer: Any) -> Iterator[None]:
     epochs.agree()
 
 
-def watch_partitions(init: Any) -> None:
+def watch_partitions(init: Any, gathered: Any) -> None:
     """Let partitions of changed parameters, such as those of ``GatheredParameters``, and conversions to partitioned parameters end epochs.
+    Where a program gets gathered parameters to read or to save, all their frames were accepted.
 
     Repeating the call does nothing.
 
     Args:
         init: ``deepspeed.zero.Init``.
+        gathered: ``deepspeed.zero.GatheredParameters``.
     """
 
     def partition(original: Callable[..., Any], self: Any, param_list: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,11 +141,28 @@ def watch_partitions(init: Any) -> None:
         return original(self, param_list, *args, **kwargs)
 
     def convert(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
-        vars(param).pop(_AGREED, None)
+        for name in (_AGREED, _EPOCHS):
+            vars(param).pop(name, None)
         return original(self, param, *args, **kwargs)
 
+    def enter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        for params in _by_epochs(self.params if self.enabled else ()):
+            getattr(params[0], _EPOCHS).check(params)
+        return result
+
+    _surround(gathered, "__enter__", enter)
     _surround(init, "_partition", partition)
     _surround(init, "_convert_to_deepspeed_param", convert)
+
+
+def _by_epochs(params: Iterable[Any]) -> Iterable[Sequence[Any]]:
+    """Return the parameters that have epochs, by engine."""
+    found: dict[int, list[Any]] = {}
+    for param in params:
+        if hasattr(param, _EPOCHS):
+            found.setdefault(id(getattr(param, _EPOCHS)), []).append(param)
+    return found.values()
 
 
 def watch_optimizer(kind: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm.delta.shared_base import BaseSlot
+from ds_zipccl.comm.device.agreed import Agreed
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission
@@ -86,8 +87,17 @@ def _wanting(params: list[Any]) -> Iterator[None]:
         _wanted.reset(token)
 
 
-def allocate_bases(parameters: Iterable[Any], config: ZipcclConfig, device: torch.device) -> tuple[list[BaseSlot], str]:
+def allocate_bases(
+    parameters: Iterable[Any],
+    config: ZipcclConfig,
+    device: torch.device,
+    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]] = lambda params: (),
+) -> tuple[list[BaseSlot], str]:
     """Allocate a base for each parameter that ZeRO-3 frees after use. A collective of all groups of these parameters; blocks.
+
+    Args:
+        agreed_of: returns the agreed sizes of parameters, or nothing if one of them has none. In groups in the order of streams bases are
+            held with the sizes.
 
     Returns:
         The bases, which live as long as the caller holds the list, and a sentence for the user.
@@ -114,13 +124,19 @@ def allocate_bases(parameters: Iterable[Any], config: ZipcclConfig, device: torc
         if members is None or members.size == 1:
             continue
         backend = members.backend(device.type)
-        if device.type not in admission.DELTA_DEVICES or backend not in admission.CODED_BACKENDS[device.type]:
-            skipped = f"; no differences on {device.type} over {backend} yet"
+        streams = members.streams(device.type)
+        agreed = agreed_of(params) if streams else ()
+        if not admission.has_differences(device.type, backend) or (streams and not agreed):
+            skipped = (
+                f"; no differences on {device.type} over {backend}{' without agreed sizes' if streams else ' yet'}"
+            )
             continue
         shards = [(param.ds_tensor.ds_numel, gathered_dtype(param)) for param in params]
         for param, base in zip(params, comm.allocate_bases(shards, config.zero3_base, group, device), strict=True):
             setattr(param, _BASE, weakref.ref(base))
             bases.append(base)
+        for one, base in zip(agreed, bases[-len(agreed) :], strict=True):
+            one.hold(base)
     nbytes = sum(base.memory.nbytes for base in bases)
     mates = max((len(base.mates) for base in bases), default=1)
     where = f"shared by the {mates} ranks of a node" if mates > 1 else "on every rank"

@@ -215,9 +215,8 @@ class FrameCalls(abc.ABC):
             arguments.choice("differences of", table.dtype, SUMMED)
             rows["base"] = table.addresses(bases, "base", device)
         reads, writes = [slab], []
-        if (
-            self._is_observed()
-        ):  # shards of the rank to skip are neither read nor written: an encoder may read them meanwhile
+        if self._is_observed():
+            # Shards of the rank to skip are neither read nor written: an encoder may read them meanwhile.
             writes = table.shards(outs, skip)
             reads += [] if bases is None else table.shards(bases, skip)
         params = jobs.DecodeJobs(

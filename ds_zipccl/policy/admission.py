@@ -20,7 +20,8 @@ CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
 STREAM_BACKENDS = ("nccl",)
 #: dtypes that are compressed on the wire (admission: gloo refuses float8, and the refusal must not depend on a message's size).
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Devices whose tensors go as differences (admission: frames of other devices are staged in host memory, and their base is not there).
+#: Devices whose tensors go as differences over messages (admission: frames of other devices are staged in host memory, and their base is
+#: not there). Over :data:`STREAM_BACKENDS` frames and bases lie on the device.
 DELTA_DEVICES = ("cpu",)
 #: Smallest shard in bytes that goes as a difference (seed: the hashes cost a message each way).
 DELTA_SHARD_BYTES = 16 << 10
@@ -304,8 +305,14 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
 
 def _differs(message: Message, config: ZipcclConfig) -> bool:
     """Return whether shards may go as differences against a base that the ranks hold."""
-    wanted = message.based and config.delta == "auto" and config.codec != "raw" and message.device in DELTA_DEVICES
-    return wanted and message.nbytes is not None and message.nbytes >= DELTA_SHARD_BYTES * message.ranks
+    wanted = message.based and config.delta == "auto" and config.codec != "raw"
+    large = message.nbytes is not None and message.nbytes >= DELTA_SHARD_BYTES * message.ranks
+    return wanted and large and has_differences(message.device, message.backend)
+
+
+def has_differences(device: str, backend: str) -> bool:
+    """Return whether shards on a type of device go as differences over a backend."""
+    return backend in CODED_BACKENDS.get(device, ()) and (backend in STREAM_BACKENDS or device in DELTA_DEVICES)
 
 
 def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool = False) -> tuple[Decision, ...]:

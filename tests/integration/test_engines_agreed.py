@@ -203,20 +203,38 @@ def planted(engine: Any) -> None:
 CASES: dict[str, Callable[[Lab], None]] = {
     case.__name__: case for case in (trained, one_by_one, hpz, frozen, edited, set_fp32, checkpoint, skipped, written)
 }
-#: Refused frames stay known, so that each of these has processes of its own.
+
+
+def read(lab: Lab) -> None:
+    """A program reads parameters whose shards were changed behind our back: it gets none."""
+    import deepspeed
+
+    engine = start(lab)
+    lab.train(engine, 1)
+    direct_write(engine)
+    with pytest.raises(CommError) as raised, deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        pytest.fail("wrong words")
+    lab.losses.append(str(raised.value))
+    lab.ends("after", {})
+
+
 STOPPED: dict[str, Callable[[Any], None]] = {"direct write": direct_write, "planted": planted}
-ALONE = {name: functools.partial(stopped, by=by) for name, by in STOPPED.items()}
+#: Refused frames stay known, so that each of these has processes of its own.
+ALONE: dict[str, Callable[[Lab], None]] = {
+    "read": read,
+    **{name: functools.partial(stopped, by=by) for name, by in STOPPED.items()},
+}
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
-#: Case -> phase -> waits of the host for gathers, and for agreements: one for all parameters of a new engine, two for each step, one for
-#: each load of a state.
+#: Case -> phase -> waits of the host for gathers, and for agreements: two for each step, two for each load of a checkpoint, and one
+#: for each GatheredParameters, whose words a program may save.
 STEP = (0, 2)
 WAITS: dict[str, dict[str, tuple[int, int]]] = {
     "trained": {"3 steps": (0, 6), "evaluated": (0, 0)},
     "one_by_one": {"3 steps": (0, 6)},
-    "frozen": {"2 steps": (0, 4), "changed": (1, 4)},
-    "edited": {"1 step": STEP, "edited between steps": (1, 2), "edited between batches": (2, 2)},
+    "frozen": {"2 steps": (0, 4), "changed": (1, 5)},
+    "edited": {"1 step": STEP, "edited between steps": (1, 3), "edited between batches": (2, 3)},
     "set_fp32": {"set": STEP, "2 steps": (2, 4)},
     "checkpoint": {"another": STEP, "loaded": (0, 2), "trained": STEP},
     "skipped": {"1 step": STEP, "2 skipped": (0, 4), "1 step more": STEP},
@@ -273,7 +291,7 @@ def test_secondary_gathers_pass(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ALONE)
-def test_all_ranks_stop_before_the_step(tmp_path: Path, case: str) -> None:
+def test_all_ranks_stop(tmp_path: Path, case: str) -> None:
     shim.build()
     run = on_streams(tmp_path, 3 if case == "direct write" else 2, case)[case]
     said = [rank["losses"][-1] for rank in run]

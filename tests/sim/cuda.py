@@ -64,6 +64,17 @@ def is_available() -> bool:
     return True
 
 
+def cudart() -> SimpleNamespace:
+    """Return the functions that lock pages of host memory: streams copy from and to it while the host goes on."""
+    locked = mine().locked
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        locked[address] = nbytes
+        return 0
+
+    return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: locked.pop(address, None))
+
+
 def synchronize(device: Any = None) -> None:
     gpu = mine() if device is None else machine().gpu(device)
     clock: dict[str, int] = {}
@@ -106,7 +117,7 @@ def _lazy_init() -> None:
 
 #: Names that a simulation replaces in torch.cuda.
 REPLACED = (
-    "Event Stream current_device current_stream default_stream device device_count get_device_capability "
+    "Event Stream cudart current_device current_stream default_stream device device_count get_device_capability "
     "get_device_properties is_available max_memory_allocated memory_allocated "
     "is_current_stream_capturing is_initialized set_device set_stream stream synchronize _lazy_init"
 ).split()

@@ -77,6 +77,8 @@ class Gpu:
         self.capture: list[Captured] | None = None
         #: Waits for events that had not been recorded: stream -> place.
         self.idle_waits: dict[str, Place] = {}
+        #: Host memory whose pages are locked: address -> bytes.
+        self.locked: dict[int, int] = {}
         self._history = races.History()
         self._clock: races.Clock = {}
         self._host_count = 0
@@ -89,6 +91,11 @@ class Gpu:
     def is_mine(self) -> bool:
         """Return whether the calling thread is this GPU's host."""
         return self.machine.mine() is self
+
+    def is_locked(self, tensor: torch.Tensor) -> bool:
+        """Return whether the pages of a tensor in host memory are locked."""
+        at = tensor.data_ptr()
+        return any(first <= at < first + nbytes for first, nbytes in self.locked.items())
 
     def lane(self, name: str) -> Lane:
         """Return a new stream."""

@@ -52,13 +52,15 @@ class Block:
 class Lease:
     """A block while a tensor or its views live; the end of the lease frees the block."""
 
-    __slots__ = ("__weakref__", "_free", "block", "holders")
+    __slots__ = ("__weakref__", "_free", "block", "holders", "storage")
 
     def __init__(self, block: Block, free: Callable[[Block, list[object]], None]) -> None:
         self.block = block
         self._free = free
         #: Streams of ``record_stream``.
         self.holders: list[object] = []
+        #: Stands for the memory in weak references of torch: operations of the simulator keep the real storage longer.
+        self.storage: torch.UntypedStorage | None = None
 
     def __del__(self) -> None:
         self._free(self.block, self.holders)

@@ -24,6 +24,9 @@ class Store(dist.Store):
         self.wait([key])
         return self._values[key]
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
     def add(self, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount
         self.set(key, str(total))

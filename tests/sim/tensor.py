@@ -47,6 +47,11 @@ class DeviceTensor(torch.Tensor):
             raise TypeError(f"can't convert {self.device} device type tensor to numpy; use Tensor.cpu() first")
         return self.cpu().numpy()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        if self.lease.storage is None:
+            self.lease.storage = torch.UntypedStorage(self.inner.untyped_storage().nbytes(), device="meta")
+        return self.lease.storage
+
     def record_stream(self, stream: Any) -> None:
         self.lease.holders.append(stream.lane)
 
@@ -222,7 +227,7 @@ def _copy(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: b
         return target
     # A copy between dtypes goes through a temporary of the device (aten/src/ATen/native/cuda/Copy.cu); the meaning is the same.
     host = target if here_ else source
-    if isinstance(host, PinnedTensor):
+    if isinstance(host, PinnedTensor) or gpu.is_locked(host):
         gpu.launch("copy", "copy_", lambda: to.copy_(origin), [origin], [to])
         if not non_blocking:
             gpu.synchronize_stream("a copy that is not non_blocking")

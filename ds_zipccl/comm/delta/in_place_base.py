@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.context import Call, OpContext
+from ds_zipccl.comm.delta import on_device
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Shard
+from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.telemetry import counters
 
 
@@ -48,7 +52,9 @@ class InPlaceBase:
             for key in [key for key, one in sent.items() if one.home.expired()]:
                 del sent[key]
 
-    def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
+    def begin(
+        self, ctx: Call, places: Sequence[torch.Tensor], buffers: PooledBuffers | None = None
+    ) -> torch.Tensor | None:
         """See :class:`.negotiation.Base`. The copy is not kept here until the gather has succeeded, because after an error the contents
         of the peers are unknown."""
         with self._lock:
@@ -56,7 +62,7 @@ class InPlaceBase:
             last = self._sent.setdefault(ctx.group, {}).pop(_key(places), None)
         return None if last is None else last.shard
 
-    def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
+    def end(self, ctx: Call, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
         """See :class:`.negotiation.Base`."""
         own = places[ctx.rank]
         shard = own.clone() if last is None else last.copy_(own)
@@ -70,6 +76,16 @@ class InPlaceBase:
 
     def abandon(self, ctx: OpContext) -> None:
         """See :class:`.negotiation.Base`."""
+
+    def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
+        """See :class:`.negotiation.Base`. The copy of the own shard is memory of the device, written on the decoding lane. After a verdict
+        that raised there is no copy."""
+        places = shard.whole.split(shard.own.numel())
+        last = self.begin(ctx, places)
+        reason = on_device.gather(ctx, shard, last)
+        with ctx.lanes.on(Lane.DECODE):
+            self.end(ctx, places, last)
+        counters.record_difference(ctx.role, ctx.op, reason)
 
     def token(self) -> Hashable:
         """See :class:`.negotiation.Base`. Return None: addresses differ from rank to rank."""

@@ -16,6 +16,9 @@ from ds_zipccl import tensors
 from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.device.bases import NOTHING_THERE, SOMETHING_ELSE
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.schedules import gather as full
 from ds_zipccl.comm.schedules.pipeline import detached, open_exchange
 from ds_zipccl.telemetry import counters
@@ -38,6 +41,10 @@ class Base(Protocol):
 
     def abandon(self, ctx: OpContext) -> None:
         """Drop the base after a failed gather of this rank; does not block."""
+        ...
+
+    def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
+        """Put a gather on the lanes of a device whose frames stay there; the host waits at most for a verdict."""
         ...
 
     def token(self) -> Hashable:
@@ -73,9 +80,9 @@ def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch
         for peer in ctx.peers:
             exchange.recv(peer, answers[peer])
     if last is None:
-        return "nothing was gathered there"
+        return NOTHING_THERE
     own = _hash(last)
-    return "" if all(torch.equal(own, answer) for answer in answers.values()) else "a rank holds something else"
+    return "" if all(torch.equal(own, answer) for answer in answers.values()) else SOMETHING_ELSE
 
 
 def _hash(region: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import itertools
 import mmap
 import os
 import secrets
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_zipccl import tensors
+from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.device import gather as device_gather
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Shard
+from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.schedules.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
@@ -101,6 +105,10 @@ class SharedBase:
             with suppress(RuntimeError, ValueError):
                 exchange.send(_written(False), mate)
 
+    def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
+        """See :class:`ds_zipccl.comm.Base`. The shard goes in full."""
+        device_gather.gather(ctx, [shard])
+
     def token(self) -> Hashable:
         """See :class:`ds_zipccl.comm.Base`."""
         return self._slots[0].serial
@@ -134,7 +142,9 @@ def allocate_bases(
 
     Args:
         shards: (elements, dtype) of each tensor's shard, equal on every rank of the group.
-        kind: "host": memory of the host, one copy for all ranks of a node. "device": memory of ``device``, a copy for each rank.
+        kind: "host": memory of the host, one copy for all ranks of a node; its pages are locked if ``device`` is another one. "device":
+            memory of ``device``, a copy for each rank.
+        device: the device of the gathers.
 
     Raises:
         CommError: some node has no room for the memory, or its ranks cannot share memory.
@@ -143,11 +153,11 @@ def allocate_bases(
         return []
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     mates: Sequence[int] = [rank]
+    device = torch.device(device)
     if kind == "host":
-        device = "cpu"
         mates = next(node for node in topology.by_node(group, topology.find(group, _place())) if rank in node)
     sizes = [-(-ranks * numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in shards]
-    pool = _shared(sum(sizes), mates, group, device)
+    pool = _shared(sum(sizes), mates, group, kind, device)
     _pools[:] = [*(one for one in _pools if not one[0].expired()), (StorageWeakRef(pool.untyped_storage()), sum(sizes))]
     serials = _serials.setdefault(group, itertools.count())
     found = []
@@ -162,13 +172,16 @@ def _place() -> str:
     return str(SHARED.stat().st_dev) if SHARED.is_dir() else ""
 
 
-def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> torch.Tensor:
-    """Return memory that all ranks in ``mates`` share. A rank that is its only mate gets memory on ``device``. A collective of the group.
+def _shared(
+    nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, kind: str, device: torch.device
+) -> torch.Tensor:
+    """Return memory of a kind that all ranks in ``mates`` share. A collective of the group.
 
     The shared file has a name only until all mates have opened it, and takes no room before. An error leaves at most an empty file behind.
     """
-    token = tensors.of_buffer(bytearray(secrets.token_bytes(TOKEN_BYTES)))
-    tokens = [tensors.empty(TOKEN_BYTES, torch.uint8) for _ in range(dist.get_world_size(group))]
+    wire = _wire(group, device)
+    token = tensors.of_buffer(bytearray(secrets.token_bytes(TOKEN_BYTES))).to(wire)
+    tokens = [tensors.empty(TOKEN_BYTES, torch.uint8, wire) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tokens, token, group)
     file = SHARED / f"ds_zipccl-{bytes(tokens[mates[0]].tolist()).hex()}"
     leads, several = dist.get_rank(group) == mates[0], len(mates) > 1
@@ -179,40 +192,67 @@ def _shared(nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, device:
             opened.callback(os.close, descriptor)
             return descriptor
 
-        with _agreeing(nbytes, group):
+        with _agreeing(nbytes, group, wire):
             if several and leads:
                 descriptor = keep_open(os.O_CREAT | os.O_EXCL)
                 opened.callback(file.unlink, missing_ok=True)
-        with _agreeing(nbytes, group):
+        with _agreeing(nbytes, group, wire):
             if several and not leads:
                 descriptor = keep_open(os.O_NOFOLLOW)
-        with _agreeing(nbytes, group):
+        with _agreeing(nbytes, group, wire):
             if several and leads:
                 file.unlink()
                 os.posix_fallocate(descriptor, 0, nbytes)  # all bytes now, so that no later write can fail
-        with _agreeing(nbytes, group):
-            memory = _map(descriptor, nbytes) if several else tensors.empty(nbytes, torch.uint8, device)
+        with _agreeing(nbytes, group, wire):
+            if several:
+                memory = _map(descriptor, nbytes, device)
+            elif kind == "host" and device.type != "cpu":
+                memory = _locked(_Mapping(-1, nbytes), device)
+            else:
+                memory = tensors.empty(nbytes, torch.uint8, device)
     return memory
 
 
-def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+def _wire(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return a device whose tensors the group takes."""
+    state = group_state(group)
+    return tensors.CPU if state is not None and state.backend("cpu") else device
+
+
+class _Mapping(mmap.mmap):
+    """Mapped memory whose pages may be locked for a device."""
+
+    unlock: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
+def _map(descriptor: int, nbytes: int, device: torch.device) -> torch.Tensor:
     found = os.fstat(descriptor)
     if (found.st_size, found.st_uid) != (nbytes, os.geteuid()):
         raise OSError(f"the file has {found.st_size} bytes of user {found.st_uid}, wanted {nbytes} of our own")
-    return tensors.of_buffer(mmap.mmap(descriptor, nbytes))
+    return _locked(_Mapping(descriptor, nbytes), device)
+
+
+def _locked(mapping: _Mapping, device: torch.device) -> torch.Tensor:
+    memory = tensors.of_buffer(mapping)
+    mapping.unlock = devices.lock_pages(memory, device)
+    return memory
 
 
 @contextmanager
-def _agreeing(nbytes: int, group: dist.ProcessGroup) -> Iterator[None]:
+def _agreeing(nbytes: int, group: dist.ProcessGroup, wire: torch.device) -> Iterator[None]:
     """Run the body on all ranks, and raise CommError on all ranks if it fails on one. A collective; blocks."""
     problem = ""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:  # of the file system, torch and mmap
         problem = str(error)
-    good = tensors.of_numbers([not problem], torch.uint8)
+    good = tensors.of_numbers([not problem], torch.uint8).to(wire)
     dist.all_reduce(good, dist.ReduceOp.MIN, group)
-    if not good:
+    if not good.cpu():
         raise CommError(
             f"{nbytes / 1e6:.1f} MB of memory for gathered parameters cannot be had: "
             f"{problem or 'another rank has the reason'}; "

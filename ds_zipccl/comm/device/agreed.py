@@ -7,23 +7,33 @@ hold as long as no rank changes its shard. This time is an *epoch* of the parame
 A shard that is written to within an epoch is no wrong word: the encoder codes the words that are there. A frame that does not fit its slot
 has a flag in its header. Decoders on all other ranks refuse such a frame, write NaN, and report. The next verdict of any operation stops
 all ranks, and names the parameter; :func:`check` is such a verdict, for the moment before words are final.
+
+A parameter may have a base, see :mod:`.bases`. The agreement then has the sizes of differences and the proof too. The first gather of an
+epoch sends differences, or full frames where the proof fails, and the base keeps the result. Later gathers of the epoch send nothing: they
+copy the base. Each rank compares its own shard with the base, and reports a change.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
+from enum import Enum
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
-from ds_zipccl.comm.device import gather
+from ds_zipccl.comm.device import bases, gather
+from ds_zipccl.comm.device.bases import Base
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.gather import Plan, Shard
+from ds_zipccl.comm.device.gather import Piece, Plan, Shard
+from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.verdict import agree
 from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.policy import wire
+from ds_zipccl.telemetry import counters
 
 #: Layouts of gathers that are kept (admission: programs repeat their gathers; epochs end, and so do the layouts).
 _PLANS = 1024
@@ -39,6 +49,14 @@ class _Kind(NamedTuple):
     budget: int
 
 
+class Way(Enum):
+    """How a gather gives a parameter: by frames without a base, by differences, or as a copy of the base."""
+
+    FULL = "full"
+    DELTA = "delta"
+    COPY = "copy"
+
+
 class Agreed:
     """The sizes of the frames of one parameter, on which the ranks of a group have agreed.
 
@@ -49,7 +67,7 @@ class Agreed:
         numel: elements of a rank's shard, equal on all ranks.
     """
 
-    __slots__ = ("_kind", "name", "numel", "sizes", "version")
+    __slots__ = ("_base", "_kind", "_reason", "deltas", "kept", "name", "numel", "sizes", "version")
 
     def __init__(self, name: str, numel: int) -> None:
         self.name, self.numel = name, numel
@@ -57,7 +75,22 @@ class Agreed:
         self.sizes: Sequence[int] = ()
         #: A number of this process that no other agreement has; 0 before the first.
         self.version = 0
+        #: The same for differences; None where the ranks do not all hold the base.
+        self.deltas: Sequence[int] | None = None
+        #: The version whose gather the base holds; 0: none.
+        self.kept = 0
         self._kind: _Kind | None = None
+        self._base: weakref.ref[Base] | None = None
+        self._reason = bases.NOTHING_THERE
+
+    def hold(self, base: Base) -> None:
+        """Have a base, as long as it lives. All ranks of the group call. Differences must be wanted, see :class:`.ZipcclConfig`."""
+        self._base, self.kept, self.deltas = weakref.ref(base), 0, None
+
+    def base_of(self, words: torch.Tensor, ranks: int) -> Base | None:
+        """Return the base of gathers of shards like ``words``, None if there is none."""
+        found = None if self._base is None else self._base()
+        return found if found is not None and self.numel and bases.fits(found, words, ranks) else None
 
     def forget(self) -> None:
         """End the epoch. All ranks of the group call, before one of them uses the changed shard."""
@@ -67,19 +100,33 @@ class Agreed:
         """Return whether there are agreed sizes for gathers of a kind."""
         return self._kind == kind
 
-    def _agreed(self, kind: _Kind, sizes: Sequence[int]) -> None:
-        self._kind, self.sizes, self.version = kind, sizes, next(_versions)
+    def agree(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None) -> None:
+        """Begin an epoch. ``deltas`` None: nothing was kept, or the proof has failed."""
+        self._reason = bases.SOMETHING_ELSE if self.kept and deltas is None else bases.NOTHING_THERE
+        self._kind, self.sizes, self.deltas, self.version = kind, sizes, deltas, next(_versions)
+
+    def way(self) -> Way:
+        """Return the way of the next gather, of a parameter with a base."""
+        return Way.COPY if self.kept == self.version else Way.FULL if self.deltas is None else Way.DELTA
+
+    def keep(self, ctx: DeviceContext, way: Way) -> None:
+        """Note that the base holds the words of this epoch, by a gather of this way."""
+        self.kept = self.version
+        counters.record_difference(ctx.role, ctx.op, self._reason if way is Way.FULL else "")
 
 
 _versions = itertools.count(1)
-#: Versions of the parameters of a gather -> its layout. A version has one kind and one list of sizes.
-_plans: dict[tuple[int, ...], Plan] = {}
+#: Groups that have gathered by agreed sizes since their last verdict here.
+_unchecked: WeakSet[GroupState] = WeakSet()
+#: Versions and ways of the parameters of a gather -> its layouts. A version has one kind and one list of sizes for each way.
+_plans: dict[tuple[tuple[int, Way], ...], Sequence[tuple[Way, Plan]]] = {}
 
 
 def agree_all(ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]]) -> int:
     """Agree on the sizes of parameters without agreed sizes; one wait of the host, or none where nothing is to be agreed on.
 
-    The encoder reads the shards, and writes headers alone. The host has waited for this when the call returns.
+    The encoder reads the shards, and writes headers alone. Bases are read too, for the proof. The host has waited for this when the call
+    returns.
 
     Args:
         found: parameters with the own shards, flat, on the device, ready on the current stream; in an order that is equal on all ranks.
@@ -88,17 +135,41 @@ def agree_all(ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]]) 
         The number of parameters without agreed sizes before the call.
     """
     missing = [(one, words) for one, words in found if not one.holds(_kind(ctx, words.dtype))]
+    if not missing:
+        return 0
     pieces = [_pieces(ctx, one.numel, words) for one, words in missing]
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for own in pieces:
-        for words in filter(_coded, own):
-            by_dtype.setdefault(words.dtype, []).append(words)
-    answer = iter(agree(ctx, [gather.encoded_sizes(ctx, some) for some in by_dtype.values()]) if by_dtype else ())
-    sizes = {dtype: [next(answer) for _ in some] for dtype, some in by_dtype.items()}
-    rest = {dtype: iter(some) for dtype, some in sizes.items()}
-    for (one, words), own in zip(missing, pieces, strict=True):
-        found_sizes = [next(rest[part.dtype]) if _coded(part) else part.nbytes + HEADER_BYTES for part in own]
-        one._agreed(_kind(ctx, words.dtype), found_sizes)
+    held = [one.base_of(words, ctx.size) if one.kept else None for one, words in missing]
+    if any(held):
+        ctx.lanes.order(Lane.DECODE, Lane.ENCODE)  # earlier gathers have written the bases
+    labels: list[Hashable] = []
+    asked: list[torch.Tensor] = []
+    for dtype in dict.fromkeys(words.dtype for _, words in missing):
+        for way in (Way.FULL, Way.DELTA):
+            words_of, lasts = [], []
+            for number, own in enumerate(pieces):
+                base = held[number] if way is Way.DELTA else None
+                coded = [piece for piece, part in enumerate(own) if part.dtype is dtype and _coded(part)]
+                if not coded or (way is Way.DELTA and base is None):
+                    continue
+                if base is not None:
+                    parts = _pieces(ctx, missing[number][0].numel, bases.own_words(base, ctx))
+                    lasts += [parts[piece] for piece in coded]
+                words_of += [own[piece] for piece in coded]
+                labels += [(way, number, piece) for piece in coded]
+            if words_of:
+                asked.append(gather.encoded_sizes(ctx, words_of, lasts if way is Way.DELTA else None))
+    for number, base in enumerate(held):
+        if base is not None:
+            asked.append(bases.proof_of(base, number, ctx))
+            labels += [(number, word) for word in range(bases.PROOF_WORDS)]
+    answer = dict(zip(labels, _verdict(ctx, asked), strict=True)) if asked else {}
+    for number, ((one, words), own) in enumerate(zip(missing, pieces, strict=True)):
+        full, delta = (
+            [answer.get((way, number, piece), part.nbytes + HEADER_BYTES) for piece, part in enumerate(own)]
+            for way in (Way.FULL, Way.DELTA)
+        )
+        proven = held[number] is not None and bases.holds([answer[number, word] for word in range(bases.PROOF_WORDS)])
+        one.agree(_kind(ctx, words.dtype), full, delta if proven else None)
     return len(missing)
 
 
@@ -112,16 +183,72 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     if ctx.codec == "raw" or not own.numel():
         gather.gather(ctx, [shard])
         return
-    agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)))
-    key = tuple(one.version for one in parameters)
-    plan = _plans.get(key)
-    if plan is None:
+    shards = own.split(list(shard.sizes))
+    kind = _kind(ctx, own.dtype)
+    if not all(one.holds(kind) for one in parameters):
+        agree_all(ctx, list(zip(parameters, shards, strict=True)))
+    _unchecked.add(ctx.state)
+    rows = whole.view(ctx.size, -1).split(list(shard.sizes), 1)
+    held = [one.base_of(words, ctx.size) for one, words in zip(parameters, shards, strict=True)]
+    ways = [Way.FULL if base is None else one.way() for one, base in zip(parameters, held, strict=True)]
+    based = [(number, base) for number, base in enumerate(held) if base is not None]
+    read = [(number, base) for number, base in based if ways[number] is not Way.FULL]
+    lasts = dict(
+        zip(
+            [number for number, _ in read],
+            bases.lay_out([(base, rows[number]) for number, base in read], ctx),
+            strict=True,
+        )
+    )
+    for way, plan in _plans_of(ctx, shard, parameters, ways):
+        words = [_last_of(lasts[piece.parameter], piece, shard) for piece in plan.pieces] if way is Way.DELTA else None
+        gather.send_planned(ctx, [shard], plan, words)
+    gather.put_own(ctx, [shard])
+    sent = [(number, base) for number, base in based if ways[number] is not Way.COPY]
+    bases.keep([(base, rows[number]) for number, base in sent], ctx)
+    for number, _ in based:
+        parameters[number].keep(ctx, ways[number])
+    copied = [number for number, way in enumerate(ways) if way is Way.COPY]
+    if copied:
+        lane = bases.lane_of(read[0][1], ctx)
+        some = [lasts[number] for number in copied], [shards[number] for number in copied]
+        bases.watch(lane, *some, [shard.names[number] for number in copied], ctx)
+
+
+def _plans_of(
+    ctx: DeviceContext, shard: Shard, parameters: Sequence[Agreed], ways: Sequence[Way]
+) -> Sequence[tuple[Way, Plan]]:
+    """Return the layouts of what a gather sends, by the way in which parameters are sent."""
+    key = tuple((one.version, way) for one, way in zip(parameters, ways, strict=True))
+    plans = _plans.get(key)
+    if plans is None:
         if len(_plans) >= _PLANS:
             _plans.clear()
-        pieces = gather.pieces_of([shard.sizes], own.element_size(), ctx.size, ctx.budget)
-        sizes = [size for one in parameters for size in one.sizes]
-        plan = _plans[key] = gather.plan_of(ctx, [shard], pieces, sizes)
-    gather.gather_planned(ctx, [shard], plan)
+        pieces = gather.pieces_of([shard.sizes], shard.own.element_size(), ctx.size, ctx.budget)
+        found = []
+        for way in (Way.FULL, Way.DELTA):
+            some = [piece for piece in pieces if ways[piece.parameter] is way]
+            sizes = [
+                size for one, its in zip(parameters, ways, strict=True) if its is way
+                for size in (one.sizes if way is Way.FULL else one.deltas or ())
+            ]  # fmt: skip
+            if some:
+                # words that go as they are would meet the bases in the output
+                partial = way is Way.DELTA or len(some) < len(pieces)
+                found.append((way, gather.plan_of(ctx, [shard], some, sizes, partial=partial)))
+        plans = _plans[key] = found
+    return plans
+
+
+def _last_of(last: torch.Tensor, piece: Piece, shard: Shard) -> torch.Tensor:
+    """Return the words of a piece in the last shard of its parameter."""
+    begin = piece.start - sum(shard.sizes[: piece.parameter])
+    return last[begin : begin + piece.numel]
+
+
+def is_checked(group: GroupState) -> bool:
+    """Return whether no gather by agreed sizes has followed the group's last verdict; equal on all ranks."""
+    return group not in _unchecked
 
 
 def check(ctx: DeviceContext) -> None:
@@ -130,7 +257,12 @@ def check(ctx: DeviceContext) -> None:
     Raises:
         CommError: a frame was refused, on whatever group of the device. All ranks raise.
     """
-    agree(ctx, [])
+    _verdict(ctx, [])
+
+
+def _verdict(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
+    _unchecked.discard(ctx.state)
+    return agree(ctx, words)
 
 
 def _kind(ctx: DeviceContext, dtype: torch.dtype) -> _Kind:

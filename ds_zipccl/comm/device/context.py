@@ -18,15 +18,23 @@ from ds_zipccl.kernels.cuda import CudaRoute
 class DeviceContext(Call):
     """One operation of this rank whose frames stay on ``device``.
 
-    ``codec``: of frames without a base. ``route``: the kernels. ``budget``: bytes of all slabs. ``names``: the parameters of the
-    operation, for messages.
+    ``codec``: of frames without a base. ``with_base``: frames may be differences. ``route``: the kernels. ``budget``: bytes of all slabs.
+    ``names``: the parameters of the operation, for messages.
     """
 
     def __init__(
-        self, op: str, group: dist.ProcessGroup, config: ZipcclConfig, role: str, codec: str, device: torch.device
+        self,
+        op: str,
+        group: dist.ProcessGroup,
+        config: ZipcclConfig,
+        role: str,
+        codec: str,
+        device: torch.device,
+        *,
+        with_base: bool = False,
     ) -> None:
         super().__init__(op, group, config, role)
-        self.codec, self.device = codec, device
+        self.codec, self.device, self.with_base = codec, device, with_base
         self.transport = self.state.collective_transport(device.type, group)
         self.route = cast(CudaRoute, kernels.route(kernels.preferred(config.route, device.type), device.type))
         self.lanes = lanes_of(device)

@@ -88,7 +88,12 @@ def encoded_sizes(
 
 def words_of(shards: Sequence[Shard], pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Return the own words of each piece."""
-    return [shards[piece.shard].own[piece.start : piece.start + piece.numel] for piece in pieces]
+    return [part_of(shards[piece.shard].own, piece) for piece in pieces]
+
+
+def part_of(words: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return the words of a piece in its shard, or in a tensor with the layout of its shard."""
+    return words[piece.start : piece.start + piece.numel]
 
 
 def gather(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
@@ -99,24 +104,40 @@ def gather(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
 
 
 def gather_agreed(
-    ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piece], sizes: Sequence[int] | None
+    ctx: DeviceContext,
+    shards: Sequence[Shard],
+    pieces: Sequence[Piece],
+    sizes: Sequence[int] | None,
+    lasts: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Gather the shards with frames that fit ``sizes``, the bytes of each piece's largest frame, equal on all ranks; no wait of the host.
 
     Pieces that hardly shrink go raw. Where all do (``sizes`` None: also), the words go as they are.
+
+    Args:
+        lasts: the words of each piece that this rank sent in the last gather. The frames are then differences, and the places of all other
+            ranks in each ``whole`` hold the words of that gather. The encoding lane reads ``lasts``.
     """
-    gather_planned(ctx, shards, plan_of(ctx, shards, pieces, sizes))
+    gather_planned(ctx, shards, plan_of(ctx, shards, pieces, sizes), lasts)
 
 
-def plan_of(ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piece], sizes: Sequence[int] | None) -> Plan:
-    """Return the layout of :func:`gather_agreed`, which does not depend on words."""
+def plan_of(
+    ctx: DeviceContext,
+    shards: Sequence[Shard],
+    pieces: Sequence[Piece],
+    sizes: Sequence[int] | None,
+    *,
+    partial: bool = False,
+) -> Plan:
+    """Return the layout of :func:`gather_agreed`, which does not depend on words. ``partial``: the pieces are only a part of the shards, so
+    that the words cannot go as they are."""
     itemsize = shards[0].own.element_size()
     slots = (
         []
         if sizes is None
         else [_slot(piece.numel * itemsize, size) for piece, size in zip(pieces, sizes, strict=True)]
     )
-    if all(raw for _, raw in slots):
+    if all(raw for _, raw in slots) and not partial:
         return Plan(pieces, ())
     fragments = []
     for first, last in _fragments(pieces, itemsize, ctx):
@@ -131,23 +152,36 @@ def plan_of(ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piece]
     return Plan(pieces, fragments)
 
 
-def gather_planned(ctx: DeviceContext, shards: Sequence[Shard], plan: Plan) -> None:
-    """Gather the shards by their plan; no wait of the host."""
-    peers = ctx.size - 1
-    if not plan.fragments:
+def gather_planned(
+    ctx: DeviceContext, shards: Sequence[Shard], plan: Plan, lasts: Sequence[torch.Tensor] | None = None
+) -> None:
+    """Gather the shards by their plan; no wait of the host. ``lasts`` as for :func:`gather_agreed`."""
+    send_planned(ctx, shards, plan, lasts)
+    put_own(ctx, shards)
+
+
+def send_planned(
+    ctx: DeviceContext, shards: Sequence[Shard], plan: Plan, lasts: Sequence[torch.Tensor] | None = None
+) -> None:
+    """Gather the pieces of a plan, but for the own ones."""
+    if not plan.fragments and plan.pieces:
         ctx.lanes.order(Lane.ENCODE, Lane.WIRE)
         with ctx.lanes.on(Lane.WIRE):
             for shard in shards:
                 ctx.transport.all_gather(shard.whole, shard.own)
-                ctx.count(shard.own.nbytes * peers, shard.own.nbytes * peers)
+                ctx.count(0, shard.own.nbytes * (ctx.size - 1))
         ctx.lanes.order(Lane.WIRE, Lane.DECODE)
-        return
     for fragment in plan.fragments:
-        _fragment(ctx, shards, plan.pieces[fragment.first : fragment.last], fragment)
+        part = slice(fragment.first, fragment.last)
+        _fragment(ctx, shards, plan.pieces[part], fragment, None if lasts is None else lasts[part])
+
+
+def put_own(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
+    """Copy the own shards to their places, and count the gather."""
     for shard in shards:
         numel = shard.own.numel()
         ctx.copy(shard.own, shard.whole[ctx.rank * numel : (ctx.rank + 1) * numel])
-        ctx.count(shard.own.nbytes * peers, 0)
+        ctx.count(shard.own.nbytes * (ctx.size - 1), 0)
 
 
 def _fragments(pieces: Sequence[Piece], itemsize: int, ctx: DeviceContext) -> Iterator[tuple[int, int]]:
@@ -175,18 +209,26 @@ def _table(parameters: tuple[Parameter, ...], dtype: torch.dtype, block: int, ra
     return GatherTable(parameters, dtype, block, ranks)
 
 
-def _fragment(ctx: DeviceContext, shards: Sequence[Shard], pieces: Sequence[Piece], fragment: Fragment) -> None:
+def _fragment(
+    ctx: DeviceContext,
+    shards: Sequence[Shard],
+    pieces: Sequence[Piece],
+    fragment: Fragment,
+    lasts: Sequence[torch.Tensor] | None,
+) -> None:
     table, lanes = fragment.table, ctx.lanes
     part_bytes = table.part_bytes
     with lanes.slab(part_bytes * ctx.size, ctx.budget) as slab:
         part = slab[ctx.rank * part_bytes : (ctx.rank + 1) * part_bytes]
         with lanes.on(Lane.ENCODE):
-            ctx.route.encode_gather(words_of(shards, pieces), ctx.codec, table, part)
+            code = ctx.codec if lasts is None else "delta"
+            ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=lasts)
         lanes.order(Lane.ENCODE, Lane.WIRE)
         with lanes.on(Lane.WIRE):
             ctx.transport.all_gather(slab, part)
         lanes.order(Lane.WIRE, Lane.DECODE)
         with lanes.on(Lane.DECODE):
-            outs = [shards[piece.shard].whole for piece in pieces]
-            ctx.route.decode_gather(slab, table, outs, ctx.rank, ctx.reports.word(ctx.where(), fragment.names))
+            outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
+            status = ctx.reports.word(ctx.where(), fragment.names)
+            ctx.route.decode_gather(slab, table, outs, ctx.rank, status, bases=None if lasts is None else outs)
     ctx.count(0, part_bytes * (ctx.size - 1))

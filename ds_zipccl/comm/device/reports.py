@@ -14,11 +14,16 @@ from ds_zipccl.kernels.status import NO_FAILURE, failure_of
 
 #: Status words of a device (seed: more than a model has kinds of gathers). Later kinds share the last word.
 _WORDS = 4096
+_REMEDY = (
+    "outside of an optimizer step: change parameters with deepspeed.zero.GatheredParameters(..., modifier_rank=...)"
+)
 #: Code of a refused frame -> the reason, for users.
 _REASONS: dict[int, str] = {
-    FrameErrorCode.OVERFLOWED: "larger than agreed; the tensor was changed after the ranks had agreed on sizes, outside of an optimizer "
-    "step: change parameters with deepspeed.zero.GatheredParameters(..., modifier_rank=...)"
+    FrameErrorCode.OVERFLOWED: f"larger than agreed; the tensor was changed after the ranks had agreed on sizes, {_REMEDY}"
 }
+#: Value of a status word for frame 0, whose shard was changed: no rank, chunk 0, and a code that no frame is refused for.
+_CHANGED_CODE = 255
+_CHANGED = (0xFFFF << 48 | _CHANGED_CODE) - (1 << 64)
 
 
 class Reports:
@@ -36,6 +41,15 @@ class Reports:
             self._names[key] = number
         return self.words[number : number + 1]
 
+    def note_changes(self, name: str, frames: Sequence[str], changed: torch.Tensor) -> None:
+        """Report that shards of an operation ``name`` were changed, where the bools of ``changed`` are true. Work of the current stream."""
+        numbers = tensors.filled(len(frames), 1 << 32, torch.int64, changed.device).cumsum(
+            0
+        )  # of the frames, from 1 on
+        values = numbers + (_CHANGED - (1 << 32))
+        word = self.word(name, frames)
+        torch.minimum(word, values.masked_fill_(~changed, NO_FAILURE).amin().view(1), out=word)
+
     def failed(self) -> torch.Tensor:
         """Return one int64 on the device: 1 where some word has a failure. Work of the current stream."""
         return (self.words != NO_FAILURE).any().to(torch.int64).view(1)
@@ -52,9 +66,11 @@ class Reports:
                 name, frames = by_number.get(number, ("one of the later operations", ()))
                 frame = frames[failure.frame] if failure.frame < len(frames) else f"frame {failure.frame}"
                 sender = "" if failure.rank is None else f" of group rank {failure.rank}"
-                said.append(
-                    f"{name}: {frame}{sender} refused: {FrameError(failure.code, _REASONS.get(failure.code, 'damaged'))}"
-                )
+                if failure.code == _CHANGED_CODE:
+                    said.append(f"{name}: {frame}: gathered before, and changed since; {_REMEDY}")
+                    continue
+                reason = _REASONS.get(failure.code, "damaged")
+                said.append(f"{name}: {frame}{sender} refused: {FrameError(failure.code, reason)}")
         return "; ".join(said)
 
 

@@ -85,7 +85,7 @@ def exchange_words(
 def _raise_refused(ctx: DeviceContext, failed: bool | int) -> None:
     counters.record_host_wait(ctx.role, ctx.op)
     if failed:
-        raise ctx.error(f"{_everyones(ctx)}; the words of these frames are NaN; stop the job on all ranks")
+        raise ctx.error(f"{_everyones(ctx)}; words of refused frames are NaN; stop the job on all ranks")
 
 
 def _host(lanes: Lanes, numel: int) -> torch.Tensor:

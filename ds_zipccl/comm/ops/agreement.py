@@ -12,7 +12,7 @@ from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.device import agreed
 from ds_zipccl.comm.device.agreed import Agreed
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.group_state import group_size, is_member, resolve_group
+from ds_zipccl.comm.group_state import group_size, group_state, is_member, resolve_group
 from ds_zipccl.comm.request import Request
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 
@@ -66,12 +66,17 @@ def check_frames(
 ) -> None:
     """Raise if a rank of the group has refused a frame, on any group, so far. A collective; the host waits once.
 
+    Nothing happens where the group has not gathered with ``agreed`` since its last call of this function, or agreement.
+
     Args:
         device: has the tensors of the operations. The group's backend for the device is one in the order of streams.
 
     Raises:
         CommError: a frame was refused, or a rank did not come within the group's timeout. All ranks raise.
     """
+    state = group_state(group)
+    if state is None or agreed.is_checked(state):
+        return
     with torch.inference_mode(), tensors.undisturbed():
         agreed.check(DeviceContext(NAME, resolve_group(group), config, role, config.codec, device))
 

@@ -60,10 +60,12 @@ class _GatherShards:
             gather(ctx, 0, inputs, places)
 
     def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        shards = [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)]
         if self.agreed:
             agreements.gather_parameters(ctx, inputs[0], outputs[0], self.agreed)
+        elif self.base is not None and ctx.with_base:
+            self.base.enqueue(ctx, shards[0])
         else:
-            shards = [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)]
             on_device.gather(ctx, shards)
 
 

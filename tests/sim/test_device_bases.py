@@ -1,0 +1,245 @@
+"""Bases of ZeRO-3's parameters on the simulated GPU: right bits, no wait of the host in a gather, nothing sent twice in an epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm, kernels
+from ds_zipccl.comm.device import agreed, bases
+from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.telemetry import counters
+from sim import launcher, world
+from sim.test_device_agreed import CONFIG, SIZES, Model, noise, weights
+
+FULL, OTHER = "nothing was gathered there", "a rank holds something else"
+#: Parameters that an optimizer trains; the others are frozen.
+TRAINED = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def route() -> CudaRoute:
+    kernels.route()
+    return launcher.route()
+
+
+class Based(Model):
+    """Parameters with a base each, stepped as an optimizer steps them."""
+
+    def __init__(
+        self, rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16, kind: str = "device"
+    ) -> None:
+        super().__init__(rank, ranks, seed, dtype)
+        shards = [(size, dtype) for size in SIZES]
+        self.slots = comm.allocate_bases(shards, kind, dist.group.WORLD, self.device)
+        for one, slot in zip(self.agreed, self.slots, strict=True):
+            one.hold(slot)
+        self.agree()
+
+    def step(self, seed: int) -> None:
+        comm.check_frames(self.device, config=CONFIG)
+        for number in TRAINED:
+            for peer in range(self.ranks):
+                old = self.hosts[number][peer]
+                self.write(
+                    number, peer, (old.float() + 1e-4 * weights(peer, SIZES[number], seed).float()).to(old.dtype)
+                )
+            self.agreed[number].forget()
+        self.agree()
+
+
+def gathers() -> dict[str, Any]:
+    """Return the counts of the gathers of all ranks of the simulation."""
+    return next(dict(row) for row in counters.rows() if row["op"] == "all_gather_into_tensor")
+
+
+def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype, kind: str) -> None:
+    model = Based(rank, ranks, seed, dtype, kind)
+    order = random.Random(seed)
+    for step in range(3):
+        started = []
+        for _ in range(4):
+            numbers = sorted(order.sample(range(len(SIZES)), order.randint(1, len(SIZES))))
+            started.append(model.gather(numbers, order.random() < 0.7))
+        for finish in started:
+            assert all(finish())
+        model.step(step)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_steps(route: CudaRoute, ranks: int, kind: str) -> None:
+    modes = list(enumerate(world.ALL_MODES))
+    for seed, mode in {2: modes[-1:], 3: modes[:4], 4: modes[4:]}[ranks]:
+        counters.reset()
+        dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
+        world.run(steps, ranks, seed, dtype, kind, seed=seed, modes=mode, route=route)
+        row = gathers()
+        assert row["host_waits"] == 0 and row["calls"] == 12 * ranks
+        assert row["differences"][FULL] <= (len(SIZES) - 1) * ranks < row["differences"][""], "in full once a parameter"
+
+
+def test_nothing_is_sent_twice(route: CudaRoute) -> None:
+    """Bytes on the wire: in full, as differences after a step, none within an epoch, and none of a frozen parameter ever again."""
+    everything, frozen = list(range(len(SIZES))), [0, 3]
+
+    def sent(gathering: list[list[int]], step: bool) -> int:
+        def program(rank: int, ranks: int) -> None:
+            model = Based(rank, ranks, 1)
+            assert all(model.gather(everything)())
+            if step:
+                model.step(7)
+            for numbers in gathering:
+                assert all(model.gather(numbers)())
+
+        counters.reset()
+        world.run(program, 2, route=route)
+        return int(gathers()["wire_bytes"])
+
+    once = sent([], False)
+    assert sent([everything, [2], everything], False) == once
+    assert sent([frozen], True) == once
+    stepped = sent([everything], True)
+    assert 0 < stepped - once < once / 1.5
+    assert sent([[1, 2], everything, [4], frozen], True) == stepped
+
+
+def broken(rank: int, ranks: int, edit: Callable[[Based], None]) -> None:
+    """A base that changes between two steps on one rank alone."""
+    model = Based(rank, ranks, 3)
+    for turn in range(3):
+        assert all(model.gather([1, 2, 3, 4])())
+        if turn == 0 and rank == 1:
+            edit(model)
+        model.step(turn)
+    assert all(model.gather([1, 2, 3, 4])())
+
+
+def _bit(model: Based) -> None:
+    model.slots[2].memory[0, 5:6].view(torch.int16).bitwise_xor_(1)
+
+
+def test_a_base_that_differs(route: CudaRoute) -> None:
+    """One bit of one rank's base: that parameter goes in full on all ranks, once."""
+    counters.reset()
+    world.run(broken, 2, _bit, route=route)
+    assert gathers()["differences"] == {FULL: 2 * 4, OTHER: 2, "": 2 * (4 * 4 - 5)}
+
+
+def changed(rank: int, ranks: int, later: bool) -> None:
+    """A write to a shard behind our back, within an epoch."""
+    model = Based(rank, ranks, 3)
+    assert all(model.gather([1, 2, 3])())
+    if rank == 0:
+        model.shards[2][7:8] += 1
+    model.gather([1, 2, 3])()
+    with pytest.raises(comm.CommError, match=r"layers\.2\.weight: gathered before, and changed since"):
+        model.step(1) if later else comm.check_frames(model.device, config=CONFIG)
+
+
+def test_a_change_within_an_epoch_stops_the_job(route: CudaRoute) -> None:
+    for later in (False, True):
+        world.run(changed, 2, later, route=route)
+
+
+def test_other_words_altogether(route: CudaRoute) -> None:
+    """Words that do not shrink, against bases that tell nothing."""
+
+    def program(rank: int, ranks: int) -> None:
+        model = Based(rank, ranks, 3)
+        for turn in range(2):
+            assert all(model.gather([1, 2, 3, 4])())
+            for number in TRAINED:
+                for peer in range(ranks):
+                    model.write(number, peer, noise(peer, SIZES[number], 10 * turn))
+                model.agreed[number].forget()
+            model.agree()
+        assert all(model.gather([2, 4])()) and all(model.gather([1, 2, 3, 4])())
+
+    world.run(program, 2, route=route)
+
+
+def test_a_base_that_is_gone(route: CudaRoute) -> None:
+    """Bases go with their engine; its parameters may be gathered still."""
+
+    def program(rank: int, ranks: int) -> None:
+        model = Based(rank, ranks, 3)
+        assert all(model.gather([1, 2, 3, 4])())
+        model.slots.clear()
+        assert all(model.gather([1, 2, 3, 4])())
+        model.step(1)
+        assert all(model.gather([1, 2, 3, 4])())
+
+    world.run(program, 2, route=route)
+
+
+# ---- planted mistakes --------------------------------------------------------------------------------------------------
+
+
+def _no_proof(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(bases, "holds", lambda words: True)
+
+
+def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(bases, "keep", lambda based, ctx: None)
+
+
+def _stale_epoch(patch: pytest.MonkeyPatch) -> None:
+    """The base counts as the words of every epoch."""
+    patch.setattr(agreed.Agreed, "way", lambda self: agreed.Way.COPY if self.kept else agreed.Way.FULL)
+
+
+def _nobody_looks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(bases, "watch", lambda *args: None)
+
+
+def _early_read(patch: pytest.MonkeyPatch) -> None:
+    """The base is copied to the output by a lane that does not follow its writes."""
+    patch.setattr(bases, "lane_of", lambda base, ctx: bases.Lane.ENCODE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "mistake", [_no_proof, _nothing_kept, _stale_epoch, _nobody_looks, _early_read], ids=lambda one: one.__name__
+)
+def test_a_mistake_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]) -> None:
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, world.Fault, pytest.fail.Exception, comm.CommError)):
+        test_a_base_that_differs(route)
+        test_a_change_within_an_epoch_stops_the_job(route)
+        test_steps(route, 2, "device")
+
+
+def _unordered_writes(patch: pytest.MonkeyPatch) -> None:
+    """Nothing tells a rank that its mates have written."""
+    keep = bases.keep
+
+    def hasty(based: Any, ctx: Any) -> None:
+        transport, ctx.transport = ctx.transport, SimpleNamespace(max=lambda words: None)
+        keep(based, ctx)
+        ctx.transport = transport
+
+    patch.setattr(bases, "keep", hasty)
+
+
+def _late_read(patch: pytest.MonkeyPatch) -> None:
+    """Shared memory is read by a lane that the gather's collective does not follow."""
+    patch.setattr(bases, "lane_of", lambda base, ctx: bases.Lane.DECODE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", [_unordered_writes, _late_read], ids=lambda one: one.__name__)
+def test_a_mistake_with_shared_memory_is_noticed(
+    route: CudaRoute, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]
+) -> None:
+    """No detector sees memory of two ranks: some order of their work gives wrong words."""
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, world.Fault, comm.CommError)):
+        for seed in range(20):
+            world.run(steps, 2, seed, torch.bfloat16, "host", seed=seed, route=route)
