@@ -326,6 +326,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
 
 
 MISTAKES = (
+    "slab",
     "encode -> wire",
     "wire -> decode",
     "caller",

@@ -95,8 +95,9 @@ class Lanes:
     def _take(self, nbytes: int, budget: int) -> Slab:
         grain = max(_GRAIN, (1 << max(nbytes - 1, 1).bit_length() - 1) // 8)
         size = -(-nbytes // grain) * grain
-        fits = [slab for slab in self._free() if size <= slab.memory.numel() <= 2 * size]
-        if len(fits) >= _TURNS or (fits and self.nbytes() + size > budget):
+        alike = [slab for slab in self._slabs if size <= slab.memory.numel() <= 2 * size]
+        fits = [slab for slab in alike if not slab.held]
+        if fits and (len(alike) >= _TURNS or self.nbytes() + size > budget):
             found = fits[0]  # used least recently
             self._slabs.remove(found)
             found.held = True

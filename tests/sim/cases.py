@@ -1,0 +1,99 @@
+"""Operations on NCCL groups as the tests of bad cases call them, with the results wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import corpus
+import moves
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.telemetry import counters
+from sim import world
+from sim.device import mine
+
+CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
+#: A machine with every property at once.
+HARD = world.ALL_MODES[-1]
+PATIENT = world.Modes(patient=True)
+
+
+class Case(NamedTuple):
+    """An operation. ``given``: elements of a rank's input, for ``numel``. ``wanted``: a rank's output, from the inputs of all ranks.
+    ``call(api, output, input, group, async_op)``."""
+
+    given: Callable[[int, int, int], int]
+    wanted: Callable[[int, Sequence[torch.Tensor]], torch.Tensor]
+    call: Callable[..., Any]
+
+
+def cuts(whole: int, ranks: int) -> list[int]:
+    """Elements that a rank sends to each rank: nothing to rank 0, and most to the last one."""
+    pairs = ranks * (ranks - 1) // 2
+    return [0, *(whole // pairs * peer for peer in range(1, ranks))]
+
+
+def uneven(api: Any, output: torch.Tensor, input: torch.Tensor, group: Any, later: bool) -> Any:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    sent = cuts(len(input), ranks)
+    return api.all_to_all_single(output, input, [sent[rank]] * ranks, sent, group, later)
+
+
+CASES = {
+    "gather": Case(
+        lambda rank, ranks, numel: numel,
+        lambda rank, inputs: torch.cat(list(inputs)),
+        lambda api, output, input, group, later: api.all_gather_into_tensor(output, input, group, later),
+    ),
+    "exchange": Case(
+        lambda rank, ranks, numel: ranks * numel,
+        lambda rank, inputs: torch.cat([one.chunk(len(inputs))[rank] for one in inputs]),
+        lambda api, output, input, group, later: api.all_to_all_single(output, input, None, None, group, later),
+    ),
+    "uneven": Case(
+        lambda rank, ranks, numel: ranks * (ranks - 1) // 2 * numel,
+        lambda rank, inputs: torch.cat([one.split(cuts(len(one), len(inputs)))[rank] for one in inputs]),
+        uneven,
+    ),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def values(rank: int, numel: int, seed: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + rank)).bfloat16()
+
+
+def prepared(case: str, rank: int, ranks: int, numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's input, on the host, and the output wanted."""
+    inputs = [values(peer, CASES[case].given(peer, ranks, numel), seed) for peer in range(ranks)]
+    return inputs[rank], CASES[case].wanted(rank, inputs)
+
+
+def once(
+    case: str,
+    rank: int,
+    ranks: int,
+    numel: int = 3000,
+    seed: int = 0,
+    group: Any = None,
+    later: bool = False,
+    **settings: Any,
+) -> torch.Tensor:
+    """One call with the right result."""
+    host, wanted = prepared(case, rank, ranks, numel, seed)
+    given = host.to(f"cuda:{mine().rank}")
+    output = torch.empty(len(wanted), dtype=given.dtype, device=given.device)
+    moves.wait(CASES[case].call(moves.coded(**CODED, **settings), output, given, group, later))
+    corpus.assert_same_bits(output.cpu(), wanted)
+    return output
+
+
+def reasons() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for row in counters.rows():
+        for reason, calls in row["reasons"].items():
+            found[reason] = found.get(reason, 0) + calls
+    return found
