@@ -52,7 +52,13 @@ _passes = _Passes()
 
 
 def program(
-    rank: int, ranks: int, seed: int, nodes: Sequence[Sequence[int]], strict: bool, names: Sequence[str]
+    rank: int,
+    ranks: int,
+    seed: int,
+    nodes: Sequence[Sequence[int]],
+    strict: bool,
+    names: Sequence[str],
+    configs: Sequence[ZipcclConfig],
 ) -> Counter[str]:
     """Run the program of a seed, and compare. Returns the calls that were coded, and those that passed, by kind.
 
@@ -60,6 +66,11 @@ def program(
     operation in flight: plain operations of a caller have a stream of their own.
     """
     draw = random.Random(f"program {seed}")
+    # Few kinds in half of the programs: messages that follow each other are alike, and get each other's memory.
+    names, configs, kinds, sizes = (
+        draw.choice((some, draw.sample(some, min(2, len(some)))))
+        for some in (names, configs, list(corpus.SUMMED.values()), SIZES)
+    )
     levels.pretend(nodes)
     groups: list[tuple[tuple[int, ...], Any]] = [(tuple(range(ranks)), dist.group.WORLD)]
     if ranks > 2 and not strict:
@@ -86,8 +97,8 @@ def program(
     for number in range(draw.randrange(2, 6)):
         members, group = draw.choice(groups)
         task = Task(
-            draw.choice(names), members, group, draw.choice(CONFIGS), draw.choice(list(corpus.SUMMED.values())),
-            draw.choice(SIZES) // (2 if ranks == 8 else 1), draw.random() < 0.6, draw.random() < 0.2, draw.random() < 0.3,
+            draw.choice(names), members, group, draw.choice(configs), draw.choice(kinds),
+            draw.choice(sizes) // (2 if ranks == 8 else 1), draw.random() < 0.6, draw.random() < 0.2, draw.random() < 0.3,
             f"{seed} {number}",
         )  # fmt: skip
         if rank not in members:
@@ -177,12 +188,18 @@ def _any_modes(draw: random.Random) -> world.Modes:
     return world.Modes(**{name: draw.random() < 0.5 for name in names})
 
 
-def run(seed: int, route: Route, ranks: int | None = None, names: Sequence[str] = tuple(DRAWN)) -> Counter[str]:
+def run(
+    seed: int,
+    route: Route,
+    ranks: int | None = None,
+    names: Sequence[str] = tuple(DRAWN),
+    configs: Sequence[ZipcclConfig] = CONFIGS,
+) -> Counter[str]:
     """Run the program of a seed.
 
     Args:
         ranks: their number, if the seed shall not decide.
-        names: operations to draw from.
+        names, configs: operations and configurations to draw from.
 
     Returns:
         The calls of all ranks that were coded, and those that passed, by kind.
@@ -195,7 +212,7 @@ def run(seed: int, route: Route, ranks: int | None = None, names: Sequence[str] 
     options: dict[str, Any] = {"seed": seed, "modes": modes, "arena_bytes": ARENA_BYTES, "route": route}
     with _small(budget):
         try:
-            outcome = world.run(program, ranks, seed, nodes, strict, names, **options)
+            outcome = world.run(program, ranks, seed, nodes, strict, names, configs, **options)
         except Exception as error:
             repeat = f"python tests/sim/soak.py --first {seed} --ranks {ranks} 1"
             said = f"seed {seed}, nodes {nodes}, {budget} bytes of slabs, {modes}; again by: {repeat}"
