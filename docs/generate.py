@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,7 +21,7 @@ import torch
 from measured import ROOT, table
 
 from ds_zipccl.__main__ import COMMANDS, PROGRAM
-from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS
+from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS, ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
 from ds_zipccl.kernels import waves
 from ds_zipccl.ops import OPS
@@ -51,7 +52,7 @@ def config(page: Path) -> str:
 
 
 #: The keys that the README shows.
-MAIN_KEYS = ("mode", "zero3_base", "reduction", "min_bytes", "roles")
+MAIN_KEYS = ("mode", "nccl", "zero3_base", "reduction", "roles")
 
 
 def keys(page: Path) -> str:
@@ -82,25 +83,28 @@ TRAFFIC: dict[str, tuple[tuple[tuple[str, str], ...], str | None]] = {
     "pipeline": ((("send", "pp"), ("recv", "pp")), None),
 }
 PASSES = "passes through"
+#: The key without which NCCL groups pass through, and the settings that have it.
+SWITCH, ON = "nccl", replace(DEFAULT, nccl="on")
 
 
-def admitted(op: str, role: str, device: str, backend: str) -> admission.Decision:
+def admitted(op: str, role: str, device: str, backend: str, config: ZipcclConfig = ON) -> admission.Decision:
     """The policy's decision on a large bf16 message of one operation, of which ranks may hold a base where it is a gather."""
     sums = "SUM" if "reduce" in op else None
     message = admission.Message(op, torch.bfloat16, 1 << 24, 4, device, backend, role, sums, based="gather" in op)
-    return admission.admit(message, DEFAULT)
+    return admission.admit(message, config)
 
 
 def cell(column: str, device: str, backend: str) -> str:
-    """What happens to the traffic of a column: the word of the matrix."""
+    """What happens to the traffic of a column: the words of the matrix."""
     operations, differences = TRAFFIC[column]
     decisions = [admitted(op, role, device, backend) for op, role in operations]
     if any(OPS[op].point_to_point for op, _ in operations) and device not in POINT_TO_POINT_DEVICES:
         return PASSES
     if not all(decision.frames for decision in decisions):
         return PASSES
+    switched = not all(admitted(op, role, device, backend, DEFAULT).frames for op, role in operations)
     based = differences is not None and any(decision.with_base for decision in decisions)
-    return f"coded {differences}" if based else "coded"
+    return f"{f'with `{SWITCH}`: ' if switched else ''}coded{f' {differences}' if based else ''}"
 
 
 def places() -> Iterator[tuple[str, str]]:
@@ -127,12 +131,17 @@ def matrix(page: Path) -> str:
 
 
 def nccl() -> str:
-    """The sentence on NCCL groups."""
-    cells = {cell(column, "cuda", "nccl") for column in TRAFFIC}
-    if cells == {PASSES}:
+    """The sentence on NCCL groups: first of all a user's loss."""
+    cells = [cell(column, "cuda", "nccl") for column in TRAFFIC]
+    if set(cells) == {PASSES}:
         return (
             "**NCCL groups, the default on GPUs, gain nothing yet: their traffic passes through uncoded.** CUDA tensors are coded on gloo "
             "groups only."
+        )
+    if any(SWITCH in text for text in cells):
+        return (
+            f'**NCCL groups, the default on GPUs, gain nothing unless you set `"{SWITCH}": "on"`. It is off by default: no GPU has run '
+            f"these schedules yet.** They have run on a simulated GPU, and on CPUs in place of GPUs."
         )
     return "NCCL groups are coded where the table below says so."
 

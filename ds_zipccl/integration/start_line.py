@@ -12,39 +12,48 @@ from torch.distributed import distributed_c10d
 import ds_zipccl
 from ds_zipccl import kernels
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.group_state import group_nodes, group_state
 from ds_zipccl.config import ROLES, ZipcclConfig
+from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.cost_model import LinkProfile
+
+#: Kinds of operations whose schedules are in stream order, each with an operation that stands for it, and its schedule.
+_ON_STREAMS = {
+    "all_gather_into_tensor": "gathers of slots of one size by the backend's own all-gather",
+    "reduce_scatter_tensor": "sums {}",
+    "all_to_all_single": "all-to-alls of slots of one size",
+}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Size of a process group, and the backend that serves each type of device in it."""
+    """Size of a process group, the backend that serves each type of device in it, and its number of nodes, 0 where it is not known."""
 
     ranks: int
     backends: Mapping[str, str]
+    nodes: int = 0
 
 
-def coverage() -> str:
+def coverage(config: ZipcclConfig) -> str:
     """Describe the traffic of the groups that this job has made so far, as far as this rank is in them; see :func:`describe`."""
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    return describe(_groups(), accelerator.device_name())
+    return describe(_groups(), accelerator.device_name(), config)
 
 
-def coverage_here() -> str:
+def coverage_here(config: ZipcclConfig) -> str:
     """Describe the traffic of a job of several ranks on machines like this one, by the backend that DeepSpeed chooses here."""
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     device = accelerator.device_name()
-    return describe([Group(2, {device: accelerator.communication_backend_name()})], device)
+    return describe([Group(2, {device: accelerator.communication_backend_name()})], device, config)
 
 
 def _groups() -> list[Group]:
-    members = [group_state(group) for group in distributed_c10d._world.pg_map]
-    return [Group(one.size, one.backends) for one in members if one is not None]
+    members = [(group, group_state(group)) for group in distributed_c10d._world.pg_map]
+    return [Group(one.size, one.backends, len(group_nodes(group))) for group, one in members if one is not None]
 
 
-def describe(groups: Iterable[Group], device: str) -> str:
+def describe(groups: Iterable[Group], device: str, config: ZipcclConfig) -> str:
     """Return a clause about groups of several ranks: "codes ...", or "nothing will be coded: ...", with the reason.
 
     Args:
@@ -53,27 +62,42 @@ def describe(groups: Iterable[Group], device: str) -> str:
     several = [group for group in groups if group.ranks > 1]
     if not several:
         return "nothing will be coded: this job has one rank"
-    coded, passed = _tally(several, device)
+    coded, passed = _tally(several, device, config)
     why = "; ".join(
-        f"{device} tensors go over {backend or 'no backend'}{_count(number)}, for which there are no coded schedules yet"
-        for backend, number in passed.items()
+        f"{device} tensors go over {backend or 'no backend'}{_count(number)}{reason}"
+        for (backend, reason), number in passed.items()
     )
     if coded:
         return f"codes {_list(device, coded)}{f'; not coded: {why}' if why else ''}"
-    on_cpu, _ = _tally(several, "cpu") if device != "cpu" else (Counter(), {})
+    on_cpu, _ = _tally(several, "cpu", config) if device != "cpu" else (Counter(), {})
     if on_cpu:
         return f"no {device} tensor will be coded: {why}; codes {_list('cpu', on_cpu)}"
     return f"nothing will be coded: {why}"
 
 
-def _tally(groups: Iterable[Group], device: str) -> tuple[Counter[str], Counter[str]]:
-    """Count the groups by the backend of a type of device: those that are coded, and the others."""
+def _tally(groups: Iterable[Group], device: str, config: ZipcclConfig) -> tuple[Counter[str], Counter[tuple[str, str]]]:
+    """Count the groups by the backend of a type of device: those that are coded, and the others, by the reason as well."""
     coded: Counter[str] = Counter()
-    passed: Counter[str] = Counter()
+    passed: Counter[tuple[str, str]] = Counter()
     for group in groups:
         backend = group.backends.get(device, "")
-        (coded if backend in admission.CODED_BACKENDS.get(device, ()) else passed)[backend] += 1
+        reason = _passes(group, device, backend, config)
+        if reason:
+            passed[backend, reason] += 1
+        else:
+            coded[backend] += 1
     return coded, passed
+
+
+def _passes(group: Group, device: str, backend: str, config: ZipcclConfig) -> str:
+    """Return the reason why all tensors of a type of device pass through in a group, to follow the backend's name; "" if they do not."""
+    if backend not in admission.CODED_BACKENDS.get(device, ()):
+        return ", for which there are no coded schedules yet"
+    if backend in admission.STREAM_BACKENDS and config.nccl == "off":
+        return ', whose schedules no GPU has run yet; to use them all the same, set "nccl" to "on"'
+    if backend in admission.STREAM_BACKENDS and group.nodes == 1:
+        return " inside one node, where links are faster than coding"
+    return ""
 
 
 def _list(device: str, counts: Mapping[str, int]) -> str:
@@ -85,8 +109,32 @@ def _count(number: int) -> str:
     return "" if number == 1 else f" ({number} groups)"
 
 
+def device_sums() -> str:
+    """Return the order of this job's sums on groups in stream order, "fp32" or "plain"; "" if this rank is in no such group."""
+    streams = any(
+        group.ranks > 1 and set(admission.STREAM_BACKENDS) & set(group.backends.values()) for group in _groups()
+    )
+    return str(getattr(group_state(None), "device_sums", "")) if streams else ""
+
+
+def schedules(config: ZipcclConfig, sums: str, nodes: Sequence[Sequence[int]]) -> str:
+    """Return a clause about the schedules of coded groups in stream order, such as those of NCCL; "" where none is coded.
+
+    Args:
+        sums: the order of this job's sums there: "fp32", ours; "plain", the backend's own; "" where the job has no such group.
+        nodes: the ranks of each node.
+    """
+    if config.nccl == "off" or not sums:
+        return ""
+    levels = f"two levels, {len(nodes)} nodes of {len(nodes[0])} ranks" if topology.levels(nodes) else "one level"
+    order = f"fp32, {levels}" if sums == "fp32" else "the backend's own"
+    pinned = ", pinned for this job" if config.reduction == "auto" else ""
+    said = ", ".join(text.format(f"({order}{pinned})") for op, text in _ON_STREAMS.items() if OPS[op].on_device)
+    return f"on {' and '.join(admission.STREAM_BACKENDS)} groups: {said}"
+
+
 def start_line(
-    config: ZipcclConfig, profile: LinkProfile | None, covered: str, nodes: Sequence[Sequence[int]] = ()
+    config: ZipcclConfig, profile: LinkProfile | None, covered: str, nodes: Sequence[Sequence[int]] = (), sums: str = ""
 ) -> str:
     """Return the line that rank 0 prints when coding is switched on.
 
@@ -94,6 +142,7 @@ def start_line(
         profile: the measured link and codec, None if nothing was measured.
         covered: the clause of :func:`describe` about this job's groups; it is replaced if the config codes no role.
         nodes: the ranks of each node.
+        sums: as in :func:`schedules`.
     """
     cuda = kernels.tried("cuda")  # kernels.why() would compile the routes that are not needed
     off = [role for role in ROLES if config.mode_of(role) == "never"]
@@ -110,7 +159,10 @@ def start_line(
             f"link {8e-6 * profile.bandwidth:.0f} Mbit/s, {1e6 * profile.alpha:.0f} us, "
             f"coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
         )
-    if config.reduction == "fp32" and topology.levels(nodes):
+    on_streams = schedules(config, sums, nodes)
+    if on_streams:
+        parts.append(on_streams)
+    elif config.reduction == "fp32" and topology.levels(nodes):
         parts.append(f"sums of all ranks in two levels: {len(nodes)} nodes of {len(nodes[0])} ranks")
     if 0 < len(off) < len(ROLES):
         parts.append(f"passed through by config: {', '.join(off)}")

@@ -1,4 +1,4 @@
-"""The counters as plain text: a table of roles and operations, and lines for memory, differences, owners and choices."""
+"""The counters as plain text: a table of roles and operations, and lines for memory, differences, owners, choices and host waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def render() -> str:
     if totals["staging_bytes"]:
         lines.append(f"memory for frames: {totals['staging_bytes'] / 1e6:.1f} MB at most")
     lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(counters.memory().items())]
-    for facts in (_differences, _whole, _choices):
+    for facts in (_differences, _whole, _choices, _host_waits):
         lines += [line for row in rows for line in facts(row)]
     return "\n".join(lines)
 
@@ -74,3 +74,9 @@ def _choices(row: Row) -> Iterator[str]:
         yield f"{row['role']} {row['op']}, {what}: {latest}{switches}"
     if row["more_choices"]:
         yield f"{row['role']} {row['op']}: and {row['more_choices']} kinds of messages before these"
+
+
+def _host_waits(row: Row) -> Iterator[str]:
+    """Yield a line where the host waited for the device: for sizes on which ranks agree, once a call or once a step."""
+    if row["host_waits"]:
+        yield f"{row['role']} {row['op']}: host waits for the device {row['host_waits']}, calls {row['calls']}"

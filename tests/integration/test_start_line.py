@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import ds_zipccl
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import start_line as lines
 from ds_zipccl.integration.start_line import Group, coverage, describe, start_line
+from ds_zipccl.ops import OPS
 from ds_zipccl.policy.cost_model import LinkProfile
 
 #: Routes, best first -> why they are not used.
@@ -23,6 +25,8 @@ GLOO = {"cpu": "gloo"}
 NCCL = {"cuda": "nccl"}
 BOTH = {"cpu": "gloo", "cuda": "nccl"}
 NO_SCHEDULE = "for which there are no coded schedules yet"
+OFF = 'whose schedules no GPU has run yet; to use them all the same, set "nccl" to "on"'
+DEFAULT, ON = ZipcclConfig(enabled=True), ZipcclConfig(enabled=True, nccl="on")
 
 
 @pytest.fixture(autouse=True)
@@ -106,17 +110,17 @@ CLAUSES: dict[str, tuple[str, list[Group], str]] = {
     "NCCL": (
         "cuda",
         [Group(2, NCCL), Group(4, NCCL), Group(1, NCCL)],
-        f"nothing will be coded: cuda tensors go over nccl (2 groups), {NO_SCHEDULE}",
+        f"nothing will be coded: cuda tensors go over nccl (2 groups), {OFF}",
     ),
     "NCCL beside gloo for the CPU": (
         "cuda",
         [Group(2, BOTH), Group(2, NCCL)],
-        f"no cuda tensor will be coded: cuda tensors go over nccl (2 groups), {NO_SCHEDULE}; codes cpu tensors over gloo",
+        f"no cuda tensor will be coded: cuda tensors go over nccl (2 groups), {OFF}; codes cpu tensors over gloo",
     ),
     "groups of NCCL and of gloo": (
         "cuda",
         [Group(2, NCCL), Group(2, {"cuda": "gloo"})],
-        f"codes cuda tensors over gloo; not coded: cuda tensors go over nccl, {NO_SCHEDULE}",
+        f"codes cuda tensors over gloo; not coded: cuda tensors go over nccl, {OFF}",
     ),
     "MPI": ("cpu", [Group(2, {"cpu": "mpi"})], f"nothing will be coded: cpu tensors go over mpi, {NO_SCHEDULE}"),
     "no backend": (
@@ -135,7 +139,48 @@ CLAUSES: dict[str, tuple[str, list[Group], str]] = {
 @pytest.mark.parametrize("case", CLAUSES)
 def test_clauses(case: str) -> None:
     device, groups, said = CLAUSES[case]
-    assert describe(groups, device) == said
+    assert describe(groups, device, DEFAULT) == said
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([Group(2, NCCL), Group(4, BOTH, nodes=2), Group(1, NCCL)], "codes cuda tensors over nccl (2 groups)"),
+        (
+            [Group(16, NCCL, nodes=2), Group(8, NCCL, nodes=1), Group(8, NCCL, nodes=1)],
+            "codes cuda tensors over nccl; not coded: cuda tensors go over nccl (2 groups) inside one node, where links are faster "
+            "than coding",
+        ),
+        ([Group(2, {"cuda": "mpi"})], f"nothing will be coded: cuda tensors go over mpi, {NO_SCHEDULE}"),
+        (
+            [Group(8, BOTH, nodes=1)],
+            "no cuda tensor will be coded: cuda tensors go over nccl inside one node, where links are faster than coding; "
+            "codes cpu tensors over gloo",
+        ),
+    ],
+    ids=["several nodes", "one node", "MPI", "one node, and gloo"],
+)
+def test_clauses_with_nccl_on(groups: list[Group], said: str) -> None:
+    assert describe(groups, "cuda", ON) == said
+
+
+def test_schedules_in_stream_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers, sums and all-to-alls are named as far as they have schedules; the order of sums is told in any case."""
+    for op in OPS:
+        monkeypatch.setitem(OPS, op, replace(OPS[op], on_device=True))
+    nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    gathers = "on nccl groups: gathers of slots of one size by the backend's own all-gather"
+    others = "all-to-alls of slots of one size"
+    found = lines.schedules(ON, "fp32", nodes)
+    assert found == f"{gathers}, sums (fp32, two levels, 2 nodes of 4 ranks, pinned for this job), {others}"
+    found = lines.schedules(replace(ON, reduction="fp32"), "fp32", [[0], [1]])
+    assert found == f"{gathers}, sums (fp32, one level), {others}"
+    found = lines.schedules(ON, "plain", nodes)
+    assert found == f"{gathers}, sums (the backend's own, pinned for this job), {others}"
+    monkeypatch.setitem(OPS, "reduce_scatter_tensor", replace(OPS["reduce_scatter_tensor"], on_device=False))
+    assert lines.schedules(ON, "fp32", nodes) == f"{gathers}, {others}"
+    assert lines.schedules(DEFAULT, "fp32", nodes) == lines.schedules(ON, "", nodes) == ""
+    assert f"; {gathers}, {others}" in start_line(ON, None, "codes all", nodes, "fp32")
 
 
 def accelerator(device: str, backend: str = "") -> SimpleNamespace:
@@ -146,22 +191,23 @@ def accelerator(device: str, backend: str = "") -> SimpleNamespace:
 
 def test_a_job_on_machines_like_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "importlib", accelerator("cuda", "nccl"))
-    assert lines.coverage_here() == f"nothing will be coded: cuda tensors go over nccl, {NO_SCHEDULE}"
+    assert lines.coverage_here(DEFAULT) == f"nothing will be coded: cuda tensors go over nccl, {OFF}"
+    assert lines.coverage_here(ON) == "codes cuda tensors over nccl"
     monkeypatch.setattr(lines, "importlib", accelerator("cpu", "gloo"))
-    assert lines.coverage_here() == "codes cpu tensors over gloo"
+    assert lines.coverage_here(DEFAULT) == "codes cpu tensors over gloo"
 
 
 def real_groups(rank: int, ranks: int) -> list[str]:
     """Clauses on real groups: the first, after more groups are made, and after one is gone."""
     lines.importlib = accelerator("cpu")  # type: ignore[assignment]
-    found = [coverage()]
+    found = [coverage(DEFAULT)]
     dist.new_group([0])
     pair = dist.new_group([0, 1])
     dist.new_group([1, 2])
-    found.append(coverage())
+    found.append(coverage(DEFAULT))
     if rank < 2:
         dist.destroy_process_group(pair)
-    return [*found, coverage()]
+    return [*found, coverage(DEFAULT)]
 
 
 def test_groups_that_the_job_has_made() -> None:
@@ -171,7 +217,7 @@ def test_groups_that_the_job_has_made() -> None:
 
 def one_rank(rank: int, ranks: int) -> str:
     lines.importlib = accelerator("cpu")  # type: ignore[assignment]
-    return coverage()
+    return coverage(DEFAULT)
 
 
 def test_a_job_of_one_rank() -> None:

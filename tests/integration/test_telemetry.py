@@ -87,6 +87,11 @@ def test_table() -> None:
         counters.record_whole("zero_grad", "all_reduce", "a reason")
     line = "zero_grad all_reduce: 2 calls not owner-only: a reason"
     assert table.render().splitlines()[-1] == line
+    assert "host waits" not in table.render()
+    for _ in range(3):
+        counters.record_host_wait("zero_param", "all_gather_into_tensor")
+    line = "zero_param all_gather_into_tensor: host waits for the device 3, calls 1"
+    assert table.render().splitlines()[-1] == line
 
 
 def one_step(wire_bytes: int, reason: str) -> None:
