@@ -1,0 +1,191 @@
+"""The model of collectives whose frames stay on a device, and the rules that follow from it. Pure: numbers in, numbers out.
+
+The plain collectives are NCCL's. A ring enters every node once per shard, over all network cards of the node in parallel, so that a gather
+or a sum of S bytes takes the longer of S (m-1)/m at the speed of a node's cards, and S (n-1)/n at the speed of a rank inside its node, for
+m nodes and n ranks. Coded operations go in pieces: while one piece is on the wire, the next is encoded and the last is decoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+#: Kinds of operations that the model knows. A gather or a sum has S bytes in its whole tensor; an all-to-all has S bytes on every rank. An
+#: all-reduce is a sum and a gather.
+GATHER, SUM, ALL_TO_ALL = "gather", "sum", "all_to_all"
+#: Ratio of bf16 parameters, and of bf16 gradients that were summed inside a node (measured on CPUs, by the same format).
+RATIO = {GATHER: 1.46, SUM: 1.42, ALL_TO_ALL: 1.46}
+#: Part of the nominal speed of a network card that a collective reaches (seed): over RDMA, and over TCP.
+RDMA_REACH, TCP_REACH = 0.95, 0.85
+#: Bytes a second of a rank inside its node (seed: NVLink of an H100, 370 of 450 GB/s, nccl#1374; a PCIe switch).
+NVLINK, PCIE = 370e9, 22e9
+#: Bytes of words a second of the codec (seed: the goal of the kernels on an H100; measured at the start of a job).
+CODEC = 1e12
+#: Seconds (seed): launches of an operation's pieces; a verdict, for which the host waits; messages of an exchange between ranks.
+LAUNCH_S, VERDICT_S, EXCHANGE_S = 30e-6, 80e-6, 50e-6
+#: Pieces of an operation, as :data:`ds_zipccl.policy.wire.DEVICE_FRAGMENTS`.
+PIECES = 4
+#: Least bytes of a piece where there are several, as :data:`ds_zipccl.policy.wire.DEVICE_FRAGMENT_BYTES`.
+PIECE_BYTES = 16 << 20
+#: Bytes of the operation by which a job's schedules are chosen (seed: between DeepSpeed's prefetches, 100 MB, and its buckets, 1 GB).
+NOMINAL_BYTES = 256e6
+#: A schedule must be predicted to be faster than the plain collective by this factor (seed: above the error of the model).
+CLEARLY = 1.05
+#: Bytes a second of a node's network cards above which moves are plain (seed: between 8 x 200 Gbit/s, where gathers gain, and 8 x 400
+#: Gbit/s, where decoding takes as much of the computing as the shorter gathers give).
+FAST_NODE = 250e9
+#: An exchange must gain this many verdicts (seed: computing waits for the experts, and the host for the verdict).
+VERDICTS_GAINED = 3.0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The nodes of a group: their number, the most ranks of a node, and whether all nodes have equally many."""
+
+    nodes: int
+    each: int
+    even: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group, where nodes are even."""
+        return self.nodes * self.each
+
+    @property
+    def levels(self) -> bool:
+        """Whether sums go in two levels."""
+        return self.nodes > 1 and self.each > 1 and self.even
+
+    @classmethod
+    def of(cls, nodes: Sequence[Sequence[int]]) -> Topology:
+        """Return the topology of a group with these ranks on each node."""
+        sizes = [len(ranks) for ranks in nodes]
+        return cls(len(sizes), max(sizes), len(set(sizes)) == 1)
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """The speeds of the slowest rank of a group, in bytes a second, and its delays in seconds.
+
+    ``network``: all network cards of a node together, each way. ``inside``: one rank, to the ranks of its node. ``encode``, ``decode``: words
+    of one rank. ``launch``, ``verdict``, ``exchange``: see :data:`LAUNCH_S`.
+
+    Raises:
+        ValueError: a number is not finite or not above 0.
+    """
+
+    network: float
+    inside: float = NVLINK
+    encode: float = CODEC
+    decode: float = CODEC
+    launch: float = LAUNCH_S
+    verdict: float = VERDICT_S
+    exchange: float = EXCHANGE_S
+
+    def __post_init__(self) -> None:
+        wrong = {one.name: value for one in fields(self) if not 0 < (value := getattr(self, one.name)) < math.inf}
+        if wrong:
+            raise ValueError(f"a profile has finite numbers above 0, got {wrong}; measure again")
+
+
+def plain_seconds(kind: str, nbytes: float, topology: Topology, profile: DeviceProfile) -> float:
+    """Return the seconds of NCCL's own collective. ``kind``: :data:`GATHER`, :data:`SUM` or :data:`ALL_TO_ALL`; ``nbytes``: as there."""
+    if kind == ALL_TO_ALL:
+        return _all_to_all_wire(nbytes, topology, profile)
+    return _ring_wire(nbytes, topology, profile)
+
+
+def coded_seconds(
+    kind: str,
+    nbytes: float,
+    topology: Topology,
+    profile: DeviceProfile,
+    ratio: float | None = None,
+    *,
+    waits: int = 0,
+    two_levels: bool = True,
+    pieces: int = PIECES,
+) -> float:
+    """Return the seconds of our schedule.
+
+    Args:
+        kind, nbytes: as for :func:`plain_seconds`.
+        ratio: words over frames, that of bf16 if None.
+        waits: verdicts of a gather: 0 where sizes are agreed ahead, otherwise 1. Sums and exchanges always have one.
+        two_levels: sums go inside the nodes first where :attr:`Topology.levels` is true; otherwise by an exchange of all ranks.
+        pieces: pieces of the operation.
+    """
+    ratio = RATIO[kind] if ratio is None else ratio
+    ranks = topology.ranks
+    peers = (ranks - 1) / ranks
+    if kind == GATHER:
+        wire = _ring_wire(nbytes, topology, profile) / ratio
+        stages = (nbytes / ranks / profile.encode, wire, nbytes * peers / profile.decode)
+        return profile.launch + waits * profile.verdict + _pipeline(stages, pieces)
+    fixed = profile.launch + profile.verdict + profile.exchange
+    if kind == ALL_TO_ALL:  # in one piece
+        coding = nbytes * peers / profile.encode + nbytes * peers / profile.decode
+        return fixed + coding + _all_to_all_wire(nbytes, topology, profile, ratio)
+    if two_levels and topology.levels:
+        inside = nbytes * (topology.each - 1) / topology.each / profile.inside
+        part, peers = nbytes / topology.each, (topology.nodes - 1) / topology.nodes
+        wire = nbytes * peers / profile.network / ratio
+    else:
+        inside, part = 0.0, nbytes
+        wire = _all_to_all_wire(nbytes, topology, profile, ratio)
+    return fixed + _pipeline((inside, part * peers / profile.encode, wire, part * peers / profile.decode), pieces)
+
+
+def _ring_wire(nbytes: float, topology: Topology, profile: DeviceProfile) -> float:
+    between = nbytes * (topology.nodes - 1) / topology.nodes / profile.network
+    within = nbytes * (topology.ranks - 1) / topology.ranks / profile.inside if topology.each > 1 else 0.0
+    return max(between, within)
+
+
+def _all_to_all_wire(nbytes: float, topology: Topology, profile: DeviceProfile, ratio: float = 1.0) -> float:
+    share = nbytes * topology.each / topology.ranks  # of one node, from one rank
+    between = (topology.nodes - 1) * share * topology.each / profile.network / ratio
+    return max(between, share * (topology.each - 1) / topology.each / profile.inside)
+
+
+def _pipeline(stages: Sequence[float], pieces: int) -> float:
+    """Return the seconds of ``pieces`` pieces that pass all stages, one after the other: the longest stage, and one piece of the others."""
+    longest = max(stages)
+    return longest + (sum(stages) - longest) / pieces
+
+
+def gain(kind: str, topology: Topology, profile: DeviceProfile) -> float:
+    """Return by how many times an operation of :data:`NOMINAL_BYTES` is predicted to be faster with our schedule."""
+    plain = plain_seconds(kind, NOMINAL_BYTES, topology, profile)
+    return plain / coded_seconds(kind, NOMINAL_BYTES, topology, profile)
+
+
+def sums_of(topology: Topology, profile: DeviceProfile) -> str:
+    """Return the sums of a job: "fp32" (ours) or "plain" (the backend's own). A group inside a node, and nodes with several ranks that are
+    not equally many, have plain ones."""
+    ours = topology.nodes > 1 and (topology.levels or topology.each == 1)
+    return "fp32" if ours and gain(SUM, topology, profile) > CLEARLY else "plain"
+
+
+def moves_may_gain(topology: Topology, profile: DeviceProfile) -> bool:
+    """Return whether gathers and exchanges are worth a trial. Where they are not, they are plain, and nothing is measured."""
+    return topology.nodes > 1 and profile.network <= FAST_NODE and gain(GATHER, topology, profile) > CLEARLY
+
+
+def least_bytes(kind: str, topology: Topology, profile: DeviceProfile, *, waits: int = 1) -> float:
+    """Return the bytes from which on our schedule is predicted to gain; infinite where no size gains. ``waits``: as in
+    :func:`coded_seconds`."""
+    counts = (1,) if kind == ALL_TO_ALL else range(1, PIECES + 1)
+    sizes = (_break_even(kind, topology, profile, waits, pieces) for pieces in counts)
+    return min(max(size, PIECE_BYTES * pieces * (pieces > 1)) for size, pieces in zip(sizes, counts, strict=True))
+
+
+def _break_even(kind: str, topology: Topology, profile: DeviceProfile, waits: int, pieces: int) -> float:
+    def coded(nbytes: float) -> float:
+        return coded_seconds(kind, nbytes, topology, profile, waits=waits, pieces=pieces)
+
+    fixed = coded(0.0)
+    a_byte = (plain_seconds(kind, NOMINAL_BYTES, topology, profile) - (coded(NOMINAL_BYTES) - fixed)) / NOMINAL_BYTES
+    wanted = (VERDICTS_GAINED - 1) * profile.verdict if kind == ALL_TO_ALL else 0.0
+    return (fixed + wanted) / a_byte if a_byte > 0 else math.inf
