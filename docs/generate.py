@@ -1,7 +1,7 @@
 """Writes the generated sections of README.md and of the pages in ``docs``: ``python docs/generate.py`` from a checkout.
 
 A section stands between ``<!-- begin NAME -->`` and ``<!-- end -->``. :data:`SECTIONS` has a function for each name; ``measured.py`` has
-the tables of measured figures. A test compares every page with what this file generates.
+the tables of measured figures, ``modelled.py`` those of a model. A test compares every page with what this file generates.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import measured
+import modelled
 import torch
 from measured import ROOT, table
 
@@ -293,7 +294,10 @@ SECTIONS: dict[str, Section] = {
     "figures": measured.figures,
     "five": measured.five,
     "forecast": measured.forecast,
+    "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
+    "nccl_operations": modelled.operations,
+    "nccl_steps": modelled.steps,
     "steps": measured.steps,
     "train": measured.train,
 }
