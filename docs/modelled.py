@@ -63,6 +63,8 @@ def operations(page: Path) -> str:
 _STEP = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --zero {stage} --network --gpu-profile assumed-1.0{more}"
 #: Ratio of differences in the tables of steps: between those of the peak rate and of its decay.
 _RATIO = 8
+#: Further options of ZeRO-2.
+_MORE = f" --round-robin --delta-ratio {_RATIO}"
 
 
 def _planned(stage: int, more: str = "") -> dict[tuple[str, str], float]:
@@ -82,8 +84,7 @@ def _seconds(value: float) -> str:
 
 def steps(page: Path) -> str:
     """Communication of a step of ZeRO-3 and of ZeRO-2 by network."""
-    more = f" --delta-ratio {_RATIO}"
-    three, two = _planned(3), _planned(2, more)
+    three, two = _planned(3), _planned(2, _MORE)
     rows = []
     for name in NETWORKS:
         times = [three[name, "plain"], three[name, "coded"]]
@@ -93,12 +94,13 @@ def steps(page: Path) -> str:
         rows.append((name, *shown[:2], f"{gains[0]:.2f}", *shown[2:], f"{gains[1]:.2f}"))
     about = (
         f"{MODEL} Seconds of communication a step, 7B parameters in bf16, 4 nodes of 8 GPUs, a codec of 1 TB/s (assumed). Owners: "
-        f"gradients to their owners only, uncoded. Coded with ZeRO-2: owners, and differences at ratio {_RATIO}."
+        f"gradients to their owners only, uncoded, with `round_robin_gradients`. Coded with ZeRO-2: owners, and differences at ratio "
+        f"{_RATIO}."
     )
     head = (
         "network of a node", "ZeRO-3 plain", "ZeRO-3 coded", "speed-up", "ZeRO-2 plain", "owners", "ZeRO-2 coded", "speed-up"
     )  # fmt: skip
-    commands = "\n".join(f"{PROGRAM} {_STEP.format(stage=stage, more=words)}" for stage, words in ((3, ""), (2, more)))
+    commands = "\n".join(f"{PROGRAM} {_STEP.format(stage=stage, more=words)}" for stage, words in ((3, ""), (2, _MORE)))
     return f"{about}\n\n{table(head, rows)}\n\n```sh\n{commands}\n```"
 
 
@@ -113,9 +115,9 @@ _SHOWN = {
 
 def forecast(page: Path) -> str:
     """The README's lines of NCCL groups."""
-    three, two = _planned(3), _planned(2, f" --delta-ratio {_RATIO}")
+    three, two = _planned(3), _planned(2, _MORE)
     rows = []
     for name, shown in _SHOWN.items():
         gains = [found[name, "plain"] / found[name, "coded"] for found in (three, two)]
         rows.append((shown, *(f"{gain:.2f}" for gain in gains)))
-    return table(("network of a node (model)", "ZeRO-3", "ZeRO-2"), rows)
+    return table(("network of a node (model)", "ZeRO-3", "ZeRO-2, `round_robin_gradients`"), rows)

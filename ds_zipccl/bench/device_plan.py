@@ -43,6 +43,8 @@ BASE_SPEED = 0.79
 #: Kinds of the model that an operation consists of.
 _KINDS = {"all_gather": (GATHER,), "reduce_scatter": (SUM,), "all_reduce": (SUM, GATHER)}
 PLAIN, OWNERS, CODED = "plain", "owners", "coded"
+#: Part of the ranks from which on a bucket counts as owned by all: their parts are padded to equal ones.
+_EVEN = 0.9
 #: A total that is faster by less than this factor gains nothing (seed: the error of the model).
 _GAIN = 1.02
 
@@ -133,6 +135,10 @@ def main(args: argparse.Namespace) -> int:
             table.add(row)
     for line in remarks(rows):
         tables.say(line)
+    if any(line.coded_op for line in traffic(args)) and not args.round_robin:
+        tables.say(
+            "few ranks own a bucket that is smaller than the model: round_robin_gradients is faster, see --round-robin"
+        )
     if args.json:
         tables.write_json(args.json, rows, args.command, codec=found._asdict())
     return 0
@@ -157,6 +163,26 @@ class _Place:
     def plain(self, op: str, nbytes: float) -> float:
         return sum(plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])
 
+    def to_owners(self, nbytes: float) -> float:
+        """Seconds of a sum for its owners by NCCL: a reduce-scatter where all ranks own equally much, otherwise a reduce for each owner,
+        whose words pass every node."""
+        ring = self.plain("reduce_scatter", nbytes)
+        nodes = self.topology.nodes
+        return ring if self._owned(nbytes) >= _EVEN else ring * nodes / (nodes - 1)
+
+    def _owned(self, nbytes: float) -> float:
+        """The part of the ranks that own something of a bucket: all of them with round-robin, otherwise those whose parameters it has."""
+        return 1.0 if self.args.round_robin else min(1.0, nbytes / ITEMSIZE[self.args.dtype] / self.args.params)
+
+    def _straight(self, nbytes: float) -> bool:
+        """Whether sums of ours go to the owners of a bucket alone; otherwise few nodes own it, and it is all-reduced."""
+        from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
+
+        nodes, left = self.topology.nodes, nbytes / ITEMSIZE[self.args.dtype]
+        most = left / nodes if self.args.round_robin else self.args.params / nodes
+        owned = [int(min(most, max(0.0, left - node * most))) for node in range(nodes)]
+        return wire.straight_to_owners(owned, sum(owned))
+
     def coded(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Seconds of one operation by our schedule. The gathers of ZeRO-3 need no verdict; a base is proven by its hash."""
         ratio = self.ratio(kind, line.coding)
@@ -169,11 +195,16 @@ class _Place:
 
     def chosen(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, bool]:
         """Seconds of one operation as a job chooses its schedules, and whether some part of it is coded."""
+        owners = op == line.coded_op
+        if owners and self._sums == "plain":
+            return self.to_owners(nbytes), False
+        kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
         seconds, coded = 0.0, False
-        for kind in _KINDS[op]:
+        for kind in kinds:
             plain = plain_seconds(kind, nbytes, self.topology, self.profile)
             ours = self.coded(line, kind, nbytes)
-            takes = self._sums == "fp32" if kind == SUM else self._moves and ours < plain
+            # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
+            takes = self._sums == "fp32" if kind == SUM or len(kinds) > 1 else self._moves and ours < plain
             seconds += ours if takes else plain
             coded |= takes
         return seconds, coded
@@ -200,6 +231,8 @@ def step(args: argparse.Namespace, each: Network, found: Codec) -> Iterator[dict
             for nbytes, count in operations:
                 if variant == CODED:
                     one, coded = place.chosen(line, op, nbytes)
+                elif op == line.coded_op:
+                    one = place.to_owners(nbytes)
                 else:
                     one = place.plain(op, nbytes)
                 seconds += line.times * count * one

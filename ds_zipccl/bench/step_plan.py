@@ -131,7 +131,7 @@ def traffic(args: argparse.Namespace) -> list[StepTraffic]:
 def _crowding(args: argparse.Namespace) -> float:
     """Factor on the time of a reduce-scatter whose sums go on to the few owners of a bucket; 1 if all ranks own equally much."""
     elements = BUCKET if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
-    owners = args.gpus * min(1.0, elements / args.params)
+    owners = args.gpus * (1.0 if args.round_robin else min(1.0, elements / args.params))
     return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
 
 

@@ -10,6 +10,7 @@ The coded variants do more than exponent coding, by keys of the section in ds_co
 
 * --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only, by a reduce_scatter with half the bytes of the all_reduce.
   If a bucket is much smaller than the model, few ranks own it and take up to twice as long to receive the sums: ms includes that.
+  With --round-robin (round_robin_gradients of DeepSpeed) all ranks own equal parts.
 * --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the parameters of the last step. The ratio (4 for bf16) is
   that of the peak learning rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
 * --zero3-base host or device: ZeRO-3 gathers differences too. Only the first gather of a step finds changes ("parameters, first"). The
@@ -103,6 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", type=float, metavar="R", help="ratio of the coding (measured on normal values)")
     for key, choices, about in SWITCHES:
         parser.add_argument(f"--{key}", choices=choices, default=choices[0], help=f"{about} ({choices[0]})")
+    spread = "ZeRO-1/2: round_robin_gradients is true, so that all ranks own equal parts of every bucket"
+    parser.add_argument("--round-robin", action="store_true", help=spread)
     parser.add_argument("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
     parser.add_argument("--accumulation", type=int, default=1, metavar="K", help="micro-batches per step (1)")
     parser.add_argument("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")

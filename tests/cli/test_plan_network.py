@@ -16,6 +16,7 @@ from ds_zipccl.bench.step_plan import TOTAL
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 from ds_zipccl.policy.device_rules import (
     GATHER,
+    RDMA_REACH,
     SUM,
     TCP_REACH,
     VERDICT_S,
@@ -56,7 +57,7 @@ def seconds(rows: list[dict[str, Any]], network: str, variant: str) -> float:
 def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--network", "--bucket", "1e8", "--gpu-profile", "assumed-1.0")
     three = on_nccl(tmp_path, "--zero", "3", *words)
-    two = on_nccl(tmp_path, "--zero", "2", "--delta-ratio", "8", *words)
+    two = on_nccl(tmp_path, "--zero", "2", "--round-robin", "--delta-ratio", "8", *words)
     assert {row["network"] for row in three} == set(DESIGN)
     for network, wanted in DESIGN.items():
         gathers = [row["how"] for row in three if row["network"] == network and row["op"] == "all_gather"]
@@ -75,7 +76,7 @@ def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = on_nccl(tmp_path, "--zero", "2", "--network", "2x50gbit-tcp")
+    rows = on_nccl(tmp_path, "--zero", "2", "--round-robin", "--network", "2x50gbit-tcp")
     assert [(row["op"], row["variant"], row["how"], row["calls"]) for row in rows] == [
         ("all_reduce", "plain", "plain", 14), ("reduce_scatter", "owners", "plain", 14), ("reduce_scatter", "coded", "coded", 14),
         ("all_gather", "plain", "plain", 14), ("all_gather", "owners", "plain", 14), ("all_gather", "coded", "differences", 14),
@@ -100,6 +101,20 @@ def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("all_reduce", "plain"), ("all_reduce", "coded"), ("all_gather", "plain"), ("all_gather", "coded")
     ]  # fmt: skip
     assert 1.8 < rows[-1]["speedup"] < 2
+
+
+def test_buckets_that_few_ranks_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bucket of 2 of 32 ranks: NCCL reduces it to each, which passes every node; ours is all-reduced, because one node gets all of it."""
+    rows = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit")
+    assert "round_robin_gradients is faster" in capsys.readouterr().out
+    topology, profile = Topology(4, 8), DeviceProfile(100e9 / 8 * RDMA_REACH)
+    assert rows[1]["ms"] == pytest.approx(14e3 * plain_seconds(SUM, 1e9, topology, profile) * 4 / 3)
+    ours = coded_seconds(SUM, 1e9, topology, profile) + coded_seconds(GATHER, 1e9, topology, profile, waits=1)
+    assert rows[2]["ms"] == pytest.approx(14e3 * ours)
+    spread = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit", "--bucket", "14e9")
+    assert "round_robin_gradients is faster" in capsys.readouterr().out
+    assert spread[1]["ms"] == pytest.approx(1e3 * plain_seconds(SUM, 14e9, topology, profile))
+    assert spread[2]["ms"] == pytest.approx(1e3 * coded_seconds(SUM, 14e9, topology, profile))
 
 
 def test_measured_codecs_take_the_place_of_assumed_ones(
