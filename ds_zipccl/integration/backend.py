@@ -182,8 +182,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
                 find_nodes()  # sums depend on the nodes, and must not depend on the mode
         if torch.distributed.get_rank() == 0:
             nodes = group_nodes(resolve_group(None))
-            line = start_line.start_line(config, profile, start_line.coverage(config), nodes, start_line.device_sums())
-            print(line, flush=True)
+            print(start_line.start_line(config, profile, start_line.coverage(config), nodes), flush=True)
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
 

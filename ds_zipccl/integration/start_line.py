@@ -6,6 +6,7 @@ import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from torch.distributed import distributed_c10d
 
@@ -16,13 +17,13 @@ from ds_zipccl.comm.group_state import group_nodes, group_state
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 
-#: Kinds of operations whose schedules are in stream order, each with an operation that stands for it, and its schedule.
-_ON_STREAMS = {
-    "all_gather_into_tensor": "gathers of slots of one size by the backend's own all-gather",
-    "reduce_scatter_tensor": "sums {}",
-    "all_to_all_single": "all-to-alls of slots of one size",
+#: Kinds of moves with schedules in stream order: an operation that stands for the kind -> its name and its schedule.
+_MOVES = {
+    "all_gather_into_tensor": ("gathers", "in slots by the backend's own all-gather"),
+    "all_to_all_single": ("all-to-alls", "in slots by the backend's own"),
 }
 
 
@@ -35,10 +36,23 @@ class Group:
     nodes: int = 0
 
 
-def coverage(config: ZipcclConfig) -> str:
+class Settled(Protocol):
+    """The choices of a job for its groups in stream order; see ``Settled`` of :mod:`ds_zipccl.comm.device`. Its text has the measured link.
+
+    ``sums``: "fp32", ours, or "plain", the backend's own. ``reason``: why no gather and no all-to-all of mode auto is coded, or None.
+    """
+
+    @property
+    def sums(self) -> str: ...
+
+    @property
+    def reason(self) -> PassReason | None: ...
+
+
+def coverage(config: ZipcclConfig, settled: Settled | None = None) -> str:
     """Describe the traffic of the groups that this job has made so far, as far as this rank is in them; see :func:`describe`."""
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    return describe(_groups(), accelerator.device_name(), config)
+    return describe(_groups(), accelerator.device_name(), config, settled)
 
 
 def coverage_here(config: ZipcclConfig) -> str:
@@ -53,35 +67,38 @@ def _groups() -> list[Group]:
     return [Group(one.size, one.backends, len(group_nodes(group))) for group, one in members if one is not None]
 
 
-def describe(groups: Iterable[Group], device: str, config: ZipcclConfig) -> str:
+def describe(groups: Iterable[Group], device: str, config: ZipcclConfig, settled: Settled | None = None) -> str:
     """Return a clause about groups of several ranks: "codes ...", or "nothing will be coded: ...", with the reason.
 
     Args:
         device: the type of device of the model's tensors. CPU tensors are mentioned too if they alone are coded.
+        settled: for groups in stream order; None where nothing was settled.
     """
     several = [group for group in groups if group.ranks > 1]
     if not several:
         return "nothing will be coded: this job has one rank"
-    coded, passed = _tally(several, device, config)
+    coded, passed = _tally(several, device, config, settled)
     why = "; ".join(
         f"{device} tensors go over {backend or 'no backend'}{_count(number)}{reason}"
         for (backend, reason), number in passed.items()
     )
     if coded:
         return f"codes {_list(device, coded)}{f'; not coded: {why}' if why else ''}"
-    on_cpu, _ = _tally(several, "cpu", config) if device != "cpu" else (Counter(), {})
+    on_cpu, _ = _tally(several, "cpu", config, settled) if device != "cpu" else (Counter(), {})
     if on_cpu:
         return f"no {device} tensor will be coded: {why}; codes {_list('cpu', on_cpu)}"
     return f"nothing will be coded: {why}"
 
 
-def _tally(groups: Iterable[Group], device: str, config: ZipcclConfig) -> tuple[Counter[str], Counter[tuple[str, str]]]:
+def _tally(
+    groups: Iterable[Group], device: str, config: ZipcclConfig, settled: Settled | None
+) -> tuple[Counter[str], Counter[tuple[str, str]]]:
     """Count the groups by the backend of a type of device: those that are coded, and the others, by the reason as well."""
     coded: Counter[str] = Counter()
     passed: Counter[tuple[str, str]] = Counter()
     for group in groups:
         backend = group.backends.get(device, "")
-        reason = _passes(group, device, backend, config)
+        reason = _passes(group, device, backend, config, settled)
         if reason:
             passed[backend, reason] += 1
         else:
@@ -89,14 +106,20 @@ def _tally(groups: Iterable[Group], device: str, config: ZipcclConfig) -> tuple[
     return coded, passed
 
 
-def _passes(group: Group, device: str, backend: str, config: ZipcclConfig) -> str:
+def _passes(group: Group, device: str, backend: str, config: ZipcclConfig, settled: Settled | None) -> str:
     """Return the reason why all tensors of a type of device pass through in a group, to follow the backend's name; "" if they do not."""
     if backend not in admission.CODED_BACKENDS.get(device, ()):
         return ", for which there are no coded schedules yet"
-    if backend in admission.STREAM_BACKENDS and config.nccl == "off":
+    if backend not in admission.STREAM_BACKENDS:
+        return ""
+    if config.nccl == "off":
         return ', whose schedules no GPU has run yet; to use them all the same, set "nccl" to "on"'
-    if backend in admission.STREAM_BACKENDS and group.nodes == 1:
-        return " inside one node, where links are faster than coding"
+    if any(config.mode_of(role) == "always" for role in ROLES):
+        return ""
+    if group.nodes == 1:
+        return " inside one node, without a network"
+    if settled is not None and settled.reason is not None and settled.sums == "plain":
+        return f", {settled.reason.value}"
     return ""
 
 
@@ -109,32 +132,27 @@ def _count(number: int) -> str:
     return "" if number == 1 else f" ({number} groups)"
 
 
-def device_sums() -> str:
-    """Return the order of this job's sums on groups in stream order, "fp32" or "plain"; "" if this rank is in no such group."""
-    streams = any(
-        group.ranks > 1 and set(admission.STREAM_BACKENDS) & set(group.backends.values()) for group in _groups()
-    )
-    return str(getattr(group_state(None), "device_sums", "")) if streams else ""
-
-
-def schedules(config: ZipcclConfig, sums: str, nodes: Sequence[Sequence[int]]) -> str:
-    """Return a clause about the schedules of coded groups in stream order, such as those of NCCL; "" where none is coded.
+def schedules(config: ZipcclConfig, settled: Settled, nodes: Sequence[Sequence[int]]) -> str:
+    """Return a clause about the schedules of groups in stream order, such as those of NCCL, with the order of this job's sums.
 
     Args:
-        sums: the order of this job's sums there: "fp32", ours; "plain", the backend's own; "" where the job has no such group.
         nodes: the ranks of each node.
     """
-    if config.nccl == "off" or not sums:
-        return ""
+    always = any(config.mode_of(role) == "always" for role in ROLES)
+    passing = "" if settled.reason is None or always else f"plain: {settled.reason.value}"
+    moves = [f"{name} {passing or how}" for op, (name, how) in _MOVES.items() if OPS[op].on_device]
     levels = f"two levels, {len(nodes)} nodes of {len(nodes[0])} ranks" if topology.levels(nodes) else "one level"
-    order = f"fp32, {levels}" if sums == "fp32" else "the backend's own"
+    order = f"fp32, {levels}" if settled.sums == "fp32" else "the backend's own"
     pinned = ", pinned for this job" if config.reduction == "auto" else ""
-    said = ", ".join(text.format(f"({order}{pinned})") for op, text in _ON_STREAMS.items() if OPS[op].on_device)
-    return f"on {' and '.join(admission.STREAM_BACKENDS)} groups: {said}"
+    return f"on {' and '.join(admission.STREAM_BACKENDS)} groups: {', '.join([*moves, f'sums ({order}{pinned})'])}"
 
 
 def start_line(
-    config: ZipcclConfig, profile: LinkProfile | None, covered: str, nodes: Sequence[Sequence[int]] = (), sums: str = ""
+    config: ZipcclConfig,
+    profile: LinkProfile | None,
+    covered: str,
+    nodes: Sequence[Sequence[int]] = (),
+    settled: Settled | None = None,
 ) -> str:
     """Return the line that rank 0 prints when coding is switched on.
 
@@ -142,7 +160,7 @@ def start_line(
         profile: the measured link and codec, None if nothing was measured.
         covered: the clause of :func:`describe` about this job's groups; it is replaced if the config codes no role.
         nodes: the ranks of each node.
-        sums: as in :func:`schedules`.
+        settled: for groups in stream order; None where the job has none that is coded.
     """
     cuda = kernels.tried("cuda")  # kernels.why() would compile the routes that are not needed
     off = [role for role in ROLES if config.mode_of(role) == "never"]
@@ -159,9 +177,8 @@ def start_line(
             f"link {8e-6 * profile.bandwidth:.0f} Mbit/s, {1e6 * profile.alpha:.0f} us, "
             f"coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
         )
-    on_streams = schedules(config, sums, nodes)
-    if on_streams:
-        parts.append(on_streams)
+    if settled is not None:
+        parts += [schedules(config, settled, nodes), str(settled)]
     elif config.reduction == "fp32" and topology.levels(nodes):
         parts.append(f"sums of all ranks in two levels: {len(nodes)} nodes of {len(nodes[0])} ranks")
     if 0 < len(off) < len(ROLES):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,7 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import start_line as lines
 from ds_zipccl.integration.start_line import Group, coverage, describe, start_line
 from ds_zipccl.ops import OPS
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 
 #: Routes, best first -> why they are not used.
@@ -148,14 +149,12 @@ def test_clauses(case: str) -> None:
         ([Group(2, NCCL), Group(4, BOTH, nodes=2), Group(1, NCCL)], "codes cuda tensors over nccl (2 groups)"),
         (
             [Group(16, NCCL, nodes=2), Group(8, NCCL, nodes=1), Group(8, NCCL, nodes=1)],
-            "codes cuda tensors over nccl; not coded: cuda tensors go over nccl (2 groups) inside one node, where links are faster "
-            "than coding",
+            "codes cuda tensors over nccl; not coded: cuda tensors go over nccl (2 groups) inside one node, without a network",
         ),
         ([Group(2, {"cuda": "mpi"})], f"nothing will be coded: cuda tensors go over mpi, {NO_SCHEDULE}"),
         (
             [Group(8, BOTH, nodes=1)],
-            "no cuda tensor will be coded: cuda tensors go over nccl inside one node, where links are faster than coding; "
-            "codes cpu tensors over gloo",
+            "no cuda tensor will be coded: cuda tensors go over nccl inside one node, without a network; codes cpu tensors over gloo",
         ),
     ],
     ids=["several nodes", "one node", "MPI", "one node, and gloo"],
@@ -164,23 +163,51 @@ def test_clauses_with_nccl_on(groups: list[Group], said: str) -> None:
     assert describe(groups, "cuda", ON) == said
 
 
+@dataclass(frozen=True)
+class Settled:
+    """Stands for the choices of a job."""
+
+    sums: str = "fp32"
+    reason: PassReason | None = None
+
+    def __str__(self) -> str:
+        return "4 nodes, 42 GB/s"
+
+
+FAST = PassReason.LINK_IS_FASTER
+
+
+def test_what_was_settled_on_fast_networks() -> None:
+    """Where neither moves nor sums are coded, nothing is. A mode of always codes all the same."""
+    groups = [Group(8, NCCL, nodes=2)]
+    said = f"nothing will be coded: cuda tensors go over nccl, {FAST.value}"
+    assert describe(groups, "cuda", ON, Settled("plain", FAST)) == said
+    for settled in (Settled("fp32", FAST), Settled("plain")):
+        assert describe(groups, "cuda", ON, settled) == "codes cuda tensors over nccl"
+    always = replace(ON, roles={"ep": "always"})
+    for nodes in (1, 2):
+        found = describe([Group(8, NCCL, nodes=nodes)], "cuda", always, Settled("plain", FAST))
+        assert found == "codes cuda tensors over nccl"
+
+
 def test_schedules_in_stream_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathers, sums and all-to-alls are named as far as they have schedules; the order of sums is told in any case."""
+    """Gathers and all-to-alls are named as far as they have schedules; the order of sums is told in any case."""
     for op in OPS:
         monkeypatch.setitem(OPS, op, replace(OPS[op], on_device=True))
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    gathers = "on nccl groups: gathers of slots of one size by the backend's own all-gather"
-    others = "all-to-alls of slots of one size"
-    found = lines.schedules(ON, "fp32", nodes)
-    assert found == f"{gathers}, sums (fp32, two levels, 2 nodes of 4 ranks, pinned for this job), {others}"
-    found = lines.schedules(replace(ON, reduction="fp32"), "fp32", [[0], [1]])
-    assert found == f"{gathers}, sums (fp32, one level), {others}"
-    found = lines.schedules(ON, "plain", nodes)
-    assert found == f"{gathers}, sums (the backend's own, pinned for this job), {others}"
-    monkeypatch.setitem(OPS, "reduce_scatter_tensor", replace(OPS["reduce_scatter_tensor"], on_device=False))
-    assert lines.schedules(ON, "fp32", nodes) == f"{gathers}, {others}"
-    assert lines.schedules(DEFAULT, "fp32", nodes) == lines.schedules(ON, "", nodes) == ""
-    assert f"; {gathers}, {others}" in start_line(ON, None, "codes all", nodes, "fp32")
+    moves = "gathers in slots by the backend's own all-gather, all-to-alls in slots by the backend's own"
+    found = lines.schedules(ON, Settled(), nodes)
+    assert found == f"on nccl groups: {moves}, sums (fp32, two levels, 2 nodes of 4 ranks, pinned for this job)"
+    found = lines.schedules(replace(ON, reduction="fp32"), Settled(), [[0], [1]])
+    assert found == f"on nccl groups: {moves}, sums (fp32, one level)"
+    passing = f"gathers plain: {FAST.value}, all-to-alls plain: {FAST.value}"
+    found = lines.schedules(ON, Settled("plain", FAST), nodes)
+    assert found == f"on nccl groups: {passing}, sums (the backend's own, pinned for this job)"
+    assert moves in lines.schedules(replace(ON, mode="always"), Settled("plain", FAST), nodes)
+    monkeypatch.setitem(OPS, "all_to_all_single", replace(OPS["all_to_all_single"], on_device=False))
+    assert "all-to-alls" not in lines.schedules(ON, Settled(), nodes)
+    line = start_line(ON, None, "codes all", nodes, Settled())
+    assert line.endswith("2 nodes of 4 ranks, pinned for this job); 4 nodes, 42 GB/s")
 
 
 def accelerator(device: str, backend: str = "") -> SimpleNamespace:
