@@ -68,8 +68,8 @@ class Topology:
 class DeviceProfile:
     """The speeds of the slowest rank of a group, in bytes a second, and its delays in seconds.
 
-    ``network``: all network cards of a node together, each way. ``inside``: one rank, to the ranks of its node. ``encode``, ``decode``: words
-    of one rank. ``launch``, ``verdict``, ``exchange``: see :data:`LAUNCH_S`.
+    ``network``: all network cards of a node together, each way. ``inside``: one rank, to the ranks of its node. ``encode``, ``decode``:
+    words of one rank. ``launch``, ``verdict``, ``exchange``: see :data:`LAUNCH_S`.
 
     Raises:
         ValueError: a number is not finite or not above 0.
