@@ -26,7 +26,7 @@ from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS, ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
 from ds_zipccl.kernels import waves
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, tuner_rules
+from ds_zipccl.policy import admission, device_rules, step_rules, tuner_rules
 from ds_zipccl.policy.admission import PassReason
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
@@ -249,6 +249,30 @@ def tuner_constants(page: Path) -> str:
     return table(("constant", "value"), (*rows, *more))
 
 
+def step_constants(page: Path) -> str:
+    """The constants by which moves on NCCL groups are chosen."""
+    rows = (
+        ("steps before the first trial", step_rules.WARMUP_STEPS),
+        (
+            "windows of a trial and of a probe, for plain and for coded steps",
+            f"{step_rules.TRIAL_WINDOWS} and {step_rules.PROBE_WINDOWS}",
+        ),
+        (
+            "steps of a window that do not count, and that do",
+            f"{step_rules.SETTLE_STEPS} and {step_rules.WINDOW_STEPS}",
+        ),
+        ("steps between a trial and the agreement on its times", step_rules.DELAY_STEPS),
+        ("part of all steps that probes may cost", step_rules.PROBE_SHARE),
+        ("share of the current time that the other steps must stay below", step_rules.HYSTERESIS),
+        (
+            "standard deviations by which they must be ahead, in a probe and in a trial",
+            f"{step_rules.AHEAD_IN_PROBE} and {step_rules.AHEAD_IN_TRIAL}",
+        ),
+        ("GB/s of a node's network cards from which on nothing is tried", f"{device_rules.FAST_NODE / 1e9:g}"),
+    )
+    return table(("constant", "value"), rows)
+
+
 # ---- work of a GPU ---------------------------------------------------------------------------------------------------
 
 #: Multiprocessors of an H100 or H200, for the table of waves.
@@ -298,6 +322,7 @@ SECTIONS: dict[str, Section] = {
     "gpu": measured.gpu,
     "nccl_operations": modelled.operations,
     "nccl_steps": modelled.steps,
+    "step_constants": step_constants,
     "steps": measured.steps,
     "train": measured.train,
 }
