@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.reduction_order import reduce_op_name
@@ -88,10 +89,15 @@ def decide(request: Request) -> Choice:
 
 def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decision:
     """Return the decision on a call in stream order, at this moment of the program. All ranks are at the same one."""
-    device = request.tensor.device
+    device, group = request.tensor.device, resolve_group(request.group)
+    if request.reduce_op is None:
+        nbytes = None if request.numel is None else request.nbytes()
+        reason = choice.reason_to_pass(request.op, request.role, nbytes, request.config, group, device.type)
+        if reason is not None:
+            return Decision.passing(reason)
     if devices.is_capturing(device):
         return Decision.passing(PassReason.CAPTURED)
-    if state.collective_transport(device.type, resolve_group(request.group)).is_coalescing():
+    if state.collective_transport(device.type, group).is_coalescing():
         return Decision.passing(PassReason.COALESCED)
     return admitted
 

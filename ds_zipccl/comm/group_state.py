@@ -23,6 +23,7 @@ from ds_zipccl.comm.transport.protocol import (
 )
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.cost_model import LinkProfile
+from ds_zipccl.policy.device_rules import DeviceProfile
 
 
 class RawBackoff:
@@ -55,6 +56,10 @@ class GroupState:
         self.profiles: dict[
             tuple[str, str], LinkProfile
         ] = {}  # by device and backend: the codec's speed is the device's
+        #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
+        self.device_sums = "fp32"
+        #: Of groups in stream order, by device and backend.
+        self.device_profiles: dict[tuple[str, str], DeviceProfile] = {}
         self.sum_switches: SumSwitches | None = None
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ
@@ -199,3 +204,10 @@ def link_profile(state: GroupState, device: str) -> LinkProfile | None:
         return state.profiles[key]
     world = group_state(None)
     return world.profiles.get(key) if world else None
+
+
+def device_profile(device: str) -> DeviceProfile | None:
+    """Return the measured profile of the default group for tensors on ``device`` in stream order, equal on all ranks; None without a
+    measurement, see :func:`ds_zipccl.comm.device.choice.settle`."""
+    world = group_state(None)
+    return world.device_profiles.get((device, world.backend(device))) if world else None

@@ -16,12 +16,13 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 from ds_zipccl import comm, devices, kernels
+from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
-from ds_zipccl.integration import start_line, zero_buckets, zero_gathers
+from ds_zipccl.integration import passing, start_line, zero_buckets, zero_gathers
 from ds_zipccl.integration.job import Job, overriding_section
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
@@ -52,6 +53,7 @@ _NO_GRAPH = (
 def _collective(name: str) -> Callable[..., Any]:
     """Return the backend's method for one collective: DeepSpeed's own until a section switches coding on, then the coded one."""
     plain, coded = getattr(TorchBackend, name), _coded(name)
+    may_pass = name in passing.SENT
 
     @functools.wraps(plain)
     def method(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +61,8 @@ def _collective(name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self.job.untraced[name](self, *args, **kwargs)
+        if may_pass and self.job.passing is not None and self.job.passing.takes(name, args, kwargs):
+            return plain(self, *args, **kwargs)
         return coded(self, *args, **kwargs)
 
     method.coded = coded  # type: ignore[attr-defined]
@@ -180,11 +184,20 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
                 profile = comm.calibrate()
             else:
                 find_nodes()  # sums depend on the nodes, and must not depend on the mode
+        settled = self._settle(config)
         if torch.distributed.get_rank() == 0:
             nodes = group_nodes(resolve_group(None))
-            print(start_line.start_line(config, profile, start_line.coverage(config), nodes), flush=True)
+            covered = start_line.coverage(config, settled)
+            print(start_line.start_line(config, profile, covered, nodes, settled), flush=True)
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
+
+    def _settle(self, config: ZipcclConfig) -> choice.Settled | None:
+        """Settle sums and moves of groups in stream order; None where the job has none that is coded. A collective; blocks."""
+        settled = choice.settle(config, _device())
+        if settled is not None and not any(config.mode_of(role) == "always" for role in ROLES):
+            self.job.passing = passing.Passing(self.job.role_of, settled.device)
+        return settled
 
     def batch_isend_irecv(self, p2p_op_list: list[Any]) -> list[Any]:
         """Start all sends and receives, those of CPU tensors by :meth:`isend` and :meth:`irecv`; return their handles.
@@ -223,11 +236,16 @@ def _load_kernels(config: ZipcclConfig) -> None:
         RouteUnavailable: no route for CPU tensors works.
     """
     kernels.route(kernels.preferred(config.route, "cpu"), "cpu")
-    if get_accelerator().device_name() == "cuda":
-        # The device that DeepSpeed gives to this rank; it need not be current yet.
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = _device()
+    if device.type == "cuda":
         with contextlib.suppress(kernels.RouteUnavailable), devices.RUNTIMES["cuda"].device(device):
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
+
+
+def _device() -> torch.device:
+    """Return the device that DeepSpeed gives to this rank; it need not be current yet."""
+    name = get_accelerator().device_name()
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
 
 
 def _competing(config: ZipcclConfig) -> bool:

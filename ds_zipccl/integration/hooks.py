@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed.comm.torch import TorchBackend
 
+from ds_zipccl.comm.device import choice
 from ds_zipccl.config import SECTION, ConfigError, near_misses
 from ds_zipccl.integration import zero_buckets, zero_gathers
 from ds_zipccl.integration.backend import ZipcclBackend
@@ -110,6 +111,7 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
     with job.step(engine.zero_optimization_stage()):
         result = original()
+    choice.end_step(engine)
     if job.step_log is not None:
         job.step_log.write(engine.global_steps, rates)
     interval = job.config.log_interval

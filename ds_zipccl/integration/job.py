@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, parse_section
 from ds_zipccl.integration import config_agreement, roles
+from ds_zipccl.integration.passing import Passing
 from ds_zipccl.telemetry.step_log import StepLog
 
 _installed: Mapping[str, Any] | None = None  # the section given to install(), which may run before there is a job
@@ -62,6 +63,8 @@ class Job:
     tensor_groups: WeakSet[dist.ProcessGroup] = field(default_factory=WeakSet)
     #: The step log of rank 0, if the section names a file.
     step_log: StepLog | None = None
+    #: The calls that always pass; None where some may be coded.
+    passing: Passing | None = None
     #: Collective -> the coded method as torch.compile calls it, outside of graphs.
     untraced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 

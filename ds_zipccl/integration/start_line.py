@@ -6,18 +6,17 @@ import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from torch.distributed import distributed_c10d
 
 import ds_zipccl
 from ds_zipccl import kernels
 from ds_zipccl.comm import topology
+from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.comm.group_state import group_nodes, group_state
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
-from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 
 #: Kinds of moves with schedules in stream order: an operation that stands for the kind -> its name and its schedule.
@@ -34,19 +33,6 @@ class Group:
     ranks: int
     backends: Mapping[str, str]
     nodes: int = 0
-
-
-class Settled(Protocol):
-    """The choices of a job for its groups in stream order; see ``Settled`` of :mod:`ds_zipccl.comm.device`. Its text has the measured link.
-
-    ``sums``: "fp32", ours, or "plain", the backend's own. ``reason``: why no gather and no all-to-all of mode auto is coded, or None.
-    """
-
-    @property
-    def sums(self) -> str: ...
-
-    @property
-    def reason(self) -> PassReason | None: ...
 
 
 def coverage(config: ZipcclConfig, settled: Settled | None = None) -> str:
@@ -133,18 +119,19 @@ def _count(number: int) -> str:
 
 
 def schedules(config: ZipcclConfig, settled: Settled, nodes: Sequence[Sequence[int]]) -> str:
-    """Return a clause about the schedules of groups in stream order, such as those of NCCL, with the order of this job's sums.
+    """Return a clause about the schedules of groups in stream order, such as those of NCCL: the order of sums, the measured link.
 
     Args:
         nodes: the ranks of each node.
     """
     always = any(config.mode_of(role) == "always" for role in ROLES)
-    passing = "" if settled.reason is None or always else f"plain: {settled.reason.value}"
-    moves = [f"{name} {passing or how}" for op, (name, how) in _MOVES.items() if OPS[op].on_device]
-    levels = f"two levels, {len(nodes)} nodes of {len(nodes[0])} ranks" if topology.levels(nodes) else "one level"
-    order = f"fp32, {levels}" if settled.sums == "fp32" else "the backend's own"
+    said = [f"{name} {how}" for op, (name, how) in _MOVES.items() if OPS[op].on_device]
+    if settled.reason is not None and not always:
+        said = []  # the text of ``settled`` has the reason
+    ours = f"in fp32, {'two levels' if topology.levels(nodes) else 'one level'}"
     pinned = ", pinned for this job" if config.reduction == "auto" else ""
-    return f"on {' and '.join(admission.STREAM_BACKENDS)} groups: {', '.join([*moves, f'sums ({order}{pinned})'])}"
+    said.append(f"sums {ours if settled.sums == 'fp32' else 'by the backend itself'}{pinned}")
+    return f"on {' and '.join(admission.STREAM_BACKENDS)} groups: {', '.join(said)}; {settled}"
 
 
 def start_line(
@@ -178,7 +165,7 @@ def start_line(
             f"coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
         )
     if settled is not None:
-        parts += [schedules(config, settled, nodes), str(settled)]
+        parts.append(schedules(config, settled, nodes))
     elif config.reduction == "fp32" and topology.levels(nodes):
         parts.append(f"sums of all ranks in two levels: {len(nodes)} nodes of {len(nodes[0])} ranks")
     if 0 < len(off) < len(ROLES):

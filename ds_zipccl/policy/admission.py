@@ -131,6 +131,29 @@ class PassReason(Enum):
         "The tuner has measured the plain collective and our schedules for this kind of message, and the plain one won.",
         'None is needed on a fast link. `"mode": "always"` codes the message all the same, to compare.',
     )
+    INSIDE_NODE = (
+        "inside one node",
+        "All ranks of the NCCL group are on one node, and reach each other without a network: coding would take longer than sending.",
+        'None is needed. `"mode": "always"` codes the message all the same, to compare.',
+    )
+    NETWORK_IS_FASTER = (
+        "network faster than coding",
+        "By the speeds measured at the start, coding gathers on this NCCL group gains nothing: the network between nodes is too fast, or "
+        "the codec too slow. Nothing is tried.",
+        'None is needed. `"mode": "always"` codes the message all the same, to compare.',
+    )
+    BREAK_EVEN = (
+        "smaller than break-even",
+        "By the speeds measured at the start, a message of this size on this NCCL group takes longer coded. The start-up line has the "
+        "size.",
+        "None is needed. Larger buckets (`allgather_bucket_size`, `stage3_prefetch_bucket_size`) make larger messages.",
+    )
+    STEPS_ARE_FASTER = (
+        "plain is faster by whole steps",
+        "Whole optimizer steps took longer with coded gathers and exchanges on NCCL groups than with plain ones, or a trial is comparing "
+        "the two.",
+        'None is needed on a fast network. `"mode": "always"` codes the message all the same, to compare.',
+    )
     LINK_IS_FASTER = (
         "link faster than coding",
         "A single send would take longer as a compressed frame than uncompressed, by the measured speeds of link and codec.",

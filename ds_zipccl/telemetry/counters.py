@@ -100,6 +100,7 @@ _memory: dict[str, Callable[[], int]] = {}
 _counts: dict[tuple[str, str], _Counts] = {}
 _seen: dict[str, _Seen] = {}  # by reader
 _lock = threading.Lock()
+_late: Callable[[], None] | None = None
 
 
 def _of(role: str, op: str) -> _Counts:
@@ -131,11 +132,27 @@ def record(role: str, op: str, logical_bytes: int, wire_bytes: int, staging_byte
 
 def record_pass(role: str, op: str, logical_bytes: int, reason: str) -> None:
     """Count one call that went to the plain backend for ``reason``."""
+    record_passes(role, op, 1, logical_bytes, reason)
+
+
+def record_passes(role: str, op: str, calls: int, logical_bytes: int, reason: str) -> None:
+    """Count calls that went to the plain backend for ``reason``, of ``logical_bytes`` together."""
     with _lock:
         counts = _of(role, op)
-        counts.passed += 1
+        counts.passed += calls
         counts.passed_bytes += logical_bytes
-        counts.reasons[reason] += 1
+        counts.reasons[reason] += calls
+
+
+def count_later(count: Callable[[], None]) -> None:
+    """Call ``count`` whenever counts are asked for or reset: it records what it has tallied. The function replaces the one before."""
+    global _late
+    _late = count
+
+
+def _count_late() -> None:
+    if _late is not None:
+        _late()
 
 
 def record_difference(role: str, op: str, reason: str) -> None:
@@ -188,6 +205,7 @@ def ratio(logical_bytes: int, wire_bytes: int, passed_bytes: int = 0) -> float:
 
 def rows() -> list[Row]:
     """Return one row per (role, op), sorted. A snapshot: later calls do not change it."""
+    _count_late()
     with _lock:
         return [
             Row(
@@ -229,6 +247,7 @@ def since_last(reader: str) -> Increment:
 
     The first call of a reader returns the counts since the process started or since :func:`reset`. Roles that sent nothing are left out.
     """
+    _count_late()
     now = _Seen()
     with _lock:
         for (role, _), counts in _counts.items():
@@ -255,6 +274,7 @@ def since_last(reader: str) -> Increment:
 def reset() -> None:
     """Set all counts to zero, for every reader."""
     global _staging_bytes
+    _count_late()
     with _lock:
         _counts.clear()
         _seen.clear()

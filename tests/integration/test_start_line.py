@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +10,14 @@ import ranks as runner
 import torch.distributed as dist
 
 import ds_zipccl
+from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import start_line as lines
 from ds_zipccl.integration.start_line import Group, coverage, describe, start_line
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
+from ds_zipccl.policy.device_rules import DeviceProfile, Topology
 
 #: Routes, best first -> why they are not used.
 WHY = {"cuda": "no GPU here", "native": "", "numba": ""}
@@ -163,30 +165,23 @@ def test_clauses_with_nccl_on(groups: list[Group], said: str) -> None:
     assert describe(groups, "cuda", ON) == said
 
 
-@dataclass(frozen=True)
-class Settled:
-    """Stands for the choices of a job."""
-
-    sums: str = "fp32"
-    reason: PassReason | None = None
-
-    def __str__(self) -> str:
-        return "4 nodes, 42 GB/s"
+FAST = PassReason.NETWORK_IS_FASTER
 
 
-FAST = PassReason.LINK_IS_FASTER
+def settled(sums: str = "fp32", reason: PassReason | None = None) -> Settled:
+    return Settled("cuda", Topology(2, 4), DeviceProfile(42e9), reason, sums, 27e6)
 
 
 def test_what_was_settled_on_fast_networks() -> None:
     """Where neither moves nor sums are coded, nothing is. A mode of always codes all the same."""
     groups = [Group(8, NCCL, nodes=2)]
     said = f"nothing will be coded: cuda tensors go over nccl, {FAST.value}"
-    assert describe(groups, "cuda", ON, Settled("plain", FAST)) == said
-    for settled in (Settled("fp32", FAST), Settled("plain")):
-        assert describe(groups, "cuda", ON, settled) == "codes cuda tensors over nccl"
+    assert describe(groups, "cuda", ON, settled("plain", FAST)) == said
+    for found in (settled("fp32", FAST), settled("plain")):
+        assert describe(groups, "cuda", ON, found) == "codes cuda tensors over nccl"
     always = replace(ON, roles={"ep": "always"})
     for nodes in (1, 2):
-        found = describe([Group(8, NCCL, nodes=nodes)], "cuda", always, Settled("plain", FAST))
+        found = describe([Group(8, NCCL, nodes=nodes)], "cuda", always, settled("plain", FAST))
         assert found == "codes cuda tensors over nccl"
 
 
@@ -196,18 +191,19 @@ def test_schedules_in_stream_order(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(OPS, op, replace(OPS[op], on_device=True))
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
     moves = "gathers in slots by the backend's own all-gather, all-to-alls in slots by the backend's own"
-    found = lines.schedules(ON, Settled(), nodes)
-    assert found == f"on nccl groups: {moves}, sums (fp32, two levels, 2 nodes of 4 ranks, pinned for this job)"
-    found = lines.schedules(replace(ON, reduction="fp32"), Settled(), [[0], [1]])
-    assert found == f"on nccl groups: {moves}, sums (fp32, one level)"
-    passing = f"gathers plain: {FAST.value}, all-to-alls plain: {FAST.value}"
-    found = lines.schedules(ON, Settled("plain", FAST), nodes)
-    assert found == f"on nccl groups: {passing}, sums (the backend's own, pinned for this job)"
-    assert moves in lines.schedules(replace(ON, mode="always"), Settled("plain", FAST), nodes)
+    speeds = "2 nodes of 4 ranks, 42 GB/s between nodes"
+    found = lines.schedules(ON, settled(), nodes)
+    assert found.startswith(f"on nccl groups: {moves}, sums in fp32, two levels, pinned for this job; {speeds}")
+    assert "coded from 27 MB on" in found
+    found = lines.schedules(replace(ON, reduction="fp32"), settled(), [[0], [1]])
+    assert found.startswith(f"on nccl groups: {moves}, sums in fp32, one level; {speeds}")
+    found = lines.schedules(ON, settled("plain", FAST), nodes)
+    assert found.startswith(f"on nccl groups: sums by the backend itself, pinned for this job; {speeds}")
+    assert f"moves in mode auto: plain: {FAST.value}" in found
+    assert moves in lines.schedules(replace(ON, mode="always"), settled("plain", FAST), nodes)
     monkeypatch.setitem(OPS, "all_to_all_single", replace(OPS["all_to_all_single"], on_device=False))
-    assert "all-to-alls" not in lines.schedules(ON, Settled(), nodes)
-    line = start_line(ON, None, "codes all", nodes, Settled())
-    assert line.endswith("2 nodes of 4 ranks, pinned for this job); 4 nodes, 42 GB/s")
+    assert "all-to-alls" not in lines.schedules(ON, settled(), nodes)
+    assert start_line(ON, None, "codes all", nodes, settled()).endswith(f"; {lines.schedules(ON, settled(), nodes)}")
 
 
 def accelerator(device: str, backend: str = "") -> SimpleNamespace:

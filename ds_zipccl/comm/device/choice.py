@@ -1,0 +1,258 @@
+"""The choice between plain and coded operations of groups in stream order, in mode auto.
+
+Sums decide bits, so that their schedule is settled once, from the nodes and from speeds measured at the start. Moves (gathers, exchanges)
+have equal bits either way, and follow the times of whole optimizer steps. Nothing is measured, and nothing is tried, where the nodes or the
+speeds leave no gain. Without nodes or speeds, as with plain ``torch.distributed``, moves are coded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import tensors
+from ds_zipccl.comm.device import calibration
+from ds_zipccl.comm.device.clock import Span, agreed_seconds, mark
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.group_state import GroupState, device_profile, find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
+from ds_zipccl.ops import OPS
+from ds_zipccl.policy import device_rules, step_rules
+from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.policy.device_rules import GATHER, DeviceProfile, Topology
+from ds_zipccl.telemetry import counters
+
+#: Steps of other engines after which these count, not the steps of the first engine (seed: that engine has ended).
+_OTHER_STEPS = 64
+_WHAT = "moves by whole steps"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What was settled at the start for tensors of one device type. ``reason``: why no move in mode auto is coded; None: some may be.
+    ``sums``: the sums of ``reduction`` auto."""
+
+    device: str
+    topology: Topology
+    profile: DeviceProfile | None
+    reason: PassReason | None
+    sums: str
+    least_bytes: float
+
+    def __str__(self) -> str:
+        nodes = f"{self.topology.nodes} nodes of {self.topology.each} ranks"
+        if self.profile is None:
+            return f"{nodes}, not measured; moves in mode auto: {'plain: inside one node' if self.reason else 'coded'}; sums: {self.sums}"
+        found = self.profile
+        moves = (
+            f"plain: {self.reason.value}"
+            if self.reason
+            else f"coded from {self.least_bytes / 1e6:.3g} MB on, tried by whole steps"
+        )
+        return (
+            f"{nodes}, {found.network / 1e9:.3g} GB/s between nodes, {found.inside / 1e9:.3g} inside, coding {found.encode / 1e9:.3g} and "
+            f"{found.decode / 1e9:.3g} GB/s, a verdict {1e6 * found.verdict:.0f} us; moves in mode auto: {moves}; sums: {self.sums}"
+        )
+
+
+def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
+    """Find the nodes, measure the default group if it has several, and settle its sums and moves, once. None if its tensors on ``device``
+    do not go in stream order, or are not coded. A collective of all ranks; the host waits.
+
+    Raises:
+        ConfigError: ``reduction`` is match on more than two ranks.
+        CommError: a rank did not come within the group's timeout.
+    """
+    state, group = group_state(None), resolve_group(None)
+    modes = {config.mode_of(role) for role in ROLES} - {"never"}
+    if state is None or state.size == 1 or not state.streams(device.type) or config.nccl == "off" or not modes:
+        return None
+    refuse_match(config, state)
+    if not group_nodes(group):
+        find_nodes()
+    topology, profile = Topology.of(group_nodes(group)), None
+    if topology.nodes > 1 and "auto" in modes:
+        profile = calibration.measure(group, config, device)
+        state.device_profiles[device.type, state.backend(device.type)] = profile
+    state.device_sums = _sums(config, topology, profile)
+    rule = rule_of(topology, profile)
+    if "auto" in modes and rule.reason is None and profile is not None:
+        _steps[state] = Steps(config, device)
+    settled = Settled(device.type, topology, profile, rule.reason, state.device_sums, rule.least[1])
+    _settled[state] = settled
+    return settled
+
+
+def refuse_match(config: ZipcclConfig, state: GroupState) -> None:
+    """Raise ConfigError if the config wants the backend's order of sums, and the backend promises none."""
+    if config.reduction == "match" and state.size > 2:
+        raise ConfigError(
+            f'"zipccl.reduction" is "match" with "nccl" on and {state.size} ranks: on NCCL no order of sums is promised by NCCL itself, so '
+            'that no schedule can have its bits; match is for gloo, and for two ranks; write "auto" or "fp32"'
+        )
+
+
+def _sums(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | None) -> str:
+    if config.reduction in ("fp32", "plain"):
+        return config.reduction
+    if config.mode_of("zero_grad") == "always" or (profile is None and topology.nodes > 1):
+        return "fp32"
+    return "plain" if profile is None else device_rules.sums_of(topology, profile)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The static rule of a group's moves: why they pass, None if they may be coded; and the least bytes of a coded gather, without a wait
+    of the host and with one."""
+
+    reason: PassReason | None
+    least: tuple[float, float]
+
+
+def rule_of(topology: Topology, profile: DeviceProfile | None) -> Rule:
+    """Return the static rule of a group."""
+    if topology.nodes == 1:
+        return Rule(PassReason.INSIDE_NODE, (0.0, 0.0))
+    if profile is None:
+        return Rule(None, (0.0, 0.0))
+    if not device_rules.moves_may_gain(topology, profile):
+        return Rule(PassReason.NETWORK_IS_FASTER, (0.0, 0.0))
+    without, with_one = (device_rules.least_bytes(GATHER, topology, profile, waits=waits) for waits in (0, 1))
+    return Rule(None, (without, with_one))
+
+
+_settled: WeakKeyDictionary[GroupState, Settled] = WeakKeyDictionary()
+#: Group -> the profile with which its rule was found, and the rule.
+_rules: WeakKeyDictionary[GroupState, tuple[DeviceProfile | None, Rule]] = WeakKeyDictionary()
+
+
+def reason_to_pass(
+    op: str, role: str, nbytes: int | None, config: ZipcclConfig, group: dist.ProcessGroup, device: str
+) -> PassReason | None:
+    """Return why a move passes now, None if it is coded. All ranks ask at the same place of the program, and get the same answer.
+
+    Args:
+        nbytes: of the whole message; None where ranks may see different sizes.
+    """
+    if config.mode_of(role) != "auto":
+        return None
+    rule = _rule(group, device)
+    if rule is None:
+        return None
+    if rule.reason is not None:
+        return rule.reason
+    waits = 0 if role == "zero_param" else 1  # ZeRO-3 agrees on sizes ahead; ZeRO-1 and ZeRO-2 gather large buckets
+    if nbytes is not None and OPS[op].traffic == "all_gather" and nbytes < rule.least[waits]:
+        return PassReason.BREAK_EVEN
+    world = group_state(None)
+    steps = _steps.get(world) if world else None
+    return None if steps is None or steps.codes(role, op) else PassReason.STEPS_ARE_FASTER
+
+
+def _rule(group: dist.ProcessGroup, device: str) -> Rule | None:
+    """Return the static rule of a group, None while its nodes are unknown."""
+    state, profile = group_state(group), device_profile(device)
+    assert state is not None  # a rank outside the group has no operation here
+    found = _rules.get(state)
+    if found is None or found[0] is not profile:
+        nodes = group_nodes(group)
+        if not nodes:
+            return None
+        topology = Topology.of(nodes)
+        if profile is None:
+            return rule_of(topology, None)
+        # the other ranks of the nodes have groups like this one, and use their part of the network at the same time
+        part = topology.each / Topology.of(group_nodes(resolve_group(None))).each
+        found = _rules[state] = profile, rule_of(topology, replace(profile, network=part * profile.network))
+    return found[1]
+
+
+def never_coded(op: str, group: dist.ProcessGroup | None, device: str) -> PassReason | None:
+    """Return why an operation of a group passes for as long as the job runs in mode auto; None if it may be coded. Only after
+    :func:`settle`."""
+    world = group_state(None)
+    settled = _settled.get(world) if world else None
+    if settled is None or settled.device != device or group_state(group) is None:
+        return None
+    rule = _rule(resolve_group(group), device)
+    if rule is None or (OPS[op].traffic == "reduce_scatter" and settled.sums != "plain"):
+        return None
+    return rule.reason
+
+
+def moves_are_coded() -> bool:
+    """Return whether moves in mode auto are coded in the step that runs, as far as the choice by steps goes; equal on all ranks."""
+    world = group_state(None)
+    steps, settled = (_steps.get(world), _settled.get(world)) if world else (None, None)
+    return steps.codes_now if steps is not None else settled is None or settled.reason is None
+
+
+class Steps:
+    """The choice by whole optimizer steps of this rank. Ranks agree on times once a trial, some steps after it."""
+
+    def __init__(self, config: ZipcclConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._tuner = step_rules.StepTuner(step_rules.CODED)
+        self.codes_now = True
+        self._steps = 0
+        self._last: Any = None  # the mark at the end of the step before
+        self._spans: list[Span] = []
+        self._seen: set[tuple[str, str]] = set()  # roles and operations of moves
+        self._told: set[tuple[str, str]] = set()  # those with a line in the table
+        self._engine: ref[Any] | None = None
+        self._others = 0
+
+    def codes(self, role: str, op: str) -> bool:
+        """Return whether the moves of the step that runs are coded; note the operation for the table."""
+        self._seen.add((role, op))
+        return self.codes_now
+
+    @tensors.undisturbed()
+    def end_step(self, engine: Any) -> None:
+        """Note that a step of an engine has ended. The steps of one engine count. All ranks call at the same place of the program; the
+        host waits where the times of a trial are agreed.
+
+        Raises:
+            CommError: a rank did not come within the group's timeout, or has refused a frame.
+        """
+        if self._engine is None or self._engine() is not engine:
+            self._others += 1
+            if self._engine is not None and self._others < _OTHER_STEPS:
+                return
+            self._engine, self._last = ref(engine), None
+        self._others = 0
+        self._steps += 1
+        now = mark(self._device)
+        timed, agree = self._tuner.end_step()
+        if timed:
+            self._spans.append(Span(self._last, now))
+        self._last = now
+        if agree:
+            self._decide()
+        self.codes_now = self._tuner.arm == step_rules.CODED
+
+    def _decide(self) -> None:
+        group = resolve_group(None)
+        ctx = DeviceContext("step", group, self._config, "dp", self._config.codec, self._device)
+        switched = self._tuner.decide(agreed_seconds(ctx, [span.nanoseconds() for span in self._spans]))
+        self._spans, self._last = [], None  # the agreement is no part of a step
+        found = self._tuner.last
+        text = f"{self._tuner.chosen} from step {self._steps + 1} on (plain {1e3 * found.plain:.4g} ms, coded {1e3 * found.coded:.4g} ms)"
+        for role, op in sorted(self._seen if switched else self._seen - self._told):
+            counters.record_choice(role, op, _WHAT, text)
+        self._told |= self._seen
+
+
+_steps: WeakKeyDictionary[GroupState, Steps] = WeakKeyDictionary()
+
+
+def end_step(engine: Any) -> None:
+    """Note that an optimizer step of an engine has ended, see :meth:`Steps.end_step`. Costs nothing where steps decide nothing."""
+    world = group_state(None)
+    steps = _steps.get(world) if world else None
+    if steps is not None:
+        steps.end_step(engine)

@@ -1,0 +1,280 @@
+"""The choice between plain and coded moves on the simulated GPU: calibration, static rules, and arms that switch by whole steps."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import corpus
+import levels
+import moves
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import kernels
+from ds_zipccl.comm.device import calibration, choice, clock
+from ds_zipccl.comm.group_state import device_profile, group_state
+from ds_zipccl.config import ConfigError, ZipcclConfig
+from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.policy import step_rules
+from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.policy.device_rules import DeviceProfile
+from ds_zipccl.telemetry import counters
+from sim import launcher, world
+
+AUTO: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "auto"}
+#: 100 Gbit/s a node, and no delays: coding gains at any size.
+SLOW = DeviceProfile(network=12e9, launch=1e-12, verdict=1e-12, exchange=1e-12)
+#: 8 x 400 Gbit/s.
+FAST = DeviceProfile(network=380e9)
+NUMEL = 3000
+
+
+@pytest.fixture(scope="module")
+def route() -> CudaRoute:
+    kernels.route()
+    return launcher.route()
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(calibration, "SIZES", (1 << 10, 4 << 10))
+    monkeypatch.setattr(calibration, "CODED_BYTES", (4 << 10, 16 << 10))
+    monkeypatch.setattr(calibration, "_DRAWN", 1 << 10)
+    monkeypatch.setattr(calibration, "_BUDGET_S", 1e9)
+    monkeypatch.setattr(calibration, "_CALLS", 3)
+    counters.reset()
+    yield
+    counters.reset()
+
+
+def settled(rank: int, nodes: int, **settings: Any) -> choice.Settled | None:
+    levels.pretend(levels.nodes_of(nodes, dist.get_world_size() // nodes))
+    return choice.settle(ZipcclConfig(enabled=True, **{**AUTO, **settings}), torch.device("cuda", rank))
+
+
+def measured(rank: int, ranks: int, nodes: int) -> Any:
+    found = settled(rank, nodes)
+    assert found is not None and found.profile is device_profile("cuda")
+    state = group_state(None)
+    assert state is not None and state.device_sums == found.sums in ("fp32", "plain")
+    assert (found.profile is None) == (nodes == 1)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (4, 2), (2, 1)])
+def test_all_ranks_measure_the_same(route: CudaRoute, ranks: int, nodes: int) -> None:
+    for seed, modes in enumerate((world.Modes(), world.ALL_MODES[-1])):
+        outcome = world.run(measured, ranks, nodes, seed=seed, modes=modes, route=route)
+        assert len(set(outcome.values)) == 1
+        assert all(bool(one.collectives) == (nodes > 1) for one in outcome.counters)
+
+
+def a_gather(rank: int, ranks: int, api: Any, number: int) -> bool:
+    """One gather; whether it was coded."""
+    kind = next(iter(corpus.SUMMED.values()))
+    inputs = [moves.filled(peer, NUMEL, kind, number).cuda(rank) for peer in range(ranks)]
+    whole = torch.empty(NUMEL * ranks, dtype=inputs[0].dtype, device=f"cuda:{rank}")
+    decided: list[bool] = []
+    api.all_gather_into_tensor(whole, inputs[rank], uncompressed_call=lambda: _plain(whole, inputs[rank], decided))
+    corpus.assert_same_bits(whole.cpu(), torch.cat([one.cpu() for one in inputs]))
+    return not decided
+
+
+def _plain(whole: torch.Tensor, part: torch.Tensor, decided: list[bool]) -> None:
+    decided.append(True)
+    dist.all_gather_into_tensor(whole, part)
+
+
+class Engine:
+    """Stands for an engine."""
+
+
+def steps(rank: int, ranks: int, count: int, settings: dict[str, Any]) -> Any:
+    """The arm of each step, and what was settled."""
+    found = settled(rank, 2, **settings)
+    api = moves.coded(**AUTO, **settings)
+    engine, arms = Engine(), []
+    for number in range(count):
+        arms.append(a_gather(rank, ranks, api, number))
+        assert arms[-1] == choice.moves_are_coded() or settings
+        choice.end_step(engine)
+    return arms, found
+
+
+class FakeClock:
+    """Clocks of the ranks; each mark is a step later, and a step of an arm takes its own time."""
+
+    def __init__(self, seconds: Callable[[int, bool], float]) -> None:
+        self._seconds = seconds
+        self._now: collections.Counter[int] = collections.Counter()
+
+    def mark(self, device: torch.device) -> int:
+        rank = dist.get_rank()
+        self._now[rank] += int(1e9 * self._seconds(rank, choice.moves_are_coded()))
+        return self._now[rank]
+
+
+def with_profile(monkeypatch: pytest.MonkeyPatch, profile: DeviceProfile) -> None:
+    monkeypatch.setattr(calibration, "measure", lambda group, config, device: profile)
+
+
+#: Steps up to the agreement on the first trial.
+TRIAL = (
+    step_rules.WARMUP_STEPS - 1
+    + 2 * step_rules.TRIAL_WINDOWS * (step_rules.SETTLE_STEPS + step_rules.WINDOW_STEPS)
+    + step_rules.DELAY_STEPS
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_all_ranks_switch_at_one_step(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """The last rank is slower with frames, and it decides; to the other ranks frames look faster."""
+    with_profile(monkeypatch, SLOW)
+
+    def seconds(rank: int, coded: bool) -> float:
+        return (1.3 if coded else 1.1) if rank == ranks - 1 else (0.5 if coded else 1.0)
+
+    monkeypatch.setattr(choice, "mark", FakeClock(seconds).mark)
+    outcome = world.run(steps, ranks, TRIAL + 5, {}, route=route)
+    (arms, found), *others = outcome.values
+    assert found.reason is None and all(one == (arms, found) for one in others)
+    assert all(arms[: step_rules.WARMUP_STEPS]) and not any(arms[TRIAL:])
+    (row,) = [row for row in counters.rows() if row["calls"]]
+    assert row["reasons"] == {PassReason.STEPS_ARE_FASTER.value: ranks * arms.count(False)}
+    ((what, (text, _)),) = row["choices"].items()
+    assert what == "moves by whole steps" and text.startswith(
+        f"plain from step {TRIAL + 1} on (plain 1100 ms, coded 1300 ms)"
+    )
+
+
+def test_frames_stay_where_they_are_faster(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_profile(monkeypatch, SLOW)
+    monkeypatch.setattr(choice, "mark", FakeClock(lambda rank, coded: 0.8 if coded else 1.0).mark)
+    outcome = world.run(steps, 2, TRIAL + 5, {}, route=route)
+    arms = outcome.values[0][0]
+    assert outcome.values[1][0] == arms and all(arms[TRIAL:]) and not all(arms)
+
+
+def decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a rank that goes by its own times."""
+
+    def own(ctx: Any, nanoseconds: list[int]) -> list[float]:
+        agreed = clock.agreed_seconds(ctx, nanoseconds)
+        return [one / 1e9 for one in nanoseconds] if ctx.rank == 0 else agreed
+
+    monkeypatch.setattr(choice, "agreed_seconds", own)
+
+
+def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_profile(monkeypatch, SLOW)
+    decides_alone(monkeypatch)
+
+    def seconds(rank: int, coded: bool) -> float:
+        return (1.3 if coded else 1.1) if rank else (0.5 if coded else 1.0)
+
+    monkeypatch.setattr(choice, "mark", FakeClock(seconds).mark)
+    with pytest.raises(world.Fault, match=r"would hang|all_reduce|all_gather"):
+        world.run(steps, 2, TRIAL + 5, {}, route=route)
+
+
+def test_marks_of_the_device_cost_no_wait(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait of the host for a trial, and nothing else waits; in every mode of the machine."""
+    with_profile(monkeypatch, SLOW)
+    for seed, modes in enumerate((world.Modes(), world.ALL_MODES[-1])):
+        counters.reset()
+        outcome = world.run(marks_alone, 2, TRIAL + 3, seed=seed, modes=modes, route=route)
+        assert all(not one.waits for one in outcome.counters) and outcome.values[0] == outcome.values[1]
+        assert [(row["op"], row["host_waits"]) for row in counters.rows()] == [("step", 2)]
+
+
+def marks_alone(rank: int, ranks: int, count: int) -> list[bool]:
+    settled(rank, 2)
+    engine, arms = Engine(), []
+    for _ in range(count):
+        arms.append(choice.moves_are_coded())
+        torch.ones(10, device=f"cuda:{rank}").mul_(2)
+        choice.end_step(engine)
+    return arms
+
+
+@pytest.mark.parametrize(
+    ("nodes", "profile", "settings", "reason"),
+    [
+        (2, FAST, {}, PassReason.NETWORK_IS_FASTER),
+        (1, SLOW, {}, PassReason.INSIDE_NODE),
+        (2, DeviceProfile(network=12e9), {}, PassReason.BREAK_EVEN),
+        (1, SLOW, {"mode": "always"}, None),
+        (2, FAST, {"mode": "always"}, None),
+        (2, SLOW, {"roles": {"dp": "always"}}, None),
+        (2, SLOW, {"roles": {"dp": "never"}}, PassReason.ROLE),
+    ],
+)
+def test_static_rules(
+    route: CudaRoute,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    profile: DeviceProfile,
+    settings: dict[str, Any],
+    reason: PassReason | None,
+) -> None:
+    monkeypatch.setattr(calibration, "measure", lambda group, config, device: profile)
+    outcome = world.run(static, 2, nodes, settings, route=route)
+    assert outcome.values == [reason is None] * 2
+    (row,) = [row for row in counters.rows() if row["calls"] or row["passed"]]
+    assert row["reasons"] == ({} if reason is None else {reason.value: 2})
+
+
+def static(rank: int, ranks: int, nodes: int, settings: dict[str, Any]) -> bool:
+    settled(rank, nodes, **settings)
+    coded = a_gather(rank, ranks, moves.coded(**{**AUTO, **settings}), 0)
+    choice.end_step(Engine())
+    return coded
+
+
+def test_without_nodes_moves_are_coded(route: CudaRoute) -> None:
+    """Plain torch.distributed."""
+    assert world.run(unknown, 2, route=route).values == [True, True]
+
+
+def unknown(rank: int, ranks: int) -> bool:
+    choice.end_step(Engine())
+    return a_gather(rank, ranks, moves.coded(**AUTO), 0)
+
+
+def test_match_is_refused(route: CudaRoute) -> None:
+    world.run(matched, 3, route=route)
+    world.run(matched, 2, route=route)
+
+
+def matched(rank: int, ranks: int) -> None:
+    if ranks > 2:
+        with pytest.raises(ConfigError, match="no order of sums is promised by NCCL"):
+            settled(rank, 1, reduction="match")
+    else:
+        assert settled(rank, 1, reduction="match") is not None
+    assert settled(rank, 1, reduction="match", nccl="off") is None
+    assert settled(rank, 1, reduction="match", mode="never") is None
+
+
+def engines(rank: int, ranks: int, order: str) -> list[int]:
+    """The numbers of the steps that count."""
+    settled(rank, 2)
+    world_state = group_state(None)
+    assert world_state is not None
+    found = {name: Engine() for name in "abc"}
+    numbers = []
+    for name in order:
+        choice.end_step(found[name])
+        numbers.append(choice._steps[world_state]._steps)
+    return numbers
+
+
+def test_the_steps_of_one_engine_count(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_profile(monkeypatch, SLOW)
+    assert world.run(engines, 2, "abab" * 2, route=route).values[0] == [1, 1, 2, 2, 3, 3, 4, 4]
+    other = "b" * choice._OTHER_STEPS
+    found = world.run(engines, 2, f"aa{other}bb", route=route).values[0]
+    assert found[:3] == [1, 2, 2] and found[-4:] == [2, 3, 4, 5]
