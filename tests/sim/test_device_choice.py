@@ -75,7 +75,7 @@ def test_all_ranks_measure_the_same(route: CudaRoute, ranks: int, nodes: int) ->
 def a_gather(rank: int, ranks: int, api: Any, number: int) -> bool:
     """One gather; whether it was coded."""
     kind = next(iter(corpus.SUMMED.values()))
-    inputs = [moves.filled(peer, NUMEL, kind, number).cuda(rank) for peer in range(ranks)]
+    inputs = [moves.filled(peer, NUMEL, kind, number).to(f"cuda:{rank}") for peer in range(ranks)]
     whole = torch.empty(NUMEL * ranks, dtype=inputs[0].dtype, device=f"cuda:{rank}")
     decided: list[bool] = []
     api.all_gather_into_tensor(whole, inputs[rank], uncompressed_call=lambda: _plain(whole, inputs[rank], decided))

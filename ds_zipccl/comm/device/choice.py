@@ -252,6 +252,8 @@ _steps: WeakKeyDictionary[GroupState, Steps] = WeakKeyDictionary()
 
 def end_step(engine: Any) -> None:
     """Note that an optimizer step of an engine has ended, see :meth:`Steps.end_step`. Costs nothing where steps decide nothing."""
+    if not _steps:
+        return
     world = group_state(None)
     steps = _steps.get(world) if world else None
     if steps is not None:

@@ -50,6 +50,9 @@ def agreed_seconds(ctx: DeviceContext, nanoseconds: Sequence[int]) -> list[float
     Raises:
         CommError: as :func:`.verdict.agree`.
     """
+    host = tensors.pinned(8 * len(nanoseconds)).view(torch.int64)
+    host.copy_(tensors.of_numbers(list(nanoseconds), torch.int64))
     with ctx.lanes.on(Lane.ENCODE):
-        words = tensors.of_numbers(list(nanoseconds), torch.int64).to(ctx.device)
+        words = tensors.empty(len(nanoseconds), torch.int64, ctx.device)
+        words.copy_(host, non_blocking=True)
     return [found / 1e9 if found < _UNKNOWN else float("inf") for found in agree(ctx, [words])]
