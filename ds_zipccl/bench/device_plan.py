@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from ds_zipccl.bench import ToolError, speeds, tables
 from ds_zipccl.bench.step_plan import CHANGED, EXPONENTS, ITEMSIZE, TOTAL, UNCHANGED, StepTraffic, sizes, traffic
 from ds_zipccl.bench.tables import Column
-from ds_zipccl.policy.cost_model import UNCHANGED_RATIO
 from ds_zipccl.policy.device_rules import (
     CODEC,
     GATHER,
@@ -38,6 +37,8 @@ ASSUMED = {"assumed-0.5": 0.5e12, "assumed-1.0": CODEC, "assumed-1.5": 1.5e12}
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "cuda.json"
 #: Bytes a second that the hashes of a base read (seed: each word once, at the speed of an H100's memory).
 HASH = 4e12
+#: Bytes a second of a copy on a GPU, and between a GPU and its host (seed: both ways of an H100's memory; PCIe 5 with 16 lanes).
+COPY, HOST = HASH / 2, 50e9
 #: Speed of the codec with a base, in parts of its speed without (seed: by the bytes of memory that it moves, 4.3 and 3.4 a bf16 word).
 BASE_SPEED = 0.79
 #: Kinds of the model that an operation consists of.
@@ -154,8 +155,6 @@ class _Place:
     def ratio(self, kind: str, coding: str) -> float:
         if coding == CHANGED:
             return float(self.args.delta_ratio or speeds.delta_ratio(self.args.dtype))
-        if coding == UNCHANGED:
-            return UNCHANGED_RATIO
         return float(
             self.args.ratio or (RATIO[kind] if self.args.dtype == "bfloat16" else speeds.normal_ratio(self.args.dtype))
         )
@@ -185,13 +184,23 @@ class _Place:
 
     def coded(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Seconds of one operation by our schedule. The gathers of ZeRO-3 need no verdict; a base is proven by its hash."""
+        if line.coding == UNCHANGED:  # nothing is sent: the words come from the base
+            return self.profile.launch + nbytes / (HOST if self.args.zero3_base == "host" else COPY)
         ratio = self.ratio(kind, line.coding)
         waits = 0 if self.args.zero == 3 else 1
         profile, proof = self.profile, 0.0
         if line.coding != EXPONENTS:
             profile = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
-            proof = nbytes / HASH
+            proof = nbytes / HASH + self._copies(nbytes)
         return proof + coded_seconds(kind, nbytes, self.topology, profile, ratio, waits=waits)
+
+    def _copies(self, nbytes: float) -> float:
+        """Seconds of the copies out of the base of ZeRO-3 and back. ZeRO-1 and ZeRO-2 gather onto the base itself."""
+        if (
+            self.args.zero3_base == "host"
+        ):  # read by every rank, read for the proof and written by the ranks of a node together
+            return nbytes / HOST * (1 + 2 / self.topology.each)
+        return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
 
     def chosen(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, bool]:
         """Seconds of one operation as a job chooses its schedules, and whether some part of it is coded."""

@@ -11,11 +11,12 @@ import pytest
 
 from ds_zipccl.__main__ import main
 from ds_zipccl.bench import device_plan
-from ds_zipccl.bench.device_plan import BASE_SPEED, HASH
+from ds_zipccl.bench.device_plan import BASE_SPEED, COPY, HASH, HOST
 from ds_zipccl.bench.step_plan import TOTAL
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 from ds_zipccl.policy.device_rules import (
     GATHER,
+    LAUNCH_S,
     RDMA_REACH,
     SUM,
     TCP_REACH,
@@ -115,6 +116,27 @@ def test_buckets_that_few_ranks_own(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "round_robin_gradients is faster" in capsys.readouterr().out
     assert spread[1]["ms"] == pytest.approx(1e3 * plain_seconds(SUM, 14e9, topology, profile))
     assert spread[2]["ms"] == pytest.approx(1e3 * coded_seconds(SUM, 14e9, topology, profile))
+
+
+def test_bases_of_zero3(tmp_path: Path) -> None:
+    """Gathers of parameters that have not changed send nothing. A base in the host's memory is as slow as its bus."""
+    device, host = (
+        on_nccl(tmp_path, "--network", "100gbit", "--zero3-base", kind, "--accumulation", "2")
+        for kind in ("device", "host")
+    )
+    assert [(row["what"], row["how"], row["calls"]) for row in device[1:4:2]] == [
+        ("parameters, first", "differences", 140),
+        ("parameters, again", "differences", 420),
+    ]
+    assert device[3]["ms"] == pytest.approx(420e3 * (LAUNCH_S + 1e8 / COPY))
+    assert host[3]["ms"] == pytest.approx(420e3 * (LAUNCH_S + 1e8 / HOST))
+    topology, profile = Topology(4, 8), DeviceProfile(100e9 / 8 * RDMA_REACH)
+    based = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
+    gather = coded_seconds(GATHER, 1e8, topology, based, DELTA_RATIO) + 1e8 / HASH
+    assert device[1]["ms"] == pytest.approx(140e3 * (gather + 2e8 / COPY))
+    assert host[1]["ms"] == pytest.approx(140e3 * (gather + 1.25e8 / HOST))
+    fast = on_nccl(tmp_path, "--network", "400gbit", "--zero3-base", "host")
+    assert [row["how"] for row in fast[:4]] == ["plain", "plain", "plain", "plain"]
 
 
 def test_measured_codecs_take_the_place_of_assumed_ones(
