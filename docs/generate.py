@@ -1,7 +1,7 @@
 """Writes the generated sections of README.md and of the pages in ``docs``: ``python docs/generate.py`` from a checkout.
 
 A section stands between ``<!-- begin NAME -->`` and ``<!-- end -->``. :data:`SECTIONS` has a function for each name; ``measured.py`` has
-the tables of measured figures. A test compares every page with what this file generates.
+the tables of measured figures, ``modelled.py`` those of a model. A test compares every page with what this file generates.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import measured
+import modelled
 import torch
 from measured import ROOT, table
 
 from ds_zipccl.__main__ import COMMANDS, PROGRAM
-from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS
+from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS, ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
 from ds_zipccl.kernels import waves
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, tuner_rules
+from ds_zipccl.policy import admission, device_rules, step_rules, tuner_rules
 from ds_zipccl.policy.admission import PassReason
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
@@ -51,7 +53,7 @@ def config(page: Path) -> str:
 
 
 #: The keys that the README shows.
-MAIN_KEYS = ("mode", "zero3_base", "reduction", "min_bytes", "roles")
+MAIN_KEYS = ("mode", "nccl", "zero3_base", "reduction", "roles")
 
 
 def keys(page: Path) -> str:
@@ -82,25 +84,28 @@ TRAFFIC: dict[str, tuple[tuple[tuple[str, str], ...], str | None]] = {
     "pipeline": ((("send", "pp"), ("recv", "pp")), None),
 }
 PASSES = "passes through"
+#: The key without which NCCL groups pass through, and the settings that have it.
+SWITCH, ON = "nccl", replace(DEFAULT, nccl="on")
 
 
-def admitted(op: str, role: str, device: str, backend: str) -> admission.Decision:
+def admitted(op: str, role: str, device: str, backend: str, config: ZipcclConfig = ON) -> admission.Decision:
     """The policy's decision on a large bf16 message of one operation, of which ranks may hold a base where it is a gather."""
     sums = "SUM" if "reduce" in op else None
     message = admission.Message(op, torch.bfloat16, 1 << 24, 4, device, backend, role, sums, based="gather" in op)
-    return admission.admit(message, DEFAULT)
+    return admission.admit(message, config)
 
 
 def cell(column: str, device: str, backend: str) -> str:
-    """What happens to the traffic of a column: the word of the matrix."""
+    """What happens to the traffic of a column: the words of the matrix."""
     operations, differences = TRAFFIC[column]
     decisions = [admitted(op, role, device, backend) for op, role in operations]
     if any(OPS[op].point_to_point for op, _ in operations) and device not in POINT_TO_POINT_DEVICES:
         return PASSES
     if not all(decision.frames for decision in decisions):
         return PASSES
+    switched = not all(admitted(op, role, device, backend, DEFAULT).frames for op, role in operations)
     based = differences is not None and any(decision.with_base for decision in decisions)
-    return f"coded {differences}" if based else "coded"
+    return f"{f'with `{SWITCH}`: ' if switched else ''}coded{f' {differences}' if based else ''}"
 
 
 def places() -> Iterator[tuple[str, str]]:
@@ -127,12 +132,17 @@ def matrix(page: Path) -> str:
 
 
 def nccl() -> str:
-    """The sentence on NCCL groups."""
-    cells = {cell(column, "cuda", "nccl") for column in TRAFFIC}
-    if cells == {PASSES}:
+    """The sentence on NCCL groups: first of all a user's loss."""
+    cells = [cell(column, "cuda", "nccl") for column in TRAFFIC]
+    if set(cells) == {PASSES}:
         return (
             "**NCCL groups, the default on GPUs, gain nothing yet: their traffic passes through uncoded.** CUDA tensors are coded on gloo "
             "groups only."
+        )
+    if any(SWITCH in text for text in cells):
+        return (
+            f'**NCCL groups, the default on GPUs, gain nothing unless you set `"{SWITCH}": "on"`. It is off by default: no GPU has run '
+            f"these schedules yet.** They have run on a simulated GPU, and on CPUs in place of GPUs."
         )
     return "NCCL groups are coded where the table below says so."
 
@@ -239,6 +249,30 @@ def tuner_constants(page: Path) -> str:
     return table(("constant", "value"), (*rows, *more))
 
 
+def step_constants(page: Path) -> str:
+    """The constants by which moves on NCCL groups are chosen."""
+    rows = (
+        ("steps before the first trial", step_rules.WARMUP_STEPS),
+        (
+            "windows of a trial and of a probe, for plain and for coded steps",
+            f"{step_rules.TRIAL_WINDOWS} and {step_rules.PROBE_WINDOWS}",
+        ),
+        (
+            "steps of a window that do not count, and that do",
+            f"{step_rules.SETTLE_STEPS} and {step_rules.WINDOW_STEPS}",
+        ),
+        ("steps between a trial and the agreement on its times", step_rules.DELAY_STEPS),
+        ("part of all steps that probes may cost", step_rules.PROBE_SHARE),
+        ("share of the current time that the other steps must stay below", step_rules.HYSTERESIS),
+        (
+            "standard deviations by which they must be ahead, in a probe and in a trial",
+            f"{step_rules.AHEAD_IN_PROBE} and {step_rules.AHEAD_IN_TRIAL}",
+        ),
+        ("GB/s of a node's network cards from which on nothing is tried", f"{device_rules.FAST_NODE / 1e9:g}"),
+    )
+    return table(("constant", "value"), rows)
+
+
 # ---- work of a GPU ---------------------------------------------------------------------------------------------------
 
 #: Multiprocessors of an H100 or H200, for the table of waves.
@@ -284,7 +318,11 @@ SECTIONS: dict[str, Section] = {
     "figures": measured.figures,
     "five": measured.five,
     "forecast": measured.forecast,
+    "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
+    "nccl_operations": modelled.operations,
+    "nccl_steps": modelled.steps,
+    "step_constants": step_constants,
     "steps": measured.steps,
     "train": measured.train,
 }

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,8 +15,11 @@ import pytest
 import ranks as runner
 import torch
 from places import ROOT
+from sim import launcher, world
 
 import ds_zipccl
+from ds_zipccl import comm, kernels
+from ds_zipccl.config import DEFAULT
 
 PACKAGE = Path(ds_zipccl.__file__).parent
 NUMEL = 1 << 19
@@ -23,11 +27,11 @@ MOST_FILES = 14
 SECTION = '{"mode": "always"}'
 
 
-def listed(op: str) -> list[str]:
+def listed(op: str, where: str = "") -> list[str]:
     """The files in the list of docs/architecture.md below the heading of ``op``."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    found = re.search(rf"^### `{op}`$(.*?)^#", page, flags=re.M | re.S)
-    assert found is not None, f"docs/architecture.md has no heading {op}"
+    found = re.search(rf"^### `{op}`{where}$(.*?)^#", page, flags=re.M | re.S)
+    assert found is not None, f"docs/architecture.md has no heading {op}{where}"
     return re.findall(r"^\d+\. `(.+?)`", found[1], flags=re.M)
 
 
@@ -86,3 +90,24 @@ def test_a_tensor_passes_the_files_that_the_page_lists_and_no_others(op: str) ->
     assert sorted(files) == first and len(files) <= MOST_FILES, (
         f"not on the page: {set(first) - set(files)}; on the page, but not passed: {set(files) - set(first)}"
     )
+
+
+def on_gpu(rank: int, ranks: int, files: dict[int, list[str]]) -> None:
+    config, device = replace(DEFAULT, mode="always", nccl="on", nccl_min_bytes=0), torch.device("cuda", rank)
+    shard = torch.randn(1 << 14, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device)
+    whole = torch.empty(ranks << 14, dtype=torch.bfloat16, device=device)
+    comm.all_gather_into_tensor(whole, shard, config=config)  # decides
+    trace = Trace()
+    sys.setprofile(trace)
+    comm.all_gather_into_tensor(whole, shard, config=config)
+    sys.setprofile(None)
+    files[rank] = sorted(trace.files)
+
+
+def test_a_tensor_of_a_gpu_passes_the_files_that_the_page_lists_and_no_others() -> None:
+    found: dict[int, list[str]] = {}
+    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
+    world.run(on_gpu, 2, found, seed=0, route=launcher.route())
+    files = listed("all_gather_into_tensor", " on an NCCL group")
+    assert files[0] == "integration/backend.py", "the test calls the next file"
+    assert sorted(files[1:]) == found[0] == found[1] and len(files) <= MOST_FILES

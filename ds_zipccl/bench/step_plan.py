@@ -65,7 +65,7 @@ def step(args: argparse.Namespace, traffics: list[StepTraffic], codings: dict[st
     exponents = codings[EXPONENTS]
     totals: dict[str, dict[str, Any]] = {}
     for line in traffics:
-        operations = _sizes(args.params * itemsize, line.bucket * itemsize if args.bucket is None else args.bucket)
+        operations = sizes(args.params * itemsize, line.bucket * itemsize if args.bucket is None else args.bucket)
         plain = math.nan
         for schedule in _schedules(args.gpus, args.gpus_per_node):
             uncoded = schedule.codec == "plain"
@@ -131,7 +131,7 @@ def traffic(args: argparse.Namespace) -> list[StepTraffic]:
 def _crowding(args: argparse.Namespace) -> float:
     """Factor on the time of a reduce-scatter whose sums go on to the few owners of a bucket; 1 if all ranks own equally much."""
     elements = BUCKET if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
-    owners = args.gpus * min(1.0, elements / args.params)
+    owners = args.gpus * (1.0 if args.round_robin else min(1.0, elements / args.params))
     return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
 
 
@@ -160,7 +160,7 @@ def _slowed(profile: LinkProfile, crossing: float) -> LinkProfile:
     return replace(profile, transfer=tuple((size / crossing, seconds) for size, seconds in profile.transfer))
 
 
-def _sizes(total: int, bucket: int) -> list[tuple[int, int]]:
+def sizes(total: int, bucket: int) -> list[tuple[int, int]]:
     """(bytes, count) of the operations that move ``total`` bytes."""
     return [(size, count) for size, count in ((bucket, total // bucket), (total % bucket, 1)) if size and count]
 

@@ -10,6 +10,7 @@ The coded variants do more than exponent coding, by keys of the section in ds_co
 
 * --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only, by a reduce_scatter with half the bytes of the all_reduce.
   If a bucket is much smaller than the model, few ranks own it and take up to twice as long to receive the sums: ms includes that.
+  With --round-robin (round_robin_gradients of DeepSpeed) all ranks own equal parts.
 * --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the parameters of the last step. The ratio (4 for bf16) is
   that of the peak learning rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
 * --zero3-base host or device: ZeRO-3 gathers differences too. Only the first gather of a step finds changes ("parameters, first"). The
@@ -31,8 +32,14 @@ exponents and without hashes, which flatters them (on CPUs they take several tim
 the hashes that prove equal bases on all ranks. The copies of --zero3-base, out of the base and back, are included.
 
 Left out: overlap with computing and between operations, congestion, the memory and time that coding takes from computing, other
-traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows with the number of ranks. NCCL groups pass through
-uncompressed in this release, and CUDA tensors go without differences: for them the table says what compression would give.
+traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows with the number of ranks.
+
+All of this is for gloo groups. plan --network predicts NCCL groups on GPUs, which are coded with "nccl": "on" (formulas:
+ds_zipccl/policy/device_rules.py). It is a model: no GPU has run these schedules yet. --network names all network cards of a node, of which
+collectives reach 95% by RDMA and 85% by TCP. Variants: plain: NCCL's rings. owners: ZeRO-1 and ZeRO-2 with gradients to their owners only,
+uncoded. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers coded where that is faster, how says which
+lines are. The speed of the codec is assumed until docs/results/cuda.json has a measured one. With several networks only totals are shown;
+--json has all rows.
 
 plan --validate measures link and codec between ranks of this machine, predicts the rows of bench comm and measures them in the same
 processes. Its columns: measured_ms; predicted_ms: for plain of gloo's own schedules, as far as they are known; off: predicted /
@@ -47,7 +54,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ds_zipccl.bench import ToolError, data, link, speeds, tables, validate
+from ds_zipccl.bench import ToolError, data, device_plan, link, speeds, tables, validate
 from ds_zipccl.bench.step_plan import EXPONENTS, ITEMSIZE, Coding, differences, points, step, traffic
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.policy.cost_model import DELTA_RATIO
@@ -97,6 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", type=float, metavar="R", help="ratio of the coding (measured on normal values)")
     for key, choices, about in SWITCHES:
         parser.add_argument(f"--{key}", choices=choices, default=choices[0], help=f"{about} ({choices[0]})")
+    spread = "ZeRO-1/2: round_robin_gradients is true, so that all ranks own equal parts of every bucket"
+    parser.add_argument("--round-robin", action="store_true", help=spread)
     parser.add_argument("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
     parser.add_argument("--accumulation", type=int, default=1, metavar="K", help="micro-batches per step (1)")
     parser.add_argument("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
@@ -104,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bucket", type=_count, metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
+    device_plan.add_arguments(parser)
     validate.add_arguments(parser)
 
 
@@ -112,6 +122,8 @@ def main(args: argparse.Namespace) -> int:
     if args.validate:
         return validate.main(args)
     _check(args)
+    if args.network is not None:
+        return device_plan.main(args)
     if not args.profile:
         tables.complain("# measuring this machine's CPU; the first time this builds kernels, which takes a while")
     found = speeds.read(args.profile, args.dtype) if args.profile else speeds.measured(args.dtype)
@@ -171,12 +183,8 @@ def _fastest(row: dict[str, Any]) -> str:
 def _check(args: argparse.Namespace) -> None:
     if args.params is None or args.gpus is None:
         raise ToolError("wanted are --params and --gpus, or --validate")
-    if not (args.link or args.profile) or len(args.link or [0]) != 1 or args.link == [None]:
-        raise ToolError("wanted is one --link RATE between nodes such as 400gbit, or a --profile with the rate of one")
-    if args.link and not args.link[0].rate_only:
-        raise ToolError(f"plan reckons with a rate alone, got --link {args.link[0]}: put its delay into --latency US")
-    if args.link is None and not speeds.read(args.profile, args.dtype).link:
-        raise ToolError(f"{args.profile} has no rate of the link: add --link RATE")
+    if args.network is None:
+        _check_link(args)
     if args.gpus_per_node < 1 or args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
         got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
         raise ToolError(
@@ -194,6 +202,17 @@ def _check(args: argparse.Namespace) -> None:
         raise ToolError(f"--delta-ratio must be at least 1, got {args.delta_ratio}")
     if not 0 < args.latency < math.inf or not (args.ratio is None or 0 < args.ratio < math.inf):
         raise ToolError(f"--latency and --ratio must be above 0, got {args.latency} and {args.ratio}")
+
+
+def _check_link(args: argparse.Namespace) -> None:
+    if args.gpu_profile:
+        raise ToolError(f"--gpu-profile {args.gpu_profile} is for GPUs on NCCL groups: it wants --network")
+    if not (args.link or args.profile) or len(args.link or [0]) != 1 or args.link == [None]:
+        raise ToolError("wanted is one --link RATE between nodes such as 400gbit, or a --profile with the rate of one")
+    if args.link and not args.link[0].rate_only:
+        raise ToolError(f"plan reckons with a rate alone, got --link {args.link[0]}: put its delay into --latency US")
+    if args.link is None and not speeds.read(args.profile, args.dtype).link:
+        raise ToolError(f"{args.profile} has no rate of the link: add --link RATE")
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""``report``: versions, routes, op builders, activation and environment: which of them work here, and why the rest does not.
+"""``report``: versions, routes, op builders, activation, NCCL and environment: which of them work here, and why the rest does not.
 
 A section that fails shows the reason in its place, and the rest is printed. The exit status is 1 and the last line says so if no CPU
 route works, if there is a CUDA device and no CUDA route works, or if a route for a device named by ``--require`` does not work. Every
@@ -20,6 +20,13 @@ from ds_zipccl.bench import tables
 ENTRY_GROUP = "torch.backends"
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own; 0 turns every autoload off
 USABLE = "usable"
+#: Variables of CUDA, NCCL and torch that matter to coded NCCL groups: name -> effect.
+NCCL_VARIABLES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1: all streams share one queue of the device; encoding, sending and decoding then overlap less",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1, from NCCL 2.26 on: NCCL orders the collectives of several groups; coded ones share a stream and "
+    "do not need it",
+    "TORCH_NCCL_BLOCKING_WAIT": "1: the host waits for every collective, also for those inside a coded call; coding then costs more",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,9 +158,11 @@ def activation() -> Mapping[str, str]:
 
 
 def _coverage() -> Mapping[str, str]:
+    from ds_zipccl.config import DEFAULT, environment_section, parse_section
     from ds_zipccl.integration.start_line import coverage_here
 
-    return {"coverage": coverage_here()}
+    section = environment_section()
+    return {"coverage": coverage_here(DEFAULT if section is None else parse_section(section))}
 
 
 def _section() -> str:
@@ -166,6 +175,34 @@ def _section() -> str:
     except ConfigError as error:
         return f"invalid: {error}"
     return "nothing, the config file decides" if section is None else str(section)
+
+
+def nccl() -> Mapping[str, str]:
+    """NCCL's version, the key that codes NCCL groups, and the variables of :data:`NCCL_VARIABLES`."""
+    return {
+        "version": attempt(_nccl_version).popitem()[1],
+        'key "nccl"': attempt(_nccl_key).popitem()[1],
+        **{name: f"{os.environ.get(name) or '(unset)':12}  {effect}" for name, effect in NCCL_VARIABLES.items()},
+    }
+
+
+def _nccl_version() -> Mapping[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        return {"version": "this torch is built without it"}
+    return {"version": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def _nccl_key() -> Mapping[str, str]:
+    from ds_zipccl.config import DEFAULT, environment_section, parse_section
+
+    section = environment_section()
+    value = (DEFAULT if section is None else parse_section(section)).nccl
+    whence = "the default; DS_ZIPCCL is unset, and the config file decides" if section is None else "in DS_ZIPCCL"
+    meaning = "NCCL groups are coded" if value == "on" else "NCCL groups pass through uncoded"
+    return {"nccl": f"{value}, {whence}: {meaning}"}
 
 
 def environment() -> Mapping[str, str]:
@@ -191,6 +228,7 @@ SECTIONS: dict[str, Callable[[], Mapping[str, str]]] = {
     "routes": routes,
     "builders": builders,
     "activation": activation,
+    "nccl": nccl,
     "environment": environment,
     "cache": cache,
 }

@@ -195,9 +195,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         settled = self._settle(config)
         if torch.distributed.get_rank() == 0:
             nodes = group_nodes(resolve_group(None))
-            print(start_line.start_line(config, profile, start_line.coverage(), nodes), flush=True)
-            if settled is not None:
-                print(f"[ds_zipccl] groups in stream order: {settled}", flush=True)
+            covered = start_line.coverage(config, settled)
+            print(start_line.start_line(config, profile, covered, nodes, settled), flush=True)
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
 

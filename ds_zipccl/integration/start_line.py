@@ -12,68 +12,101 @@ from torch.distributed import distributed_c10d
 import ds_zipccl
 from ds_zipccl import kernels
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.device.choice import Settled
+from ds_zipccl.comm.group_state import group_nodes, group_state
 from ds_zipccl.config import ROLES, ZipcclConfig
+from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.cost_model import LinkProfile
+
+#: Kinds of moves with schedules in stream order: an operation that stands for the kind -> its name and its schedule.
+_MOVES = {
+    "all_gather_into_tensor": ("gathers", "in slots by the backend's own all-gather"),
+    "all_to_all_single": ("all-to-alls", "in slots by the backend's own"),
+}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Size of a process group, and the backend that serves each type of device in it."""
+    """Size of a process group, the backend that serves each type of device in it, and its number of nodes, 0 where it is not known."""
 
     ranks: int
     backends: Mapping[str, str]
+    nodes: int = 0
 
 
-def coverage() -> str:
+def coverage(config: ZipcclConfig, settled: Settled | None = None) -> str:
     """Describe the traffic of the groups that this job has made so far, as far as this rank is in them; see :func:`describe`."""
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    return describe(_groups(), accelerator.device_name())
+    return describe(_groups(), accelerator.device_name(), config, settled)
 
 
-def coverage_here() -> str:
+def coverage_here(config: ZipcclConfig) -> str:
     """Describe the traffic of a job of several ranks on machines like this one, by the backend that DeepSpeed chooses here."""
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     device = accelerator.device_name()
-    return describe([Group(2, {device: accelerator.communication_backend_name()})], device)
+    return describe([Group(2, {device: accelerator.communication_backend_name()})], device, config)
 
 
 def _groups() -> list[Group]:
-    members = [group_state(group) for group in distributed_c10d._world.pg_map]
-    return [Group(one.size, one.backends) for one in members if one is not None]
+    members = [(group, group_state(group)) for group in distributed_c10d._world.pg_map]
+    return [Group(one.size, one.backends, len(group_nodes(group))) for group, one in members if one is not None]
 
 
-def describe(groups: Iterable[Group], device: str) -> str:
+def describe(groups: Iterable[Group], device: str, config: ZipcclConfig, settled: Settled | None = None) -> str:
     """Return a clause about groups of several ranks: "codes ...", or "nothing will be coded: ...", with the reason.
 
     Args:
         device: the type of device of the model's tensors. CPU tensors are mentioned too if they alone are coded.
+        settled: for groups in stream order; None where nothing was settled.
     """
     several = [group for group in groups if group.ranks > 1]
     if not several:
         return "nothing will be coded: this job has one rank"
-    coded, passed = _tally(several, device)
+    coded, passed = _tally(several, device, config, settled)
     why = "; ".join(
-        f"{device} tensors go over {backend or 'no backend'}{_count(number)}, for which there are no coded schedules yet"
-        for backend, number in passed.items()
+        f"{device} tensors go over {backend or 'no backend'}{_count(number)}{reason}"
+        for (backend, reason), number in passed.items()
     )
     if coded:
         return f"codes {_list(device, coded)}{f'; not coded: {why}' if why else ''}"
-    on_cpu, _ = _tally(several, "cpu") if device != "cpu" else (Counter(), {})
+    on_cpu, _ = _tally(several, "cpu", config, settled) if device != "cpu" else (Counter(), {})
     if on_cpu:
         return f"no {device} tensor will be coded: {why}; codes {_list('cpu', on_cpu)}"
     return f"nothing will be coded: {why}"
 
 
-def _tally(groups: Iterable[Group], device: str) -> tuple[Counter[str], Counter[str]]:
-    """Count the groups by the backend of a type of device: those that are coded, and the others."""
+def _tally(
+    groups: Iterable[Group], device: str, config: ZipcclConfig, settled: Settled | None
+) -> tuple[Counter[str], Counter[tuple[str, str]]]:
+    """Count the groups by the backend of a type of device: those that are coded, and the others, by the reason as well."""
     coded: Counter[str] = Counter()
-    passed: Counter[str] = Counter()
+    passed: Counter[tuple[str, str]] = Counter()
     for group in groups:
         backend = group.backends.get(device, "")
-        (coded if backend in admission.CODED_BACKENDS.get(device, ()) else passed)[backend] += 1
+        reason = _passes(group, device, backend, config, settled)
+        if reason:
+            passed[backend, reason] += 1
+        else:
+            coded[backend] += 1
     return coded, passed
+
+
+def _passes(group: Group, device: str, backend: str, config: ZipcclConfig, settled: Settled | None) -> str:
+    """Return the reason why all tensors of a type of device pass through in a group, to follow the backend's name; "" if they do not."""
+    if backend not in admission.CODED_BACKENDS.get(device, ()):
+        return ", for which there are no coded schedules yet"
+    if backend not in admission.STREAM_BACKENDS:
+        return ""
+    if config.nccl == "off":
+        return ', whose schedules no GPU has run yet; to use them all the same, set "nccl" to "on"'
+    if any(config.mode_of(role) == "always" for role in ROLES):
+        return ""
+    if group.nodes == 1:
+        return " inside one node, without a network"
+    if settled is not None and settled.reason is not None and settled.sums == "plain":
+        return f", {settled.reason.value}"
+    return ""
 
 
 def _list(device: str, counts: Mapping[str, int]) -> str:
@@ -85,8 +118,28 @@ def _count(number: int) -> str:
     return "" if number == 1 else f" ({number} groups)"
 
 
+def schedules(config: ZipcclConfig, settled: Settled, nodes: Sequence[Sequence[int]]) -> str:
+    """Return a clause about the schedules of groups in stream order, such as those of NCCL: the order of sums, the measured link.
+
+    Args:
+        nodes: the ranks of each node.
+    """
+    always = any(config.mode_of(role) == "always" for role in ROLES)
+    said = [f"{name} {how}" for op, (name, how) in _MOVES.items() if OPS[op].on_device]
+    if settled.reason is not None and not always:
+        said = []  # the text of ``settled`` has the reason
+    ours = f"in fp32, {'two levels' if topology.levels(nodes) else 'one level'}"
+    pinned = ", pinned for this job" if config.reduction == "auto" else ""
+    said.append(f"sums {ours if settled.sums == 'fp32' else 'by the backend itself'}{pinned}")
+    return f"on {' and '.join(admission.STREAM_BACKENDS)} groups: {', '.join(said)}; {settled}"
+
+
 def start_line(
-    config: ZipcclConfig, profile: LinkProfile | None, covered: str, nodes: Sequence[Sequence[int]] = ()
+    config: ZipcclConfig,
+    profile: LinkProfile | None,
+    covered: str,
+    nodes: Sequence[Sequence[int]] = (),
+    settled: Settled | None = None,
 ) -> str:
     """Return the line that rank 0 prints when coding is switched on.
 
@@ -94,6 +147,7 @@ def start_line(
         profile: the measured link and codec, None if nothing was measured.
         covered: the clause of :func:`describe` about this job's groups; it is replaced if the config codes no role.
         nodes: the ranks of each node.
+        settled: for groups in stream order; None where the job has none that is coded.
     """
     cuda = kernels.tried("cuda")  # kernels.why() would compile the routes that are not needed
     off = [role for role in ROLES if config.mode_of(role) == "never"]
@@ -110,7 +164,9 @@ def start_line(
             f"link {8e-6 * profile.bandwidth:.0f} Mbit/s, {1e6 * profile.alpha:.0f} us, "
             f"coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
         )
-    if config.reduction == "fp32" and topology.levels(nodes):
+    if settled is not None:
+        parts.append(schedules(config, settled, nodes))
+    elif config.reduction == "fp32" and topology.levels(nodes):
         parts.append(f"sums of all ranks in two levels: {len(nodes)} nodes of {len(nodes[0])} ranks")
     if 0 < len(off) < len(ROLES):
         parts.append(f"passed through by config: {', '.join(off)}")

@@ -111,8 +111,8 @@ class PassReason(Enum):
     )
     BACKEND = (
         "no coded schedule for backend {} yet",
-        "The group's backend, which the table names, has no coded schedule. NCCL has none in this release.",
-        "Coding works on gloo groups only. A job whose CUDA tensors go by NCCL gains nothing yet.",
+        "The group's backend, which the table names, has no coded schedule.",
+        "Groups of gloo are coded, and groups of NCCL with `nccl`.",
     )
     NCCL_OFF = (
         "nccl is off",

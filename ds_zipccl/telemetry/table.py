@@ -1,4 +1,4 @@
-"""The counters as plain text: a table of roles and operations, and lines for memory, differences, owners and choices."""
+"""The counters as plain text: a table of roles and operations, and lines for memory, differences, owners, choices and host waits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def render() -> str:
     """Return the rows with aligned columns and the total over coded calls, in MB of 10^6 bytes; then one line per further fact."""
     rows, totals = counters.rows(), counters.totals()
     total = _amounts(sum(row["calls"] for row in rows), totals["logical_bytes"], totals["wire_bytes"], totals["ratio"])
-    lines = _aligned([_HEADER, *map(_cells, rows), ("total", "", *total, "", "", "")])
+    carried = [row for row in rows if row["calls"] or row["passed"]]
+    lines = _aligned([_HEADER, *map(_cells, carried), ("total", "", *total, "", "", "")])
     if totals["staging_bytes"]:
         lines.append(f"memory for frames: {totals['staging_bytes'] / 1e6:.1f} MB at most")
     lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(counters.memory().items())]
-    for facts in (_differences, _whole, _choices):
+    for facts in (_differences, _whole, _choices, _host_waits):
         lines += [line for row in rows for line in facts(row)]
     return "\n".join(lines)
 
@@ -74,3 +75,10 @@ def _choices(row: Row) -> Iterator[str]:
         yield f"{row['role']} {row['op']}, {what}: {latest}{switches}"
     if row["more_choices"]:
         yield f"{row['role']} {row['op']}: and {row['more_choices']} kinds of messages before these"
+
+
+def _host_waits(row: Row) -> Iterator[str]:
+    """Yield a line where the host waited for the device: once a call for sizes of frames, or in agreements, which are no calls."""
+    if row["host_waits"]:
+        calls = f" in {row['calls']} coded calls" if row["calls"] else ""
+        yield f"{row['role']} {row['op']}: the host waited {row['host_waits']} times for the device{calls}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -66,3 +69,35 @@ def test_required_routes(
     monkeypatch.setattr(kernels, "_loaded", {})
     assert main(["report", *(word for device in required for word in ("--require", device))]) == status
     assert last in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ('{"nccl": "on"}', "on, in DS_ZIPCCL: NCCL groups are coded"),
+        ("1", "off, in DS_ZIPCCL: NCCL groups pass through uncoded"),
+        ("", "off, the default; DS_ZIPCCL is unset, and the config file decides: NCCL groups pass through uncoded"),
+        ('{"nccl": "yes"}', "ConfigError: "),
+    ],
+)
+def test_nccl(
+    section: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("DS_ZIPCCL", section)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    monkeypatch.setattr(kernels, "ROUTES", {"cpu": {"native": WORKS}})
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    path = tmp_path / "report.json"
+    assert main(["report", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())["nccl"]
+    assert found["version"] == "2.29.7" and found['key "nccl"'].startswith(said)
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"].startswith("1 ")
+    assert found["TORCH_NCCL_BLOCKING_WAIT"].startswith("(unset)")
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" in capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_every_section_is_on_some_page() -> None:
 
 
 def test_an_edited_section_is_noticed() -> None:
-    edited = README.read_text().replace("`min_bytes`", "`min_byte`")
+    edited = README.read_text().replace("`zero3_base`", "`zero_base`")
     assert generate.generate(edited, README) != edited
 
 
@@ -169,27 +169,41 @@ def test_matrix_has_every_coded_backend_and_nccl() -> None:
 
 def test_matrix_says_what_the_policy_decides() -> None:
     for (device, place), cells in rows().items():
-        coded = place in admission.CODED_BACKENDS.get(device, ())
+        streams = place in admission.STREAM_BACKENDS
         for column, text in zip(generate.TRAFFIC, cells, strict=True):
             operations, differences = generate.TRAFFIC[column]
             sends = any(OPS[op].point_to_point for op, _ in operations)
+            coded = place in admission.CODED_BACKENDS.get(device, ())
+            coded &= not streams or all(OPS[op].on_device for op, _ in operations)
             passes = not coded or (sends and device not in generate.POINT_TO_POINT_DEVICES)
             assert (text == generate.PASSES) == passes, (device, place, column)
-            based = differences is not None and device in admission.DELTA_DEVICES and not passes
+            assert text.startswith("with `nccl`: coded") == (streams and DEFAULT.nccl == "off" and not passes)
+            based = differences is not None and not passes
+            based &= all(generate.admitted(op, role, device, place).with_base for op, role in operations[1:])
             assert ("differences" in text) == based, (device, place, column)
 
 
 def test_matrix_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL with a schedule, differences on CUDA: the matrix and the sentence on NCCL change with the policy."""
+    """NCCL without schedules, with some, with all, by default: the matrix and the sentence on NCCL change with the policy."""
+    operations = {op for traffic, _ in generate.TRAFFIC.values() for op, _ in traffic if not OPS[op].point_to_point}
+    gathers = {"all_gather_into_tensor"}
+    for on_device in (gathers, operations):
+        for op in operations:
+            monkeypatch.setitem(OPS, op, replace(OPS[op], on_device=op in on_device))
+        shown = generate.matrix(README)
+        nothing = on_device == gathers  # a column has sums, or exchanges, beside gathers
+        assert ("gain nothing yet" in shown) == nothing == ("| **CUDA, NCCL** | passes" in shown)
+        assert ("is off by default: no GPU has run these schedules yet" in shown) != nothing
+    assert re.search(r"^\| CUDA, NCCL \| (with `nccl`: coded[^|]*\| ){3}passes through \|$", shown, re.MULTILINE)
+    default = generate.DEFAULT
+    monkeypatch.setattr(generate, "DEFAULT", generate.ON)
+    by_default = generate.matrix(README)
+    assert "off by default" not in by_default and "NCCL groups are coded where" in by_default
+    assert "| CUDA, NCCL | coded" in by_default
+    monkeypatch.setattr(generate, "DEFAULT", default)
     monkeypatch.setattr(admission, "CODED_BACKENDS", {"cpu": ("gloo",), "cuda": ("gloo",)})
-    monkeypatch.setattr(admission, "DELTA_DEVICES", ("cpu",))
-    before = generate.matrix(README)
-    assert "gain nothing yet" in before and "| **CUDA, NCCL** | passes" in before
-    monkeypatch.setattr(admission, "CODED_BACKENDS", {"cpu": ("gloo",), "cuda": ("gloo", "nccl")})
-    with_nccl = generate.matrix(README)
-    assert "gain nothing" not in with_nccl and "| CUDA, NCCL | coded | coded | coded |" in with_nccl
-    monkeypatch.setattr(admission, "DELTA_DEVICES", ("cpu", "cuda"))
-    assert "| CUDA, gloo | coded + differences |" in generate.matrix(README)
+    without = generate.matrix(README)
+    assert "gain nothing yet" in without and "| **CUDA, NCCL** | passes" in without
 
 
 def test_operations_of_the_matrix_have_schedules() -> None:
@@ -327,7 +341,7 @@ def test_names_of_the_python_api_exist() -> None:
 
 def test_pages_of_the_site_are_in_its_navigation() -> None:
     listed = set(re.findall(r"^ +- [\w ]+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert listed == {page.name for page in PAGES if page.parent.name == "docs"}
+    assert listed == {page.name for page in PAGES if page.parent == ROOT / "docs"}
 
 
 def test_citation_and_changelog_have_the_version() -> None:

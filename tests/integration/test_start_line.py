@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,14 @@ import ranks as runner
 import torch.distributed as dist
 
 import ds_zipccl
+from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import start_line as lines
 from ds_zipccl.integration.start_line import Group, coverage, describe, start_line
+from ds_zipccl.ops import OPS
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
+from ds_zipccl.policy.device_rules import DeviceProfile, Topology
 
 #: Routes, best first -> why they are not used.
 WHY = {"cuda": "no GPU here", "native": "", "numba": ""}
@@ -23,6 +28,8 @@ GLOO = {"cpu": "gloo"}
 NCCL = {"cuda": "nccl"}
 BOTH = {"cpu": "gloo", "cuda": "nccl"}
 NO_SCHEDULE = "for which there are no coded schedules yet"
+OFF = 'whose schedules no GPU has run yet; to use them all the same, set "nccl" to "on"'
+DEFAULT, ON = ZipcclConfig(enabled=True), ZipcclConfig(enabled=True, nccl="on")
 
 
 @pytest.fixture(autouse=True)
@@ -106,17 +113,17 @@ CLAUSES: dict[str, tuple[str, list[Group], str]] = {
     "NCCL": (
         "cuda",
         [Group(2, NCCL), Group(4, NCCL), Group(1, NCCL)],
-        f"nothing will be coded: cuda tensors go over nccl (2 groups), {NO_SCHEDULE}",
+        f"nothing will be coded: cuda tensors go over nccl (2 groups), {OFF}",
     ),
     "NCCL beside gloo for the CPU": (
         "cuda",
         [Group(2, BOTH), Group(2, NCCL)],
-        f"no cuda tensor will be coded: cuda tensors go over nccl (2 groups), {NO_SCHEDULE}; codes cpu tensors over gloo",
+        f"no cuda tensor will be coded: cuda tensors go over nccl (2 groups), {OFF}; codes cpu tensors over gloo",
     ),
     "groups of NCCL and of gloo": (
         "cuda",
         [Group(2, NCCL), Group(2, {"cuda": "gloo"})],
-        f"codes cuda tensors over gloo; not coded: cuda tensors go over nccl, {NO_SCHEDULE}",
+        f"codes cuda tensors over gloo; not coded: cuda tensors go over nccl, {OFF}",
     ),
     "MPI": ("cpu", [Group(2, {"cpu": "mpi"})], f"nothing will be coded: cpu tensors go over mpi, {NO_SCHEDULE}"),
     "no backend": (
@@ -135,7 +142,68 @@ CLAUSES: dict[str, tuple[str, list[Group], str]] = {
 @pytest.mark.parametrize("case", CLAUSES)
 def test_clauses(case: str) -> None:
     device, groups, said = CLAUSES[case]
-    assert describe(groups, device) == said
+    assert describe(groups, device, DEFAULT) == said
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([Group(2, NCCL), Group(4, BOTH, nodes=2), Group(1, NCCL)], "codes cuda tensors over nccl (2 groups)"),
+        (
+            [Group(16, NCCL, nodes=2), Group(8, NCCL, nodes=1), Group(8, NCCL, nodes=1)],
+            "codes cuda tensors over nccl; not coded: cuda tensors go over nccl (2 groups) inside one node, without a network",
+        ),
+        ([Group(2, {"cuda": "mpi"})], f"nothing will be coded: cuda tensors go over mpi, {NO_SCHEDULE}"),
+        (
+            [Group(8, BOTH, nodes=1)],
+            "no cuda tensor will be coded: cuda tensors go over nccl inside one node, without a network; codes cpu tensors over gloo",
+        ),
+    ],
+    ids=["several nodes", "one node", "MPI", "one node, and gloo"],
+)
+def test_clauses_with_nccl_on(groups: list[Group], said: str) -> None:
+    assert describe(groups, "cuda", ON) == said
+
+
+FAST = PassReason.NETWORK_IS_FASTER
+
+
+def settled(sums: str = "fp32", reason: PassReason | None = None) -> Settled:
+    return Settled("cuda", Topology(2, 4), DeviceProfile(42e9), reason, sums, 27e6)
+
+
+def test_what_was_settled_on_fast_networks() -> None:
+    """Where neither moves nor sums are coded, nothing is. A mode of always codes all the same."""
+    groups = [Group(8, NCCL, nodes=2)]
+    said = f"nothing will be coded: cuda tensors go over nccl, {FAST.value}"
+    assert describe(groups, "cuda", ON, settled("plain", FAST)) == said
+    for found in (settled("fp32", FAST), settled("plain")):
+        assert describe(groups, "cuda", ON, found) == "codes cuda tensors over nccl"
+    always = replace(ON, roles={"ep": "always"})
+    for nodes in (1, 2):
+        found = describe([Group(8, NCCL, nodes=nodes)], "cuda", always, settled("plain", FAST))
+        assert found == "codes cuda tensors over nccl"
+
+
+def test_schedules_in_stream_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers and all-to-alls are named as far as they have schedules; the order of sums is told in any case."""
+    for op in OPS:
+        monkeypatch.setitem(OPS, op, replace(OPS[op], on_device=True))
+    nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    moves = "gathers in slots by the backend's own all-gather, all-to-alls in slots by the backend's own"
+    speeds = "2 nodes of 4 ranks, 42 GB/s between nodes"
+    found = lines.schedules(ON, settled(), nodes)
+    assert found.startswith(f"on nccl groups: {moves}, sums in fp32, two levels, pinned for this job; {speeds}")
+    assert "coded from 27 MB on" in found
+    found = lines.schedules(replace(ON, reduction="fp32"), settled(), [[0], [1]])
+    assert found.startswith(f"on nccl groups: {moves}, sums in fp32, one level; {speeds}")
+    found = lines.schedules(ON, settled("plain", FAST), nodes)
+    assert found.startswith(f"on nccl groups: sums by the backend itself, pinned for this job; {speeds}")
+    assert f"moves in mode auto: plain: {FAST.value}" in found
+    assert moves in lines.schedules(replace(ON, mode="always"), settled("plain", FAST), nodes)
+    monkeypatch.setitem(OPS, "all_to_all_single", replace(OPS["all_to_all_single"], on_device=False))
+    assert "all-to-alls" not in lines.schedules(ON, settled(), nodes)
+    assert start_line(ON, None, "codes all", nodes, settled()).endswith(f"; {lines.schedules(ON, settled(), nodes)}")
 
 
 def accelerator(device: str, backend: str = "") -> SimpleNamespace:
@@ -146,22 +214,23 @@ def accelerator(device: str, backend: str = "") -> SimpleNamespace:
 
 def test_a_job_on_machines_like_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "importlib", accelerator("cuda", "nccl"))
-    assert lines.coverage_here() == f"nothing will be coded: cuda tensors go over nccl, {NO_SCHEDULE}"
+    assert lines.coverage_here(DEFAULT) == f"nothing will be coded: cuda tensors go over nccl, {OFF}"
+    assert lines.coverage_here(ON) == "codes cuda tensors over nccl"
     monkeypatch.setattr(lines, "importlib", accelerator("cpu", "gloo"))
-    assert lines.coverage_here() == "codes cpu tensors over gloo"
+    assert lines.coverage_here(DEFAULT) == "codes cpu tensors over gloo"
 
 
 def real_groups(rank: int, ranks: int) -> list[str]:
     """Clauses on real groups: the first, after more groups are made, and after one is gone."""
     lines.importlib = accelerator("cpu")  # type: ignore[assignment]
-    found = [coverage()]
+    found = [coverage(DEFAULT)]
     dist.new_group([0])
     pair = dist.new_group([0, 1])
     dist.new_group([1, 2])
-    found.append(coverage())
+    found.append(coverage(DEFAULT))
     if rank < 2:
         dist.destroy_process_group(pair)
-    return [*found, coverage()]
+    return [*found, coverage(DEFAULT)]
 
 
 def test_groups_that_the_job_has_made() -> None:
@@ -171,7 +240,7 @@ def test_groups_that_the_job_has_made() -> None:
 
 def one_rank(rank: int, ranks: int) -> str:
     lines.importlib = accelerator("cpu")  # type: ignore[assignment]
-    return coverage()
+    return coverage(DEFAULT)
 
 
 def test_a_job_of_one_rank() -> None:

@@ -87,6 +87,15 @@ def test_table() -> None:
         counters.record_whole("zero_grad", "all_reduce", "a reason")
     line = "zero_grad all_reduce: 2 calls not owner-only: a reason"
     assert table.render().splitlines()[-1] == line
+    assert "waited" not in table.render()
+    before = table.render().splitlines()
+    for op in ("all_gather_into_tensor", "agreement", "agreement"):
+        counters.record_host_wait("zero_param", op)
+    assert table.render().splitlines() == [
+        *before,
+        "zero_param agreement: the host waited 2 times for the device",
+        "zero_param all_gather_into_tensor: the host waited 1 times for the device in 1 coded calls",
+    ]
 
 
 def one_step(wire_bytes: int, reason: str) -> None:

@@ -1,0 +1,123 @@
+"""Tables of figures that come from the model of NCCL groups, not from measurements: see :mod:`ds_zipccl.policy.device_rules`."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import tempfile
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from measured import table
+
+from ds_zipccl.__main__ import PROGRAM, parse
+from ds_zipccl.bench.device_plan import ASSUMED, NETWORKS, network
+from ds_zipccl.policy.device_rules import (
+    GATHER,
+    NOMINAL_BYTES,
+    PCIE,
+    SUM,
+    DeviceProfile,
+    Topology,
+    coded_seconds,
+    plain_seconds,
+)
+
+#: Above every table: how far it can be trusted.
+MODEL = "**A model, not a measurement: no GPU has run these schedules yet.**"
+#: Nodes and GPUs of a node, network, and speed inside a node where it is not NVLink: the rows of single operations.
+_PLACES = (
+    *((8, name, None) for name in NETWORKS if name != NETWORKS[-1]),
+    *((1, name, None) for name in ("400gbit", "100gbit")),
+    (4, "100gbit", PCIE),
+)
+
+
+def operations(page: Path) -> str:
+    """By how many times one gather and one sum are faster than NCCL's, at three speeds of the codec."""
+    rows = []
+    for each, name, inside in _PLACES:
+        topology, base = Topology(4, each), DeviceProfile(network(name).speed)
+        base = base if inside is None else replace(base, inside=inside)
+        profiles = [replace(base, encode=speed, decode=speed) for speed in ASSUMED.values()]
+        plain = plain_seconds(GATHER, NOMINAL_BYTES, topology, base)
+        gains = [
+            [plain / coded_seconds(kind, NOMINAL_BYTES, topology, profile, two_levels=levels) for profile in profiles]
+            for kind, levels in ((GATHER, True), (SUM, False), (SUM, True))
+        ]
+        texts = (" / ".join(f"{gain:.2f}" for gain in three) for three in gains)
+        gpus = f"{each} {'PCIe ' if inside else ''}GPU{'s' if each > 1 else ''}"
+        rows.append((gpus, name, f"{1e3 * plain:.3g}", *texts))
+    speeds = " / ".join(f"{speed / 1e12:.1f}" for speed in ASSUMED.values())
+    about = (
+        f"{MODEL} An operation of {NOMINAL_BYTES / 1e6:.0f} MB of bf16, 4 nodes; speed-up against NCCL's best, at {speeds} TB/s of the "
+        f"codec, which are assumed. The model has no loss of the computing to the codec."
+    )
+    head = ("a node", "network of a node", "plain, ms", "gather", "sum in one level", "sum in two levels")
+    return f"{about}\n\n{table(head, rows)}"
+
+
+_STEP = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --zero {stage} --network --gpu-profile assumed-1.0{more}"
+#: Ratio of differences in the tables of steps: between those of the peak rate and of its decay.
+_RATIO = 8
+#: Further options of ZeRO-2.
+_MORE = f" --round-robin --delta-ratio {_RATIO}"
+
+
+def _planned(stage: int, more: str = "") -> dict[tuple[str, str], float]:
+    """Seconds of a step by network and variant, as the ``plan`` command predicts them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        args = parse([*shlex.split(_STEP.format(stage=stage, more=more)), "--json", str(path)])
+        with redirect_stdout(io.StringIO()):
+            args.main(args)
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return {(row["network"], row["variant"]): row["ms"] / 1e3 for row in rows if row["what"] == "total"}
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 4 else f"{value:.1f}"
+
+
+def steps(page: Path) -> str:
+    """Communication of a step of ZeRO-3 and of ZeRO-2 by network."""
+    three, two = _planned(3), _planned(2, _MORE)
+    rows = []
+    for name in NETWORKS:
+        times = [three[name, "plain"], three[name, "coded"]]
+        times += [two[name, variant] for variant in ("plain", "owners", "coded")]
+        gains = (times[0] / times[1], times[2] / times[4])
+        shown = list(map(_seconds, times))
+        rows.append((name, *shown[:2], f"{gains[0]:.2f}", *shown[2:], f"{gains[1]:.2f}"))
+    about = (
+        f"{MODEL} Seconds of communication a step, 7B parameters in bf16, 4 nodes of 8 GPUs, a codec of 1 TB/s (assumed). Owners: "
+        f"gradients to their owners only, uncoded, with `round_robin_gradients`. Coded with ZeRO-2: owners, and differences at ratio "
+        f"{_RATIO}."
+    )
+    head = (
+        "network of a node", "ZeRO-3 plain", "ZeRO-3 coded", "speed-up", "ZeRO-2 plain", "owners", "ZeRO-2 coded", "speed-up"
+    )  # fmt: skip
+    commands = "\n".join(f"{PROGRAM} {_STEP.format(stage=stage, more=words)}" for stage, words in ((3, ""), (2, _MORE)))
+    return f"{about}\n\n{table(head, rows)}\n\n```sh\n{commands}\n```"
+
+
+#: Networks of the README's forecast of NCCL groups.
+_SHOWN = {
+    "8x400gbit": "8 x 400 Gbit/s",
+    "8x100gbit": "8 x 100 Gbit/s",
+    "100gbit": "100 Gbit/s",
+    "25gbit-tcp": "25 Gbit/s, TCP",
+}
+
+
+def forecast(page: Path) -> str:
+    """The README's lines of NCCL groups."""
+    three, two = _planned(3), _planned(2, _MORE)
+    rows = []
+    for name, shown in _SHOWN.items():
+        gains = [found[name, "plain"] / found[name, "coded"] for found in (three, two)]
+        rows.append((shown, *(f"{gain:.2f}" for gain in gains)))
+    return table(("network of a node (model)", "ZeRO-3", "ZeRO-2, `round_robin_gradients`"), rows)

@@ -1,0 +1,282 @@
+"""``plan --network``: the step of GPUs on NCCL groups, by the model of :mod:`ds_zipccl.policy.device_rules`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ds_zipccl.bench import ToolError, speeds, tables
+from ds_zipccl.bench.step_plan import CHANGED, EXPONENTS, ITEMSIZE, TOTAL, UNCHANGED, StepTraffic, sizes, traffic
+from ds_zipccl.bench.tables import Column
+from ds_zipccl.policy.device_rules import (
+    CODEC,
+    GATHER,
+    RATIO,
+    RDMA_REACH,
+    SUM,
+    TCP_REACH,
+    DeviceProfile,
+    Topology,
+    coded_seconds,
+    moves_may_gain,
+    plain_seconds,
+    sums_of,
+)
+
+#: The networks of a node that ``--network`` without values stands for.
+NETWORKS = (
+    "8x400gbit", "8x200gbit", "8x100gbit", "400gbit", "200gbit", "100gbit", "25gbit-tcp", "10gbit-tcp"
+)  # fmt: skip
+#: Names of ``--gpu-profile`` -> bytes of words a second that are assumed for encoding and for decoding.
+ASSUMED = {"assumed-0.5": 0.5e12, "assumed-1.0": CODEC, "assumed-1.5": 1.5e12}
+#: Measured figures of a checkout; they take the place of assumed ones.
+MEASURED = Path(__file__).parents[2] / "docs" / "results" / "cuda.json"
+#: Bytes a second that the hashes of a base read (seed: each word once, at the speed of an H100's memory).
+HASH = 4e12
+#: Bytes a second of a copy on a GPU, and between a GPU and its host (seed: both ways of an H100's memory; PCIe 5 with 16 lanes).
+COPY, HOST = HASH / 2, 50e9
+#: Speed of the codec with a base, in parts of its speed without (seed: by the bytes of memory that it moves, 4.3 and 3.4 a bf16 word).
+BASE_SPEED = 0.79
+#: Kinds of the model that an operation consists of.
+_KINDS = {"all_gather": (GATHER,), "reduce_scatter": (SUM,), "all_reduce": (SUM, GATHER)}
+PLAIN, OWNERS, CODED = "plain", "owners", "coded"
+#: Part of the ranks from which on a bucket counts as owned by all: their parts are padded to equal ones.
+_EVEN = 0.9
+#: A total that is faster by less than this factor gains nothing (seed: the error of the model).
+_GAIN = 1.02
+
+COLUMNS = (
+    Column("network", width=12),
+    Column("what", width=20),
+    Column("op", width=14),
+    Column("calls", ",d", 7),
+    Column("variant", width=7),
+    Column("how", width=11),
+    Column("ms", ".1f", 10),
+    Column("speedup", ".2f"),
+)
+
+
+class Network(NamedTuple):
+    """The network cards of one node together. ``text``: as the user typed it; ``speed``: bytes a second each way that collectives reach."""
+
+    text: str
+    speed: float
+
+
+class Codec(NamedTuple):
+    """Bytes of words a second of one GPU, and their source for the user."""
+
+    encode: float
+    decode: float
+    about: str
+
+
+def network(text: str) -> Network:
+    """``[CARDSx]RATEgbit[-tcp]`` (argparse type).
+
+    Raises:
+        ArgumentTypeError: the text is not a network.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)gbit(-tcp)?", text)
+    if match is None or not float(match[2]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a network of a node; write [CARDSx]RATEgbit[-tcp]: {', '.join(NETWORKS)}"
+        )
+    reach = TCP_REACH if match[3] else RDMA_REACH
+    return Network(text, int(match[1] or 1) * float(match[2]) * 1e9 / 8 * reach)
+
+
+def codec(name: str | None, dtype: str) -> Codec:
+    """The codec of ``--gpu-profile``: a name of :data:`ASSUMED`, or a file of ``bench codec --device cuda --json``.
+
+    Raises:
+        ToolError: the file cannot be read, or has no row for the dtype.
+    """
+    name = name or (str(MEASURED) if MEASURED.exists() else "assumed-1.0")
+    if name in ASSUMED:
+        about = f"{ASSUMED[name] / 1e12:.1f} TB/s, assumed: no GPU has measured it"
+        return Codec(ASSUMED[name], ASSUMED[name], about)
+    found = speeds.read(name, dtype).profile
+    about = f"encode {found.encode / 1e12:.2f}, decode {found.decode / 1e12:.2f} TB/s, measured in {name}"
+    return Codec(found.encode, found.decode, about)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``plan`` for NCCL groups."""
+    parser.add_argument(
+        "--network", nargs="*", type=network, metavar="NET",
+        help="GPUs on NCCL groups: all network cards of a node, [CARDSx]RATEgbit[-tcp] such as 8x400gbit; no value: " + " ".join(NETWORKS),
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu-profile", metavar="NAME",
+        help=f"with --network: {' '.join(ASSUMED)}, or a file of bench codec --device cuda --json "
+        "(docs/results/cuda.json where it exists, else assumed-1.0)",
+    )  # fmt: skip
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``plan --network``; 0."""
+    if args.link or args.profile:
+        raise ToolError(
+            "--network is for GPUs on NCCL groups, and takes neither --link nor --profile: see --gpu-profile"
+        )
+    networks = args.network or [network(text) for text in NETWORKS]
+    found = codec(args.gpu_profile, args.dtype)
+    tables.say("model of NCCL groups: no GPU has run these schedules yet")
+    tables.say(f"codec: {found.about}")
+    rows = [row for each in networks for row in step(args, each, found)]
+    table = tables.Table(COLUMNS)
+    for row in rows:
+        if len(networks) == 1 or row["what"] == TOTAL:
+            table.add(row)
+    for line in remarks(rows):
+        tables.say(line)
+    if any(line.coded_op for line in traffic(args)) and not args.round_robin:
+        tables.say(
+            "few ranks own a bucket that is smaller than the model: round_robin_gradients is faster, see --round-robin"
+        )
+    if args.json:
+        tables.write_json(args.json, rows, args.command, codec=found._asdict())
+    return 0
+
+
+class _Place:
+    """The GPUs, how fast they are, and the options of ``plan``."""
+
+    def __init__(self, topology: Topology, profile: DeviceProfile, args: argparse.Namespace) -> None:
+        self.topology, self.profile, self.args = topology, profile, args
+        self._sums, self._moves = sums_of(topology, profile), moves_may_gain(topology, profile)
+
+    def ratio(self, kind: str, coding: str) -> float:
+        if coding == CHANGED:
+            return float(self.args.delta_ratio or speeds.delta_ratio(self.args.dtype))
+        return float(
+            self.args.ratio or (RATIO[kind] if self.args.dtype == "bfloat16" else speeds.normal_ratio(self.args.dtype))
+        )
+
+    def plain(self, op: str, nbytes: float) -> float:
+        return sum(plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])
+
+    def to_owners(self, nbytes: float) -> float:
+        """Seconds of a sum for its owners by NCCL: a reduce-scatter where all ranks own equally much, otherwise a reduce for each owner,
+        whose words pass every node."""
+        ring = self.plain("reduce_scatter", nbytes)
+        nodes = self.topology.nodes
+        return ring if self._owned(nbytes) >= _EVEN else ring * nodes / (nodes - 1)
+
+    def _owned(self, nbytes: float) -> float:
+        """The part of the ranks that own something of a bucket: all of them with round-robin, otherwise those whose parameters it has."""
+        return 1.0 if self.args.round_robin else min(1.0, nbytes / ITEMSIZE[self.args.dtype] / self.args.params)
+
+    def _straight(self, nbytes: float) -> bool:
+        """Whether sums of ours go to the owners of a bucket alone; otherwise few nodes own it, and it is all-reduced."""
+        from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
+
+        nodes, left = self.topology.nodes, nbytes / ITEMSIZE[self.args.dtype]
+        most = left / nodes if self.args.round_robin else self.args.params / nodes
+        owned = [int(min(most, max(0.0, left - node * most))) for node in range(nodes)]
+        return wire.straight_to_owners(owned, sum(owned))
+
+    def coded(self, line: StepTraffic, kind: str, nbytes: float) -> float:
+        """Seconds of one operation by our schedule. The gathers of ZeRO-3 need no verdict; a base is proven by its hash."""
+        if line.coding == UNCHANGED:  # nothing is sent: the words come from the base
+            return self.profile.launch + nbytes / (HOST if self.args.zero3_base == "host" else COPY)
+        ratio = self.ratio(kind, line.coding)
+        waits = 0 if self.args.zero == 3 else 1
+        profile, proof = self.profile, 0.0
+        if line.coding != EXPONENTS:
+            profile = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
+            proof = nbytes / HASH + self._copies(nbytes)
+        return proof + coded_seconds(kind, nbytes, self.topology, profile, ratio, waits=waits)
+
+    def _copies(self, nbytes: float) -> float:
+        """Seconds of the copies out of the base of ZeRO-3 and back. ZeRO-1 and ZeRO-2 gather onto the base itself."""
+        if (
+            self.args.zero3_base == "host"
+        ):  # read by every rank, read for the proof and written by the ranks of a node together
+            return nbytes / HOST * (1 + 2 / self.topology.each)
+        return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
+
+    def chosen(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, bool]:
+        """Seconds of one operation as a job chooses its schedules, and whether some part of it is coded."""
+        owners = op == line.coded_op
+        if owners and self._sums == "plain":
+            return self.to_owners(nbytes), False
+        kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
+        seconds, coded = 0.0, False
+        for kind in kinds:
+            plain = plain_seconds(kind, nbytes, self.topology, self.profile)
+            ours = self.coded(line, kind, nbytes)
+            # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
+            takes = self._sums == "fp32" if kind == SUM or len(kinds) > 1 else self._moves and ours < plain
+            seconds += ours if takes else plain
+            coded |= takes
+        return seconds, coded
+
+
+def step(args: argparse.Namespace, each: Network, found: Codec) -> Iterator[dict[str, Any]]:
+    """Rows of a step on one network, columns as in ``plan --help``, and their totals."""
+    topology = Topology(args.gpus // args.gpus_per_node, args.gpus_per_node)
+    place = _Place(topology, DeviceProfile(each.speed, encode=found.encode, decode=found.decode), args)
+    traffics = traffic(args)
+    owners = any(line.coded_op for line in traffics)
+    variants = (PLAIN, *((OWNERS,) if owners else ()), CODED)
+    totals = dict.fromkeys(variants, 0.0)
+    calls = dict.fromkeys(variants, 0)
+    whole = args.params * ITEMSIZE[args.dtype]
+    for line in traffics:
+        bucket = line.bucket * ITEMSIZE[args.dtype] if args.bucket is None else args.bucket
+        operations = sizes(whole, bucket)
+        plain = line.times * sum(count * place.plain(line.op, nbytes) for nbytes, count in operations)
+        for variant in variants:
+            op = line.op if variant == PLAIN else line.coded_op or line.op
+            coded = False
+            seconds = 0.0
+            for nbytes, count in operations:
+                if variant == CODED:
+                    one, coded = place.chosen(line, op, nbytes)
+                elif op == line.coded_op:
+                    one = place.to_owners(nbytes)
+                else:
+                    one = place.plain(op, nbytes)
+                seconds += line.times * count * one
+            how = PLAIN if not coded else CODED if line.coding == EXPONENTS else "differences"
+            number = line.times * sum(count for _, count in operations)
+            totals[variant] += seconds
+            calls[variant] += number
+            yield _row(each, line.what, op, number, variant, how, seconds, plain)
+    for variant in variants:
+        yield _row(each, TOTAL, "", calls[variant], variant, "", totals[variant], totals[PLAIN])
+
+
+def _row(
+    each: Network, what: str, op: str, calls: int, variant: str, how: str, seconds: float, plain: float
+) -> dict[str, Any]:
+    return {
+        "network": each.text,
+        "what": what,
+        "op": op,
+        "calls": calls,
+        "variant": variant,
+        "how": how,
+        "ms": 1e3 * seconds,
+        "speedup": plain / seconds,
+    }
+
+
+def remarks(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """A sentence for every network on which coding gains nothing."""
+    totals = {(row["network"], row["variant"]): row["ms"] for row in rows if row["what"] == TOTAL}
+    for name in dict.fromkeys(row["network"] for row in rows):
+        best = totals.get((name, OWNERS), totals[name, PLAIN])
+        if best < _GAIN * totals[name, CODED]:
+            alone = totals[name, PLAIN] / best
+            owners = (
+                f"; gradients to their owners only, uncoded, are {alone:.2f} times faster" if alone >= _GAIN else ""
+            )
+            yield f"{name}: coding gains nothing on this network, and the job passes everything through uncoded{owners}"

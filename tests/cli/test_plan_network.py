@@ -1,0 +1,183 @@
+"""``plan --network``: NCCL groups on GPUs, by the model with which their schedules were designed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_zipccl.__main__ import main
+from ds_zipccl.bench import device_plan
+from ds_zipccl.bench.device_plan import BASE_SPEED, COPY, HASH, HOST
+from ds_zipccl.bench.step_plan import TOTAL
+from ds_zipccl.policy.cost_model import DELTA_RATIO
+from ds_zipccl.policy.device_rules import (
+    GATHER,
+    LAUNCH_S,
+    RDMA_REACH,
+    SUM,
+    TCP_REACH,
+    VERDICT_S,
+    DeviceProfile,
+    Topology,
+    coded_seconds,
+    plain_seconds,
+)
+
+NODES = "plan --params 7e9 --gpus 32 --gpus-per-node 8".split()
+#: Network of a node -> seconds of communication a step, as the model gave them with which the schedules were designed: ZeRO-3 plain and
+#: coded, ZeRO-2 plain, with owners, and with owners, coding and differences at ratio 8. Operations of 100 MB, a codec of 1 TB/s.
+DESIGN = {
+    "8x400gbit": ("0.11", "0.11", "0.11", "0.07", "0.07"),
+    "8x200gbit": ("0.17", "0.16", "0.17", "0.11", "0.10"),
+    "8x100gbit": ("0.34", "0.29", "0.34", "0.23", "0.16"),
+    "400gbit": ("0.66", "0.52", "0.66", "0.44", "0.25"),
+    "200gbit": ("1.35", "0.99", "1.35", "0.90", "0.44"),
+    "100gbit": ("2.71", "1.93", "2.71", "1.81", "0.81"),
+    "25gbit-tcp": ("11.9", "8.3", "11.9", "7.9", "3.3"),
+    "10gbit-tcp": ("29.7", "20.6", "29.7", "19.8", "8.3"),
+}
+#: Seconds of the host waits of 280 gathers: the design reckoned with them, and the gathers of ZeRO-3 no longer have them.
+WAITS = 280 * VERDICT_S
+
+
+def on_nccl(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
+    path = tmp_path / "plan.json"
+    assert main([*NODES, *words, "--json", str(path)]) == 0
+    return list(json.loads(path.read_text())["rows"])
+
+
+def seconds(rows: list[dict[str, Any]], network: str, variant: str) -> float:
+    (row,) = [row for row in rows if (row["network"], row["what"], row["variant"]) == (network, TOTAL, variant)]
+    return float(row["ms"]) / 1e3
+
+
+def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--network", "--bucket", "1e8", "--gpu-profile", "assumed-1.0")
+    three = on_nccl(tmp_path, "--zero", "3", *words)
+    two = on_nccl(tmp_path, "--zero", "2", "--round-robin", "--delta-ratio", "8", *words)
+    assert {row["network"] for row in three} == set(DESIGN)
+    for network, wanted in DESIGN.items():
+        gathers = [row["how"] for row in three if row["network"] == network and row["op"] == "all_gather"]
+        coded = seconds(three, network, "coded") + WAITS * ("coded" in gathers)
+        found = (seconds(three, network, "plain"), coded)
+        found += tuple(seconds(two, network, variant) for variant in ("plain", "owners", "coded"))
+        for got, text in zip(found, wanted, strict=True):
+            rounding = 0.5 * 10 ** -len(text.partition(".")[2])
+            nearest = min(max(got, float(text) - rounding), float(text) + rounding)
+            assert got == pytest.approx(nearest, rel=0.05), (network, text)
+    printed = capsys.readouterr().out
+    assert "1.0 TB/s, assumed: no GPU has measured it" in printed
+    gains_nothing = [line.partition(":")[0] for line in printed.splitlines() if "gains nothing" in line]
+    assert gains_nothing == ["8x400gbit", "8x400gbit"]
+    assert "uncoded, are 1.50 times faster" in printed
+
+
+def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = on_nccl(tmp_path, "--zero", "2", "--round-robin", "--network", "2x50gbit-tcp")
+    assert [(row["op"], row["variant"], row["how"], row["calls"]) for row in rows] == [
+        ("all_reduce", "plain", "plain", 14), ("reduce_scatter", "owners", "plain", 14), ("reduce_scatter", "coded", "coded", 14),
+        ("all_gather", "plain", "plain", 14), ("all_gather", "owners", "plain", 14), ("all_gather", "coded", "differences", 14),
+        ("", "plain", "", 28), ("", "owners", "", 28), ("", "coded", "", 28),
+    ]  # fmt: skip
+    topology, profile = Topology(4, 8), DeviceProfile(2 * 50e9 / 8 * TCP_REACH)
+    ring = plain_seconds(SUM, 1e9, topology, profile)
+    assert rows[0]["ms"] == pytest.approx(14e3 * 2 * ring) and rows[1]["ms"] == pytest.approx(14e3 * ring)
+    assert rows[2]["ms"] == pytest.approx(14e3 * coded_seconds(SUM, 1e9, topology, profile))
+    based = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
+    gather = coded_seconds(GATHER, 1e9, topology, based, DELTA_RATIO, waits=1) + 1e9 / HASH
+    assert rows[5]["ms"] == pytest.approx(14e3 * gather)
+    for variant in range(3):
+        assert rows[6 + variant]["ms"] == pytest.approx(rows[variant]["ms"] + rows[3 + variant]["ms"])
+        assert rows[6 + variant]["speedup"] == pytest.approx(rows[6]["ms"] / rows[6 + variant]["ms"])
+    printed = capsys.readouterr().out
+    assert "2x50gbit-tcp parameters           all_gather" in printed and "gains nothing" not in printed
+    rows = on_nccl(
+        tmp_path, "--zero", "2", "--network", "100gbit", "--delta", "off", "--owner-only", "off", "--ratio", "2"
+    )
+    assert [(row["op"], row["how"]) for row in rows[:4]] == [
+        ("all_reduce", "plain"), ("all_reduce", "coded"), ("all_gather", "plain"), ("all_gather", "coded")
+    ]  # fmt: skip
+    assert 1.8 < rows[-1]["speedup"] < 2
+
+
+def test_buckets_that_few_ranks_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bucket of 2 of 32 ranks: NCCL reduces it to each, which passes every node; ours is all-reduced, because one node gets all of it."""
+    rows = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit")
+    assert "round_robin_gradients is faster" in capsys.readouterr().out
+    topology, profile = Topology(4, 8), DeviceProfile(100e9 / 8 * RDMA_REACH)
+    assert rows[1]["ms"] == pytest.approx(14e3 * plain_seconds(SUM, 1e9, topology, profile) * 4 / 3)
+    ours = coded_seconds(SUM, 1e9, topology, profile) + coded_seconds(GATHER, 1e9, topology, profile, waits=1)
+    assert rows[2]["ms"] == pytest.approx(14e3 * ours)
+    spread = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit", "--bucket", "14e9")
+    assert "round_robin_gradients is faster" in capsys.readouterr().out
+    assert spread[1]["ms"] == pytest.approx(1e3 * plain_seconds(SUM, 14e9, topology, profile))
+    assert spread[2]["ms"] == pytest.approx(1e3 * coded_seconds(SUM, 14e9, topology, profile))
+
+
+def test_bases_of_zero3(tmp_path: Path) -> None:
+    """Gathers of parameters that have not changed send nothing. A base in the host's memory is as slow as its bus."""
+    device, host = (
+        on_nccl(tmp_path, "--network", "100gbit", "--zero3-base", kind, "--accumulation", "2")
+        for kind in ("device", "host")
+    )
+    assert [(row["what"], row["how"], row["calls"]) for row in device[1:4:2]] == [
+        ("parameters, first", "differences", 140),
+        ("parameters, again", "differences", 420),
+    ]
+    assert device[3]["ms"] == pytest.approx(420e3 * (LAUNCH_S + 1e8 / COPY))
+    assert host[3]["ms"] == pytest.approx(420e3 * (LAUNCH_S + 1e8 / HOST))
+    topology, profile = Topology(4, 8), DeviceProfile(100e9 / 8 * RDMA_REACH)
+    based = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
+    gather = coded_seconds(GATHER, 1e8, topology, based, DELTA_RATIO) + 1e8 / HASH
+    assert device[1]["ms"] == pytest.approx(140e3 * (gather + 2e8 / COPY))
+    assert host[1]["ms"] == pytest.approx(140e3 * (gather + 1.25e8 / HOST))
+    fast = on_nccl(tmp_path, "--network", "400gbit", "--zero3-base", "host")
+    assert [row["how"] for row in fast[:4]] == ["plain", "plain", "plain", "plain"]
+
+
+def test_measured_codecs_take_the_place_of_assumed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"route": "native", "codec": "cascade", "dtype": "bfloat16", "mib": 64, "ratio": 1.5}
+    path = tmp_path / "cuda.json"
+    path.write_text(json.dumps({"rows": [row | {"encode_gbps": 900, "decode_gbps": 1100}]}))
+
+    def codec(*words: str) -> dict[str, Any]:
+        on_nccl(tmp_path, "--network", "400gbit", *words)
+        return dict(json.loads((tmp_path / "plan.json").read_text())["codec"])
+
+    monkeypatch.setattr(device_plan, "MEASURED", tmp_path / "nothing.json")
+    assert codec()["about"] == codec("--gpu-profile", "assumed-1.0")["about"]
+    assert codec("--gpu-profile", "assumed-0.5")["encode"] == 0.5e12
+    assert codec("--gpu-profile", str(path))["decode"] == 1.1e12
+    monkeypatch.setattr(device_plan, "MEASURED", path)
+    found = codec()
+    assert (found["encode"], found["decode"]) == (0.9e12, 1.1e12)
+    capsys.readouterr()
+    codec()
+    assert f"encode 0.90, decode 1.10 TB/s, measured in {path}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--network", "fast"], "not a network of a node"),
+        (["--network", "0gbit"], "not a network of a node"),
+        (["--network", "--link", "10gbit"], "neither --link nor --profile"),
+        (["--network", "--gpu-profile", "assumed-2"], "cannot read"),
+        (["--gpu-profile", "assumed-1.0", "--link", "10gbit"], "wants --network"),
+        (["--network", "--gpus", "12"], "two nodes"),
+    ],
+)
+def test_nonsense_about_nccl_groups_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main([*NODES, *words]) == 2
+    except SystemExit as left:
+        assert left.code == 2
+    assert message in capsys.readouterr().err
