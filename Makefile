@@ -17,7 +17,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus fuzz soak soak-sim gpu cuda-static lint clean
+.PHONY: demo test test-all corpus fuzz soak soak-sim gpu gpu-wheels cuda-static lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -59,11 +59,18 @@ soak: $(VENV)/ready
 soak-sim: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/sim/soak.py $(SEEDS)
 
-# On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and pytest; DeepSpeed need not be there. In less than
-# ten minutes: kernels, sanitizers, tests, NCCL and measurements. The results go to the folder OUT, after every step.
+# On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and pytest; DeepSpeed comes from there, or from the
+# folder WHEELS. In less than ten minutes: kernels, NCCL, trainings, sanitizers, tests and measurements. The results go to the folder OUT,
+# after every step.
 OUT ?= docs/results
+WHEELS ?= out/wheels
 gpu:
-	env -u DS_ACCELERATOR PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py --out "$(OUT)"
+	env -u DS_ACCELERATOR PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py --out "$(OUT)" --wheels "$(WHEELS)"
+
+# On a machine with a network: DeepSpeed and all that it needs beside torch, 6 MB of wheels, for Python GPU_PYTHON of the machine with the GPU.
+GPU_PYTHON ?= 3.12
+gpu-wheels: $(VENV)/ready
+	PYTHONPATH=tests/gpu $(BIN)/python tests/gpu/wheels.py make "$(WHEELS)" --python $(GPU_PYTHON)
 
 # Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of nvcc.
 cuda-static: $(VENV)/ready

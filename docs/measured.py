@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,50 @@ def gpu(page: Path) -> str:
     content = results("gpu")
     rows = ((row["step"], row["outcome"], f"{row['seconds']:.0f}", row.get("reason", "")) for row in content["rows"])
     commit = f" Commit: {content['commit']}." if content["commit"] else ""
-    return f"{provenance(content)}\n\nOutcome: {content['outcome']}.{commit}\n\n" + table(
-        ("step", "outcome", "seconds", "reason"), rows
-    )
+    parts = [
+        f"{provenance(content)}\n\nOutcome: {content['outcome']}.{commit}",
+        table(("step", "outcome", "seconds", "reason"), rows),
+    ]
+    told = {row["step"]: row.get("figures", {}) for row in content["rows"]}
+    return "\n\n".join([*parts, *_on_nccl(told.get("comm", {}), told.get("train", {}))])
+
+
+def _on_nccl(comm: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:
+    """Collectives and trainings over NCCL of ``make gpu``, as far as there are any."""
+    if comm.get("rows"):
+        keys = ("op", "ranks", "numel", "variant")
+        rows = (
+            (
+                *(row[key] for key in keys),
+                f"{row['time_us']:.0f}",
+                f"{row['ratio']:.3f}",
+                f"{row['host_waits']:g}",
+                row["wrong"],
+            )
+            for row in comm["rows"]
+        )
+        shared = (
+            "; the ranks share a GPU, over sockets, so the times say nothing about a network"
+            if comm.get("environment")
+            else ""
+        )
+        yield f"Collectives over NCCL{shared}:\n\n" + table((*keys, "us", "ratio", "host waits", "wrong"), rows)
+    if train.get("rows"):
+        keys = ("workload", "ranks", "variant")
+        counts = ("logical_bytes", "wire_bytes")
+        rows = (
+            (
+                *(row[key] for key in keys),
+                f"{row['step_ms']:.1f}",
+                *(row[key] for key in counts),
+                f"{row['host_waits']:g}",
+                row["params_sha256"][:16],
+            )
+            for row in train["rows"]
+        )
+        heads = (*keys, "step ms", "logical bytes", "wire bytes", "host waits a step", "parameters")
+        problems = [problem for verdict in train["verdicts"] for problem in verdict["problems"]]
+        yield f"Trainings over NCCL; bits: {'; '.join(problems) or 'equal'}.\n\n" + table(heads, rows)
 
 
 def cuda_static(page: Path) -> str:

@@ -1,10 +1,11 @@
 """``make gpu``: everything that needs a GPU, in less than ten minutes.
 
-    python tests/gpu/gpu.py [--out FOLDER] [--only STEP ...] [--dry] [--list]
+    python tests/gpu/gpu.py [--out FOLDER] [--only STEP ...] [--wheels FOLDER] [--dry] [--list]
 
-Writes to the folder (docs/results): ``gpu.json``, the outcome and the figures of every step, written anew after each; ``cuda.json``, the
-benchmark, from which docs/benchmarks.md is generated; ``gpu.log``, the whole output. Each step has a limit of time and ends with all its
-processes. A step that fails does not stop the next ones, unless they need its result. Status 1 unless every step passed.
+Writes to the folder (docs/results): ``gpu.json``, the outcome and the figures of every step, written anew after each; ``cuda.json``,
+``comm_nccl.json`` and ``train_nccl.json``, the benchmarks; ``gpu.log``, the whole output. Each step has a limit of time and ends with all
+its processes. A step that fails does not stop the next ones, unless they need its result. Status 1 unless every step passed; the step
+"train" is left out where DeepSpeed cannot be imported.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from step_runner import PASSED, Result, Results, Runner, Step, as_json
+from step_runner import NOT_RUN, PASSED, Result, Results, Runner, Step, as_json
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # where PYTHONPATH lacks it
 from places import PYTHONPATH, ROOT
+from wheels import SITE, WHEELS
 
 HERE = Path(__file__).resolve().parent
 #: Seconds for all steps; the starts of the interpreters are among them.
@@ -85,6 +87,12 @@ def probed(results: Results) -> str:
     return "" if results["nccl_probe"].outcome == PASSED else "two ranks could not share the GPU"
 
 
+def deepspeed_works(results: Results) -> str:
+    """DeepSpeed need not be on a machine with a GPU; its wheels can be carried there."""
+    built = "build" in results and results["build"].figures.get("builds", {}).get("deepspeed", {}).get("status") == 0
+    return probed(results) or ("" if built else "DeepSpeed cannot be imported: carry the wheels of `make gpu-wheels`")
+
+
 def _pytest(name: str, *words: str, seconds: int) -> tuple[str, ...]:
     options = (
         "-q",
@@ -123,39 +131,66 @@ def steps(out: Path, dry: bool = False) -> list[Step]:
         "--floors",
         "--peers",
     )
+    shared = (python, str(HERE / "as_probed.py"), *program[1:], "bench")
+    comm_json, train_json = out / "comm_nccl.json", out / "train_nccl.json"
+    comm = (*shared, "comm", "--backend", "nccl", "--ranks", "2", "4")
+    comm += (
+        "--repeats",
+        *(("1", "--iterations", "2", "--numel", "4K") if dry else ("3", "--iterations", "5", "--numel", "1M", "4M")),
+    )
+    train = (*shared, "train", "--backend", "nccl", "--workload", "zero2", "zero3", "--size", "tiny", "--steps")
+    train += ("2", "--skip", "1", "--script", str(HERE / "dry_train.py")) if dry else ("20",)
     return [
-        Step("machine", (python, str(HERE / "machine.py")), 35),
-        Step("build", (python, str(HERE / "build_all.py")), 150, machine_is_right),
-        Step("driver", (python, str(HERE / "driver.py"), "run"), 20, driver_built),
-        Step("sanitizers", (python, str(HERE / "driver.py"), "sanitize"), 60, driver_built),
-        Step("tests", tests, 75, some_route),
-        Step("stress", _pytest("gpu/test_stress.py", seconds=55), 55, some_route),
-        Step("nccl_one", nccl("-k", "one_rank", seconds=40), 35, some_route),
-        Step("nccl_probe", nccl("-k", "probe", seconds=62), 60, some_route),
-        Step("nccl", nccl("-k", "share", seconds=45), 48, probed),
-        Step("bench", (*bench, "--json", str(results)), 50, some_route, _Benchmark(results)),
+        Step("machine", (python, str(HERE / "machine.py")), 25),
+        Step("build", (python, str(HERE / "build_all.py")), 125, machine_is_right),
+        Step("driver", (python, str(HERE / "driver.py"), "run"), 15, driver_built),
+        Step("nccl_probe", nccl("-k", "probe", seconds=62), 40, some_route),
+        Step("nccl", nccl("-k", "share", seconds=60), 65, probed),
+        Step(
+            "train",
+            (*train, "--json", str(train_json)),
+            90,
+            deepspeed_works,
+            _Written(train_json, *OF_TRAINING),
+            optional=True,
+        ),
+        Step("comm", (*comm, "--json", str(comm_json)), 45, probed, _Written(comm_json, *OF_COMM)),
+        Step("tests", tests, 50, some_route),
+        Step("stress", _pytest("gpu/test_stress.py", seconds=55), 35, some_route),
+        Step("sanitizers", (python, str(HERE / "driver.py"), "sanitize"), 40, driver_built),
+        Step("nccl_one", nccl("-k", "one_rank", seconds=40), 15, some_route),
+        Step("bench", (*bench, "--json", str(results)), 40, some_route, _Written(results, *OF_CODEC)),
     ]
 
 
-class _Benchmark:
-    """Floors and times of Python from the results of the benchmark; none from an older file."""
+#: Keys of a benchmark's file that are figures of its step.
+OF_CODEC = ("floors", "python_us", "left_out")
+OF_COMM = ("rows", "nccl", "environment")
+OF_TRAINING = ("rows", "verdicts", "nccl", "environment")
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._since = path, time.time()
+
+class _Written:
+    """Figures from the file that a benchmark writes; none from an older file."""
+
+    def __init__(self, path: Path, *keys: str) -> None:
+        self._path, self._keys, self._since = path, keys, time.time()
 
     def __call__(self) -> dict[str, Any]:
         if not self._path.exists() or self._path.stat().st_mtime < self._since - 1:
             return {}
         content = figures.read(self._path)
-        return {key: content[key] for key in ("floors", "python_us", "left_out") if key in content}
+        return {key: content[key] for key in self._keys if key in content}
 
 
-def environment(scratch: Path) -> dict[str, str]:
-    """The environment of the steps. The setting of the CPU's tests is not for a GPU; output comes at once, stacks when a step ends."""
+def environment(scratch: Path, wheels: Path | None = None) -> dict[str, str]:
+    """The environment of the steps. The setting of the CPU's tests is not for a GPU; output comes at once, stacks when a step ends.
+
+    ``wheels``: folder of wheels that the step "build" unpacks.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    paths = os.pathsep.join((PYTHONPATH, str(HERE)))
+    paths = os.pathsep.join((PYTHONPATH, str(HERE), str(scratch / SITE)))
     return kept | {
-        "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "ZIPCCL_SCRATCH": str(scratch),
+        "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", figures.SCRATCH: str(scratch), WHEELS: str(wheels or ""),
     }  # fmt: skip
 
 
@@ -178,10 +213,16 @@ def _host() -> dict[str, Any]:
     }
 
 
+def succeeded(results: Sequence[Result], planned: Sequence[Step]) -> bool:
+    """Whether every step passed; a step that may be left out need not have run."""
+    optional = {step.name for step in planned if step.optional}
+    return all(one.outcome == PASSED or (one.outcome == NOT_RUN and one.step in optional) for one in results)
+
+
 def summary(results: Sequence[Result], planned: Sequence[Step], command: str) -> dict[str, Any]:
     """The content of gpu.json."""
     missing = [step.name for step in planned[len(results) :]]
-    good = not missing and all(result.outcome == PASSED for result in results)
+    good = not missing and succeeded(results, planned)
     facts = next((result.figures for result in results if result.step == "machine"), {})
     versions = {
         name: str(facts[name]) for name in ("torch", "cuda", "driver", "nccl", "nvcc", "python") if name in facts
@@ -224,6 +265,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dry", action="store_true", help="run every step without a GPU, on emulated kernels and small tensors"
     )
+    parser.add_argument(
+        "--wheels", type=Path, metavar="FOLDER", help="wheels of DeepSpeed, as `make gpu-wheels` makes them"
+    )
     parser.add_argument("--list", action="store_true", help="print the steps and end")
     args = parser.parse_args(words)
     out = args.out.resolve()
@@ -237,7 +281,8 @@ def main(words: Sequence[str] | None = None) -> int:
             parser.error(
                 f"no step {', '.join(sorted(unknown))}; the steps are {', '.join(step.name for step in planned)}"
             )
-        wanted = {*args.only, "machine", "build", *(["nccl_probe"] if "nccl" in args.only else [])}
+        on_nccl = {"nccl", "comm", "train"} & set(args.only)
+        wanted = {*args.only, "machine", "build", *(["nccl_probe"] if on_nccl else [])}
         planned = [step for step in planned if step.name in wanted]
     if args.list:
         for step in planned:
@@ -254,12 +299,14 @@ def main(words: Sequence[str] | None = None) -> int:
             figures.write(out / "gpu.json", summary(results, planned, command))
 
         save([])
-        results = Runner(total, ROOT, out / "gpu.log", environment(Path(scratch)), save).run(planned)
+        results = Runner(
+            total, ROOT, out / "gpu.log", environment(Path(scratch), args.wheels and args.wheels.resolve()), save
+        ).run(planned)
     with (out / "gpu.log").open("a") as log:
         for line in ["", *digest(results), *(result.line() for result in results), f"results: {out / 'gpu.json'}"]:
             print(line, flush=True)
             log.write(line + "\n")
-    return 0 if all(result.outcome == PASSED for result in results) else 1
+    return 0 if succeeded(results, planned) else 1
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, **SETTINGS)
 #: Waits of the host in a call at most; one where the table has nothing. A sum for all ranks, or for several owners, is a sum and a gather.
 HOST_WAITS = {"all_reduce": 2, "all_reduce_coalesced": 2, "reduce_to_owners": 2}
 #: Elements of the tensors of the suite, up to several blocks of a frame.
-SUITE_SIZES = (0, 1, 7, 2049) if where.DRY else moves.SIZES
+SUITE_SIZES = (0, 7, 1025) if where.DRY else moves.SIZES
 
 
 class Rank:

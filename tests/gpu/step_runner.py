@@ -73,6 +73,7 @@ class Step:
         needs: returns the reason why the step cannot run after these results, or "".
         more: returns further figures when the step has ended.
         words: returns further words of the command, from the results.
+        optional: whether the run succeeds where the step could not run.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Step:
     needs: Callable[[Results], str] = nothing
     more: Callable[[], dict[str, Any]] = dict
     words: Callable[[Results], tuple[str, ...]] = nothing_more
+    optional: bool = False
 
 
 class Runner:

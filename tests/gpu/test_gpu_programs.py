@@ -180,7 +180,7 @@ def test_the_checks_of_several_ranks_of_nccl_on_gloo(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "nccl.json").read_text())["NCCL_NET"] == "Socket"
     seen = figures.read(tmp_path / "figures.json")
     assert seen["works"] == "as planned"
-    assert set(seen["ranks_4"]["seconds"]) == {check.__name__ for check in nccl_rank.SHARED}
+    assert set(seen["ranks_4"]["seconds"]) == {check.__name__ for check in nccl_rank.PROGRAMS["shared_gpu_4"]}
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import gpu
 import no_skips
 import pytest
 import step_runner
+import wheels
 from places import ROOT, TESTS
 from step_runner import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Runner, Step
 
 from ds_zipccl.__main__ import parse
+from ds_zipccl.integration import autoload
 
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -42,7 +46,8 @@ def environment(**more: str) -> dict[str, str]:
 
 def test_the_steps_end_in_ten_minutes() -> None:
     assert sum(step.seconds for step in STEPS.values()) <= gpu.TOTAL_SECONDS < 595
-    assert list(STEPS)[:3] == ["machine", "build", "driver"] and list(STEPS)[-1] == "bench"
+    assert list(STEPS)[:7] == ["machine", "build", "driver", "nccl_probe", "nccl", "train", "comm"]
+    assert list(STEPS)[-1] == "bench"
 
 
 def test_every_named_file_exists() -> None:
@@ -102,10 +107,13 @@ def test_the_steps_of_nccl_share_its_tests() -> None:
 
 
 def test_the_commands_of_ds_zipccl_parse() -> None:
-    for words in (STEPS["bench"].command, build_all.report_command()):
-        python, option, module, *rest = words
-        assert (python, option, module) == (sys.executable, "-m", "ds_zipccl")
-        assert callable(parse(rest).main)
+    as_probed = str(TESTS / "gpu" / "as_probed.py")
+    for words in (STEPS["bench"].command, build_all.report_command(), STEPS["comm"].command, STEPS["train"].command):
+        python, *rest = (word for word in words if word != as_probed)
+        assert (python, *rest[:2]) == (sys.executable, "-m", "ds_zipccl")
+        assert callable(parse(rest[2:]).main)
+    for step in ("comm", "train"):
+        assert STEPS[step].command[1] == as_probed and parse(list(STEPS[step].command[4:])).backend == "nccl"
     route = gpu.usable_routes({"build": Result("build", PASSED, figures={"usable": ["nvrtc"]})})
     assert parse([*STEPS["bench"].command[3:], *route]).route == ["nvrtc"]
 
@@ -114,8 +122,10 @@ def test_the_target_of_make(tmp_path: Path) -> None:
     command = ["make", "--no-print-directory", "-n", "gpu", "OUT=/tmp/somewhere", "PYTHON=some_python"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
     assert said.strip().startswith("env -u DS_ACCELERATOR ")
-    assert said.strip().endswith('some_python tests/gpu/gpu.py --out "/tmp/somewhere"')
-    assert "DS_ACCELERATOR" not in gpu.environment(tmp_path)
+    assert said.strip().endswith('some_python tests/gpu/gpu.py --out "/tmp/somewhere" --wheels "out/wheels"')
+    found = gpu.environment(tmp_path, tmp_path / "wheels")
+    assert "DS_ACCELERATOR" not in found and found[wheels.WHEELS] == str(tmp_path / "wheels")
+    assert found["PYTHONPATH"].endswith(f"{tmp_path}/{wheels.SITE}")
 
 
 # ---- the runner -----------------------------------------------------------------------------------------------------
@@ -228,6 +238,10 @@ def test_what_the_steps_need() -> None:
     assert gpu.some_route(nothing) and gpu.driver_built(nothing)
     assert not gpu.some_route(half) and not gpu.driver_built(half)
     assert gpu.probed({"nccl_probe": Result("nccl_probe", TIMED_OUT)})
+    shared = nothing | {"nccl_probe": Result("nccl_probe", PASSED)}
+    assert "make gpu-wheels" in gpu.deepspeed_works(shared)
+    imported = {"build": Result("build", PASSED, figures={"builds": {"deepspeed": {"status": 0}}})}
+    assert not gpu.deepspeed_works(shared | imported)
     for step in list(STEPS.values())[1:]:
         assert step.needs({"machine": Result("machine", FAILED), "nccl_probe": Result("nccl_probe", NOT_RUN)})
 
@@ -238,6 +252,11 @@ def test_the_summary_says_that_a_run_was_cut_short() -> None:
     assert gpu.summary(good[:3], planned, "make gpu")["outcome"] == "running or cut short"
     assert gpu.summary(good[:3], planned, "make gpu")["missing"] == list(STEPS)[3:]
     assert gpu.summary(good, planned, "make gpu")["outcome"] == PASSED
+    without = [replace(one, outcome=NOT_RUN) if one.step == "train" else one for one in good]
+    assert gpu.summary(without, planned, "make gpu")["outcome"] == PASSED
+    assert gpu.summary(without, planned, "make gpu")["not_passed"] == {"train": NOT_RUN}
+    without = [replace(one, outcome=FAILED) if one.step == "train" else one for one in good]
+    assert gpu.summary(without, planned, "make gpu")["outcome"] == "failed"
     for outcome in (FAILED, TIMED_OUT, NOT_RUN):
         content = gpu.summary([*good[:-1], Result("bench", outcome)], planned, "make gpu")
         assert content["outcome"] == "failed" and content["not_passed"] == {"bench": outcome}
@@ -253,7 +272,25 @@ def test_without_a_gpu_the_target_fails(tmp_path: Path) -> None:
     assert "this machine has no GPU" in (tmp_path / "gpu.log").read_text()
 
 
-@pytest.mark.full(reason="every step runs, a minute and a half of the processor")
+def test_deepspeed_joins_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels are unpacked, torch gets the entry point of a package that is not installed, and DeepSpeed is imported; in this order."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(wheels, "_run", ran.append)
+    monkeypatch.setattr(wheels.importlib.metadata, "entry_points", lambda group: ())
+    (tmp_path / "some.whl").touch()
+    wheels.ready(str(tmp_path), tmp_path / "site")
+    assert [command[1:3] for command in ran] == [["-m", "pip"], ["-c", wheels.PROBE]]
+    assert ran[0][-2:] == [str(tmp_path / "site"), str(tmp_path / "some.whl")] and "--no-index" in ran[0]
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path / "site")])
+    (entry,) = found.entry_points
+    assert (entry.group, entry.value) == ("torch.backends", "ds_zipccl.integration.autoload:autoload")
+    assert entry.load() is autoload.autoload
+    del ran[:]
+    wheels.ready("", tmp_path / "other")
+    assert [command[1:3] for command in ran] == [["-c", wheels.PROBE]]
+
+
+@pytest.mark.full(reason="every step runs, two minutes and a half of the processor")
 def test_a_dry_run_of_every_step_passes(tmp_path: Path) -> None:
     """From any folder, and without PYTHONPATH."""
     command = [sys.executable, str(TESTS / "gpu" / "gpu.py"), "--dry", "--out", "out"]
@@ -262,7 +299,17 @@ def test_a_dry_run_of_every_step_passes(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert result.returncode == 0, (content["not_passed"], result.stdout[-3000:])
     assert content["outcome"] == PASSED and [row["step"] for row in content["rows"]] == list(STEPS)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu.json", "gpu.log", "cuda.json"}
+    written = {"cuda.json", "comm_nccl.json", "train_nccl.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu.json", "gpu.log", *written}
+    told = {row["step"]: row["figures"] for row in content["rows"]}
+    assert told["train"]["verdicts"] and not any(verdict["problems"] for verdict in told["train"]["verdicts"])
+    assert all(verdict["ratio_coded"]["coded"] > 1.3 for verdict in told["train"]["verdicts"])
+    for plain, coded in zip(told["train"]["rows"][::2], told["train"]["rows"][1::2], strict=True):
+        assert plain["params_sha256"] == coded["params_sha256"] and coded["wire_bytes"] < coded["logical_bytes"]
+    assert {row["ranks"] for row in told["comm"]["rows"]} == {2, 4} and not any(
+        row["wrong"] for row in told["comm"]["rows"]
+    )
+    assert told["nccl"]["ranks_4"]["coded"]["all_gather_into_tensor"]["host_waits"]
     *_, last, results = result.stdout.splitlines()
     assert last.startswith("bench ") and results == f"results: {tmp_path / 'out' / 'gpu.json'}"
 
