@@ -20,10 +20,12 @@ import torch
 
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.gather import Plan, Shard
+from ds_zipccl.comm.device.gather import Piece, Plan, Shard
+from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.verdict import agree
 from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.frame import HEADER_BYTES
+from ds_zipccl.kernels.jobs import MAX_JOBS
 from ds_zipccl.policy import wire
 
 #: Layouts of gathers that are kept (admission: programs repeat their gathers; epochs end, and so do the layouts).
@@ -39,6 +41,14 @@ class _Kind(NamedTuple):
     block: int
     budget: int
 
+    def pieces(self, numel: int) -> list[Piece]:
+        """Return the pieces of a parameter."""
+        return gather.pieces_of([[numel]], self.dtype.itemsize, self.group.size, self.budget)
+
+    def codes(self, piece: Piece) -> bool:
+        """Return whether the size of a piece's frame depends on its words. Smaller pieces go raw."""
+        return piece.numel * self.dtype.itemsize >= wire.RAW_BELOW_BYTES
+
 
 class Agreed:
     """The sizes of the frames of one parameter, on which the ranks of a group have agreed.
@@ -48,12 +58,13 @@ class Agreed:
     Args:
         name: of the parameter, for messages.
         numel: elements of a rank's shard, equal on all ranks.
+        dtype: in which shards are gathered; None: that of the shards.
     """
 
-    __slots__ = ("_kind", "name", "numel", "sizes", "version")
+    __slots__ = ("_kind", "dtype", "name", "numel", "sizes", "version")
 
-    def __init__(self, name: str, numel: int) -> None:
-        self.name, self.numel = name, numel
+    def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None) -> None:
+        self.name, self.numel, self.dtype = name, numel, dtype
         #: Bytes of the largest frame of each piece, while the epoch lasts.
         self.sizes: Sequence[int] = ()
         #: A number of this process that no other agreement has; 0 before the first.
@@ -79,32 +90,59 @@ _unchecked: WeakSet[GroupState] = WeakSet()
 _plans: dict[tuple[int, ...], Plan] = {}
 
 
-def agree_all(ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]]) -> int:
+def agree_all(
+    ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]], dtype: torch.dtype | None = None
+) -> int:
     """Agree on the sizes of parameters without agreed sizes; one wait of the host, or none where nothing is to be agreed on.
 
     The encoder reads the shards, and writes headers alone. The host has waited for this when the call returns.
 
     Args:
         found: parameters with the own shards, flat, on the device, ready on the current stream; in an order that is equal on all ranks.
+        dtype: of the gather; None: that of each parameter.
 
     Returns:
         The number of parameters without agreed sizes before the call.
     """
-    missing = [(one, words) for one, words in found if not one.holds(_kind(ctx, words.dtype))]
+    missing = [(one, words, _kind(ctx, dtype or one.dtype or words.dtype)) for one, words in found]
+    missing = [(one, words, kind) for one, words, kind in missing if not one.holds(kind)]
     if not missing:
         return 0
-    pieces = [_pieces(ctx, one.numel, words) for one, words in missing]
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for own in pieces:
-        for words in filter(_coded, own):
-            by_dtype.setdefault(words.dtype, []).append(words)
-    answer = iter(_verdict(ctx, [gather.encoded_sizes(ctx, some) for some in by_dtype.values()]) if by_dtype else ())
-    sizes = {dtype: [next(answer) for _ in some] for dtype, some in by_dtype.items()}
-    rest = {dtype: iter(some) for dtype, some in sizes.items()}
-    for (one, words), own in zip(missing, pieces, strict=True):
-        found_sizes = [next(rest[part.dtype]) if _coded(part) else part.nbytes + HEADER_BYTES for part in own]
-        one._agreed(_kind(ctx, words.dtype), found_sizes)
+    coded: dict[torch.dtype, list[torch.Tensor]] = {}
+    for one, words, kind in missing:
+        for piece in filter(kind.codes, kind.pieces(one.numel)):
+            coded.setdefault(kind.dtype, []).append(words[piece.start : piece.start + piece.numel])
+    answer = iter(_verdict(ctx, [_sizes(ctx, some, kind) for kind, some in coded.items()]) if coded else ())
+    sizes = {kind: iter([next(answer) for _ in some]) for kind, some in coded.items()}
+    for one, _, kind in missing:
+        one._agreed(
+            kind,
+            [
+                next(sizes[kind.dtype]) if kind.codes(piece) else piece.numel * kind.dtype.itemsize + HEADER_BYTES
+                for piece in kind.pieces(one.numel)
+            ],
+        )
     return len(missing)
+
+
+def _sizes(ctx: DeviceContext, words: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of words in a dtype.
+
+    Words of another dtype are converted as many at a time as the memory for frames allows. That memory belongs to the encoding lane.
+    """
+    if all(part.dtype is dtype for part in words):
+        return gather.encoded_sizes(ctx, words)
+    found = []
+    with ctx.lanes.on(Lane.ENCODE):
+        first = 0
+        while first < len(words):
+            last, nbytes = first, 0
+            while last < len(words) and last - first < MAX_JOBS and (last == first or nbytes < ctx.budget // 2):
+                nbytes += words[last].numel() * dtype.itemsize
+                last += 1
+            found.append(gather.encoded_sizes(ctx, [part.to(dtype) for part in words[first:last]]))
+            first = last
+        return torch.cat(found)
 
 
 def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor, parameters: Sequence[Agreed]) -> None:
@@ -119,7 +157,7 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
         return
     kind = _kind(ctx, own.dtype)
     if not all(one.holds(kind) for one in parameters):
-        agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)))
+        agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)), own.dtype)
     key = tuple(one.version for one in parameters)
     plan = _plans.get(key)
     if plan is None:
@@ -153,14 +191,3 @@ def _verdict(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
 
 def _kind(ctx: DeviceContext, dtype: torch.dtype) -> _Kind:
     return _Kind(ctx.state, dtype, ctx.codec, ctx.config.block, ctx.budget)
-
-
-def _pieces(ctx: DeviceContext, numel: int, words: torch.Tensor) -> list[torch.Tensor]:
-    """Return the words of the pieces of one parameter."""
-    pieces = gather.pieces_of([[numel]], words.element_size(), ctx.size, ctx.budget)
-    return [words[piece.start : piece.start + piece.numel] for piece in pieces]
-
-
-def _coded(words: torch.Tensor) -> bool:
-    """Return whether the size of a piece's frame depends on its words. Smaller pieces go raw."""
-    return words.nbytes >= wire.RAW_BELOW_BYTES
