@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm import Agreed
@@ -261,6 +262,28 @@ def test_edits_give_the_right_bits_or_stop_all_ranks(route: CudaRoute, ranks: in
             assert all(name in one.error for name in wrong) and ("larger than agreed" in one.error or not wrong)
         stopped += bool(wrong)
     assert 0 < stopped < 24, "or one of both ends was not tried"
+
+
+def groups(rank: int, ranks: int) -> str:
+    """Pairs of ranks have a parameter of their own, such as experts. One shard is written to; the verdict of all ranks follows."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+    pair, model = pairs[rank // 2], Model(rank, ranks, 2)
+    expert, shard = Agreed("expert.weight", 4000), weights(rank, 4000, 9).to(model.device)
+    assert model.agree() == len(SIZES)
+    assert comm.agree_sizes([(expert, shard)], pair, config=CONFIG) == 1
+    if rank == ranks - 1:
+        shard.copy_(noise(0, 4000, 9).to(model.device))
+    output = torch.empty(8000, dtype=torch.bfloat16, device=model.device)
+    comm.all_gather_into_tensor(output, shard, pair, config=CONFIG, role="zero_param", agreed=[expert])
+    assert all(model.gather([1, 2, 3])())
+    with pytest.raises(comm.CommError) as raised:
+        comm.check_frames(model.device, config=CONFIG)
+    return str(raised.value)
+
+
+def test_all_ranks_learn_of_a_failure_in_a_small_group(route: CudaRoute) -> None:
+    for text in world.run(groups, 4, route=route).values:
+        assert "expert.weight of group rank 1 refused" in text and "layers" not in text
 
 
 # ---- mistakes ----------------------------------------------------------------------------------------------------------
