@@ -112,7 +112,7 @@ class Agreed:
         """Return whether there are agreed sizes for gathers of a kind."""
         return self._kind == kind
 
-    def agree(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None) -> None:
+    def _agreed(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None = None) -> None:
         """Begin an epoch. ``deltas`` None: nothing was kept, or the proof has failed."""
         self._reason = bases.SOMETHING_ELSE if self.kept and deltas is None else bases.NOTHING_THERE
         self._kind, self.sizes, self.deltas, self.version = kind, sizes, deltas, next(_versions)
@@ -181,7 +181,7 @@ def agree_all(
             for way in (Way.FULL, Way.DELTA)
         )
         proven = held[number] is not None and bases.holds([answer[number, word] for word in range(bases.PROOF_WORDS)])
-        one.agree(kind, full, delta if proven else None)
+        one._agreed(kind, full, delta if proven else None)
     return len(missing)
 
 
