@@ -200,9 +200,9 @@ def watch_optimizer(kind: Any) -> None:
 
 
 def _surround(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let ``around`` be called in place of a method, with the method as its first argument."""
-    original = getattr(kind, name)
-    if getattr(original, "ds_zipccl_epochs", False):
+    """Let ``around`` be called in place of a method, with the method as its first argument. Not every DeepSpeed has every method."""
+    original = getattr(kind, name, None)
+    if original is None or hasattr(original, "ds_zipccl_epochs"):
         return
 
     @functools.wraps(original)
