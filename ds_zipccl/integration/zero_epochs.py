@@ -62,17 +62,13 @@ class Epochs:
             comm.agree_sizes(shards, group, config=self._config)
 
     def _ready(self, param: Any) -> bool:
-        """Return whether the shard has the words that the next gather sends, in their dtype, on the device. Equal on all ranks.
+        """Return whether the words that the next gather sends are on the device now. Equal on all ranks.
 
         A parameter that stays gathered is gathered once a step, within the step.
         """
         shard = param.ds_tensor
-        return (
-            not param.ds_persist
-            and shard.device.type == self._device.type
-            and shard.final_location != "nvme"
-            and shard.dtype == zero_gathers.gathered_dtype(param)
-        )
+        on_device = shard.device.type == self._device.type and shard.final_location != "nvme"
+        return on_device and not param.ds_persist
 
 
 def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig, device: torch.device) -> None:
@@ -88,7 +84,8 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
     for name, param in named:
         members = group_state(param.ds_process_group) if hasattr(param, "ds_id") else None
         if members is not None and members.size > 1 and members.streams(device.type):
-            setattr(param, _AGREED, Agreed(name, param.ds_tensor.ds_numel))
+            dtype = zero_gathers.gathered_dtype(param)
+            setattr(param, _AGREED, Agreed(name, param.ds_tensor.ds_numel, dtype))
             found.append(param)
     if found:
         epochs = Epochs(sorted(found, key=lambda param: int(param.ds_id)), config, device)
@@ -203,9 +200,9 @@ def watch_optimizer(kind: Any) -> None:
 
 
 def _surround(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let ``around`` be called in place of a method, with the method as its first argument."""
-    original = getattr(kind, name)
-    if getattr(original, "ds_zipccl_epochs", False):
+    """Let ``around`` be called in place of a method, with the method as its first argument. Not every DeepSpeed has every method."""
+    original = getattr(kind, name, None)
+    if original is None or hasattr(original, "ds_zipccl_epochs"):
         return
 
     @functools.wraps(original)

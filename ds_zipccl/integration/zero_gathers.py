@@ -127,16 +127,16 @@ def allocate_bases(
         streams = members.streams(device.type)
         agreed = agreed_of(params) if streams else ()
         if not admission.has_differences(device.type, backend) or (streams and not agreed):
-            skipped = (
-                f"; no differences on {device.type} over {backend}{' without agreed sizes' if streams else ' yet'}"
-            )
+            off = ": nccl is off" if config.nccl == "off" else ": no sizes are agreed on with this optimizer"
+            skipped = f"; no differences on {device.type} over {backend}{off if streams else ' yet'}"
             continue
         shards = [(param.ds_tensor.ds_numel, gathered_dtype(param)) for param in params]
-        for param, base in zip(params, comm.allocate_bases(shards, config.zero3_base, group, device), strict=True):
+        found = comm.allocate_bases(shards, config.zero3_base, group, device)
+        for param, base in zip(params, found, strict=True):
             setattr(param, _BASE, weakref.ref(base))
-            bases.append(base)
-        for one, base in zip(agreed, bases[-len(agreed) :], strict=True):
+        for one, base in zip(agreed, found, strict=False):  # as many, or none
             one.hold(base)
+        bases += found
     nbytes = sum(base.memory.nbytes for base in bases)
     mates = max((len(base.mates) for base in bases), default=1)
     where = f"shared by the {mates} ranks of a node" if mates > 1 else "on every rank"

@@ -68,6 +68,15 @@ def hpz(lab: Lab) -> None:
     lab.ends("3 steps", {})
 
 
+def autocast(lab: Lab) -> None:
+    """Shards of 32 bits, gathered in 16."""
+    options = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    engine = start(lab, **options)
+    assert all(one.dtype is torch.bfloat16 for one in zero_epochs.agreed_of([engine.module.head.weight]))
+    lab.train(engine, 3)
+    lab.ends("3 steps", {})
+
+
 def frozen(lab: Lab) -> None:
     def groups(model: Model) -> Any:
         model.embedding.requires_grad_(False)
@@ -201,7 +210,8 @@ def planted(engine: Any) -> None:
 
 
 CASES: dict[str, Callable[[Lab], None]] = {
-    case.__name__: case for case in (trained, one_by_one, hpz, frozen, edited, set_fp32, checkpoint, skipped, written)
+    case.__name__: case
+    for case in (trained, one_by_one, autocast, hpz, frozen, edited, set_fp32, checkpoint, skipped, written)
 }
 
 
@@ -233,6 +243,7 @@ STEP = (0, 2)
 WAITS: dict[str, dict[str, tuple[int, int]]] = {
     "trained": {"3 steps": (0, 6), "evaluated": (0, 0)},
     "one_by_one": {"3 steps": (0, 6)},
+    "autocast": {"3 steps": (0, 6)},
     "frozen": {"2 steps": (0, 4), "changed": (1, 5)},
     "edited": {"1 step": STEP, "edited between steps": (1, 3), "edited between batches": (2, 3)},
     "set_fp32": {"set": STEP, "2 steps": (2, 4)},

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from ds_zipccl.comm import Agreed
 from ds_zipccl.comm.delta.shared_base import BaseSlot
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import zero_gathers
+from ds_zipccl.policy.admission import STREAM_BACKENDS
 
 DATA, OTHER = object(), object()  # groups
 ON = ZipcclConfig(enabled=True, zero3_base="device")
@@ -36,7 +38,9 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 2, backend: str = "gloo", mates: int = 1) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self._size, self._mates = size, mates
-        members = SimpleNamespace(size=size, backend=lambda device: backend)
+        members = SimpleNamespace(
+            size=size, backend=lambda device: backend, streams=lambda device: backend in STREAM_BACKENDS
+        )
         monkeypatch.setattr(zero_gathers, "group_state", lambda group: None if group is None else members)
         monkeypatch.setattr(zero_gathers.comm, "allocate_bases", self.keep)
 
@@ -86,6 +90,7 @@ def test_no_memory_where_nothing_is_sent_as_a_difference(monkeypatch: pytest.Mon
         ({"size": 1}, "cpu", ""),
         ({"backend": "mpi"}, "cpu", "; no differences on cpu over mpi yet"),
         ({}, "cuda", "; no differences on cuda over gloo yet"),
+        ({"backend": "nccl"}, "cuda", "; no differences on cuda over nccl: nccl is off"),
     ):
         memory = Memory(monkeypatch, **more)  # type: ignore[arg-type]
         assert zero_gathers.allocate_bases([parameter(0)], ON, torch.device(device)) == (
@@ -97,6 +102,17 @@ def test_no_memory_where_nothing_is_sent_as_a_difference(monkeypatch: pytest.Mon
     assert zero_gathers.allocate_bases([parameter(0, None)], ON, CPU)[0] == [] and not memory.asked, (
         "a group that others are in"
     )
+
+
+def test_bases_in_the_order_of_streams_are_held_with_agreed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, on = Memory(monkeypatch, backend="nccl"), replace(ON, nccl="on")
+    cuda, params = torch.device("cuda"), [parameter(0), parameter(1)]
+    agreed = [Agreed("first", 100), Agreed("second", 100)]
+    kept, said = zero_gathers.allocate_bases(params, on, cuda, lambda params: agreed)
+    assert [one._base and one._base() for one in agreed] == kept and len(kept) == 2 and "no differences" not in said
+    kept, said = zero_gathers.allocate_bases(params, on, cuda, lambda params: ())
+    assert not kept and said.endswith("no differences on cuda over nccl: no sizes are agreed on with this optimizer")
+    assert len(memory.asked) == 1
 
 
 def test_what_a_node_shares_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

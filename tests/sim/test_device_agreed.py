@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm import Agreed
@@ -36,9 +37,17 @@ def route() -> CudaRoute:
 class Model:
     """Parameters of one rank, as ZeRO-3 has them, and a copy on the host of the shards of all ranks."""
 
-    def __init__(self, rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        seed: int,
+        dtype: torch.dtype = torch.bfloat16,
+        gathered: torch.dtype | None = None,
+    ) -> None:
         self.rank, self.ranks, self.device = rank, ranks, torch.device("cuda", rank)
-        self.agreed = [Agreed(f"layers.{number}.weight", size) for number, size in enumerate(SIZES)]
+        self.dtype = gathered or dtype
+        self.agreed = [Agreed(f"layers.{number}.weight", size, gathered) for number, size in enumerate(SIZES)]
         self.hosts = [
             [weights(peer, size, seed + number, dtype) for peer in range(ranks)] for number, size in enumerate(SIZES)
         ]
@@ -49,7 +58,7 @@ class Model:
 
     def start(self, numbers: list[int], later: bool = True) -> tuple[Any, torch.Tensor]:
         """Start a gather as DeepSpeed does it: shards end to end, in place. Handle, None if not ``later``, and output."""
-        words = torch.cat([self.shards[number] for number in numbers])
+        words = torch.cat([self.shards[number].to(self.dtype) for number in numbers])
         output = torch.empty(self.ranks * words.numel(), dtype=words.dtype, device=self.device)
         own = output[self.rank * words.numel() : (self.rank + 1) * words.numel()]
         own.copy_(words)
@@ -62,7 +71,7 @@ class Model:
     def gather(self, numbers: list[int], later: bool = True) -> Callable[[], list[bool]]:
         """Start a gather. The result waits, and tells whether each parameter has the right bits."""
         handle, output = self.start(numbers, later)
-        wanted = [[host.clone() for host in self.hosts[number]] for number in numbers]
+        wanted = [[host.to(self.dtype, copy=True) for host in self.hosts[number]] for number in numbers]
 
         def finish() -> list[bool]:
             if handle is not None:
@@ -115,8 +124,10 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype) -> None:
-    model = Model(rank, ranks, seed, dtype)
+def steps(
+    rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16, gathered: torch.dtype | None = None
+) -> None:
+    model = Model(rank, ranks, seed, dtype, gathered)
     order = random.Random(seed)
     assert model.agree() == len(SIZES)
     for step in range(3):
@@ -183,12 +194,22 @@ def test_the_host_asks_the_device_nothing(route: CudaRoute) -> None:
         assert world.run(unasked, 3, seed=seed, modes=modes, route=route).values == [(0, 0)] * 3
 
 
+def test_gathers_in_another_dtype(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of 32 bits that are gathered in 16, as with autocast; the memory for the conversion is small and used again."""
+    monkeypatch.setattr(agreements, "MAX_JOBS", 1)
+    for seed, modes in enumerate(world.ALL_MODES):
+        counters.reset()
+        world.run(steps, 2, seed, torch.float32, torch.bfloat16, seed=seed, modes=modes, route=route)
+        rows = {row["op"]: row["host_waits"] for row in counters.rows()}
+        assert rows == {"all_gather_into_tensor": 0, "agreement": 7 * 2}
+
+
 def test_fragments_and_pieces(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of several frames, in several messages."""
     monkeypatch.setattr(wire, "device_piece_numel", lambda *call: 1024)
     monkeypatch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
     for seed in range(3):
-        world.run(steps, 2, seed, torch.bfloat16, seed=seed, modes=world.ALL_MODES[2 * seed], route=route)
+        world.run(steps, 2, seed, seed=seed, modes=world.ALL_MODES[2 * seed], route=route)
 
 
 # ---- changes outside of steps ------------------------------------------------------------------------------------------
@@ -241,6 +262,28 @@ def test_edits_give_the_right_bits_or_stop_all_ranks(route: CudaRoute, ranks: in
             assert all(name in one.error for name in wrong) and ("larger than agreed" in one.error or not wrong)
         stopped += bool(wrong)
     assert 0 < stopped < 24, "or one of both ends was not tried"
+
+
+def groups(rank: int, ranks: int) -> str:
+    """Pairs of ranks have a parameter of their own, such as experts. One shard is written to; the verdict of all ranks follows."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+    pair, model = pairs[rank // 2], Model(rank, ranks, 2)
+    expert, shard = Agreed("expert.weight", 4000), weights(rank, 4000, 9).to(model.device)
+    assert model.agree() == len(SIZES)
+    assert comm.agree_sizes([(expert, shard)], pair, config=CONFIG) == 1
+    if rank == ranks - 1:
+        shard.copy_(noise(0, 4000, 9).to(model.device))
+    output = torch.empty(8000, dtype=torch.bfloat16, device=model.device)
+    comm.all_gather_into_tensor(output, shard, pair, config=CONFIG, role="zero_param", agreed=[expert])
+    assert all(model.gather([1, 2, 3])())
+    with pytest.raises(comm.CommError) as raised:
+        comm.check_frames(model.device, config=CONFIG)
+    return str(raised.value)
+
+
+def test_all_ranks_learn_of_a_failure_in_a_small_group(route: CudaRoute) -> None:
+    for text in world.run(groups, 4, route=route).values:
+        assert "expert.weight of group rank 1 refused" in text and "layers" not in text
 
 
 # ---- mistakes ----------------------------------------------------------------------------------------------------------

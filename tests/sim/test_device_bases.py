@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm.device import agreed, bases
 from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import launcher, world
 from sim.test_device_agreed import CONFIG, SIZES, Model, noise, weights
@@ -83,6 +84,16 @@ def test_steps(route: CudaRoute, ranks: int, kind: str) -> None:
         row = gathers()
         assert row["host_waits"] == 0 and row["calls"] == 12 * ranks
         assert row["differences"][FULL] <= (len(SIZES) - 1) * ranks < row["differences"][""], "in full once a parameter"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_fragments_and_pieces(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Parameters of several frames, in several messages."""
+    monkeypatch.setattr(wire, "device_piece_numel", lambda *call: 1024)
+    monkeypatch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
+    monkeypatch.setattr(wire, "RAW_BELOW_BYTES", 512)
+    world.run(steps, 2, 1, torch.bfloat16, kind, seed=1, modes=world.ALL_MODES[-1], route=route)
 
 
 def test_nothing_is_sent_twice(route: CudaRoute) -> None:

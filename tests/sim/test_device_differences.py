@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm.delta import in_place_base, on_device
 from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import launcher, world
 
@@ -80,6 +81,16 @@ def test_steps(route: CudaRoute, ranks: int) -> None:
     for seed, mode in [MODES[ranks], MODES[-1]] if ranks == 2 else MODES:
         row = counted(ranks, seed, mode, route, steps)
         assert row["differences"] == {FULL: ranks, "": 3 * ranks}
+
+
+@pytest.mark.full
+def test_fragments_and_pieces(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of several frames, in several messages; an encoder reads the own shard while a decoder writes the others."""
+    monkeypatch.setattr(wire, "device_piece_numel", lambda *call: 2048)
+    monkeypatch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
+    for seed in range(2):
+        row = counted(2, seed, world.ALL_MODES[-1], route, steps)
+        assert row["differences"] == {FULL: 2, "": 6}
 
 
 def test_bytes(route: CudaRoute) -> None:

@@ -32,6 +32,7 @@ from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.verdict import agree
 from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.frame import HEADER_BYTES
+from ds_zipccl.kernels.jobs import MAX_JOBS
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 
@@ -47,6 +48,14 @@ class _Kind(NamedTuple):
     codec: str
     block: int
     budget: int
+
+    def pieces(self, numel: int) -> list[Piece]:
+        """Return the pieces of a parameter."""
+        return gather.pieces_of([[numel]], self.dtype.itemsize, self.group.size, self.budget)
+
+    def codes(self, piece: Piece) -> bool:
+        """Return whether the size of a piece's frame depends on its words. Smaller pieces go raw."""
+        return piece.numel * self.dtype.itemsize >= wire.RAW_BELOW_BYTES
 
 
 class Way(Enum):
@@ -65,12 +74,13 @@ class Agreed:
     Args:
         name: of the parameter, for messages.
         numel: elements of a rank's shard, equal on all ranks.
+        dtype: in which shards are gathered; None: that of the shards.
     """
 
-    __slots__ = ("_base", "_kind", "_reason", "deltas", "kept", "name", "numel", "sizes", "version")
+    __slots__ = ("_base", "_kind", "_reason", "deltas", "dtype", "kept", "name", "numel", "sizes", "version")
 
-    def __init__(self, name: str, numel: int) -> None:
-        self.name, self.numel = name, numel
+    def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None) -> None:
+        self.name, self.numel, self.dtype = name, numel, dtype
         #: Bytes of the largest frame of each piece, while the epoch lasts.
         self.sizes: Sequence[int] = ()
         #: A number of this process that no other agreement has; 0 before the first.
@@ -87,10 +97,12 @@ class Agreed:
         """Have a base, as long as it lives. All ranks of the group call. Differences must be wanted, see :class:`.ZipcclConfig`."""
         self._base, self.kept, self.deltas = weakref.ref(base), 0, None
 
-    def base_of(self, words: torch.Tensor, ranks: int) -> Base | None:
-        """Return the base of gathers of shards like ``words``, None if there is none."""
+    def base_of(self, kind: _Kind) -> Base | None:
+        """Return the base of gathers of a kind, None if there is none."""
         found = None if self._base is None else self._base()
-        return found if found is not None and self.numel and bases.fits(found, words, ranks) else None
+        if found is None or not self.numel or found.memory.dtype is not kind.dtype:
+            return None
+        return found if found.memory.shape == (kind.group.size, self.numel) else None
 
     def forget(self) -> None:
         """End the epoch. All ranks of the group call, before one of them uses the changed shard."""
@@ -100,7 +112,7 @@ class Agreed:
         """Return whether there are agreed sizes for gathers of a kind."""
         return self._kind == kind
 
-    def agree(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None) -> None:
+    def _agreed(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None = None) -> None:
         """Begin an epoch. ``deltas`` None: nothing was kept, or the proof has failed."""
         self._reason = bases.SOMETHING_ELSE if self.kept and deltas is None else bases.NOTHING_THERE
         self._kind, self.sizes, self.deltas, self.version = kind, sizes, deltas, next(_versions)
@@ -122,7 +134,9 @@ _unchecked: WeakSet[GroupState] = WeakSet()
 _plans: dict[tuple[tuple[int, Way], ...], Sequence[tuple[Way, Plan]]] = {}
 
 
-def agree_all(ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]]) -> int:
+def agree_all(
+    ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]], dtype: torch.dtype | None = None
+) -> int:
     """Agree on the sizes of parameters without agreed sizes; one wait of the host, or none where nothing is to be agreed on.
 
     The encoder reads the shards, and writes headers alone. Bases are read too, for the proof. The host has waited for this when the call
@@ -130,47 +144,70 @@ def agree_all(ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]]) 
 
     Args:
         found: parameters with the own shards, flat, on the device, ready on the current stream; in an order that is equal on all ranks.
+        dtype: of the gather; None: that of each parameter.
 
     Returns:
         The number of parameters without agreed sizes before the call.
     """
-    missing = [(one, words) for one, words in found if not one.holds(_kind(ctx, words.dtype))]
+    missing = [(one, words, _kind(ctx, dtype or one.dtype or words.dtype)) for one, words in found]
+    missing = [(one, words, kind) for one, words, kind in missing if not one.holds(kind)]
     if not missing:
         return 0
-    pieces = [_pieces(ctx, one.numel, words) for one, words in missing]
-    held = [one.base_of(words, ctx.size) if one.kept else None for one, words in missing]
+    held = [one.base_of(kind) if one.kept else None for one, _, kind in missing]
     if any(held):
         ctx.lanes.order(Lane.DECODE, Lane.ENCODE)  # earlier gathers have written the bases
     labels: list[Hashable] = []
     asked: list[torch.Tensor] = []
-    for dtype in dict.fromkeys(words.dtype for _, words in missing):
-        for way in (Way.FULL, Way.DELTA):
-            words_of, lasts = [], []
-            for number, own in enumerate(pieces):
-                base = held[number] if way is Way.DELTA else None
-                coded = [piece for piece, part in enumerate(own) if part.dtype is dtype and _coded(part)]
-                if not coded or (way is Way.DELTA and base is None):
-                    continue
-                if base is not None:
-                    parts = _pieces(ctx, missing[number][0].numel, bases.own_words(base, ctx))
-                    lasts += [parts[piece] for piece in coded]
-                words_of += [own[piece] for piece in coded]
-                labels += [(way, number, piece) for piece in coded]
-            if words_of:
-                asked.append(gather.encoded_sizes(ctx, words_of, lasts if way is Way.DELTA else None))
+    for dtype, way in itertools.product(dict.fromkeys(kind.dtype for *_, kind in missing), (Way.FULL, Way.DELTA)):
+        coded: list[tuple[torch.Tensor, Base | None, Piece]] = []
+        for number, ((one, words, kind), base) in enumerate(zip(missing, held, strict=True)):
+            if kind.dtype is dtype and (way is Way.FULL or base is not None):
+                some = list(filter(kind.codes, kind.pieces(one.numel)))
+                coded += [(words, base if way is Way.DELTA else None, piece) for piece in some]
+                labels += [(way, number, piece.start) for piece in some]
+        if coded:
+            asked.append(_sizes(ctx, coded, dtype))
     for number, base in enumerate(held):
         if base is not None:
             asked.append(bases.proof_of(base, number, ctx))
             labels += [(number, word) for word in range(bases.PROOF_WORDS)]
     answer = dict(zip(labels, _verdict(ctx, asked), strict=True)) if asked else {}
-    for number, ((one, words), own) in enumerate(zip(missing, pieces, strict=True)):
+    for number, (one, _, kind) in enumerate(missing):
         full, delta = (
-            [answer.get((way, number, piece), part.nbytes + HEADER_BYTES) for piece, part in enumerate(own)]
+            [
+                answer.get((way, number, piece.start), piece.numel * kind.dtype.itemsize + HEADER_BYTES)
+                for piece in kind.pieces(one.numel)
+            ]
             for way in (Way.FULL, Way.DELTA)
         )
         proven = held[number] is not None and bases.holds([answer[number, word] for word in range(bases.PROOF_WORDS)])
-        one.agree(_kind(ctx, words.dtype), full, delta if proven else None)
+        one._agreed(kind, full, delta if proven else None)
     return len(missing)
+
+
+def _sizes(
+    ctx: DeviceContext, pieces: Sequence[tuple[torch.Tensor, Base | None, Piece]], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of pieces of shards in a dtype, all with a base or all without.
+
+    Words that are copied, from another dtype or from a base in host memory, are copied as many at a time as the memory for frames allows.
+    That memory belongs to the encoding lane.
+    """
+    copied = any(words.dtype is not dtype or (base and bases.is_away(base, ctx)) for words, base, _ in pieces)
+    most = ctx.budget // 2 // dtype.itemsize if copied else sum(piece.numel for *_, piece in pieces)
+    found = []
+    with ctx.lanes.on(Lane.ENCODE):
+        first = 0
+        while first < len(pieces):
+            last, numel = first, 0
+            while last < len(pieces) and last - first < MAX_JOBS and (last == first or numel < most):
+                numel += pieces[last][2].numel
+                last += 1
+            words = [gather.part_of(own, piece).to(dtype) for own, _, piece in pieces[first:last]]
+            lasts = [gather.part_of(bases.own_words(base, ctx), piece) for _, base, piece in pieces[first:last] if base]
+            found.append(gather.encoded_sizes(ctx, words, lasts or None))
+            first = last
+        return torch.cat(found)
 
 
 def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor, parameters: Sequence[Agreed]) -> None:
@@ -183,23 +220,28 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     if ctx.codec == "raw" or not own.numel():
         gather.gather(ctx, [shard])
         return
-    shards = own.split(list(shard.sizes))
     kind = _kind(ctx, own.dtype)
     if not all(one.holds(kind) for one in parameters):
-        agree_all(ctx, list(zip(parameters, shards, strict=True)))
+        agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)), own.dtype)
     _unchecked.add(ctx.state)
-    rows = whole.view(ctx.size, -1).split(list(shard.sizes), 1)
-    held = [one.base_of(words, ctx.size) for one, words in zip(parameters, shards, strict=True)]
+    held = [one.base_of(kind) for one in parameters]
+    if any(held):
+        _gather_with_bases(ctx, shard, parameters, held)
+    else:
+        ((_, plan),) = _plans_of(ctx, shard, parameters, [Way.FULL] * len(parameters))
+        gather.gather_planned(ctx, [shard], plan)
+
+
+def _gather_with_bases(
+    ctx: DeviceContext, shard: Shard, parameters: Sequence[Agreed], held: Sequence[Base | None]
+) -> None:
+    shards = shard.own.split(list(shard.sizes))
+    rows = shard.whole.view(ctx.size, -1).split(list(shard.sizes), 1)
     ways = [Way.FULL if base is None else one.way() for one, base in zip(parameters, held, strict=True)]
     based = [(number, base) for number, base in enumerate(held) if base is not None]
     read = [(number, base) for number, base in based if ways[number] is not Way.FULL]
-    lasts = dict(
-        zip(
-            [number for number, _ in read],
-            bases.lay_out([(base, rows[number]) for number, base in read], ctx),
-            strict=True,
-        )
-    )
+    laid_out = bases.lay_out([(base, rows[number]) for number, base in read], ctx)
+    lasts = {number: last for (number, _), last in zip(read, laid_out, strict=True)}
     for way, plan in _plans_of(ctx, shard, parameters, ways):
         words = [_last_of(lasts[piece.parameter], piece, shard) for piece in plan.pieces] if way is Way.DELTA else None
         gather.send_planned(ctx, [shard], plan, words)
@@ -267,14 +309,3 @@ def _verdict(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
 
 def _kind(ctx: DeviceContext, dtype: torch.dtype) -> _Kind:
     return _Kind(ctx.state, dtype, ctx.codec, ctx.config.block, ctx.budget)
-
-
-def _pieces(ctx: DeviceContext, numel: int, words: torch.Tensor) -> list[torch.Tensor]:
-    """Return the words of the pieces of one parameter."""
-    pieces = gather.pieces_of([[numel]], words.element_size(), ctx.size, ctx.budget)
-    return [words[piece.start : piece.start + piece.numel] for piece in pieces]
-
-
-def _coded(words: torch.Tensor) -> bool:
-    """Return whether the size of a piece's frame depends on its words. Smaller pieces go raw."""
-    return words.nbytes >= wire.RAW_BELOW_BYTES

@@ -56,11 +56,6 @@ class Base(Protocol):
     def mates(self) -> Sequence[int]: ...
 
 
-def fits(base: Base, words: torch.Tensor, ranks: int) -> bool:
-    """Return whether a base is one of shards like ``words``."""
-    return base.memory.dtype is words.dtype and tuple(base.memory.shape) == (ranks, words.numel())
-
-
 def own_words(base: Base, ctx: DeviceContext) -> torch.Tensor:
     """Return this rank's shard of the last gather, on the device, ready on the encoding lane: the memory itself, or a copy."""
     with ctx.lanes.on(Lane.ENCODE):
@@ -81,7 +76,7 @@ def lane_of(base: Base, ctx: DeviceContext) -> Lane:
     Shared memory is read on the encoding lane: the gather's own collective follows the read, and the writes of all ranks follow the
     collective.
     """
-    return Lane.ENCODE if _is_away(base, ctx) or len(base.mates) > 1 else Lane.DECODE
+    return Lane.ENCODE if is_away(base, ctx) or len(base.mates) > 1 else Lane.DECODE
 
 
 def lay_out(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> list[torch.Tensor]:
@@ -108,7 +103,7 @@ def keep(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> None
         for base, rows in bases:
             count, place = len(base.mates), list(base.mates).index(ctx.rank)
             part = slice(place * ctx.size // count, (place + 1) * ctx.size // count)
-            words = rows[part].contiguous() if _is_away(base, ctx) else rows[part]
+            words = rows[part].contiguous() if is_away(base, ctx) else rows[part]
             base.memory[part].copy_(words, non_blocking=True)
     if any(len(base.mates) > 1 for base, _ in bases):
         ctx.lanes.order(Lane.DECODE, Lane.WIRE)
@@ -130,7 +125,8 @@ def watch(
     ctx.lanes.order(lane, Lane.DECODE)
 
 
-def _is_away(base: Base, ctx: DeviceContext) -> bool:
+def is_away(base: Base, ctx: DeviceContext) -> bool:
+    """Return whether a base is in host memory, and the gathers on a device."""
     return base.memory.device.type != ctx.device.type
 
 

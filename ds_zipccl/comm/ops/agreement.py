@@ -42,19 +42,21 @@ def agree_sizes(
     """
     if not is_member(group):
         return 0
-    found = list(parameters)
-    coded = {}
-    for dtype in dict.fromkeys(words.dtype for _, words in found):
-        request = _gather([words for _, words in found if words.dtype is dtype], group, config, role)
-        decision = decide(request).decision
+    found: dict[torch.dtype, list[tuple[Agreed, torch.Tensor]]] = {}
+    for one, words in parameters:
+        found.setdefault(one.dtype or words.dtype, []).append((one, words))
+    coded: list[tuple[Agreed, torch.Tensor]] = []
+    codec: str = config.codec
+    for dtype, some in found.items():
+        decision = decide(_gather(dtype, [words for _, words in some], group, config, role)).decision
         if decision.on_device and decision.codec != "raw":
-            coded[dtype] = decision.codec
-    found = [(one, words) for one, words in found if words.dtype in coded]
-    if not found:
+            codec = decision.codec
+            coded += some
+    if not coded:
         return 0
-    codec, device = coded[found[0][1].dtype], found[0][1].device
     with torch.inference_mode(), tensors.undisturbed():
-        return agreed.agree_all(DeviceContext(NAME, resolve_group(group), config, role, codec, device), found)
+        device = coded[0][1].device
+        return agreed.agree_all(DeviceContext(NAME, resolve_group(group), config, role, codec, device), coded)
 
 
 def check_frames(
@@ -82,15 +84,19 @@ def check_frames(
 
 
 def _gather(
-    shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None, config: ZipcclConfig, role: str
+    dtype: torch.dtype,
+    shards: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    config: ZipcclConfig,
+    role: str,
 ) -> Request:
-    """Return the request of a gather of all these shards, which is decided on and not executed."""
+    """Return the request of a gather of all these shards in a dtype, which is decided on and not executed."""
     numel, ranks = sum(words.numel() for words in shards), group_size(group)
-
+    like = tensors.empty(0, dtype, shards[0].device)
     return Request(
         "all_gather_into_tensor",
         (),
-        shards,
+        [like],
         group,
         False,
         config,
