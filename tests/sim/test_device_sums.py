@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums as device_sums
 from ds_zipccl.comm.device.lanes import Lane, Lanes, lanes_of
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.ops.reduce_to_owners import Owners, spans_of
+from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.cuda import CudaRoute, Own
 from ds_zipccl.policy import wire
@@ -53,8 +54,8 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several verdicts a sum, and several fragments a verdict."""
-    monkeypatch.setattr(wire, "device_sum_numel", lambda *more: 512)
-    monkeypatch.setattr(wire, "device_sum_fragment", lambda *more: 200)
+    monkeypatch.setattr(wire, "device_sum_numel", lambda *more: 256)
+    monkeypatch.setattr(wire, "device_sum_fragment", lambda *more: 100)
 
 
 def spread(rank: int, size: int, kind: corpus.Float, seed: int, nodes: Nodes) -> torch.Tensor:
@@ -96,7 +97,7 @@ def every_call(
     for call, place in places.items():
         got = call(api, mine.clone(), op, later)
         found.append((call.__name__, got[: place.stop - place.start], lambda whole, place=place: whole[place]))
-    for owners_of in to_owners.MAPS:
+    for owners_of in draw.sample(to_owners.MAPS, 2):
         owned = owners_of(draw, size, ranks)
         mask = to_owners.mask(owned, rank)
         got = mine.clone()
@@ -147,7 +148,7 @@ def test_bits_are_those_of_the_documented_order(route: CudaRoute, name: str) -> 
     ranks = sum(map(len, nodes))
     counters.reset()
     cases = ((SIZES, world.ALL_MODES[-1]), (SIZES[-1:], world.Modes()), (SIZES[2:3], world.Modes(declared=True)))
-    for seed, (sizes, modes) in enumerate(cases[: 3 if ranks <= 4 else 1]):
+    for seed, (sizes, modes) in enumerate(cases[: 3 if name == "2x2" else 1]):
         world.run(in_documented_order, ranks, nodes, sizes, ALWAYS, seed, seed=seed, modes=modes, route=route)
     rows = counters.rows()
     assert {row["op"] for row in rows} >= {"reduce_scatter", "all_reduce_coalesced", "reduce_to_owners"}
@@ -211,7 +212,7 @@ def as_nccl(rank: int, ranks: int, settings: dict[str, Any]) -> None:
             sums.assert_same_sums(got.cpu(), take(want.cpu()), corpus.FP32)
 
 
-@pytest.mark.parametrize("reduction", ["auto", "match", "plain"])
+@pytest.mark.parametrize("reduction", tiers.mostly_full(["auto", "match", "plain"], ["auto"], "the same sums"))
 def test_two_ranks_have_the_bits_of_nccl(route: CudaRoute, reduction: str) -> None:
     world.run(as_nccl, 2, {**ALWAYS, "reduction": reduction}, route=route)
 
@@ -281,7 +282,7 @@ def bytes_between(nodes: Nodes) -> float:
     return total
 
 
-NUMEL = 1 << 17
+NUMEL = 1 << 16
 
 
 def balanced(ranks: int) -> Owners:
@@ -300,47 +301,53 @@ CALLS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def sent_between(rank: int, ranks: int, nodes: Nodes, plant: Callable[[], None] | None) -> dict[str, float]:
+def sent_between(
+    rank: int, ranks: int, nodes: Nodes, some: dict[str, dict[str, Any]], calls: Sequence[str]
+) -> dict[str, float]:
     levels.pretend(nodes)
-    if plant is not None:
-        plant()
     found = {}
     mine = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
     warm = mine[: 64 * ranks].clone()
     comm.all_reduce(warm, config=ZipcclConfig(**ALWAYS))  # makes the groups of the levels
-    for kind, settings in (("raw", {**ALWAYS, "codec": "raw"}), ("coded", ALWAYS), ("plain", PLAIN)):
-        for name, call in CALLS.items():
-            if (kind, name) == ("plain", "reduce_scatter"):
-                continue  # it passes, and the simulated NCCL has none of a list
+    for (kind, settings), name in itertools.product(some.items(), calls):
+        if (kind, name) != ("plain", "reduce_scatter"):  # it passes, and the simulated NCCL has none of a list
             before = bytes_between(nodes)
-            call(mine.clone(), ranks, config=ZipcclConfig(**settings))
+            CALLS[name](mine.clone(), ranks, config=ZipcclConfig(**settings))
             found[f"{kind} {name}"] = bytes_between(nodes) - before
     return found
 
 
-def totals(route: CudaRoute, nodes: int, each: int, plant: Callable[[], None] | None = None) -> dict[str, float]:
+def totals(
+    route: CudaRoute, nodes: int, each: int, some: dict[str, dict[str, Any]], calls: Sequence[str]
+) -> dict[str, float]:
     modes = world.Modes(races=False)
-    of_ranks = world.run(sent_between, nodes * each, nodes_of(nodes, each), plant, modes=modes, route=route).values
+    of_ranks = world.run(
+        sent_between, nodes * each, nodes_of(nodes, each), some, calls, modes=modes, route=route
+    ).values
     return {name: sum(one[name] for one in of_ranks) for name in of_ranks[0]}
 
 
-@pytest.mark.full(reason="128 Ki elements are many for the emulated kernels")
-@pytest.mark.parametrize(("nodes", "each"), [(2, 4), (4, 2)])
+RAW = {**ALWAYS, "codec": "raw"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="two nodes are in the short tier"))]
+)
 def test_no_more_bytes_between_nodes_than_a_ring(route: CudaRoute, nodes: int, each: int) -> None:
-    found, ranks = totals(route, nodes, each), nodes * each
+    found, ranks = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS, "plain": PLAIN}, list(CALLS)), nodes * each
     for name in CALLS:
         ring = nodes * (ranks - 1) / ranks * 2 * NUMEL * (1 if name.startswith("reduce_scatter") else 2)
-        assert 0 < found[f"raw {name}"] <= 1.001 * ring, (name, found[f"raw {name}"] / ring)
+        assert 0 < found[f"raw {name}"] <= 1.01 * ring, (name, found[f"raw {name}"] / ring)
         assert found[f"coded {name}"] <= ring / 1.4, (name, found[f"coded {name}"] / ring)
-        if name == "reduce_scatter":
-            continue
         passes = name.startswith(("reduce_scatter", "all"))
-        assert found[f"plain {name}"] <= (1 if passes else 0.51) * 1.001 * ring, (name, found[f"plain {name}"] / ring)
+        plain = found.get(f"plain {name}", 0)
+        assert plain <= (1 if passes else 0.51) * 1.001 * ring, (name, plain / ring)
 
 
-@pytest.mark.full(reason="128 Ki elements are many for the emulated kernels")
-def test_one_level_sends_more_than_a_ring(route: CudaRoute) -> None:
-    found = totals(route, 2, 4, levels.in_one_level_only)
+@pytest.mark.full(reason="shows that the test before it can fail")
+def test_one_level_sends_more_than_a_ring(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "levels", lambda nodes: False)
+    found = totals(route, 2, 4, {"raw": RAW}, ["reduce_scatter_tensor"])
     assert found["raw reduce_scatter_tensor"] > 2.2 * 2 * 7 / 8 * 2 * NUMEL
 
 
@@ -373,23 +380,23 @@ def test_waits_of_the_host_and_groups(route: CudaRoute) -> None:
 def bounded(rank: int, ranks: int) -> tuple[int, int]:
     levels.pretend(nodes_of(2, 2))
     config = ZipcclConfig(**{**ALWAYS, "staging_mib": 1})
-    mine = torch.randn(800_000, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
-    out = mine.new_empty(200_000)
+    mine = torch.randn(400_000, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    out = mine.new_empty(100_000)
     peaks = []
     for _ in range(2):
         comm.reduce_scatter_tensor(out, mine, config=config)
         comm.reduce_scatter_tensor(out, mine, AVG, config=config)
         comm.reduce_to_owners(
-            mine, [(200_000, (owner,)) for owner in (0, 1, 0, 2)], config=ZipcclConfig(**{**PLAIN, "staging_mib": 1})
+            mine, [(100_000, (owner,)) for owner in (0, 1, 0, 2)], config=ZipcclConfig(**{**PLAIN, "staging_mib": 1})
         )
         peaks.append(lanes_of(mine.device).nbytes())
     return peaks[0], peaks[1]
 
 
-@pytest.mark.full(reason="800,000 elements are many for the emulated kernels")
+@pytest.mark.full(reason="400,000 elements are many for the emulated kernels")
 def test_memory_is_bounded(route: CudaRoute) -> None:
     for first, second in world.run(bounded, 4, modes=world.Modes(races=False), route=route).values:
-        assert 0 < first <= 1 << 20 and second == first
+        assert 0 < first <= second <= 1 << 20
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 8, 64])
