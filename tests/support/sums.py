@@ -91,7 +91,7 @@ def reduce(api: Any, mine: torch.Tensor, op: Any, later: bool) -> Any:
 
 
 def reduce_scatter_tensor(api: Any, mine: torch.Tensor, op: Any, later: bool) -> Any:
-    output = torch.empty(len(mine) // dist.get_world_size(), dtype=mine.dtype)
+    output = mine.new_empty(len(mine) // dist.get_world_size())
     wait(api.reduce_scatter_tensor(output, mine[: len(output) * dist.get_world_size()], op, None, later))
     return output
 

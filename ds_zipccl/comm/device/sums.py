@@ -84,6 +84,8 @@ def all_reduce(ctx: DeviceContext, levels: Levels, whole: Sequence[torch.Tensor]
 
     Each rank sums a shard of each tensor, and the shards are gathered. The last rank sums the elements that are left over, too.
     """
+    if not sum(map(len, whole)):
+        return
     ranks, rank, lanes = ctx.size, ctx.rank, ctx.lanes
     sizes = [flat.numel() // ranks // _ALIGNED * _ALIGNED for flat in whole]
     parts = [

@@ -1,0 +1,545 @@
+"""Sums of NCCL groups on the simulated GPU: bits, host waits, memory, bytes between nodes, and planted mistakes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import corpus
+import levels
+import numpy as np
+import pytest
+import sums
+import test_reduce_to_owners as to_owners
+import tiers
+import torch
+import torch.distributed as dist
+from levels import Nodes, nodes_of
+
+from ds_zipccl import comm, kernels
+from ds_zipccl.comm import topology
+from ds_zipccl.comm.device import sums as device_sums
+from ds_zipccl.comm.device.lanes import Lane, Lanes, lanes_of
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.ops.reduce_to_owners import Owners
+from ds_zipccl.config import ConfigError, ZipcclConfig
+from ds_zipccl.kernels.cuda import CudaRoute, Own
+from ds_zipccl.policy import wire
+from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.telemetry import counters
+from sim import launcher, mistakes, world
+from sim.device import machine
+
+ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}
+AUTO: dict[str, Any] = {**ALWAYS, "mode": "auto"}
+PLAIN: dict[str, Any] = {**ALWAYS, "reduction": "plain"}
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+#: The last size has several chunks of the smallest block for every rank.
+SIZES = (0, 1, 7, 2051)
+
+
+@pytest.fixture(scope="module")
+def route() -> CudaRoute:
+    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
+    return launcher.route()
+
+
+@pytest.fixture(autouse=True)
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated kernels are slow."""
+    monkeypatch.setattr(wire, "RAW_BELOW_BYTES", 256)
+
+
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several verdicts a sum, and several fragments a verdict."""
+    monkeypatch.setattr(wire, "device_sum_numel", lambda *more: 256)
+    monkeypatch.setattr(wire, "device_sum_fragment", lambda *more: 100)
+
+
+def spread(rank: int, size: int, kind: corpus.Float, seed: int, nodes: Nodes) -> torch.Tensor:
+    """Numbers that a node adds without rounding, in any order, and whose sum over nodes depends on the order even in fp32: small integers
+    times a power of two of the node."""
+    node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+    integers = corpus._below(size, 1000 * (rank + 1) + seed, 9).astype(np.int64) - 4
+    reach = 12 if kind is corpus.FP16 else 60
+    powers = corpus._below(size, 77 * (node + 1) + seed, reach).astype(np.int64) - reach // 2
+    return torch.from_numpy(np.ldexp(integers.astype(np.float64), powers)).to(kind.dtype)
+
+
+def in_two_levels(nodes: Nodes) -> bool:
+    return topology.levels(nodes) and topology.ascending(nodes)
+
+
+def documented(contributions: Sequence[torch.Tensor], nodes: Nodes, average: bool) -> torch.Tensor:
+    if in_two_levels(nodes):
+        return levels.in_two_levels(contributions, nodes, average)
+    return levels.in_one_level(contributions, average)
+
+
+def every_call(
+    mine: torch.Tensor, op: Any, later: bool, settings: dict[str, Any], draw: random.Random
+) -> list[tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
+    """All ways to call: name, result of this rank, and a function that takes the same from the sum of everything."""
+    rank, ranks, size = dist.get_rank(), dist.get_world_size(), len(mine)
+    api, config = sums.coded(**settings), ZipcclConfig(**settings)
+    shard = size // ranks
+    cuts = [min(shard, 7 * peer) for peer in range(ranks - 1)]
+    begin = sum(cuts[:rank])
+    listed = slice(begin, begin + cuts[rank] if rank < ranks - 1 else size)
+    even = slice(shard * rank, shard * (rank + 1))
+    places: dict[Callable[..., Any], slice] = {
+        sums.reduce_scatter_tensor: even, sums.reduce_scatter_in_place: even, sums.reduce_scatter: listed,
+        sums.all_reduce: slice(0, size), sums.all_reduce_by_memory: slice(0, size // 3 * 3), sums.all_reduce_coalesced: slice(0, size),
+    }  # fmt: skip
+    found = []
+    for call, place in places.items():
+        got = call(api, mine.clone(), op, later)
+        found.append((call.__name__, got[: place.stop - place.start], lambda whole, place=place: whole[place]))
+    for owners_of in draw.sample(to_owners.MAPS, 2):
+        owned = owners_of(draw, size, ranks)
+        mask = to_owners.mask(owned, rank)
+        got = mine.clone()
+        comm.reduce_to_owners(got, to_owners.recut(owned, random.Random(rank)), op, config=config)
+        found.append((owners_of.__name__, got.cpu()[mask], lambda whole, mask=mask: whole[mask]))
+    return found
+
+
+def in_documented_order(
+    rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int], settings: dict[str, Any], case: int = 0
+) -> None:
+    levels.pretend(nodes)
+    for number, size in enumerate(sizes):
+        draw = random.Random(f"{case} {size}")
+        kind = list(corpus.SUMMED.values())[(case + number) % 3]
+        average, wild = draw.random() < 0.3, max(map(len, nodes)) <= 2 and draw.random() < 0.4
+        contributions = [
+            sums.wild(peer, size, kind, case) if wild else spread(peer, size, kind, case, nodes)
+            for peer in range(ranks)
+        ]
+        want = documented(contributions, nodes, average)
+        mine = contributions[rank].to(f"cuda:{rank}")
+        for name, got, take in every_call(mine, AVG if average else SUM, bool(number % 2), settings, draw):
+            try:
+                sums.assert_same_sums(got.cpu(), take(want), corpus.FP32 if average else kind)
+            except AssertionError as error:
+                raise AssertionError(f"{name} of {size} {kind.dtype}, {average=}, {wild=}: {error}") from error
+
+
+NODES: dict[str, Nodes] = {
+    "2x1": nodes_of(2, 1),
+    "3x1": nodes_of(3, 1),
+    "2x2": nodes_of(2, 2),
+    "in turn": [[0, 2], [1, 3]],
+    "one": [[0, 1, 2]],
+    "uneven": [[0, 1, 2], [3]],
+    "not ascending": [[0, 3], [1, 2]],
+    "4x1": nodes_of(4, 1),
+    "2x4": nodes_of(2, 4),
+    "4x2": nodes_of(4, 2),
+    "8x1": nodes_of(8, 1),
+}
+
+
+@pytest.mark.parametrize("name", tiers.mostly_full(NODES, ["3x1", "2x2"], "other nodes are in the short tier"))
+def test_bits_are_those_of_the_documented_order(route: CudaRoute, name: str) -> None:
+    nodes = NODES[name]
+    ranks = sum(map(len, nodes))
+    counters.reset()
+    cases = ((SIZES, world.ALL_MODES[-1]), (SIZES[-1:], world.Modes()), (SIZES[2:3], world.Modes(declared=True)))
+    for seed, (sizes, modes) in enumerate(cases[: 3 if name == "2x2" else 1]):
+        world.run(in_documented_order, ranks, nodes, sizes, ALWAYS, seed, seed=seed, modes=modes, route=route)
+    rows = counters.rows()
+    assert {row["op"] for row in rows} >= {"reduce_scatter", "all_reduce_coalesced", "reduce_to_owners"}
+    assert all(row["calls"] and not row["passed"] for row in rows)
+
+
+@pytest.mark.parametrize("name", tiers.mostly_full(["2x2", "3x1"], ["2x2"], "the same code in one level"))
+def test_the_same_in_pieces(route: CudaRoute, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces(monkeypatch)
+    nodes = NODES[name]
+    counters.reset()
+    world.run(in_documented_order, sum(map(len, nodes)), nodes, [2051], ALWAYS, modes=world.ALL_MODES[-1], route=route)
+    (row,) = (row for row in counters.rows() if row["op"] == "reduce_scatter_tensor")
+    assert row["host_waits"] == row["calls"] * (2 if name == "2x2" else 1)
+
+
+def incompressible(rank: int, ranks: int, nodes: Nodes, texture: str) -> tuple[float, bytes]:
+    """The ratio, and the sum's bits."""
+    levels.pretend(nodes)
+    kind, size = corpus.FP32, 19992
+    words = corpus.random_words(size, kind, rank)
+    if texture == "shrinks":  # the same sums, of a tensor whose second half is zeros
+        words[size // 2 :] = 0
+    # exponents from 2 to 200: no block has a window, and no sum overflows
+    exponents = 2 + corpus._below(size, 31 + rank, 200).astype(np.int64)
+    mine = corpus.tensor(np.where(words == 0, 0, corpus.with_exponents(words, exponents, kind)).astype(kind.word), kind)
+    out = torch.empty(size // ranks, device=f"cuda:{rank}")
+    counters.reset()
+    comm.reduce_scatter_tensor(out, mine.to(out.device), config=ZipcclConfig(**ALWAYS))
+    every = [torch.empty_like(mine).to(out.device) for _ in range(ranks)]
+    dist.all_gather(every, mine.to(out.device))
+    want = documented([one.cpu() for one in every], nodes, False)
+    corpus.assert_same_bits(out.cpu(), want[rank * len(out) :][: len(out)])
+    return want[: size // 2].numpy().tobytes()  # type: ignore[return-value]
+
+
+def test_bits_do_not_depend_on_how_well_words_compress(route: CudaRoute) -> None:
+    for nodes in (nodes_of(3, 1), nodes_of(2, 2)):
+        ranks = sum(map(len, nodes))
+        dense = world.run(incompressible, ranks, nodes, "dense", route=route).values
+        shrinking = world.run(incompressible, ranks, nodes, "shrinks", route=route).values
+        assert set(dense) == set(shrinking) and len(set(dense)) == 1
+
+
+def as_nccl(rank: int, ranks: int, settings: dict[str, Any]) -> None:
+    levels.pretend(nodes_of(2, 1))
+    for seed, kind in enumerate(corpus.SUMMED.values()):
+        if settings["reduction"] == "plain":
+            mine = sums.wild(rank, 6151, kind, seed).to(f"cuda:{rank}")
+            want = mine.clone()
+            dist.all_reduce(want)
+            comm.reduce_to_owners(mine, [(3000, (0,)), (3151, (1,))], config=ZipcclConfig(**settings))
+            place = slice(0, 3000) if rank == 0 else slice(3000, 6151)
+            sums.assert_same_sums(mine[place].cpu(), want[place].cpu(), corpus.FP32)
+            continue
+        mine = sums.wild(rank, 6151, kind, seed).to(f"cuda:{rank}")
+        want = mine.clone()
+        dist.all_reduce(want)
+        for _, got, take in every_call(mine, SUM, False, settings, random.Random(seed)):
+            # payloads of NaNs are NCCL's own
+            sums.assert_same_sums(got.cpu(), take(want.cpu()), corpus.FP32)
+
+
+@pytest.mark.parametrize("reduction", tiers.mostly_full(["auto", "match", "plain"], ["auto"], "the same sums"))
+def test_two_ranks_have_the_bits_of_nccl(route: CudaRoute, reduction: str) -> None:
+    world.run(as_nccl, 2, {**ALWAYS, "reduction": reduction}, route=route)
+
+
+# --- owner-only sums of NCCL's own
+
+
+def plain_owners(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int]) -> None:
+    levels.pretend(nodes)
+    config = ZipcclConfig(**PLAIN)
+    for size, owners_of in ((size, owners_of) for size in sizes for owners_of in to_owners.MAPS):
+        draw = random.Random(f"{size} {owners_of.__name__}")
+        owned, kind = owners_of(draw, size, ranks), draw.choice(list(corpus.SUMMED.values()))
+        # one node: no order matters
+        mine = spread(rank, size, kind, 3, [list(range(ranks))]).to(f"cuda:{rank}")
+        want, mask = mine.clone(), to_owners.mask(owned, rank)
+        dist.all_reduce(want)
+        comm.reduce_to_owners(mine, to_owners.recut(owned, random.Random(rank)), config=config)
+        corpus.assert_same_bits(mine.cpu()[mask], want.cpu()[mask])
+
+
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.full(reason="two ranks are in the short tier"))]
+)
+def test_plain_sums_for_owners(route: CudaRoute, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for in_pieces in (False, True):
+        if in_pieces:
+            pieces(monkeypatch)
+        counters.reset()
+        sizes = (2051,) if in_pieces else (7, 2000, 2051)
+        world.run(plain_owners, ranks, nodes_of(ranks, 1), sizes, modes=world.ALL_MODES[-1], route=route)
+        (row,) = counters.rows()
+        assert not row["host_waits"] and set(row["reasons"]) == {PassReason.PLAIN_SUMS.value}
+        assert (row["calls"], row["passed"]) == (
+            4 * len(sizes) * ranks,
+            len(sizes) * ranks,
+        )  # slices with several owners pass
+        assert row["wire_bytes"] <= 0.51 * row["logical_bytes"]
+
+
+# --- bytes between nodes
+
+
+def bytes_between(nodes: Nodes) -> float:
+    """The bytes that this rank has sent between nodes so far. Collectives of NCCL count as rings, which enter each node once, and as this
+    rank's part of them."""
+    where = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+    me, total = dist.get_rank(), 0.0
+    for communicator in machine().communicators.values():
+        if me not in communicator.ranks:
+            continue
+        count = len(communicator.ranks)
+        links = len({where[rank] for rank in communicator.ranks})
+        for call in communicator.calls[me] if links > 1 else ():
+            nbytes, itemsize = sum(one.nbytes for one in call.inputs), call.inputs[0].element_size()
+            if call.kind == "all_to_all":
+                peers = zip(communicator.ranks, call.sent, strict=True)
+                total += sum(sent * itemsize for peer, sent in peers if where[peer] != where[me])
+                continue
+            shares = {
+                "all_gather": count - 1,
+                "reduce_scatter": (count - 1) / count,
+                "all_reduce": 2 * (count - 1) / count,
+                "reduce": 1,
+            }
+            total += shares[call.kind] * nbytes * (links - (call.kind == "reduce")) / count
+    return total
+
+
+NUMEL = 1 << 16
+
+
+def balanced(ranks: int) -> Owners:
+    return [(NUMEL // ranks, (rank,)) for rank in range(ranks)]
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "reduce_scatter_tensor": lambda x, ranks, **more: comm.reduce_scatter_tensor(
+        x.new_empty(len(x) // ranks), x, **more
+    ),
+    "reduce_scatter": lambda x, ranks, **more: comm.reduce_scatter(x.new_empty(len(x) // ranks), list(x.chunk(ranks)), **more),
+    "all_reduce": lambda x, ranks, **more: comm.all_reduce(x, **more),
+    "balanced": lambda x, ranks, **more: comm.reduce_to_owners(x, balanced(ranks), **more),
+    "one owner": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), (1,))], **more),
+    "all own all": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), range(ranks))], **more),
+}  # fmt: skip
+
+
+def sent_between(
+    rank: int, ranks: int, nodes: Nodes, some: dict[str, dict[str, Any]], calls: Sequence[str]
+) -> dict[str, float]:
+    levels.pretend(nodes)
+    found = {}
+    mine = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    warm = mine[: 64 * ranks].clone()
+    comm.all_reduce(warm, config=ZipcclConfig(**ALWAYS))  # makes the groups of the levels
+    for (kind, settings), name in itertools.product(some.items(), calls):
+        if (kind, name) != ("plain", "reduce_scatter"):  # it passes, and the simulated NCCL has none of a list
+            before = bytes_between(nodes)
+            CALLS[name](mine.clone(), ranks, config=ZipcclConfig(**settings))
+            found[f"{kind} {name}"] = bytes_between(nodes) - before
+    return found
+
+
+def totals(
+    route: CudaRoute, nodes: int, each: int, some: dict[str, dict[str, Any]], calls: Sequence[str]
+) -> dict[str, float]:
+    modes = world.Modes(races=False)
+    of_ranks = world.run(
+        sent_between, nodes * each, nodes_of(nodes, each), some, calls, modes=modes, route=route
+    ).values
+    return {name: sum(one[name] for one in of_ranks) for name in of_ranks[0]}
+
+
+RAW = {**ALWAYS, "codec": "raw"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="two nodes are in the short tier"))]
+)
+def test_no_more_bytes_between_nodes_than_a_ring(route: CudaRoute, nodes: int, each: int) -> None:
+    found, ranks = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS, "plain": PLAIN}, list(CALLS)), nodes * each
+    for name in CALLS:
+        ring = nodes * (ranks - 1) / ranks * 2 * NUMEL * (1 if name.startswith("reduce_scatter") else 2)
+        assert 0 < found[f"raw {name}"] <= 1.01 * ring, (name, found[f"raw {name}"] / ring)
+        assert found[f"coded {name}"] <= ring / 1.4, (name, found[f"coded {name}"] / ring)
+        passes = name.startswith(("reduce_scatter", "all"))
+        plain = found.get(f"plain {name}", 0)
+        assert plain <= (1 if passes else 0.51) * 1.001 * ring, (name, plain / ring)
+
+
+@pytest.mark.full(reason="shows that the test before it can fail")
+def test_one_level_sends_more_than_a_ring(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "levels", lambda nodes: False)
+    found = totals(route, 2, 4, {"raw": RAW}, ["reduce_scatter_tensor"])
+    assert found["raw reduce_scatter_tensor"] > 2.2 * 2 * 7 / 8 * 2 * NUMEL
+
+
+# --- waits and memory
+
+
+def waiting(rank: int, ranks: int) -> int:
+    levels.pretend(nodes_of(2, 2))
+    config = ZipcclConfig(**ALWAYS)
+    mine = torch.randn(100_000, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    for _ in range(2):
+        comm.reduce_scatter_tensor(mine.new_empty(25_000), mine, config=config)
+        comm.all_reduce(mine, config=config)
+        comm.reduce_to_owners(mine, [(25_000, (owner,)) for owner in range(4)], config=config)
+    return len(machine().communicators)
+
+
+def test_waits_of_the_host_and_groups(route: CudaRoute) -> None:
+    counters.reset()
+    outcome = world.run(waiting, 4, modes=world.Modes(races=False), route=route)
+    waits = {row["op"]: row["host_waits"] / row["calls"] for row in counters.rows()}
+    assert waits == {"reduce_scatter_tensor": 1, "all_reduce": 2, "reduce_to_owners": 1}
+    assert outcome.values == [5] * 4  # the default group, two nodes, two seats
+    for (
+        seen
+    ) in outcome.counters:  # the program's own copy waits; of ours nothing does, because a verdict looks at its event
+        assert len(seen.waits) == 1 and "pageable" in seen.waits[0][0]
+
+
+def bounded(rank: int, ranks: int) -> tuple[int, int]:
+    levels.pretend(nodes_of(2, 2))
+    config = ZipcclConfig(**{**ALWAYS, "staging_mib": 1})
+    mine = torch.randn(400_000, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    out = mine.new_empty(100_000)
+    peaks = []
+    for _ in range(2):
+        comm.reduce_scatter_tensor(out, mine, config=config)
+        comm.reduce_scatter_tensor(out, mine, AVG, config=config)
+        comm.reduce_to_owners(
+            mine, [(100_000, (owner,)) for owner in (0, 1, 0, 2)], config=ZipcclConfig(**{**PLAIN, "staging_mib": 1})
+        )
+        peaks.append(lanes_of(mine.device).nbytes())
+    return peaks[0], peaks[1]
+
+
+@pytest.mark.full(reason="400,000 elements are many for the emulated kernels")
+def test_memory_is_bounded(route: CudaRoute) -> None:
+    for first, second in world.run(bounded, 4, modes=world.Modes(races=False), route=route).values:
+        assert 0 < first <= second <= 1 << 20
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8, 64])
+@pytest.mark.parametrize("seats", [1, 8])
+def test_sizes_of_pieces(nodes: int, seats: int) -> None:
+    """Node sums take half of the budget, and three fragments the rest, wherever a fragment can be so small."""
+    for mib in (1, 64, 256):
+        budget, rows = mib << 20, nodes + seats
+        for numel in (1, 1000, 10**6, 10**9):
+            step = wire.device_sum_numel(numel, 2, rows, budget)
+            assert 1 <= step <= max(numel, wire.FRAGMENT_UNIT)
+            assert 2 * rows * step <= max(budget // 2, 2 * rows * wire.FRAGMENT_UNIT)
+            left = budget - 2 * rows * step
+            fragment = wire.device_sum_fragment(step, 2, nodes, left)
+            assert fragment == wire.FRAGMENT_UNIT or 3 * 2 * (2 * nodes * fragment) <= left
+
+
+# --- what `reduction` means
+
+
+def reasons(rank: int, ranks: int, nodes: Nodes, settings: dict[str, Any], device_sums: str = "fp32") -> None:
+    levels.pretend(nodes)
+    state = group_state(None)
+    assert state is not None
+    state.device_sums = device_sums
+    config, mine = ZipcclConfig(**settings), torch.ones(64 * ranks, device=f"cuda:{rank}")
+    comm.all_reduce(mine, config=config)
+    comm.reduce_scatter_tensor(mine[:64].clone(), mine, config=config)
+    comm.reduce_to_owners(mine, [(64, (owner,)) for owner in range(ranks)], config=config)
+    assert mine[64 * rank].item() == ranks * ranks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "device_sums", "coded"),
+    [
+        ("3x1", AUTO, "fp32", True),
+        ("3x1", AUTO, "plain", False),
+        ("3x1", {**AUTO, "reduction": "fp32"}, "plain", True),
+        ("3x1", {**ALWAYS, "reduction": "plain"}, "fp32", False),
+        ("2x2", AUTO, "fp32", True),
+        ("one", AUTO, "fp32", False),
+        ("one", {**AUTO, "reduction": "fp32"}, "fp32", False),
+        ("one", ALWAYS, "fp32", True),
+        ("uneven", AUTO, "fp32", False),
+        ("uneven", {**AUTO, "reduction": "fp32"}, "fp32", True),
+        ("uneven", ALWAYS, "fp32", True),
+        ("not ascending", AUTO, "fp32", False),
+    ],
+)
+def test_what_is_summed_by_whom(route: CudaRoute, nodes: str, settings: Any, device_sums: str, coded: bool) -> None:
+    counters.reset()
+    ranks = sum(map(len, NODES[nodes]))
+    world.run(reasons, ranks, NODES[nodes], settings, device_sums, route=route)
+    passed = {row["op"]: set(row["reasons"]) for row in counters.rows()}
+    assert passed.pop("reduce_to_owners") == set()
+    assert all(found == (set() if coded else {PassReason.PLAIN_SUMS.value}) for found in passed.values()) and passed
+
+
+def test_match_is_refused(route: CudaRoute) -> None:
+    settings = {**ALWAYS, "reduction": "match"}
+    with pytest.raises(ConfigError, match=r"no order is promised by NCCL itself.*match is for gloo"):
+        world.run(reasons, 3, nodes_of(3, 1), settings, route=route)
+    world.run(reasons, 3, nodes_of(3, 1), {**settings, "nccl": "off"}, route=route)
+
+
+def in_subgroups(rank: int, ranks: int) -> int:
+    """Groups that overlap, and one with the ranks of another: their levels share groups."""
+    levels.pretend(nodes_of(2, 4))
+    config = ZipcclConfig(**ALWAYS)
+    for members in ([0, 1, 4, 5], [2, 3, 6, 7], [0, 1, 2, 4, 5, 6], [0, 1, 4, 5]):
+        group = dist.new_group(members)
+        if rank in members:
+            mine = spread(rank, 999, corpus.FP32, 1, nodes_of(2, 4)).to(f"cuda:{rank}")
+            comm.all_reduce(mine, group=group, config=config)
+            found = {member: spread(member, 999, corpus.FP32, 1, nodes_of(2, 4)) for member in members}
+            nodes = [[one for one in members if one < 4], [one for one in members if one >= 4]]
+            places = [[members.index(one) for one in node] for node in nodes]
+            corpus.assert_same_bits(mine.cpu(), levels.in_two_levels(list(found.values()), places))
+    return len(machine().communicators)
+
+
+@pytest.mark.full(reason="groups of levels are made in every test of two levels")
+def test_subgroups(route: CudaRoute) -> None:
+    for seed in range(4):
+        outcome = world.run(in_subgroups, 8, seed=seed, modes=world.ALL_MODES[seed], route=route)
+    # five groups of the program; two nodes and two seats for each of the first two; two nodes for the third, whose seats exist
+    assert max(outcome.values) == 5 + 4 + 4 + 2
+
+
+# --- planted mistakes
+
+
+def nodes_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = device_sums._Summing._add
+
+    def wrong(self: Any, matrix: torch.Tensor, own: torch.Tensor, place: Any, total: torch.Tensor) -> None:
+        first, second = (node for node in range(3) if node != self._levels.node)
+        turned = matrix.clone()
+        turned[first], turned[second] = matrix[second], matrix[first]
+        add(self, turned, own, place, total)
+
+    monkeypatch.setattr(device_sums._Summing, "_add", wrong)
+
+
+def own_words_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = device_sums._Summing._add
+
+    def wrong(self: Any, matrix: torch.Tensor, own: torch.Tensor, place: Any, total: torch.Tensor) -> None:
+        turned = matrix.clone()
+        turned[self._levels.node] = matrix[0]
+        monkeypatch.setattr(device_sums, "Own", lambda words, at: Own(words, 0))
+        add(self, turned, own, place, total)
+
+    monkeypatch.setattr(device_sums._Summing, "_add", wrong)
+
+
+def without_order(first: Lane, second: Lane) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        order = Lanes.order
+
+        def wrong(self: Lanes, one: Lane, other: Lane) -> None:
+            if (one, other) != (first, second):
+                order(self, one, other)
+
+        monkeypatch.setattr(Lanes, "order", wrong)
+
+    return plant
+
+
+MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "nodes in another order": nodes_in_another_order,
+    "own words elsewhere": own_words_elsewhere,
+    "encoded -> sent": without_order(Lane.ENCODE, Lane.WIRE),
+    "node sums -> encoded": without_order(Lane.WIRE, Lane.ENCODE),
+    "received -> added": without_order(Lane.WIRE, Lane.DECODE),
+    "sums -> gathered": without_order(Lane.DECODE, Lane.ENCODE),
+}
+
+
+@pytest.mark.parametrize("mistake", tiers.mostly_full(MISTAKES, list(MISTAKES)[:3], "the others are like these"))
+def test_planted_mistakes_are_noticed(route: CudaRoute, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MISTAKES[mistake](monkeypatch)
+    nodes = NODES["2x2" if "->" in mistake else "3x1"]
+    with pytest.raises((AssertionError, world.Fault)):
+        for seed in range(mistakes.FEW):
+            world.run(in_documented_order, sum(map(len, nodes)), nodes, [2051], ALWAYS, seed, seed=seed, route=route)
