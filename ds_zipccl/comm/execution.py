@@ -176,8 +176,13 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
         shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
     with torch.inference_mode(), tensors.undisturbed():
         order = memory_order if request.memory_order else logical_order
-        inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
         ctx = open_device_context(request, choice.decision)
+        with ctx.lanes.on(
+            Lane.DECODE
+        ):  # copies belong to the last lane that uses them, whichever stream waits for the handle
+            inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
+        if any(flat.data_ptr() != given.data_ptr() for flat, given in zip(inputs, request.inputs, strict=True)):
+            ctx.lanes.order(Lane.DECODE, Lane.ENCODE)
         try:
             schedule.enqueue(ctx, inputs, outputs)
             with ctx.lanes.on(Lane.DECODE):
