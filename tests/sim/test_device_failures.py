@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import corpus
 import moves
 import pytest
 import torch
@@ -151,13 +152,14 @@ def test_error_in_the_middle(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, 
 
 
 def abandoned(rank: int, ranks: int, case: str) -> None:
-    """All ranks fail at their second fragment. New tensors take the memory of the operation's own copies."""
+    """All ranks fail at their second fragment. New tensors take the memory of the call's tensors, which the program drops."""
     numel = 100_000 if case == "gather" else 40_000
     host, wanted = prepared(case, rank, ranks, numel, 0)
-    given, output = (torch.zeros(2 * len(one), dtype=one.dtype, device=f"cuda:{rank}")[::2] for one in (host, wanted))
+    given, output = (torch.zeros(len(one), dtype=one.dtype, device=f"cuda:{rank}") for one in (host, wanted))
     with pytest.raises(MemoryError):
         CASES[case].call(moves.coded(**CODED, staging_mib=1), output, given, None, False)
-    fresh = [torch.full((len(one),), 7.0, dtype=host.dtype, device=given.device) for one in (host, wanted)]
+    del given, output
+    fresh = [torch.full((len(one),), 7.0, dtype=host.dtype, device=f"cuda:{rank}") for one in (host, wanted)]
     torch.cuda.synchronize()
     assert all((one == 7).all().item() for one in fresh)
 
@@ -225,6 +227,32 @@ def test_dropped_handles(route: CudaRoute, case: str) -> None:
     for seed in range(3):
         for live in world.run(dropped, 2, case, seed=seed, route=route).values:
             assert len(set(live[3:])) == 1  # three slabs, then nothing more
+
+
+def waited_elsewhere(rank: int, ranks: int, case: str) -> None:
+    """A call on one stream, whose handle waits on another one; then work of the first stream gets the memory of the call's own copies."""
+    host, wanted = prepared(case, rank, ranks, 3000, 0)
+    given, output = (torch.zeros(2 * len(one), dtype=one.dtype, device=f"cuda:{rank}")[::2] for one in (host, wanted))
+    given.copy_(host.to(given.device))
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (first, second):
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(first):
+        handle = CASES[case].call(moves.coded(**CODED), output, given, None, True)
+    with torch.cuda.stream(second):
+        handle.wait()
+        result = torch.cat([output])
+    with torch.cuda.stream(first):
+        fresh = [torch.full((len(one),), 7.0, dtype=host.dtype, device=given.device) for one in (host, wanted)]
+    torch.cuda.synchronize()
+    corpus.assert_same_bits(result.cpu(), wanted)
+    assert all((one == 7).all().item() for one in fresh)
+
+
+@every_case
+def test_handles_wait_on_any_stream(route: CudaRoute, case: str) -> None:
+    for seed in range(3):
+        world.run(waited_elsewhere, 2, case, seed=seed, route=route)
 
 
 def repeated(rank: int, ranks: int, case: str, calls: int, mode: str) -> None:

@@ -63,21 +63,23 @@ class _Words(NamedTuple):
     """The numbers that one rank sends to another one before an uneven exchange. The first two come from the device.
 
     ``frame``: the most bytes of a frame for the receiver. ``coded`` and ``between``: bytes of frames, and of words, for all ranks of other
-    nodes. ``numel``: elements for the receiver. ``pieces``: the most frames for a rank, or of one. ``step_bytes``: see
+    nodes. ``numel``: elements for the receiver. ``piece``: elements of a frame. ``pieces``: the most frames for a rank, or of one.
+    ``step_bytes``: see
     :func:`ds_zipccl.policy.exchange.step_bytes`.
     """
 
     frame: int
     coded: int
     numel: int
+    piece: int
     pieces: int
     between: int
     step_bytes: Sequence[int]
 
     @classmethod
     def of(cls, row: Sequence[int]) -> _Words:
-        frame, coded, numel, pieces, between, *step_bytes = row
-        return cls(frame, coded, numel, pieces, between, step_bytes)
+        frame, coded, numel, piece, pieces, between, *step_bytes = row
+        return cls(frame, coded, numel, piece, pieces, between, step_bytes)
 
 
 def pays_now(group: dist.ProcessGroup, op: str, role: str, tensor: torch.Tensor, numel: int | None) -> bool:
@@ -164,7 +166,7 @@ def exchange_uneven(ctx: DeviceContext, sources: Sequence[torch.Tensor], targets
     numels = [tensor.numel() for peer in peers for tensor in (sources[peer], targets[peer])]
     pieces, between = -(-max(numels) // piece), sum(sources[peer].nbytes for peer in afar)
     step_bytes = rules.step_bytes(numels, itemsize, piece)
-    numbers = [[tensor.numel(), pieces, between, *step_bytes] for tensor in sources]
+    numbers = [[tensor.numel(), piece, pieces, between, *step_bytes] for tensor in sources]
     sent, received = (
         [_Words.of(row) for row in rows] for rows in exchange_words(ctx, _frames(ctx, sources, afar, piece), numbers)
     )
@@ -232,10 +234,12 @@ def _check(ctx: DeviceContext, peer: int, words: _Words, target: torch.Tensor, p
     bound = compress_bound(min(piece, target.numel()), target.dtype, ctx.codec, block=ctx.config.block)
     least, most = (HEADER_BYTES, bound) if coded else (0, 0)
     numbers = (words.coded, words.between, *words.step_bytes)
-    if not least <= words.frame <= most or not 0 <= words.pieces <= _MOST_PIECES or min(numbers) < 0:
+    wrong = not least <= words.frame <= most or not 0 <= words.pieces <= _MOST_PIECES or min(numbers) < 0
+    if wrong or words.piece != piece:
         raise ctx.error(
-            f"{name} announces frames of {words.frame} bytes in {words.pieces} pieces, wanted {least} to {most} bytes in at most "
-            f"{_MOST_PIECES}; check that all ranks run one version with one configuration, then the network"
+            f"{name} announces {words.pieces} frames of {words.piece} elements and up to {words.frame} bytes, wanted at most "
+            f"{_MOST_PIECES} of {piece} elements and {least} to {most} bytes; check that all ranks run one version with one "
+            "configuration, then the network"
         )
 
 
