@@ -147,8 +147,8 @@ def limits(budget: int) -> Iterator[None]:
     """Limits of the package so small that short messages are cut, coded, and wait for slabs; and notes of calls that pass."""
     opened, record = context.DeviceContext.__init__, counters.record_pass
 
-    def open_small(self: Any, *arguments: Any) -> None:
-        opened(self, *arguments)
+    def open_small(self: Any, *arguments: Any, **named: Any) -> None:
+        opened(self, *arguments, **named)
         self.budget = budget
 
     def note(role: str, op: str, nbytes: int, reason: str) -> None:
