@@ -143,12 +143,12 @@ def compare(desk: Desk, coded: bool, got: torch.Tensor, want: torch.Tensor) -> N
 
 
 @contextlib.contextmanager
-def _small(budget: int) -> Iterator[None]:
+def limits(budget: int) -> Iterator[None]:
     """Limits of the package so small that short messages are cut, coded, and wait for slabs; and notes of calls that pass."""
     opened, record = context.DeviceContext.__init__, counters.record_pass
 
-    def open_small(self: Any, *arguments: Any) -> None:
-        opened(self, *arguments)
+    def open_small(self: Any, *arguments: Any, **named: Any) -> None:
+        opened(self, *arguments, **named)
         self.budget = budget
 
     def note(role: str, op: str, nbytes: int, reason: str) -> None:
@@ -210,7 +210,7 @@ def run(
     ranks, nodes, modes, budget = machine(seed, ranks)
     strict = modes.strict_communicators or modes.busy
     options: dict[str, Any] = {"seed": seed, "modes": modes, "arena_bytes": ARENA_BYTES, "route": route}
-    with _small(budget):
+    with limits(budget):
         try:
             outcome = world.run(program, ranks, seed, nodes, strict, names, configs, **options)
         except Exception as error:

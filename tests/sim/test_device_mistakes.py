@@ -142,8 +142,8 @@ def nothing_kept(patch: MonkeyPatch) -> None:
     """A handle keeps no tensors."""
     made = StreamWork.__init__
 
-    def make(self: StreamWork, *arguments: Any) -> None:
-        made(self, *arguments)
+    def make(self: StreamWork, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
         self._keep = ()
         self._outputs = []
 
