@@ -66,7 +66,7 @@ def measured(rank: int, ranks: int, nodes: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full), (2, 1)])
 def test_all_ranks_measure_the_same(route: CudaRoute, ranks: int, nodes: int) -> None:
     for seed, modes in enumerate((world.Modes(), world.ALL_MODES[-1])):
         outcome = world.run(measured, ranks, nodes, seed=seed, modes=modes, route=route)
@@ -159,6 +159,7 @@ def test_all_ranks_switch_at_one_step(route: CudaRoute, monkeypatch: pytest.Monk
     )
 
 
+@pytest.mark.full
 def test_frames_stay_where_they_are_faster(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
     with_profile(monkeypatch, SLOW)
     monkeypatch.setattr(choice, "mark", FakeClock(lambda rank, coded: 0.8 if coded else 1.0).mark)

@@ -234,7 +234,7 @@ class Steps:
         group = resolve_group(None)
         ctx = DeviceContext("step", group, self._config, "dp", self._config.codec, self._device)
         switched = self._tuner.decide(agreed_seconds(ctx, [span.nanoseconds() for span in self._spans]))
-        self._spans, self._last = [], None  # the agreement is no part of a step
+        self._spans = []
         found = self._tuner.last
         text = f"{self._tuner.chosen} from step {self._steps + 1} on (plain {1e3 * found.plain:.4g} ms, coded {1e3 * found.coded:.4g} ms)"
         for role, op in sorted(self._seen if switched else self._seen - self._told):
