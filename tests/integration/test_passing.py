@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,3 +118,34 @@ def test_a_step_without_a_choice_costs_nothing() -> None:
     for _ in range(1000):
         choice.end_step(None)
     assert time.perf_counter() - start < 1000 * 0.05 * SHARE * STEP_S
+
+
+def test_an_engine_that_steps_tells_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the optimizer step, whose gathers are part of it."""
+    from ds_zipccl.integration import hooks
+
+    said: list[Any] = []
+    engine = SimpleNamespace(zero_optimization_stage=lambda: 3, global_steps=1)
+    monkeypatch.setattr(hooks, "_job", lambda: Job(config=ZipcclConfig(enabled=True, log_interval=0)))
+    monkeypatch.setattr(hooks.choice, "end_step", said.append)
+    assert hooks._take_step(engine, lambda: said.append("step")) is None
+    assert said == ["step", engine]
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"), [({}, True), ({"mode": "always"}, False), ({"roles": {"ep": "always"}}, False)]
+)
+def test_a_job_passes_calls_where_no_role_is_always_coded(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], passes: bool
+) -> None:
+    from ds_zipccl.integration.backend import ZipcclBackend
+
+    found = ZipcclBackend.__new__(ZipcclBackend)
+    found.job = Job()
+    settled: Any = SimpleNamespace(device="cpu")
+    monkeypatch.setattr(choice, "settle", lambda config, device: settled)
+    assert found._settle(ZipcclConfig(enabled=True, nccl="on", **settings)) is settled
+    assert (found.job.passing is not None) == passes
+    monkeypatch.setattr(choice, "settle", lambda config, device: None)
+    found.job = Job()
+    assert found._settle(ZipcclConfig(enabled=True)) is None and found.job.passing is None
