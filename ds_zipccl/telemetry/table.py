@@ -15,8 +15,8 @@ def render() -> str:
     """Return the rows with aligned columns and the total over coded calls, in MB of 10^6 bytes; then one line per further fact."""
     rows, totals = counters.rows(), counters.totals()
     total = _amounts(sum(row["calls"] for row in rows), totals["logical_bytes"], totals["wire_bytes"], totals["ratio"])
-    carried = [row for row in rows if row["calls"] or row["passed"]]
-    lines = _aligned([_HEADER, *map(_cells, carried), ("total", "", *total, "", "", "")])
+    called = [row for row in rows if row["calls"] or row["passed"]]
+    lines = _aligned([_HEADER, *map(_cells, called), ("total", "", *total, "", "", "")])
     if totals["staging_bytes"]:
         lines.append(f"memory for frames: {totals['staging_bytes'] / 1e6:.1f} MB at most")
     lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(counters.memory().items())]

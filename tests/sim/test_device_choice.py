@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import corpus
@@ -15,14 +16,15 @@ import torch.distributed as dist
 
 from ds_zipccl import kernels
 from ds_zipccl.comm.device import calibration, choice, clock
-from ds_zipccl.comm.group_state import device_profile, group_state
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.group_state import device_profile, group_state, resolve_group
 from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.policy import step_rules
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.device_rules import DeviceProfile
 from ds_zipccl.telemetry import counters
-from sim import launcher, world
+from sim import launcher, streams, world
 
 AUTO: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "auto"}
 #: 100 Gbit/s a node, and no delays: coding gains at any size.
@@ -92,14 +94,21 @@ class Engine:
     """Stands for an engine."""
 
 
-def steps(rank: int, ranks: int, count: int, settings: dict[str, Any]) -> Any:
+def codes() -> bool:
+    """Whether a gather of the step that runs is coded."""
+    config = ZipcclConfig(enabled=True, **AUTO)
+    reason = choice.reason_to_pass("all_gather_into_tensor", "dp", None, config, resolve_group(None), "cuda")
+    return reason is None
+
+
+def steps(rank: int, ranks: int, count: int) -> Any:
     """The arm of each step, and what was settled."""
-    found = settled(rank, 2, **settings)
-    api = moves.coded(**AUTO, **settings)
+    found = settled(rank, 2)
+    api = moves.coded(**AUTO)
     engine, arms = Engine(), []
     for number in range(count):
         arms.append(a_gather(rank, ranks, api, number))
-        assert arms[-1] == choice.moves_are_coded() or settings
+        assert arms[-1] == codes()
         choice.end_step(engine)
     return arms, found
 
@@ -113,7 +122,7 @@ class FakeClock:
 
     def mark(self, device: torch.device) -> int:
         rank = dist.get_rank()
-        self._now[rank] += int(1e9 * self._seconds(rank, choice.moves_are_coded()))
+        self._now[rank] += int(1e9 * self._seconds(rank, codes()))
         return self._now[rank]
 
 
@@ -138,7 +147,7 @@ def test_all_ranks_switch_at_one_step(route: CudaRoute, monkeypatch: pytest.Monk
         return (1.3 if coded else 1.1) if rank == ranks - 1 else (0.5 if coded else 1.0)
 
     monkeypatch.setattr(choice, "mark", FakeClock(seconds).mark)
-    outcome = world.run(steps, ranks, TRIAL + 5, {}, route=route)
+    outcome = world.run(steps, ranks, TRIAL + 5, route=route)
     (arms, found), *others = outcome.values
     assert found.reason is None and all(one == (arms, found) for one in others)
     assert all(arms[: step_rules.WARMUP_STEPS]) and not any(arms[TRIAL:])
@@ -153,7 +162,7 @@ def test_all_ranks_switch_at_one_step(route: CudaRoute, monkeypatch: pytest.Monk
 def test_frames_stay_where_they_are_faster(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
     with_profile(monkeypatch, SLOW)
     monkeypatch.setattr(choice, "mark", FakeClock(lambda rank, coded: 0.8 if coded else 1.0).mark)
-    outcome = world.run(steps, 2, TRIAL + 5, {}, route=route)
+    outcome = world.run(steps, 2, TRIAL + 5, route=route)
     arms = outcome.values[0][0]
     assert outcome.values[1][0] == arms and all(arms[TRIAL:]) and not all(arms)
 
@@ -177,7 +186,7 @@ def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaRoute, monkeypa
 
     monkeypatch.setattr(choice, "mark", FakeClock(seconds).mark)
     with pytest.raises(world.Fault, match=r"would hang|all_reduce|all_gather"):
-        world.run(steps, 2, TRIAL + 5, {}, route=route)
+        world.run(steps, 2, TRIAL + 5, route=route)
 
 
 def test_marks_of_the_device_cost_no_wait(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,14 +196,15 @@ def test_marks_of_the_device_cost_no_wait(route: CudaRoute, monkeypatch: pytest.
         counters.reset()
         outcome = world.run(marks_alone, 2, TRIAL + 3, seed=seed, modes=modes, route=route)
         assert all(not one.waits for one in outcome.counters) and outcome.values[0] == outcome.values[1]
-        assert [(row["op"], row["host_waits"]) for row in counters.rows()] == [("step", 2)]
+        rows = counters.rows()
+        assert [(row["op"], row["host_waits"]) for row in rows if row["host_waits"]] == [("step", 2)]
 
 
 def marks_alone(rank: int, ranks: int, count: int) -> list[bool]:
     settled(rank, 2)
     engine, arms = Engine(), []
     for _ in range(count):
-        arms.append(choice.moves_are_coded())
+        arms.append(codes())
         torch.ones(10, device=f"cuda:{rank}").mul_(2)
         choice.end_step(engine)
     return arms
@@ -257,6 +267,46 @@ def matched(rank: int, ranks: int) -> None:
         assert settled(rank, 1, reduction="match") is not None
     assert settled(rank, 1, reduction="match", nccl="off") is None
     assert settled(rank, 1, reduction="match", mode="never") is None
+
+
+def shares(rank: int, ranks: int) -> list[Any]:
+    """Static reasons of the world, of the ranks of each node, and of one rank of each node."""
+    levels.pretend(levels.nodes_of(2, 2))
+    groups = [dist.new_group(one) for one in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    choice.settle(ZipcclConfig(enabled=True, **AUTO), torch.device("cuda", rank))
+    mine = [None, *(one for one in groups if dist.get_rank(one) >= 0)]
+    return [choice.never_coded("all_gather_into_tensor", one, "cuda") for one in mine]
+
+
+def test_groups_have_rules_of_their_own(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of one seat have their part of the network, and nothing to hide behind a ring inside the node."""
+    with_profile(monkeypatch, replace(FAST, network=300e9))
+    found = world.run(shares, 4, route=route).values
+    assert found == [[PassReason.NETWORK_IS_FASTER, PassReason.INSIDE_NODE, None]] * 4
+
+
+def test_marks_that_were_not_made_or_reached_are_unknown(route: CudaRoute) -> None:
+    world.run(unknown_marks, 2, route=route)
+
+
+def unknown_marks(rank: int, ranks: int) -> None:
+    config = ZipcclConfig(enabled=True, **AUTO)
+    ctx = DeviceContext("step", resolve_group(None), config, "dp", "cascade", torch.device("cuda", rank))
+    first, flag = clock.mark(ctx.device), streams.Flag()
+    flag.wait()
+    behind = clock.Span(first, clock.mark(ctx.device))
+    assert behind.nanoseconds() == 1 << 62  # the device has not come to it
+    flag.set()
+    assert clock.Span(None, first).nanoseconds() == 1 << 62
+    own = clock.Span(7, 9 if rank else 10).nanoseconds()
+    assert clock.agreed_seconds(ctx, [own, 5 if rank else 1 << 62]) == [3e-9, float("inf")]
+    assert behind.nanoseconds() < 1 << 62
+
+
+def test_speeds_are_slopes() -> None:
+    assert calibration.speed([(1e6, 2e-3), (2e6, 3e-3)]) == pytest.approx(1e9)
+    assert calibration.speed([(1e6, 2e-3)]) == pytest.approx(5e8)
+    assert calibration.speed([(1e6, 2e-3), (2e6, 1e-3)]) == pytest.approx(2e9)
 
 
 def engines(rank: int, ranks: int, order: str) -> list[int]:

@@ -44,19 +44,21 @@ class Settled:
     least_bytes: float
 
     def __str__(self) -> str:
-        nodes = f"{self.topology.nodes} nodes of {self.topology.each} ranks"
-        if self.profile is None:
-            return f"{nodes}, not measured; moves in mode auto: {'plain: inside one node' if self.reason else 'coded'}; sums: {self.sums}"
-        found = self.profile
-        moves = (
-            f"plain: {self.reason.value}"
-            if self.reason
-            else f"coded from {self.least_bytes / 1e6:.3g} MB on, tried by whole steps"
-        )
-        return (
-            f"{nodes}, {found.network / 1e9:.3g} GB/s between nodes, {found.inside / 1e9:.3g} inside, coding {found.encode / 1e9:.3g} and "
-            f"{found.decode / 1e9:.3g} GB/s, a verdict {1e6 * found.verdict:.0f} us; moves in mode auto: {moves}; sums: {self.sums}"
-        )
+        nodes, found = f"{self.topology.nodes} nodes, at most {self.topology.each} ranks each", self.profile
+        coded = "coded" if found is None else f"coded from {self.least_bytes / 1e6:.3g} MB on, as whole steps show"
+        parts = [
+            nodes,
+            f"moves in mode auto: {f'plain, {self.reason.value}' if self.reason else coded}",
+            f"sums: {self.sums}",
+        ]
+        if found is not None:
+            inside = f"{found.inside / 1e9:.3g} GB/s inside, " if self.topology.each > 1 else ""
+            parts.insert(
+                1,
+                f"{found.network / 1e9:.3g} GB/s between nodes, {inside}coding {found.encode / 1e9:.3g} and {found.decode / 1e9:.3g} GB/s, "
+                f"a verdict {1e6 * found.verdict:.0f} us",
+            )
+        return "; ".join(parts)
 
 
 def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
@@ -182,13 +184,6 @@ def never_coded(op: str, group: dist.ProcessGroup | None, device: str) -> PassRe
     if rule is None or (OPS[op].traffic == "reduce_scatter" and settled.sums != "plain"):
         return None
     return rule.reason
-
-
-def moves_are_coded() -> bool:
-    """Return whether moves in mode auto are coded in the step that runs, as far as the choice by steps goes; equal on all ranks."""
-    world = group_state(None)
-    steps, settled = (_steps.get(world), _settled.get(world)) if world else (None, None)
-    return steps.codes_now if steps is not None else settled is None or settled.reason is None
 
 
 class Steps:
