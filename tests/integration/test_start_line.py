@@ -191,16 +191,16 @@ def test_schedules_in_stream_order(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(OPS, op, replace(OPS[op], on_device=True))
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
     moves = "gathers in slots by the backend's own all-gather, all-to-alls in slots by the backend's own"
-    speeds = "2 nodes of 4 ranks, 42 GB/s between nodes"
-    found = lines.schedules(ON, settled(), nodes)
-    assert found.startswith(f"on nccl groups: {moves}, sums in fp32, two levels, pinned for this job; {speeds}")
-    assert "coded from 27 MB on" in found
-    found = lines.schedules(replace(ON, reduction="fp32"), settled(), [[0], [1]])
-    assert found.startswith(f"on nccl groups: {moves}, sums in fp32, one level; {speeds}")
-    found = lines.schedules(ON, settled("plain", FAST), nodes)
-    assert found.startswith(f"on nccl groups: sums by the backend itself, pinned for this job; {speeds}")
-    assert f"moves in mode auto: plain: {FAST.value}" in found
-    assert moves in lines.schedules(replace(ON, mode="always"), settled("plain", FAST), nodes)
+    auto, fast = settled(), settled("plain", FAST)
+    found = lines.schedules(ON, auto, nodes)
+    assert found == f"on nccl groups: {moves}, sums in fp32, two levels, pinned for this job; {auto}"
+    assert "42 GB/s" in found and "coded from 27 MB on" in found
+    found = lines.schedules(replace(ON, reduction="fp32"), auto, [[0], [1]])
+    assert found == f"on nccl groups: {moves}, sums in fp32, one level; {auto}"
+    found = lines.schedules(ON, fast, nodes)
+    assert found == f"on nccl groups: sums by the backend itself, pinned for this job; {fast}"
+    assert FAST.value in found
+    assert moves in lines.schedules(replace(ON, mode="always"), fast, nodes)
     monkeypatch.setitem(OPS, "all_to_all_single", replace(OPS["all_to_all_single"], on_device=False))
     assert "all-to-alls" not in lines.schedules(ON, settled(), nodes)
     assert start_line(ON, None, "codes all", nodes, settled()).endswith(f"; {lines.schedules(ON, settled(), nodes)}")
