@@ -184,7 +184,9 @@ class Group(dist.ProcessGroup):
         """ProcessGroupNCCL::barrier: an all-reduce, for which the host waits."""
         one = self._gpu.allocate((1,), (1,), torch.int32)
         one.fill_(1)
-        self.allreduce([one]).wait()
+        handle = self.allreduce([one])
+        if handle is not None:
+            handle.wait()
         self._gpu.synchronize_stream("barrier")
 
     # torch 2.6 to 2.12 have these names
