@@ -1,4 +1,4 @@
-"""The programs of ``make gpu`` without a GPU: builds, driver, stress, NCCL and the benchmark, on emulated kernels and gloo."""
+"""The programs of ``make gpu`` without a GPU: builds, driver, stress, NCCL and the benchmark, on emulated kernels and CPUs."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_the_stress_tests_on_the_emulation(tmp_path: Path) -> None:
     assert figures.read(tmp_path / "figures.json")["passed"] == 12
 
 
-def test_the_checks_of_one_rank_of_nccl_on_gloo(tmp_path: Path) -> None:
+def test_the_checks_of_one_rank_of_nccl(tmp_path: Path) -> None:
     result = dry("nccl_one", **{figures.VARIABLE: str(tmp_path / "figures.json")})
     assert result.returncode == 0, result.stdout[-4000:]
     done = figures.read(tmp_path / "figures.json")["one_rank"]["seconds"]
@@ -171,7 +171,7 @@ def test_the_checks_of_one_rank_of_nccl_on_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.full(reason="six processes import torch")
-def test_the_checks_of_several_ranks_of_nccl_on_gloo(tmp_path: Path) -> None:
+def test_the_checks_of_several_ranks_of_nccl(tmp_path: Path) -> None:
     """The probe tells the next step its settings."""
     scratch = {figures.SCRATCH: str(tmp_path), figures.VARIABLE: str(tmp_path / "figures.json")}
     for step in ("nccl_probe", "nccl"):
@@ -282,3 +282,18 @@ def test_the_table_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     text = measured.gpu(tmp_path)
     assert "NVIDIA H200" in text and "torch 2.11.0" in text and "Outcome: failed." in text
     assert "| machine | passed | 3 |  |" in text and "| bench | failed | 2 | status 1 |" in text
+    assert "over NCCL" not in text
+    place = {"ranks": 2, "variant": "coded", "host_waits": 1.0}
+    of_comm = place | {"op": "all_gather", "numel": 4096, "time_us": 71.4, "ratio": 1.4, "wrong": 0}
+    sent = {"logical_bytes": 70, "wire_bytes": 50, "params_sha256": 2 * "0123456789abcdef"}
+    by_step = {one.step: one for one in results}
+    by_step["comm"].figures = {"rows": [of_comm], "environment": {"NCCL_NET": "Socket"}}
+    by_step["train"].figures = {
+        "rows": [place | sent | {"workload": "zero3", "step_ms": 12.34}],
+        "verdicts": [{"problems": ["coded run: a loss is not finite"]}],
+    }
+    figures.write(folder / "gpu.json", gpu.summary(results, planned, "make gpu"))
+    text = measured.gpu(tmp_path)
+    assert "| all_gather | 2 | 4096 | coded | 71 | 1.400 | 1 | 0 |" in text and "the ranks share a GPU" in text
+    assert "| zero3 | 2 | coded | 12.3 | 70 | 50 | 1 | 0123456789abcdef |" in text
+    assert "bits: coded run: a loss is not finite" in text
