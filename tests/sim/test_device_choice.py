@@ -49,6 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(calibration, "_CALLS", 3)
     counters.reset()
     yield
+    choice._steps.clear()  # marks hold the simulated machine, and with it its groups
     counters.reset()
 
 
