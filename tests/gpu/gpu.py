@@ -138,8 +138,9 @@ def steps(out: Path, dry: bool = False) -> list[Step]:
         "--repeats",
         *(("1", "--iterations", "2", "--numel", "4K") if dry else ("3", "--iterations", "5", "--numel", "1M", "4M")),
     )
-    train = (*shared, "train", "--backend", "nccl", "--workload", "zero2", "zero3", "--size", "tiny", "--steps")
-    train += ("2", "--skip", "1", "--script", str(HERE / "dry_train.py")) if dry else ("20",)
+    train = (*shared, "train", "--backend", "nccl", "--size", "tiny", "--workload")
+    dry_train = ("zero3", "--steps", "2", "--skip", "1", "--script", str(HERE / "dry_train.py"))
+    train += dry_train if dry else ("zero2", "zero3", "--steps", "20")
     return [
         Step("machine", (python, str(HERE / "machine.py")), 25),
         Step("build", (python, str(HERE / "build_all.py")), 125, machine_is_right),
