@@ -38,6 +38,7 @@ REFUSED = {
     "group of one rank": (replace(GOOD, ranks=1), ON),
     "dtype float64": (replace(GOOD, dtype=torch.float64), ON),
     "reduce op MAX": (replace(GOOD, reduce_op="MAX"), ON),
+    "sums are the backend's": (replace(GOOD, plain_sums=True), ON),
     "no coded route on xpu yet": (replace(GOOD, device="xpu", backend="xccl"), ON),
     "nccl is off": (replace(GOOD, device="cuda", backend="nccl"), ON),
     "no coded schedule for backend mpi yet": (replace(GOOD, backend="mpi"), ON),

@@ -125,7 +125,7 @@ REFUSED = [
     ({"log_interval": 1.5}, ['"zipccl.log_interval" must be an integer >= 0, got 1.5']),
     ({"step_log": None}, ['"zipccl.step_log" must be a string, got null']),
     ({"step_log": ["a"]}, ['"zipccl.step_log" must be a string, got ["a"]']),
-    ({"reduction": "sum"}, ['"zipccl.reduction" must be "auto" | "match" | "fp32", got "sum"']),
+    ({"reduction": "sum"}, ['"zipccl.reduction" must be "auto" | "match" | "fp32" | "plain", got "sum"']),
     ({"codec": "window"}, ['"zipccl.codec" is now "wide", it was "window"; write "wide"']),
     ({"codec": "zstd"}, ['"cascade" | "wide" | "raw", got "zstd"']),
     ({"route": "cuda"}, ['"auto" | "native" | "numba" | "nvrtc", got "cuda"']),
