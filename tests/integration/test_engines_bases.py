@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -18,20 +19,25 @@ from tiers import mostly_full
 
 from ds_zipccl.comm import CommError
 
-CASES = ("trained", "frozen", "edited", "checkpoint", "skipped", "written")
+CASES = ("trained", "frozen", "edited", "checkpoint", "skipped")
 PROGRAM = str(agreed.__file__)
 
 
-def between_batches(lab: Lab) -> None:
-    """A direct write to a shard of rank 1 between two batches of a step. Its frame would fit; no rank gets the words, or takes the step."""
+def written(lab: Lab, between_batches: bool) -> None:
+    """A direct write to a shard of rank 1 stops all ranks before the step: before the first gather of an epoch its difference is larger
+    than agreed; between two batches of a step, after a gather, no rank gets the words."""
     engine = agreed.start(lab, gradient_accumulation_steps=2)
     lab.train(engine, 1)
-    lab.backward(engine)
-    engine.step()
+    if between_batches:
+        lab.backward(engine)
+        engine.step()
     if lab.rank == 1:
         with torch.no_grad():
             engine.module.layers[1].weight.ds_tensor.mul_(0.5)
     before = engines.sha256(engine.module)
+    if not between_batches:
+        lab.backward(engine)
+        engine.step()
     lab.backward(engine)
     with pytest.raises(CommError) as raised:
         engine.step()
@@ -70,13 +76,23 @@ def test_bases_change_no_bit(tmp_path: Path, kind: str) -> None:
         check(plain, run, case)
 
 
+WRITTEN = {
+    "between batches": (
+        functools.partial(written, between_batches=True),
+        "layers.1.weight: gathered before, and changed since",
+    ),
+    "between steps": (functools.partial(written, between_batches=False), "layers.1.weight of group rank 1 refused"),
+}
+
+
 @pytest.mark.full
-def test_a_write_between_batches_stops_all_ranks(tmp_path: Path) -> None:
-    for rank in coded(__file__, tmp_path, 3, "host", "between_batches")["between_batches"]:
-        assert "layers.1.weight: gathered before, and changed since" in rank["losses"][-1]
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_direct_write_stops_all_ranks(tmp_path: Path, case: str) -> None:
+    for rank in coded(__file__, tmp_path, 2, "host", case)[case]:
+        assert WRITTEN[case][1] in rank["losses"][-1]
 
 
 if __name__ == "__main__":
     for _name, _value in agreed.SIZES.items():
         setattr(engines, _name, _value)
-    rank_program({"between_batches": between_batches}, os.environ.get("BACKEND"))
+    rank_program({name: program for name, (program, _) in WRITTEN.items()}, os.environ.get("BACKEND"))

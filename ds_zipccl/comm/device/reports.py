@@ -48,7 +48,8 @@ class Reports:
         )  # of the frames, from 1 on
         values = numbers + (_CHANGED - (1 << 32))
         word = self.word(name, frames)
-        torch.minimum(word, values.masked_fill_(~changed, NO_FAILURE).amin().view(1), out=word)
+        found = values.masked_fill_(~changed, NO_FAILURE).amin()
+        word.copy_(torch.where(word == NO_FAILURE, found, word))  # the first failure stays
 
     def failed(self) -> torch.Tensor:
         """Return one int64 on the device: 1 where some word has a failure. Work of the current stream."""
