@@ -10,7 +10,6 @@ import corpus
 import moves
 import pytest
 import torch
-from tiers import mostly_full
 
 from ds_zipccl import kernels
 from ds_zipccl.comm.device import exchange, gather
@@ -256,15 +255,16 @@ def test_handles_wait_on_any_stream(route: CudaRoute, case: str) -> None:
 
 
 def repeated(rank: int, ranks: int, case: str, calls: int, mode: str) -> None:
-    host, wanted = prepared(case, rank, ranks, 150_000 // ranks, 0)
-    given = host.to(f"cuda:{rank}")
+    host, wanted = prepared(case, rank, ranks, 300_000, 0)
+    given = torch.randn(len(host), generator=torch.Generator().manual_seed(rank)).to(f"cuda:{rank}")
     output = torch.empty(len(wanted), dtype=given.dtype, device=given.device)
     for number in range(calls):
         later = number % 2 == 1
         moves.wait(CASES[case].call(moves.coded(**CODED, mode=mode, staging_mib=1), output, given, None, later))
 
 
-@pytest.mark.parametrize("case", mostly_full(CASES, ["uneven"], "the largest messages of these tests"))
+@pytest.mark.full(reason="the largest messages of these tests; test_slabs is short")
+@every_case
 def test_memory(route: CudaRoute, case: str) -> None:
     """Flat from the first calls on, and no more than the plain collective's, staging_mib and two slabs."""
 
@@ -272,10 +272,12 @@ def test_memory(route: CudaRoute, case: str) -> None:
         outcome = world.run(repeated, 2, case, calls, mode, seed=3, route=route)
         return [one.peak_bytes for one in outcome.counters]
 
-    plain, few, many = peaks(2, "never"), peaks(4, "always"), peaks(9, "always")
-    assert few == many
+    plain, few, many = peaks(1, "never"), peaks(2, "always"), peaks(3, "always")
+    # the smallest blocks, 512 bytes each, depend on the moment; other tests count live bytes exactly
+    assert all(after <= before + 4096 for before, after in zip(few, many, strict=True)), (few, many)
     slab = (1 << 20) // 3
-    assert all(before < after <= before + (1 << 20) + 2 * slab for before, after in zip(plain, many, strict=True))
+    most = (1 << 20) + 2 * slab
+    assert all(before < after <= before + most for before, after in zip(plain, many, strict=True)), (plain, many)
 
 
 def slabs(rank: int, ranks: int) -> list[int]:
