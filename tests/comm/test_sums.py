@@ -23,6 +23,7 @@ from ds_zipccl.comm import reduction_order, spans
 from ds_zipccl.comm.transport import gloo
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import sums as plain_sums
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 
@@ -181,3 +182,19 @@ def test_grids_cover_the_message(ranks: int, itemsize: int) -> None:
             slices = spans.cut(numel, grid(numel, itemsize, ranks), ranks)
             assert slices[0].start == 0 and slices[-1].stop == numel
             assert all(left.stop == right.start for left, right in pairwise(slices))
+
+
+def left_to_gloo(rank: int, ranks: int) -> None:
+    mine = bell(rank, 3001, corpus.BF16, 1)
+    for call in ("all_reduce", "reduce_to_owners"):
+        want, got = mine.clone(), mine.clone()
+        dist.all_reduce(want)
+        config = ZipcclConfig(enabled=True, mode="always", min_bytes=0, reduction="plain")
+        more = ([(3001, range(ranks))],) if call == "reduce_to_owners" else ()
+        getattr(comm, call)(got, *more, config=config)
+        corpus.assert_same_bits(got, want)
+    assert all(set(row["reasons"]) == {PassReason.PLAIN_SUMS.value} for row in counters.rows()) and counters.rows()
+
+
+def test_plain_sums_pass_on_gloo() -> None:
+    runner.run(left_to_gloo, 3)

@@ -31,7 +31,7 @@ from sim import launcher, mistakes, world
 ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}
 PLAIN: dict[str, Any] = {**ALWAYS, "reduction": "plain"}
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-#: The last size has several chunks of the smallest block for every rank.
+#: Elements of messages: fewer than ranks, and more than a block for each of two ranks.
 SIZES = (0, 1, 7, 2051)
 
 
