@@ -66,10 +66,9 @@ def test_damaged_frame(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: 
     got = world.run(refused, 3, case, behind, modes=HARD, route=route).values
     assert [wrong > 0 for wrong, _ in got] == [False, False, True] and damaged == [ord("Z")]
     assert all("stop the job on all ranks" in error for _, error in got)
-    assert "another rank has refused" in got[0][1] and "magic" in got[2][1].lower(), got
-    assert "group rank 0" in got[2][1] and got[2][1].count("(group") == 2, (
-        got
-    )  # of the first operation, and of the second
+    assert all("magic" in error.lower() for _, error in got), got  # every rank tells what the others refused
+    # of the first operation, and of the second
+    assert "group rank 0" in got[2][1] and got[2][1].count("(group") == 2, got
 
 
 @every_case

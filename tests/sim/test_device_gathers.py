@@ -23,12 +23,10 @@ def route() -> CudaRoute:
     return launcher.route()
 
 
-def gathers(rank: int, ranks: int, settings: dict[str, Any]) -> None:
-    api = moves.coded(**CODED, **settings)
+def gathers(rank: int, ranks: int) -> None:
+    api = moves.coded(**CODED)
     device = torch.device("cuda", rank)
-    for seed, (size, move) in enumerate(
-        (size, move) for size in (0, 1, 7, 20001) for move in moves.MOVES["all_gather"]
-    ):
+    for seed, (size, move) in enumerate((size, move) for size in (0, 7, 20001) for move in moves.MOVES["all_gather"]):
         kind = list(corpus.SUMMED.values())[seed % 3]
         inputs = [moves.filled(peer, size, kind, seed).to(device) for peer in range(ranks)]
         for later in (False, True):
@@ -40,8 +38,7 @@ def gathers(rank: int, ranks: int, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gathers(route: CudaRoute, ranks: int) -> None:
     counters.reset()
-    for seed, modes in enumerate(world.ALL_MODES):
-        world.run(gathers, ranks, {}, seed=seed, modes=modes, route=route)
+    for seed, modes in enumerate((world.ALL_MODES[0], world.ALL_MODES[-1])):  # the other modes: random programs
+        world.run(gathers, ranks, seed=seed, modes=modes, route=route)
     rows = counters.rows()
-    print(rows)
     assert all(row["calls"] and not row["passed"] for row in rows) and rows
