@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 #: Files whose tests run DeepSpeed. On a machine without it they are not collected, and the last lines of pytest say so.
 NEED_DEEPSPEED = (
-    "integration/test_engines_agreed.py",
+    "integration/test_engines_agreed.py", "integration/test_engines_bases.py",
     "cli/test_bench_train.py", "comm/test_environments.py", "docs/test_docs.py", "integration/test_backend.py",
     "integration/test_backend_traffic.py", "integration/test_engines.py", "integration/test_engines_by_node.py",
     "integration/test_engines_on_streams.py", "integration/test_engines_zero3.py", "integration/test_hf.py", "integration/test_job.py",
