@@ -4,9 +4,8 @@
 summed as ``((x[c-1] + x[c-2]) + ...) + x[c]``, indices mod n. The transport knows the size of a chunk. ``fp32`` adds in fp32 in rank order
 and rounds once. On several nodes with several ranks each, the same number of ranks on all nodes, ``fp32`` adds in two levels: the ranks of
 a node in fp32 in rank order, rounded once; then the sums of the nodes in fp32 in the order of their first ranks, rounded once. Averages
-divide before the last rounding. On groups in stream order the backend adds the ranks of a node, in an order of its own; ``fp32`` adds the
-nodes, or all ranks where there are not several nodes with equally many ranks. ``plain`` leaves the sum to the backend. The payload of a NaN
-sum is undefined for fp16 and fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0, as in gloo.
+divide before the last rounding. ``plain`` leaves the sum to the backend. The payload of a NaN sum is undefined for fp16 and
+fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0, as in gloo.
 """
 
 from __future__ import annotations

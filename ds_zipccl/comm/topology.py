@@ -71,5 +71,5 @@ def seats(nodes: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def ascending(nodes: Sequence[Sequence[int]]) -> bool:
-    """Return whether nodes with equally many ranks have the ranks of every seat in ascending order, as a group has its ranks."""
-    return all(ranks == sorted(ranks) for ranks in seats(nodes))
+    """Return whether the ranks of every node and of every seat ascend, as those of a group do. Nodes have equally many ranks."""
+    return all(list(ranks) == sorted(ranks) for ranks in (*nodes, *seats(nodes)))

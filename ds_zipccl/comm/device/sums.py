@@ -1,8 +1,8 @@
-"""Sums on a device, in two levels: inside a node by the backend, between nodes by frames that are added in fp32 in node order.
+"""Sums on a device in two levels: inside a node by plain words, between nodes by frames. Both are added in fp32, in rank and node order.
 
 The ranks of a node give each other plain words, because links inside a node are fast. Each rank then has the node's sum of the parts of its
-seat, and sends the sums of other nodes' parts in frames. Words that do not shrink go raw by the same steps: the bits of a sum never depend
-on how well words compress.
+seat, rounded once, and sends the sums of other nodes' parts in frames. Words that do not shrink go raw by the same steps: the bits of a sum
+never depend on how well words compress.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.lanes import Lane
-from ds_zipccl.comm.device.levels import SUM, Levels
+from ds_zipccl.comm.device.levels import Levels, exchange
 from ds_zipccl.comm.device.verdict import agree
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import HEADER_BYTES
@@ -210,9 +210,9 @@ class _Summing:
         self._of_seat = [parts[ranks[levels.seat]] for ranks in levels.nodes]
         self._dtype = _dtype_of(parts)
         # equal on all ranks, as the verdicts that follow from it
-        self._packed = levels.inside is not None or any(len(part.pieces) > 1 for part in parts)
         self._nodes, self._seats = len(levels.nodes), len(levels.nodes[0])
-        self._rows = self._nodes + (self._seats if levels.inside is not None else 0)
+        self._packed = self._seats > 1 or any(len(part.pieces) > 1 for part in parts)
+        self._rows = self._nodes + (2 * self._seats if self._seats > 1 else 0)
 
     def step(self, longest: int) -> int:
         """Return the elements of each part that are summed with one verdict."""
@@ -251,7 +251,7 @@ class _Summing:
             scratch = rows[self._nodes :].view(-1)
             with lanes.on(Lane.WIRE):
                 for ranks, part, row in zip(self._levels.nodes, cut, rows, strict=False):
-                    if self._levels.inside is None:
+                    if self._seats == 1:
                         part.pack(row)
                     else:
                         self._sum_inside([self._parts[rank].cut(begin, end) for rank in ranks], row, scratch)
@@ -263,28 +263,25 @@ class _Summing:
             return tensors.empty(0, self._dtype, self._ctx.device)
 
     def _sum_inside(self, parts: Sequence[Part], sums: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Write this node's sum of the part of this rank's seat to ``sums``, by the backend. ``parts``: those of the ranks of one node."""
-        inside, seat, count = self._levels.inside, self._levels.seat, self._seats
-        assert inside is not None
-        numels = [part.numel for part in parts]
-        longest = max(numels)
-        if not longest:
+        """Write this node's sum of the part of this rank's seat to ``sums``. ``parts``: those of the ranks of one node, any node."""
+        ctx, numels = self._ctx, [part.numel for part in parts]
+        own = numels[self._levels.seat]
+        if not any(numels):
             return
-        sent = sum(numels) * self._dtype.itemsize * (count - 1) // count
-        self._ctx.count(sent, sent)
-        joined = _joined(parts)
-        if joined is None and wire.even(numels):
-            joined = scratch[: count * longest]
-            for number, part in enumerate(parts):
-                part.pack(joined[number * longest :])
-        if joined is not None:
-            inside.reduce_scatter(sums[:longest], joined, SUM)
-            return
-        for owner, part in enumerate(parts):
-            if part.numel:
-                words = sums[: part.numel] if owner == seat else scratch[: part.numel]
-                part.pack(words)
-                inside.reduce(words, owner, SUM)
+        plain = (sum(numels) - own) * self._dtype.itemsize
+        ctx.count(plain, plain)
+        sent = _joined(parts)
+        if sent is None:
+            sent = scratch[: sum(numels)]
+            for part, place in zip(parts, sent.split(numels), strict=True):
+                part.pack(place)
+        received = scratch[len(scratch) // 2 :][: self._seats * own]
+        exchange(ctx, self._levels.mates, received, sent, [own] * self._seats, numels)
+        if own:
+            status = ctx.reports.word(ctx.where())
+            ctx.route.decode_sum_frames(
+                received.view(self._seats, own), ctx.config.block, self._dtype, sums[:own], status
+            )
 
     def _agreed(self, words: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
         """Return the bytes of the slots of each node's fragments: those of the largest frame of any node. 0: the words are raw."""
@@ -311,9 +308,8 @@ class _Summing:
     def _fragment(self, words: Sequence[torch.Tensor], sizes: Sequence[int], place: Part) -> None:
         """Send ``words[i]`` to node i, in a slot of ``sizes[i]`` bytes or raw, and write the sum of what arrives and the own words."""
         ctx, lanes, me = self._ctx, self._ctx.lanes, self._levels.node
+        # A seat may have no words here; its ranks take part all the same, because the exchange is one of the whole group.
         rooms = [size or wire.slot_bytes(one.nbytes) for one, size in zip(words, sizes, strict=True)]
-        if not sum(rooms):
-            return
         own, arriving = words[me], rooms[me] * self._nodes
         apart = self._divisor > 1 and self._dtype is not torch.float32
         floats = wire.slot_bytes(own.numel() * 4) if apart else 0
@@ -323,7 +319,7 @@ class _Summing:
                 self._encode(words, sizes, sent.split(rooms))
             lanes.order(Lane.ENCODE, Lane.WIRE)
             with lanes.on(Lane.WIRE):  # the own slot travels too, and is not read: summands lie at a regular distance
-                self._levels.between.all_to_all(received, sent, [rooms[me]] * self._nodes, rooms)
+                exchange(ctx, self._levels.peers, received, sent, [rooms[me]] * self._nodes, rooms)
             lanes.order(Lane.WIRE, Lane.DECODE)
             if own.numel():
                 with lanes.on(Lane.DECODE):
