@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 _PREFIX = "ds_zipccl/nodes"
-#: Numbers of the searches of each group, equal on all ranks of the group.
+#: Numbers of the calls of :func:`tell` of each group, equal on all ranks of the group.
 _rounds: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -33,21 +33,29 @@ def here() -> str:
 def find(group: dist.ProcessGroup, place: str = "") -> dict[int, int]:
     """Return a map from global rank to the number of its node, or of its ``place`` in the node.
 
-    Every rank of the group calls, and blocks until all have called. Names go through the rendezvous store, because a group of one backend
-    may take no CPU tensors.
+    Every rank of the group calls, and blocks until all have called.
+
+    Raises:
+        RuntimeError: a rank did not call within the timeout of the store.
+    """
+    names = tell(group, hashlib.sha256(f"{here()} {place}".encode()).hexdigest())
+    numbers: dict[str, int] = {}
+    return {rank: numbers.setdefault(name, len(numbers)) for rank, name in names.items()}
+
+
+def tell(group: dist.ProcessGroup, text: str) -> dict[int, str]:
+    """Return a map from global rank to the text that this rank has given. Texts go through the rendezvous store, because a group of one
+    backend may take no CPU tensors. Every rank of the group calls, and blocks until all have called.
 
     Raises:
         RuntimeError: a rank did not call within the timeout of the store.
     """
     prefix = f"{_PREFIX}/{group.group_name}/{next(_rounds.setdefault(group, itertools.count()))}"
     ranks = dist.get_process_group_ranks(group)
-    keys = [f"{prefix}/{rank}" for rank in ranks]
     store = _get_default_store()
-    store.set(f"{prefix}/{dist.get_rank()}", hashlib.sha256(f"{here()} {place}".encode()).hexdigest())
-    numbers: dict[bytes, int] = {}
-    return {
-        rank: numbers.setdefault(name, len(numbers)) for rank, name in zip(ranks, store.multi_get(keys), strict=True)
-    }
+    store.set(f"{prefix}/{dist.get_rank()}", text)
+    found = store.multi_get([f"{prefix}/{rank}" for rank in ranks])
+    return {rank: said.decode(errors="replace") for rank, said in zip(ranks, found, strict=True)}
 
 
 def by_node(group: dist.ProcessGroup, found: dict[int, int]) -> list[list[int]]:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 from ds_zipccl import comm, devices, kernels
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.execution import sent_to_peers
 from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
@@ -184,6 +186,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if config is None:
             return
         _load_kernels(config)
+        config = _only_with_kernels(config)
         self.job.untraced = {name: _untraced(getattr(type(self), name).coded) for name in COLLECTIVES}
         self.job.config = config
         profile = None
@@ -248,6 +251,26 @@ def _load_kernels(config: ZipcclConfig) -> None:
     if device.type == "cuda":
         with contextlib.suppress(kernels.RouteUnavailable), devices.RUNTIMES["cuda"].device(device):
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
+
+
+def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
+    """Return the config with ``nccl`` off if a rank has no kernels for groups in stream order: ranks with kernels would wait for that rank.
+    A collective of all ranks where ``nccl`` is on; blocks."""
+    device, state = _device(), group_state(None)
+    if config.nccl == "off" or state is None or state.size == 1 or not state.streams(device.type):
+        return config
+    reason = ""
+    try:
+        kernels.route(kernels.preferred(config.route, device.type), device.type)
+    except kernels.RouteUnavailable as error:
+        reason = str(error)
+    missing = {rank: said for rank, said in topology.tell(resolve_group(None), reason).items() if said}
+    if not missing:
+        return config
+    if state.rank == 0:
+        first, said = next(iter(missing.items()))
+        print(f"[ds_zipccl] nccl is off: ranks {sorted(missing)} have no kernels; rank {first}: {said}", flush=True)
+    return replace(config, nccl="off")
 
 
 def _device() -> torch.device:

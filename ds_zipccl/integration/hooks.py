@@ -12,6 +12,8 @@ import torch
 from deepspeed.comm.torch import TorchBackend
 
 from ds_zipccl.comm.device import choice
+from ds_zipccl.comm.device.lanes import lanes_of
+from ds_zipccl.comm.device.verdict import finish
 from ds_zipccl.config import SECTION, ConfigError, near_misses
 from ds_zipccl.integration import zero_buckets, zero_epochs, zero_gathers
 from ds_zipccl.integration.backend import ZipcclBackend
@@ -142,7 +144,9 @@ def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
 
 
 def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
-    """Free the bases with the engine: DeepSpeed keeps references to the engine itself."""
+    """Free the bases with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on a device."""
+    if getattr(engine, "ds_zipccl_bases", None):
+        finish(lanes_of(engine.device))
     engine.ds_zipccl_bases = None
     return original()
 

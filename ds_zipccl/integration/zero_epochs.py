@@ -78,7 +78,11 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
         optimizer: of ZeRO-3. For an optimizer that may change parameters in the background nothing happens.
         named: all parameters of the engine with their names.
     """
-    if type(optimizer).__name__ not in _KNOWN or config.nccl == "off":
+    named = list(named)
+    for _, param in named:
+        _drop(param)  # what an earlier engine of the module has left
+    known = type(optimizer).__name__ in _KNOWN and not getattr(optimizer, "zenflow", False)
+    if not known or config.nccl == "off":
         return
     found = []
     for name, param in named:
@@ -92,6 +96,11 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
         for one in (optimizer, *found):
             setattr(one, _EPOCHS, epochs)
         epochs.agree()
+
+
+def _drop(param: Any) -> None:
+    for name in (_AGREED, _EPOCHS):
+        vars(param).pop(name, None)
 
 
 def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
@@ -138,8 +147,7 @@ def watch_partitions(init: Any, gathered: Any) -> None:
         return original(self, param_list, *args, **kwargs)
 
     def convert(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in (_AGREED, _EPOCHS):
-            vars(param).pop(name, None)
+        _drop(param)
         return original(self, param, *args, **kwargs)
 
     def enter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,8 +203,8 @@ def watch_optimizer(kind: Any) -> None:
 
     _surround(kind, "step", step)
     _surround(kind, "load_state_dict", load)
+    # set_local_hp_param is no call of all ranks: it counts as a write to the shard.
     _surround(kind, "set_full_hp_param", set_param)
-    _surround(kind, "set_local_hp_param", set_param)
 
 
 def _surround(kind: Any, name: str, around: Callable[..., Any]) -> None:

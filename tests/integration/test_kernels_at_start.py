@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ds_zipccl import devices, kernels
-from ds_zipccl.config import DEFAULT
+from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.integration import backend
 
 
@@ -83,3 +84,24 @@ def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernels, "_loaded", {})
     with pytest.raises(kernels.RouteUnavailable, match="no kernels for cpu tensors here"):
         backend._load_kernels(DEFAULT)
+
+
+def test_one_rank_without_kernels_switches_nccl_off_everywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks with kernels would wait for that rank."""
+    job = Job(monkeypatch, "cuda")
+    state = SimpleNamespace(size=3, rank=0, streams=lambda device: device == "cuda")
+    monkeypatch.setattr(backend, "group_state", lambda group: state)
+    monkeypatch.setattr(backend, "resolve_group", lambda group: group)
+    others = {0: "", 1: "", 2: ""}
+    monkeypatch.setattr(backend.topology, "tell", lambda group, text: {**others, 0: text})
+    on = ZipcclConfig(enabled=True, nccl="on")
+    assert backend._only_with_kernels(on) == on and not capsys.readouterr().out
+    others[2] = "no compiler"
+    assert backend._only_with_kernels(on) == replace(on, nccl="off")
+    assert capsys.readouterr().out == "[ds_zipccl] nccl is off: ranks [2] have no kernels; rank 2: no compiler\n"
+    job.fails = {("cuda", "native"), ("cuda", "nvrtc")}
+    monkeypatch.setattr(kernels, "_loaded", {})
+    assert backend._only_with_kernels(on).nccl == "off"
+    assert "ranks [0, 2]" in capsys.readouterr().out

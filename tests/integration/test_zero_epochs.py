@@ -178,8 +178,9 @@ def test_changes_end_epochs(ranks: Ranks) -> None:
     assert ended(lambda: Init()._partition([first, second], has_been_updated=True)) == [1, 2]
     assert ended(lambda: Init()._partition([second], False, True)) == [2]
     assert ended(lambda: Init()._partition([first, second])) == []
+    assert ended(lambda: optimizer.set_full_hp_param(0, second)) == [2], "32 bits: the optimizer's own copy"
+    assert ended(lambda: optimizer.set_local_hp_param(0, second)) == [], "no call of all ranks"
     for set_param in (optimizer.set_full_hp_param, optimizer.set_local_hp_param):
-        assert ended(lambda set_param=set_param: set_param(0, second)) == [2], "32 bits: the optimizer's own copy"
         assert ended(lambda set_param=set_param: set_param(0, first)) == [], "16 bits: with the next step"
         assert ended(lambda set_param=set_param: set_param(0, second, "exp_avg")) == []
     assert ended(lambda: optimizer.load_state_dict("state", strict=False)) == [], "they have agreed anew"

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm, kernels
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import agreed, bases
+from ds_zipccl.comm.device.lanes import Lanes
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
@@ -84,6 +86,43 @@ def test_steps(route: CudaRoute, ranks: int, kind: str) -> None:
         row = gathers()
         assert row["host_waits"] == 0 and row["calls"] == 12 * ranks
         assert row["differences"][FULL] <= (len(SIZES) - 1) * ranks < row["differences"][""], "in full once a parameter"
+
+
+@pytest.mark.parametrize("nodes", [[[0], [1]], [[0, 1], [2]]], ids=str)
+def test_host_memory_of_nodes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, nodes: list[list[int]]) -> None:
+    """A rank that is alone on its node shares no memory, and takes part in the collectives of ranks that do."""
+    monkeypatch.setattr(topology, "by_node", lambda *call: nodes)
+    for seed in range(3):
+        world.run(steps, sum(map(len, nodes)), seed, torch.bfloat16, "host", seed=seed, route=route)
+
+
+def twice(rank: int, ranks: int, seed: int) -> None:
+    """The same parameters twice in an epoch, from two streams that nothing orders."""
+    model = Based(rank, ranks, seed, torch.bfloat16, "host")
+    first, second = (model.gather([1, 2, 3, 4], True) for _ in range(2))
+    assert all(second()) and all(first())
+
+
+def test_a_base_is_written_before_it_is_read(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "by_node", lambda *call: [[0], [1]])
+    for seed in range(3):
+        world.run(twice, 2, seed, seed=seed, route=route)
+
+
+def never_stepping(rank: int, ranks: int) -> str:
+    model = Based(rank, ranks, 1)
+    assert all(model.gather([1, 2, 3, 4])())
+    model.write(2, rank, weights(rank, SIZES[2], 50))
+    with pytest.raises(comm.CommError) as raised:
+        for _ in range(5):
+            model.gather([1, 2, 3, 4])()
+    return str(raised.value)
+
+
+def test_a_program_without_steps_looks_too(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreed, "COPIES_UNCHECKED", 3)
+    for said in world.run(never_stepping, 2, route=route).values:
+        assert "gathered before, and changed since" in said
 
 
 @pytest.mark.full
@@ -228,8 +267,15 @@ def _nobody_looks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _early_read(patch: pytest.MonkeyPatch) -> None:
-    """The base is copied to the output by a lane that does not follow its writes."""
-    patch.setattr(bases, "lane_of", lambda base, ctx: bases.Lane.ENCODE)
+    """Nothing orders the lane that reads a base after the lane that has written it."""
+    keep = bases.keep
+
+    def unordered(*call: Any) -> None:
+        with pytest.MonkeyPatch.context() as other:
+            other.setattr(Lanes, "order", lambda *lanes: None)
+            keep(*call)
+
+    patch.setattr(bases, "keep", unordered)
 
 
 @pytest.mark.full
@@ -241,6 +287,7 @@ def test_a_mistake_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch,
     with pytest.raises((AssertionError, world.Fault, pytest.fail.Exception, comm.CommError)):
         test_a_base_that_differs(route)
         test_a_change_within_an_epoch_stops_the_job(route)
+        test_a_base_is_written_before_it_is_read(route, monkeypatch)
         test_steps(route, 2, "device")
 
 

@@ -45,13 +45,15 @@ counters.count_memory("copies of gathered parameters", lambda: sum(size for pool
 class BaseSlot:
     """Memory for the shards of one tensor. ``memory`` is ``[ranks, numel]``; all ranks in ``mates``, this rank included, share it.
 
-    ``filled``: the slot holds the result of a gather. ``serial``: the slot's number in the group, equal on all ranks.
+    ``filled``: the slot holds the result of a gather. ``serial``: the slot's number in the group, equal on all ranks. ``shared``: some
+    ranks of the group share memory; equal on all ranks.
     """
 
     memory: torch.Tensor
     mates: Sequence[int]
     serial: int
     filled: bool = False
+    shared: bool = False
 
 
 class SharedBase:
@@ -152,10 +154,12 @@ def allocate_bases(
     if not shards:
         return []
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    mates: Sequence[int] = [rank]
+    nodes = [[one] for one in range(ranks)]
     device = torch.device(device)
     if kind == "host":
-        mates = next(node for node in topology.by_node(group, topology.find(group, _place())) if rank in node)
+        nodes = topology.by_node(group, topology.find(group, _place()))
+    mates = next(node for node in nodes if rank in node)
+    shared = len(nodes) < ranks
     sizes = [-(-ranks * numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in shards]
     pool = _shared(sum(sizes), mates, group, kind, device)
     _pools[:] = [*(one for one in _pools if not one[0].expired()), (StorageWeakRef(pool.untyped_storage()), sum(sizes))]
@@ -163,7 +167,7 @@ def allocate_bases(
     found = []
     for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
         memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)
-        found.append(BaseSlot(memory, mates, next(serials)))
+        found.append(BaseSlot(memory, mates, next(serials), shared=shared))
     return found
 
 

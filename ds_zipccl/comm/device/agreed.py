@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -38,6 +38,8 @@ from ds_zipccl.telemetry import counters
 
 #: Layouts of gathers that are kept (admission: programs repeat their gathers; epochs end, and so do the layouts).
 _PLANS = 1024
+#: Gathers that copy bases between two verdicts (seed: more than a training step has; a program without steps looks as often as this).
+COPIES_UNCHECKED = 4096
 
 
 class _Kind(NamedTuple):
@@ -128,8 +130,8 @@ class Agreed:
 
 
 _versions = itertools.count(1)
-#: Groups that have gathered by agreed sizes since their last verdict here.
-_unchecked: WeakSet[GroupState] = WeakSet()
+#: Groups that have gathered by agreed sizes since their last verdict here, with the gathers that have copied bases.
+_unchecked: WeakKeyDictionary[GroupState, int] = WeakKeyDictionary()
 #: Versions and ways of the parameters of a gather -> its layouts. A version has one kind and one list of sizes for each way.
 _plans: dict[tuple[tuple[int, Way], ...], Sequence[tuple[Way, Plan]]] = {}
 
@@ -223,7 +225,9 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     kind = _kind(ctx, own.dtype)
     if not all(one.holds(kind) for one in parameters):
         agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)), own.dtype)
-    _unchecked.add(ctx.state)
+    copies = _unchecked.setdefault(ctx.state, 0)
+    if copies >= COPIES_UNCHECKED:
+        check(ctx)
     held = [one.base_of(kind) for one in parameters]
     if any(held):
         _gather_with_bases(ctx, shard, parameters, held)
@@ -252,6 +256,7 @@ def _gather_with_bases(
         parameters[number].keep(ctx, ways[number])
     copied = [number for number, way in enumerate(ways) if way is Way.COPY]
     if copied:
+        _unchecked[ctx.state] = _unchecked.get(ctx.state, 0) + 1
         lane = bases.lane_of(read[0][1], ctx)
         some = [lasts[number] for number in copied], [shards[number] for number in copied]
         bases.watch(lane, *some, [shard.names[number] for number in copied], ctx)
@@ -303,7 +308,7 @@ def check(ctx: DeviceContext) -> None:
 
 
 def _verdict(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
-    _unchecked.discard(ctx.state)
+    _unchecked.pop(ctx.state, None)
     return agree(ctx, words)
 
 

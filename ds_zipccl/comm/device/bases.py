@@ -47,6 +47,7 @@ class Base(Protocol):
     """The memory of one parameter's base. The bases of a group are alike, but for their sizes.
 
     ``memory``: ``[ranks, numel]``, the shards of all ranks. ``mates``: the group ranks that share the memory, this rank among them.
+    ``shared``: some ranks of the group share memory; equal on all ranks, also on those without mates.
     """
 
     @property
@@ -54,6 +55,9 @@ class Base(Protocol):
 
     @property
     def mates(self) -> Sequence[int]: ...
+
+    @property
+    def shared(self) -> bool: ...
 
 
 def own_words(base: Base, ctx: DeviceContext) -> torch.Tensor:
@@ -76,7 +80,7 @@ def lane_of(base: Base, ctx: DeviceContext) -> Lane:
     Shared memory is read on the encoding lane: the gather's own collective follows the read, and the writes of all ranks follow the
     collective.
     """
-    return Lane.ENCODE if is_away(base, ctx) or len(base.mates) > 1 else Lane.DECODE
+    return Lane.ENCODE if is_away(base, ctx) or base.shared else Lane.DECODE
 
 
 def lay_out(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> list[torch.Tensor]:
@@ -88,10 +92,14 @@ def lay_out(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> l
     own = []
     for base, rows in bases:
         with ctx.lanes.on(lane_of(base, ctx)):
-            words = _on_device(base.memory.view(-1), ctx).view(base.memory.shape)
-            rows[: ctx.rank].copy_(words[: ctx.rank])
-            rows[ctx.rank + 1 :].copy_(words[ctx.rank + 1 :])
-            own.append(words[ctx.rank])
+            if is_away(base, ctx):  # a copy of several rows at once would have a temporary
+                for rank, (row, words) in enumerate(zip(rows, base.memory, strict=True)):
+                    if rank != ctx.rank:
+                        row.copy_(words, non_blocking=True)
+            else:
+                rows[: ctx.rank].copy_(base.memory[: ctx.rank])
+                rows[ctx.rank + 1 :].copy_(base.memory[ctx.rank + 1 :])
+            own.append(_on_device(base.memory[ctx.rank], ctx))
     if bases:
         ctx.lanes.order(Lane.ENCODE, Lane.DECODE)
     return own
@@ -105,12 +113,14 @@ def keep(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> None
             part = slice(place * ctx.size // count, (place + 1) * ctx.size // count)
             words = rows[part].contiguous() if is_away(base, ctx) else rows[part]
             base.memory[part].copy_(words, non_blocking=True)
-    if any(len(base.mates) > 1 for base, _ in bases):
+    if any(base.shared for base, _ in bases):
         ctx.lanes.order(Lane.DECODE, Lane.WIRE)
         with ctx.lanes.on(Lane.WIRE):
             ctx.transport.max(tensors.filled(1, 0, torch.int64, ctx.device))
         for lane in (Lane.ENCODE, Lane.DECODE):
             ctx.lanes.order(Lane.WIRE, lane)
+    elif any(lane_of(base, ctx) is Lane.ENCODE for base, _ in bases):
+        ctx.lanes.order(Lane.DECODE, Lane.ENCODE)
 
 
 def watch(

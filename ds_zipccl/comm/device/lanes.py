@@ -112,10 +112,11 @@ class Lanes:
         return found
 
     def _new(self, size: int) -> Slab:
-        if self._runtime is None:
-            return Slab(tensors.empty(size, torch.uint8, self.device), None)
-        with self._runtime.stream(self._owner):
-            return Slab(tensors.empty(size, torch.uint8, self.device), self._owner.record_event())
+        with torch.inference_mode(False):  # written in inference mode and outside
+            if self._runtime is None:
+                return Slab(tensors.empty(size, torch.uint8, self.device), None)
+            with self._runtime.stream(self._owner):
+                return Slab(tensors.empty(size, torch.uint8, self.device), self._owner.record_event())
 
     def _free(self) -> list[Slab]:
         return [slab for slab in self._slabs if not slab.held]

@@ -30,7 +30,8 @@ class Reports:
     """A status word for each kind of operation on a device, so that a failure names the operation and the parameter."""
 
     def __init__(self, device: torch.device) -> None:
-        self.words = tensors.filled(_WORDS, NO_FAILURE, torch.int64, device)
+        with torch.inference_mode(False):  # written in inference mode and outside
+            self.words = tensors.filled(_WORDS, NO_FAILURE, torch.int64, device)
         self._names: dict[tuple[str, Sequence[str]], int] = {}
 
     def word(self, name: str, frames: Sequence[str] = ()) -> torch.Tensor:

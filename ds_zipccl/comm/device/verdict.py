@@ -92,7 +92,8 @@ def _host(lanes: Lanes, numel: int) -> torch.Tensor:
     """Return page-locked words: the first half for words that come from the device, the second half for words that go there."""
     host = _hosts.get(lanes)
     if host is None or host.numel() < 2 * numel:
-        host = _hosts[lanes] = tensors.pinned(16 * max(1024, 2 * numel)).view(torch.int64)
+        with torch.inference_mode(False):  # written in inference mode and outside
+            host = _hosts[lanes] = tensors.pinned(16 * max(1024, 2 * numel)).view(torch.int64)
     return host
 
 
@@ -131,6 +132,15 @@ def _copy_to_host(lanes: Lanes, flat: torch.Tensor) -> torch.Tensor:
     host = _host(lanes, flat.numel())[: flat.numel()]
     host.copy_(flat, non_blocking=True)
     return host
+
+
+def finish(lanes: Lanes) -> None:
+    """Wait on the host for the work that is on the lanes of a device now, before memory is freed that only this work knows."""
+    for lane in (Lane.ENCODE, Lane.WIRE):
+        lanes.order(lane, Lane.DECODE)
+    event = lanes.record(Lane.DECODE)
+    while event is not None and not event.query():
+        time.sleep(_SLEEP_S)
 
 
 def _wait(ctx: DeviceContext, event: Any) -> None:
