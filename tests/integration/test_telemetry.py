@@ -14,7 +14,8 @@ from ds_zipccl.telemetry.step_log import StepLog
 
 
 @pytest.fixture(autouse=True)
-def empty() -> Iterator[None]:
+def empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(counters, "_memory", {})  # other tests of the process have slabs
     counters.reset()
     yield
     counters.reset()
