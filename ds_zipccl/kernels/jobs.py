@@ -203,8 +203,8 @@ class GatherTable:
         rows = zip(
             found,
             self.numels,
-            (self.starts // self.dtype.itemsize).tolist(),
-            self.decode_rows["stride"].tolist(),
+            map(int, self.starts // self.dtype.itemsize),
+            map(int, self.decode_rows["stride"]),
             strict=True,
         )
         return [out.view(-1)[start + rank * stride :][:numel] for out, numel, start, stride in rows for rank in ranks]

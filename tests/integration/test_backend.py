@@ -176,7 +176,7 @@ def test_bad_section_stops_every_rank(tmp_path: Path) -> None:
     for status, output in launch(tmp_path, PRELUDE + f"engine({section!r})"):
         assert status != 0 and "ConfigError" in output
         assert 'did you mean "min_bytes"?' in output
-        assert '"auto" | "match" | "fp32", got "sum"' in output
+        assert '"auto" | "match" | "fp32" | "plain", got "sum"' in output
 
 
 OTHER_VERSION = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import corpus
@@ -33,6 +34,13 @@ def gathers(rank: int, ranks: int) -> None:
             outputs, wanted = move(api, inputs, rank, later)
             for got, want in zip(outputs, wanted, strict=True):
                 corpus.assert_same_bits(got.cpu(), want.cpu())
+
+
+def test_a_run_leaves_no_memory_behind(route: CudaRoute) -> None:
+    """A process of tests makes thousands of machines; one that cannot fork any more fails in other tests."""
+    world.run(gathers, 2, route=route)
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is world.Machine]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

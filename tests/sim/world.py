@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.nn  # now: it keeps the default group of the moment of its import
 from builds import Binary
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from ds_zipccl import devices, kernels, tensors
+from ds_zipccl.comm import side_stream
+from ds_zipccl.comm.device import lanes
 from ds_zipccl.kernels import Route
 from ds_zipccl.kernels import cuda as kernels_cuda
 from sim import cuda, device
@@ -258,7 +261,7 @@ def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
         *((torch.cuda, name, getattr(cuda, name)) for name in cuda.REPLACED),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    routes = kernels.ROUTES["cuda"]
+    routes, runtime = kernels.ROUTES["cuda"], _Runtime()
     device._machines.append(machine)
     try:
         library.impl("empty.memory_format", _empty)
@@ -268,7 +271,7 @@ def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups are a thread's own
         for owner, name, value in replaced:
             setattr(owner, name, value)
-        devices.RUNTIMES["cuda"] = _Runtime()
+        devices.RUNTIMES["cuda"] = runtime
         kernels.ROUTES["cuda"] = {} if route is None else {"simulated": lambda: route}
         kernels._loaded.pop(("cuda", "simulated"), None)
         yield
@@ -277,6 +280,10 @@ def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
             setattr(owner, name, value)
         kernels.ROUTES["cuda"] = routes
         devices.RUNTIMES["cuda"] = torch.cuda
+        # Streams and slabs that the package keeps for a runtime hold the machine, and its memory.
+        lanes._lanes.pop(runtime, None)
+        for key in [key for key in side_stream._idle if key[0] is runtime]:
+            del side_stream._idle[key]
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         library._destroy()
         device._machines.remove(machine)

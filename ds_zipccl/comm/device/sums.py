@@ -278,7 +278,7 @@ class _Summing:
         received = scratch[len(scratch) // 2 :][: self._seats * own]
         exchange(ctx, self._levels.mates, received, sent, [own] * self._seats, numels)
         if own:
-            status = ctx.reports.word(ctx.where())
+            status = ctx.reports.word(f"{ctx.where()}, inside a node")  # a word of this lane alone
             ctx.route.decode_sum_frames(
                 received.view(self._seats, own), ctx.config.block, self._dtype, sums[:own], status
             )
