@@ -36,11 +36,16 @@ def gathers(rank: int, ranks: int) -> None:
                 corpus.assert_same_bits(got.cpu(), want.cpu())
 
 
+def machines() -> set[int]:
+    return {id(one) for one in gc.get_objects() if type(one) is world.Machine}
+
+
 def test_a_run_leaves_no_memory_behind(route: CudaRoute) -> None:
     """A process of tests makes thousands of machines; one that cannot fork any more fails in other tests."""
+    before = machines()
     world.run(gathers, 2, route=route)
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is world.Machine]
+    assert machines() <= before  # failures of other tests may hold theirs
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
