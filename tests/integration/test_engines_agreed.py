@@ -246,7 +246,7 @@ WAITS: dict[str, dict[str, tuple[int, int]]] = {
     "autocast": {"3 steps": (0, 6)},
     "frozen": {"2 steps": (0, 4), "changed": (1, 5)},
     "edited": {"1 step": STEP, "edited between steps": (1, 3), "edited between batches": (2, 3)},
-    "set_fp32": {"set": STEP, "2 steps": (2, 4)},
+    "set_fp32": {"set": STEP, "2 steps": (1, 4)},
     "checkpoint": {"another": STEP, "loaded": (0, 2), "trained": STEP},
     "skipped": {"1 step": STEP, "2 skipped": (0, 4), "1 step more": STEP},
     "written": {"before": STEP, "after": STEP},
