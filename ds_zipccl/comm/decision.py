@@ -115,7 +115,7 @@ def open_device_context(request: Request, decision: Decision) -> DeviceContext:
         request.config,
         request.role,
         decision.codec,
-        torch.device(request.tensor.device),
+        request.tensor.device,
         with_base=decision.with_base,
     )
 

@@ -61,8 +61,6 @@ class GroupState:
         #: Of groups in stream order, by device and backend.
         self.device_profiles: dict[tuple[str, str], DeviceProfile] = {}
         self.sum_switches: SumSwitches | None = None
-        #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
-        self.device_sums = "fp32"
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if get_debug_level() == DebugLevel.DETAIL else ""

@@ -19,7 +19,6 @@ class DeviceContext(Call):
     """One operation of this rank whose frames stay on ``device``.
 
     ``codec``: of frames without a base. ``with_base``: frames may be differences. ``route``: the kernels. ``budget``: bytes of all slabs.
-    ``names``: the parameters of the operation, for messages.
     """
 
     def __init__(

@@ -209,8 +209,8 @@ class _Summing:
         self._ctx, self._levels, self._parts, self._out, self._divisor = ctx, levels, parts, out, divisor
         self._of_seat = [parts[ranks[levels.seat]] for ranks in levels.nodes]
         self._dtype = _dtype_of(parts)
-        # equal on all ranks, as the verdicts that follow from it
         self._nodes, self._seats = len(levels.nodes), len(levels.nodes[0])
+        # equal on all ranks, as the verdicts that follow from it
         self._packed = self._seats > 1 or any(len(part.pieces) > 1 for part in parts)
         self._rows = self._nodes + (2 * self._seats if self._seats > 1 else 0)
 
