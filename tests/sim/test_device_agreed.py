@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm, kernels
+from ds_zipccl import comm
 from ds_zipccl.comm import Agreed
 from ds_zipccl.comm.device import agreed as agreements
 from ds_zipccl.comm.transport.nccl import NcclTransport
@@ -20,18 +20,12 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
-from sim import device, launcher, world
+from sim import device, world
 from sim.scheduler import Fault
 
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0)
 #: Elements of a rank's shard of each parameter: no element, raw ones, one frame, odd addresses.
 SIZES = (0, 3, 3001, 2048, 5003)
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()
-    return launcher.route()
 
 
 class Model:

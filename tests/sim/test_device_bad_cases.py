@@ -12,23 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_zipccl import kernels
 from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.device import gather
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from sim import launcher, streams, world
+from sim import streams, world
 from sim.cases import CASES, CODED, HARD, every_case, once, prepared, reasons
 from sim.device import mine
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
-
 
 # --- moments of the program
 

@@ -11,25 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm, kernels
+from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import agreed, bases
 from ds_zipccl.comm.device.lanes import Lanes
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
-from sim import launcher, world
+from sim import world
 from sim.test_device_agreed import CONFIG, SIZES, Model, noise, weights
 
 FULL, OTHER = "nothing was gathered there", "a rank holds something else"
 #: Parameters that an optimizer trains; the others are frozen.
 TRAINED = (1, 2, 4)
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()
-    return launcher.route()
 
 
 class Based(Model):

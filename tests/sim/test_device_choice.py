@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import kernels
 from ds_zipccl.comm.device import calibration, choice, clock
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import device_profile, group_state, resolve_group
@@ -24,7 +23,7 @@ from ds_zipccl.policy import step_rules
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.device_rules import DeviceProfile
 from ds_zipccl.telemetry import counters
-from sim import launcher, streams, world
+from sim import streams, world
 
 AUTO: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "auto"}
 #: 100 Gbit/s a node, and no delays: coding gains at any size.
@@ -32,12 +31,6 @@ SLOW = DeviceProfile(network=12e9, launch=1e-12, verdict=1e-12, exchange=1e-12)
 #: 8 x 400 Gbit/s.
 FAST = DeviceProfile(network=380e9)
 NUMEL = 3000
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()
-    return launcher.route()
 
 
 @pytest.fixture(autouse=True)

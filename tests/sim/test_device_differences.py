@@ -11,23 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm, kernels
+from ds_zipccl import comm
 from ds_zipccl.comm.delta import in_place_base, on_device
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
-from sim import launcher, world
+from sim import world
 
 CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
 #: 16 KiB of bf16 and a little more, odd: the shards of all ranks but one are 2-byte aligned.
 SHARD = 8463
 FULL, OTHER = "nothing was gathered there", "a rank holds something else"
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
 
 
 class Trainer:

@@ -13,7 +13,6 @@ import moves
 import pytest
 import torch
 
-from ds_zipccl import kernels
 from ds_zipccl.comm.device import exchange as on_device
 from ds_zipccl.comm.device import verdict
 from ds_zipccl.comm.device.lanes import Lane, Lanes
@@ -27,18 +26,12 @@ from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.device_rules import DeviceProfile
 from ds_zipccl.telemetry import counters
-from sim import communicator, launcher, world
+from sim import communicator, world
 from sim.device import mine
 from sim.mistakes import FEW
 
 CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
 PAIRS = ((0, 1), (2, 3))
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
 
 
 def exchanges(

@@ -11,24 +11,16 @@ import moves
 import pytest
 import torch
 
-from ds_zipccl import kernels
 from ds_zipccl.comm.device import exchange, gather
 from ds_zipccl.comm.device.lanes import Lanes, lanes_of
 from ds_zipccl.comm.device.reports import Reports
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.kernels.frame_calls import FrameCalls
-from sim import communicator, launcher, nccl, world
+from sim import communicator, nccl, world
 from sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared
 from sim.device import mine
 from sim.scheduler import Fault
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
-
 
 # --- frames that are refused
 

@@ -10,18 +10,11 @@ import moves
 import pytest
 import torch
 
-from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.telemetry import counters
-from sim import launcher, world
+from sim import world
 
 CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
 
 
 def gathers(rank: int, ranks: int) -> None:

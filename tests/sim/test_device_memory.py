@@ -9,23 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm, kernels
+from ds_zipccl import comm
 from ds_zipccl.comm.device.lanes import Lanes, lanes_of
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda import CudaRoute
-from sim import device, launcher, random_programs, world
+from sim import device, random_programs, world
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0, reduction="fp32")
 PLAIN = ZipcclConfig(enabled=False)
 #: Bytes of the words in which decoders report, and of small temporaries: headers, work space, verdicts.
 REPORTS, SMALL = 8 * 4096, 16 << 10
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
 
 
 def gather(weights: Sequence[torch.Tensor], config: ZipcclConfig) -> None:

@@ -15,14 +15,13 @@ import torch
 from places import PACKAGE
 from pytest import MonkeyPatch
 
-from ds_zipccl import kernels
 from ds_zipccl.comm.device import verdict
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane, Lanes, Slab
 from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda import CudaRoute
-from sim import launcher, mistakes, random_programs
+from sim import mistakes, random_programs
 
 RAW = random_programs.CONFIGS[-1]
 #: Seeds within which a mistake must be noticed.
@@ -82,12 +81,6 @@ def orders() -> Iterator[Order]:
                 text = ast.unparse(node)
                 if "Lane." in text and (file.stem, text) not in TWICE and id(node) not in undrawn:
                     yield Order(file, node.lineno, text)
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
 
 
 def noticed(route: CudaRoute, **drawn: Any) -> str:

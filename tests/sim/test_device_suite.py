@@ -11,22 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from sim import device, launcher, random_programs, world
+from sim import device, random_programs, world
 from sim.random_calls import DRAWN, OPERATIONS, SUMS, Desk, Task
 
 #: Seeds of the short tier, and of the full one.
 SHORT, FULL = range(30), range(30, 60)
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
 
 
 @pytest.mark.parametrize("seeds", [SHORT, pytest.param(FULL, marks=pytest.mark.full(reason="more seeds"))], ids=str)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from levels import Nodes, nodes_of
 
-from ds_zipccl import comm, kernels
+from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums as device_sums
 from ds_zipccl.comm.device.lanes import Lane, Lanes
@@ -26,25 +26,14 @@ from ds_zipccl.kernels.cuda import CudaRoute, Own
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from sim import launcher, mistakes, world
+from sim import mistakes, world
 
+pytestmark = pytest.mark.usefixtures("small_frames")
 ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}
 PLAIN: dict[str, Any] = {**ALWAYS, "reduction": "plain"}
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 #: Elements of messages: fewer than ranks, and more than a block for each of two ranks.
 SIZES = (0, 1, 7, 2051)
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
-
-
-@pytest.fixture(autouse=True)
-def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulated kernels are slow."""
-    monkeypatch.setattr(wire, "RAW_BELOW_BYTES", 256)
 
 
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from levels import Nodes, nodes_of
 
-from ds_zipccl import comm, kernels
+from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.group_state import group_state
@@ -23,23 +23,12 @@ from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from sim import launcher, world
+from sim import world
 from sim.device import machine
 from sim.test_device_sums import ALWAYS, AVG, NODES, PLAIN, spread
 
+pytestmark = pytest.mark.usefixtures("small_frames")
 AUTO: dict[str, Any] = {**ALWAYS, "mode": "auto"}
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
-
-
-@pytest.fixture(autouse=True)
-def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulated kernels are slow."""
-    monkeypatch.setattr(wire, "RAW_BELOW_BYTES", 256)
 
 
 # --- bytes between nodes

@@ -6,21 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import codecs, devices, kernels, tensors
+from ds_zipccl import codecs, devices, tensors
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.kernels.jobs import GatherTable, Parameter
 from ds_zipccl.kernels.status import new_status, raise_failure
-from sim import launcher, world
+from sim import world
 from sim.device import mine
 from sim.mistakes import noticed
-
-
-@pytest.fixture(scope="module")
-def route() -> CudaRoute:
-    kernels.route()  # the CPU's route is built, if at all, before a rank needs it
-    return launcher.route()
 
 
 def words(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
