@@ -13,7 +13,9 @@ import torch
 import xxhash
 
 MAGIC = b"ZCCL"
-VERSION = 1
+VERSION = 2
+#: Version of the format -> the releases that wrote it, for versions that this package refuses.
+_FORMER_VERSIONS = {1: "ds_zipccl 0.1"}
 HEADER = struct.Struct("<4s8BIQQ")
 HEADER_BYTES = HEADER.size
 MAX_DIMS = 64
@@ -195,9 +197,10 @@ def parse(frame: torch.Tensor, size: int | None = None) -> Header:
     if magic != MAGIC:
         raise FrameError(FrameErrorCode.MAGIC, f"starts with {magic!r}, a frame starts with {MAGIC!r}")
     if version != VERSION:
+        writer = f", which {_FORMER_VERSIONS[version]} wrote" if version in _FORMER_VERSIONS else ""
         raise FrameError(
             FrameErrorCode.VERSION,
-            f"format version {version}, this package reads {VERSION}: same ds_zipccl on all ranks?",
+            f"format version {version}{writer}; this package reads version {VERSION}: use the same ds_zipccl on all ranks",
         )
     if codec not in BLOCK_LOG2:
         raise FrameError(FrameErrorCode.CODEC, f"codec {codec}, known are {_listed(BLOCK_LOG2)}")

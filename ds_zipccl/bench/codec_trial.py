@@ -6,7 +6,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,10 +41,11 @@ class Trial(Protocol):
     """One coder and one tensor.
 
     ``prepare``: untimed, before an encode; makes ``result`` wrong until the next decode. ``repeatable``: one ``prepare`` serves any
-    number of encodes.
+    number of encodes. ``more``: by name, further ways to decode, each with an untimed call before it.
     """
 
     repeatable: bool
+    more: Mapping[str, tuple[Callable[[], None], Callable[[], None]]]
 
     def prepare(self) -> None: ...
     def encode(self) -> None: ...
@@ -116,14 +117,14 @@ def ours(args: argparse.Namespace) -> Iterator[Coder]:
     Raises:
         ToolError: a route does not work here; says why.
     """
-    routes = _routes(args.route)
+    routes = usable_routes(args.route)
     pairs = [(codec, NO_ROUTE if codec == "raw" else route) for codec in CODECS for route in routes]
     for codec, route in dict.fromkeys(pairs):
         if codec in args.codec:
             yield Coder(route, codec, partial(FrameTrial, codec=codec, route=route, block=args.block))
 
 
-def _routes(wanted: list[str]) -> list[str]:
+def usable_routes(wanted: list[str]) -> list[str]:
     """Routes to measure: the ``wanted`` ones, all that work here if none is wanted.
 
     Raises:
@@ -161,6 +162,7 @@ class FrameTrial:
     """One of our codecs and one tensor."""
 
     repeatable = True
+    more: Mapping[str, tuple[Callable[[], None], Callable[[], None]]] = {}
 
     def __init__(self, tensor: torch.Tensor, codec: str, route: str, block: int) -> None:
         import torch
@@ -217,7 +219,7 @@ def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> It
         speeds: dict[str, float] = {}
         trial = coder.begin(tensor)
         try:
-            speeds, wrong = _run(tensor, trial, repeats)
+            speeds, wrong = run(tensor, trial, repeats)
             row["ratio"] = tensor.nbytes / trial.coded_bytes
         except FrameError as error:
             tables.complain(f"{coder.route} {coder.codec} {source.dtype} {source.name}: own frame refused: {error}")
@@ -228,8 +230,8 @@ def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> It
         yield row | {"wrong": wrong}
 
 
-def _run(tensor: torch.Tensor, trial: Trial, repeats: int) -> tuple[dict[str, float], int]:
-    """Speeds in GB/s of memcpy, encode and decode; most wrong elements after any timing."""
+def run(tensor: torch.Tensor, trial: Trial, repeats: int) -> tuple[dict[str, float], int]:
+    """Speeds in GB/s of memcpy, encode, decode and the trial's further ways to decode; most wrong elements after any timing."""
     import torch
 
     # copy_ of fp8 elements, or of bytes at some addresses, is slower than a memcpy. copy_ of wide integers never is.
@@ -240,8 +242,11 @@ def _run(tensor: torch.Tensor, trial: Trial, repeats: int) -> tuple[dict[str, fl
     for call in (trial.prepare, *steps.values()):  # untimed: builds, page faults
         call()
     wrong = _wrong(trial.result(), tensor)
+    for before, decode in trial.more.values():
+        before()
+        decode()
     calls = {name: _calls(step) if trial.repeatable or name == "memcpy" else 1 for name, step in steps.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in [*steps, *trial.more]}
     for _ in range(repeats):
         trial.prepare()
         for name, step in steps.items():
@@ -249,6 +254,10 @@ def _run(tensor: torch.Tensor, trial: Trial, repeats: int) -> tuple[dict[str, fl
                 time.sleep(IDLE_S)
             seconds[name].append(_seconds(step, calls[name]))
         wrong = max(wrong, _wrong(trial.result(), tensor))
+        for name, (before, decode) in trial.more.items():
+            before()
+            seconds[name].append(_seconds(decode))
+            wrong = max(wrong, _wrong(trial.result(), tensor))
     return {name: tensor.nbytes / statistics.median(times) / 1e9 for name, times in seconds.items()}, wrong
 
 

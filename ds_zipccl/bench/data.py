@@ -158,6 +158,112 @@ def scale(text: str) -> float:
     return sigma
 
 
+@dataclass(frozen=True)
+class PairSet:
+    """A data set of words and their base. ``about``: for ``--help``, with ``unit`` for its number; ``fill``: (size, torch name of the
+    dtype, number, generator) -> words, base."""
+
+    about: str
+    unit: str
+    fill: Callable[[int, str, float, torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+    #: Numbers that ``bench codec --codec delta`` measures if none is named.
+    usual: tuple[float, ...]
+    dtypes: tuple[str, ...] = DEFAULT_DTYPES
+
+
+def _changed(numel: int, dtype: str, percent: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    base = torch.empty(numel).normal_(0, _WEIGHT, generator=generator).to(getattr(torch, dtype))
+    wide = torch.int32 if base.itemsize == 4 else torch.int16
+    draws = torch.empty(numel).uniform_(generator=generator)
+    step = (draws < percent / 100).to(wide)
+    step += (draws < percent / 100 * 0.015).to(wide)
+    step *= torch.empty(numel).uniform_(generator=generator).lt_(0.5).mul_(2).sub_(1).to(wide)
+    # A unit up is one more in the bits of a positive number and one less in those of a negative one. Steps across zero, of numbers of this
+    # size, are too rare to happen: the words then stay.
+    bits = base.view(wide)
+    moved = bits + torch.where(bits < 0, -step, step)
+    return torch.where(moved ^ bits < 0, bits, moved).view(base.dtype), base
+
+
+def _adamw(numel: int, dtype: str, rate: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    wanted: torch.dtype = getattr(torch, dtype)
+    weights = torch.empty(numel).normal_(0, _WEIGHT, generator=generator)
+    scales = torch.empty(numel).normal_(generator=generator).exp_()
+    mean, square, base = torch.zeros(numel), torch.zeros(numel), weights.to(wanted)
+    for step in range(1, _STEPS + 1):
+        gradient = torch.empty(numel).normal_(generator=generator).mul_(scales)
+        mean.lerp_(gradient, 0.1)
+        square.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
+        base = weights.to(wanted)
+        weights.addcdiv_(mean, (square / (1 - 0.95**step)).sqrt_().add_(1e-8), value=-rate / (1 - 0.9**step))
+    return weights.to(wanted), base
+
+
+_WEIGHT = 0.02  # deviation of the weights
+_STEPS = 12  # of AdamW: enough for its means to forget their start
+
+#: Every data set of words and their base, by name.
+PAIRS: dict[str, PairSet] = {
+    "changed": PairSet(
+        "weights (Gaussian, deviation 0.02); P percent of them, each by itself, changed by a unit in the last place, 1.5% of those by two",
+        "P%", _changed, (0.0, 0.1, 1.0, 3.0, 5.0, 10.0, 20.0, 60.0),
+    ),
+    "adamw": PairSet(
+        f"such weights before and after step {_STEPS} of AdamW (betas 0.9 0.95) at learning rate LR, noise as gradients, rounded from fp32",
+        "LR", _adamw, (1e-3, 3e-4, 1e-4, 1e-5),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A data set of words and their base, and its number; ``str()`` gives the text that :func:`codec_spec` takes."""
+
+    name: str
+    number: float
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.number:g}{'%' * (self.name == 'changed')}"
+
+    def has(self, dtype: str) -> bool:
+        """Whether the set exists in a dtype (torch name)."""
+        return dtype in PAIRS[self.name].dtypes
+
+    def make(self, numel: int, dtype: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Words and base: flat CPU tensors of ``numel`` elements of a dtype (torch name)."""
+        import torch
+
+        return PAIRS[self.name].fill(numel, dtype, self.number, torch.Generator().manual_seed(seed))
+
+
+def codec_spec(text: str) -> Spec | Pair:
+    """As :func:`spec`; or ``changed:P%``, or ``adamw:LR`` (argparse type)."""
+    name, _, number = text.partition(":")
+    if name not in PAIRS:
+        if name in DATA:
+            return spec(text)
+        raise argparse.ArgumentTypeError(f"no data set {name!r}; known: {', '.join([*DATA, *PAIRS])}")
+    try:
+        if name == "changed":
+            if number[-1:] == "%" and 0 <= float(number[:-1]) <= 100:
+                return Pair(name, float(number[:-1]))
+        elif 0 < float(number) < 1:
+            return Pair(name, float(number))
+    except ValueError:
+        pass
+    wanted = "a percentage from 0% to 100%, such as changed:1%" if name == "changed" else "a rate, such as adamw:1e-4"
+    raise argparse.ArgumentTypeError(f"{name} has {wanted}; got {text!r}")
+
+
+def usual_pairs() -> list[Pair]:
+    """The pairs that are measured if none is named."""
+    return [Pair(name, number) for name, entry in PAIRS.items() for number in entry.usual]
+
+
 def numel(text: str) -> int:
     """Number of elements: 4096, 64K, 16M (argparse type; K, M, G are powers of 1024)."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -179,3 +285,9 @@ def about() -> str:
     width = max(map(len, DATA)) + 1
     lines = (f"  {name + ':S' if entry.scaled else name:{width + 2}} {entry.about}" for name, entry in DATA.items())
     return "data sets (S: scale, 1 if left out):\n" + "\n".join(lines)
+
+
+def about_pairs() -> str:
+    """The table of words with their base as text, for ``--help``."""
+    lines = (f"  {name + ':' + entry.unit:14} {entry.about}" for name, entry in PAIRS.items())
+    return "with --codec delta, words and their base:\n" + "\n".join(lines)

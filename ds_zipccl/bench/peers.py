@@ -6,11 +6,12 @@ use. ``pip install ds-zipccl[bench]`` installs the peers that are not part of Py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -77,6 +78,7 @@ class PeerTrial:
     """One peer and one tensor, with the methods of ``codec_trial.Trial``."""
 
     repeatable = False  # a timing may spoil the input
+    more: Mapping[str, tuple[Callable[[], None], Callable[[], None]]] = {}
 
     def __init__(self, tensor: torch.Tensor, name: str, threads: int) -> None:
         import torch
@@ -111,3 +113,56 @@ class PeerTrial:
     @property
     def coded_bytes(self) -> int:
         return len(self._coded)
+
+
+class Difference(Protocol):
+    """A compressor of words against their base. All arrays are flat, of one unsigned dtype and size."""
+
+    def compress(self, words: np.ndarray, base: np.ndarray) -> bytes: ...
+    def decompress(self, coded: bytes, base: np.ndarray, words: np.ndarray) -> None:
+        """Write the words, to the base's memory or apart from it."""
+        ...
+
+
+class _XorZstd:
+    """Words XOR base, through zstd level 1."""
+
+    def __init__(self, threads: int) -> None:
+        functions = _zstd(1)("", threads)
+        self._compress, self._decompress = functions
+
+    def compress(self, words: np.ndarray, base: np.ndarray) -> bytes:
+        return self._compress((words ^ base).data)
+
+    def decompress(self, coded: bytes, base: np.ndarray, words: np.ndarray) -> None:
+        import numpy as np
+
+        np.bitwise_xor(base, np.frombuffer(self._decompress(coded), dtype=words.dtype), out=words)
+
+
+class _Pairs:
+    """The place (u32) and the word of each change."""
+
+    def __init__(self, threads: int) -> None:
+        pass
+
+    def compress(self, words: np.ndarray, base: np.ndarray) -> bytes:
+        import numpy as np
+
+        places = np.flatnonzero(words != base)
+        return places.astype(np.uint32).tobytes() + words[places].tobytes()
+
+    def decompress(self, coded: bytes, base: np.ndarray, words: np.ndarray) -> None:
+        import numpy as np
+
+        count = len(coded) // (4 + words.itemsize)
+        places = np.frombuffer(coded, np.uint32, count)
+        if words is not base:
+            np.copyto(words, base)
+        words[places] = np.frombuffer(coded, words.dtype, count, 4 * count)
+
+
+#: Peers of the delta codec, by name, made with a number of threads. ``xor_zstd1`` raises ImportError where zstandard is not installed.
+DIFFERENCES: dict[str, Callable[[int], Difference]] = {"xor_zstd1": _XorZstd, "pairs": _Pairs}
+#: Name in :data:`DIFFERENCES` -> name of its package for pip.
+DIFFERENCE_PACKAGES = {"xor_zstd1": "zstandard"}

@@ -16,6 +16,14 @@ Columns (also the keys of the rows in ``--json``):
 The timed calls are ``compress`` and ``decompress`` with ``shaped=False, checksum=False`` and an ``out`` buffer, as on the wire. Peers
 take bytes and give bytes. The copy of their input and the check of their output are not timed.
 
+``--codec delta`` codes words against their base, of the data sets that have one, and has these columns beside:
+
+* ``changed``: share of the words that differ from their base. ``bound``: ratio of a code that knows how often each difference occurs,
+  and nothing else: its bits an element are the entropy of "changed or not" and, for the changed part, that of the difference. A code that
+  uses the base's exponents beats it where the differences depend on them.
+* ``in_place_gbps``, ``in_place_memcpy``: decoding to the base's own memory, as collectives do.
+* Its ``--peers`` are ``xor_zstd1``, zstd level 1 of words XOR base, and ``pairs``, the place (u32) and the word of each change.
+
 ``--device cuda`` measures the CUDA kernels instead; ds_zipccl/bench/cuda.py explains its columns.
 
 The exit status is 1 if any element is wrong, or if a floor of ``--floors`` is missed.
@@ -24,8 +32,10 @@ The exit status is 1 if any element is wrong, or if a floor of ``--floors`` is m
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from typing import Any
 
-from ds_zipccl.bench import ToolError, data, peers, tables
+from ds_zipccl.bench import ToolError, data, delta_trial, peers, tables
 from ds_zipccl.bench.codec_trial import CODECS, PEER_ROUTE, Source, measure, ours, peers_of, stored, synthetic
 from ds_zipccl.bench.tables import Column
 
@@ -38,14 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--numel", nargs="+", type=data.numel, default=[1 << 22], metavar="N", help="elements (4M)")
     named = "bf16 fp16 fp32 e4m3 e5m2 (first three)"
     option("--dtype", nargs="+", type=data.dtype, default=dtypes, metavar="T", help=named)
-    option("--data", nargs="+", type=data.spec, metavar="D", help="data sets, see below (all; none with --corpus)")
+    option(
+        "--data", nargs="+", type=data.codec_spec, metavar="D", help="data sets, see below (all; none with --corpus)"
+    )
     option("--sigma", nargs="+", type=data.scale, default=[], metavar="S", help="scales of sets named without one (1)")
     files = "measure the tensors of safetensors or torch files"
     option("--corpus", nargs="+", default=[], metavar="FILE", help=files)
     option("--tile", action="store_true", help="repeat a corpus tensor until it has --numel elements")
     option("--route", nargs="+", default=[], metavar="R", help="kernels (all that work here)")
-    option("--codec", nargs="+", choices=CODECS, default=CODECS, help="codecs (all)")
-    option("--peers", nargs="*", choices=peers.PEERS, help="other compressors (none; all if none is named)")
+    every = (*CODECS, delta_trial.CODEC)
+    option("--codec", nargs="+", choices=every, default=CODECS, help="codecs (all without a base)")
+    others = "other compressors (none; all for these codecs if none is named)"
+    option("--peers", nargs="*", choices=[*peers.PEERS, *peers.DIFFERENCES], help=others)
     option("--device", choices=("cpu", "cuda"), default="cpu", help="device to code on; cuda has other columns (cpu)")
     option("--mib", nargs="+", type=int, default=list(MIB), metavar="M", help="sizes with --device cuda (1 to 1024)")
     option("--floors", action="store_true", help="with --device cuda: compare with the figures that a GPU must reach")
@@ -53,13 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     option("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
     option("--json", metavar="FILE", help="write the rows here too")
-    parser.epilog = data.about()
+    parser.epilog = f"{data.about()}\n{data.about_pairs()}"
 
 
 def main(args: argparse.Namespace) -> int:
     """Run ``bench codec``; 1 if any element came back wrong, else 0."""
-    import torch
-
     for option in ("repeats", "threads"):
         if getattr(args, option) < 1:
             raise ToolError(f"--{option} must be at least 1, got {getattr(args, option)}")
@@ -71,6 +83,23 @@ def main(args: argparse.Namespace) -> int:
         raise ToolError("--floors is for --device cuda: no floors are known for a CPU")
     if args.tile and not args.corpus:
         raise ToolError("--tile is for the tensors of a --corpus: name its files")
+    if args.codec == [delta_trial.CODEC]:
+        cases, coders = delta_trial.pairs(args), delta_trial.coders(args)
+        measured = delta_trial.rows(cases, coders, args.repeats)
+        return _show(args, delta_trial.COLUMNS, measured, len(cases) * len(coders))
+    if delta_trial.CODEC in args.codec:
+        raise ToolError("--codec delta has data and columns of its own: name it alone")
+    return _show(args, *_without_base(args))
+
+
+def _without_base(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterator[dict[str, Any]], int]:
+    """Columns, rows and their number, of the codecs that need no base."""
+    for spec in args.data or []:
+        if isinstance(spec, data.Pair):
+            raise ToolError(f"{spec} is words with their base: add --codec delta")
+    for name in args.peers or []:
+        if name in peers.DIFFERENCES:
+            raise ToolError(f"peer {name} codes words against a base: add --codec delta")
     coders = [*ours(args), *peers_of(args)]
     sources = [*stored(args), *synthetic(args)]
     if not sources:
@@ -80,18 +109,25 @@ def main(args: argparse.Namespace) -> int:
             else "none of these data sets exists in any of these dtypes: bf16_in_fp32 is for fp32"
         )
     cases = [(source, [coder for coder in coders if coder.takes(source.dtype)]) for source in sources]
+    measured = (row for source, able in cases for row in measure(source, able, args.block, args.repeats))
+    return _columns(sources), measured, sum(len(able) for _, able in cases)
+
+
+def _show(args: argparse.Namespace, columns: tuple[Column, ...], measured: Iterator[dict[str, Any]], count: int) -> int:
+    """Measure, print and write the rows; 1 if any element came back wrong, else 0."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)  # memcpy's too
-    table, rows = tables.Table(_columns(sources)), []
+    table, rows = tables.Table(columns), []
     try:
-        measured = (row for source, able in cases for row in measure(source, able, args.block, args.repeats))
-        for row in tables.progress(measured, "bench codec", sum(len(able) for _, able in cases)):
+        for row in tables.progress(measured, "bench codec", count):
             rows.append(row)
             table.add(row)
     finally:
         torch.set_num_threads(threads)
     if args.json:
-        packages = {peers.PEERS[row["codec"]].package for row in rows if row["route"] == PEER_ROUTE} - {""}
+        packages = {_package(row["codec"]) for row in rows if row["route"] == PEER_ROUTE} - {""}
         versions = {package: tables.version(package) for package in sorted(packages)}
         settings = {"threads": args.threads, "block": args.block, "repeats": args.repeats, "peers": versions}
         tables.write_json(args.json, rows, args.command, **settings)
@@ -99,6 +135,11 @@ def main(args: argparse.Namespace) -> int:
     if wrong:
         tables.complain(f"{wrong} elements came back with other bits than they had")
     return 1 if wrong else 0
+
+
+def _package(peer: str) -> str:
+    """Name of a peer's package for pip; "" if it is part of Python or of ours."""
+    return peers.PEERS[peer].package if peer in peers.PEERS else peers.DIFFERENCE_PACKAGES.get(peer, "")
 
 
 def _columns(sources: list[Source]) -> tuple[Column, ...]:

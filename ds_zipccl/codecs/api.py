@@ -45,18 +45,20 @@ def compress(
 ) -> torch.Tensor:
     """Code a tensor as one frame (FORMAT.md) on its device, CPU or CUDA; blocks, on CUDA for the current stream.
 
-    bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 are exponent coded, any other dtype becomes a raw frame. Lossless
-    for every bit pattern.
+    Without a base bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 are exponent coded, and any other dtype becomes a raw
+    frame. With a base every dtype is coded as differences: of the words of bfloat16, float16 and float32, of the bytes of any other
+    dtype. Lossless for every bit pattern.
 
     Args:
         tensor: any shape; a non-contiguous tensor is copied first.
-        codec: "cascade" (best ratio), "wide" (faster), or "raw"; or "delta", for parameters that have changed a little since the
-            receiver got ``base``: bfloat16, float16 and float32, other dtypes become raw frames.
+        codec: "cascade" (best ratio), "wide" (faster), or "raw"; or "delta", for tensors that have changed a little since the receiver
+            got ``base``, or not at all.
         base: for "delta" and no other codec: tensor of the dtype, device and number of elements of ``tensor``; the receiver must hold
             the same bits (compare :func:`region_hash`).
         out: 1-D contiguous uint8 buffer of at least :func:`compress_bound` bytes on the tensor's device; the frame is written to its
             start, which must be apart from ``tensor`` and ``base``.
-        block: elements that share an exponent window: 128, 256, 512 or 1024.
+        block: words of a block, the unit of statistics: 128, 256, 512 or 1024. A word is an element, or a byte of it where "delta"
+            codes bytes.
         shaped: put the shape into the frame; without it :func:`decompress` gives a flat tensor.
         checksum: add a checksum, so that a damaged frame is refused and not decoded; from CUDA the frame goes by way of the host for it.
         route: kernels to use, see :data:`ds_zipccl.kernels.ROUTES`.
@@ -173,6 +175,8 @@ def decompress(
     """
     with tensors.undisturbed():
         header, spec = open_frame(frame)
+        # Before the output is allocated: a few bytes of a delta frame stand for many words, which the base proves.
+        against = _base_words(base, header, frame.device) if spec.needs_base else None
         if out is None:
             out = tensors.empty(header.numel, header.dtype, frame.device)
             result = out if header.shape is None else out.view(header.shape)
@@ -181,7 +185,8 @@ def decompress(
             memory.keep_apart([memory.span(out)], [memory.span(frame, header.frame_bytes)])
             result = out
         words = memory.flat_view(out)
-        against = _base_words(base, header, words) if spec.needs_base else None
+        if against is not None:
+            _same_or_apart(against, words)
         spec.decode(frame[header.payload_at : header.frame_bytes], against, header.block, words, route)
         return result
 
@@ -256,14 +261,16 @@ def _bases(codec: str, words: torch.Tensor, base: torch.Tensor | None) -> list[t
     return [memory.flatten(base)]
 
 
-def _base_words(base: torch.Tensor | None, header: Header, words: torch.Tensor) -> torch.Tensor:
-    """The receiver's base, flat, if a frame with this header can be decoded against it to ``words``."""
+def _base_words(base: torch.Tensor | None, header: Header, device: torch.device) -> torch.Tensor:
+    """The receiver's base, flat, if a frame on ``device`` with this header can be decoded against it."""
     if base is None:
         name = header.codec.name.lower()
         raise FrameError(FrameErrorCode.CODEC, f"a {name} frame needs the base of its encoder: pass base=")
-    memory.decoded_room(base, header, (header.dtype,), words.device)
-    flat = memory.flat_view(base)
-    apart = abs(flat.data_ptr() - words.data_ptr())
-    if 0 < apart < words.nbytes:
+    memory.decoded_room(base, header, (header.dtype,), device)
+    return memory.flat_view(base)
+
+
+def _same_or_apart(base: torch.Tensor, words: torch.Tensor) -> None:
+    """Accept a base that is the memory of ``words``, or apart from it."""
+    if 0 < abs(base.data_ptr() - words.data_ptr()) < words.nbytes:
         raise ValueError("base and out overlap in part; pass the same memory for both, or a clone of the base")
-    return flat

@@ -34,18 +34,32 @@ def block_size(wanted: int) -> int:
 
 def payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
     """Bytes of a payload in which every block is zero: index and tables."""
-    chunk = block * CHUNK_BLOCKS
-    full, rest = divmod(numel, chunk)
-    table = _TABLE_BYTES[dtype]
-    last = pad16(table * _ceil(rest, block))
-    return pad16(4 * _ceil(numel, chunk)) + full * pad16(table * CHUNK_BLOCKS) + last
+    return _index_and_tables(numel, _TABLE_BYTES[dtype], block)
 
 
 def payload_bound(numel: int, dtype: torch.dtype, block: int) -> int:
     """Bytes of a payload in which every block is as large as raw, with all paddings."""
-    full, rest = divmod(numel, block)
-    bodies = full * block * dtype.itemsize + pad16(rest * dtype.itemsize)
-    return payload_floor(numel, dtype, block) + bodies + 16 * _ceil(numel, block * CHUNK_BLOCKS)
+    return raw_bound(numel, dtype.itemsize, _TABLE_BYTES[dtype], block)
+
+
+def raw_bound(words: int, itemsize: int, table: int, block: int) -> int:
+    """Bytes of a payload of RAW blocks, with all paddings.
+
+    Args:
+        words: their number.
+        itemsize: bytes of a word.
+        table: bytes of a block's entry in the table of its chunk.
+        block: words of a block.
+    """
+    full, rest = divmod(words, block)
+    bodies = full * block * itemsize + pad16(rest * itemsize)
+    return _index_and_tables(words, table, block) + bodies + 16 * _ceil(words, block * CHUNK_BLOCKS)
+
+
+def _index_and_tables(words: int, table: int, block: int) -> int:
+    chunk = block * CHUNK_BLOCKS
+    full, rest = divmod(words, chunk)
+    return pad16(4 * _ceil(words, chunk)) + full * pad16(table * CHUNK_BLOCKS) + pad16(table * _ceil(rest, block))
 
 
 def check_size(words: torch.Tensor, block: int) -> None:
@@ -54,9 +68,18 @@ def check_size(words: torch.Tensor, block: int) -> None:
     Raises:
         ValueError: they cannot.
     """
-    if payload_bound(words.numel(), words.dtype, block) > _MAX_PAYLOAD:
+    check_bound(words, payload_bound(words.numel(), words.dtype, block), _MAX_PAYLOAD)
+
+
+def check_bound(words: torch.Tensor, bound: int, limit: int) -> None:
+    """Accept ``words``, whose payload has at most ``bound`` bytes, if chunk offsets reach ``limit`` bytes and that is enough.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if bound > limit:
         raise ValueError(
-            f"got {words.numel()} elements, whose payload may exceed the {_MAX_PAYLOAD} bytes of one frame; cut the tensor"
+            f"got {words.numel()} elements, whose payload may exceed the {limit} bytes of one frame; cut the tensor"
         )
 
 

@@ -21,9 +21,11 @@ CODEC_SPECS: dict[str, CodecSpec] = {spec.name: spec for spec in (RAW, CASCADE, 
 CODECS: tuple[str, ...] = tuple(name for name, spec in CODEC_SPECS.items() if not spec.needs_base)
 #: Names of the codecs that code a tensor against a base.
 BASE_CODECS: tuple[str, ...] = tuple(name for name, spec in CODEC_SPECS.items() if spec.needs_base)
-#: dtypes that some codec makes smaller.
+#: dtypes that some codec without a base makes smaller.
 CODED_DTYPES: tuple[torch.dtype, ...] = tuple(
-    dict.fromkeys(dtype for spec in CODEC_SPECS.values() if spec is not RAW for dtype in spec.dtypes)
+    dict.fromkeys(
+        dtype for spec in CODEC_SPECS.values() if spec is not RAW and not spec.needs_base for dtype in spec.dtypes
+    )
 )
 #: Codec byte of a frame -> a codec that decodes it; codecs of one byte decode alike.
 DECODERS: dict[CodecId, CodecSpec] = {spec.frame_id: spec for spec in reversed(CODEC_SPECS.values())}

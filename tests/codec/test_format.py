@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from from_format_delta import encode_tail
+from test_gap_list import forms
 
 import ds_zipccl
 from ds_zipccl import codecs
 from ds_zipccl import frame as framing
 
+FLOATS = codecs.SUMMED_DTYPES
 FORMAT = (Path(ds_zipccl.__file__).parent / "FORMAT.md").read_text()
 
 
@@ -137,13 +139,17 @@ def test_document_examples_are_what_the_routes_give(route: str) -> None:
         corpus.assert_same_bits(decoded, tensor if arguments.get("shaped", True) else tensor.view(-1))
 
 
-def test_examples_show_every_mode() -> None:
-    modes = set()
+def test_examples_show_every_mode_and_form() -> None:
+    modes, kinds = set(), set()
     for arguments, frame in _examples():
-        header = framing.parse(torch.tensor(list(frame), dtype=torch.uint8))
-        if header.block:
-            blocks = -(-header.numel // header.block)
+        received = torch.tensor(list(frame), dtype=torch.uint8)
+        header = framing.parse(received)
+        delta = header.codec == framing.CodecId.DELTA
+        kinds |= set(forms(received)) if delta else set()
+        if header.block and not (delta and forms(received) != ["TABLE"]):
+            words = header.numel * (header.dtype.itemsize if delta and arguments["dtype"] not in FLOATS else 1)
+            blocks = -(-words // header.block)
             table = header.payload_at + 16
             modes |= {frame[table + blocks + 2 * b + 1] >> 5 for b in range(blocks)}
-        assert arguments["dtype"] in (codecs.CODED_DTYPES if header.codec else framing.DTYPE_IDS)
-    assert modes == {0, 1, 2, 3, 4, 5}
+        assert delta or arguments["dtype"] in (codecs.CODED_DTYPES if header.codec else framing.DTYPE_IDS)
+    assert modes == {0, 1, 2, 3, 4, 5} and kinds == {"SAME", "TABLE", "LIST"}

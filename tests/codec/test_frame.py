@@ -25,7 +25,7 @@ class Raw:
     """A frame by its fields, none of them checked; ``size`` None stands for the true length."""
 
     magic: bytes = b"ZCCL"
-    version: int = 1
+    version: int = 2
     codec: int = 0
     dtype: int = 6
     flags: int = 0
@@ -89,7 +89,8 @@ def _entry(mode: int, tail: int, data: bytes = b"\1" * 16) -> Raw:
 REFUSED = {
     "magic": (replace(GOOD, magic=b"ZCCM"), FrameErrorCode.MAGIC),
     "version 0": (replace(GOOD, version=0), FrameErrorCode.VERSION),
-    "version 2": (replace(GOOD, version=2), FrameErrorCode.VERSION),
+    "version 1": (replace(GOOD, version=1), FrameErrorCode.VERSION),
+    "version 3": (replace(GOOD, version=3), FrameErrorCode.VERSION),
     "unknown codec": (replace(GOOD, codec=3), FrameErrorCode.CODEC),
     "codec of another dtype": (replace(CODED, dtype=4), FrameErrorCode.CODEC),
     "dtype 0": (replace(GOOD, dtype=0), FrameErrorCode.DTYPE),
@@ -170,6 +171,15 @@ def test_every_code_is_shown() -> None:
     shown = {wanted for _, wanted in REFUSED.values()} | {FrameErrorCode.MISMATCH}
     assert shown == set(FrameErrorCode)
     assert code(GOOD, torch.empty(4, dtype=torch.int8)) == FrameErrorCode.MISMATCH
+
+
+def test_the_release_of_an_old_frame_is_named() -> None:
+    with pytest.raises(
+        ds_zipccl.FrameError, match=r"format version 1, which ds_zipccl 0\.1 wrote; this package reads version 2"
+    ):
+        framing.parse(replace(GOOD, version=1).tensor())
+    with pytest.raises(ds_zipccl.FrameError, match="format version 3; this package reads version 2"):
+        framing.parse(replace(GOOD, version=3).tensor())
 
 
 def test_errors_survive_pickling() -> None:

@@ -15,7 +15,9 @@ import mutations
 import pytest
 import test_codec
 import test_delta
+import test_format
 import test_fuzz
+import test_gap_list
 import test_golden
 import tiers
 import torch
@@ -90,6 +92,11 @@ def _tail_sizes() -> None:
             assert code is not None, "a wrong tail size was accepted"
 
 
+def _list_as_short() -> None:
+    """Example 6.9 of FORMAT.md, and others in which both forms of the chunk have equally many bytes."""
+    test_format.test_document_examples_are_what_the_routes_give("auto")
+
+
 PLANTS = {
     # Encoder and decoder agree with each other, only not with the format.
     "two codes swapped": Plant(
@@ -103,13 +110,13 @@ PLANTS = {
         test_delta.test_every_block_takes_the_fewest_bytes,
     ),
     "a scale of 0 where the mean is as good": Plant(
-        "cpu/delta.h",
-        {"change.plain.tail < mean.tail": "change.plain.tail <= mean.tail"},
+        "cpu/change_encode.h",
+        {"mean.tail <= change.plain.tail": "mean.tail < change.plain.tail"},
         test_delta.test_every_block_takes_the_fewest_bytes,
     ),
     "a scale that is not the shorter tail's": Plant(
-        "cpu/delta.h",
-        {"change.plain.tail < mean.tail": "change.plain.tail + 1 < mean.tail"},
+        "cpu/change_encode.h",
+        {"mean.tail <= change.plain.tail": "mean.tail <= change.plain.tail + 1"},
         test_delta.test_every_block_takes_the_fewest_bytes,
     ),
     "few zeros are taken for none": Plant(
@@ -118,9 +125,25 @@ PLANTS = {
         test_delta.test_every_block_takes_the_fewest_bytes,
     ),
     "a level counts for less": Plant(
-        "cpu/delta.h",
+        "cpu/change_decode.h",
         {"level == 4 ? ~0ull : 0": "level == 5 ? ~0ull : 0"},
-        lambda: test_delta.test_every_texture_and_every_change("auto", corpus.BF16, "long_steps"),
+        lambda: test_delta.test_every_texture_and_every_change("auto", corpus.FP16, "long_steps"),
+    ),
+    "a table where a list is as short": Plant(
+        "cpu/delta_chunk.h", {"if (table < bytes) return table": "if (table <= bytes) return table"}, _list_as_short
+    ),
+    "the larger parameter of a list": Plant(
+        "common/change_list.cuh",
+        {
+            "below = sum_of(r - 1)) <= rice_bits": "below = sum_of(r - 1)) < rice_bits",
+            "above = sum_of(r + 1)) < rice_bits": "above = sum_of(r + 1)) <= rice_bits",
+        },
+        lambda: test_gap_list.test_shares_of_changed_words("auto", "bf16", "one", 1, 1),
+    ),
+    "ones in the padding of a list": Plant(
+        "cpu/delta_list.h",
+        {"if (peek_bits(copy, at)) return BLOCK": "if (false) return BLOCK"},
+        lambda: test_gap_list.test_lists_that_contradict_themselves("a one too many in the padding", "auto"),
     ),
     "longer tails accepted": Plant("cpu/decode.h", {"at + left != bytes": "at + left > bytes"}, _tail_sizes),
 }
@@ -138,5 +161,7 @@ def test_planted_mistakes_are_noticed(name: str, tmp_path: Path, monkeypatch: py
     plant.check()
     wrong = plant.route(tmp_path)
     monkeypatch.setattr(kernels, "route", lambda name="auto", device="cpu": wrong)
-    with pytest.raises(AssertionError):
+    with pytest.raises(Exception) as caught:
         plant.check()
+    errors = getattr(caught.value, "exceptions", [caught.value])  # hypothesis groups several failures
+    assert all(isinstance(error, AssertionError) for error in errors), errors

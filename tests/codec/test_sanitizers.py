@@ -43,17 +43,19 @@ def test_a_hundred_thousand_damaged_payloads(levels: list[str]) -> None:
     assert min(count["accepted"], count["index"], count["block"]) > MUTATIONS / 20, count
 
 
-#: A proof of the decoders, and the file it is in.
+#: A proof of the decoders, the file it is in, and text in its place that proves nothing.
 CHECKS = {
-    "if (tail + entry.tail_bytes > bytes) return BLOCK;": "cpu/decode.h",
-    "if (escapes_at + count * sizeof(Word) != bytes) return BLOCK;": "cpu/delta.h",
+    "if (tail + entry.tail_bytes > bytes) return BLOCK;": ("cpu/decode.h", ""),
+    "if (escapes_at + count * sizeof(Word) != bytes) return BLOCK;": ("cpu/change_decode.h", ""),
+    "if (last >= of) return BLOCK;": ("cpu/delta_list.h", ""),
 }
 
 
 @pytest.mark.parametrize("check", tiers.mostly_full(CHECKS, [*CHECKS][:1], "each has a fuzzer of its own to compile"))
 def test_a_missing_bound_check_is_seen(check: str, levels: list[str]) -> None:
-    """Without the proof that a tail lies in its chunk, or its content in the tail, some damaged payload makes a decoder read outside."""
-    planted = asan.fuzzer(changes={CHECKS[check]: ((check, ""),)})
+    """Without the proof that a tail, its content or a place lies where it must, some damaged payload makes a decoder go outside."""
+    file, nothing = CHECKS[check]
+    planted = asan.fuzzer(changes={file: ((check, nothing),)})
     result = asan.run(planted.path(), 1, MUTATIONS, 60, levels[:1])
     assert result.returncode != 0
     assert "AddressSanitizer" in result.stderr, result.stdout + result.stderr

@@ -55,7 +55,7 @@ class Exact {
 };
 
 struct Case {
-  int32_t dtype;  // FORMAT.md table 1.1
+  int32_t dtype;  // FORMAT.md table 1.1; 6: the bytes of any dtype, in a delta payload
   uint32_t block;
   uint64_t numel;
   int32_t code;         // 2: delta
@@ -102,13 +102,17 @@ void generate(const Case& c, uint64_t n, uint8_t* words) {
   }
 }
 
-// A base of n words: equal words, words a few units away, and some random words.
-void change(const Case& c, uint64_t n, const uint8_t* words, uint8_t* base) {
-  const uint64_t in_64 = below(65), reach = 1 + below(1ull << below(8)), replaced = below(4) ? 0 : below(65);
+// A base of n words: equal words, words a few units away, and some random words. With `quiet`, one word in so many differs, or a run of them.
+void change(const Case& c, uint64_t n, uint64_t quiet, const uint8_t* words, uint8_t* base) {
+  const uint64_t in_64 = quiet ? 0 : below(65), reach = 1 + below(1ull << below(8)), replaced = quiet || below(4) ? 0 : below(65);
+  uint64_t run = 0;
   for (uint64_t i = 0; i < n; ++i) {
     uint32_t word = 0;
     memcpy(&word, words + i * c.item(), c.item());
-    if (below(64) < in_64) word += uint32_t(below(2 * reach + 1) - reach);
+    if (quiet && !run && !below(quiet)) run = below(8) ? 1 : 1 + below(quiet);
+    if (run || below(64) < in_64) word += uint32_t(below(2 * reach + 1) - reach);
+    run -= run > 0;
+    if (quiet && !below(64 * quiet)) word ^= c.sign();
     if (below(64) < replaced) word = uint32_t(draw());
     memcpy(base + i * c.item(), &word, c.item());
   }
@@ -116,7 +120,7 @@ void change(const Case& c, uint64_t n, const uint8_t* words, uint8_t* base) {
 
 // Damages `frame` in place, perhaps cutting or extending it, and perhaps the receiver's idea of it.
 void damage(std::string& payload, Case& c) {
-  const uint64_t kind = below(9), size = payload.size();
+  const uint64_t kind = below(11), size = payload.size();
   const auto poke = [&](uint64_t from, uint64_t to) {
     if (from < to && to <= size) payload[from + below(to - from)] ^= char(1 + below(255));
   };
@@ -134,6 +138,10 @@ void damage(std::string& payload, Case& c) {
     case 7: c.block = 128u << below(4); break;
     case 8:
       for (uint64_t at = below(size + 1), end = at + below(64); at < end && at < size; ++at) payload[at] = char(draw());
+      break;
+    case 9: poke(index, index + 20 < size ? index + 20 : size); break;  // the first LIST's sets
+    case 10:
+      if (size) payload[below(size)] ^= char(1 << below(8));
       break;
   }
 }
@@ -204,12 +212,16 @@ int main(int argc, char** argv) {
   const uint64_t mutations = strtoull(argv[2], nullptr, 10);
   const time_t end = time(nullptr) + atol(argv[3]);
   const std::vector<const char*> levels(argv + 4, argv + argc);
-  uint64_t done = 0, payloads = 0, count[13] = {0};
+  uint64_t done = 0, payloads = 0, lists[15] = {0}, count[13] = {0};
   std::string decoded;
   while (done < mutations && time(nullptr) < end) {
     const int32_t dtypes[] = {1, 2, 3, 13, 14};
     Case c{dtypes[below(5)], 128u << below(4), 0, int32_t(below(2))};
-    if (c.dtype <= 3 && below(2)) c.code = 2;
+    if (below(2)) {
+      c.code = 2;
+      if (c.dtype > 3) c.dtype = 6;
+    }
+    const uint64_t quiet = below(2) ? 4ull << below(9) : 0;
     const uint64_t lengths[] = {below(70), below(300), c.block - 1 + below(3), below(5 * c.block), 16 * 128 + below(200)};
     c.numel = lengths[below(c.block == 128 ? 5 : 4)];
     Exact words(c.numel * c.item(), below(16));
@@ -217,8 +229,9 @@ int main(int argc, char** argv) {
       generate(c, c.numel - at < c.block ? c.numel - at : c.block, words.data + at * c.item());
     Exact base(words.size(), below(16));
     for (uint64_t at = 0; at < c.numel; at += c.block)
-      change(c, c.numel - at < c.block ? c.numel - at : c.block, words.data + at * c.item(), base.data + at * c.item());
+      change(c, c.numel - at < c.block ? c.numel - at : c.block, quiet, words.data + at * c.item(), base.data + at * c.item());
     const std::string payload = encode_everywhere(c, levels, words, base);
+    lists[c.dtype] += c.code == 2 && c.numel && uint8_t(payload[3]) >> 7;
     if (decode_everywhere(c, levels, payload, base, decoded)) fail("refused its own payload", c, levels[0]);
     if (words.size() && memcmp(words.data, decoded.data(), words.size())) fail("not the same words", c, levels[0]);
     ++payloads;
@@ -229,6 +242,8 @@ int main(int argc, char** argv) {
       ++count[decode_everywhere(receiver, levels, damaged, base, decoded)];
     }
   }
+  for (const int32_t dtype : {1, 2, 3, 6})
+    if (payloads > 1000 && lists[dtype] * 100 < payloads) return printf("FAILED: dtype %d has few LISTs\n", dtype), 1;
   printf("payloads %llu mutations %llu accepted %llu index %llu block %llu\n", (unsigned long long)payloads,
          (unsigned long long)done, (unsigned long long)count[0], (unsigned long long)count[11], (unsigned long long)count[12]);
 }

@@ -12,6 +12,7 @@ import sys
 import corpus
 import mutations
 import numba
+import numpy as np
 import torch
 
 from ds_zipccl.codecs import compress, decompress
@@ -29,12 +30,24 @@ def encode_all_lengths() -> None:
             tensor = corpus.tensor(words, kind)
             frame = compress(tensor, shaped=False, checksum=False, route="numba")
             corpus.assert_same_bits(decompress(frame, route="numba"), tensor)
-            if kind not in corpus.SUMMED.values():
-                continue
             for change in corpus.BASES.values():
-                base = corpus.tensor(change(words, kind, len(words)), kind)
-                frame = compress(tensor, "delta", base=base, shaped=False, checksum=False, route="numba")
-                corpus.assert_same_bits(decompress(frame, base=base, route="numba"), tensor)
+                _against(words, change(words, kind, len(words)), kind)
+
+
+def encode_lists() -> None:
+    """Chunks of which few words change, by every distance that has a level of its own, of floats and of bytes."""
+    for kind in (*corpus.SUMMED.values(), corpus.E4M3):
+        for n in (4, 9, 64, 131, 2100):
+            words = corpus.bell(n, kind, n)
+            for count in sorted({1, n // 40 + 1, n // 8, n // 4}):
+                places = corpus.some_places(n, count, n)
+                _against(words, corpus.moved(words, kind, places, corpus.changes(len(places), n, 9)), kind)
+
+
+def _against(words: np.ndarray, before: np.ndarray, kind: corpus.Float) -> None:
+    tensor, base = corpus.tensor(words, kind), corpus.tensor(before, kind)
+    frame = compress(tensor, "delta", base=base, block=128, shaped=False, checksum=False, route="numba")
+    corpus.assert_same_bits(decompress(frame, base=base, route="numba"), tensor)
 
 
 def decode_damaged(count: int) -> tuple[int, int]:
@@ -59,4 +72,5 @@ if __name__ == "__main__":
     assert numba.config.DISABLE_JIT, "compiled code checks no index: set NUMBA_DISABLE_JIT=1"
     torch.set_num_threads(1)
     encode_all_lengths()
+    encode_lists()
     print(*decode_damaged(int(sys.argv[1])))

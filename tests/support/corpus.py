@@ -193,6 +193,34 @@ def before(words: np.ndarray, kind: Float, block: int, seed: int, names: tuple[s
     return base
 
 
+def moved(words: np.ndarray, kind: Float, places: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """A base that differs from ``words`` at ``places`` by ``units``, in the order of the floats; of 8 bits in that of bytes."""
+    modulus = (1 << 8 * kind.word(0).nbytes) - 1
+    order = words.astype(np.int64)
+    if kind.word is not np.uint8:
+        order = np.where(order & kind.sign, order ^ modulus, order | kind.sign)
+    order[places] = (order[places] - units) & modulus
+    if kind.word is not np.uint8:
+        order = np.where(order & kind.sign, order ^ kind.sign, order ^ modulus)
+    return order.astype(kind.word)
+
+
+def changes(count: int, seed: int, reach: int = 1) -> np.ndarray:
+    """Units by which words change: mostly 1, up or down, each further unit half as often, up to ``reach``."""
+    draws = hashes(count, seed + 30)
+    units = np.ones(count, np.int64)
+    for bit in range(1, min(reach, 40)):
+        units += (draws & np.uint64((1 << bit) - 1)) == 0
+    return np.where(draws >> np.uint64(63), units, -units)
+
+
+def some_places(numel: int, count: int, seed: int, run: int = 1) -> np.ndarray:
+    """``count`` places below ``numel``, in order: single ones, or most of them in runs of ``run``."""
+    starts = np.argsort(hashes(-(-numel // run), seed + 31), kind="stable")[: -(-count // run)]
+    places = (starts[:, None] * run + np.arange(run)).reshape(-1)
+    return np.sort(places[places < numel][:count])
+
+
 def tensor(words: np.ndarray, kind: Float) -> torch.Tensor:
     """A flat tensor of ``kind.dtype`` with these bits; owns its memory."""
     result = torch.empty(len(words), dtype=kind.dtype)

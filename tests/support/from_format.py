@@ -7,9 +7,19 @@ import zlib
 
 import numpy as np
 import xxhash
-from from_format_delta import Contradiction, decode_change, encode_change
+from from_format_delta import (
+    Contradiction,
+    decode_change,
+    decode_list,
+    encode_change,
+    encode_list,
+    form_of,
+    width,
+)
 
 FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23), 13: (4, 3), 14: (5, 2)}  # dtype id -> E, M
+BYTES = (0, 0)  # E, M of the words of a delta frame that are bytes
+SUMMED = (1, 2, 3)  # the dtypes whose words in a delta frame are numbers
 FILL, RAW, CASCADE, SPARSE, WIDE, CHANGE = range(6)
 #: mode -> tier -> k, or "zero", of the codes below the escape
 NAMED: dict[int, tuple[tuple[int | str, ...], ...]] = {
@@ -112,7 +122,7 @@ def _decode_sparse(tail: bytes, n: int, t: int, z: int, e_bits: int, m_bits: int
 def _decode_chunk(
     chunk: bytes, lengths: list[int], e_bits: int, m_bits: int, base: list[int] | None = None
 ) -> list[int]:
-    item, b = (1 + e_bits + m_bits) // 8, len(lengths)
+    item, b = width(e_bits, m_bits) // 8, len(lengths)
     body = _up((4 if item == 4 else 3) * b, 16) * 16
     _demand(body <= len(chunk), "no room for the table")
     tops, entries = chunk[:b], struct.unpack(f"<{b}H", chunk[b : 3 * b])
@@ -120,7 +130,8 @@ def _decode_chunk(
     sizes = []
     for n, entry, z in zip(lengths, entries, trims, strict=True):
         mode = entry >> 13
-        _demand(mode <= (WIDE if base is None else CHANGE) and z <= m_bits, "unknown mode or trim")
+        known = (FILL, RAW, CHANGE) if m_bits == 0 else range(CHANGE if base is None else CHANGE + 1)
+        _demand(mode in known and z <= m_bits, "unknown mode or trim")
         coded = _first_bytes(mode, n, 1 + m_bits - z) if mode in NAMED else 0
         sizes.append(_up(n * item if mode == RAW else coded, 16) * 16)
     tail = body + sum(sizes)
@@ -146,31 +157,49 @@ def _decode_chunk(
     return words
 
 
+def fields(dtype: int, delta: bool) -> tuple[int, int]:
+    """E and M of the words of a frame."""
+    return FIELDS[dtype] if dtype in SUMMED or not delta else BYTES
+
+
 def decode_payload(payload: bytes, numel: int, dtype: int, block: int, base: list[int] | None = None) -> list[int]:
+    """``numel`` and ``base`` count words."""
     lengths = _cuts(numel, block)
     chunks = [lengths[i : i + CHUNK] for i in range(0, len(lengths), CHUNK)]
-    starts = [16 * offset for offset in struct.unpack_from(f"<{len(chunks)}I", payload)]
+    entries = struct.unpack_from(f"<{len(chunks)}I", payload)
+    lists = [base is not None and entry >> 31 == 1 for entry in entries]
+    starts = [16 * (entry % (1 << 31) if base is not None else entry) for entry in entries]
     bounds = [*starts, len(payload)]
     _demand(bounds[0] == _up(4 * len(chunks), 16) * 16, "the index does not end where the chunks begin")
     _demand(bounds == sorted(bounds), "chunks out of order")
+    e_bits, m_bits = fields(dtype, base is not None)
     words: list[int] = []
-    for here, start, end in zip(chunks, starts, bounds[1:], strict=True):
+    for here, is_list, start, end in zip(chunks, lists, starts, bounds[1:], strict=True):
         before = None if base is None else base[len(words) : len(words) + sum(here)]
-        words += _decode_chunk(payload[start:end], here, *FIELDS[dtype], before)
+        if is_list:
+            words += decode_list(payload[start:end], before, e_bits, m_bits)
+        elif before is not None and start == end:
+            words += before
+        else:
+            words += _decode_chunk(payload[start:end], here, e_bits, m_bits, before)
     return words
 
 
 def decode(frame: bytes, base: list[int] | None = None) -> tuple[int, tuple[int, ...] | None, list[int]]:
-    """dtype id, shape, and words of a valid exponent frame, or with ``base`` of a delta frame."""
+    """dtype id, shape, and words of a valid exponent frame, or with ``base`` of a delta frame.
+
+    The words of a delta frame and its base are bytes, where the dtype is not one of SUMMED.
+    """
     magic, version, codec, dtype, flags, ndim, log2, kind, _, checksum, numel, size = struct.unpack_from(
         "<4s8BIQQ", frame
     )
-    _demand((magic, version, codec) == (b"ZCCL", 1, 1 if base is None else 2), "a frame of another kind")
+    _demand((magic, version, codec) == (b"ZCCL", 2, 1 if base is None else 2), "a frame of another kind")
     frame = frame[:size]
     if flags & 1:
         _demand(CHECKSUMS[kind](frame[:12] + bytes(4) + frame[16:]) == checksum, "checksum")
     shape = struct.unpack_from(f"<{ndim}Q", frame, 32) if flags & 2 else None
-    return dtype, shape, decode_payload(frame[32 + _up(8 * ndim, 16) * 16 :], numel, dtype, 1 << log2, base)
+    words = numel if base is None or dtype in SUMMED else len(base)
+    return dtype, shape, decode_payload(frame[32 + _up(8 * ndim, 16) * 16 :], words, dtype, 1 << log2, base)
 
 
 # --- sections 2 and 3, words -> payload
@@ -201,9 +230,12 @@ def _encode_elements(mode: int, words: list[int], t: int, z: int, e_bits: int, m
 
 def _encode_block(words: list[int], mode: int, e_bits: int, m_bits: int) -> tuple[int, int, int, bytes, bytes]:
     """mode, top, trim, body with padding, tail."""
-    item, n, sign = (1 + e_bits + m_bits) // 8, len(words), 1 << (e_bits + m_bits)
+    item, n, sign = width(e_bits, m_bits) // 8, len(words), 1 << (e_bits + m_bits)
     if len(set(words)) == 1:
         return FILL, 0, 0, b"", words[0].to_bytes(item, "little") if words[0] else b""
+    raw = _pad(b"".join(w.to_bytes(item, "little") for w in words))
+    if mode == RAW:
+        return RAW, 0, 0, raw, b""
     others = [w for w in words if w % sign]
     exponents = [w >> m_bits & ((1 << e_bits) - 1) for w in others]
     c = len(others)
@@ -228,54 +260,76 @@ def _encode_block(words: list[int], mode: int, e_bits: int, m_bits: int) -> tupl
             mode, t = WIDE, top(28)
             first, second, _ = _encode_elements(mode, words, t, z, e_bits, m_bits)
         form = mode, t, z, _pad(first), second
-    raw = _pad(b"".join(w.to_bytes(item, "little") for w in words))
     return form if len(form[3]) + len(form[4]) < len(raw) else (RAW, 0, 0, raw, b"")
 
 
 def _encode_against(words: list[int], base: list[int], e_bits: int, m_bits: int) -> tuple[int, int, int, bytes, bytes]:
     if words == base:
         return CHANGE, 0, 0, b"", b""
-    alone = _encode_block(words, CASCADE, e_bits, m_bits)
+    alone = _encode_block(words, CASCADE if m_bits else RAW, e_bits, m_bits)
     if alone[0] == FILL:
         return alone
     t, tail = encode_change(words, base, e_bits, m_bits)
     return (CHANGE, t, 0, b"", tail) if len(tail) < len(alone[3]) + len(alone[4]) else alone
 
 
+def _table(blocks: list[tuple[int, int, int, bytes, bytes]], trimmed: bool) -> bytes:
+    """The chunk of these blocks."""
+    modes, tops, trims, bodies, tails = zip(*blocks, strict=True)
+    entries = (mode << 13 | len(tail) for mode, tail in zip(modes, tails, strict=True))
+    table = bytes(tops) + b"".join(struct.pack("<H", entry) for entry in entries) + (bytes(trims) if trimmed else b"")
+    return _pad(_pad(table) + b"".join(bodies) + b"".join(tails))
+
+
+def _delta_chunk(words: list[int], base: list[int], block: int, e_bits: int, m_bits: int) -> tuple[bytes, bool]:
+    """A chunk, and whether it is a LIST."""
+    form = form_of(words, base, block, e_bits, m_bits)
+    if form == "SAME":
+        return b"", False
+    changes = encode_list(words, base, e_bits, m_bits) if form != "TABLE" else b""
+    if form == "LIST":
+        return changes, True
+    cuts = [slice(at, at + block) for at in range(0, len(words), block)]
+    blocks = [_encode_against(words[cut], base[cut], e_bits, m_bits) for cut in cuts]
+    table = _table(blocks, width(e_bits, m_bits) == 32)
+    return (changes, True) if form == "shorter" and len(changes) <= len(table) else (table, False)
+
+
 def encode_payload(words: list[int], dtype: int, block: int, code: str, base: list[int] | None = None) -> bytes:
-    e_bits, m_bits = FIELDS[dtype]
-    starts = range(0, len(words), block)
-    if base is None:
-        blocks = [_encode_block(words[at : at + block], MODES[code], e_bits, m_bits) for at in starts]
-    else:
-        blocks = [_encode_against(words[at : at + block], base[at : at + block], e_bits, m_bits) for at in starts]
+    e_bits, m_bits = fields(dtype, base is not None)
     chunks = []
-    for at in range(0, len(blocks), CHUNK):
-        modes, tops, trims, bodies, tails = zip(*blocks[at : at + CHUNK], strict=True)
-        entries = (mode << 13 | len(tail) for mode, tail in zip(modes, tails, strict=True))
-        table = bytes(tops) + b"".join(struct.pack("<H", entry) for entry in entries)
-        table += bytes(trims) if 1 + e_bits + m_bits == 32 else b""
-        chunks.append(_pad(_pad(table) + b"".join(bodies) + b"".join(tails)))
+    for at in range(0, len(words), CHUNK * block):
+        here = words[at : at + CHUNK * block]
+        if base is None:
+            cuts = [here[i : i + block] for i in range(0, len(here), block)]
+            blocks = [_encode_block(cut, MODES[code], e_bits, m_bits) for cut in cuts]
+            chunks.append((_table(blocks, width(e_bits, m_bits) == 32), False))
+        else:
+            chunks.append(_delta_chunk(here, base[at : at + CHUNK * block], block, e_bits, m_bits))
     offset = _up(4 * len(chunks), 16)
     index = b""
-    for chunk in chunks:
-        index += struct.pack("<I", offset)
+    for chunk, is_list in chunks:
+        index += struct.pack("<I", is_list << 31 | offset)
         offset += len(chunk) // 16
-    return _pad(index) + b"".join(chunks)
+    return _pad(index) + b"".join(chunk for chunk, _ in chunks)
 
 
 def encode(
     words: list[int], dtype: int, block: int, shape: tuple[int, ...] | None, checksum: bool, code: str = "cascade",
-    base: list[int] | None = None,
+    base: list[int] | None = None, numel: int | None = None,
 ) -> bytes:  # fmt: skip
-    """The exponent frame of these words, or the delta frame where there is a base."""
+    """The exponent frame of these words, or the delta frame where there is a base: of bytes, where the dtype is not one of SUMMED.
+
+    ``numel`` is needed where the words are bytes of larger elements.
+    """
     dims = _pad(struct.pack(f"<{len(shape or ())}Q", *(shape or ())))
     payload = encode_payload(words, dtype, block, code, base)
     flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
 
     log2, codec = block.bit_length() - 1, 1 if base is None else 2
-    fields = (b"ZCCL", 1, codec, dtype, flags, len(shape or ()), log2, 0, 0, 0, len(words), size)
-    frame = struct.pack("<4s8BIQQ", *fields) + dims + payload
+    elements = len(words) if numel is None else numel
+    header = (b"ZCCL", 2, codec, dtype, flags, len(shape or ()), log2, 0, 0, 0, elements, size)
+    frame = struct.pack("<4s8BIQQ", *header) + dims + payload
     return with_checksum(frame, max(CHECKSUMS)) if checksum else frame
 
 

@@ -5,90 +5,19 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import corpus
-import from_format
 import torch
+from good_frames import Base, bases
 
-import ds_zipccl
 from ds_zipccl.frame import FrameErrorCode
 
 TRUNCATED, MAGIC, VERSION, CODEC, DTYPE, RESERVED, SHAPE, SIZE, CHECKSUM, MISMATCH, INDEX, BLOCK, OVERFLOWED = (
     FrameErrorCode
 )
+__all__ = ["KINDS", "Base", "Kind", "bases", "damaged"]
 PAYLOAD = frozenset({INDEX, BLOCK})
 ANY = frozenset(FrameErrorCode)
-#: Textures of long frames.
-LONG_TEXTURES = ("zeros", "constant", "negative_zeros", "sparse", "bell")
-
-
-@dataclass(frozen=True)
-class Base:
-    """A good frame and where its parts are; offsets in bytes from the start of the frame."""
-
-    frame: bytes
-    tensor: torch.Tensor
-    coded: bool
-    payload_at: int = 32
-    block: int = 0
-    base: torch.Tensor | None = None  # of a delta frame
-
-    @property
-    def numel(self) -> int:
-        return self.tensor.numel()
-
-    @property
-    def against(self) -> torch.Tensor:
-        """A base to decode with; frames other than delta frames must not care."""
-        return self.tensor if self.base is None else self.base
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.numel // (corpus.CHUNK_BLOCKS * self.block)) if self.coded else 0
-
-    def table(self, chunk: int) -> tuple[int, int]:
-        """Offset of a chunk's table, and its number of blocks."""
-        offset = struct.unpack_from("<I", self.frame, self.payload_at + 4 * chunk)[0]
-        left = self.numel - corpus.CHUNK_BLOCKS * self.block * chunk
-        return self.payload_at + 16 * offset, min(corpus.CHUNK_BLOCKS, -(-left // self.block))
-
-
-def bases(checksum: bool, largest: int = 4200) -> list[Base]:
-    """Frames of every codec, coded dtype, block size and mode, with and without a shape, of up to ``largest`` elements.
-
-    With ``checksum``, every other frame has the checksum that encoders no longer write.
-    """
-    found = []
-    for at, kind in enumerate(corpus.FLOATS.values()):
-        for block in corpus.BLOCKS:
-            for seed, numel in enumerate((0, 1, 5, 100, block, block + 1, 700, 2100, 17 * 128 + 3, 4200)):
-                if numel > largest or (numel > 2100 and block > 128):
-                    continue
-                seed = 100 * at + 10 * (block % 11) + seed
-                names = tuple(corpus.TEXTURES) if numel < 2101 else LONG_TEXTURES
-                tensor = corpus.tensor(corpus.mixed(numel, kind, block, seed, names), kind)
-                shaped = seed % 3 != 0
-                if shaped:
-                    tensor = tensor.view((numel // 2, 2, 1) if numel % 2 == 0 else (numel,))
-                payload_at = 32 + (8 * tensor.dim() + 15) // 16 * 16 if shaped else 32
-                bases = [None]
-                if kind in corpus.SUMMED.values():
-                    words = tensor.reshape(-1).view(torch.uint8).numpy().view(kind.word)
-                    bases.append(corpus.tensor(corpus.before(words, kind, block, seed), kind))
-                for base in bases:
-                    code = corpus.CODES[seed % 2] if base is None else "delta"
-                    frame = ds_zipccl.compress(tensor, code, base=base, block=block, shaped=shaped, checksum=checksum)
-                    found.append(Base(frame.numpy().tobytes(), tensor, True, payload_at, block, base))
-    for tensor in (torch.arange(50), torch.ones(7, 3), torch.zeros(0, dtype=torch.int8)):
-        frame = ds_zipccl.compress(tensor, "raw", checksum=checksum, shaped=tensor.dim() > 1)
-        found.append(Base(frame.numpy().tobytes(), tensor, False, 32 if tensor.dim() == 1 else 48))
-    if checksum:
-        oldest = min(from_format.CHECKSUMS)
-        found[::2] = [replace(base, frame=from_format.with_checksum(base.frame, oldest)) for base in found[::2]]
-    return found
-
-
 Mutate = Callable[[random.Random, Base], bytearray | None]
 
 
@@ -134,9 +63,11 @@ def _set_byte(rng: random.Random, base: Base, at: int) -> bytearray:
 
 def _block(rng: random.Random, base: Base) -> tuple[int, int, int] | None:
     """Offset of a random chunk's table, the chunk's blocks, and the number of one of its blocks."""
-    if not base.chunks:
+    tables = base.spans(lists=False)
+    if not tables:
         return None
-    table, blocks = base.table(rng.randrange(base.chunks))
+    chunk, table, _ = rng.choice(tables)
+    blocks = base.blocks(chunk)
     return table, blocks, rng.randrange(blocks)
 
 
@@ -148,21 +79,24 @@ def cut(rng: random.Random, base: Base) -> bytearray:
     return bytearray(base.frame[: rng.randrange(len(base.frame))])
 
 
-@_kind(TRUNCATED, SIZE, INDEX, BLOCK)
+@_kind(TRUNCATED, SIZE, INDEX, BLOCK, may_pass=True)
 def cut_and_say_so(rng: random.Random, base: Base) -> bytearray | None:
+    """Passes where zeros are cut from the end of a LIST, or all of the only chunk, which is SAME then."""
     size = rng.randrange(len(base.frame))
     return _set_size(bytearray(base.frame[:size]), size) if size >= 32 else None
 
 
-@_kind(SIZE, INDEX, BLOCK)
+@_kind(SIZE, INDEX, BLOCK, may_pass=True)
 def extend(rng: random.Random, base: Base) -> bytearray:
+    """Passes where zeros follow a LIST, or make the table of a SAME chunk."""
     more = rng.choice((1, 16, rng.randrange(1, 400)))
     frame = bytearray(base.frame) + rng.choice((bytes(more), rng.randbytes(more)))
     return _set_size(frame, len(frame))
 
 
-@_kind(TRUNCATED, SIZE, INDEX, BLOCK)
+@_kind(TRUNCATED, SIZE, INDEX, BLOCK, may_pass=True)
 def wrong_frame_bytes(rng: random.Random, base: Base) -> bytearray | None:
+    """Passes as cut_and_say_so."""
     size = rng.choice((rng.randrange(len(base.frame)), rng.getrandbits(64), 1 << rng.randrange(64), (1 << 64) - 1))
     frame = bytearray(base.frame) + rng.randbytes(rng.randrange(100))
     return _set_size(frame, size) if size != len(base.frame) else None
@@ -192,7 +126,7 @@ def version(rng: random.Random, base: Base) -> bytearray:
     return _set_byte(rng, base, 4)
 
 
-@_kind(CODEC, RESERVED, BLOCK, may_pass=True)
+@_kind(CODEC, RESERVED, SIZE, INDEX, BLOCK, may_pass=True)
 def codec(rng: random.Random, base: Base) -> bytearray:
     """Passes where a delta frame has no block that needs its base, or an exponent frame is taken for a delta frame."""
     return _set_byte(rng, base, 5)
@@ -283,7 +217,8 @@ def unknown_mode(rng: random.Random, base: Base) -> bytearray | None:
     table, blocks, b = place
     frame = bytearray(base.frame)
     at = table + blocks + 2 * b + 1
-    frame[at] = frame[at] & 0x1F | rng.randrange(5 if base.base is None else 6, 8) << 5
+    unknown = (5, 6, 7) if base.base is None else (2, 3, 4, 6, 7) if base.bytewise else (6, 7)
+    frame[at] = frame[at] & 0x1F | rng.choice(unknown) << 5
     return frame
 
 
@@ -344,6 +279,62 @@ def trim(rng: random.Random, base: Base) -> bytearray | None:
         return None
     table, blocks, b = place
     return _set_byte(rng, base, table + 3 * blocks + b)
+
+
+@_kind(INDEX, BLOCK, may_pass=True)
+def another_form(rng: random.Random, base: Base) -> bytearray | None:
+    """Passes in the rare case that a table is a LIST too, or the other way round."""
+    if not base.chunks:
+        return None
+    frame = bytearray(base.frame)
+    frame[base.payload_at + 4 * rng.randrange(base.chunks) + 3] ^= 0x80
+    return frame
+
+
+def _list(rng: random.Random, base: Base) -> tuple[int, int, int] | None:
+    """Start, first byte behind the sets, and end of a random LIST."""
+    lists = base.spans(lists=True)
+    if not lists:
+        return None
+    _, start, end = rng.choice(lists)
+    return start, start + 1 + 3 * base.frame[start], end
+
+
+@_kind(BLOCK, may_pass=True)
+def head_of_a_list(rng: random.Random, base: Base) -> bytearray | None:
+    """Passes where another m or r gives other places."""
+    place = _list(rng, base)
+    return _set_byte(rng, base, rng.randrange(*place[:2])) if place else None
+
+
+@_kind(BLOCK)
+def ones_of_a_list(rng: random.Random, base: Base) -> bytearray | None:
+    """A one more or less behind the fixed part, in the padding too: a LIST has as many as its levels have words."""
+    place = _list(rng, base)
+    if place is None:
+        return None
+    start, at, end = place
+    sets = list(struct.iter_unpack("<HB", base.frame[start + 1 : at]))
+    escapes = sets[5][0] if len(sets) == 6 else 0
+    item = 1 if base.bytewise else base.tensor.dtype.itemsize
+    rest = 8 * (at + escapes * item) + sum(m * r for m, r in sets) + sets[0][0]
+    frame = bytearray(base.frame)
+    bit = rng.randrange(rest, 8 * end)
+    frame[bit // 8] ^= 1 << bit % 8
+    return frame
+
+
+@_kind(BLOCK, may_pass=True)
+def bits_of_a_list(rng: random.Random, base: Base) -> bytearray | None:
+    """Passes where bits move inside ``low``, ``sign`` and ``rest``, and no place leaves its set."""
+    place = _list(rng, base)
+    if place is None:
+        return None
+    _, at, end = place
+    frame = bytearray(base.frame)
+    one, other = (rng.randrange(at, end) for _ in range(2))
+    frame[one], frame[other] = frame[other], frame[one]
+    return frame
 
 
 # --- anywhere

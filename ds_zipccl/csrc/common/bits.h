@@ -8,6 +8,8 @@
 namespace zipccl {
 namespace {
 
+constexpr uint32_t kGroups = kMaxBlock / 64;  // of 64 elements
+
 inline uint64_t ones(uint32_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
 inline uint32_t popcount(uint64_t x) { return uint32_t(__builtin_popcountll(x)); }
 

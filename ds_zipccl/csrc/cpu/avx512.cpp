@@ -5,7 +5,7 @@
 #include "cpu/hash.h"
 #include "cpu/level.h"
 #include "cpu/sum.h"
-#include "cpu/lanes_avx512.h"
+#include "cpu/change_avx512.h"
 
 ZIPCCL_LEVEL(avx512, Avx512Lanes);
 #endif

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cpu/level.h"
-#include "common/exponent_block.cuh"
+#include "common/change_list.cuh"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -24,13 +24,14 @@ constexpr uint64_t kBytesPerThread = 1 << 20;  // seed, measured on Zen 4: with 
 constexpr uint64_t kStreamBytes = 8 << 20;      // seed: more words than this leave the cache before the reader comes
 constexpr uint64_t kRun = 8;              // chunks that a thread takes in a row
 constexpr uint64_t kChunkExtra = 256;     // a chunk is larger than its words by less than this
-constexpr uint32_t kItemsize[ZIPCCL_TYPES] = {2, 2, 4, 1, 1};
+constexpr uint32_t kItemsize[ZIPCCL_TYPES] = {2, 2, 4, 1, 1, 1};
 
 // Place of a dtype of FORMAT.md table 1.1 in the tables of a level.
 ZipcclType type_of(int32_t dtype) {
   switch (dtype) {
     case 2: return ZIPCCL_FP16;
     case 3: return ZIPCCL_FP32;
+    case 6: return ZIPCCL_BYTES;
     case 13: return ZIPCCL_E4M3;
     case 14: return ZIPCCL_E5M2;
     default: return ZIPCCL_BF16;
@@ -77,7 +78,8 @@ uint8_t* place(const ZipcclPart* parts, uint32_t bytes, uint8_t* to) {
 }
 
 // Encodes `count` segments, of which each has `numel` words at `words` to go to `out`, and gets its `bytes`. Chunks are encoded by
-// encode_chunk(segment, offset of the chunk in its words in bytes, its numel, workspace, parts, where the chunk will go).
+// encode_chunk(segment, offset of the chunk in its words in bytes, its numel, workspace, parts, where the chunk will go), which returns its
+// bytes, with kListBit for its entry in the index.
 template <typename Segment, typename EncodeChunk>
 void encode_segments(Segment* segments, uint32_t count, ZipcclType type, uint32_t block, int32_t threads, EncodeChunk encode_chunk) {
   const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunk_bytes = per_chunk * kItemsize[type];
@@ -111,14 +113,14 @@ void encode_segments(Segment* segments, uint32_t count, ZipcclType type, uint32_
       uint8_t* to = run > 1 ? image.get() : out + segment.bytes;
       for (uint64_t chunk = first; chunk < last; ++chunk) {
         const uint32_t numel = uint32_t(std::min(segment.numel - chunk * per_chunk, per_chunk));
-        sizes[chunk - first] = encode_chunk(segment, chunk * chunk_bytes, numel, workspace, parts, to);
-        to = place(parts, sizes[chunk - first], to);
+        const uint32_t size = sizes[chunk - first] = encode_chunk(segment, chunk * chunk_bytes, numel, workspace, parts, to);
+        to = place(parts, size & ~kListBit, to);
       }
       for (uint32_t spins = 0; turn.load(std::memory_order_acquire) != next; ++spins)
         if (spins > 1000) std::this_thread::yield();
       uint64_t at = segment.bytes;
-      for (uint64_t chunk = first; chunk < last; at += sizes[chunk++ - first]) {
-        const uint32_t offset = uint32_t(at / 16);
+      for (uint64_t chunk = first; chunk < last; at += sizes[chunk++ - first] & ~kListBit) {
+        const uint32_t offset = uint32_t(at / 16) | (sizes[chunk - first] & kListBit);
         memcpy(out + 4 * chunk, &offset, 4);
       }
       std::swap(at, segment.bytes);
@@ -129,8 +131,9 @@ void encode_segments(Segment* segments, uint32_t count, ZipcclType type, uint32_
   });
 }
 
-// Calls decode_chunk(chunk, its bytes, first element, elements) for every chunk of a payload. The first chunk's failure in order wins.
-template <typename DecodeChunk>
+// Calls decode_chunk(chunk, its bytes, first element, elements, flag) for every chunk of a payload; `flag_bit` is the flag's bit in the
+// entries of the index, or zero. The first chunk's failure in order wins.
+template <uint32_t flag_bit, typename DecodeChunk>
 int32_t each_chunk(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint32_t block, int32_t threads, uint64_t raw_bytes,
                    DecodeChunk decode_chunk) {
   const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = chunks_of(numel, block), begin = index_bytes(chunks);
@@ -143,11 +146,12 @@ int32_t each_chunk(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint3
       if (chunk >= chunks || failure.load(std::memory_order_relaxed) >> 8 < chunk) break;
       uint32_t offsets[2] = {0, 0};
       memcpy(offsets, payload + 4 * chunk, chunk + 1 < chunks ? 8 : 4);
-      const uint64_t start = uint64_t(offsets[0]) * 16, end = chunk + 1 < chunks ? uint64_t(offsets[1]) * 16 : bytes;
+      const uint64_t start = uint64_t(offsets[0] & ~flag_bit) * 16;
+      const uint64_t end = chunk + 1 < chunks ? uint64_t(offsets[1] & ~flag_bit) * 16 : bytes;
       int32_t status = INDEX;
       if (start >= begin && start <= end && end <= bytes && (chunk || start == begin)) {
         const uint64_t first = chunk * per_chunk;
-        status = decode_chunk(payload + start, end - start, first, uint32_t(std::min(numel - first, per_chunk)));
+        status = decode_chunk(payload + start, end - start, first, uint32_t(std::min(numel - first, per_chunk)), offsets[0] & flag_bit);
       }
       if (status) {
         uint64_t known = failure.load();

@@ -212,7 +212,7 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     entry.top = chunk[b];
     entry.trim = F::has_trim ? chunk[3 * blocks + b] : 0;
     entry.n = b + 1 < blocks ? block : numel - b * block;
-    if (entry.mode > Base::last_mode || entry.trim > F::M) return BLOCK;
+    if (entry.mode > Base::last_mode || entry.trim > F::M || (!F::E && entry.mode > RAW && entry.mode < CHANGE)) return BLOCK;
     entry.body = chunk + tail;  // the tails begin where the bodies end
     tail += body_bytes<F>(entry.mode, entry.n, entry.trim);
   }

@@ -14,8 +14,8 @@ struct Segment {
 
 }  // namespace
 
-// Encodes numel words of `dtype` (1 to 3) against as many at `base` to `out`, which must hold payload_bound() (codecs/exponent.py) bytes.
-// Returns the payload's bytes.
+// Encodes numel words of `dtype` (1 to 3, or 6: bytes) against as many at `base` to `out`, which must hold payload_bound()
+// (codecs/delta.py) bytes. Returns the payload's bytes.
 extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uint64_t numel, void* out, int32_t dtype, uint32_t block,
                                         int32_t threads) {
   const ZipcclType type = type_of(dtype);
@@ -28,16 +28,16 @@ extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uin
   return one.bytes;
 }
 
-// Decodes a payload of `bytes` bytes against numel words of `dtype` (1 to 3) at `base` to `words`, which are the same memory or apart from
-// it. Returns 0 or a FrameErrorCode; the words are then undefined.
+// Decodes a payload of `bytes` bytes against numel words of `dtype` (1 to 3, or 6: bytes) at `base` to `words`, which are the same memory
+// or apart from it. Returns 0 or a FrameErrorCode; the words are then undefined.
 extern "C" int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* base, void* words, uint64_t numel, int32_t dtype,
                                        uint32_t block, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::DeltaDecode* const decode_chunk = zipccl_chosen().delta_decode[type];
   const uint32_t itemsize = kItemsize[type];
-  return each_chunk(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * itemsize,
-                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n) {
-                      return decode_chunk(chunk, chunk_bytes, static_cast<const uint8_t*>(base) + first * itemsize, n, block,
+  return each_chunk<kListBit>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * itemsize,
+                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool list) {
+                      return decode_chunk(chunk, chunk_bytes, list, static_cast<const uint8_t*>(base) + first * itemsize, n, block,
                                           static_cast<uint8_t*>(words) + first * itemsize);
                     });
 }

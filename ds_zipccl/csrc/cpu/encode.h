@@ -7,8 +7,6 @@
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kGroups = kMaxBlock / 64;
-
 struct Form {  // table entry of a block
   uint32_t mode, top, trim, body, tail;
 };
@@ -185,7 +183,10 @@ uint32_t zero_map(const uint8_t* words, uint32_t n, uint64_t* map) {
   using Word = typename F::Word;
   uint32_t count = 0;
   each_group(n, [&](uint32_t at, uint32_t here) __attribute__((always_inline)) {
-    map[at / 64] = Lanes::zeros(load_group<F, Lanes>(words + at * sizeof(Word), here) << 1) & ones(here);
+    Word ragged[64];
+    const uint8_t* group = words + at * sizeof(Word);
+    if (here < 64) group = static_cast<const uint8_t*>(memcpy(ragged, group, here * sizeof(Word)));
+    map[at / 64] = Lanes::template without<Word>(group, Word(F::negative_zero - 1)) & ones(here);
     count += popcount(map[at / 64]);
   });
   return count;

@@ -5,6 +5,7 @@
 #include "common/bits.h"
 #include "common/byte_planes.h"
 #include "common/exponent_block.cuh"
+#include "cpu/list_steps.h"
 
 namespace zipccl {
 namespace {
@@ -25,7 +26,7 @@ struct Shuffles {
 };
 constexpr Shuffles kShuffles;
 
-struct Avx2Lanes {
+struct Avx2Lanes : ListSteps {
   struct Bytes {
     using Register = uint8_t __attribute__((vector_size(32)));
     Register v[2];
@@ -259,6 +260,62 @@ struct Avx2Lanes {
     for (uint32_t i = 1; i < sizeof(W); ++i) any = any | x.plane[i];
     const __m256i zero = _mm256_setzero_si256();
     return top_bits(_mm256_cmpeq_epi8(any.half(0), zero), _mm256_cmpeq_epi8(any.half(1), zero));
+  }
+
+  // ---- LIST chunks: cpu/list_steps.h
+
+  // Bits of 64 words by of(register of 32 bytes, its place), which has all bits of the words that count.
+  template <typename W, typename Of>
+  static uint64_t masks(Of of) {
+    if constexpr (sizeof(W) == 1) return top_bits(of(0), of(1));
+    if constexpr (sizeof(W) == 2) {
+      const auto half = [&](uint32_t i) { return middle_swapped(_mm256_packs_epi16(of(i), of(i + 1))); };
+      return top_bits(half(0), half(2));
+    } else {
+      const auto eight = [&](uint32_t i) { return uint64_t(uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(of(i))))) << 8 * i; };
+      uint64_t mask = 0;
+      for (uint32_t i = 0; i < 8; ++i) mask |= eight(i);
+      return mask;
+    }
+  }
+  template <typename W>
+  static __m256i equal(__m256i a, __m256i b) {
+    if constexpr (sizeof(W) == 1) return _mm256_cmpeq_epi8(a, b);
+    if constexpr (sizeof(W) == 2) return _mm256_cmpeq_epi16(a, b);
+    return _mm256_cmpeq_epi32(a, b);
+  }
+  template <typename W>
+  static uint64_t differing(const uint8_t* words, const uint8_t* base) {
+    return ~masks<W>([&](uint32_t i) { return equal<W>(load32(words + 32 * i), load32(base + 32 * i)); });
+  }
+  template <typename W>
+  static uint64_t without(const uint8_t* words, W mask) {
+    const __m256i bits = sizeof(W) == 1   ? _mm256_set1_epi8(char(mask))
+                         : sizeof(W) == 2 ? _mm256_set1_epi16(short(mask))
+                                          : _mm256_set1_epi32(int(mask));
+    return masks<W>([&](uint32_t i) { return equal<W>(_mm256_and_si256(load32(words + 32 * i), bits), _mm256_setzero_si256()); });
+  }
+  template <typename W>
+  static uint64_t at_least(const W* words, W least) {
+    return masks<W>([&](uint32_t i) {
+      const __m256i w = load32(reinterpret_cast<const uint8_t*>(words) + 32 * i);
+      if constexpr (sizeof(W) == 1) return equal<W>(w, _mm256_max_epu8(w, _mm256_set1_epi8(char(least))));
+      if constexpr (sizeof(W) == 2) return equal<W>(w, _mm256_max_epu16(w, _mm256_set1_epi16(short(least))));
+      return equal<W>(w, _mm256_max_epu32(w, _mm256_set1_epi32(int(least))));
+    });
+  }
+  static void put_lows(BitWriter& out, const uint16_t* gaps, uint32_t m, uint32_t r) {
+    const uint64_t mask = ones(r) * 0x0001000100010001ull;
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(gaps);
+    for (uint32_t i = 0; i + 4 <= m; i += 4) out.put(_pext_u64(load_word<uint64_t>(bytes + 2 * i), mask), 4 * r);
+    ListSteps::put_lows(out, gaps + (m & ~3u), m % 4, r);
+  }
+  static void get_lows(const uint8_t* bits, uint32_t at, uint32_t m, uint32_t r, uint16_t* lows) {
+    const uint64_t mask = ones(r) * 0x0001000100010001ull;
+    for (uint32_t i = 0; i < m; i += 4, at += 4 * r) {
+      const uint64_t four = _pdep_u64(peek_bits(bits, at), mask);
+      memcpy(lows + i, &four, 8);
+    }
   }
 };
 

@@ -5,6 +5,7 @@
 #include "common/bits.h"
 #include "common/byte_planes.h"
 #include "common/exponent_block.cuh"
+#include "cpu/list_steps.h"
 
 namespace zipccl {
 namespace {
@@ -36,8 +37,17 @@ struct Pairs {
   __m512i load() const { return _mm512_load_si512(at); }
 };
 constexpr Pairs kPairs;
+// 0, 1, 2, ...
+struct Places {
+  alignas(64) uint16_t at[32] = {};
+  constexpr Places() {
+    for (uint32_t i = 0; i < 32; ++i) at[i] = uint16_t(i);
+  }
+  __m512i load() const { return _mm512_load_si512(at); }
+};
+constexpr Places kPlaces;
 
-struct Avx512Lanes {
+struct Avx512Lanes : ListSteps {
   struct Bytes {
     using Register = uint8_t __attribute__((vector_size(64)));
     Register v;
@@ -200,6 +210,128 @@ struct Avx512Lanes {
     Bytes any = x.plane[0];
     for (uint32_t i = 1; i < sizeof(W); ++i) any = any | x.plane[i];
     return _mm512_testn_epi8_mask(any, any);
+  }
+
+  // ---- LIST chunks: cpu/list_steps.h
+
+  // The registers of 64 words, lowest first: bits of each by of(register, its place), put together.
+  template <typename W, typename Of>
+  static uint64_t masks(Of of) {
+    uint64_t mask = 0;
+#pragma GCC unroll 4
+    for (uint32_t i = 0; i < sizeof(W); ++i) mask |= uint64_t(of(i)) << (64 / sizeof(W) % 64 * i);
+    return mask;
+  }
+  template <typename W>
+  static uint64_t differing(const uint8_t* words, const uint8_t* base) {
+    return masks<W>([&](uint32_t i) -> uint64_t {
+      const __m512i w = _mm512_loadu_si512(words + 64 * i), b = _mm512_loadu_si512(base + 64 * i);
+      if constexpr (sizeof(W) == 1) return _mm512_cmpneq_epi8_mask(w, b);
+      if constexpr (sizeof(W) == 2) return _mm512_cmpneq_epi16_mask(w, b);
+      return _mm512_cmpneq_epi32_mask(w, b);
+    });
+  }
+  template <typename W>
+  static uint64_t without(const uint8_t* words, W mask) {
+    return masks<W>([&](uint32_t i) -> uint64_t {
+      const __m512i w = _mm512_loadu_si512(words + 64 * i);
+      if constexpr (sizeof(W) == 1) return _mm512_testn_epi8_mask(w, _mm512_set1_epi8(char(mask)));
+      if constexpr (sizeof(W) == 2) return _mm512_testn_epi16_mask(w, _mm512_set1_epi16(short(mask)));
+      return _mm512_testn_epi32_mask(w, _mm512_set1_epi32(int(mask)));
+    });
+  }
+  template <typename W>
+  static uint64_t at_least(const W* words, W least) {
+    return masks<W>([&](uint32_t i) -> uint64_t {
+      const __m512i w = _mm512_loadu_si512(reinterpret_cast<const uint8_t*>(words) + 64 * i);
+      if constexpr (sizeof(W) == 1) return _mm512_cmpge_epu8_mask(w, _mm512_set1_epi8(char(least)));
+      if constexpr (sizeof(W) == 2) return _mm512_cmpge_epu16_mask(w, _mm512_set1_epi16(short(least)));
+      return _mm512_cmpge_epu32_mask(w, _mm512_set1_epi32(int(least)));
+    });
+  }
+  static void places(uint64_t mask, uint16_t first, uint16_t* to) {
+    const __m512i low = _mm512_add_epi16(kPlaces.load(), _mm512_set1_epi16(short(first)));
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(32));
+    __m512i packed[2] = {_mm512_maskz_compress_epi16(uint32_t(mask), low), _mm512_maskz_compress_epi16(uint32_t(mask >> 32), high)};
+    asm("" : "+v"(packed[0]), "+v"(packed[1]));
+    _mm512_storeu_si512(to, packed[0]);
+    _mm512_storeu_si512(to + popcount(uint32_t(mask)), packed[1]);
+  }
+  template <typename W>
+  static void pick(const uint8_t* words, uint64_t mask, W* to) {
+    constexpr uint32_t each = 64 / sizeof(W);
+#pragma GCC unroll 4
+    for (uint32_t i = 0; i < sizeof(W); ++i) {
+      const uint64_t here = mask >> (each % 64 * i) & ones(each);
+      const __m512i x = _mm512_loadu_si512(words + 64 * i);
+      __m512i packed;
+      if constexpr (sizeof(W) == 1) packed = _mm512_maskz_compress_epi8(here, x);
+      if constexpr (sizeof(W) == 2) packed = _mm512_maskz_compress_epi16(__mmask32(here), x);
+      if constexpr (sizeof(W) == 4) packed = _mm512_maskz_compress_epi32(__mmask16(here), x);
+      asm("" : "+v"(packed));
+      _mm512_storeu_si512(to, packed);
+      to += popcount(here);
+    }
+  }
+  static void put_lows(BitWriter& out, const uint16_t* gaps, uint32_t m, uint32_t r) {
+    const uint64_t mask = ones(r) * 0x0001000100010001ull;
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(gaps);
+    for (uint32_t i = 0; i + 4 <= m; i += 4) out.put(_pext_u64(load_word<uint64_t>(bytes + 2 * i), mask), 4 * r);
+    ListSteps::put_lows(out, gaps + (m & ~3u), m % 4, r);
+  }
+  // A number of bits, value and length, for each gap; neighbours are put together until eight bytes hold four.
+  static void put_unary(BitWriter& out, const uint16_t* gaps, uint32_t m, uint32_t r) {
+    const __m128i by = _mm_cvtsi32_si128(int(r));
+    const __m512i one = _mm512_set1_epi16(1), low32 = _mm512_set1_epi32(0xffff), low64 = _mm512_set1_epi64(0xffffffff);
+    uint32_t i = 0;
+    for (; i + 32 <= m; i += 32) {
+      const __m512i rest = _mm512_srl_epi16(_mm512_loadu_si512(gaps + i), by);
+      if (_mm512_cmpgt_epu16_mask(rest, _mm512_set1_epi16(15))) {
+        ListSteps::put_unary(out, gaps + i, 32, r);
+        continue;
+      }
+      __m512i value = _mm512_sllv_epi16(one, rest), length = _mm512_add_epi16(rest, one);
+      __m512i first = _mm512_and_si512(length, low32);
+      value = _mm512_or_si512(_mm512_and_si512(value, low32), _mm512_sllv_epi32(_mm512_srli_epi32(value, 16), first));
+      length = _mm512_add_epi32(first, _mm512_srli_epi32(length, 16));
+      first = _mm512_and_si512(length, low64);
+      value = _mm512_or_si512(_mm512_and_si512(value, low64), _mm512_sllv_epi64(_mm512_srli_epi64(value, 32), first));
+      length = _mm512_add_epi64(first, _mm512_srli_epi64(length, 32));
+      alignas(64) uint64_t values[8], lengths[8];
+      _mm512_store_si512(values, value);
+      _mm512_store_si512(lengths, length);
+#pragma GCC unroll 8
+      for (uint32_t j = 0; j < 8; ++j) out.put(values[j], uint32_t(lengths[j]));
+    }
+    ListSteps::put_unary(out, gaps + i, m - i, r);
+  }
+  static void get_lows(const uint8_t* bits, uint32_t at, uint32_t m, uint32_t r, uint16_t* lows) {
+    const uint64_t mask = ones(r) * 0x0001000100010001ull;
+    for (uint32_t i = 0; i < m; i += 4, at += 4 * r) {
+      const uint64_t four = _pdep_u64(peek_bits(bits, at), mask);
+      memcpy(lows + i, &four, 8);
+    }
+  }
+  static uint32_t add_gaps(const uint16_t* at, const uint16_t* lows, uint32_t m, uint32_t r, uint16_t* to) {
+    const __m128i by = _mm_cvtsi32_si128(int(r));
+    const __m512i last = _mm512_set1_epi16(31);
+    __m512i before = _mm512_setzero_si512(), index = kPlaces.load(), sums = _mm512_setzero_si512();
+    for (uint32_t i = 0; i < m; i += 32) {
+      const __mmask32 here = __mmask32(ones(m - i < 32 ? m - i : 32));
+      __m512i low = _mm512_maskz_loadu_epi16(here, lows + i);
+      sums = _mm512_add_epi32(sums, _mm512_madd_epi16(low, _mm512_set1_epi16(1)));
+#pragma GCC unroll 5
+      for (uint32_t step = 1; step < 32; step *= 2) {
+        const __m512i from = _mm512_sub_epi16(kPlaces.load(), _mm512_set1_epi16(short(step)));
+        low = _mm512_add_epi16(low, _mm512_maskz_permutexvar_epi16(__mmask32(~0u << step), from, low));
+      }
+      low = _mm512_add_epi16(low, before);
+      before = _mm512_permutexvar_epi16(last, low);
+      const __m512i zeros = _mm512_sub_epi16(_mm512_maskz_loadu_epi16(here, at + i), index);
+      _mm512_storeu_si512(to + i, _mm512_add_epi16(_mm512_add_epi16(index, _mm512_sll_epi16(zeros, by)), low));
+      index = _mm512_add_epi16(index, _mm512_set1_epi16(32));
+    }
+    return m - 1 + ((at[m - 1] - (m - 1)) << r) + uint32_t(_mm512_reduce_add_epi32(sums));
   }
 };
 

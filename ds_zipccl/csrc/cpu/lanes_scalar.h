@@ -2,11 +2,12 @@
 #pragma once
 #include "common/bits.h"
 #include "common/exponent_block.cuh"
+#include "cpu/list_steps.h"
 
 namespace zipccl {
 namespace {
 
-struct ScalarLanes {
+struct ScalarLanes : ListSteps {
   // 64 words; shifts and masks apply to each.
   template <typename W>
   struct Vec {

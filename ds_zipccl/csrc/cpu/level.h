@@ -3,8 +3,9 @@
 #pragma once
 #include <stdint.h>
 
-// Places of types and codes in the tables below; cpu/payload.cpp knows the dtypes of FORMAT.md table 1.1.
-enum ZipcclType { ZIPCCL_BF16, ZIPCCL_FP16, ZIPCCL_FP32, ZIPCCL_E4M3, ZIPCCL_E5M2, ZIPCCL_TYPES };
+// Places of types and codes in the tables below; cpu/chunks.h knows the dtypes of FORMAT.md table 1.1. Bytes are the words of all other
+// dtypes in delta payloads, and have no exponent codec.
+enum ZipcclType { ZIPCCL_BF16, ZIPCCL_FP16, ZIPCCL_FP32, ZIPCCL_BYTES, ZIPCCL_E4M3, ZIPCCL_E5M2, ZIPCCL_TYPES };
 enum ZipcclCode { ZIPCCL_CASCADE, ZIPCCL_WIDE, ZIPCCL_CODES };
 
 // A piece of an encoded chunk: `bytes` bytes, then zeros up to `padded`, a multiple of 16.
@@ -25,10 +26,12 @@ struct ZipcclLevel {
   using Add = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* sum);
   using AddWords = void(const uint8_t* words, uint64_t numel, uint8_t* sums);
 
+  // The chunk's bytes as in Encode; with kListBit (common/change_list.cuh) where it is a LIST.
   using DeltaEncode = uint32_t(const uint8_t* words, const uint8_t* base, uint32_t numel, uint32_t block, void* workspace,
                                ZipcclPart* parts);
   // `words` may be `base`, or are apart from it.
-  using DeltaDecode = int32_t(const uint8_t* chunk, uint64_t bytes, const uint8_t* base, uint32_t numel, uint32_t block, uint8_t* words);
+  using DeltaDecode = int32_t(const uint8_t* chunk, uint64_t bytes, bool list, const uint8_t* base, uint32_t numel, uint32_t block,
+                              uint8_t* words);
   using HashBlocks = void(const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums);  // cpu/hash.h
 
   const char* name;
@@ -36,8 +39,8 @@ struct ZipcclLevel {
   Decode* decode[ZIPCCL_TYPES];
   Add* add[ZIPCCL_FP32 + 1][2];  // to sums of the type itself, to floats
   AddWords* add_words[ZIPCCL_FP32 + 1][2];
-  DeltaEncode* delta_encode[ZIPCCL_FP32 + 1];
-  DeltaDecode* delta_decode[ZIPCCL_FP32 + 1];
+  DeltaEncode* delta_encode[ZIPCCL_BYTES + 1];
+  DeltaDecode* delta_decode[ZIPCCL_BYTES + 1];
   HashBlocks* hash;
 };
 
@@ -58,14 +61,14 @@ const ZipcclLevel& zipccl_chosen();
   { zipccl::add_words<zipccl::F, zipccl::F::Word>, zipccl::add_words<zipccl::F, uint32_t> }
 #define ZIPCCL_BASED(FUNCTION, LANES) \
   { zipccl::FUNCTION<zipccl::Bf16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp16, zipccl::LANES>,                    \
-    zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES> }
+    zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES>, zipccl::FUNCTION<zipccl::Byte, zipccl::LANES> }
 #define ZIPCCL_LEVEL(NAME, LANES)                                                                                         \
   const ZipcclLevel zipccl_##NAME = {                                                                                     \
       #NAME,                                                                                                              \
-      {ZIPCCL_ENCODE(Bf16, LANES), ZIPCCL_ENCODE(Fp16, LANES), ZIPCCL_ENCODE(Fp32, LANES), ZIPCCL_ENCODE(E4m3, LANES),    \
+      {ZIPCCL_ENCODE(Bf16, LANES), ZIPCCL_ENCODE(Fp16, LANES), ZIPCCL_ENCODE(Fp32, LANES), {}, ZIPCCL_ENCODE(E4m3, LANES), \
        ZIPCCL_ENCODE(E5m2, LANES)},                                                                                       \
-      {ZIPCCL_DECODE(Bf16, LANES), ZIPCCL_DECODE(Fp16, LANES), ZIPCCL_DECODE(Fp32, LANES), ZIPCCL_DECODE(E4m3, LANES),    \
-       ZIPCCL_DECODE(E5m2, LANES)},                                                                                       \
+      {ZIPCCL_DECODE(Bf16, LANES), ZIPCCL_DECODE(Fp16, LANES), ZIPCCL_DECODE(Fp32, LANES), nullptr,                       \
+       ZIPCCL_DECODE(E4m3, LANES), ZIPCCL_DECODE(E5m2, LANES)},                                                           \
       {ZIPCCL_ADD(Bf16, LANES), ZIPCCL_ADD(Fp16, LANES), ZIPCCL_ADD(Fp32, LANES)},                                               \
       {ZIPCCL_ADD_WORDS(Bf16), ZIPCCL_ADD_WORDS(Fp16), ZIPCCL_ADD_WORDS(Fp32)},                                                  \
       ZIPCCL_BASED(encode_delta_chunk, LANES),                                                                            \

@@ -29,8 +29,8 @@ extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* word
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::Decode* const decode_chunk = zipccl_chosen().decode[type];
   const uint64_t total = numel * kItemsize[type];
-  return each_chunk(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
-                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n) {
+  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
+                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
                       uint8_t* const to = static_cast<uint8_t*>(words) + first * kItemsize[type];
                       return decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes, to);
                     });
@@ -42,8 +42,8 @@ extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* 
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::Add* const add_chunk = zipccl_chosen().add[type][fp32_sums != 0];
   const uint32_t itemsize = fp32_sums ? 4 : kItemsize[type];
-  return each_chunk(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * kItemsize[type],
-                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n) {
+  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * kItemsize[type],
+                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
                       return add_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(sums) + first * itemsize);
                     });
 }

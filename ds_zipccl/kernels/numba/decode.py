@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ds_zipccl.kernels.numba.delta import decode_change
+from ds_zipccl.kernels.numba.gap_list import decode_list
 from ds_zipccl.kernels.numba.layout import (
     ABOVE,
     BLOCK,
@@ -14,6 +15,7 @@ from ds_zipccl.kernels.numba.layout import (
     FILL,
     INDEX,
     K_OF_CODE,
+    LIST_BIT,
     LOW_BITS,
     MAX_BLOCK,
     OK,
@@ -25,6 +27,7 @@ from ds_zipccl.kernels.numba.layout import (
     WIDE,
     ZERO_CODE,
     body_bytes,
+    itemsize_of,
     jit,
     kernel_cache,
     pad16,
@@ -143,8 +146,15 @@ with kernel_cache():
         return OK
 
     @jit
-    def _decode_chunk(chunk, base, words, exponent, mantissa, block):
-        itemsize = (1 + exponent + mantissa) // 8
+    def _takes_mode(mode, exponent, against):
+        """Whether blocks of such words have the mode, in a payload with a base or without."""
+        if mode == CHANGE:
+            return against
+        return mode <= RAW or (mode <= WIDE and exponent > 0)
+
+    @jit
+    def _decode_table(chunk, base, words, exponent, mantissa, block):
+        itemsize = itemsize_of(exponent, mantissa)
         blocks = (len(words) + block - 1) // block
         body = pad16(blocks * (4 if itemsize == 4 else 3))
         if body > len(chunk):
@@ -154,7 +164,7 @@ with kernel_cache():
         for b in range(blocks):
             mode = chunk[blocks + 2 * b + 1] >> (TAIL_BITS - 8)
             trim = np.int64(chunk[3 * blocks + b]) if itemsize == 4 else 0
-            if mode > (CHANGE if len(base) else WIDE) or trim > mantissa:
+            if not _takes_mode(mode, exponent, len(base) > 0) or trim > mantissa:
                 return BLOCK
             tail += body_bytes(mode, min(block, len(words) - b * block), trim, mantissa, itemsize)
         for b in range(blocks):
@@ -196,11 +206,11 @@ with kernel_cache():
         return OK if pad16(tail) == len(chunk) else BLOCK
 
     @jit
-    def _offset(payload, chunk):
+    def _entry(payload, chunk):
         value = np.int64(0)
         for byte in range(4):
             value |= np.int64(payload[4 * chunk + byte]) << 8 * byte
-        return 16 * value
+        return value
 
     @jit
     def decode(payload, base, exponent, mantissa, block, words):
@@ -213,12 +223,22 @@ with kernel_cache():
         at = pad16(4 * chunks)
         if at > len(payload):
             return INDEX
+        # Of an exponent payload all 32 bits are the offset.
+        flag = LIST_BIT if len(base) else np.int64(0)
         for chunk in range(chunks):
-            end = _offset(payload, chunk + 1) if chunk + 1 < chunks else len(payload)
-            if _offset(payload, chunk) != at or end < at or end > len(payload):
+            entry = _entry(payload, chunk)
+            end = 16 * (_entry(payload, chunk + 1) & ~flag) if chunk + 1 < chunks else len(payload)
+            if 16 * (entry & ~flag) != at or end < at or end > len(payload):
                 return INDEX
             start, stop = chunk * chunk_size, (chunk + 1) * chunk_size
-            status = _decode_chunk(payload[at:end], base[start:stop], words[start:stop], exponent, mantissa, block)
+            here, against, chunk_words = payload[at:end], base[start:stop], words[start:stop]
+            if entry & flag:
+                status = decode_list(here, against, exponent, mantissa, chunk_words)
+            elif len(base) and not len(here):
+                chunk_words[:] = against
+                status = OK
+            else:
+                status = _decode_table(here, against, chunk_words, exponent, mantissa, block)
             if status != OK:
                 return status
             at = end

@@ -1,10 +1,10 @@
-"""The CHANGE block (FORMAT.md 2.3) in numba; see :mod:`.layout`. Words and their base are arrays of one dtype."""
+"""Differences of words and the CHANGE block (FORMAT.md 2.3, 2.4) in numba; see :mod:`.layout`. Words and base have one dtype."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ds_zipccl.kernels.numba.layout import BLOCK, MAX_BLOCK, OK, jit, kernel_cache
+from ds_zipccl.kernels.numba.layout import BLOCK, MAX_BLOCK, OK, itemsize_of, jit, kernel_cache
 
 LEVELS = 6
 #: Elements that share a bit of the group map, by the flags' value.
@@ -13,9 +13,28 @@ GROUPS = np.array([1, 4, 8, 16], dtype=np.int64)
 with kernel_cache():
 
     @jit
-    def _order(word, sign):
-        """A word as a number in the order of the floats."""
+    def _order(word, exponent, mantissa):
+        """A word as a number in the order of the floats; a byte as it is."""
+        sign = np.int64(1) << (exponent + mantissa)
+        if exponent == 0:
+            return np.int64(word)
         return 2 * sign - 1 - word if word & sign else word | sign
+
+    @jit
+    def difference(word, base, exponent, mantissa):
+        """Return |D| of a word and its base, and whether D is negative."""
+        sign = np.int64(1) << (8 * itemsize_of(exponent, mantissa) - 1)
+        change = _order(np.int64(word), exponent, mantissa) - _order(np.int64(base), exponent, mantissa) & 2 * sign - 1
+        return (2 * sign - change, 1) if change >= sign else (change, 0)
+
+    @jit
+    def moved(base, change, exponent, mantissa):
+        """Return the word of which D is ``change``."""
+        sign = np.int64(1) << (8 * itemsize_of(exponent, mantissa) - 1)
+        order = _order(np.int64(base), exponent, mantissa) + change & 2 * sign - 1
+        if exponent == 0:
+            return order
+        return order - sign if order & sign else 2 * sign - 1 - order
 
     @jit
     def _shifts(base, top, exponent, mantissa, shifts):
@@ -25,14 +44,12 @@ with kernel_cache():
             shifts[i] = min(max(top - e, 0), mantissa + 1) if e else 0
 
     @jit
-    def _changes(words, base, sign, sizes, negative):
+    def _changes(words, base, exponent, mantissa, sizes, negative):
         """Write |D| and its sign for each element; return whether a word differs from its base."""
         changed = False
         for i in range(len(words)):
-            change = _order(np.int64(words[i]), sign) - _order(np.int64(base[i]), sign) & 2 * sign - 1
-            negative[i] = change >= sign
-            sizes[i] = 2 * sign - change if change >= sign else change
-            changed |= change != 0
+            sizes[i], negative[i] = difference(words[i], base[i], exponent, mantissa)
+            changed |= sizes[i] != 0
         return changed
 
     @jit
@@ -89,13 +106,12 @@ with kernel_cache():
     def encode_change(words, base, exponent, mantissa, tail):
         """Code ``words`` as CHANGE to ``tail`` (8 bytes an element and 64 more, zeroed). Returns top and the bytes of the tail."""
         n = len(words)
-        sign = np.int64(1) << (exponent + mantissa)
         sizes = np.empty(n, dtype=np.int64)
         negative = np.empty(n, dtype=np.uint8)
-        if not _changes(words, base, sign, sizes, negative):
+        if not _changes(words, base, exponent, mantissa, sizes, negative):
             return np.int64(0), 0
-        itemsize = (1 + exponent + mantissa) // 8
-        top = _top(sizes, base, exponent, mantissa)
+        itemsize = itemsize_of(exponent, mantissa)
+        top = _top(sizes, base, exponent, mantissa) if exponent else np.int64(0)
         shifts = np.empty(n, dtype=np.int64)
         marked = np.empty(n, dtype=np.bool_)
         _shifts(base, top, exponent, mantissa, shifts)
@@ -150,7 +166,6 @@ with kernel_cache():
         flags = np.int64(tail[0])
         if flags >= len(GROUPS):
             return BLOCK
-        sign = np.int64(1) << (exponent + mantissa)
         end = 8 * len(tail)
         bit = 8
         group = GROUPS[flags]
@@ -179,7 +194,7 @@ with kernel_cache():
             lows += shifts[i]
             escapes += levels[i] >= LEVELS
         low, at = bit + signed, (bit + signed + lows + 7) // 8
-        itemsize = (1 + exponent + mantissa) // 8
+        itemsize = itemsize_of(exponent, mantissa)
         if at + escapes * itemsize != len(tail):
             return BLOCK
         sizes = levels[:n] << shifts
@@ -193,8 +208,7 @@ with kernel_cache():
             if levels[i] >= 1 or shifts[i] >= 1:
                 change = -change if _get(tail, bit) else change
                 bit += 1
-            order = _order(np.int64(base[i]), sign) + change & 2 * sign - 1
-            word = order - sign if order & sign else 2 * sign - 1 - order
+            word = moved(base[i], change, exponent, mantissa)
             if levels[i] >= LEVELS:
                 word = np.int64(0)
                 for byte in range(itemsize):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_zipccl.kernels.numba.delta import encode_change
+from ds_zipccl.kernels.numba.delta import LEVELS, encode_change
+from ds_zipccl.kernels.numba.gap_list import LIST, SHORTER, TABLE, plan_list, write_list
 from ds_zipccl.kernels.numba.layout import (
     ABOVE,
     CASCADE,
@@ -14,6 +15,7 @@ from ds_zipccl.kernels.numba.layout import (
     CODE_OF_K,
     FALLBACK_BIAS,
     FILL,
+    LIST_BIT,
     LOW_BITS,
     MAX_BLOCK,
     RAW,
@@ -25,6 +27,7 @@ from ds_zipccl.kernels.numba.layout import (
     WIDE_BIAS,
     ZERO_CODE,
     body_bytes,
+    itemsize_of,
     jit,
     kernel_cache,
     pad16,
@@ -126,10 +129,23 @@ with kernel_cache():
         return second + _encode_elements(CASCADE, exponents, m, top, tail[tier1:second], tail[second:], codes)
 
     @jit
+    def _encode_bytes(words, body, tail):
+        """As _encode_block for words that are bytes."""
+        n = len(words)
+        if (words == words[0]).all():
+            tail[0] = words[0]
+            return FILL, 0, 0, 0, 1 if words[0] else 0
+        body[:n] = words
+        body[n : pad16(n)] = 0
+        return RAW, 0, 0, pad16(n), 0
+
+    @jit
     def _encode_block(words, wanted, exponent, mantissa, body, tail, exponents, codes, values):
         """FORMAT.md section 3; ``tail`` is zeroed, the last three are scratch. Returns mode, top, trim, body bytes, tail bytes."""
         n = len(words)
-        itemsize = (1 + exponent + mantissa) // 8
+        itemsize = itemsize_of(exponent, mantissa)
+        if exponent == 0:
+            return _encode_bytes(words, body, tail)
         zeros = total = largest = np.int64(0)
         differs = any_bit = words[0] ^ words[0]
         for i in range(n):
@@ -195,16 +211,9 @@ with kernel_cache():
         return CHANGE, top, 0, 0, size
 
     @jit
-    def encode(words, base, wanted, exponent, mantissa, block, out):
-        """Encode ``words`` to ``out`` (payload_bound() bytes). Returns the payload's bytes.
-
-        ``base`` is empty for an exponent payload in mode ``wanted``, CASCADE or WIDE, and for a delta payload the words' base.
-        """
-        itemsize = (1 + exponent + mantissa) // 8
-        chunk_size = block * CHUNK_BLOCKS
-        chunks = (len(words) + chunk_size - 1) // chunk_size
-        at = pad16(4 * chunks)
-        out[:at] = 0
+    def _encode_table(words, base, wanted, exponent, mantissa, block, out):
+        """Encode a chunk with a table to the start of ``out``; ``base`` is empty for an exponent payload. Returns its bytes."""
+        itemsize = itemsize_of(exponent, mantissa)
         tails = np.empty(CHUNK_BLOCKS * block * itemsize, dtype=np.uint8)
         tail = np.zeros(8 * block + 64, dtype=np.uint8)
         exponents = np.empty(MAX_BLOCK + 8, dtype=np.uint8)
@@ -212,37 +221,70 @@ with kernel_cache():
         values = np.empty(MAX_BLOCK, dtype=np.uint32)
         # 64 bytes more than RAW takes: coded elements of a very short block can be longer, before they lose against it
         body = np.empty(4 * MAX_BLOCK + 64, dtype=np.uint8)
+        blocks = (len(words) + block - 1) // block
+        at = pad16(blocks * (4 if itemsize == 4 else 3))
+        out[:at] = 0
+        tails_end = 0
+        for b in range(blocks):
+            here = words[b * block : (b + 1) * block]
+            if len(base):
+                before = base[b * block : (b + 1) * block]
+                mode, top, trim, size, tail_bytes = _encode_against(
+                    here, before, exponent, mantissa, body, tail, exponents, codes, values
+                )
+            else:
+                mode, top, trim, size, tail_bytes = _encode_block(
+                    here, wanted, exponent, mantissa, body, tail, exponents, codes, values
+                )
+            out[b] = top
+            out[blocks + 2 * b] = tail_bytes & 255
+            out[blocks + 2 * b + 1] = mode << (TAIL_BITS - 8) | tail_bytes >> 8
+            if itemsize == 4:
+                out[3 * blocks + b] = trim
+            out[at : at + size] = body[:size]
+            tails[tails_end : tails_end + tail_bytes] = tail[:tail_bytes]
+            tail[:] = 0
+            tails_end += tail_bytes
+            at += size
+        out[at : at + tails_end] = tails[:tails_end]
+        out[at + tails_end : at + pad16(tails_end)] = 0
+        return at + pad16(tails_end)
+
+    @jit
+    def encode(words, base, wanted, exponent, mantissa, block, out):
+        """Encode ``words`` to ``out`` (payload_bound() bytes). Returns the payload's bytes.
+
+        ``base`` is empty for an exponent payload in mode ``wanted``, CASCADE or WIDE, and for a delta payload the words' base.
+        """
+        itemsize = itemsize_of(exponent, mantissa)
+        chunk_size = block * CHUNK_BLOCKS
+        chunks = (len(words) + chunk_size - 1) // chunk_size
+        most = chunk_size // 4 + 1 if len(base) else 0
+        places = np.empty(most, dtype=np.int64)
+        sizes = np.empty(most, dtype=np.int64)
+        negative = np.empty(most, dtype=np.uint8)
+        gaps = np.empty(LEVELS * most, dtype=np.int64)
+        counts = np.zeros(LEVELS, dtype=np.int64)
+        params = np.zeros(LEVELS, dtype=np.int64)
+        at = pad16(4 * chunks)
+        out[:at] = 0
         for chunk in range(chunks):
-            for byte in range(4):
-                out[4 * chunk + byte] = at // 16 >> 8 * byte & 255
             part = words[chunk * chunk_size : (chunk + 1) * chunk_size]
-            blocks = (len(part) + block - 1) // block
-            table = at
-            at += pad16(blocks * (4 if itemsize == 4 else 3))
-            out[table:at] = 0
-            tails_end = 0
-            for b in range(blocks):
-                here = part[b * block : (b + 1) * block]
-                if len(base):
-                    start = chunk * chunk_size + b * block
-                    mode, top, trim, size, tail_bytes = _encode_against(
-                        here, base[start : start + len(here)], exponent, mantissa, body, tail, exponents, codes, values
-                    )
-                else:
-                    mode, top, trim, size, tail_bytes = _encode_block(
-                        here, wanted, exponent, mantissa, body, tail, exponents, codes, values
-                    )
-                out[table + b] = top
-                out[table + blocks + 2 * b] = tail_bytes & 255
-                out[table + blocks + 2 * b + 1] = mode << (TAIL_BITS - 8) | tail_bytes >> 8
-                if itemsize == 4:
-                    out[table + 3 * blocks + b] = trim
-                out[at : at + size] = body[:size]
-                tails[tails_end : tails_end + tail_bytes] = tail[:tail_bytes]
-                tail[:] = 0
-                tails_end += tail_bytes
-                at += size
-            out[at : at + tails_end] = tails[:tails_end]
-            out[at + tails_end : at + pad16(tails_end)] = 0
-            at += pad16(tails_end)
+            before = base[chunk * chunk_size : (chunk + 1) * chunk_size]
+            form, list_bytes, size = TABLE, 0, 0
+            if len(base):
+                form, list_bytes = plan_list(
+                    part, before, exponent, mantissa, block, places, sizes, negative, gaps, counts, params
+                )
+            if form in (TABLE, SHORTER):
+                size = _encode_table(part, before, wanted, exponent, mantissa, block, out[at:])
+                if form == SHORTER and list_bytes <= size:
+                    form = LIST
+            if form == LIST:
+                size = list_bytes
+                write_list(part, itemsize, places, sizes, negative, gaps, counts, params, out[at : at + size])
+            entry = at // 16 | (LIST_BIT if form == LIST else 0)
+            for byte in range(4):
+                out[4 * chunk + byte] = entry >> 8 * byte & 255
+            at += size
         return at

@@ -1,8 +1,9 @@
 """The readable reference of the payloads of FORMAT.md section 2, in numba; also the route for machines without a compiler.
 
-This file has the tables and sizes that encoder and decoder share. :mod:`.encode` and :mod:`.decode` are the two, :mod:`.delta` codes the
-blocks that have a base. Words are numpy uint8, uint16 or uint32 arrays, payloads are uint8 arrays. A float type is ``(E, M)``: exponent
-and mantissa bits. LLVM can vectorize the loops. Bit planes are written and read eight elements at a time, as bytes of a uint64.
+This file has the tables and sizes that encoder and decoder share. :mod:`.encode` and :mod:`.decode` are the two; :mod:`.delta` codes the
+blocks that have a base, :mod:`.gap_list` the chunks in which little changed. Words are numpy uint8, uint16 or uint32 arrays, payloads are
+uint8 arrays. A float type is ``(E, M)``: exponent and mantissa bits; ``(0, 0)`` are words that are bytes. LLVM can vectorize the loops.
+Bit planes are written and read eight elements at a time, as bytes of a uint64.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ TIERS = 4
 ABOVE = 3  # k of the window's top
 ZERO_CODE = 2  # of the last tier: exponent field 0
 TAIL_BITS = 13
+#: In a chunk's entry in the index of a delta payload.
+LIST_BIT = np.int64(1 << 31)
 #: Eighths of a binade: for CASCADE (and SPARSE), for WIDE, and for WIDE in the place of CASCADE.
 CASCADE_BIAS, WIDE_BIAS, FALLBACK_BIAS = 23, 20, 28
 #: Codes as in FORMAT.md 2.1: tier -> the k of code 0, 1, 2, ...; the last tier's code 2 is the exponent 0.
@@ -88,6 +91,11 @@ with kernel_cache():
     def pad16(x):
         """x rounded up to a multiple of 16."""
         return (x + 15) // 16 * 16
+
+    @jit
+    def itemsize_of(exponent, mantissa):
+        """Bytes of a word: sign, exponent and mantissa, or a byte without any of them."""
+        return (8 + exponent + mantissa) // 8
 
     @jit
     def plane_bytes(n):

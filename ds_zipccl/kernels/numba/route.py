@@ -12,13 +12,14 @@ from ds_zipccl import tensors
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels.sums import add
 
-#: dtype -> exponent bits, mantissa bits, numpy word
-_FLOATS = {
+#: dtype -> exponent bits, mantissa bits, numpy word; uint8 stands for the bytes of any other dtype
+_WORDS = {
     torch.bfloat16: (8, 7, np.uint16),
     torch.float16: (5, 10, np.uint16),
     torch.float32: (8, 23, np.uint32),
     torch.float8_e4m3fn: (4, 3, np.uint8),
     torch.float8_e5m2: (5, 2, np.uint8),
+    torch.uint8: (0, 0, np.uint8),
 }
 
 
@@ -41,14 +42,14 @@ class NumbaRoute:
         return self._encode(words, base, self._modes["cascade"], block, out)
 
     def _encode(self, words: torch.Tensor, base: torch.Tensor, mode: int, block: int, out: torch.Tensor) -> int:
-        exponent, mantissa, _ = _FLOATS[words.dtype]
+        exponent, mantissa, _ = _WORDS[words.dtype]
         return int(self._encoder.encode(_array(words), _array(base), mode, exponent, mantissa, block, out.numpy()))
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
         self.decode_delta(payload, words[:0], block, words)
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        exponent, mantissa, _ = _FLOATS[words.dtype]
+        exponent, mantissa, _ = _WORDS[words.dtype]
         status = self._decoder.decode(payload.numpy(), _array(base), exponent, mantissa, block, _array(words))
         if status:
             raise FrameError(status, "the payload contradicts itself")
@@ -67,7 +68,7 @@ class NumbaRoute:
 
 
 def _array(words: torch.Tensor) -> np.ndarray:
-    return words.detach().view(torch.uint8).numpy().view(_FLOATS[words.dtype][2])
+    return words.detach().view(torch.uint8).numpy().view(_WORDS[words.dtype][2])
 
 
 def load() -> NumbaRoute:
