@@ -10,8 +10,8 @@ from ds_zipccl.frame import BLOCK_LOG2, CodecId
 
 #: Elements of a block, in coded frames.
 BLOCKS = tuple(1 << log2 for log2 in BLOCK_LOG2[CodecId.EXPONENT])
-#: Bytes of words in one frame: the chunk offsets of a payload reach 64 GiB, tables and paddings included.
-MAX_FRAME_WORD_BYTES = 60 << 30
+#: Bytes of words in one frame: the chunk offsets of a payload reach 64 GiB, those of a delta payload 32 GiB, tables and paddings included.
+MAX_FRAME_WORD_BYTES, MAX_DELTA_WORD_BYTES = 60 << 30, 30 << 30
 
 
 def addresses(tensors: Sequence[torch.Tensor], name: str, dtype: torch.dtype | None, device: torch.device) -> list[int]:
@@ -75,6 +75,20 @@ def as_many(name: str, got: int, of: str, wanted: int, each: int = 1) -> None:
         raise ValueError(f"got {got} {name} for {wanted} {of}; give {each} for each")
 
 
+def bases(
+    tensors: Sequence[torch.Tensor], numels: Sequence[int], of: str, dtype: torch.dtype, device: torch.device
+) -> list[int]:
+    """Return the addresses of bases, one for each ``of``, whose elements are ``numels``.
+
+    Raises:
+        ValueError: a base is something else.
+    """
+    as_many("bases", len(tensors), f"{of}s", len(numels))
+    for number, (base, numel) in enumerate(zip(tensors, numels, strict=True)):
+        as_many(f"words of base {number}", base.numel(), f"words of its {of}", numel)
+    return addresses(tensors, "base", dtype, device)
+
+
 def choice(name: str, got: object, table: Collection[object]) -> None:
     """Accept a value that kernels exist for.
 
@@ -85,17 +99,16 @@ def choice(name: str, got: object, table: Collection[object]) -> None:
         raise ValueError(f"no kernel for {name} {got}; choose one of {', '.join(map(str, table))}")
 
 
-def frames(numels: Sequence[int], itemsize: int, block: int) -> None:
+def frames(numels: Sequence[int], itemsize: int, block: int, delta: bool = False) -> None:
     """Accept sizes of frames.
 
     Raises:
         ValueError: no frame has this block, or a frame cannot hold so many words.
     """
     choice("block", block, BLOCKS)
-    if numels and max(numels) * itemsize > MAX_FRAME_WORD_BYTES:
-        raise ValueError(
-            f"got {max(numels) * itemsize} bytes of words for a frame, at most {MAX_FRAME_WORD_BYTES} fit; cut the tensor"
-        )
+    most = MAX_DELTA_WORD_BYTES if delta else MAX_FRAME_WORD_BYTES
+    if numels and max(numels) * itemsize > most:
+        raise ValueError(f"got {max(numels) * itemsize} bytes of words for a frame, at most {most} fit; cut the tensor")
 
 
 def describe(tensor: torch.Tensor) -> str:

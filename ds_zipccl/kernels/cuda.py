@@ -60,6 +60,8 @@ def _kernels() -> Iterator[tuple[str, Kernel]]:
     for dtype, kind in DTYPES.items():
         for what, suffix, params in of_a_kind if dtype.itemsize > 1 else of_a_kind[:3]:
             yield f"zipccl_{what}_{kind}{suffix}", Kernel(THREADS[what], SHARED_BYTES[what][dtype.itemsize], params)
+    for what, suffix, params in of_a_kind[3:5]:
+        yield f"zipccl_{what}_u8{suffix}", Kernel(THREADS[what], SHARED_BYTES[what][1], params)
     yield "zipccl_hash", Kernel(THREADS["hash"], SHARED_BYTES["hash"][1], jobs.HashJobs)
 
 
@@ -261,7 +263,7 @@ class CudaRoute(FrameCalls):
                 "bytes": payload.numel(),
                 "words": arguments.addresses([words], "output", words.dtype, device),
                 "base": 0 if bases is None else arguments.addresses(bases, "base", words.dtype, device),
-                "numel": words.numel(),
+                "numel": words.numel() * jobs.words_of(words.dtype, bases is not None).per_element,
             },
             1,
         )

@@ -12,7 +12,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES
 from ds_zipccl.kernels import arguments, jobs, waves
-from ds_zipccl.kernels.jobs import DTYPES, SUMMED, GatherTable
+from ds_zipccl.kernels.jobs import DTYPES, GatherTable
 
 #: Codes of :meth:`FrameCalls.encode_frames`. A raw frame is the header and the words.
 CODES = ("cascade", "wide", "raw")
@@ -34,6 +34,9 @@ class FrameCalls(abc.ABC):
     =========================  ======================================================================================
 
     None of these waits for the device or brings a word to the host. A launch takes 48 jobs; a call with more of them is several launches.
+
+    *Dtypes.* The codes "cascade" and "wide" take those of :data:`ds_zipccl.kernels.jobs.DTYPES`, "delta" and "raw" every dtype of a frame.
+    A gather's table says the dtype; differences of any but bfloat16, float16 and float32 are those of its bytes (FORMAT.md 1.1).
 
     *Memory.* Segments, outputs, bases and own words start at any address of an element; slots, slabs and payloads start at multiples of 16
     bytes. Every tensor is contiguous and on one device. A wrong tensor is refused before the launch with a ValueError. Tensors that a call
@@ -177,6 +180,8 @@ class FrameCalls(abc.ABC):
                 raise ValueError(
                     f"segment {number}: got {words.numel()} words, the table has {numel}; make a table for these shards"
                 )
+        if bases is not None:
+            arguments.frames(table.numels, table.dtype.itemsize, table.block, delta=True)
         (at,), _ = arguments.slots([part], "part", table.part_bytes, device)
         rows["header"] += at
         rows["payload"] += at
@@ -212,7 +217,7 @@ class FrameCalls(abc.ABC):
         rows["payload"] += at
         rows["words"] = table.addresses(outs, "output", device)
         if bases is not None:
-            arguments.choice("differences of", table.dtype, SUMMED)
+            arguments.frames(table.numels, table.dtype.itemsize, table.block, delta=True)
             rows["base"] = table.addresses(bases, "base", device)
         reads, writes = [slab], []
         if self._is_observed():
@@ -242,14 +247,13 @@ class FrameCalls(abc.ABC):
         if not segments:
             return jobs.table(jobs.ENCODE, {}, 0)
         dtype, device = segments[0].dtype, self._device(segments[0])
-        arguments.choice("dtype", dtype, DTYPES)
+        delta = code == "delta"
+        arguments.choice("dtype", dtype, DTYPE_IDS)
         numels = [words.numel() for words in segments]
-        arguments.frames(numels, dtype.itemsize, block)
-        columns = {
-            "words": arguments.addresses(segments, "segment", dtype, device),
-            "numel": numels,
-            "raw": code == "raw",
-        }
+        arguments.frames(numels, dtype.itemsize, block, delta)
+        per_element = jobs.words_of(dtype, delta or dtype not in DTYPES).per_element
+        columns = {"words": arguments.addresses(segments, "segment", dtype, device), "raw": code == "raw"}
+        columns["numel"] = [numel * per_element for numel in numels]
         rows = jobs.table(jobs.ENCODE, columns, len(segments))
         self._against(rows, bases, code, dtype, device, numels)
         return rows
@@ -269,11 +273,9 @@ class FrameCalls(abc.ABC):
                 f"got {'no ' if bases is None else ''}bases for code {code}; bases belong to the code delta"
             )
         if bases is not None:
-            arguments.choice("differences of", dtype, SUMMED)
-            arguments.as_many("bases", len(bases), "segments", len(numels))
-            rows["base"] = arguments.addresses(bases, "base", dtype, device)
-            for number, (base, numel) in enumerate(zip(bases, numels, strict=True)):
-                arguments.as_many(f"words of base {number}", base.numel(), "words of its segment", numel)
+            rows["base"] = arguments.bases(bases, numels, "segment", dtype, device)
+        elif not rows["raw"].all():
+            arguments.choice("dtype", dtype, DTYPES)
 
     def _encode_slots(
         self,
@@ -306,10 +308,11 @@ class FrameCalls(abc.ABC):
         if not slots:
             return
         dtype, device = outs[0].dtype, self._device(outs[0])
-        arguments.choice("dtype", dtype, DTYPES if bases is None else SUMMED)
+        arguments.choice("dtype", dtype, DTYPE_IDS)
         at, sizes = arguments.slots(slots, "slot", 0, device)
         numels = [words.numel() for words in outs]
-        arguments.frames(numels, dtype.itemsize, block)
+        arguments.frames(numels, dtype.itemsize, block, bases is not None)
+        words = jobs.words_of(dtype, bases is not None or dtype not in DTYPES)
         rows = jobs.table(
             jobs.DECODE,
             {
@@ -317,16 +320,13 @@ class FrameCalls(abc.ABC):
                 "header": [place or HEADER_BYTES for place in at],
                 "bytes": sizes,
                 "words": arguments.addresses(outs, "output", dtype, device),
-                "numel": numels,
+                "numel": [numel * words.per_element for numel in numels],
             },
             len(slots),
         )
         rows["payload"] = rows["header"] + HEADER_BYTES
         if bases is not None:
-            arguments.as_many("bases", len(bases), "slots", len(slots))
-            rows["base"] = arguments.addresses(bases, "base", dtype, device)
-            for number, (base, numel) in enumerate(zip(bases, numels, strict=True)):
-                arguments.as_many(f"words of base {number}", base.numel(), "words of its output", numel)
+            rows["base"] = arguments.bases(bases, numels, "output", dtype, device)
         params = jobs.DecodeJobs(block=block, dtype=DTYPE_IDS[dtype], skip=jobs.NONE)
         items = jobs.items_of(rows["numel"], block)
         self._decode(rows, items, params, 1, dtype, bases is not None, status, [*slots, *(bases or ())], outs)
@@ -344,25 +344,22 @@ class FrameCalls(abc.ABC):
     ) -> None:
         dtype, device = like.dtype, like.device
         counter = 0 if overflows is None else arguments.word(overflows, "overflows", torch.int32, device)
-        kind = f"{DTYPES[dtype]}_{'cascade' if code == 'raw' else code}"
+        delta = code == "delta" or dtype not in DTYPES  # whose raw frames no other kernel copies
+        words = jobs.words_of(dtype, delta)
+        kind = f"{words.kind}_{'delta' if delta else 'cascade' if code == 'raw' else code}"
         for _, part, chunks in jobs.launches(rows, jobs.items_of(rows["numel"], block) if items is None else items):
-            split = self._split("encode", dtype.itemsize, chunks, device)
+            split = self._split("encode", words.itemsize, chunks, device)
             grid = chunks << split
             work = tensors.filled(2 + chunks + (grid if split else 0), 0, torch.int64, device)
             ticket, places = work.data_ptr(), work.data_ptr() + 16
             sizes = places + 8 * chunks if split else 0
             params = jobs.EncodeJobs(
-                block=block,
-                dtype=DTYPE_IDS[dtype],
-                split=split,
-                ticket=ticket,
-                places=places,
-                sizes=sizes,
-                overflows=counter,
-            )
+                block=block, dtype=DTYPE_IDS[dtype], split=split, element_log2=words.element_log2, ticket=ticket, places=places,
+                sizes=sizes, overflows=counter,
+            )  # fmt: skip
             jobs.fill(params, jobs.ENCODE, part)
             written = [*writes, work] if overflows is None else [*writes, work, overflows]
-            self._launch("encode", kind, dtype.itemsize, (grid, 1), params, device, reads, written)
+            self._launch("encode", kind, words.itemsize, (grid, 1), params, device, reads, written)
 
     def _decode(
         self,
@@ -380,13 +377,16 @@ class FrameCalls(abc.ABC):
         params.status = arguments.word(status, "status", torch.int64, device)
         if not ranks:
             return
+        delta = delta or dtype not in DTYPES
+        words = jobs.words_of(dtype, delta)
+        params.element_log2 = words.element_log2
         for first, part, chunks in jobs.launches(rows, items):
             params.first_frame = first
-            params.split = self._split("decode", dtype.itemsize, chunks * ranks, device)
+            params.split = self._split("decode", words.itemsize, chunks * ranks, device)
             jobs.fill(params, jobs.DECODE, part)
-            kind = DTYPES[dtype] + ("_delta" if delta else "")
+            kind = words.kind + ("_delta" if delta else "")
             grid = (chunks << params.split, ranks)
-            self._launch("decode", kind, dtype.itemsize, grid, params, device, reads, [*writes, status])
+            self._launch("decode", kind, words.itemsize, grid, params, device, reads, [*writes, status])
 
 
 def frame_bytes(slots: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ds_zipccl.frame import CHUNK_BLOCKS, HEADER_BYTES
+from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, HEADER_BYTES
 from ds_zipccl.kernels import arguments
 
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
-#: The dtypes whose frames kernels add, and code against a base.
+#: The dtypes whose frames kernels add, and whose elements are the words of differences.
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 #: Jobs of one launch: kMaxJobs and kMaxFrames of the kernels.
 MAX_JOBS = 48
@@ -44,7 +44,7 @@ class EncodeJob(ctypes.Structure):
 class EncodeJobs(ctypes.Structure):
     _fields_ = [
         ("job", EncodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32), ("split", _u32),
-        ("ticket", _u64), ("places", _u64), ("sizes", _u64), ("overflows", _u64),
+        ("element_log2", _u32), ("ticket", _u64), ("places", _u64), ("sizes", _u64), ("overflows", _u64),
     ]  # fmt: skip
 
 
@@ -58,7 +58,7 @@ class DecodeJob(ctypes.Structure):
 class DecodeJobs(ctypes.Structure):
     _fields_ = [
         ("job", DecodeJob * MAX_JOBS), ("rank_bytes", _u64), ("status", _u64), ("count", _u32), ("block", _u32),
-        ("dtype", _u32), ("split", _u32), ("first_frame", _u32), ("ranked", _u32), ("skip", _u32),
+        ("dtype", _u32), ("split", _u32), ("first_frame", _u32), ("ranked", _u32), ("skip", _u32), ("element_log2", _u32),
     ]  # fmt: skip
 
 
@@ -80,6 +80,27 @@ class HashJobs(ctypes.Structure):
 
 #: Rows of the tables, as numpy sees the jobs.
 ENCODE, DECODE, HASH = np.dtype(EncodeJob), np.dtype(DecodeJob), np.dtype(HashJob)
+
+
+class Words(NamedTuple):
+    """The words of a tensor, as a kernel takes them."""
+
+    #: Their name in the kernel's name.
+    kind: str
+    itemsize: int
+    #: Words of an element: a power of two.
+    per_element: int
+
+    @property
+    def element_log2(self) -> int:
+        return self.per_element.bit_length() - 1
+
+
+def words_of(dtype: torch.dtype, delta: bool) -> Words:
+    """Return the words of frames of a dtype. ``delta``: of frames against a base, or of raw frames of a dtype that is not coded without."""
+    if dtype in SUMMED or not delta:
+        return Words(DTYPES[dtype], dtype.itemsize, 1)
+    return Words("u8", 1, dtype.itemsize)
 
 
 def table(kind: np.dtype[Any], columns: dict[str, Any], count: int) -> Rows:
@@ -141,10 +162,13 @@ class GatherTable:
             raise ValueError(
                 f"a gather has parameters and 1 to {MAX_RANKS} ranks; got {len(parameters)} parameters, {ranks} ranks"
             )
-        arguments.choice("dtype", dtype, DTYPES)
+        arguments.choice("dtype", dtype, DTYPE_IDS)
         arguments.frames([parameter.numel for parameter in parameters], dtype.itemsize, block)
+        per_element = words_of(dtype, delta=dtype not in DTYPES).per_element
         self.dtype, self.block, self.ranks, self.count = dtype, block, ranks, len(parameters)
-        self.numels, strides, self.needs, starts = [], [], [], []
+        self.numels, self.needs, starts = [], [], []
+        #: Elements from a rank's shard to that of the next rank, for each parameter.
+        self.strides: list[int] = []
         for number, (numel, slot_bytes, stride, start, _) in enumerate(parameters):
             apart = numel if stride is None else stride
             if slot_bytes % 16 or slot_bytes < HEADER_BYTES:
@@ -156,11 +180,12 @@ class GatherTable:
                     f"parameter {number}: got {numel} words from word {start} on, {apart} from rank to rank; shards must not overlap"
                 )
             self.numels.append(numel)
-            strides.append(apart)
+            self.strides.append(apart)
             starts.append(start * dtype.itemsize)
             self.needs.append(start + (ranks - 1) * apart + numel)
         sizes = np.array([parameter.slot_bytes for parameter in parameters], np.uint64)
-        ends, numels = np.cumsum(sizes, dtype=np.uint64), np.array(self.numels, np.uint64)
+        ends, numels = np.cumsum(sizes, dtype=np.uint64), np.array(self.numels, np.uint64) * np.uint64(per_element)
+        strides = np.array(self.strides, np.uint64) * np.uint64(per_element)
         slots = ends - sizes
         #: Bytes of a rank's part of the slab.
         self.part_bytes = int(ends[-1])
@@ -204,7 +229,7 @@ class GatherTable:
             found,
             self.numels,
             map(int, self.starts // self.dtype.itemsize),
-            map(int, self.decode_rows["stride"]),
+            self.strides,
             strict=True,
         )
         return [out.view(-1)[start + rank * stride :][:numel] for out, numel, start, stride in rows for rank in ranks]

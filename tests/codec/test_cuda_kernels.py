@@ -233,13 +233,13 @@ RACES: dict[str, tuple[str, str, str]] = {
     ),
     "look-back does not wait": (
         "cuda/encode.cuh",
-        "\n    while (__any_sync(kEveryLane, seen == 0))",
-        "\n    while (false)",
+        " : 2ull << 32;\n    while (__any_sync(kEveryLane, seen == 0))",
+        " : 2ull << 32;\n    while (false)",
     ),
     "the sizes of other parts are not waited for": (
         "cuda/encode.cuh",
-        "\n      while (__any_sync(kEveryLane, seen == 0))",
-        "\n      while (false)",
+        " : part_sizes(0, 0);\n    while (__any_sync(kEveryLane, seen == 0))",
+        " : part_sizes(0, 0);\n    while (false)",
     ),
     "a part is taken before the last one is told of": (
         "cuda/encode.cuh",

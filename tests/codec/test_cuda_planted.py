@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import ModuleType
 
+import emulation
 import pytest
 import test_cuda_sanitizers
 import test_cuda_waves
@@ -86,13 +87,63 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "place_of(kNone, member, chunk), status)",
         "sums.py -k refused",
     ),
+    "a sum of gaps for another r": (
+        "cuda/encode_list.cuh",
+        "gap >> (2 * i + 1) << 16",
+        "gap >> (2 * i) << 16",
+        "lists.py -k forms_of and bfloat16",
+    ),
+    "a list that is compared with nothing": (
+        "cuda/encode_list.cuh",
+        "bits > plan.table_bits ? TABLE : lost || list_certain(n, first, escapes) ? LIST : EITHER",
+        "LIST",
+        "lists.py -k as_many_bytes",
+    ),
+    "a table of as many bytes as the list": (
+        "cuda/encode.cuh",
+        "shared.plan.bytes / 16 > shared.units",
+        "shared.plan.bytes / 16 >= shared.units",
+        "lists.py -k as_many_bytes",
+    ),
+    "a place behind its set": (
+        "cuda/decode_list.cuh",
+        "if (place >= (level ?",
+        "if (place > (level ?",
+        "lists.py -k limits",
+    ),
+    "ones behind the window are not seen": (
+        "cuda/decode_list.cuh",
+        "count = kLevels * kMaxListed + 1;",
+        "(void)count;",
+        "lists.py -k limits",
+    ),
+    "a level with more words than the one before": (
+        "cuda/decode_list.cuh",
+        "m >= 1 && m <= most && r",
+        "m >= 1 && r",
+        "lists.py -k limits",
+    ),
+    "words of a level counted in their u32 alone": (
+        "cuda/decode_list.cuh",
+        "at = scratch.before[size - 1][at / 32] + uint32_t",
+        "at = uint32_t",
+        "lists.py -k larger",
+    ),
+    "words for elements in a header": (
+        "cuda/decode.cuh",
+        "job.numel >> jobs.element_log2, sizeof(Word) << jobs.element_log2",
+        "job.numel, sizeof(Word)",
+        "lists.py -k raw_frames",
+    ),
     "a hash without its region": ("cuda/hash.cuh", "jobs.work + 3 * number", "jobs.work", "calls.py -k hashes"),
 }
+#: ZIPCCL_PARTS with the kernels of bfloat16 and of bytes, which suffice for the tests of lists and compile faster.
+LIST_PARTS = emulation.BF16 | 8
 PROGRAM = """
 import sys
 import emulation, pytest
 made = emulation.launcher
-emulation.launcher = lambda: made({{{file!r}: ({change!r},)}})
+emulation.launcher = lambda: made({{{file!r}: ({change!r},)}}, {parts})
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "emulated and " + {tests!r}, {path!r}]))
 """
 
@@ -109,12 +160,27 @@ def test_every_mistake_can_be_planted(module: ModuleType) -> None:
 @pytest.mark.parametrize("mistake", tiers.mostly_full(MISTAKES, (), "each has an emulation of its own to compile"))
 def test_a_mistake_is_noticed(mistake: str) -> None:
     file, good, bad, where = MISTAKES[mistake]
-    name, _, tests = where.partition(" -k ")
-    program = PROGRAM.format(file=file, change=(good, bad), tests=tests, path=f"tests/codec/test_cuda_{name}")
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
+    result = _run(file, good, bad, where)
     assert result.returncode, result.stdout
     killed = result.returncode < 0  # by a wild address
     assert killed or " failed" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.full(reason="an emulation of its own to compile")
+def test_the_lists_pass_without_a_mistake() -> None:
+    """Their tests have the kernels of two word types alone; none of them may fail for that."""
+    tests = {where.partition(" -k ")[2] for *_, where in MISTAKES.values() if where.startswith("lists.py")}
+    result = _run("cuda/frame.cuh", "kVersion = 2", "kVersion = 2", f"lists.py -k ({') or ('.join(sorted(tests))})")
+    assert result.returncode == 0, result.stdout
+
+
+def _run(file: str, good: str, bad: str, where: str) -> subprocess.CompletedProcess[str]:
+    """Run tests over the emulation with a mistake in it."""
+    name, _, tests = where.partition(" -k ")
+    parts = LIST_PARTS if name == "lists.py" else emulation.EVERY_PART
+    path = f"tests/codec/test_cuda_{name}"
+    program = PROGRAM.format(file=file, change=(good, bad), parts=parts, tests=tests, path=path)
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )

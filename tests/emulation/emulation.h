@@ -122,6 +122,8 @@ inline unsigned long long atomicMin_system(unsigned long long* at, unsigned long
 }
 
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __popcll(uint64_t x) { return __builtin_popcountll(x); }
+inline int __clzll(int64_t x) { return x ? __builtin_clzll(uint64_t(x)) : 64; }
 inline int __clz(int x) { return x ? __builtin_clz(uint32_t(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {

@@ -22,10 +22,12 @@ from test_golden import CASES, FOLDER
 
 from ds_zipccl import frame as framing
 from ds_zipccl.codecs import compress, region_hash
+from ds_zipccl.kernels import jobs
 
 MAGIC = b"ZCCASES1"
-#: Name, kind, dtype of the format, bytes of a word, block, code, number of parts, number of words, hash of the words.
-HEAD = struct.Struct("<48s6I3Q")
+#: Name, kind, dtype of the format, bytes of a word, block, code, number of parts, log2 of an element's words, zero, number of words, hash
+#: of the words.
+HEAD = struct.Struct("<48s8I3Q")
 FRAME, SUM = 0, 1
 CODES = {"cascade": 0, "wide": 1, "delta": 2}
 
@@ -45,8 +47,10 @@ class Case:
 
     def packed(self) -> bytes:
         """The case as the driver reads it."""
-        numbers = (framing.DTYPE_IDS[self.dtype], self.dtype.itemsize, self.block, CODES[self.code], len(self.parts))
-        head = HEAD.pack(self.name.encode(), self.kind, *numbers, self.numel, *self.hash)
+        words = jobs.words_of(self.dtype, self.code == "delta")
+        dtype = framing.DTYPE_IDS[self.dtype]
+        numbers = (dtype, words.itemsize, self.block, CODES[self.code], len(self.parts), words.element_log2, 0)
+        head = HEAD.pack(self.name.encode(), self.kind, *numbers, self.numel * words.per_element, *self.hash)
         return head + b"".join(struct.pack("<Q", len(part)) + part for part in self.parts)
 
 
@@ -120,6 +124,9 @@ def small() -> Iterator[Case]:
         yield _change(f"{name}_delta_chunks", kind, 2 * 16384 + 300, 1024)
         yield summed(f"{name}_sum_3", kind, 3 * 2048 + 99, 128, 3)
         yield summed(f"{name}_sum_8", kind, 16384 + 700, 1024, 8)
+    for dtype in (*corpus.SUMMED.values(), torch.uint8, torch.int64):
+        for percent in (0, 1, 10):
+            yield _few(dtype if isinstance(dtype, torch.dtype) else dtype.dtype, percent, 16384 + 700)
     for count in (48, 53):  # as many as a list has, and more
         yield summed(f"bf16_sum_{count}", corpus.BF16, 1200, 256, count)
 
@@ -136,6 +143,21 @@ def large() -> Iterator[Case]:
     for name, kind in corpus.SUMMED.items():
         yield _change(f"{name}_delta_large", kind, 5_000_001, 1024)
         yield summed(f"{name}_sum_8_large", kind, 2_000_001, 1024, 8)
+    for dtype in (torch.bfloat16, torch.uint8):
+        for percent in (0, 1, 10):
+            yield _few(dtype, percent, 5_000_001)
+
+
+def _few(dtype: torch.dtype, percent: int, words: int) -> Case:
+    """Words of which few change, by up to seven units: chunks that are SAME or LIST."""
+    draw = torch.Generator().manual_seed(percent)
+    size = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}.get(dtype, torch.uint8)
+    numel = words // (dtype.itemsize // size.itemsize)
+    high = 1 << 7 * size.itemsize
+    base = torch.randint(0, high, (numel * dtype.itemsize // size.itemsize,), generator=draw).to(size)
+    units = torch.randint(1, 8, base.shape, generator=draw) * (torch.rand(base.shape, generator=draw) < percent / 100)
+    name = f"{str(dtype).removeprefix('torch.')}_delta_{percent}_percent_{words}"
+    return coded(name, (base + units.to(size)).view(dtype), "delta", 1024, base.view(dtype))
 
 
 def _change(name: str, kind: corpus.Float, numel: int, block: int) -> Case:

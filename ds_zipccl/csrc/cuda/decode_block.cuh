@@ -33,7 +33,7 @@ ZIPCCL_DEVICE bool read_table(const uint8_t* chunk, uint64_t bytes, uint32_t num
     tail_bytes = packed & ((1u << kTailBits) - 1);
     top = chunk[lane];
     if (F::has_trim) trim = chunk[3 * blocks + lane];
-    good = mode <= (kDelta ? CHANGE : WIDE) && trim <= F::M;
+    good = mode <= (kDelta ? CHANGE : WIDE) && trim <= F::M && (F::E != 0 || mode < CASCADE || mode == CHANGE);
     if (good) body_size = body_bytes<F>(mode, least(numel - lane * block, block), trim);
     if (mode == RAW) good = good && tail_bytes == 0;
     if (mode == FILL) good = good && (tail_bytes == 0 || tail_bytes == sizeof(typename F::Word));
@@ -270,22 +270,25 @@ ZIPCCL_DEVICE bool decode_part(const uint8_t* chunk, const Entry& entry, uint32_
     }
     return true;
   }
-  Part extent{n};
-  Word* words = to;
-  ZeroMap map = {};
-  if (mode == SPARSE) {
-    if (!read_zero_map(tail, entry.tail_bytes, Part{n}, map)) return false;
-    extent.n = map.others, words = scratch.words;
-    first = tail + map.first, second = first + first_part_bytes(map.others, 1 + F::M - entry.trim, Cascade::tier[0].bits);
-    if (second > tail + entry.tail_bytes) return false;
+  if constexpr (F::E != 0) {
+    Part extent{n};
+    Word* words = to;
+    ZeroMap map = {};
+    if (mode == SPARSE) {
+      if (!read_zero_map(tail, entry.tail_bytes, Part{n}, map)) return false;
+      extent.n = map.others, words = scratch.words;
+      first = tail + map.first, second = first + first_part_bytes(map.others, 1 + F::M - entry.trim, Cascade::tier[0].bits);
+      if (second > tail + entry.tail_bytes) return false;
+    }
+    const uint32_t bytes = uint32_t(tail + entry.tail_bytes - second);
+    const auto put = [=](uint32_t row, const Octet<F>& octet) { octet.store(words + row * kRow + 8 * lane_id(), extent.length(row)); };
+    if (mode == WIDE) return decode_elements<F, Wide>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put);
+    if (!decode_elements<F, Cascade>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put)) return false;
+    __syncwarp();
+    if (mode == SPARSE) put_zeros<F>(map, tail, Part{n}, words, to);
+    return true;
   }
-  const uint32_t bytes = uint32_t(tail + entry.tail_bytes - second);
-  const auto put = [=](uint32_t row, const Octet<F>& octet) { octet.store(words + row * kRow + 8 * lane_id(), extent.length(row)); };
-  if (mode == WIDE) return decode_elements<F, Wide>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put);
-  if (!decode_elements<F, Cascade>(first, second, bytes, extent, entry.top, entry.trim, scratch.list, put)) return false;
-  __syncwarp();
-  if (mode == SPARSE) put_zeros<F>(map, tail, Part{n}, words, to);
-  return true;
+  return false;
 }
 
 // Whether a block of n words is one that decode_whole() takes.

@@ -1,4 +1,4 @@
-// The CHANGE block of delta payloads for CUDA (FORMAT.md 2.3 and section 3): a warp codes the words of a block against their base, a row at
+// The CHANGE block of delta payloads for CUDA (FORMAT.md 2.4 and section 3): a warp codes the words of a block against their base, a row at
 // a time. Planes are bit strings over the elements that are marked for them, so that counts of marks give every address.
 #pragma once
 #include "common/change_block.cuh"
@@ -17,7 +17,7 @@ template <typename F>
 ZIPCCL_DEVICE Change change_of(typename F::Word word, typename F::Word base) {
   using Word = typename F::Word;
   const Word d = Word(order_of(word) - order_of(base));
-  const bool negative = d & F::negative_zero;
+  const bool negative = d >> (8 * sizeof(Word) - 1);
   return {negative ? uint32_t(Word(0 - d)) : uint32_t(d), negative};
 }
 
@@ -129,12 +129,13 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
       any |= word;
       if (!change.size) continue;
       changed |= 1u << (8 * row + i);
-      size_sum += F::exponent(base) + least(31 - uint32_t(__clz(int(change.size))), Scale<F>::shifts);
+      if (F::E) size_sum += F::exponent(base) + least(31 - uint32_t(__clz(int(change.size))), Scale<F>::shifts);
       own += 1 + least(change.size, kLevels - 1);
       escapes += change.size >= kLevels;
     }
   }
-  const uint32_t count = __reduce_add_sync(kEveryLane, uint32_t(__popc(changed))), sum = __reduce_add_sync(kEveryLane, size_sum);
+  const uint32_t count = __reduce_add_sync(kEveryLane, uint32_t(__popc(changed)));
+  const uint32_t sum = F::E ? __reduce_add_sync(kEveryLane, size_sum) : 0;
   if (count == 0) return {CHANGE, 0, 0, 0, 0};
   if (__all_sync(kEveryLane, same)) return encode_fill(head, slot);
 
@@ -143,10 +144,10 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
                          __reduce_add_sync(kEveryLane, escapes) * uint32_t(sizeof(Word));
 
   const uint32_t trim = F::has_trim ? least(uint32_t(__ffs(int(__reduce_or_sync(kEveryLane, any)))) - 1, F::M) : 0;
-  const uint32_t alone_bytes = least_alone_bytes<F>(n, __reduce_add_sync(kEveryLane, zeros), trim);
+  const uint32_t alone_bytes = least_alone_bytes<F>(n, F::E ? __reduce_add_sync(kEveryLane, zeros) : 0, trim);
 
   // Shifts, levels and signs of this lane's elements, at the mean scale or, where the tail is then shorter, without one.
-  uint32_t top = least(255, (8 * sum + Scale<F>::bias * count) / (8 * count));
+  uint32_t top = F::E ? least(255, (8 * sum + Scale<F>::bias * count) / (8 * count)) : 0;
   Shifts shifts;
   Grouping group;
   uint32_t levels[kLevels], negative, tail;
@@ -176,11 +177,15 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
   }
 
   if (tail >= alone_bytes) {
-    const Form alone = encode_block<F, Cascade>(words, extent, slot, list);
-    if (alone.body + alone.tail <= tail) return alone;
-    // The list was lent: put the shifts back. No register keeps them or the group meanwhile.
-    __syncwarp();
-    shifts = list_shifts<F>(bases, extent, top, list);
+    if constexpr (F::E == 0) {
+      return {RAW, 0, 0, alone_bytes, 0};
+    } else {
+      const Form alone = encode_block<F, Cascade>(words, extent, slot, list);
+      if (alone.body + alone.tail <= tail) return alone;
+      // The list was lent: put the shifts back. No register keeps them or the group meanwhile.
+      __syncwarp();
+      shifts = list_shifts<F>(bases, extent, top, list);
+    }
   }
   const uint32_t most = __reduce_max_sync(kEveryLane, shifts.most), escaped = levels[kLevels - 1];
   __syncwarp();

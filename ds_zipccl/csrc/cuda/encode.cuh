@@ -6,9 +6,11 @@
 // chunk by chunk and taken in this order, by `ticket`. A block of threads waits only when every part up to the end of its chunk is taken:
 // it takes the free parts of its chunk itself before. All these parts belong to blocks of threads that run, and a block of threads tells
 // the sizes of its parts before it waits. So the sizes of all chunks up to this one come, and with them, chunk by chunk, their places.
+//
+// Against a base, the words of the whole chunk decide its form. Each owner of a part reads all of them and comes to the same decision; a
+// chunk without a table is then written by the owner of its first part alone, and the other owners end.
 #pragma once
-#include "cuda/delta.cuh"
-#include "cuda/frame.cuh"
+#include "cuda/encode_list.cuh"
 
 namespace zipccl {
 namespace {
@@ -28,6 +30,7 @@ struct EncodeJob {
 struct EncodeJobs {
   EncodeJob job[kMaxJobs];
   uint32_t count, block, dtype, split;
+  uint32_t element_log2;  // an element of the tensor has 1 << element_log2 words
   uint32_t* ticket;     // zero
   uint64_t* places;     // a zero for every item
   uint64_t* sizes;      // a zero for every part, unless split is 0
@@ -35,11 +38,20 @@ struct EncodeJobs {
 };
 
 template <typename F>
-struct EncodeShared {
+struct BlockScratch {
   // A block's staging: its body, then its tail. Both together are smaller than its words, or it is RAW and stays where it is.
   alignas(16) uint8_t slot[kChunkBlocks][kMaxBlock * sizeof(typename F::Word)];
   // Bytes of a block's elements, then room for its exponents as four bits each, which lanes exchange.
   alignas(16) uint8_t list[kWarps][kMaxBlock + kMaxBlock / 2];
+};
+
+template <typename F>
+struct EncodeShared {
+  union {
+    BlockScratch<F> blocks;
+    Lists<F> lists;
+  };
+  ListPlan plan;
   Form form[kChunkBlocks];
   uint32_t body_at[kChunkBlocks], tail_at[kChunkBlocks];
   const typename F::Word* words;  // of the chunk
@@ -140,7 +152,7 @@ ZIPCCL_DEVICE void copy_raw_part(const EncodeJobs& jobs, const EncodeShared<F>& 
     copy_raw(reinterpret_cast<const uint8_t*>(shared.words + begin), to, (end - begin) * itemsize);
   }
   if (shared.ticket == job.first_item << jobs.split && threadIdx.x == 0) {
-    write_header(job.header, kCodecRaw, jobs.dtype, 1, job.numel, kHeaderBytes + bytes, !fits);
+    write_header(job.header, kCodecRaw, jobs.dtype, 1, job.numel >> jobs.element_log2, kHeaderBytes + bytes, !fits);
     if (!fits && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
   }
 }
@@ -153,7 +165,7 @@ ZIPCCL_DEVICE void encode_blocks(const EncodeJobs& jobs, EncodeShared<F>& shared
     Form form = {kLater, 0, 0, 0, 0};
     if constexpr (!Code::delta) {
       if (numel_of(shared, b, jobs.block) == Whole::n)
-        form = encode_block<F, Code>(shared.words + b * jobs.block, Whole(), shared.slot[b], shared.list[b % kWarps]);
+        form = encode_block<F, Code>(shared.words + b * jobs.block, Whole(), shared.blocks.slot[b], shared.blocks.list[b % kWarps]);
     }
     if (lane_id() == 0) shared.form[b] = form;
   }
@@ -167,26 +179,17 @@ ZIPCCL_DEVICE void encode_blocks(const EncodeJobs& jobs, EncodeShared<F>& shared
       const EncodeJob& job = jobs.job[shared.job];
       const uint64_t first = uint64_t(shared.item - job.first_item) * jobs.block * kChunkBlocks;
       const auto* const base = static_cast<const typename F::Word*>(job.base) + first + b * jobs.block;
-      form = encode_change<F>(from, base, n, shared.slot[b], shared.list[b % kWarps]);
+      form = encode_change<F>(from, base, n, shared.blocks.slot[b], shared.blocks.list[b % kWarps]);
     } else {
-      form = encode_block<F, Code>(from, Part{n}, shared.slot[b], shared.list[b % kWarps]);
+      form = encode_block<F, Code>(from, Part{n}, shared.blocks.slot[b], shared.blocks.list[b % kWarps]);
     }
     if (lane_id() == 0) shared.form[b] = form;
   }
 }
 
-// One work item: a part of a chunk of a job, or of a job without words.
+// A block of threads codes its part of the chunk, and then the parts of the chunk that no block of threads has.
 template <typename F, typename Code>
-ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
-  ZIPCCL_SHARED(EncodeShared<F>, shared);
-  if (threadIdx.x == 0) {
-    shared.ticket = atomicAdd(jobs.ticket, 1u);
-    if (shared.ticket < gridDim.x) open_item(jobs, shared);
-  }
-  __syncthreads();
-  if (shared.ticket >= gridDim.x) return;  // other blocks of threads took all parts
-  if (jobs.job[shared.job].raw) return copy_raw_part(jobs, shared);
-
+ZIPCCL_DEVICE void encode_parts_of_chunk(const EncodeJobs& jobs, EncodeShared<F>& shared) {
   do {
     encode_blocks<F, Code>(jobs, shared);
     __syncthreads();
@@ -204,30 +207,86 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     }
     __syncthreads();
   } while (shared.ticket >> jobs.split == shared.item);
+}
+
+// A warp finds the places of bodies and tails in a chunk, all of whose parts are taken, and returns the chunk's size in units of 16 bytes.
+template <typename F>
+ZIPCCL_DEVICE uint32_t lay_out_table(const EncodeJobs& jobs, EncodeShared<F>& shared) {
+  // A lane for each block. The first block of a part of another owner stands for its whole part.
+  const uint32_t lane = lane_id(), blocks = pieces(shared.numel, jobs.block), table = table_bytes<F>(blocks);
+  const uint32_t part_shift = log2_of(kChunkBlocks) - jobs.split, part = lane >> part_shift;
+  const bool own = shared.own >> part & 1, stands = lane < blocks && !own && lane == part << part_shift;
+  uint32_t body = 0, tail = 0;
+  if (lane < blocks && own) body = shared.form[lane].body, tail = shared.form[lane].tail;
+  if (jobs.split) {
+    const volatile uint64_t* const sizes = jobs.sizes + (uint64_t(shared.item) << jobs.split) + part;
+    uint64_t seen = stands ? *sizes : part_sizes(0, 0);
+    while (__any_sync(kEveryLane, seen == 0)) {
+      __nanosleep(32);
+      if (seen == 0) seen = *sizes;
+    }
+    if (stands) body = uint32_t(seen >> 32) & 0x7fffffffu, tail = uint32_t(seen);
+  }
+  const uint32_t bodies = __reduce_add_sync(kEveryLane, body), tails = __reduce_add_sync(kEveryLane, tail);
+  const uint32_t body_at = table + sum_below(body), tail_at = table + bodies + sum_below(tail);
+  if (lane < blocks) shared.body_at[lane] = body_at, shared.tail_at[lane] = tail_at;
+  return blocks ? (table + bodies + pad16(tails)) / 16 : 0;
+}
+
+// Codes a chunk against its base, and returns its form, which is not EITHER. The first warp gets its size in units of 16 bytes. A LIST is
+// in the scratch, if this is the owner of the first part and the LIST fits in the payload.
+template <typename F, typename Code>
+ZIPCCL_DEVICE ChunkForm encode_against_base(const EncodeJobs& jobs, EncodeShared<F>& shared, uint32_t& units) {
+  const EncodeJob& job = jobs.job[shared.job];
+  const uint64_t first = uint64_t(shared.item - job.first_item) * jobs.block * kChunkBlocks;
+  const auto* const bases = static_cast<const typename F::Word*>(job.base) + first;
+  const uint64_t room = shared.own & 1 ? job.capacity : 0;
+  for (bool lost = false;; lost = true) {
+    const ChunkForm form = list_changes<F>(shared.words, bases, shared.numel, jobs.block, lost, room, shared.plan, shared.lists);
+    if (form == SAME || form == LIST) {
+      units = form == LIST ? shared.plan.bytes / 16 : 0;
+      // Nobody asks for this part's sizes, unless words change under the encoder: then results are wrong, but nothing hangs.
+      if (jobs.split && !lost && threadIdx.x == 0) static_cast<volatile uint64_t*>(jobs.sizes)[shared.ticket] = part_sizes(0, 0);
+      return form;
+    }
+    if (lost) return TABLE;  // words changed under the encoder: the results are wrong, but the first layout stays inside its slot
+    encode_parts_of_chunk<F, Code>(jobs, shared);
+    if (warp_id() == 0) {
+      units = lay_out_table(jobs, shared);
+      if (lane_id() == 0) shared.units = units;
+    }
+    if (form == TABLE) return TABLE;
+    __syncthreads();
+    if (shared.plan.bytes / 16 > shared.units) return TABLE;
+  }
+}
+
+// One work item: a part of a chunk of a job, or of a job without words.
+template <typename F, typename Code>
+ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
+  ZIPCCL_SHARED(EncodeShared<F>, shared);
+  if (threadIdx.x == 0) {
+    shared.ticket = atomicAdd(jobs.ticket, 1u);
+    if (shared.ticket < gridDim.x) open_item(jobs, shared);
+  }
+  __syncthreads();
+  if (shared.ticket >= gridDim.x) return;  // other blocks of threads took all parts
+  if (jobs.job[shared.job].raw) return copy_raw_part(jobs, shared);
 
   const EncodeJob& job = jobs.job[shared.job];
   const uint32_t chunk = shared.item - job.first_item, chunks = pieces(job.numel, jobs.block * kChunkBlocks);
   const uint32_t index_bytes = pad16(4 * chunks), blocks = pieces(shared.numel, jobs.block);
+  uint32_t units = 0;  // of the first warp
+  ChunkForm form = TABLE;
+  if constexpr (Code::delta) {
+    form = encode_against_base<F, Code>(jobs, shared, units);
+    if (form != TABLE && !(shared.own & 1)) return;
+  } else {
+    encode_parts_of_chunk<F, Code>(jobs, shared);
+    if (warp_id() == 0) units = lay_out_table(jobs, shared);
+  }
   const uint32_t part_shift = log2_of(kChunkBlocks) - jobs.split, warp = warp_id(), lane = lane_id();
   if (warp == 0) {
-    // A lane for each block. The first block of a part of another owner stands for its whole part.
-    const uint32_t table = table_bytes<F>(blocks), part = lane >> part_shift;
-    const bool own = shared.own >> part & 1, stands = lane < blocks && !own && lane == part << part_shift;
-    uint32_t body = 0, tail = 0;
-    if (lane < blocks && own) body = shared.form[lane].body, tail = shared.form[lane].tail;
-    if (jobs.split) {
-      const volatile uint64_t* const sizes = jobs.sizes + (uint64_t(shared.item) << jobs.split) + part;
-      uint64_t seen = stands ? *sizes : part_sizes(0, 0);
-      while (__any_sync(kEveryLane, seen == 0)) {
-        __nanosleep(32);
-        if (seen == 0) seen = *sizes;
-      }
-      if (stands) body = uint32_t(seen >> 32) & 0x7fffffffu, tail = uint32_t(seen);
-    }
-    const uint32_t bodies = __reduce_add_sync(kEveryLane, body), tails = __reduce_add_sync(kEveryLane, tail);
-    const uint32_t body_at = table + sum_below(body), tail_at = table + bodies + sum_below(tail);
-    if (lane < blocks) shared.body_at[lane] = body_at, shared.tail_at[lane] = tail_at;
-    const uint32_t units = blocks ? (table + bodies + pad16(tails)) / 16 : 0;
     // Every owner of a part looks back by itself; all tell the later chunks the same.
     const uint32_t start = look_back(jobs.places + job.first_item, chunk, index_bytes / 16, units);
     if (lane == 0) shared.start = uint64_t(start) * 16, shared.units = units;
@@ -240,16 +299,23 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     if (job.bytes) *job.bytes = end;
     if (job.header) {
       const uint32_t codec = Code::delta ? kCodecDelta : kCodecExponent;
-      write_header(job.header, codec, jobs.dtype, jobs.block, job.numel, kHeaderBytes + end, end > job.capacity);
+      const uint64_t numel = job.numel >> jobs.element_log2;
+      write_header(job.header, codec, jobs.dtype, jobs.block, numel, kHeaderBytes + end, end > job.capacity);
     }
     if (end > job.capacity && jobs.overflows) atomicAdd_system(jobs.overflows, 1u);
   }
   if (end > job.capacity || !blocks) return;
   uint8_t* const out = job.payload + shared.start;
   if (leads) {
-    if (threadIdx.x == 0) reinterpret_cast<uint32_t*>(job.payload)[chunk] = uint32_t(shared.start / 16);
+    if (threadIdx.x == 0) reinterpret_cast<uint32_t*>(job.payload)[chunk] = uint32_t(shared.start / 16) | (form == LIST ? kListBit : 0);
     if (chunk + 1 == chunks && threadIdx.x < (index_bytes - 4 * chunks) / 4)
       reinterpret_cast<uint32_t*>(job.payload)[chunks + threadIdx.x] = 0;
+    if constexpr (Code::delta) {
+      if (form == LIST)
+        for (uint32_t i = threadIdx.x; i < shared.units; i += kThreads)
+          reinterpret_cast<uint4*>(out)[i] = reinterpret_cast<const uint4*>(shared.lists.string)[i];
+      if (form != TABLE) return;
+    }
     const uint32_t entries = blocks * (F::has_trim ? 4 : 3);
     if (threadIdx.x < table_bytes<F>(blocks) - entries) out[entries + threadIdx.x] = 0;
   }
@@ -269,12 +335,12 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     if (form.mode == RAW) {
       copy_raw_block<F>(shared.words + b * jobs.block, numel_of(shared, b, jobs.block), body);
     } else {
-      const uint4* const from = reinterpret_cast<const uint4*>(shared.slot[b]);
+      const uint4* const from = reinterpret_cast<const uint4*>(shared.blocks.slot[b]);
       const uint4* const end = from + form.body / 16;
       uint4* to = reinterpret_cast<uint4*>(body) + lane;
 #pragma unroll 1
       for (const uint4* at = from + lane; at < end; at += kLanes, to += kLanes) *to = *at;
-      copy_bytes(out + shared.tail_at[b], shared.slot[b] + form.body, form.tail);
+      copy_bytes(out + shared.tail_at[b], shared.blocks.slot[b] + form.body, form.tail);
     }
   }
   if (!ends) return;

@@ -8,7 +8,7 @@ namespace {
 
 constexpr uint32_t kHeaderBytes = 32;
 constexpr uint32_t kMagic = 'Z' | 'C' << 8 | 'C' << 16 | 'L' << 24;
-constexpr uint32_t kVersion = 1, kCodecRaw = 0, kCodecExponent = 1, kCodecDelta = 2, kFlagOverflow = 4;
+constexpr uint32_t kVersion = 2, kCodecRaw = 0, kCodecExponent = 1, kCodecDelta = 2, kFlagOverflow = 4;
 
 constexpr uint32_t kMaxJobs = 48;  // of a launch; their table travels with the kernel's parameters, of which 4 KiB work everywhere
 constexpr uint32_t kNone = ~0u;

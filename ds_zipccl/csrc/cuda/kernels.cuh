@@ -50,10 +50,12 @@
   each(zipccl_encode_##type##_cascade, EncodeJobs) \
   each(zipccl_encode_##type##_wide, EncodeJobs)    \
   each(zipccl_decode_##type, DecodeJobs)
-#define ZIPCCL_EACH_WIDER(each, type)            \
-  ZIPCCL_EACH_CODEC(each, type)                  \
+#define ZIPCCL_EACH_DELTA(each, type)            \
   each(zipccl_encode_##type##_delta, EncodeJobs) \
-  each(zipccl_decode_##type##_delta, DecodeJobs) \
+  each(zipccl_decode_##type##_delta, DecodeJobs)
+#define ZIPCCL_EACH_WIDER(each, type) \
+  ZIPCCL_EACH_CODEC(each, type)       \
+  ZIPCCL_EACH_DELTA(each, type)       \
   each(zipccl_decode_sum_##type, SumJob)
 
 #if ZIPCCL_PARTS & 1
@@ -82,7 +84,8 @@ ZIPCCL_SUM(fp32, Fp32)
 #endif
 #if ZIPCCL_PARTS & 8
 ZIPCCL_CODEC(e4m3, E4m3, 4, 4)
-#define ZIPCCL_EACH_8(each) ZIPCCL_EACH_CODEC(each, e4m3)
+ZIPCCL_DELTA(u8, Byte, 3, 3)
+#define ZIPCCL_EACH_8(each) ZIPCCL_EACH_CODEC(each, e4m3) ZIPCCL_EACH_DELTA(each, u8)
 #else
 #define ZIPCCL_EACH_8(each)
 #endif
@@ -108,9 +111,11 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) {
 // The shared memory that kernels/cuda.py asks for suffices.
 #define ZIPCCL_FITS(What, F, bytes) static_assert(sizeof(zipccl::What##Shared<zipccl::F>) <= (bytes), "SHARED_BYTES")
 ZIPCCL_FITS(Encode, E4m3, 30720);
+ZIPCCL_FITS(Encode, Byte, 30720);
 ZIPCCL_FITS(Encode, Bf16, 47104);
 ZIPCCL_FITS(Encode, Fp32, 79872);
 ZIPCCL_FITS(Decode, E4m3, 25088);
+ZIPCCL_FITS(Decode, Byte, 25088);
 ZIPCCL_FITS(Decode, Bf16, 33280);
 ZIPCCL_FITS(Decode, Fp32, 49664);
 ZIPCCL_FITS(Sum, Bf16, 50176);

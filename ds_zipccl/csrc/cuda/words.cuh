@@ -55,6 +55,17 @@ struct Octet<F, uint16_t> {
   ZIPCCL_DEVICE void set(uint32_t i, uint16_t w) {
     pair[i / 2] = i % 2 ? (pair[i / 2] & 0xffffu) | uint32_t(w) << 16 : (pair[i / 2] & 0xffff0000u) | w;
   }
+  // A bit for each word that is not the other octet's.
+  ZIPCCL_DEVICE uint32_t differing(const Octet& other) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t x = pair[i] ^ other.pair[i];
+      if (x & 0xffffu) bits |= 1u << 2 * i;
+      if (x >> 16) bits |= 2u << 2 * i;
+    }
+    return bits;
+  }
   ZIPCCL_DEVICE Bytes8 lows() const { return {{__byte_perm(pair[0], pair[1], 0x6420), __byte_perm(pair[2], pair[3], 0x6420)}}; }
   ZIPCCL_DEVICE Bytes8 highs() const { return {{__byte_perm(pair[0], pair[1], 0x7531), __byte_perm(pair[2], pair[3], 0x7531)}}; }
   ZIPCCL_DEVICE Bytes8 exponents() const {
@@ -130,6 +141,13 @@ struct Octet<F, uint32_t> {
 
   ZIPCCL_DEVICE uint32_t word(uint32_t i) const { return w[i]; }
   ZIPCCL_DEVICE void set(uint32_t i, uint32_t word) { w[i] = word; }
+  ZIPCCL_DEVICE uint32_t differing(const Octet& other) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (w[i] != other.w[i]) bits |= 1u << i;
+    return bits;
+  }
   ZIPCCL_DEVICE Bytes8 exponents() const {
     return {{pack4(F::exponent(w[0]), F::exponent(w[1]), F::exponent(w[2]), F::exponent(w[3])),
              pack4(F::exponent(w[4]), F::exponent(w[5]), F::exponent(w[6]), F::exponent(w[7]))}};
@@ -196,6 +214,13 @@ struct Octet<F, uint8_t> {
   ZIPCCL_DEVICE uint8_t word(uint32_t i) const { return uint8_t(quad[i / 4] >> 8 * (i % 4)); }
   ZIPCCL_DEVICE void set(uint32_t i, uint8_t w) {
     quad[i / 4] = (quad[i / 4] & ~(255u << 8 * (i % 4))) | uint32_t(w) << 8 * (i % 4);
+  }
+  ZIPCCL_DEVICE uint32_t differing(const Octet& other) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (word(i) != other.word(i)) bits |= 1u << i;
+    return bits;
   }
   ZIPCCL_DEVICE Bytes8 exponents() const {
     return {{quad[0] >> F::M & F::exponent_mask * kEachByte, quad[1] >> F::M & F::exponent_mask * kEachByte}};

@@ -1,0 +1,317 @@
+"""Differences whose chunks are SAME or LIST, and differences of any dtype by bytes, on the CUDA kernels; emulated, and on a GPU.
+
+The frames are those of the CPU.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from itertools import pairwise
+
+import emulation
+import pytest
+import tiers
+import torch
+from cuda_frames import CPU, GUARD, Kernel, bits, frame_of, pad, slot
+
+from ds_zipccl import codecs
+from ds_zipccl.frame import FrameError, FrameErrorCode
+from ds_zipccl.kernels.cuda import CudaRoute, GatherTable, Parameter, failure_of, frame_bytes, new_status, raise_failure
+
+BLOCK, CHUNK = 128, 2048
+#: Floats, whose elements are words, and some of the dtypes that are coded as bytes.
+DTYPES = (
+    torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool,
+)  # fmt: skip
+SHORT = ("torch.bfloat16", "torch.uint8", "torch.int64")
+BY_NAME = {str(dtype): dtype for dtype in DTYPES}
+#: Share of the words that change, and the largest change in units.
+CHANGES = ((0, 1), (0.003, 3), (0.05, 1), (0.1, 9), (0.18, 2), (0.22, 40), (0.5, 3))
+
+
+def pair(dtype: torch.dtype, words: int, share: float, reach: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of so many words, and its base: ``share`` of the words differ, by up to ``reach`` units."""
+    draw = torch.Generator().manual_seed(seed)
+    if dtype in (torch.bfloat16, torch.float16, torch.float32):
+        base = torch.randn(words, generator=draw).to(dtype)
+        numbers = base.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+    else:
+        size = words // dtype.itemsize * dtype.itemsize
+        numbers = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=draw)
+        base = numbers.view(dtype)
+    units = torch.randint(1, reach + 1, numbers.shape, generator=draw)
+    units *= 1 - 2 * torch.randint(0, 2, numbers.shape, generator=draw)
+    units *= torch.rand(numbers.shape, generator=draw) < share
+    moved = numbers + units.to(numbers.dtype)
+    if dtype is torch.bool:  # copies of other bytes than 0 and 1 may change them
+        moved, base = moved & 1, (numbers & 1).view(dtype)
+    return moved.view(dtype), base
+
+
+def forms(frame: torch.Tensor, words: int, block: int = BLOCK) -> list[str]:
+    """The forms of the chunks of a flat frame of so many words."""
+    index = frame[32 : 32 + 4 * -(-words // (16 * block))].view(torch.int32).tolist()
+    places = [entry & 0x7FFFFFFF for entry in index] + [pad(frame.numel() - 32) // 16]
+    sizes = [end - start for start, end in pairwise(places)]
+    return ["LIST" if entry < 0 else "TABLE" if size else "SAME" for entry, size in zip(index, sizes, strict=True)]
+
+
+def coded(
+    route: CudaRoute, device: torch.device, tensors: list[torch.Tensor], bases: list[torch.Tensor], block: int = BLOCK
+) -> list[torch.Tensor]:
+    """Their frames, after proof that they are those of the CPU, and that they give the tensors apart from the bases and in place."""
+    wanted = [frame_of(tensor, "delta", block, base) for tensor, base in zip(tensors, bases, strict=True)]
+    there, lasts = [tensor.to(device) for tensor in tensors], [base.to(device, copy=True) for base in bases]
+    slots = [slot(frame.numel() + 16 * (i % 2), device) for i, frame in enumerate(wanted)]
+    overflows = torch.zeros(1, dtype=torch.int32, device=device)
+    route.encode_delta_frames(there, lasts, block, [at for at, _ in slots], overflows)
+    assert overflows.item() == 0
+    for number, (frame, (at, memory)) in enumerate(zip(wanted, slots, strict=True)):
+        assert torch.equal(at[: frame.numel()].cpu(), frame), number
+        assert (memory[:32] == GUARD).all()
+        assert (memory[32 + frame.numel() :] == GUARD).all()
+    headers = torch.full((len(wanted), 32), GUARD, dtype=torch.uint8, device=device)
+    route.frame_sizes(there, "delta", block, headers, lasts)
+    assert frame_bytes(headers).tolist() == [frame.numel() for frame in wanted]
+    outs, status = [torch.empty_like(base) for base in lasts], new_status(device)
+    route.decode_delta_frames([at for at, _ in slots], lasts, block, outs, status)
+    route.decode_delta_frames([at for at, _ in slots], lasts, block, lasts, status)
+    raise_failure(status)
+    for tensor, out, place in zip(tensors, outs, lasts, strict=True):
+        assert torch.equal(bits(out), bits(tensor))
+        assert torch.equal(bits(place), bits(tensor))
+    return wanted
+
+
+@pytest.mark.parametrize(
+    "name", tiers.mostly_full(BY_NAME, SHORT, "slow emulation; kernels of these words are in the short tier")
+)
+def test_forms_of_chunks(kernel: Kernel, name: str) -> None:
+    """Every form, in whole chunks and the last one; sizes without a frame; more than one chunk in a frame."""
+    route, device = kernel
+    words = (CHUNK, CHUNK + 520, 3 * CHUNK - 8, 160)
+    cases = [
+        (size, pair(BY_NAME[name], size, share, reach, seed))
+        for seed, (share, reach) in enumerate(CHANGES)
+        for size in (words[seed % 4], words[(seed + 1) % 4])
+    ]
+    frames = coded(route, device, [tensor for _, (tensor, _) in cases], [base for _, (_, base) in cases])
+    seen = {form for frame, (size, _) in zip(frames, cases, strict=True) for form in forms(frame, size)}
+    assert seen == {"SAME", "LIST", "TABLE"}
+
+
+@pytest.mark.parametrize("block", [256, pytest.param(1024, marks=pytest.mark.full(reason="chunks of 16384 words"))])
+def test_larger_blocks(kernel: Kernel, block: int) -> None:
+    route, device = kernel
+    words = 16 * block + 100
+    for dtype in (torch.bfloat16, torch.uint8):
+        cases = [pair(dtype, words, share, reach, block) for share, reach in ((0.02, 2), (0.12, 7), (0.2, 1))]
+        frames = coded(route, device, [tensor for tensor, _ in cases], [base for _, base in cases], block)
+        assert "LIST" in {form for frame in frames for form in forms(frame, words, block)}
+
+
+def test_a_list_of_as_many_bytes_as_a_table(kernel: Kernel) -> None:
+    """Three of 32 words change, by one unit, by five and by a sign; and a run of changes, where a LIST is larger."""
+    base = torch.tensor([1.0] * 21 + [0.5, 1.0] + [0.5] * 9).bfloat16()
+    tensor = torch.tensor([1.0] * 20 + [1.0078125, 0.51953125, -1.0] + [0.5] * 9).bfloat16()
+    run = torch.randn(CHUNK, generator=torch.Generator().manual_seed(1)).bfloat16()
+    moved = run.clone()
+    moved.view(torch.int16)[300:700] += torch.arange(400, dtype=torch.int16) % 9
+    frames = coded(*kernel, [tensor, moved], [base, run])
+    assert [forms(frames[0], 32), forms(frames[1], CHUNK)] == [["LIST"], ["TABLE"]]
+
+
+def test_words_and_bases_at_any_address(kernel: Kernel) -> None:
+    route, device = kernel
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        for share in (0, 0.02):
+            tensor, base = pair(dtype, CHUNK + 301, share, 7, 5)
+            wanted = frame_of(tensor, "delta", BLOCK, base)
+            for offset in (1, 3, 16 // dtype.itemsize - 1):
+                memories = [torch.zeros(tensor.numel() + 32, dtype=dtype, device=device) for _ in range(3)]
+                words, last, out = (memory[offset + i :][: tensor.numel()] for i, memory in enumerate(memories))
+                words.copy_(tensor)
+                last.copy_(base)
+                at, _ = slot(wanted.numel(), device)
+                route.encode_delta_frames([words], [last], BLOCK, [at])
+                assert torch.equal(at.cpu(), wanted)
+                route.decode_delta_frames([at], [last], BLOCK, [out], status := new_status(device))
+                raise_failure(status)
+                assert torch.equal(bits(out), bits(tensor))
+                assert not memories[2][: offset + 2].any()
+                assert not memories[2][offset + 2 + tensor.numel() :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e5m2, torch.bfloat16])
+def test_a_gather_of_any_dtype(kernel: Kernel, dtype: torch.dtype) -> None:
+    """Against bases, some shards as raw frames, into one output in place of the bases; sizes and strides are elements."""
+    route, device = kernel
+    numels = (700, 33, 9)
+    cases = [
+        [pair(dtype, numel * dtype.itemsize, 0.02, 3, 10 * rank + i) for i, numel in enumerate(numels)]
+        for rank in range(3)
+    ]
+    if dtype is torch.bfloat16:
+        cases = [
+            [(tensor[:numel], base[:numel]) for (tensor, base), numel in zip(row, numels, strict=True)] for row in cases
+        ]
+    room = [pad(codecs.compress_bound(numel, dtype, "delta", block=BLOCK)) for numel in numels]
+    parameters = [
+        Parameter(numel, size, stride=sum(numels), start=sum(numels[:i]), raw=i == 1)
+        for i, (numel, size) in enumerate(zip(numels, room, strict=True))
+    ]
+    table = GatherTable(parameters, dtype, BLOCK, 3)
+    slab = torch.zeros(3 * table.part_bytes, dtype=torch.uint8, device=device)
+    for rank, row in enumerate(cases):
+        part = slab[rank * table.part_bytes :][: table.part_bytes]
+        shards, bases = [tensor.to(device) for tensor, _ in row], [base.to(device) for _, base in row]
+        route.encode_gather(shards, "delta", table, part, bases=bases)
+        wanted = frame_of(row[0][0], "delta", BLOCK, row[0][1])
+        assert torch.equal(part[: wanted.numel()].cpu(), wanted)
+        wanted = frame_of(row[1][0], "raw")
+        assert torch.equal(part[room[0] :][: wanted.numel()].cpu(), wanted)
+    out = torch.cat([base for row in cases for _, base in row]).to(device)
+    route.decode_gather(slab, table, out, 1, status := new_status(device), bases=out)
+    raise_failure(status)
+    wanted = [[base if rank == 1 else tensor for tensor, base in row] for rank, row in enumerate(cases)]
+    assert torch.equal(bits(out), bits(torch.cat([one for row in wanted for one in row])))
+
+
+def test_raw_frames_of_any_dtype_and_a_base_that_is_not_there(kernel: Kernel) -> None:
+    route, device = kernel
+    tensor, base = pair(torch.int32, 4 * 600, 0.01, 2, 3)
+    frames = [frame_of(tensor, "raw"), frame_of(tensor, "delta", BLOCK, base)]
+    at, _ = slot(frames[0].numel(), device)
+    route.encode_frames([tensor.to(device)], "raw", BLOCK, [at])
+    assert torch.equal(at.cpu(), frames[0])
+    out = torch.zeros_like(tensor, device=device)
+    route.decode_frames([at], BLOCK, [out], status := new_status(device))
+    raise_failure(status)
+    assert torch.equal(out.cpu(), tensor)
+    route.decode_frames([frames[1].to(device)], BLOCK, [out], status)
+    assert failure_of(int(status.item())).code == FrameErrorCode.CODEC
+    assert (out == -1).all()
+    with pytest.raises(ValueError, match="no kernel for dtype"):
+        route.encode_frames([tensor.to(device)], "cascade", BLOCK, [at])
+
+
+# ------------------------------------------------------------------------------------------------------ lists that are refused
+
+
+def refused(kernel: Kernel, frame: torch.Tensor, base: torch.Tensor) -> int:
+    """The code with which a kernel refuses a frame of one chunk, or zero; as the CPU, and without a byte beside the output."""
+    route, device = kernel
+    try:
+        wanted, code = codecs.decompress(frame.clone(), base=base, route="native"), 0
+    except FrameError as error:
+        wanted, code = None, int(error.code)
+    at, _ = slot(frame.numel(), device)
+    at.copy_(frame)
+    out, memory = slot(base.nbytes, device)
+    route.decode_delta_frames([at], [base.to(device)], BLOCK, [out.view(base.dtype)], status := new_status(device))
+    assert (memory[:32] == GUARD).all()
+    assert (memory[32 + base.nbytes :] == GUARD).all()
+    failure = failure_of(int(status.item()))
+    got = 0 if failure is None else int(failure.code)
+    assert got == code, frame[:100].tolist()
+    assert torch.equal(out.cpu(), torch.full_like(out.cpu(), 255) if wanted is None else bits(wanted))
+    return code
+
+
+def list_frame(levels: list[tuple[int, int]], text: list[int], words: int = CHUNK, behind: int = 0) -> torch.Tensor:
+    """A frame of one LIST, of bfloat16: m and r of each level, its string of bits, and bytes of zeros behind them."""
+    head = bytes([len(levels)]) + b"".join(struct.pack("<HB", m, r) for m, r in levels)
+    string = sum(bit << i for i, bit in enumerate(text)).to_bytes(-(-len(text) // 8), "little")
+    chunk = head + string
+    chunk += bytes(pad(len(chunk)) - len(chunk) + behind)
+    payload = struct.pack("<I12x", 1 << 31 | 1) + chunk
+    header = b"ZCCL" + bytes([2, 2, 1, 0, 0, 7, 0, 0]) + struct.pack("<IQQ", 0, words, 32 + len(payload))
+    return torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
+
+
+def test_lists_at_their_limits(kernel: Kernel) -> None:
+    """The last place, and the place behind it; low bits and zeros alone reach it; bits far behind the string."""
+    _, base = pair(torch.bfloat16, CHUNK, 0, 1, 1)
+    last, good, bad = CHUNK - 1, 0, FrameErrorCode.BLOCK
+    low = [last >> i & 1 for i in range(13)]
+    cases = [
+        (list_frame([(1, 0)], [1, *[0] * last, 1]), good),
+        (list_frame([(1, 0)], [1, *[0] * (last + 1), 1]), bad),
+        (list_frame([(1, 13)], [*low, 0, 1]), good),
+        (list_frame([(1, 13)], [*[1] * 13, 0, 1]), bad),
+        (list_frame([(1, 13)], [*low, 0, 0, 1]), bad),
+        (list_frame([(1, 13)], [*[0] * 13, 0, *[0] * 30_000, 1]), bad),
+        (list_frame([(1, 14)], [*low, 0, 0, 1]), bad),
+        (list_frame([(2, 0)], [0, 1, 1, *[0] * (last - 1), 1]), good),
+        (list_frame([(2, 0)], [0, 1, 1, *[0] * last, 1]), bad),
+        (list_frame([(2, 0), (1, 0)], [0, 0, 1, 1, 0, 1]), good),
+        (list_frame([(2, 0), (1, 0)], [0, 0, 1, 1, 0, 0, 1]), bad),
+        (list_frame([(1, 0), (2, 0)], [0, 1, 1, 1]), bad),
+        (list_frame([(0, 0)], [1]), bad),
+        (list_frame([], [1]), bad),
+        (list_frame([(1, 0)] * 7, [0, *[1] * 7]), bad),
+        (list_frame([(512, 0)], [*[1] * 512, *[1] * 512]), good),
+        (list_frame([(513, 0)], [*[1] * 513, *[1] * 513]), bad),
+        (list_frame([(512, 8)], [1]), bad),
+        (list_frame([(1, 0)], [1, 1], behind=4144), good),
+        (list_frame([(1, 0)], [1, 1], behind=4160), FrameErrorCode.SIZE),
+        (list_frame([(1, 0)], [1, 1, *[0] * 32_000, 1]), bad),
+        (list_frame([(1, 0)], [1, 1, *[0] * 300_000, 1]), FrameErrorCode.SIZE),
+        (list_frame([(1, 0)], [1, 1, *[0] * 90, 1]), bad),
+        (list_frame([(1, 0)], [1, 0]), bad),
+    ]
+    for number, (frame, wanted) in enumerate(cases):
+        assert refused(kernel, frame, base) == wanted, number
+    entry = list_frame([(1, 0)], [1, 1])[:48]
+    entry[24] = 48  # a LIST of no bytes
+    assert refused(kernel, entry, base) == bad
+
+
+def test_damaged_lists(kernel: Kernel) -> None:
+    """Bits and bytes of a LIST changed at random: the kernels refuse what the CPU refuses, and give its words otherwise."""
+    rng, seen = random.Random(3), set()
+    cases = [
+        pair(dtype, CHUNK - 100, share, 8, 9)
+        for dtype in (torch.bfloat16, torch.float32, torch.uint8)
+        for share in (0.01, 0.08)
+    ]
+    for turn in range(90):
+        tensor, base = cases[turn % len(cases)]
+        frame = frame_of(tensor, "delta", BLOCK, base)
+        for _ in range(1 + turn % 2):
+            at = rng.randrange(48, frame.numel()) if turn % 3 else rng.randrange(44, 70)
+            frame[at] = int(frame[at]) ^ (1 << rng.randrange(8)) if turn % 4 else rng.randrange(256)
+        seen.add(refused(kernel, frame, base))
+    assert {0, FrameErrorCode.BLOCK} <= seen
+
+
+# ------------------------------------------------------------------------------------- orders of threads, emulated only
+
+
+def trial(seed: int, launcher: emulation.EmulatedLauncher) -> None:
+    """Frames with every form, with threads in the order of ``seed`` and little room; whole chunks and parts."""
+    launcher.seed(seed)
+    launcher.residents(1 + seed % 3)
+    cases = [pair(torch.bfloat16, 2 * CHUNK + 77, share, reach, seed) for share, reach in CHANGES[1:6]]
+    mixed, base = pair(torch.bfloat16, 4 * CHUNK, 0.03, 9, seed)
+    mixed[:CHUNK] = base[:CHUNK]
+    mixed[2 * CHUNK : 3 * CHUNK] = base[2 * CHUNK : 3 * CHUNK] * 1.02
+    cases.append((mixed, base))
+    for multiprocessors in (1, 8):
+        coded(CudaRoute(launcher, "cpu", multiprocessors), CPU, [one for one, _ in cases], [one for _, one in cases])
+    forms_seen = forms(frame_of(mixed, "delta", BLOCK, base), mixed.numel())
+    assert forms_seen == ["SAME", "LIST", "TABLE", "LIST"]
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.full(reason="slow emulation"))], ids=str
+)
+def test_any_order_of_threads(seeds: range) -> None:
+    launcher = emulation.launcher()
+    try:
+        for seed in seeds:
+            trial(seed, launcher)
+    finally:
+        launcher.seed(0)
+        launcher.residents(3)
