@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "torch's variable. `report` names it.",
     "LOCAL_RANK": "Rank on this node, set by the launcher: the number of its CUDA device, as for DeepSpeed. Rank 0 alone prints notes "
     "about the kernel folder.",
+    "LOCAL_WORLD_SIZE": "Ranks of this node, set by the launcher; examples/zeropp.py makes them the groups of hpZ.",
     "RANK": "Rank in the job, set by the launcher; examples/train_gpt.py starts ranks by itself where it is unset.",
     "DS_ACCELERATOR": "DeepSpeed's accelerator; examples/train_gpt.py takes cpu where it is unset and there is no GPU.",
     "CUBLAS_WORKSPACE_CONFIG": "Memory of cuBLAS; examples/train_gpt.py takes :4096:8 where it is unset: products repeat bit for bit.",
@@ -93,13 +94,19 @@ class ZipcclConfig:
     delta: Annotated[
         Literal["auto", "off"],
         "auto: gather parameters as differences against those of the last step where every rank proves by a hash that it holds "
-        "them. ZeRO-1 and ZeRO-2 then keep a copy of the shard that this rank owns; ZeRO-3 needs zero3_base.",
+        "them. ZeRO-1 and ZeRO-2 then keep a copy of the shard that this rank owns; for ZeRO-3 see zero3_base.",
     ] = "auto"
     zero3_base: Annotated[
-        Literal["off", "host", "device"],
-        "Keep the parameters that ZeRO-3 gathered as the base of later differences. host: 2 bytes per bf16 parameter in memory "
-        "that the ranks of a node share (/dev/shm). device: as much on every rank's device.",
-    ] = "off"
+        Literal["auto", "off", "host", "device"],
+        "Keep the parameters that ZeRO-3 gathered as the base of later differences: as many bytes as they have. auto: frozen parameters, "
+        "in memory that the ranks of a node share, as far as zero3_base_mib allows. host: all parameters, in such memory. device: all "
+        "parameters, on every rank's device.",
+    ] = "auto"
+    zero3_base_mib: Annotated[
+        int,
+        AtLeast(0),
+        "With zero3_base auto: MiB that the bases may take on a node. 0: a quarter of the memory that the node has available at the start.",
+    ] = 0
     owner_only: Annotated[
         Literal["auto", "off"],
         "auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which halves the bytes "

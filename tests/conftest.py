@@ -25,7 +25,8 @@ NEED_DEEPSPEED = (
     "cli/test_bench_train.py", "comm/test_environments.py", "docs/test_docs.py", "integration/test_backend.py",
     "integration/test_backend_traffic.py", "integration/test_engines.py", "integration/test_engines_by_node.py",
     "integration/test_engines_on_streams.py", "integration/test_engines_zero3.py", "integration/test_hf.py", "integration/test_job.py",
-    "integration/test_kernels_at_start.py", "integration/test_train.py", "test_way_of_a_tensor.py",
+    "integration/test_kernels_at_start.py", "integration/test_peft.py", "integration/test_peft_edits.py",
+    "integration/test_peft_trainers.py", "integration/test_train.py", "test_way_of_a_tensor.py",
 )  # fmt: skip
 collect_ignore = [] if importlib.util.find_spec("deepspeed") else list(NEED_DEEPSPEED)
 

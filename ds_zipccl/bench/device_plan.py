@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_zipccl.bench import ToolError, speeds, tables
-from ds_zipccl.bench.step_plan import CHANGED, EXPONENTS, ITEMSIZE, TOTAL, UNCHANGED, StepTraffic, sizes, traffic
+from ds_zipccl.bench.step_plan import (
+    CHANGED,
+    EXPONENTS,
+    ITEMSIZE,
+    TOTAL,
+    UNCHANGED,
+    StepTraffic,
+    base_memory,
+    sizes,
+    traffic,
+)
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.policy.device_rules import (
     CODEC,
     GATHER,
+    HOST_BUS,
     RATIO,
     RDMA_REACH,
     SUM,
@@ -37,8 +48,8 @@ ASSUMED = {"assumed-0.5": 0.5e12, "assumed-1.0": CODEC, "assumed-1.5": 1.5e12}
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "cuda.json"
 #: Bytes a second that the hashes of a base read (seed: each word once, at the speed of an H100's memory).
 HASH = 4e12
-#: Bytes a second of a copy on a GPU, and between a GPU and its host (seed: both ways of an H100's memory; PCIe 5 with 16 lanes).
-COPY, HOST = HASH / 2, 50e9
+#: Bytes a second of a copy on a GPU (seed: both ways of an H100's memory).
+COPY = HASH / 2
 #: Speed of the codec with a base, in parts of its speed without (seed: by the bytes of memory that it moves, 4.3 and 3.4 a bf16 word).
 BASE_SPEED = 0.79
 #: Kinds of the model that an operation consists of.
@@ -129,6 +140,8 @@ def main(args: argparse.Namespace) -> int:
     found = codec(args.gpu_profile, args.dtype)
     tables.say("model of NCCL groups: no GPU has run these schedules yet")
     tables.say(f"codec: {found.about}")
+    for line in base_memory(args):
+        tables.say(line)
     rows = [row for each in networks for row in step(args, each, found)]
     table = tables.Table(COLUMNS)
     for row in rows:
@@ -185,7 +198,7 @@ class _Place:
     def coded(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Seconds of one operation by our schedule. The gathers of ZeRO-3 need no verdict; a base is proven by its hash."""
         if line.coding == UNCHANGED:  # nothing is sent: the words come from the base
-            return self.profile.launch + nbytes / (HOST if self.args.zero3_base == "host" else COPY)
+            return self.profile.launch + nbytes / (HOST_BUS if self.args.zero3_base == "host" else COPY)
         ratio = self.ratio(kind, line.coding)
         waits = 0 if self.args.zero == 3 else 1
         profile, proof = self.profile, 0.0
@@ -199,7 +212,7 @@ class _Place:
         if (
             self.args.zero3_base == "host"
         ):  # read by every rank, read for the proof and written by the ranks of a node together
-            return nbytes / HOST * (1 + 2 / self.topology.each)
+            return nbytes / HOST_BUS * (1 + 2 / self.topology.each)
         return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
 
     def chosen(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, bool]:

@@ -115,7 +115,7 @@ def traffic(args: argparse.Namespace) -> list[StepTraffic]:
             StepTraffic("parameters", "all_gather", BUCKET, 1, coding=CHANGED if args.delta == "auto" else EXPONENTS),
         ]
     gradients = StepTraffic("gradients", "reduce_scatter", BUCKET, micro)
-    if args.zero3_base == "off" or args.delta == "off":
+    if args.zero3_base in ("auto", "off") or args.delta == "off":
         return [
             StepTraffic("parameters, forward", "all_gather", PREFETCH, micro),
             StepTraffic("parameters, backward", "all_gather", PREFETCH, micro),
@@ -126,6 +126,18 @@ def traffic(args: argparse.Namespace) -> list[StepTraffic]:
         StepTraffic("parameters, again", "all_gather", PREFETCH, 2 * micro - 1, coding=UNCHANGED),
         gradients,
     ]
+
+
+def base_memory(args: argparse.Namespace) -> Iterator[str]:
+    """Yield a line about the memory of ``zero3_base``, where ZeRO-3 may keep parameters."""
+    if args.zero < 3 or args.zero3_base == "off" or args.delta == "off":
+        return
+    size = f"{args.params * ITEMSIZE[args.dtype] / 1e9:.4g} GB"
+    yield {
+        "auto": f"memory: zero3_base auto keeps nothing of trained parameters; all {args.params:.4g}, if frozen, take {size} of every node",
+        "host": f"memory: zero3_base host takes {size} of every node",
+        "device": f"memory: zero3_base device takes {size} of every GPU",
+    }[args.zero3_base]
 
 
 def _crowding(args: argparse.Namespace) -> float:

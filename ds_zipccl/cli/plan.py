@@ -13,6 +13,7 @@ The coded variants do more than exponent coding, by keys of the section in ds_co
   With --round-robin (round_robin_gradients of DeepSpeed) all ranks own equal parts.
 * --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the parameters of the last step. The ratio (4 for bf16) is
   that of the peak learning rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
+* --zero3-base auto: ZeRO-3 keeps frozen parameters, and this plan has none; it prints the memory that they would take.
 * --zero3-base host or device: ZeRO-3 gathers differences too. Only the first gather of a step finds changes ("parameters, first"). The
   gathers of the backward pass and of further micro-batches ("parameters, again") cost a few bits per block.
 
@@ -55,7 +56,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_zipccl.bench import ToolError, data, device_plan, link, speeds, tables, validate
-from ds_zipccl.bench.step_plan import EXPONENTS, ITEMSIZE, Coding, differences, points, step, traffic
+from ds_zipccl.bench.step_plan import EXPONENTS, ITEMSIZE, Coding, base_memory, differences, points, step, traffic
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 
@@ -78,7 +79,7 @@ INSTEAD = {
 SWITCHES = (
     ("owner-only", ("auto", "off"), "ZeRO-1/2: gradients to their owners only"),
     ("delta", ("auto", "off"), "parameters as differences"),
-    ("zero3-base", ("off", "host", "device"), "place of the base for differences of ZeRO-3"),
+    ("zero3-base", ("auto", "off", "host", "device"), "place of the base for differences of ZeRO-3"),
 )
 
 
@@ -143,6 +144,8 @@ def main(args: argparse.Namespace) -> int:
             tables.say(
                 f"        {args.profile} has no speeds of differences: planned as fast as exponents, which flatters them"
             )
+    for line in base_memory(args):
+        tables.say(line)
     whence = f"--link {args.link[0]}" if args.link else f"measured in {args.profile}"
     tables.say(f"link:   {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU, {whence}\n")
     rows = list(step(args, traffics, codings))
@@ -194,7 +197,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ToolError(f"--dtype is one of {', '.join(ITEMSIZE)}, got {args.dtype}")
     if args.accumulation < 1:
         raise ToolError(f"--accumulation must be at least 1, got {args.accumulation}")
-    if args.zero3_base != "off" and (args.zero != 3 or args.delta == "off"):
+    if args.zero3_base in ("host", "device") and (args.zero != 3 or args.delta == "off"):
         raise ToolError(
             f"--zero3-base {args.zero3_base} is for differences of ZeRO-3: it wants --zero 3 and --delta auto"
         )

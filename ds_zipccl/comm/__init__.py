@@ -6,6 +6,7 @@ a call that passes runs this function instead of torch.distributed's. :func:`red
 every rank needs only a part of that all-reduce.
 """
 
+from ds_zipccl.comm.delta.epochs import Keeper, Kept
 from ds_zipccl.comm.delta.in_place_base import IN_PLACE
 from ds_zipccl.comm.delta.negotiation import Base
 from ds_zipccl.comm.delta.shared_base import SharedBase, allocate_bases
@@ -16,6 +17,7 @@ from ds_zipccl.comm.ops.all_gather import all_gather, all_gather_coalesced, all_
 from ds_zipccl.comm.ops.all_reduce import all_reduce, all_reduce_coalesced
 from ds_zipccl.comm.ops.all_to_all import all_to_all, all_to_all_single
 from ds_zipccl.comm.ops.broadcast import broadcast
+from ds_zipccl.comm.ops.kept_gather import Part, gather_parts
 from ds_zipccl.comm.ops.p2p import irecv, isend, recv, send
 from ds_zipccl.comm.ops.reduce import reduce
 from ds_zipccl.comm.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
@@ -28,6 +30,9 @@ __all__ = [
     "Agreed",
     "Base",
     "CommError",
+    "Keeper",
+    "Kept",
+    "Part",
     "ShadowMismatch",
     "SharedBase",
     "Work",
@@ -43,6 +48,7 @@ __all__ = [
     "broadcast",
     "calibrate",
     "check_frames",
+    "gather_parts",
     "irecv",
     "isend",
     "recv",

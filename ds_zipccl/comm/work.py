@@ -56,6 +56,10 @@ class Work:
             raise self._error
         return True
 
+    def join(self) -> None:
+        """Block until the operation has ended, in success or in error; does not raise."""
+        self._done.wait()
+
     def synchronize(self) -> None:
         """As :meth:`wait`."""
         self.wait()
@@ -243,4 +247,11 @@ def start(name: str, tensors: Sequence[torch.Tensor], job: Callable[[], None]) -
     """Run ``job`` on a background thread; returns at once. ``tensors`` are the outputs that the handle reports."""
     work = Work(name, tensors)
     _threads.run(lambda: work._run(job))
+    return work
+
+
+def done(name: str, tensors: Sequence[torch.Tensor]) -> Work:
+    """Return the handle of an operation that has ended in success."""
+    work = Work(name, tensors)
+    work._done.set()
     return work

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
-from ds_zipccl import comm, devices, kernels
+from ds_zipccl import comm, devices, kernels, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.execution import sent_to_peers
@@ -100,6 +100,8 @@ def _coded(name: str) -> Callable[..., Any]:
                 counters.record_pass(role, name, sent, PassReason.SECONDARY.value)
                 return plain(self, *values)
             more |= gather_parameters(self.job, values[0], values[2])
+            if "parts" in more:
+                return comm.gather_parts(*values, **more)
         return run(*values, **more)
 
     return coded
@@ -126,7 +128,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def gather_parameters(job: Job, output: torch.Tensor, group: Any) -> dict[str, Any]:
-    """Return what is known of the parameters of a gather into ``output``: the base, and the agreed sizes of their frames.
+    """Return what is known of the parameters of a gather into ``output``: the base, and the agreed sizes of their frames; or the parts.
 
     ZeRO-1 and ZeRO-2 gather in place, during optimizer steps: the output still holds the parameters of the previous step. ZeRO-3 gathers
     into new memory.
@@ -134,6 +136,9 @@ def gather_parameters(job: Job, output: torch.Tensor, group: Any) -> dict[str, A
     if job.stepping in (1, 2):
         return {"base": comm.IN_PLACE}
     params = zero_gathers.take_parameters(output, group)
+    parts = zero_epochs.parts_of(params, output.dtype)
+    if parts and not tensors.is_traced(type(output)):
+        return {"parts": parts}
     return {"base": zero_gathers.base_of(params, output.dtype), "agreed": zero_epochs.agreed_of(params)}
 
 

@@ -20,6 +20,9 @@ from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.job import Job
 from ds_zipccl.telemetry import monitor, table
 
+#: DeepSpeed's class, by name, that stands for the optimizer of ZeRO-3 where nothing is trained.
+_WITHOUT_STEPS = "DeepSpeedZeRoOffload"
+
 
 def adopt_comm(module: Any) -> None:
     """Let ``deepspeed.comm.comm`` build and use our backend, and show the backend every DeepSpeed config."""
@@ -109,9 +112,13 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
     zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
     if config.zero3_base != "off":
         engine.ds_zipccl_bases, said = zero_gathers.allocate_bases(
-            engine.module.parameters(), config, engine.device, zero_epochs.agreed_of
+            engine.module.parameters(),
+            config,
+            engine.device,
+            zero_epochs.agreed_of,
+            trains=type(optimizer).__name__ != _WITHOUT_STEPS,
         )
-        if torch.distributed.get_rank() == 0:
+        if said and torch.distributed.get_rank() == 0:
             print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
     return optimizer
 
@@ -145,6 +152,7 @@ def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
 
 def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     """Free the bases with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on a device."""
+    zero_epochs.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
     if getattr(engine, "ds_zipccl_bases", None):
         finish(lanes_of(engine.device))
     engine.ds_zipccl_bases = None

@@ -1,27 +1,36 @@
-"""Epochs of ZeRO-3's parameters, for gathers with agreed sizes: what changes shards, and when ranks agree on sizes anew.
+"""Epochs of ZeRO-3's parameters, for gathers with agreed sizes and gathers from bases: what changes shards, and when ranks agree anew.
 
 Every change that DeepSpeed has a function for is a call of all ranks of the parameter's group. Such a call ends the epochs of its
-parameters. An optimizer step is followed by an agreement, so that no later gather waits. A change behind our back, by a write to
-``param.ds_tensor``, is noticed where a frame does not fit: then all ranks stop before the next step.
+parameters. In groups in the order of streams an optimizer step is followed by an agreement on sizes, so that no later gather waits. A
+change behind our back, by a write to ``param.ds_tensor``, is noticed where a frame does not fit: then all ranks stop before the next step.
+
+In groups that exchange messages the first gather after a step agrees on the parameters whose bases hold their words, see
+:mod:`ds_zipccl.comm.delta.epochs`. A write between two steps is noticed there, and a write in a step before the optimizer step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ds_zipccl import comm
+from ds_zipccl.comm import Keeper, Kept, Part
+from ds_zipccl.comm.delta.epochs import COPIES
 from ds_zipccl.comm.device.agreed import Agreed
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import zero_gathers
+from ds_zipccl.policy import admission
 
 #: Attribute of a parameter: its agreed sizes. DeepSpeed's parameters have attributes of their engine too.
 _AGREED = "ds_zipccl_agreed"
+#: Attribute of a parameter: the epochs of its base, in a group that exchanges messages.
+_KEPT = "ds_zipccl_kept"
 #: Attribute of an optimizer, and of each of its parameters: the epochs of all of them.
 _EPOCHS = "ds_zipccl_epochs"
 #: Classes, by name, that change parameters in ways that are known here. Their subclasses may step in the background.
@@ -29,33 +38,64 @@ _KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedZeRoOffload")
 
 
 class Epochs:
-    """The parameters of one engine, all of them in the order of their numbers, which is the same on all ranks, by partition group."""
+    """The parameters of one engine, all of them in the order of their numbers, which is the same on all ranks, by partition group.
 
-    def __init__(self, parameters: Sequence[Any], config: ZipcclConfig, device: torch.device) -> None:
+    ``streams``: the groups in the order of streams. ``steps``: the engine has optimizer steps, before which bases are checked.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Any]],
+        config: ZipcclConfig,
+        device: torch.device,
+        streams: Container[Any],
+        steps: bool,
+    ) -> None:
         self._config, self._device = config, device
-        groups: dict[Any, list[Any]] = {}
-        for param in parameters:
-            groups.setdefault(param.ds_process_group, []).append(param)
+        self.parameters = [param for _, param in named]
+        groups: dict[Any, list[tuple[str, Any]]] = {}
+        for name, param in named:
+            groups.setdefault(param.ds_process_group, []).append((name, param))
         # The largest first: its ranks learn of failures in smaller groups at once.
-        self._groups = sorted(groups.items(), key=lambda item: -item[1][0].ds_zero_partition_world_size)
+        ordered = sorted(groups.items(), key=lambda item: -item[1][0][1].ds_zero_partition_world_size)
+        self._groups = [(group, [param for _, param in some]) for group, some in ordered if group in streams]
+        self._keepers: list[Keeper] = []
+        for group, some in ordered:
+            if group in streams:
+                for name, param in some:
+                    setattr(param, _AGREED, Agreed(name, param.ds_tensor.ds_numel, zero_gathers.gathered_dtype(param)))
+                continue
+            keeper = Keeper(group, config, copies=COPIES if steps else 1)
+            self._keepers.append(keeper)
+            for name, param in some:
+                setattr(param, _KEPT, _kept(name, param, keeper))
 
     def forget(self) -> None:
         """End the epochs of all parameters."""
-        for _, params in self._groups:
-            forget(params)
+        forget(self.parameters)
 
-    def check(self, among: Sequence[Any] | None = None) -> None:
-        """Raise CommError if a frame was refused. A collective of every group that has gathered by agreed sizes.
-
-        ``among``: only groups of these parameters; None: of all.
-        """
-        groups = None if among is None else {param.ds_process_group for param in among}
+    def check(self) -> None:
+        """Raise CommError if a frame was refused, or a parameter was written to within its epoch. A collective of every group that has
+        gathered by agreed sizes, or from bases."""
         for group, _ in self._groups:
-            if groups is None or group in groups:
+            comm.check_frames(self._device, group, config=self._config)
+        for keeper in self._keepers:
+            keeper.check()
+
+    def check_frames(self, among: Sequence[Any]) -> None:
+        """Raise CommError if a frame was refused. A collective of every group of these parameters that has gathered by agreed sizes."""
+        groups = {param.ds_process_group for param in among}
+        for group, _ in self._groups:
+            if group in groups:
                 comm.check_frames(self._device, group, config=self._config)
 
     def agree(self) -> None:
-        """Agree on the sizes of parameters that have none and whose shards can be read now. A collective; a host wait for each group."""
+        """Agree on the sizes of parameters that have none and whose shards can be read now. A collective; a host wait for each group.
+
+        On bases the next gather agrees.
+        """
+        for keeper in self._keepers:
+            keeper.refresh()
         for group, params in self._groups:
             ready = [param for param in params if self._ready(param)]
             shards = [(getattr(param, _AGREED), param.ds_tensor.detach().view(-1)) for param in ready]
@@ -71,8 +111,19 @@ class Epochs:
         return on_device and not param.ds_persist
 
 
+def _kept(name: str, param: Any, keeper: Keeper) -> Kept:
+    """Return the epochs of a parameter's base. They do not keep the parameter alive, as the parameter keeps them."""
+    found = weakref.ref(param)
+
+    def shard() -> torch.Tensor | None:
+        one = found()
+        return None if one is None else one.ds_tensor.detach()
+
+    return Kept(name, shard, lambda: zero_gathers.slot_of(found()), keeper)
+
+
 def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig, device: torch.device) -> None:
-    """Begin the epochs of an engine's parameters whose groups are in the order of streams, and agree on sizes. A collective.
+    """Begin the epochs of an engine's parameters, and agree on sizes in groups in the order of streams. A collective.
 
     Args:
         optimizer: of ZeRO-3. For an optimizer that may change parameters in the background nothing happens.
@@ -82,24 +133,42 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
     for _, param in named:
         _drop(param)  # what an earlier engine of the module has left
     known = type(optimizer).__name__ in _KNOWN and not getattr(optimizer, "zenflow", False)
-    if not known or config.nccl == "off":
+    if not known:
         return
-    found = []
+
+    found, streams = [], set()
     for name, param in named:
         members = group_state(param.ds_process_group) if hasattr(param, "ds_id") else None
-        if members is not None and members.size > 1 and members.streams(device.type):
-            dtype = zero_gathers.gathered_dtype(param)
-            setattr(param, _AGREED, Agreed(name, param.ds_tensor.ds_numel, dtype))
-            found.append(param)
+        if members is None or members.size == 1:
+            continue
+        if members.streams(device.type):
+            streams.add(param.ds_process_group)
+            takes_part = config.nccl != "off"
+        else:
+            takes_part = bool(admission.difference_dtypes(device.type, members.backend(device.type)))
+            takes_part &= param.ds_tensor.final_location != "nvme"  # a shard on disk cannot be compared
+        if takes_part:
+            found.append((name, param))
     if found:
-        epochs = Epochs(sorted(found, key=lambda param: int(param.ds_id)), config, device)
-        for one in (optimizer, *found):
+        steps = hasattr(
+            optimizer, "step"
+        )  # DeepSpeed has an object in the place of an optimizer for engines that only evaluate
+        epochs = Epochs(sorted(found, key=lambda one: int(one[1].ds_id)), config, device, streams, steps)
+        for one in (optimizer, *epochs.parameters):
             setattr(one, _EPOCHS, epochs)
         epochs.agree()
 
 
+def end(optimizer: Any) -> None:
+    """End the epochs of an engine's parameters for good, before their bases go. All ranks call."""
+    epochs = vars(optimizer).pop(_EPOCHS, None) if hasattr(optimizer, _EPOCHS) else None
+    for param in () if epochs is None else epochs.parameters:
+        if getattr(param, _EPOCHS, None) is epochs:  # a later engine may have begun others
+            _drop(param)
+
+
 def _drop(param: Any) -> None:
-    for name in (_AGREED, _EPOCHS):
+    for name in (_AGREED, _KEPT, _EPOCHS, zero_gathers.BASE):
         vars(param).pop(name, None)
 
 
@@ -109,12 +178,26 @@ def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
     return found if len(found) == len(params) else ()
 
 
+def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
+    """Return the parameters of a gather in a dtype as parts of it, or nothing if none of them has a base that fits the gather."""
+    kept = [getattr(param, _KEPT, None) for param in params]
+    if not any(one is not None and one.slot() is not None for one in kept):
+        return ()
+    found = []
+    for param, one in zip(params, kept, strict=True):
+        numel, slot = param.ds_tensor.ds_numel, None if one is None else one.slot()
+        fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
+        found.append(Part(numel, one if fits else None))
+    return found if any(part.kept is not None for part in found) else ()
+
+
 def forget(params: Iterable[Any]) -> None:
     """End the epochs of parameters. All ranks of their groups call."""
     for param in params:
-        agreed = getattr(param, _AGREED, None)
-        if agreed is not None:
-            agreed.forget()
+        for name in (_AGREED, _KEPT):
+            one = getattr(param, name, None)
+            if one is not None:
+                one.forget()
 
 
 @contextlib.contextmanager
@@ -151,9 +234,13 @@ def watch_partitions(init: Any, gathered: Any) -> None:
         return original(self, param, *args, **kwargs)
 
     def enter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = self.params if self.enabled else ()
+        for one in params:  # a program that reads parameters gets the words that are there now
+            if one.ds_status.name == "NOT_AVAILABLE" and (kept := getattr(one, _KEPT, None)) is not None:
+                kept.refresh()
         result = original(self, *args, **kwargs)
-        for params in _by_epochs(self.params if self.enabled else ()):
-            getattr(params[0], _EPOCHS).check(params)
+        for some in _by_epochs(params):
+            getattr(some[0], _EPOCHS).check_frames(some)
         return result
 
     _surround(gathered, "__enter__", enter)

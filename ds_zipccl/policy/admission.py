@@ -20,6 +20,9 @@ CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
 STREAM_BACKENDS = ("nccl",)
 #: dtypes that are compressed on the wire (admission: gloo refuses float8, and the refusal must not depend on a message's size).
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Further dtypes that go as differences of their bytes: storage of quantised weights (admission: all of these go over gloo uncoded too; it
+#: refuses the other dtypes, and the refusal must not depend on a message's size).
+DELTA_DTYPES = (torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float64)
 #: Devices whose tensors go as differences over messages (admission: frames of other devices are staged in host memory, and their base is
 #: not there). Over :data:`STREAM_BACKENDS` frames and bases lie on the device.
 DELTA_DEVICES = ("cpu",)
@@ -90,7 +93,8 @@ class PassReason(Enum):
     )
     DTYPE = (
         "dtype {}",
-        "The tensor's dtype, which the table names, is not coded. bfloat16, float16 and float32 are.",
+        "The tensor's dtype, which the table names, is not coded. bfloat16, float16 and float32 are. Integers are coded where they are "
+        "parameters of which all ranks hold a base, see `zero3_base`.",
         "None for flags, counts and float64 norms. For gradients see `communication_data_type` of DeepSpeed.",
     )
     REDUCE_OP = (
@@ -258,7 +262,9 @@ RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: PassReason.ROLE.value if config.mode_of(message.role) == "never" else "",
     lambda message, config: "" if message.ranks > 1 else PassReason.ONE_RANK.value,
     lambda message, config: (
-        "" if message.dtype in CODED_DTYPES else PassReason.DTYPE.of(str(message.dtype).removeprefix("torch."))
+        ""
+        if message.dtype in CODED_DTYPES or _differs(message, config)
+        else PassReason.DTYPE.of(str(message.dtype).removeprefix("torch."))
     ),
     lambda message, config: (
         "" if message.reduce_op in (None, *CODED_REDUCE_OPS) else PassReason.REDUCE_OP.of(message.reduce_op)
@@ -295,7 +301,7 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
         return Decision(False, "", reason)
     return Decision(
         True,
-        config.codec,
+        config.codec if message.dtype in CODED_DTYPES else "raw",
         "",
         by_node=message.nodes > 0,
         with_base=_differs(message, config),
@@ -307,12 +313,15 @@ def _differs(message: Message, config: ZipcclConfig) -> bool:
     """Return whether shards may go as differences against a base that the ranks hold."""
     wanted = message.based and config.delta == "auto" and config.codec != "raw"
     large = message.nbytes is not None and message.nbytes >= DELTA_SHARD_BYTES * message.ranks
-    return wanted and large and has_differences(message.device, message.backend)
+    return wanted and large and message.dtype in difference_dtypes(message.device, message.backend)
 
 
-def has_differences(device: str, backend: str) -> bool:
-    """Return whether shards on a type of device go as differences over a backend."""
-    return backend in CODED_BACKENDS.get(device, ()) and (backend in STREAM_BACKENDS or device in DELTA_DEVICES)
+def difference_dtypes(device: str, backend: str) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of which shards on a type of device go as differences over a backend; none where no shard does."""
+    if backend not in CODED_BACKENDS.get(device, ()):
+        return ()
+    takes = backend in STREAM_BACKENDS or device in DELTA_DEVICES
+    return (*CODED_DTYPES, *DELTA_DTYPES) if takes else ()
 
 
 def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool = False) -> tuple[Decision, ...]:

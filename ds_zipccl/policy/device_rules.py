@@ -20,6 +20,8 @@ RATIO = {GATHER: 1.46, SUM: 1.42, ALL_TO_ALL: 1.46}
 RDMA_REACH, TCP_REACH = 0.95, 0.85
 #: Bytes a second of a rank inside its node (seed: NVLink of an H100, 370 of 450 GB/s, nccl#1374; a PCIe switch).
 NVLINK, PCIE = 370e9, 22e9
+#: Bytes a second that a device reads from host memory while the other devices of its node do so too (seed: PCIe 5).
+HOST_BUS = 50e9
 #: Bytes of words a second of the codec (seed: the goal of the kernels on an H100; measured at the start of a job).
 CODEC = 1e12
 #: Seconds (seed): launches of an operation's pieces; a verdict, for which the host waits; messages of an exchange between ranks.
@@ -171,6 +173,12 @@ def sums_of(topology: Topology, profile: DeviceProfile) -> str:
 def moves_may_gain(topology: Topology, profile: DeviceProfile) -> bool:
     """Return whether gathers and exchanges are worth a trial. Where they are not, they are plain, and nothing is measured."""
     return topology.nodes > 1 and profile.network <= FAST_NODE and gain(GATHER, topology, profile) > CLEARLY
+
+
+def host_bases_gain(topology: Topology, profile: DeviceProfile) -> bool:
+    """Return whether a gather of unchanged parameters is faster as a copy of a base in host memory than coded over the network."""
+    coded = coded_seconds(GATHER, NOMINAL_BYTES, topology, profile)
+    return coded > CLEARLY * NOMINAL_BYTES / HOST_BUS
 
 
 def least_bytes(kind: str, topology: Topology, profile: DeviceProfile, *, waits: int = 1) -> float:

@@ -198,9 +198,12 @@ def memory() -> dict[str, int]:
 
 
 def ratio(logical_bytes: int, wire_bytes: int, passed_bytes: int = 0) -> float:
-    """Return original / compressed bytes of coded and passed calls together; 1.0 where this rank sent nothing."""
+    """Return original / compressed bytes of coded and passed calls together; 1.0 where this rank had nothing to send.
+
+    Where copies of bases have replaced all messages, the compressed bytes count as one: the ratio stays a number.
+    """
     sent = wire_bytes + passed_bytes
-    return (logical_bytes + passed_bytes) / sent if sent else 1.0
+    return (logical_bytes + passed_bytes) / max(1, sent) if sent or logical_bytes else 1.0
 
 
 def rows() -> list[Row]:

@@ -11,11 +11,12 @@ import pytest
 
 from ds_zipccl.__main__ import main
 from ds_zipccl.bench import device_plan
-from ds_zipccl.bench.device_plan import BASE_SPEED, COPY, HASH, HOST
+from ds_zipccl.bench.device_plan import BASE_SPEED, COPY, HASH
 from ds_zipccl.bench.step_plan import TOTAL
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 from ds_zipccl.policy.device_rules import (
     GATHER,
+    HOST_BUS,
     LAUNCH_S,
     RDMA_REACH,
     SUM,
@@ -129,12 +130,12 @@ def test_bases_of_zero3(tmp_path: Path) -> None:
         ("parameters, again", "differences", 420),
     ]
     assert device[3]["ms"] == pytest.approx(420e3 * (LAUNCH_S + 1e8 / COPY))
-    assert host[3]["ms"] == pytest.approx(420e3 * (LAUNCH_S + 1e8 / HOST))
+    assert host[3]["ms"] == pytest.approx(420e3 * (LAUNCH_S + 1e8 / HOST_BUS))
     topology, profile = Topology(4, 8), DeviceProfile(100e9 / 8 * RDMA_REACH)
     based = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
     gather = coded_seconds(GATHER, 1e8, topology, based, DELTA_RATIO) + 1e8 / HASH
     assert device[1]["ms"] == pytest.approx(140e3 * (gather + 2e8 / COPY))
-    assert host[1]["ms"] == pytest.approx(140e3 * (gather + 1.25e8 / HOST))
+    assert host[1]["ms"] == pytest.approx(140e3 * (gather + 1.25e8 / HOST_BUS))
     fast = on_nccl(tmp_path, "--network", "400gbit", "--zero3-base", "host")
     assert [row["how"] for row in fast[:4]] == ["plain", "plain", "plain", "plain"]
 

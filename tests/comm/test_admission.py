@@ -11,6 +11,7 @@ import torch
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy.admission import (
     CODED_REDUCE_OPS,
+    DELTA_DTYPES,
     DELTA_SHARD_BYTES,
     RULES,
     Decision,
@@ -113,6 +114,23 @@ DIFFERENCES = {
 def test_what_goes_as_a_difference(case: str) -> None:
     message, config, differs = DIFFERENCES[case]
     assert admit(message, config) == Decision(True, config.codec, "", with_base=differs)
+
+
+def test_words_that_are_no_floats_go_as_differences_alone() -> None:
+    """Storage of quantised weights: without a base it passes, with one its other frames are raw."""
+    for dtype in DELTA_DTYPES:
+        message = replace(GATHER, dtype=dtype)
+        assert admit(message, ON) == Decision(True, "raw", "", with_base=True)
+        for other, config in (
+            (replace(message, based=False), ON),
+            (message, DELTA_OFF),
+            (replace(message, numel=9), RAW),
+        ):
+            assert admit(other, config).reason == f"dtype {str(dtype).removeprefix('torch.')}"
+        assert [str(one) for one in candidates(message, ON, True)] == ["plain", "uncoded frames", "delta frames"]
+        there = replace(message, device="cuda", backend="nccl", numel=1 << 24)
+        assert admit(there, replace(ON, nccl="on")) == Decision(True, "raw", "", with_base=True, on_device=True)
+    assert admit(replace(GATHER, dtype=torch.float8_e4m3fn), ON).reason == "dtype float8_e4m3fn", "gloo refuses it"
 
 
 def test_what_goes_by_node() -> None:

@@ -19,6 +19,7 @@ from ds_zipccl.policy.device_rules import (
     DeviceProfile,
     Topology,
     coded_seconds,
+    host_bases_gain,
     least_bytes,
     moves_may_gain,
     plain_seconds,
@@ -99,6 +100,12 @@ def test_rules() -> None:
     assert {name for name, kind in ours.items() if kind == "plain"} == {"8x400G", "8x200G"}
     tried = {name: moves_may_gain(row[0], row[1]) for name, row in TABLE.items()}
     assert {name for name, may in tried.items() if not may} == {"8x400G"}
+
+
+def test_bases_in_host_memory_gain_on_networks_slower_than_the_bus() -> None:
+    gains = {name: host_bases_gain(row[0], row[1]) for name, row in TABLE.items()}
+    gaining = {"100G a node", "25G TCP a node", "1 GPU, 100G", "4 PCIe GPUs, 100G"}
+    assert {name for name, gain in gains.items() if gain} == gaining
 
 
 def test_a_group_inside_a_node_is_plain() -> None:

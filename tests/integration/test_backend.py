@@ -30,7 +30,7 @@ print("RATES", json.dumps(rates))
 leave()
 """,
     )
-    assert first.count("[ds_zipccl 0.1.0] on, codes cpu tensors over gloo; kernels: ") == 1
+    assert first.count("[ds_zipccl 0.2.0] on, codes cpu tensors over gloo; kernels: ") == 1
     for when in ("after 2 steps", "after 4 steps", "at the end"):
         assert first.count(f"traffic of rank 0 {when}") == 1, first
     assert "zero_grad" in first and "zero_param" in first
@@ -190,7 +190,7 @@ engine({"enabled": True})
 def test_ranks_of_other_versions_all_stop(tmp_path: Path) -> None:
     for status, output in launch(tmp_path, PRELUDE + OTHER_VERSION):
         assert status != 0 and "ConfigError" in output
-        assert '"0.1.0" on ranks [0]; "0.0.9" on ranks [1]' in output
+        assert '"0.2.0" on ranks [0]; "0.0.9" on ranks [1]' in output
 
 
 DIFFERENT = {

@@ -26,8 +26,8 @@ from ds_zipccl.config import (
 )
 
 NAMES = (
-    "enabled, mode, reduction, check, codec, block, delta, zero3_base, owner_only, min_bytes, nccl, nccl_min_bytes, staging_mib, route, "
-    "roles, log_interval, step_log"
+    "enabled, mode, reduction, check, codec, block, delta, zero3_base, zero3_base_mib, owner_only, min_bytes, nccl, nccl_min_bytes, "
+    "staging_mib, route, roles, log_interval, step_log"
 )
 
 GOOD = [

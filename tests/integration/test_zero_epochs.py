@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 import torch
 
 from ds_zipccl import comm
+from ds_zipccl.comm import Keeper
+from ds_zipccl.comm.delta.shared_base import BaseSlot
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import zero_epochs, zero_gathers
 
@@ -27,7 +31,13 @@ class DeepSpeedZeroOptimizer_Stage3:
         self.asked: list[Any] = []
 
     def step(self) -> str:
-        self.asked.append([param.ds_zipccl_agreed.version for param in self.fp16_groups[0]])
+        self.asked.append(
+            [
+                vars(param)["ds_zipccl_agreed"].version
+                for param in self.fp16_groups[0]
+                if param.ds_process_group != PLAIN
+            ]
+        )
         return "stepped"
 
     def load_state_dict(self, state: Any, strict: bool = True) -> tuple[Any, bool]:
@@ -59,6 +69,10 @@ class GatheredParameters:
         return "gathered"
 
 
+class Param(SimpleNamespace):
+    """A parameter, to which there are weak references."""
+
+
 def param(
     number: int,
     group: Any = WORLD,
@@ -75,7 +89,8 @@ def param(
         detach=lambda: torch.zeros(8),
     )
     made = {"ds_id": number, "ds_process_group": group, "ds_persist": stays, "ds_tensor": shard}
-    return SimpleNamespace(**made, ds_zero_partition_world_size=RANKS[group])
+    status = SimpleNamespace(name="NOT_AVAILABLE")
+    return Param(**made, ds_status=status, ds_zero_partition_world_size=RANKS[group])
 
 
 class Ranks:
@@ -97,7 +112,10 @@ class Ranks:
         return len(missing)
 
     def _state(self, group: Any) -> Any:
-        return SimpleNamespace(size=RANKS[group], streams=lambda device: group is not PLAIN)
+        backend = "gloo" if group is PLAIN else "nccl"
+        return SimpleNamespace(
+            size=RANKS[group], streams=lambda device: group is not PLAIN, backend=lambda device: backend
+        )
 
 
 @pytest.fixture
@@ -206,3 +224,75 @@ def test_nothing_happens(ranks: Ranks, why: str) -> None:
     assert zero_epochs.agreed_of([one]) == () and not ranks.agreed
     one.ds_zipccl_agreed = SimpleNamespace(version=3, forget=lambda: pytest.fail("no epoch to end"))
     assert Background(one).step() == optimizer.step() == "stepped" and not ranks.checked
+
+
+@pytest.fixture
+def kept(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Parameters of a gloo group on CPUs, of which the first and the second have bases, and whose epochs have begun."""
+    params = [param(number, PLAIN, device="cpu") for number in range(3)]
+    slots = [BaseSlot(torch.zeros(4, 8, dtype=torch.bfloat16), [0], serial) for serial in range(2)]
+    for one, slot in zip(params, slots, strict=False):
+        one.slot = weakref.ref(slot)
+    monkeypatch.setattr(Keeper, "check", lambda keeper: ranks.checked.append([one.name for one in keeper.parameters]))
+    yield params
+    del slots
+
+
+def starts(optimizer: Any, params: Any) -> None:
+    named = [(f"p{one.ds_id}", one) for one in params]
+    zero_epochs.begin(optimizer, named, replace(ON, nccl="off"), torch.device("cpu"))
+    for one in params:
+        assert not hasattr(one, "ds_zipccl_base"), "an earlier engine's"
+        if hasattr(one, "slot"):
+            one.ds_zipccl_base = one.slot
+        if hasattr(one, "ds_zipccl_kept"):
+            one.ds_zipccl_kept.settle()
+
+
+def test_parameters_with_bases_are_parts_of_gathers(ranks: Ranks, kept: list[Any]) -> None:
+    """Also where nccl is off; not without a base of the dtype of the gather, nor with a shard on disk."""
+    on_disk = param(7, PLAIN, device="cpu", place="nvme")
+    optimizer = DeepSpeedZeroOptimizer_Stage3()
+    starts(optimizer, [*kept, on_disk])
+    first, _, third = kept
+    assert zero_epochs.parts_of(kept, torch.bfloat16) == [*((8, one.ds_zipccl_kept) for one in kept[:2]), (8, None)]
+    assert zero_epochs.parts_of(kept, torch.float32) == zero_epochs.parts_of([third, on_disk], torch.bfloat16) == ()
+    first.ds_tensor.ds_numel = 9
+    assert zero_epochs.parts_of([first], torch.bfloat16) == ()
+    zero_epochs.end(optimizer)
+    assert zero_epochs.parts_of(kept, torch.bfloat16) == () and not hasattr(optimizer, "ds_zipccl_epochs")
+    zero_epochs.end(optimizer), zero_epochs.end(None)
+
+
+def test_events_end_epochs_of_bases(ranks: Ranks, kept: list[Any]) -> None:
+    trained, frozen, _ = kept
+    optimizer = DeepSpeedZeroOptimizer_Stage3(trained)
+    starts(optimizer, kept)
+    one, two = trained.ds_zipccl_kept, frozen.ds_zipccl_kept
+
+    def after(event: Callable[[], Any]) -> list[str]:
+        """What a gather of either parameter does."""
+        one.settle(), two.settle()
+        event()
+        return ["copy" if each.settled else "agree" if each.filled else "send" for each in (one, two)]
+
+    assert after(optimizer.step) == ["send", "agree"] and ranks.checked == [["p0", "p1", "p2"]]
+    assert after(lambda: optimizer.load_state_dict("state")) == ["send", "send"]
+    assert after(lambda: Init()._partition([frozen], has_been_updated=True)) == ["copy", "send"]
+    assert after(lambda: Init()._partition([frozen])) == ["copy", "copy"]
+    assert after(GatheredParameters([frozen]).__enter__) == ["copy", "agree"]
+    assert after(GatheredParameters([]).__enter__) == ["copy", "copy"]
+    frozen.ds_status.name = "AVAILABLE"
+    assert after(GatheredParameters([frozen]).__enter__) == ["copy", "copy"], "nothing is gathered"
+
+
+def test_a_later_engine_of_a_module_begins_anew(ranks: Ranks, kept: list[Any]) -> None:
+    """The end of an earlier engine changes nothing then."""
+    first, second = DeepSpeedZeroOptimizer_Stage3(), DeepSpeedZeroOptimizer_Stage3()
+    starts(first, kept)
+    before = kept[0].ds_zipccl_kept
+    starts(second, kept)
+    zero_epochs.end(first)
+    assert kept[0].ds_zipccl_kept is not before and kept[0].ds_zipccl_kept.settled
+    Init()._convert_to_deepspeed_param(kept[0])
+    assert zero_epochs.parts_of(kept[:1], torch.bfloat16) == ()

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_zipccl.comm import Agreed
+from ds_zipccl.comm import Agreed, CommError
 from ds_zipccl.comm.delta.shared_base import BaseSlot
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import zero_gathers
-from ds_zipccl.policy.admission import STREAM_BACKENDS
+from ds_zipccl.policy.admission import STREAM_BACKENDS, PassReason
 
 DATA, OTHER = object(), object()  # groups
 ON = ZipcclConfig(enabled=True, zero3_base="device")
@@ -29,6 +29,7 @@ def _nothing_is_known() -> Iterator[None]:
 
 def parameter(number: int, group: Any = DATA, *, persist: bool = False, numel: int = 100, **more: Any) -> Any:
     shard = SimpleNamespace(ds_numel=numel, dtype=torch.bfloat16)
+    more.setdefault("requires_grad", True)
     return SimpleNamespace(ds_id=number, ds_persist=persist, ds_process_group=group, ds_tensor=shard, **more)
 
 
@@ -42,6 +43,7 @@ class Memory:
             size=size, backend=lambda device: backend, streams=lambda device: backend in STREAM_BACKENDS
         )
         monkeypatch.setattr(zero_gathers, "group_state", lambda group: None if group is None else members)
+        monkeypatch.setattr(zero_gathers, "group_size", lambda group: -1 if group is None else size)
         monkeypatch.setattr(zero_gathers.comm, "allocate_bases", self.keep)
 
     def keep(self, shards: Any, kind: str, group: Any, device: Any) -> list[BaseSlot]:
@@ -63,11 +65,11 @@ def test_memory_is_for_what_is_freed_after_use(monkeypatch: pytest.MonkeyPatch) 
     stays, whole = parameter(1, persist=True), torch.nn.Parameter(torch.zeros(3))
     kept, said = zero_gathers.allocate_bases([first, stays, second, whole, third], ON, CPU)
     assert memory.asked == [([SHARD, SHARD], "device", DATA, "cpu"), ([SHARD], "device", OTHER, "cpu")]
-    assert [zero_gathers._base(one) for one in (first, second, third)] == kept
-    assert zero_gathers._base(stays) is None and zero_gathers._base(whole) is None
+    assert [zero_gathers.slot_of(one) for one in (first, second, third)] == kept
+    assert zero_gathers.slot_of(stays) is None and zero_gathers.slot_of(whole) is None
     assert said == f"{3 * 400 / 1e6:.1f} MB, on every rank"
     del kept
-    assert zero_gathers._base(first) is None, "it goes with whoever holds the list"
+    assert zero_gathers.slot_of(first) is None, "it goes with whoever holds the list"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -119,6 +121,136 @@ def test_what_a_node_shares_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     Memory(monkeypatch, size=4, mates=3)
     kept, said = zero_gathers.allocate_bases([parameter(0, numel=1_000_000)], ON, CPU)
     assert said == "8.0 MB, shared by the 3 ranks of a node" and len(kept) == 1
+
+
+AUTO = ZipcclConfig(enabled=True)
+
+
+def automatic(
+    monkeypatch: pytest.MonkeyPatch,
+    params: list[Any],
+    config: ZipcclConfig = AUTO,
+    limit: int = 1 << 30,
+    trains: bool = True,
+    device: torch.device = CPU,
+    agreed_of: Any = lambda params: (),
+    fitting: Any = None,
+    **memory: Any,
+) -> tuple[list[tuple[Any, ...]], list[Any], str]:
+    """Allocations that were asked for, the parameters that have a base, and the sentence; ``limit`` bytes fit."""
+    made = Memory(monkeypatch, **memory)
+
+    def first_that_fit(shards: Any, share: int, group: Any, device: Any) -> tuple[list[int], int]:
+        left, chosen = limit, []
+        for number, (numel, dtype) in enumerate(shards):
+            if 2 * numel * dtype.itemsize <= left:
+                left -= 2 * numel * dtype.itemsize
+                chosen.append(number)
+        return chosen, limit
+
+    monkeypatch.setattr(zero_gathers, "choose_fitting", fitting or first_that_fit)
+    monkeypatch.setattr(zero_gathers, "group_nodes", lambda group: [[0, 1]])
+    monkeypatch.setattr(zero_gathers, "resolve_group", lambda group: DATA)
+    monkeypatch.setattr(zero_gathers.dist, "get_rank", lambda: 0)
+    kept, said = zero_gathers.allocate_bases(params, config, device, agreed_of, trains=trains)
+    return made.asked, [param for param in params if zero_gathers.slot_of(param) in kept], said
+
+
+def frozen(number: int, **more: Any) -> Any:
+    return parameter(number, **more, requires_grad=False)
+
+
+def test_by_itself_only_frozen_parameters_have_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In host memory. Not for those that stay gathered, and nothing is said of a model that trains all its parameters."""
+    params = [frozen(0), parameter(1), frozen(2), frozen(3, persist=True), torch.nn.Parameter(torch.zeros(3), False)]
+    asked, have, said = automatic(monkeypatch, params, mates=2)
+    assert asked == [([SHARD, SHARD], "host", DATA, "cpu")] and have == [params[0], params[2]]
+    assert said == "0.0 MB, shared by the 2 ranks of a node, for 2 frozen parameters"
+    assert automatic(monkeypatch, [parameter(0), frozen(1, persist=True)]) == ([], [], "")
+    assert automatic(monkeypatch, [frozen(0)], size=1) == ([], [], "")
+
+
+def test_all_parameters_are_frozen_without_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, have, said = automatic(monkeypatch, params := [parameter(0), frozen(1)], trains=False)
+    assert have == params and said.endswith("for 2 frozen parameters")
+
+
+def test_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    big, small = frozen(0, numel=1_000_000), frozen(1, numel=100_000)
+    _, have, said = automatic(monkeypatch, [big, small], limit=1_000_000)
+    limited = "1.0 MB are allowed on a node, see zero3_base_mib"
+    assert have == [small] and said == f"0.4 MB, on every rank, for 1 of 2 frozen parameters: {limited}"
+    _, have, said = automatic(monkeypatch, [big], limit=1_000_000)
+    assert not have and said == f"nothing for 1 frozen parameters of 4.0 MB: {limited}"
+
+
+def test_an_allocation_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(*arguments: Any) -> list[BaseSlot]:
+        raise CommError("0.0 MB of memory cannot be had: as planted")
+
+    monkeypatch.setattr(Memory, "keep", keep)
+    _, have, said = automatic(monkeypatch, [frozen(0)])
+    assert not have and said.endswith("for 1 frozen parameters of 0.0 MB: 0.0 MB of memory cannot be had: as planted")
+    with pytest.raises(CommError, match="as planted"):
+        zero_gathers.allocate_bases([frozen(0)], replace(AUTO, zero3_base="host"), CPU)
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_nothing_by_itself_for_what_would_be_no_difference(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    change, said = REFUSED[why]
+    expected = f"nothing for 1 frozen parameters of 0.0 MB: {said.removeprefix('not used, as ')}"
+    assert automatic(monkeypatch, [frozen(0)], replace(AUTO, **change)) == ([], [], expected)
+
+
+def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NCCL groups whose gathers pass as long as the job runs, unless the mode is always."""
+    agreed, reasons = [Agreed("first", 100)], [PassReason.INSIDE_NODE, None]
+    more: dict[str, Any] = {"device": torch.device("cuda"), "backend": "nccl", "agreed_of": lambda params: agreed}
+    monkeypatch.setattr(zero_gathers.choice, "never_coded", lambda op, group, device: reasons.pop(0))
+    gains = [True, False]
+    monkeypatch.setattr(zero_gathers.choice, "host_bases_gain", lambda group, device: gains.pop(0))
+    on = replace(AUTO, nccl="on")
+    asked, _, said = automatic(monkeypatch, [frozen(0)], on, **more)
+    assert not asked and said.endswith("0.0 MB: gathers on cuda over nccl pass: inside one node")
+    asked, _, said = automatic(monkeypatch, [frozen(0)], on, **more)
+    assert asked == [([SHARD], "host", DATA, "cuda")] and agreed[0]._base
+    asked, _, said = automatic(monkeypatch, [frozen(0)], replace(on, mode="always"), **more)
+    assert asked and not reasons
+    reasons += [None]
+    asked, _, said = automatic(monkeypatch, [frozen(0)], on, **more)
+    assert not asked and said.endswith("0.0 MB: the network is faster than host memory on cuda over nccl")
+    asked, _, said = automatic(monkeypatch, [frozen(0)], AUTO, **{**more, "agreed_of": lambda params: ()})
+    assert not asked and said.endswith("no differences on cuda over nccl: nccl is off")
+
+
+@pytest.mark.parametrize(("mib", "shares"), [(0, [50, 40]), (64, [12, 2])])
+def test_groups_share_the_limit(monkeypatch: pytest.MonkeyPatch, mib: int, shares: list[int]) -> None:
+    """A limit of the user counts the bases of earlier engines, here 20 MiB a rank; these have left less memory available anyhow."""
+    monkeypatch.setattr(zero_gathers.host_memory, "available", lambda: 400 << 20)
+    held, asked = [20 << 20], []
+
+    def fitting(shards: Any, share: int, group: Any, device: Any) -> tuple[list[int], int]:
+        asked.append(share / (1 << 20))
+        held[0] += 10 << 20
+        return [0], share
+
+    monkeypatch.setattr(zero_gathers, "held_share", lambda: held[0])
+    params = [frozen(0), frozen(1, group=OTHER)]
+    automatic(monkeypatch, params, replace(AUTO, zero3_base_mib=mib), fitting=fitting)
+    assert asked == shares
+
+
+def test_the_limit_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has its part of a quarter of the available memory, or of the limit of the user, if the node has that and some more."""
+    monkeypatch.setattr(zero_gathers.host_memory, "available", lambda: 800 << 20)
+    monkeypatch.setattr(zero_gathers, "resolve_group", lambda group: DATA)
+    monkeypatch.setattr(zero_gathers, "group_size", lambda group: 8)
+    monkeypatch.setattr(zero_gathers.dist, "get_rank", lambda: 5)
+    for nodes, ranks in (([[0, 1, 2, 3], [4, 5]], 2), ([], 8)):
+        monkeypatch.setattr(zero_gathers, "group_nodes", lambda group, nodes=nodes: nodes)
+        assert [
+            zero_gathers._share(replace(AUTO, zero3_base_mib=mib)) * ranks >> 20 for mib in (0, 8, 640, 10_000)
+        ] == [200, 8, 640, 700]
 
 
 @pytest.fixture

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import secrets
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +18,7 @@ from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.delta import host_memory
 from ds_zipccl.comm.device import gather as device_gather
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
@@ -28,17 +27,23 @@ from ds_zipccl.comm.schedules.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
 
-#: The folder of memory that the ranks of a node share (admission: a file system in memory).
-SHARED = Path("/dev/shm")
-TOKEN_BYTES = 16
 #: Shards begin at multiples of this many bytes (seed: a cache line).
 ALIGNMENT = 64
 #: The exchange after those of the gather itself.
 _DONE = 3
 
-#: The memory in use that :func:`allocate_bases` has allocated, with its bytes.
-_pools: list[tuple[StorageWeakRef, int]] = []
-counters.count_memory("copies of gathered parameters", lambda: sum(size for pool, size in _pools if not pool.expired()))
+#: The memory in use that :func:`allocate_bases` has allocated, with its bytes and the number of ranks that share it.
+_pools: list[tuple[StorageWeakRef, int, int]] = []
+counters.count_memory("copies of gathered parameters", lambda: sum(size for _, size, _ in _alive()))
+
+
+def _alive() -> list[tuple[StorageWeakRef, int, int]]:
+    return [one for one in _pools if not one[0].expired()]
+
+
+def held_share() -> int:
+    """Return this rank's part of the memory in use: the bytes divided by the number of ranks that share them."""
+    return sum(size // mates for _, size, mates in _alive())
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -46,7 +51,8 @@ class BaseSlot:
     """Memory for the shards of one tensor. ``memory`` is ``[ranks, numel]``; all ranks in ``mates``, this rank included, share it.
 
     ``filled``: the slot holds the result of a gather. ``serial``: the slot's number in the group, equal on all ranks. ``shared``: some
-    ranks of the group share memory; equal on all ranks.
+    ranks of the group share memory; equal on all ranks. ``asked``: the number of gathers that were asked to fill the slot, equal on all
+    ranks at the same point of the program. ``version``: the number of the gather that has filled the slot.
     """
 
     memory: torch.Tensor
@@ -54,16 +60,22 @@ class BaseSlot:
     serial: int
     filled: bool = False
     shared: bool = False
+    asked: int = 0
+    version: int = 0
 
 
 class SharedBase:
-    """A :class:`ds_zipccl.comm.Base` for a gather of several tensors laid end to end. Each tensor has its own :class:`BaseSlot`.
+    """A :class:`ds_zipccl.comm.Base` for one gather of several tensors laid end to end. Each tensor has its own :class:`BaseSlot`.
 
-    Two gathers in flight should not be of the same tensor: their results would be right, but few of their shards differences.
+    All ranks make the object for a gather at the same point of the program. Two gathers in flight should not be of the same tensor: their
+    results would be right, but few of their shards differences.
     """
 
     def __init__(self, slots: Sequence[BaseSlot]) -> None:
         self._slots = slots
+        for slot in slots:
+            slot.asked += 1
+        self._versions = [slot.asked for slot in slots]
 
     def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
         """See :class:`ds_zipccl.comm.Base`."""
@@ -76,14 +88,19 @@ class SharedBase:
         return last
 
     def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
-        """See :class:`ds_zipccl.comm.Base`. Each rank of a node writes some of the shards. All of them have read the old contents before,
-        for the hash. Blocks until all shards are written."""
+        """See :class:`ds_zipccl.comm.Base`. All ranks of a node have read the old contents before, for the hash."""
+        sizes = [slot.memory.shape[1] for slot in self._slots]
+        self.keep(ctx, [place.split(sizes) for place in places])
+
+    def keep(self, ctx: OpContext, shards: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Hold the flat tensor ``shards[rank][number]`` in slot ``number``. Each rank of a node writes some of the shards, and no rank
+        reads the old contents any more. Blocks until all shards are written."""
         mates = self._slots[0].mates
-        for rank, place in enumerate(places):
+        for rank, parts in enumerate(shards):
             writer = rank if rank in mates else mates[rank % len(mates)]
             if writer == ctx.rank:
-                for part, memory in self._parts(place, rank):
-                    memory.copy_(part)
+                for part, slot in zip(parts, self._slots, strict=True):
+                    slot.memory[rank].copy_(part)
         words = {mate: tensors.filled(1, 0, torch.uint8) for mate in self._mates(ctx)}
         with open_exchange(ctx, _DONE, control=True) as exchange:
             for mate, word in words.items():
@@ -92,8 +109,8 @@ class SharedBase:
                 exchange.send(_written(True), mate)
             for mate, word in words.items():
                 exchange.recv(mate, word)
-        for slot in self._slots:
-            slot.filled = all(bool(word) for word in words.values())
+        for slot, version in zip(self._slots, self._versions, strict=True):
+            slot.filled, slot.version = all(bool(word) for word in words.values()), version
 
     def abandon(self, ctx: OpContext) -> None:
         """See :class:`ds_zipccl.comm.Base`. This rank tells its mates that it writes nothing, so that they do not wait for its writes."""
@@ -154,15 +171,13 @@ def allocate_bases(
     if not shards:
         return []
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    nodes = [[one] for one in range(ranks)]
+    nodes = _nodes(group) if kind == "host" else [[one] for one in range(ranks)]
     device = torch.device(device)
-    if kind == "host":
-        nodes = topology.by_node(group, topology.find(group, _place()))
     mates = next(node for node in nodes if rank in node)
     shared = len(nodes) < ranks
-    sizes = [-(-ranks * numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in shards]
+    sizes = _sizes(shards, ranks)
     pool = _shared(sum(sizes), mates, group, kind, device)
-    _pools[:] = [*(one for one in _pools if not one[0].expired()), (StorageWeakRef(pool.untyped_storage()), sum(sizes))]
+    _pools[:] = [*_alive(), (StorageWeakRef(pool.untyped_storage()), sum(sizes), len(mates))]
     serials = _serials.setdefault(group, itertools.count())
     found = []
     for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
@@ -171,45 +186,71 @@ def allocate_bases(
     return found
 
 
-def _place() -> str:
-    """Return the name of the file system of shared memory: containers of one host and network may each have their own."""
-    return str(SHARED.stat().st_dev) if SHARED.is_dir() else ""
+@tensors.undisturbed()
+def choose_fitting(
+    shards: Sequence[tuple[int, torch.dtype]], share: int, group: dist.ProcessGroup, device: torch.device | str = "cpu"
+) -> tuple[list[int], int]:
+    """Choose the tensors to which :func:`allocate_bases` gives host memory: the largest first, as many as fit.
+
+    A collective: every rank calls with the same shards, and blocks.
+
+    Args:
+        share: bytes by which this rank may make the memory of its node smaller. The ranks of a node bring their shares together, and the
+            poorest node counts.
+
+    Returns:
+        The numbers of the chosen tensors, ascending, and the bytes that the group may take on a node; equal on all ranks.
+    """
+    rank = dist.get_rank(group)
+    mates = next(node for node in _nodes(group) if rank in node)
+    wire = _wire(group, torch.device(device))
+    least = tensors.of_numbers([max(0, share) * len(mates)], torch.int64).to(wire)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    left = limit = int(least.cpu())
+    sizes, chosen = _sizes(shards, dist.get_world_size(group)), []
+    for number in sorted(range(len(shards)), key=lambda number: -sizes[number]):
+        if sizes[number] <= left:
+            left -= sizes[number]
+            chosen.append(number)
+    return sorted(chosen), limit
+
+
+def _nodes(group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the ranks that share host memory. A collective; blocks."""
+    return topology.by_node(group, topology.find(group, host_memory.place()))
+
+
+def _sizes(shards: Sequence[tuple[int, torch.dtype]], ranks: int) -> list[int]:
+    """Return the bytes of each tensor's memory."""
+    return [-(-ranks * numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in shards]
 
 
 def _shared(
     nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, kind: str, device: torch.device
 ) -> torch.Tensor:
-    """Return memory of a kind that all ranks in ``mates`` share. A collective of the group.
-
-    The shared file has a name only until all mates have opened it, and takes no room before. An error leaves at most an empty file behind.
-    """
+    """Return memory of a kind that all ranks in ``mates`` share. A collective of the group. An error leaves nothing behind."""
     wire = _wire(group, device)
-    token = tensors.of_buffer(bytearray(secrets.token_bytes(TOKEN_BYTES))).to(wire)
-    tokens = [tensors.empty(TOKEN_BYTES, torch.uint8, wire) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(tokens, token, group)
-    file = SHARED / f"ds_zipccl-{bytes(tokens[mates[0]].tolist()).hex()}"
     leads, several = dist.get_rank(group) == mates[0], len(mates) > 1
+    own = bytes(host_memory.ADDRESS_BYTES)
     with ExitStack() as opened:
-
-        def keep_open(flags: int) -> int:
-            descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-            opened.callback(os.close, descriptor)
-            return descriptor
-
         with _agreeing(nbytes, group, wire):
+            if kind == "host" and leads and nbytes > (available := host_memory.available()):
+                raise OSError(f"this node has {available / 1e6:.1f} MB available")
             if several and leads:
-                descriptor = keep_open(os.O_CREAT | os.O_EXCL)
-                opened.callback(file.unlink, missing_ok=True)
+                descriptor, address = host_memory.create(nbytes)
+                opened.callback(os.close, descriptor)
+                own = address.packed()
+        packed = tensors.of_buffer(bytearray(own)).to(wire)
+        addresses = [tensors.empty(len(own), torch.uint8, wire) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(addresses, packed, group)
         with _agreeing(nbytes, group, wire):
             if several and not leads:
-                descriptor = keep_open(os.O_NOFOLLOW)
-        with _agreeing(nbytes, group, wire):
-            if several and leads:
-                file.unlink()
-                os.posix_fallocate(descriptor, 0, nbytes)  # all bytes now, so that no later write can fail
+                found = host_memory.Address.unpacked(bytes(addresses[mates[0]].tolist()))
+                descriptor = host_memory.open_shared(found, nbytes)
+                opened.callback(os.close, descriptor)
         with _agreeing(nbytes, group, wire):
             if several:
-                memory = _map(descriptor, nbytes, device)
+                memory = _locked(_Mapping(descriptor, nbytes), device)
             elif kind == "host" and device.type != "cpu":
                 memory = _locked(_Mapping(-1, nbytes), device)
             else:
@@ -233,13 +274,6 @@ class _Mapping(mmap.mmap):
             self.unlock()
 
 
-def _map(descriptor: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    found = os.fstat(descriptor)
-    if (found.st_size, found.st_uid) != (nbytes, os.geteuid()):
-        raise OSError(f"the file has {found.st_size} bytes of user {found.st_uid}, wanted {nbytes} of our own")
-    return _locked(_Mapping(descriptor, nbytes), device)
-
-
 def _locked(mapping: _Mapping, device: torch.device) -> torch.Tensor:
     memory = tensors.of_buffer(mapping)
     mapping.unlock = devices.lock_pages(memory, device)
@@ -260,5 +294,5 @@ def _agreeing(nbytes: int, group: dist.ProcessGroup, wire: torch.device) -> Iter
         raise CommError(
             f"{nbytes / 1e6:.1f} MB of memory for gathered parameters cannot be had: "
             f"{problem or 'another rank has the reason'}; "
-            f'make {SHARED} larger (docker run --shm-size), or set another "zero3_base"'
+            'give the node more memory, or set another "zero3_base"'
         )

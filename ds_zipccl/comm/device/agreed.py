@@ -55,9 +55,11 @@ class _Kind(NamedTuple):
         """Return the pieces of a parameter."""
         return gather.pieces_of([[numel]], self.dtype.itemsize, self.group.size, self.budget)
 
-    def codes(self, piece: Piece) -> bool:
-        """Return whether the size of a piece's frame depends on its words. Smaller pieces go raw."""
-        return piece.numel * self.dtype.itemsize >= wire.RAW_BELOW_BYTES
+    def codes(self, piece: Piece, way: Way) -> bool:
+        """Return whether the size of a piece's frame depends on its words. Smaller pieces go raw, and those of dtypes that are coded as
+        differences alone go raw without a base."""
+        large = piece.numel * self.dtype.itemsize >= wire.RAW_BELOW_BYTES
+        return large and (way is Way.DELTA or self.codec != "raw")
 
 
 class Way(Enum):
@@ -164,7 +166,7 @@ def agree_all(
         coded: list[tuple[torch.Tensor, Base | None, Piece]] = []
         for number, ((one, words, kind), base) in enumerate(zip(missing, held, strict=True)):
             if kind.dtype is dtype and (way is Way.FULL or base is not None):
-                some = list(filter(kind.codes, kind.pieces(one.numel)))
+                some = [piece for piece in kind.pieces(one.numel) if kind.codes(piece, way)]
                 coded += [(words, base if way is Way.DELTA else None, piece) for piece in some]
                 labels += [(way, number, piece.start) for piece in some]
         if coded:
@@ -219,10 +221,10 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     :func:`.gather.gather` for ``own`` and ``whole``.
     """
     shard = Shard(own, whole, [one.numel for one in parameters], [one.name for one in parameters])
-    if ctx.codec == "raw" or not own.numel():
+    kind = _kind(ctx, own.dtype)
+    if not own.numel() or (ctx.codec == "raw" and not any(one.base_of(kind) for one in parameters)):
         gather.gather(ctx, [shard])
         return
-    kind = _kind(ctx, own.dtype)
     if not all(one.holds(kind) for one in parameters):
         agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)), own.dtype)
     copies = _unchecked.setdefault(ctx.state, 0)

@@ -108,11 +108,12 @@ def _sums(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | Non
 
 @dataclass(frozen=True)
 class Rule:
-    """The static rule of a group's moves: why they pass, None if they may be coded; and the least bytes of a coded gather, without a wait
-    of the host and with one."""
+    """The static rule of a group's moves: why they pass, None if they may be coded; the least bytes of a coded gather, without a wait of
+    the host and with one; and whether copies of bases in host memory are faster than coded gathers."""
 
     reason: PassReason | None
     least: tuple[float, float]
+    host_bases: bool = True
 
 
 def rule_of(topology: Topology, profile: DeviceProfile | None) -> Rule:
@@ -124,7 +125,7 @@ def rule_of(topology: Topology, profile: DeviceProfile | None) -> Rule:
     if not device_rules.moves_may_gain(topology, profile):
         return Rule(PassReason.NETWORK_IS_FASTER, (0.0, 0.0))
     without, with_one = (device_rules.least_bytes(GATHER, topology, profile, waits=waits) for waits in (0, 1))
-    return Rule(None, (without, with_one))
+    return Rule(None, (without, with_one), device_rules.host_bases_gain(topology, profile))
 
 
 _settled: WeakKeyDictionary[GroupState, Settled] = WeakKeyDictionary()
@@ -184,6 +185,13 @@ def never_coded(op: str, group: dist.ProcessGroup | None, device: str) -> PassRe
     if rule is None or (OPS[op].traffic == "reduce_scatter" and settled.sums != "plain"):
         return None
     return rule.reason
+
+
+def host_bases_gain(group: dist.ProcessGroup, device: str) -> bool:
+    """Return whether copies of bases in host memory are predicted to be faster than coded gathers of a group in stream order; true where
+    nothing was measured."""
+    rule = _rule(group, device)
+    return rule is None or rule.host_bases
 
 
 class Steps:

@@ -45,7 +45,7 @@ class _GatherLists:
 
 
 @dataclass(frozen=True, slots=True)
-class _GatherShards:
+class GatherShards:
     """A gather in which each output consists of the shards of all ranks. With ``base`` the output is a single one, and its shards go as
     differences if all ranks hold the same base. With ``agreed`` the shard of the single output consists of these parameters."""
 
@@ -129,7 +129,7 @@ def all_gather_into_tensor(
     if is_small(output_tensor, config):
         call = uncompressed_call or (lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op))
         return pass_small("all_gather_into_tensor", role, sent_to_peers(output_tensor.nbytes, group), call)
-    request = _request_shards(
+    request = request_shards(
         "all_gather_into_tensor", [output_tensor], [input_tensor], group, async_op, config, role, uncompressed_call
     )
     if base is not None:
@@ -139,7 +139,7 @@ def all_gather_into_tensor(
             f"agreed: the parameters have {[one.numel for one in agreed]} elements, the input has {input_tensor.numel()}; "
             "name all parameters of the input, in their order"
         )
-    return execute(decide(request), request, _GatherShards(base, agreed))
+    return execute(decide(request), request, GatherShards(base, agreed))
 
 
 def all_gather_coalesced(
@@ -153,13 +153,13 @@ def all_gather_coalesced(
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
     """:func:`all_gather_into_tensor` of several tensors of one dtype in one call, with the arguments of DeepSpeed's backend."""
-    request = _request_shards(
+    request = request_shards(
         "all_gather_coalesced", output_tensors, input_tensors, group, async_op, config, role, uncompressed_call
     )
-    return execute(decide(request), request, _GatherShards(None))
+    return execute(decide(request), request, GatherShards(None))
 
 
-def _request_shards(
+def request_shards(
     op: str,
     output_tensors: Sequence[torch.Tensor],
     input_tensors: Sequence[torch.Tensor],

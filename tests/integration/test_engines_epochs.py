@@ -1,0 +1,290 @@
+"""Real ZeRO-3 engines with frozen parameters: the bits of plain communication, no frames from the second step on, and no unseen edit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engines import BATCH, CONTEXT, SOURCES, VOCABULARY, Lab, Model, bits, rank_program
+from programs import launch, reference
+from tiers import mostly_full
+
+from ds_zipccl.comm import CommError
+from ds_zipccl.comm.delta import epochs
+from ds_zipccl.integration import zero_gathers
+from ds_zipccl.telemetry import counters
+
+#: (zero3_base, mode) of the runs. With auto frozen parameters have bases, otherwise all parameters have.
+RUNS = {"auto": ("auto", "always"), "all": ("device", "always"), "by time": ("host", "auto")}
+#: All parameters but biases are freed after use: the backward pass gathers them again.
+ZERO3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 300,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 200_000,
+}
+MISS, VERSION = epochs.CHANGED, epochs.VERSION
+
+
+class Frozen(Model):
+    """A model whose biases are trained, which stay gathered."""
+
+    def __init__(self, *more: str) -> None:
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.endswith("bias") or name.startswith(more or "nothing"))
+
+
+#: The head is trained too. DeepSpeed gathers it together with frozen layers.
+Mixed = functools.partial(Frozen, "head")
+
+
+def trained(model: Model) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def start(lab: Lab, make: Callable[[], Model] = Frozen, **more: Any) -> Any:
+    return lab.engine(make=make, groups=trained, zero={**ZERO3, **more.pop("zero", {})}, **more)
+
+
+def ends(lab: Lab, phase: str, *misses: str) -> None:
+    """End a phase in which no frozen parameter was sent, but after ``misses``, of any rank."""
+    rows = {row["op"]: row for row in counters.rows() if row["role"] == "zero_param"}
+    sent = rows["all_gather_into_tensor"]["wire_bytes"] if rows else 0
+    messages = rows["agreement"]["wire_bytes"] if "agreement" in rows else 0
+    lab.ends(phase, sorted(misses))
+    lab.phases[-1] |= {"sent": sent, "messages": messages}
+
+
+def plain(lab: Lab, make: Callable[[], Model] = Frozen, **more: Any) -> None:
+    engine = start(lab, make, **more)
+    lab.train(engine, 1)
+    ends(lab, "first", "nothing was gathered there")
+    lab.train(engine, 3)
+    ends(lab, "later")
+
+
+def edited(lab: Lab) -> None:
+    """Frozen tensors are edited between steps: behind DeepSpeed's back on one rank, and by its functions."""
+    import deepspeed
+
+    engine = start(lab)
+    weights = [layer.weight for layer in engine.module.layers]
+    lab.train(engine, 2)
+    ends(lab, "before", "nothing was gathered there")
+    if lab.rank == 1:
+        weights[1].ds_tensor.data[-3:] = 1.5
+    lab.train(engine)
+    ends(lab, "by data", MISS)
+    if lab.rank == 0:
+        with torch.no_grad():
+            weights[0].ds_tensor.copy_(0.5 * weights[0].ds_tensor)
+    weights[2].ds_tensor.data = weights[2].ds_tensor.data.clone().mul_(-1)
+    lab.train(engine)
+    ends(lab, "by copy", MISS)
+    lab.train(engine)
+    ends(lab, "again")
+    for sign in (1, -1):  # an adapter is merged, used and unmerged
+        with deepspeed.zero.GatheredParameters(weights, modifier_rank=0):
+            if lab.rank == 0:
+                for weight in weights:
+                    weight.data.add_(sign * torch.eye(len(weight), dtype=weight.dtype))
+        lab.train(engine)
+        evaluate(lab, engine, 1)
+    lab.train(engine)
+    ends(lab, "merged", "sends")
+    with deepspeed.zero.GatheredParameters(weights):
+        lab.losses.append(str(sum(weight.double().sum().item() for weight in weights)))
+    lab.train(engine)
+    ends(lab, "read")
+
+
+def evaluate(lab: Lab, engine: Any, batches: int) -> None:
+    engine.eval()
+    with torch.no_grad():
+        for _ in range(batches):
+            tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT), generator=lab.batches)
+            lab.losses.append(engine(tokens).item().hex())
+    engine.train()
+
+
+def evaluated(lab: Lab) -> None:
+    """Without steps epochs persist, and ranks look now and then."""
+    engine = start(lab, Mixed)
+    lab.train(engine)
+    ends(lab, "before", "nothing was gathered there", "sends")
+    evaluate(lab, engine, 2 * epochs.COPIES)
+    ends(lab, "evaluated", "sends")
+    lab.train(engine, 2)
+    ends(lab, "after", "sends")
+
+
+def checkpoint(lab: Lab) -> None:
+    """Frozen weights are changed, and an earlier state is loaded into them, by the same engine and by a new one."""
+    import deepspeed
+
+    engine = start(lab)
+    lab.train(engine, 2)
+    engine.save_checkpoint(lab.folder / "saved", tag="two")
+    with deepspeed.zero.GatheredParameters(list(engine.module.layers.parameters()), modifier_rank=0):
+        if lab.rank == 0:
+            engine.module.layers[1].weight.data.zero_()
+    lab.train(engine, 2)
+    ends(lab, "changed", "nothing was gathered there", "sends")
+    engine.load_checkpoint(lab.folder / "saved", tag="two")
+    lab.train(engine, 2)
+    ends(lab, "loaded", "sends")
+    other = start(lab, seed=2)
+    other.load_checkpoint(lab.folder / "saved", tag="two")
+    lab.train(other, 2)
+    ends(lab, "resumed in a new engine", "nothing was gathered there", "sends")
+
+
+def several_engines(lab: Lab) -> None:
+    """Engines step in turn; one is destroyed; the layers of its module are trained by a new engine."""
+    first, second = start(lab), start(lab, Mixed, seed=2)
+    for engine in (first, second, first, second, second, first):
+        lab.train(engine)
+    ends(lab, "in turn", "nothing was gathered there", "sends")
+    first.destroy()
+    lab.train(second)
+    module = first.module
+    module.layers.requires_grad_(True)
+    third = start(lab, lambda: module)
+    lab.train(third, 3)
+    lab.train(second)
+    ends(lab, "unfrozen", "sends")
+
+
+CASES: dict[str, Callable[[Lab], None]] = {
+    "plain": plain,
+    "mixed": functools.partial(plain, make=Mixed),
+    "accumulating": functools.partial(plain, make=Mixed, gradient_accumulation_steps=3),
+    "overlap": functools.partial(plain, zero={"overlap_comm": True}),
+    "one by one": functools.partial(plain, zero={"allgather_sequential": True}),
+    "offload": functools.partial(
+        plain,
+        zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        zero_force_ds_cpu_optimizer=False,
+    ),
+    "edited": edited,
+    "evaluated": evaluated,
+    "checkpoint": checkpoint,
+    "several engines": several_engines,
+}
+HPZ = functools.partial(plain, zero={"zero_hpz_partition_size": 2})
+
+
+def written(lab: Lab) -> None:
+    """A direct write between two batches of a step stops all ranks before the step, again and again; a loaded checkpoint goes on."""
+    engine = start(lab, gradient_accumulation_steps=2)
+    lab.train(engine, 1)
+    engine.save_checkpoint(lab.folder / "saved", tag="one")
+    lab.backward(engine)
+    engine.step()
+    if lab.rank == 1:
+        engine.module.layers[1].weight.ds_tensor.data[7] = 2.0
+    lab.backward(engine)
+    for _ in range(2):
+        with pytest.raises(CommError) as raised:
+            engine.step()
+        lab.losses.append(str(raised.value))
+    engine.load_checkpoint(lab.folder / "saved", tag="one")
+    lab.train(engine, 1)
+
+
+def swapped(lab: Lab) -> None:
+    """A base has another version on one rank, and two bases have each other's words."""
+    engine = start(lab)
+    lab.train(engine, 2)
+    ends(lab, "before", "nothing was gathered there")
+    slots = [zero_gathers.slot_of(layer.weight) for layer in engine.module.layers]
+    if lab.rank == 1 and slots[0] is not None:
+        slots[0].version += 1
+    lab.train(engine)
+    ends(lab, "version", VERSION)
+    if lab.rank == 1 and slots[1] is not None and slots[2] is not None:
+        words = slots[1].memory.clone()
+        slots[1].memory.copy_(slots[2].memory)
+        slots[2].memory.copy_(words)
+    lab.train(engine)
+    ends(lab, "contents", MISS)
+    lab.train(engine)
+    ends(lab, "after")
+
+
+PROGRAMS = CASES | {"hpz": HPZ, "written": written, "swapped": swapped}
+
+# ---- tests ---------------------------------------------------------------------------------------------------------
+
+
+def section(run: str) -> str:
+    base, mode = RUNS[run]
+    return f'{{"enabled": true, "mode": "{mode}", "min_bytes": 4096, "reduction": "match", "zero3_base": "{base}"}}'
+
+
+#: (run, cases). The runs differ in the parameters that have bases, and in the schedules.
+GROUPS = {
+    "auto": ("auto", ("mixed", "edited")),
+    "auto, more": ("auto", tuple(name for name in CASES if name not in ("mixed", "edited"))),
+    "all": ("all", ("mixed", "edited")),
+    "by time": ("by time", ("mixed", "edited")),
+}
+
+
+@pytest.mark.parametrize("name", mostly_full(GROUPS, ["auto"], "more settings, more events"))
+def test_frozen_parameters_change_no_bit_and_send_nothing(tmp_path: Any, name: str) -> None:
+    run, cases = GROUPS[name]
+    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
+    coded = launch(__file__, 2, tmp_path / "coded", *cases, DS_ZIPCCL=section(run))
+    wanted = reference(__file__, 2, tmp_path / "plain", *cases, sources=SOURCES)
+    for case in cases:
+        assert bits(coded[case]) == bits(wanted[case]), case
+        for number, phase in enumerate(coded[case][0]["phases"]) if run == "auto" else ():
+            check(case, phase, [rank["phases"][number] for rank in coded[case]])
+
+
+def check(case: str, phase: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Nothing is sent where nothing was changed; every miss is named; proofs are small."""
+    where = f"{case}, {phase['phase']}: {phase}"
+    assert all(rank["messages"] < 20_000 for rank in ranks), where
+    for why in phase["expected"]:
+        assert why == "sends" or any(why in rank["differences"] for rank in ranks), where
+    if not phase["expected"]:
+        assert all(rank["differences"].keys() <= {""} for rank in ranks), where
+        assert all(rank["sent"] == 0 for rank in ranks) or case in ("mixed", "accumulating"), where
+
+
+@pytest.mark.full(reason="four ranks")
+def test_hpz(tmp_path: Any) -> None:
+    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
+    coded = launch(__file__, 4, tmp_path / "coded", "mixed", "hpz", DS_ZIPCCL=section("auto"))
+    wanted = reference(__file__, 4, tmp_path / "plain", "mixed", "hpz", sources=SOURCES)
+    assert all(bits(coded[case]) == bits(wanted[case]) for case in ("mixed", "hpz"))
+
+
+def test_a_write_in_a_step_stops_all_ranks(tmp_path: Any) -> None:
+    for rank in launch(__file__, 2, tmp_path, "written", DS_ZIPCCL=section("auto"))["written"]:
+        said = [text for text in rank["losses"] if "agreement" in text]
+        assert len(said) == 2 and all(
+            "layers.1.weight: the shard of group ranks [1] was gathered before" in text for text in said
+        )
+
+
+@pytest.mark.full(reason="tests/comm has it without engines")
+def test_swapped_bases(tmp_path: Any) -> None:
+    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
+    coded = launch(__file__, 2, tmp_path / "coded", "swapped", DS_ZIPCCL=section("all"))["swapped"]
+    wanted = reference(__file__, 2, tmp_path / "plain", "swapped", sources=SOURCES)["swapped"]
+    assert bits(coded) == bits(wanted)
+    for rank in coded:
+        for phase in rank["phases"]:
+            assert set(phase["expected"]) <= set(phase["differences"]), phase
+
+
+if __name__ == "__main__":
+    rank_program(PROGRAMS)
