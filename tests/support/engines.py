@@ -122,10 +122,13 @@ def bits(run: list[dict[str, Any]]) -> list[Any]:
     return [(rank["losses"], [phase["sha256"] for phase in rank["phases"]]) for rank in run]
 
 
-def rank_program(cases: Mapping[str, Callable[[Lab], None]], backend: str | None = None) -> None:
+def rank_program(
+    cases: Mapping[str, Callable[[Any], None]], backend: str | None = None, make: Callable[[Path], Lab] = Lab
+) -> None:
     """Run the cases that the command line names, one after the other. Rank 0 writes the results of all ranks to CASE.json for each.
 
-    ``backend``: of the default group: the name of :mod:`shim`, or None: DeepSpeed's choice for this machine.
+    ``backend``: of the default group: the name of :mod:`shim`, or None: DeepSpeed's choice for this machine. ``make``: makes the lab of a
+    case.
     """
     import deepspeed
 
@@ -139,7 +142,7 @@ def rank_program(cases: Mapping[str, Callable[[Lab], None]], backend: str | None
     deepspeed.init_distributed(dist_backend=backend)
     gc.freeze()  # DeepSpeed collects garbage again and again; objects of imports never are garbage
     for name in names:
-        lab = Lab(Path(folder, name))
+        lab = make(Path(folder, name))
         cases[name](lab)
         lab.destroy()
         everyone: list[Any] = [None] * lab.ranks
