@@ -22,10 +22,14 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("bench", "codec"): ("bench_codec", "ratio and speed of compress and decompress, beside memcpy"),
     ("bench", "comm"): ("bench_comm", "time, bandwidth and bytes of collectives: plain, our schedule, compressed"),
     ("bench", "train"): ("bench_train", "whole training runs, plain and compressed, whose bits must be equal"),
+    ("bench", "sync"): (
+        "bench_sync",
+        "bytes and speed of weight sync, beside pairs of index and value and XOR with zstd",
+    ),
     ("steps",): ("steps", "ratios over a training, from its step logs"),
     ("plan",): ("plan", "predicted communication time of a training step; --validate compares with this machine"),
 }
-GROUPS = {"bench": "measurements: codec, comm, train"}
+GROUPS = {"bench": "measurements: codec, comm, train, sync"}
 
 
 def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
