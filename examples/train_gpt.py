@@ -17,27 +17,24 @@ import hashlib
 import json
 import math
 import os
-import random
-import re
 import socket
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives that DeepSpeed still calls
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from source_text import batches, read_text, tokenise  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -63,44 +60,6 @@ SIZES = {
     "small": Size(vocabulary=8192, width=320, layers=5, heads=5, context=64, characters=4_000_000),  # 11M
     "medium": Size(vocabulary=16384, width=512, layers=12, heads=8, context=256, characters=12_000_000),  # 54M
 }
-
-
-# ---- text --------------------------------------------------------------------------------------------------
-
-
-def read_text(data: Path | None, characters: int) -> str:
-    """The first characters of a file, or of the standard library's modules in a fixed shuffled order."""
-    if data:
-        return data.read_text(encoding="utf-8", errors="replace")[:characters]
-    library = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = []
-    for folder, inside, names in os.walk(library):
-        inside[:] = sorted(set(inside) - skipped)
-        files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
-    if not files:
-        raise SystemExit(f"no Python sources under {library} to train on: name a text with --data FILE")
-    random.Random(0).shuffle(files)
-    text = ""
-    while files and len(text) < characters:
-        text += files.pop().read_text(encoding="utf-8", errors="replace")
-    return text[:characters]
-
-
-def tokenise(text: str, vocabulary: int) -> Tensor:
-    """Words, digits, line ends, indents and symbols as numbers by frequency; 0: not in the vocabulary."""
-    words = re.findall(r"[^\W\d_]+|\d|_|\n| {4}|[^\w\s]", text)
-    common = Counter(words).most_common(vocabulary - 1)
-    number = {word: index for index, (word, _) in enumerate(common, start=1)}
-    return torch.tensor([number.get(word, 0) for word in words])
-
-
-def batches(tokens: Tensor, batch: int, context: int, seed: int, rank: int, world: int) -> Iterator[Tensor]:
-    """Endless [batch, context + 1] windows at random places, fixed by seed, step and rank."""
-    for step in count():
-        source = torch.Generator().manual_seed((seed << 32) + step * world + rank)
-        starts = torch.randint(len(tokens) - context - 1, (batch,), generator=source)
-        yield torch.stack([tokens[start : start + context + 1] for start in starts.tolist()])
 
 
 # ---- model -------------------------------------------------------------------------------------------------
@@ -188,6 +147,29 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) + 0.01 * balance.float()
 
 
+def build_gpt(args: argparse.Namespace, world: int) -> tuple[nn.Module, list]:
+    """The model, and groups of its trained parameters."""
+    model = GPT(SIZES[args.size], args.experts, world)
+    groups: list = [{"params": list(model.parameters()), "name": "all"}]
+    if args.experts:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = split_params_into_different_moe_groups_for_optimizer(groups)
+    return model, groups
+
+
+@dataclass(frozen=True)
+class Example:
+    """A training of this folder: its script, default config, sizes, builder of the model, and further hashes of its parameters."""
+
+    script: str = __file__
+    config: str = "ds_config_zero3.json"
+    about: str = __doc__ or ""
+    sizes: Mapping[str, Any] = field(default_factory=lambda: SIZES)
+    build: Callable[[argparse.Namespace, int], tuple[nn.Module, list]] = build_gpt
+    hashes: Callable[[nn.Module, bool], dict[str, str]] = lambda model, zero3: {}
+
+
 # ---- one rank ----------------------------------------------------------------------------------------------
 
 
@@ -206,12 +188,12 @@ def bytes_sent() -> dict[str, float] | None:
     }
 
 
-def parameters_hash(model: nn.Module, zero3: bool) -> str:
-    """sha256 of all parameters as this rank sees them; ZeRO-3's are gathered one at a time."""
+def parameters_hash(named: Iterable[tuple[str, nn.Parameter]], zero3: bool) -> str:
+    """sha256 of parameters as this rank sees them; ZeRO-3's are gathered one at a time."""
     import deepspeed
 
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         with deepspeed.zero.GatheredParameters([parameter]) if zero3 else nullcontext():
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
             digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
@@ -219,7 +201,7 @@ def parameters_hash(model: nn.Module, zero3: bool) -> str:
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict:
-    """What the config file says, and --accumulation, --lr and --schedule change."""
+    """What the config file says, and --accumulation, --lr, --schedule and --zeropp change."""
     config = json.loads(args.ds_config.read_text())
     config |= {"gradient_accumulation_steps": args.accumulation} if args.accumulation else {}
     if args.lr is not None:
@@ -227,10 +209,14 @@ def deepspeed_config(args: argparse.Namespace) -> dict:
     if args.schedule == "cosine":
         steps = {"total_num_steps": args.steps, "warmup_num_steps": max(1, args.steps // 20)}
         config["scheduler"] = {"type": "WarmupCosineLR", "params": {**steps, "warmup_type": "linear"}}
+    if args.zeropp:
+        import zeropp
+
+        config = zeropp.on(config)
     return config
 
 
-def train(args: argparse.Namespace) -> dict:
+def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     """Train on this rank, with a progress bar on rank 0; every rank returns the results of all."""
     import deepspeed
     import torch.distributed as dist
@@ -244,16 +230,12 @@ def train(args: argparse.Namespace) -> dict:
     clock = CommTime()
     if args.comm_time:
         clock.watch(deepspeed.comm.comm.cdb)
-    rank, world, size = dist.get_rank(), dist.get_world_size(), SIZES[args.size]
+    example = example or Example()
+    rank, world, size = dist.get_rank(), dist.get_world_size(), example.sizes[args.size]
 
     torch.manual_seed(args.seed)
-    model = GPT(size, args.experts, world)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    groups: list = [{"params": list(model.parameters()), "name": "all"}]
-    if args.experts:
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-        groups = split_params_into_different_moe_groups_for_optimizer(groups)
+    model, groups = example.build(args, world)
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=deepspeed_config(args))
 
     tokens = tokenise(read_text(args.data, size.characters), size.vocabulary)
@@ -273,27 +255,30 @@ def train(args: argparse.Namespace) -> dict:
             saved = f"{(sent['logical_bytes'] - sent['wire_bytes']) / 1e6:.1f}MB" if sent else "n/a"
             bar.set_postfix(loss=f"{losses[-1]:.4f}", saved=saved)
 
-    digest = parameters_hash(model, engine.zero_optimization_stage() == 3)
+    zero3 = engine.zero_optimization_stage() == 3
+    hashes = {"params_sha256": parameters_hash(model.named_parameters(), zero3), **example.hashes(model, zero3)}
     everyone: list = [None] * world
-    dist.all_gather_object(everyone, (losses, digest, bytes_sent()))  # through torch: not part of the counted traffic
+    dist.all_gather_object(everyone, (losses, hashes, bytes_sent()))  # through torch: not part of the counted traffic
     curves, digests, sent = zip(*everyone)
     return {
         "ranks": world,
-        "parameters": parameters,
+        "parameters": sum(count for count, _ in counts),
+        "trained": sum(count for count, trained in counts if trained),
+        "micro_batches": engine.gradient_accumulation_steps(),
         "losses": [(sum(step) / world).hex() for step in zip(*curves)],  # means over ranks, every bit of them
-        "params_sha256": hashlib.sha256("".join(digests).encode()).hexdigest(),
-        "replicas_equal": bool(args.experts) or len(set(digests)) == 1,  # experts do differ by rank
+        **{key: hashlib.sha256("".join(one[key] for one in digests).encode()).hexdigest() for key in hashes},
+        "replicas_equal": bool(args.experts) or all(one == hashes for one in digests),  # experts do differ by rank
         "step_ms": step_ms,
         "comm_ms": comm_ms if args.comm_time else None,
         "sent": {key: sum(one[key] for one in sent) / world for key in sent[0]} if sent[0] else None,
     }
 
 
-def train_one_rank(args: argparse.Namespace) -> None:
+def train_one_rank(args: argparse.Namespace, example: Example) -> None:
     """What each process of torchrun or deepspeed does."""
     import torch.distributed as dist
 
-    results = train(args)
+    results = train(args, example)
     if args.results and dist.get_rank() == 0:
         args.results.write_text(json.dumps(results))
     dist.barrier()  # gloo aborts at exit where a rank leaves while another is still talking
@@ -304,15 +289,15 @@ def train_one_rank(args: argparse.Namespace) -> None:
 # ---- all ranks ---------------------------------------------------------------------------------------------
 
 
-def launch(args: argparse.Namespace, extra: list[str], environment: dict[str, str]) -> dict:
-    """Run this script with the same options on args.ranks local ranks under torchrun; returns the results."""
+def launch(args: argparse.Namespace, script: str, extra: list[str], environment: dict[str, str]) -> dict:
+    """Run the script with the same options on args.ranks local ranks under torchrun; returns the results."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), __file__]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), script]
         command += [*(option for option in sys.argv[1:] if option != "--compare"), *extra]
         # DeepSpeed's optimizers load torch's compiler, which takes seconds; nothing here is compiled.
         environment = {"OMP_NUM_THREADS": str(args.threads), "TORCHDYNAMO_DISABLE": "1", **os.environ, **environment}
@@ -322,10 +307,10 @@ def launch(args: argparse.Namespace, extra: list[str], environment: dict[str, st
         return json.loads(results.read_text())
 
 
-def compare(args: argparse.Namespace) -> int:
+def compare(args: argparse.Namespace, script: str) -> int:
     """Train plain and coded from the same seed and print whether anything differs; 0 where nothing does."""
-    plain = launch(args, ["--name", "plain"], {"DS_ZIPCCL": "0"})
-    coded = launch(args, ["--name", "coded"], {})
+    plain = launch(args, script, ["--name", "plain"], {"DS_ZIPCCL": "0"})
+    coded = launch(args, script, ["--name", "coded"], {})
     if args.results:
         args.results.write_text(json.dumps({"plain": plain, "coded": coded}))
     print(f"\n{args.ds_config.stem}, {plain['parameters']:,} parameters, {args.ranks} ranks, {args.steps} steps\n")
@@ -353,17 +338,18 @@ def compare(args: argparse.Namespace) -> int:
     return 0 if identical else 1
 
 
-def options() -> argparse.ArgumentParser:
-    here = Path(__file__).resolve().parent
+def options(example: Example | None = None) -> argparse.ArgumentParser:
+    example, here = example or Example(), Path(__file__).resolve().parent
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=example.about, formatter_class=formatter, allow_abbrev=False)
     option = parser.add_argument
-    option("--ds-config", "--deepspeed_config", type=Path, default=here / "ds_config_zero3.json", metavar="FILE")
-    option("--size", choices=SIZES, default="small", help="of model and text (default: small, 11M parameters)")
+    option("--ds-config", "--deepspeed_config", type=Path, default=here / example.config, metavar="FILE")
+    option("--size", choices=example.sizes, default="small", help="of model and text (default: small)")
     option("--steps", type=int, default=30)
     option("--accumulation", type=int, metavar="N", help="micro-batches per step (default: what the config file says)")
     option("--lr", type=float, metavar="X", help="learning rate (default: what the config file says)")
     option("--schedule", choices=("config", "cosine"), default="config", help="cosine: 5%% warm-up, then cosine decay")
+    option("--zeropp", action="store_true", help="DeepSpeed's lossy ZeRO++ (ZeRO-3 only), to compare")
     option("--experts", type=int, default=0, help="experts per layer (default: none; not with ZeRO-3)")
     option("--data", type=Path, metavar="FILE", help="text to train on (default: the standard library)")
     option("--seed", type=int, default=1)
@@ -378,19 +364,20 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
-    args = options().parse_args()
+def main(example: Example | None = None) -> int:
+    example = example or Example()
+    args = options(example).parse_args()
     for file in (args.ds_config, args.data):
         if file and not file.is_file():
             raise SystemExit(f"{file}: no such file")
     if "RANK" in os.environ:
         if args.compare:
             raise SystemExit("--compare starts ranks of its own: run it with python, without torchrun or deepspeed")
-        train_one_rank(args)
+        train_one_rank(args, example)
         return 0
     if args.compare:
-        return compare(args)
-    results = launch(args, [], {})
+        return compare(args, example.script)
+    results = launch(args, example.script, [], {})
     if args.results:
         args.results.write_text(json.dumps(results))
     return 0

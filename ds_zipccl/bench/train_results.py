@@ -7,8 +7,15 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from ds_zipccl.bench import train_volume
 from ds_zipccl.bench.train_trial import Results, Training
 from ds_zipccl.bench.variants import VARIANTS
+
+#: End of the keys of a result that are hashes.
+HASH = "_sha256"
+_HASHED = {"params_sha256": "parameters", "adapters_sha256": "adapters", "merged_sha256": "merged weights"}
+#: DeepSpeed's ZeRO++, beside :data:`VARIANTS`: lossy, so that its bits are not compared.
+ZEROPP = "zeropp"
 
 Runs = Mapping[str, list[Results]]  # variant -> its runs, plain first
 
@@ -23,7 +30,16 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
         counted = runs[variant][0]["sent"]
         return round(counted[key] + counted["passed_bytes"]) if counted else None
 
-    logical = next((sent(variant, "logical_bytes") for variant in runs if variant != "plain"), None)
+    volumes = {variant: _volume(training, results[0]) for variant, results in runs.items()}
+    ours = [variant for variant in runs if variant not in ("plain", ZEROPP)]
+    plain_m = next((volumes[variant]["plain_m"] for variant in ours if volumes[variant]), None)
+    logical = next((sent(variant, "logical_bytes") for variant in ours), None)
+    plain_gathers = next((train_volume.gathered(runs[variant][0]["steps"] or ())[0] for variant in ours), 0)
+
+    def gather_ratio(variant: str) -> float | None:
+        wire = train_volume.gathered(runs[variant][0]["steps"] or ())[1]
+        return 1.0 if variant == "plain" else plain_gathers / wire if wire and plain_gathers else None
+
     found = []
     for variant, results in runs.items():
         step_ms, comm_ms = median("step_ms", variant), median("comm_ms", variant)
@@ -33,8 +49,10 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
             "variant": variant,
             "step_ms": step_ms,
             "comm_ms": comm_ms,
-            "logical_bytes": logical if variant == "plain" else sent(variant, "logical_bytes"),
+            "logical_bytes": logical if variant in ("plain", ZEROPP) else sent(variant, "logical_bytes"),
             "wire_bytes": logical if variant == "plain" else sent(variant, "wire_bytes"),
+            "gather_ratio": gather_ratio(variant),
+            "step_m": _mean(plain_m if variant == "plain" else volumes[variant].get("sent_m")),
             "loss_last": loss if math.isfinite(loss) else None,
             "params_sha256": results[0]["params_sha256"],
             "speedup": median("step_ms", "plain") / step_ms,
@@ -47,20 +65,45 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
     return found
 
 
-def verdict(runs: Runs, same_sums: bool = True) -> dict[str, Any]:
-    """Ratio over compressed calls alone, size of the model, counters of every variant, and the problems; ``same_sums`` as in
-    :func:`problems`."""
+def _volume(training: Training, result: Results) -> dict[str, list[float]]:
+    """The series of a run; {} if it has no step log."""
+    unit = train_volume.unit_bytes(result["parameters"], training.ranks)
+    return train_volume.series(result["steps"], unit) if result["steps"] else {}
+
+
+def _mean(values: list[float] | None) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def verdict(training: Training, runs: Runs) -> dict[str, Any]:
+    """Ratio over compressed calls alone, size of the model, its trained part, hashes of further weights, counters and volume by step of
+    every variant, and the problems."""
+    plain = runs["plain"][0]
     counted = {variant: results[0]["sent"] for variant, results in runs.items()}
     return {
         "ratio_coded": {
             variant: sent["logical_bytes"] / sent["wire_bytes"]
             for variant, sent in counted.items()
-            if VARIANTS[variant].compressed and sent and sent["coded_calls"]
+            if variant != ZEROPP and VARIANTS[variant].compressed and sent and sent["coded_calls"]
         },
-        "parameters": runs["plain"][0]["parameters"],
+        "parameters": plain["parameters"],
+        "trained": plain["trained"],
+        "hashes": {key: plain[key] for key in plain if key.endswith(HASH) and key != "params_sha256"},
         "sent": counted,
-        "problems": problems(runs, same_sums),
+        "volume": {variant: _volume(training, results[0]) for variant, results in runs.items() if results[0]["steps"]},
+        "deviation": deviation(runs),
+        "problems": problems({variant: runs[variant] for variant in runs if variant != ZEROPP}, training.same_sums),
     }
+
+
+def deviation(runs: Runs) -> dict[str, float | None]:
+    """How far the losses of ZeRO++ are from the plain ones: the largest difference and the last one (None: not finite); {} without it."""
+    if ZEROPP not in runs:
+        return {}
+    pairs = zip(runs[ZEROPP][0]["losses"], runs["plain"][0]["losses"], strict=True)
+    differences = [abs(float.fromhex(lossy) - float.fromhex(loss)) for lossy, loss in pairs]
+    found = {"largest": max(differences), "last": differences[-1]}
+    return {key: value if all(map(math.isfinite, differences)) else None for key, value in found.items()}
 
 
 def problems(runs: Runs, same_sums: bool = True) -> list[str]:
@@ -76,10 +119,14 @@ def problems(runs: Runs, same_sums: bool = True) -> list[str]:
         against = "plain" if VARIANTS[variant].settings is None else ours
         first = runs[against][0]
         differing = [step for step, pair in enumerate(zip(result["losses"], first["losses"]), 1) if len(set(pair)) > 1]
+        hashes = [key for key in first if key.endswith(HASH)]
         calls = result["sent"]["coded_calls"] if result["sent"] else 0
-        checks = {
+        checks: dict[str, Any] = {
             f"losses differ from the first {against} run's at steps {differing}": differing,
-            f"parameters differ from the first {against} run's": result["params_sha256"] != first["params_sha256"],
+            **{
+                f"{_HASHED.get(key, key)} differ from the first {against} run's": result[key] != first[key]
+                for key in hashes
+            },
             "ranks ended with different parameters": not result["replicas_equal"],
             "a loss is not finite": not all(math.isfinite(float.fromhex(loss)) for loss in result["losses"]),
             "nothing was coded: is ds_zipccl installed with its entry point?": VARIANTS[variant].always and not calls,

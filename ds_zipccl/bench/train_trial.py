@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -16,22 +17,45 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_zipccl.bench import ToolError, link
+from ds_zipccl.bench import ToolError, link, step_logs
 from ds_zipccl.bench.backends import BACKENDS, Backend
 from ds_zipccl.bench.namespaces import INTERFACE, Network
 
 PACKAGE = Path(__file__).resolve().parents[1]
 #: Places of examples/ in an installed wheel and in a checkout.
 EXAMPLES = (PACKAGE / "examples", PACKAGE.parent / "examples")
-#: Workload -> (DeepSpeed config next to the script, further options of the script).
-WORKLOADS: dict[str, tuple[str, list[str]]] = {
-    "zero1": ("ds_config_zero1.json", []),
-    "zero2": ("ds_config_zero2.json", []),
-    "zero3": ("ds_config_zero3.json", []),
-    "moe": ("ds_config_moe.json", ["--experts", "4"]),
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training: DeepSpeed config next to the script, further options of the script, script, packages that it needs, its ZeRO stage."""
+
+    config: str
+    options: tuple[str, ...] = ()
+    script: str = "train_gpt.py"
+    packages: tuple[str, ...] = ()
+    stage: int = 3
+
+    def check(self, name: str) -> None:
+        """Raise ToolError where a package is missing."""
+        if missing := [package for package in self.packages if importlib.util.find_spec(package) is None]:
+            needed = " ".join(self.packages)
+            raise ToolError(
+                f"--workload {name} needs {' and '.join(missing)}, not installed here: pip install {needed}"
+            )
+
+
+WORKLOADS: dict[str, Workload] = {
+    "zero1": Workload("ds_config_zero1.json", stage=1),
+    "zero2": Workload("ds_config_zero2.json", stage=2),
+    "zero3": Workload("ds_config_zero3.json"),
+    "moe": Workload("ds_config_moe.json", ("--experts", "4"), stage=2),
+    "finetune": Workload("ds_config_finetune.json"),
+    "lora": Workload("ds_config_lora.json", script="train_lora.py", packages=("transformers", "peft")),
 }
 
-Results = dict[str, Any]  # the file that examples/train_gpt.py --results writes
+#: The file that the script's --results writes; "steps" has the step log of rank 0, None without ds_zipccl.
+Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,23 +89,24 @@ class Training:
         return {"workload": self.workload, "ranks": self.ranks, "nodes": nodes, "link": link.name(self.link)}
 
 
-def find_script(named: Path | None = None) -> Path:
-    """The training script.
+def find_script(named: Path | None = None, workload: str = "zero3") -> Path:
+    """The training script of a workload.
 
     Raises:
         ToolError: neither the named file nor the package's own script exists; names the places.
     """
-    places = [named] if named else [folder / "train_gpt.py" for folder in EXAMPLES]
+    own = WORKLOADS[workload].script
+    places = [named] if named else [folder / own for folder in EXAMPLES]
     for place in places:
         if place.is_file():
             return place
     looked = " and ".join(map(str, places))
-    raise ToolError(f"no training script at {looked}: name examples/train_gpt.py of a checkout with --script")
+    raise ToolError(f"no training script at {looked}: name examples/{own} of a checkout with --script")
 
 
 def _config(training: Training) -> Path:
     """The DeepSpeed config of the workload: next to the script, otherwise the package's own."""
-    name, _ = WORKLOADS[training.workload]
+    name = WORKLOADS[training.workload].config
     return next(
         (folder / name for folder in (training.script.parent, *EXAMPLES) if (folder / name).is_file()), Path(name)
     )
@@ -99,9 +124,10 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
         ToolError: the run failed or took too long; the message ends with the last lines of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results, output = Path(folder) / "results.json", Path(folder) / "output.txt"
+        results, output, log = (Path(folder) / name for name in ("results.json", "output.txt", "steps.jsonl"))
         name = f"{training.workload} x{training.ranks} {link.name(training.link)} {variant}"
-        wanted = {"DS_ZIPCCL": "0" if section is None else json.dumps(section), "OMP_NUM_THREADS": "1"}
+        written = "0" if section is None else json.dumps({"step_log": str(log)} | section)
+        wanted = {"DS_ZIPCCL": written, "OMP_NUM_THREADS": "1"}
         wanted["DS_ACCELERATOR"] = training.backend.device
         more = ["--results", str(results), "--name", name]
         with output.open("wb") as sink:
@@ -123,15 +149,15 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
             raise ToolError(
                 f"{variant} run ended with status {status}; errors are above, the output ends with:\n{tail}"
             )
-        found: dict[str, Any] = json.loads(results.read_text())
-        return found
+        found: Results = json.loads(results.read_text())
+        return found | {"steps": step_logs.read(str(log)) if log.exists() else None}
 
 
 def _commands(
     training: Training, network: Network | None, more: Sequence[str]
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Command and environment of each process to start, in the order of ranks."""
-    backend, (_, options) = training.backend, WORKLOADS[training.workload]
+    backend, options = training.backend, WORKLOADS[training.workload].options
     command = [sys.executable, str(training.script), "--ds-config", str(_config(training)), *options]
     command += ["--steps", str(training.steps), "--size", training.size, "--comm-time", *training.options, *more]
     if network is None and not backend.streams:

@@ -1,13 +1,19 @@
 """``bench train``: whole training runs from one seed, plain and compressed, whose bits must be equal.
 
-Every run is ``examples/train_gpt.py`` in processes of its own. The variants take turns, plain first. Columns:
+Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_lora.py``. The variants take turns, plain first. Columns:
 
-* ``workload``: the training: ``zero1``, ``zero2``, ``zero3`` (ZeRO stages), ``moe`` (four experts).
+* ``workload``: the training: ``zero1``, ``zero2``, ``zero3`` (ZeRO stages), ``moe`` (four experts). ``finetune``: ZeRO-3 at a learning
+  rate of 2e-5, from fresh weights, whose updates change more bits than those of trained ones; every parameter is gathered for the forward
+  and again for the backward pass, as in a model that is too large to be kept. ``lora``: ZeRO-3, LoRA adapters of a Llama of Hugging Face,
+  with the values that its Trainer takes for "auto" (threshold of persistence 10 x hidden size); needs ``pip install transformers peft``.
 * ``ranks``, ``nodes``, ``link``: number of processes; number of nodes that share out the processes in blocks; network between the
   nodes. On ``loopback`` there is one node. With ``--link`` there is one node per rank, or as many as ``--nodes`` says.
 * ``variant``: ``plain``: ds_zipccl is off (``DS_ZIPCCL=0``). ``raw``: our schedules, uncompressed. ``coded``: our schedules,
   compressed. ``auto``: the fastest of these three for a message, which 25 blocking calls of its kind find out, or 85 asynchronous
-  ones. All but plain have ``reduction: match``, which promises the bits of the plain run, and the keys of ``--set``.
+  ones. These three have ``reduction: match``, which promises the bits of the plain run, and the keys of ``--set``. ``zeropp``: DeepSpeed's
+  ZeRO++ (8-bit weights, 4-bit gradients, second copies of the weights inside nodes of several ranks), on CPUs with torch's arithmetic in
+  place of its CUDA kernels. It is lossy: a line below the rows says how far its losses are from the plain ones. Its gradients are of
+  4 bits from two nodes on.
 * ``step_ms``: median of rank 0's steps, without the first ``--skip``.
 * ``comm_ms``: median over the same steps of the time in which rank 0 stood still for communication: in calls of collectives and in
   ``wait()`` of their handles. The delays of other ranks are in it. Communication that overlaps with computing is not.
@@ -16,8 +22,12 @@ Every run is ``examples/train_gpt.py`` in processes of its own. The variants tak
 * ``wire_bytes``: the same with coded calls at the bytes that they sent, headers included. With ZeRO-1 and ZeRO-2 even raw frames
   send less, because gradients go to their owners only. The plain row has ``logical_bytes`` here: the bytes of the plain backend's
   own schedules cannot be seen from outside.
+* ``gather_ratio``: bytes of the plain gathers of parameters / bytes sent for them, from the second step on, on rank 0.
+* ``step_m``: bytes that rank 0 sends in a step, mean from the second step on, in units of the model: M is 2 bytes x elements x (n - 1) / n
+  on n ranks. Where every parameter is gathered twice, plain ZeRO-3 sends 3 M. The verdicts of the JSON file have it by step (``volume``).
 * ``loss_last``: mean over ranks; "-" if it is not finite.
-* ``params_sha256``: hash of all final parameters of all ranks (the table shows 16 digits).
+* ``params_sha256``: hash of all final parameters of all ranks (the table shows 16 digits). The bits of ``lora`` are equal only if the
+  hashes of its adapters and of its merged weights are too.
 * ``speedup``: plain ``step_ms`` / this row's ``step_ms``. ``comm_speedup``: plain ``comm_ms`` / this row's ``comm_ms``.
 
 A line below the rows of a configuration has the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong.
@@ -41,13 +51,14 @@ import itertools
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ds_zipccl.bench import ToolError, link, namespaces
 from ds_zipccl.bench.backends import BACKENDS, Backend
 from ds_zipccl.bench.tables import Column, Table, complain, say, write_json
-from ds_zipccl.bench.train_results import rows, verdict
+from ds_zipccl.bench.train_results import ZEROPP, rows, verdict
 from ds_zipccl.bench.train_trial import WORKLOADS, Results, Training, find_script, run
 from ds_zipccl.bench.variants import VARIANTS
 from ds_zipccl.config import ConfigError, parse_section
@@ -68,21 +79,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--workload", nargs="+", choices=WORKLOADS, default=["zero3"], help="trainings to run (default: zero3)")
     option("--mode", nargs="*", action=_Renamed, const="--workload", help=argparse.SUPPRESS)
-    which = f"{', '.join(VARIANTS)}; plain always runs (default: plain coded)"
-    option("--variants", nargs="+", choices=VARIANTS, default=["plain", "coded"], metavar="V", help=which)
+    which = f"{', '.join((*VARIANTS, ZEROPP))}; plain always runs (default: plain coded)"
+    option("--variants", nargs="+", choices=(*VARIANTS, ZEROPP), default=["plain", "coded"], metavar="V", help=which)
     option("--backend", choices=BACKENDS, default="gloo", help="gloo: on CPUs; nccl: on GPUs (default: gloo)")
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="number of processes (default: 2)")
     link.add_arguments(parser)
     option("--steps", type=int, default=20, metavar="K", help="optimizer steps per run (default: 20)")
     option("--skip", type=int, default=3, metavar="K", help="first steps left out of the times (default: 3)")
     option("--repeat", type=int, default=1, metavar="K", help="runs of each variant, in turn (default: 1)")
-    sizes = "model (default: small, 11M parameters)"
+    sizes = "model (default: small, 11M parameters; of lora 60M)"
     option("--size", choices=("tiny", "small", "medium"), default="small", help=sizes)
     keys = 'keys of the "zipccl" section for all runs but plain ones'
     option("--set", nargs="+", default=[], metavar="KEY=VALUE", help=keys)
     further = "further options of the script, such as '--lr 2e-5 --accumulation 4'"
     option("--options", type=shlex.split, default=[], metavar="TEXT", help=further)
-    option("--script", type=Path, metavar="FILE", help="training script (default: the package's examples/train_gpt.py)")
+    option("--script", type=Path, metavar="FILE", help="training script (default: the package's own)")
     option("--timeout", type=float, default=1800, metavar="S", help="seconds for one run (default: 1800)")
     option("--json", metavar="FILE", help="write rows and verdicts here")
     option("--plot", metavar="PNG", help="draw computing and communication of a step (needs matplotlib)")
@@ -101,9 +112,14 @@ def main(args: argparse.Namespace) -> int:
     link.check(args.link, args.ranks, args.nodes)
     backend = BACKENDS[args.backend]
     backend.check(args.link)
+    # Before hours of measuring.
     for variant in args.variants:
-        _section(variant, args.set, backend)  # before hours of measuring
-    script = find_script(args.script)
+        _section(variant, args.set, backend)
+    for workload in args.workload:
+        WORKLOADS[workload].check(workload)
+        if ZEROPP in args.variants and WORKLOADS[workload].stage != 3:
+            raise ToolError(f"the row {ZEROPP} is of ZeRO-3: leave it out with --workload {workload}")
+    scripts = {workload: find_script(args.script, workload) for workload in args.workload}
     if args.plot:
         from ds_zipccl.bench import plot_train  # before hours of measuring: matplotlib may be missing
     for line in backend.lines(args.ranks):
@@ -112,7 +128,7 @@ def main(args: argparse.Namespace) -> int:
     for workload, ranks, spec in itertools.product(args.workload, args.ranks, args.link):
         options = tuple(args.options)
         training = Training(
-            script, workload, ranks, args.steps, args.size, args.timeout, spec, args.nodes, options, backend
+            scripts[workload], workload, ranks, args.steps, args.size, args.timeout, spec, args.nodes, options, backend
         )
         found, judged = _measure(training, args)
         for row in found:
@@ -121,6 +137,9 @@ def main(args: argparse.Namespace) -> int:
         bits = "NOT proven equal" if judged["problems"] else "equal" if training.same_sums else "equal among our runs"
         where = f"{workload}, {ranks} ranks, {link.name(spec)}"
         say(f"# {where}: {f'ratio over coded bytes {ratios}; ' if ratios else ''}bits: {bits}")
+        if far := judged.get("deviation"):
+            largest, last = (_loss(far[key]) for key in ("largest", "last"))
+            say(f"# {where}: {ZEROPP} is lossy: its losses are off by up to {largest}, the last one by {last}")
         for problem in judged["problems"]:
             complain(f"{where}: {problem}")
         written += found
@@ -135,7 +154,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _measure(training: Training, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and verdict of one configuration; a failed run is a problem in the verdict and gives no rows."""
-    runs: dict[str, list[Results]] = {variant: [] for variant in VARIANTS if variant in ("plain", *args.variants)}
+    runs: dict[str, list[Results]] = {
+        variant: [] for variant in (*VARIANTS, ZEROPP) if variant in ("plain", *args.variants)
+    }
     turns = list(runs) * args.repeat
     try:
         with namespaces.joined(training.link, training.ranks, training.nodes) as network:
@@ -143,10 +164,11 @@ def _measure(training: Training, args: argparse.Namespace) -> tuple[list[dict[st
                 # The bar of the script begins with its first step, seconds after its start.
                 complain(f"# {training.workload}, {training.ranks} ranks, run {number} of {len(turns)}: {variant}")
                 section = _section(variant, args.set, training.backend, training.same_sums)
-                runs[variant].append(run(training, variant, section, network))
+                options = (*training.options, *(["--zeropp"] if variant == ZEROPP else []))
+                runs[variant].append(run(replace(training, options=options), variant, section, network))
     except ToolError as error:
         return [], training.place | {"ratio_coded": {}, "problems": [str(error)]}
-    return rows(training, runs, args.skip), training.place | verdict(runs, training.same_sums)
+    return rows(training, runs, args.skip), training.place | verdict(training, runs)
 
 
 def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums: bool = True) -> dict[str, Any] | None:
@@ -160,6 +182,8 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
         ToolError: a setting has no value, the variant needs another value of its key, or :func:`ds_zipccl.config.parse_section`
             refuses it.
     """
+    if variant == ZEROPP:
+        return {"enabled": True, "mode": "never"}  # plain DeepSpeed, whose bytes are counted
     own = VARIANTS[variant].settings
     if own is None:
         return None
@@ -184,6 +208,10 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
     return section
 
 
+def _loss(difference: float | None) -> str:
+    return "infinity" if difference is None else f"{difference:.2g}"
+
+
 def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
     more = (Column("host_waits", ".1f"),) if backend.streams else ()
     return (
@@ -197,6 +225,8 @@ def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
         Column("logical_bytes", ",d", 15),
         Column("wire_bytes", ",d", 15),
         *more,
+        Column("gather_ratio", ".1f"),
+        Column("step_m", ".4f"),
         Column("loss_last", ".6f"),
         Column("params_sha256", width=16),
         Column("speedup", ".3f"),

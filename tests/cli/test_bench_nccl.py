@@ -162,7 +162,15 @@ def test_sections_of_trainings_on_nccl() -> None:
 def results(loss: float, digest: str, coded: int) -> dict[str, Any]:
     sent = {"coded_calls": coded, "logical_bytes": 8.0, "wire_bytes": 4.0, "passed_bytes": 0.0, "host_waits": 6.0}
     times = {"step_ms": [3.0, 2.0], "comm_ms": [1.0, 1.0]}
-    return {"losses": [loss.hex()] * 2, "params_sha256": digest, "replicas_equal": True, "sent": sent, **times}
+    return {
+        "losses": [loss.hex()] * 2,
+        "params_sha256": digest,
+        "replicas_equal": True,
+        "sent": sent,
+        "parameters": 8,
+        "steps": [],
+        **times,
+    }
 
 
 def test_verdict_where_sums_have_another_order() -> None:

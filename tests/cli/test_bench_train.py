@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from places import EXAMPLES
 
 from ds_zipccl.bench import link
+from ds_zipccl.bench.step_logs import Step
 
 EXAMPLE = EXAMPLES / "train_gpt.py"
 
@@ -55,7 +57,7 @@ def test_settings_and_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     def run(training: Any, variant: str, section: dict[str, Any] | None, network: Any) -> dict[str, Any]:
         ran.append((variant, section, training.options))
-        return results(sent=results()["sent"] | {"coded_calls": 3 * (variant != "plain")}, parameters=1)
+        return results(sent=results()["sent"] | {"coded_calls": 3 * (variant != "plain")})
 
     monkeypatch.setattr(bench_train, "run", run)
     given = [
@@ -100,7 +102,49 @@ def results(**changed: Any) -> dict[str, Any]:
     losses = [value.hex() for value in (2.0, 1.5, 1.25)]
     times = {"step_ms": [900.0, 10.0, 30.0], "comm_ms": [800.0, 2.0, 6.0]}
     sent = {"coded_calls": 3, "logical_bytes": 2000.0, "wire_bytes": 1000.0, "passed_bytes": 100.0}
-    return {"losses": losses, "params_sha256": "ab", "replicas_equal": True, "sent": sent} | times | changed
+    more = {"steps": None, "parameters": 100, "trained": 10, "micro_batches": 2}
+    return {"losses": losses, "params_sha256": "ab", "replicas_equal": True, "sent": sent} | times | more | changed
+
+
+def logged() -> list[Step]:
+    """Three steps of 400 logical bytes of gathers and 100 of gradients, half of which passes; the first has the traffic before training."""
+    counts = [(400, 9000, 0), (400, 10, 0), (350, 20, 50)]
+    return [
+        Step(step, (0.5 / step,), {"zero_param": gathered, "zero_grad": (50, 20, 50)} | ({"dp": (0, 0, 9)} if step == 1 else {}), {})
+        for step, gathered in enumerate(counts, 1)
+    ]  # fmt: skip
+
+
+def test_volume_is_counted_from_the_second_step_on() -> None:
+    from ds_zipccl.bench import train_volume
+    from ds_zipccl.bench.train_results import rows, verdict
+    from ds_zipccl.bench.train_trial import Training
+
+    assert train_volume.unit_bytes(100, 4) == 150
+    assert train_volume.gathered(logged()) == (800, 80)
+    assert train_volume.gathered([]) == train_volume.gathered(logged()[:1]) == (0, 0)
+    wanted = {
+        "lr": [0.25, 0.5 / 3],
+        "plain_m": [5, 5],
+        "sent_m": [0.8, 1.4],
+        "gather_m": [0.1, 0.7],
+        "grad_m": [0.7, 0.7],
+    }
+    assert train_volume.series(logged(), 100) == wanted
+
+    training = Training(EXAMPLE, "zero3", ranks=2, steps=3)
+    lossy = [Step(step, (), {"zero_param": (0, 0, 200), "zero_grad": (0, 0, 25)}, {}) for step in (1, 2)]
+    runs = {"plain": [results(sent=None)], "coded": [results(steps=logged())]}
+    runs["zeropp"] = [results(steps=lossy, losses=[value.hex() for value in (2.0, 1.0, 1.5)], params_sha256="other")]
+    plain, coded, zeropp = rows(training, runs, skip=1)
+    assert [(row["gather_ratio"], row["step_m"]) for row in (plain, coded, zeropp)] == [
+        (1, 5),
+        (10, pytest.approx(1.1)),
+        (4, 2.25),
+    ]
+    judged = verdict(training, runs)
+    assert judged["volume"]["coded"] == wanted and (judged["parameters"], judged["trained"]) == (100, 10)
+    assert judged["deviation"] == {"largest": 0.5, "last": 0.25} and judged["problems"] == []
 
 
 def test_bench_train_rows_are_medians_and_quotients() -> None:
@@ -154,12 +198,16 @@ def test_bench_train_sees_what_is_wrong() -> None:
     from ds_zipccl.bench.train_results import problems
 
     def runs() -> dict[str, list[dict[str, Any]]]:
-        return {"plain": [results(sent={"coded_calls": 0})], "raw": [results()], "coded": [results()]}
+        more = {"adapters_sha256": "a", "merged_sha256": "m"}
+        plain = results(sent={"coded_calls": 0}, **more)
+        return {"plain": [plain], "raw": [results(**more)], "coded": [results(**more)]}
 
     assert problems(runs()) == []
     damages = {
         "losses differ": {"losses": [value.hex() for value in (2.0, 1.5000000000000002, 1.25)]},
         "parameters differ": {"params_sha256": "ac"},
+        "adapters differ": {"adapters_sha256": "b"},
+        "merged weights differ": {"merged_sha256": "n"},
         "different parameters": {"replicas_equal": False},
         "nothing was coded": {"sent": {"coded_calls": 0}},
         "not finite": {"losses": [value.hex() for value in (2.0, 1.5, float("nan"))]},
@@ -178,9 +226,83 @@ def test_bench_train_without_a_script() -> None:
     from ds_zipccl.bench import ToolError
     from ds_zipccl.bench.train_trial import find_script
 
-    assert find_script() == EXAMPLE
+    assert find_script() == EXAMPLE and find_script(workload="lora") == EXAMPLE.parent / "train_lora.py"
     with pytest.raises(ToolError, match="--script"):
         find_script(Path("/nowhere/train_gpt.py"))
+
+
+def test_a_workload_names_the_packages_that_it_misses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds_zipccl.__main__ import main
+    from ds_zipccl.bench import train_trial
+
+    monkeypatch.setattr(train_trial.importlib.util, "find_spec", lambda name: None if name == "peft" else object())
+    assert main(["bench", "train", "--workload", "lora"]) == 2
+    assert "--workload lora needs peft, not installed here: pip install transformers peft" in capsys.readouterr().err
+
+
+def test_zeropp_is_of_zero3(capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_zipccl.__main__ import main
+
+    assert main(["bench", "train", "--workload", "zero3", "moe", "--variants", "zeropp"]) == 2
+    assert "zeropp is of ZeRO-3: leave it out with --workload moe" in capsys.readouterr().err
+
+
+@pytest.mark.full(reason="a minute of two trainings in two variants each")
+@pytest.mark.parametrize("workload", ["lora", "finetune"])
+def test_frozen_and_slowly_changing_parameters(workload: str, tmp_path: Path) -> None:
+    if workload == "lora":
+        pytest.importorskip("peft")
+    from ds_zipccl.__main__ import main
+
+    file = tmp_path / "rows.json"
+    variants = "coded zeropp" if workload == "finetune" else "coded"
+    words = f"bench train --workload {workload} --variants {variants} --steps 4 --skip 1 --size tiny --json {file}"
+    assert main([*words.split(), "--set", "zero3_base=host", "min_bytes=1024"]) == 0
+    content = json.loads(file.read_text())
+    plain, coded, *lossy = content["rows"]
+    (verdict,) = content["verdicts"]
+    assert plain["params_sha256"] == coded["params_sha256"] and plain["gather_ratio"] == 1
+    assert coded["step_m"] == pytest.approx(statistics.fmean(verdict["volume"]["coded"]["sent_m"]))
+    # The tiny models stay gathered from the forward to the backward pass: a gather, and gradients of the trained part.
+    if workload == "lora":
+        assert set(verdict["hashes"]) == {"adapters_sha256", "merged_sha256"}
+        assert verdict["trained"] < 0.01 * verdict["parameters"]
+        assert plain["step_m"] == pytest.approx(1, abs=0.01) and coded["gather_ratio"] > 50
+    else:
+        assert verdict["trained"] == verdict["parameters"] and plain["step_m"] == pytest.approx(2, abs=0.01)
+        assert coded["gather_ratio"] > 5 and coded["step_m"] < 1
+        (zeropp,) = lossy  # one node: 8-bit weights, gradients in full
+        assert zeropp["gather_ratio"] == pytest.approx(2, abs=0.05) and zeropp["step_m"] == pytest.approx(1.5, abs=0.05)
+        assert zeropp["params_sha256"] != plain["params_sha256"] and 0 < verdict["deviation"]["largest"] < 0.1
+
+
+def test_kernels_of_zeropp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values come back within half a step of their group's scale; parts for ranks are in DeepSpeed's order; sums are of all devices."""
+    import torch
+
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    from zeropp import Quantizer
+
+    kernels = Quantizer()
+    values = torch.linspace(-3, 5, 512).view(8, 64).half()
+    values[2] = 0
+    for bits, nbytes in ((8, 512), (4, 256)):
+        quantized, scales = kernels.quantize(values, 16, bits, kernels.Symmetric)
+        assert (quantized.dtype, quantized.numel(), scales.shape) == (torch.int8, nbytes, (16,))
+        back = kernels.dequantize(quantized, scales, 16, bits, kernels.Symmetric)
+        assert back.shape == values.shape and not back[2].any()
+        # The largest value of a group may be a whole step off: 2^(bits - 1) is one more than the largest integer.
+        assert ((back - values).view(16, -1).abs() <= scales.view(16, 1) + 2**-8).all() and not torch.equal(
+            back, values
+        )
+    parts = torch.arange(8.0).repeat_interleave(16)
+    swizzled = kernels.dequantize(*kernels.swizzle_quant(parts, 8, 8, 0, 1, nodes=2, devices=4), 8, 8, 0)
+    assert swizzled.view(8, 16)[:, 0].round().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    quantized, scales = kernels.quantize(torch.full((4, 32), 2.0), 4, 4, 0)
+    total = kernels.dequantize(*kernels.quantized_reduction(quantized, scales, 4, 1, 4, 0, devices=4), 1, 4, 0)
+    assert total.shape == (32,) and ((total.float() - 8).abs() <= 2).all()
 
 
 class Handle:
@@ -230,6 +352,7 @@ def test_time_in_collectives_is_counted_once(monkeypatch: pytest.MonkeyPatch) ->
         "reduce_to_owners",
         "agree_sizes",
         "check_frames",
+        "gather_parts",  # inside the backend's gather
     }
     assert collectives <= set(CALLS)
     backend, clock = Backend(), CommTime()

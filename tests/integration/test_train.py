@@ -197,12 +197,12 @@ def rank_program() -> None:
     if args.wrong_bit and os.environ["RANK"] == "0":
         plant_wrong_bit()
     for mode in args.modes:
-        config, options = CONFIGS[mode.split()[0]]
-        content = json.loads((EXAMPLE.parent / config).read_text())
+        workload = CONFIGS[mode.split()[0]]
+        content = json.loads((EXAMPLE.parent / workload.config).read_text())
         content["zero_optimization"]["overlap_comm"] = mode.endswith("overlap")
         file = args.folder / f"config{os.environ['RANK']}.txt"
         file.write_text(json.dumps(content))
-        given = ["--ds-config", str(file), "--size", "tiny", "--steps", str(STEPS), *options]
+        given = ["--ds-config", str(file), "--size", "tiny", "--steps", str(STEPS), *workload.options]
         counters.reset()
         results = train_gpt.train(train_gpt.options().parse_args(given))
         if dist.get_rank() == 0:
