@@ -1,7 +1,8 @@
 """Writes the generated sections of README.md and of the pages in ``docs``: ``python docs/generate.py`` from a checkout.
 
-A section stands between ``<!-- begin NAME -->`` and ``<!-- end -->``. :data:`SECTIONS` has a function for each name; ``measured.py`` has
-the tables of measured figures, ``modelled.py`` those of a model. A test compares every page with what this file generates.
+A section stands between ``<!-- begin NAME -->`` and ``<!-- end -->``. :data:`SECTIONS` has a function for each name; ``measured.py`` and
+``trained.py`` have the tables of measured figures, ``modelled.py`` those of a model. A test compares every page with the text that this
+file generates.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 import measured
 import modelled
 import torch
+import trained
 from measured import ROOT, table
 
 from ds_zipccl.__main__ import COMMANDS, PROGRAM
@@ -78,7 +80,7 @@ TRAFFIC: dict[str, tuple[tuple[tuple[str, str], ...], str | None]] = {
     "ZeRO-1, ZeRO-2": ((("reduce_to_owners", "zero_grad"), ("all_gather_into_tensor", "zero_param")), "+ differences"),
     "ZeRO-3": (
         (("reduce_scatter_tensor", "zero_grad"), ("all_gather_into_tensor", "zero_param")),
-        "+ differences with `zero3_base`",
+        "+ differences of frozen parameters, of all with `zero3_base`",
     ),
     "MoE, tensor and sequence parallel": ((("all_to_all_single", "ep"), ("all_reduce", "tp")), None),
     "pipeline": ((("send", "pp"), ("recv", "pp")), None),
@@ -309,14 +311,14 @@ SECTIONS: dict[str, Section] = {
     "tools": tools,
     "tuner_constants": tuner_constants,
     "tuner_states": tuner_states,
-    "beyond": measured.beyond,
+    "beyond": trained.beyond,
     "codec": measured.codec,
     "comm": measured.comm,
     "corpus": measured.corpus,
     "cuda": measured.cuda,
     "cuda_static": measured.cuda_static,
-    "figures": measured.figures,
-    "five": measured.five,
+    "figures": trained.figures,
+    "five": trained.five,
     "forecast": measured.forecast,
     "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
@@ -324,7 +326,12 @@ SECTIONS: dict[str, Section] = {
     "nccl_steps": modelled.steps,
     "step_constants": step_constants,
     "steps": measured.steps,
-    "train": measured.train,
+    "delta": measured.delta,
+    "sync": measured.sync,
+    "train": trained.train,
+    "lora": trained.lora,
+    "finetune": trained.finetune,
+    "volume": trained.volume,
 }
 
 

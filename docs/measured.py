@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ VARIANTS = {
     "raw": "our schedule, uncompressed",
     "coded": "our schedule, compressed",
     "auto": "auto",
+    "zeropp": "DeepSpeed's ZeRO++ (lossy)",
 }
 
 
@@ -82,6 +83,50 @@ def codec(page: Path) -> str:
         if row["codec"] != "raw" and (row["dtype"] == "bfloat16" or row["data"] in ("normal", "bf16_in_fp32"))
     )
     return f"{provenance(content)}\n\n" + table((*heads, "encode / memcpy", "decode / memcpy"), rows)
+
+
+def delta(page: Path) -> str:
+    """Ratio and speed of differences, in place of the whole tensor, by the share of changed words."""
+    content = results("delta")
+    heads = ("data", "changed %", "ratio", "bound", "encode / memcpy", "decode / memcpy", "in place / memcpy")
+    rows = (
+        (
+            row["data"],
+            f"{100 * row['changed']:.1f}",
+            f"{row['ratio']:.1f}",
+            "-" if row["bound"] is None else f"{row['bound']:.1f}",
+            *(f"{row[key]:.2f}" for key in ("encode_memcpy", "decode_memcpy", "in_place_memcpy")),
+        )
+        for row in content["rows"]
+    )
+    return f"{provenance(content)}\n\n" + table(heads, rows)
+
+
+def sync(page: Path) -> str:
+    """Bytes and speed of weight sync beside the two other ways."""
+    content = results("sync")
+    heads = (
+        "changed %",
+        "way",
+        "ratio",
+        "bytes / sync's",
+        "pack / memcpy",
+        "apply / memcpy",
+        "pack GB/s",
+        "apply GB/s",
+    )
+    rows = (
+        (
+            f"{row['changed']:g}",
+            row["way"],
+            "-" if row["ratio"] is None else f"{row['ratio']:.1f}",
+            f"{row['times']:.2f}",
+            *(f"{row[key]:.3f}" for key in ("pack_memcpy", "apply_memcpy")),
+            *(f"{row[key]:.2f}" for key in ("pack_gbps", "apply_gbps")),
+        )
+        for row in content["rows"]
+    )
+    return f"{provenance(content)}\n\n" + table(heads, rows)
 
 
 def cuda(page: Path) -> str:
@@ -260,40 +305,6 @@ def comm(page: Path) -> str:
     return f"{provenance(content)}\n\n" + table(heads, rows)
 
 
-#: column of the training table -> key of its rows, and the format of its values
-_TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "workload": ("workload", str),
-    "ranks": ("ranks", str),
-    "nodes": ("nodes", str),
-    "link": ("link", str),
-    "variant": ("variant", VARIANTS.__getitem__),
-    "step ms": ("step_ms", "{:.0f}".format),
-    "communication ms": ("comm_ms", "{:.0f}".format),
-    "logical MB": ("logical_bytes", lambda count: f"{count / 1e6:.1f}"),
-    "wire MB": ("wire_bytes", lambda count: f"{count / 1e6:.1f}"),
-    "parameters (sha256)": ("params_sha256", "{:.12}".format),
-    "speed-up": ("speedup", "{:.2f}".format),
-    "of communication": ("comm_speedup", "{:.2f}".format),
-}
-
-
-def train(page: Path, *names: str) -> str:
-    """Picture and table of each results file of trainings; columns that older results do not have are left out."""
-    parts = []
-    for name in names or ("train",):
-        content = results(name)
-        shown = {head: how for head, how in _TRAINED.items() if how[0] in content["rows"][0]}
-        rows = ([text(row[key]) for key, text in shown.values()] for row in content["rows"])
-        drawn = picture("Steps, computing and communication apart", f"{name}.png", page)
-        parts.append(f"{drawn}{provenance(content)}\n\n" + table(shown, rows))
-    return "\n\n".join(parts)
-
-
-def beyond(page: Path) -> str:
-    """Trainings with differences and with sums that go to their owners only."""
-    return train(page, "train_zero2", "train_zero2_4", "train_zero3_base", "train_zero3_base_4")
-
-
 def steps(page: Path) -> str:
     """Ratios over whole trainings."""
     content = results("steps")
@@ -302,57 +313,6 @@ def steps(page: Path) -> str:
     drawn = picture("Ratio and learning rate, step by step", "steps.png", page)
     heads = ("first tenth", "between", "last tenth", "least", "all")
     return f"{drawn}{provenance(content)}\n\n" + table(("file", "role", *heads), rows)
-
-
-def _pair(name: str, **wanted: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The plain and the compressed row of one training in a results file."""
-    rows = [row for row in results(name)["rows"] if all(row[key] == value for key, value in wanted.items())]
-    found = {row["variant"]: row for row in rows}
-    return found["plain"], found["coded"]
-
-
-def _link(rate: str) -> str:
-    return f"{rate.removesuffix('mbit')} Mbit/s" if rate.endswith("mbit") else rate
-
-
-def figures(page: Path) -> str:
-    """The three figures at the top of the README, with their conditions."""
-    lines = []
-    for name, text in (("train_zero2", "ZeRO-2"), ("train_zero3_base", 'ZeRO-3 with `"zero3_base": "host"`')):
-        plain, coded = _pair(name)
-        model = f"a GPT of {results(name)['verdicts'][0]['parameters'] / 1e6:.1f}M parameters"
-        lines.append(
-            f"- **{coded['speedup']:.1f} times faster steps**: {text}, {model}, {coded['ranks']} CPU ranks, gloo on "
-            f"{_link(coded['link'])}: {coded['step_ms']:.0f} instead of {plain['step_ms']:.0f} ms, same parameters bit for bit"
-        )
-    row = next(row for row in results("codec")["rows"] if row["codec"] == "cascade" and row["data"] == "normal")
-    lines.append(
-        f"- **{row['ratio']:.2f} times smaller**: Gaussian bf16 (bound {row['entropy_ratio']:.2f}) at "
-        f"{row['encode_gbps']:.1f} GB/s encode, {row['decode_gbps']:.1f} GB/s decode on one CPU thread"
-    )
-    return "\n".join(lines)
-
-
-#: The five trainings of the README: results file, and the fields that choose the rows. The last one is slower with ds_zipccl.
-_FIVE: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("ZeRO-2", "train_zero2", {}),
-    ("ZeRO-2", "train_zero2_4", {}),
-    ("ZeRO-3, `zero3_base` host", "train_zero3_base", {}),
-    ("MoE", "train", {"workload": "moe", "link": "300mbit"}),
-    ("ZeRO-3", "train", {"workload": "zero3", "link": "loopback"}),
-)
-
-
-def five(page: Path) -> str:
-    """The README's picture and table of five trainings."""
-    rows = []
-    for text, name, wanted in _FIVE:
-        plain, coded = _pair(name, **wanted)
-        speedup = f"{coded['speedup']:.2f}" if coded["speedup"] >= 1 else f"**{coded['speedup']:.2f}: slower**"
-        times = (f"{row['step_ms']:.0f}" for row in (plain, coded))
-        rows.append((text, coded["ranks"], _link(coded["link"]), *times, speedup))
-    heads = ("training", "ranks", "link", "DeepSpeed, ms a step", "compressed, ms a step", "speed-up")
-    return picture("Steps, computing and communication apart", "train.png", page) + table(heads, rows)
 
 
 #: Links of the README's forecast, per GPU.

@@ -31,6 +31,7 @@ from ds_zipccl.telemetry import counters
 sys.path.insert(0, str(ROOT / "docs"))
 generate = importlib.import_module("generate")
 measured = importlib.import_module("measured")
+trained = importlib.import_module("trained")
 
 PAGES = generate.pages()
 README = ROOT / "README.md"
@@ -98,7 +99,7 @@ def test_training_results_of_every_age_are_shown(monkeypatch: pytest.MonkeyPatch
     def shown(row: dict[str, object], page: Path) -> str:
         content = {"command": "bench train --mode zero3", "rows": [row], **origin}
         (folder / "train.json").write_text(json.dumps(content))
-        return str(measured.train(page))
+        return str(trained.train(page))
 
     readme, page = tmp_path / "README.md", tmp_path / "docs" / "page.md"
     last = "| zero3 | 2 | 1gbit | our schedule, compressed | 441 | 3.1 | 2.1 | 0123456789ab | 1.46 |"
@@ -112,6 +113,25 @@ def test_training_results_of_every_age_are_shown(monkeypatch: pytest.MonkeyPatch
         "![Steps, computing and communication apart](docs/results/train.png)\n\nMeasured"
     )
     assert shown(new, page).startswith("![Steps, computing and communication apart](results/train.png)\n\nMeasured")
+
+
+@pytest.mark.parametrize(
+    ("ms", "words"), [(460, "at the speed of one node"), (520, "at 1.3 times the step of one node")]
+)
+def test_the_first_figure_says_what_was_measured(ms: float, words: str) -> None:
+    """One node is the faster of DeepSpeed and ours there."""
+    times = {("1gbit", "plain"): 1600, ("1gbit", "coded"): ms, ("loopback", "plain"): 400, ("loopback", "coded"): 410}
+    rows = {place: {"step_ms": time, "ranks": 2, "gather_ratio": 745.6} for place, time in times.items()}
+    title = trained.lora_title(rows, "1gbit", "60M", equal=True)
+    assert title.startswith(f"**LoRA under ZeRO-3 over 1 Gbit/s {words}**: a Llama of 60M parameters, 2 CPU ranks")
+    assert "bit for bit" in title and "bit for bit" not in trained.lora_title(rows, "1gbit", "60M", equal=False)
+    assert f"{ms} ms a step, 410 on one node; DeepSpeed 1600 and 400." in title and "746 times fewer bytes" in title
+
+
+def test_phases_of_a_training() -> None:
+    """A peak, and the halves of the decay after it."""
+    found = trained.phases([0, 0.5, 1, 0.95, 0.8, 0.6, 0.4, 0.2, 0.1, 0])
+    assert list(found.values()) == [[2, 3], [2, 3, 4, 5], [6, 7, 8, 9], [9]]
 
 
 # ---- README ----------------------------------------------------------------------------------------------------------
@@ -132,7 +152,7 @@ def test_readme_keeps_its_order() -> None:
     for part in order:
         assert part in text[at:], f"{part} is missing, or not in its place"
         at = text.index(part, at)
-    assert len(section(README, "figures").splitlines()) == 3
+    assert len(section(README, "figures").splitlines()) == 4
     assert len(generate.MAIN_KEYS) == 5
 
 

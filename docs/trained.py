@@ -1,0 +1,186 @@
+"""Tables of measured trainings, from the JSON files of ``bench train`` in ``docs/results``; ``measured.py`` has those of other commands."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measured import VARIANTS, picture, provenance, results, table
+
+#: column of the training table -> key of its rows, and the format of its values
+_TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "workload": ("workload", str),
+    "ranks": ("ranks", str),
+    "nodes": ("nodes", str),
+    "link": ("link", str),
+    "variant": ("variant", VARIANTS.__getitem__),
+    "step ms": ("step_ms", "{:.0f}".format),
+    "communication ms": ("comm_ms", "{:.0f}".format),
+    "logical MB": ("logical_bytes", lambda count: f"{count / 1e6:.1f}"),
+    "wire MB": ("wire_bytes", lambda count: f"{count / 1e6:.1f}"),
+    "gathers, times fewer bytes": ("gather_ratio", "{:.1f}".format),
+    "bytes of a step, M": ("step_m", "{:.4f}".format),
+    "last loss": ("loss_last", "{:.5f}".format),
+    "parameters (sha256)": ("params_sha256", "{:.12}".format),
+    "speed-up": ("speedup", "{:.2f}".format),
+    "of communication": ("comm_speedup", "{:.2f}".format),
+}
+
+
+def train(page: Path, *names: str) -> str:
+    """Picture and table of each results file of trainings; columns that older results do not have are left out."""
+    parts = []
+    for name in names or ("train",):
+        content = results(name)
+        shown = {head: how for head, how in _TRAINED.items() if how[0] in content["rows"][0]}
+        rows = (
+            ["-" if row[key] is None else text(row[key]) for key, text in shown.values()] for row in content["rows"]
+        )
+        drawn = picture("Steps, computing and communication apart", f"{name}.png", page)
+        parts.append(f"{drawn}{provenance(content)}\n\n" + table(shown, rows))
+    return "\n\n".join(parts)
+
+
+def beyond(page: Path) -> str:
+    """Trainings with differences and with sums that go to their owners only."""
+    return train(page, "train_zero2", "train_zero2_4", "train_zero3_base", "train_zero3_base_4")
+
+
+def lora(page: Path) -> str:
+    """Trainings of LoRA adapters under ZeRO-3, and how far ZeRO++ is from their bits."""
+    names = ("train_lora", "train_lora_4")
+    return "\n\n".join([train(page, *names), *(deviations(results(name)) for name in names)])
+
+
+def finetune(page: Path) -> str:
+    """A training at the learning rate of fine-tuning."""
+    return f"{train(page, 'train_finetune')}\n\n{deviations(results('train_finetune'))}"
+
+
+def deviations(content: dict[str, Any]) -> str:
+    """Whether our bits are the plain ones, and how far the losses of ZeRO++ are from the plain ones, by link."""
+    problems = [problem for verdict in content["verdicts"] for problem in verdict["problems"]]
+    said = f"Wrong: {'; '.join(problems)}." if problems else "Our losses and parameters have DeepSpeed's bits."
+    far = [(verdict["link"], verdict["deviation"]) for verdict in content["verdicts"] if verdict["deviation"]]
+    words = (f"by up to {found['largest']:.2g} on {link} (the last one by {found['last']:.2g})" for link, found in far)
+    return f"{said} Losses of ZeRO++ are off {', '.join(words)}." if far else said
+
+
+#: Part of the peak rate above which a step is one of the peak.
+_PEAK = 0.9
+
+
+def phases(rates: list[float]) -> dict[str, list[int]]:
+    """Steps of a training with warm-up and decay, by the words of the table: numbers in ``rates``."""
+    peak = [number for number, rate in enumerate(rates) if rate >= _PEAK * max(rates)]
+    top = max(range(len(rates)), key=rates.__getitem__)
+    middle = (top + len(rates)) // 2
+    return {
+        f"rate above {_PEAK:.0%} of its peak": peak,
+        "first half of the decay": list(range(top, middle)),
+        "second half of the decay": list(range(middle, len(rates))),
+        "last tenth": list(range(len(rates) - max(1, len(rates) // 10), len(rates))),
+    }
+
+
+def volume(page: Path) -> str:
+    """Bytes of a step in units of the model over a training with warm-up and decay: DeepSpeed, ours and ZeRO++."""
+    content = results("train_volume")
+    (verdict,) = content["verdicts"]
+    found = verdict["volume"]
+    ours, lossy = found["coded"], found["zeropp"]
+    rows = []
+    for name, steps in phases(ours["lr"]).items():
+        means = [
+            statistics.fmean(series[number] for number in steps)
+            for series in (ours["plain_m"], ours["gather_m"], ours["grad_m"], ours["sent_m"], lossy["sent_m"])
+        ]
+        most = max(ours["sent_m"][number] for number in steps)
+        rows.append((name, len(steps), *(f"{mean:.3f}" for mean in means[:4]), f"{most:.3f}", f"{means[4]:.3f}"))
+    heads = ("steps", "number", "DeepSpeed, M", "gathers, M", "gradients, M", "all, M", "most, M", "ZeRO++ (lossy), M")
+    return f"{provenance(content)}\n\n" + table(heads, rows) + f"\n\n{deviations(content)}"
+
+
+def _pair(name: str, **wanted: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The plain and the compressed row of one training in a results file."""
+    rows = [row for row in results(name)["rows"] if all(row[key] == value for key, value in wanted.items())]
+    found = {row["variant"]: row for row in rows}
+    return found["plain"], found["coded"]
+
+
+def _link(rate: str) -> str:
+    for suffix in ("mbit", "gbit"):
+        if rate.endswith(suffix):
+            return f"{rate.removesuffix(suffix)} {suffix[0].upper()}bit/s"
+    return rate
+
+
+#: The step on the link may take this much longer than on one node where the README says "at the speed of one node".
+_AS_FAST = 1.15
+
+
+def lora_title(rows: dict[tuple[str, str], dict[str, Any]], link: str, size: str, equal: bool) -> str:
+    """The sentence on LoRA at the top of the README.
+
+    Args:
+        rows: by link and variant; ``loopback`` is one node.
+        size: of the model.
+        equal: whether all bits were those of the plain runs.
+    """
+    there, here = rows[link, "coded"], rows["loopback", "coded"]
+    one_node = min(here["step_ms"], rows["loopback", "plain"]["step_ms"])
+    slower = there["step_ms"] / one_node
+    pace = "the speed of one node" if slower <= _AS_FAST else f"{slower:.1f} times the step of one node"
+    bits = "same adapters and merged weights bit for bit" if equal else "**the bits differ**"
+    plain = (f"{rows[place, 'plain']['step_ms']:.0f}" for place in (link, "loopback"))
+    return (
+        f"**LoRA under ZeRO-3 over {_link(link)} at {pace}**: a Llama of {size} parameters, {there['ranks']} CPU ranks, gloo: "
+        f"{there['step_ms']:.0f} ms a step, {here['step_ms']:.0f} on one node; DeepSpeed {' and '.join(plain)}. Gathers send "
+        f"{there['gather_ratio']:.0f} times fewer bytes from the second step on; {bits}"
+    )
+
+
+def figures(page: Path) -> str:
+    """The figures at the top of the README, with their conditions."""
+    content = results("train_lora")
+    rows = {(row["link"], row["variant"]): row for row in content["rows"]}
+    (link,) = {row["link"] for row in content["rows"]} - {"loopback"}
+    equal = not any(verdict["problems"] for verdict in content["verdicts"])
+    lines = ["- " + lora_title(rows, link, f"{content['verdicts'][0]['parameters'] / 1e6:.0f}M", equal)]
+    for name, text in (("train_zero2", "ZeRO-2"), ("train_zero3_base", 'ZeRO-3 with `"zero3_base": "host"`')):
+        plain, coded = _pair(name)
+        model = f"a GPT of {results(name)['verdicts'][0]['parameters'] / 1e6:.1f}M parameters"
+        lines.append(
+            f"- **{coded['speedup']:.1f} times faster steps**: {text}, {model}, {coded['ranks']} CPU ranks, gloo on "
+            f"{_link(coded['link'])}: {coded['step_ms']:.0f} instead of {plain['step_ms']:.0f} ms, same parameters bit for bit"
+        )
+    row = next(row for row in results("codec")["rows"] if row["codec"] == "cascade" and row["data"] == "normal")
+    lines.append(
+        f"- **{row['ratio']:.2f} times smaller**: Gaussian bf16 (bound {row['entropy_ratio']:.2f}) at "
+        f"{row['encode_gbps']:.1f} GB/s encode, {row['decode_gbps']:.1f} GB/s decode on one CPU thread"
+    )
+    return "\n".join(lines)
+
+
+#: The five trainings of the README: results file, and the fields that choose the rows. The last one is slower with ds_zipccl.
+_FIVE: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("LoRA, ZeRO-3", "train_lora", {"link": "1gbit"}),
+    ("ZeRO-2", "train_zero2", {}),
+    ("ZeRO-3, `zero3_base` host", "train_zero3_base", {}),
+    ("MoE", "train", {"workload": "moe", "link": "300mbit"}),
+    ("ZeRO-3", "train", {"workload": "zero3", "link": "loopback"}),
+)
+
+
+def five(page: Path) -> str:
+    """The README's picture and table of five trainings."""
+    rows = []
+    for text, name, wanted in _FIVE:
+        plain, coded = _pair(name, **wanted)
+        speedup = f"{coded['speedup']:.2f}" if coded["speedup"] >= 1 else f"**{coded['speedup']:.2f}: slower**"
+        times = (f"{row['step_ms']:.0f}" for row in (plain, coded))
+        rows.append((text, coded["ranks"], _link(coded["link"]), *times, speedup))
+    heads = ("training", "ranks", "link", "DeepSpeed, ms a step", "compressed, ms a step", "speed-up")
+    return picture("Steps, computing and communication apart", "train.png", page) + table(heads, rows)
