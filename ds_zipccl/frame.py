@@ -46,6 +46,8 @@ DTYPES: dict[int, torch.dtype] = {
     17: torch.uint64,
 }
 DTYPE_IDS = {dtype: key for key, dtype in DTYPES.items()}
+#: dtypes whose elements are the words of a delta frame; those of any other dtype are its bytes (FORMAT.md 1.1).
+DELTA_WORDS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class CodecId(IntEnum):

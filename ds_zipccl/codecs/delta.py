@@ -12,30 +12,28 @@ import torch
 from ds_zipccl import kernels
 from ds_zipccl.codecs import exponent
 from ds_zipccl.codecs.spec import CodecSpec
-from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, CodecId, pad16
+from ds_zipccl.frame import CHUNK_BLOCKS, DELTA_WORDS, DTYPE_IDS, CodecId, pad16
 
-#: dtypes whose elements are the words.
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _BYTE_TABLE = 3  # bytes of a block's entry where words are bytes
 _MAX_PAYLOAD = 16 << 31  # chunk offsets are 31 bits in units of 16 bytes
 
 
 def payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
     """Bytes of a payload in which every word is the base's: the index."""
-    words = numel if dtype in _FLOATS else numel * dtype.itemsize
+    words = numel if dtype in DELTA_WORDS else numel * dtype.itemsize
     return pad16(4 * -(-words // (block * CHUNK_BLOCKS)))
 
 
 def payload_bound(numel: int, dtype: torch.dtype, block: int) -> int:
     """Bytes of a payload in which every block is as large as raw, with all paddings; a LIST is never larger than that."""
-    if dtype in _FLOATS:
+    if dtype in DELTA_WORDS:
         return exponent.payload_bound(numel, dtype, block)
     return exponent.raw_bound(numel * dtype.itemsize, 1, _BYTE_TABLE, block)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The words of a flat tensor as kernels take them, in the same memory."""
-    return tensor if tensor.dtype in _FLOATS else tensor.view(torch.uint8)
+    return tensor if tensor.dtype in DELTA_WORDS else tensor.view(torch.uint8)
 
 
 def _encode(

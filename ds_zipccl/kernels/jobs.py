@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, HEADER_BYTES
+from ds_zipccl.frame import CHUNK_BLOCKS, DELTA_WORDS, DTYPE_IDS, HEADER_BYTES
 from ds_zipccl.kernels import arguments
 
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
-#: The dtypes whose frames kernels add, and whose elements are the words of differences.
+#: The dtypes whose frames kernels add.
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 #: Jobs of one launch: kMaxJobs and kMaxFrames of the kernels.
 MAX_JOBS = 48
@@ -98,7 +98,7 @@ class Words(NamedTuple):
 
 def words_of(dtype: torch.dtype, delta: bool) -> Words:
     """Return the words of frames of a dtype. ``delta``: of frames against a base, or of raw frames of a dtype that is not coded without."""
-    if dtype in SUMMED or not delta:
+    if dtype in DELTA_WORDS or not delta:
         return Words(DTYPES[dtype], dtype.itemsize, 1)
     return Words("u8", 1, dtype.itemsize)
 

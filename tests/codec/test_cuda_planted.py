@@ -113,7 +113,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     ),
     "ones behind the window are not seen": (
         "cuda/decode_list.cuh",
-        "count = kLevels * kMaxListed + 1;",
+        "count = kLevels * kListWords + 1;",
         "(void)count;",
         "lists.py -k limits",
     ),

@@ -5,6 +5,8 @@
 namespace zipccl {
 namespace {
 
+constexpr uint32_t kChunkWords = kChunkBlocks * kMaxBlock;
+constexpr uint32_t kListWords = kChunkWords / 4;  // a LIST has no more words in level 1
 constexpr uint32_t kListBit = 1u << 31;  // of a chunk's entry in the index
 constexpr uint32_t kMaxRice = 13;        // the largest r
 

@@ -7,8 +7,7 @@
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kChunkWords = kChunkBlocks * kMaxBlock, kChunkGroups = kChunkWords / 64;
-constexpr uint32_t kListWords = kChunkWords / 4;  // a LIST has no more
+constexpr uint32_t kChunkGroups = kChunkWords / 64;
 // A LIST chunk is shorter, but for zeros at its end: all its gaps add up to no more than the sizes of their sets.
 constexpr uint32_t kListBytes =
     list_set_at(kLevels) + kListWords * 4 + (kLevels * kListWords * (kMaxRice + 2) + kListWords + kChunkWords) / 8;

@@ -8,9 +8,9 @@ namespace {
 
 // The scratch of a decoder.
 struct ListScratch {
-  uint16_t place[kMaxListed];                            // of the words of level 1, in the chunk
-  alignas(16) uint8_t level[kLevels - 1][kMaxListed / 8];  // bit planes: the words of a level that are also in the next
-  uint16_t before[kLevels - 1][kMaxListed / 32];         // the ones of a plane before each of its u32
+  uint16_t place[kListWords];                            // of the words of level 1, in the chunk
+  alignas(16) uint8_t level[kLevels - 1][kListWords / 8];  // bit planes: the words of a level that are also in the next
+  uint16_t before[kLevels - 1][kListWords / 32];         // the ones of a plane before each of its u32
   Told told[2];
   uint32_t m[kLevels], r[kLevels], low_at[kLevels];
   uint32_t first[kLanes];           // the number of a level's first gap among those of all levels; all that are not of a level: their end
@@ -86,7 +86,7 @@ ZIPCCL_DEVICE bool decode_list(const uint8_t* chunk, uint64_t bytes, const typen
   const uint32_t past = rest_at + window;
   for (uint64_t i = past / 32 + threadIdx.x; i < bytes / 4; i += kThreads) {
     const uint32_t bits = reinterpret_cast<const uint32_t*>(chunk)[i];
-    if (i == past / 32 ? bits >> past % 32 : bits) count = kLevels * kMaxListed + 1;  // too many
+    if (i == past / 32 ? bits >> past % 32 : bits) count = kLevels * kListWords + 1;  // too many
   }
   ones.number = sum_before(count, scratch.told[0], all);
   if (all != scratch.first[kLevels]) return false;
@@ -123,7 +123,7 @@ ZIPCCL_DEVICE bool decode_list(const uint8_t* chunk, uint64_t bytes, const typen
     const uint32_t* const plane = reinterpret_cast<const uint32_t*>(scratch.level[warp_id()]);
     uint16_t* const before = scratch.before[warp_id()];
     uint32_t carried = 0;
-    for (uint32_t i = lane_id(); i < kMaxListed / 32; i += kLanes) {
+    for (uint32_t i = lane_id(); i < kListWords / 32; i += kLanes) {
       const uint32_t own = uint32_t(__popc(plane[i]));
       before[i] = uint16_t(carried + sum_below(own));
       carried += __reduce_add_sync(kEveryLane, own);

@@ -19,8 +19,8 @@ ZIPCCL_DEVICE void put_own_bits(uint8_t* plane, uint32_t span, uint64_t bits) {
 
 // The most bytes of a LIST: level 1 has no more bits than G; each level after it has no more than a plane over the level before.
 template <typename Word>
-constexpr uint32_t kMaxListBytes = pad16(list_set_at(kLevels) + kMaxListed * uint32_t(sizeof(Word)) +
-                                         (kChunkBlocks * (32 + kMaxBlock) + kLevels * kMaxListed + 7) / 8);
+constexpr uint32_t kMaxListBytes = pad16(list_set_at(kLevels) + kListWords * uint32_t(sizeof(Word)) +
+                                         (kChunkBlocks * (32 + kMaxBlock) + kLevels * kListWords + 7) / 8);
 
 // The scratch of an encoder.
 template <typename F>

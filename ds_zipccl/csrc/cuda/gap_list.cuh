@@ -8,9 +8,6 @@
 namespace zipccl {
 namespace {
 
-constexpr uint32_t kChunkWords = kChunkBlocks * kMaxBlock;
-constexpr uint32_t kMaxListed = kChunkWords / 4;  // words of level 1
-
 // A number below 2^16 for each level.
 struct EachLevel {
   uint32_t pair[3];
