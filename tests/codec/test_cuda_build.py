@@ -12,7 +12,7 @@ CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
           (f"encode_{kind}_cascade", f"encode_{kind}_wide", f"decode_{kind}")}  # fmt: skip
 OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
           (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta")}  # fmt: skip
-KERNELS = CODECS | OTHERS | {"zipccl_hash"}
+KERNELS = CODECS | OTHERS | {"zipccl_encode_u8_delta", "zipccl_decode_u8_delta", "zipccl_hash"}
 
 
 @pytest.fixture(scope="module")
