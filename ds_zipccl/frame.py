@@ -56,10 +56,14 @@ class CodecId(IntEnum):
     RAW = 0
     EXPONENT = 1
     DELTA = 2
+    ROWS = 7
+    KNOWN = 8
+    BITS = 9
 
 
+_CODED = (CodecId.EXPONENT, CodecId.DELTA)
 #: log2 of the block sizes that the header of a codec may name; 0 for a codec without blocks.
-BLOCK_LOG2: dict[int, range] = {CodecId.RAW: range(1), CodecId.EXPONENT: range(7, 11), CodecId.DELTA: range(7, 11)}
+BLOCK_LOG2: dict[int, range] = {codec: range(7, 11) if codec in _CODED else range(1) for codec in CodecId}
 
 
 class ChecksumId(IntEnum):
@@ -95,6 +99,7 @@ class FrameErrorCode(IntEnum):
     INDEX = 11
     BLOCK = 12
     OVERFLOWED = 13
+    ROWS = 14
 
 
 class FrameError(ValueError):
@@ -243,6 +248,21 @@ def parse(frame: torch.Tensor, size: int | None = None) -> Header:
         CodecId(codec), dtype, numel, frame_bytes, 1 << block_log2 if block_log2 else 0, shape,
         ChecksumId(checksum_id) if checked else None,
     )  # fmt: skip
+
+
+def parse_nested(start: torch.Tensor, size: int) -> Header:
+    """Read and validate the header of a frame inside of a payload: flat and without a checksum.
+
+    Args:
+        start: the frame's first :data:`HEADER_BYTES`, or all of a shorter rest (1-D uint8 CPU tensor).
+        size: bytes from the frame's begin to the end of the payload.
+
+    Raises:
+        FrameError: as :func:`parse`, or ROWS for a shape or a checksum.
+    """
+    if start.numel() > _FLAGS_AT and int(start[_FLAGS_AT]) & (_Flags.SHAPED | _Flags.CHECKSUM):
+        raise FrameError(FrameErrorCode.ROWS, "a nested frame has a shape or a checksum; it has neither")
+    return parse(start, size)
 
 
 def _listed(table: Iterable[int]) -> str:

@@ -10,7 +10,10 @@ from ds_zipccl.codecs.api import (
     decompress_add,
     region_hash,
 )
+from ds_zipccl.codecs.bits import bits_frame
+from ds_zipccl.codecs.known import known_frame
 from ds_zipccl.codecs.registry import BASE_CODECS, CODEC_SPECS, CODECS, CODED_DTYPES
+from ds_zipccl.codecs.row_segment import RowSegment
 from ds_zipccl.codecs.spec import CodecSpec
 
 __all__ = [
@@ -21,10 +24,13 @@ __all__ = [
     "DEVICES",
     "SUMMED_DTYPES",
     "CodecSpec",
+    "RowSegment",
+    "bits_frame",
     "compress",
     "compress_bound",
     "compress_segments",
     "decompress",
     "decompress_add",
+    "known_frame",
     "region_hash",
 ]

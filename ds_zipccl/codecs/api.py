@@ -12,7 +12,8 @@ from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import memory
 from ds_zipccl.codecs.memory import open_frame, write_header
 from ds_zipccl.codecs.registry import BASE_CODECS, codec_spec, spec_for
-from ds_zipccl.frame import FrameError, FrameErrorCode, Header
+from ds_zipccl.codecs.row_segment import RowSegment
+from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 
 #: Devices whose tensors are coded.
 DEVICES = tuple(kernels.ROUTES)
@@ -37,6 +38,7 @@ def compress(
     codec: str = "cascade",
     *,
     base: torch.Tensor | None = None,
+    row_width: int | None = None,
     out: torch.Tensor | None = None,
     block: int = 1024,
     shaped: bool = True,
@@ -55,6 +57,8 @@ def compress(
             got ``base``, or not at all.
         base: for "delta" and no other codec: tensor of the dtype, device and number of elements of ``tensor``; the receiver must hold
             the same bits (compare :func:`region_hash`).
+        row_width: elements of a row: rows that equal earlier rows of the tensor, bit for bit, are left out, if that makes the frame
+            smaller. None: no row is looked for. Not with "delta".
         out: 1-D contiguous uint8 buffer of at least :func:`compress_bound` bytes on the tensor's device; the frame is written to its
             start, which must be apart from ``tensor`` and ``base``.
         block: words of a block, the unit of statistics: 128, 256, 512 or 1024. A word is an element, or a byte of it where "delta"
@@ -68,7 +72,8 @@ def compress(
 
     Raises:
         ValueError: unknown codec, block or route; a dtype that no frame holds; a buffer that does not fit or overlaps ``tensor`` or
-            ``base``; a tensor that is neither on the CPU nor on CUDA; a base that is missing, superfluous or of another kind.
+            ``base``; a tensor that is neither on the CPU nor on CUDA; a base that is missing, superfluous or of another kind; a
+            row_width below 1, or with "delta".
         RouteUnavailable: no kernels here.
     """
     with tensors.undisturbed():
@@ -81,20 +86,28 @@ def compress(
                 f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False"
             )
         spec = spec_for(codec, tensor.dtype)
-        block = spec.block(block)
+        unit = spec.block(block)
         words = memory.flatten(tensor)
         bases = _bases(codec, words, base)
+        if bases and row_width is not None:
+            raise ValueError(f"codec {codec!r} takes no row_width, got {row_width}; leave one of them out")
         shape = tuple(tensor.shape) if shaped else None
         payload_at = framing.payload_offset(None if shape is None else len(shape))
-        bound = payload_at + spec.payload_bound(words.numel(), words.dtype, block)
+        bound = payload_at + spec.payload_bound(words.numel(), words.dtype, unit)
         if out is None:
             buffer = tensors.empty(bound, torch.uint8, words.device)
         else:
             buffer = memory.frame_room(out, bound, words.device)
             memory.keep_apart([memory.span(buffer, bound)], list(map(memory.span, (words, *bases))))
-        size = payload_at + spec.encode([words], bases, block, [buffer[payload_at:]], route)[0]
+        room, frame_id, size = buffer[payload_at:bound], CodecId.ROWS, None
+        if row_width is not None:
+            size = RowSegment(words, row_width, block=block, route=route).payload(0, words.numel(), room, spec)
+        if size is None:
+            frame_id, size = spec.frame_id, spec.encode([words], bases, unit, [room], route)[0]
+        size += payload_at
         kind = framing.CHECKSUM if checksum else None
-        write_header(Header(spec.frame_id, words.dtype, words.numel(), size, block, shape, kind), buffer)
+        unit = 0 if frame_id is CodecId.ROWS else unit
+        write_header(Header(frame_id, words.dtype, words.numel(), size, unit, shape, kind), buffer)
         return buffer[:size].clone() if out is None else buffer[:size]
 
 
@@ -154,15 +167,22 @@ def compress_segments(
 
 
 def decompress(
-    frame: torch.Tensor, out: torch.Tensor | None = None, *, base: torch.Tensor | None = None, route: str = "auto"
+    frame: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    base: torch.Tensor | None = None,
+    earlier: torch.Tensor | None = None,
+    route: str = "auto",
 ) -> torch.Tensor:
     """Decode the tensor in ``frame``; blocks.
 
     Args:
         frame: 1-D uint8 tensor as :func:`compress` gives it; bytes after the frame's own length are ignored.
         out: contiguous tensor on the frame's device, of the frame's dtype and number of elements, of any shape; written in place.
-        base: the base of a delta frame, bit for bit: contiguous tensor on the frame's device, ``out`` itself or apart from it.
-            Frames of other codecs ignore it.
+        base: the base of a delta frame, bit for bit, or the tensor that a known frame stands for: contiguous tensor on the frame's device,
+            ``out`` itself or apart from it. Frames of other codecs ignore it.
+        earlier: the words of the segment in front of a row frame, decoded already: contiguous tensor of the frame's dtype that ends where
+            ``out`` begins, in the same storage. Frames of other codecs do not read it. Without it a row frame has only itself to repeat.
 
     Returns:
         ``out``, or a new tensor of the frame's dtype and shape (flat if the frame has no shape).
@@ -171,13 +191,17 @@ def decompress(
         FrameError: the frame is damaged, foreign, or not of the dtype and size of ``out`` and ``base``, or a delta frame without
             ``base``; ``out`` is then undefined. It is a ValueError.
         ValueError: ``out`` overlaps a part of ``base``, or ``frame``; nothing is written.
-        TypeError: ``frame`` is not a 1-D uint8 tensor, or ``out`` or ``base`` is not a contiguous tensor on its device.
+        TypeError: ``frame`` is not a 1-D uint8 tensor, or ``out`` or ``base`` is not a contiguous tensor on its device, or ``earlier`` does
+            not end where ``out`` begins.
     """
     with tensors.undisturbed():
         header, spec = open_frame(frame)
         # Before the output is allocated: a few bytes of a delta frame stand for many words, which the base proves.
         against = _base_words(base, header, frame.device) if spec.needs_base else None
+        payload = frame[header.payload_at : header.frame_bytes]
         if out is None:
+            if spec.prove is not None:
+                spec.prove(payload, header)
             out = tensors.empty(header.numel, header.dtype, frame.device)
             result = out if header.shape is None else out.view(header.shape)
         else:
@@ -187,7 +211,9 @@ def decompress(
         words = memory.flat_view(out)
         if against is not None:
             _same_or_apart(against, words)
-        spec.decode(frame[header.payload_at : header.frame_bytes], against, header.block, words, route)
+        elif spec.takes_earlier:
+            against = memory.earlier_words(earlier, words)
+        spec.decode(payload, against, header.block, words, route)
         return result
 
 
@@ -213,9 +239,7 @@ def decompress_add(
     with tensors.undisturbed():
         header, spec = open_frame(frame)
         if spec.decode_add is None:
-            raise FrameError(
-                FrameErrorCode.CODEC, f"a {spec.name} frame cannot be added; decompress it with its base first"
-            )
+            raise FrameError(FrameErrorCode.CODEC, f"a {spec.name} frame cannot be added; decompress it first")
         if header.dtype not in SUMMED_DTYPES or dtype not in (None, header.dtype):
             wanted = dtype or ", ".join(map(str, SUMMED_DTYPES))
             raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.dtype}, wanted {wanted}")

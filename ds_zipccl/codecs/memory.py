@@ -8,7 +8,7 @@ import torch
 
 from ds_zipccl import frame as framing
 from ds_zipccl.codecs.registry import DECODERS
-from ds_zipccl.codecs.spec import CodecSpec
+from ds_zipccl.codecs.spec import PayloadSpec, check_payload
 from ds_zipccl.frame import FrameError, FrameErrorCode, Header
 
 #: First address, and the address after the last byte.
@@ -101,7 +101,7 @@ def write_header(header: Header, buffer: torch.Tensor) -> None:
     buffer[: header.payload_at].copy_(host[: header.payload_at])
 
 
-def open_frame(frame: torch.Tensor) -> tuple[Header, CodecSpec]:
+def open_frame(frame: torch.Tensor) -> tuple[Header, PayloadSpec]:
     """The header of ``frame`` (1-D uint8) and the codec that decodes its payload; waits for the device.
 
     Raises:
@@ -110,15 +110,7 @@ def open_frame(frame: torch.Tensor) -> tuple[Header, CodecSpec]:
     """
     header = _parse(frame)
     spec = DECODERS[header.codec]
-    if header.dtype not in spec.dtypes:
-        raise FrameError(FrameErrorCode.CODEC, f"codec {header.codec.name} does not hold {header.dtype}")
-    size = header.frame_bytes - header.payload_at
-    floor = spec.payload_floor(header.numel, header.dtype, header.block)
-    bound = spec.payload_bound(header.numel, header.dtype, header.block)
-    if not floor <= size <= bound:
-        raise FrameError(
-            FrameErrorCode.SIZE, f"{size} bytes of payload for {header.numel} {header.dtype}: {floor} to {bound} fit"
-        )
+    check_payload(header, spec)
     return header, spec
 
 
@@ -127,3 +119,23 @@ def _parse(frame: torch.Tensor) -> Header:
         return framing.parse(frame)
     start = frame[: framing.MAX_HEADER_BYTES].cpu()
     return framing.parse(frame.cpu()) if framing.has_checksum(start) else framing.parse(start, frame.numel())
+
+
+def earlier_words(earlier: torch.Tensor | None, words: torch.Tensor) -> torch.Tensor | None:
+    """``earlier``, flat, if it lies directly in front of ``words`` (flat) in the same memory.
+
+    Raises:
+        TypeError: it does not, or has another dtype, or is not contiguous.
+    """
+    if earlier is None or not (earlier.numel() and words.numel()):  # no address then
+        return None
+    flat = flat_view(earlier)
+    adjoins = flat.data_ptr() + flat.nbytes == words.data_ptr() and (
+        flat.untyped_storage().data_ptr() == words.untyped_storage().data_ptr()
+    )
+    if (earlier.dtype, earlier.device) != (words.dtype, words.device) or not earlier.is_contiguous() or not adjoins:
+        raise TypeError(
+            f"earlier must be a contiguous tensor of {words.dtype} on {words.device} that ends where out begins, in the same memory, "
+            f"got {earlier.dtype} with strides {earlier.stride()} on {earlier.device}: pass both as slices of one tensor"
+        )
+    return flat

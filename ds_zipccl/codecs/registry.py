@@ -1,17 +1,22 @@
 """Which codecs there are: one table, from which names, decoders and dtypes derive.
 
 A new codec is a module that makes a :class:`~ds_zipccl.codecs.spec.CodecSpec`, an entry in :data:`CODEC_SPECS`, and, for a payload format
-of its own, an id in FORMAT.md and :class:`ds_zipccl.frame.CodecId`. A lossy codec has ``lossless=False``.
+of its own, an id in FORMAT.md and :class:`ds_zipccl.frame.CodecId`. A lossy codec has ``lossless=False``. A format whose frames have an
+encoder of their own, with arguments of their own, has no name there: its :class:`~ds_zipccl.codecs.spec.PayloadSpec` is an entry of
+:data:`DECODERS` alone.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ds_zipccl.codecs.bits import BITS
 from ds_zipccl.codecs.delta import DELTA
 from ds_zipccl.codecs.exponent import CASCADE, WIDE
+from ds_zipccl.codecs.known import KNOWN
 from ds_zipccl.codecs.raw import RAW
-from ds_zipccl.codecs.spec import CodecSpec
+from ds_zipccl.codecs.rows import ROWS
+from ds_zipccl.codecs.spec import CodecSpec, PayloadSpec
 from ds_zipccl.frame import DTYPE_IDS, CodecId
 
 #: name -> codec, in the order in which lists of codecs show them.
@@ -27,8 +32,10 @@ CODED_DTYPES: tuple[torch.dtype, ...] = tuple(
         dtype for spec in CODEC_SPECS.values() if spec is not RAW and not spec.needs_base for dtype in spec.dtypes
     )
 )
-#: Codec byte of a frame -> a codec that decodes it; codecs of one byte decode alike.
-DECODERS: dict[CodecId, CodecSpec] = {spec.frame_id: spec for spec in reversed(CODEC_SPECS.values())}
+#: Formats that only :mod:`.row_segment`, :mod:`.known` and :mod:`.bits` write.
+_OTHERS: tuple[PayloadSpec, ...] = (ROWS, KNOWN, BITS)
+#: Codec byte of a frame -> the format that decodes it; codecs of one byte decode alike.
+DECODERS: dict[CodecId, PayloadSpec] = {spec.frame_id: spec for spec in (*reversed(CODEC_SPECS.values()), *_OTHERS)}
 _RENAMED = {former: name for name, spec in CODEC_SPECS.items() for former in spec.former_names}
 
 

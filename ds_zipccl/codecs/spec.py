@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ds_zipccl.frame import CodecId
+from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 
 #: (elements, dtype, block) -> bytes of a payload.
 PayloadSize = Callable[[int, torch.dtype, int], int]
@@ -40,7 +40,8 @@ class Encode(Protocol):
 class Decode(Protocol):
     """Decode ``payload`` (flat uint8) into ``words`` (flat, contiguous, same device); blocks.
 
-    ``base`` has the dtype and size of ``words`` and may be ``words`` itself; None where the codec needs no base.
+    ``base`` has the dtype and size of ``words`` and may be ``words`` itself; None where the codec needs no base. Of a codec that takes
+    earlier words, it is those: of the dtype of ``words``, any number, directly in front of ``words`` in the same memory; or None.
 
     Raises:
         FrameError: the payload contradicts itself; the words are then undefined.
@@ -49,6 +50,16 @@ class Decode(Protocol):
     def __call__(
         self, payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str
     ) -> None: ...
+
+
+class Prove(Protocol):
+    """Examine ``payload`` as far as needed to prove that it has the elements of ``header``.
+
+    Raises:
+        FrameError: it has not.
+    """
+
+    def __call__(self, payload: torch.Tensor, header: Header) -> None: ...
 
 
 class DecodeAdd(Protocol):
@@ -64,33 +75,61 @@ class DecodeAdd(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecSpec:
-    """One codec. Its module makes the entry, :mod:`ds_zipccl.codecs.registry` lists it.
-
-    Codecs that share a ``frame_id`` write one payload format and decode alike; they differ in what their encoder chooses.
-    A parameter of a codec, such as a number of bits, is bound into ``encode`` by the codec's module.
-    """
+class PayloadSpec:
+    """One payload format: its place in a frame and its decoder. :mod:`ds_zipccl.codecs.registry` lists it."""
 
     name: str
     #: Codec byte of the frames.
     frame_id: CodecId
-    #: Tensors of any other dtype become raw frames.
+    #: dtypes that frames of this format hold.
     dtypes: tuple[torch.dtype, ...]
-    #: Every bit pattern arrives as it was sent. A lossy codec is only for a role that names it.
-    lossless: bool
-    #: The encoder keeps something from one call to the next, so that the order of calls counts.
-    stateful: bool
     #: Sender and receiver hold a tensor that the words are coded against.
     needs_base: bool
-    #: Block size of the header for the block size that the caller wants; raises ValueError for an impossible one.
-    block: Callable[[int], int]
+    #: The words may refer to words in front of them that the receiver holds.
+    takes_earlier: bool = False
     #: The largest payload of so many elements, also the room that an encoder needs.
     payload_bound: PayloadSize
     #: The smallest payload of so many elements.
     payload_floor: PayloadSize
-    encode: Encode
+    #: For a format whose ``payload_floor`` proves nothing, and that needs no base: called before an output is allocated.
+    prove: Prove | None = None
     decode: Decode
-    #: None: frames of this codec cannot be added.
+    #: None: frames of this format cannot be added.
     decode_add: DecodeAdd | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSpec(PayloadSpec):
+    """One codec that callers choose by its name. Its module makes the entry, :mod:`ds_zipccl.codecs.registry` lists it.
+
+    Codecs that share a ``frame_id`` write one payload format and decode alike; they differ in what their encoder chooses.
+    Tensors of a dtype that is not in ``dtypes`` become raw frames.
+    A parameter of a codec, such as a number of bits, is bound into ``encode`` by the codec's module.
+    """
+
+    #: Every bit pattern arrives as it was sent. A lossy codec is only for a role that names it.
+    lossless: bool
+    #: The encoder keeps something from one call to the next, so that the order of calls counts.
+    stateful: bool
+    #: Block size of the header for the block size that the caller wants; raises ValueError for an impossible one.
+    block: Callable[[int], int]
+    encode: Encode
     #: Names that the codec had before; they raise an error that has the name of today.
     former_names: tuple[str, ...] = ()
+
+
+def check_payload(header: Header, spec: PayloadSpec) -> None:
+    """Accept a frame's header if its payload, of ``spec``'s format, can have its size and elements.
+
+    Raises:
+        FrameError: it cannot.
+    """
+    if header.dtype not in spec.dtypes:
+        raise FrameError(FrameErrorCode.CODEC, f"codec {header.codec.name} does not hold {header.dtype}")
+    size = header.frame_bytes - header.payload_at
+    floor = spec.payload_floor(header.numel, header.dtype, header.block)
+    bound = spec.payload_bound(header.numel, header.dtype, header.block)
+    if not floor <= size <= bound:
+        raise FrameError(
+            FrameErrorCode.SIZE, f"{size} bytes of payload for {header.numel} {header.dtype}: {floor} to {bound} fit"
+        )

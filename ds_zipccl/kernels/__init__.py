@@ -12,7 +12,7 @@ from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.kernels.numba import route as numba_route
 from ds_zipccl.kernels.protocol import Route
 
-__all__ = ["ROUTES", "Route", "RouteUnavailable", "adder", "preferred", "route", "tried", "why"]
+__all__ = ["ROUTES", "Route", "RouteUnavailable", "adder", "compiled", "preferred", "route", "tried", "why"]
 
 
 class RouteUnavailable(RuntimeError):
@@ -63,6 +63,16 @@ def tried(device: str) -> dict[str, str]:
 def preferred(name: str, device: str) -> str:
     """Return the route of a config for tensors of ``device``: "auto" where only other devices have a route ``name``."""
     return name if name in ROUTES.get(device, {}) else "auto"
+
+
+def compiled(name: str, device: str) -> native.NativeRoute | None:
+    """Return the route of that name if it is the C++ route for CPU tensors, which does more than a route has to; else None.
+
+    Raises:
+        RouteUnavailable: as :func:`route`.
+    """
+    found = route(name, device)
+    return found if isinstance(found, native.NativeRoute) else None
 
 
 def route(name: str = "auto", device: str = "cpu") -> Route:

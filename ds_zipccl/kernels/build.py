@@ -153,7 +153,7 @@ def nvcc() -> tuple[str]:
 
 def _cpu_objects() -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the objects. Each level has its instruction set; the CPU decides at run time which level runs."""
-    names = ("cpu/payload.cpp", "cpu/delta.cpp", "cpu/hash.cpp", "cpu/dispatch.cpp", "cpu/scalar.cpp")
+    names = [f"cpu/{name}.cpp" for name in ("payload", "delta", "hash", "rows", "row_map", "dispatch", "scalar")]
     levels: tuple[tuple[str, tuple[str, ...]], ...] = ()
     if platform.machine() in ("x86_64", "AMD64"):
         avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))

@@ -20,6 +20,7 @@ from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS
 from ds_zipccl.kernels import arguments, jobs
 from ds_zipccl.kernels.frame_calls import FrameCalls, frame_bytes
 from ds_zipccl.kernels.jobs import DTYPES, SUMMED, GatherTable, Parameter
+from ds_zipccl.kernels.row_calls import RowCalls
 from ds_zipccl.kernels.status import NO_FAILURE, Failure, failure_of, new_status, raise_failure
 from ds_zipccl.kernels.sums import add
 
@@ -33,9 +34,12 @@ SHARED_BYTES = {
     "decode": {1: 25088, 2: 33280, 4: 49664},
     "decode_sum": {2: 50176, 4: 66560},
     "hash": {1: 0},
+    "find_rows": {1: 0},
+    "row_sums": {2: 0, 4: 0},
+    "predict_rows": {2: 0, 4: 0},
 }
 #: kernel -> threads of a block: kThreads of cuda/warp.cuh.
-THREADS = {"encode": 256, "decode": 256, "decode_sum": 256, "hash": 256}
+THREADS = dict.fromkeys(SHARED_BYTES, 256)
 #: Most blocks of threads that hash; each takes 8 KiB at a time.
 HASH_GRID = 1024
 
@@ -56,13 +60,15 @@ def _kernels() -> Iterator[tuple[str, Kernel]]:
     of_a_kind: list[tuple[str, str, type[ctypes.Structure]]] = [
         ("encode", "_cascade", jobs.EncodeJobs), ("encode", "_wide", jobs.EncodeJobs), ("decode", "", jobs.DecodeJobs),
         ("encode", "_delta", jobs.EncodeJobs), ("decode", "_delta", jobs.DecodeJobs), ("decode_sum", "", jobs.SumJob),
+        ("row_sums", "", jobs.RowPairs), ("predict_rows", "", jobs.RowPairs),
     ]  # fmt: skip
     for dtype, kind in DTYPES.items():
         for what, suffix, params in of_a_kind if dtype.itemsize > 1 else of_a_kind[:3]:
             yield f"zipccl_{what}_{kind}{suffix}", Kernel(THREADS[what], SHARED_BYTES[what][dtype.itemsize], params)
     for what, suffix, params in of_a_kind[3:5]:
         yield f"zipccl_{what}_u8{suffix}", Kernel(THREADS[what], SHARED_BYTES[what][1], params)
-    yield "zipccl_hash", Kernel(THREADS["hash"], SHARED_BYTES["hash"][1], jobs.HashJobs)
+    for what, params in (("hash", jobs.HashJobs), ("find_rows", jobs.FindRows)):
+        yield f"zipccl_{what}", Kernel(THREADS[what], SHARED_BYTES[what][1], params)
 
 
 #: Every kernel of csrc/cuda/kernels.cuh.
@@ -111,9 +117,9 @@ class Own(NamedTuple):
     at: int
 
 
-class CudaRoute(FrameCalls):
+class CudaRoute(FrameCalls, RowCalls):
     """Route for CUDA tensors; see :class:`ds_zipccl.kernels.Route`. :class:`FrameCalls` has its calls for whole frames, and the rules of
-    memory, streams and lifetime. ``multiprocessors``: their number; None: that of the tensors' device."""
+    memory, streams and lifetime; :class:`RowCalls` those for rows. ``multiprocessors``: their number; None: that of the tensors' device."""
 
     def __init__(self, launcher: Launcher, device_type: str = "cuda", multiprocessors: int | None = None) -> None:
         super().__init__(device_type, multiprocessors)

@@ -78,6 +78,19 @@ class HashJobs(ctypes.Structure):
     _fields_ = [("job", HashJob * MAX_JOBS), ("work", _u64), ("result", _u64), ("count", _u32)]
 
 
+class FindRows(ctypes.Structure):
+    _fields_ = [
+        ("data", _u64), ("row_bytes", _u64), ("sources", _u64), ("table", _u64), ("repeats", _u64), ("first", _u32), ("count", _u32),
+        ("mask", _u32), ("unit", _u32), ("naming", _u32),
+    ]  # fmt: skip
+
+
+class RowPairs(ctypes.Structure):
+    _fields_ = [
+        ("words", _u64), ("width", _u64), ("rows", _u64), ("sources", _u64), ("factors", _u64), ("out", _u64), ("count", _u32),
+    ]  # fmt: skip
+
+
 #: Rows of the tables, as numpy sees the jobs.
 ENCODE, DECODE, HASH = np.dtype(EncodeJob), np.dtype(DecodeJob), np.dtype(HashJob)
 

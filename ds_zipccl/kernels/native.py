@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_zipccl import tensors
 from ds_zipccl.frame import DTYPE_IDS, FrameError
 from ds_zipccl.kernels import build
 
@@ -22,6 +23,68 @@ class _Segment(ctypes.Structure):
     ]
 
 
+class _Search(ctypes.Structure):
+    """ZipcclSearch of csrc/cpu/rows.cpp."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("sources", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("slots", ctypes.c_uint64),
+        ("mask", ctypes.c_uint64),
+    ]
+
+
+class _Literals(ctypes.Structure):
+    """ZipcclLiterals of csrc/cpu/rows.cpp."""
+
+    _fields_ = [
+        ("words", ctypes.c_void_p),
+        ("numel", ctypes.c_uint64),
+        ("width", ctypes.c_uint64),
+        ("head", ctypes.c_uint64),
+        ("rows", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+    ]
+
+
+class _Repeats(ctypes.Structure):
+    """ZipcclRepeats of csrc/cpu/row_map.cpp."""
+
+    _fields_ = [
+        ("words", ctypes.c_void_p),
+        ("width", ctypes.c_uint64),
+        ("itemsize", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("sources", ctypes.c_void_p),
+        ("literals", ctypes.c_void_p),
+        ("map", ctypes.c_void_p),
+        ("room", ctypes.c_uint64),
+        ("repeats", ctypes.c_uint64),
+        ("plain", ctypes.c_uint64),
+        ("bits", ctypes.c_uint64),
+    ]
+
+
+class _Map(ctypes.Structure):
+    """ZipcclMap of csrc/cpu/row_map.cpp."""
+
+    _fields_ = [
+        ("map", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("repeats", ctypes.c_uint64),
+        ("bits", ctypes.c_uint64),
+        ("reach", ctypes.c_uint64),
+        ("literals", ctypes.c_void_p),
+        ("repeated", ctypes.c_void_p),
+        ("sources", ctypes.c_void_p),
+    ]
+
+
 #: code -> its number in ZipcclCode of csrc/cpu/level.h.
 _CODES = {"cascade": 0, "wide": 1}
 
@@ -31,6 +94,9 @@ class NativeRoute:
 
     Tensors of a few MiB and more are spread over ``torch.get_num_threads()`` threads.
     """
+
+    #: Bits that count in the hashes of rows; fewer in tests, so that hashes collide.
+    hash_mask = (1 << 64) - 1
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, u64, i32, u32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32
@@ -51,6 +117,24 @@ class NativeRoute:
         )
         self._hash = library.zipccl_hash
         self._hash.argtypes, self._hash.restype = [pointer, u64, pointer, i32], None
+        self._find_rows = library.zipccl_find_rows
+        self._find_rows.argtypes, self._find_rows.restype = [pointer, i32], u64
+        self._encode_rows = library.zipccl_encode_rows
+        self._encode_rows.argtypes, self._encode_rows.restype = [pointer, i32, i32, u32, pointer, i32], u64
+        self._decode_rows = library.zipccl_decode_rows
+        self._decode_rows.argtypes, self._decode_rows.restype = [pointer, u64, pointer, i32, u32, i32], i32
+        self._pack_repeats = library.zipccl_pack_repeats
+        self._pack_repeats.argtypes, self._pack_repeats.restype = [pointer], None
+        self._unpack_repeats = library.zipccl_unpack_repeats
+        self._unpack_repeats.argtypes, self._unpack_repeats.restype = [pointer], i32
+        self._copy_rows = library.zipccl_copy_rows
+        self._copy_rows.argtypes, self._copy_rows.restype = [pointer, u64, pointer, pointer, u64, i32], None
+        self._row_factors = library.zipccl_row_factors
+        self._row_factors.argtypes = [pointer, i32, u64, pointer, pointer, u64, pointer, i32]
+        self._row_factors.restype = None
+        self._predict_rows = library.zipccl_predict_rows
+        self._predict_rows.argtypes = [pointer, i32, u64, pointer, pointer, u64, pointer, i32]
+        self._predict_rows.restype = None
         self._level = library.zipccl_level
         self._level.argtypes, self._level.restype = [], ctypes.c_char_p
         self._force = library.zipccl_force_level
@@ -120,6 +204,102 @@ class NativeRoute:
         halves = (ctypes.c_uint64 * 2)()
         self._hash(data.data_ptr(), data.numel(), ctypes.addressof(halves), torch.get_num_threads())
         return halves[0], halves[1]
+
+    def find_rows(
+        self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
+    ) -> int:
+        search = _Search(
+            data.data_ptr(), row_bytes, first, sources.numel(), sources.data_ptr(), table.data_ptr(), table.numel(),
+            self.hash_mask,
+        )  # fmt: skip
+        return int(self._find_rows(ctypes.addressof(search), torch.get_num_threads()))
+
+    def encode_rows(
+        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor
+    ) -> int:
+        literals, dtype = _literals(words, width, head, rows), DTYPE_IDS[words.dtype]
+        threads = torch.get_num_threads()
+        return int(self._encode_rows(ctypes.addressof(literals), dtype, _CODES[code], block, out.data_ptr(), threads))
+
+    def decode_rows(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    ) -> None:
+        literals = _literals(words, width, head, rows)
+        _check(
+            self._decode_rows(
+                payload.data_ptr(), payload.numel(), ctypes.addressof(literals), DTYPE_IDS[words.dtype], block,
+                torch.get_num_threads(),
+            )
+        )  # fmt: skip
+
+    def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        self._copy_rows(
+            words.data_ptr(), width * words.itemsize, rows.data_ptr(), sources.data_ptr(), rows.numel(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def row_factors(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        factors = tensors.empty(rows.numel(), torch.float32)
+        self._row_factors(
+            words.data_ptr(), DTYPE_IDS[words.dtype], width, rows.data_ptr(), sources.data_ptr(), rows.numel(),
+            factors.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return factors
+
+    def predict_rows(
+        self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self._predict_rows(
+            words.data_ptr(), DTYPE_IDS[words.dtype], width, sources.data_ptr(), factors.data_ptr(), sources.numel(),
+            out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def pack_repeats(
+        self, words: torch.Tensor, width: int, first: int, count: int, sources: torch.Tensor, map_room: torch.Tensor
+    ) -> tuple[torch.Tensor, int, int]:
+        """Write the map of a frame without scaled rows (FORMAT.md 2.6) with its padding to ``map_room``, unless it has no room.
+
+        Args:
+            words: the segment.
+            first: the first of the frame's ``count`` whole rows.
+            sources: of all rows, as :meth:`find_rows` writes them.
+            map_room: uint8.
+
+        Returns:
+            The literals (int32, from row ``first`` on), the bits of a distance, and how many repeated rows have more than one word.
+        """
+        literals = tensors.empty(count, torch.int32)
+        rows = _Repeats(
+            words.data_ptr(), width, words.itemsize, first, count, sources.data_ptr(), literals.data_ptr(),
+            map_room.data_ptr(), map_room.numel(), 0, 0, 0,
+        )  # fmt: skip
+        self._pack_repeats(ctypes.addressof(rows))
+        return literals[: count - rows.repeats], rows.bits, rows.repeats - rows.plain
+
+    def unpack_repeats(
+        self, data: torch.Tensor, count: int, repeats: int, bits: int, reach: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Read the map of a frame without scaled rows, with ``count`` whole rows and distances of ``bits`` bits.
+
+        Args:
+            data: uint8, from the map on; 16 bytes more than the padded map.
+            repeats: repeated rows, as the fields say; at most ``count``.
+            reach: rows that the receiver holds in front of the frame; with ``count`` below ``2^31``.
+
+        Returns:
+            The literals, from the frame's first whole row on, and the repeated rows and their sources, from the first row in front on, all
+            int32; None where the map contradicts itself, its fields or ``reach``.
+        """
+        numbers = tensors.empty(count + repeats, torch.int32)
+        literals, repeated, sources = numbers.split((count - repeats, repeats, repeats))
+        row_map = _Map(
+            data.data_ptr(), count, repeats, bits, reach, literals.data_ptr(), repeated.data_ptr(), sources.data_ptr()
+        )
+        return None if self._unpack_repeats(ctypes.addressof(row_map)) else (literals, repeated, sources)
+
+
+def _literals(words: torch.Tensor, width: int, head: int, rows: torch.Tensor) -> _Literals:
+    return _Literals(words.data_ptr(), words.numel(), width, head, rows.data_ptr(), rows.numel())
 
 
 def _check(status: int) -> None:

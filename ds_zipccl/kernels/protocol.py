@@ -1,4 +1,9 @@
-"""The functions that a route has: words to payload bytes and back (FORMAT.md section 2)."""
+"""The functions that a route has: words to payload bytes and back (FORMAT.md section 2).
+
+Row calls see a flat tensor as rows of ``width`` elements: row r begins at element ``head + r * width``. ``head`` is 0 where a call has no
+such argument. Lists of rows are contiguous int32 tensors on the device of the words. Callers prove that every row lies in the words;
+a route does not examine rows again.
+"""
 
 from __future__ import annotations
 
@@ -49,4 +54,67 @@ class Route(Protocol):
 
     def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
         """Return both halves of the hash of ``data`` (uint8; FORMAT.md section 5)."""
+        ...
+
+    def find_rows(
+        self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
+    ) -> int:
+        """Find the rows of a segment that equal earlier rows, byte for byte.
+
+        Calls of one segment come in the order of the rows, none left out. For each of ``len(sources)`` rows from ``first`` on, this
+        writes to ``sources`` the number of the first row of the segment with the same bytes, which is its own number where there is none.
+        All routes find the same.
+
+        Args:
+            data: the segment's bytes, from its first row on; rows behind those of this call are not read.
+            row_bytes: bytes of a row, at least 1.
+            table: int32, contiguous, ``2^k`` elements, at least twice the rows of the segment; zeros before the first call of a segment.
+                Its contents belong to the route.
+
+        Returns:
+            How many of the rows are repeats.
+        """
+        ...
+
+    def row_factors(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """Return for each i the factor, float32, by which row ``rows[i]`` (b) is best predicted from row ``sources[i]`` (a).
+
+        It is the sum of a b, divided by the sum of a a, rounded to float32; 0 where that is not a finite normal number. Both sums are of
+        float64 numbers: lane j of 32 adds the products of elements j, j + 32, ... in order, from 0.0 on; then the lanes are added in order
+        from lane 0 on. No product is fused with an addition. Words are bfloat16, float16 or float32.
+        """
+        ...
+
+    def predict_rows(
+        self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Write the prediction (FORMAT.md 2.6) from row ``sources[i]`` by ``factors[i]`` to row i of ``out``, for each i.
+
+        ``factors`` are float32, finite and normal. ``out`` is flat, of the words' dtype, bfloat16, float16 or float32, of
+        ``len(sources) * width`` elements, apart from ``words``.
+        """
+        ...
+
+    def encode_rows(
+        self,
+        words: torch.Tensor,
+        width: int,
+        head: int,
+        rows: torch.Tensor,
+        code: str,
+        block: int,
+        out: torch.Tensor,
+    ) -> int:
+        """Encode the literals of ``words``: the first ``head`` elements, the rows ``rows`` (ascending), and the elements behind the last
+        whole row. Otherwise as :meth:`encode` of one segment of these elements."""
+        ...
+
+    def decode_rows(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    ) -> None:
+        """Decode a payload of :meth:`encode_rows` to the places of its elements in ``words``; no other row is written."""
+        ...
+
+    def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        """Copy row ``sources[i]`` of ``words`` (any dtype of a frame) to row ``rows[i]``, for each i. No source is one of ``rows``."""
         ...

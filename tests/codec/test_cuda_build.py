@@ -11,8 +11,8 @@ from ds_zipccl.kernels import build, cuda, cuda_launchers, jobs
 CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
           (f"encode_{kind}_cascade", f"encode_{kind}_wide", f"decode_{kind}")}  # fmt: skip
 OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
-          (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta")}  # fmt: skip
-KERNELS = CODECS | OTHERS | {"zipccl_encode_u8_delta", "zipccl_decode_u8_delta", "zipccl_hash"}
+          (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta", f"row_sums_{kind}", f"predict_rows_{kind}")}  # fmt: skip
+KERNELS = CODECS | OTHERS | {"zipccl_encode_u8_delta", "zipccl_decode_u8_delta", "zipccl_hash", "zipccl_find_rows"}
 
 
 @pytest.fixture(scope="module")

@@ -135,10 +135,64 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "job.numel, sizeof(Word)",
         "lists.py -k raw_frames",
     ),
+    "a slot keeps the row that came first": (
+        "cuda/rows.cuh",
+        "if (there > entry) atomicMin",
+        "if (false) atomicMin",
+        "rows.py -k order_of",
+    ),
+    "rows with equal samples are equal": (
+        "cuda/rows.cuh",
+        "may_be && are_equal",
+        "may_be || are_equal",
+        "rows.py -k first_of_equal",
+    ),
+    "only the first words of rows are compared": (
+        "cuda/rows.cuh",
+        "if (__any_sync(kEveryLane, at < units && !is_same(a[at], b[at]))) return false;",
+        "return !__any_sync(kEveryLane, at < units && !is_same(a[at], b[at]));",
+        "rows.py -k equal_samples",
+    ),
+    "a way that depends on the row's number": (
+        "cuda/rows.cuh",
+        "? uint32_t(row_hash(row, units)) : slot + 1",
+        "? entry : slot + 1",
+        "rows.py -k equal_samples",
+    ),
+    "vectors of rows at any address": (
+        "cuda/rows.cuh",
+        "case 2: return place_rows<uint16_t>(job);",
+        "case 2: return place_rows<uint32_t>(job);",
+        "rows.py -k first_of_equal",
+    ),
+    "repeats counted once for a warp": (
+        "cuda/rows.cuh",
+        "atomicAdd(job.repeats, repeats)",
+        "atomicAdd(job.repeats, 1u)",
+        "rows.py -k first_of_equal",
+    ),
+    "lanes added from the last one on": (
+        "cuda/rows.cuh",
+        "__dadd_rn(sum, double_of_lane(own[which], lane))",
+        "__dadd_rn(sum, double_of_lane(own[which], kLanes - lane))",
+        "rows.py -k factors and bfloat16",
+    ),
+    "a prediction from the next word": (
+        "cuda/rows.cuh",
+        "predict<F>(from[at], factor)",
+        "predict<F>(from[at + 1], factor)",
+        "rows.py -k predictions and bfloat16",
+    ),
+    "a zero that becomes infinity": (
+        "common/scaled_row.cuh",
+        "e_a == 0 || e < 1 ? sign",
+        "e < 1 ? sign",
+        "rows.py -k predictions and bfloat16",
+    ),
     "a hash without its region": ("cuda/hash.cuh", "jobs.work + 3 * number", "jobs.work", "calls.py -k hashes"),
 }
-#: ZIPCCL_PARTS with the kernels of bfloat16 and of bytes, which suffice for the tests of lists and compile faster.
-LIST_PARTS = emulation.BF16 | 8
+#: ZIPCCL_PARTS that suffice for the tests of some files, and compile faster: bfloat16 with bytes, or with rows of any dtype.
+PARTS = {"lists.py": emulation.BF16 | 8, "rows.py": emulation.BF16 | 16}
 PROGRAM = """
 import sys
 import emulation, pytest
@@ -167,17 +221,18 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
 
 
 @pytest.mark.full(reason="an emulation of its own to compile")
-def test_the_lists_pass_without_a_mistake() -> None:
-    """Their tests have the kernels of two word types alone; none of them may fail for that."""
-    tests = {where.partition(" -k ")[2] for *_, where in MISTAKES.values() if where.startswith("lists.py")}
-    result = _run("cuda/frame.cuh", "kVersion = 2", "kVersion = 2", f"lists.py -k ({') or ('.join(sorted(tests))})")
+@pytest.mark.parametrize("file", PARTS)
+def test_a_file_passes_without_a_mistake(file: str) -> None:
+    """Its tests have the kernels of some parts alone; none of them may fail for that."""
+    tests = {where.partition(" -k ")[2] for *_, where in MISTAKES.values() if where.startswith(file)}
+    result = _run("cuda/frame.cuh", "kVersion = 2", "kVersion = 2", f"{file} -k ({') or ('.join(sorted(tests))})")
     assert result.returncode == 0, result.stdout
 
 
 def _run(file: str, good: str, bad: str, where: str) -> subprocess.CompletedProcess[str]:
     """Run tests over the emulation with a mistake in it."""
     name, _, tests = where.partition(" -k ")
-    parts = LIST_PARTS if name == "lists.py" else emulation.EVERY_PART
+    parts = PARTS.get(name, emulation.EVERY_PART)
     path = f"tests/codec/test_cuda_{name}"
     program = PROGRAM.format(file=file, change=(good, bad), parts=parts, tests=tests, path=path)
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}

@@ -9,6 +9,7 @@ import corpus
 import from_format
 import numpy as np
 import pytest
+import row_cases
 import torch
 from from_format_delta import encode_tail
 from test_gap_list import forms
@@ -124,6 +125,25 @@ def _examples() -> list[tuple[dict[str, object], bytes]]:
     return found
 
 
+def _of_other_calls(
+    tensor: torch.Tensor, arguments: dict[str, object], route: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The frame of an example of rows, known or bits, after it has been decoded, and the words that it decodes to."""
+    buffer = torch.zeros(2000, dtype=torch.uint8)
+    if "known" in arguments:
+        frame = codecs.known_frame(tensor.dtype, tensor.numel(), ds_zipccl.region_hash(tensor, route=route), buffer)
+        return frame, codecs.decompress(frame, base=tensor, route=route)
+    if "bits" in arguments:
+        frame = codecs.bits_frame(tensor, buffer)
+        return frame, codecs.decompress(frame, route=route)
+    candidates = arguments.pop("candidates", None)
+    case = row_cases.RowCase(tensor, candidates=candidates and torch.tensor(candidates, dtype=torch.int32), **arguments)
+    frame = case.frame(route)
+    decoded = case.words.clone()
+    decoded[case.begin : case.end] = case.decode(frame, route)
+    return frame, decoded
+
+
 def test_document_examples_are_what_the_routes_give(route: str) -> None:
     examples = _examples()
     assert len(examples) >= 3
@@ -131,6 +151,11 @@ def test_document_examples_are_what_the_routes_give(route: str) -> None:
         data = arguments.pop("data")
         dtype = arguments.pop("dtype")
         tensor = torch.tensor(data, dtype=dtype)
+        if {"width", "known", "bits"} & set(arguments):
+            found, decoded = _of_other_calls(tensor, arguments, route)
+            assert found.numpy().tobytes() == frame
+            corpus.assert_same_bits(decoded, tensor)
+            continue
         if "base" in arguments:
             arguments["base"] = torch.tensor(arguments["base"], dtype=dtype)
         assert ds_zipccl.compress(tensor, route=route, **arguments).numpy().tobytes() == frame
@@ -140,7 +165,7 @@ def test_document_examples_are_what_the_routes_give(route: str) -> None:
 
 
 def test_examples_show_every_mode_and_form() -> None:
-    modes, kinds = set(), set()
+    modes, kinds, shown = set(), set(), set()
     for arguments, frame in _examples():
         received = torch.tensor(list(frame), dtype=torch.uint8)
         header = framing.parse(received)
@@ -151,5 +176,8 @@ def test_examples_show_every_mode_and_form() -> None:
             blocks = -(-words // header.block)
             table = header.payload_at + 16
             modes |= {frame[table + blocks + 2 * b + 1] >> 5 for b in range(blocks)}
-        assert delta or arguments["dtype"] in (codecs.CODED_DTYPES if header.codec else framing.DTYPE_IDS)
+        coded = header.codec == framing.CodecId.EXPONENT
+        assert delta or arguments["dtype"] in (codecs.CODED_DTYPES if coded else framing.DTYPE_IDS)
+        shown.add(header.codec)
+    assert shown == set(framing.CodecId)
     assert modes == {0, 1, 2, 3, 4, 5} and kinds == {"SAME", "TABLE", "LIST"}

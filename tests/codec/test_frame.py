@@ -154,6 +154,12 @@ REFUSED = {
     "sparse without room for its map": (_entry(3, 1), FrameErrorCode.BLOCK),
     "sparse without room for its words": (_entry(3, 2), FrameErrorCode.BLOCK),
     "cascade without its tail": (_entry(2, 0, b"\xff" * 16), FrameErrorCode.BLOCK),
+    "a row payload without a width": (Raw(codec=7, payload=bytes(64)), FrameErrorCode.ROWS),
+    "a row payload without room for its literals": (Raw(codec=7, payload=b"\1" + bytes(62)), FrameErrorCode.SIZE),
+    "a known frame without a base": (Raw(codec=8, payload=bytes(16)), FrameErrorCode.CODEC),
+    "bits of bytes": (Raw(codec=9, payload=b"a"), FrameErrorCode.CODEC),
+    "two bytes of bits": (Raw(codec=9, dtype=10, payload=b"ab"), FrameErrorCode.SIZE),
+    "blocks of bits": (Raw(codec=9, dtype=10, log2=7, payload=b"a"), FrameErrorCode.RESERVED),
     "trim of 24 bits": (
         replace(CODED, dtype=3, payload=CODED.payload[:19] + bytes([24]) + bytes(12)),
         FrameErrorCode.BLOCK,

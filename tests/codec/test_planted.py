@@ -19,6 +19,7 @@ import test_format
 import test_fuzz
 import test_gap_list
 import test_golden
+import test_row_kernels
 import tiers
 import torch
 
@@ -144,6 +145,16 @@ PLANTS = {
         "cpu/delta_list.h",
         {"if (peek_bits(copy, at)) return BLOCK": "if (false) return BLOCK"},
         lambda: test_gap_list.test_lists_that_contradict_themselves("a one too many in the padding", "auto"),
+    ),
+    "rows with equal samples are not looked for": Plant(
+        "cpu/rows.cpp",
+        {"sources[i] = int32_t(finder.enter_whole(first + i));": "sources[i] = int32_t(first + i);"},
+        lambda: test_row_kernels.test_rows_that_differ_in_one_byte_alone("auto", 96),
+    ),
+    "rows that do not lie side by side are taken for such": Plant(
+        "cpu/rows.cpp",
+        {"uint64_t(l_.rows[last] - l_.rows[i]) == last - i": "uint64_t(l_.rows[last] - l_.rows[i]) >= last - i"},
+        lambda: test_row_kernels.test_literals_without_a_copy("auto", "bf16", 64),
     ),
     "longer tails accepted": Plant("cpu/decode.h", {"at + left != bytes": "at + left > bytes"}, _tail_sizes),
 }

@@ -10,14 +10,19 @@ import torch
 
 from ds_zipccl import codecs, frame
 from ds_zipccl.codecs import registry
+from ds_zipccl.frame import CodecId
 
 SPECS = list(registry.CODEC_SPECS.values())
 
 
 def test_entries_have_the_names_and_ids_of_the_format() -> None:
     assert list(registry.CODEC_SPECS) == [spec.name for spec in SPECS] == ["raw", "cascade", "wide", "delta"]
-    assert {spec.frame_id for spec in SPECS} == set(frame.CodecId) == set(registry.DECODERS)
-    assert set(frame.BLOCK_LOG2) == set(frame.CodecId)
+    assert set(frame.CodecId) == set(registry.DECODERS) == set(frame.BLOCK_LOG2)
+    assert all(spec.frame_id == key for key, spec in registry.DECODERS.items())
+    nameless = {CodecId.ROWS, CodecId.KNOWN, CodecId.BITS}
+    assert {spec.frame_id for spec in SPECS} == set(frame.CodecId) - nameless
+    for spec in (registry.DECODERS[key] for key in nameless):
+        assert set(spec.dtypes) <= set(frame.DTYPE_IDS) and spec.name not in registry.CODEC_SPECS
     for spec in SPECS:
         blocks = {1 << log2 if log2 else 0 for log2 in frame.BLOCK_LOG2[spec.frame_id]}
         assert {spec.block(block) for block in (blocks if blocks != {0} else {128, 1024})} == blocks

@@ -110,6 +110,9 @@ inline uint32_t atomicAdd_system(uint32_t* at, uint32_t value) { return atomicAd
 inline uint32_t atomicCAS(uint32_t* at, uint32_t expected, uint32_t value) {
   return emulation::atomic(at, [=](uint32_t before) { return before == expected ? value : before; });
 }
+inline uint32_t atomicMin(uint32_t* at, uint32_t value) {
+  return emulation::atomic(at, [=](uint32_t before) { return value < before ? value : before; });
+}
 inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
   return emulation::atomic(at, [=](uint32_t before) { return before | value; });
 }
@@ -153,6 +156,19 @@ inline uint32_t __vminu2(uint32_t a, uint32_t b) {
 }
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return emulation::by_parts(a, b, 16, [](uint32_t x, uint32_t y) { return x > y ? x : y; });
+}
+
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline long long __double_as_longlong(double x) {
+  long long bits;
+  memcpy(&bits, &x, 8);
+  return bits;
+}
+inline double __longlong_as_double(long long bits) {
+  double x;
+  memcpy(&x, &bits, 8);
+  return x;
 }
 
 // The functions of warp.cuh that are single instructions of PTX.

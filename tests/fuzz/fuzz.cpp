@@ -25,6 +25,28 @@ extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uin
                                         int32_t threads);
 extern "C" int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* base, void* words, uint64_t numel, int32_t dtype,
                                        uint32_t block, int32_t threads);
+struct ZipcclLiterals {  // this and the next one as in cpu/rows.cpp
+  uint8_t* words;
+  uint64_t numel, width, head;
+  const int32_t* rows;
+  uint64_t count;
+};
+struct ZipcclSearch {
+  const uint8_t* data;
+  uint64_t row_bytes, first, count;
+  int32_t* sources;
+  uint32_t* table;
+  uint64_t slots, mask;
+};
+extern "C" uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads);
+extern "C" uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out,
+                                       int32_t threads);
+extern "C" int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
+                                      int32_t threads);
+extern "C" void zipccl_row_factors(const uint8_t* words, int32_t dtype, uint64_t width, const int32_t* rows, const int32_t* sources,
+                                   uint64_t count, uint32_t* factors, int32_t threads);
+extern "C" void zipccl_predict_rows(const uint8_t* words, int32_t dtype, uint64_t width, const int32_t* sources, const uint32_t* factors,
+                                    uint64_t count, uint8_t* out, int32_t threads);
 extern "C" int32_t zipccl_force_level(const char* name);
 
 namespace {
@@ -204,6 +226,111 @@ int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels,
   return status;
 }
 
+// The words as rows of a width, with a head and a tail, of which some are literals.
+struct Rows {
+  uint64_t width, head;
+  std::vector<int32_t> literal;
+  std::vector<bool> kept;  // for each word whether it is a literal
+  Case inner;              // the literals side by side
+
+  explicit Rows(const Case& c) : width(1 + below(below(4) ? 70 : 400)), head(below(width)), kept(c.numel, true), inner(c) {
+    head = head < c.numel ? head : c.numel;
+    const uint64_t share = below(9);
+    for (uint64_t row = 0, at = head; at + width <= c.numel; ++row, at += width) {
+      if (below(8) < share) literal.push_back(int32_t(row));
+      for (uint64_t i = at; i < at + width && (literal.empty() || literal.back() != int32_t(row)); ++i) kept[i] = false;
+    }
+    inner.numel = 0;
+    for (const bool one : kept) inner.numel += one;
+  }
+  ZipcclLiterals in(const Case& c, uint8_t* words) const { return {words, c.numel, width, head, literal.data(), literal.size()}; }
+};
+
+// The literals of `words` as a payload, the same as that of a copy of them; then damaged payloads, of which no byte reaches another word.
+void rows_everywhere(const Case& c, const std::vector<const char*>& levels, const Exact& words) {
+  const Rows rows(c);
+  Exact copy(rows.inner.numel * c.item(), below(16));
+  for (uint64_t i = 0, at = 0; i < c.numel; ++i)
+    if (rows.kept[i]) memcpy(copy.data + c.item() * at++, words.data + c.item() * i, c.item());
+  const std::string payload = encode_everywhere(rows.inner, levels, copy, copy);
+  for (const char* level : levels) {
+    zipccl_force_level(level);
+    Exact out(bound(rows.inner), below(16));
+    const ZipcclLiterals literals = rows.in(c, words.data);
+    const uint64_t size = zipccl_encode_rows(&literals, c.dtype, c.code, c.block, out.data, 1);
+    if (size != payload.size() || (size && memcmp(out.data, payload.data(), size))) fail("rows are another payload than a copy", c, level);
+  }
+  for (int i = 0; i < 8; ++i) {
+    std::string damaged = payload, first;
+    Case receiver = rows.inner;
+    if (i) damage(damaged, receiver);
+    const uint64_t shift = below(16);
+    Exact in(damaged.size(), shift);
+    if (in.size()) memcpy(in.data, damaged.data(), damaged.size());
+    int32_t status = 0;
+    for (const char* level : levels) {
+      zipccl_force_level(level);
+      Exact out(words.size(), shift);
+      if (out.size()) memset(out.data, 0x5a, out.size());
+      const ZipcclLiterals literals = rows.in(c, out.data);
+      const int32_t now = zipccl_decode_rows(in.data, in.size(), &literals, c.dtype, receiver.block, 1);
+      if ((now && !i) || (now != 0 && now != 11 && now != 12)) fail("rows refused, or for no known reason", c, level);
+      if (level != levels[0] && now != status) fail("levels differ in the status of rows", c, level);
+      status = now;
+      std::string got;
+      for (uint64_t w = 0; w < out.size(); ++w) {
+        if (!rows.kept[w / c.item()] && out.data[w] != 0x5a) fail("a row that is no literal was written", c, level);
+        if (!i && rows.kept[w / c.item()] && out.data[w] != words.data[w]) fail("literals differ", c, level);
+        if (!now) got.push_back(char(out.data[w]));
+      }
+      if (level != levels[0] && got != first) fail("levels decode different rows", c, level);
+      first = got;
+    }
+  }
+}
+
+// Equal rows against a comparison of all of them, with hashes of a few bits too; factors and predictions in memory of their size.
+void search_and_predict(const Case& c, const std::vector<const char*>& levels, const Exact& words) {
+  const uint64_t width = 1 + below(40), row_bytes = width * c.item(), count = c.numel / width < 300 ? c.numel / width : 300;
+  if (!count) return;
+  Exact data(count * row_bytes, below(16));
+  memcpy(data.data, words.data, data.size());
+  for (uint64_t i = 0, few = below(count); i < few; ++i)
+    memcpy(data.data + below(count) * row_bytes, std::string(data.data, data.data + row_bytes).data(), row_bytes);
+  uint64_t slots = 2;
+  while (slots < 2 * count) slots *= 2;
+  const uint64_t cut = below(count + 1), mask = below(3) ? ~0ull : below(4);
+  std::string factors, predictions;
+  for (const char* level : levels) {
+    zipccl_force_level(level);
+    std::vector<uint32_t> table(slots, 0);
+    std::vector<int32_t> sources(count, -7);
+    const ZipcclSearch before = {data.data, row_bytes, 0, cut, sources.data(), table.data(), slots, mask};
+    const ZipcclSearch after = {data.data, row_bytes, cut, count - cut, sources.data() + cut, table.data(), slots, mask};
+    uint64_t repeats = zipccl_find_rows(&before, 1) + zipccl_find_rows(&after, 1);
+    for (uint64_t i = 0; i < count; ++i) {
+      uint64_t first = 0;
+      while (memcmp(data.data + first * row_bytes, data.data + i * row_bytes, row_bytes)) ++first;
+      if (sources[i] != int32_t(first)) fail("another row than the first equal one", c, level);
+      repeats -= first != i;
+    }
+    if (repeats) fail("another number of repeats", c, level);
+    if (c.dtype > 3) continue;
+    Exact found(4 * count, 4 * below(4)), out(data.size(), below(16));
+    std::vector<int32_t> own(count);
+    for (uint64_t i = 0; i < count; ++i) own[i] = int32_t(i), sources[i] = int32_t(count - 1 - i);
+    zipccl_row_factors(data.data, c.dtype, width, own.data(), sources.data(), count, reinterpret_cast<uint32_t*>(found.data), 1);
+    const std::string now(reinterpret_cast<char*>(found.data), found.size());
+    for (uint64_t i = 0; i < count; ++i)
+      if (const uint32_t one = 0x3f000000 + uint32_t(i << 12); found.data[4 * i + 3] == 0) memcpy(found.data + 4 * i, &one, 4);
+    zipccl_predict_rows(data.data, c.dtype, width, sources.data(), reinterpret_cast<uint32_t*>(found.data), count, out.data, 1);
+    const std::string made(reinterpret_cast<char*>(out.data), out.size());
+    if (level != levels[0] && (now != factors || made != predictions)) fail("levels differ in factors or predictions", c, level);
+    factors = now;
+    predictions = made;
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -234,6 +361,8 @@ int main(int argc, char** argv) {
     lists[c.dtype] += c.code == 2 && c.numel && uint8_t(payload[3]) >> 7;
     if (decode_everywhere(c, levels, payload, base, decoded)) fail("refused its own payload", c, levels[0]);
     if (words.size() && memcmp(words.data, decoded.data(), words.size())) fail("not the same words", c, levels[0]);
+    if (c.code < 2) rows_everywhere(c, levels, words);
+    if (c.code < 2) search_and_predict(c, levels, words);
     ++payloads;
     for (int i = 0; i < 40; ++i, ++done) {
       std::string damaged = payload;

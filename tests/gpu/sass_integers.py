@@ -46,7 +46,7 @@ def imad(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
         if o.texts[-1].startswith("!"):
             raise UnknownInstruction(ins.text)
         carry = predicate(o.texts[-1])
-        if o.texts[at[3]].startswith("-") or o.texts[at[2]].startswith("-"):
+        if any(text.startswith("-") and not text.startswith("-0x") for text in (o.texts[at[2]], o.texts[at[3]])):
             raise UnknownInstruction(ins.text)
         return lambda w, m: to(w, a(w) * b(w) + third(w) + carry(w).astype(np.uint32), m)
     return lambda w, m: to(w, a(w) * b(w) + third(w), m)

@@ -263,6 +263,8 @@ def places(ins: Instruction, launcher: SassLauncher) -> Callable[[Warp, Mask], t
     """The memory (bytes) and the places of the lanes in it; every place is a multiple of the width of the access."""
     stem = ins.op.split(".")[0]
     text = next(text for text in ins.operands if "[" in text and not text.startswith("c["))
+    if stem == "ATOMG" and "CAS" in ins.op:  # whose address the disassembler shows without its size
+        text = re.sub(r"\[R(\d+)(?!\.)\b", r"[R\1.64", text)
     shared, local, generic = stem in ("LDS", "STS", "ATOMS"), stem in ("LDL", "STL"), stem in ("LD", "ST")
     at, count = address(text, wide=not shared and not local), width(ins)
 
@@ -330,16 +332,24 @@ def atomic(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
         text for text in o.texts[: next(i for i, text in enumerate(o.texts) if "[" in text)] if not is_predicate(text)
     ]
     outs = [put(text, i) for text in texts for i in range(count // 4)]
-    folds: dict[str, Callable[[int, int], int]] = {"ADD": lambda a, b: a + b, "OR": lambda a, b: a | b, "MIN": min}
-    fold = folds[next(flag for flag in o.flags if flag in folds)]
+    #: The number in memory, the last operand, and the one before that, which only CAS has.
+    folds: dict[str, Callable[[int, int, int], int]] = {
+        "ADD": lambda a, b, _: a + b, "OR": lambda a, b, _: a | b, "MIN": lambda a, b, _: min(a, b),
+        "CAS": lambda a, b, wanted: b if a == wanted else a,
+    }  # fmt: skip
+    kind = next(flag for flag in o.flags if flag in folds)
+    if kind == "CAS" and count == 8:
+        raise UnknownInstruction(ins.text)
+    fold, compared = folds[kind], o.get(last - 1) if kind == "CAS" else source
 
     def step(w: Warp, m: Mask) -> None:
         memory, where = find(w, m)
         view = memory.view(np.uint32) if memory is not launcher.memory else launcher.views[4]
         before = np.zeros((LANES, 2), np.uint32)
-        for lane, place, x in zip(np.flatnonzero(m), where // 4, np.broadcast_to(source(w), (LANES,))[m]):
+        numbers = (np.broadcast_to(each(w), (LANES,))[m] for each in (source, compared))
+        for lane, place, x, wanted in zip(np.flatnonzero(m), where // 4, *numbers):
             old = int(view[place]) | (int(view[place + 1]) << 32 if count == 8 else 0)
-            new = fold(old, int(x)) & ((1 << 8 * count) - 1)
+            new = fold(old, int(x), int(wanted)) & ((1 << 8 * count) - 1)
             before[lane] = old & 0xFFFFFFFF, old >> 32
             view[place] = new & 0xFFFFFFFF
             if count == 8:

@@ -154,9 +154,9 @@ def limits(budget: int) -> Iterator[None]:
         opened(self, *arguments, **named)
         self.budget = budget
 
-    def note(role: str, op: str, nbytes: int, reason: str) -> None:
+    def note(role: str, op: str, nbytes: int, reason: str, **named: Any) -> None:
         _passes.reason = reason
-        record(role, op, nbytes, reason)
+        record(role, op, nbytes, reason, **named)
 
     patched = [
         (wire, "FRAGMENT_UNIT", 512), (wire, "DEVICE_FRAGMENT_BYTES", 1 << 12), (wire, "RAW_BELOW_BYTES", 64),

@@ -12,7 +12,7 @@ from good_frames import Base, bases
 
 from ds_zipccl.frame import FrameErrorCode
 
-TRUNCATED, MAGIC, VERSION, CODEC, DTYPE, RESERVED, SHAPE, SIZE, CHECKSUM, MISMATCH, INDEX, BLOCK, OVERFLOWED = (
+TRUNCATED, MAGIC, VERSION, CODEC, DTYPE, RESERVED, SHAPE, SIZE, CHECKSUM, MISMATCH, INDEX, BLOCK, OVERFLOWED, ROWS = (
     FrameErrorCode
 )
 __all__ = ["KINDS", "Base", "Kind", "bases", "damaged"]
@@ -126,10 +126,14 @@ def version(rng: random.Random, base: Base) -> bytearray:
     return _set_byte(rng, base, 4)
 
 
-@_kind(CODEC, RESERVED, SIZE, INDEX, BLOCK, may_pass=True)
+@_kind(CODEC, RESERVED, SIZE, MISMATCH, INDEX, BLOCK, ROWS, may_pass=True)
 def codec(rng: random.Random, base: Base) -> bytearray:
-    """Passes where a delta frame has no block that needs its base, or an exponent frame is taken for a delta frame."""
-    return _set_byte(rng, base, 5)
+    """Passes where a delta frame has no block that needs its base, or an exponent frame is taken for a delta frame. A codec that there is
+    in a part of the cases."""
+    frame = _set_byte(rng, base, 5)
+    if rng.random() < 0.3:
+        frame[5] = _other(rng, base.frame[5], 10)
+    return frame
 
 
 @_kind(DTYPE, CODEC, SIZE, MISMATCH, BLOCK, may_pass=True)

@@ -101,7 +101,7 @@ class Meter:
     """Bytes of this rank's gathers of frozen weights: as plain DeepSpeed sends them, and as they were sent.
 
     The second figure covers uncoded gathers, and all messages of this package's schedules to other ranks, hashes and words of control
-    included. No other messages than gathers of frozen weights are large enough for a schedule, if ``min_bytes`` is :data:`LARGE`.
+    included. Only gathers of frozen weights are large enough for a schedule, if ``min_bytes`` is :data:`LARGE`, with broadcasts left out.
     """
 
     def __init__(self) -> None:
@@ -258,4 +258,4 @@ def frozen(engine: Any, name: str) -> Any:
 
 def section(**more: Any) -> str:
     """Return a section of ds_zipccl in which gathers of frozen weights, and no others, are coded."""
-    return json.dumps({"enabled": True, "mode": "always", "min_bytes": LARGE, **more})
+    return json.dumps({"enabled": True, "mode": "always", "min_bytes": LARGE, "roles": {"dp": "never"}, **more})

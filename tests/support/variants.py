@@ -57,6 +57,45 @@ class OnDevice:
     def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
         return self.route.region_hash(data.cuda())
 
+    def find_rows(
+        self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
+    ) -> int:
+        names, entries = torch.empty_like(sources, device="cuda"), table.cuda()
+        repeats = self.route.find_rows(data.cuda(), row_bytes, first, names, entries)
+        sources.copy_(names)
+        table.copy_(entries)
+        return repeats
+
+    def row_factors(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        return self.route.row_factors(words.cuda(), width, rows.cuda(), sources.cuda()).cpu()
+
+    def predict_rows(
+        self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        there = torch.empty_like(out, device="cuda")
+        self.route.predict_rows(words.cuda(), width, sources.cuda(), factors.cuda(), there)
+        out.copy_(there)
+
+    def encode_rows(
+        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor
+    ) -> int:
+        there = torch.empty_like(out, device="cuda")
+        size = self.route.encode_rows(words.cuda(), width, head, rows.cuda(), code, block, there)
+        out[:size].copy_(there[:size])
+        return size
+
+    def decode_rows(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    ) -> None:
+        there = words.cuda()
+        self.route.decode_rows(payload.cuda(), block, there, width, head, rows.cuda())
+        words.copy_(there)
+
+    def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        there = words.cuda()
+        self.route.copy_rows(there, width, rows.cuda(), sources.cuda())
+        words.copy_(there)
+
 
 #: The CUDA kernels, emulated and, on a machine with a GPU, on the GPU: routes for tests alone.
 FOR_TESTS: dict[str, Callable[[], kernels.Route]] = {"emulated": emulation.load}

@@ -4,6 +4,7 @@
 #include "cpu/encode.h"
 #include "cpu/hash.h"
 #include "cpu/level.h"
+#include "cpu/rows.h"
 #include "cpu/sum.h"
 #include "cpu/lanes_avx2.h"
 

@@ -195,10 +195,10 @@ Status decode_block(const Entry& entry, const Base& base, uint32_t at, bool stre
   }
 }
 
-// Decodes a chunk of numel words and hands each block to put(words, first element, n). `where(b)` says where block b is to be decoded to;
-// `base` decodes the modes that need one.
+// Decodes a chunk of numel words and hands each block to put(words, first element, n). `where(b)` says where block b is to be decoded to,
+// bit b of `stream` whether past the cache; `base` decodes the modes that need one.
 template <typename F, typename Lanes, typename Where, typename Put, typename Base = NoBase>
-Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, Where where, Put put,
+Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint32_t stream, Where where, Put put,
                   const Base& base = {}) {
   const uint32_t blocks = (numel + block - 1) / block;
   uint64_t body = table_bytes<F>(blocks), tail = body;
@@ -251,21 +251,22 @@ Status each_block(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t
     // The next chunk begins at the end of this one, and its passes read it out of order: prefetch it.
     for (uint64_t at = b * bytes / blocks; at < (b + 1) * bytes / blocks; at += 64) prefetch(chunk + bytes + at);
     uint8_t* words = where(b);
-    const Status status = decode_block<F, Lanes>(entries[b], base, b * block, stream, words);
+    const Status status = decode_block<F, Lanes>(entries[b], base, b * block, stream >> b & 1, words);
     if (status) return status;
     put(words, b * block, entries[b].n);
   }
   return OK;
 }
 
-// Decodes a chunk to `out`.
+// Decodes each block of a chunk to its place in `blocks`; `stream` has a bit for each block whose words need not stay in the cache.
 template <typename F, typename Lanes>
-int32_t decode_chunk(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, uint8_t* out) {
-  stream = stream && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+int32_t decode_chunk(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint32_t stream, uint8_t* const* blocks) {
   const uint32_t block_bytes = block * uint32_t(sizeof(typename F::Word));
+  for (uint32_t b = 0; b * block < numel; ++b)
+    if (reinterpret_cast<uintptr_t>(blocks[b]) % 64) stream &= ~(1u << b);
   const auto where = [&](uint32_t b) {
-    uint8_t* const to = out + b * block_bytes;
-    if (!stream)
+    uint8_t* const to = blocks[b];
+    if (!(stream >> b & 1))
       for (uint32_t at = 0; at < block_bytes; at += 64) prefetch_to_write(to + kAhead + at);
     return to;
   };

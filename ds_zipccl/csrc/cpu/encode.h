@@ -296,20 +296,20 @@ ZipcclPart enter(Workspace& work, uint32_t b, uint32_t blocks) {
   return {here.body, form.mode == RAW ? here.n * uint32_t(sizeof(typename F::Word)) : form.body, form.body};
 }
 
-// Encodes a chunk of numel words (at most 16 blocks). Returns its bytes; `parts` are its contents in order. The parts are
-// copied to `soon` later; `next` are the words that are probably encoded next.
+// Encodes a chunk of numel words, at most 16 blocks at `places`. Returns its bytes; `parts` are its contents in order. The parts are
+// copied to `soon` later; `next` are the words that are probably encoded next, a half of a block each.
 //
 // Every pass goes over all blocks before the next pass starts. The steps of a pass for different blocks are independent, so that the
 // processor works on several blocks at a time. Small stores of one pass have reached the cache when the next pass loads them as a whole.
 // Prefetches are spread evenly over the passes that compute, because a burst of them would stall.
 template <typename F, typename Code, typename Lanes>
-uint32_t encode_chunk(const uint8_t* words, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts, const uint8_t* soon,
-                      const uint8_t* next) {
+uint32_t encode_chunk(const uint8_t* const* places, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts,
+                      const uint8_t* soon, const uint8_t* const* next) {
   using Word = typename F::Word;
   Workspace& work = *static_cast<Workspace*>(workspace);
   const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Wide::tier[0].bits));
   for (uint32_t b = 0; b < blocks; ++b) {
-    work.blocks[b].words = words + b * block * sizeof(Word);
+    work.blocks[b].words = places[b];
     work.blocks[b].n = numel - b * block < block ? numel - b * block : block;
     for (uint32_t at = 0; at < slot; at += 64) prefetch_to_write(soon + b * slot + at);
     survey_block<F, Code, Lanes>(work.blocks[b], work.bodies + b * slot);
@@ -325,9 +325,12 @@ uint32_t encode_chunk(const uint8_t* words, uint32_t numel, uint32_t block, void
     });
   };
   const uint32_t half = block * uint32_t(sizeof(Word)) / 2;
+  const auto ask = [&] {
+    for (uint32_t at = 0; at < half; at += 64) prefetch(*next + at);
+    ++next;
+  };
   each([&](Block& here) {
-    for (uint32_t at = 0; at < half; at += 64) prefetch(next + at);
-    next += half;
+    ask();
     encode_body<F, Code, Lanes>(here);
   });
   tier(Index<1>());
@@ -338,8 +341,7 @@ uint32_t encode_chunk(const uint8_t* words, uint32_t numel, uint32_t block, void
   *parts++ = {work.table, bytes, bytes};
   for (uint32_t b = 0; b < blocks; ++b) {
     Block& here = work.blocks[b];
-    for (uint32_t at = 0; at < half; at += 64) prefetch(next + at);
-    next += half;
+    ask();
     write_tail<F, Code, Lanes>(here, work.tails + tail);
     *parts++ = enter<F>(work, b, blocks);
     bytes += here.form.body;

@@ -201,7 +201,10 @@ struct Avx512Lanes : ListSteps {
     }
     for (uint32_t h = 0; h < 2; ++h) {
       const __m512i x = _mm512_add_epi64(sum[0][h], sum[1][h]);
-      sums[h] = uint64_t(_mm512_reduce_add_epi64(x));
+      alignas(64) uint64_t parts[8];  // GCC's _mm512_reduce_add_epi64 adds signed numbers, whose overflow is undefined
+      _mm512_store_si512(parts, x);
+      sums[h] = 0;
+      for (const uint64_t part : parts) sums[h] += part;
     }
   }
 

@@ -17,12 +17,13 @@ constexpr uint32_t kZipcclParts = 18;  // table, up to 16 bodies, tails
 constexpr uint32_t kZipcclWorkspace = 256 << 10;
 
 struct ZipcclLevel {
-  // Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace (kZipcclWorkspace bytes, aligned to 64).
-  // `soon` is their later place, `next` the words that are probably encoded next; both serve to prefetch memory.
-  using Encode = uint32_t(const uint8_t* words, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts, const uint8_t* soon,
-                          const uint8_t* next);
-  // `stream`: the words need not stay in the cache.
-  using Decode = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, bool stream, uint8_t* words);
+  // `blocks` are the words of each block. Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace
+  // (kZipcclWorkspace bytes, aligned to 64). `soon` is their later place, `next` the words that are probably encoded next, a half of a
+  // block each; both serve to prefetch memory.
+  using Encode = uint32_t(const uint8_t* const* blocks, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts,
+                          const uint8_t* soon, const uint8_t* const* next);
+  // Decodes each block to its place in `blocks`. `stream`: a bit for each block whose words need not stay in the cache.
+  using Decode = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint32_t stream, uint8_t* const* blocks);
   using Add = int32_t(const uint8_t* chunk, uint64_t bytes, uint32_t numel, uint32_t block, uint8_t* sum);
   using AddWords = void(const uint8_t* words, uint64_t numel, uint8_t* sums);
 
@@ -33,6 +34,9 @@ struct ZipcclLevel {
   using DeltaDecode = int32_t(const uint8_t* chunk, uint64_t bytes, bool list, const uint8_t* base, uint32_t numel, uint32_t block,
                               uint8_t* words);
   using HashBlocks = void(const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums);  // cpu/hash.h
+  // cpu/rows.h; factors are the bits of floats.
+  using RowFactor = uint32_t(const uint8_t* source, const uint8_t* row, uint64_t width);
+  using PredictRow = void(const uint8_t* source, uint64_t width, uint32_t factor, uint8_t* out);
 
   const char* name;
   Encode* encode[ZIPCCL_TYPES][ZIPCCL_CODES];
@@ -42,6 +46,8 @@ struct ZipcclLevel {
   DeltaEncode* delta_encode[ZIPCCL_BYTES + 1];
   DeltaDecode* delta_decode[ZIPCCL_BYTES + 1];
   HashBlocks* hash;
+  RowFactor* row_factor[ZIPCCL_FP32 + 1];
+  PredictRow* predict_row[ZIPCCL_FP32 + 1];
 };
 
 extern const ZipcclLevel zipccl_scalar;
@@ -59,6 +65,8 @@ const ZipcclLevel& zipccl_chosen();
   { zipccl::add_chunk<zipccl::F, zipccl::LANES, zipccl::F::Word>, zipccl::add_chunk<zipccl::F, zipccl::LANES, uint32_t> }
 #define ZIPCCL_ADD_WORDS(F) \
   { zipccl::add_words<zipccl::F, zipccl::F::Word>, zipccl::add_words<zipccl::F, uint32_t> }
+#define ZIPCCL_ROWS(FUNCTION) \
+  { zipccl::FUNCTION<zipccl::Bf16>, zipccl::FUNCTION<zipccl::Fp16>, zipccl::FUNCTION<zipccl::Fp32> }
 #define ZIPCCL_BASED(FUNCTION, LANES) \
   { zipccl::FUNCTION<zipccl::Bf16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp16, zipccl::LANES>,                    \
     zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES>, zipccl::FUNCTION<zipccl::Byte, zipccl::LANES> }
@@ -73,4 +81,6 @@ const ZipcclLevel& zipccl_chosen();
       {ZIPCCL_ADD_WORDS(Bf16), ZIPCCL_ADD_WORDS(Fp16), ZIPCCL_ADD_WORDS(Fp32)},                                                  \
       ZIPCCL_BASED(encode_delta_chunk, LANES),                                                                            \
       ZIPCCL_BASED(decode_delta_chunk, LANES),                                                                            \
-      zipccl::hash_blocks<zipccl::LANES>}
+      zipccl::hash_blocks<zipccl::LANES>,                                                                                 \
+      ZIPCCL_ROWS(row_factor),                                                                                            \
+      ZIPCCL_ROWS(predict_row)}

@@ -18,8 +18,11 @@ extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t d
   const uint64_t chunk_bytes = uint64_t(block) * kChunkBlocks * kItemsize[type];
   encode_segments(segments, count, type, block, threads,
                   [&](const ZipcclSegment& segment, uint64_t at, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
-                    const uint8_t* const words = static_cast<const uint8_t*>(segment.words) + at;
-                    return encode_chunk(words, numel, block, workspace, parts, soon, words + chunk_bytes);
+                    const uint8_t *const words = static_cast<const uint8_t*>(segment.words) + at, *blocks[kChunkBlocks],
+                                  *next[2 * kChunkBlocks];
+                    for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = words + b * (chunk_bytes / kChunkBlocks);
+                    for (uint32_t i = 0; i < 2 * kChunkBlocks; ++i) next[i] = words + chunk_bytes + i * (chunk_bytes / (2 * kChunkBlocks));
+                    return encode_chunk(blocks, numel, block, workspace, parts, soon, next);
                   });
 }
 
@@ -31,8 +34,9 @@ extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* word
   const uint64_t total = numel * kItemsize[type];
   return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
                     [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
-                      uint8_t* const to = static_cast<uint8_t*>(words) + first * kItemsize[type];
-                      return decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes, to);
+                      uint8_t *const to = static_cast<uint8_t*>(words) + first * kItemsize[type], *blocks[kChunkBlocks];
+                      for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = to + uint64_t(b) * block * kItemsize[type];
+                      return decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~0u : 0, blocks);
                     });
 }
 

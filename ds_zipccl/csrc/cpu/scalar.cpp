@@ -3,6 +3,7 @@
 #include "cpu/encode.h"
 #include "cpu/hash.h"
 #include "cpu/level.h"
+#include "cpu/rows.h"
 #include "cpu/sum.h"
 #include "cpu/lanes_scalar.h"
 

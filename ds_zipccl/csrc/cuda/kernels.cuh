@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/decode.cuh"
 #include "cuda/encode.cuh"
-#include "cuda/hash.cuh"
+#include "cuda/rows.cuh"
 #include "cuda/sum.cuh"
 
 // Bits of the parts that this translation unit has. The builds compile parts side by side, because all together take a minute.
@@ -44,6 +44,13 @@
   ZIPCCL_KERNEL(2) zipccl_decode_sum_##type(const zipccl::SumJob job) {                             \
     if (job.block) zipccl::decode_sum<zipccl::F>(job);                                             \
   }
+#define ZIPCCL_ROWS(type, F)                                                                \
+  ZIPCCL_KERNEL(4) zipccl_row_sums_##type(const zipccl::RowPairs job) {                      \
+    if (job.count) zipccl::row_sums<zipccl::F>(job);                                         \
+  }                                                                                         \
+  ZIPCCL_KERNEL(4) zipccl_predict_rows_##type(const zipccl::RowPairs job) {                  \
+    if (job.count) zipccl::predict_rows<zipccl::F>(job);                                     \
+  }
 
 // ZIPCCL_EACH_...: call each(kernel, type of its parameters) for the kernels of a type.
 #define ZIPCCL_EACH_CODEC(each, type)              \
@@ -56,12 +63,15 @@
 #define ZIPCCL_EACH_WIDER(each, type) \
   ZIPCCL_EACH_CODEC(each, type)       \
   ZIPCCL_EACH_DELTA(each, type)       \
-  each(zipccl_decode_sum_##type, SumJob)
+  each(zipccl_decode_sum_##type, SumJob) \
+  each(zipccl_row_sums_##type, RowPairs) \
+  each(zipccl_predict_rows_##type, RowPairs)
 
 #if ZIPCCL_PARTS & 1
 ZIPCCL_CODEC(bf16, Bf16, 4, 4)
 ZIPCCL_DELTA(bf16, Bf16, ZIPCCL_DELTA_BLOCKS, 3)
 ZIPCCL_SUM(bf16, Bf16)
+ZIPCCL_ROWS(bf16, Bf16)
 #define ZIPCCL_EACH_1(each) ZIPCCL_EACH_WIDER(each, bf16)
 #else
 #define ZIPCCL_EACH_1(each)
@@ -70,6 +80,7 @@ ZIPCCL_SUM(bf16, Bf16)
 ZIPCCL_CODEC(fp16, Fp16, 4, 4)
 ZIPCCL_DELTA(fp16, Fp16, ZIPCCL_FP16_DELTA_BLOCKS, 3)
 ZIPCCL_SUM(fp16, Fp16)
+ZIPCCL_ROWS(fp16, Fp16)
 #define ZIPCCL_EACH_2(each) ZIPCCL_EACH_WIDER(each, fp16)
 #else
 #define ZIPCCL_EACH_2(each)
@@ -78,6 +89,7 @@ ZIPCCL_SUM(fp16, Fp16)
 ZIPCCL_CODEC(fp32, Fp32, 2, 3)
 ZIPCCL_DELTA(fp32, Fp32, 2, 2)
 ZIPCCL_SUM(fp32, Fp32)
+ZIPCCL_ROWS(fp32, Fp32)
 #define ZIPCCL_EACH_4(each) ZIPCCL_EACH_WIDER(each, fp32)
 #else
 #define ZIPCCL_EACH_4(each)
@@ -94,7 +106,10 @@ ZIPCCL_CODEC(e5m2, E5m2, 4, 4)
 ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) {
   if (jobs.count) zipccl::hash_regions(jobs);
 }
-#define ZIPCCL_EACH_16(each) ZIPCCL_EACH_CODEC(each, e5m2) each(zipccl_hash, HashJobs)
+ZIPCCL_KERNEL(4) zipccl_find_rows(const zipccl::FindRows job) {
+  if (job.count) zipccl::find_rows(job);
+}
+#define ZIPCCL_EACH_16(each) ZIPCCL_EACH_CODEC(each, e5m2) each(zipccl_hash, HashJobs) each(zipccl_find_rows, FindRows)
 #else
 #define ZIPCCL_EACH_16(each)
 #endif
@@ -103,6 +118,7 @@ ZIPCCL_KERNEL(4) zipccl_hash(const zipccl::HashJobs jobs) {
 #undef ZIPCCL_DELTA_BLOCKS
 #undef ZIPCCL_FP16_DELTA_BLOCKS
 #undef ZIPCCL_SUM
+#undef ZIPCCL_ROWS
 
 // Calls each(kernel, type of its parameters) for every kernel of this translation unit.
 #define ZIPCCL_EACH_KERNEL(each) \

@@ -1,0 +1,189 @@
+"""Rows on CUDA: the first of equal rows in any order of threads, sums in a fixed order, predictions. Emulated, and on a GPU.
+
+The calls that every route has alike are in the tests of routes. Here are those of the kernels alone.
+"""
+
+from __future__ import annotations
+
+import emulation
+import pytest
+import torch
+from cuda_frames import GUARD, Kernel, bits, slot, words
+
+from ds_zipccl import kernels
+from ds_zipccl.kernels import cuda
+from ds_zipccl.kernels.cuda import CudaRoute
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def first_of_equals(data: torch.Tensor, row_bytes: int) -> list[int]:
+    """The number of the first equal row of each row."""
+    seen: dict[bytes, int] = {}
+    raw = bytes(data.tolist())
+    rows = [raw[at : at + row_bytes] for at in range(0, len(raw) - row_bytes + 1, row_bytes)]
+    return [seen.setdefault(row, number) for number, row in enumerate(rows)]
+
+
+def some_rows(count: int, row_bytes: int, seed: int = 0) -> torch.Tensor:
+    """Rows of which a half repeats another row, a tenth is zeros, and some differ from another row in one byte, often in the last."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, 256, (count, row_bytes), dtype=torch.uint8, generator=draw)
+    for number in range(1, count):
+        kind = int(torch.randint(0, 20, (1,), generator=draw))
+        other = int(torch.randint(0, number, (1,), generator=draw))
+        if kind < 10:
+            rows[number] = rows[other]
+        elif kind < 12:
+            rows[number] = 0
+        elif kind < 16:
+            rows[number] = rows[other]
+            place = int(torch.randint(0, row_bytes, (1,), generator=draw)) if kind < 14 else -1
+            rows[number, place] ^= 1 + number % 255
+    return rows
+
+
+def found(kernel: Kernel, data: torch.Tensor, row_bytes: int, cuts: list[int], slots: int = 0) -> tuple[list[int], int]:
+    """Sources and repeats of all rows, in a call for each part; the guards around the sources stay."""
+    route, device = kernel
+    count = data.numel() // row_bytes
+    table = torch.zeros(slots or 1 << (2 * count - 1).bit_length(), dtype=torch.int32, device=device)
+    sources: list[int] = []
+    repeats = 0
+    for begin, end in zip([0, *cuts], [*cuts, count], strict=True):
+        at, memory = slot(4 * (end - begin), device)
+        repeats += route.find_rows(data, row_bytes, begin, at.view(torch.int32), table)
+        assert (memory[:32] == GUARD).all() and (memory[32 + at.numel() :] == GUARD).all()
+        sources += at.view(torch.int32).tolist()
+    return sources, repeats
+
+
+@pytest.mark.parametrize("row_bytes", [1, 3, 34, 64, 100, 512, 2048, 4098])
+def test_the_first_of_equal_rows(kernel: Kernel, row_bytes: int) -> None:
+    """Rows of every alignment, in one call and in several; a count for each call."""
+    count = 70 if row_bytes < 512 else 24
+    rows = some_rows(count, row_bytes).view(-1)
+    wanted = first_of_equals(rows, row_bytes)
+    repeats = sum(source != number for number, source in enumerate(wanted))
+    for offset, cuts in ((0, []), (1, [9, 10]), (2, [0, count]), (4, [count // 2])):
+        data = torch.cat([rows.new_zeros(16 + offset), rows]).to(kernel[1])[16 + offset :]
+        assert found(kernel, data, row_bytes, cuts) == (wanted, repeats), (offset, cuts)
+
+
+def alike(count: int, row_bytes: int) -> torch.Tensor:
+    """Rows that are equal but for a word near their end, which no sample reads; each comes twice."""
+    rows = torch.zeros((2 * count, row_bytes), dtype=torch.uint8)
+    rows[:, -17] = torch.arange(count, dtype=torch.uint8).repeat(2)
+    return rows
+
+
+@pytest.mark.parametrize("row_bytes", [512, 510, 513])
+def test_equal_samples_and_other_words(kernel: Kernel, row_bytes: int) -> None:
+    """More rows with the same samples than are compared before a row is hashed whole, in a table with no slot to spare."""
+    rows = alike(32, row_bytes).view(-1)
+    wanted = [*range(32), *range(32)]
+    for cuts in ([], [40], [5, 32]):
+        assert found(kernel, rows.to(kernel[1]), row_bytes, cuts, slots=128) == (wanted, 32)
+
+
+def test_no_order_of_emulated_threads_counts() -> None:
+    """Seeds decide which warp comes first to a slot; little room lets blocks start one after the other, in any order."""
+    launcher = emulation.launcher()
+    route = CudaRoute(launcher, "cpu")
+    rows = torch.cat([some_rows(100, 64, 3), some_rows(1, 64, 4).repeat(40, 1)]).view(-1)
+    same = alike(20, 512).view(-1)
+    for seed in range(6):
+        launcher.seed(seed)
+        launcher.residents(1 + seed % 3)
+        assert found((route, torch.device("cpu")), rows, 64, [])[0] == first_of_equals(rows, 64), seed
+        assert found((route, torch.device("cpu")), same, 512, [])[0] == first_of_equals(same, 512), seed
+
+
+@pytest.mark.parametrize("hashed", ["sample_hash", "row_hash"])
+def test_forced_collisions(hashed: str) -> None:
+    """A hash that is the same for all rows costs time, and no row is called equal that is not."""
+    text = {"sample_hash": "lane_id() < samples ? mixed(row[at], at) : 0", "row_hash": "sum += mixed(row[at], at)"}
+    changed = {"sample_hash": "at >> 63", "row_hash": "sum += at >> 63"}
+    launcher = emulation.launcher({"cuda/rows.cuh": ((text[hashed], changed[hashed]),)}, emulation.BF16 | 16)
+    route = CudaRoute(launcher, "cpu")
+    for rows, row_bytes in ((some_rows(60, 64), 64), (alike(20, 512), 512)):
+        sources, _ = found((route, torch.device("cpu")), rows.view(-1), row_bytes, [30])
+        assert sources == first_of_equals(rows.view(-1), row_bytes)
+
+
+def pairs(dtype: torch.dtype, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Words of 14 rows, and pairs of a row and its source: scaled copies, others, those that have no factor, and one whose sums depend on
+    the order of lanes."""
+    values = words(torch.float32, 14 * width, 9).view(14, width)
+    values[1] = values[0] * 0.37
+    values[3] = values[2] * -1.9
+    matrix = values.to(dtype)
+    matrix[4] = 0
+    matrix[5, 0] = float("inf")
+    matrix[6, -1] = float("nan")
+    matrix[7] = torch.finfo(dtype).tiny / 4  # subnormal
+    matrix[8] = torch.finfo(dtype).max / 3
+    matrix[12:] = 0
+    matrix[12:, : min(width, 3)] = torch.tensor([[2.0**30, 2.0**30, 1], [2.0**30, -(2.0**30), 1]])[:, :width]
+    rows, sources = [1, 3, 2, 9, 4, 9, 9, 5, 9, 7, 8, 9, 9, 13], [0, 2, 3, 10, 9, 4, 5, 9, 6, 8, 7, 7, 8, 12]
+    return matrix.view(-1), torch.tensor(rows, dtype=torch.int32), torch.tensor(sources, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("width", [1, 40, 1000])
+def test_factors(kernel: Kernel, dtype: torch.dtype, width: int) -> None:
+    """Bit for bit those of the reference, whose sums have the same order; 0 where there is none."""
+    route, device = kernel
+    memory, rows, sources = pairs(dtype, width)
+    wanted = kernels.route("numba").row_factors(memory, width, rows, sources)
+    got = route.row_factors(memory.to(device), width, rows.to(device), sources.to(device))
+    assert torch.equal(bits(got), bits(wanted)), (got, wanted)
+    assert (wanted == 0).any() and (wanted != 0).any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_predictions(kernel: Kernel, dtype: torch.dtype) -> None:
+    """Every exponent of a word, as on the CPU; nothing around the output is written."""
+    route, device = kernel
+    count, width = 5, 4096
+    draw = torch.Generator().manual_seed(1)
+    memory = torch.randint(
+        -(1 << 15), 1 << 15, (count * width * dtype.itemsize // 2,), dtype=torch.int16, generator=draw
+    ).view(dtype)
+    sources = torch.tensor([4, 0, 1, 1, 3, 2, 2], dtype=torch.int32)
+    factors = torch.tensor([1.0, -0.37, 3e-38, -3e38, 1.5, 2.0**-126, 0.9999999])
+    wanted = torch.empty(len(sources) * width, dtype=dtype)
+    kernels.route("numba").predict_rows(memory, width, sources, factors, wanted)
+    out, around = slot(wanted.nbytes, device)
+    route.predict_rows(memory.to(device), width, sources.to(device), factors.to(device), out.view(dtype))
+    assert torch.equal(bits(out), bits(wanted))
+    assert (around[:32] == GUARD).all() and (around[32 + wanted.nbytes :] == GUARD).all()
+
+
+def test_wrong_tensors_are_refused(kernel: Kernel, launches: list[cuda.Launch]) -> None:
+    """Before any launch, with words that say why."""
+    route, device = kernel
+    data = torch.zeros(64, dtype=torch.uint8, device=device)
+    two = torch.zeros(2, dtype=torch.int32, device=device)
+    four, three = two.new_zeros(4), two.new_zeros(3)
+    for arguments, message in (
+        ((data, 33, 0, two, four), "rows 0 to 2 of 33 bytes"),
+        ((data, 0, 0, two, four), "0 bytes"),
+        ((data, 8, 1, two, four), "table of 4 entries for 3 rows"),
+        ((data, 8, 0, two, three), "a power of two"),
+        ((data, 8, 0, two.long(), four), "wanted contiguous torch.int32"),
+        ((data.view(torch.int16), 8, 0, two, four), "wanted contiguous torch.uint8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            route.find_rows(*arguments)
+    memory, factors = data.view(torch.bfloat16), torch.ones(2, device=device)
+    for arguments, message in (
+        ((memory, 0, two, factors, memory[:0]), "rows of 0 words"),
+        ((memory, 4, two, factors[:1], memory[:8]), "1 factors for 2 sources"),
+        ((memory, 4, two, factors, memory[:7]), "7 words of predictions"),
+        ((data, 4, two, factors, data[:8]), "no kernel for rows of torch.uint8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            route.predict_rows(*arguments)
+    assert not launches
+    assert route.find_rows(data, 8, 0, two[:0], four) == 0 and not launches

@@ -1,0 +1,72 @@
+"""Known frames stand for a tensor that the receiver holds; bits frames hold bools."""
+
+from __future__ import annotations
+
+import corpus
+import from_format
+import numpy as np
+import pytest
+import torch
+from corpus import assert_same_bits
+
+import ds_zipccl
+from ds_zipccl import codecs
+from ds_zipccl import frame as framing
+from ds_zipccl.frame import FrameErrorCode
+
+
+@pytest.mark.parametrize("dtype", framing.DTYPE_IDS, ids=str)
+def test_a_known_tensor_is_its_hash(route: str, dtype: torch.dtype) -> None:
+    data = torch.from_numpy(corpus.hashes(400, 3).view(np.uint8).copy())
+    kept = (data % 2 if dtype == torch.bool else data).view(dtype)[:150].clone()
+    frame = codecs.known_frame(dtype, 150, ds_zipccl.region_hash(kept), torch.zeros(60, dtype=torch.uint8))
+    assert frame.numel() == 48 and frame.numpy().tobytes()[32:] == ds_zipccl.region_hash(kept)
+    out = torch.zeros(150, dtype=torch.uint8).new_zeros(kept.nbytes).view(dtype)
+    assert_same_bits(codecs.decompress(frame, out, base=kept, route=route), kept)
+    assert codecs.decompress(frame, kept, base=kept, route=route) is kept
+    wrong = kept.clone()
+    wrong.view(torch.uint8)[77] ^= 1
+    for base, code in (
+        (wrong, FrameErrorCode.MISMATCH),
+        (kept[1:], FrameErrorCode.MISMATCH),
+        (None, FrameErrorCode.CODEC),
+    ):
+        with pytest.raises(ds_zipccl.FrameError) as caught:
+            codecs.decompress(frame, base=base, route=route)
+        assert caught.value.code is code
+    for end, said in ((47, FrameErrorCode.SIZE), (48, FrameErrorCode.SIZE)):
+        changed = torch.cat([frame[:end], torch.zeros(2 * end - 94, dtype=torch.uint8)])
+        changed[24] = len(changed)
+        with pytest.raises(ds_zipccl.FrameError) as caught:
+            codecs.decompress(changed, base=kept, route=route)
+        assert caught.value.code is said
+
+
+def test_bools_travel_as_bits() -> None:
+    for numel in (0, 1, 7, 8, 9, 1000, 4096):
+        words = torch.from_numpy(corpus.hashes(numel, 4) % np.uint64(3) == 0)
+        buffer = torch.full((codecs.bits.frame_bytes(numel) + 8,), 0xA5, dtype=torch.uint8)
+        frame = codecs.bits_frame(words, buffer)
+        assert frame is not None and frame.numel() == 32 + -(-numel // 8) == codecs.bits.frame_bytes(numel)
+        assert (buffer[frame.numel() :] == 0xA5).all()
+        assert frame.numpy().tobytes()[32:] == from_format._plane(words.int().tolist())
+        assert torch.equal(codecs.decompress(frame), words)
+        out = torch.ones(numel, dtype=torch.bool)
+        assert torch.equal(codecs.decompress(frame, out), words)
+        for change in (-1, 1):
+            changed = torch.cat([frame, torch.zeros(1, dtype=torch.uint8)])[: frame.numel() + change]
+            changed[24:26] = torch.tensor([len(changed) % 256, len(changed) // 256], dtype=torch.uint8)
+            with pytest.raises(ds_zipccl.FrameError) as caught:
+                codecs.decompress(changed)
+            assert caught.value.code in (FrameErrorCode.SIZE, FrameErrorCode.TRUNCATED)
+
+
+def test_a_bool_of_another_byte_is_no_bit() -> None:
+    words = torch.tensor([0, 1, 2, 1], dtype=torch.uint8).view(torch.bool)
+    buffer = torch.zeros(40, dtype=torch.uint8)
+    assert codecs.bits_frame(words, buffer) is None and not buffer.any()
+    frame = codecs.bits_frame(torch.ones(4, dtype=torch.bool), buffer)
+    assert frame is not None
+    frame[6] = 6
+    with pytest.raises(ds_zipccl.FrameError, match=r"codec BITS does not hold torch\.uint8"):
+        codecs.decompress(frame)

@@ -1,0 +1,254 @@
+"""The kernels of row frames: every route finds the same rows, gives the same factors, and makes the predictions of the document."""
+
+from __future__ import annotations
+
+import corpus
+import from_format_rows
+import numpy as np
+import pytest
+import torch
+from corpus import assert_same_bits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ds_zipccl import kernels
+
+FLOATS = corpus.SUMMED
+#: Bits of factors: ones, near the borders of the exponent, with all and no bits of the significand, and of both signs.
+FACTORS = np.array(
+    [
+        *(0x3F800000 | low for low in (0, 1, 0x7FFFFF, 0x400000, 0x3FFFFF, 0x2AAAAA)),
+        *(e << 23 | low for e in (1, 2, 64, 113, 126, 128, 141, 190, 253, 254) for low in (0, 0x555555, 0x7FFFFF)),
+        *(0x80000000 | e << 23 | 0x123457 for e in (1, 100, 127, 150, 254)),
+    ],
+    dtype=np.uint32,
+)
+
+
+def ints(numbers: object) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def found(data: np.ndarray, row_bytes: int, cuts: list[int], route: str) -> tuple[list[int], int]:
+    """Sources of all rows, and the number of repeats, by calls that end at ``cuts``."""
+    count = len(data) // row_bytes
+    sources = torch.full((count,), -7, dtype=torch.int32)
+    table = torch.zeros(1 << max(1, (2 * count - 1).bit_length()), dtype=torch.int32)
+    repeats = 0
+    flat = torch.from_numpy(data)
+    for begin, end in zip([0, *cuts], [*cuts, count], strict=True):
+        repeats += kernels.route(route).find_rows(flat, row_bytes, begin, sources[begin:end], table)
+    return sources.tolist(), repeats
+
+
+def wanted(data: np.ndarray, row_bytes: int) -> list[int]:
+    first: dict[bytes, int] = {}
+    rows = [data[at : at + row_bytes].tobytes() for at in range(0, len(data) // row_bytes * row_bytes, row_bytes)]
+    return [first.setdefault(row, number) for number, row in enumerate(rows)]
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> tuple[np.ndarray, int, list[int]]:
+    """Bytes, bytes of a row, and where calls end. Rows repeat, are constant, or differ in one byte anywhere from others."""
+    row_bytes = draw(st.sampled_from([1, 2, 7, 8, 9, 16, 63, 64, 65, 100, 127, 128, 256, 300, 514, 2048]))
+    count = draw(st.integers(0, 90))
+    kinds = draw(st.lists(st.sampled_from(["pool", "zeros", "one byte", "near", "fresh"]), min_size=1, max_size=4))
+    rng = np.random.default_rng(draw(st.integers(0, 9999)))
+    pool = rng.integers(0, 256, (7, row_bytes), dtype=np.uint8)
+    rows = np.zeros((count, row_bytes), dtype=np.uint8)
+    for row in rows:
+        kind = kinds[rng.integers(len(kinds))]
+        if kind in ("pool", "near"):
+            row[:] = pool[rng.integers(7)]
+        if kind in ("one byte", "near"):
+            row[rng.integers(row_bytes)] = rng.integers(3)
+        if kind == "fresh":
+            row[:] = rng.integers(0, 256, row_bytes)
+    cuts = sorted(rng.integers(0, count + 1, rng.integers(4)).tolist())
+    return np.append(rows.reshape(-1), rng.integers(0, 256, rng.integers(row_bytes), dtype=np.uint8)), row_bytes, cuts
+
+
+@given(case=segments())
+@settings(
+    max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)  # the route is the same for all
+def test_the_first_equal_row_is_found(route: str, case: tuple[np.ndarray, int, list[int]]) -> None:
+    data, row_bytes, cuts = case
+    sources = wanted(data, row_bytes)
+    assert found(data, row_bytes, cuts, route) == (sources, sum(source != at for at, source in enumerate(sources)))
+
+
+@pytest.mark.parametrize("row_bytes", [96, 1000, 4096])
+def test_rows_that_differ_in_one_byte_alone(route: str, row_bytes: int) -> None:
+    """No hash of a few samples tells them apart: such rows are told apart all the same, and in time."""
+    count = 3000
+    data = np.zeros((count, row_bytes), dtype=np.uint8)
+    places = corpus.hashes(count, 5) % np.uint64(row_bytes)
+    data[np.arange(count), places.astype(np.int64)] = corpus.hashes(count, 6) % np.uint64(4)
+    data = data.reshape(-1)
+    sources, repeats = found(data, row_bytes, [], route)
+    assert sources == wanted(data, row_bytes) and repeats > 100
+
+
+def test_many_rows_beyond_one_thread(route: str) -> None:
+    data = corpus.hashes(24000 * 40, 3).view(np.uint8)[: 24000 * 320].reshape(24000, 320)
+    data = data[corpus.hashes(24000, 4) % np.uint64(15000)].reshape(-1)
+    sources, _ = found(data, 320, [5000, 5000, 19001], route)
+    assert sources == wanted(data, 320)
+
+
+# --- factors
+
+
+def lanes(a: np.ndarray, b: np.ndarray) -> float:
+    """The factor of the protocol, one addition after another."""
+    sums = np.zeros((2, 32))
+    for start in range(0, len(a), 32):
+        x, y = a[start : start + 32].astype(np.float64), b[start : start + 32].astype(np.float64)
+        sums[0, : len(x)] += x * y
+        sums[1, : len(x)] += x * x
+    product, square = np.float64(0), np.float64(0)
+    for lane in range(32):
+        product, square = (sums[0, 0], sums[1, 0]) if lane == 0 else (product + sums[0, lane], square + sums[1, lane])
+    factor = np.float32(product / square) if square > 0 else np.float32(0)
+    return float(factor) if 2.0**-126 <= abs(factor) < np.inf else 0.0
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 100, 257, 1024])
+def test_factors_are_those_of_32_lanes(route: str, name: str, width: int) -> None:
+    kind = FLOATS[name]
+    draw = torch.Generator().manual_seed(width)
+    rows = torch.randn(12, width, generator=draw)
+    scales = torch.tensor([1, 0.3, -2.5, 1e-3, 7e4, 1e-30, 1e30, 0, 1, 1, 1, 1])
+    rows[1::2] = rows[::2] * scales[:6, None]
+    words = rows.to(kind.dtype)
+    words[8, 0], words[10, width // 2] = float("inf"), float("nan")
+    words[7] = 0
+    flat = words.reshape(-1)
+    pairs = [(row, source) for row in range(12) for source in range(row)]
+    got = kernels.route(route).row_factors(flat, width, ints([row for row, _ in pairs]), ints([s for _, s in pairs]))
+    assert got.dtype == torch.float32
+    with np.errstate(all="ignore"):
+        values = words.float().numpy()
+        assert got.tolist() == [lanes(values[source], values[row]) for row, source in pairs]
+    assert {row for (row, _), factor in zip(pairs, got.tolist(), strict=True) if not factor} >= {7}
+
+
+# --- predictions
+
+
+def rounded(words: np.ndarray, factor: int, kind: corpus.Float) -> np.ndarray:
+    """The predictions by a product of float64, which is exact, and one rounding of its bits."""
+    top, sign_bit = (1 << kind.exponent) - 1, np.int64(1) << (kind.exponent + kind.mantissa)
+    numbers = words.astype(np.int64)
+    e, sign = numbers >> kind.mantissa & top, (numbers & sign_bit != 0) ^ (factor >> 31 == 1)
+    size = np.ldexp(((1 << kind.mantissa) + (numbers & (1 << kind.mantissa) - 1)).astype(np.float64), e - kind.mantissa)
+    significand = float((1 << 23) + (factor & (1 << 23) - 1))
+    product = (size * np.ldexp(significand, (factor >> 23 & 255) - 127 - 23)).view(np.int64)
+    cut = 52 - kind.mantissa
+    low = product & (1 << cut) - 1
+    short = (product >> cut) + ((low > 1 << (cut - 1)) | ((low == 1 << (cut - 1)) & (product >> cut & 1 == 1)))
+    found = np.clip(short >> kind.mantissa, 1023, 1023 + top) - 1023
+    result = found << kind.mantissa | np.where((found > 0) & (found < top), short & (1 << kind.mantissa) - 1, 0)
+    result = np.where(e == 0, 0, result) | np.where(sign, sign_bit, 0)
+    return np.where(e == top, numbers, result).astype(kind.word)
+
+
+def predictions(words: np.ndarray, factors: np.ndarray, kind: corpus.Float, width: int, route: str) -> np.ndarray:
+    flat = corpus.tensor(words, kind)
+    out = torch.zeros(len(factors) * width, dtype=kind.dtype)
+    sources = ints([i % (len(words) // width) for i in range(len(factors))])
+    kernels.route(route).predict_rows(flat, width, sources, torch.from_numpy(factors.view(np.float32).copy()), out)
+    return out.view(torch.uint8).numpy().view(kind.word).reshape(-1, width)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_predictions_from_every_word_of_16_bits(route: str, name: str) -> None:
+    kind = FLOATS[name]
+    words = np.arange(1 << 16).astype(np.uint16)
+    for at, row in enumerate(predictions(words, FACTORS, kind, 1 << 16, route)):
+        assert np.array_equal(row, rounded(words, int(FACTORS[at]), kind)), hex(FACTORS[at])
+
+
+def test_predictions_from_words_of_32_bits(route: str) -> None:
+    kind = corpus.FP32
+    words = corpus.mixed(9 * 4000, kind, 128, 2)
+    rows = words.reshape(9, 4000)
+    random = corpus.hashes(60, 9).astype(np.uint32)
+    random = random[((random >> 23 & 255) > 0) & ((random >> 23 & 255) < 255)]
+    factors = np.concatenate([FACTORS, random])
+    for at, row in enumerate(predictions(words, factors, kind, 4000, route)):
+        assert np.array_equal(row, rounded(rows[at % 9], int(factors[at]), kind)), hex(factors[at])
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_the_fast_reference_of_predictions_is_the_exact_one(name: str) -> None:
+    kind = FLOATS[name]
+    words = corpus.mixed(600, kind, 128, 11)
+    for at, factor in enumerate(FACTORS.tolist()):
+        some = words[at::7]
+        exact = [from_format_rows.predict(word, factor, kind.exponent, kind.mantissa) for word in some.tolist()]
+        assert rounded(some, factor, kind).tolist() == exact, hex(factor)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 33, 250])
+@pytest.mark.parametrize("name", FLOATS)
+def test_predictions_of_every_width(route: str, name: str, width: int) -> None:
+    """The same words by rows of any width, from any address, and nothing behind the output is written."""
+    kind = FLOATS[name]
+    words = corpus.mixed(7 * width, kind, 128, width)
+    flat = torch.cat([corpus.tensor(words, kind)[:1], corpus.tensor(words, kind)])[1:]
+    out = torch.zeros(3 * width + 40, dtype=kind.dtype)
+    factors = torch.tensor([0.5, -3.7, 1.0])
+    kernels.route(route).predict_rows(flat, width, ints([6, 0, 3]), factors, out[: 3 * width])
+    bits = factors.numpy().view(np.uint32).tolist()
+    rows = [rounded(words.reshape(7, width)[s], bits[i], kind) for i, s in enumerate((6, 0, 3))]
+    assert_same_bits(out, torch.cat([corpus.tensor(np.concatenate(rows), kind), torch.zeros(40, dtype=kind.dtype)]))
+
+
+# --- literals and copies
+
+
+@pytest.mark.parametrize("name", corpus.FLOATS)
+@pytest.mark.parametrize("width", [1, 3, 64, 100, 333])
+def test_literals_without_a_copy(route: str, name: str, width: int) -> None:
+    """The payload of literals is that of the same words side by side, and comes back to its places and to no other."""
+    kind = corpus.FLOATS[name]
+    kernel = kernels.route(route)
+    rng = np.random.default_rng(width)
+    for head, count, tail, share in (
+        (0, 40, 0, 0.5),
+        (width - 1, 55, width // 2, 0.9),
+        (width // 2, 9, 0, 0.0),
+        (0, 30, 0, 1),
+    ):
+        words = corpus.tensor(corpus.mixed(head + count * width + tail, kind, 128, count), kind)
+        rows = np.flatnonzero(rng.random(count) < share)
+        body = words[head : head + count * width].view(count, width)
+        literals = torch.cat([words[:head], body[rows].reshape(-1), words[head + count * width :]])
+        bound = 64 + 2 * literals.nbytes + 8 * len(words)
+        for code in corpus.CODES:
+            out, alone = torch.zeros(bound, dtype=torch.uint8), torch.zeros(bound, dtype=torch.uint8)
+            size = kernel.encode_rows(words, width, head, ints(rows), code, 128, out)
+            assert size == kernel.encode([literals], code, 128, [alone])[0] and torch.equal(out[:size], alone[:size])
+            marked = (torch.zeros(len(words) * kind.dtype.itemsize, dtype=torch.uint8) + 0x5A).view(kind.dtype)
+            expected = marked.clone()
+            kernel.decode_rows(out[:size].clone(), 128, marked, width, head, ints(rows))
+            expected[:head], expected[head + count * width :] = words[:head], words[head + count * width :]
+            expected[head : head + count * width].view(count, width)[rows] = body[rows]
+            assert_same_bits(marked, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.bfloat16, torch.float64, torch.complex128], ids=str)
+def test_copied_rows(route: str, dtype: torch.dtype) -> None:
+    for width in (1, 3, 17, 300):
+        data = torch.from_numpy(corpus.hashes(50 * width * 2, 1).view(np.uint8).copy())
+        data = data % 2 if dtype == torch.bool else data
+        words = data.view(dtype)[: 50 * width + width // 2].clone()
+        wanted_rows = words.clone()
+        rows, sources = [7, 8, 20, 49], [3, 3, 19, 0]
+        for row, source in zip(rows, sources, strict=True):
+            wanted_rows[row * width : (row + 1) * width] = words[source * width : (source + 1) * width]
+        kernels.route(route).copy_rows(words, width, ints(rows), ints(sources))
+        assert_same_bits(words, wanted_rows)

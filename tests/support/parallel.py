@@ -1,0 +1,208 @@
+"""Support for tests of trainings whose ranks share out experts, sequences, tensors or layers: cases, the program of a rank, comparisons.
+
+A launch runs all its cases in the processes of its ranks, one after the other, each with groups and an engine of its own. One launch is
+plain (``DS_ZIPCCL=0``), the others are coded; a case must leave the same losses and parameters in all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from places import EXAMPLES, PACKAGE
+from programs import launch, reference
+from torch import nn
+
+from ds_zipccl.telemetry import counters
+
+STEPS = 3
+WIDTH, BATCH, CONTEXT, VOCABULARY = 64, 2, 32, 128
+#: Sections of the coded launches. The messages of the models here are small.
+SECTIONS = {
+    "always": '{"enabled": true, "mode": "always", "min_bytes": 1024}',
+    "auto": '{"enabled": true, "min_bytes": 1024}',
+}
+#: Sources of the results of a plain run, beside the test's file.
+SOURCES = (Path(__file__), EXAMPLES, PACKAGE / "telemetry")
+
+
+@dataclass
+class Lab:
+    """One case on one rank. ``mode``: "plain", or one of :data:`SECTIONS`."""
+
+    mode: str
+    rank: int
+    ranks: int
+    losses: list[str] = field(default_factory=list)
+    engine: Any = None
+
+    def start(self, model: nn.Module, zero: Mapping[str, Any] | int = 2, **more: Any) -> Any:
+        """Return an engine for the model. ``zero``: the stage, or the section; ``more``: of the config, or ``initialize``'s own."""
+        import deepspeed
+
+        given = {key: more.pop(key) for key in ("model_parameters", "mpu") if key in more}
+        config = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "zero_optimization": dict(zero) if isinstance(zero, Mapping) else {"stage": zero},
+        }
+        given.setdefault("model_parameters", [one for one in model.parameters() if one.requires_grad])
+        self.engine, *_ = deepspeed.initialize(model=model, config=config | more, **given)
+        return self.engine
+
+    def train(
+        self, data: Callable[[int], tuple[Any, ...]], loss: Callable[..., torch.Tensor] = lambda found, *given: found
+    ) -> None:
+        """Take all steps. ``data(step)``: the arguments of the model; ``loss``: of its result and these arguments."""
+        for step in range(STEPS):
+            given = data(step)
+            found = loss(self.engine(*given), *given)
+            self.losses.append(found.item().hex())
+            self.engine.backward(found)
+            self.engine.step()
+
+    def tokens(self, step: int, rank: int | None = None) -> torch.Tensor:
+        """Return the tokens of a step, ``[BATCH, CONTEXT]``; those of this rank, unless a rank is named."""
+        source = torch.Generator().manual_seed(1000 * step + (self.rank if rank is None else rank))
+        return torch.randint(VOCABULARY, (BATCH, CONTEXT), generator=source)
+
+    def end(self) -> dict[str, Any]:
+        """Return what the case leaves on this rank, and free its engine and groups."""
+        from deepspeed.utils import groups
+
+        found = {"losses": self.losses, "sha256": sha256(self.engine.module.parameters()), "calls": calls()}
+        self.engine.destroy()
+        self.engine = None
+        groups._release_process_group_references()
+        gc.collect()
+        return found
+
+
+class Mpu:
+    """Ranks of neighbours share tensors, as with Megatron; as much of its ``mpu`` as DeepSpeed asks for."""
+
+    def __init__(self, rank: int, ranks: int, size: int = 2) -> None:
+        tensor = [list(range(at, at + size)) for at in range(0, ranks, size)]
+        data = [list(range(at, ranks, size)) for at in range(size)]
+        self._tensor, self._data = (
+            next(
+                group for members, group in [(members, dist.new_group(members)) for members in some] if rank in members
+            )
+            for some in (tensor, data)
+        )
+        self._size, self._rank, self._ranks = size, rank, ranks
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return self._tensor
+
+    get_model_parallel_group = get_tensor_model_parallel_group
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._size
+
+    get_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._rank % self._size
+
+    get_model_parallel_rank = get_tensor_model_parallel_rank
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._ranks // self._size
+
+    def get_data_parallel_rank(self) -> int:
+        return self._rank // self._size
+
+
+Cases = Mapping[str, Callable[[Lab], None]]
+
+
+def sha256(parameters: Iterable[Any]) -> str:
+    """Return a hash of the parameters, or with ZeRO-3 of their shards, on this rank."""
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        words = getattr(parameter, "ds_tensor", parameter).detach().contiguous()
+        digest.update(words.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def calls() -> dict[str, int]:
+    """Return the number of coded calls by operation, and of expert exchanges by kind."""
+    found: dict[str, int] = {}
+    for row in counters.rows():
+        name = f"{row['op']} {row['kind']}".rstrip()
+        found[name] = found.get(name, 0) + row["calls"]
+    return {name: count for name, count in found.items() if count}
+
+
+def rank_program(cases: Cases) -> None:
+    """Run the cases that the command line names. Rank 0 writes the results of all ranks to CASE.json for each."""
+    import deepspeed
+
+    folder, mode, *names = sys.argv[1:]
+    deepspeed.utils.logging.logger.setLevel("ERROR")
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would compile it now, for minutes
+    deepspeed.init_distributed()
+    if mode == "wrong bit" and dist.get_rank() == 0:
+        plant_wrong_bit()
+    gc.freeze()
+    for name in names:
+        torch.manual_seed(1)
+        counters.reset()
+        lab = Lab(mode, dist.get_rank(), dist.get_world_size())
+        cases[name](lab)
+        everyone: list[Any] = [None] * lab.ranks
+        dist.all_gather_object(everyone, lab.end())
+        if lab.rank == 0:
+            Path(folder, f"{name}.json").write_text(json.dumps(everyone))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def plant_wrong_bit() -> None:
+    """Make the codec flip the lowest bit of the first element of each message it decodes in this process."""
+    import dataclasses
+
+    from ds_zipccl.codecs.registry import DECODERS
+    from ds_zipccl.frame import CodecId
+
+    right = DECODERS[CodecId.EXPONENT]
+
+    def decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+        right.decode(payload, base, block, words, route)
+        words.view(torch.int16 if words.element_size() == 2 else torch.int32)[0] ^= 1
+
+    DECODERS[CodecId.EXPONENT] = dataclasses.replace(right, decode=decode)
+
+
+def results(program: str, ranks: int, mode: str, folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Launch the program of a test's file in a mode; return the results of its cases by name, a list of all ranks each."""
+    if mode == "plain":
+        return reference(program, ranks, folder, mode, *names, sources=SOURCES)
+    return launch(program, ranks, folder, mode, *names, DS_ZIPCCL=SECTIONS.get(mode, SECTIONS["always"]))
+
+
+def bits(ranks: list[dict[str, Any]]) -> list[Any]:
+    """Return the losses and the hash of the parameters of every rank."""
+    return [(rank["losses"], rank["sha256"]) for rank in ranks]
+
+
+def assert_trained(ranks: list[dict[str, Any]]) -> None:
+    """Equal bits prove something only where losses change."""
+    for rank in ranks:
+        values = [float.fromhex(loss) for loss in rank["losses"]]
+        assert len(values) >= STEPS and len(set(values)) == len(values), values
