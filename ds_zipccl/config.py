@@ -91,6 +91,11 @@ class ZipcclConfig:
         Literal[128, 256, 512, 1024],
         "Elements that share an exponent window. Smaller follows scales closer, larger has less overhead.",
     ] = 1024
+    rows: Annotated[
+        Literal["auto", "off"],
+        "auto: expert traffic (role ep) carries a row that occurs several times in a message to a rank once, and rows that are "
+        "multiples of others as differences. off: all rows travel.",
+    ] = "auto"
     delta: Annotated[
         Literal["auto", "off"],
         "auto: gather parameters as differences against those of the last step where every rank proves by a hash that it holds "
@@ -136,6 +141,11 @@ class ZipcclConfig:
         dict[Role, Literal["auto", "always", "never"]],
         "Mode of single roles, instead of mode: " + ", ".join(ROLES) + ".",
     ] = field(default_factory=dict)
+    torch_distributed: Annotated[
+        bool,
+        "Code direct calls of torch.distributed too, over the groups that the engine's mpu names as tensor or sequence parallel. "
+        "Megatron-DeepSpeed and GPT-NeoX make such calls.",
+    ] = False
     log_interval: Annotated[
         int, AtLeast(0), "Optimizer steps between two tables of rank 0; 0: one table, at the end."
     ] = 100

@@ -150,6 +150,7 @@ OPS: dict[str, Op] = {
     "all_to_all_single": Op(
         ("output", "input", "output_split_sizes", "input_split_sizes", "group", "async_op"),
         "all_to_all",
+        by_node=True,
         on_device=True,
     ),
     "broadcast": Op(("tensor", "src", "group", "async_op"), "broadcast", one_sided=True),

@@ -17,14 +17,15 @@ from ds_zipccl.policy import wire
 
 
 class Call:
-    """One operation of this rank, for messages and counters. ``rank`` and ``size`` are those of the group; ``logical_bytes`` and
-    ``wire_bytes`` count the frames sent."""
+    """One operation of this rank, for messages and counters. ``rank`` and ``size`` are those of the group; ``kind``: of an expert
+    exchange. ``logical_bytes`` and ``wire_bytes`` count the frames sent."""
 
     def __init__(self, op: str, group: dist.ProcessGroup, config: ZipcclConfig, role: str) -> None:
         state = group_state(group)
         assert state is not None  # a rank outside the group has no operation here
         self.op, self.group, self.config, self.role, self.state = op, group, config, role, state
         self.rank, self.size = state.rank, state.size
+        self.kind = ""
         self.logical_bytes = self.wire_bytes = 0
 
     def count(self, logical_bytes: int, wire_bytes: int) -> None:

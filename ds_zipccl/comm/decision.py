@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,11 +20,11 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.request import Request, TensorKind
-from ds_zipccl.comm.tuner import CallTimer, Tuner
+from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, cost_model, tuner_rules
+from ds_zipccl.policy import admission, cost_model, send_rules, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason
 from ds_zipccl.telemetry import counters
 
@@ -37,8 +37,8 @@ class DecisionMemory:
     and the config, which the entry keeps alive. ``tuners`` maps a kind of message to its tuner."""
 
     def __init__(self) -> None:
-        self.decisions: dict[tuple[Hashable, ...], tuple[Decision, Tuner | None, ZipcclConfig]] = {}
-        self.tuners: dict[tuple[Hashable, ...], Tuner] = {}
+        self.decisions: dict[tuple[Hashable, ...], tuple[Decision, Tuner | TunersBySize | None, ZipcclConfig]] = {}
+        self.tuners: dict[tuple[Hashable, ...], Tuner | TunersBySize] = {}
 
 
 _memories: WeakKeyDictionary[GroupState, DecisionMemory] = WeakKeyDictionary()
@@ -82,7 +82,15 @@ def decide(request: Request) -> Choice:
         _refuse_capture(request.op, tensor.device)
     if tuner is None:
         return Choice(admitted)
-    decision, timer = tuner.next_plan(lambda: open_context(request, admitted), request.token)
+
+    def opened() -> OpContext:
+        return open_context(request, admitted)
+
+    if isinstance(tuner, TunersBySize):
+        tuner = tuner.at(opened, request.nbytes(), not request.async_op)
+        if tuner is None:
+            return Choice(admitted, competing=True)
+    decision, timer = tuner.next_plan(opened, request.token)
     if timer is not None:
         timer.nbytes = request.nbytes()
     return Choice(decision, timer, competing=True)
@@ -136,7 +144,7 @@ def open_context(request: Request, decision: Decision) -> OpContext:
     )
 
 
-def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | None]:
+def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:
     """Return the decision for a request on tensors of a kind, and the tuner that may change the decision from call to call."""
     name = "" if request.reduce_op is None else reduce_op_name(request.reduce_op)
     # configs are compared by identity, which is cheap; the entry keeps the config alive
@@ -150,6 +158,7 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
         request.based,
         len(request.nodes),
         request.plain_sums,
+        request.kind,
         id(request.config),
     )
     decisions = decision_memory(state).decisions
@@ -200,7 +209,7 @@ def message_of(
     )
 
 
-def _decide(request: Request, message: Message, state: GroupState) -> tuple[Decision, Tuner | None]:
+def _decide(request: Request, message: Message, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:
     admitted = admission.admit(message, request.config)
     if not admitted.frames or admitted.on_device:
         return admitted, None
@@ -214,27 +223,31 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
     competing = cost_model.prune_candidates(competing, message, link_profile(state, message.device))
     if len(competing) == 1:
         return competing[0], None
-    size = tuner_rules.size_class(message)
+    size = None if message.nbytes is None else tuner_rules.size_class(message.nbytes)
     kind = (request.op, size, message.dtype, message.device, message.role, message.reduce_op, message.based)
-    key = (*kind, message.nodes, json.dumps(asdict(request.config)))
+    key = (*kind, message.nodes, request.kind, json.dumps(asdict(request.config)))
     tuners = decision_memory(state).tuners
     if key not in tuners:
-        nominal = 1 << (size or tuner_rules.ANY_SIZE)
-        tuners[key] = Tuner(competing, _on_choice(message, size, group), nominal=nominal)
+        where = "" if group is dist.group.WORLD else f", group {group.group_name}"
+        # neither the group nor the request: a tuner keeps no group and no tensors alive
+        make = functools.partial(_tuner_of, competing, message, request.kind, where)
+        tuners[key] = TunersBySize(make) if size is None else make(size)
     return admitted, tuners[key]
 
 
-def _on_choice(message: Message, size: int, group: dist.ProcessGroup) -> Callable[[str], None]:
-    """Return a function that counts a tuner's choices for messages of one kind, under the name of the kind in the table."""
+def _tuner_of(competing: Sequence[Decision], message: Message, kind: str, where: str, size: int) -> Tuner:
+    """Return the tuner for messages of one kind and size class. Its choices are counted under the name of the kind in the table. Sizes are
+    those of the message, or the mean bytes that a rank sends where each rank knows only its own."""
     dtype, summed = str(message.dtype).removeprefix("torch."), message.reduce_op or "SUM"
-    where = "" if group is dist.group.WORLD else f", group {group.group_name}"
-    kind = f"{dtype}{'' if summed == 'SUM' else ' ' + summed}, {tuner_rules.size_text(size)}, {message.ranks} ranks"
-    kind += f"{', with a base' if message.based else ''}{where}"
-    return functools.partial(counters.record_choice, message.role, message.op, kind)
+    text = f"{dtype}{'' if summed == 'SUM' else ' ' + summed}"
+    text += f", {tuner_rules.size_text(size)}{' sent by a rank' if message.nbytes is None else ''}"
+    text += f", {message.ranks} ranks{', with a base' if message.based else ''}{where}"
+    on_choice = functools.partial(counters.record_choice, message.role, message.op, text, kind=kind)
+    return Tuner(competing, on_choice, 1 << size, exchanging=OPS[message.op].traffic == "all_to_all")
 
 
 def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: ZipcclConfig, role: str) -> Decision:
-    """Decide on a single message between two ranks. Compressing, sending and decompressing such a message do not overlap.
+    """Decide on a single message between two ranks.
 
     Raises:
         CommError: a graph is being captured, and frames cannot be in it.
@@ -248,7 +261,9 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     if config.mode_of(role) != "auto":
         return admitted
     profile = link_profile(state, tensor.device.type)
-    if profile is not None and not cost_model.pays(tensor.nbytes, tensor.dtype, profile):
+    if profile is not None and not send_rules.worth_a_trial(
+        tensor.nbytes, tensor.dtype, profile, config.staging_mib << 20
+    ):
         return Decision.passing(PassReason.LINK_IS_FASTER)
     return admitted
 

@@ -47,9 +47,9 @@ def execute(choice: Choice, request: Request, schedule: Schedule) -> Any:
     return _execute_plain(choice, request)
 
 
-def pass_small(op: str, role: str, sent: int, call: Callable[[], Any]) -> Any:
+def pass_small(op: str, role: str, sent: int, call: Callable[[], Any], *, kind: str = "") -> Any:
     """Execute a call of fewer than ``min_bytes`` by the plain collective, and return its result. ``sent``: bytes that this rank sends."""
-    counters.record_pass(role, op, sent, PassReason.SMALL.value)
+    counters.record_pass(role, op, sent, PassReason.SMALL.value, kind=kind)
     return call()
 
 
@@ -65,8 +65,12 @@ def sent_to_peers(nbytes: int, group: dist.ProcessGroup | None) -> int:
 
 
 def _may_meet(request: Request) -> bool:
-    """Return whether ranks may wait for each other before the call: a blocking call in which every rank needs data of every other."""
-    return not request.async_op and request.numel is not None and not OPS[request.op].one_sided
+    """Return whether ranks may wait for each other before the call: a blocking call in which every rank needs data of every other.
+
+    In an uneven all-to-all a rank may need no data. It may wait all the same, because gloo's all-to-all waits for a message of every peer,
+    also for an empty one.
+    """
+    return not request.async_op and not OPS[request.op].one_sided
 
 
 def _execute_plain(choice: Choice, request: Request) -> Any:
@@ -79,7 +83,7 @@ def _execute_plain(choice: Choice, request: Request) -> Any:
     handle = _plain_in_order(request) if in_order else _uncompressed(request)
     if timer is not None:
         timer.stop_after(handle) if request.async_op else timer.stop()
-    counters.record_pass(request.role, request.op, request.sent_bytes(), choice.decision.reason)
+    counters.record_pass(request.role, request.op, request.sent_bytes(), choice.decision.reason, kind=request.kind)
     return handle
 
 
@@ -161,7 +165,7 @@ def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
         if shadow is not None:
             shadow.compare(request.outputs, ctx.error)
         logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
-        counters.record(request.role, request.op, logical, ctx.wire_bytes, POOL.peak)
+        counters.record(request.role, request.op, logical, ctx.wire_bytes, POOL.peak, kind=request.kind)
 
     if request.async_op:
         return work.start(request.op, request.outputs, job)
@@ -177,6 +181,7 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
         shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
     with torch.inference_mode(), tensors.undisturbed():
         ctx = open_device_context(request, choice.decision)
+        ctx.kind = request.kind
         inputs, outputs = _flat_on_lane(ctx, request)
         try:
             schedule.enqueue(ctx, inputs, outputs)
@@ -189,7 +194,7 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
     keep = [*inputs, *outputs, *request.inputs, *request.outputs]
     handle = StreamWork(ctx.where(), ctx.lanes, event, request.outputs, keep)
     logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
-    counters.record(request.role, request.op, logical, ctx.wire_bytes, ctx.lanes.nbytes())
+    counters.record(request.role, request.op, logical, ctx.wire_bytes, ctx.lanes.nbytes(), kind=request.kind)
     if request.async_op and shadow is None:
         return handle
     handle.wait()

@@ -5,31 +5,57 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments, decompress, decompress_add
+from ds_zipccl.codecs import CODECS, RowSegment, compress, compress_bound, compress_segments, decompress, decompress_add
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels import sums as plain_sums
-from ds_zipccl.policy import wire
+from ds_zipccl.policy import row_rules, wire
+
+
+class Rows(NamedTuple):
+    """The rows of an operation's tensors: elements of a row, 0 where there are none, and ``kind`` of the operation's request."""
+
+    width: int
+    kind: str
+
+
+def rows_of(ctx: OpContext, width: int, kind: str) -> Rows | None:
+    """Return the rows of an operation whose senders may choose frames by rows, equally on all ranks but for the width; None otherwise."""
+    if ctx.role != "ep" or ctx.config.rows == "off" or ctx.codec == "raw":
+        return None
+    return Rows(width if ctx.staging is None else 0, kind)
 
 
 class FrameCoder:
     """Compresses and decompresses tensors of one operation. Tensors are flat and contiguous, on the operation's device.
 
     All calls on CPU tensors block. Other calls are made inside of the context's ``working()``; where frames go through host memory,
-    compressing blocks, and decompressing is done at the end of ``working()``. ``uncoded``: all frames are raw.
+    compressing blocks, and decompressing is done at the end of ``working()``. ``uncoded``: all frames are raw. ``rows``: senders may choose
+    blocks of one row.
     """
 
-    def __init__(self, ctx: OpContext, uncoded: bool = False) -> None:
+    def __init__(self, ctx: OpContext, uncoded: bool = False, rows: Rows | None = None) -> None:
         self._ctx = ctx
         self._chosen = "raw" if uncoded else ctx.codec
-        self._block, self._route = ctx.config.block, kernels.preferred(ctx.config.route, ctx.device)
+        self._block: int = ctx.config.block
+        self._least_block: int = ctx.config.block
+        self._route = kernels.preferred(ctx.config.route, ctx.device)
+        if rows is not None:
+            self._block = row_rules.block(ctx.config.block, rows.width, rows.kind)
+            self._least_block = row_rules.LEAST_BLOCK
         self._staging = ctx.staging
+
+    @property
+    def route(self) -> str:
+        """Return the kernels of the operation."""
+        return self._route
 
     def compress(self, flat: torch.Tensor, buffers: PooledBuffers, base: torch.Tensor | None = None) -> torch.Tensor:
         """Return the frame of ``flat`` in memory of ``buffers``; with ``base``, the frame is a difference against ``base``."""
@@ -44,6 +70,19 @@ class FrameCoder:
         if base is None and codec != "raw":
             self._ctx.backoff.note(flat.nbytes, frame.nbytes)
         return frame
+
+    def row_segment(self, words: torch.Tensor, width: int, buffers: PooledBuffers) -> RowSegment:
+        """Return the sender's side of a segment in rows of ``width`` elements, with memory of ``buffers`` while it is used."""
+        below, scratch = wire.RAW_BELOW_BYTES, buffers.empty
+        return RowSegment(words, width, block=self._block, raw_below=below, route=self._route, scratch=scratch)
+
+    def compress_rows(
+        self, segment: RowSegment, begin: int, flat: torch.Tensor, buffers: PooledBuffers
+    ) -> torch.Tensor | None:
+        """Return the row frame of ``flat``, the elements of ``segment`` from ``begin`` on, in memory of ``buffers``; None where an ordinary
+        frame is as good."""
+        out = buffers.take(compress_bound(flat.numel(), flat.dtype, self._chosen, block=self._block))
+        return segment.frame(begin, begin + flat.numel(), out, self._chosen)
 
     def compress_each(self, flats: Sequence[torch.Tensor], buffers: PooledBuffers) -> list[torch.Tensor]:
         """Return the frames of tensors of one dtype, compressed in one kernel call."""
@@ -64,12 +103,18 @@ class FrameCoder:
     def recv_buffer(self, numel: int, dtype: torch.dtype, buffers: PooledBuffers) -> torch.Tensor:
         """Return memory, 1-D uint8, that holds a frame of ``numel`` elements by any codec that the sender may choose."""
         take = buffers.take if self._staging is None else buffers.take_pinned
-        return take(max(compress_bound(numel, dtype, codec, block=self._block) for codec in CODECS))
+        return take(max(compress_bound(numel, dtype, codec, block=self._least_block) for codec in CODECS))
 
     def decompress(
-        self, frame: torch.Tensor, peer: int, out: torch.Tensor, base: torch.Tensor | None = None
+        self,
+        frame: torch.Tensor,
+        peer: int,
+        out: torch.Tensor,
+        base: torch.Tensor | None = None,
+        earlier: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Decompress the frame of ``peer`` into ``out`` and return ``out``. ``base``: the base of a frame that is a difference.
+        ``earlier``: the words of the segment in front of the frame, directly in front of ``out`` in memory.
 
         Raises:
             CommError: from FrameError: the frame is damaged, or its dtype or number of elements differs from ``out``.
@@ -77,7 +122,7 @@ class FrameCoder:
         with self._refusing(peer):
             if self._staging is not None:
                 return self._staging.decompress(frame, out, partial(self._refusal, peer))
-            return decompress(frame, out, base=base, route=self._route)
+            return decompress(frame, out, base=base, earlier=earlier, route=self._route)
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Add the values in the frame of ``peer``, whose dtype is ``dtype``, to ``sums``.

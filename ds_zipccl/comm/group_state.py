@@ -12,8 +12,10 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ds_zipccl.comm import topology, work
 from ds_zipccl.comm.calibration import measure
+from ds_zipccl.comm.row_memory import RowMemory
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS, TRANSPORTS
 from ds_zipccl.comm.transport.protocol import (
+    BODY_TAGS,
     TAGS_PER_COLLECTIVE,
     TAGS_PER_RANGE,
     CollectiveTransport,
@@ -51,6 +53,7 @@ class GroupState:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._backoffs: dict[tuple[str, str], RawBackoff] = {}
+        self.row_memory = RowMemory()
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
         self.profiles: dict[
@@ -66,6 +69,7 @@ class GroupState:
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if get_debug_level() == DebugLevel.DETAIL else ""
         self.backends = {device: name + detail for device, name in pairs}
         self._issued = count()
+        self._announced = count()
         self._issued_lock = threading.Lock()
         work.settle_at_exit()
 
@@ -94,6 +98,10 @@ class GroupState:
         with self._issued_lock:
             number = next(self._issued) % (TAGS_PER_RANGE // TAGS_PER_COLLECTIVE)
             return TagRange.COLLECTIVE + number * TAGS_PER_COLLECTIVE
+
+    def next_body(self) -> int:
+        """Return the number of the next announced send of this rank, from 0 to BODY_TAGS - 1."""
+        return next(self._announced) % BODY_TAGS
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()

@@ -117,6 +117,8 @@ class HostStaging:
             raise FrameError(
                 FrameErrorCode.CODEC, f"a {spec.name} frame needs the base of its encoder; none is on a device"
             )
+        if header.codec not in (CodecId.RAW, CodecId.EXPONENT):
+            raise FrameError(FrameErrorCode.CODEC, f"a {spec.name} frame is not for tensors on a device")
         memory.decoded_room(out, header, (header.dtype,), self._device)
         route = _frame_kernels(self._device.type, self._route)
         if header.codec == CodecId.RAW:

@@ -55,6 +55,9 @@ class Request:
     The message:
         numel: elements of the whole message, equal on all ranks; None: ranks may see different numbers.
         sent: elements that this rank would send uncompressed.
+        row_width: elements of a row of this rank's inputs; 0: no rows. Rows may be sent once, see FORMAT.md, codec rows.
+        kind: place of an exchange in a layer of experts, equal on all ranks: "dispatch", "combine", "dispatch.bwd" or "combine.bwd";
+        "replicated": a sum of tensors that may be the same on all ranks; "" otherwise.
         plain: torch.distributed's collective, on the tensors that are its arguments.
     Differences that are allowed between schedules and ``plain``:
         problem: the reason why the arguments cannot be sent; "" if they can.
@@ -90,6 +93,8 @@ class Request:
     plain_sums: bool = False
     based: bool = False
     token: Hashable = None
+    row_width: int = 0
+    kind: str = ""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -99,10 +104,8 @@ class Request:
         raise ValueError(f"{self.op}: no tensors; give at least one")
 
     def nbytes(self) -> int:
-        """Return the bytes of the message; where ``numel`` is None, the bytes that this rank sends and receives."""
-        if self.numel is not None:
-            return self.numel * self.tensor.element_size()
-        return sum(one.nbytes for one in (*self.outputs, *self.inputs))
+        """Return the bytes of the message; where ``numel`` is None, the bytes that this rank would send uncompressed."""
+        return self.sent_bytes() if self.numel is None else self.numel * self.tensor.element_size()
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank would send uncompressed."""

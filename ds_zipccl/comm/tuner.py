@@ -35,12 +35,19 @@ class Tuner:
     """The choice between ``candidates`` for one kind of message on one group. Every rank calls in program order.
 
     A tuner lives as long as the group, and must keep neither the group nor an operation's tensors alive. Estimates are seconds for
-    ``nominal`` bytes, because messages of one kind may differ in size.
+    ``nominal`` bytes, because messages of one kind may differ in size. ``exchanging``: all-to-alls, whose first trial goes in rounds.
     """
 
-    def __init__(self, candidates: Sequence[Decision], on_choice: OnChoice, nominal: int) -> None:
+    def __init__(
+        self, candidates: Sequence[Decision], on_choice: OnChoice, nominal: int, exchanging: bool = False
+    ) -> None:
         self._candidates = candidates
         self._nominal = nominal
+        self._exchanging = exchanging
+        soon, self._late = tuner_rules.DELAY_CALLS
+        self._soon = tuner_rules.EXCHANGE_DELAY if exchanging else soon
+        first, *rounds = tuner_rules.EXCHANGE_ROUNDS if exchanging else (tuner_rules.TRIAL_CALLS,)
+        self._rounds = deque(rounds)  # calls of each candidate in the rounds of the first trial that are still to come
         self._on_choice = on_choice
         self._current = 0
         self._estimates = [math.inf] * len(candidates)
@@ -49,10 +56,11 @@ class Tuner:
         self._exchange: TimingExchange | None = None  # measurements on their way between ranks
         self._checks = self._reviews = 0
         self._review_at = tuner_rules.REVIEW_CHECKS[0]
+        self._told = False  # the first choice counts, also where it is the candidate that has been used so far
         self._queue: deque[int] = deque()
         self._seen: Counter[Hashable] = Counter()  # token -> calls by differences since the last call without them
         self._slots: list[tuple[int, CallTimer]] = []
-        self._try(range(len(candidates)), tuner_rules.TRIAL_CALLS)
+        self._try(range(len(candidates)), first)
 
     @tensors.undisturbed()
     def next_plan(
@@ -71,12 +79,13 @@ class Tuner:
         if self._calls == self._due:
             self._exchange = TimingExchange(open_context(), [timer.reading() for _, timer in self._slots])
         elif self._exchange is not None:
-            soon, late = (self._due + delay for delay in tuner_rules.DELAY_CALLS)
             synchronized = all(timer.reading()[1] for _, timer in self._slots)
-            if self._calls == late or (
-                self._calls == soon and synchronized and bool((self._exchange.all()[:, :, 1] == 1).all())
+            if self._calls == self._due + self._late or (
+                self._calls == self._due + self._soon
+                and synchronized
+                and bool((self._exchange.all()[:, :, 1] == 1).all())
             ):
-                self._decide(agreed_seconds(self._exchange.all()))
+                self._decide(agreed_seconds(self._exchange.all(), self._nominal))
         self._calls += 1
         trying = bool(self._queue)
         index = self._queue[0] if trying else self._current
@@ -87,7 +96,7 @@ class Tuner:
         timed = ready if trying else self._due - tuner_rules.CHECKED_CALLS < self._calls <= self._due
         if not timed:
             return self._candidates[index], None
-        self._slots.append((index, CallTimer(TimingExchange(open_context(), [(0.0, 0.0)]), self._nominal)))
+        self._slots.append((index, CallTimer(TimingExchange(open_context(), [(0.0, 0.0, 0.0)]))))
         return self._candidates[index], self._slots[-1][1]
 
     def _ready(self, index: int, token: Hashable) -> bool:
@@ -101,9 +110,11 @@ class Tuner:
         return self._seen[token] > before or self._seen.total() > tuner_rules.SETTLE_CALLS[-1]
 
     def _try(self, indices: Sequence[int], calls: int) -> None:
-        """Let the next calls try the candidates ``indices``, ``calls`` calls in a row each: differences need the base of earlier calls."""
+        """Let the next calls try the candidates ``indices``, ``calls`` calls each: in a row, because differences need the base of earlier
+        calls, or by turns in exchanges, so that a slow moment of the network meets all candidates."""
         self._slots = []
-        self._queue.extend(index for index in indices for _ in range(calls))
+        in_a_row = [index for index in indices for _ in range(calls)]
+        self._queue.extend([*indices] * calls if self._exchanging else in_a_row)
         self._due = -1  # the last call of the trial sets it
 
     def _decide(self, agreed: Sequence[float]) -> None:
@@ -115,11 +126,18 @@ class Tuner:
         tried = set(measured) != {self._current}
         before = self._estimates[self._current]
         # the first call of a trial warms up
-        now = {index: statistics.median((times[1:] if tried else []) or times) for index, times in measured.items()}
+        now = {index: _median((times[1:] if tried else []) or times) for index, times in measured.items()}
         for index, seconds in now.items():
             self._estimates[index] = tuner_rules.follow(self._estimates[index], seconds)
         if tried:
             self._switch(tuner_rules.choose(self._current, self._estimates))
+            if self._rounds:
+                calls, fastest = self._rounds.popleft(), {index: _fastest(times) for index, times in measured.items()}
+                left = tuner_rules.remaining(self._estimates, fastest)
+                if len(left) > 1:
+                    self._try(left, calls)
+                    return
+                self._rounds.clear()
         else:
             self._checks += 1
             drifted = tuner_rules.drifted(before, now[self._current])
@@ -143,8 +161,9 @@ class Tuner:
 
     def _switch(self, index: int) -> None:
         old, self._current = self._current, index
-        if old == index and self._reviews:
+        if old == index and self._told:
             return
+        self._told = True
         shown = ", ".join(
             f"{decision} {1e3 * seconds:.3g} ms"
             for decision, seconds in zip(self._candidates, self._estimates, strict=True)
@@ -153,11 +172,66 @@ class Tuner:
         self._on_choice(f"{self._candidates[index]} from call {self._calls + 1} on ({shown})")
 
 
-class CallTimer:
-    """The timer of one call of this rank, on ``nbytes`` bytes. ``arrivals`` ends when all ranks have reached the call."""
+class TunersBySize:
+    """The tuners of a kind of message whose size each rank knows only of itself: one tuner for each size class.
 
-    def __init__(self, arrivals: TimingExchange, nominal: int) -> None:
-        self.nbytes = self._nominal = nominal
+    The size of a message is the mean of the bytes that the ranks send. All ranks count the calls. After every
+    :data:`ds_zipccl.policy.tuner_rules.SIZE_CALLS` calls they exchange their bytes of these calls without waiting, and the class of later
+    calls follows from the agreed mean. The mean of several calls is also stable where the sizes of layers differ. ``make`` returns the
+    tuner of a size class. A rank whose calls block waits in the next call, until its peers have begun the last of these calls: that call
+    itself would have waited for them in gloo. If a call of any rank was asynchronous, all ranks use the mean many calls later, as they do
+    with times.
+    """
+
+    def __init__(self, make: Callable[[int], Tuner]) -> None:
+        self._make = make
+        self._tuners: dict[int, Tuner] = {}
+        self._size = 0  # the size class; 0 before the first agreement
+        self._calls = self._nbytes = 0  # since the last agreement
+        self._due = 1  # calls of the next agreement
+        self._blocking = True
+        self._exchange: TimingExchange | None = None
+
+    @tensors.undisturbed()
+    def at(self, open_context: Callable[[], OpContext], nbytes: int, blocking: bool) -> Tuner | None:
+        """Return the tuner of the next call, equal on all ranks; None before the first agreement. ``nbytes``: the bytes that this rank
+        sends to its peers. ``blocking``: the call is not asynchronous. Blocks where :class:`Tuner` does.
+
+        Raises:
+            CommError: a rank's bytes did not arrive.
+        """
+        if self._exchange is not None and self._arrived(self._exchange):
+            mean = float(self._exchange.all()[:, 0, 2].mean()) / self._due
+            self._size = tuner_rules.followed_class(self._size, round(mean))
+            self._exchange, self._blocking = None, True
+            self._calls = self._nbytes = 0
+            self._due = tuner_rules.SIZE_CALLS
+        self._calls += 1
+        if self._calls <= self._due:
+            self._nbytes += nbytes
+            self._blocking = self._blocking and blocking
+            if self._calls == self._due:
+                said = (0.0, float(self._blocking), float(self._nbytes))
+                self._exchange = TimingExchange(open_context(), [said])
+        if not self._size:
+            return None
+        if self._size not in self._tuners:
+            self._tuners[self._size] = self._make(self._size)
+        return self._tuners[self._size]
+
+    def _arrived(self, exchange: TimingExchange) -> bool:
+        """Return whether all ranks use the exchanged bytes from the next call on. Blocks if this rank may wait for its peers."""
+        if self._calls == self._due:
+            return self._blocking and bool((exchange.all()[:, 0, 1] == 1).all())
+        return self._calls == self._due + tuner_rules.DELAY_CALLS[1]
+
+
+class CallTimer:
+    """The timer of one call of this rank. ``nbytes``: the bytes of the message, or of this rank's part of a message whose size each rank
+    knows only of itself. ``arrivals`` ends when all ranks have reached the call."""
+
+    def __init__(self, arrivals: TimingExchange) -> None:
+        self.nbytes = 0
         self._arrivals: TimingExchange | None = arrivals
         self._synchronized = False
         self._start = math.nan
@@ -184,18 +258,19 @@ class CallTimer:
         except (AttributeError, RuntimeError):
             return
 
-    def reading(self) -> tuple[float, float]:
-        """Return (seconds for the nominal size, synchronized). Seconds are inf if the call did not run or is still running. Synchronized
-        is 1 if all ranks began together, otherwise 0."""
-        return self._seconds * self._nominal / max(1, self.nbytes), float(self._synchronized)
+    def reading(self) -> tuple[float, float, float]:
+        """Return (seconds, synchronized, bytes). Seconds are inf if the call did not run or is still running. Synchronized is 1 if all
+        ranks began together, otherwise 0."""
+        return self._seconds, float(self._synchronized), float(self.nbytes)
 
 
 class TimingExchange:
-    """An exchange of pairs of numbers between all ranks. The constructor posts the messages and does not block."""
+    """An exchange of triples of numbers between all ranks: seconds, a flag and bytes. The constructor posts the messages and does not
+    block."""
 
-    def __init__(self, ctx: OpContext, pairs: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, ctx: OpContext, triples: Sequence[tuple[float, float, float]]) -> None:
         self._where = ctx.where()
-        mine = tensors.of_numbers(pairs, torch.float64)
+        mine = tensors.of_numbers(triples, torch.float64)
         self._all = [mine, *(torch.empty_like(mine) for _ in ctx.peers)]
         self._handles: list[dist.Work] = []
         for peer, theirs in zip(ctx.peers, self._all[1:], strict=True):
@@ -206,11 +281,11 @@ class TimingExchange:
                 ]
 
     def all(self) -> torch.Tensor:
-        """Return the pairs of all ranks as ``[ranks, pairs, 2]``, float64, this rank first. Blocks until all have arrived; may be called
-        again.
+        """Return the triples of all ranks as ``[ranks, triples, 3]``, float64, this rank first. Blocks until all have arrived; may be
+        called again.
 
         Raises:
-            CommError: the pairs of a rank did not arrive.
+            CommError: the triples of a rank did not arrive.
         """
         try:
             for handle in self._handles:
@@ -221,8 +296,22 @@ class TimingExchange:
         return torch.stack(self._all)
 
 
-def agreed_seconds(measured: torch.Tensor) -> list[float]:
-    """Return the agreed seconds of every call. ``measured`` is ``[ranks, calls, (seconds, synchronized)]``. The slowest rank counts where
-    all ranks began together, otherwise the fastest rank."""
+def agreed_seconds(measured: torch.Tensor, nominal: int) -> list[float]:
+    """Return the agreed seconds of every call for a message of ``nominal`` bytes. ``measured`` is ``[ranks, calls, (seconds, synchronized,
+    bytes)]``. The slowest rank counts where all ranks began together, otherwise the fastest rank. The bytes are the mean of all ranks, so
+    that the seconds are those of the message. Seconds are NaN, and do not count, where the bytes are far from the nominal ones."""
     seconds = measured[:, :, 0].nan_to_num(nan=math.inf, posinf=math.inf)
-    return list(torch.where((measured[:, :, 1] == 1).all(0), seconds.amax(0), seconds.amin(0)).tolist())
+    slowest = torch.where((measured[:, :, 1] == 1).all(0), seconds.amax(0), seconds.amin(0))
+    nbytes = measured[:, :, 2].mean(0)
+    counts = (nbytes * tuner_rules.SIZE_RATIO >= nominal) & (nbytes <= nominal * tuner_rules.SIZE_RATIO)
+    return list(torch.where(counts, slowest * nominal / nbytes, math.nan).tolist())
+
+
+def _median(times: Sequence[float]) -> float:
+    """Return the median of the seconds that count; inf if none does."""
+    return statistics.median([seconds for seconds in times if not math.isnan(seconds)] or [math.inf])
+
+
+def _fastest(times: Sequence[float]) -> float:
+    """Return the shortest of the seconds that count; 0 if none does."""
+    return min((seconds for seconds in times if not math.isnan(seconds)), default=0.0)

@@ -119,7 +119,26 @@ class Work:
                 self._complete(future)
 
 
-class PostedWork(Work):
+class PointToPointWork(Work):
+    """A send or receive. ``source`` returns the group rank of the sender, after :meth:`wait`."""
+
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor], source: Callable[[], int]) -> None:
+        super().__init__(name, tensors)
+        self._source = source
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Raise RuntimeError: as with plain gloo, only collectives have futures. The first :meth:`wait` may have work to do, so that
+        a future would never complete by itself."""
+        raise RuntimeError(f"get_future() is for collectives, this is {self._name}; call wait()")
+
+    def source_rank(self) -> int:
+        """Return the group rank of the sender, after :meth:`wait`."""
+        return self._source()
+
+    _source_rank = source_rank
+
+
+class PostedWork(PointToPointWork):
     """A send or receive that is posted to the transport. ``finish`` runs once, in the first :meth:`wait`.
 
     As with plain gloo, a posted operation counts as completed from its first :meth:`wait` on.
@@ -132,9 +151,8 @@ class PostedWork(Work):
         finish: Callable[[timedelta | None], None],
         source: Callable[[], int],
     ) -> None:
-        super().__init__(name, tensors)
+        super().__init__(name, tensors, source)
         self._finish: Callable[[timedelta | None], None] | None = finish
-        self._source = source
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -149,16 +167,18 @@ class PostedWork(Work):
                 self._run(lambda: finish(timeout))
         return super().wait()
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Raise RuntimeError: as with plain gloo, only collectives have futures. The first :meth:`wait` decompresses the message, so that
-        a future would never complete by itself."""
-        raise RuntimeError(f"get_future() is for collectives, this is {self._name}; call wait()")
 
-    def source_rank(self) -> int:
-        """Return the group rank of the sender, after :meth:`wait`."""
-        return self._source()
+class StartedReceive(PointToPointWork):
+    """A receive that goes on in the background. ``limit``: the longest :meth:`wait` that names no timeout. The time counts from that call
+    on, as with plain gloo: a program may post a receive long before the message."""
 
-    _source_rank = source_rank
+    def __init__(self, tensors: Sequence[torch.Tensor], source: Callable[[], int], limit: timedelta) -> None:
+        super().__init__("recv", tensors, source)
+        self._limit = limit
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As :meth:`Work.wait`."""
+        return super().wait(self._limit if timeout is None else timeout)
 
 
 class JoinedWork(Work):
@@ -245,7 +265,18 @@ def settle_at_exit() -> None:
 
 def start(name: str, tensors: Sequence[torch.Tensor], job: Callable[[], None]) -> Work:
     """Run ``job`` on a background thread; returns at once. ``tensors`` are the outputs that the handle reports."""
-    work = Work(name, tensors)
+    return _start(Work(name, tensors), job)
+
+
+def start_recv(
+    tensors: Sequence[torch.Tensor], job: Callable[[], None], source: Callable[[], int], limit: timedelta
+) -> Work:
+    """As :func:`start`, for a receive. ``source`` returns the group rank of the sender once ``job`` is done. ``limit``: the longest
+    ``wait()`` that names no timeout."""
+    return _start(StartedReceive(tensors, source, limit), job)
+
+
+def _start(work: Work, job: Callable[[], None]) -> Work:
     _threads.run(lambda: work._run(job))
     return work
 

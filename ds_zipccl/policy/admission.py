@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 
 from ds_zipccl.config import ROLES, ZipcclConfig
+from ds_zipccl.frame import DTYPE_IDS
 from ds_zipccl.ops import OPS
 
 #: Reductions that our schedules compute (admission: other reductions are not sums of decompressed frames).
@@ -23,6 +24,9 @@ CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Further dtypes that go as differences of their bytes: storage of quantised weights (admission: all of these go over gloo uncoded too; it
 #: refuses the other dtypes, and the refusal must not depend on a message's size).
 DELTA_DTYPES = (torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float64)
+#: dtypes that sends take, and that no codec without a base makes smaller: of masks and token numbers (admission: a frame names them, and
+#: gloo's sends take every dtype).
+SIDE_DTYPES = tuple(dtype for dtype in DTYPE_IDS if dtype not in CODED_DTYPES)
 #: Devices whose tensors go as differences over messages (admission: frames of other devices are staged in host memory, and their base is
 #: not there). Over :data:`STREAM_BACKENDS` frames and bases lie on the device.
 DELTA_DEVICES = ("cpu",)
@@ -94,7 +98,7 @@ class PassReason(Enum):
     DTYPE = (
         "dtype {}",
         "The tensor's dtype, which the table names, is not coded. bfloat16, float16 and float32 are. Integers are coded where they are "
-        "parameters of which all ranks hold a base, see `zero3_base`.",
+        "parameters of which all ranks hold a base, see `zero3_base`, and in sends; bytes in broadcasts, as the words that they are.",
         "None for flags, counts and float64 norms. For gradients see `communication_data_type` of DeepSpeed.",
     )
     REDUCE_OP = (
@@ -223,9 +227,10 @@ class PassReason(Enum):
 class Decision:
     """FRAMES with a codec, or PASS with the text of a :class:`PassReason` (empty for frames).
 
-    ``by_node``: every shard of a gather goes once between nodes, and the ranks of a node forward its frame; a sum goes in two levels, and
-    ``codec`` is the codec between nodes. ``with_base``: shards go as differences if all ranks prove to hold the same base; ``codec`` is
-    then the codec of all other frames. ``on_device``: the frames stay on the device, and travel by collectives in stream order.
+    ``by_node``: every shard of a gather goes once between nodes, and the ranks of a node forward its frame; the segments of an all-to-all
+    for all ranks of a node go as one; a sum goes in two levels, and ``codec`` is the codec between nodes. ``with_base``: shards go as
+    differences if all ranks prove to hold the same base; ``codec`` is then the codec of all other frames. ``on_device``: the frames stay
+    on the device, and travel by collectives in stream order.
     """
 
     frames: bool
@@ -263,7 +268,7 @@ RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: "" if message.ranks > 1 else PassReason.ONE_RANK.value,
     lambda message, config: (
         ""
-        if message.dtype in CODED_DTYPES or _differs(message, config)
+        if message.dtype in CODED_DTYPES or _differs(message, config) or _is_side_tensor(message) or is_bytes(message)
         else PassReason.DTYPE.of(str(message.dtype).removeprefix("torch."))
     ),
     lambda message, config: (
@@ -301,12 +306,23 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
         return Decision(False, "", reason)
     return Decision(
         True,
-        config.codec if message.dtype in CODED_DTYPES else "raw",
+        config.codec if message.dtype in CODED_DTYPES or is_bytes(message) else "raw",
         "",
         by_node=message.nodes > 0,
         with_base=_differs(message, config),
         on_device=message.backend in STREAM_BACKENDS,
     )
+
+
+def is_bytes(message: Message) -> bool:
+    """Return whether a broadcast is of bytes, which may be words of a coded dtype: DeepSpeed broadcasts the parameters of a new engine so.
+    The root looks at the bytes and decides alone, because the frame names the dtype."""
+    return message.op == "broadcast" and message.dtype == torch.uint8 and message.device == "cpu"
+
+
+def _is_side_tensor(message: Message) -> bool:
+    """Return whether a send is of one of :data:`SIDE_DTYPES`, on a device whose memory the transport takes."""
+    return OPS[message.op].point_to_point and message.device == "cpu" and message.dtype in SIDE_DTYPES
 
 
 def _differs(message: Message, config: ZipcclConfig) -> bool:
@@ -331,11 +347,11 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     collective competes only if ``exact``: the results of a program must not depend on timings.
     """
     coded = admit(message, config)
-    gathers_by_node = levels and OPS[message.op].by_node
+    goes_by_node = levels and OPS[message.op].by_node
     if config.mode_of(message.role) != "auto":
-        return (replace(coded, by_node=coded.by_node or gathers_by_node),)
+        return (replace(coded, by_node=coded.by_node or goes_by_node),)
     full = replace(coded, with_base=False)
     ours = tuple(dict.fromkeys((replace(full, codec="raw"), full, coded)))
-    if gathers_by_node:
+    if goes_by_node:
         ours += (replace(coded, by_node=True),)
     return (Decision.passing(PassReason.PLAIN_IS_FASTER), *ours) if exact else ours

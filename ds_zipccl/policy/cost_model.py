@@ -217,7 +217,7 @@ def prune_candidates(
     seconds = {}
     for decision in candidates:
         if decision.frames:
-            variant, ratio = ("raw", 1.0) if decision.codec == "raw" else ("coded", _typical(message.dtype))
+            variant, ratio = ("raw", 1.0) if decision.codec == "raw" else ("coded", typical_ratio(_words_of(message)))
             if decision.with_base:
                 ratio = DELTA_RATIO
             kind = decision.codec, decision.with_base
@@ -226,11 +226,11 @@ def prune_candidates(
     return tuple(one for one in candidates if not one.frames or best >= CLEARLY * seconds[one.codec, one.with_base])
 
 
-def pays(nbytes: float, dtype: Any, profile: LinkProfile) -> bool:
-    """Return whether a single message is faster as one compressed frame, without overlap of compressing, sending and decompressing."""
-    coding = nbytes / profile.encode + nbytes / profile.decode
-    return coding + profile.seconds(nbytes / _typical(dtype)) < profile.seconds(nbytes)
+def _words_of(message: Message) -> Any:
+    """Return the dtype of which the words of a message probably are: bytes are admitted where they are mostly parameters in bfloat16."""
+    return "bfloat16" if str(message.dtype) == "torch.uint8" else message.dtype
 
 
-def _typical(dtype: Any) -> float:
+def typical_ratio(dtype: Any) -> float:
+    """Return the ratio of near-Gaussian tensors of a dtype; 1 for a dtype that is not coded."""
     return TYPICAL_RATIO.get(str(dtype).removeprefix("torch."), 1.0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-from ds_zipccl.policy.admission import Message
+from collections.abc import Mapping, Sequence
 
 #: Calls of each candidate in its first trial, and in a later trial. The first call warms up and does not count (seed).
 TRIAL_CALLS, PROBE_CALLS = 7, 3
@@ -15,8 +13,19 @@ SETTLE_CALLS = (2, 6, 4096)
 #: Calls between sending measurements and using them: where ranks have met at every timed call, and where they have not (admission: a
 #: program in which a rank runs farther ahead than this could deadlock).
 DELAY_CALLS = (4, 64)
-#: Messages whose sizes differ between ranks count as messages of 2**ANY_SIZE bytes (seed).
-ANY_SIZE = 20
+#: The rounds of the first trial of an all-to-all, in calls of each candidate, and the calls from a round to its result (seed: a step has
+#: few calls of a kind, and a candidate that is clearly slower shows in three calls; for the delay as in DELAY_CALLS).
+EXCHANGE_ROUNDS, EXCHANGE_DELAY = (3, 4), 2
+#: A candidate whose fastest call takes this many times the median call of the best candidate is not tried further in a trial (seed).
+CLEARLY_SLOWER = 1.3
+#: Calls of a stream of messages whose sizes each rank knows only of itself, from one agreement on their size to the next (seed: a step of
+#: a model has as many calls of a kind as layers, and an agreement costs some 50 us).
+SIZE_CALLS = 8
+#: The size of such messages leaves its class when it is this many times out of the class (seed: sizes change a little in every call).
+SIZE_MARGIN = 1.25
+#: A timed call counts if its size is at most this many times smaller or larger than the nominal one (seed: the time of a message is not
+#: proportional to its size).
+SIZE_RATIO = 8
 #: Calls between checks of a choice: for calls longer than CHECK_SECONDS, and for shorter calls (seed: a check costs about 0.2 ms).
 CHECK_CALLS, CHECK_SECONDS = (32, 256), 2e-3
 #: Calls that a check times, the last calls before the check (seed).
@@ -31,15 +40,27 @@ DRIFT = 1.3
 FOLLOW = 0.5
 
 
-def size_class(message: Message) -> int:
-    """Return the size class of a message, a power of two of bytes; 0 where ranks may see different sizes. Messages of one class share a
-    choice."""
-    return 0 if message.nbytes is None else message.nbytes.bit_length()
+def size_class(nbytes: int) -> int:
+    """Return the size class of a message of ``nbytes`` bytes, the exponent of a power of two. Messages of one class share a choice."""
+    return nbytes.bit_length()
+
+
+def followed_class(size: int, nbytes: int) -> int:
+    """Return the size class of messages of about ``nbytes`` bytes after messages of class ``size``; 0 stands for no messages."""
+    inside = size and (1 << size >> 1) / SIZE_MARGIN <= nbytes < (1 << size) * SIZE_MARGIN
+    return size if inside else size_class(max(1, nbytes))
 
 
 def size_text(size: int) -> str:
     """Return a size class in words."""
-    return f"up to {(1 << size) / (1 << 20):.3g} MiB" if size else "any size"
+    return f"up to {(1 << size) / (1 << 20):.3g} MiB"
+
+
+def remaining(estimates: Sequence[float], fastest: Mapping[int, float]) -> list[int]:
+    """Return the candidates that are not clearly slower than the best one. ``estimates``: seconds of each candidate; ``fastest``: candidate
+    -> seconds of its fastest call, of those that have been timed."""
+    best = min(estimates)
+    return [index for index in range(len(estimates)) if not fastest.get(index, 0.0) > CLEARLY_SLOWER * best]
 
 
 def choose(current: int, estimates: Sequence[float]) -> int:

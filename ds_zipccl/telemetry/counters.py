@@ -14,7 +14,8 @@ CHOICES = 32
 
 
 class Row(TypedDict):
-    """Counts of one (role, op), as :func:`rows` gives them.
+    """Counts of one (role, op, kind), as :func:`rows` gives them. ``kind``: of an expert exchange, see :mod:`integration.moe_calls`, or
+    "replicated", see :mod:`comm.schedules.replicated`; "" of other calls.
 
     ``calls``, ``logical_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` calls of the plain backend.
     ``reasons`` maps the reason of a pass to its number of calls. ``differences`` maps the reason why a shard went in full to the number of
@@ -25,6 +26,7 @@ class Row(TypedDict):
 
     role: str
     op: str
+    kind: str
     calls: int
     logical_bytes: int
     wire_bytes: int
@@ -49,7 +51,7 @@ class Totals(TypedDict):
 
 
 class Sent(TypedDict):
-    """Bytes of one role: logical and wire bytes of coded calls, bytes of passed calls, and the ratio over both kinds of calls."""
+    """Bytes of one role or kind: logical and wire bytes of coded calls, bytes of passed calls, and the ratio over both kinds of calls."""
 
     logical_bytes: int
     wire_bytes: int
@@ -58,10 +60,15 @@ class Sent(TypedDict):
 
 
 class Increment(TypedDict):
-    """Counts since a reader last asked: bytes by role, and shards by reason as in :class:`Row`."""
+    """Counts since a reader last asked: bytes by role, those of calls with a kind also by role and kind, such as "ep dispatch", and shards
+    by reason as in :class:`Row`."""
 
     roles: dict[str, Sent]
+    kinds: dict[str, Sent]
     differences: dict[str, int]
+
+
+_Bytes = tuple[int, int, int]  # logical, wire, passed
 
 
 @dataclass
@@ -72,7 +79,7 @@ class _Choice:
 
 @dataclass
 class _Counts:
-    """Counts of one (role, op); :class:`Row` tells their meaning."""
+    """Counts of one (role, op, kind); :class:`Row` tells their meaning."""
 
     calls: int = 0
     logical_bytes: int = 0
@@ -89,29 +96,30 @@ class _Counts:
 
 @dataclass
 class _Seen:
-    """Counts that a reader of :func:`since_last` has been given: (logical, wire, passed) bytes by role, and shards by reason."""
+    """Counts that a reader of :func:`since_last` has been given: bytes by role and by kind, and shards by reason."""
 
-    sent: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    roles: dict[str, _Bytes] = field(default_factory=dict)
+    kinds: dict[str, _Bytes] = field(default_factory=dict)
     differences: Counter[str] = field(default_factory=Counter)
 
 
 _staging_bytes = 0
 _memory: dict[str, Callable[[], int]] = {}
-_counts: dict[tuple[str, str], _Counts] = {}
+_counts: dict[tuple[str, str, str], _Counts] = {}  # by role, operation and kind
 _seen: dict[str, _Seen] = {}  # by reader
 _lock = threading.Lock()
 _late: Callable[[], None] | None = None
 
 
-def _of(role: str, op: str) -> _Counts:
-    """Return the counts of one (role, op). The caller holds the lock."""
-    counts = _counts.get((role, op))
+def _of(role: str, op: str, kind: str = "") -> _Counts:
+    """Return the counts of one (role, op, kind). The caller holds the lock."""
+    counts = _counts.get((role, op, kind))
     if counts is None:
-        counts = _counts[role, op] = _Counts()
+        counts = _counts[role, op, kind] = _Counts()
     return counts
 
 
-def record(role: str, op: str, logical_bytes: int, wire_bytes: int, staging_bytes: int = 0) -> None:
+def record(role: str, op: str, logical_bytes: int, wire_bytes: int, staging_bytes: int = 0, *, kind: str = "") -> None:
     """Count one coded call.
 
     Args:
@@ -120,25 +128,26 @@ def record(role: str, op: str, logical_bytes: int, wire_bytes: int, staging_byte
             ratio covers the whole saving.
         wire_bytes: bytes that this rank sent, headers included.
         staging_bytes: the peak of the memory for frames in this process so far.
+        kind: of an expert exchange.
     """
     global _staging_bytes
     with _lock:
         _staging_bytes = max(_staging_bytes, staging_bytes)
-        counts = _of(role, op)
+        counts = _of(role, op, kind)
         counts.calls += 1
         counts.logical_bytes += logical_bytes
         counts.wire_bytes += wire_bytes
 
 
-def record_pass(role: str, op: str, logical_bytes: int, reason: str) -> None:
+def record_pass(role: str, op: str, logical_bytes: int, reason: str, *, kind: str = "") -> None:
     """Count one call that went to the plain backend for ``reason``."""
-    record_passes(role, op, 1, logical_bytes, reason)
+    record_passes(role, op, 1, logical_bytes, reason, kind=kind)
 
 
-def record_passes(role: str, op: str, calls: int, logical_bytes: int, reason: str) -> None:
+def record_passes(role: str, op: str, calls: int, logical_bytes: int, reason: str, *, kind: str = "") -> None:
     """Count calls that went to the plain backend for ``reason``, of ``logical_bytes`` together."""
     with _lock:
-        counts = _of(role, op)
+        counts = _of(role, op, kind)
         counts.passed += calls
         counts.passed_bytes += logical_bytes
         counts.reasons[reason] += calls
@@ -167,16 +176,16 @@ def record_whole(role: str, op: str, reason: str) -> None:
         _of(role, op).whole[reason] += 1
 
 
-def record_host_wait(role: str, op: str) -> None:
+def record_host_wait(role: str, op: str, *, kind: str = "") -> None:
     """Count one wait of the host for a device."""
     with _lock:
-        _of(role, op).host_waits += 1
+        _of(role, op, kind).host_waits += 1
 
 
-def record_choice(role: str, op: str, what: str, text: str) -> None:
-    """Count the choice ``text`` of a schedule for the kind of message ``what``; the latest choice of a kind is kept."""
+def record_choice(role: str, op: str, what: str, text: str, *, kind: str = "") -> None:
+    """Count the choice ``text`` of a schedule for messages like ``what``; the latest choice for such messages is kept."""
     with _lock:
-        counts = _of(role, op)
+        counts = _of(role, op, kind)
         choice = counts.choices.pop(what, None) or _Choice(text)
         choice.latest = text
         choice.count += 1
@@ -207,13 +216,14 @@ def ratio(logical_bytes: int, wire_bytes: int, passed_bytes: int = 0) -> float:
 
 
 def rows() -> list[Row]:
-    """Return one row per (role, op), sorted. A snapshot: later calls do not change it."""
+    """Return one row per (role, op, kind), sorted. A snapshot: later calls do not change it."""
     _count_late()
     with _lock:
         return [
             Row(
                 role=role,
                 op=op,
+                kind=kind,
                 calls=counts.calls,
                 logical_bytes=counts.logical_bytes,
                 wire_bytes=counts.wire_bytes,
@@ -227,7 +237,7 @@ def rows() -> list[Row]:
                 more_choices=counts.more_choices,
                 host_waits=counts.host_waits,
             )
-            for (role, op), counts in sorted(_counts.items())
+            for (role, op, kind), counts in sorted(_counts.items())
         ]
 
 
@@ -248,30 +258,41 @@ def totals() -> Totals:
 def since_last(reader: str) -> Increment:
     """Return the counts since the last call with the same ``reader``, a name of the caller's choice.
 
-    The first call of a reader returns the counts since the process started or since :func:`reset`. Roles that sent nothing are left out.
+    The first call of a reader returns the counts since the process started or since :func:`reset`. Roles and kinds that sent nothing are
+    left out. The bytes of a kind are in those of its role too. Only the kinds of role ep count.
     """
     _count_late()
     now = _Seen()
     with _lock:
-        for (role, _), counts in _counts.items():
-            logical, wire, passed = now.sent.get(role, (0, 0, 0))
-            now.sent[role] = (
-                logical + counts.logical_bytes,
-                wire + counts.wire_bytes,
-                passed + counts.passed_bytes,
-            )
+        for (role, _, kind), counts in _counts.items():
+            _add(now.roles, role, counts)
+            if kind and role == "ep":
+                _add(now.kinds, f"{role} {kind}", counts)
             now.differences.update(counts.differences)
         before = _seen.get(reader, _Seen())
         _seen[reader] = now
-    roles: dict[str, Sent] = {}
-    for role, totals_now in sorted(now.sent.items()):
-        earlier = before.sent.get(role, (0, 0, 0))
+    return Increment(
+        roles=_sent_since(now.roles, before.roles),
+        kinds=_sent_since(now.kinds, before.kinds),
+        differences=dict(now.differences - before.differences),
+    )
+
+
+def _add(sent: dict[str, _Bytes], name: str, counts: _Counts) -> None:
+    logical, wire, passed = sent.get(name, (0, 0, 0))
+    sent[name] = (logical + counts.logical_bytes, wire + counts.wire_bytes, passed + counts.passed_bytes)
+
+
+def _sent_since(now: dict[str, _Bytes], before: dict[str, _Bytes]) -> dict[str, Sent]:
+    found: dict[str, Sent] = {}
+    for name, totals_now in sorted(now.items()):
+        earlier = before.get(name, (0, 0, 0))
         logical, wire, passed = (total - last for total, last in zip(totals_now, earlier, strict=True))
         if logical or wire or passed:
-            roles[role] = Sent(
+            found[name] = Sent(
                 logical_bytes=logical, wire_bytes=wire, passed_bytes=passed, ratio=ratio(logical, wire, passed)
             )
-    return Increment(roles=roles, differences=dict(now.differences - before.differences))
+    return found
 
 
 def reset() -> None:

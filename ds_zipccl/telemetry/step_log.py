@@ -2,9 +2,12 @@
 
     {"step": 20, "lr": [0.0003],
      "roles": {"zero_param": {"logical_bytes": 0, "wire_bytes": 0, "passed_bytes": 4096, "ratio": 1.0}},
+     "kinds": {},
      "differences": {"as differences": 3, "a rank holds something else": 1}}
 
-``logical_bytes`` and ``wire_bytes`` are of coded calls, ``passed_bytes`` of passed calls; ratio = (logical + passed) / (wire + passed).
+``kinds`` has the same counts of calls with a kind, which are in those of their role too: of the exchanges of experts "ep dispatch",
+"ep combine", "ep combine.bwd" and "ep dispatch.bwd". ``logical_bytes`` and ``wire_bytes`` are of coded calls, ``passed_bytes`` of passed
+calls; ratio = (logical + passed) / (wire + passed).
 A line covers the traffic since the line before, so the lines together cover the whole traffic. The first line includes the traffic before
 training, such as the broadcast of weights.
 """
@@ -46,7 +49,13 @@ class StepLog:
             return
         found = counters.since_last("step_log")
         differences = {reason or AS_DIFFERENCES: count for reason, count in found["differences"].items()}
-        line = {"step": step, "lr": list(rates), "roles": found["roles"], "differences": differences}
+        line = {
+            "step": step,
+            "lr": list(rates),
+            "roles": found["roles"],
+            "kinds": found["kinds"],
+            "differences": differences,
+        }
         try:
             self._write(f"{json.dumps(line)}\n".encode())
         except OSError as error:

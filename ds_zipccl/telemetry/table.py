@@ -46,7 +46,12 @@ def _cells(row: Row) -> tuple[str, ...]:
     """Return the cells of one row, in the order of the header."""
     why = ", ".join(f"{reason} ({count})" for reason, count in sorted(row["reasons"].items()))
     amounts = _amounts(row["calls"], row["logical_bytes"], row["wire_bytes"], row["ratio"])
-    return (row["role"], row["op"], *amounts, str(row["passed"]), f"{row['passed_bytes'] / 1e6:.2f}", why)
+    return (row["role"], _call(row), *amounts, str(row["passed"]), f"{row['passed_bytes'] / 1e6:.2f}", why)
+
+
+def _call(row: Row) -> str:
+    """Return the operation of a row, such as "all_to_all_single dispatch"."""
+    return f"{row['op']} {row['kind']}".rstrip()
 
 
 def _amounts(calls: int, logical_bytes: int, wire_bytes: int, ratio: float) -> tuple[str, str, str, str]:
@@ -59,26 +64,26 @@ def _differences(row: Row) -> Iterator[str]:
     total, hits = sum(counts.values()), counts.pop("", 0)
     why = "".join(f", {reason} ({count})" for reason, count in sorted(counts.items()))
     if total:
-        yield f"{row['role']} {row['op']}: {hits} of {total} shards went as differences{why}"
+        yield f"{row['role']} {_call(row)}: {hits} of {total} shards went as differences{why}"
 
 
 def _whole(row: Row) -> Iterator[str]:
     """Yield a line for every reason why sums went to all ranks, not to their owners only."""
     for reason, count in sorted(row["whole"].items()):
-        yield f"{row['role']} {row['op']}: {count} calls not owner-only: {reason}"
+        yield f"{row['role']} {_call(row)}: {count} calls not owner-only: {reason}"
 
 
 def _choices(row: Row) -> Iterator[str]:
     """Yield a line for every kind of message whose schedule was chosen by measurement."""
     for what, (latest, count) in sorted(row["choices"].items()):
         switches = f"; switched {count - 1} times" if count > 1 else ""
-        yield f"{row['role']} {row['op']}, {what}: {latest}{switches}"
+        yield f"{row['role']} {_call(row)}, {what}: {latest}{switches}"
     if row["more_choices"]:
-        yield f"{row['role']} {row['op']}: and {row['more_choices']} kinds of messages before these"
+        yield f"{row['role']} {_call(row)}: and {row['more_choices']} kinds of messages before these"
 
 
 def _host_waits(row: Row) -> Iterator[str]:
     """Yield a line where the host waited for the device: once a call for sizes of frames, or in agreements, which are no calls."""
     if row["host_waits"]:
         calls = f" in {row['calls']} coded calls" if row["calls"] else ""
-        yield f"{row['role']} {row['op']}: the host waited {row['host_waits']} times for the device{calls}"
+        yield f"{row['role']} {_call(row)}: the host waited {row['host_waits']} times for the device{calls}"

@@ -31,12 +31,28 @@ TIMES: dict[str, tuple[list[tuple[float, float]], float]] = {
 @pytest.mark.parametrize("case", TIMES)
 def test_whose_time_counts(case: str) -> None:
     ranks, wanted = TIMES[case]
-    assert agreed_seconds(torch.tensor(ranks, dtype=torch.float64)[:, None]) == [wanted]
+    told = [(*pair, 1.0) for pair in ranks]
+    assert agreed_seconds(torch.tensor(told, dtype=torch.float64)[:, None], 1) == [wanted]
 
 
 def test_every_call_counts_by_itself() -> None:
-    told = [[(1.0, 1), (5.0, 0)], [(2.0, 1), (4.0, 1)]]
-    assert agreed_seconds(torch.tensor(told, dtype=torch.float64)) == [2.0, 4.0]
+    told = [[(1.0, 1, 100), (5.0, 0, 100)], [(2.0, 1, 100), (4.0, 1, 100)]]
+    assert agreed_seconds(torch.tensor(told, dtype=torch.float64), 100) == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"), [((100, 100), 3.0), ((50, 50), 6.0), ((0, 100), 6.0), ((0, 25), 24.0), ((800, 800), 0.375)]
+)
+def test_times_are_those_of_the_message(sizes: tuple[int, int], wanted: float) -> None:
+    """Not of one rank's part of it, which may be empty."""
+    told = [[(seconds, 1.0, nbytes)] for seconds, nbytes in zip((1.0, 3.0), sizes, strict=True)]
+    assert agreed_seconds(torch.tensor(told, dtype=torch.float64), 100) == [wanted]
+
+
+@pytest.mark.parametrize("nbytes", [0, 12, 801])
+def test_messages_of_quite_another_size_do_not_count(nbytes: int) -> None:
+    told = torch.tensor([[(1.0, 1.0, nbytes)]] * 2, dtype=torch.float64)
+    assert math.isnan(*agreed_seconds(told, 100))
 
 
 # ---- one rank's stopwatch ----------------------------------------------------------------------------------------------
@@ -55,34 +71,31 @@ def test_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((10.0, 12.5, 20.0, 21.0))
     monkeypatch.setattr(tuner.time, "perf_counter", lambda: next(clock))
     meeting = _Meeting()
-    watch = CallTimer(meeting, 100)  # type: ignore[arg-type]
-    assert watch.reading() == (INF, 0.0), "it has not run"
+    watch = CallTimer(meeting)  # type: ignore[arg-type]
+    watch.nbytes = 100
+    assert watch.reading() == (INF, 0.0, 100.0), "it has not run"
     watch.start(meet=True)
-    assert meeting.calls == 1 and watch.reading() == (INF, 1.0), "it runs still"
+    assert meeting.calls == 1 and watch.reading() == (INF, 1.0, 100.0), "it runs still"
     watch.stop()
-    assert watch.reading() == (2.5, 1.0)
-    watch.nbytes = 50
-    assert watch.reading() == (5.0, 1.0), "a smaller message than the nominal one"
-    watch.nbytes = 0
-    assert watch.reading() == (250.0, 1.0)
-    watch = CallTimer(meeting, 100)  # type: ignore[arg-type]
+    assert watch.reading() == (2.5, 1.0, 100.0)
+    watch = CallTimer(meeting)  # type: ignore[arg-type]
     watch.start(meet=False)
     watch.stop()
-    assert meeting.calls == 1 and watch.reading() == (1.0, 0.0)
+    assert meeting.calls == 1 and watch.reading() == (1.0, 0.0, 0.0)
 
 
 def test_a_handle_stops_it_when_it_is_done() -> None:
     for wrap in (lambda future: future, lambda future: type("Handle", (), {"get_future": lambda self: future})()):
-        watch, future = CallTimer(_Meeting(), 1), torch.futures.Future()  # type: ignore[arg-type,var-annotated]
+        watch, future = CallTimer(_Meeting()), torch.futures.Future()  # type: ignore[arg-type,var-annotated]
         watch.start(meet=False)
         watch.stop_after(wrap(future))
-        assert watch.reading() == (INF, 0.0)
+        assert watch.reading() == (INF, 0.0, 0.0)
         future.set_result(None)
         assert watch.reading()[0] < INF
-    watch = CallTimer(_Meeting(), 1)  # type: ignore[arg-type]
+    watch = CallTimer(_Meeting())  # type: ignore[arg-type]
     watch.start(meet=False)
     watch.stop_after(object())
-    assert watch.reading() == (INF, 0.0), "a handle that cannot tell"
+    assert watch.reading() == (INF, 0.0, 0.0), "a handle that cannot tell"
 
 
 # ---- what ranks tell each other ----------------------------------------------------------------------------------------
@@ -97,8 +110,8 @@ def test_telling_waits_and_names() -> None:
         def where(self) -> str:
             return "all_reduce (group 'x')"
 
-    told = tuner.TimingExchange(Link(), [(1.5, 1.0), (2.5, 0.0)])  # type: ignore[arg-type]
-    assert told.all().tolist() == [[[1.5, 1.0], [2.5, 0.0]]]
+    told = tuner.TimingExchange(Link(), [(1.5, 1.0, 7.0), (2.5, 0.0, 8.0)])  # type: ignore[arg-type]
+    assert told.all().tolist() == [[[1.5, 1.0, 7.0], [2.5, 0.0, 8.0]]]
 
     class Done:
         waits = 0

@@ -26,7 +26,7 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import cost_model, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, candidates
 from ds_zipccl.policy.cost_model import LinkProfile
-from ds_zipccl.policy.tuner_rules import choose, drifted, follow, probed
+from ds_zipccl.policy.tuner_rules import choose, drifted, follow, probed, remaining
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
 
@@ -46,9 +46,28 @@ def test_candidates() -> None:
 
 
 def test_size_classes() -> None:
-    sizes = [tuner_rules.size_class(replace(MESSAGE, numel=numel)) for numel in (1 << 20, (1 << 20) - 1, 1 << 19, None)]
-    assert sizes[0] == sizes[1] + 1 == sizes[2] + 1 and sizes[3] == 0
+    sizes = [tuner_rules.size_class(nbytes) for nbytes in (1 << 21, (1 << 21) - 1, 1 << 20)]
+    assert sizes[0] == sizes[1] + 1 == sizes[2] + 1
     assert tuner_rules.size_text(sizes[1]) == "up to 2 MiB"
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes", "wanted"),
+    [
+        *[(0, 0, 1), (0, 1, 1), (0, 1023, 10), (0, 1024, 11)],
+        *[(10, 512, 10), (10, 410, 10), (10, 409, 9), (10, 1024, 10), (10, 1279, 10), (10, 1280, 11)],
+        *[(10, 0, 1), (10, 1 << 30, 31), (1, 0, 1)],
+    ],
+)
+def test_sizes_leave_their_class_when_they_are_clearly_out(size: int, nbytes: int, wanted: int) -> None:
+    assert tuner_rules.followed_class(size, nbytes) == wanted
+
+
+def test_clearly_slower_candidates_are_left_out() -> None:
+    assert remaining([1.0, 1.2, 2.0], {0: 0.9, 1: 1.1, 2: 1.9}) == [0, 1]
+    assert remaining([1.0, 2.0], {0: 0.9, 1: 1.3}) == [0, 1], "its fastest call was not clearly slower"
+    assert remaining([math.inf, 1.0], {0: 0.0, 1: 1.0}) == [0, 1], "nothing is known of it"
+    assert remaining([math.inf, math.inf], {}) == [0, 1]
 
 
 def test_choices() -> None:
@@ -238,9 +257,6 @@ def test_what_cannot_win_is_not_tried() -> None:
         assert cost_model.prune_candidates(plans, message, profile) == plans
     raw = candidates(MESSAGE, replace(AUTO, codec="raw"), True)
     assert cost_model.prune_candidates(raw, MESSAGE, SLOW) == raw
-    assert cost_model.pays(1 << 24, torch.bfloat16, SLOW) and not cost_model.pays(1 << 24, torch.bfloat16, FAST)
-    middle = LinkProfile(((4096.0, 1e-4), (32e6, 0.032)), *(8e9,) * 5, call=5e-5)  # 1 GB/s
-    assert cost_model.pays(1 << 24, torch.bfloat16, middle) and not cost_model.pays(1 << 24, torch.float16, middle)
 
 
 def measured(rank: int, ranks: int, profile: LinkProfile) -> dict[str, int]:

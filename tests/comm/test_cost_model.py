@@ -14,8 +14,8 @@ import torch
 from ds_zipccl.bench import variants
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import TRAFFIC
-from ds_zipccl.policy import admission, cost_model
-from ds_zipccl.policy.cost_model import TYPICAL_RATIO, VARIANTS, LinkProfile, predict
+from ds_zipccl.policy import admission, cost_model, send_rules
+from ds_zipccl.policy.cost_model import VARIANTS, LinkProfile, predict
 
 PIECE_BYTES = 4 << 20
 
@@ -238,18 +238,22 @@ def test_what_nothing_is_predicted_of_is_all_tried() -> None:
     assert tried(replace(GATHER, op="all_gather_coalesced"), line(1e-8)) == ["plain", "cascade frames"]
 
 
-def test_a_frame_pays_where_what_it_saves_takes_longer_than_coding() -> None:
-    """At 1 GB/s bf16 saves a third of a nanosecond a byte, float16 a seventh."""
-    nbytes = 1e8
-    for speed, dtypes in (
-        (6.1e9, {"bfloat16"}),
-        (5.9e9, set()),
-        (13.9e9, {"bfloat16", "float16", "float32"}),
-        (13e9, {"bfloat16", "float32"}),
-    ):
-        found = {name for name in TYPICAL_RATIO if cost_model.pays(nbytes, f"torch.{name}", line(1e-9, speed))}
-        assert found == dtypes, speed
-    assert not cost_model.pays(nbytes, torch.int64, line(1e-9, 1e15)), "of which nothing is known"
+def test_a_send_is_tried_where_frames_save_time() -> None:
+    """At 1 GB/s of link, a send of eight fragments hides most of the coding, and a send of one fragment nothing; bf16 saves a third."""
+    nbytes, staging = 32 << 20, 64 << 20
+    for speed, coded, one, known in ((1.1e9, 0, 0, 0), (1.3e9, 1, 0, 0), (2.1e9, 1, 0, 1), (6.1e9, 1, 1, 1)):
+        link = line(1e-9, speed)
+        assert send_rules.worth_a_trial(nbytes, torch.bfloat16, link, staging) == coded, speed
+        assert send_rules.worth_a_trial(1 << 20, torch.bfloat16, link, staging) == one, speed
+        assert send_rules.worth_a_trial(nbytes, torch.int64, link, staging) == known, speed
+    link = line(1e-9, 8e9)
+    piece = 4 << 20
+    wanted = 2 * piece / 8e9 + nbytes / 1.5 * 1e-9 + 1e-9
+    assert send_rules.seconds(nbytes, torch.bfloat16, link, staging) == pytest.approx(wanted)
+    one = 1 << 20
+    wanted = 2 * one / 8e9 + one / 1.5 * 1e-9
+    assert send_rules.seconds(one, torch.bfloat16, link, staging) == pytest.approx(wanted), "one frame overlaps nothing"
+    assert send_rules.seconds(one, torch.bool, link, staging) == pytest.approx(2 * one / 8e9 + 1e-9)
 
 
 def test_against_a_base_every_copy_counts() -> None:

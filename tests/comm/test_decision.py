@@ -20,9 +20,8 @@ from ds_zipccl.comm.decision import _mixture, _remembered, decide, decision_memo
 from ds_zipccl.comm.execution import _may_meet, execute
 from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
 from ds_zipccl.comm.request import Request, TensorKind
-from ds_zipccl.comm.tuner import Tuner
+from ds_zipccl.comm.tuner import Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import tuner_rules
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
@@ -101,8 +100,18 @@ def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: An
     names = {tolerance: [str(plan) for plan in tuner._candidates] for tolerance, tuner in found.items() if tuner}
     ours = ["uncoded frames", "cascade frames"]
     assert names == {"nan": ["plain", *ours], "rounding": ours, "bits": ["plain", *ours]}
-    unfit = decided(members, AUTO, op="all_to_all", numel=None, reduce_op=None, plain_fits=False)[1]
+    unfit = decided(members, AUTO, op="all_to_all", reduce_op=None, plain_fits=False)[1]
     assert unfit is not None and [str(plan) for plan in unfit._candidates] == ours
+
+
+#: An exchange whose sizes each rank knows only of itself.
+UNEVEN: dict[str, Any] = {
+    "op": "all_to_all_single",
+    "numel": None,
+    "reduce_op": None,
+    "role": "ep",
+    "tolerance": "bits",
+}
 
 
 #: Messages that choose together with the usual one, and those that choose by themselves.
@@ -115,6 +124,7 @@ APART: dict[str, dict[str, Any]] = {
     "reduce op": {"reduce_op": dist.ReduceOp.AVG},
     "config": {"config": replace(AUTO, block=256)},
     "base": {"based": True},
+    "place in a layer": {"kind": "dispatch"},
 }
 
 
@@ -130,19 +140,23 @@ def test_messages_of_other_kinds_choose_by_themselves(members: Any, kind: str) -
 
 
 def test_times_are_for_the_size_of_the_kind(members: Any) -> None:
-    """The upper end of a class of sizes; where there is none, one that is taken for all."""
-    for numel, nominal in ((NUMEL, 1 << 15), (2 * NUMEL, 1 << 16), (None, 1 << tuner_rules.ANY_SIZE)):
+    """The upper end of a class of sizes."""
+    for numel, nominal in ((NUMEL, 1 << 15), (2 * NUMEL, 1 << 16)):
         tuner = decided(members, AUTO, numel=numel)[1]
-        assert tuner is not None and tuner._nominal == nominal
+        assert isinstance(tuner, Tuner) and tuner._nominal == nominal
+    by_size = decided(members, AUTO, **UNEVEN)[1]
+    assert isinstance(by_size, TunersBySize)
+    tuner = by_size._make(16)
+    assert tuner._nominal == 1 << 16 and tuner._rounds and tuner is not by_size._make(15)
 
 
 def test_the_table_names_the_kind(members: Any) -> None:
     """Choices of two roles are two rows, those of one role are told apart by their words."""
     counters.reset()
-    for more in ({}, {"role": "zero_grad"}, {"reduce_op": dist.ReduceOp.AVG}, {"numel": None}, {"based": True}):
-        tuner = decided(members, **{"config": AUTO, **more})[1]  # type: ignore[arg-type]
+    for more in ({}, {"role": "zero_grad"}, {"reduce_op": dist.ReduceOp.AVG}, UNEVEN, {"based": True}):
+        tuner = decided(members, **{"config": AUTO, **more, "kind": "dispatch" if more is UNEVEN else ""})[1]
         assert tuner is not None
-        tuner._switch(0)
+        (tuner if isinstance(tuner, Tuner) else tuner._make(15))._switch(0)
     rows = {row["role"]: set(row["choices"]) for row in counters.rows()}
     words = "float32{}, {}, 2 ranks{}, group 7"
     size = "up to 0.0312 MiB"
@@ -150,10 +164,10 @@ def test_the_table_names_the_kind(members: Any) -> None:
         "dp": {
             words.format("", size, ""),
             words.format(" AVG", size, ""),
-            words.format("", "any size", ""),
             words.format("", size, ", with a base"),
         },
         "zero_grad": {words.format("", size, "")},
+        "ep": {words.format("", f"{size} sent by a rank", "")},
     }
     counters.reset()
 
@@ -178,7 +192,8 @@ def test_who_may_be_made_to_wait_for_others() -> None:
     for later, more, meets in (
         (False, {}, True),
         (True, {}, False),
-        (False, {"numel": None}, False),
+        (False, {"op": "all_to_all_single", "numel": None}, True),
+        (True, {"op": "all_to_all_single", "numel": None}, False),
         (False, {"op": "broadcast"}, False),
         (False, {"op": "reduce"}, False),
         (False, {"op": "reduce_scatter"}, True),
@@ -230,7 +245,7 @@ def test_a_plain_call_is_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> N
     for later, more, start, stop in (
         (False, {}, ("start", True, 8 * NUMEL), ("stop",)),
         (True, {}, ("start", False, 8 * NUMEL), ("stop after", "handle")),
-        (False, {"numel": None, "inputs": [torch.ones(7)]}, ("start", False, 4 * NUMEL + 28), ("stop",)),
+        (False, {"numel": None, "inputs": [torch.ones(7)]}, ("start", True, 4 * NUMEL), ("stop",)),
     ):
         counters.reset()
         tuner = Tuning(PASS)

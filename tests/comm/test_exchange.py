@@ -81,7 +81,7 @@ class Context:
         self.log.append("compressed together")
         return [self.compress(flat, buffers) for flat in flats]
 
-    def decompress(self, frame: torch.Tensor, peer: int, out: torch.Tensor, base: torch.Tensor | None = None) -> None:
+    def decompress(self, frame: torch.Tensor, peer: int, out: torch.Tensor, *bases: torch.Tensor | None) -> None:
         ds_zipccl.decompress(frame, out)
 
     def held(self) -> list[bool]:
@@ -92,7 +92,7 @@ class Context:
 @pytest.fixture(autouse=True)
 def coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The context codes its frames itself."""
-    monkeypatch.setattr(pipeline, "FrameCoder", lambda ctx, uncoded: ctx)
+    monkeypatch.setattr(pipeline, "FrameCoder", lambda ctx, uncoded, rows: ctx)
 
 
 def exchange_on(ctx: Any, *, control: bool = False) -> Exchange:

@@ -28,7 +28,7 @@ SOON = tuner_rules.DELAY_CALLS[0] + 1
 class TimingExchange:
     """What ranks tell each other where there is one: its own."""
 
-    def __init__(self, link: Any, pairs: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, link: Any, pairs: Sequence[tuple[float, float, float]]) -> None:
         self._pairs = pairs
 
     def all(self) -> torch.Tensor:
@@ -50,6 +50,7 @@ class Bench:
         took = seconds[plan]
         if watch is not None:
             watch.start(meet=self.meet)
+            watch.nbytes = 1
             watch._seconds = next(took) if isinstance(took, Iterator) else took
         return plan, watch is not None
 
@@ -89,7 +90,7 @@ def test_the_first_call_of_a_block_warms_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_rank_that_has_not_met_delays_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """This rank has met all others at every call, another has not met at one."""
     bench = Bench(monkeypatch)
-    theirs = [(1.0, 1.0)] * (TRIAL - 1) + [(1.0, 0.0)]
+    theirs = [(1.0, 1.0, 1.0)] * (TRIAL - 1) + [(1.0, 0.0, 1.0)]
     monkeypatch.setattr(TimingExchange, "all", lambda self: torch.tensor([self._pairs, theirs[: len(self._pairs)]]))
     seconds = {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
     bench.run(TRIAL, seconds)
@@ -186,6 +187,52 @@ def test_checks_follow_slow_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
     bench.run(11 + SOON, {PLAIN: iter([1.2, 1.2, 1.0, *[1.0] * 20]), RAW: 0.0, CODED: 0.0})
     assert bench.tuner._estimates == [tuner_rules.follow(1.0, 1.2), 4.0, 9.0]
+
+
+# ---- exchanges ---------------------------------------------------------------------------------------------------------
+
+
+def exchanging(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    bench = Bench(monkeypatch)
+    bench.tuner = Tuner(PLANS, bench.told.append, 1, exchanging=True)
+    return bench
+
+
+FIRST, SECOND = tuner_rules.EXCHANGE_ROUNDS
+
+
+def test_a_candidate_that_is_clearly_fastest_is_chosen_after_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, seconds = exchanging(monkeypatch), {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
+    assert bench.run(3 * FIRST, seconds) == [(plan, True) for plan in PLANS] * FIRST
+    assert bench.run(1, seconds) == [(PLAIN, False)] and not bench.told
+    assert bench.call(seconds) == (CODED, False)
+    (told,) = bench.told
+    assert told.startswith(f"cascade frames from call {3 * FIRST + 2} on (plain ")
+
+
+def test_candidates_that_are_close_have_another_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first round the better one is used; all of their calls count."""
+    bench, seconds = exchanging(monkeypatch), {PLAIN: 3.0, RAW: 1.0, CODED: 1.2}
+    bench.run(3 * FIRST + 1, seconds)
+    seconds = {RAW: 1.2, CODED: 0.6}  # type: ignore[dict-item]
+    wanted = [(RAW, True), (CODED, True)] * SECOND + [(RAW, False)]
+    assert bench.run(2 * SECOND + 1, seconds) == wanted
+    assert len(bench.told) == 1 and bench.told[0].startswith(f"uncoded frames from call {3 * FIRST + 2} on (plain ")
+    assert bench.call(seconds) == (CODED, False) and bench.tuner._estimates == pytest.approx([3.0, 1.1, 0.9])
+    assert len(bench.told) == 2 and sum(tuner_rules.EXCHANGE_ROUNDS) <= tuner_rules.TRIAL_CALLS
+
+
+def test_calls_of_another_size_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate whose calls were all of another size is not left out, and one call among others is ignored."""
+    bench, seconds = exchanging(monkeypatch), {PLAIN: 1.0, RAW: 5.0, CODED: 1.0}
+    for number in range(3 * FIRST):
+        bench.call(seconds)
+        if number % 3 == 1 or number == 3:
+            bench.tuner._slots[-1][1].nbytes = tuner_rules.SIZE_RATIO + 1
+    bench.run(2, seconds)
+    assert bench.tuner._estimates == [1.0, INF, 1.0]
+    bench.run(3 * SECOND + 1, seconds)
+    assert bench.tuner._estimates == [1.0, 5.0, 1.0] and bench.told[0].startswith("plain from call ")
 
 
 # ---- differences -------------------------------------------------------------------------------------------------------

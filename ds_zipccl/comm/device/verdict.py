@@ -83,7 +83,7 @@ def exchange_words(
 
 
 def _raise_refused(ctx: DeviceContext, failed: bool | int) -> None:
-    counters.record_host_wait(ctx.role, ctx.op)
+    counters.record_host_wait(ctx.role, ctx.op, kind=ctx.kind)
     if failed:
         raise ctx.error(f"{_everyones(ctx)}; words of refused frames are NaN; stop the job on all ranks")
 

@@ -21,10 +21,16 @@ from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.schedules.gather import open_gather
 from ds_zipccl.comm.schedules.pipeline import Fragments, run_pipeline
 from ds_zipccl.comm.schedules.reduce_scatter import open_adder
+from ds_zipccl.comm.schedules.replicated import sum_alike
 from ds_zipccl.comm.shadow_check import Plain
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
+
+#: Kind of the sums of tensors that may be the same on all ranks: counters and the choice of a schedule tell them from other sums.
+_REPLICATED = "replicated"
+#: Exchange of hashes; the sum over messages has the exchanges 0 and 1.
+_HASHES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,25 @@ class ReduceScatterGather:
         sums.all_reduce(ctx, levels_of(ctx, self.nodes), outputs, self.reduction.divisor)
 
 
+@dataclass(frozen=True, slots=True)
+class _Replicated:
+    """A sum of a tensor that may be the same on all ranks; where it is, only hashes travel. Otherwise the sum goes as ``otherwise``."""
+
+    otherwise: ReduceScatterGather
+
+    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        (whole,) = outputs
+        if ctx.staging is None and not ctx.nodes and whole.numel():
+            chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+            if sum_alike(ctx, whole, self.otherwise.reduction, chunk, _HASHES):
+                ctx.count(2 * whole.nbytes * (ctx.size - 1) // ctx.size, 0)  # as the plain collective sends
+                return
+        self.otherwise.run(ctx, inputs, outputs)
+
+    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self.otherwise.enqueue(ctx, inputs, outputs)
+
+
 def all_reduce(
     tensor: torch.Tensor,
     op: Any = dist.ReduceOp.SUM,
@@ -70,16 +95,24 @@ def all_reduce(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
+    replicated: bool = False,
 ) -> Any:
-    """``torch.distributed.all_reduce``: in place, the same bits on every rank."""
+    """``torch.distributed.all_reduce``: in place, the same bits on every rank.
+
+    ``replicated``, equal on all ranks: the tensor probably has the same bits on all ranks. The ranks then compare hashes of 16 bytes first.
+    If all are equal, each rank adds up by itself, with the bits of the sum over messages, and nothing else travels. Groups in the order of
+    streams and CUDA tensors take no notice.
+    """
     if is_small(tensor, config):
         call = uncompressed_call or (lambda: dist.all_reduce(tensor, op, group, async_op))
-        return pass_small("all_reduce", role, 2 * sent_to_peers(tensor.nbytes, group), call)
+        sent = 2 * sent_to_peers(tensor.nbytes, group)
+        return pass_small("all_reduce", role, sent, call, kind=_REPLICATED if replicated else "")
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         return dist.all_reduce(outputs[0], op, group, later)
 
-    return _all_reduce("all_reduce", [tensor], op, group, async_op, config, role, plain, uncompressed_call)
+    kind = _REPLICATED if replicated else ""
+    return _all_reduce("all_reduce", [tensor], op, group, async_op, config, role, plain, uncompressed_call, kind)
 
 
 def all_reduce_coalesced(
@@ -111,6 +144,7 @@ def _all_reduce(
     role: str,
     plain: Plain,
     uncompressed_call: Callable[[], Any] | None,
+    kind: str = "",
 ) -> Any:
     ranks = group_size(group)
     numel = sum(tensor.numel() for tensor in tensors)
@@ -132,5 +166,7 @@ def _all_reduce(
         nodes=nodes,
         plain_sums=reduction.plain,
         memory_order=name == "all_reduce",  # the plain all-reduce of several tensors lays copies end to end
+        kind=kind,
     )
-    return execute(decide(request), request, ReduceScatterGather(reduction, nodes))
+    schedule = ReduceScatterGather(reduction, nodes)
+    return execute(decide(request), request, _Replicated(schedule) if kind else schedule)

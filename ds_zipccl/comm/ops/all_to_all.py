@@ -15,18 +15,23 @@ from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
+from ds_zipccl.comm.frames import Rows, rows_of
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.schedules.all_to_all_by_node import exchange_by_node
 from ds_zipccl.comm.schedules.pipeline import Fragments, detached, open_exchange, run_pipeline
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeLists:
-    """Input r goes to rank r; output r comes from rank r."""
+    """Input r goes to rank r; output r comes from rank r. ``row_width``, ``kind``: see :class:`ds_zipccl.comm.request.Request`."""
+
+    row_width: int
+    kind: str
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        _exchange_segments(ctx, inputs, outputs)
+        _exchange_segments(ctx, inputs, outputs, rows_of(ctx, self.row_width, self.kind))
 
     def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         exchange_uneven(ctx, inputs, outputs)
@@ -35,14 +40,20 @@ class _ExchangeLists:
 @dataclass(frozen=True, slots=True)
 class _ExchangeSegments:
     """Segments of one input go to the ranks, segments of one output come from the ranks. ``leaving`` and ``coming``: their elements.
-    ``even``: all segments of all ranks are equal."""
+    ``even``: all segments of all ranks are equal. ``row_width``, ``kind``: see :class:`ds_zipccl.comm.request.Request`."""
 
     leaving: Sequence[int]
     coming: Sequence[int]
     even: bool
+    row_width: int
+    kind: str
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        _exchange_segments(ctx, inputs[0].split(self.leaving), outputs[0].split(self.coming))
+        rows, places = rows_of(ctx, self.row_width, self.kind), outputs[0].split(self.coming)
+        if ctx.nodes:
+            exchange_by_node(ctx, inputs[0], self.leaving, places, self.even, rows)
+        else:
+            _exchange_segments(ctx, inputs[0].split(self.leaving), places, rows)
 
     def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         if self.even:
@@ -51,23 +62,32 @@ class _ExchangeSegments:
             exchange_uneven(ctx, inputs[0].split(self.leaving), outputs[0].split(self.coming))
 
 
-def _exchange_segments(ctx: OpContext, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+def _exchange_segments(
+    ctx: OpContext, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], rows: Rows | None
+) -> None:
     sources = detached(inputs, outputs, outputs)
     leaving, coming = Fragments(ctx, sources), Fragments(ctx, [outputs[peer] for peer in ctx.peers])
     outputs[ctx.rank].copy_(sources[ctx.rank])
-    with open_exchange(ctx) as exchange:
+    with open_exchange(ctx, rows=rows) as exchange:
+        # A frame refers to rows of earlier frames. In the home of a segment, an arriving fragment writes over them.
+        lasting = [peer for peer in ctx.peers if sources[peer].data_ptr() != outputs[peer].data_ptr()]
+        sent_rows = exchange.search_rows({peer: sources[peer] for peer in lasting})
+        received = dict.fromkeys(ctx.peers, 0)  # elements
 
         def post(step: int) -> None:
             exchange.next_step()
             for peer, place in zip(ctx.peers, coming.at(step), strict=True):
                 exchange.post_recv(peer, place)
-            exchange.send_each(leaving.at(step), ctx.peers[::-1])
+            exchange.send_each(leaving.at(step), ctx.peers[::-1], sent_rows)
 
         def take(step: int) -> None:
             for peer, place in zip(ctx.peers, coming.at(step), strict=True):
-                exchange.recv(peer, place)
+                exchange.recv(peer, place, earlier=outputs[peer][: received[peer]])
+                received[peer] += place.numel()
 
         run_pipeline(max(leaving.steps, coming.steps), post, take)
+        if sent_rows is not None:
+            sent_rows.release()
 
 
 def all_to_all(
@@ -79,8 +99,13 @@ def all_to_all(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
+    row_width: int | None = None,
+    kind: str = "",
 ) -> Any:
-    """``torch.distributed.all_to_all``: ``input_tensor_list[r]`` goes to rank r. Sizes may differ, even where gloo refuses them."""
+    """``torch.distributed.all_to_all``: ``input_tensor_list[r]`` goes to rank r. Sizes may differ, even where gloo refuses them.
+
+    ``row_width``, ``kind``: as for :func:`all_to_all_single`; None is the last dimension that all inputs have in common.
+    """
     leaving, coming = [[tensor.numel() for tensor in tensors] for tensors in (input_tensor_list, output_tensor_list)]
     request = Request(
         "all_to_all",
@@ -96,8 +121,10 @@ def all_to_all(
         uncompressed_call=uncompressed_call,
         problem=_misfit(leaving, coming, group),
         plain_fits=False,  # gloo refuses sizes that differ
+        row_width=_row_width(input_tensor_list) if row_width is None else row_width,
+        kind=kind,
     )
-    return execute(decide(request), request, _ExchangeLists())
+    return execute(decide(request), request, _ExchangeLists(request.row_width, kind))
 
 
 def all_to_all_single(
@@ -111,15 +138,23 @@ def all_to_all_single(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
+    row_width: int | None = None,
+    kind: str = "",
 ) -> Any:
     """``torch.distributed.all_to_all_single``: rows of dimension 0 go to other ranks, in equal parts or by the split sizes.
 
     Either all ranks give split sizes or none does.
+
+    Args:
+        row_width: elements of a row that may occur several times, with ``role`` "ep"; None: the input's last dimension where it has two
+            dimensions or more; 0: no rows. Ranks may differ.
+        kind: "dispatch", "combine", "dispatch.bwd" or "combine.bwd" where the call is an exchange of a layer of experts, equal on all
+            ranks.
     """
     even = not input_split_sizes and not output_split_sizes
     if even and is_small(input, config):
         call = uncompressed_call or (lambda: dist.all_to_all_single(output, input, None, None, group, async_op))
-        return pass_small("all_to_all_single", role, sent_to_peers(input.nbytes, group), call)
+        return pass_small("all_to_all_single", role, sent_to_peers(input.nbytes, group), call, kind=kind)
     leaving, coming = _segments(input, input_split_sizes, group), _segments(output, output_split_sizes, group)
     request = Request(
         "all_to_all_single",
@@ -136,8 +171,17 @@ def all_to_all_single(
         sent=_elements_for_peers(leaving, group),
         uncompressed_call=uncompressed_call,
         problem=_unsplit(input, leaving) or _unsplit(output, coming) or _misfit(leaving, coming, group),
+        row_width=_row_width([input]) if row_width is None else row_width,
+        kind=kind,
     )
-    return execute(decide(request), request, _ExchangeSegments(leaving, coming, even))
+    schedule = _ExchangeSegments(leaving, coming, even, request.row_width, kind)
+    return execute(decide(request), request, schedule)
+
+
+def _row_width(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the last dimension that all tensors have in common; 0 where there is none, or where a tensor has less than two dimensions."""
+    widths = {tensor.shape[-1] if tensor.dim() >= 2 else 0 for tensor in tensors}
+    return widths.pop() if len(widths) == 1 else 0
 
 
 def _segments(tensor: torch.Tensor, rows: Sequence[int] | None, group: dist.ProcessGroup | None) -> list[int]:

@@ -14,19 +14,22 @@ from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.execution import execute, is_small, pass_small
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
 from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.schedules import byte_words
 from ds_zipccl.comm.schedules.pipeline import Fragments, open_exchange, run_pipeline
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 
 @dataclass(frozen=True, slots=True)
 class _FromRoot:
-    """The root compresses each fragment once and sends it to every peer."""
+    """The root compresses each fragment once and sends it to every peer. Bytes may go as words of another dtype."""
 
     root: int  # group rank
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         fragments, sends = Fragments(ctx, [*inputs, *outputs]), ctx.rank == self.root
         with open_exchange(ctx) as exchange:
+            if byte_words.is_bytes([*inputs, *outputs][0].dtype, ctx):
+                exchange.set_coder(byte_words.ByteCoder(ctx))
 
             def post(step: int) -> None:
                 exchange.next_step()

@@ -1,11 +1,13 @@
-"""send, recv, isend, irecv: one frame for each tensor, matched by peer and the caller's tag, in order.
+"""send, recv, isend, irecv: a message for each tensor, matched by peer and the caller's tag, in order.
 
-Sender and receiver of a compressed message must have the same dtype, size and config, as with collectives.
+Sender and receiver of a compressed message must have the same dtype, size and config, as with collectives. :mod:`.p2p_message` has its
+parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,18 +15,26 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm import work
+from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide_message
 from ds_zipccl.comm.execution import logical_order
-from ds_zipccl.comm.frames import FrameCoder
 from ds_zipccl.comm.group_state import group_rank, group_state, is_member, resolve_group
+from ds_zipccl.comm.ops import p2p_choice, p2p_known
+from ds_zipccl.comm.ops.p2p_known import Receipt
+from ds_zipccl.comm.ops.p2p_message import Incoming, Outgoing
+from ds_zipccl.comm.schedules.pipeline import abandon
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
-from ds_zipccl.comm.work import PostedWork
+from ds_zipccl.comm.work import PostedWork, Work
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
+
+#: Timeout of a receive in the background: its ``wait()`` has the group's own timeout, which must not end before the program waits. gloo
+#: closes the connection where a wait ends without a message.
+_NO_END = timedelta(days=3650)
 
 
 def send(
@@ -37,7 +47,7 @@ def send(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> None:
-    """``torch.distributed.send``: blocks until the frame is sent.
+    """``torch.distributed.send``: blocks until the frames are sent.
 
     Raises:
         ValueError: the destination is this rank itself.
@@ -46,7 +56,7 @@ def send(
         raise ValueError(
             f"send: wanted another rank as destination, got this rank itself, {dist.get_rank(group)}; copy the tensor"
         )
-    if (work := isend(tensor, dst, group, tag, group_dst, config=config, role=role)) is not None:
+    if (work := _send(tensor, dst, group, tag, group_dst, config, role, bounded=True)) is not None:
         work.wait()
 
 
@@ -64,11 +74,11 @@ def recv(
 
     With ``src`` and ``group_src`` None, a message from any rank is received.
     """
-    work = irecv(tensor, src, group, tag, group_src, config=config, role=role)
-    if work is None:
+    handle = _recv(tensor, src, group, tag, group_src, config, role, blocking=True)
+    if handle is None:
         return -1
-    work.wait()
-    source = group_rank(group, src, group_src) if (src, group_src) != (None, None) else work._source_rank()
+    handle.wait()
+    source = group_rank(group, src, group_src) if (src, group_src) != (None, None) else handle._source_rank()
     return dist.get_global_rank(resolve_group(group), source)
 
 
@@ -82,35 +92,9 @@ def isend(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> Any:
-    """``torch.distributed.isend``: compresses and posts on the calling thread. ``tensor`` may be overwritten afterwards."""
-    if not is_member(group):
-        return dist.isend(tensor, dst, group, tag)
-    group = resolve_group(group)
-    peer = group_rank(group, dst, group_dst)
-    to = dist.get_global_rank(group, peer)
-    decision = _decide("send", tensor, group, tag, peer, config, role)
-    if not decision.frames:
-        counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), decision.reason)
-        return dist.isend(tensor, to, group, tag)
-    first = TagRange.POINT_TO_POINT + tag
-    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first)
-    doing = f"sending to global rank {to}"
-    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing):
-        with ctx.working():
-            flat = logical_order(tensor)
-            frame = FrameCoder(ctx).compress(flat, buffers := PooledBuffers())
-        handle = ctx.transport.post_send(frame, peer, first)
-        beside = dist.isend(flat.clone(), to, group, TagRange.SHADOW + tag) if config.check == "shadow" else None
-
-    def finish(timeout: timedelta | None) -> None:
-        with ctx.naming(doing):
-            _wait(handle, timeout)
-            if beside is not None:
-                beside.wait()
-        counters.record(role, "send", flat.nbytes, frame.nbytes)
-        buffers.release()
-
-    return PostedWork("send", [tensor], finish, handle._source_rank)
+    """``torch.distributed.isend``: compresses and posts on the calling thread, without blocking on the peer. ``tensor`` may be overwritten
+    afterwards: the handle has the whole message in memory until it is sent."""
+    return _send(tensor, dst, group, tag, group_dst, config, role, bounded=False)
 
 
 def irecv(
@@ -123,8 +107,69 @@ def irecv(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
 ) -> Any:
-    """``torch.distributed.irecv``: posts the receive; ``wait()`` decompresses into ``tensor``. With ``src`` and ``group_src`` None, a
-    message from any rank is received."""
+    """``torch.distributed.irecv``: posts the receive. With ``src`` and ``group_src`` None, a message from any rank is received.
+
+    A tensor of one fragment is decompressed in the first ``wait()``. A larger tensor, and in mode auto every one, is received in the
+    background, because its sender may block before the program here comes to ``wait()``.
+    """
+    return _recv(tensor, src, group, tag, group_src, config, role, blocking=False)
+
+
+def _send(
+    tensor: torch.Tensor,
+    dst: int | None,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    group_dst: int | None,
+    config: ZipcclConfig,
+    role: str,
+    *,
+    bounded: bool,
+) -> Any:
+    """As :func:`isend`. With ``bounded``, posting may block on the peer, so that memory is bounded, and ``tensor`` must stay as it is."""
+    if not is_member(group):
+        return dist.isend(tensor, dst, group, tag)
+    group = resolve_group(group)
+    peer = group_rank(group, dst, group_dst)
+    to = dist.get_global_rank(group, peer)
+    decision = _decide("send", tensor, group, tag, peer, config, role)
+    if not decision.frames:
+        counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), decision.reason)
+        return dist.isend(tensor, to, group, tag)
+    first = TagRange.POINT_TO_POINT + tag
+    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first)
+    doing, beside = f"sending to global rank {to}", None
+    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), ctx.working():
+        flat = logical_order(tensor.resolve_conj().resolve_neg())  # the words that the receiver reads
+        if config.check == "shadow":
+            beside = dist.isend(flat.clone(), to, group, TagRange.SHADOW + tag)
+        message = Outgoing(ctx, flat, peer, bounded, p2p_choice.next_way(ctx, peer, flat))
+        known = p2p_known.remembers(flat.dtype, flat.numel(), tag, config)
+        with _kept_on_error(message):
+            message.post(p2p_known.sent_channel(ctx.state, peer, tag) if known else None)
+
+    def finish(timeout: timedelta | None) -> None:
+        with ctx.naming(doing), _kept_on_error(message):
+            message.wait(timeout)
+            if beside is not None:
+                beside.wait()
+        counters.record(role, "send", ctx.logical_bytes, ctx.wire_bytes, POOL.peak)
+
+    return PostedWork("send", [tensor], finish, _no_source)
+
+
+def _recv(
+    tensor: torch.Tensor,
+    src: int | None,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    group_src: int | None,
+    config: ZipcclConfig,
+    role: str,
+    *,
+    blocking: bool,
+) -> Any:
+    """As :func:`irecv`. With ``blocking``, the caller waits for the handle at once."""
     if not is_member(group):
         return dist.irecv(tensor, src, group, tag)
     group = resolve_group(group)
@@ -135,7 +180,6 @@ def irecv(
         return dist.irecv(tensor, None if peer is None else dist.get_global_rank(group, peer), group, tag)
     first = TagRange.POINT_TO_POINT + tag
     ctx = OpContext("recv", group, config, role, decision.codec, tensor.device, tag=first)
-    coder = FrameCoder(ctx)
 
     def beside(source: int) -> Shadow:
         def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
@@ -144,32 +188,52 @@ def irecv(
         return Shadow(plain, [], [tensor.contiguous()], "bits", ctx.size)
 
     doing = "receiving from " + ("any rank" if peer is None else f"global rank {ctx.global_rank(peer)}")
-    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing):
-        frame = coder.recv_buffer(tensor.numel(), tensor.dtype, buffers := PooledBuffers())
-        handle = ctx.transport.post_recv(frame, peer, first)
-        shadow = beside(peer) if config.check == "shadow" and peer is not None else None
 
     @torch.inference_mode()
     @tensors.undisturbed()
     def finish(timeout: timedelta | None) -> None:
-        with ctx.naming(doing):
-            _wait(handle, timeout)
-        source = handle._source_rank() if peer is None else peer
-        with ctx.working():
-            flat = logical_order(tensor)
-            coder.decompress(frame, source, flat)
-            if not tensor.is_contiguous():
-                tensor.copy_(flat.view(tensor.shape))
-        buffers.release()
+        with _kept_on_error(message):
+            with ctx.naming(doing):
+                message.wait(timeout)
+            with ctx.working():
+                flat = logical_order(tensor)
+                message.write(flat, receipt)
+                if not tensor.is_contiguous():
+                    tensor.copy_(flat.view(tensor.shape))
         if config.check == "shadow":
-            (shadow or beside(source)).compare([tensor], ctx.error)
-        counters.record(role, "recv", 0, 0)
+            (shadow or beside(message.source())).compare([tensor], ctx.error)
+        counters.record(role, "recv", 0, 0, POOL.peak)
 
-    return PostedWork("recv", [tensor], finish, handle._source_rank)
+    kind, receipt = (tensor.dtype, tensor.numel()), None
+    known = p2p_known.remembers(*kind, tag, config)
+    inbox = p2p_known.inbox(ctx.state, tag) if known else None
+    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), inbox.lock if inbox else nullcontext():
+        message = Incoming(ctx, tensor.numel(), tensor.dtype, peer)
+        shadow = beside(peer) if config.check == "shadow" and peer is not None else None
+        if inbox is not None:
+            receipt = Receipt(inbox, peer, kind, p2p_known.limit(config))
+        handle: Work = (
+            work.start_recv([tensor], lambda: finish(_NO_END), message.source, ctx.transport.timeout())
+            if message.may_have_body and not blocking
+            else PostedWork("recv", [tensor], finish, message.source)
+        )
+        if inbox is not None:
+            inbox.add(handle, peer)
+    return handle
 
 
-def _wait(handle: dist.Work, timeout: timedelta | None) -> None:
-    handle.wait() if timeout is None else handle.wait(timeout)
+@contextmanager
+def _kept_on_error(message: Incoming | Outgoing) -> Iterator[None]:
+    """Keep a message that has failed: the transport may still use its memory."""
+    try:
+        yield
+    except BaseException:
+        abandon(message)
+        raise
+
+
+def _no_source() -> int:
+    raise RuntimeError("source_rank() is for receives, this is send; call it on the handle of irecv")
 
 
 def _decide(

@@ -9,7 +9,7 @@ bounds the memory of a rank; the size of the message does not matter.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ds_zipccl import tensors
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.frames import FrameCoder
+from ds_zipccl.comm.frames import FrameCoder, Rows
+from ds_zipccl.comm.schedules.sent_rows import SentRows
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import parse
 from ds_zipccl.policy import wire
@@ -92,14 +93,14 @@ class _Posted(NamedTuple):
 
 @contextmanager
 def open_exchange(
-    ctx: OpContext, index: int = 0, *, control: bool = False, uncoded: bool = False
+    ctx: OpContext, index: int = 0, *, control: bool = False, uncoded: bool = False, rows: Rows | None = None
 ) -> Iterator[Exchange]:
     """Open an exchange; leaving blocks until every send is done. After an error the exchange waits for nothing and raises at once.
 
     ``control``: the messages are not part of the tensors, and plain collectives do not send them; they count as wire bytes only.
-    ``uncoded``: all frames are raw.
+    ``uncoded``: all frames are raw. ``rows``: see :class:`ds_zipccl.comm.frames.FrameCoder`.
     """
-    exchange = Exchange(ctx, index, control, uncoded)
+    exchange = Exchange(ctx, index, control, uncoded, rows)
     try:
         yield exchange
         exchange.flush()
@@ -108,19 +109,25 @@ def open_exchange(
         raise
 
 
-def abandon(exchange: Exchange) -> None:
-    """Keep the handles of a failed exchange. The last :data:`ABANDONED` failed exchanges are kept."""
+def abandon(exchange: object) -> None:
+    """Keep the object that has the handles of a failed exchange. The last :data:`ABANDONED` such objects are kept."""
     _abandoned.append(exchange)
 
 
 class Exchange:
     """The frames of one tag. Frames of one pair of ranks arrive in the order of sending; empty tensors are not sent."""
 
-    def __init__(self, ctx: OpContext, index: int, control: bool, uncoded: bool = False) -> None:
-        self._ctx, self._coder, self._control = ctx, FrameCoder(ctx, uncoded), control
+    def __init__(
+        self, ctx: OpContext, index: int, control: bool, uncoded: bool = False, rows: Rows | None = None
+    ) -> None:
+        self._ctx, self._coder, self._control, self._rows = ctx, FrameCoder(ctx, uncoded, rows), control, rows
         self._tag = ctx.tag(index)
         self._sends: deque[list[_Posted]] = deque([[]])
         self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
+
+    def set_coder(self, coder: FrameCoder) -> None:
+        """Make and read the frames by ``coder``."""
+        self._coder = coder
 
     def next_step(self) -> None:
         """Begin a step of sends. Blocks until the frames of more than two pipeline depths ago are sent, and takes their memory back."""
@@ -143,9 +150,17 @@ class Exchange:
             frame = self._coder.compress(flat, buffers := PooledBuffers(), base)
             self._post(frame, flat.nbytes, peers, buffers)
 
-    def send_each(self, flats: Sequence[torch.Tensor], peers: Sequence[int]) -> None:
-        """Send ``flats[peer]`` to each of ``peers``, in this order. Small tensors are compressed in one call, large tensors one by one."""
+    def search_rows(self, segments: Mapping[int, torch.Tensor]) -> SentRows | None:
+        """Search the segments that go to peers for rows that need not travel; None where the exchange has no rows. ``segments``: as for
+        :class:`ds_zipccl.comm.schedules.sent_rows.SentRows`."""
+        return SentRows(self._ctx, self._coder, self._rows, segments) if self._rows else None
+
+    def send_each(self, flats: Sequence[torch.Tensor], peers: Sequence[int], rows: SentRows | None = None) -> None:
+        """Send ``flats[peer]`` to each of ``peers``, in this order. Small tensors are compressed in one call, large tensors one by one.
+        ``rows``: the tensors are the next parts of its segments."""
         chosen = [peer for peer in peers if flats[peer].numel()]
+        if rows is not None:
+            chosen = [peer for peer in chosen if not self._send_rows(rows, flats[peer], peer)]
         if wire.encode_together([flats[peer].nbytes for peer in chosen]):
             frames = self._coder.compress_each([flats[peer] for peer in chosen], buffers := PooledBuffers())
             for peer, frame in zip(chosen, frames, strict=True):
@@ -154,6 +169,15 @@ class Exchange:
             for peer in chosen:
                 self.send(flats[peer], peer)
 
+    def _send_rows(self, rows: SentRows, flat: torch.Tensor, peer: int) -> bool:
+        """Send the next part of a segment as a row frame; return False where an ordinary frame is as good."""
+        frame = rows.frame(peer, flat, buffers := PooledBuffers())
+        if frame is None:
+            buffers.release()
+            return False
+        self._post(frame, flat.nbytes, [peer], buffers)
+        return True
+
     def _post(self, frame: torch.Tensor, nbytes: int, peers: Sequence[int], buffers: PooledBuffers) -> None:
         for peer in peers:
             with self._ctx.naming("sending to", peer):
@@ -161,12 +185,14 @@ class Exchange:
             self._sends[-1].append(_Posted(peer, handle, frame, buffers))
             self._ctx.count(0 if self._control else nbytes, frame.nbytes)
 
-    def recv(self, peer: int, out: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
+    def recv(
+        self, peer: int, out: torch.Tensor, base: torch.Tensor | None = None, earlier: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Decompress the next frame of ``peer`` into flat ``out`` and return ``out``; blocks until the frame arrives. ``base``: the base of
-        a frame that is a difference."""
+        a frame that is a difference. ``earlier``: the received part of the segment, directly in front of ``out`` in memory."""
         if out.numel():
             with self._arrived(peer) as posted:
-                self._coder.decompress(posted.frame, peer, out, base)
+                self._coder.decompress(posted.frame, peer, out, base, earlier)
         return out
 
     def forward(self, peer: int, out: torch.Tensor, to: Exchange, peers: Sequence[int]) -> None:

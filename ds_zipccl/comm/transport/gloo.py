@@ -7,6 +7,7 @@ the frame's header has the true length.
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.spans import cut
-from ds_zipccl.comm.transport.protocol import Capabilities, SumSwitches
+from ds_zipccl.comm.transport.protocol import Capabilities, SumSwitches, timeout_of
 
 #: gloo's largest segment, in bytes (admission: part of the geometry of gloo's rings).
 _SEGMENT_BYTES = 1 << 20
@@ -44,6 +45,9 @@ class GlooTransport:
 
     def ask_sum_switches(self) -> SumSwitches:
         return Denormals(self._group)
+
+    def timeout(self) -> timedelta:
+        return timeout_of(self._group, torch.device("cpu"))
 
 
 def _ceil(count: int, unit: int) -> int:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ds_zipccl.comm.transport.protocol import timeout_of
+
 
 class NcclTransport:
     """The collectives of one group that schedules are made of; see :class:`.protocol.CollectiveTransport`.
@@ -46,9 +48,4 @@ class NcclTransport:
         return self._group in c10d._world.pg_coalesce_state
 
     def timeout(self, device: torch.device) -> timedelta:
-        default: timedelta = c10d.default_pg_timeout
-        try:
-            found: timedelta = getattr(self._group._get_backend(device).options, "_timeout", default)
-        except (AttributeError, RuntimeError):  # a backend without options
-            return default
-        return found
+        return timeout_of(self._group, device)

@@ -14,9 +14,12 @@ from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 #: Tags in each range (admission). The ranges lie above the tags that programs use and below 2**31.
 TAGS_PER_RANGE = 1 << 28
+#: Tags for the bodies of announced sends (admission: a body is over long before its tag comes round again).
+BODY_TAGS = TAGS_PER_RANGE // 4
 #: Tags of one collective (admission: gathers by node have two exchanges, and differences have one before and one after these; all-reduces
 #: in two levels have four).
 TAGS_PER_COLLECTIVE = 4
@@ -30,6 +33,10 @@ class TagRange(IntEnum):
     SHADOW = POINT_TO_POINT + TAGS_PER_RANGE
     #: One tag serves all exchanges of a calibration: messages of a pair of ranks arrive in order.
     CALIBRATION = SHADOW + TAGS_PER_RANGE
+    #: A tag for the body of each announced send, by the number of the send. The range lies in the unused part of the one before.
+    BODY = CALIBRATION + TAGS_PER_RANGE // 2
+    #: A tag for the report on each announced send, by the number of the send, from the receiver to the sender.
+    REPORT = BODY + BODY_TAGS
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,20 @@ class Transport(Protocol):
     def ask_sum_switches(self) -> SumSwitches:
         """Ask all ranks for the switches of their sums; a collective that does not block."""
         ...
+
+    def timeout(self) -> timedelta:
+        """Return the time after which the backend gives an operation up."""
+        ...
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return the time after which the backend of a group for tensors on ``device`` gives an operation up."""
+    default: timedelta = c10d.default_pg_timeout
+    try:
+        found: timedelta = getattr(group._get_backend(device).options, "_timeout", default)
+    except (AttributeError, RuntimeError):  # a backend without options
+        return default
+    return found
 
 
 class CollectiveTransport(Protocol):

@@ -1,0 +1,182 @@
+"""Side tensors of sends, such as masks and token numbers: a tensor that equals the last one of its channel goes as a hash.
+
+A channel is the sends of one rank to another one on one tag of a group. For each kind of tensor, a dtype and a size, the sender keeps the
+hash of the last tensor, and the receiver a copy of it. Both sides remember in the same order and with the same limit, so that they always
+know the same kinds:
+
+* Sends of a channel are put in order by the sender's lock: the hash is kept where the message is posted.
+* Messages of a channel arrive in that order. The receiver decodes them in that order too, whatever the order of the program's ``wait()``:
+  a receive first ends the earlier receives of its channel. Their messages have arrived, so that nothing waits for the program.
+* The limit of a channel is a function of the config and of the tag, and the kind that was sent least recently goes first.
+
+A message that fails leaves the two sides apart. The hash then tells: the receiver refuses, and no wrong tensor is ever taken for the right
+one. The state lives as long as the group, so that a new group starts afresh on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ds_zipccl.comm.group_state import GroupState
+from ds_zipccl.comm.work import Work
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import wire
+from ds_zipccl.policy.admission import SIDE_DTYPES
+from ds_zipccl.telemetry import counters
+
+#: Tags with channels that remember (admission). All tags of a pair of ranks together keep at most ``staging_mib``.
+TAGS = 4
+
+_T = TypeVar("_T")
+#: dtype and elements of a tensor.
+Kind = tuple[torch.dtype, int]
+
+
+def limit(config: ZipcclConfig) -> int:
+    """Return the most bytes of the tensors that a channel remembers."""
+    return (config.staging_mib << 20) // TAGS
+
+
+def remembers(dtype: torch.dtype, numel: int, tag: int, config: ZipcclConfig) -> bool:
+    """Return whether both sides remember a send: its dtype is not coded, and its channel has room. Equal on both sides."""
+    nbytes = numel * dtype.itemsize
+    return dtype in SIDE_DTYPES and tag < TAGS and wire.RAW_BELOW_BYTES <= nbytes <= limit(config)
+
+
+class Latest(Generic[_T]):
+    """What one side remembers of a channel: for each kind of tensor the hash or the copy of the last tensor."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Kind, _T] = OrderedDict()
+
+    def get(self, kind: Kind) -> _T | None:
+        """Return the entry of a kind, None without one."""
+        return self._found.get(kind)
+
+    def put(self, kind: Kind, entry: _T, most: int) -> None:
+        """Remember an entry, now the latest. The oldest kinds are dropped while all tensors take more than ``most`` bytes."""
+        self._found[kind] = entry
+        self._found.move_to_end(kind)
+        while self.nbytes() > most:
+            self._found.popitem(last=False)
+
+    def drop(self, kind: Kind) -> None:
+        """Forget a kind."""
+        self._found.pop(kind, None)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the tensors that the entries stand for."""
+        return sum(numel * dtype.itemsize for dtype, numel in self._found)
+
+
+class SentChannel:
+    """The sender's side of a channel. The lock is held while a message is posted and remembered."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.hashes: Latest[bytes] = Latest()
+
+
+class Inbox:
+    """The receiver's side of the channels of one tag. The lock is held while a receive is posted and added."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._open: list[tuple[Work, int | None]] = []
+        self._copies: dict[int, Latest[torch.Tensor]] = {}
+
+    def earlier(self) -> list[tuple[Work, int | None]]:
+        """Return the receives that have not ended, each with its source, None for any rank."""
+        self._open = [(work, peer) for work, peer in self._open if not work.is_completed()]
+        return list(self._open)
+
+    def add(self, work: Work, peer: int | None) -> None:
+        """Add a receive."""
+        self._open.append((work, peer))
+
+    def copies(self, source: int) -> Latest[torch.Tensor]:
+        """Return the copies of the channel of rank ``source``."""
+        return self._copies.setdefault(source, Latest())
+
+    def nbytes(self) -> int:
+        """Return the bytes of all copies."""
+        return sum(latest.nbytes() for latest in tuple(self._copies.values()))
+
+
+class Receipt:
+    """The place of one receive in the order of its channel. Made while the inbox's lock is held."""
+
+    def __init__(self, inbox: Inbox, peer: int | None, kind: Kind, most: int) -> None:
+        self._inbox, self._peer, self._kind, self._most = inbox, peer, kind, most
+        self._earlier = inbox.earlier()
+
+    def take_turn(self, source: int) -> None:
+        """Block until the earlier receives of the channel of ``source``, from which this one's message has arrived, have ended.
+
+        A receive from any rank takes the message that arrives first. So if this is one, earlier ones have their messages. If this is one
+        from ``source``, an earlier one from any rank belongs to another channel: otherwise chance would decide which receive gets which
+        message.
+        """
+        for work, peer in self._earlier:
+            if peer == source or (peer is None and self._peer is None):
+                with contextlib.suppress(Exception):  # its own wait() raises
+                    work.wait()
+        self._earlier = []
+
+    def copy(self, source: int) -> torch.Tensor | None:
+        """Return the copy of the last tensor of the channel, flat; None without one. Valid until :meth:`keep`."""
+        return self._inbox.copies(source).get(self._kind)
+
+    def keep(self, source: int, flat: torch.Tensor) -> None:
+        """Remember a tensor of the channel, the contents of ``flat``. Bytes are copied: a copy of bools may not keep bytes above 1."""
+        latest, content = self._inbox.copies(source), flat.view(torch.uint8)
+        kept = latest.get(self._kind)
+        if kept is None:
+            kept = content.clone().view(flat.dtype)
+        else:
+            kept.view(torch.uint8).copy_(content)
+        latest.put(self._kind, kept, self._most)
+
+
+class _Channels:
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int], SentChannel] = {}
+        self.inboxes: dict[int, Inbox] = {}
+
+
+_channels: WeakKeyDictionary[GroupState, _Channels] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def _of(state: GroupState) -> _Channels:
+    with _making:  # all threads must get the same object
+        return _channels.setdefault(state, _Channels())
+
+
+def sent_channel(state: GroupState, peer: int, tag: int) -> SentChannel:
+    """Return the channel of this rank's sends to rank ``peer`` of a group."""
+    sent = _of(state).sent
+    with _making:
+        return sent.setdefault((peer, tag), SentChannel())
+
+
+def inbox(state: GroupState, tag: int) -> Inbox:
+    """Return the channels of a tag of a group to this rank."""
+    inboxes = _of(state).inboxes
+    with _making:
+        return inboxes.setdefault(tag, Inbox())
+
+
+def _kept_bytes() -> int:
+    with _making:
+        boxes = [box for channels in _channels.values() for box in channels.inboxes.values()]
+    return sum(box.nbytes() for box in boxes)
+
+
+counters.count_memory("copies of side tensors received", _kept_bytes)

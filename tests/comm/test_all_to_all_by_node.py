@@ -1,0 +1,366 @@
+"""All-to-alls by node: every bit arrives, in fewer messages and no more bytes between nodes; sizes that disagree are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import corpus
+import levels
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+from levels import CountingTransport, Nodes, nodes_of
+from moves import CODED
+
+from ds_zipccl import comm
+from ds_zipccl.comm.buffer_pool import POOL
+from ds_zipccl.comm.schedules import all_to_all_by_node
+from ds_zipccl.comm.schedules.pipeline import Exchange
+from ds_zipccl.comm.transport import TRANSPORTS
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import tuner_rules, wire
+from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry.table import render
+
+WIDTH = 8
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def filled(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A bell, every third word of which has random bits: NaN payloads, infinities, -0 and denormals among them."""
+    noise = torch.Generator().manual_seed(1000 * seed + rank)
+    bell = torch.randn(numel, generator=noise).to(dtype)
+    words = bell.view(torch.int16)[:: 3 * dtype.itemsize // 2]
+    words.copy_(torch.randint(-(1 << 15), 1 << 15, words.shape, generator=noise, dtype=torch.int16))
+    return bell
+
+
+def rows_of(ranks: int, seed: int) -> list[list[int]]:
+    """Rows from each rank to each rank: some pairs, ranks and nodes have nothing; some segments have several fragments."""
+    noise = random.Random(seed)
+    rows = [[noise.choice((0, 1, 3, 200, 4000, 9000)) for _ in range(ranks)] for _ in range(ranks)]
+    if seed % 4 == 1:
+        rows[noise.randrange(ranks)] = [0] * ranks
+    if seed % 4 == 2:
+        idle = noise.randrange(ranks)
+        rows = [[0 if to == idle else count for to, count in enumerate(row)] for row in rows]
+    if seed % 4 == 3:
+        rows = [
+            [count if (to < ranks // 2) == (here < ranks // 2) else 0 for to, count in enumerate(row)]
+            for here, row in enumerate(rows)
+        ]
+    return rows if seed % 7 else [[0] * ranks for _ in range(ranks)]
+
+
+def exchanged(rank: int, ranks: int, seed: int, later: bool = False, config: ZipcclConfig = CODED) -> torch.Tensor:
+    """One uneven exchange; returns the output, after a comparison of its bits."""
+    rows, dtype = rows_of(ranks, seed), DTYPES[seed % 2]
+    sent = [filled(peer, sum(row) * WIDTH, dtype, seed).view(-1, WIDTH) for peer, row in enumerate(rows)]
+    coming = [row[rank] for row in rows]
+    out = torch.empty(sum(coming), WIDTH, dtype=dtype)
+    handle = comm.all_to_all_single(out, sent[rank], coming, rows[rank], None, later, config=config, role="ep")
+    handle.wait() if later else None
+    corpus.assert_same_bits(out, torch.cat([tensor.split(row)[rank] for tensor, row in zip(sent, rows, strict=True)]))
+    return out
+
+
+def small_fragments() -> None:
+    wire.FRAGMENT_BYTES = (1 << 15, 1 << 15)
+
+
+def by_node(rank: int, ranks: int, nodes: Nodes, seeds: range, plant: Callable[[], None] | None = None) -> int:
+    """Uneven and even exchanges by node, blocking and not; returns how many went by node."""
+    levels.pretend(nodes)
+    small_fragments()
+    went = []
+    real = all_to_all_by_node.exchange_by_node
+    comm.ops.all_to_all.exchange_by_node = lambda *args: (went.append(1), real(*args))
+    if plant is not None:
+        plant()
+    for seed in seeds:
+        exchanged(rank, ranks, seed, later=seed % 3 == 0)
+        numel = ranks * (0, 1, 700, 150_000)[seed % 4]
+        sent = [filled(peer, numel, DTYPES[seed // 2 % 2], seed) for peer in range(ranks)]
+        out = sent[rank].clone()
+        source = out if seed % 3 != 1 else sent[rank]  # in place too
+        comm.all_to_all_single(out, source, config=CODED)
+        corpus.assert_same_bits(out, torch.cat([tensor.chunk(ranks)[rank] if numel else tensor for tensor in sent]))
+    return len(went)
+
+
+CROSSED = [[0, 2], [1, 3]]
+UNORDERED = [[1, 2, 5], [0, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    "nodes", [nodes_of(2, 2), pytest.param(CROSSED, marks=pytest.mark.full(reason="ranks in order stay"))], ids=str
+)
+def test_every_bit_arrives(nodes: Nodes) -> None:
+    assert min(runner.run(by_node, 4, nodes, range(1, 13))) >= 12
+
+
+@pytest.mark.full(reason="groups of six ranks; four ranks stay")
+@pytest.mark.parametrize("nodes", [nodes_of(2, 3), nodes_of(3, 2), UNORDERED], ids=str)
+def test_every_bit_arrives_among_six(nodes: Nodes) -> None:
+    assert min(runner.run(by_node, 6, nodes, range(1, 9))) >= 8
+
+
+def wrong_part() -> None:
+    """Planted: the parts of a stream are cut one element too late."""
+    part = all_to_all_by_node._Stream.part
+
+    def late(self: Any, at: int, step: int) -> tuple[slice, slice]:
+        here, there = part(self, at, step)
+        moved = slice(here.start + 1, here.stop + 1) if not at and here.stop < self.numel(step) else here
+        return moved, there
+
+    all_to_all_by_node._Stream.part = late  # type: ignore[method-assign]
+
+
+def wrong_order() -> None:
+    """Planted: a forwarder sends its streams in another order than its neighbors expect."""
+    init = all_to_all_by_node._NodeExchange.__init__
+
+    def turned(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self._carried.reverse()
+
+    all_to_all_by_node._NodeExchange.__init__ = turned  # type: ignore[method-assign]
+
+
+def input_written() -> None:
+    """Planted: an input is read where the output has been written already."""
+    all_to_all_by_node.detached = lambda sources, written, homes: sources
+
+
+@pytest.mark.full(reason="mistakes that no other test needs")
+@pytest.mark.parametrize(
+    ("plant", "nodes"), [(wrong_part, nodes_of(2, 2)), (wrong_order, nodes_of(3, 2)), (input_written, nodes_of(2, 2))]
+)
+def test_mistakes_are_seen(plant: Callable[[], None], nodes: Nodes) -> None:
+    with pytest.raises(runner.RankFailure, match=r"words differ|refused"):
+        runner.run(by_node, sum(map(len, nodes)), nodes, range(1, 8), plant, timeout=30)
+
+
+# ---- sizes that disagree -----------------------------------------------------------------------------------------------
+
+
+def disagreeing(rank: int, ranks: int, split: list[int]) -> None:
+    """Rank 0 sends ``split`` rows to the ranks; all other ranks send ten rows to each rank, and expect ten rows from each."""
+    levels.pretend(nodes_of(2, 2))
+    leaving = split if rank == 0 else [10] * ranks
+    coming = [split[0] if rank == peer == 0 else 10 for peer in range(ranks)]
+    out, source = torch.empty(sum(coming), WIDTH), torch.ones(sum(leaving), WIDTH)
+    comm.all_to_all_single(out, source, coming, leaving, config=CODED)
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (
+            [10, 10, 7, 13],
+            r"global rank 0 sends segments of \[56, 104\] elements .* expect \[80, 80\]; give split sizes",
+        ),
+        ([10, 10, 0, 0], r"global rank 0 sends segments of \[0, 0\]"),
+        (
+            [10, 12, 10, 10],
+            r"global rank 1 expects segments of \[80, 80, 80, 80\] elements, and 96 elements are for it",
+        ),
+    ],
+)
+def test_sizes_that_disagree_are_refused(split: list[int], words: str) -> None:
+    """By a rank that would hand the parts on: also where their sum is right, and where nothing comes."""
+    with pytest.raises(runner.RankFailure, match=words):
+        runner.run(disagreeing, 4, split, timeout=15)
+
+
+def lying(rank: int, ranks: int, sizes: list[int]) -> None:
+    """Planted: rank 1 tells its neighbor other sizes than it expects, which may be out of all bounds."""
+    levels.pretend(nodes_of(2, 2))
+    if rank == 1:
+        send = Exchange.send
+
+        def lie(self: Exchange, flat: torch.Tensor, *peers: int, **more: Any) -> None:
+            if flat.dtype == torch.int64 and flat.numel() == ranks:
+                flat = torch.tensor(sizes)
+            send(self, flat, *peers, **more)
+
+        Exchange.send = lie  # type: ignore[method-assign]
+    out = torch.empty(40, WIDTH)
+    comm.all_to_all_single(out, torch.ones(40, WIDTH), [10] * 4, [10] * 4, config=CODED)
+
+
+@pytest.mark.full(reason="sizes that disagree stay")
+@pytest.mark.parametrize("sizes", [[80, 80, 1 << 62, 80], [80, 80, -80, 80], [80, 80, 0, 0], [80, 80, 79, 80]], ids=str)
+def test_sizes_of_a_neighbor_are_not_trusted(sizes: list[int]) -> None:
+    with pytest.raises(runner.RankFailure, match=r"rank 0: (.|\n)*(sends|expects) segments of \["):
+        runner.run(lying, 4, sizes, timeout=15)
+
+
+# ---- bytes, messages, memory -------------------------------------------------------------------------------------------
+
+SEGMENT = 1 << 17
+
+
+class CountingMessages(CountingTransport):
+    """As its base, with the messages between nodes."""
+
+    messages = 0
+
+    def post_send(self, buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        before = CountingTransport.between
+        handle = super().post_send(buffer, peer, tag)
+        CountingMessages.messages += CountingTransport.between > before
+        return handle
+
+
+def between(rank: int, ranks: int, nodes: Nodes, straight: bool) -> list[tuple[int, int]]:
+    """Bytes and messages between nodes: of random words, which do not shrink, and of bells; uneven, and even."""
+    levels.pretend(nodes)
+    if straight:
+        levels.in_one_level_only()
+    wire.FRAGMENT_BYTES = (64 << 20, 64 << 20)
+    noise = torch.Generator().manual_seed(rank)
+    words = torch.randint(-(1 << 15), 1 << 15, (ranks * SEGMENT,), generator=noise, dtype=torch.int16)
+    found = []
+    bell = torch.randn(ranks * SEGMENT, generator=noise).bfloat16()
+    for source, role in ((words.view(torch.bfloat16), "sp"), (bell, "ep")):  # frames of one role learn from each other
+        for rows in ([SEGMENT // 1024] * ranks, None):
+            counters.reset()
+            CountingTransport.begin()
+            TRANSPORTS["gloo"], CountingMessages.messages = CountingMessages, 0
+            source = source.view(-1, 1024)
+            config = replace(CODED, staging_mib=1024)
+            comm.all_to_all_single(torch.empty_like(source), source, rows, rows, config=config, role=role)
+            (row,) = counters.rows()
+            assert row["logical_bytes"] == 2 * (ranks - 1) * SEGMENT
+            assert row["wire_bytes"] == CountingTransport.between + CountingTransport.inside
+            found.append((CountingTransport.between, CountingMessages.messages))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"),
+    [
+        (2, 2),
+        *[pytest.param(*shape, marks=pytest.mark.full(reason="six ranks; four stay")) for shape in ((2, 3), (3, 2))],
+    ],
+)
+def test_no_more_bytes_and_fewer_messages_between_nodes(nodes: int, each: int) -> None:
+    """Uneven exchanges have one more message to each node: the sizes of its parts."""
+    by_node, straight = (runner.run(between, nodes * each, nodes_of(nodes, each), way) for way in (False, True))
+    plain = 2 * SEGMENT * each * (nodes - 1)
+    for (random_uneven, random_even, uneven, even), direct in zip(by_node, straight, strict=True):
+        assert plain < random_even[0] <= random_uneven[0] <= plain * 1.002
+        assert even[0] <= uneven[0] <= plain / 1.4
+        assert [messages for _, messages in (random_uneven, random_even)] == [2 * (nodes - 1), nodes - 1]
+        assert {messages for _, messages in direct} == {(nodes - 1) * each}
+        assert all(
+            mine - 512 <= theirs for (mine, _), (theirs, _) in zip((random_uneven, random_even), direct, strict=False)
+        )
+
+
+def bounded(rank: int, ranks: int, numel: int) -> float:
+    """The most memory for frames and fragments, in parts of staging_mib."""
+    levels.pretend(nodes_of(2, 2))
+    POOL.peak = 0
+    source = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    comm.all_to_all_single(torch.empty_like(source), source, config=replace(CODED, staging_mib=6))
+    return POOL.peak / (6 << 20)
+
+
+@pytest.mark.full(reason="large messages")
+def test_memory_is_bounded() -> None:
+    for peak in runner.run(bounded, 4, 16 << 20):
+        assert 0 < peak <= 1.2
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------------------
+
+EXPERTS = replace(CODED, staging_mib=16)
+
+
+def tokens(
+    rank: int, ranks: int, plant: Callable[[], None] | None, config: ZipcclConfig, count: int = 1500
+) -> list[float]:
+    """Rank 0 of each node sends its tokens to both ranks of the other node, rank 1 each token to one of them.
+
+    Returns the plain bytes between nodes for each byte sent there: of a dispatch, and of gradients that are multiples of each other.
+    """
+    levels.pretend(nodes_of(2, 2))
+    small_fragments()
+    if plant is not None:
+        plant()
+    noise, width = torch.Generator(), 64
+    found, sent = [], []
+    for peer in range(ranks):
+        own = torch.randn(count, width, generator=noise.manual_seed(peer))
+        sent.append([own, own.flip(0)] * 2 if peer % 2 == 0 else [*own.chunk(2)] * 2)
+    for kind in ("dispatch", "combine.bwd"):
+        if kind == "combine.bwd":
+            sent = [[part * (1 + 0.1 * number) for number, part in enumerate(parts)] for parts in sent]
+        counts, coming = [len(part) for part in sent[rank]], [len(parts[rank]) for parts in sent]
+        out = torch.empty(sum(coming), width, dtype=torch.bfloat16)
+        source = torch.cat(sent[rank]).bfloat16()
+        CountingTransport.begin()
+        comm.all_to_all_single(out, source, coming, counts, config=config, role="ep", kind=kind)
+        corpus.assert_same_bits(out, torch.cat([parts[rank] for parts in sent]).bfloat16())
+        found.append(sum(counts[2:] if rank < 2 else counts[:2]) * 2 * width / CountingTransport.between)
+    return found
+
+
+def test_a_row_enters_a_node_once() -> None:
+    """Without rows 1.5. A token that goes to both ranks of a node costs as much as one."""
+    for rank, (dispatch, gradients) in enumerate(runner.run(tokens, 4, None, EXPERTS)):
+        assert (2.7 < dispatch < 3.1 and gradients > 1.5) if rank % 2 == 0 else 1.4 < min(dispatch, gradients) < 1.6
+
+
+@pytest.mark.full(reason="rows that go once stay")
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [(1500, replace(EXPERTS, rows="off")), (6000, replace(EXPERTS, staging_mib=1))],
+    ids=["off", "larger than the memory for earlier rows"],
+)
+def test_ordinary_frames_where_the_counterpart_keeps_nothing(count: int, config: ZipcclConfig) -> None:
+    for ratios in runner.run(tokens, 4, None, config, count):
+        assert all(1.4 < ratio < 1.6 for ratio in ratios)
+
+
+def nothing_kept() -> None:
+    """Planted: a counterpart takes the memory in front of a fragment for the earlier rows, without having kept them."""
+    place = all_to_all_by_node._NodeExchange._place
+
+    def lost(self: Any, stream: Any, step: int) -> Any:
+        there, earlier = place(self, stream, step)
+        if earlier is not None:
+            earlier.zero_()
+        return there, earlier
+
+    all_to_all_by_node._NodeExchange._place = lost  # type: ignore[method-assign]
+
+
+@pytest.mark.full(reason="a mistake that no other test needs")
+def test_rows_that_were_not_kept_are_noticed() -> None:
+    with pytest.raises(runner.RankFailure, match=r"words differ"):
+        runner.run(tokens, 4, nothing_kept, EXPERTS, timeout=30)
+
+
+def chosen(rank: int, ranks: int) -> str:
+    """Every schedule is tried in mode auto, by node among them, and all bits arrive."""
+    levels.pretend(nodes_of(2, 2))
+    small_fragments()
+    tuner_rules.CLEARLY_SLOWER = 1e9
+    auto = replace(CODED, mode="auto")
+    for _ in range(4 * sum(tuner_rules.EXCHANGE_ROUNDS) + 8):
+        exchanged(rank, ranks, 4, config=auto)
+    return render()
+
+
+@pytest.mark.full(reason="a whole trial")
+def test_by_node_competes() -> None:
+    tables = runner.run(chosen, 4)
+    assert all("cascade frames by node " in table for table in tables)
