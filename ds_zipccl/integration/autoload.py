@@ -23,7 +23,18 @@ HOOKS = {
     "deepspeed.runtime.zero.stage_1_and_2": "adopt_zero12",
     "deepspeed.runtime.zero.stage3": "adopt_stage3",
     "deepspeed.runtime.engine": "adopt_engine",
+    "deepspeed.moe.sharded_moe": "adopt_moe",
+    "deepspeed.module_inject.auto_ep_layer": "adopt_auto_ep",
+    "deepspeed.moe.ep_tp_dispatch": "adopt_folded_rows",
+    "deepspeed.module_inject.auto_ep_folding": "adopt_folding",
 }
+#: Modules that a job need not load, and that a DeepSpeed may lack.
+_OPTIONAL = (
+    "deepspeed.moe.sharded_moe",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.moe.ep_tp_dispatch",
+    "deepspeed.module_inject.auto_ep_folding",
+)
 #: Modules behind the hooks. They import DeepSpeed: its modules wait for their hooks while one of these is being executed.
 _BEHIND = ("ds_zipccl.integration.hooks", "ds_zipccl.integration.backend")
 
@@ -59,6 +70,8 @@ def install(section: Mapping[str, Any] | None = None) -> None:
     if section is not None:
         job.install_section(section)
     for name, hook in HOOKS.items():
+        if name in _OPTIONAL:
+            continue  # watch() adjusts them, where they are loaded
         getattr(hooks, hook)(importlib.import_module(name))
     watch()
 

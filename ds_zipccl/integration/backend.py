@@ -25,7 +25,17 @@ from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
-from ds_zipccl.integration import passing, start_line, zero_buckets, zero_epochs, zero_gathers
+from ds_zipccl.integration import (
+    moe_calls,
+    passing,
+    replicated,
+    start_line,
+    torch_calls,
+    untraced,
+    zero_buckets,
+    zero_epochs,
+    zero_gathers,
+)
 from ds_zipccl.integration.job import Job, overriding_section
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
@@ -66,7 +76,10 @@ def _collective(name: str) -> Callable[..., Any]:
             return self.job.untraced[name](self, *args, **kwargs)
         if may_pass and self.job.passing is not None and self.job.passing.takes(name, args, kwargs):
             return plain(self, *args, **kwargs)
-        return coded(self, *args, **kwargs)
+        if not self.job.config.torch_distributed:
+            return coded(self, *args, **kwargs)
+        with torch_calls.seen():
+            return coded(self, *args, **kwargs)
 
     method.coded = coded  # type: ignore[attr-defined]
     return method
@@ -102,6 +115,10 @@ def _coded(name: str) -> Callable[..., Any]:
             more |= gather_parameters(self.job, values[0], values[2])
             if "parts" in more:
                 return comm.gather_parts(*values, **more)
+        if name == "all_to_all_single":
+            more["kind"] = moe_calls.kind()
+        if name == "all_reduce":
+            more["replicated"] = replicated.expected()
         return run(*values, **more)
 
     return coded
@@ -192,8 +209,11 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             return
         _load_kernels(config)
         config = _only_with_kernels(config)
+        untraced.skip_frames()
         self.job.untraced = {name: _untraced(getattr(type(self), name).coded) for name in COLLECTIVES}
         self.job.config = config
+        if config.torch_distributed:
+            torch_calls.wrap(self.job)
         profile = None
         if _measurable():
             if _competing(config):

@@ -15,7 +15,7 @@ from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
 from ds_zipccl.config import SECTION, ConfigError, near_misses
-from ds_zipccl.integration import zero_buckets, zero_epochs, zero_gathers
+from ds_zipccl.integration import moe_calls, replicated, zero_buckets, zero_epochs, zero_gathers
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.job import Job
 from ds_zipccl.telemetry import monitor, table
@@ -77,6 +77,26 @@ def adopt_zero12(module: ModuleType) -> None:
     zero_buckets.watch_buckets(module.DeepSpeedZeroOptimizer)
 
 
+def adopt_moe(module: ModuleType) -> None:
+    """Learn the kinds of all-to-alls of DeepSpeed's MoE layer from ``deepspeed.moe.sharded_moe``."""
+    moe_calls.watch_layer(module, "MOELayer", "_AllToAll")
+
+
+def adopt_auto_ep(module: ModuleType) -> None:
+    """Learn the kinds of all-to-alls of AutoEP's MoE layer from ``deepspeed.module_inject.auto_ep_layer``."""
+    moe_calls.watch_layer(module, "AutoEPMoELayer", "_AllToAllV")
+
+
+def adopt_folded_rows(module: ModuleType) -> None:
+    """Learn the sums of equal tensors in ``deepspeed.moe.ep_tp_dispatch``."""
+    replicated.watch_rows(module)
+
+
+def adopt_folding(module: ModuleType) -> None:
+    """Learn the sums of equal tensors in ``deepspeed.module_inject.auto_ep_folding``."""
+    replicated.watch_gradients(module)
+
+
 def _surrounded(original: Callable[..., Any], around: Callable[[Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +113,7 @@ def _job() -> Job | None:
 
 
 def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
-    """Note the groups of the tensor-parallel layers once the model is in place."""
+    """Note the groups that the layers hold once the model is in place."""
     result = original()
     job = _job()
     if job is not None:

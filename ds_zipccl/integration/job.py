@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,8 @@ class Job:
     zero_stages: frozenset[int] = frozenset()
     #: ZeRO stage of the engine that is taking an optimizer step; 0: no engine is.
     stepping: int = 0
-    #: Groups of the tensor-parallel layers of the engines' models.
-    tensor_groups: WeakSet[dist.ProcessGroup] = field(default_factory=WeakSet)
+    #: Groups that were learned from layers of the engines' models, and from calls of torch.distributed -> their roles.
+    groups: WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=WeakKeyDictionary)
     #: The step log of rank 0, if the section names a file.
     step_log: StepLog | None = None
     #: The calls that always pass; None where some may be coded.
@@ -106,12 +106,19 @@ class Job:
             self.stepping = 0
 
     def learn_groups(self, model: torch.nn.Module) -> None:
-        """Note the groups of the model's tensor-parallel layers."""
-        self.tensor_groups.update(roles.tensor_groups(model))
+        """Note the groups that the model's layers hold."""
+        self.groups.update(roles.groups_of(model))
 
     def role_of(self, name: str, group: dist.ProcessGroup | None) -> str:
         """Return the role of the collective ``name`` over ``group``, one of :data:`ds_zipccl.config.ROLES`."""
-        return roles.role_of(name, group, any(self.zero_stages), self.tensor_groups)
+        return roles.role_of(name, group, any(self.zero_stages), self.groups)
+
+    def model_parallel_role(self, group: Any) -> str:
+        """Return the role of a tensor- or sequence-parallel group, and remember it; an empty string for any other group."""
+        role = roles.model_parallel_role(group, self.groups)
+        if role and group is not dist.group.WORLD:
+            self.groups[group] = role
+        return role
 
 
 def _timeout() -> timedelta:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.integration import moe_calls
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -44,7 +45,7 @@ class Passing:
 
     def __init__(self, role_of: Callable[[str, dist.ProcessGroup | None], str], device: str) -> None:
         self._role_of, self._device = role_of, device
-        self._tallies: dict[tuple[str, dist.ProcessGroup | None], _Tally] = {}
+        self._tallies: dict[tuple[str, dist.ProcessGroup | None, str], _Tally] = {}
         self._places = {name: (OPS[name].parameters[0], OPS[name].parameters.index("group")) for name in SENT}
         counters.count_later(self.count)
 
@@ -55,9 +56,10 @@ class Passing:
         if not isinstance(output, torch.Tensor) or output.device.type != self._device:
             return False
         group = args[place] if len(args) > place else kwargs.get("group")
-        tally = self._tallies.get((name, group))
+        key = (name, group, moe_calls.kind())
+        tally = self._tallies.get(key)
         if tally is None:
-            tally = self._tallies[name, group] = self._begin(name, group)
+            tally = self._tallies[key] = self._begin(name, group)
         if tally.reason is None:
             return False
         tally.calls += 1
@@ -67,10 +69,10 @@ class Passing:
     def count(self) -> None:
         """Count the calls tallied so far, and forget their groups."""
         tallies, self._tallies = self._tallies, {}
-        for (name, _), tally in tallies.items():
+        for (name, _, kind), tally in tallies.items():
             if tally.reason is not None:
                 sent = int(tally.nbytes * tally.share)
-                counters.record_passes(tally.role, name, tally.calls, sent, tally.reason.value)
+                counters.record_passes(tally.role, name, tally.calls, sent, tally.reason.value, kind=kind)
 
     def _begin(self, name: str, group: dist.ProcessGroup | None) -> _Tally:
         reason = choice.never_coded(name, group, self._device)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from backend_programs import PRELUDE, launch, succeed
-
-from ds_zipccl.integration import roles
 
 ON = '{"mode": "always", "min_bytes": 1024}'
 
@@ -145,55 +142,6 @@ def test_a_rank_without_a_section_costs_the_jobs_own_timeout(tmp_path: Path) -> 
     (first, said), (second, _) = launch(tmp_path, PRELUDE + MISSING, fresh=True, DS_ZIPCCL=["1", "0"])
     assert first and second and "ranks [1] have not said which zipccl section they use" in said
     assert time.monotonic() - start < 60
-
-
-WORLD, TENSOR, SEQUENCE, EXPERT = (object() for _ in range(4))
-
-
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """DeepSpeed's module of groups, without any group of a kind but the expert group."""
-    found = SimpleNamespace(_TENSOR_MODEL_PARALLEL_GROUP=None, _EXPERT_PARALLEL_GROUP={"ep": EXPERT}, mpu=None)
-    imported = roles.importlib.import_module
-    patched = SimpleNamespace(import_module=lambda name: found if name.endswith("utils.groups") else imported(name))
-    monkeypatch.setattr(roles, "importlib", patched)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "group", "role"),
-    [
-        ("isend", WORLD, "pp"),
-        ("all_to_all_single", EXPERT, "ep"),
-        ("all_to_all_single", None, "ep"),
-        ("all_to_all_single", SEQUENCE, "sp"),
-        ("all_reduce", TENSOR, "tp"),
-        ("all_gather_into_tensor", TENSOR, "tp"),  # MoE's gather_tokens
-        ("all_gather", SEQUENCE, "sp"),  # Ulysses' position ids
-        ("all_gather", WORLD, "dp"),
-        ("broadcast", WORLD, "dp"),
-        ("all_gather_into_tensor", WORLD, "zero_param"),
-        ("reduce_scatter_tensor", None, "zero_grad"),
-        ("all_reduce", WORLD, "zero_grad"),
-    ],
-)
-def test_roles(groups: SimpleNamespace, name: str, group: object, role: str) -> None:
-    groups.mpu = SimpleNamespace(
-        get_tensor_model_parallel_group=lambda: TENSOR, get_sequence_parallel_group=lambda: SEQUENCE
-    )
-    assert roles.role_of(name, group, True) == role
-    assert roles.role_of(name, group, False) == ("dp" if role.startswith("zero") else role)
-
-
-def test_roles_by_other_ways_to_the_same_group(groups: SimpleNamespace) -> None:
-    def unready() -> None:
-        raise AssertionError("not initialised")
-
-    assert roles.role_of("all_reduce", TENSOR, True, [TENSOR]) == "tp"
-    groups.mpu = SimpleNamespace(get_model_parallel_group=lambda: TENSOR, get_sequence_parallel_group=unready)
-    assert roles.role_of("all_reduce", TENSOR, True) == "tp" and roles.role_of("all_gather", SEQUENCE, True) == "dp"
-    groups._TENSOR_MODEL_PARALLEL_GROUP = WORLD
-    assert roles.role_of("all_reduce", WORLD, True) == "tp" and roles.role_of("all_reduce", TENSOR, True) == "zero_grad"
 
 
 def test_the_start_line_says_that_nothing_is_coded(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from ds_zipccl.config import (
 )
 
 NAMES = (
-    "enabled, mode, reduction, check, codec, block, delta, zero3_base, zero3_base_mib, owner_only, min_bytes, nccl, nccl_min_bytes, "
-    "staging_mib, route, roles, log_interval, step_log"
+    "enabled, mode, reduction, check, codec, block, rows, delta, zero3_base, zero3_base_mib, owner_only, min_bytes, nccl, nccl_min_bytes, "
+    "staging_mib, route, roles, torch_distributed, log_interval, step_log"
 )
 
 GOOD = [
@@ -122,6 +122,7 @@ REFUSED = [
     ({"staging_mib": 0}, ['"zipccl.staging_mib" must be an integer >= 1, got 0']),
     ({"block": 512.0}, ["got 512.0"]),
     ({"mode": ["auto"]}, ['"auto" | "always" | "never", got ["auto"]']),
+    ({"torch_distributed": 1}, ['"zipccl.torch_distributed" must be true | false, got 1']),
     ({"log_interval": 1.5}, ['"zipccl.log_interval" must be an integer >= 0, got 1.5']),
     ({"step_log": None}, ['"zipccl.step_log" must be a string, got null']),
     ({"step_log": ["a"]}, ['"zipccl.step_log" must be a string, got ["a"]']),

@@ -43,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
 def test_unchanged_script_is_coded_and_keeps_its_bits(runs: tuple[dict, dict], library: str) -> None:
     plain, coded = (results[library] for results in runs)
     assert plain["coded_calls"] == {}
-    assert set(coded["coded_calls"]) == {"zero_grad", "zero_param"}
+    assert set(coded["coded_calls"]) == {"dp", "zero_grad", "zero_param"}
     assert len(coded["losses"]) == STEPS and len(set(coded["losses"])) == STEPS
     assert coded["losses"] == plain["losses"]
     assert coded["params_sha256"] == plain["params_sha256"]

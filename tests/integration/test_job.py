@@ -105,7 +105,7 @@ def test_roles_depend_on_engines_and_groups(monkeypatch: pytest.MonkeyPatch) -> 
     class Group:
         """Stands for a process group."""
 
-    monkeypatch.setattr(job.roles, "tensor_groups", lambda model: [model.group])
+    monkeypatch.setattr(job.roles, "groups_of", lambda model: {model.group: "tp"})
     this, model, more = Job(), Layers(), Layers()
     model.group, more.group = Group(), Group()
     assert this.role_of("all_reduce", None) == "dp"
@@ -117,7 +117,7 @@ def test_roles_depend_on_engines_and_groups(monkeypatch: pytest.MonkeyPatch) -> 
     assert this.role_of("all_reduce", model.group) == this.role_of("all_reduce", more.group) == "tp"  # type: ignore[arg-type]
     del model.group
     gc.collect()
-    assert len(this.tensor_groups) == 1, "the job keeps no group alive"
+    assert len(this.groups) == 1, "the job keeps no group alive"
 
 
 class Engine:

@@ -60,6 +60,15 @@ def test_calls_are_counted_as_usual() -> None:
     assert counters.since_last("a reader")["roles"]["zero_param"]["passed_bytes"] == 3 * (RANKS - 1) * part.nbytes
 
 
+def test_exchanges_of_experts_are_counted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Passing(lambda name, group: "ep", "cpu")
+    whole = torch.zeros(RANKS * 10)
+    for kind in ("dispatch", "combine", "dispatch", ""):
+        monkeypatch.setattr(passing.moe_calls, "kind", lambda kind=kind: kind)
+        assert taken.takes("all_to_all_single", (whole, whole.clone()), {})
+    assert {row["kind"]: row["passed"] for row in counters.rows()} == {"": 1, "combine": 1, "dispatch": 2}
+
+
 def test_calls_of_other_tensors_and_groups_go_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
     coded = Group()
     reasons = {coded: None}

@@ -36,7 +36,13 @@ CONFIG = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
     "optimizer": ADAM,
-    "zipccl": {"enabled": True, "mode": "always", "min_bytes": 16384, "step_log": "steps.jsonl"},
+    "zipccl": {
+        "enabled": True,
+        "mode": "always",
+        "min_bytes": 16384,
+        "roles": {"dp": "never"},
+        "step_log": "steps.jsonl",
+    },
 }
 KEYS = ("losses", "params", "files", "merged")
 

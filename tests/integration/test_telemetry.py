@@ -29,13 +29,13 @@ def test_rows() -> None:
     counters.record_pass("dp", "broadcast", 8, "dtype int64")
     assert counters.rows() == [
         {
-            "role": "dp", "op": "broadcast", "calls": 0, "logical_bytes": 0, "wire_bytes": 0, "ratio": 1.0,
+            "role": "dp", "op": "broadcast", "kind": "", "calls": 0, "logical_bytes": 0, "wire_bytes": 0, "ratio": 1.0,
             "passed": 2, "passed_bytes": 16, "reasons": {"dtype int64": 2}, "differences": {}, "whole": {},
             "choices": {}, "more_choices": 0, "host_waits": 0,
         },
         {
-            "role": "zero_grad", "op": "all_reduce", "calls": 2, "logical_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5,
-            "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {}, "whole": {},
+            "role": "zero_grad", "op": "all_reduce", "kind": "", "calls": 2, "logical_bytes": 4500, "wire_bytes": 3000,
+            "ratio": 1.5, "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {}, "whole": {},
             "choices": {}, "more_choices": 0, "host_waits": 0,
         },
     ]  # fmt: skip
@@ -108,19 +108,20 @@ def one_step(wire_bytes: int, reason: str) -> None:
 
 
 def test_since_last_is_what_came_since_that_reader_asked() -> None:
-    assert counters.since_last("a") == {"roles": {}, "differences": {}}
+    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}}
     one_step(2000, "nothing was gathered there")
     grad = {"logical_bytes": 500, "wire_bytes": 400, "passed_bytes": 200, "ratio": 700 / 600}
     param = {"logical_bytes": 3000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 1.5}
-    first = {"roles": {"zero_grad": grad, "zero_param": param}, "differences": {"nothing was gathered there": 1}}
+    roles = {"zero_grad": grad, "zero_param": param}
+    first = {"roles": roles, "kinds": {}, "differences": {"nothing was gathered there": 1}}
     assert counters.since_last("a") == first
     assert list(first["roles"]) == list(counters.since_last("b")["roles"])
-    assert counters.since_last("a") == {"roles": {}, "differences": {}}
+    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}}
     one_step(500, "")
     one_step(1500, "")
     param = {"logical_bytes": 6000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 3.0}
     grad = {"logical_bytes": 1000, "wire_bytes": 800, "passed_bytes": 400, "ratio": 1400 / 1200}
-    second = {"roles": {"zero_grad": grad, "zero_param": param}, "differences": {"": 2}}
+    second = {"roles": {"zero_grad": grad, "zero_param": param}, "kinds": {}, "differences": {"": 2}}
     assert counters.since_last("a") == second == counters.since_last("b")
     assert counters.since_last("c")["roles"]["zero_param"]["logical_bytes"] == 9000, "a new reader gets all"
     counters.record("dp", "send", 2, 1)
@@ -131,6 +132,42 @@ def test_since_last_is_what_came_since_that_reader_asked() -> None:
     counters.reset()
     one_step(600, "")
     assert counters.since_last("a")["roles"]["zero_param"]["wire_bytes"] == 600, "what was reset does not count"
+
+
+def test_exchanges_of_experts_are_counted_by_kind(tmp_path: Path) -> None:
+    """Rows and lines by kind; the role has the bytes of all its kinds."""
+    op = "all_to_all_single"
+    log = StepLog(str(tmp_path / "steps.jsonl"))
+    counters.record("ep", op, 300, 100, kind="dispatch")
+    counters.record_pass("ep", op, 200, "plain is faster", kind="dispatch")
+    counters.record_pass("ep", op, 8, "smaller than min_bytes")
+    counters.record("ep", op, 300, 200, kind="combine.bwd")
+    counters.record_choice("ep", op, "bfloat16, any size", "cascade frames", kind="dispatch")
+    counters.record_host_wait("ep", op, kind="combine.bwd")
+    rows = {row["kind"]: row for row in counters.rows()}
+    assert [(kind, row["calls"], row["passed"]) for kind, row in rows.items()] == [
+        ("", 0, 1), ("combine.bwd", 1, 0), ("dispatch", 1, 1),
+    ]  # fmt: skip
+    lines = table.render().splitlines()
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["ep", op, "0"],
+        ["ep", op, "combine.bwd"],
+        ["ep", op, "dispatch"],
+    ]
+    assert f"ep {op} dispatch, bfloat16, any size: cascade frames" in lines
+    assert f"ep {op} combine.bwd: the host waited 1 times for the device in 1 coded calls" in lines
+    log.write(1, [0.1])
+    counters.record("ep", op, 90, 30, kind="dispatch")
+    counters.record("tp", "all_reduce", 90, 30, kind="replicated")
+    log.write(2, [0.1])
+    first, second = map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines())
+    assert first["roles"]["ep"] == {"logical_bytes": 600, "wire_bytes": 300, "passed_bytes": 208, "ratio": 808 / 508}
+    assert first["kinds"] == {
+        "ep combine.bwd": {"logical_bytes": 300, "wire_bytes": 200, "passed_bytes": 0, "ratio": 1.5},
+        "ep dispatch": {"logical_bytes": 300, "wire_bytes": 100, "passed_bytes": 200, "ratio": 500 / 300},
+    }
+    assert second["kinds"] == {"ep dispatch": second["roles"]["ep"]}
+    assert second["kinds"]["ep dispatch"]["ratio"] == 3.0
 
 
 def test_events_have_the_ratio_of_each_role_since_the_last_ones() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -34,7 +35,8 @@ CODED = dict.fromkeys(
 )
 CODED |= {2: '{"enabled": true, "mode": "always", "min_bytes": 4096}'}
 AUTO = '{"enabled": true, "min_bytes": 4096, "delta": "auto"}'
-ROLES = {"zero1": {"zero_grad", "zero_param"}, "moe": {"zero_grad", "zero_param", "ep"}}
+#: Roles of coded calls; dp: the broadcasts of the start.
+ROLES = {"zero1": {"dp", "zero_grad", "zero_param"}, "moe": {"dp", "zero_grad", "zero_param", "ep"}}
 ROLES |= dict.fromkeys(("zero2", "zero3", "zero2 overlap", "zero3 overlap"), ROLES["zero1"])
 #: Sources of the results of a plain run: the example, its settings, and counters of nothing.
 COUNTED = (EXAMPLES, PACKAGE / "telemetry", PACKAGE / "bench" / "train_trial.py")
@@ -203,8 +205,9 @@ def rank_program() -> None:
         file = args.folder / f"config{os.environ['RANK']}.txt"
         file.write_text(json.dumps(content))
         given = ["--ds-config", str(file), "--size", "tiny", "--steps", str(STEPS), *workload.options]
+        example = getattr(importlib.import_module(Path(workload.script).stem), "EXAMPLE", train_gpt.Example())
         counters.reset()
-        results = train_gpt.train(train_gpt.options().parse_args(given))
+        results = train_gpt.train(train_gpt.options(example).parse_args(given), example)
         if dist.get_rank() == 0:
             log = args.folder / STEP_LOG
             logged = [json.loads(line) for line in log.open()][-STEPS:] if log.exists() else []

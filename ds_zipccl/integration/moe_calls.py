@@ -1,0 +1,98 @@
+"""Kinds of expert all-to-alls: the call itself does not tell whether rows go to experts or come back, forward or backward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+from ds_zipccl.integration.untraced import untraced_frame
+
+#: Kinds of the exchanges in the forward of a MoE layer, in the order of DeepSpeed's calls.
+_FORWARD = ("dispatch", "combine")
+#: Attribute of an exchange's node of the autograd graph: the kind of its forward.
+_KEPT = "ds_zipccl_kind"
+
+#: Kinds of the exchanges that the running forward of a MoE layer still has in front of it; None outside of such a forward.
+_next: ContextVar[Iterator[str] | None] = ContextVar("ds_zipccl_moe_next", default=None)
+#: Kind of the exchange that is running.
+_kind: ContextVar[str] = ContextVar("ds_zipccl_moe_kind", default="")
+
+
+def kind() -> str:
+    """Return the kind of the running expert exchange: "dispatch", "combine", "combine.bwd" or "dispatch.bwd".
+
+    The kind is "" outside of an exchange of rows, such as for the counts of rows, and where DeepSpeed's MoE layer is not known. All ranks
+    run one program, and torch.compile traces none of the functions here, so that all ranks get one kind.
+    """
+    return _kind.get()
+
+
+def watch_layer(module: ModuleType, layer: str, exchange: str) -> None:
+    """Tell the kinds of the exchanges of a MoE layer from now on. Repeating the call does nothing, nor does a module without these names.
+
+    A forward has two exchanges, first dispatch, then combine. The node that autograd makes of an exchange keeps the kind for the backward.
+    A forward that activation checkpointing runs again in the backward thus has the kinds of a forward.
+
+    Args:
+        module: the DeepSpeed module that defines both classes.
+        layer: name of the ``nn.Module`` class of the layer.
+        exchange: name of the ``autograd.Function`` class that calls ``all_to_all_single`` for rows.
+    """
+    classes = getattr(module, layer, None), getattr(module, exchange, None)
+    if None in classes or hasattr(classes[0].forward, "ds_zipccl"):  # type: ignore[union-attr]
+        return
+    layers, exchanges = classes
+    if next(iter(inspect.signature(exchanges.forward).parameters), "") != "ctx":  # type: ignore[union-attr]
+        return
+    _watch_forward(layers)
+    _watch_exchange(exchanges)
+
+
+def _watch_forward(layers: Any) -> None:
+    original = layers.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _running("", iter(_FORWARD)):
+            return original(self, *args, **kwargs)
+
+    forward.ds_zipccl = True  # type: ignore[attr-defined]
+    layers.forward = untraced_frame(forward)
+
+
+def _watch_exchange(exchanges: Any) -> None:
+    forward, backward = exchanges.forward, exchanges.backward
+
+    @functools.wraps(forward)
+    def watched_forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        coming = _next.get()
+        if coming is None:
+            return forward(ctx, *args, **kwargs)  # the native backward is a forward too, and its kind is set
+        found = next(coming, "")
+        setattr(ctx, _KEPT, found)
+        with _running(found, None):
+            return forward(ctx, *args, **kwargs)
+
+    @functools.wraps(backward)
+    def watched_backward(ctx: Any, *args: Any) -> Any:
+        found = getattr(ctx, _KEPT, "")
+        with _running(f"{found}.bwd" if found else "", None):
+            return backward(ctx, *args)
+
+    exchanges.forward = staticmethod(untraced_frame(watched_forward))
+    exchanges.backward = staticmethod(untraced_frame(watched_backward))
+
+
+@contextmanager
+def _running(found: str, coming: Iterator[str] | None) -> Iterator[None]:
+    tokens = _kind.set(found), _next.set(coming)
+    try:
+        yield
+    finally:
+        _kind.reset(tokens[0])
+        _next.reset(tokens[1])

@@ -1,0 +1,57 @@
+"""Sums of AutoEP + AutoTP folding whose tensor is the same on all ranks of the tensor group.
+
+In the backward of the gather that restores routed rows, each rank holds the same gradient. After the backward pass each rank holds the same
+gradients of parameters that are not split. DeepSpeed adds both over the tensor group all the same, to have the sum of equal parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+from ds_zipccl.integration.untraced import untraced_frame
+
+_expected: ContextVar[bool] = ContextVar("ds_zipccl_replicated", default=False)
+
+
+def expected() -> bool:
+    """Return whether the running sum is one whose tensor is probably the same on all ranks; equal on all ranks."""
+    return _expected.get()
+
+
+def watch_rows(module: ModuleType) -> None:
+    """Note the sums in the backward of ``_AllGatherVariableRows``, of ``deepspeed.moe.ep_tp_dispatch``. Repeating does nothing, nor does a
+    module without the name."""
+    gather = getattr(module, "_AllGatherVariableRows", None)
+    if gather is not None and not hasattr(gather.backward, "ds_zipccl"):
+        gather.backward = staticmethod(_noted(gather.backward))
+
+
+def watch_gradients(module: ModuleType) -> None:
+    """Note the sums in ``reduce_autoep_folding_gradient``, of ``deepspeed.module_inject.auto_ep_folding``. Repeating does nothing, nor does
+    a module without the name."""
+    name = "reduce_autoep_folding_gradient"
+    original: Any = getattr(module, name, None)
+    if original is None or hasattr(original, "ds_zipccl"):
+        return
+    noted = _noted(original)
+    for holder in (module, sys.modules.get("deepspeed.runtime.engine")):  # the engine may have copied the name already
+        if getattr(holder, name, None) is original:
+            setattr(holder, name, noted)
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        token = _expected.set(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _expected.reset(token)
+
+    noted.ds_zipccl = True  # type: ignore[attr-defined]
+    return untraced_frame(noted)

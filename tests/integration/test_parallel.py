@@ -1,0 +1,282 @@
+"""Sequence, tensor and pipeline parallelism on real engines, and ZeRO-3 with secondary shards: the bits of plain DeepSpeed."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel import BATCH, CONTEXT, STEPS, VOCABULARY, WIDTH, Lab, Mpu, assert_trained, bits, rank_program, results
+from torch import nn
+
+LAYERS, HEADS = 2, 4
+
+
+def cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of predicting a function of each token."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), (7 * tokens + 1).flatten() % VOCABULARY)
+
+
+class Layered(nn.Module):
+    """Residual layers between an embedding and a head."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return cross_entropy(self.head(x), tokens)
+
+
+# ---- sequences -----------------------------------------------------------------------------------------------------
+
+
+class Ulysses(nn.Module):
+    """Attention over tokens of all ranks of a group, by DeepSpeed's DistributedAttention."""
+
+    def __init__(self, group: Any) -> None:
+        from deepspeed.sequence.layer import DistributedAttention
+
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.attention = DistributedAttention(self.local, group, 2, 1)
+
+    @staticmethod
+    def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
+        mixed = nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return mixed.transpose(1, 2).contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(BATCH, -1, HEADS, 3 * WIDTH // HEADS).chunk(3, -1)
+        return self.attention(q.contiguous(), k.contiguous(), v.contiguous(), batch_dim_idx=0).flatten(2)
+
+
+def ulysses(lab: Lab, zero: int) -> None:
+    group = dist.new_group(list(range(lab.ranks)))
+    lab.start(Layered([Ulysses(group) for _ in range(LAYERS)]), zero)
+    lab.train(lambda step: (lab.tokens(step),))
+
+
+def llama(kv_heads: int = HEADS) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS, num_key_value_heads=kv_heads, use_cache=False, attn_implementation="sdpa",
+        )
+    )  # fmt: skip
+
+
+def of_tokens(found: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
+    return cross_entropy(found.logits, tokens)
+
+
+def ulysses_of_transformers(lab: Lab, kv_heads: int) -> None:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        model = llama(kv_heads)
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=lab.ranks,
+            micro_batch_size=BATCH, seq_length_is_variable=True,
+        )  # fmt: skip
+        lab.start(
+            model, {"stage": 3, "stage3_param_persistence_threshold": 0}, mpu=mpu, sequence_parallel_size=lab.ranks
+        )
+        places = torch.arange(lab.rank * CONTEXT, (lab.rank + 1) * CONTEXT).expand(BATCH, -1)
+        lab.train(lambda step: (lab.tokens(step), None, places), of_tokens)
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+
+
+def auto_tp(lab: Lab, zero: int = 1, size: int = 2, **more: Any) -> None:
+    lab.start(llama(), zero, tensor_parallel={"autotp_size": size, **more})
+    lab.train(lambda step: (lab.tokens(step, lab.rank // size),), of_tokens)
+
+
+class Domino(nn.Module):
+    """DeepSpeed's Domino transformer, called as a layer."""
+
+    def __init__(self, mpu: Mpu, intra: bool) -> None:
+        from deepspeed.runtime.domino import async_linear
+        from deepspeed.runtime.domino.transformer import DominoTransformer, ModelType
+
+        super().__init__()
+        async_linear.TP_group = None  # of an earlier case
+
+        def init(weight: torch.Tensor) -> None:
+            nn.init.normal_(weight, std=0.02)
+
+        config = SimpleNamespace(
+            hidden_size=WIDTH, ffn_hidden_size=2 * WIDTH, num_layers=LAYERS, num_attention_heads=HEADS,
+            kv_channels=WIDTH // HEADS, layernorm_epsilon=1e-5, apply_residual_connection_post_layernorm=False,
+            attention_dropout=0.0, hidden_dropout=0.0, gated_linear_unit=False, add_bias_linear=True,
+            params_dtype=torch.bfloat16, perform_initialization=True, init_method=init,
+            output_layer_init_method=init, domino_intra_layer_overlap=intra,
+        )  # fmt: skip
+        self.inner = DominoTransformer(config, mpu, None, ModelType.encoder_or_decoder)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.inner(x.transpose(0, 1).contiguous(), None)
+        return found.transpose(0, 1)
+
+
+def domino(lab: Lab, intra: bool) -> None:
+    mpu = Mpu(lab.rank, lab.ranks)
+    lab.start(Layered([Domino(mpu, intra)]), 1, mpu=mpu)
+    lab.train(lambda step: (lab.tokens(step, lab.rank // 2),))
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Embedding):
+    """The first stage of a pipeline; hands on the mask, if there is one."""
+
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        return (super().forward(given[0]), given[1]) if isinstance(given, tuple) else super().forward(given)
+
+
+class Middle(nn.Linear):
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        x, mask = given if isinstance(given, tuple) else (given, None)
+        y = x + torch.relu(super().forward(x))
+        return y if mask is None else (y.masked_fill(mask.unsqueeze(-1), 0.5), mask)
+
+
+class Head(nn.Linear):
+    def forward(self, given: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(given[0] if isinstance(given, tuple) else given)
+
+
+def pipeline(lab: Lab, zero: int, mask: bool) -> None:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    specs = [LayerSpec(Words, VOCABULARY, WIDTH), *(LayerSpec(Middle, WIDTH, WIDTH) for _ in range(4))]
+    model = PipelineModule(
+        [*specs, LayerSpec(Head, WIDTH, VOCABULARY)], num_stages=2, loss_fn=cross_entropy, partition_method="uniform"
+    )
+    engine = lab.start(model, zero, gradient_accumulation_steps=4, gradient_clipping=0.0)
+
+    def batches() -> Iterator[Any]:
+        for step in range(4 * STEPS):
+            tokens = lab.tokens(step, engine.grid.get_data_parallel_id())
+            yield ((tokens, tokens % 5 == 0) if mask else tokens), tokens
+
+    data = batches()
+    for _ in range(STEPS):
+        lab.losses.append(engine.train_batch(data).item().hex())
+
+
+def secondary(lab: Lab) -> None:
+    lab.start(llama(), {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0})
+    lab.train(lambda step: (lab.tokens(step),), of_tokens)
+
+
+Case = Callable[[Lab], None]
+make = functools.partial
+EXCHANGES, SUMS, GATHERS, SENDS = "all_to_all_single", "all_reduce", "all_gather_into_tensor", "send"
+#: Ranks -> cases, each with the operations that must be coded.
+CASES: dict[int, dict[str, tuple[Case, set[str]]]] = {
+    2: {
+        "ulysses zero1": (make(ulysses, zero=1), {EXCHANGES, "reduce_to_owners", GATHERS}),
+        "ulysses zero3": (make(ulysses, zero=3), {EXCHANGES}),
+        "ulysses of transformers": (make(ulysses_of_transformers, kv_heads=HEADS), {EXCHANGES, GATHERS}),
+        "autotp zero1": (make(auto_tp), {SUMS}),
+        "autotp zero2 overlap": (make(auto_tp, zero=2, tp_overlap_comm=True), {SUMS}),
+        "domino": (make(domino, intra=False), {SUMS}),
+        "domino inside layers": (make(domino, intra=True), {SUMS}),
+        "pipeline": (make(pipeline, zero=0, mask=False), {SENDS}),
+        "pipeline mask": (make(pipeline, zero=1, mask=True), {SENDS}),
+    },
+    4: {
+        "ulysses zero1": (make(ulysses, zero=1), {EXCHANGES, "reduce_to_owners", GATHERS}),
+        "ulysses of transformers, 2 kv heads": (make(ulysses_of_transformers, kv_heads=2), {EXCHANGES, GATHERS}),
+        "autotp 4": (make(auto_tp, size=4), {SUMS}),
+        "autotp 2 of 4, zero2": (make(auto_tp, zero=2), {SUMS, "reduce_to_owners", GATHERS}),
+        "domino 2 of 4": (make(domino, intra=False), {SUMS, "reduce_to_owners"}),
+        "pipeline of 2 stages, zero1": (make(pipeline, zero=1, mask=True), {SENDS, GATHERS}),
+        "secondary shards": (secondary, {GATHERS, "reduce_scatter_tensor"}),
+    },
+}
+ALL = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
+#: Cases of the short tier, on two ranks.
+SHORT = ("ulysses zero1", "domino", "pipeline mask")
+
+Trained = Callable[[int, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return a function (ranks, mode) -> results by case. Its first call for a pair launches the ranks."""
+    pytest.importorskip("transformers")
+
+    @functools.cache
+    def get(ranks: int, mode: str) -> dict[str, Any]:
+        return results(__file__, ranks, mode, tmp_path_factory.mktemp("parallel"), CASES[ranks])
+
+    return get
+
+
+def coded(ranks: list[dict[str, Any]], wanted: set[str]) -> bool:
+    """Whether all operations in ``wanted`` were coded, on the ranks that take part in them."""
+    return wanted <= {name for rank in ranks for name in rank["calls"]}
+
+
+def test_sequences_tensors_and_layers_have_the_bits_of_plain_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    runs = {
+        mode: results(__file__, 2, mode, tmp_path_factory.mktemp("parallel"), SHORT) for mode in ("plain", "always")
+    }
+    for name in SHORT:
+        assert_trained(runs["plain"][name])
+        assert bits(runs["always"][name]) == bits(runs["plain"][name])
+        assert coded(runs["always"][name], CASES[2][name][1])
+
+
+FULL = pytest.mark.full(reason="launches of minutes; the short tier has a case of each kind")
+
+
+@FULL
+@pytest.mark.parametrize(("ranks", "name"), ALL)
+def test_always_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
+    plain, always = trained(ranks, "plain")[name], trained(ranks, "always")[name]
+    assert_trained(plain)
+    assert not any(rank["calls"] for rank in plain)
+    assert bits(always) == bits(plain)
+    assert coded(always, CASES[ranks][name][1]), [rank["calls"] for rank in always]
+
+
+@FULL
+@pytest.mark.parametrize(("ranks", "name"), ALL)
+def test_auto_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
+    """While schedules are tried in turn."""
+    assert bits(trained(ranks, "auto")[name]) == bits(trained(ranks, "plain")[name])
+
+
+@FULL
+def test_wrong_bit_changes_the_result(trained: Trained, tmp_path: Path) -> None:
+    """The tests above see a single wrong bit per message of one rank."""
+    names = ["ulysses zero1", "autotp zero1", "domino", "pipeline"]
+    wrong = results(__file__, 2, "wrong bit", tmp_path, names)
+    for name in names:
+        assert bits(wrong[name]) != bits(trained(2, "plain")[name])
+
+
+if __name__ == "__main__":
+    rank_program({name: run for name, (run, _) in CASES[int(os.environ["WORLD_SIZE"])].items()})
