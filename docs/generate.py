@@ -226,10 +226,16 @@ def tuner_constants(page: Path) -> str:
     asynchronous = tuner_rules.DELAY_CALLS[1]
     rows = (
         ("calls of each candidate in the first trial", tuner_rules.TRIAL_CALLS),
+        (
+            "the same of all-to-alls, in the first and the second round",
+            "{} and {}".format(*tuner_rules.EXCHANGE_ROUNDS),
+        ),
+        ("share of the best time above which a candidate has no second round", tuner_rules.CLEARLY_SLOWER),
+        ("calls between agreements on the size of uneven all-to-alls", tuner_rules.SIZE_CALLS),
         ("calls of each candidate in a review", tuner_rules.PROBE_CALLS),
         (
             "calls between a timing exchange and its decision",
-            f"{tuner_rules.DELAY_CALLS[0]}; asynchronous {asynchronous}",
+            f"{tuner_rules.DELAY_CALLS[0]}; all-to-alls {tuner_rules.EXCHANGE_DELAY}; asynchronous {asynchronous}",
         ),
         ("share of the current time that another candidate must stay below", tuner_rules.HYSTERESIS),
         ("weight of a new measurement in an estimate", tuner_rules.FOLLOW),
@@ -330,6 +336,7 @@ SECTIONS: dict[str, Section] = {
     "sync": measured.sync,
     "train": trained.train,
     "lora": trained.lora,
+    "experts": trained.experts,
     "finetune": trained.finetune,
     "volume": trained.volume,
 }

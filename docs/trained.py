@@ -18,6 +18,7 @@ _TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "variant": ("variant", VARIANTS.__getitem__),
     "step ms": ("step_ms", "{:.0f}".format),
     "communication ms": ("comm_ms", "{:.0f}".format),
+    "exchanges of experts ms": ("ep_ms", "{:.0f}".format),
     "logical MB": ("logical_bytes", lambda count: f"{count / 1e6:.1f}"),
     "wire MB": ("wire_bytes", lambda count: f"{count / 1e6:.1f}"),
     "gathers, times fewer bytes": ("gather_ratio", "{:.1f}".format),
@@ -52,6 +53,28 @@ def lora(page: Path) -> str:
     """Trainings of LoRA adapters under ZeRO-3, and how far ZeRO++ is from their bits."""
     names = ("train_lora", "train_lora_4")
     return "\n\n".join([train(page, *names), *(deviations(results(name)) for name in names)])
+
+
+#: Kinds of the exchanges of a layer of experts, in the order of a step.
+_KINDS = ("dispatch", "combine", "combine.bwd", "dispatch.bwd")
+
+
+def experts(page: Path) -> str:
+    """Trainings with experts, and the ratios of their exchanges by kind."""
+    content = results("train_moe")
+    plain = {(row["workload"], row["link"]): row["ep_ms"] for row in content["rows"] if row["variant"] == "plain"}
+    ours = {(row["workload"], row["link"], row["variant"]): row["ep_ms"] for row in content["rows"]}
+    rows = []
+    for verdict in content["verdicts"]:
+        place = verdict["workload"], verdict["link"]
+        for variant, found in verdict["experts"].items():
+            if variant in ("plain", "raw") or not found:
+                continue
+            ratios = (f"{found['ratios'][part]:.2f}" for part in ("ep", *(f"ep {kind}" for kind in _KINDS)))
+            time = f"{ours[(*place, variant)] / plain[place]:.2f}"
+            rows.append((*place, VARIANTS[variant], f"{found['share']:.0%}", time, *ratios))
+    heads = ("workload", "link", "variant", "part of all bytes", "time / DeepSpeed's", "ratio", *_KINDS)
+    return f"{train(page, 'train_moe')}\n\n{table(heads, rows)}"
 
 
 def finetune(page: Path) -> str:
@@ -169,7 +192,7 @@ _FIVE: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("LoRA, ZeRO-3", "train_lora", {"link": "1gbit"}),
     ("ZeRO-2", "train_zero2", {}),
     ("ZeRO-3, `zero3_base` host", "train_zero3_base", {}),
-    ("MoE", "train", {"workload": "moe", "link": "300mbit"}),
+    ("MoE: 32 experts, 4 for a token", "train_moe", {"workload": "qwen", "link": "100mbit"}),
     ("ZeRO-3", "train", {"workload": "zero3", "link": "loopback"}),
 )
 

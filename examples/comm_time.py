@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 #: What DeepSpeed's communication backend offers, as far as it moves data or waits for other ranks.
@@ -13,6 +15,8 @@ CALLS = (
     "all_reduce_coalesced inference_all_reduce reduce reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single "
     "broadcast broadcast_object_list gather scatter send recv isend irecv barrier monitored_barrier"
 ).split()
+#: Role of calls without another one, and of all calls where ds_zipccl, which names roles, is not installed.
+OTHER = "other"
 
 
 class CommTime:
@@ -23,29 +27,53 @@ class CommTime:
     """
 
     def __init__(self) -> None:
-        self.ms = 0.0  # so far, in milliseconds
+        self._ms: Counter[str] = Counter()  # by role
         self._running = False
+        self._role_of: Callable[[str, Any], str] = lambda name, group: OTHER
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds so far, of all roles."""
+        return sum(self._ms.values())
+
+    def times(self, before: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Milliseconds so far by role, without those of an earlier answer."""
+        return {role: ms - (before or {}).get(role, 0.0) for role, ms in sorted(self._ms.items())}
 
     def watch(self, backend: Any) -> None:
         """Count every collective that is called on ``backend``, ``deepspeed.comm.comm.cdb``, from now on."""
         for name in CALLS:
             if hasattr(backend, name):
-                setattr(backend, name, self.timed(getattr(backend, name)))
+                setattr(backend, name, self.timed(getattr(backend, name), name))
 
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, counted; its handle, if it returns one, is counted too."""
+    def learn(self, engine: Any) -> None:
+        """Name the roles of calls as ds_zipccl does, whether it codes them or not."""
+        try:
+            from ds_zipccl.integration.job import Job
+        except ImportError:
+            return
+        job = Job(zero_stages=frozenset({engine.zero_optimization_stage()}))
+        job.learn_groups(engine.module)
+        self._role_of = job.role_of
+
+    def timed(self, call: Callable[..., Any], name: str = "", role: str = "") -> Callable[..., Any]:
+        """``call``, counted for ``role``, or for that of the collective ``name``; its handle, if it returns one, too."""
+        signature = inspect.signature(call) if name else None
 
         @functools.wraps(call)
         def counted(*args: Any, **kwargs: Any) -> Any:
             if self._running:  # a collective that is made of others counts once
                 return call(*args, **kwargs)
+            mine = role
+            if signature is not None:
+                mine = self._role_of(name, signature.bind_partial(*args, **kwargs).arguments.get("group"))
             self._running, started = True, time.perf_counter()
             try:
                 result = call(*args, **kwargs)
             finally:
                 self._running = False
-                self.ms += 1000 * (time.perf_counter() - started)
-            return TimedHandle(result, self) if hasattr(result, "wait") else result
+                self._ms[mine or OTHER] += 1000 * (time.perf_counter() - started)
+            return TimedHandle(result, self, mine) if hasattr(result, "wait") else result
 
         return counted
 
@@ -53,8 +81,8 @@ class CommTime:
 class TimedHandle:
     """A collective's handle with a counted ``wait()``."""
 
-    def __init__(self, handle: Any, clock: CommTime) -> None:
-        self._handle, self._wait = handle, clock.timed(handle.wait)
+    def __init__(self, handle: Any, clock: CommTime, role: str = OTHER) -> None:
+        self._handle, self._wait = handle, clock.timed(handle.wait, role=role)
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         return self._wait(*args, **kwargs)

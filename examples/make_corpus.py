@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpt import GPT, SIZES, Block, Linear
 from safetensors.torch import save_file
 from source_text import batches, read_text, tokenise
 from torch import Tensor, nn
 from tqdm import tqdm
-from train_gpt import GPT, SIZES, Block, Linear
 
 LIMIT = 5 << 20  # bytes of one tensor of the file
 RUN = 1 << 16  # elements taken together where a tensor has to be cut down

@@ -4,7 +4,7 @@
     python examples/train_gpt.py --compare                # plain and coded from one seed: same bits?
     python examples/train_gpt.py --ranks 4 --size tiny    # starts its four ranks itself
     torchrun --nproc-per-node 2 examples/train_gpt.py --ds-config examples/ds_config_zero2.json
-    deepspeed --num_accelerators 2 examples/train_gpt.py --ds-config examples/ds_config_moe.json --experts 4
+    deepspeed --num_accelerators 2 examples/train_gpt.py --ds-config examples/ds_config_moe.json --experts 8 --top-k 2
 
 No line below makes ds_zipccl code the traffic: installing the package and "zipccl": {"enabled": true} in the config
 is all. Only bytes_sent names it, to read its counters. With DS_ZIPCCL=0 in the environment nothing is coded.
@@ -33,123 +33,21 @@ from typing import Any
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives that DeepSpeed still calls
 
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+from gpt import GPT, ON_GPU, SIZES, Experts, Size  # noqa: E402
 from source_text import batches, read_text, tokenise  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import nn  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-ON_GPU = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if ON_GPU else "cpu")  # before deepspeed is imported
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms on GPUs need it
 
 
-@dataclass(frozen=True)
-class Size:
-    """Shape of the model and of its data."""
-
-    vocabulary: int  # commonest words and symbols; the rest is one "unknown" token
-    width: int
-    layers: int
-    heads: int
-    context: int  # tokens per sequence
-    characters: int  # how much of the text is read
-
-
-SIZES = {
-    "tiny": Size(vocabulary=2048, width=128, layers=2, heads=2, context=32, characters=400_000),  # 1M parameters
-    "small": Size(vocabulary=8192, width=320, layers=5, heads=5, context=64, characters=4_000_000),  # 11M
-    "medium": Size(vocabulary=16384, width=512, layers=12, heads=8, context=256, characters=12_000_000),  # 54M
-}
-
-
-# ---- model -------------------------------------------------------------------------------------------------
-
-
-class Linear(nn.Linear):
-    """Bias-free. Everything kept or sent is bf16; products on a CPU are fp32, which is far faster there."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-        nn.init.normal_(self.weight, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        compute = x.dtype if ON_GPU else torch.float32
-        return F.linear(x.to(compute), self.weight.to(compute)).to(x.dtype)
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        hidden = math.ceil(width * 8 / 3 / 64) * 64
-        self.gate, self.up, self.down = Linear(width, hidden), Linear(width, hidden), Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        compute = x.dtype if ON_GPU else torch.float32
-        qkv = self.qkv(x).to(compute).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width).to(x.dtype))
-
-
-class Block(nn.Module):
-    """One transformer layer; with experts its feed-forward part is DeepSpeed's mixture of experts."""
-
-    def __init__(self, size: Size, experts: int, world: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
-        self.attention = Attention(size.width, size.heads)
-        self.feed_forward: nn.Module = SwiGLU(size.width)
-        if experts:
-            from deepspeed.moe.layer import MoE
-
-            spread = math.gcd(experts, world)  # ranks that share out one set of experts
-            self.feed_forward = MoE(size.width, self.feed_forward, experts, spread, capacity_factor=1.25)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + self.attention(self.norm1(x))
-        y = self.feed_forward(self.norm2(x))
-        y, balance = (y[0], y[1]) if isinstance(y, tuple) else (y, x.new_zeros(()))
-        return x + y, balance
-
-
-class GPT(nn.Module):
-    """Decoder-only transformer; called with tokens it returns the loss."""
-
-    def __init__(self, size: Size, experts: int = 0, world: int = 1) -> None:
-        super().__init__()
-        self.words = nn.Embedding(size.vocabulary, size.width)
-        self.places = nn.Embedding(size.context, size.width)
-        nn.init.normal_(self.words.weight, std=0.02)
-        nn.init.normal_(self.places.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(size, experts, world) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.width)
-        self.head = Linear(size.width, size.vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        x = self.words(inputs) + self.places(torch.arange(inputs.shape[1], device=tokens.device))
-        balance = x.new_zeros(())
-        for block in self.blocks:
-            x, extra = block(x)
-            balance = balance + extra
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) + 0.01 * balance.float()
-
-
-def build_gpt(args: argparse.Namespace, world: int) -> tuple[nn.Module, list]:
+def build_gpt(args: argparse.Namespace, world: int, size: Size | None = None) -> tuple[nn.Module, list]:
     """The model, and groups of its trained parameters."""
-    model = GPT(SIZES[args.size], args.experts, world)
+    experts = None
+    if args.experts:
+        experts = Experts(args.experts, args.top_k, args.spread or math.gcd(args.experts, world), args.bias)
+    model = GPT(size or SIZES[args.size], experts)
     groups: list = [{"params": list(model.parameters()), "name": "all"}]
     if args.experts:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -160,10 +58,14 @@ def build_gpt(args: argparse.Namespace, world: int) -> tuple[nn.Module, list]:
 
 @dataclass(frozen=True)
 class Example:
-    """A training of this folder: its script, default config, sizes, builder of the model, and further hashes of its parameters."""
+    """A training of this folder: its script, default config, sizes, builder of the model, and further hashes of parameters."""
 
     script: str = __file__
     config: str = "ds_config_zero3.json"
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None  # adds its own options
+    configure: Callable[[dict, argparse.Namespace, int], dict] = lambda config, args, world: (
+        config
+    )  # DeepSpeed's config
     about: str = __doc__ or ""
     sizes: Mapping[str, Any] = field(default_factory=lambda: SIZES)
     build: Callable[[argparse.Namespace, int], tuple[nn.Module, list]] = build_gpt
@@ -201,8 +103,9 @@ def parameters_hash(named: Iterable[tuple[str, nn.Parameter]], zero3: bool) -> s
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict:
-    """What the config file says, and --accumulation, --lr, --schedule and --zeropp change."""
+    """What the config file says, and --batch, --accumulation, --lr, --schedule and --zeropp change."""
     config = json.loads(args.ds_config.read_text())
+    config |= {"train_micro_batch_size_per_gpu": args.batch} if args.batch else {}
     config |= {"gradient_accumulation_steps": args.accumulation} if args.accumulation else {}
     if args.lr is not None:
         config["optimizer"]["params"]["lr"] = args.lr
@@ -236,21 +139,24 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     torch.manual_seed(args.seed)
     model, groups = example.build(args, world)
     counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=deepspeed_config(args))
+    config = example.configure(deepspeed_config(args), args, world)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    clock.learn(engine)
 
     tokens = tokenise(read_text(args.data, size.characters), size.vocabulary)
     source = batches(tokens, engine.train_micro_batch_size_per_gpu(), size.context, args.seed, rank, world)
-    losses, step_ms, comm_ms = [], [], []
+    losses, step_ms, comm_ms, role_ms = [], [], [], []
     with tqdm(range(args.steps), disable=rank != 0, unit="step", desc=args.name or args.ds_config.stem) as bar:
         for _ in bar:
-            started, waited = time.perf_counter(), clock.ms
+            started, waited = time.perf_counter(), clock.times()
             for _ in range(engine.gradient_accumulation_steps()):
                 loss = engine(next(source).to(engine.device))
                 engine.backward(loss)
                 engine.step()
             losses.append(loss.item())
             step_ms.append(1000 * (time.perf_counter() - started))
-            comm_ms.append(clock.ms - waited)
+            role_ms.append(clock.times(waited))
+            comm_ms.append(sum(role_ms[-1].values()))
             sent = bytes_sent() if rank == 0 else None
             saved = f"{(sent['logical_bytes'] - sent['wire_bytes']) / 1e6:.1f}MB" if sent else "n/a"
             bar.set_postfix(loss=f"{losses[-1]:.4f}", saved=saved)
@@ -270,6 +176,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
         "replicas_equal": bool(args.experts) or all(one == hashes for one in digests),  # experts do differ by rank
         "step_ms": step_ms,
         "comm_ms": comm_ms if args.comm_time else None,
+        "role_ms": role_ms if args.comm_time else None,
         "sent": {key: sum(one[key] for one in sent) / world for key in sent[0]} if sent[0] else None,
     }
 
@@ -350,7 +257,13 @@ def options(example: Example | None = None) -> argparse.ArgumentParser:
     option("--lr", type=float, metavar="X", help="learning rate (default: what the config file says)")
     option("--schedule", choices=("config", "cosine"), default="config", help="cosine: 5%% warm-up, then cosine decay")
     option("--zeropp", action="store_true", help="DeepSpeed's lossy ZeRO++ (ZeRO-3 only), to compare")
+    option(
+        "--batch", type=int, metavar="N", help="sequences per rank and micro-batch (default: what the config file says)"
+    )
     option("--experts", type=int, default=0, help="experts per layer (default: none; not with ZeRO-3)")
+    option("--top-k", type=int, default=1, metavar="K", help="experts of a token (default: 1)")
+    option("--bias", action="store_true", help="experts with biases, as torch's linear layers have")
+    option("--spread", type=int, metavar="N", help="ranks that share out one set of experts (default: as many as fit)")
     option("--data", type=Path, metavar="FILE", help="text to train on (default: the standard library)")
     option("--seed", type=int, default=1)
     option("--threads", type=int, default=1, help="CPU threads per rank")
@@ -361,6 +274,7 @@ def options(example: Example | None = None) -> argparse.ArgumentParser:
     option("--comm-time", action="store_true", help="results have rank 0's time in collectives, per step")
     option("--name", help=argparse.SUPPRESS)  # of the progress bar
     option("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    example.options(parser)
     return parser
 
 

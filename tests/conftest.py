@@ -26,7 +26,8 @@ NEED_DEEPSPEED = (
     "integration/test_backend_traffic.py", "integration/test_engines.py", "integration/test_engines_by_node.py",
     "integration/test_engines_on_streams.py", "integration/test_engines_zero3.py", "integration/test_hf.py", "integration/test_job.py",
     "integration/test_kernels_at_start.py", "integration/test_peft.py", "integration/test_peft_edits.py",
-    "integration/test_peft_trainers.py", "integration/test_train.py", "test_way_of_a_tensor.py",
+    "integration/test_peft_trainers.py", "integration/test_train.py", "test_way_of_a_tensor.py", "cli/test_bench_experts.py",
+    "integration/test_moe.py", "integration/test_moe_calls.py", "integration/test_parallel.py",
 )  # fmt: skip
 collect_ignore = [] if importlib.util.find_spec("deepspeed") else list(NEED_DEEPSPEED)
 

@@ -241,34 +241,34 @@ def run(tensor: torch.Tensor, trial: Trial, repeats: int) -> tuple[dict[str, flo
     steps = {"memcpy": lambda: copied.copy_(raw), "encode": trial.encode, "decode": trial.decode}
     for call in (trial.prepare, *steps.values()):  # untimed: builds, page faults
         call()
-    wrong = _wrong(trial.result(), tensor)
+    wrong = wrong_of(trial.result(), tensor)
     for before, decode in trial.more.values():
         before()
         decode()
-    calls = {name: _calls(step) if trial.repeatable or name == "memcpy" else 1 for name, step in steps.items()}
+    calls = {name: calls_of(step) if trial.repeatable or name == "memcpy" else 1 for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in [*steps, *trial.more]}
     for _ in range(repeats):
         trial.prepare()
         for name, step in steps.items():
             if torch.get_num_threads() > 1:
                 time.sleep(IDLE_S)
-            seconds[name].append(_seconds(step, calls[name]))
-        wrong = max(wrong, _wrong(trial.result(), tensor))
+            seconds[name].append(seconds_of(step, calls[name]))
+        wrong = max(wrong, wrong_of(trial.result(), tensor))
         for name, (before, decode) in trial.more.items():
             before()
-            seconds[name].append(_seconds(decode))
-            wrong = max(wrong, _wrong(trial.result(), tensor))
+            seconds[name].append(seconds_of(decode))
+            wrong = max(wrong, wrong_of(trial.result(), tensor))
     return {name: tensor.nbytes / statistics.median(times) / 1e9 for name, times in seconds.items()}, wrong
 
 
-def _wrong(got: torch.Tensor, wanted: torch.Tensor) -> int:
+def wrong_of(got: torch.Tensor, wanted: torch.Tensor) -> int:
     """Elements whose bits differ; all of them if the sizes differ."""
     from ds_zipccl.bench.exponents import differing
 
     return differing(got, wanted) if got.numel() == wanted.numel() else wanted.numel()
 
 
-def _seconds(step: Callable[[], object], calls: int = 1) -> float:
+def seconds_of(step: Callable[[], object], calls: int = 1) -> float:
     """Seconds of one call, as the mean of ``calls`` in a row."""
     start = time.perf_counter()
     for _ in range(calls):
@@ -276,6 +276,6 @@ def _seconds(step: Callable[[], object], calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _calls(step: Callable[[], object]) -> int:
+def calls_of(step: Callable[[], object]) -> int:
     """Calls that take :data:`SAMPLE_S` together."""
-    return max(1, int(SAMPLE_S / max(_seconds(step), 1e-9)))
+    return max(1, int(SAMPLE_S / max(seconds_of(step), 1e-9)))

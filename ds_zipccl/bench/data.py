@@ -240,23 +240,71 @@ class Pair:
         return PAIRS[self.name].fill(numel, dtype, self.number, torch.Generator().manual_seed(seed))
 
 
-def codec_spec(text: str) -> Spec | Pair:
-    """As :func:`spec`; or ``changed:P%``, or ``adamw:LR`` (argparse type)."""
+#: Every data set of rows of which some follow from earlier ones, by name. Gaussian; the rest of the rows are drawn one by one.
+ROWS = {
+    "repeated": "P percent of the rows equal earlier rows",
+    "scaled": "P percent of the rows are earlier rows times a factor from 0.25 to 1, rounded",
+}
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """A data set of rows and its percentage; ``str()`` gives the text that :func:`codec_spec` takes."""
+
+    name: str
+    percent: float
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.percent:g}%"
+
+    def make(self, numel: int, width: int, dtype: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Words (flat CPU tensor of ``numel`` elements of a dtype, torch name), and for each whole row the row that it follows from, int32;
+        its own number if there is none. The first row follows from none."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        words = torch.empty(numel).normal_(generator=generator).to(getattr(torch, dtype))
+        rows = numel // width
+        sources = torch.arange(rows)
+        copies = 1 + torch.randperm(max(0, rows - 1), generator=generator)[: round(rows * self.percent / 100)]
+        drawn = torch.ones(rows, dtype=torch.bool)
+        drawn[copies] = False
+        before = drawn.cumsum(0)[copies]  # drawn rows in front of each copy
+        places = torch.empty(len(copies)).uniform_(generator=generator).mul_(before).long().minimum(before - 1)
+        sources[copies] = drawn.nonzero().view(-1)[places]
+        matrix = words[: rows * width].view(rows, width)
+        found = matrix[sources[copies]]
+        if self.name == "scaled":
+            factors = torch.empty(len(copies), 1).uniform_(0.25, 1, generator=generator)
+            found = (found.float() * factors).to(words.dtype)
+        matrix[copies] = found
+        return words, sources.int()
+
+
+def codec_spec(text: str) -> Spec | Pair | RowSet:
+    """As :func:`spec`; or ``changed:P%``, ``adamw:LR``, ``repeated:P%`` or ``scaled:P%`` (argparse type)."""
     name, _, number = text.partition(":")
-    if name not in PAIRS:
+    if name not in PAIRS and name not in ROWS:
         if name in DATA:
             return spec(text)
-        raise argparse.ArgumentTypeError(f"no data set {name!r}; known: {', '.join([*DATA, *PAIRS])}")
+        raise argparse.ArgumentTypeError(f"no data set {name!r}; known: {', '.join([*DATA, *PAIRS, *ROWS])}")
+    shares = name != "adamw"
     try:
-        if name == "changed":
+        if shares:
             if number[-1:] == "%" and 0 <= float(number[:-1]) <= 100:
-                return Pair(name, float(number[:-1]))
+                percent = float(number[:-1])
+                return RowSet(name, percent) if name in ROWS else Pair(name, percent)
         elif 0 < float(number) < 1:
             return Pair(name, float(number))
     except ValueError:
         pass
-    wanted = "a percentage from 0% to 100%, such as changed:1%" if name == "changed" else "a rate, such as adamw:1e-4"
+    wanted = f"a percentage from 0% to 100%, such as {name}:1%" if shares else "a rate, such as adamw:1e-4"
     raise argparse.ArgumentTypeError(f"{name} has {wanted}; got {text!r}")
+
+
+def usual_rows() -> list[RowSet]:
+    """The sets of rows that are measured if none is named."""
+    return [RowSet("repeated", 0), RowSet("repeated", 25), RowSet("repeated", 50), RowSet("scaled", 50)]
 
 
 def usual_pairs() -> list[Pair]:
@@ -291,3 +339,9 @@ def about_pairs() -> str:
     """The table of words with their base as text, for ``--help``."""
     lines = (f"  {name + ':' + entry.unit:14} {entry.about}" for name, entry in PAIRS.items())
     return "with --codec delta, words and their base:\n" + "\n".join(lines)
+
+
+def about_rows() -> str:
+    """The table of rows as text, for ``--help``."""
+    lines = (f"  {name + ':P%':14} {about}" for name, about in ROWS.items())
+    return "with --codec rows, rows of --width elements:\n" + "\n".join(lines)

@@ -26,14 +26,14 @@ _WIDE = 5  # highest / lowest ratio above which the axis is logarithmic
 
 
 def save(path: str, logs: Mapping[str, Sequence[Step]]) -> None:
-    """Write the PNG file ``path``: a panel per log, a line per role, and the first learning rate on an axis of its own.
+    """Write the PNG file ``path``: a panel per log, a line per role and kind, and the first learning rate on an axis of its own.
 
     Raises:
         ToolError: the file cannot be written.
     """
     size = (9.0, 0.4 + 3.2 * len(logs))
     figure, axes = pyplot.subplots(len(logs), 1, figsize=size, squeeze=False, sharey=True)
-    roles = sorted({role for steps in logs.values() for step in steps for role in step.sent})
+    roles = sorted({role for steps in logs.values() for step in steps for role in step.parts()})
     colours = {role: f"C{index}" for index, role in enumerate(roles)}
     try:
         for panel, (name, steps) in zip(axes.flat, logs.items()):

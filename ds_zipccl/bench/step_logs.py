@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ds_zipccl.bench import ToolError, tables
 from ds_zipccl.telemetry import counters
 
+#: Role of the exchanges that have kinds.
+EXPERTS = "ep"
 _BYTES = ("logical_bytes", "wire_bytes", "passed_bytes")
 _MOST = 1 << 63  # a larger number is no count
 
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a step log. ``sent``: role -> its counts, in the order of the arguments of counters.ratio()."""
+    """One line of a step log. ``sent``: role -> its counts, in the order of the arguments of counters.ratio(). ``kinds``: the same of
+    the kinds, such as "ep dispatch", which are in those of their role too."""
 
     step: int
     rates: tuple[float, ...]
     sent: Mapping[str, tuple[int, int, int]]
     differences: Mapping[str, int]
+    kinds: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
-    def ratio(self, role: str) -> float | None:
-        """Ratio of the role in this step; None if the role sent nothing."""
-        return counters.ratio(*self.sent[role]) if role in self.sent else None
+    def parts(self) -> dict[str, tuple[int, int, int]]:
+        """Counts of the roles, and of the kinds, such as "ep dispatch"."""
+        return {**self.sent, **self.kinds}
+
+    def ratio(self, part: str) -> float | None:
+        """Ratio of a part, see :meth:`parts`, in this step; None if the part sent nothing."""
+        counts = self.parts().get(part)
+        return None if counts is None else counters.ratio(*counts)
 
 
 def read(path: str, first: int = 0) -> list[Step]:
@@ -67,19 +76,24 @@ def _parse(line: bytes) -> Step:
     rates = found.get("lr", [])
     if not isinstance(rates, list) or not all(type(rate) in (int, float) and abs(rate) < _MOST for rate in rates):
         raise _Malformed(f'"lr" is {_short(rates)}, wanted a list of finite numbers')
-    sent = {role: _sent(role, counts) for role, counts in _object(found, "roles").items()}
+    sent = {role: _sent(_role(role), counts) for role, counts in _object(found, "roles").items()}
+    kinds = {kind: _sent(kind, counts) for kind, counts in _object({"kinds": {}} | found, "kinds").items()}
     differences = _object(found, "differences")
     for reason in differences:
         _count(differences, reason)
-    return Step(_count(found, "step"), tuple(map(float, rates)), sent, differences)
+    return Step(_count(found, "step"), tuple(map(float, rates)), sent, differences, kinds)
 
 
-def _sent(role: str, counts: Any) -> tuple[int, int, int]:
-    """Logical, wire and passed bytes of a role."""
+def _role(role: str) -> str:
     from ds_zipccl.config import ROLES
 
     if role not in ROLES:
         raise _Malformed(f"got the role {_short(role)}, wanted one of {', '.join(ROLES)}")
+    return role
+
+
+def _sent(role: str, counts: Any) -> tuple[int, int, int]:
+    """Logical, wire and passed bytes of a role or a kind."""
     if not isinstance(counts, dict):
         raise _Malformed(f'"{role}" is {_short(counts)}, wanted an object with {", ".join(_BYTES)}')
     if tables.OLD_BYTES in counts:

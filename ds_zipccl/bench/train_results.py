@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_zipccl.bench import train_volume
+from ds_zipccl.bench.step_logs import EXPERTS
 from ds_zipccl.bench.train_trial import Results, Training
 from ds_zipccl.bench.variants import VARIANTS
 
@@ -58,11 +59,21 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
             "speedup": median("step_ms", "plain") / step_ms,
             "comm_speedup": median("comm_ms", "plain") / comm_ms,
         }
+        if results[0].get("role_ms"):
+            row["role_ms"] = _role_ms(results, skip)
+            row["ep_ms"] = row["role_ms"].get(EXPERTS)
         if training.backend.streams:
             waits = (results[0]["sent"] or {}).get("host_waits", 0)
             row |= {"backend": training.backend.name, "host_waits": waits / training.steps}
         found.append(row)
     return found
+
+
+def _role_ms(results: list[Results], skip: int) -> dict[str, float]:
+    """Median over the steps of all runs of the time in collectives of each role."""
+    steps = [step for result in results for step in result["role_ms"][skip:]]
+    roles = sorted({role for step in steps for role in step})
+    return {role: float(statistics.median(step.get(role, 0.0) for step in steps)) for role in roles}
 
 
 def _volume(training: Training, result: Results) -> dict[str, list[float]]:
@@ -76,8 +87,8 @@ def _mean(values: list[float] | None) -> float | None:
 
 
 def verdict(training: Training, runs: Runs) -> dict[str, Any]:
-    """Ratio over compressed calls alone, size of the model, its trained part, hashes of further weights, counters and volume by step of
-    every variant, and the problems."""
+    """Ratio over compressed calls alone, size of the model, its trained part, hashes of further weights, counters, volume by step and
+    exchanges of experts of every variant, and the problems."""
     plain = runs["plain"][0]
     counted = {variant: results[0]["sent"] for variant, results in runs.items()}
     return {
@@ -91,6 +102,7 @@ def verdict(training: Training, runs: Runs) -> dict[str, Any]:
         "hashes": {key: plain[key] for key in plain if key.endswith(HASH) and key != "params_sha256"},
         "sent": counted,
         "volume": {variant: _volume(training, results[0]) for variant, results in runs.items() if results[0]["steps"]},
+        "experts": {variant: train_volume.experts(results[0]["steps"] or ()) for variant, results in runs.items()},
         "deviation": deviation(runs),
         "problems": problems({variant: runs[variant] for variant in runs if variant != ZEROPP}, training.same_sums),
     }

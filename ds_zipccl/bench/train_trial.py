@@ -28,13 +28,15 @@ EXAMPLES = (PACKAGE / "examples", PACKAGE.parent / "examples")
 
 @dataclass(frozen=True)
 class Workload:
-    """A training: DeepSpeed config next to the script, further options of the script, script, packages that it needs, its ZeRO stage."""
+    """A training: DeepSpeed config next to the script, further options of the script, script, packages that it needs, its ZeRO stage, and
+    whether it has experts."""
 
     config: str
     options: tuple[str, ...] = ()
     script: str = "train_gpt.py"
     packages: tuple[str, ...] = ()
     stage: int = 3
+    experts: bool = False
 
     def check(self, name: str) -> None:
         """Raise ToolError where a package is missing."""
@@ -45,11 +47,19 @@ class Workload:
             )
 
 
+def _experts(options: str, *packages: str) -> Workload:
+    return Workload("ds_config_moe.json", tuple(options.split()), "train_moe.py", packages, stage=2, experts=True)
+
+
 WORKLOADS: dict[str, Workload] = {
     "zero1": Workload("ds_config_zero1.json", stage=1),
     "zero2": Workload("ds_config_zero2.json", stage=2),
     "zero3": Workload("ds_config_zero3.json"),
-    "moe": Workload("ds_config_moe.json", ("--experts", "4"), stage=2),
+    "moe": _experts("--experts 8 --top-k 1 --bias --batch 16"),
+    "moe-top2": _experts("--experts 8 --top-k 2 --bias"),
+    "mixtral": _experts("--model mixtral --experts 8 --top-k 2", "transformers"),
+    "qwen": _experts("--model qwen3 --experts 32 --top-k 4", "transformers"),
+    "qwen64": _experts("--model qwen3 --experts 64 --top-k 8", "transformers"),
     "finetune": Workload("ds_config_finetune.json"),
     "lora": Workload("ds_config_lora.json", script="train_lora.py", packages=("transformers", "peft")),
 }

@@ -6,8 +6,10 @@ and gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from ds_zipccl.bench.step_logs import Step
+from ds_zipccl.bench.step_logs import EXPERTS, Step
+from ds_zipccl.telemetry import counters
 
 #: First step that counts: the gathers of the first one have no base yet, and its line has the traffic before training.
 SECOND = 2
@@ -44,4 +46,23 @@ def series(steps: Sequence[Step], unit: float) -> dict[str, list[float]]:
         "sent_m": [round(sent(step, *step.sent), 5) for step in later],
         "gather_m": [round(sent(step, GATHERS), 5) for step in later],
         "grad_m": [round(sent(step, GRADIENTS), 5) for step in later],
+    }
+
+
+def experts(steps: Sequence[Step]) -> dict[str, Any]:
+    """The exchanges of experts from the second step on: ``share``, their part of the logical bytes of all roles, and ``ratios``, of all of
+    them ("ep") and by kind; {} without such exchanges."""
+    sums: dict[str, list[int]] = {}
+    for step in steps:
+        for part, counts in step.parts().items() if step.step >= SECOND else ():
+            sums[part] = [total + one for total, one in zip(sums.get(part, (0, 0, 0)), counts, strict=True)]
+    if EXPERTS not in sums:
+        return {}
+    roles = {role for step in steps for role in step.sent}
+    logical = {part: counted + passed for part, (counted, _, passed) in sums.items()}
+    return {
+        "share": logical[EXPERTS] / max(1, sum(logical.get(role, 0) for role in roles)),
+        "ratios": {
+            part: counters.ratio(*counts) for part, counts in sorted(sums.items()) if part.split()[0] == EXPERTS
+        },
     }

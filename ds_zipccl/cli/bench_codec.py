@@ -24,6 +24,14 @@ take bytes and give bytes. The copy of their input and the check of their output
 * ``in_place_gbps``, ``in_place_memcpy``: decoding to the base's own memory, as collectives do.
 * Its ``--peers`` are ``xor_zstd1``, zstd level 1 of words XOR base, and ``pairs``, the place (u32) and the word of each change.
 
+``--codec rows`` codes rows of ``--width`` elements, of which some repeat earlier rows or are scaled copies, as the row frames of a
+segment in fragments as on the wire, and has these columns beside:
+
+* ``fragments``: frames of the segment. A fragment without such rows is an ordinary frame.
+* ``plain_ratio``, ``plain_encode_gbps``, ``plain_decode_gbps``: all fragments as ordinary frames (cascade). ``encode_plain``,
+  ``decode_plain``: speed of row frames / speed of ordinary frames. All take turns. Finding the rows is part of encoding; of scaled copies
+  the bench says which rows they may be copies of, as a sender remembers it from an earlier message.
+
 ``--device cuda`` measures the CUDA kernels instead; ds_zipccl/bench/cuda.py explains its columns.
 
 The exit status is 1 if any element is wrong, or if a floor of ``--floors`` is missed.
@@ -35,7 +43,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ds_zipccl.bench import ToolError, data, delta_trial, peers, tables
+from ds_zipccl.bench import ToolError, data, delta_trial, peers, row_trial, tables
 from ds_zipccl.bench.codec_trial import CODECS, PEER_ROUTE, Source, measure, ours, peers_of, stored, synthetic
 from ds_zipccl.bench.tables import Column
 
@@ -56,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--corpus", nargs="+", default=[], metavar="FILE", help=files)
     option("--tile", action="store_true", help="repeat a corpus tensor until it has --numel elements")
     option("--route", nargs="+", default=[], metavar="R", help="kernels (all that work here)")
-    every = (*CODECS, delta_trial.CODEC)
+    every = (*CODECS, delta_trial.CODEC, row_trial.CODEC)
     option("--codec", nargs="+", choices=every, default=CODECS, help="codecs (all without a base)")
+    widths = list(row_trial.WIDTHS)
+    option("--width", nargs="+", type=int, default=widths, metavar="W", help="elements of a row, of --codec rows")
     others = "other compressors (none; all for these codecs if none is named)"
     option("--peers", nargs="*", choices=[*peers.PEERS, *peers.DIFFERENCES], help=others)
     option("--device", choices=("cpu", "cuda"), default="cpu", help="device to code on; cuda has other columns (cpu)")
@@ -67,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     option("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
     option("--json", metavar="FILE", help="write the rows here too")
-    parser.epilog = f"{data.about()}\n{data.about_pairs()}"
+    parser.epilog = f"{data.about()}\n{data.about_pairs()}\n{data.about_rows()}"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -76,6 +86,8 @@ def main(args: argparse.Namespace) -> int:
         if getattr(args, option) < 1:
             raise ToolError(f"--{option} must be at least 1, got {getattr(args, option)}")
     if args.device == "cuda":
+        if row_trial.CODEC in args.codec:
+            raise ToolError("--codec rows measures --device cpu alone")
         from ds_zipccl.bench import cuda
 
         return cuda.main(args)
@@ -87,8 +99,12 @@ def main(args: argparse.Namespace) -> int:
         cases, coders = delta_trial.pairs(args), delta_trial.coders(args)
         measured = delta_trial.rows(cases, coders, args.repeats)
         return _show(args, delta_trial.COLUMNS, measured, len(cases) * len(coders))
-    if delta_trial.CODEC in args.codec:
-        raise ToolError("--codec delta has data and columns of its own: name it alone")
+    if args.codec == [row_trial.CODEC]:
+        found = row_trial.cases(args)
+        return _show(args, row_trial.COLUMNS, row_trial.rows(args, found), row_trial.count(args, found))
+    for name in (delta_trial.CODEC, row_trial.CODEC):
+        if name in args.codec:
+            raise ToolError(f"--codec {name} has data and columns of its own: name it alone")
     return _show(args, *_without_base(args))
 
 
@@ -97,6 +113,8 @@ def _without_base(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterato
     for spec in args.data or []:
         if isinstance(spec, data.Pair):
             raise ToolError(f"{spec} is words with their base: add --codec delta")
+        if isinstance(spec, data.RowSet):
+            raise ToolError(f"{spec} is rows that follow from others: add --codec rows")
     for name in args.peers or []:
         if name in peers.DIFFERENCES:
             raise ToolError(f"peer {name} codes words against a base: add --codec delta")

@@ -1,8 +1,12 @@
 """``bench train``: whole training runs from one seed, plain and compressed, whose bits must be equal.
 
-Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_lora.py``. The variants take turns, plain first. Columns:
+Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py`` or ``train_lora.py``. The variants take turns, plain
+first. Columns:
 
-* ``workload``: the training: ``zero1``, ``zero2``, ``zero3`` (ZeRO stages), ``moe`` (four experts). ``finetune``: ZeRO-3 at a learning
+* ``workload``: the training: ``zero1``, ``zero2``, ``zero3`` (ZeRO stages). ``moe``, ``moe-top2``: ZeRO-2 and DeepSpeed-MoE, 8 experts with
+  biases, one or two of them for a token. ``mixtral`` (8 experts, 2 for a token), ``qwen`` (32 and 4), ``qwen64`` (64 and 8): ZeRO-2 and
+  DeepSpeed's AutoEP with Mixtral and Qwen3-MoE of Hugging Face; need ``pip install transformers``. All experts are shared out over all
+  ranks, and more than 60% of the bytes are all-to-alls. ``finetune``: ZeRO-3 at a learning
   rate of 2e-5, from fresh weights, whose updates change more bits than those of trained ones; every parameter is gathered for the forward
   and again for the backward pass, as in a model that is too large to be kept. ``lora``: ZeRO-3, LoRA adapters of a Llama of Hugging Face,
   with the values that its Trainer takes for "auto" (threshold of persistence 10 x hidden size); needs ``pip install transformers peft``.
@@ -17,6 +21,7 @@ Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_lora.
 * ``step_ms``: median of rank 0's steps, without the first ``--skip``.
 * ``comm_ms``: median over the same steps of the time in which rank 0 stood still for communication: in calls of collectives and in
   ``wait()`` of their handles. The delays of other ranks are in it. Communication that overlaps with computing is not.
+* ``ep_ms``: the same for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
 * ``logical_bytes``: bytes that bandwidth-optimal uncompressed schedules of DeepSpeed's operations send, per rank (mean) and run. All
   traffic counts, from initialization to the gather of the final parameters, also calls that passed through.
 * ``wire_bytes``: the same with coded calls at the bytes that they sent, headers included. With ZeRO-1 and ZeRO-2 even raw frames
@@ -30,7 +35,8 @@ Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_lora.
   hashes of its adapters and of its merged weights are too.
 * ``speedup``: plain ``step_ms`` / this row's ``step_ms``. ``comm_speedup``: plain ``comm_ms`` / this row's ``comm_ms``.
 
-A line below the rows of a configuration has the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong.
+A line below the rows of a configuration has the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong. With
+experts a line for each variant has the part of their exchanges in the logical bytes of rank 0 from the second step on, and their ratios.
 
 ``--backend nccl`` trains on GPUs with NCCL groups, coded from 64 KiB a message on. A rank has the GPU of its number; where there are more
 ranks than GPUs, ranks share them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing
@@ -87,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--steps", type=int, default=20, metavar="K", help="optimizer steps per run (default: 20)")
     option("--skip", type=int, default=3, metavar="K", help="first steps left out of the times (default: 3)")
     option("--repeat", type=int, default=1, metavar="K", help="runs of each variant, in turn (default: 1)")
-    sizes = "model (default: small, 11M parameters; of lora 60M)"
+    sizes = "model (default: small, 11M parameters; of lora 60M, with experts 8 to 40M)"
     option("--size", choices=("tiny", "small", "medium"), default="small", help=sizes)
     keys = 'keys of the "zipccl" section for all runs but plain ones'
     option("--set", nargs="+", default=[], metavar="KEY=VALUE", help=keys)
@@ -137,6 +143,8 @@ def main(args: argparse.Namespace) -> int:
         bits = "NOT proven equal" if judged["problems"] else "equal" if training.same_sums else "equal among our runs"
         where = f"{workload}, {ranks} ranks, {link.name(spec)}"
         say(f"# {where}: {f'ratio over coded bytes {ratios}; ' if ratios else ''}bits: {bits}")
+        for line in _experts_lines(judged):
+            say(f"# {where}: {line}")
         if far := judged.get("deviation"):
             largest, last = (_loss(far[key]) for key in ("largest", "last"))
             say(f"# {where}: {ZEROPP} is lossy: its losses are off by up to {largest}, the last one by {last}")
@@ -208,12 +216,23 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
     return section
 
 
+def _experts_lines(judged: dict[str, Any]) -> list[str]:
+    """A line for each variant whose exchanges of experts are known."""
+    lines = []
+    for variant, found in judged.get("experts", {}).items():
+        if found and variant != ZEROPP:
+            ratios = ", ".join(f"{part.removeprefix('ep ')} {ratio:.3f}" for part, ratio in found["ratios"].items())
+            lines.append(f"{variant}: exchanges of experts are {found['share']:.1%} of the bytes; ratios {ratios}")
+    return lines
+
+
 def _loss(difference: float | None) -> str:
     return "infinity" if difference is None else f"{difference:.2g}"
 
 
 def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
     more = (Column("host_waits", ".1f"),) if backend.streams else ()
+    experts = (Column("ep_ms", ".1f", 8),) if any(WORKLOADS[name].experts for name in args.workload) else ()
     return (
         Column("workload"),
         Column("ranks", "d"),
@@ -222,6 +241,7 @@ def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
         Column("variant"),
         Column("step_ms", ".1f", 8),
         Column("comm_ms", ".1f", 8),
+        *experts,
         Column("logical_bytes", ",d", 15),
         Column("wire_bytes", ",d", 15),
         *more,

@@ -2,7 +2,8 @@
 
     steps run.jsonl --plot run.png
 
-A row per file and role (also in ``--json``). Every ratio is of all bytes of the role, coded or passed through:
+A row per file and role (also in ``--json``); the exchanges of experts have rows by kind too, such as ``ep dispatch``, which are parts of
+the row ``ep``. Every ratio is of all bytes of the role, coded or passed through:
 
 * ``steps``: number of steps in which the role sent bytes. ``mean``, ``min``, ``max``: of their ratios.
 * ``ratio``: all logical bytes / all wire bytes. ``first``, ``middle``, ``last``: the same over the first tenth of the steps, the steps
@@ -43,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     if args.plot:
         from ds_zipccl.bench import plot_steps  # before reading: matplotlib may be missing
     logs = {path: read(path, args.from_step) for path in args.files}
-    columns = (Column("file", width=max(map(len, logs))), Column("role", width=10), Column("steps", ",d", 7))
+    columns = (Column("file", width=max(map(len, logs))), Column("role", width=15), Column("steps", ",d", 7))
     table, found = tables.Table((*columns, *(Column(name, ".3f", 7) for name in _RATIOS))), []
     for path, steps in logs.items():
         for row in rows(path, steps):
@@ -63,10 +64,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def rows(path: str, steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
-    """One row per role of a log with at least one step."""
+    """One row per role, and per kind of expert exchange, of a log with at least one step."""
     tenth = max(1, len(steps) // 10)
     parts = {"ratio": steps, "first": steps[:tenth], "middle": steps[tenth:-tenth], "last": steps[-tenth:]}
-    for role in sorted({role for step in steps for role in step.sent}):
+    for role in sorted({role for step in steps for role in step.parts()}):
         ratios = [ratio for step in steps if (ratio := step.ratio(role)) is not None]
         row = {"file": path, "role": role, "steps": len(ratios)}
         row |= {"mean": math.fsum(ratios) / len(ratios), "min": min(ratios), "max": max(ratios)}
@@ -75,5 +76,5 @@ def rows(path: str, steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
 
 def _ratio_over(steps: Sequence[Step], role: str) -> float | None:
     """All logical bytes / all wire bytes; None if the role sent nothing."""
-    counts = [step.sent[role] for step in steps if role in step.sent]
+    counts = [parts[role] for step in steps if role in (parts := step.parts())]
     return counters.ratio(*map(sum, zip(*counts, strict=True))) if counts else None

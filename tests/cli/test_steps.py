@@ -33,7 +33,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
         counters.record("zero_param", "all_gather", 600 * step, 600)
         counters.record_difference("zero_param", "all_gather", "" if step > 1 else "nothing was gathered there")
         if step > 18:
-            counters.record("ep", "all_to_all_single", 300, 100)
+            counters.record("ep", "all_to_all_single", 300, 100, kind="dispatch")
             counters.record_pass("ep", "all_to_all_single", 100, "smaller than min_bytes")
         writer.write(step, [0.1 * step, 7.0])
     counters.reset()
@@ -50,14 +50,19 @@ def test_rows(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             "ratio": 2.0, "first": None, "middle": None, "last": 2.0,
         },
         {
+            "file": str(log), "role": "ep dispatch", "steps": 2, "mean": 3.0, "min": 3.0, "max": 3.0,
+            "ratio": 3.0, "first": None, "middle": None, "last": 3.0,
+        },
+        {
             "file": str(log), "role": "zero_param", "steps": 20, "mean": 10.5, "min": 1.0, "max": 20.0,
             "ratio": 10.5, "first": 1.5, "middle": 10.5, "last": 19.5,
         },
     ]  # fmt: skip
     assert content["differences"] == {str(log): {"nothing was gathered there": 1, "as differences": 19}}
-    head, ep, zero_param, shards = capsys.readouterr().out.splitlines()
+    head, ep, dispatch, zero_param, shards = capsys.readouterr().out.splitlines()
     assert head.split() == "file role steps mean min max ratio first middle last".split()
     assert ep.split() == [str(log), *"ep 2 2.000 2.000 2.000 2.000 - - 2.000".split()]
+    assert dispatch.split()[1:] == "ep dispatch 2 3.000 3.000 3.000 3.000 - - 3.000".split()
     assert zero_param.split()[1:] == "zero_param 20 10.500 1.000 20.000 10.500 1.500 10.500 19.500".split()
     assert shards == f"{log}, shards: as differences 19, nothing was gathered there 1"
 
@@ -82,7 +87,8 @@ def test_from_step_and_files(log: Path, tmp_path: Path, capsys: pytest.CaptureFi
     other = tmp_path / "other.jsonl"
     other.write_text(f"{json.dumps(GOOD | {'step': 19})}\n{json.dumps(GOOD | {'step': 3})}\n")
     assert main(["steps", str(log), str(other), "--from-step", "19"]) == 0
-    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()[1:4]]
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[:4] for line in (lines[1], *lines[3:5])]  # the second one is of a kind
     expected = [[log, "ep", "2", "2.000"], [log, "zero_param", "2", "19.500"], [other, "dp", "1", "2.000"]]
     assert rows == [[str(cell) for cell in row] for row in expected]
     with pytest.raises(ToolError, match="no step from step 21 on: the last of its 20 lines is step 20"):
@@ -104,8 +110,9 @@ def test_plot(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (figure,) = figures
     first, second, third, *rates = figure.axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in first.lines}
-    assert set(drawn) == {"ep", "zero_param"}
+    assert set(drawn) == {"ep", "ep dispatch", "zero_param"}
     assert drawn["zero_param"] == [[step, step] for step in range(1, 21)]
+    assert drawn["ep dispatch"][-2:] == [[19, 3], [20, 3]]
     assert drawn["ep"][-2:] == [[19, 2], [20, 2]] and all(up != up for _, up in drawn["ep"][:-2])
     assert len(second.lines[0].get_xydata()) == 41, "the line breaks where the second run begins"
     assert [line.get_xydata().tolist() for line in third.lines] == [[[1, 2]]]
@@ -153,6 +160,11 @@ MALFORMED = {
     "bytes of an earlier version": (
         changed(roles={"dp": {"raw_bytes": 6, "wire_bytes": 2, "passed_bytes": 2, "ratio": 2.0}}),
         '"dp" has "raw_bytes": an earlier version wrote this file; the key is now "logical_bytes"',
+    ),
+    "kinds are a list": (changed(kinds=[]), '"kinds" is [], wanted an object'),
+    "wrong ratio of a kind": (
+        changed(kinds={"ep dispatch": {"logical_bytes": 6, "wire_bytes": 3, "passed_bytes": 0, "ratio": 3.0}}),
+        '"ratio" of ep dispatch is 3.0, its bytes give 2.0',
     ),
     "wrong ratio": (role(ratio=2.5), '"ratio" of dp is 2.5, its bytes give 2.0'),
     "differences are a list": (changed(differences=[]), '"differences" is [], wanted an object'),

@@ -197,7 +197,7 @@ def test_codec_counts_wrong_elements(
 def test_codec_speeds_are_bytes_of_tensor_over_median_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Three calls that find out how often to call, then memcpy, encode and decode in turn.
     times = iter([0.01] * 3 + [0.001, 0.006, 0.004] + [0.003, 0.007, 0.5] + [0.002, 0.0005, 0.001])
-    monkeypatch.setattr(codec_trial, "_seconds", lambda step, calls=1: (step(), next(times))[1])
+    monkeypatch.setattr(codec_trial, "seconds_of", lambda step, calls=1: (step(), next(times))[1])
     path = tmp_path / "speed.json"
     words = ["bench", "codec", "--numel", "1000", "--dtype", "fp32", "--data", "normal", "--codec", "raw"]
     assert main([*words, "--repeats", "3", "--json", str(path)]) == 0
@@ -213,8 +213,8 @@ def test_codec_names_are_those_of_the_table() -> None:
 
 
 def test_codec_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right, seen = codec_trial._seconds, set()
-    monkeypatch.setattr(codec_trial, "_seconds", lambda *of: (seen.add(torch.get_num_threads()), right(*of))[1])
+    right, seen = codec_trial.seconds_of, set()
+    monkeypatch.setattr(codec_trial, "seconds_of", lambda *of: (seen.add(torch.get_num_threads()), right(*of))[1])
     path, before = tmp_path / "threads.json", torch.get_num_threads()
     words = ["bench", "codec", "--numel", "4K", "--dtype", "bf16", "--data", "normal", "--codec", "raw"]
     for count in (1, 2):
