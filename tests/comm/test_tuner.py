@@ -199,25 +199,26 @@ def exchanging(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 FIRST, SECOND = tuner_rules.EXCHANGE_ROUNDS
+DELAY = tuner_rules.EXCHANGE_DELAY
 
 
 def test_a_candidate_that_is_clearly_fastest_is_chosen_after_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, seconds = exchanging(monkeypatch), {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
     assert bench.run(3 * FIRST, seconds) == [(plan, True) for plan in PLANS] * FIRST
-    assert bench.run(1, seconds) == [(PLAIN, False)] and not bench.told
+    assert bench.run(DELAY, seconds) == [(PLAIN, False)] * DELAY and not bench.told
     assert bench.call(seconds) == (CODED, False)
     (told,) = bench.told
-    assert told.startswith(f"cascade frames from call {3 * FIRST + 2} on (plain ")
+    assert told.startswith(f"cascade frames from call {3 * FIRST + DELAY + 1} on (plain ")
 
 
 def test_candidates_that_are_close_have_another_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first round the better one is used; all of their calls count."""
     bench, seconds = exchanging(monkeypatch), {PLAIN: 3.0, RAW: 1.0, CODED: 1.2}
-    bench.run(3 * FIRST + 1, seconds)
+    bench.run(3 * FIRST + DELAY, seconds)
     seconds = {RAW: 1.2, CODED: 0.6}  # type: ignore[dict-item]
-    wanted = [(RAW, True), (CODED, True)] * SECOND + [(RAW, False)]
-    assert bench.run(2 * SECOND + 1, seconds) == wanted
-    assert len(bench.told) == 1 and bench.told[0].startswith(f"uncoded frames from call {3 * FIRST + 2} on (plain ")
+    wanted = [(RAW, True), (CODED, True)] * SECOND + [(RAW, False)] * DELAY
+    assert bench.run(2 * SECOND + DELAY, seconds) == wanted
+    assert len(bench.told) == 1 and bench.told[0].startswith(f"uncoded frames from call {3 * FIRST + DELAY + 1} on (plain ")
     assert bench.call(seconds) == (CODED, False) and bench.tuner._estimates == pytest.approx([3.0, 1.1, 0.9])
     assert len(bench.told) == 2 and sum(tuner_rules.EXCHANGE_ROUNDS) <= tuner_rules.TRIAL_CALLS
 
@@ -229,9 +230,9 @@ def test_calls_of_another_size_do_not_count(monkeypatch: pytest.MonkeyPatch) -> 
         bench.call(seconds)
         if number % 3 == 1 or number == 3:
             bench.tuner._slots[-1][1].nbytes = tuner_rules.SIZE_RATIO + 1
-    bench.run(2, seconds)
+    bench.run(DELAY + 1, seconds)
     assert bench.tuner._estimates == [1.0, INF, 1.0]
-    bench.run(3 * SECOND + 1, seconds)
+    bench.run(3 * SECOND + DELAY, seconds)
     assert bench.tuner._estimates == [1.0, 5.0, 1.0] and bench.told[0].startswith("plain from call ")
 
 
