@@ -218,7 +218,9 @@ def test_candidates_that_are_close_have_another_round(monkeypatch: pytest.Monkey
     seconds = {RAW: 1.2, CODED: 0.6}  # type: ignore[dict-item]
     wanted = [(RAW, True), (CODED, True)] * SECOND + [(RAW, False)] * DELAY
     assert bench.run(2 * SECOND + DELAY, seconds) == wanted
-    assert len(bench.told) == 1 and bench.told[0].startswith(f"uncoded frames from call {3 * FIRST + DELAY + 1} on (plain ")
+    assert len(bench.told) == 1 and bench.told[0].startswith(
+        f"uncoded frames from call {3 * FIRST + DELAY + 1} on (plain "
+    )
     assert bench.call(seconds) == (CODED, False) and bench.tuner._estimates == pytest.approx([3.0, 1.1, 0.9])
     assert len(bench.told) == 2 and sum(tuner_rules.EXCHANGE_ROUNDS) <= tuner_rules.TRIAL_CALLS
 
