@@ -90,7 +90,7 @@ def decide(request: Request) -> Choice:
         tuner = tuner.at(opened, request.nbytes(), not request.async_op)
         if tuner is None:
             return Choice(admitted, competing=True)
-    decision, timer = tuner.next_plan(opened, request.token)
+    decision, timer = tuner.next_plan(opened, request.token, meets=request.may_meet())
     if timer is not None:
         timer.nbytes = request.nbytes()
     return Choice(decision, timer, competing=True)

@@ -22,7 +22,6 @@ from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -64,21 +63,12 @@ def sent_to_peers(nbytes: int, group: dist.ProcessGroup | None) -> int:
     return nbytes * (ranks - 1) // ranks
 
 
-def _may_meet(request: Request) -> bool:
-    """Return whether ranks may wait for each other before the call: a blocking call in which every rank needs data of every other.
-
-    In an uneven all-to-all a rank may need no data. It may wait all the same, because gloo's all-to-all waits for a message of every peer,
-    also for an empty one.
-    """
-    return not request.async_op and not OPS[request.op].one_sided
-
-
 def _execute_plain(choice: Choice, request: Request) -> Any:
     """Execute a call by the plain collective. Where schedules compete, results must not depend on the choice: the plain collective then
     gets tensors in the element order of our schedules."""
     timer = choice.timer
     if timer is not None:
-        timer.start(meet=_may_meet(request))
+        timer.start()
     in_order = choice.competing and not _suits_plain(request)
     handle = _plain_in_order(request) if in_order else _uncompressed(request)
     if timer is not None:
@@ -147,7 +137,7 @@ def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
     ctx = open_context(request, choice.decision)
     timer: CallTimer | None = choice.timer
     if timer is not None:
-        timer.start(meet=_may_meet(request))
+        timer.start()
 
     def job() -> None:
         # all three are states of a thread; only inference mode may write to every tensor

@@ -13,6 +13,7 @@ from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.shadow_check import Plain, Tolerance
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.ops import OPS
 
 
 class TensorKind(NamedTuple):
@@ -110,3 +111,11 @@ class Request:
     def sent_bytes(self) -> int:
         """Return the bytes that this rank would send uncompressed."""
         return int(self.sent * self.tensor.element_size())
+
+    def may_meet(self) -> bool:
+        """Return whether ranks may wait for each other before the call: a blocking call in which every rank needs data of every other.
+
+        In an uneven all-to-all a rank may need no data. It may wait all the same, because gloo's all-to-all waits for a message of every
+        peer, also for an empty one.
+        """
+        return not self.async_op and not OPS[self.op].one_sided

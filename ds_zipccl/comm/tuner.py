@@ -2,13 +2,17 @@
 
 All steps follow from call numbers, and all decisions from agreed seconds. Both are equal on all ranks. Ranks send each other their
 measured times without waiting. Some calls later each rank makes the same decision from the same times. Ranks meet before a timed call,
-and the time of the slowest rank counts. Asynchronous calls, and operations in which some ranks need no data of other ranks, must not make
-a rank wait. There the time of the fastest rank counts, because the other ranks may have waited for a late rank. The decision then comes
-many calls later, when the times have long arrived (:data:`ds_zipccl.policy.tuner_rules.DELAY_CALLS`).
+and the time of the slowest rank counts. At the end of the last call that is timed, ranks that have met send their times. A rank that
+waits for these times thus waits for a call that all ranks have begun, and never for the next call of a rank, which may itself wait.
+
+Asynchronous calls, and operations in which some ranks need no data of other ranks, must not make a rank wait. There the time of the fastest
+rank counts, because the other ranks may have waited for a late rank. Times are sent in the next call, and the decision comes many calls
+later, when the times have long arrived (:data:`ds_zipccl.policy.tuner_rules.DELAY_CALLS`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -52,7 +56,8 @@ class Tuner:
         self._current = 0
         self._estimates = [math.inf] * len(candidates)
         self._calls = 0
-        self._due = 0  # the call before which measurements are sent
+        self._due = 0  # the last call that is timed
+        self._tag = 0  # of the exchange of measurements
         self._exchange: TimingExchange | None = None  # measurements on their way between ranks
         self._checks = self._reviews = 0
         self._review_at = tuner_rules.REVIEW_CHECKS[0]
@@ -64,22 +69,26 @@ class Tuner:
 
     @tensors.undisturbed()
     def next_plan(
-        self, open_context: Callable[[], OpContext], token: Hashable = None
+        self, open_context: Callable[[], OpContext], token: Hashable = None, *, meets: bool = False
     ) -> tuple[Decision, CallTimer | None]:
         """Return the decision for the next call, and the timer of a timed call, otherwise None. Blocks at a new choice until all ranks
         have sent their measurements.
 
         ``open_context`` returns a context with new tags of the group, for the exchange of times. ``token`` tells the tensor from other
         tensors of its kind, equally on all ranks; None where no value does. Differences are timed only after an earlier call has left
-        their base behind.
+        their base behind. ``meets``: this rank may wait for the others before the call.
 
         Raises:
             CommError: a rank's measurements did not arrive.
         """
         if self._calls == self._due:
-            self._exchange = TimingExchange(open_context(), [timer.reading() for _, timer in self._slots])
+            ctx = (
+                open_context()
+            )  # by all ranks, because its tags count; used by ranks that have not told their times yet
+            if self._exchange is None:
+                self._tell(ctx)
         elif self._exchange is not None:
-            synchronized = all(timer.reading()[1] for _, timer in self._slots)
+            synchronized = all(timer.synchronized for _, timer in self._slots)
             if self._calls == self._due + self._late or (
                 self._calls == self._due + self._soon
                 and synchronized
@@ -96,8 +105,18 @@ class Tuner:
         timed = ready if trying else self._due - tuner_rules.CHECKED_CALLS < self._calls <= self._due
         if not timed:
             return self._candidates[index], None
-        self._slots.append((index, CallTimer(TimingExchange(open_context(), [(0.0, 0.0, 0.0)]))))
-        return self._candidates[index], self._slots[-1][1]
+        timer = CallTimer(TimingExchange(open_context(), [(0.0, float(meets), 0.0)]), meets)
+        self._slots.append((index, timer))
+        if self._calls == self._due:
+            ctx = open_context()
+            self._tag = ctx.tag(0)
+            if all(earlier.synchronized for _, earlier in self._slots[:-1]):
+                timer.on_stop = functools.partial(self._tell, ctx)
+        return self._candidates[index], timer
+
+    def _tell(self, ctx: OpContext) -> None:
+        """Send this rank's measurements to all ranks."""
+        self._exchange = TimingExchange(ctx, [timer.reading() for _, timer in self._slots], self._tag)
 
     def _ready(self, index: int, token: Hashable) -> bool:
         """Return whether the next call of a candidate shows its speed. For differences, an earlier call must have sent the same tensor as
@@ -228,27 +247,39 @@ class TunersBySize:
 
 class CallTimer:
     """The timer of one call of this rank. ``nbytes``: the bytes of the message, or of this rank's part of a message whose size each rank
-    knows only of itself. ``arrivals`` ends when all ranks have reached the call."""
+    knows only of itself. ``arrivals`` ends when all ranks have reached the call, and tells for each rank whether it meets the others; this
+    rank does if ``meets``. ``on_stop`` is called once, where all ranks have met, when the call has ended."""
 
-    def __init__(self, arrivals: TimingExchange) -> None:
+    def __init__(self, arrivals: TimingExchange, meets: bool) -> None:
         self.nbytes = 0
+        self.synchronized = False
+        self.on_stop: Callable[[], None] | None = None
         self._arrivals: TimingExchange | None = arrivals
-        self._synchronized = False
+        self._meets = meets
         self._start = math.nan
         self._seconds = math.inf
 
-    def start(self, meet: bool) -> None:
-        """Start the timer. With ``meet``, blocks first until all ranks have reached the call."""
-        if meet and self._arrivals is not None:
+    def start(self) -> None:
+        """Start the timer. Blocks first until all ranks have reached the call if this rank meets the others."""
+        if self._meets and self._arrivals is not None:
             with tensors.undisturbed():
-                self._arrivals.all()
+                self.synchronized = bool((self._arrivals.all()[:, 0, 1] == 1).all())
             self._arrivals = None  # frees memory: many kinds of messages may be on trial at a time
-        self._synchronized = meet
+        if not self.synchronized:
+            self.on_stop = None
         self._start = time.perf_counter()
 
     def stop(self) -> None:
-        """Stop the timer; any thread may call."""
+        """Stop the timer; any thread may call.
+
+        Raises:
+            CommError: the transport refused a message of ``on_stop``.
+        """
         self._seconds = time.perf_counter() - self._start
+        if self.on_stop is not None:
+            then, self.on_stop = self.on_stop, None
+            with tensors.undisturbed():
+                then()
 
     def stop_after(self, handle: Any) -> None:
         """Stop the timer when a handle of torch.distributed is done; does not block. A handle without a future is not timed."""
@@ -261,23 +292,24 @@ class CallTimer:
     def reading(self) -> tuple[float, float, float]:
         """Return (seconds, synchronized, bytes). Seconds are inf if the call did not run or is still running. Synchronized is 1 if all
         ranks began together, otherwise 0."""
-        return self._seconds, float(self._synchronized), float(self.nbytes)
+        return self._seconds, float(self.synchronized), float(self.nbytes)
 
 
 class TimingExchange:
     """An exchange of triples of numbers between all ranks: seconds, a flag and bytes. The constructor posts the messages and does not
-    block."""
+    block. ``tag``: of the messages; None: the first tag of the context."""
 
-    def __init__(self, ctx: OpContext, triples: Sequence[tuple[float, float, float]]) -> None:
+    def __init__(self, ctx: OpContext, triples: Sequence[tuple[float, float, float]], tag: int | None = None) -> None:
         self._where = ctx.where()
+        tag = ctx.tag(0) if tag is None else tag
         mine = tensors.of_numbers(triples, torch.float64)
         self._all = [mine, *(torch.empty_like(mine) for _ in ctx.peers)]
         self._handles: list[dist.Work] = []
         for peer, theirs in zip(ctx.peers, self._all[1:], strict=True):
             with ctx.naming("exchanging measured times with", peer):
                 self._handles += [
-                    ctx.transport.post_recv(theirs, peer, ctx.tag(0)),
-                    ctx.transport.post_send(mine, peer, ctx.tag(0)),
+                    ctx.transport.post_recv(theirs, peer, tag),
+                    ctx.transport.post_send(mine, peer, tag),
                 ]
 
     def all(self) -> torch.Tensor:

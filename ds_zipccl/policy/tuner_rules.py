@@ -10,12 +10,12 @@ TRIAL_CALLS, PROBE_CALLS = 7, 3
 #: Calls by differences before a call is timed (seed): of one tensor, so that every tensor of a step has had a call; of all tensors, where
 #: tensors have no token; of all tensors, in any case.
 SETTLE_CALLS = (2, 6, 4096)
-#: Calls between sending measurements and using them: where ranks have met at every timed call, and where they have not (admission: a
-#: program in which a rank runs farther ahead than this could deadlock).
+#: Calls between the last timed call and the use of its time: where ranks have met at every timed call (seed: the times then arrive before
+#: they are used), and where they have not (admission: a program in which a rank runs farther ahead than this could deadlock).
 DELAY_CALLS = (4, 64)
 #: The rounds of the first trial of an all-to-all, in calls of each candidate, and the calls from a round to its result (seed: a step has
-#: few calls of a kind, and a candidate that is clearly slower shows in three calls; for the delay as in DELAY_CALLS).
-EXCHANGE_ROUNDS, EXCHANGE_DELAY = (3, 4), 2
+#: few calls of a kind, and a candidate that is clearly slower shows in three calls).
+EXCHANGE_ROUNDS, EXCHANGE_DELAY = (3, 4), 1
 #: A candidate whose fastest call takes this many times the median call of the best candidate is not tried further in a trial (seed).
 CLEARLY_SLOWER = 1.3
 #: Calls of a stream of messages whose sizes each rank knows only of itself, from one agreement on their size to the next (seed: a step of

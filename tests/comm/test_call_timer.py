@@ -59,41 +59,55 @@ def test_messages_of_quite_another_size_do_not_count(nbytes: int) -> None:
 
 
 class _Meeting:
-    """Counts how often it is waited for."""
+    """Counts how often it is waited for. ``flags``: whether each rank meets the others."""
 
     calls = 0
 
-    def all(self) -> None:
+    def __init__(self, *flags: float) -> None:
+        self.flags = flags or (1.0, 1.0)
+
+    def all(self) -> torch.Tensor:
         self.calls += 1
+        return torch.tensor([[[0.0, flag, 0.0]] for flag in self.flags])
 
 
 def test_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((10.0, 12.5, 20.0, 21.0))
     monkeypatch.setattr(tuner.time, "perf_counter", lambda: next(clock))
-    meeting = _Meeting()
-    watch = CallTimer(meeting)  # type: ignore[arg-type]
-    watch.nbytes = 100
+    meeting, stopped = _Meeting(), []
+    watch = CallTimer(meeting, True)  # type: ignore[arg-type]
+    watch.nbytes, watch.on_stop = 100, lambda: stopped.append(watch.reading())
     assert watch.reading() == (INF, 0.0, 100.0), "it has not run"
-    watch.start(meet=True)
+    watch.start()
     assert meeting.calls == 1 and watch.reading() == (INF, 1.0, 100.0), "it runs still"
     watch.stop()
-    assert watch.reading() == (2.5, 1.0, 100.0)
-    watch = CallTimer(meeting)  # type: ignore[arg-type]
-    watch.start(meet=False)
+    assert watch.reading() == (2.5, 1.0, 100.0) and stopped == [watch.reading()]
+    watch = CallTimer(meeting, False)  # type: ignore[arg-type]
+    watch.on_stop = lambda: stopped.append(watch.reading())
+    watch.start()
     watch.stop()
-    assert meeting.calls == 1 and watch.reading() == (1.0, 0.0, 0.0)
+    assert meeting.calls == 1 and watch.reading() == (1.0, 0.0, 0.0) and len(stopped) == 1
+
+
+def test_one_rank_that_does_not_wait_is_known_to_all() -> None:
+    """The others have waited for it, and know that it runs ahead from here on: nothing is sent at the end of the call."""
+    watch = CallTimer(_Meeting(1.0, 0.0), True)  # type: ignore[arg-type]
+    watch.on_stop = lambda: pytest.fail("the times were sent")
+    watch.start()
+    watch.stop()
+    assert watch.reading()[1] == 0.0
 
 
 def test_a_handle_stops_it_when_it_is_done() -> None:
     for wrap in (lambda future: future, lambda future: type("Handle", (), {"get_future": lambda self: future})()):
-        watch, future = CallTimer(_Meeting()), torch.futures.Future()  # type: ignore[arg-type,var-annotated]
-        watch.start(meet=False)
+        watch, future = CallTimer(_Meeting(), False), torch.futures.Future()  # type: ignore[arg-type,var-annotated]
+        watch.start()
         watch.stop_after(wrap(future))
         assert watch.reading() == (INF, 0.0, 0.0)
         future.set_result(None)
         assert watch.reading()[0] < INF
-    watch = CallTimer(_Meeting())  # type: ignore[arg-type]
-    watch.start(meet=False)
+    watch = CallTimer(_Meeting(), False)  # type: ignore[arg-type]
+    watch.start()
     watch.stop_after(object())
     assert watch.reading() == (INF, 0.0, 0.0), "a handle that cannot tell"
 
@@ -109,6 +123,9 @@ def test_telling_waits_and_names() -> None:
 
         def where(self) -> str:
             return "all_reduce (group 'x')"
+
+        def tag(self, index: int) -> int:
+            return index
 
     told = tuner.TimingExchange(Link(), [(1.5, 1.0, 7.0), (2.5, 0.0, 8.0)])  # type: ignore[arg-type]
     assert told.all().tolist() == [[[1.5, 1.0, 7.0], [2.5, 0.0, 8.0]]]

@@ -25,10 +25,17 @@ SOON = tuner_rules.DELAY_CALLS[0] + 1
 # ---- decisions ---------------------------------------------------------------------------------------------------------
 
 
-class TimingExchange:
-    """What ranks tell each other where there is one: its own."""
+class Link:
+    """The context of a group of one rank."""
 
-    def __init__(self, link: Any, pairs: Sequence[tuple[float, float, float]]) -> None:
+    def tag(self, index: int) -> int:
+        return index
+
+
+class TimingExchange:
+    """The messages of a group of one rank: its own."""
+
+    def __init__(self, link: Any, pairs: Sequence[tuple[float, float, float]], tag: int = 0) -> None:
         self._pairs = pairs
 
     def all(self) -> torch.Tensor:
@@ -45,13 +52,16 @@ class Bench:
 
     def call(self, seconds: Any, tensor: Hashable = None) -> tuple[Decision, bool]:
         """The plan of the next call, which takes ``seconds[plan]``, an iterator or a number; and whether it was timed."""
-        plan, watch = self.tuner.next_plan(lambda: None, tensor)  # type: ignore[arg-type,return-value]
+        plan, watch = self.tuner.next_plan(Link, tensor, meets=self.meet)  # type: ignore[arg-type]
         self.calls += 1
         took = seconds[plan]
         if watch is not None:
-            watch.start(meet=self.meet)
+            watch.start()
             watch.nbytes = 1
-            watch._seconds = next(took) if isinstance(took, Iterator) else took
+            watch._start, lasted = 0.0, next(took) if isinstance(took, Iterator) else took
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tuner.time, "perf_counter", lambda: lasted)
+                watch.stop()
         return plan, watch is not None
 
     def run(self, count: int, seconds: Any, tensor: Hashable = None) -> list[tuple[Decision, bool]]:

@@ -65,8 +65,8 @@ def chosen(
     said: list[tuple[int, str, bool]] = []
     next_plan = tuner.Tuner.next_plan
 
-    def noted(self: tuner.Tuner, *args: Any) -> Any:
-        decision, timer = next_plan(self, *args)
+    def noted(self: tuner.Tuner, *args: Any, **more: Any) -> Any:
+        decision, timer = next_plan(self, *args, **more)
         said.append((self._nominal, str(decision), timer is not None))
         return decision, timer
 
@@ -164,3 +164,54 @@ def test_a_choice_comes_before_step_five_of_three_layers() -> None:
     """A step has three calls of a kind: the first agrees on the size, the others try. Plain takes 20 ms longer."""
     for calls, made in [found[0] for found in runner.run(soon, 2)]:
         assert made != "plain" and calls == 3 * tuner_rules.EXCHANGE_ROUNDS[0] + tuner_rules.EXCHANGE_DELAY < 4 * 3
+
+
+#: Rows of each segment of :func:`called`.
+SEGMENT = 64
+
+
+def called(group: dist.ProcessGroup, later: bool) -> Any:
+    """One exchange of equal segments, uneven by its arguments."""
+    rows = [SEGMENT] * dist.get_world_size()
+    out = torch.empty(sum(rows), WIDTH)
+    return comm.all_to_all_single(out, torch.ones_like(out), rows, rows, group, later, config=AUTO)
+
+
+def ahead(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
+    """Rank 0 runs three asynchronous calls ahead of rank 1, which first needs a message of rank 0: after every number of blocking calls."""
+    if plant is not None:
+        plant()
+    for blocking in range(5, 14):
+        group = dist.new_group()
+        for _ in range(blocking):
+            called(group, False)
+        if rank == 1:
+            dist.recv(torch.empty(1), 0)
+        handles = [called(group, True) for _ in range(3)]
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+        for handle in handles:
+            handle.wait()
+        for _ in range(20):
+            called(group, False)
+
+
+def told_late() -> None:
+    """Planted: ranks that have met send their times in the next call."""
+    stop = tuner.CallTimer.stop
+
+    def silent(self: tuner.CallTimer) -> None:
+        self.on_stop = None
+        stop(self)
+
+    tuner.CallTimer.stop = silent  # type: ignore[method-assign]
+
+
+def test_a_rank_that_runs_ahead_does_not_wait_for_the_next_call_of_another() -> None:
+    runner.run(ahead, 2, timeout=20)
+
+
+@pytest.mark.full(reason="ranks that wait for each other until the timeout")
+def test_times_sent_too_late_are_noticed() -> None:
+    with pytest.raises(runner.RankFailure):
+        runner.run(ahead, 2, told_late, timeout=6)
