@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,6 +26,8 @@ _BUDGET_S = 1.4
 #: exchange counts only where no second one was made.
 _SIZE_BUDGET_S = 0.3
 _MOST = 10
+#: Largest seconds of an exchange of the size that is also sent in one direction (seed: four of them keep the calibration short).
+_ONE_WAY_S, _ONE_WAY_TIMES = 0.05, 4
 #: Seconds of pause before an exchange (seed): a shaped link recovers its burst, as between a program's operations.
 _PAUSE_S = 0.01
 #: Elements of a tensor that is compressed (4 MiB); tensors side by side, more than caches hold; elements of a tensor whose time is only
@@ -61,11 +64,13 @@ def measure(group: dist.ProcessGroup | None = None) -> LinkProfile:
             f"wanted a group whose CPU tensors go over {' or '.join(TRANSPORTS)}, got backends {backends}; "
             f"only such groups can be measured yet"
         )
-    transfer = _transfer(group, TRANSPORTS[backend](group))
+    transport = TRANSPORTS[backend](group)
+    transfer = _transfer(group, transport)
+    one_way = _one_way(group, transport, transfer)
     dist.barrier(group)  # all ranks compress at once, as in an operation: ranks may share cores
     seconds = tensors.of_numbers(list(coding_seconds()), torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    return coding_profile(transfer, seconds.tolist())
+    return replace(coding_profile(transfer, seconds.tolist()), one_way=one_way)
 
 
 def coding_profile(transfer: tuple[tuple[float, float], ...], seconds: Iterable[float]) -> LinkProfile:
@@ -156,6 +161,29 @@ def _transfer(group: dist.ProcessGroup, transport: Transport) -> tuple[tuple[flo
     return tuple(points)
 
 
+def _one_way(group: dist.ProcessGroup, transport: Transport, points: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds of a message in one direction as a part of those of an exchange, at most 1, equal on all ranks: of the largest
+    size of ``points`` that is sent in a short time; 1 where there is none."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    quick = [(int(size), seconds) for size, seconds in points if seconds < _ONE_WAY_S]
+    if not quick:
+        return 1.0
+    size, both = quick[-1]
+    tensor = tensors.filled(size, 0, torch.uint8)
+    works: list[dist.Work] = []
+
+    def move() -> None:  # rank 0 to 1, 2 to 3, and so on: a last rank without a partner looks on
+        if rank % 2:
+            works.append(transport.post_recv(tensor, rank - 1, TagRange.CALIBRATION))
+        elif rank + 1 < ranks:
+            works.append(transport.post_send(tensor, rank + 1, TagRange.CALIBRATION))
+        while works:
+            works.pop().wait()
+
+    times = [_slowest(group, move) for _ in range(_ONE_WAY_TIMES)]
+    return min(1.0, statistics.median(times[1:]) / both)
+
+
 def _exchanges(group: dist.ProcessGroup, transport: Transport, size: int) -> list[float]:
     """Return seconds of the slowest rank for each exchange of ``size`` bytes with the next and the previous rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -172,9 +200,14 @@ def _exchanges(group: dist.ProcessGroup, transport: Transport, size: int) -> lis
 
     times: list[float] = []
     while not times or (len(times) < _MOST and sum(times) + len(times) * _PAUSE_S + times[-1] < _SIZE_BUDGET_S):
-        time.sleep(_PAUSE_S)
-        dist.barrier(group)
-        seconds = tensors.of_numbers([_seconds(exchange)], torch.float64)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-        times.append(seconds.item())
+        times.append(_slowest(group, exchange))
     return times
+
+
+def _slowest(group: dist.ProcessGroup, step: Callable[[], None]) -> float:
+    """Return the seconds of the slowest rank for a step that all ranks begin together, after a pause."""
+    time.sleep(_PAUSE_S)
+    dist.barrier(group)
+    seconds = tensors.of_numbers([_seconds(step)], torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    return seconds.item()

@@ -38,7 +38,8 @@ class LinkProfile:
     ``transfer``: points (bytes, seconds), both rising, of an exchange in which every rank sends ``bytes`` to the next rank and receives
     ``bytes`` from the previous rank at the same time. Speeds are logical bytes of bf16 a second on one thread: ``encode``, compress;
     ``decode``, decompress; ``add``, decompress a frame and add its values; ``copy``, put a tensor into a raw frame or take it out;
-    ``add_raw``, add a raw frame. ``call``: seconds of one of our operations, in addition, for any size.
+    ``add_raw``, add a raw frame. ``call``: seconds of one of our operations, in addition, for any size. ``one_way``: seconds of a message
+    in one direction, as a part of those of an exchange; on a link inside a machine both directions share the memory.
 
     Raises:
         ValueError: a number is not finite or not above 0 (``call`` may be 0), or the points do not rise.
@@ -51,9 +52,10 @@ class LinkProfile:
     copy: float
     add_raw: float
     call: float
+    one_way: float = 1.0
 
     def __post_init__(self) -> None:
-        speeds = (self.encode, self.decode, self.add, self.copy, self.add_raw)
+        speeds = (self.encode, self.decode, self.add, self.copy, self.add_raw, self.one_way)
         numbers = [*speeds, *(number for point in self.transfer for number in point)]
         if not all(_finite(number) and number > 0 for number in numbers) or not _finite(self.call) or self.call < 0:
             raise ValueError(f"a profile has finite numbers above 0 (call may be 0), got {self}; measure again")
@@ -85,6 +87,10 @@ class LinkProfile:
             return seconds0 + (nbytes - bytes0) / self.bandwidth
         bytes1, seconds1 = self.transfer[after]
         return seconds0 + (nbytes - bytes0) / (bytes1 - bytes0) * (seconds1 - seconds0)
+
+    def send_seconds(self, nbytes: float) -> float:
+        """Return the seconds of a message of ``nbytes`` in one direction."""
+        return self.one_way * self.seconds(nbytes)
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as an object for :mod:`json`."""

@@ -9,6 +9,9 @@ from ds_zipccl.policy.cost_model import LinkProfile, typical_ratio
 
 #: Sends of each way whose times count (seed: their median bears three disturbed ones), and sends between two further trials.
 TRIAL_SENDS, SENDS_BETWEEN_TRIALS = 7, 64
+#: A send is worth a trial if its predicted time is below this share of the plain send's (seed: our message, where it falls back to
+#: uncoded, costs an announcement and a wait for it).
+WORTH_BELOW = 0.85
 #: The other way is taken if its time is below this share of the time of the chosen one (seed: noise must not move the choice).
 SWITCH_BELOW = 0.95
 
@@ -37,9 +40,9 @@ def worth_a_trial(nbytes: int, dtype: torch.dtype, profile: LinkProfile, staging
     """Return whether a send of ``nbytes`` goes as a message of ours, which can fall back to uncoded. ``staging``: bytes of memory for
     frames. Equal on both sides.
 
-    Uncoded, our message never beats a plain send. So the plain send is left where the model sees no gain.
+    Uncoded, our message never beats a plain send. So the plain send is left where the model sees no clear gain.
     """
-    return seconds(nbytes, dtype, profile, staging) < profile.seconds(nbytes)
+    return seconds(nbytes, dtype, profile, staging) < WORTH_BELOW * profile.send_seconds(nbytes)
 
 
 def seconds(nbytes: int, dtype: torch.dtype, profile: LinkProfile, staging: int) -> float:
@@ -50,9 +53,9 @@ def seconds(nbytes: int, dtype: torch.dtype, profile: LinkProfile, staging: int)
     """
     ratio = typical_ratio(dtype)
     if ratio == 1.0:
-        return 2 * nbytes / profile.copy + profile.alpha
+        return 2 * nbytes / profile.copy + profile.send_seconds(0)
     size = dtype.itemsize
     piece = min(nbytes, size * wire.fragment_numel(nbytes // size, size, 2, staging))
-    announced = profile.alpha if piece < nbytes else 0.0
-    rest = max(profile.seconds(nbytes / ratio), (nbytes - piece) / min(profile.encode, profile.decode))
+    announced = profile.send_seconds(0) if piece < nbytes else 0.0
+    rest = max(profile.send_seconds(nbytes / ratio), (nbytes - piece) / min(profile.encode, profile.decode))
     return announced + piece / profile.encode + rest + piece / profile.decode

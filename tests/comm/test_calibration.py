@@ -44,7 +44,7 @@ def test_all_ranks_find_the_same_in_time(size: int) -> None:
     assert profile.alpha < 0.1
     for speed in (profile.bandwidth, profile.encode, profile.decode, profile.add, profile.copy, profile.add_raw):
         assert 1e7 < speed < 1e12
-    assert 1e-6 < profile.call < 0.1
+    assert 1e-6 < profile.call < 0.1 and 0 < profile.one_way <= 1
 
 
 def unequal(rank: int, size: int) -> tuple[int, LinkProfile]:
