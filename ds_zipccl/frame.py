@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
@@ -56,14 +56,18 @@ class CodecId(IntEnum):
     RAW = 0
     EXPONENT = 1
     DELTA = 2
+    ROUNDED = 3
+    SCALED = 4
+    ZFP1 = 6
     ROWS = 7
     KNOWN = 8
     BITS = 9
 
 
-_CODED = (CodecId.EXPONENT, CodecId.DELTA)
+_CODED = (CodecId.EXPONENT, CodecId.DELTA, CodecId.ROUNDED)
 #: log2 of the block sizes that the header of a codec may name; 0 for a codec without blocks.
-BLOCK_LOG2: dict[int, range] = {codec: range(7, 11) if codec in _CODED else range(1) for codec in CodecId}
+BLOCK_LOG2: dict[int, Sequence[int]] = {codec: range(7, 11) if codec in _CODED else range(1) for codec in CodecId}
+BLOCK_LOG2[CodecId.SCALED] = (0, *range(7, 11))  # its payload says which
 
 
 class ChecksumId(IntEnum):

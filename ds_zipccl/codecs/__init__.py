@@ -12,9 +12,10 @@ from ds_zipccl.codecs.api import (
 )
 from ds_zipccl.codecs.bits import bits_frame
 from ds_zipccl.codecs.known import known_frame
+from ds_zipccl.codecs.lossy_api import project
 from ds_zipccl.codecs.registry import BASE_CODECS, CODEC_SPECS, CODECS, CODED_DTYPES
 from ds_zipccl.codecs.row_segment import RowSegment
-from ds_zipccl.codecs.spec import CodecSpec
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, LossySpec
 
 __all__ = [
     "BASE_CODECS",
@@ -22,8 +23,10 @@ __all__ = [
     "CODEC_SPECS",
     "CODED_DTYPES",
     "DEVICES",
+    "LOSSY_DTYPES",
     "SUMMED_DTYPES",
     "CodecSpec",
+    "LossySpec",
     "RowSegment",
     "bits_frame",
     "compress",
@@ -32,5 +35,6 @@ __all__ = [
     "decompress",
     "decompress_add",
     "known_frame",
+    "project",
     "region_hash",
 ]

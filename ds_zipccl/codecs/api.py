@@ -13,7 +13,9 @@ from ds_zipccl.codecs import memory
 from ds_zipccl.codecs.memory import open_frame, write_header
 from ds_zipccl.codecs.registry import BASE_CODECS, codec_spec, spec_for
 from ds_zipccl.codecs.row_segment import RowSegment
+from ds_zipccl.codecs.spec import CodecSpec, Coded, LossySpec
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
+from ds_zipccl.lossy import LossyCodec
 
 #: Devices whose tensors are coded.
 DEVICES = tuple(kernels.ROUTES)
@@ -22,21 +24,28 @@ SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def compress_bound(
-    numel: int, dtype: torch.dtype, codec: str = "cascade", *, ndim: int | None = None, block: int = 1024
+    numel: int,
+    dtype: torch.dtype,
+    codec: str | LossyCodec = "cascade",
+    *,
+    lossy: bool = False,
+    ndim: int | None = None,
+    block: int = 1024,
 ) -> int:
     """Largest frame of any ``numel`` elements of ``dtype``, in bytes; ``ndim`` None is a flat frame.
 
     Raises:
-        ValueError: unknown codec, or a dtype that no frame holds.
+        ValueError: unknown codec, a lossy one without ``lossy=True``, or a dtype that no frame holds or that the lossy codec does not take.
     """
-    spec = spec_for(codec, dtype)
+    spec = _spec(codec, dtype, lossy)
     return framing.payload_offset(ndim) + spec.payload_bound(numel, dtype, spec.block(block))
 
 
 def compress(
     tensor: torch.Tensor,
-    codec: str = "cascade",
+    codec: str | LossyCodec = "cascade",
     *,
+    lossy: bool = False,
     base: torch.Tensor | None = None,
     row_width: int | None = None,
     out: torch.Tensor | None = None,
@@ -49,16 +58,18 @@ def compress(
 
     Without a base bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 are exponent coded, and any other dtype becomes a raw
     frame. With a base every dtype is coded as differences: of the words of bfloat16, float16 and float32, of the bytes of any other
-    dtype. Lossless for every bit pattern.
+    dtype. Lossless for every bit pattern, unless the codec is a lossy one.
 
     Args:
         tensor: any shape; a non-contiguous tensor is copied first.
         codec: "cascade" (best ratio), "wide" (faster), or "raw"; or "delta", for tensors that have changed a little since the receiver
-            got ``base``, or not at all.
+            got ``base``, or not at all. Or a value such as ``Round(3)``, for bfloat16, float16 and float32: the frame then decodes to
+            what :func:`project` gives, and is a lossless frame of that where no other would be smaller.
+        lossy: allow such a codec, which changes values.
         base: for "delta" and no other codec: tensor of the dtype, device and number of elements of ``tensor``; the receiver must hold
             the same bits (compare :func:`region_hash`).
         row_width: elements of a row: rows that equal earlier rows of the tensor, bit for bit, are left out, if that makes the frame
-            smaller. None: no row is looked for. Not with "delta".
+            smaller. None: no row is looked for. Not with "delta" and not with a lossy codec.
         out: 1-D contiguous uint8 buffer of at least :func:`compress_bound` bytes on the tensor's device; the frame is written to its
             start, which must be apart from ``tensor`` and ``base``.
         block: words of a block, the unit of statistics: 128, 256, 512 or 1024. A word is an element, or a byte of it where "delta"
@@ -71,9 +82,9 @@ def compress(
         1-D uint8 tensor: a view of ``out``, or a new tensor of the frame's size.
 
     Raises:
-        ValueError: unknown codec, block or route; a dtype that no frame holds; a buffer that does not fit or overlaps ``tensor`` or
-            ``base``; a tensor that is neither on the CPU nor on CUDA; a base that is missing, superfluous or of another kind; a
-            row_width below 1, or with "delta".
+        ValueError: unknown codec, block or route; a lossy codec without ``lossy=True``; a dtype that no frame holds, or that the lossy
+            codec does not take; a buffer that does not fit or overlaps ``tensor`` or ``base``; a tensor that is neither on the CPU nor on
+            CUDA; a base that is missing, superfluous or of another kind; a row_width below 1, or with a codec that takes none.
         RouteUnavailable: no kernels here.
     """
     with tensors.undisturbed():
@@ -85,12 +96,12 @@ def compress(
             raise ValueError(
                 f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False"
             )
-        spec = spec_for(codec, tensor.dtype)
+        spec = _spec(codec, tensor.dtype, lossy)
         unit = spec.block(block)
         words = memory.flatten(tensor)
         bases = _bases(codec, words, base)
-        if bases and row_width is not None:
-            raise ValueError(f"codec {codec!r} takes no row_width, got {row_width}; leave one of them out")
+        if row_width is not None and (bases or isinstance(spec, LossySpec)):
+            raise ValueError(f"codec {str(codec)!r} takes no row_width, got {row_width}; leave one of them out")
         shape = tuple(tensor.shape) if shaped else None
         payload_at = framing.payload_offset(None if shape is None else len(shape))
         bound = payload_at + spec.payload_bound(words.numel(), words.dtype, unit)
@@ -99,23 +110,23 @@ def compress(
         else:
             buffer = memory.frame_room(out, bound, words.device)
             memory.keep_apart([memory.span(buffer, bound)], list(map(memory.span, (words, *bases))))
-        room, frame_id, size = buffer[payload_at:bound], CodecId.ROWS, None
-        if row_width is not None:
+        room, size = buffer[payload_at:bound], None
+        if row_width is not None and isinstance(spec, CodecSpec):
             size = RowSegment(words, row_width, block=block, route=route).payload(0, words.numel(), room, spec)
-        if size is None:
-            frame_id, size = spec.frame_id, spec.encode([words], bases, unit, [room], route)[0]
-        size += payload_at
+        rows = None if size is None else Coded(CodecId.ROWS, 0, size)
+        coded = rows or _encode(spec, [words], bases, unit, [room], route)[0]
+        size = payload_at + coded.size
         kind = framing.CHECKSUM if checksum else None
-        unit = 0 if frame_id is CodecId.ROWS else unit
-        write_header(Header(frame_id, words.dtype, words.numel(), size, unit, shape, kind), buffer)
+        write_header(Header(coded.frame_id, words.dtype, words.numel(), size, coded.block, shape, kind), buffer)
         return buffer[:size].clone() if out is None else buffer[:size]
 
 
 def compress_segments(
     segments: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
-    codec: str = "cascade",
+    codec: str | LossyCodec = "cascade",
     *,
+    lossy: bool = False,
     block: int = 1024,
     route: str = "auto",
 ) -> list[torch.Tensor]:
@@ -124,7 +135,8 @@ def compress_segments(
     Args:
         segments: tensors of any shapes.
         outs: a buffer for each segment, as ``out`` of :func:`compress`, apart from all segments and all other buffers.
-        codec: a name as for :func:`compress`, of a codec without a base.
+        codec: as for :func:`compress`, without a base.
+        lossy: as for :func:`compress`.
         block: as for :func:`compress`.
         route: as for :func:`compress`.
 
@@ -136,7 +148,7 @@ def compress_segments(
         RouteUnavailable: no kernels here.
     """
     with tensors.undisturbed():
-        if codec_spec(codec).needs_base:
+        if isinstance(codec, str) and codec_spec(codec).needs_base:
             raise ValueError(
                 f"compress_segments takes no base, which codec {codec!r} needs; call compress for each segment"
             )
@@ -149,7 +161,7 @@ def compress_segments(
                 f"wanted tensors of one dtype and device and a buffer for each, got {len(segments)} of {sorted(map(str, kinds))} "
                 f"and {len(outs)} buffers"
             )
-        spec = spec_for(codec, dtype)
+        spec = _spec(codec, dtype, lossy)
         block = spec.block(block)
         flats = [memory.flatten(segment) for segment in segments]
         at = framing.payload_offset(None)
@@ -158,11 +170,12 @@ def compress_segments(
             memory.frame_room(out, bound, flat.device) for flat, out, bound in zip(flats, outs, bounds, strict=True)
         ]
         memory.keep_apart(list(map(memory.span, buffers, bounds)), list(map(memory.span, flats)))
-        payloads = spec.encode(flats, (), block, [buffer[at:] for buffer in buffers], route)
+        payloads = _encode(spec, flats, (), block, [buffer[at:] for buffer in buffers], route)
         frames = []
         for flat, buffer, payload in zip(flats, buffers, payloads, strict=True):
-            write_header(Header(spec.frame_id, dtype, flat.numel(), at + payload, block), buffer)
-            frames.append(buffer[: at + payload])
+            size = at + payload.size
+            write_header(Header(payload.frame_id, dtype, flat.numel(), size, payload.block), buffer)
+            frames.append(buffer[:size])
         return frames
 
 
@@ -269,11 +282,31 @@ def region_hash(tensor: torch.Tensor, *, route: str = "auto") -> bytes:
         return struct.pack("<QQ", first, second)
 
 
-def _bases(codec: str, words: torch.Tensor, base: torch.Tensor | None) -> list[torch.Tensor]:
+def _spec(codec: str | LossyCodec, dtype: torch.dtype, lossy: bool) -> CodecSpec | LossySpec:
+    """The entry of ``codec``, if values may change as it changes them."""
+    if isinstance(codec, LossyCodec) and not lossy:
+        raise ValueError(f"codec {str(codec)!r} changes values; pass lossy=True to allow it")
+    return spec_for(codec, dtype)
+
+
+def _encode(
+    spec: CodecSpec | LossySpec,
+    segments: Sequence[torch.Tensor],
+    bases: Sequence[torch.Tensor],
+    block: int,
+    outs: Sequence[torch.Tensor],
+    route: str,
+) -> list[Coded]:
+    if isinstance(spec, LossySpec):
+        return spec.encode(segments, block, outs, route)
+    return [Coded(spec.frame_id, block, size) for size in spec.encode(segments, bases, block, outs, route)]
+
+
+def _bases(codec: str | LossyCodec, words: torch.Tensor, base: torch.Tensor | None) -> list[torch.Tensor]:
     """The flat base of ``words``; empty for a codec without a base."""
-    if (base is None) is codec_spec(codec).needs_base:
+    if (base is None) is (isinstance(codec, str) and codec_spec(codec).needs_base):
         raise ValueError(
-            f"codec {codec!r} {'needs a' if base is None else 'takes no'} base; codecs with a base: {', '.join(BASE_CODECS)}"
+            f"codec {str(codec)!r} {'needs a' if base is None else 'takes no'} base; codecs with a base: {', '.join(BASE_CODECS)}"
         )
     if base is None:
         return []

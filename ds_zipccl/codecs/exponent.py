@@ -14,7 +14,8 @@ BLOCKS = tuple(1 << log2 for log2 in BLOCK_LOG2[CodecId.EXPONENT])
 _TABLE_BYTES = {
     torch.bfloat16: 3, torch.float16: 3, torch.float32: 4, torch.float8_e4m3fn: 3, torch.float8_e5m2: 3
 }  # per block # fmt: skip
-_MAX_PAYLOAD = 16 << 32  # chunk offsets are 32 bits in units of 16 bytes
+#: Bytes that the chunk offsets of a payload reach.
+MAX_PAYLOAD = 16 << 32  # chunk offsets are 32 bits in units of 16 bytes
 
 
 def _ceil(count: int, unit: int) -> int:
@@ -34,7 +35,7 @@ def block_size(wanted: int) -> int:
 
 def payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
     """Bytes of a payload in which every block is zero: index and tables."""
-    return _index_and_tables(numel, _TABLE_BYTES[dtype], block)
+    return index_and_tables(numel, _TABLE_BYTES[dtype], block)
 
 
 def payload_bound(numel: int, dtype: torch.dtype, block: int) -> int:
@@ -53,10 +54,11 @@ def raw_bound(words: int, itemsize: int, table: int, block: int) -> int:
     """
     full, rest = divmod(words, block)
     bodies = full * block * itemsize + pad16(rest * itemsize)
-    return _index_and_tables(words, table, block) + bodies + 16 * _ceil(words, block * CHUNK_BLOCKS)
+    return index_and_tables(words, table, block) + bodies + 16 * _ceil(words, block * CHUNK_BLOCKS)
 
 
-def _index_and_tables(words: int, table: int, block: int) -> int:
+def index_and_tables(words: int, table: int, block: int) -> int:
+    """Bytes of the index and the tables of a payload; arguments as for :func:`raw_bound`."""
     chunk = block * CHUNK_BLOCKS
     full, rest = divmod(words, chunk)
     return pad16(4 * _ceil(words, chunk)) + full * pad16(table * CHUNK_BLOCKS) + pad16(table * _ceil(rest, block))
@@ -68,7 +70,7 @@ def check_size(words: torch.Tensor, block: int) -> None:
     Raises:
         ValueError: they cannot.
     """
-    check_bound(words, payload_bound(words.numel(), words.dtype, block), _MAX_PAYLOAD)
+    check_bound(words, payload_bound(words.numel(), words.dtype, block), MAX_PAYLOAD)
 
 
 def check_bound(words: torch.Tensor, bound: int, limit: int) -> None:

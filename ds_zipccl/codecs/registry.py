@@ -1,12 +1,17 @@
 """Which codecs there are: one table, from which names, decoders and dtypes derive.
 
 A new codec is a module that makes a :class:`~ds_zipccl.codecs.spec.CodecSpec`, an entry in :data:`CODEC_SPECS`, and, for a payload format
-of its own, an id in FORMAT.md and :class:`ds_zipccl.frame.CodecId`. A lossy codec has ``lossless=False``. A format whose frames have an
+of its own, an id in FORMAT.md and :class:`ds_zipccl.frame.CodecId`. A lossy codec is a value (:mod:`ds_zipccl.lossy`), whose module makes a
+:class:`~ds_zipccl.codecs.spec.LossySpec` from it: an entry in :data:`LOSSY_SPECS`. A format whose frames have an
 encoder of their own, with arguments of their own, has no name there: its :class:`~ds_zipccl.codecs.spec.PayloadSpec` is an entry of
 :data:`DECODERS` alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, overload
 
 import torch
 
@@ -15,9 +20,13 @@ from ds_zipccl.codecs.delta import DELTA
 from ds_zipccl.codecs.exponent import CASCADE, WIDE
 from ds_zipccl.codecs.known import KNOWN
 from ds_zipccl.codecs.raw import RAW
+from ds_zipccl.codecs.rounded import ROUNDED, rounded_spec
 from ds_zipccl.codecs.rows import ROWS
-from ds_zipccl.codecs.spec import CodecSpec, PayloadSpec
+from ds_zipccl.codecs.scaled import SCALED, scaled_spec
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, LossySpec, PayloadSpec
+from ds_zipccl.codecs.zfp import ZFP1, zfp_spec
 from ds_zipccl.frame import DTYPE_IDS, CodecId
+from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 
 #: name -> codec, in the order in which lists of codecs show them.
 CODEC_SPECS: dict[str, CodecSpec] = {spec.name: spec for spec in (RAW, CASCADE, WIDE, DELTA)}
@@ -32,8 +41,15 @@ CODED_DTYPES: tuple[torch.dtype, ...] = tuple(
         dtype for spec in CODEC_SPECS.values() if spec is not RAW and not spec.needs_base for dtype in spec.dtypes
     )
 )
-#: Formats that only :mod:`.row_segment`, :mod:`.known` and :mod:`.bits` write.
-_OTHERS: tuple[PayloadSpec, ...] = (ROWS, KNOWN, BITS)
+#: Class of a lossy codec -> what makes the entry of a value of it.
+LOSSY_SPECS: dict[type[LossyCodec], Callable[[Any], LossySpec]] = {
+    Round: rounded_spec,
+    TacoFp8: scaled_spec,
+    Int: scaled_spec,
+    Zfp: zfp_spec,
+}
+#: Formats that only lossy codecs, :mod:`.row_segment`, :mod:`.known` and :mod:`.bits` write.
+_OTHERS: tuple[PayloadSpec, ...] = (ROUNDED, SCALED, ZFP1, ROWS, KNOWN, BITS)
 #: Codec byte of a frame -> the format that decodes it; codecs of one byte decode alike.
 DECODERS: dict[CodecId, PayloadSpec] = {spec.frame_id: spec for spec in (*reversed(CODEC_SPECS.values()), *_OTHERS)}
 _RENAMED = {former: name for name, spec in CODEC_SPECS.items() for former in spec.former_names}
@@ -52,13 +68,30 @@ def codec_spec(name: str) -> CodecSpec:
     raise ValueError(f"no codec {name!r}; known codecs: {', '.join(CODEC_SPECS)}")
 
 
-def spec_for(name: str, dtype: torch.dtype) -> CodecSpec:
-    """The codec that codes tensors of ``dtype`` where the caller asks for codec ``name``: that codec, or raw.
+@overload
+def spec_for(codec: str, dtype: torch.dtype) -> CodecSpec: ...
+@overload
+def spec_for(codec: LossyCodec, dtype: torch.dtype) -> LossySpec: ...
+@overload
+def spec_for(codec: str | LossyCodec, dtype: torch.dtype) -> CodecSpec | LossySpec: ...
+def spec_for(codec: str | LossyCodec, dtype: torch.dtype) -> CodecSpec | LossySpec:
+    """The codec that codes tensors of ``dtype`` where the caller asks for ``codec``: of a name that codec, or raw; of a value its entry.
 
     Raises:
-        ValueError: unknown codec, or a dtype that no frame holds.
+        ValueError: unknown codec, a dtype that no frame holds, or one that the lossy codec does not take.
     """
-    spec = codec_spec(name)
+    if isinstance(codec, LossyCodec):
+        if dtype not in LOSSY_DTYPES:
+            raise ValueError(
+                f"{codec} codes {', '.join(map(str, LOSSY_DTYPES))}, got {dtype}; send it by a lossless codec"
+            )
+        return _lossy_spec(codec)
+    spec = codec_spec(codec)
     if dtype not in DTYPE_IDS:
         raise ValueError(f"{dtype} has no place in a frame; view the tensor as one of {', '.join(map(str, DTYPE_IDS))}")
     return spec if dtype in spec.dtypes else RAW
+
+
+@cache
+def _lossy_spec(codec: LossyCodec) -> LossySpec:
+    return LOSSY_SPECS[type(codec)](codec)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs import row_map, rows
+from ds_zipccl.codecs import exponent, row_map, rows
 from ds_zipccl.codecs.delta import DELTA
 from ds_zipccl.codecs.memory import frame_room, keep_apart, span, write_header
 from ds_zipccl.codecs.raw import RAW
@@ -17,6 +18,7 @@ from ds_zipccl.codecs.spec import CodecSpec
 from ds_zipccl.frame import DELTA_WORDS, HEADER_BYTES, CodecId, Header
 from ds_zipccl.kernels import row_moves
 from ds_zipccl.kernels.native import NativeRoute
+from ds_zipccl.kernels.native_rows import RowFrames
 
 #: Rows that :meth:`RowSegment.trial` tries (seed: enough to tell scaled copies from other rows).
 TRIAL_ROWS = 24
@@ -37,11 +39,11 @@ class RowSegment:
         block: words of a block in nested frames, as for :func:`ds_zipccl.compress`.
         raw_below: literals of fewer bytes are raw.
         route: kernels to use.
-        scratch: gives memory, (elements, dtype, device) -> flat tensor, contents undefined, for as long as the segment is used: 12 to 20
+        scratch: gives memory, (elements, dtype, device) -> flat tensor, contents undefined, for as long as the segment is used: 12 to 24
             bytes a row, and three times the scaled rows of the largest frame.
 
     Raises:
-        ValueError: a width below 1, or too many rows.
+        ValueError: a width that no frame has, or too many rows.
     """
 
     def __init__(
@@ -54,8 +56,8 @@ class RowSegment:
         route: str = "auto",
         scratch: Scratch = tensors.empty,
     ) -> None:
-        if width < 1:
-            raise ValueError(f"got rows of {width} elements, wanted at least 1")
+        if not 1 <= width < 1 << 32:
+            raise ValueError(f"got rows of {width} elements, wanted at least 1 and less than 2^32")
         self._words, self._width, self._block, self._raw_below = words, width, block, raw_below
         self._rows = words.numel() // width
         if self._rows > MOST_ROWS:
@@ -69,6 +71,7 @@ class RowSegment:
         self._known = 0  # rows that find_rows has seen
         self._gathered = self._predicted = words[:0]
         self._spill = words[:0].view(torch.uint8)
+        self._frames: tuple[CodecSpec, RowFrames] | None = None
         #: Rows that equal earlier rows, of those that :meth:`find` has seen.
         self.repeats = 0
         #: Rows that travelled as scaled copies.
@@ -135,10 +138,11 @@ class RowSegment:
 
         Returns:
             The frame, a view of ``out``; None where a row frame would not be smaller than the ordinary frame, which the caller then makes.
+
+        Raises:
+            ValueError: the elements are not a part of the segment.
         """
         with tensors.undisturbed():
-            if not self._has_some(-(-begin // self._width), end // self._width):
-                return None
             spec, numel = spec_for(codec, self._words.dtype), end - begin
             bound = HEADER_BYTES + spec.payload_bound(numel, self._words.dtype, spec.block(self._block))
             buffer = frame_room(out, bound, self._words.device)
@@ -151,12 +155,20 @@ class RowSegment:
 
     def payload(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec) -> int | None:
         """Write the payload of :meth:`frame` to ``out``, the bound of an ordinary payload of ``spec``; return its bytes, or None."""
-        first, last = -(-begin // self._width), end // self._width
-        if not self._has_some(first, last) or spec.frame_id not in rows.LITERALS:
+        if not 0 <= begin <= end <= self._words.numel():
+            raise ValueError(f"got elements {begin} to {end} of a segment of {self._words.numel()}; give a part of it")
+        if spec.frame_id not in rows.LITERALS:
             return None
+        first, last = -(-begin // self._width), end // self._width
         compiled = kernels.compiled(self._route, self._words.device.type)
+        if compiled is not None and self._candidates is None and spec is not RAW:
+            size = self._in_one_call(begin, end, out, spec, compiled)
+            if size != RowFrames.RAW:
+                return size or None
+        if not self._has_some(first, last):
+            return None
         if compiled is not None and self._candidates is None:
-            return self._repeats_alone(begin, end, out, spec, compiled)
+            return self._repeats_alone(begin, end, out, RAW, compiled)
         rows_of, factors = self._map(first, last, spec)
         fields = row_map.fields_of(rows_of, end - begin, self._width, first * self._width - begin)
         if fields.literal_numel * self._words.itemsize < self._raw_below:
@@ -177,20 +189,36 @@ class RowSegment:
         self._find(last)
         return first < last and (self.repeats > 0 or self._candidates is not None)
 
+    def _in_one_call(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: NativeRoute) -> int:
+        """:meth:`payload` where no row has a candidate, and literals are coded; 0 for None. ``RowFrames.RAW``: they are to be raw."""
+        block, dtype = spec.block(self._block), self._words.dtype
+        exponent.check_bound(self._words, bound := spec.payload_bound(end - begin, dtype, block), exponent.MAX_PAYLOAD)
+        if out.numel() < bound:
+            raise ValueError(
+                f"got room for {out.numel()} bytes of payload, wanted {bound}; compress_bound() gives its size"
+            )
+        if self._frames is None or self._frames[0] is not spec:
+            header = bytearray(HEADER_BYTES)
+            framing.pack(Header(spec.frame_id, dtype, 0, HEADER_BYTES, block), tensors.of_buffer(header))
+            literals = self._scratch(self._rows, torch.int32, self._words.device)
+            self._frames = spec, compiled.row_frames(
+                self._words, self._width, self._found, self._table, literals, bytes(header[:16]), spec.name, block, self._raw_below, _WORTH
+            )  # fmt: skip
+        size, self._known, self.repeats = self._frames[1].payload(begin, end - begin, out, self._known, self.repeats)
+        return size
+
     def _repeats_alone(
         self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: NativeRoute
     ) -> int | None:
-        """:meth:`payload` where no row has a candidate, by the C++ route."""
-        width, item = self._width, self._words.itemsize
+        """:meth:`payload` where no row has a candidate and literals are raw, by the C++ route."""
+        width = self._width
         first, last = -(-begin // width), end // width
-        literal, bits, useful = compiled.pack_repeats(
+        literal, bits, _ = compiled.pack_repeats(
             self._words, width, first, last - first, self._found, out[row_map.FIELDS_BYTES :]
         )
         repeats = last - first - len(literal)
         fields = row_map.Fields(end - begin, width, first * width - begin, repeats, 0, bits, 0)
-        if fields.literal_numel * item < self._raw_below:
-            spec = RAW
-        if not self._saves(fields, repeats if spec is RAW else useful):
+        if not self._saves(fields, repeats):
             return None
         literals = Literals(spec, spec.block(self._block), self._route)
         return rows.encode_repeats(self._words[begin:end], literal, fields, literals, out)

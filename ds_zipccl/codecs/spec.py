@@ -9,6 +9,10 @@ from typing import Protocol
 import torch
 
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
+from ds_zipccl.lossy import LossyCodec
+
+#: dtypes that lossy codecs take.
+LOSSY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: (elements, dtype, block) -> bytes of a payload.
 PayloadSize = Callable[[int, torch.dtype, int], int]
@@ -116,6 +120,45 @@ class CodecSpec(PayloadSpec):
     encode: Encode
     #: Names that the codec had before; they raise an error that has the name of today.
     former_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A payload that an encoder has written: how its frame names it, and its bytes."""
+
+    frame_id: CodecId
+    block: int
+    size: int
+
+
+class EncodeLossy(Protocol):
+    """As :class:`Encode`, without bases; each payload may be of another format, and is lossless where no other is smaller."""
+
+    def __call__(
+        self, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
+    ) -> list[Coded]: ...
+
+
+class Project(Protocol):
+    """Write the values that the frame of ``words`` (flat, contiguous) decodes to, to ``out``, of the same kind; it may be ``words``."""
+
+    def __call__(self, words: torch.Tensor, out: torch.Tensor, route: str) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossySpec:
+    """A lossy codec with its settings. Its module makes the entry from a value, :mod:`ds_zipccl.codecs.registry` lists the maker.
+
+    It codes tensors of :data:`LOSSY_DTYPES`.
+    """
+
+    codec: LossyCodec
+    #: Block size for the block size that the caller wants; raises ValueError for an impossible one.
+    block: Callable[[int], int]
+    #: The largest payload of so many elements, also the room that the encoder needs.
+    payload_bound: PayloadSize
+    encode: EncodeLossy
+    project: Project
 
 
 def check_payload(header: Header, spec: PayloadSpec) -> None:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
 from ds_zipccl.kernels import cuda_launchers, native
 from ds_zipccl.kernels import sums as plain_sums
+from ds_zipccl.kernels.lossy_protocol import LossyRoute
 from ds_zipccl.kernels.numba import route as numba_route
 from ds_zipccl.kernels.protocol import Route
 
-__all__ = ["ROUTES", "Route", "RouteUnavailable", "adder", "compiled", "preferred", "route", "tried", "why"]
+__all__ = [
+    "ROUTES",
+    "LossyRoute",
+    "Route",
+    "RouteUnavailable",
+    "adder",
+    "compiled",
+    "lossy_route",
+    "preferred",
+    "route",
+    "tried",
+    "why",
+]
 
 
 class RouteUnavailable(RuntimeError):
@@ -82,13 +96,28 @@ def route(name: str = "auto", device: str = "cpu") -> Route:
         RouteUnavailable: none can run here; the message has every reason.
         ValueError: no route of that name.
     """
+    return _first(name, device, "")
+
+
+def lossy_route(name: str, device: str, function: str) -> LossyRoute:
+    """Return the named route, or for "auto" the first that can run and has ``function``, a name of :class:`LossyRoute`; may build it.
+
+    Raises:
+        RouteUnavailable: none can run here, or none has the function; the message has every reason.
+        ValueError: no route of that name.
+    """
+    return cast(LossyRoute, _first(name, device, function))
+
+
+def _first(name: str, device: str, function: str) -> Route:
+    """The first route by that name that can run and has ``function``, where one is named."""
     table = ROUTES.get(device, {})
     if name != "auto" and name not in table:
         raise ValueError(f"no route {name!r} for device {device!r}; known routes: {', '.join(('auto', *table))}")
     reasons = []
     for candidate in table if name == "auto" else (name,):
         found = _load(device, candidate)
-        if not isinstance(found, str):
+        if not isinstance(found, str) and (not function or hasattr(found, function)):
             return found
-        reasons.append(f"{candidate}: {found}")
+        reasons.append(f"{candidate}: {found if isinstance(found, str) else f'it has no {function}'}")
     raise RouteUnavailable(f"no kernels for {device} tensors here. " + "; ".join(reasons))

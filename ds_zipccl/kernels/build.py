@@ -153,12 +153,12 @@ def nvcc() -> tuple[str]:
 
 def _cpu_objects() -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the objects. Each level has its instruction set; the CPU decides at run time which level runs."""
-    names = [f"cpu/{name}.cpp" for name in ("payload", "delta", "hash", "rows", "row_map", "dispatch", "scalar")]
+    names = "payload delta hash rounded scaled zfp rows row_map row_frame dispatch scalar".split()
     levels: tuple[tuple[str, tuple[str, ...]], ...] = ()
     if platform.machine() in ("x86_64", "AMD64"):
         avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
         levels = (("cpu/avx2.cpp", _AVX2), ("cpu/avx512.cpp", (*_AVX2, *avx512)))
-    return (*((name, ()) for name in names), *levels)
+    return (*((f"cpu/{name}.cpp", ()) for name in names), *levels)
 
 
 #: -ffp-contract=off: no fused multiply-add takes away a rounding.

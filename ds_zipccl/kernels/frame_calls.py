@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,12 +12,13 @@ from ds_zipccl import tensors
 from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES
 from ds_zipccl.kernels import arguments, jobs, waves
 from ds_zipccl.kernels.jobs import DTYPES, GatherTable
+from ds_zipccl.kernels.launching import Launching
 
 #: Codes of :meth:`FrameCalls.encode_frames`. A raw frame is the header and the words.
 CODES = ("cascade", "wide", "raw")
 
 
-class FrameCalls(abc.ABC):
+class FrameCalls(Launching):
     """The calls that schedules are made of. :class:`ds_zipccl.kernels.cuda.CudaRoute` has them.
 
     =========================  ======================================================================================
@@ -57,28 +57,10 @@ class FrameCalls(abc.ABC):
     wrong word passes for a right one.
     """
 
-    def __init__(self, device_type: str, multiprocessors: int | None) -> None:
-        self._device_type, self._multiprocessors = device_type, multiprocessors
-
     def _split(self, what: str, itemsize: int, chunks: int, device: torch.device) -> int:
         """Return how often the chunks of a launch are halved."""
         count = self._multiprocessors or waves.multiprocessors(device)
         return waves.split(chunks, waves.RESIDENT[what][itemsize], count)
-
-    @abc.abstractmethod
-    def _launch(
-        self,
-        what: str,
-        kind: str,
-        itemsize: int,
-        grid: tuple[int, int],
-        params: ctypes.Structure,
-        device: torch.device,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-    ) -> None:
-        """Put a kernel on the current stream of ``device``; ``reads`` and ``writes`` are for the observer."""
-        ...
 
     @abc.abstractmethod
     def _is_observed(self) -> bool:
@@ -231,14 +213,6 @@ class FrameCalls(abc.ABC):
         self._decode(rows, table.items, params, ranks, table.dtype, bases is not None, status, reads, writes)
 
     # --- rows of jobs
-
-    def _device(self, tensor: torch.Tensor) -> torch.device:
-        device = tensor.device
-        if device.type != self._device_type:
-            raise ValueError(
-                f"got {arguments.describe(tensor)}, these kernels work on {self._device_type} tensors; copy it there with .to()"
-            )
-        return device
 
     def _segments(
         self, segments: Sequence[torch.Tensor], bases: Sequence[torch.Tensor] | None, code: str, block: int

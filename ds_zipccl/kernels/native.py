@@ -8,38 +8,16 @@ from collections.abc import Sequence
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.frame import DTYPE_IDS, FrameError
+from ds_zipccl.frame import DTYPE_IDS
 from ds_zipccl.kernels import build
-
-
-class _Segment(ctypes.Structure):
-    """ZipcclSegment of csrc/cpu/payload.cpp."""
-
-    _fields_ = [
-        ("words", ctypes.c_void_p),
-        ("numel", ctypes.c_uint64),
-        ("out", ctypes.c_void_p),
-        ("bytes", ctypes.c_uint64),
-    ]
-
-
-class _Search(ctypes.Structure):
-    """ZipcclSearch of csrc/cpu/rows.cpp."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("row_bytes", ctypes.c_uint64),
-        ("first", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
-        ("sources", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("slots", ctypes.c_uint64),
-        ("mask", ctypes.c_uint64),
-    ]
+from ds_zipccl.kernels.native_lossy import NativeLossy, Segment, check
+from ds_zipccl.kernels.native_rows import RowFrames, Search
+from ds_zipccl.kernels.native_scaled import NativeScaled
+from ds_zipccl.kernels.native_zfp import NativeZfp
 
 
 class _Literals(ctypes.Structure):
-    """ZipcclLiterals of csrc/cpu/rows.cpp."""
+    """ZipcclLiterals of csrc/cpu/row_calls.h."""
 
     _fields_ = [
         ("words", ctypes.c_void_p),
@@ -52,7 +30,7 @@ class _Literals(ctypes.Structure):
 
 
 class _Repeats(ctypes.Structure):
-    """ZipcclRepeats of csrc/cpu/row_map.cpp."""
+    """ZipcclRepeats of csrc/cpu/row_calls.h."""
 
     _fields_ = [
         ("words", ctypes.c_void_p),
@@ -71,7 +49,7 @@ class _Repeats(ctypes.Structure):
 
 
 class _Map(ctypes.Structure):
-    """ZipcclMap of csrc/cpu/row_map.cpp."""
+    """ZipcclMap of csrc/cpu/row_calls.h."""
 
     _fields_ = [
         ("map", ctypes.c_void_p),
@@ -89,7 +67,7 @@ class _Map(ctypes.Structure):
 _CODES = {"cascade": 0, "wide": 1}
 
 
-class NativeRoute:
+class NativeRoute(NativeLossy, NativeScaled, NativeZfp):
     """Route over the library of csrc/cpu; see :class:`ds_zipccl.kernels.Route`.
 
     Tensors of a few MiB and more are spread over ``torch.get_num_threads()`` threads.
@@ -99,6 +77,9 @@ class NativeRoute:
     hash_mask = (1 << 64) - 1
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        NativeLossy.__init__(self, library)
+        NativeScaled.__init__(self, library)
+        NativeZfp.__init__(self, library)
         pointer, u64, i32, u32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32
         self._encode = library.zipccl_encode
         self._encode.argtypes, self._encode.restype = [pointer, u32, i32, i32, u32, i32], None
@@ -127,6 +108,8 @@ class NativeRoute:
         self._pack_repeats.argtypes, self._pack_repeats.restype = [pointer], None
         self._unpack_repeats = library.zipccl_unpack_repeats
         self._unpack_repeats.argtypes, self._unpack_repeats.restype = [pointer], i32
+        self._row_frame = library.zipccl_row_frame
+        self._row_frame.argtypes, self._row_frame.restype = [pointer, u64, u64, pointer, u64, i32], u64
         self._copy_rows = library.zipccl_copy_rows
         self._copy_rows.argtypes, self._copy_rows.restype = [pointer, u64, pointer, pointer, u64, i32], None
         self._row_factors = library.zipccl_row_factors
@@ -158,13 +141,13 @@ class NativeRoute:
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
     ) -> list[int]:
         pairs = zip(segments, outs, strict=True)
-        array = (_Segment * len(segments))(*(_Segment(w.data_ptr(), w.numel(), out.data_ptr(), 0) for w, out in pairs))
+        array = (Segment * len(segments))(*(Segment(w.data_ptr(), w.numel(), out.data_ptr(), 0) for w, out in pairs))
         dtype = DTYPE_IDS[segments[0].dtype]
         self._encode(ctypes.addressof(array), len(array), dtype, _CODES[code], block, torch.get_num_threads())
         return [segment.bytes for segment in array]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        _check(
+        check(
             self._decode(
                 payload.data_ptr(), payload.numel(), words.data_ptr(), words.numel(), DTYPE_IDS[words.dtype], block,
                 torch.get_num_threads(),
@@ -173,7 +156,7 @@ class NativeRoute:
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         fp32_sums = sums.dtype != dtype
-        _check(
+        check(
             self._decode_add(
                 payload.data_ptr(), payload.numel(), sums.data_ptr(), sums.numel(), DTYPE_IDS[dtype], block, fp32_sums,
                 torch.get_num_threads(),
@@ -193,7 +176,7 @@ class NativeRoute:
         )  # fmt: skip
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        _check(
+        check(
             self._decode_delta(
                 payload.data_ptr(), payload.numel(), base.data_ptr(), words.data_ptr(), words.numel(),
                 DTYPE_IDS[words.dtype], block, torch.get_num_threads(),
@@ -208,7 +191,7 @@ class NativeRoute:
     def find_rows(
         self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
     ) -> int:
-        search = _Search(
+        search = Search(
             data.data_ptr(), row_bytes, first, sources.numel(), sources.data_ptr(), table.data_ptr(), table.numel(),
             self.hash_mask,
         )  # fmt: skip
@@ -225,7 +208,7 @@ class NativeRoute:
         self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
     ) -> None:
         literals = _literals(words, width, head, rows)
-        _check(
+        check(
             self._decode_rows(
                 payload.data_ptr(), payload.numel(), ctypes.addressof(literals), DTYPE_IDS[words.dtype], block,
                 torch.get_num_threads(),
@@ -276,6 +259,18 @@ class NativeRoute:
         self._pack_repeats(ctypes.addressof(rows))
         return literals[: count - rows.repeats], rows.bits, rows.repeats - rows.plain
 
+    def row_frames(
+        self, words: torch.Tensor, width: int, sources: torch.Tensor, table: torch.Tensor, literals: torch.Tensor, nested: bytes, code: str,
+        block: int, raw_below: int, worth: float,
+    ) -> RowFrames:  # fmt: skip
+        """Return the coder of row frames without scaled rows, see :class:`~ds_zipccl.kernels.native_rows.RowFrames`."""
+        return RowFrames(
+            self._payload, self.hash_mask, words, width, sources, table, literals, nested, _CODES[code], block, raw_below, worth
+        )  # fmt: skip
+
+    def _payload(self, segment: int, begin: int, numel: int, out: int, room: int) -> int:
+        return int(self._row_frame(segment, begin, numel, out, room, torch.get_num_threads()))
+
     def unpack_repeats(
         self, data: torch.Tensor, count: int, repeats: int, bits: int, reach: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -300,11 +295,6 @@ class NativeRoute:
 
 def _literals(words: torch.Tensor, width: int, head: int, rows: torch.Tensor) -> _Literals:
     return _Literals(words.data_ptr(), words.numel(), width, head, rows.data_ptr(), rows.numel())
-
-
-def _check(status: int) -> None:
-    if status:
-        raise FrameError(status, "the payload contradicts itself")
 
 
 def load() -> NativeRoute:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.kernels import arguments, jobs, row_moves
 from ds_zipccl.kernels.jobs import DTYPES, SUMMED
+from ds_zipccl.kernels.launching import Launching
 
 #: Most blocks of threads of a launch; each takes eight rows at a time.
 _GRID = 2048
@@ -19,26 +19,8 @@ _ROWS_OF_BLOCK = 8
 _UNITS = (16, 4, 2, 1)
 
 
-class RowCalls(abc.ABC):
+class RowCalls(Launching):
     """The calls of :class:`ds_zipccl.kernels.Route` for rows, which wait for the device where they return a number."""
-
-    @abc.abstractmethod
-    def _device(self, tensor: torch.Tensor) -> torch.device:
-        """Return the device of ``tensor``, which must be one of this route."""
-        ...
-
-    @abc.abstractmethod
-    def _launch(
-        self,
-        what: str,
-        kind: str,
-        itemsize: int,
-        grid: tuple[int, int],
-        params: ctypes.Structure,
-        device: torch.device,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-    ) -> None: ...
 
     @abc.abstractmethod
     def encode(

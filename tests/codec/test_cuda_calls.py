@@ -68,7 +68,7 @@ class Gather:
 # ------------------------------------------------------------------------------------------------------------ gathers
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=["bf16", "fp32", "e4m3"])
 def test_a_gather_is_one_launch(kernel: Kernel, dtype: torch.dtype, launches: list[cuda.Launch]) -> None:
     """Parameters of any size, some raw, with outputs of their own and gaps between shards; the skipped rank is not touched."""
     numels = (0, 1, 5000, 300, 2048, 77)

@@ -12,7 +12,6 @@ import emulation
 import mutations
 import planted
 import pytest
-import tiers
 import torch
 from cuda_frames import GUARD, frame_of, slot, words
 
@@ -254,11 +253,8 @@ RACES: dict[str, tuple[str, str, str]] = {
 }
 
 
-#: One of each file of the kernels.
-SHORT_RACES = ("chunks start in any order", "exponents are read before they are listed", "lanes of a warp disagree")
-
-
-@pytest.mark.parametrize("race", tiers.mostly_full(RACES, SHORT_RACES, "each has an emulation of its own to compile"))
+@pytest.mark.full(reason="each has an emulation of its own to compile")
+@pytest.mark.parametrize("race", RACES)
 def test_a_race_is_noticed(race: str) -> None:
     """In a process of its own, as some of them end it."""
     file, good, bad = RACES[race]

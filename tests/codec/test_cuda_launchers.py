@@ -328,6 +328,7 @@ def test_architectures_of_nvrtc() -> None:
         real.architecture((99, 0))
 
 
+@pytest.mark.full(reason="NVRTC needs a minute; the emulation compiles every kernel in the short tier")
 def test_nvrtc_compiles_every_kernel() -> None:
     """Of the same text as nvcc, without files, in parts; each kernel is in one of them."""
     _real()

@@ -11,7 +11,6 @@ import emulation
 import pytest
 import test_cuda_sanitizers
 import test_cuda_waves
-import tiers
 from places import PYTHONPATH, ROOT
 
 from ds_zipccl.kernels import build
@@ -22,19 +21,19 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "cuda/decode.cuh",
         "blockIdx.y >= jobs.skip",
         "blockIdx.y > jobs.skip",
-        "calls.py -k one_launch",
+        "calls.py -k one_launch and bf16",
     ),
     "every rank gets the payload of the first": (
         "cuda/decode.cuh",
         "job.payload + rank * jobs.rank_bytes",
         "job.payload",
-        "calls.py -k one_launch",
+        "calls.py -k one_launch and bf16",
     ),
     "a base without its stride": (
         "cuda/decode.cuh",
         "(kDelta ? rank * job.stride + first : 0)",
         "(kDelta ? first : 0)",
-        "calls.py -k differences",
+        "calls.py -k differences_in_place",
     ),
     "a wrong job for the last item": (
         "cuda/frame.cuh",
@@ -66,15 +65,20 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "cuda/sum.cuh",
         "reinterpret_cast<const Word*>(from) + at",
         "reinterpret_cast<const Word*>(from)",
-        "sums.py -k rows",
+        "sums.py -k rows and bf16",
     ),
     "only the first group of summands": (
         "cuda/sum.cuh",
         "group < job.count; group +=",
         "group < 1; group +=",
-        "sums.py -k rows",
+        "sums.py -k rows and bf16",
     ),
-    "each group begins anew": ("cuda/sum.cuh", "start = group + member == 0", "start = member == 0", "sums.py -k rows"),
+    "each group begins anew": (
+        "cuda/sum.cuh",
+        "start = group + member == 0",
+        "start = member == 0",
+        "sums.py -k rows and bf16",
+    ),
     "the second turn of warps has the tables of the last group": (
         "cuda/sum.cuh",
         "b0 == begin || job.count > kMaxFrames",
@@ -191,8 +195,9 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     ),
     "a hash without its region": ("cuda/hash.cuh", "jobs.work + 3 * number", "jobs.work", "calls.py -k hashes"),
 }
-#: ZIPCCL_PARTS that suffice for the tests of some files, and compile faster: bfloat16 with bytes, or with rows of any dtype.
-PARTS = {"lists.py": emulation.BF16 | 8, "rows.py": emulation.BF16 | 16}
+#: ZIPCCL_PARTS that suffice for the tests of a file, and compile faster: bfloat16 with bytes, or with hashes and rows of any dtype.
+PARTS = {"lists.py": emulation.BF16 | emulation.BYTES}
+PARTS |= dict.fromkeys(("calls.py", "sums.py", "rows.py"), emulation.BF16 | emulation.HASH)
 PROGRAM = """
 import sys
 import emulation, pytest
@@ -211,7 +216,8 @@ def test_every_mistake_can_be_planted(module: ModuleType) -> None:
     assert set(places.values()) == {1}, places
 
 
-@pytest.mark.parametrize("mistake", tiers.mostly_full(MISTAKES, (), "each has an emulation of its own to compile"))
+@pytest.mark.full(reason="each has an emulation of its own to compile")
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake: str) -> None:
     file, good, bad, where = MISTAKES[mistake]
     result = _run(file, good, bad, where)
@@ -232,9 +238,8 @@ def test_a_file_passes_without_a_mistake(file: str) -> None:
 def _run(file: str, good: str, bad: str, where: str) -> subprocess.CompletedProcess[str]:
     """Run tests over the emulation with a mistake in it."""
     name, _, tests = where.partition(" -k ")
-    parts = PARTS.get(name, emulation.EVERY_PART)
     path = f"tests/codec/test_cuda_{name}"
-    program = PROGRAM.format(file=file, change=(good, bad), parts=parts, tests=tests, path=path)
+    program = PROGRAM.format(file=file, change=(good, bad), parts=PARTS[name], tests=tests, path=path)
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     return subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600

@@ -104,7 +104,9 @@ def test_forced_collisions(hashed: str) -> None:
     """A hash that is the same for all rows costs time, and no row is called equal that is not."""
     text = {"sample_hash": "lane_id() < samples ? mixed(row[at], at) : 0", "row_hash": "sum += mixed(row[at], at)"}
     changed = {"sample_hash": "at >> 63", "row_hash": "sum += at >> 63"}
-    launcher = emulation.launcher({"cuda/rows.cuh": ((text[hashed], changed[hashed]),)}, emulation.BF16 | 16)
+    launcher = emulation.launcher(
+        {"cuda/rows.cuh": ((text[hashed], changed[hashed]),)}, emulation.BF16 | emulation.HASH
+    )
     route = CudaRoute(launcher, "cpu")
     for rows, row_bytes in ((some_rows(60, 64), 64), (alike(20, 512), 512)):
         sources, _ = found((route, torch.device("cpu")), rows.view(-1), row_bytes, [30])

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import emulation
 import planted
 import pytest
-import tiers
 import torch
 from cuda_frames import GUARD, frame_of, slot, words
 
@@ -196,12 +195,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    tiers.mostly_full(
-        MISTAKES, ["a block of threads waits for parts that have not started"], "each compiles an emulation"
-    ),
-)
+@pytest.mark.full(reason="each compiles an emulation")
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake: str) -> None:
     """In a process of its own, as some of them end it."""
     file, good, bad = MISTAKES[mistake]

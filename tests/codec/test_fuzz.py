@@ -11,6 +11,7 @@ from collections import Counter
 import mutations
 import numpy as np
 import pytest
+import tiers
 import torch
 import variants
 from places import TESTS
@@ -18,7 +19,10 @@ from places import TESTS
 from ds_zipccl.codecs import decompress
 from ds_zipccl.frame import FrameError, FrameErrorCode
 
-COUNT = 100_000
+#: Damaged frames of a test, by tier.
+COUNTS = (15_000, 100_000)
+#: Codes that one of some ten thousand frames has.
+RARE = {FrameErrorCode.OVERFLOWED, FrameErrorCode.ROWS}
 #: One frame in so many goes to the emulated CUDA kernels, which start 256 threads for each.
 RARELY = 25
 ROUTES = tuple(dict.fromkeys(variant.route for variant in variants.ALL))
@@ -44,14 +48,19 @@ def _lost_its_checksum(frame: bytearray) -> bool:
     return len(frame) >= 16 and not frame[7] & 1 and not frame[10] and not any(frame[12:16])
 
 
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> int:
+    return COUNTS[not tiers.is_short(request.config)]
+
+
 @pytest.mark.parametrize("route", ROUTES)
-def test_damaged_frames_with_a_checksum_are_refused(route: str) -> None:
+def test_damaged_frames_with_a_checksum_are_refused(route: str, count: int) -> None:
     if reason := variants.Variant(route).why_not():
         pytest.skip(f"{route} is not usable here: {reason}")
     rng = random.Random(1)
     bases = mutations.bases(checksum=True)
     kinds, codes = Counter(), Counter()
-    for _ in range(COUNT // (RARELY if route == "emulated" else 1)):
+    for _ in range(count // (RARELY if route == "emulated" else 1)):
         base = rng.choice(bases)
         kind, frame = mutations.damaged(rng, base)
         code, result = outcome(as_tensor(frame), None, route, base.against)
@@ -78,7 +87,7 @@ class Guarded:
         return self.memory[:16].tobytes() == GUARD and self.memory[-16:].tobytes() == GUARD
 
 
-def test_damaged_frames_without_a_checksum() -> None:
+def test_damaged_frames_without_a_checksum(count: int) -> None:
     """Every variant gives the same answer: the same code, or the same words, and not a byte outside them."""
     rng = random.Random(2)
     bases = mutations.bases(checksum=False)
@@ -87,7 +96,7 @@ def test_damaged_frames_without_a_checksum() -> None:
     # Every route sees every frame, the native one at its best level; every fourth frame also goes to the other levels.
     levels = [variant for variant in variants.usable() if variant.level][1:]
     kinds, passed, codes = Counter(), Counter(), Counter()
-    for turn in range(COUNT):
+    for turn in range(count):
         at = rng.randrange(len(bases))
         kind, frame = mutations.damaged(rng, bases[at])
         tensor = as_tensor(frame)
@@ -112,12 +121,13 @@ def test_damaged_frames_without_a_checksum() -> None:
         codes[code] += 1
         passed[kind.name] += code is None
     assert set(kinds) == {kind.name for kind in mutations.KINDS}
-    assert set(codes) == {None, *FrameErrorCode}, codes
+    assert {None, *FrameErrorCode} - set(codes) <= (RARE if count < COUNTS[1] else set()), codes
     assert passed["flip_in_the_payload"] > kinds["flip_in_the_payload"] / 2, (
         "without a checksum most bytes are mantissas"
     )
 
 
+@pytest.mark.full(reason="interpreted, ten seconds")
 def test_the_reference_indexes_inside_its_arrays() -> None:
     """Compiled numba checks no index. Interpreted, an index outside an array is an error: interpreted.py runs it that way."""
     script = TESTS / "fuzz" / "interpreted.py"

@@ -2,8 +2,8 @@
 
 tests/golden/<name>.bin is the frame of CASES[name]; <name>_crc32.bin is the same frame with the checksum that encoders no longer write, for
 decoders alone; former_version_1.bin is a frame that ds_zipccl 0.1 wrote, which is refused; rows_*, known_* and bits_* are those of
-test_golden_rows.py. After a deliberate change of the format, written
-down in FORMAT.md: ``pytest tests/codec/test_golden.py --update-golden``.
+test_golden_rows.py, rounded_* of test_golden_rounded.py, scaled_* of test_golden_scaled.py, zfp_* of test_zfp_planted.py and
+zfp_reference.py. After a deliberate change of the format, written down in FORMAT.md: ``pytest tests/codec/test_golden.py --update-golden``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from pathlib import Path
 import corpus
 import from_format
 import pytest
+import test_golden_rounded
 import test_golden_rows
+import test_golden_scaled
+import test_zfp_planted
 import torch
 from corpus import assert_same_bits
 from places import TESTS
@@ -166,9 +169,18 @@ def test_a_frame_of_version_1_is_refused(route: str) -> None:
 
 def test_the_folder_holds_these_and_no_more() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
-    names = {*CASES, *(f"{name}_crc32" for name in CRC32_CASES), FORMER, *test_golden_rows.NAMES}
+    names = {
+        *CASES,
+        *(f"{name}_crc32" for name in CRC32_CASES),
+        FORMER,
+        *test_golden_rows.NAMES,
+        *test_golden_rounded.CASES,
+        *test_golden_scaled.NAMES,
+        *test_zfp_planted.GOLDEN,
+        "zfp_reference",
+    }
     assert set(files) == {_path(name).name for name in names}
-    assert sum(files.values()) < 140_000
+    assert sum(files.values()) < 180_000
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,6 +19,7 @@ import test_format
 import test_fuzz
 import test_gap_list
 import test_golden
+import test_golden_rows
 import test_row_kernels
 import tiers
 import torch
@@ -155,6 +156,11 @@ PLANTS = {
         "cpu/rows.cpp",
         {"uint64_t(l_.rows[last] - l_.rows[i]) == last - i": "uint64_t(l_.rows[last] - l_.rows[i]) >= last - i"},
         lambda: test_row_kernels.test_literals_without_a_copy("auto", "bf16", 64),
+    ),
+    "a row frame without its head": Plant(
+        "cpu/row_frame.cpp",
+        {"head = first * width - begin;": "head = 0;"},
+        lambda: test_golden_rows.test_golden_row_frame("rows_bf16", "auto", False),
     ),
     "longer tails accepted": Plant("cpu/decode.h", {"at + left != bytes": "at + left > bytes"}, _tail_sizes),
 }

@@ -11,6 +11,7 @@ import torch
 from ds_zipccl import codecs, frame
 from ds_zipccl.codecs import registry
 from ds_zipccl.frame import CodecId
+from ds_zipccl.lossy import LOSSY_CODECS
 
 SPECS = list(registry.CODEC_SPECS.values())
 
@@ -19,7 +20,7 @@ def test_entries_have_the_names_and_ids_of_the_format() -> None:
     assert list(registry.CODEC_SPECS) == [spec.name for spec in SPECS] == ["raw", "cascade", "wide", "delta"]
     assert set(frame.CodecId) == set(registry.DECODERS) == set(frame.BLOCK_LOG2)
     assert all(spec.frame_id == key for key, spec in registry.DECODERS.items())
-    nameless = {CodecId.ROWS, CodecId.KNOWN, CodecId.BITS}
+    nameless = {CodecId.ROUNDED, CodecId.SCALED, CodecId.ZFP1, CodecId.ROWS, CodecId.KNOWN, CodecId.BITS}
     assert {spec.frame_id for spec in SPECS} == set(frame.CodecId) - nameless
     for spec in (registry.DECODERS[key] for key in nameless):
         assert set(spec.dtypes) <= set(frame.DTYPE_IDS) and spec.name not in registry.CODEC_SPECS
@@ -50,6 +51,16 @@ def test_derived_lists() -> None:
         registry.codec_spec("window")
     with pytest.raises(ValueError, match="no codec 'lz4'; known codecs: raw, cascade, wide, delta"):
         codecs.compress_segments([], [], "lz4")
+
+
+def test_lossy_codecs_have_an_entry_by_their_value() -> None:
+    for kind, make in registry.LOSSY_SPECS.items():
+        codec = kind()
+        spec = registry.spec_for(codec, torch.bfloat16)
+        assert spec.codec == make(codec).codec == codec and spec is registry.spec_for(kind(), torch.float32)
+        assert codec.name in LOSSY_CODECS and codec.name not in registry.CODEC_SPECS
+        with pytest.raises(ValueError, match=r"got torch.uint8; send it by a lossless codec"):
+            registry.spec_for(codec, torch.uint8)
 
 
 def test_an_entry_is_all_that_a_codec_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_frames_of_a_config_take_the_preferred_route(monkeypatch: pytest.MonkeyP
         class config:
             block, route = 1024, "nvrtc"
 
-        codec, staging, device = "cascade", None, "cpu"
+        codec, staging, device, lossy = "cascade", None, "cpu", None
 
     assert frames.FrameCoder(Context)._route == "auto"  # type: ignore[arg-type]
     Context.device = "cuda"

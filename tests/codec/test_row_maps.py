@@ -35,12 +35,14 @@ def _segments(draw: np.random.Generator) -> tuple[torch.Tensor, int, list[int]]:
     return torch.from_numpy(words).to(torch.bfloat16), width, [*(int(cut) for cut in cuts if cut), len(words)]
 
 
-def _frames(words: torch.Tensor, width: int, ends: list[int], route: str) -> list[torch.Tensor | None]:
+def _frames(
+    words: torch.Tensor, width: int, ends: list[int], route: str, codec: str = "cascade"
+) -> list[torch.Tensor | None]:
     segment = codecs.RowSegment(words, width, route=route, raw_below=300)
     found, begin = [], 0
     for end in dict.fromkeys(ends):
         out = torch.full((codecs.compress_bound(end - begin, words.dtype),), 0x5A, dtype=torch.uint8)
-        found.append(segment.frame(begin, end, out))
+        found.append(segment.frame(begin, end, out, codec))
         begin = end
     return found
 
@@ -50,7 +52,8 @@ def test_frames_are_those_of_numpy() -> None:
     for _ in range(150):
         words, width, ends = _segments(draw)
         ends = list(dict.fromkeys(ends))
-        ours, theirs = (_frames(words, width, ends, route) for route in ("native", NUMPY))
+        codec = ("cascade", "wide", "raw")[draw.integers(3)]
+        ours, theirs = (_frames(words, width, ends, route, codec) for route in ("native", NUMPY))
         back, begin = torch.empty_like(words), 0
         for end, frame, wanted in zip(ends, ours, theirs, strict=True):
             assert (frame is None) == (wanted is None)
@@ -124,10 +127,10 @@ def test_a_frame_without_repeats_asks_for_no_map(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(native.NativeRoute, "pack_repeats", never)
     words = torch.arange(1 << 12, dtype=torch.float32)
-    assert _frames(words, 64, [1 << 12], "native") == [None]
+    assert _frames(words, 64, [1 << 12], "native", "raw") == [None]
     words[64:128] = words[:64]  # the control
     with pytest.raises(AssertionError, match="asked for"):
-        _frames(words, 64, [1 << 12], "native")
+        _frames(words, 64, [1 << 12], "native", "raw")
 
 
 # --- under sanitizers

@@ -10,7 +10,9 @@
 #include <string>
 #include <vector>
 
-struct ZipcclSegment {  // as in cpu/payload.cpp
+#include "cpu/row_calls.h"
+
+struct ZipcclSegment {  // as in cpu/chunks.h
   const void* words;
   uint64_t numel;
   void* out;
@@ -25,22 +27,13 @@ extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uin
                                         int32_t threads);
 extern "C" int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* base, void* words, uint64_t numel, int32_t dtype,
                                        uint32_t block, int32_t threads);
-struct ZipcclLiterals {  // this and the next one as in cpu/rows.cpp
-  uint8_t* words;
-  uint64_t numel, width, head;
-  const int32_t* rows;
-  uint64_t count;
-};
-struct ZipcclSearch {
-  const uint8_t* data;
-  uint64_t row_bytes, first, count;
-  int32_t* sources;
-  uint32_t* table;
-  uint64_t slots, mask;
-};
-extern "C" uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads);
-extern "C" uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out,
-                                       int32_t threads);
+extern "C" void zipccl_round_words(const void* words, uint64_t numel, int32_t dtype, uint32_t mantissa, void* out, int32_t threads);
+extern "C" void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block,
+                                      uint64_t* untrimmed, int32_t threads);
+extern "C" int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
+                                         int32_t threads);
+extern "C" int32_t zipccl_decode_rounded_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype,
+                                             uint32_t block, int32_t fp32_sums, int32_t threads);
 extern "C" int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
                                       int32_t threads);
 extern "C" void zipccl_row_factors(const uint8_t* words, int32_t dtype, uint64_t width, const int32_t* rows, const int32_t* sources,
@@ -80,7 +73,8 @@ struct Case {
   int32_t dtype;  // FORMAT.md table 1.1; 6: the bytes of any dtype, in a delta payload
   uint32_t block;
   uint64_t numel;
-  int32_t code;         // 2: delta
+  int32_t code;         // 2: delta, 3: rounded, to `kept` bits
+  uint32_t kept;
   uint64_t item() const { return dtype == 3 ? 4 : dtype > 3 ? 1 : 2; }
   uint32_t mantissa() const { return dtype == 1 ? 7 : dtype == 2 ? 10 : dtype == 3 ? 23 : dtype == 13 ? 3 : 2; }
   uint32_t exponents() const { return dtype == 2 || dtype == 14 ? 31 : dtype == 13 ? 15 : 255; }
@@ -95,7 +89,7 @@ uint64_t bound(const Case& c) {
   uint64_t total = pad16(4 * chunks);
   for (uint64_t at = 0; at < c.numel; at += per_chunk) {
     const uint64_t here = c.numel - at < per_chunk ? c.numel - at : per_chunk, blocks = (here + c.block - 1) / c.block;
-    total += pad16(blocks * (c.dtype == 3 ? 4 : 3)) + 16;
+    total += pad16(blocks * (c.dtype == 3 || c.code == 3 ? 4 : 3)) + 16;
     for (uint64_t b = 0; b < here; b += c.block) total += pad16((here - b < c.block ? here - b : c.block) * c.item());
   }
   return total;
@@ -179,10 +173,19 @@ std::string encode_everywhere(const Case& c, const std::vector<const char*>& lev
     if (zipccl_force_level(level)) fail("no such level", c, level);
     Exact out(bound(c), below(16));
     ZipcclSegment segment = {words.data, c.numel, out.data, 0};
+    uint64_t untrimmed = 0;
     if (c.code < 2) zipccl_encode(&segment, 1, c.dtype, c.code, c.block, 1);
-    const uint64_t size = c.code < 2 ? segment.bytes : zipccl_delta_encode(words.data, base.data, c.numel, out.data, c.dtype, c.block, 1);
-    if (size > out.size()) fail("larger than the bound", c, level);
-    const std::string now(reinterpret_cast<char*>(out.data), size);
+    if (c.code == 2) segment.bytes = zipccl_delta_encode(words.data, base.data, c.numel, out.data, c.dtype, c.block, 1);
+    if (c.code == 3) {
+      zipccl_encode_rounded(&segment, 1, c.dtype, c.kept, c.block, &untrimmed, 1);
+      Exact rounded(words.size(), below(16)), plain(out.size(), below(16));
+      ZipcclSegment other = {rounded.data, c.numel, plain.data, 0};
+      zipccl_round_words(words.data, c.numel, c.dtype, c.kept, rounded.data, 1);
+      zipccl_encode(&other, 1, c.dtype, 0, c.block, 1);
+      if (other.bytes != untrimmed) fail("another size without trims", c, level);
+    }
+    if (segment.bytes > out.size()) fail("larger than the bound", c, level);
+    const std::string now(reinterpret_cast<char*>(out.data), segment.bytes);
     if (level != levels[0] && now != payload) fail("levels write different bytes", c, level);
     payload = now;
   }
@@ -205,17 +208,19 @@ int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels,
     Exact out(c.numel * c.item(), shift);
     const bool in_place = c.code == 2 && payload.size() % 2;
     if (in_place && out.size()) memcpy(out.data, own.data, out.size());
-    const int32_t now = c.code < 2 ? zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, c.block, 1)
-                                   : zipccl_delta_decode(in.data, in.size(), in_place ? out.data : own.data, out.data, c.numel, c.dtype,
-                                                         c.block, 1);
+    const bool rounded = c.code == 3 && c.dtype < 3;  // float32 has exponent payloads
+    const int32_t now = rounded       ? zipccl_decode_rounded(in.data, in.size(), out.data, c.numel, c.dtype, c.block, 1)
+                        : c.code != 2 ? zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, c.block, 1)
+                                      : zipccl_delta_decode(in.data, in.size(), in_place ? out.data : own.data, out.data, c.numel, c.dtype,
+                                                            c.block, 1);
     if (now != 0 && now != 11 && now != 12) fail("unknown status", c, level);
     if (level != levels[0] && now != status) fail("levels differ in status", c, level);
     status = now;
-    if (c.dtype <= 3 && c.code < 2) {  // the same decoder before an addition
+    if (c.dtype <= 3 && c.code != 2) {  // the same decoder before an addition
       const int32_t fp32_sums = int32_t(below(2));
       Exact sums(c.numel * (fp32_sums ? 4 : c.item()), shift);
       if (sums.size()) memset(sums.data, 0x3c, sums.size());
-      const int32_t added = zipccl_decode_add(in.data, in.size(), sums.data, c.numel, c.dtype, c.block, fp32_sums, 1);
+      const int32_t added = (rounded ? zipccl_decode_rounded_add : zipccl_decode_add)(in.data, in.size(), sums.data, c.numel, c.dtype, c.block, fp32_sums, 1);
       if (added != now) fail("decode_add differs", c, level);
     }
     if (status) continue;
@@ -332,21 +337,23 @@ void search_and_predict(const Case& c, const std::vector<const char*>& levels, c
 }
 
 }  // namespace
-
+#include "fuzz_scaled.h"
 int main(int argc, char** argv) {
   if (argc < 5) return fprintf(stderr, "usage: fuzz SEED MUTATIONS SECONDS LEVEL...\n"), 2;
   state = strtoull(argv[1], nullptr, 10);
   const uint64_t mutations = strtoull(argv[2], nullptr, 10);
   const time_t end = time(nullptr) + atol(argv[3]);
   const std::vector<const char*> levels(argv + 4, argv + argc);
-  uint64_t done = 0, payloads = 0, lists[15] = {0}, count[13] = {0};
+  uint64_t done = 0, payloads = 0, refused = 0, lists[15] = {0}, count[13] = {0};
   std::string decoded;
   while (done < mutations && time(nullptr) < end) {
     const int32_t dtypes[] = {1, 2, 3, 13, 14};
-    Case c{dtypes[below(5)], 128u << below(4), 0, int32_t(below(2))};
+    Case c{dtypes[below(5)], 128u << below(4), 0, int32_t(below(2)), 1 + uint32_t(below(6))};
     if (below(2)) {
       c.code = 2;
       if (c.dtype > 3) c.dtype = 6;
+    } else if (c.dtype <= 3 && below(3) == 0) {
+      c.code = 3;
     }
     const uint64_t quiet = below(2) ? 4ull << below(9) : 0;
     const uint64_t lengths[] = {below(70), below(300), c.block - 1 + below(3), below(5 * c.block), 16 * 128 + below(200)};
@@ -360,9 +367,10 @@ int main(int argc, char** argv) {
     const std::string payload = encode_everywhere(c, levels, words, base);
     lists[c.dtype] += c.code == 2 && c.numel && uint8_t(payload[3]) >> 7;
     if (decode_everywhere(c, levels, payload, base, decoded)) fail("refused its own payload", c, levels[0]);
+    if (c.code == 3) zipccl_round_words(words.data, c.numel, c.dtype, c.kept, words.data, 1);
     if (words.size() && memcmp(words.data, decoded.data(), words.size())) fail("not the same words", c, levels[0]);
-    if (c.code < 2) rows_everywhere(c, levels, words);
-    if (c.code < 2) search_and_predict(c, levels, words);
+    if (c.code < 2) rows_everywhere(c, levels, words), search_and_predict(c, levels, words);
+    if (c.dtype <= 3) refused += scaled_everywhere(c, levels, words);
     ++payloads;
     for (int i = 0; i < 40; ++i, ++done) {
       std::string damaged = payload;
@@ -372,7 +380,7 @@ int main(int argc, char** argv) {
     }
   }
   for (const int32_t dtype : {1, 2, 3, 6})
-    if (payloads > 1000 && lists[dtype] * 100 < payloads) return printf("FAILED: dtype %d has few LISTs\n", dtype), 1;
+    if (payloads > 1000 && (lists[dtype] * 100 < payloads || refused * 4 < payloads)) return printf("FAILED: %d: few LISTs or refusals\n", dtype), 1;
   printf("payloads %llu mutations %llu accepted %llu index %llu block %llu\n", (unsigned long long)payloads,
          (unsigned long long)done, (unsigned long long)count[0], (unsigned long long)count[11], (unsigned long long)count[12]);
 }

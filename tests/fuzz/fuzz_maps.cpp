@@ -8,21 +8,7 @@
 #include <memory>
 #include <vector>
 
-struct ZipcclRepeats {  // this and the next one as in cpu/row_map.cpp
-  const uint8_t* words;
-  uint64_t width, itemsize, first, count;
-  const int32_t* sources;
-  int32_t* literals;
-  uint8_t* map;
-  uint64_t room, repeats, plain, bits;
-};
-struct ZipcclMap {
-  const uint8_t* map;
-  uint64_t count, repeats, bits, reach;
-  int32_t *literals, *repeated, *sources;
-};
-extern "C" void zipccl_pack_repeats(ZipcclRepeats* repeats);
-extern "C" int32_t zipccl_unpack_repeats(const ZipcclMap* map);
+#include "cpu/row_calls.h"
 
 namespace {
 

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from places import ROOT
+
+from ds_zipccl.__main__ import main
 
 
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -24,6 +27,16 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         cwd=ROOT,
     )
+
+
+def assert_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``python -m ds_zipccl`` with ``words`` ends with status 2, and says ``message`` on stderr."""
+    try:
+        status = main(words)
+    except SystemExit as leave:
+        status = leave.code
+    assert status == 2
+    assert message in capsys.readouterr().err
 
 
 def content(path: Path) -> dict[str, Any]:

@@ -120,13 +120,13 @@ def _decode_sparse(tail: bytes, n: int, t: int, z: int, e_bits: int, m_bits: int
 
 
 def _decode_chunk(
-    chunk: bytes, lengths: list[int], e_bits: int, m_bits: int, base: list[int] | None = None
+    chunk: bytes, lengths: list[int], trimmed: bool, e_bits: int, m_bits: int, base: list[int] | None = None
 ) -> list[int]:
     item, b = width(e_bits, m_bits) // 8, len(lengths)
-    body = _up((4 if item == 4 else 3) * b, 16) * 16
+    body = _up((4 if trimmed else 3) * b, 16) * 16
     _demand(body <= len(chunk), "no room for the table")
     tops, entries = chunk[:b], struct.unpack(f"<{b}H", chunk[b : 3 * b])
-    trims = chunk[3 * b : 4 * b] if item == 4 else bytes(b)
+    trims = chunk[3 * b : 4 * b] if trimmed else bytes(b)
     sizes = []
     for n, entry, z in zip(lengths, entries, trims, strict=True):
         mode = entry >> 13
@@ -162,7 +162,9 @@ def fields(dtype: int, delta: bool) -> tuple[int, int]:
     return FIELDS[dtype] if dtype in SUMMED or not delta else BYTES
 
 
-def decode_payload(payload: bytes, numel: int, dtype: int, block: int, base: list[int] | None = None) -> list[int]:
+def decode_payload(
+    payload: bytes, numel: int, dtype: int, block: int, base: list[int] | None = None, rounded: bool = False
+) -> list[int]:
     """``numel`` and ``base`` count words."""
     lengths = _cuts(numel, block)
     chunks = [lengths[i : i + CHUNK] for i in range(0, len(lengths), CHUNK)]
@@ -181,25 +183,26 @@ def decode_payload(payload: bytes, numel: int, dtype: int, block: int, base: lis
         elif before is not None and start == end:
             words += before
         else:
-            words += _decode_chunk(payload[start:end], here, e_bits, m_bits, before)
+            words += _decode_chunk(payload[start:end], here, rounded or dtype == 3, e_bits, m_bits, before)
     return words
 
 
 def decode(frame: bytes, base: list[int] | None = None) -> tuple[int, tuple[int, ...] | None, list[int]]:
-    """dtype id, shape, and words of a valid exponent frame, or with ``base`` of a delta frame.
+    """dtype id, shape, and words of a valid exponent or rounded frame, or with ``base`` of a delta frame.
 
     The words of a delta frame and its base are bytes, where the dtype is not one of SUMMED.
     """
     magic, version, codec, dtype, flags, ndim, log2, kind, _, checksum, numel, size = struct.unpack_from(
         "<4s8BIQQ", frame
     )
-    _demand((magic, version, codec) == (b"ZCCL", 2, 1 if base is None else 2), "a frame of another kind")
+    _demand((magic, version) == (b"ZCCL", 2) and codec in ((1, 3) if base is None else (2,)), "a frame of another kind")
     frame = frame[:size]
     if flags & 1:
         _demand(CHECKSUMS[kind](frame[:12] + bytes(4) + frame[16:]) == checksum, "checksum")
     shape = struct.unpack_from(f"<{ndim}Q", frame, 32) if flags & 2 else None
     words = numel if base is None or dtype in SUMMED else len(base)
-    return dtype, shape, decode_payload(frame[32 + _up(8 * ndim, 16) * 16 :], words, dtype, 1 << log2, base)
+    payload = frame[32 + _up(8 * ndim, 16) * 16 :]
+    return dtype, shape, decode_payload(payload, words, dtype, 1 << log2, base, codec == 3)
 
 
 # --- sections 2 and 3, words -> payload
@@ -228,7 +231,9 @@ def _encode_elements(mode: int, words: list[int], t: int, z: int, e_bits: int, m
     return first, _plane(stream) + bytes(left), escapes
 
 
-def _encode_block(words: list[int], mode: int, e_bits: int, m_bits: int) -> tuple[int, int, int, bytes, bytes]:
+def _encode_block(
+    words: list[int], mode: int, trimmed: bool, e_bits: int, m_bits: int
+) -> tuple[int, int, int, bytes, bytes]:
     """mode, top, trim, body with padding, tail."""
     item, n, sign = width(e_bits, m_bits) // 8, len(words), 1 << (e_bits + m_bits)
     if len(set(words)) == 1:
@@ -244,7 +249,7 @@ def _encode_block(words: list[int], mode: int, e_bits: int, m_bits: int) -> tupl
         return min(max(exponents), (8 * sum(exponents) + bias * c) // (8 * c)) if c else 0
 
     z = 0
-    if item == 4:
+    if trimmed:
         while z < m_bits and not any(w >> z & 1 for w in words):
             z += 1
     if 16 * (n - c) >= n:
@@ -266,7 +271,7 @@ def _encode_block(words: list[int], mode: int, e_bits: int, m_bits: int) -> tupl
 def _encode_against(words: list[int], base: list[int], e_bits: int, m_bits: int) -> tuple[int, int, int, bytes, bytes]:
     if words == base:
         return CHANGE, 0, 0, b"", b""
-    alone = _encode_block(words, CASCADE if m_bits else RAW, e_bits, m_bits)
+    alone = _encode_block(words, CASCADE if m_bits else RAW, m_bits == 23, e_bits, m_bits)
     if alone[0] == FILL:
         return alone
     t, tail = encode_change(words, base, e_bits, m_bits)
@@ -295,15 +300,18 @@ def _delta_chunk(words: list[int], base: list[int], block: int, e_bits: int, m_b
     return (changes, True) if form == "shorter" and len(changes) <= len(table) else (table, False)
 
 
-def encode_payload(words: list[int], dtype: int, block: int, code: str, base: list[int] | None = None) -> bytes:
+def encode_payload(
+    words: list[int], dtype: int, block: int, code: str, base: list[int] | None = None, rounded: bool = False
+) -> bytes:
     e_bits, m_bits = fields(dtype, base is not None)
+    trimmed = rounded or dtype == 3
     chunks = []
     for at in range(0, len(words), CHUNK * block):
         here = words[at : at + CHUNK * block]
         if base is None:
             cuts = [here[i : i + block] for i in range(0, len(here), block)]
-            blocks = [_encode_block(cut, MODES[code], e_bits, m_bits) for cut in cuts]
-            chunks.append((_table(blocks, width(e_bits, m_bits) == 32), False))
+            blocks = [_encode_block(cut, MODES[code], trimmed, e_bits, m_bits) for cut in cuts]
+            chunks.append((_table(blocks, trimmed), False))
         else:
             chunks.append(_delta_chunk(here, base[at : at + CHUNK * block], block, e_bits, m_bits))
     offset = _up(4 * len(chunks), 16)
@@ -322,12 +330,17 @@ def encode(
 
     ``numel`` is needed where the words are bytes of larger elements.
     """
-    dims = _pad(struct.pack(f"<{len(shape or ())}Q", *(shape or ())))
-    payload = encode_payload(words, dtype, block, code, base)
-    flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
+    payload, codec = encode_payload(words, dtype, block, code, base), 1 if base is None else 2
+    return framed(payload, codec, dtype, block, shape, checksum, len(words) if numel is None else numel)
 
-    log2, codec = block.bit_length() - 1, 1 if base is None else 2
-    elements = len(words) if numel is None else numel
+
+def framed(
+    payload: bytes, codec: int, dtype: int, block: int, shape: tuple[int, ...] | None, checksum: bool, elements: int
+) -> bytes:
+    """The frame of a payload; ``block`` is 1 for a codec without blocks."""
+    dims = _pad(struct.pack(f"<{len(shape or ())}Q", *(shape or ())))
+    flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
+    log2 = block.bit_length() - 1
     header = (b"ZCCL", 2, codec, dtype, flags, len(shape or ()), log2, 0, 0, 0, elements, size)
     frame = struct.pack("<4s8BIQQ", *header) + dims + payload
     return with_checksum(frame, max(CHECKSUMS)) if checksum else frame

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
+from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import Keeper, Kept, Part
 from ds_zipccl.comm.delta import epochs
 from ds_zipccl.config import ZipcclConfig
@@ -18,6 +19,18 @@ CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 #: Elements of a shard: of many bytes, too few for differences, of an odd number of bytes.
 SHARDS = (40_000, 1_000, 70_001)
 FULL, MISS, VERSION, OTHER = "nothing was gathered there", epochs.CHANGED, epochs.VERSION, "a rank holds something else"
+
+
+def refusing(numel: int) -> Callable[..., torch.Tensor]:
+    """A function in place of ``decompress`` that finds a damaged frame where the output has ``numel`` elements."""
+
+    def damaged(frame: torch.Tensor, out: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
+        if out.numel() == numel:
+            frame = frame.clone()
+            frame[4] = 9
+        return decompress(frame, out, *arguments, **more)
+
+    return damaged
 
 
 class Rank:

@@ -6,22 +6,25 @@ plain (``DS_ZIPCCL=0``), the others are coded; a case must leave the same losses
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+import tiers
 import torch
 import torch.distributed as dist
 from places import EXAMPLES, PACKAGE
 from programs import launch, reference
 from torch import nn
 
-from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry import counters, table
 
 STEPS = 3
 WIDTH, BATCH, CONTEXT, VOCABULARY = 64, 2, 32, 128
@@ -29,6 +32,8 @@ WIDTH, BATCH, CONTEXT, VOCABULARY = 64, 2, 32, 128
 SECTIONS = {
     "always": '{"enabled": true, "mode": "always", "min_bytes": 1024}',
     "auto": '{"enabled": true, "min_bytes": 1024}',
+    "kept": '{"enabled": true, "mode": "always", "min_bytes": 1024, "recompute_base": "host"}',
+    "kept auto": '{"enabled": true, "min_bytes": 1024, "recompute_base": "host"}',
 }
 #: Sources of the results of a plain run, beside the test's file.
 SOURCES = (Path(__file__), EXAMPLES, PACKAGE / "telemetry")
@@ -43,6 +48,8 @@ class Lab:
     ranks: int
     losses: list[str] = field(default_factory=list)
     engine: Any = None
+    #: Further results of the case.
+    more: dict[str, Any] = field(default_factory=dict)
 
     def start(self, model: nn.Module, zero: Mapping[str, Any] | int = 2, **more: Any) -> Any:
         """Return an engine for the model. ``zero``: the stage, or the section; ``more``: of the config, or ``initialize``'s own."""
@@ -80,7 +87,8 @@ class Lab:
         """Return what the case leaves on this rank, and free its engine and groups."""
         from deepspeed.utils import groups
 
-        found = {"losses": self.losses, "sha256": sha256(self.engine.module.parameters()), "calls": calls()}
+        found = {"losses": self.losses, "sha256": sha256(self.engine.module.parameters()), "calls": calls()} | self.more
+        found |= {"sent": sent(), "table": table.render()}
         self.engine.destroy()
         self.engine = None
         groups._release_process_group_references()
@@ -148,6 +156,14 @@ def calls() -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
+def sent() -> dict[str, int]:
+    """Return the bytes that this rank has sent by role, coded and plain."""
+    found: dict[str, int] = {}
+    for row in counters.rows():
+        found[row["role"]] = found.get(row["role"], 0) + row["wire_bytes"] + row["passed_bytes"]
+    return found
+
+
 def rank_program(cases: Cases) -> None:
     """Run the cases that the command line names. Rank 0 writes the results of all ranks to CASE.json for each."""
     import deepspeed
@@ -194,6 +210,38 @@ def results(program: str, ranks: int, mode: str, folder: Path, names: Iterable[s
     if mode == "plain":
         return reference(program, ranks, folder, mode, *names, sources=SOURCES)
     return launch(program, ranks, folder, mode, *names, DS_ZIPCCL=SECTIONS.get(mode, SECTIONS["always"]))
+
+
+Trained = Callable[[int, str], dict[str, Any]]
+
+
+def fixture_of(program: str, all_cases: Mapping[int, Iterable[str]]) -> Any:
+    """The fixture ``trained`` of a test's file: a function (ranks, mode) -> :func:`results`.
+
+    Its first call for a pair launches the ranks, with the cases that are parameters ``ranks`` and ``name`` of tests of this run; with all
+    cases, if there are tests without parameters.
+    """
+
+    @pytest.fixture(scope="module")
+    def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+        pytest.importorskip("transformers")
+        wanted, others = tiers.asked(request, "ranks", "name"), tiers.without_parameters(request)
+
+        @functools.cache
+        def get(ranks: int, mode: str) -> dict[str, Any]:
+            names = [name for name in all_cases[ranks] if others or (ranks, name) in wanted]
+            return results(program, ranks, mode, tmp_path_factory.mktemp("parallel"), names)
+
+        return get
+
+    return trained
+
+
+def each(all_cases: Mapping[int, Iterable[str]], short: Sequence[tuple[int, str]] = ()) -> Any:
+    """Parametrize a test with ``ranks`` and ``name`` of all cases; those in ``short`` are in both tiers."""
+    every = [(ranks, name) for ranks, cases in all_cases.items() for name in cases]
+    reason = "launches of minutes; the short tier has a case of each kind"
+    return pytest.mark.parametrize(("ranks", "name"), tiers.mostly_full(every, short, reason))
 
 
 def bits(ranks: list[dict[str, Any]]) -> list[Any]:

@@ -19,6 +19,11 @@ import pytest
 SLOW = ("numba", "emulated")
 
 
+def is_short(config: pytest.Config) -> bool:
+    """Whether this run is the short tier."""
+    return bool(config.option.markexpr == "not full")
+
+
 def mark_full(items: Sequence[pytest.Item]) -> None:
     """Add the mark ``full`` to the tests of slow variants that the short tier leaves out.
 
@@ -51,11 +56,30 @@ def covering(combinations: Sequence[Mapping[str, str]]) -> set[int]:
     return kept
 
 
-def mostly_full(names: Iterable[str], short: Sequence[str], reason: str) -> list[Any]:
-    """Values for ``pytest.mark.parametrize``: those in ``short`` for both tiers, the rest of ``names`` for the full one."""
-    found = list(names)
-    assert set(short) <= set(found), f"got {short} for the short tier; the names are {found}"
-    return [name if name in short else pytest.param(name, marks=pytest.mark.full(reason=reason)) for name in found]
+def mostly_full(values: Iterable[Any], short: Sequence[Any], reason: str) -> list[Any]:
+    """Values for ``pytest.mark.parametrize``: those in ``short`` for both tiers, the rest of ``values`` for the full one.
+
+    A value is that of one parameter, or a tuple of as many as there are parameters.
+    """
+    found, full = list(values), pytest.mark.full(reason=reason)
+    assert set(short) <= set(found), f"got {short} for the short tier; the values are {found}"
+    of_each = [value if isinstance(value, tuple) else (value,) for value in found]
+    return [
+        pytest.param(*each, marks=() if value in short else full) for value, each in zip(found, of_each, strict=True)
+    ]
+
+
+def asked(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
+    """Values of ``parameters`` among the tests of the fixture's file that this run has, so that the fixture makes nothing else."""
+    found = [
+        item.callspec.params for item in request.session.items if item.path == request.path and _has_parameters(item)
+    ]  # type: ignore[attr-defined]
+    return {tuple(params[name] for name in parameters) for params in found if set(parameters) <= set(params)}
+
+
+def without_parameters(request: pytest.FixtureRequest) -> bool:
+    """Whether this run has tests of the fixture's file that have no parameters."""
+    return any(item.path == request.path and not _has_parameters(item) for item in request.session.items)
 
 
 def _has_parameters(item: pytest.Item) -> bool:

@@ -56,6 +56,11 @@ using Fp16 = FloatBits<uint16_t, 5, 10>;
 using Fp32 = FloatBits<uint32_t, 8, 23, true>;
 using E4m3 = FloatBits<uint8_t, 4, 3>;
 using E5m2 = FloatBits<uint8_t, 5, 2>;
+// A type whose blocks have trims: in rounded payloads.
+template <typename F>
+struct Trimmed : F {
+  static constexpr bool has_trim = true;
+};
 
 // A tier codes each element that no tier before it named, in `bits` bits. With k = (top + 3 - e) mod 256: code_of_k is the
 // code for k (15: any from 15 up), k_of_code the inverse. The largest code is the escape to the next tier.

@@ -62,6 +62,8 @@ struct Values<Fp32> {
   static ZIPCCL_FN float from(uint32_t w) { return as_float(w); }
   static ZIPCCL_FN uint32_t round(float f) { return as_bits(f); }
 };
+template <typename F>
+struct Values<Trimmed<F>> : Values<F> {};
 
 }  // namespace
 }  // namespace zipccl

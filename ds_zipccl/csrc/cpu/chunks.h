@@ -17,6 +17,14 @@
 #include <emmintrin.h>
 #endif
 
+// One payload to be encoded: numel words to `out`, which must hold the bound of its payload; `bytes` is the result.
+struct ZipcclSegment {
+  const void* words;
+  uint64_t numel;
+  void* out;
+  uint64_t bytes;
+};
+
 namespace zipccl {
 namespace {
 
@@ -131,6 +139,15 @@ void encode_segments(Segment* segments, uint32_t count, ZipcclType type, uint32_
   });
 }
 
+// The blocks of a chunk of words in one place, and the words behind it, which are encoded next, a half of a block each.
+struct ChunkPlaces {
+  const uint8_t *blocks[kChunkBlocks], *next[2 * kChunkBlocks];
+  ChunkPlaces(const uint8_t* words, uint64_t chunk_bytes) {
+    for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = words + b * (chunk_bytes / kChunkBlocks);
+    for (uint32_t i = 0; i < 2 * kChunkBlocks; ++i) next[i] = words + chunk_bytes + i * (chunk_bytes / (2 * kChunkBlocks));
+  }
+};
+
 // Calls decode_chunk(chunk, its bytes, first element, elements, flag) for every chunk of a payload; `flag_bit` is the flag's bit in the
 // entries of the index, or zero. The first chunk's failure in order wins.
 template <uint32_t flag_bit, typename DecodeChunk>
@@ -162,6 +179,28 @@ int32_t each_chunk(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint3
     finish_streams();
   });
   return failure.load() == ~0ull ? int32_t(OK) : int32_t(failure.load() & 255);
+}
+
+// Decodes a payload to numel words of `itemsize` bytes each. Returns 0 or a FrameErrorCode; the words are then undefined.
+int32_t decode_payload(ZipcclLevel::Decode* decode_chunk, const void* payload, uint64_t bytes, void* words, uint64_t numel,
+                       uint32_t itemsize, uint32_t block, int32_t threads) {
+  const uint64_t total = numel * itemsize;
+  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
+                       [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
+                         uint8_t *const to = static_cast<uint8_t*>(words) + first * itemsize, *blocks[kChunkBlocks];
+                         for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = to + uint64_t(b) * block * itemsize;
+                         return decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~0u : 0, blocks);
+                       });
+}
+
+// Decodes a payload of words of `itemsize` bytes each and adds them to numel sums: of their type, or floats if `fp32_sums`.
+int32_t add_payload(ZipcclLevel::Add* add_chunk, const void* payload, uint64_t bytes, void* sums, uint64_t numel, uint32_t itemsize,
+                    uint32_t block, int32_t fp32_sums, int32_t threads) {
+  const uint32_t sum_size = fp32_sums ? 4 : itemsize;
+  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * itemsize,
+                       [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
+                         return add_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(sums) + first * sum_size);
+                       });
 }
 
 }  // namespace

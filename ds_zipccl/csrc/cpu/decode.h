@@ -83,6 +83,13 @@ void decode_elements(const uint8_t* first, const uint8_t* list, uint32_t m, uint
     list += popcount(escaped);
 
     typename Lanes::template Vec<Word> v = {};
+    if (F::has_trim && r < 8) {  // as the top byte of the whole, so that the other shifts are by constants
+      uint64_t kept[7];
+      for (uint32_t p = 0; p < r; ++p) kept[p] = load_plane(bit_planes + p * plane, at, n);
+      v = Lanes::template widen<Word>(Lanes::from_planes(kept, r) << (8 - r)) << (F::M - 7);
+      put_group<Lanes, Word>(words + at * sizeof(Word), F::join(v, e), n, stream);
+      return;
+    }
     uint8_t ragged[64];
     for (uint32_t byte = 0; byte < r / 8; ++byte) {
       const uint8_t* part = first + byte * m + at;

@@ -218,13 +218,13 @@ struct Block {
   }
 };
 
-// First pass: mode, top and trim (FORMAT.md section 3), exponents, signs and mantissas.
+// The rest of the first pass, after the survey: mode, top and trim (FORMAT.md section 3), signs and mantissas. `trim` is the block's trim if
+// these are written already, otherwise more than M.
 template <typename F, typename Code, typename Lanes>
-void survey_block(Block& block, uint8_t* body) {
+void choose_form(Block& block, uint8_t* body, uint32_t trim) {
   using Word = typename F::Word;
   const uint8_t* words = block.words;
   const uint32_t n = block.n;
-  block.survey = survey<F, Lanes>(words, n, block.exponents, body);
   block.form = {FILL, 0, 0, 0, 0};
   block.body = body;
   block.left = 0;
@@ -234,8 +234,15 @@ void survey_block(Block& block, uint8_t* body) {
   block.form.mode = sparse ? SPARSE : Code::mode;
   block.form.top = block.top(sparse ? Cascade::top_bias : Code::top_bias);
   if (!F::has_trim) return;
-  block.form.trim = trailing_zeros<F>(words, n);
-  if (!sparse) encode_parts<F, Lanes>(words, n, 1 + F::M - block.form.trim, block.form.trim, body);
+  block.form.trim = trim <= F::M ? trim : trailing_zeros<F>(words, n);
+  if (!sparse && trim > F::M) encode_parts<F, Lanes>(words, n, 1 + F::M - block.form.trim, block.form.trim, body);
+}
+
+// First pass: exponents, signs and mantissas, and the form of the block.
+template <typename F, typename Code, typename Lanes>
+void survey_block(Block& block, uint8_t* body) {
+  block.survey = survey<F, Lanes>(block.words, block.n, block.exponents, body);
+  choose_form<F, Code, Lanes>(block, body, F::M + 1);
 }
 
 // Second pass: tier 1, which completes the body.
@@ -280,6 +287,7 @@ struct Workspace {
   // One block's worst case past the end: a tail is measured before it is known to lose against RAW.
   alignas(64) uint8_t tails[kChunkBlocks * kMaxBlock * 4 + 8 * kMaxBlock];
   alignas(64) uint8_t table[kChunkBlocks * 4];
+  alignas(64) uint8_t rounded[kChunkBlocks * kMaxBlock * 4];  // cpu/rounded.h
   Block blocks[kChunkBlocks];
 };
 static_assert(sizeof(Workspace) <= kZipcclWorkspace, "callers provide that much");
@@ -297,22 +305,22 @@ ZipcclPart enter(Workspace& work, uint32_t b, uint32_t blocks) {
 }
 
 // Encodes a chunk of numel words, at most 16 blocks at `places`. Returns its bytes; `parts` are its contents in order. The parts are
-// copied to `soon` later; `next` are the words that are probably encoded next, a half of a block each.
+// copied to `soon` later; `next` are the words that are probably encoded next, a half of a block each. look(block, b, body) is the first
+// pass over a block, which may give the block other words.
 //
 // Every pass goes over all blocks before the next pass starts. The steps of a pass for different blocks are independent, so that the
 // processor works on several blocks at a time. Small stores of one pass have reached the cache when the next pass loads them as a whole.
 // Prefetches are spread evenly over the passes that compute, because a burst of them would stall.
-template <typename F, typename Code, typename Lanes>
-uint32_t encode_chunk(const uint8_t* const* places, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts,
-                      const uint8_t* soon, const uint8_t* const* next) {
+template <typename F, typename Code, typename Lanes, typename Look>
+uint32_t encode_blocks(const uint8_t* const* places, uint32_t numel, uint32_t block, Workspace& work, ZipcclPart* parts,
+                       const uint8_t* soon, const uint8_t* const* next, Look look) {
   using Word = typename F::Word;
-  Workspace& work = *static_cast<Workspace*>(workspace);
   const uint32_t blocks = (numel + block - 1) / block, slot = pad16(first_part_bytes(block, 1 + F::M, Wide::tier[0].bits));
   for (uint32_t b = 0; b < blocks; ++b) {
     work.blocks[b].words = places[b];
     work.blocks[b].n = numel - b * block < block ? numel - b * block : block;
     for (uint32_t at = 0; at < slot; at += 64) prefetch_to_write(soon + b * slot + at);
-    survey_block<F, Code, Lanes>(work.blocks[b], work.bodies + b * slot);
+    look(work.blocks[b], b, work.bodies + b * slot);
   }
   const auto each = [&](auto pass) __attribute__((always_inline)) {
     for (uint32_t b = 0; b < blocks; ++b) pass(work.blocks[b]);
@@ -349,6 +357,15 @@ uint32_t encode_chunk(const uint8_t* const* places, uint32_t numel, uint32_t blo
   }
   *parts = {work.tails, tail, pad16(tail)};
   return bytes + pad16(tail);
+}
+
+template <typename F, typename Code, typename Lanes>
+uint32_t encode_chunk(const uint8_t* const* places, uint32_t numel, uint32_t block, void* workspace, ZipcclPart* parts,
+                      const uint8_t* soon, const uint8_t* const* next) {
+  return encode_blocks<F, Code, Lanes>(places, numel, block, *static_cast<Workspace*>(workspace), parts, soon, next,
+                                       [](Block& here, uint32_t, uint8_t* body) __attribute__((always_inline)) {
+                                         survey_block<F, Code, Lanes>(here, body);
+                                       });
 }
 
 }  // namespace

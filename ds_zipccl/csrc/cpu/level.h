@@ -16,6 +16,12 @@ struct ZipcclPart {
 constexpr uint32_t kZipcclParts = 18;  // table, up to 16 bodies, tails
 constexpr uint32_t kZipcclWorkspace = 256 << 10;
 
+// How values become codes (FORMAT.md 2.10): `bits` is 8 unless `integers`, groups have 2^log2 elements.
+struct ZipcclScaling {
+  uint32_t integers, bits, log2, hadamard;
+};
+constexpr uint64_t kGroupStays = ~0ull;  // in the place of a number of groups: one stays as it is
+
 struct ZipcclLevel {
   // `blocks` are the words of each block. Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace
   // (kZipcclWorkspace bytes, aligned to 64). `soon` is their later place, `next` the words that are probably encoded next, a half of a
@@ -38,6 +44,15 @@ struct ZipcclLevel {
   using RowFactor = uint32_t(const uint8_t* source, const uint8_t* row, uint64_t width);
   using PredictRow = void(const uint8_t* source, uint64_t width, uint32_t factor, uint8_t* out);
 
+  // cpu/rounded.h: as Encode, of words rounded to `mantissa` bits.
+  using EncodeRounded = uint32_t(const uint8_t* const* blocks, uint32_t numel, uint32_t block, uint32_t mantissa, void* workspace,
+                                 ZipcclPart* parts, const uint8_t* soon, const uint8_t* const* next);
+  using RoundWords = void(const uint8_t* words, uint64_t numel, uint32_t mantissa, uint8_t* out);
+  // cpu/scaled.h: groups in a row. The number of groups with codes, or kGroupStays; a FrameErrorCode.
+  using EncodeScaled = uint64_t(const uint8_t* words, uint64_t numel, const ZipcclScaling& scaling, uint8_t* scales, uint8_t* codes);
+  using DecodeScaled = int32_t(const uint8_t* scales, const uint8_t* codes, uint64_t numel, const ZipcclScaling& scaling, uint8_t* words);
+  using ProjectScaled = void(const uint8_t* words, uint64_t numel, const ZipcclScaling& scaling, uint8_t* out);
+
   const char* name;
   Encode* encode[ZIPCCL_TYPES][ZIPCCL_CODES];
   Decode* decode[ZIPCCL_TYPES];
@@ -48,6 +63,13 @@ struct ZipcclLevel {
   HashBlocks* hash;
   RowFactor* row_factor[ZIPCCL_FP32 + 1];
   PredictRow* predict_row[ZIPCCL_FP32 + 1];
+  RoundWords* round_words[ZIPCCL_FP32 + 1];
+  EncodeRounded* encode_rounded[ZIPCCL_FP32 + 1];
+  Decode* decode_rounded[ZIPCCL_FP16 + 1];
+  Add* add_rounded[ZIPCCL_FP16 + 1][2];
+  EncodeScaled* encode_scaled[ZIPCCL_FP32 + 1];
+  DecodeScaled* decode_scaled[ZIPCCL_FP32 + 1];
+  ProjectScaled* project_scaled[ZIPCCL_FP32 + 1];
 };
 
 extern const ZipcclLevel zipccl_scalar;
@@ -67,6 +89,15 @@ const ZipcclLevel& zipccl_chosen();
   { zipccl::add_words<zipccl::F, zipccl::F::Word>, zipccl::add_words<zipccl::F, uint32_t> }
 #define ZIPCCL_ROWS(FUNCTION) \
   { zipccl::FUNCTION<zipccl::Bf16>, zipccl::FUNCTION<zipccl::Fp16>, zipccl::FUNCTION<zipccl::Fp32> }
+#define ZIPCCL_ROUNDED(LANES)                                                                                             \
+  ZIPCCL_ROWS(round_words),                                                                                               \
+      {zipccl::encode_rounded_chunk<zipccl::Trimmed<zipccl::Bf16>, zipccl::LANES>,                                        \
+       zipccl::encode_rounded_chunk<zipccl::Trimmed<zipccl::Fp16>, zipccl::LANES>,                                        \
+       zipccl::encode_rounded_chunk<zipccl::Fp32, zipccl::LANES>},                                                        \
+      {ZIPCCL_DECODE(Trimmed<zipccl::Bf16>, LANES), ZIPCCL_DECODE(Trimmed<zipccl::Fp16>, LANES)},                         \
+      {ZIPCCL_ADD(Trimmed<zipccl::Bf16>, LANES), ZIPCCL_ADD(Trimmed<zipccl::Fp16>, LANES)}
+#define ZIPCCL_SCALED(FUNCTION, LANES) \
+  { zipccl::FUNCTION<zipccl::Bf16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES> }
 #define ZIPCCL_BASED(FUNCTION, LANES) \
   { zipccl::FUNCTION<zipccl::Bf16, zipccl::LANES>, zipccl::FUNCTION<zipccl::Fp16, zipccl::LANES>,                    \
     zipccl::FUNCTION<zipccl::Fp32, zipccl::LANES>, zipccl::FUNCTION<zipccl::Byte, zipccl::LANES> }
@@ -83,4 +114,8 @@ const ZipcclLevel& zipccl_chosen();
       ZIPCCL_BASED(decode_delta_chunk, LANES),                                                                            \
       zipccl::hash_blocks<zipccl::LANES>,                                                                                 \
       ZIPCCL_ROWS(row_factor),                                                                                            \
-      ZIPCCL_ROWS(predict_row)}
+      ZIPCCL_ROWS(predict_row),                                                                                           \
+      ZIPCCL_ROUNDED(LANES),                                                                                              \
+      ZIPCCL_SCALED(encode_scaled, LANES),                                                                                \
+      ZIPCCL_SCALED(decode_scaled, LANES),                                                                                \
+      ZIPCCL_SCALED(project_scaled, LANES)}

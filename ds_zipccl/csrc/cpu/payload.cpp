@@ -3,14 +3,6 @@
 
 using namespace zipccl;
 
-// One payload to be encoded: numel words to `out`, which must hold payload_bound() (codecs/exponent.py) bytes; `bytes` is the result.
-struct ZipcclSegment {
-  const void* words;
-  uint64_t numel;
-  void* out;
-  uint64_t bytes;
-};
-
 // Encodes `count` segments of `dtype` with `code` (0 cascade, 1 wide).
 extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads) {
   const ZipcclType type = type_of(dtype);
@@ -18,11 +10,8 @@ extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t d
   const uint64_t chunk_bytes = uint64_t(block) * kChunkBlocks * kItemsize[type];
   encode_segments(segments, count, type, block, threads,
                   [&](const ZipcclSegment& segment, uint64_t at, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
-                    const uint8_t *const words = static_cast<const uint8_t*>(segment.words) + at, *blocks[kChunkBlocks],
-                                  *next[2 * kChunkBlocks];
-                    for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = words + b * (chunk_bytes / kChunkBlocks);
-                    for (uint32_t i = 0; i < 2 * kChunkBlocks; ++i) next[i] = words + chunk_bytes + i * (chunk_bytes / (2 * kChunkBlocks));
-                    return encode_chunk(blocks, numel, block, workspace, parts, soon, next);
+                    const ChunkPlaces places(static_cast<const uint8_t*>(segment.words) + at, chunk_bytes);
+                    return encode_chunk(places.blocks, numel, block, workspace, parts, soon, places.next);
                   });
 }
 
@@ -30,26 +19,14 @@ extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t d
 extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
                                  int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  ZipcclLevel::Decode* const decode_chunk = zipccl_chosen().decode[type];
-  const uint64_t total = numel * kItemsize[type];
-  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
-                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
-                      uint8_t *const to = static_cast<uint8_t*>(words) + first * kItemsize[type], *blocks[kChunkBlocks];
-                      for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = to + uint64_t(b) * block * kItemsize[type];
-                      return decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~0u : 0, blocks);
-                    });
+  return decode_payload(zipccl_chosen().decode[type], payload, bytes, words, numel, kItemsize[type], block, threads);
 }
 
 // Decodes a payload and adds it to numel sums: of `dtype` (1 to 3) itself, each rounded to it, or floats if `fp32_sums`.
 extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
                                      int32_t fp32_sums, int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  ZipcclLevel::Add* const add_chunk = zipccl_chosen().add[type][fp32_sums != 0];
-  const uint32_t itemsize = fp32_sums ? 4 : kItemsize[type];
-  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * kItemsize[type],
-                    [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
-                      return add_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(sums) + first * itemsize);
-                    });
+  return add_payload(zipccl_chosen().add[type][fp32_sums != 0], payload, bytes, sums, numel, kItemsize[type], block, fp32_sums, threads);
 }
 
 // Adds numel words of `dtype` (1 to 3) to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.

@@ -2,33 +2,14 @@
 #include <algorithm>
 
 #include "common/bits.h"
+#include "cpu/row_calls.h"
 
 using namespace zipccl;
 
-// The whole rows of a frame, first to first + count - 1 of the segment at `words`, and `sources` as zipccl_find_rows wrote them, from row 0
-// on. `literals` has room for `count` numbers, from row `first` on, `map` for `room` bytes. The results: rows that repeat, those of them
-// whose source has one word only, as far as a few words tell, and bits of a distance.
-struct ZipcclRepeats {
-  const uint8_t* words;
-  uint64_t width, itemsize, first, count;
-  const int32_t* sources;
-  int32_t* literals;
-  uint8_t* map;
-  uint64_t room, repeats, plain, bits;
-};
-
-// The map of a frame with `count` whole rows, of which `repeats` repeat, by distances of `bits` (at most 32) bits; 16 bytes more are
-// readable. The receiver holds `reach` rows in front. The results: the literals, from row 0 of the frame on, the repeated rows and their
-// sources, from the first row of the receiver on.
-struct ZipcclMap {
-  const uint8_t* map;
-  uint64_t count, repeats, bits, reach;
-  int32_t *literals, *repeated, *sources;
-};
-
 namespace {
 
-constexpr uint64_t kProbes = 8;    // words that tell a row of one word
+constexpr uint64_t kProbes = 8;  // words that tell a row of one word
+constexpr uint64_t kAhead = 16;  // repeats from which on words are asked for
 
 // Whether the words of a row that are looked at are all equal.
 bool looks_plain(const uint8_t* row, uint64_t width, uint64_t itemsize) {
@@ -39,31 +20,45 @@ bool looks_plain(const uint8_t* row, uint64_t width, uint64_t itemsize) {
 
 }  // namespace
 
-// Writes the literals and the map of a frame without scaled rows (FORMAT.md 2.6), with its padding; no map where it has no room.
+// Writes the literals and the map of a frame without scaled rows (FORMAT.md 2.6), with its padding; no map where it has no room. Loops
+// without branches on repeats, which come in any order; the rows in `literals` are from the front literal rows, from the back others.
 extern "C" void zipccl_pack_repeats(ZipcclRepeats* r) {
   const int32_t* const sources = r->sources + r->first;
-  uint64_t literals = 0, farthest = 0;
-  r->plain = 0;
+  const int32_t base = int32_t(r->first);
+  uint64_t literals = 0, back = r->count;
+  uint32_t farthest = 0;
   for (uint64_t i = 0; i < r->count; ++i) {
-    const uint64_t distance = r->first + i - uint64_t(sources[i]);
-    r->literals[literals] = int32_t(i);
-    literals += !distance;
+    const uint32_t distance = uint32_t(base + int32_t(i) - sources[i]);
+    const bool repeats = distance != 0;
+    r->literals[repeats ? back - 1 : literals] = int32_t(i);
+    literals += !repeats;
+    back -= repeats;
     farthest = std::max(farthest, distance);
-    if (distance) r->plain += looks_plain(r->words + uint64_t(sources[i]) * r->width * r->itemsize, r->width, r->itemsize);
   }
-  r->repeats = r->count - literals;
-  r->bits = farthest > 1 ? 64 - uint64_t(__builtin_clzll(farthest - 1)) : 0;
+  const int32_t* const last = r->literals + r->count - 1;  // repeat k is last[-k]
+  const uint64_t repeats = r->count - literals, row_bytes = r->width * r->itemsize;
+  const auto row = [&](uint64_t k) { return r->words + (r->first + uint64_t(last[-int64_t(k)])) * row_bytes; };
+  r->repeats = repeats;
+  r->plain = 0;
+  for (uint64_t k = 0; k < repeats; ++k) {
+    if (k + kAhead < repeats)
+      for (uint64_t probe = 0; probe < 2; ++probe) prefetch(row(k + kAhead) + probe * (r->width - 1) / (kProbes - 1) * r->itemsize);
+    r->plain += looks_plain(row(k), r->width, r->itemsize);
+  }
+  r->bits = farthest > 1 ? 64 - uint64_t(__builtin_clzll(uint64_t(farthest) - 1)) : 0;
   const uint64_t bytes = (r->count + r->repeats * r->bits + 7) / 8, padded = (bytes + 15) / 16 * 16;
   if (!r->repeats || padded + 16 > r->room) return;
   BitWriter writer(r->map);
   for (uint64_t i = 0; i < r->count; i += 64) {
     const uint64_t n = std::min<uint64_t>(r->count - i, 64);
     uint64_t marks = 0;
-    for (uint64_t j = 0; j < n; ++j) marks |= uint64_t(uint64_t(sources[i + j]) != r->first + i + j) << j;
+    for (uint64_t j = 0; j < n; ++j) marks |= uint64_t(sources[i + j] != base + int32_t(i + j)) << j;
     writer.put(marks, uint32_t(n));
   }
-  for (uint64_t i = 0; i < r->count; ++i)
-    if (uint64_t(sources[i]) != r->first + i) writer.put(r->first + i - uint64_t(sources[i]) - 1, uint32_t(r->bits));
+  for (uint64_t k = 0; k < repeats; ++k) {
+    const int32_t i = last[-int64_t(k)];
+    writer.put(uint64_t(base + i - sources[i]) - 1, uint32_t(r->bits));
+  }
   uint8_t* const end = writer.end();
   memset(end, 0, uint64_t(r->map + padded - end));
 }

@@ -3,27 +3,9 @@
 #include "common/bits.h"
 #include "cpu/chunks.h"
 #include "cpu/hash.h"
+#include "cpu/row_calls.h"
 
 using namespace zipccl;
-
-// Rows to look for: rows first to first + count - 1, of `row_bytes` each, row 0 at `data`. `table` has `slots` entries, a power of 2 and
-// at least twice as many as there are rows. `mask`: the bits of hashes that count.
-struct ZipcclSearch {
-  const uint8_t* data;
-  uint64_t row_bytes, first, count;
-  int32_t* sources;
-  uint32_t* table;
-  uint64_t slots, mask;
-};
-
-// The literals of a frame of numel words: the first `head`, then `count` of the rows of `width` words behind them, in ascending order, then
-// the words behind the last whole row.
-struct ZipcclLiterals {
-  uint8_t* words;
-  uint64_t numel, width, head;
-  const int32_t* rows;
-  uint64_t count;
-};
 
 namespace {
 

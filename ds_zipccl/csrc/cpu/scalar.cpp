@@ -3,7 +3,9 @@
 #include "cpu/encode.h"
 #include "cpu/hash.h"
 #include "cpu/level.h"
+#include "cpu/rounded.h"
 #include "cpu/rows.h"
+#include "cpu/scaled.h"
 #include "cpu/sum.h"
 #include "cpu/lanes_scalar.h"
 

@@ -33,6 +33,7 @@ from ds_zipccl.kernels.numba.layout import (
     pad16,
     parts_bytes,
     plane_bytes,
+    table_bytes,
 )
 
 _PICK = np.uint64(0x8040201008040201)  # from eight copies of a byte its bit i in byte i
@@ -153,17 +154,17 @@ with kernel_cache():
         return mode <= RAW or (mode <= WIDE and exponent > 0)
 
     @jit
-    def _decode_table(chunk, base, words, exponent, mantissa, block):
+    def _decode_table(chunk, base, words, trims, exponent, mantissa, block):
         itemsize = itemsize_of(exponent, mantissa)
         blocks = (len(words) + block - 1) // block
-        body = pad16(blocks * (4 if itemsize == 4 else 3))
+        body = table_bytes(blocks, trims)
         if body > len(chunk):
             return BLOCK
         exponents = np.empty(MAX_BLOCK + 8, dtype=np.uint8)
         tail = body
         for b in range(blocks):
             mode = chunk[blocks + 2 * b + 1] >> (TAIL_BITS - 8)
-            trim = np.int64(chunk[3 * blocks + b]) if itemsize == 4 else 0
+            trim = np.int64(chunk[3 * blocks + b]) if trims else 0
             if not _takes_mode(mode, exponent, len(base) > 0) or trim > mantissa:
                 return BLOCK
             tail += body_bytes(mode, min(block, len(words) - b * block), trim, mantissa, itemsize)
@@ -171,7 +172,7 @@ with kernel_cache():
             high = np.int64(chunk[blocks + 2 * b + 1])
             mode = high >> (TAIL_BITS - 8)
             tail_bytes = np.int64(chunk[blocks + 2 * b]) | (high & (1 << (TAIL_BITS - 8)) - 1) << 8
-            trim = np.int64(chunk[3 * blocks + b]) if itemsize == 4 else 0
+            trim = np.int64(chunk[3 * blocks + b]) if trims else 0
             top = np.int64(chunk[b])
             here = words[b * block : (b + 1) * block]
             size = body_bytes(mode, len(here), trim, mantissa, itemsize)
@@ -213,10 +214,11 @@ with kernel_cache():
         return value
 
     @jit
-    def decode(payload, base, exponent, mantissa, block, words):
+    def decode(payload, base, trims, exponent, mantissa, block, words):
         """Decode ``payload`` to ``words``. Returns 0 or a FrameErrorCode; the words are then undefined.
 
         ``base`` is empty for an exponent payload, and for a delta payload the words' base, which may be ``words`` itself.
+        ``trims``: the tables have the trim of each block.
         """
         chunk_size = block * CHUNK_BLOCKS
         chunks = (len(words) + chunk_size - 1) // chunk_size
@@ -238,7 +240,7 @@ with kernel_cache():
                 chunk_words[:] = against
                 status = OK
             else:
-                status = _decode_table(here, against, chunk_words, exponent, mantissa, block)
+                status = _decode_table(here, against, chunk_words, trims, exponent, mantissa, block)
             if status != OK:
                 return status
             at = end

@@ -37,6 +37,14 @@ with kernel_cache():
         return order - sign if order & sign else 2 * sign - 1 - order
 
     @jit
+    def escaped(data, at, itemsize):
+        """Return the word that lies at byte ``at``."""
+        word = np.int64(0)
+        for byte in range(itemsize):
+            word |= np.int64(data[at + byte]) << 8 * byte
+        return word
+
+    @jit
     def _shifts(base, top, exponent, mantissa, shifts):
         """Write k of each element to ``shifts``."""
         for i in range(len(base)):
@@ -210,9 +218,7 @@ with kernel_cache():
                 bit += 1
             word = moved(base[i], change, exponent, mantissa)
             if levels[i] >= LEVELS:
-                word = np.int64(0)
-                for byte in range(itemsize):
-                    word |= np.int64(tail[at]) << 8 * byte
-                    at += 1
+                word = escaped(tail, at, itemsize)
+                at += itemsize
             words[i] = word
         return OK

@@ -33,6 +33,7 @@ from ds_zipccl.kernels.numba.layout import (
     pad16,
     parts_bytes,
     plane_bytes,
+    table_bytes,
 )
 
 _GATHER = np.uint64(0x0102040810204080)  # brings the low bits of eight bytes together in the top byte
@@ -140,7 +141,7 @@ with kernel_cache():
         return RAW, 0, 0, pad16(n), 0
 
     @jit
-    def _encode_block(words, wanted, exponent, mantissa, body, tail, exponents, codes, values):
+    def _encode_block(words, wanted, trims, exponent, mantissa, body, tail, exponents, codes, values):
         """FORMAT.md section 3; ``tail`` is zeroed, the last three are scratch. Returns mode, top, trim, body bytes, tail bytes."""
         n = len(words)
         itemsize = itemsize_of(exponent, mantissa)
@@ -167,7 +168,7 @@ with kernel_cache():
         bias = WIDE_BIAS if mode == WIDE else CASCADE_BIAS
         top = min(largest, (8 * total + bias * count) // (8 * max(count, 1)))
         trim = 0
-        if itemsize == 4:
+        if trims:
             while trim < mantissa and np.int64(any_bit) >> trim & 1 == 0:
                 trim += 1
         r = 1 + mantissa - trim
@@ -195,7 +196,7 @@ with kernel_cache():
         return RAW, 0, 0, raw, 0
 
     @jit
-    def _encode_against(words, base, exponent, mantissa, body, tail, exponents, codes, values):
+    def _encode_against(words, base, trims, exponent, mantissa, body, tail, exponents, codes, values):
         """Encode a block of a delta payload; arguments and result as for _encode_block."""
         top, size = encode_change(words, base, exponent, mantissa, tail)
         # Without a base, a block of words that are not all equal takes a zero map or two planes of exponents at least.
@@ -203,7 +204,7 @@ with kernel_cache():
             return CHANGE, top, 0, 0, size
         change = tail[:size].copy()
         tail[:] = 0
-        form = _encode_block(words, CASCADE, exponent, mantissa, body, tail, exponents, codes, values)
+        form = _encode_block(words, CASCADE, trims, exponent, mantissa, body, tail, exponents, codes, values)
         if form[0] == FILL or form[3] + form[4] <= size:
             return form
         tail[:] = 0
@@ -211,7 +212,7 @@ with kernel_cache():
         return CHANGE, top, 0, 0, size
 
     @jit
-    def _encode_table(words, base, wanted, exponent, mantissa, block, out):
+    def _encode_table(words, base, wanted, trims, exponent, mantissa, block, out):
         """Encode a chunk with a table to the start of ``out``; ``base`` is empty for an exponent payload. Returns its bytes."""
         itemsize = itemsize_of(exponent, mantissa)
         tails = np.empty(CHUNK_BLOCKS * block * itemsize, dtype=np.uint8)
@@ -222,7 +223,7 @@ with kernel_cache():
         # 64 bytes more than RAW takes: coded elements of a very short block can be longer, before they lose against it
         body = np.empty(4 * MAX_BLOCK + 64, dtype=np.uint8)
         blocks = (len(words) + block - 1) // block
-        at = pad16(blocks * (4 if itemsize == 4 else 3))
+        at = table_bytes(blocks, trims)
         out[:at] = 0
         tails_end = 0
         for b in range(blocks):
@@ -230,16 +231,16 @@ with kernel_cache():
             if len(base):
                 before = base[b * block : (b + 1) * block]
                 mode, top, trim, size, tail_bytes = _encode_against(
-                    here, before, exponent, mantissa, body, tail, exponents, codes, values
+                    here, before, trims, exponent, mantissa, body, tail, exponents, codes, values
                 )
             else:
                 mode, top, trim, size, tail_bytes = _encode_block(
-                    here, wanted, exponent, mantissa, body, tail, exponents, codes, values
+                    here, wanted, trims, exponent, mantissa, body, tail, exponents, codes, values
                 )
             out[b] = top
             out[blocks + 2 * b] = tail_bytes & 255
             out[blocks + 2 * b + 1] = mode << (TAIL_BITS - 8) | tail_bytes >> 8
-            if itemsize == 4:
+            if trims:
                 out[3 * blocks + b] = trim
             out[at : at + size] = body[:size]
             tails[tails_end : tails_end + tail_bytes] = tail[:tail_bytes]
@@ -251,10 +252,11 @@ with kernel_cache():
         return at + pad16(tails_end)
 
     @jit
-    def encode(words, base, wanted, exponent, mantissa, block, out):
+    def encode(words, base, wanted, trims, exponent, mantissa, block, out):
         """Encode ``words`` to ``out`` (payload_bound() bytes). Returns the payload's bytes.
 
         ``base`` is empty for an exponent payload in mode ``wanted``, CASCADE or WIDE, and for a delta payload the words' base.
+        ``trims``: the tables have the trim of each block.
         """
         itemsize = itemsize_of(exponent, mantissa)
         chunk_size = block * CHUNK_BLOCKS
@@ -277,7 +279,7 @@ with kernel_cache():
                     part, before, exponent, mantissa, block, places, sizes, negative, gaps, counts, params
                 )
             if form in (TABLE, SHORTER):
-                size = _encode_table(part, before, wanted, exponent, mantissa, block, out[at:])
+                size = _encode_table(part, before, wanted, trims, exponent, mantissa, block, out[at:])
                 if form == SHORTER and list_bytes <= size:
                     form = LIST
             if form == LIST:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_zipccl.kernels.numba.delta import GROUPS, LEVELS, difference, moved
+from ds_zipccl.kernels.numba.delta import GROUPS, LEVELS, difference, escaped, moved
 from ds_zipccl.kernels.numba.layout import BLOCK, OK, itemsize_of, jit, kernel_cache, pad16
 
 #: The form of a chunk: known at once, or for the encoder to try.
@@ -276,9 +276,6 @@ with kernel_cache():
             if sizes[i] < LEVELS:
                 words[at] = moved(base[at], -sizes[i] if negative else sizes[i], exponent, mantissa)
             else:
-                word = np.int64(0)
-                for byte in range(itemsize):
-                    word |= np.int64(chunk[escape]) << 8 * byte
-                    escape += 1
-                words[at] = word
+                words[at] = escaped(chunk, escape, itemsize)
+                escape += itemsize
         return OK

@@ -108,6 +108,11 @@ with kernel_cache():
         return r // 8 * m + r % 8 * plane_bytes(m)
 
     @jit
+    def table_bytes(blocks, trims):
+        """Bytes of a chunk's table with its padding."""
+        return pad16(blocks * (4 if trims else 3))
+
+    @jit
     def body_bytes(mode, n, trim, mantissa, itemsize):
         """Bytes of a block's body with its padding."""
         if mode == RAW:

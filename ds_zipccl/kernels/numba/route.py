@@ -11,20 +11,13 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels import row_moves
+from ds_zipccl.kernels.numba.lossy_route import NumbaLossy
+from ds_zipccl.kernels.numba.words import WORDS, array
+from ds_zipccl.kernels.numba.zfp_route import NumbaZfp
 from ds_zipccl.kernels.sums import add
 
-#: dtype -> exponent bits, mantissa bits, numpy word; uint8 stands for the bytes of any other dtype
-_WORDS = {
-    torch.bfloat16: (8, 7, np.uint16),
-    torch.float16: (5, 10, np.uint16),
-    torch.float32: (8, 23, np.uint32),
-    torch.float8_e4m3fn: (4, 3, np.uint8),
-    torch.float8_e5m2: (5, 2, np.uint8),
-    torch.uint8: (0, 0, np.uint8),
-}
 
-
-class NumbaRoute:
+class NumbaRoute(NumbaLossy, NumbaZfp):
     """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`."""
 
     def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType, rows: ModuleType) -> None:
@@ -43,15 +36,15 @@ class NumbaRoute:
         return self._encode(words, base, self._modes["cascade"], block, out)
 
     def _encode(self, words: torch.Tensor, base: torch.Tensor, mode: int, block: int, out: torch.Tensor) -> int:
-        exponent, mantissa, _ = _WORDS[words.dtype]
-        return int(self._encoder.encode(_array(words), _array(base), mode, exponent, mantissa, block, out.numpy()))
+        trims, bits = words.dtype == torch.float32, WORDS[words.dtype][:2]
+        return int(self._encoder.encode(array(words), array(base), mode, trims, *bits, block, out.numpy()))
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
         self.decode_delta(payload, words[:0], block, words)
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        exponent, mantissa, _ = _WORDS[words.dtype]
-        status = self._decoder.decode(payload.numpy(), _array(base), exponent, mantissa, block, _array(words))
+        trims, bits = words.dtype == torch.float32, WORDS[words.dtype][:2]
+        status = self._decoder.decode(payload.numpy(), array(base), trims, *bits, block, array(words))
         if status:
             raise FrameError(status, "the payload contradicts itself")
 
@@ -80,9 +73,9 @@ class NumbaRoute:
     def predict_rows(
         self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
     ) -> None:
-        exponent, mantissa, _ = _WORDS[words.dtype]
+        exponent, mantissa, _ = WORDS[words.dtype]
         bits = factors.view(torch.uint8).numpy().view(np.uint32)
-        self._rows.predict_rows(_array(words), width, sources.numpy(), bits, exponent, mantissa, _array(out))
+        self._rows.predict_rows(array(words), width, sources.numpy(), bits, exponent, mantissa, array(out))
 
     def encode_rows(
         self,
@@ -108,10 +101,6 @@ class NumbaRoute:
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
         matrix = row_moves.matrix(words, width)
         matrix.index_copy_(0, rows.long(), matrix.index_select(0, sources))
-
-
-def _array(words: torch.Tensor) -> np.ndarray:
-    return words.detach().view(torch.uint8).numpy().view(_WORDS[words.dtype][2])
 
 
 def load() -> NumbaRoute:

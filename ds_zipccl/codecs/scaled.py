@@ -1,0 +1,231 @@
+"""The codecs ``taco_fp8`` and ``int`` (FORMAT.md 2.10): groups of values with a scale each."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from ds_zipccl import kernels, tensors
+from ds_zipccl.codecs import exponent
+from ds_zipccl.codecs.exponent import CASCADE
+from ds_zipccl.codecs.raw import RAW
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec
+from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header, pad16
+from ds_zipccl.kernels.lossy_protocol import ScaledCodec
+from ds_zipccl.lossy import GROUPS, Int, TacoFp8
+
+#: kind, bits, group_log2, flags, zeros, code_bytes
+FIELDS = struct.Struct("<4BIQ")
+E4M3, INT = 1, 2
+_HADAMARD, _STAGE_2 = 1, 2
+#: Of the payload's bytes without stage 2, in percent: with stage 2 it has at most so many.
+_WORTH = 97
+
+
+def _scale_bytes(codec: ScaledCodec) -> int:
+    return 2 if isinstance(codec, Int) else 1
+
+
+def _group_bytes(codec: ScaledCodec) -> int:
+    """Bytes of the codes of a group."""
+    return codec.group * codec.bits // 8 if isinstance(codec, Int) else codec.group
+
+
+def _codes_at(codec: ScaledCodec, numel: int) -> int:
+    """Where the codes begin in a payload of ``numel`` elements."""
+    return FIELDS.size + pad16(_groups(numel, codec.group) * _scale_bytes(codec))
+
+
+def _groups(numel: int, group: int) -> int:
+    return -(-numel // group)
+
+
+def _new_scales(codec: ScaledCodec, numel: int, device: torch.device) -> torch.Tensor:
+    dtype = torch.int16 if isinstance(codec, Int) else torch.uint8
+    return tensors.empty(_groups(numel, codec.group), dtype, device)
+
+
+# --- encoding
+
+
+def _payload_bound(codec: ScaledCodec, numel: int, dtype: torch.dtype, block: int) -> int:
+    """Bytes of a scaled payload with the longest stage 2, or of a lossless one."""
+    codes = _groups(numel, codec.group) * codec.group
+    scaled = _codes_at(codec, numel) + exponent.payload_bound(codes, torch.float8_e4m3fn, block)
+    return max(scaled, exponent.payload_bound(numel, dtype, block))
+
+
+def _project(codec: ScaledCodec, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
+    kernels.lossy_route(route, words.device.type, "project_scaled").project_scaled(words, codec, out)
+
+
+def _encode(
+    codec: ScaledCodec, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
+) -> list[Coded]:
+    for words in segments:
+        exponent.check_bound(words, _payload_bound(codec, words.numel(), words.dtype, block), exponent.MAX_PAYLOAD)
+    return [
+        _scaled(codec, words, block, out, route) or _lossless(codec, words, block, out, route)
+        for words, out in zip(segments, outs, strict=True)
+    ]
+
+
+def _scaled(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> Coded | None:
+    """Write the scaled payload; None where a group stays as it is, or the payload would not be smaller than the words."""
+    numel, device = words.numel(), words.device
+    at = _codes_at(codec, numel)
+    if at >= words.nbytes:
+        return None
+    scales = _new_scales(codec, numel, device)
+    codes = tensors.empty(len(scales) * _group_bytes(codec), torch.uint8, device)
+    kernel = kernels.lossy_route(route, device.type, "encode_scaled")
+    coded = kernel.encode_scaled(words, codec, scales, codes)
+    if coded is None:
+        return None
+    codes = codes[: coded * _group_bytes(codec)]
+    plain, flags, size = at + codes.numel(), _HADAMARD if codec.hadamard else 0, 0
+    if coded and isinstance(codec, TacoFp8):
+        size = at + CASCADE.encode([codes.view(torch.float8_e4m3fn)], (), block, [out[at:]], route)[0]
+    if size and 100 * size <= _WORTH * plain:
+        flags |= _STAGE_2
+    else:
+        size, block = plain, 0
+    if size >= words.nbytes:
+        return None
+    if not flags & _STAGE_2:
+        out[at:size].copy_(codes)
+    kind, bits = (INT, codec.bits) if isinstance(codec, Int) else (E4M3, 8)
+    fields = FIELDS.pack(kind, bits, codec.group.bit_length() - 1, flags, 0, size - at)
+    out[: FIELDS.size].copy_(tensors.of_buffer(bytearray(fields)))
+    end = FIELDS.size + scales.nbytes
+    out[FIELDS.size : end].copy_(scales.view(torch.uint8))
+    out[end:at].zero_()
+    return Coded(CodecId.SCALED, block, size)
+
+
+def _lossless(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> Coded:
+    """Write the lossless payload of the decoded values: the smaller one of exponent and raw."""
+    kept = tensors.empty(words.numel(), words.dtype, words.device)
+    _project(codec, words, kept, route)
+    size = CASCADE.encode([kept], (), block, [out], route)[0]
+    if size < words.nbytes:
+        return Coded(CASCADE.frame_id, block, size)
+    return Coded(RAW.frame_id, 0, RAW.encode([kept], (), 0, [out], route)[0])
+
+
+def scaled_spec(codec: ScaledCodec) -> LossySpec:
+    """The entry of ``codec``."""
+    return LossySpec(
+        codec=codec,
+        block=exponent.block_size,
+        payload_bound=partial(_payload_bound, codec),
+        encode=partial(_encode, codec),
+        project=partial(_project, codec),
+    )
+
+
+# --- decoding
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """The parts of a payload, proven; ``codes`` are an exponent payload if ``staged``."""
+
+    codec: ScaledCodec
+    scales: torch.Tensor
+    coded: int
+    codes: torch.Tensor
+    staged: bool
+
+
+def _refuse(code: FrameErrorCode, reason: str) -> NoReturn:
+    raise FrameError(code, f"a scaled payload {reason}")
+
+
+def _parse(payload: torch.Tensor, numel: int, block: int) -> _Parsed:
+    """Every part of a payload, proven except for the codes themselves; ``block``: of the header."""
+    if payload.numel() < FIELDS.size:
+        _refuse(FrameErrorCode.SIZE, f"of {payload.numel()} bytes, its fields alone have {FIELDS.size}")
+    kind, bits, log2, flags, zeros, code_bytes = FIELDS.unpack(payload[: FIELDS.size].cpu().numpy().tobytes())
+    staged = bool(flags & _STAGE_2)
+    if flags & ~(_HADAMARD | (_STAGE_2 if kind == E4M3 else 0)) or zeros or staged != bool(block):
+        _refuse(FrameErrorCode.RESERVED, f"with flags {flags}, zeros {zeros} and blocks of {block}")
+    if kind not in (E4M3, INT) or bits not in ((8,) if kind == E4M3 else Int.wanted["bits"]) or 1 << log2 not in GROUPS:
+        _refuse(FrameErrorCode.BLOCK, f"of kind {kind}, {bits} bits and groups of 2^{log2}")
+    hadamard = bool(flags & _HADAMARD)
+    codec = TacoFp8(1 << log2, hadamard) if kind == E4M3 else Int(bits, 1 << log2, hadamard)
+    at = _codes_at(codec, numel)
+    if at + code_bytes != payload.numel():
+        _refuse(FrameErrorCode.SIZE, f"of {payload.numel()} bytes, its fields say {at + code_bytes}")
+    end = FIELDS.size + _groups(numel, codec.group) * _scale_bytes(codec)
+    scales = payload[FIELDS.size : end].clone()  # at an address where words may be
+    reach = log2 if hadamard else 0
+    if kind == INT:
+        scales = scales.view(torch.int16)
+    if numel:
+        least, largest = map(int, torch.aminmax(scales))
+        if least < 0 or largest > ((256 - bits - reach << 7) - 1 if kind == INT else 246 - reach):
+            _refuse(FrameErrorCode.BLOCK, f"with scales from {least} to {largest}")
+    coded = int(torch.count_nonzero(scales))
+    if staged:
+        words = coded * codec.group
+        floor, bound = (
+            of(words, torch.float8_e4m3fn, block) for of in (exponent.payload_floor, exponent.payload_bound)
+        )
+    else:
+        floor = bound = coded * _group_bytes(codec)
+    if not floor <= code_bytes <= bound:
+        _refuse(FrameErrorCode.SIZE, f"with {code_bytes} bytes of codes of {coded} groups: {floor} to {bound} fit")
+    return _Parsed(codec, scales, coded, payload[at:], staged)
+
+
+def _codes(parsed: _Parsed, block: int, route: str) -> torch.Tensor:
+    """The codes of a payload (uint8)."""
+    if not parsed.staged:
+        return parsed.codes
+    codes = tensors.empty(parsed.coded * parsed.codec.group, torch.float8_e4m3fn, parsed.codes.device)
+    kernels.route(route, codes.device.type).decode(parsed.codes, block, codes)
+    return codes.view(torch.uint8)
+
+
+def _prove(payload: torch.Tensor, header: Header) -> None:
+    _parse(payload, header.numel, header.block)
+
+
+def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+    parsed = _parse(payload, words.numel(), block)
+    kernel = kernels.lossy_route(route, words.device.type, "decode_scaled")
+    kernel.decode_scaled(parsed.scales, _codes(parsed, block, route), parsed.codec, words)
+
+
+def _decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
+    parsed = _parse(payload, sums.numel(), block)
+    kernel = kernels.lossy_route(route, sums.device.type, "decode_scaled_add")
+    kernel.decode_scaled_add(parsed.scales, _codes(parsed, block, route), parsed.codec, dtype, sums)
+
+
+def _payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
+    return FIELDS.size + pad16(_groups(numel, GROUPS[-1]))
+
+
+def _any_size(numel: int, dtype: torch.dtype, block: int) -> int:
+    """No bound: the fields and scales prove the size."""
+    return (1 << 63) - 1
+
+
+SCALED = PayloadSpec(
+    name="scaled",
+    frame_id=CodecId.SCALED,
+    dtypes=LOSSY_DTYPES,
+    needs_base=False,
+    payload_bound=_any_size,
+    payload_floor=_payload_floor,
+    prove=_prove,
+    decode=_decode,
+    decode_add=_decode_add,
+)

@@ -1,0 +1,129 @@
+"""The codec ``zfp`` (FORMAT.md 2.11): the published stream of ZFP in one dimension, at a fixed rate."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from ds_zipccl import kernels, tensors
+from ds_zipccl.codecs import exponent
+from ds_zipccl.codecs.exponent import CASCADE
+from ds_zipccl.codecs.raw import RAW
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec
+from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
+from ds_zipccl.lossy import Zfp
+
+#: Rates of a payload, in bits of a value.
+_LEAST_RATE, _MOST_RATE = 3, 32
+_BLOCK_VALUES = 4
+_FIELDS = struct.Struct("<I12x")
+
+
+def payload_bytes(numel: int, rate: int) -> int:
+    """Bytes of a payload."""
+    blocks = -(-numel // _BLOCK_VALUES)
+    return _FIELDS.size + 8 * -(-_BLOCK_VALUES * rate * blocks // 64)
+
+
+def _bound(rate: int, numel: int, dtype: torch.dtype, block: int) -> int:
+    return max(payload_bytes(numel, rate), exponent.payload_bound(numel, dtype, block), numel * dtype.itemsize)
+
+
+def _project(codec: Zfp, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
+    kernels.lossy_route(route, words.device.type, "project_zfp").project_zfp(words, codec.rate, out)
+
+
+def _encode(
+    codec: Zfp, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
+) -> list[Coded]:
+    return [_encode_one(codec, words, block, out, route) for words, out in zip(segments, outs, strict=True)]
+
+
+def _encode_one(codec: Zfp, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> Coded:
+    size = payload_bytes(words.numel(), codec.rate)
+    if size < words.nbytes:
+        kernel = kernels.lossy_route(route, words.device.type, "encode_zfp")
+        if kernel.encode_zfp(words, codec.rate, out[_FIELDS.size : size]):
+            fields = bytearray(_FIELDS.pack(codec.rate))
+            out[: _FIELDS.size].copy_(tensors.of_buffer(fields))
+            return Coded(CodecId.ZFP1, 0, size)
+    kept = tensors.empty(words.numel(), words.dtype, words.device)
+    _project(codec, words, kept, route)
+    exponent.check_size(kept, block)
+    size = CASCADE.encode([kept], (), block, [out], route)[0]
+    if size < words.nbytes:
+        return Coded(CASCADE.frame_id, block, size)
+    return Coded(RAW.frame_id, 0, RAW.encode([kept], (), 0, [out], route)[0])
+
+
+def zfp_spec(codec: Zfp) -> LossySpec:
+    """The entry of ``codec``."""
+    return LossySpec(
+        codec=codec,
+        block=exponent.block_size,
+        payload_bound=partial(_bound, codec.rate),
+        encode=partial(_encode, codec),
+        project=partial(_project, codec),
+    )
+
+
+def _rate(payload: torch.Tensor, numel: int) -> int:
+    """The rate of a payload that holds ``numel`` elements.
+
+    Raises:
+        FrameError: it holds another number of them, or its fields are wrong.
+    """
+    fields = payload[: _FIELDS.size].cpu().numpy().tobytes()
+    if len(fields) < _FIELDS.size:
+        raise FrameError(FrameErrorCode.SIZE, f"{len(fields)} bytes of payload, its fields alone have {_FIELDS.size}")
+    (rate,) = _FIELDS.unpack(fields)
+    if any(fields[4:]):
+        raise FrameError(FrameErrorCode.RESERVED, "a reserved field of the payload is not zero")
+    if not _LEAST_RATE <= rate <= _MOST_RATE:
+        raise FrameError(FrameErrorCode.BLOCK, f"a rate of {rate} bits, possible are {_LEAST_RATE} to {_MOST_RATE}")
+    if payload.numel() != payload_bytes(numel, rate):
+        raise FrameError(
+            FrameErrorCode.SIZE,
+            f"{payload.numel()} bytes of payload for {numel} elements of {rate} bits, wanted {payload_bytes(numel, rate)}",
+        )
+    return int(rate)
+
+
+def _prove(payload: torch.Tensor, header: Header) -> None:
+    _rate(payload, header.numel)
+
+
+def _floor(numel: int, dtype: torch.dtype, block: int) -> int:
+    return payload_bytes(numel, _LEAST_RATE)
+
+
+def _most(numel: int, dtype: torch.dtype, block: int) -> int:
+    return payload_bytes(numel, _MOST_RATE)
+
+
+def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+    rate = _rate(payload, words.numel())
+    kernel = kernels.lossy_route(route, words.device.type, "decode_zfp")
+    kernel.decode_zfp(payload[_FIELDS.size :], rate, words)
+
+
+def _decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
+    rate = _rate(payload, sums.numel())
+    kernel = kernels.lossy_route(route, sums.device.type, "decode_zfp_add")
+    kernel.decode_zfp_add(payload[_FIELDS.size :], rate, dtype, sums)
+
+
+ZFP1 = PayloadSpec(
+    name="zfp1",
+    frame_id=CodecId.ZFP1,
+    dtypes=LOSSY_DTYPES,
+    needs_base=False,
+    payload_bound=_most,
+    payload_floor=_floor,
+    prove=_prove,
+    decode=_decode,
+    decode_add=_decode_add,
+)

@@ -1,0 +1,100 @@
+// The C interface of rounded payloads on the CPU (FORMAT.md 2.9).
+#include "cpu/chunks.h"
+#include "common/bits.h"
+
+using namespace zipccl;
+
+namespace {
+
+// Bytes of a block's body and tail without its trim, in an exponent payload.
+template <typename F>
+void untrim(uint32_t mode, uint32_t n, uint32_t trim, const uint8_t* tail, uint32_t tail_bytes, uint64_t& bodies, uint64_t& tails) {
+  uint32_t body = body_bytes<F>(mode, n, 0);
+  if (mode == SPARSE) {
+    uint32_t others = n;
+    each_group(n, [&](uint32_t at, uint32_t here) { others -= popcount(load_plane(tail + 1, at, here)); });
+    tail_bytes += parts_bytes(others, 1 + F::M) - parts_bytes(others, 1 + F::M - trim);
+  }
+  const uint32_t raw = body_bytes<F>(RAW, n, 0);
+  if (mode > RAW && body + tail_bytes >= raw) {
+    body = raw;
+    tail_bytes = 0;
+  }
+  bodies += body;
+  tails += tail_bytes;
+}
+
+// Bytes that a rounded payload, as the encoder wrote it, would have if its blocks had no trims.
+template <typename F>
+uint64_t untrimmed_bytes(const uint8_t* payload, uint64_t numel, uint32_t block) {
+  const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = chunks_of(numel, block);
+  uint64_t total = index_bytes(chunks);
+  const uint8_t* chunk = payload + total;
+  for (uint64_t first = 0; first < numel; first += per_chunk) {
+    const uint32_t words = uint32_t(std::min(numel - first, per_chunk)), blocks = (words + block - 1) / block;
+    uint64_t tail_at = table_bytes<Trimmed<F>>(blocks), bodies = 0, tails = 0;
+    const auto length = [&](uint32_t b) { return std::min(block, words - b * block); };
+    const auto entry = [&](uint32_t b) { return load_word<uint16_t>(chunk + blocks + 2 * b); };
+    const auto trim = [&](uint32_t b) { return uint32_t(chunk[3 * blocks + b]); };
+    for (uint32_t b = 0; b < blocks; ++b) tail_at += body_bytes<F>(entry(b) >> kTailBits, length(b), trim(b));
+    for (uint32_t b = 0; b < blocks; ++b) {
+      const uint32_t tail_bytes = entry(b) & ((1u << kTailBits) - 1);
+      untrim<F>(entry(b) >> kTailBits, length(b), trim(b), chunk + tail_at, tail_bytes, bodies, tails);
+      tail_at += tail_bytes;
+    }
+    total += table_bytes<F>(blocks) + bodies + (tails + 15) / 16 * 16;
+    chunk += (tail_at + 15) / 16 * 16;
+  }
+  return total;
+}
+
+}  // namespace
+
+// Rounds numel words of `dtype` (1 to 3) to `mantissa` bits, to `out`, which may be `words`.
+extern "C" void zipccl_round_words(const void* words, uint64_t numel, int32_t dtype, uint32_t mantissa, void* out, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::RoundWords* const round_words = zipccl_chosen().round_words[type];
+  const uint64_t itemsize = kItemsize[type], part = kBytesPerThread / itemsize;
+  std::atomic<uint64_t> ticket{0};
+  on_threads(useful_threads(threads, numel * itemsize), [&] {
+    for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;)
+      round_words(static_cast<const uint8_t*>(words) + first * itemsize, std::min(numel - first, part), mantissa,
+                  static_cast<uint8_t*>(out) + first * itemsize);
+  });
+}
+
+// Encodes `count` segments of `dtype` (1 to 3), rounded to `mantissa` bits; those of dtype 3 to exponent payloads. `untrimmed` gets the
+// bytes of the exponent payload of each.
+extern "C" void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block,
+                                      uint64_t* untrimmed, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::EncodeRounded* const encode_chunk = zipccl_chosen().encode_rounded[type];
+  const uint64_t chunk_bytes = uint64_t(block) * kChunkBlocks * kItemsize[type];
+  encode_segments(segments, count, type, block, threads,
+                  [&](const ZipcclSegment& segment, uint64_t at, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
+                    const ChunkPlaces places(static_cast<const uint8_t*>(segment.words) + at, chunk_bytes);
+                    return encode_chunk(places.blocks, numel, block, mantissa, workspace, parts, soon, places.next);
+                  });
+  for (uint32_t s = 0; s < count; ++s) {
+    const uint8_t* const out = static_cast<const uint8_t*>(segments[s].out);
+    untrimmed[s] = type == ZIPCCL_FP32   ? segments[s].bytes
+                   : type == ZIPCCL_FP16 ? untrimmed_bytes<Fp16>(out, segments[s].numel, block)
+                                         : untrimmed_bytes<Bf16>(out, segments[s].numel, block);
+  }
+}
+
+// Decodes a rounded payload of `bytes` bytes to numel words of `dtype` (1 or 2). Returns 0 or a FrameErrorCode; the words are then
+// undefined.
+extern "C" int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
+                                         int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  return decode_payload(zipccl_chosen().decode_rounded[type], payload, bytes, words, numel, kItemsize[type], block, threads);
+}
+
+// Decodes a rounded payload and adds it to numel sums: of `dtype` (1 or 2) itself, each rounded to it, or floats if `fp32_sums`.
+extern "C" int32_t zipccl_decode_rounded_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype,
+                                             uint32_t block, int32_t fp32_sums, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  return add_payload(zipccl_chosen().add_rounded[type][fp32_sums != 0], payload, bytes, sums, numel, kItemsize[type], block, fp32_sums,
+                     threads);
+}

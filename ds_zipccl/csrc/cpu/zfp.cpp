@@ -1,0 +1,215 @@
+// ZFP in one dimension at a fixed rate (FORMAT.md 2.11): the codes of a payload, without its fields. One implementation for every level, of
+// integers: no flushed denormal and no rounding mode changes a bit.
+#include "common/bits.h"
+#include "common/zfp_block.cuh"
+#include "cpu/chunks.h"
+
+using namespace zipccl;
+
+namespace {
+
+constexpr uint32_t kUnit = 16 * kZfpValues;  // values whose codes are whole words of 64 bits, as many as the rate
+constexpr uint32_t kAdded = 4 * kUnit;       // values that are decoded at a time, before they are added
+
+struct Tables {
+  ZfpPlane code[kZfpValues + 1][1 << kZfpValues];
+  ZfpPlane plane[kZfpValues + 1][1 << kZfpPlaneBits];
+};
+constexpr Tables make_tables() {
+  Tables tables = {};
+  for (uint32_t n = 0; n <= kZfpValues; ++n) {
+    for (uint32_t plane = 0; plane < 1 << kZfpValues; ++plane) tables.code[n][plane] = zfp_code_plane(n, plane);
+    for (uint32_t bits = 0; bits < 1 << kZfpPlaneBits; ++bits) tables.plane[n][bits] = zfp_plane_of(n, bits, kZfpPlaneBits);
+  }
+  return tables;
+}
+constexpr Tables kTables = make_tables();
+
+using Code = unsigned __int128;  // of a block: 4 rate bits
+
+// Four bits, one in each byte, from bit 0 of each; and back.
+uint32_t gather4(uint32_t bytes) { return (bytes & 0x01010101u) * 0x01020408u >> 24 & 15; }
+uint32_t spread4(uint32_t plane) { return plane * 0x00204081u & 0x01010101u; }
+
+Code encode_block(const ZfpBlock& block, uint32_t rate) {
+  const ZfpNumbers numbers = zfp_numbers(block);
+  if (!numbers.head) return 0;
+  const uint32_t limit = kZfpValues * rate;
+  Code code = 1 | numbers.head << 1;
+  uint32_t at = kZfpHeadBits, n = 0;
+  for (uint32_t byte = 4; byte-- > 0;) {
+    uint32_t bytes = 0;
+    for (uint32_t i = 0; i < kZfpValues; ++i) bytes |= (numbers.u[i] >> 8 * byte & 255) << 8 * i;
+    for (uint32_t k = 8; k-- > 0;) {
+      const ZfpPlane plane = kTables.code[n][gather4(bytes >> k)];
+      code |= Code(plane.bits) << at;
+      at += plane.length, n = plane.next;
+      if (at >= limit) return limit == 128 ? code : code & ((Code(1) << limit) - 1);
+    }
+  }
+  return code;
+}
+
+ZfpBlock decode_block(Code code, uint32_t rate) {
+  if (!(code & 1)) return {{0, 0, 0, 0}};
+  const uint32_t limit = kZfpValues * rate;
+  ZfpNumbers numbers = {{0, 0, 0, 0}, uint32_t(code) >> 1 & 255};
+  uint32_t at = kZfpHeadBits, n = 0;
+  for (uint32_t byte = 4; byte-- > 0 && at < limit;) {
+    uint32_t bytes = 0;
+    for (uint32_t k = 8; k-- > 0 && at < limit;) {
+      const uint32_t bits = uint32_t(code >> at) & ((1 << kZfpPlaneBits) - 1), left = limit - at;
+      const ZfpPlane plane = left >= kZfpPlaneBits ? kTables.plane[n][bits] : zfp_plane_of(n, bits, left);
+      bytes |= spread4(plane.bits) << k;
+      at += plane.length, n = plane.next;
+    }
+    for (uint32_t i = 0; i < kZfpValues; ++i) numbers.u[i] |= (bytes >> 8 * i & 255) << 8 * byte;
+  }
+  return zfp_values(numbers);
+}
+
+// The values of the block that begins at `from`, of which `count` are left; more than four count as four.
+template <typename F>
+ZfpBlock load_block(const uint8_t* from, uint64_t count) {
+  using Word = typename F::Word;
+  ZfpBlock block;
+  for (uint32_t i = 0; i < kZfpValues; ++i) {
+    // a a a a, a b b a, a b c a
+    const uint32_t at = i < count ? i : count == 2 && i == 2 ? 1 : 0;
+    block.word[i] = as_bits(Values<F>::from(load_word<Word>(from + at * sizeof(Word))));
+  }
+  return block;
+}
+
+template <typename F>
+void store_block(const ZfpBlock& block, uint8_t* to, uint64_t count) {
+  using Word = typename F::Word;
+  for (uint32_t i = 0; i < kZfpValues && i < count; ++i) {
+    const Word word = finite_word<F>(block.word[i]);
+    memcpy(to + i * sizeof word, &word, sizeof word);
+  }
+}
+
+// Encodes n words to as many whole words of 64 bits as their codes need. Returns whether all are finite.
+template <typename F>
+bool encode_words(const uint8_t* words, uint64_t n, uint32_t rate, uint8_t* out) {
+  uint64_t pending = 0;
+  uint32_t fill = 0;
+  const auto put = [&](uint64_t bits, uint32_t count) {  // at most 64 bits, with zeros past them
+    pending |= bits << fill;
+    if ((fill += count) < 64) return;
+    memcpy(out, &pending, 8);
+    out += 8, fill -= 64;
+    pending = fill ? bits >> (count - fill) : 0;
+  };
+  for (uint64_t at = 0; at < n; at += kZfpValues) {
+    const ZfpBlock block = load_block<F>(words + at * sizeof(typename F::Word), n - at);
+    if (!block.finite()) return false;
+    const Code code = encode_block(block, rate);
+    const uint32_t bits = kZfpValues * rate;
+    put(uint64_t(code), std::min(bits, 64u));
+    if (bits > 64) put(uint64_t(code >> 64), bits - 64);
+  }
+  if (fill) memcpy(out, &pending, 8);
+  return true;
+}
+
+// Decodes n words from as many whole words of 64 bits as their codes need.
+template <typename F>
+void decode_words(const uint8_t* codes, uint64_t n, uint32_t rate, uint8_t* words) {
+  const uint32_t bits = kZfpValues * rate;
+  const auto take = [&](uint64_t bit, uint32_t count) {  // at most 64; reads only words that hold asked bits
+    const uint32_t shift = bit % 64;
+    uint64_t found = load_word<uint64_t>(codes + bit / 64 * 8) >> shift;
+    if (shift + count > 64) found |= load_word<uint64_t>(codes + bit / 64 * 8 + 8) << (64 - shift);
+    return found & ones(count);
+  };
+  for (uint64_t at = 0, bit = 0; at < n; at += kZfpValues, bit += bits) {
+    Code code = take(bit, std::min(bits, 64u));
+    if (bits > 64) code |= Code(take(bit + 64, bits - 64)) << 64;
+    store_block<F>(decode_block(code, rate), words + at * sizeof(typename F::Word), n - at);
+  }
+}
+
+// The words that a receiver would get; a block that is not finite stays. `out` may be `words`.
+template <typename F>
+void project_words(const uint8_t* words, uint64_t n, uint32_t rate, uint8_t* out) {
+  constexpr uint32_t itemsize = sizeof(typename F::Word);
+  for (uint64_t at = 0; at < n; at += kZfpValues) {
+    const ZfpBlock block = load_block<F>(words + at * itemsize, n - at);
+    if (block.finite()) {
+      store_block<F>(decode_block(encode_block(block, rate), rate), out + at * itemsize, n - at);
+    } else {
+      memmove(out + at * itemsize, words + at * itemsize, std::min<uint64_t>(n - at, kZfpValues) * itemsize);
+    }
+  }
+}
+
+struct Functions {
+  bool (*encode)(const uint8_t* words, uint64_t n, uint32_t rate, uint8_t* out);
+  void (*decode)(const uint8_t* codes, uint64_t n, uint32_t rate, uint8_t* words);
+  void (*project)(const uint8_t* words, uint64_t n, uint32_t rate, uint8_t* out);
+};
+template <typename F>
+constexpr Functions functions() {
+  return {encode_words<F>, decode_words<F>, project_words<F>};
+}
+static_assert(ZIPCCL_BF16 == 0 && ZIPCCL_FP16 == 1 && ZIPCCL_FP32 == 2, "the order of the table");
+constexpr Functions kFunctions[] = {functions<Bf16>(), functions<Fp16>(), functions<Fp32>()};
+
+// Threads call each(first word, words, bytes of the codes in front of them) for parts of numel words; only the last has a part of a unit.
+template <typename Each>
+void each_part(uint64_t numel, uint32_t itemsize, uint32_t rate, int32_t threads, Each each) {
+  const uint64_t part = kBytesPerThread / itemsize;
+  static_assert(kBytesPerThread / 4 % kUnit == 0, "parts begin with a unit");
+  std::atomic<uint64_t> ticket{0};
+  on_threads(useful_threads(threads, numel * itemsize), [&] {
+    for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;)
+      each(first, std::min(numel - first, part), first / kUnit * rate * 8);
+  });
+}
+
+}  // namespace
+
+// Encodes numel words of `dtype` (1 to 3) with `rate` bits each (3 to 32) to `out`: 8 bytes for every 64 bits begun. Returns 1 if all words
+// are finite; otherwise 0, and `out` is undefined.
+extern "C" int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads) {
+  const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
+  std::atomic<bool> finite{true};
+  each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
+    if (!kFunctions[type].encode(words + first * itemsize, n, rate, out + bytes)) finite.store(false, std::memory_order_relaxed);
+  });
+  return finite.load();
+}
+
+// Decodes codes, of which there are as many bytes as zipccl_zfp_encode writes.
+extern "C" void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads) {
+  const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
+  each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
+    kFunctions[type].decode(codes + bytes, n, rate, words + first * itemsize);
+  });
+}
+
+// The same, added to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
+extern "C" void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* sums, int32_t fp32_sums,
+                                      int32_t threads) {
+  const uint32_t type = type_of(dtype), itemsize = kItemsize[type], sum_size = fp32_sums ? 4 : itemsize;
+  ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][fp32_sums != 0];
+  each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
+    uint8_t values[4 * kAdded];
+    for (uint64_t at = 0; at < n; at += kAdded) {
+      const uint64_t count = std::min<uint64_t>(n - at, kAdded);
+      kFunctions[type].decode(codes + bytes + at / kUnit * rate * 8, count, rate, values);
+      add_words(values, count, sums + (first + at) * sum_size);
+    }
+  });
+}
+
+// The words that zipccl_zfp_decode gives for codes of `words`; of four words among which is a NaN or an infinity, these words. `out` may be
+// `words`.
+extern "C" void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads) {
+  const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
+  each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t) {
+    kFunctions[type].project(words + first * itemsize, n, rate, out + first * itemsize);
+  });
+}

@@ -1,0 +1,93 @@
+// Encodes words with ZFP and decodes codes of any content, to be built with AddressSanitizer and UBSan. All buffers are exactly as large as
+// their contents and often unaligned, so that a byte read or written outside is seen.
+// Usage: fuzz_zfp SEED CASES. The exit status is 0 if all went well; the line on stdout has the tensors that were coded and refused.
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+extern "C" int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads);
+extern "C" void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads);
+extern "C" void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* sums, int32_t fp32_sums,
+                                      int32_t threads);
+extern "C" void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads);
+
+namespace {
+
+uint64_t state;
+uint64_t draw() {  // splitmix64
+  uint64_t z = state += 0x9E3779B97F4A7C15;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+  z = (z ^ z >> 27) * 0x94D049BB133111EB;
+  return z ^ z >> 31;
+}
+uint64_t below(uint64_t limit) { return draw() % limit; }
+
+// Memory of exactly `size` bytes, at any address; a null pointer where size is 0, as an empty tensor has.
+class Exact {
+ public:
+  explicit Exact(uint64_t bytes) : size(bytes) {
+    const uint64_t shift = below(16);
+    memory_ = size ? static_cast<uint8_t*>(malloc(size + shift)) : nullptr;
+    data = size ? memory_ + shift : nullptr;
+  }
+  Exact(const Exact&) = delete;
+  ~Exact() { free(memory_); }
+  const uint64_t size;
+  uint8_t* data;
+
+ private:
+  uint8_t* memory_;
+};
+
+[[noreturn]] void fail(const char* what) {
+  printf("FAILED: %s\n", what);
+  exit(1);
+}
+bool same(const Exact& a, const Exact& b) { return a.size == b.size && (!a.size || !memcmp(a.data, b.data, a.size)); }
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return fprintf(stderr, "usage: fuzz_zfp SEED CASES\n"), 2;
+  state = strtoull(argv[1], nullptr, 10);
+  uint64_t coded = 0, refused = 0;
+  for (uint64_t cases = strtoull(argv[2], nullptr, 10); cases; --cases) {
+    const int32_t dtype = int32_t(1 + below(3));
+    const uint64_t item = dtype == 3 ? 4 : 2, numel = below(below(2) ? 12 : 700);
+    const uint32_t rate = uint32_t(3 + below(30)), exponents = dtype == 2 ? 31 : 255, mantissa = dtype == 1 ? 7 : dtype == 2 ? 10 : 23;
+    Exact words(numel * item), codes((4 * rate * ((numel + 3) / 4) + 63) / 64 * 8), found(numel * item), projected(numel * item);
+    const uint64_t texture = below(4), middle = below(exponents);
+    bool finite = true;
+    for (uint64_t i = 0; i < numel; ++i) {
+      uint32_t word = uint32_t(draw());
+      const uint64_t exponent = texture == 0 ? draw() % (exponents + 1) : texture == 1 ? 0 : (middle + below(5)) % exponents;
+      word = (word & ~(exponents << mantissa)) | uint32_t(exponent) << mantissa;
+      if (texture == 3 && below(3) == 0) word = 0;
+      finite &= (word >> mantissa & exponents) != exponents;
+      memcpy(words.data + i * item, &word, item);
+    }
+    const bool good = zipccl_zfp_encode(words.data, numel, dtype, rate, codes.data, 1);
+    if (good != finite) fail("what is finite");
+    ++(good ? coded : refused);
+    zipccl_zfp_project(words.data, numel, dtype, rate, projected.data, 1);
+    if (good) {
+      zipccl_zfp_decode(codes.data, numel, dtype, rate, found.data, 1);
+      if (!same(found, projected)) fail("a decoder's words are not the projected ones");
+      zipccl_zfp_project(words.data, numel, dtype, rate, words.data, 1);
+      if (!same(words, projected)) fail("a projection in place");
+    }
+    for (uint64_t i = 0; i < codes.size; ++i) codes.data[i] = uint8_t(below(3) ? draw() : 0);
+    zipccl_zfp_decode(codes.data, numel, dtype, rate, found.data, 1);
+    for (uint64_t i = 0; i < numel; ++i) {
+      uint32_t word = 0;
+      memcpy(&word, found.data + i * item, item);
+      if ((word >> mantissa & exponents) == exponents) fail("a decoded word that is not finite");
+    }
+    const int32_t fp32_sums = int32_t(below(2));
+    Exact sums(numel * (fp32_sums ? 4 : item));
+    if (sums.size) memset(sums.data, 0, sums.size);
+    zipccl_zfp_decode_add(codes.data, numel, dtype, rate, sums.data, fp32_sums, 1);
+  }
+  printf("coded %llu refused %llu\n", (unsigned long long)coded, (unsigned long long)refused);
+}
