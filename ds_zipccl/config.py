@@ -10,7 +10,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from functools import cached_property
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ds_zipccl import role_settings
+from ds_zipccl.lossy import LossyCodec
+from ds_zipccl.role_settings import RoleSettings
 
 SECTION = "zipccl"
 
@@ -19,7 +25,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 #: Every environment variable that the package and its examples read by name: name -> meaning. The documentation shows this table.
 ENVIRONMENT = {
-    "DS_ZIPCCL": "0: off everywhere, whatever the config says. 1: on with defaults. JSON object: on with this section.",
+    "DS_ZIPCCL": "0: off everywhere, whatever the config says. 1: on with defaults, and so never lossy. JSON object: on with this section.",
     "DS_ZIPCCL_CACHE": "Folder for compiled kernels, to which no other user can write (default: TORCH_EXTENSIONS_DIR, else "
     "~/.cache/torch_extensions).",
     "TORCH_EXTENSIONS_DIR": "Folder for compiled kernels where DS_ZIPCCL_CACHE is unset; torch's variable.",
@@ -112,6 +118,17 @@ class ZipcclConfig:
         AtLeast(0),
         "With zero3_base auto: MiB that the bases may take on a node. 0: a quarter of the memory that the node has available at the start.",
     ] = 0
+    recompute_base: Annotated[
+        Literal["off", "host"],
+        "host: keep the frames that all-to-alls and sums of experts, sequences and tensors (roles ep, sp, tp) bring in the forward pass. "
+        "Activation checkpointing sends the same messages again in the backward pass; they then go as hashes. off: they go again.",
+    ] = "off"
+    recompute_base_mib: Annotated[
+        int,
+        AtLeast(1),
+        "With recompute_base: MiB of messages whose frames a rank keeps of each group until the optimizer step; the oldest go first. The "
+        "frames take less.",
+    ] = 1024
     owner_only: Annotated[
         Literal["auto", "off"],
         "auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which halves the bytes "
@@ -137,9 +154,15 @@ class ZipcclConfig:
         "Kernels: native (C++ and CUDA, compiled at first use), numba (CPU tensors), nvrtc (CUDA tensors, needs no compiler), or auto: "
         "the first that works. Tensors of a device that has no route of this name take auto.",
     ] = "auto"
+    lossy: Annotated[
+        bool,
+        "Allow lossy codecs. Nothing is lossy by this key alone: a role must name a codec too.",
+    ] = False
     roles: Annotated[
-        dict[Role, Literal["auto", "always", "never"]],
-        "Mode of single roles, instead of mode: " + ", ".join(ROLES) + ".",
+        dict[Role, Literal["auto", "always", "never"] | dict[str, Any]],
+        "Mode of single roles, instead of mode: "
+        + ", ".join(ROLES)
+        + '. Or an object with a lossy "codec", which "lossy" must allow.',
     ] = field(default_factory=dict)
     torch_distributed: Annotated[
         bool,
@@ -164,7 +187,23 @@ class ZipcclConfig:
 
     def mode_of(self, role: str) -> str:
         """Return the mode of a role: its own, else the mode of the section."""
+        if role in self.lossy_roles:
+            return self.lossy_roles[role].mode or self.mode
         return {str(name): str(mode) for name, mode in self.roles.items()}.get(role, self.mode)
+
+    def lossy_of(self, role: str, direction: str = "") -> LossyCodec | None:
+        """Return the lossy codec for traffic of a role, None where that traffic is exact.
+
+        Args:
+            direction: "forward" or "backward"; "" for traffic of both directions or of none, which a codec of one direction leaves exact.
+        """
+        found = self.lossy_roles.get(role) if self.lossy else None
+        return found.codec if found is not None and found.covers(direction) else None
+
+    @cached_property
+    def lossy_roles(self) -> dict[str, RoleSettings]:
+        """The roles whose value is an object -> their settings. Made once: every call asks."""
+        return {name: role_settings.settings(one) for name, one in self.roles.items() if isinstance(one, dict)}
 
 
 @dataclass(frozen=True)
@@ -186,8 +225,14 @@ class Key:
         return f"an integer >= {self.least}" if self.type is int else _values(self.type)
 
 
+#: Origins of ``a | b``, by version of Python and kind of ``a``.
+_UNIONS = (Union, UnionType)
+
+
 def _is_a(wanted: Any, value: Any) -> bool:
     origin, args = get_origin(wanted), get_args(wanted)
+    if wanted is Any or origin in _UNIONS:
+        return wanted is Any or any(_is_a(one, value) for one in args)
     if origin is Literal:
         return any(_is_a(type(one), value) and value == one for one in args)
     if origin is dict:
@@ -201,6 +246,10 @@ def _values(wanted: Any) -> str:
     origin, args = get_origin(wanted), get_args(wanted)
     if origin is Literal:
         return " | ".join(json.dumps(value) for value in args)
+    if origin in _UNIONS:
+        return ", or ".join(map(_values, args))
+    if origin is dict and args[1] is Any:
+        return 'an object with a lossy "codec"'
     if origin is dict:
         return f"an object of {_values(args[0])} to {_values(args[1])}"
     return {bool: "true | false", str: "a string"}[wanted]
@@ -219,14 +268,19 @@ KEYS = dict(_keys())
 
 
 def _problems(section: Mapping[Any, Any]) -> list[str]:
-    """Return a line for every wrong key of a section, sorted."""
-    return sorted(
-        _described(key, value) for key, value in section.items() if key not in KEYS or not KEYS[key].takes(value)
-    )
+    """Return a line for every wrong key of a section, and of the objects in its roles, sorted."""
+    wrong = [key for key, value in section.items() if key not in KEYS or not KEYS[key].takes(value)]
+    lines = [_described(key, section[key]) for key in wrong]
+    if "roles" in section and not {"roles", "lossy", "mode"} & set(wrong):
+        mode, lossy = section.get("mode", KEYS["mode"].default), section.get("lossy") is True
+        lines += role_settings.problems(f"{SECTION}.roles", section["roles"], lossy, mode)
+    return sorted(lines)
 
 
 def _described(key: Any, value: Any) -> str:
     """Return one line for a wrong key."""
+    if key in role_settings.LATER_SECTION_KEYS:
+        return f'"{SECTION}.{key}" is not there in this release; leave the key out'
     if key not in KEYS:
         close = difflib.get_close_matches(str(key), KEYS, n=1)
         hint = f' (did you mean "{close[0]}"?)' if close else ""

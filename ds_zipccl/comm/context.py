@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from ds_zipccl.comm import host_staging
 from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.repeats import Repeats
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.policy import wire
 
 
@@ -48,8 +50,9 @@ class OpContext(Call):
 
     ``rank``, ``peers`` and all ranks in schedules are group ranks. ``peers`` is the order of receives, nearest lower rank first; gloo's
     ring adds in the same order. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: the codec of frames without a
-    base. ``with_base``: frames may be differences. ``staging``: makes and reads the frames of tensors on a device whose memory the
-    transport does not take.
+    base. ``with_base``: frames may be differences. ``lossy``: the codec that may change the values in frames. ``staging``: makes and reads
+    the frames of tensors on a device whose memory the transport does not take. ``repeats``: the segments of the operation that are kept, or
+    may repeat kept ones; None where there are none.
 
     Args:
         tag: first tag; the group's next tags if None.
@@ -69,10 +72,13 @@ class OpContext(Call):
         nodes: Sequence[Sequence[int]] = (),
         with_base: bool = False,
         sums: bool = False,
+        lossy: LossyCodec | None = None,
     ) -> None:
         super().__init__(op, group, config, role)
         state = self.state
         self.codec, self.device, self.with_base, self.nodes = codec, device.type, with_base, nodes
+        self.lossy = lossy
+        self.repeats: Repeats | None = None
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.transport = state.transport(self.device, group)
         self.staging = host_staging.staging(device, config.route, self.transport.capabilities.host_only)
@@ -80,7 +86,7 @@ class OpContext(Call):
         if sums and state.sum_switches is None and state.backend("cpu") == state.backend(self.device):
             state.sum_switches = self.transport.ask_sum_switches()
         self._sum_switches = state.sum_switches
-        self.backoff = state.backoff(op, role)
+        self.backoff = state.backoff(op, role, lossy is not None)
 
     def tag(self, index: int) -> int:
         """Return the tag of exchange ``index``."""

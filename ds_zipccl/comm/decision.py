@@ -23,6 +23,7 @@ from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, cost_model, send_rules, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason
@@ -141,6 +142,7 @@ def open_context(request: Request, decision: Decision) -> OpContext:
         nodes=group_nodes(group) if decision.by_node else (),
         with_base=decision.with_base,
         sums=decision.frames and request.reduce_op is not None,
+        lossy=decision.lossy,
     )
 
 
@@ -159,6 +161,8 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
         len(request.nodes),
         request.plain_sums,
         request.kind,
+        request.again,
+        request.lossy,
         id(request.config),
     )
     decisions = decision_memory(state).decisions
@@ -176,6 +180,7 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
             nodes=len(request.nodes),
             based=request.based,
             plain_sums=request.plain_sums,
+            lossy=request.lossy,
         )
         found = decisions[key] = (*_decide(request, message, state), request.config)
     return found[:2]
@@ -192,6 +197,7 @@ def message_of(
     nodes: int = 0,
     based: bool = False,
     plain_sums: bool = False,
+    lossy: LossyCodec | None = None,
 ) -> Message:
     """Describe ``numel`` elements of tensors of a kind to the policy."""
     return Message(
@@ -206,6 +212,7 @@ def message_of(
         nodes=nodes,
         based=based,
         plain_sums=plain_sums,
+        lossy=lossy,
     )
 
 
@@ -217,7 +224,7 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
     competing = admission.candidates(
         message,
         request.config,
-        exact=request.tolerance != "rounding" and request.plain_fits,
+        exact=request.tolerance != "rounding" and request.plain_fits and request.lossy is None,
         levels=topology.levels(group_nodes(group)),
     )
     competing = cost_model.prune_candidates(competing, message, link_profile(state, message.device))
@@ -225,23 +232,25 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
         return competing[0], None
     size = None if message.nbytes is None else tuner_rules.size_class(message.nbytes)
     kind = (request.op, size, message.dtype, message.device, message.role, message.reduce_op, message.based)
-    key = (*kind, message.nodes, request.kind, json.dumps(asdict(request.config)))
+    key = (*kind, message.nodes, request.kind, request.again, message.lossy, json.dumps(asdict(request.config)))
     tuners = decision_memory(state).tuners
     if key not in tuners:
         where = "" if group is dist.group.WORLD else f", group {group.group_name}"
         # neither the group nor the request: a tuner keeps no group and no tensors alive
-        make = functools.partial(_tuner_of, competing, message, request.kind, where)
+        make = functools.partial(_tuner_of, competing, message, request.kind, request.again, where)
         tuners[key] = TunersBySize(make) if size is None else make(size)
     return admitted, tuners[key]
 
 
-def _tuner_of(competing: Sequence[Decision], message: Message, kind: str, where: str, size: int) -> Tuner:
+def _tuner_of(competing: Sequence[Decision], message: Message, kind: str, again: bool, where: str, size: int) -> Tuner:
     """Return the tuner for messages of one kind and size class. Its choices are counted under the name of the kind in the table. Sizes are
-    those of the message, or the mean bytes that a rank sends where each rank knows only its own."""
+    those of the message, or the mean bytes that a rank sends where each rank knows only its own. ``again``: see
+    :class:`ds_zipccl.comm.request.Request`."""
     dtype, summed = str(message.dtype).removeprefix("torch."), message.reduce_op or "SUM"
     text = f"{dtype}{'' if summed == 'SUM' else ' ' + summed}"
     text += f", {tuner_rules.size_text(size)}{' sent by a rank' if message.nbytes is None else ''}"
-    text += f", {message.ranks} ranks{', with a base' if message.based else ''}{where}"
+    text += f", {message.lossy}" if message.lossy else ""
+    text += f", {message.ranks} ranks{', with a base' if message.based else ''}{', in backward passes' if again else ''}{where}"
     on_choice = functools.partial(counters.record_choice, message.role, message.op, text, kind=kind)
     return Tuner(competing, on_choice, 1 << size, exchanging=OPS[message.op].traffic == "all_to_all")
 

@@ -12,17 +12,22 @@ import torch.distributed as dist
 from ds_zipccl import tensors
 from ds_zipccl.comm import work
 from ds_zipccl.comm.buffer_pool import POOL
+from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import Choice, open_context, open_device_context
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.reduction_order import reduce_op_name
+from ds_zipccl.comm.repeats import Repeats, Words
 from ds_zipccl.comm.request import DeviceSchedule, Request, Schedule
-from ds_zipccl.comm.shadow_check import Shadow
+from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
 from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import admission
+from ds_zipccl.lossy import LossyCodec
+from ds_zipccl.ops import OPS
+from ds_zipccl.policy import admission, repeat_rules
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
@@ -128,21 +133,25 @@ def _copy_back(written: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor])
 
 
 def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
-    shadow = None
+    shadow: Shadow | LossyShadow | None = None
     if request.config.check == "shadow":
-        ranks = group_size(request.group)
-        shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
+        shadow = _shadow(request, choice.decision.lossy)
     # After the shadow: the context's work on a device follows what is on the caller's stream now, the shadow's copies of tensors that our
     # schedule writes over among it.
     ctx = open_context(request, choice.decision)
     timer: CallTimer | None = choice.timer
     if timer is not None:
         timer.start()
+    ctx.repeats = _repeats(ctx, request)
 
     def job() -> None:
         # all three are states of a thread; only inference mode may write to every tensor
-        with torch.inference_mode(), tensors.undisturbed():
-            run()
+        try:
+            with torch.inference_mode(), tensors.undisturbed():
+                run()
+        finally:
+            if ctx.repeats is not None:
+                ctx.repeats.end(drop=not request.async_op)
 
     def run() -> None:
         order = memory_order if request.memory_order else logical_order
@@ -156,11 +165,43 @@ def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
             shadow.compare(request.outputs, ctx.error)
         logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
         counters.record(request.role, request.op, logical, ctx.wire_bytes, POOL.peak, kind=request.kind)
+        if ctx.repeats is not None and ctx.repeats.count:
+            counters.record_repeats(request.role, request.op, ctx.repeats.count, kind=request.kind)
 
-    if request.async_op:
+    if not request.async_op:
+        job()
+        return None
+    try:
         return work.start(request.op, request.outputs, job)
-    job()
-    return None
+    except BaseException:  # no thread: later operations must not wait for this one
+        if ctx.repeats is not None:
+            ctx.repeats.end(drop=False)
+        raise
+
+
+def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
+    """Reserve the segments of a call that are kept, and find those that it may repeat, in program order; None where there are none."""
+    keeps = repeat_rules.keeps(request.config, request.role, request.kind)
+    if request.places is None or not keeps or ctx.nodes or ctx.lossy is not None:
+        return None
+    return ctx.state.repeat_memory.open(
+        request.places(ctx),
+        Words(request.tensor.dtype, request.tensor.device.type),
+        repeat_rules.most(request.config, ctx.size),
+        request.again,
+        f"{request.op} {request.kind}",
+        ctx.transport.timeout().total_seconds(),
+    )
+
+
+def _shadow(request: Request, lossy: LossyCodec | None) -> Shadow | LossyShadow:
+    """Start the plain collective beside a call whose values ``lossy`` changes, if any."""
+    ranks = group_size(request.group)
+    if lossy is None:
+        return Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
+    summed = "" if request.reduce_op is None else reduce_op_name(request.reduce_op)
+    twice = OPS[request.op].traffic == "all_reduce"  # contributions and the sum
+    return LossyShadow(request.plain, request.inputs, request.outputs, lossy, ranks, summed, twice)
 
 
 def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:

@@ -10,9 +10,19 @@ from typing import NamedTuple
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.codecs import CODECS, RowSegment, compress, compress_bound, compress_segments, decompress, decompress_add
+from ds_zipccl.codecs import (
+    CODECS,
+    RowSegment,
+    compress,
+    compress_bound,
+    compress_segments,
+    decompress,
+    decompress_add,
+    region_hash,
+)
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.lossy_frames import LossyFrames
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels import sums as plain_sums
@@ -38,10 +48,10 @@ class FrameCoder:
 
     All calls on CPU tensors block. Other calls are made inside of the context's ``working()``; where frames go through host memory,
     compressing blocks, and decompressing is done at the end of ``working()``. ``uncoded``: all frames are raw. ``rows``: senders may choose
-    blocks of one row.
+    blocks of one row. ``exact``: the frames carry values as they are, whatever the operation allows.
     """
 
-    def __init__(self, ctx: OpContext, uncoded: bool = False, rows: Rows | None = None) -> None:
+    def __init__(self, ctx: OpContext, uncoded: bool = False, rows: Rows | None = None, exact: bool = False) -> None:
         self._ctx = ctx
         self._chosen = "raw" if uncoded else ctx.codec
         self._block: int = ctx.config.block
@@ -51,16 +61,32 @@ class FrameCoder:
             self._block = row_rules.block(ctx.config.block, rows.width, rows.kind)
             self._least_block = row_rules.LEAST_BLOCK
         self._staging = ctx.staging
+        self._lossy = None
+        if ctx.lossy is not None and not exact:
+            assert ctx.staging is None, "admission lets no lossy codec through for tensors that are staged"
+            self._lossy = LossyFrames(ctx, ctx.lossy, self._block, self._route)
 
     @property
     def route(self) -> str:
         """Return the kernels of the operation."""
         return self._route
 
-    def compress(self, flat: torch.Tensor, buffers: PooledBuffers, base: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the frame of ``flat`` in memory of ``buffers``; with ``base``, the frame is a difference against ``base``."""
+    def compress(
+        self,
+        flat: torch.Tensor,
+        buffers: PooledBuffers,
+        base: torch.Tensor | None = None,
+        own_place: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the frame of ``flat`` in memory of ``buffers``; with ``base``, the frame is a difference against ``base``.
+
+        ``own_place``: flat memory that gets the values of a lossy frame as its receivers see them; it may be ``flat``. Other frames do not
+        write there.
+        """
         codec = self._codec(flat.nbytes) if base is None else "delta"
-        if self._staging is not None:
+        if self._lossy is not None:
+            frame = self._lossy.compress(flat, codec != "raw", buffers, own_place)
+        elif self._staging is not None:
             (frame,) = self._staging.compress([flat], codec, self._block, buffers)
         else:
             out = buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=self._block))
@@ -70,6 +96,15 @@ class FrameCoder:
         if base is None and codec != "raw":
             self._ctx.backoff.note(flat.nbytes, frame.nbytes)
         return frame
+
+    @property
+    def lossy(self) -> bool:
+        """Return whether a lossy codec changes the values in frames."""
+        return self._lossy is not None
+
+    def carried(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
+        """Return the values that a frame of ``flat`` carries: ``flat``, or memory of ``buffers`` where a lossy codec changes them."""
+        return flat if self._lossy is None else self._lossy.carried(flat, buffers)
 
     def row_segment(self, words: torch.Tensor, width: int, buffers: PooledBuffers) -> RowSegment:
         """Return the sender's side of a segment in rows of ``width`` elements, with memory of ``buffers`` while it is used."""
@@ -87,7 +122,9 @@ class FrameCoder:
     def compress_each(self, flats: Sequence[torch.Tensor], buffers: PooledBuffers) -> list[torch.Tensor]:
         """Return the frames of tensors of one dtype, compressed in one kernel call."""
         codec = self._codec(min(flat.nbytes for flat in flats))
-        if self._staging is not None:
+        if self._lossy is not None:
+            frames = [self._lossy.compress(flat, codec != "raw", buffers) for flat in flats]
+        elif self._staging is not None:
             frames = self._staging.compress(flats, codec, self._block, buffers)
         else:
             outs = [buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=self._block)) for flat in flats]
@@ -119,10 +156,24 @@ class FrameCoder:
         Raises:
             CommError: from FrameError: the frame is damaged, or its dtype or number of elements differs from ``out``.
         """
-        with self._refusing(peer):
+        with self.refusing(peer):
             if self._staging is not None:
                 return self._staging.decompress(frame, out, partial(self._refusal, peer))
             return decompress(frame, out, base=base, earlier=earlier, route=self._route)
+
+    def decompress_kept(
+        self, frame: torch.Tensor, peer: int, out: torch.Tensor, earlier: torch.Tensor | None = None
+    ) -> None:
+        """As :meth:`decompress`, for a frame in any host memory, of an earlier message of ``peer``."""
+        buffers = PooledBuffers()
+        if self._staging is not None:
+            frame = buffers.take_pinned(frame.numel()).copy_(frame)
+        self.decompress(frame, peer, out, earlier=earlier)
+        buffers.release()
+
+    def hash(self, words: torch.Tensor) -> bytes:
+        """Return the hash of flat words, see :func:`ds_zipccl.region_hash`; blocks, and waits for the device of the words."""
+        return region_hash(words, route=self._route) if self._staging is None else self._staging.hash(words)
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Add the values in the frame of ``peer``, whose dtype is ``dtype``, to ``sums``.
@@ -130,7 +181,7 @@ class FrameCoder:
         Raises:
             CommError: as :meth:`decompress`.
         """
-        with self._refusing(peer):
+        with self.refusing(peer):
             if self._staging is not None:
                 return self._staging.decompress_add(frame, dtype, sums, partial(self._refusal, peer))
             decompress_add(frame, sums, dtype=dtype, route=self._route)
@@ -141,7 +192,8 @@ class FrameCoder:
         add(values, sums)
 
     @contextmanager
-    def _refusing(self, peer: int) -> Iterator[None]:
+    def refusing(self, peer: int) -> Iterator[None]:
+        """Turn FrameError into CommError, which names the sender ``peer``."""
         try:
             yield
         except FrameError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ds_zipccl.comm import topology, work
 from ds_zipccl.comm.calibration import measure
+from ds_zipccl.comm.repeats import RepeatMemory
 from ds_zipccl.comm.row_memory import RowMemory
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS, TRANSPORTS
 from ds_zipccl.comm.transport.protocol import (
@@ -52,8 +53,10 @@ class GroupState:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._backoffs: dict[tuple[str, str], RawBackoff] = {}
+        self._backoffs: dict[tuple[str, str, bool], RawBackoff] = {}
+        self._lossy_numbers: dict[tuple[str, str], Iterator[int]] = {}
         self.row_memory = RowMemory()
+        self.repeat_memory = RepeatMemory()
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
         self.profiles: dict[
@@ -89,9 +92,13 @@ class GroupState:
         """Return whether the transport of tensors on ``device`` is one in stream order."""
         return self.backend(device) in COLLECTIVE_TRANSPORTS
 
-    def backoff(self, op: str, role: str) -> RawBackoff:
-        """Return the backoff of an operation's frames."""
-        return self._backoffs.setdefault((op, role), RawBackoff())
+    def backoff(self, op: str, role: str, lossy: bool) -> RawBackoff:
+        """Return the backoff of an operation's frames. Lossy frames have one of their own: no lossless frame depends on them."""
+        return self._backoffs.setdefault((op, role, lossy), RawBackoff())
+
+    def lossy_numbers(self, op: str, role: str) -> Iterator[int]:
+        """Return the numbers of an operation's lossy frames, from 0 on."""
+        return self._lossy_numbers.setdefault((op, role), count())
 
     def next_tag(self) -> int:
         """Return the first of the TAGS_PER_COLLECTIVE tags of the next collective. Every rank calls in program order."""

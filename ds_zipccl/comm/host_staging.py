@@ -9,6 +9,7 @@ A rank without working kernels for the device compresses on the host. Each rank 
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -134,6 +135,14 @@ class HostStaging:
     def decompress_add(self, frame: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor, refusal: Refusal) -> None:
         """Queue the addition of the values in a frame, of ``dtype``, to ``sums``, of that dtype or float32. As :meth:`decompress`."""
         add(self.decompress(frame, tensors.empty(sums.numel(), dtype, self._device), refusal), sums)
+
+    def hash(self, words: torch.Tensor) -> bytes:
+        """Return the hash of flat ``words``, see :func:`ds_zipccl.region_hash`; blocks. Decompression that is queued is done then; a frame
+        may be refused later all the same."""
+        route = _frame_kernels(self._device.type, self._route)
+        if route is None:
+            return codecs.region_hash(words.cpu())
+        return struct.pack("<QQ", *route.region_hash(words.view(torch.uint8)))
 
     def _new_status(self, refusal: Refusal) -> torch.Tensor:
         """Return the status word of a frame; ``refusal`` makes the error of the operation from the frame's error."""

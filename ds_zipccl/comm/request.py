@@ -11,9 +11,14 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.repeats import Places
 from ds_zipccl.comm.shadow_check import Plain, Tolerance
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
+from ds_zipccl.policy import admission
+from ds_zipccl.telemetry import counters
 
 
 class TensorKind(NamedTuple):
@@ -60,6 +65,7 @@ class Request:
         kind: place of an exchange in a layer of experts, equal on all ranks: "dispatch", "combine", "dispatch.bwd" or "combine.bwd";
         "replicated": a sum of tensors that may be the same on all ranks; "" otherwise.
         plain: torch.distributed's collective, on the tensors that are its arguments.
+        lossy: the codec that may change the values in the message, see :mod:`ds_zipccl.comm.lossy_frames`; None: no value changes.
     Differences that are allowed between schedules and ``plain``:
         problem: the reason why the arguments cannot be sent; "" if they can.
         plain_fits: the plain collective takes all arguments that ours takes.
@@ -70,6 +76,9 @@ class Request:
         nodes: the ranks of each node if the operation is a sum in two levels, see :mod:`ds_zipccl.comm.reduction_order`.
         plain_sums: the sum is the plain collective's own, so that the call passes.
         based: ranks may hold an earlier result. ``token`` tells that result from others, equally on all ranks; None where no value does.
+    Repeats, see :mod:`ds_zipccl.comm.repeats`:
+        again: the call may repeat messages of a forward pass.
+        places: the segments of the first exchanges of our schedule; None where they are not kept.
     """
 
     op: str
@@ -96,6 +105,9 @@ class Request:
     token: Hashable = None
     row_width: int = 0
     kind: str = ""
+    again: bool = False
+    places: Callable[[OpContext], Sequence[Places]] | None = None
+    lossy: LossyCodec | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -119,3 +131,23 @@ class Request:
         peer, also for an empty one.
         """
         return not self.async_op and not OPS[self.op].one_sided
+
+
+def lossy_here(
+    lossy: LossyCodec | None,
+    words: tuple[torch.dtype, torch.device] | None,
+    group: dist.ProcessGroup | None,
+    op: str,
+    role: str,
+) -> LossyCodec | None:
+    """Return ``lossy`` where our schedules carry tensors of a dtype on a device lossily, equally on all ranks. Elsewhere the call goes
+    exact, as without ``lossy``, and the reason is counted. ``words`` None: there are no tensors."""
+    state = group_state(group)
+    if lossy is None or state is None or words is None:
+        return None
+    dtype, device = words[0], words[1].type
+    reason = admission.exact_because(dtype, device, state.backend(device))
+    if reason:
+        counters.record_exact(role, op, reason, 1)
+        return None
+    return lossy

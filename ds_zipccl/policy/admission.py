@@ -11,7 +11,9 @@ import torch
 
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.frame import DTYPE_IDS
+from ds_zipccl.lossy import LossyCodec, Round
 from ds_zipccl.ops import OPS
+from ds_zipccl.policy import repeat_rules
 
 #: Reductions that our schedules compute (admission: other reductions are not sums of decompressed frames).
 CODED_REDUCE_OPS = ("SUM", "AVG")
@@ -30,6 +32,8 @@ SIDE_DTYPES = tuple(dtype for dtype in DTYPE_IDS if dtype not in CODED_DTYPES)
 #: Devices whose tensors go as differences over messages (admission: frames of other devices are staged in host memory, and their base is
 #: not there). Over :data:`STREAM_BACKENDS` frames and bases lie on the device.
 DELTA_DEVICES = ("cpu",)
+#: Devices whose tensors go lossily, over messages (admission: only their kernels round the values of frames).
+LOSSY_DEVICES = ("cpu",)
 #: Smallest shard in bytes that goes as a difference (seed: the hashes cost a message each way).
 DELTA_SHARD_BYTES = 16 << 10
 
@@ -41,7 +45,7 @@ class Message:
     ``numel`` counts the elements of the whole message (the output of a gather, the input of a reduce-scatter). It is None where ranks may
     see different sizes (all-to-all). ``device`` is a device type. ``reduce_op`` is the name in ``torch.distributed.ReduceOp``. ``nodes``:
     the number of nodes of a sum in two levels, 0 for all other operations. ``based``: ranks may hold the result of an earlier gather.
-    ``plain_sums``: the sum is the plain collective's own.
+    ``plain_sums``: the sum is the plain collective's own. ``lossy``: the codec that may change the values in the message.
     """
 
     op: str
@@ -55,6 +59,7 @@ class Message:
     nodes: int = 0
     based: bool = False
     plain_sums: bool = False
+    lossy: LossyCodec | None = None
 
     @property
     def nbytes(self) -> int | None:
@@ -230,7 +235,8 @@ class Decision:
     ``by_node``: every shard of a gather goes once between nodes, and the ranks of a node forward its frame; the segments of an all-to-all
     for all ranks of a node go as one; a sum goes in two levels, and ``codec`` is the codec between nodes. ``with_base``: shards go as
     differences if all ranks prove to hold the same base; ``codec`` is then the codec of all other frames. ``on_device``: the frames stay
-    on the device, and travel by collectives in stream order.
+    on the device, and travel by collectives in stream order. ``lossy``: frames carry the values that this codec makes of the tensor's,
+    whatever ``codec`` is.
     """
 
     frames: bool
@@ -239,6 +245,7 @@ class Decision:
     by_node: bool = False
     with_base: bool = False
     on_device: bool = False
+    lossy: LossyCodec | None = None
 
     @classmethod
     def passing(cls, reason: PassReason, detail: object = "") -> Decision:
@@ -248,7 +255,7 @@ class Decision:
     def __str__(self) -> str:
         if not self.frames:
             return "plain"
-        kind = "delta" if self.with_base else "uncoded" if self.codec == "raw" else self.codec
+        kind = "delta" if self.with_base else "uncoded" if self.codec == "raw" else str(self.lossy or self.codec)
         return f"{kind} frames{' by node' if self.by_node else ''}"
 
 
@@ -256,6 +263,15 @@ def is_small(nbytes: int, config: ZipcclConfig) -> bool:
     """Return whether a message of ``nbytes`` passes because of its size. This rule comes first, because small messages are the ones that
     further checks slow down."""
     return nbytes < config.min_bytes and config.enabled
+
+
+def exact_because(dtype: torch.dtype, device: str, backend: str) -> str:
+    """Return the reason why a call that names a lossy codec goes exact, as a call without one; "" where the codec applies."""
+    if dtype not in CODED_DTYPES:
+        return f"dtype {str(dtype).removeprefix('torch.')} is never lossy"
+    if device not in LOSSY_DEVICES or backend in STREAM_BACKENDS:
+        return f"no lossy kernels on {device}"
+    return ""
 
 
 #: Admission: the conditions of a message, in this order. The first rule that returns a reason makes the message pass.
@@ -311,6 +327,7 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
         by_node=message.nodes > 0,
         with_base=_differs(message, config),
         on_device=message.backend in STREAM_BACKENDS,
+        lossy=message.lossy,
     )
 
 
@@ -345,9 +362,15 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
 
     ``levels``: the group has several nodes with several ranks each. ``exact``: our schedules give the plain collective's bits. The plain
     collective competes only if ``exact``: the results of a program must not depend on timings.
+
+    All-to-alls whose messages are kept for recomputations do not go by node: the sizes of the segments between nodes are not known when the
+    operation is opened.
     """
     coded = admit(message, config)
-    goes_by_node = levels and OPS[message.op].by_node
+    kept = (
+        OPS[message.op].traffic == "all_to_all" and repeat_rules.keeps(config, message.role) and message.lossy is None
+    )
+    goes_by_node = levels and OPS[message.op].by_node and _may_go_by_node(message) and not kept
     if config.mode_of(message.role) != "auto":
         return (replace(coded, by_node=coded.by_node or goes_by_node),)
     full = replace(coded, with_base=False)
@@ -355,3 +378,9 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     if goes_by_node:
         ours += (replace(coded, by_node=True),)
     return (Decision.passing(PassReason.PLAIN_IS_FASTER), *ours) if exact else ours
+
+
+def _may_go_by_node(message: Message) -> bool:
+    """Return whether a schedule by node gives the same bits. An all-to-all by node cuts the segments for the ranks of a node, laid end to
+    end, at other elements than each segment by itself: only a codec that rounds each value by itself takes no notice."""
+    return message.lossy is None or isinstance(message.lossy, Round) or OPS[message.op].traffic != "all_to_all"

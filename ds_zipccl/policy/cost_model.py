@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.config import DEFAULT
 from ds_zipccl.ops import OPS, TRAFFIC, Traffic
+from ds_zipccl.policy import lossy_sizes
 
 if TYPE_CHECKING:
     from ds_zipccl.policy.admission import Decision, Message
@@ -90,7 +91,7 @@ class LinkProfile:
 
     def send_seconds(self, nbytes: float) -> float:
         """Return the seconds of a message of ``nbytes`` in one direction."""
-        return self.one_way * self.seconds(nbytes)
+        return self.alpha + self.one_way * (self.seconds(nbytes) - self.alpha)
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as an object for :mod:`json`."""
@@ -223,13 +224,24 @@ def prune_candidates(
     seconds = {}
     for decision in candidates:
         if decision.frames:
-            variant, ratio = ("raw", 1.0) if decision.codec == "raw" else ("coded", typical_ratio(_words_of(message)))
+            variant, ratio = ("raw", 1.0) if decision.codec == "raw" else ("coded", _coded_ratio(message))
             if decision.with_base:
                 ratio = DELTA_RATIO
             kind = decision.codec, decision.with_base
             seconds[kind] = predict(traffic, variant, nbytes, ranks, profile, ratio)
     best = min(seconds.values(), default=0.0)
     return tuple(one for one in candidates if not one.frames or best >= CLEARLY * seconds[one.codec, one.with_base])
+
+
+def _coded_ratio(message: Message) -> float:
+    """Return the ratio of coded frames of a message, lossless ones or those of its lossy codec."""
+    words = _words_of(message)
+    ratio = typical_ratio(words)
+    if message.lossy is None:
+        return ratio
+    bits = 8 * words.itemsize
+    name = str(words).removeprefix("torch.")
+    return float(bits / lossy_sizes.expected(message.lossy, name, bits / ratio).bits)
 
 
 def _words_of(message: Message) -> Any:

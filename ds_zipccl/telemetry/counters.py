@@ -8,6 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from ds_zipccl.telemetry import lossy_counts
+from ds_zipccl.telemetry.lossy_counts import record_error as record_error
+from ds_zipccl.telemetry.lossy_counts import record_exact as record_exact
+from ds_zipccl.telemetry.lossy_counts import record_lossy as record_lossy
+
 #: Kinds of messages of one role and operation whose choices are kept (seed): a program that makes groups again and again has ever new
 #: kinds.
 CHOICES = 32
@@ -22,6 +27,7 @@ class Row(TypedDict):
     such shards; the empty reason counts the shards that went as differences. ``whole`` maps a reason to the number of gradient sums that
     went to all ranks, not to their owners only. ``choices`` maps a kind of message to the latest choice of a schedule and the number of
     choices; ``more_choices`` counts the earlier kinds, which are no longer kept. ``host_waits``: times that the host waited for a device.
+    ``repeats``: segments that went as hashes, as they repeat messages of the forward pass.
     """
 
     role: str
@@ -39,6 +45,24 @@ class Row(TypedDict):
     choices: dict[str, tuple[str, int]]
     more_choices: int
     host_waits: int
+    repeats: int
+
+
+class Lossy(TypedDict):
+    """Lossy frames of one (role, op) that this rank sent, the calls of all kinds together.
+
+    ``codec``: text of the latest codec. ``frames``: number of frames, with those that went exact. ``error``: relative L2 error of one
+    rounding, the root of the squared errors over the squared values, over the sampled frames; None where none was sampled, or zeros
+    alone. ``exact`` maps the reason why a frame went exact to the number of such frames. ``ratio``: of all coded calls of the (role, op).
+    """
+
+    role: str
+    op: str
+    codec: str
+    frames: int
+    error: float | None
+    exact: dict[str, int]
+    ratio: float
 
 
 class Totals(TypedDict):
@@ -61,11 +85,12 @@ class Sent(TypedDict):
 
 class Increment(TypedDict):
     """Counts since a reader last asked: bytes by role, those of calls with a kind also by role and kind, such as "ep dispatch", and shards
-    by reason as in :class:`Row`."""
+    by reason as in :class:`Row`. ``errors`` has the relative L2 error of a rounding, by role, where lossy frames were sampled."""
 
     roles: dict[str, Sent]
     kinds: dict[str, Sent]
     differences: dict[str, int]
+    errors: dict[str, float]
 
 
 _Bytes = tuple[int, int, int]  # logical, wire, passed
@@ -92,15 +117,17 @@ class _Counts:
     choices: dict[str, _Choice] = field(default_factory=dict)  # the latest CHOICES
     more_choices: int = 0
     host_waits: int = 0
+    repeats: int = 0
 
 
 @dataclass
 class _Seen:
-    """Counts that a reader of :func:`since_last` has been given: bytes by role and by kind, and shards by reason."""
+    """Counts that a reader of :func:`since_last` has been given: bytes by role and by kind, shards by reason, squares by role."""
 
     roles: dict[str, _Bytes] = field(default_factory=dict)
     kinds: dict[str, _Bytes] = field(default_factory=dict)
     differences: Counter[str] = field(default_factory=Counter)
+    squares: dict[str, lossy_counts.Squares] = field(default_factory=dict)
 
 
 _staging_bytes = 0
@@ -182,6 +209,12 @@ def record_host_wait(role: str, op: str, *, kind: str = "") -> None:
         _of(role, op, kind).host_waits += 1
 
 
+def record_repeats(role: str, op: str, segments: int, *, kind: str = "") -> None:
+    """Count segments that this rank sent as hashes, as the receivers keep them from the forward pass."""
+    with _lock:
+        _of(role, op, kind).repeats += segments
+
+
 def record_choice(role: str, op: str, what: str, text: str, *, kind: str = "") -> None:
     """Count the choice ``text`` of a schedule for messages like ``what``; the latest choice for such messages is kept."""
     with _lock:
@@ -236,9 +269,32 @@ def rows() -> list[Row]:
                 choices={what: (choice.latest, choice.count) for what, choice in counts.choices.items()},
                 more_choices=counts.more_choices,
                 host_waits=counts.host_waits,
+                repeats=counts.repeats,
             )
             for (role, op, kind), counts in sorted(_counts.items())
         ]
+
+
+def lossy() -> list[Lossy]:
+    """Return one entry per (role, op) with lossy frames, sorted. A snapshot."""
+    return [
+        Lossy(
+            role=role,
+            op=op,
+            codec=one.codec,
+            frames=one.frames,
+            error=lossy_counts.error(one.squares),
+            exact=dict(one.exact),
+            ratio=_ratio_of(role, op),
+        )
+        for (role, op), one in lossy_counts.snapshot().items()
+    ]
+
+
+def _ratio_of(role: str, op: str) -> float:
+    with _lock:
+        sent = [counts for key, counts in _counts.items() if key[:2] == (role, op)]
+        return ratio(sum(one.logical_bytes for one in sent), sum(one.wire_bytes for one in sent))
 
 
 def totals() -> Totals:
@@ -262,7 +318,7 @@ def since_last(reader: str) -> Increment:
     left out. The bytes of a kind are in those of its role too. Only the kinds of role ep count.
     """
     _count_late()
-    now = _Seen()
+    now = _Seen(squares=lossy_counts.squares_of_roles())
     with _lock:
         for (role, _, kind), counts in _counts.items():
             _add(now.roles, role, counts)
@@ -275,6 +331,7 @@ def since_last(reader: str) -> Increment:
         roles=_sent_since(now.roles, before.roles),
         kinds=_sent_since(now.kinds, before.kinds),
         differences=dict(now.differences - before.differences),
+        errors=lossy_counts.errors_between(before.squares, now.squares),
     )
 
 
@@ -303,3 +360,4 @@ def reset() -> None:
         _counts.clear()
         _seen.clear()
         _staging_bytes = 0
+    lossy_counts.clear()

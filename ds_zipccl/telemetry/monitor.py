@@ -8,7 +8,7 @@ _PREFIX = "Train/zipccl"
 
 
 def events(samples: int) -> list[tuple[str, float, int]]:
-    """Return (name, value, ``samples``) for the totals of this process, and for each role's ratio since the previous events.
+    """Return (name, value, ``samples``) for the totals of this process, and for each role's ratio and error since the events before.
 
     Args:
         samples: training samples so far, the axis of DeepSpeed's plots.
@@ -20,6 +20,9 @@ def events(samples: int) -> list[tuple[str, float, int]]:
         "ratio": totals["ratio"],
         "staging_bytes": totals["staging_bytes"],
     }
-    for role, sent in counters.since_last("events")["roles"].items():
+    found = counters.since_last("events")
+    for role, sent in found["roles"].items():
         values[f"{role}/ratio"] = sent["ratio"]
+    for role, error in found["errors"].items():
+        values[f"{role}/error"] = error
     return [(f"{_PREFIX}/{name}", float(value), samples) for name, value in values.items()]

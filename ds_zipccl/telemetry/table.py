@@ -1,11 +1,12 @@
-"""The counters as plain text: a table of roles and operations, and lines for memory, differences, owners, choices and host waits."""
+"""The counters as plain text: a table of roles and operations, and lines for memory, lossy frames, differences, owners, choices and host
+waits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from ds_zipccl.telemetry import counters
-from ds_zipccl.telemetry.counters import Row
+from ds_zipccl.telemetry.counters import Lossy, Row
 
 _HEADER = ("role", "op", "coded", "MB", "sent MB", "ratio", "passed", "MB", "why passed")
 _TEXTS = {0, 1, len(_HEADER) - 1}  # columns aligned to the left
@@ -20,7 +21,8 @@ def render() -> str:
     if totals["staging_bytes"]:
         lines.append(f"memory for frames: {totals['staging_bytes'] / 1e6:.1f} MB at most")
     lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(counters.memory().items())]
-    for facts in (_differences, _whole, _choices, _host_waits):
+    lines += map(_lossy, counters.lossy())
+    for facts in (_differences, _whole, _choices, _host_waits, _repeats):
         lines += [line for row in rows for line in facts(row)]
     return "\n".join(lines)
 
@@ -58,6 +60,20 @@ def _amounts(calls: int, logical_bytes: int, wire_bytes: int, ratio: float) -> t
     return str(calls), f"{logical_bytes / 1e6:.2f}", f"{wire_bytes / 1e6:.2f}", f"{ratio:.3f}"
 
 
+#: Reasons why a frame went exact that a line has in any case.
+_EXACT = ("not finite", "smaller")
+
+
+def _lossy(one: Lossy) -> str:
+    """Return the line of a lossy role and operation, such as "tp all_reduce: round mantissa 3, relative L2 error 0.0265 a rounding"."""
+    error = "no frame sampled" if one["error"] is None else f"relative L2 error {one['error']:.3g} a rounding"
+    said = [one["codec"] or "a lossy codec", error, f"ratio {one['ratio']:.2f}"]
+    counts = {**dict.fromkeys(_EXACT, 0), **one["exact"]}
+    (first, count), *more = counts.items()
+    exact = [f"{count} of {one['frames']} frames exact ({first})", *(f"{number} exact ({why})" for why, number in more)]
+    return f"{one['role']} {one['op']}: {', '.join(said)}; {', '.join(exact)}"
+
+
 def _differences(row: Row) -> Iterator[str]:
     """Yield a line where shards may go as differences: their number, and the reasons of the shards that went in full."""
     counts = dict(row["differences"])
@@ -87,3 +103,9 @@ def _host_waits(row: Row) -> Iterator[str]:
     if row["host_waits"]:
         calls = f" in {row['calls']} coded calls" if row["calls"] else ""
         yield f"{row['role']} {_call(row)}: the host waited {row['host_waits']} times for the device{calls}"
+
+
+def _repeats(row: Row) -> Iterator[str]:
+    """Yield a line where segments went as hashes."""
+    if row["repeats"]:
+        yield f"{row['role']} {_call(row)}: {row['repeats']} segments repeated the forward pass, and went as hashes"

@@ -71,7 +71,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
     """The root sends a frame of words that does not fit: of too few bytes, or damaged."""
     tensor = content("bfloat16", 300_001 if what == "odd" else 300_000)
 
-    def wrong(self: byte_words.ByteCoder, flat: torch.Tensor, buffers: object, base: object = None) -> torch.Tensor:
+    def wrong(self: byte_words.ByteCoder, flat: torch.Tensor, *more: object) -> torch.Tensor:
         words = flat[:300_000].view(torch.bfloat16)
         frame = compress(words[:-1] if what == "size" else words, shaped=False, checksum=False)
         if what == "damage":

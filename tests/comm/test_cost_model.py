@@ -13,9 +13,10 @@ import torch
 
 from ds_zipccl.bench import variants
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.lossy import Int, Round
 from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy import admission, cost_model, send_rules
-from ds_zipccl.policy.cost_model import VARIANTS, LinkProfile, predict
+from ds_zipccl.policy.cost_model import VARIANTS, LinkProfile, predict, typical_ratio
 
 PIECE_BYTES = 4 << 20
 
@@ -222,6 +223,13 @@ def test_only_what_is_clearly_slower_is_not_tried(share: float, dropped: str) ->
 def test_a_slow_codec_is_not_tried() -> None:
     slow = replace(line(1e-9), encode=1e8, decode=1e8)
     assert tried(GATHER, slow) == ["plain", "uncoded frames"]
+
+
+def test_frames_of_a_lossy_codec_are_predicted_by_its_own_ratio() -> None:
+    """On a slow link coded frames take as much less time as they are smaller."""
+    exact, rounded = (cost_model._coded_ratio(replace(GATHER, lossy=codec)) for codec in (None, Round(1)))
+    assert exact == typical_ratio(torch.bfloat16) and 3.0 < rounded < 3.5
+    assert cost_model._coded_ratio(replace(GATHER, lossy=Int(4))) == pytest.approx(16 / 4.125)
 
 
 def test_differences_are_predicted_to_shrink_most() -> None:

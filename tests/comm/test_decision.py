@@ -17,7 +17,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm import decision, execution
 from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.decision import _mixture, _remembered, decide, decision_memory
-from ds_zipccl.comm.execution import _may_meet, execute
+from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
 from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.tuner import Tuner, TunersBySize
@@ -198,7 +198,7 @@ def test_who_may_be_made_to_wait_for_others() -> None:
         (False, {"op": "reduce"}, False),
         (False, {"op": "reduce_scatter"}, True),
     ):
-        assert _may_meet(request_of(later=later, **more)) is meets, (later, more)
+        assert request_of(later=later, **more).may_meet() is meets, (later, more)
 
 
 PASS = Decision(False, "", "plain is faster")
@@ -212,12 +212,12 @@ class Tuning:
     def __init__(self, *plans: Decision) -> None:
         self.plans, self.log = list(plans), []  # type: ignore[var-annotated]
 
-    def next_plan(self, open_context: Any, token: Any) -> tuple[Decision, Any]:
-        self.log.append(("next", token))
+    def next_plan(self, open_context: Any, token: Any, *, meets: bool) -> tuple[Decision, Any]:
+        self.log.append(("next", token, meets))
         return self.plans.pop(0), self
 
-    def start(self, meet: bool) -> None:
-        self.log.append(("start", meet, self.nbytes))
+    def start(self) -> None:
+        self.log.append(("start", self.nbytes))
 
     def stop(self) -> None:
         self.log.append(("stop",))
@@ -243,20 +243,20 @@ def carried_out(
 def test_a_plain_call_is_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is of the whole message; bytes counted are those that this rank sends."""
     for later, more, start, stop in (
-        (False, {}, ("start", True, 8 * NUMEL), ("stop",)),
-        (True, {}, ("start", False, 8 * NUMEL), ("stop after", "handle")),
-        (False, {"numel": None, "inputs": [torch.ones(7)]}, ("start", True, 4 * NUMEL), ("stop",)),
+        (False, {}, ("start", 8 * NUMEL), ("stop",)),
+        (True, {}, ("start", 8 * NUMEL), ("stop after", "handle")),
+        (False, {"numel": None, "inputs": [torch.ones(7)]}, ("start", 4 * NUMEL), ("stop",)),
     ):
         counters.reset()
         tuner = Tuning(PASS)
         assert carried_out(monkeypatch, tuner, lambda *args: "handle", later, **more) == "handle"
-        assert tuner.log == [("next", "t"), start, stop]
+        assert tuner.log == [("next", "t", not later), start, stop]
         (row,) = counters.rows()
         assert (row["passed"], row["passed_bytes"], row["reasons"]) == (1, 4 * NUMEL, {PASS.reason: 1})
     counters.reset()
     tuner = Tuning(CODED)
     assert carried_out(monkeypatch, tuner, lambda *args: "handle") == "cascade frames True"
-    assert not counters.rows() and tuner.log == [("next", "t")] and tuner.nbytes == 8 * NUMEL
+    assert not counters.rows() and tuner.log == [("next", "t", True)] and tuner.nbytes == 8 * NUMEL
 
 
 def test_a_failure_on_the_way_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

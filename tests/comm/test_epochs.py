@@ -10,7 +10,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from kept import CONFIG, FULL, MISS, OTHER, SHARDS, VERSION, Rank
+from kept import CONFIG, FULL, MISS, OTHER, SHARDS, VERSION, Rank, refusing
 from tiers import mostly_full
 
 from ds_zipccl import comm
@@ -285,13 +285,7 @@ def refused(rank: int, ranks: int) -> None:
     """A rank that refuses a frame goes on, and the next gather goes in full for all ranks."""
     one = Rank(rank, ranks)
 
-    def damaged(frame: torch.Tensor, out: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
-        if rank == 0 and out.numel() == SHARDS[0]:
-            frame = frame.clone()
-            frame[4] = 9
-        return decompress(frame, out, *arguments, **more)
-
-    frames.decompress = damaged
+    frames.decompress = refusing(SHARDS[0]) if rank == 0 else decompress
     if rank == 0:
         with pytest.raises(comm.CommError, match="refused"):
             one.gather(0)

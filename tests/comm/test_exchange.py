@@ -44,6 +44,7 @@ class Context:
         self.coming: list[torch.Tensor] = []
         self.leases: list[PooledBuffers] = []
         self.exchanges: set[int] = set()
+        self.repeats = self.lossy = None
 
     def tag(self, index: int) -> int:
         return index
@@ -72,7 +73,7 @@ class Context:
         self.log.append(f"to {peer}")
         return Handle(f"sent to {peer}", self.log)
 
-    def compress(self, flat: torch.Tensor, buffers: PooledBuffers, base: torch.Tensor | None = None) -> torch.Tensor:
+    def compress(self, flat: torch.Tensor, buffers: PooledBuffers, *places: torch.Tensor | None) -> torch.Tensor:
         self.leases.append(buffers)
         frame = frame_of(float(flat[0]))
         return buffers.take(len(frame)).copy_(frame)
@@ -92,7 +93,7 @@ class Context:
 @pytest.fixture(autouse=True)
 def coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The context codes its frames itself."""
-    monkeypatch.setattr(pipeline, "FrameCoder", lambda ctx, uncoded, rows: ctx)
+    monkeypatch.setattr(pipeline, "FrameCoder", lambda ctx, uncoded, rows, exact: ctx)
 
 
 def exchange_on(ctx: Any, *, control: bool = False) -> Exchange:

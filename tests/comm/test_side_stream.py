@@ -18,6 +18,7 @@ import ds_zipccl
 from ds_zipccl import comm, tensors
 from ds_zipccl.comm import execution, host_staging, side_stream
 from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
+from ds_zipccl.comm.decision import Choice
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host_staging import HostStaging
 from ds_zipccl.comm.request import Request
@@ -25,6 +26,7 @@ from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameError
+from ds_zipccl.policy.admission import Decision
 
 #: Two chunks of 16 blocks and a part of one; small blocks, because the emulation is slow.
 NUMEL, BLOCK = 5000, 128
@@ -321,7 +323,7 @@ def test_the_copies_of_a_shadow_come_first(runtime: LazyRuntime, monkeypatch: py
     request = Request(
         "all_reduce", (), (flat,), None, False, config, "gradients", lambda *arguments: None, flat.numel(), 0.0
     )
-    choice: Any = type("Choice", (), {"timer": None, "decision": None})
+    choice = Choice(Decision(True, "raw", ""))
     execution._execute_coded(choice, request, Schedule())  # type: ignore[arg-type]
     assert done == ["copies", "ours"]
 

@@ -11,6 +11,7 @@ import torch
 from sim import launcher, streams, world
 from sim.device import mine
 
+from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm import host_staging, side_stream
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host_staging import HostStaging
@@ -74,6 +75,28 @@ def test_no_seed_finds_a_race(route: CudaRoute, seeds: int) -> None:
     for seed in range(seeds):
         got = world.run(round_trips, 1, seed=seed, modes=MODES[seed % len(MODES)], route=route)
         assert got.values == [[(2, 3), (2, 3), (1, 2)]]
+
+
+def hashes(rank: int, ranks: int) -> int:
+    """The hash of words whose decompression is queued; returns the waits of the host."""
+    side_stream._idle.clear()
+    there, wanted = torch.device("cuda", rank), words(1)
+    with torch.inference_mode():
+        flat = wanted.to(there)
+        out, staging, buffers = torch.zeros_like(flat), HostStaging(there, "auto"), PooledBuffers()
+        with staging.working():
+            (frame,) = staging.compress([flat], "cascade", BLOCK, buffers)
+            before = len(mine().counters.waits)
+            staging.decompress(frame, out, refused)
+            buffers.release()
+            assert staging.hash(out) == staging.hash(flat) == region_hash(wanted)
+            return len(mine().counters.waits) - before
+
+
+@pytest.mark.parametrize("seeds", [2, pytest.param(10, marks=pytest.mark.full(reason="more seeds"))])
+def test_hashes(route: CudaRoute, seeds: int) -> None:
+    for seed in range(seeds):
+        assert world.run(hashes, 1, seed=seed, modes=MODES[seed % len(MODES)], route=route).values == [2]
 
 
 def no_wait_for_the_caller(patch: pytest.MonkeyPatch) -> None:

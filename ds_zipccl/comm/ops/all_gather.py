@@ -21,10 +21,13 @@ from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.repeats import is_again
+from ds_zipccl.comm.request import Request, lossy_here
 from ds_zipccl.comm.schedules.gather import gather
+from ds_zipccl.comm.schedules.repeated import gathered_shards
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ def all_gather(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.all_gather``: ``tensor_list[r]`` becomes the ``tensor`` of rank r. All tensors have one shape."""
     ranks = group_size(group)
@@ -102,6 +106,9 @@ def all_gather(
         sent=tensor.numel() * (ranks - 1),
         uncompressed_call=uncompressed_call,
         problem=f"tensor_list must have {ranks} tensors of shape {tuple(tensor.shape)}, got {shapes}" if wrong else "",
+        again=is_again(config, role),
+        places=lambda ctx: [gathered_shards(ctx, [tensor.numel()] * ctx.size, tensor.element_size())],
+        lossy=lossy_here(lossy, (tensor.dtype, tensor.device), group, "all_gather", role),
     )
     return execute(decide(request), request, _GatherLists())
 
@@ -117,6 +124,7 @@ def all_gather_into_tensor(
     base: negotiation.Base | None = None,
     agreed: Sequence[Agreed] = (),
     uncompressed_call: Callable[[], Any] | None = None,
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.all_gather_into_tensor``: shard r of the output is the input of rank r.
 
@@ -132,8 +140,19 @@ def all_gather_into_tensor(
     request = request_shards(
         "all_gather_into_tensor", [output_tensor], [input_tensor], group, async_op, config, role, uncompressed_call
     )
+    request.lossy = lossy_here(lossy, (input_tensor.dtype, input_tensor.device), group, request.op, role)
+    if request.lossy is not None and (base is not None or agreed):
+        raise ValueError(
+            f"all_gather_into_tensor: got lossy={request.lossy} beside a base or agreed sizes, which are for parameters and exact; "
+            "leave one of them out"
+        )
     if base is not None:
         request.based, request.token = True, base.token()
+    else:
+        request.again = is_again(config, role)
+        request.places = lambda ctx: [
+            gathered_shards(ctx, [input_tensor.numel()] * ctx.size, input_tensor.element_size())
+        ]
     if agreed and sum(one.numel for one in agreed) != input_tensor.numel():
         raise ValueError(
             f"agreed: the parameters have {[one.numel for one in agreed]} elements, the input has {input_tensor.numel()}; "

@@ -17,15 +17,18 @@ from ds_zipccl.comm.device.levels import levels_of
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.repeats import Places, is_again
+from ds_zipccl.comm.request import Request, lossy_here
 from ds_zipccl.comm.schedules.gather import open_gather
 from ds_zipccl.comm.schedules.pipeline import Fragments, run_pipeline
 from ds_zipccl.comm.schedules.reduce_scatter import open_adder
+from ds_zipccl.comm.schedules.repeated import gathered_shards, summed_shards
 from ds_zipccl.comm.schedules.replicated import sum_alike
 from ds_zipccl.comm.shadow_check import Plain
-from ds_zipccl.comm.spans import cut
+from ds_zipccl.comm.spans import cut, length
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
 
 #: Kind of the sums of tensors that may be the same on all ranks: counters and the choice of a schedule tell them from other sums.
 _REPLICATED = "replicated"
@@ -86,6 +89,13 @@ class _Replicated:
         self.otherwise.enqueue(ctx, inputs, outputs)
 
 
+def _places(ctx: OpContext, numel: int, itemsize: int) -> Sequence[Places]:
+    """Return the segments of :class:`ReduceScatterGather`: contributions, then sums."""
+    chunk = ctx.transport.ring_chunk("all_reduce", numel, itemsize)
+    numels = [length(part) for part in cut(numel, chunk, ctx.size)]
+    return [places(ctx, numels, itemsize, exchanges=2) for places in (summed_shards, gathered_shards)]
+
+
 def all_reduce(
     tensor: torch.Tensor,
     op: Any = dist.ReduceOp.SUM,
@@ -96,6 +106,7 @@ def all_reduce(
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
     replicated: bool = False,
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.all_reduce``: in place, the same bits on every rank.
 
@@ -112,7 +123,7 @@ def all_reduce(
         return dist.all_reduce(outputs[0], op, group, later)
 
     kind = _REPLICATED if replicated else ""
-    return _all_reduce("all_reduce", [tensor], op, group, async_op, config, role, plain, uncompressed_call, kind)
+    return _all_reduce("all_reduce", [tensor], op, group, async_op, config, role, plain, uncompressed_call, lossy, kind)
 
 
 def all_reduce_coalesced(
@@ -124,6 +135,7 @@ def all_reduce_coalesced(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.all_reduce_coalesced``: one all-reduce over the tensors laid end to end, in place."""
 
@@ -131,7 +143,9 @@ def all_reduce_coalesced(
         handle = dist.all_reduce_coalesced(list(outputs), op, group, later)
         return JoinedWork("all_reduce_coalesced", [handle], outputs) if handle is not None else None
 
-    return _all_reduce("all_reduce_coalesced", tensors, op, group, async_op, config, role, plain, uncompressed_call)
+    return _all_reduce(
+        "all_reduce_coalesced", tensors, op, group, async_op, config, role, plain, uncompressed_call, lossy
+    )
 
 
 def _all_reduce(
@@ -144,11 +158,14 @@ def _all_reduce(
     role: str,
     plain: Plain,
     uncompressed_call: Callable[[], Any] | None,
+    lossy: LossyCodec | None,
     kind: str = "",
 ) -> Any:
     ranks = group_size(group)
     numel = sum(tensor.numel() for tensor in tensors)
-    reduction, tolerance, nodes = arithmetic(tensors[0].device.type if tensors else "", op, group, config, role)
+    lossy = lossy_here(lossy, next(((one.dtype, one.device) for one in tensors), None), group, name, role)
+    device = tensors[0].device.type if tensors else ""
+    reduction, tolerance, nodes = arithmetic(device, op, group, config, role, lossy)
     request = Request(
         name,
         [],
@@ -167,6 +184,9 @@ def _all_reduce(
         plain_sums=reduction.plain,
         memory_order=name == "all_reduce",  # the plain all-reduce of several tensors lays copies end to end
         kind=kind,
+        again=is_again(config, role),
+        places=lambda ctx: _places(ctx, numel, tensors[0].element_size()),
+        lossy=lossy,
     )
     schedule = ReduceScatterGather(reduction, nodes)
     return execute(decide(request), request, _Replicated(schedule) if kind else schedule)

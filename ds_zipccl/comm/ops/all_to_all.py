@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,14 @@ from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.frames import Rows, rows_of
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.repeats import is_again
+from ds_zipccl.comm.request import Request, lossy_here
 from ds_zipccl.comm.schedules.all_to_all_by_node import exchange_by_node
 from ds_zipccl.comm.schedules.pipeline import Fragments, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.schedules.repeated import segments_of
 from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
+from ds_zipccl.policy import admission
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class _ExchangeSegments:
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         rows, places = rows_of(ctx, self.row_width, self.kind), outputs[0].split(self.coming)
         if ctx.nodes:
-            exchange_by_node(ctx, inputs[0], self.leaving, places, self.even, rows)
+            exchange_by_node(ctx, inputs[0], self.leaving, places, self.even, rows, _is_small(ctx, inputs))
         else:
             _exchange_segments(ctx, inputs[0].split(self.leaving), places, rows)
 
@@ -66,11 +71,15 @@ def _exchange_segments(
     ctx: OpContext, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], rows: Rows | None
 ) -> None:
     sources = detached(inputs, outputs, outputs)
+    exact = _is_small(ctx, inputs)
     leaving, coming = Fragments(ctx, sources), Fragments(ctx, [outputs[peer] for peer in ctx.peers])
     outputs[ctx.rank].copy_(sources[ctx.rank])
-    with open_exchange(ctx, rows=rows) as exchange:
+    with open_exchange(ctx, rows=rows, exact=exact) as exchange:
+        for peer in ctx.peers:
+            exchange.announce(leaving[peer], peer)
         # A frame refers to rows of earlier frames. In the home of a segment, an arriving fragment writes over them.
         lasting = [peer for peer in ctx.peers if sources[peer].data_ptr() != outputs[peer].data_ptr()]
+        lasting = [peer for peer in lasting if not exchange.goes_as_hashes(peer)]
         sent_rows = exchange.search_rows({peer: sources[peer] for peer in lasting})
         received = dict.fromkeys(ctx.peers, 0)  # elements
 
@@ -90,6 +99,11 @@ def _exchange_segments(
             sent_rows.release()
 
 
+def _is_small(ctx: OpContext, inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether the tensors that this rank sends are too small to be lossy. Ranks may differ: a frame tells its values."""
+    return admission.is_small(sum(flat.nbytes for flat in inputs), ctx.config)
+
+
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
@@ -101,6 +115,7 @@ def all_to_all(
     uncompressed_call: Callable[[], Any] | None = None,
     row_width: int | None = None,
     kind: str = "",
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.all_to_all``: ``input_tensor_list[r]`` goes to rank r. Sizes may differ, even where gloo refuses them.
 
@@ -123,6 +138,11 @@ def all_to_all(
         plain_fits=False,  # gloo refuses sizes that differ
         row_width=_row_width(input_tensor_list) if row_width is None else row_width,
         kind=kind,
+        again=is_again(config, role),
+        places=functools.partial(segments_of, leaving, coming),
+        lossy=lossy_here(
+            lossy, next(((one.dtype, one.device) for one in input_tensor_list), None), group, "all_to_all", role
+        ),
     )
     return execute(decide(request), request, _ExchangeLists(request.row_width, kind))
 
@@ -140,6 +160,7 @@ def all_to_all_single(
     uncompressed_call: Callable[[], Any] | None = None,
     row_width: int | None = None,
     kind: str = "",
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.all_to_all_single``: rows of dimension 0 go to other ranks, in equal parts or by the split sizes.
 
@@ -173,6 +194,9 @@ def all_to_all_single(
         problem=_unsplit(input, leaving) or _unsplit(output, coming) or _misfit(leaving, coming, group),
         row_width=_row_width([input]) if row_width is None else row_width,
         kind=kind,
+        again=is_again(config, role),
+        places=functools.partial(segments_of, leaving, coming),
+        lossy=lossy_here(lossy, (input.dtype, input.device), group, "all_to_all_single", role),
     )
     schedule = _ExchangeSegments(leaving, coming, even, request.row_width, kind)
     return execute(decide(request), request, schedule)

@@ -14,21 +14,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import tensors
+from ds_zipccl import codecs, tensors
 from ds_zipccl.comm import work
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide_message
 from ds_zipccl.comm.execution import logical_order
 from ds_zipccl.comm.group_state import group_rank, group_state, is_member, resolve_group
+from ds_zipccl.comm.lossy_frames import project_alone
 from ds_zipccl.comm.ops import p2p_choice, p2p_known
 from ds_zipccl.comm.ops.p2p_known import Receipt
 from ds_zipccl.comm.ops.p2p_message import Incoming, Outgoing
+from ds_zipccl.comm.request import lossy_here
 from ds_zipccl.comm.schedules.pipeline import abandon
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.comm.work import PostedWork, Work
 from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
@@ -46,8 +49,10 @@ def send(
     *,
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
+    lossy: LossyCodec | None = None,
 ) -> None:
-    """``torch.distributed.send``: blocks until the frames are sent.
+    """``torch.distributed.send``: blocks until the frames are sent. ``lossy``: the receiver gets the values that this codec makes of the
+    tensor's, and names no codec.
 
     Raises:
         ValueError: the destination is this rank itself.
@@ -56,7 +61,7 @@ def send(
         raise ValueError(
             f"send: wanted another rank as destination, got this rank itself, {dist.get_rank(group)}; copy the tensor"
         )
-    if (work := _send(tensor, dst, group, tag, group_dst, config, role, bounded=True)) is not None:
+    if (work := _send(tensor, dst, group, tag, group_dst, config, role, lossy, bounded=True)) is not None:
         work.wait()
 
 
@@ -91,10 +96,11 @@ def isend(
     *,
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.isend``: compresses and posts on the calling thread, without blocking on the peer. ``tensor`` may be overwritten
     afterwards: the handle has the whole message in memory until it is sent."""
-    return _send(tensor, dst, group, tag, group_dst, config, role, bounded=False)
+    return _send(tensor, dst, group, tag, group_dst, config, role, lossy, bounded=False)
 
 
 def irecv(
@@ -123,6 +129,7 @@ def _send(
     group_dst: int | None,
     config: ZipcclConfig,
     role: str,
+    lossy: LossyCodec | None,
     *,
     bounded: bool,
 ) -> Any:
@@ -132,17 +139,21 @@ def _send(
     group = resolve_group(group)
     peer = group_rank(group, dst, group_dst)
     to = dist.get_global_rank(group, peer)
+    lossy = lossy_here(lossy, (tensor.dtype, tensor.device), group, "send", role)
     decision = _decide("send", tensor, group, tag, peer, config, role)
     if not decision.frames:
         counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), decision.reason)
+        if lossy is not None and decision.reason == PassReason.LINK_IS_FASTER.value:
+            tensor = project_alone(tensor, lossy, group, "send", role, config.route)  # values must not depend on times
         return dist.isend(tensor, to, group, tag)
     first = TagRange.POINT_TO_POINT + tag
-    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first)
+    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first, lossy=lossy)
     doing, beside = f"sending to global rank {to}", None
     with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), ctx.working():
         flat = logical_order(tensor.resolve_conj().resolve_neg())  # the words that the receiver reads
         if config.check == "shadow":
-            beside = dist.isend(flat.clone(), to, group, TagRange.SHADOW + tag)
+            carried = flat.clone() if lossy is None else codecs.project(flat, lossy)
+            beside = dist.isend(carried, to, group, TagRange.SHADOW + tag)
         message = Outgoing(ctx, flat, peer, bounded, p2p_choice.next_way(ctx, peer, flat))
         known = p2p_known.remembers(flat.dtype, flat.numel(), tag, config)
         with _kept_on_error(message):

@@ -164,7 +164,10 @@ class Outgoing:
 
     def _body_kind(self) -> Body:
         uncoded = self._way.uncoded or (self._ctx.codec == "raw" and self._flat.dtype != torch.bool)
-        return Body.BYTES if uncoded and self._ctx.staging is None else Body.FRAMES
+        whole = (
+            uncoded and self._ctx.staging is None and not self._coder.lossy
+        )  # projected values would need memory for all
+        return Body.BYTES if whole else Body.FRAMES
 
     def _post_rest(self, announcement: Announcement | None) -> None:
         if announcement is None:

@@ -14,9 +14,10 @@ from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.request import Request, lossy_here
 from ds_zipccl.comm.schedules.reduce_scatter import reduce_scatter
 from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ def reduce(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.reduce``: the sum goes in place to global rank ``dst`` or group rank ``group_dst``. Other ranks keep their
     tensors."""
@@ -52,7 +54,8 @@ def reduce(
     root = group_rank(group, dst, group_dst)
     root_globally = dist.get_global_rank(resolve_group(group), root)
     adds = dist.get_rank(group) == root
-    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config, role)
+    lossy = lossy_here(lossy, (tensor.dtype, tensor.device), group, "reduce", role)
+    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config, role, lossy)
     request = Request(
         "reduce",
         [] if adds else [tensor],
@@ -69,6 +72,7 @@ def reduce(
         tolerance=tolerance,
         nodes=nodes,
         plain_sums=reduction.plain,
+        lossy=lossy,
         memory_order=True,
     )
     return execute(decide(request), request, _ToRoot(root, reduction))

@@ -18,10 +18,13 @@ from ds_zipccl.comm.device.sums import Part
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.repeats import is_again
+from ds_zipccl.comm.request import Request, lossy_here
 from ds_zipccl.comm.schedules.reduce_scatter import reduce_scatter as scatter_sums
+from ds_zipccl.comm.schedules.repeated import summed_shards
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ def reduce_scatter_tensor(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.reduce_scatter_tensor``: the output of rank r is the sum of shard r of all inputs.
 
@@ -87,7 +91,8 @@ def reduce_scatter_tensor(
         call = uncompressed_call or (lambda: dist.reduce_scatter_tensor(output, input, op, group, async_op))
         return pass_small("reduce_scatter_tensor", role, sent_to_peers(input.nbytes, group), call)
     ranks = group_size(group)
-    reduction, tolerance, nodes = arithmetic(output.device.type, op, group, config, role)
+    lossy = lossy_here(lossy, (input.dtype, input.device), group, "reduce_scatter_tensor", role)
+    reduction, tolerance, nodes = arithmetic(output.device.type, op, group, config, role, lossy)
     wrong = output.numel() * ranks != input.numel()
     problem = f"input must have {ranks} times {output.numel()} elements of output, got {input.numel()}"
     request = Request(
@@ -107,7 +112,10 @@ def reduce_scatter_tensor(
         tolerance=tolerance,
         nodes=nodes,
         plain_sums=reduction.plain,
+        lossy=lossy,
         flat=True,
+        again=is_again(config, role),
+        places=lambda ctx: [summed_shards(ctx, [output.numel()] * ctx.size, output.element_size())],
     )
     return execute(decide(request), request, _EqualShards(reduction, nodes))
 
@@ -122,10 +130,12 @@ def reduce_scatter(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
+    lossy: LossyCodec | None = None,
 ) -> Any:
     """``torch.distributed.reduce_scatter``: the output of rank r is the sum of ``input_list[r]`` of all ranks. Sizes may differ."""
     ranks, rank = group_size(group), dist.get_rank(group)
-    reduction, tolerance, nodes = arithmetic(output.device.type, op, group, config, role)
+    lossy = lossy_here(lossy, (output.dtype, output.device), group, "reduce_scatter", role)
+    reduction, tolerance, nodes = arithmetic(output.device.type, op, group, config, role, lossy)
     sizes = [tensor.numel() for tensor in input_list]
     wrong = len(sizes) != ranks or sizes[rank] != output.numel()
     problem = f"input_list must have {ranks} tensors, the one of this rank of {output.numel()} elements, got {sizes}"
@@ -146,5 +156,8 @@ def reduce_scatter(
         tolerance=tolerance,
         nodes=nodes,
         plain_sums=reduction.plain,
+        again=is_again(config, role),
+        places=lambda ctx: [summed_shards(ctx, sizes, output.element_size())],
+        lossy=lossy,
     )
     return execute(decide(request), request, _ListedShards(reduction, nodes))

@@ -24,12 +24,13 @@ from ds_zipccl.comm.execution import execute, is_small, memory_order, pass_small
 from ds_zipccl.comm.group_state import group_size, group_streams, is_member
 from ds_zipccl.comm.ops.all_reduce import ReduceScatterGather
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.request import Request, Schedule
+from ds_zipccl.comm.request import Request, Schedule, lossy_here
 from ds_zipccl.comm.schedules.pipeline import Fragments, SpanView, open_exchange, run_pipeline
 from ds_zipccl.comm.schedules.reduce_scatter import open_adder
 from ds_zipccl.comm.spans import common, cut, length
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.policy import wire
 
 NAME = "reduce_to_owners"
@@ -79,7 +80,7 @@ class _ByShards:
         shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
         with (
             open_adder(ctx, shards, self.reduction, [slices[ctx.rank]], chunk) as adder,
-            open_exchange(ctx, len(adder.stages)) as coming,
+            open_exchange(ctx, len(adder.stages), exact=True) as coming,  # one rounding, and equal sums at all owners
         ):
 
             def parts(adding: int, step: int, owner: int) -> list[torch.Tensor]:
@@ -122,13 +123,20 @@ class _ToAll:
 
 
 def _schedule(
-    spans: Sequence[Sequence[slice]], numel: int, nodes: Sequence[Sequence[int]], reduction: Reduction
+    spans: Sequence[Sequence[slice]],
+    numel: int,
+    nodes: Sequence[Sequence[int]],
+    reduction: Reduction,
+    one_summer: bool = False,
 ) -> Schedule:
     """Return the schedule of a sum of ``numel`` elements. ``spans[r]``: the slices that rank r owns; ``nodes``: the ranks of each node if
-    the sum goes in two levels. Then the links between nodes are the slow ones, and the owners of a node share them."""
+    the sum goes in two levels. Then the links between nodes are the slow ones, and the owners of a node share them. ``one_summer``: one
+    rank alone sums an element, because owners that sum by themselves would get different sums: their own part is exact."""
     owned = [sum(map(length, slices)) for slices in spans]
     if nodes:
         owned = [sum(owned[rank] for rank in ranks) for ranks in nodes]
+    if one_summer and not _disjoint(spans):
+        return _ByShards(spans, reduction)
     if wire.straight_to_owners(owned, numel):
         return _Straight(spans, reduction)
     if nodes and max(owned) > numel:
@@ -149,7 +157,8 @@ class _ToOwners:
     op: Any
 
     def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        _schedule(self.spans, self.numel, self.nodes, self.reduction).run(ctx, inputs, outputs)
+        one_summer = ctx.lossy is not None
+        _schedule(self.spans, self.numel, self.nodes, self.reduction, one_summer).run(ctx, inputs, outputs)
 
     def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         (whole,) = inputs
@@ -180,6 +189,7 @@ def reduce_to_owners(
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
     uncompressed_call: Callable[[], Any] | None = None,
+    lossy: LossyCodec | None = None,
 ) -> None:
     """``torch.distributed.all_reduce`` in place, in which every rank needs only the slices that it owns. Blocks.
 
@@ -207,7 +217,8 @@ def reduce_to_owners(
         pass_small(NAME, role, 2 * sent_to_peers(tensor.nbytes, group), call)
         return
     own, disjoint = spans[rank], _disjoint(spans)
-    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config, role)
+    lossy = lossy_here(lossy, (tensor.dtype, tensor.device), group, NAME, role)
+    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config, role, lossy)
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         dist.all_reduce(inputs[0], op, group)
@@ -234,6 +245,7 @@ def reduce_to_owners(
         plain_sums=reduction.plain and not (disjoint and group_streams(group, tensor.device.type)),
         memory_order=True,
         sends_less=True,
+        lossy=lossy,
     )
     execute(decide(request), request, _ToOwners(spans, tensor.numel(), nodes, reduction, disjoint, op))
 

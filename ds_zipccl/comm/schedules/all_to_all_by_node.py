@@ -35,11 +35,13 @@ def exchange_by_node(
     outputs: Sequence[torch.Tensor],
     even: bool,
     rows: Rows | None = None,
+    exact: bool = False,
 ) -> None:
     """Send the segments of ``whole``, ``leaving[r]`` elements to rank r, and write the segment from rank r to ``outputs[r]``. Blocks.
 
     All tensors are flat. All nodes of ``ctx.nodes`` have the same number of ranks. ``even``: all segments of all ranks are equal. ``rows``:
-    see :func:`ds_zipccl.comm.frames.rows_of`.
+    see :func:`ds_zipccl.comm.frames.rows_of`. ``exact``: this rank sends values as they are, whatever the operation allows. Segments are
+    laid end to end, so that a lossy codec must round each value by itself.
 
     Raises:
         CommError: as any exchange; and a rank sends other sizes than the ranks of this node expect.
@@ -51,8 +53,8 @@ def exchange_by_node(
     buffers = PooledBuffers()
     with (
         open_exchange(ctx, 0, control=True, uncoded=True) as control,
-        open_exchange(ctx, 1, rows=rows) as across,
-        open_exchange(ctx, 2, uncoded=True) as inside,
+        open_exchange(ctx, 1, rows=rows, exact=exact) as across,
+        open_exchange(ctx, 2, uncoded=True, exact=exact) as inside,
         open_exchange(ctx, 3, control=True, uncoded=True) as onward,
     ):
         sizes = _Sizes(ctx, control, sources, outputs, even)

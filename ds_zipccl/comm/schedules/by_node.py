@@ -17,7 +17,7 @@ class NodeGather:
     """
 
     def __init__(self, ctx: OpContext, across: Exchange, inside: Exchange, coming: Sequence[Fragments]) -> None:
-        self._across, self._inside, self._coming = across, inside, coming
+        self._across, self._inside, self._coming, self._own = across, inside, coming, coming[ctx.rank]
         mine = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
         self._neighbors = [rank for rank in mine if rank != ctx.rank]
         # rank of this node -> the ranks of other nodes whose shards it receives and forwards
@@ -40,7 +40,7 @@ class NodeGather:
 
     def send(self, leaving: Fragments, bases: Fragments, step: int) -> None:
         """Send the own fragments of a step."""
-        send_own(self._across, leaving, bases, step, [*self._received, *self._neighbors])
+        send_own(self._across, leaving, bases, step, [*self._received, *self._neighbors], self._own)
 
     def _forward(self, step: int) -> None:
         self._inside.next_step()

@@ -33,8 +33,15 @@ class ByteCoder(FrameCoder):
         super().__init__(ctx)
         self._uncoded = FrameCoder(ctx, uncoded=True)  # bytes that are no words say nothing about the next message
 
-    def compress(self, flat: torch.Tensor, buffers: PooledBuffers, base: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a frame of ``flat`` or of its words, in memory of ``buffers``. ``base`` is not used: bytes of a broadcast have none."""
+    def compress(
+        self,
+        flat: torch.Tensor,
+        buffers: PooledBuffers,
+        base: torch.Tensor | None = None,
+        own_place: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return a frame of ``flat`` or of its words, in memory of ``buffers``. ``base`` and ``own_place`` are not used: bytes of a
+        broadcast have no base, and are exact."""
         dtype = self._words_of(flat)
         if dtype is not None:
             frame = super().compress(_viewed(flat, dtype), buffers)

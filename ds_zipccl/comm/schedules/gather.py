@@ -34,6 +34,8 @@ def gather(
             gathering.send(leaving, bases, step)
 
         run_pipeline(leaving.steps, post, *gathering.stages)
+    if ctx.lossy is not None:
+        return  # the own places have the values of the own frames
     for source, place in zip(sources, places[ctx.rank], strict=True):
         place.copy_(source)
 
@@ -53,7 +55,7 @@ class FlatGather:
     """The steps of a gather. A step begins with :meth:`expect` and :meth:`send`; ``stages`` follow, see :func:`.pipeline.run_pipeline`."""
 
     def __init__(self, ctx: OpContext, exchange: Exchange, coming: Sequence[Fragments]) -> None:
-        self._exchange, self._coming, self._peers = exchange, coming, ctx.peers
+        self._exchange, self._coming, self._peers, self._own = exchange, coming, ctx.peers, coming[ctx.rank]
 
     @property
     def stages(self) -> tuple[Callable[[int], None], ...]:
@@ -70,7 +72,7 @@ class FlatGather:
 
     def send(self, leaving: Fragments, bases: Fragments, step: int) -> None:
         """Send the own fragments of a step. ``leaving`` and ``bases``: as in :func:`.pipeline.send_own`."""
-        send_own(self._exchange, leaving, bases, step, self._peers)
+        send_own(self._exchange, leaving, bases, step, self._peers, self._own)
 
     def _take(self, step: int) -> None:
         for peer in self._peers:

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
+from ds_zipccl.codecs.known import FRAME_BYTES, known_frame
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.frames import FrameCoder, Rows
+from ds_zipccl.comm.schedules.repeated import RepeatedSegments
 from ds_zipccl.comm.schedules.sent_rows import SentRows
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import parse
@@ -93,14 +95,20 @@ class _Posted(NamedTuple):
 
 @contextmanager
 def open_exchange(
-    ctx: OpContext, index: int = 0, *, control: bool = False, uncoded: bool = False, rows: Rows | None = None
+    ctx: OpContext,
+    index: int = 0,
+    *,
+    control: bool = False,
+    uncoded: bool = False,
+    rows: Rows | None = None,
+    exact: bool = False,
 ) -> Iterator[Exchange]:
     """Open an exchange; leaving blocks until every send is done. After an error the exchange waits for nothing and raises at once.
 
     ``control``: the messages are not part of the tensors, and plain collectives do not send them; they count as wire bytes only.
-    ``uncoded``: all frames are raw. ``rows``: see :class:`ds_zipccl.comm.frames.FrameCoder`.
+    ``uncoded``, ``rows``, ``exact``: see :class:`ds_zipccl.comm.frames.FrameCoder`; control messages are exact.
     """
-    exchange = Exchange(ctx, index, control, uncoded, rows)
+    exchange = Exchange(ctx, index, control, uncoded, rows, exact or control)
     try:
         yield exchange
         exchange.flush()
@@ -118,9 +126,16 @@ class Exchange:
     """The frames of one tag. Frames of one pair of ranks arrive in the order of sending; empty tensors are not sent."""
 
     def __init__(
-        self, ctx: OpContext, index: int, control: bool, uncoded: bool = False, rows: Rows | None = None
+        self,
+        ctx: OpContext,
+        index: int,
+        control: bool,
+        uncoded: bool = False,
+        rows: Rows | None = None,
+        exact: bool = False,
     ) -> None:
-        self._ctx, self._coder, self._control, self._rows = ctx, FrameCoder(ctx, uncoded, rows), control, rows
+        self._ctx, self._coder, self._control, self._rows = ctx, FrameCoder(ctx, uncoded, rows, exact), control, rows
+        self._repeated = RepeatedSegments(ctx.repeats, index, self._coder) if ctx.repeats is not None else None
         self._tag = ctx.tag(index)
         self._sends: deque[list[_Posted]] = deque([[]])
         self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
@@ -143,11 +158,30 @@ class Exchange:
                 handle = self._ctx.transport.post_recv(buffer, peer, self._tag)
             self._receives[peer].append(_Posted(peer, handle, buffer, buffers))
 
-    def send(self, flat: torch.Tensor, *peers: int, base: torch.Tensor | None = None) -> None:
+    def announce(self, fragments: Sequence[torch.Tensor], *peers: int) -> None:
+        """Begin a segment for each of ``peers``, before its first fragment is sent. All fragments hold their words now. In an operation
+        whose segments are kept, every segment is announced; otherwise nothing happens."""
+        some = [fragment for fragment in fragments if fragment.numel()]
+        if self._repeated is not None and some:
+            self._repeated.announce(some, peers)
+
+    def goes_as_hashes(self, peer: int) -> bool:
+        """Return whether the announced segment for ``peer`` repeats one that the peer keeps, so that its fragments go as hashes."""
+        return self._repeated is not None and self._repeated.goes_as_hashes(peer)
+
+    def send(
+        self,
+        flat: torch.Tensor,
+        *peers: int,
+        base: torch.Tensor | None = None,
+        own_place: torch.Tensor | None = None,
+    ) -> None:
         """Compress ``flat`` once and post the frame to every peer. With ``base``, which all peers hold, the frame is a difference.
-        ``flat`` may be overwritten afterwards."""
+        ``flat`` may be overwritten afterwards. ``own_place``: see :meth:`ds_zipccl.comm.frames.FrameCoder.compress`."""
         if flat.numel():
-            frame = self._coder.compress(flat, buffers := PooledBuffers(), base)
+            peers = tuple(peer for peer in peers if not self._send_hash(flat, peer))
+        if flat.numel() and peers:
+            frame = self._coder.compress(flat, buffers := PooledBuffers(), base, own_place)
             self._post(frame, flat.nbytes, peers, buffers)
 
     def search_rows(self, segments: Mapping[int, torch.Tensor]) -> SentRows | None:
@@ -158,7 +192,7 @@ class Exchange:
     def send_each(self, flats: Sequence[torch.Tensor], peers: Sequence[int], rows: SentRows | None = None) -> None:
         """Send ``flats[peer]`` to each of ``peers``, in this order. Small tensors are compressed in one call, large tensors one by one.
         ``rows``: the tensors are the next parts of its segments."""
-        chosen = [peer for peer in peers if flats[peer].numel()]
+        chosen = [peer for peer in peers if flats[peer].numel() and not self._send_hash(flats[peer], peer)]
         if rows is not None:
             chosen = [peer for peer in chosen if not self._send_rows(rows, flats[peer], peer)]
         if wire.encode_together([flats[peer].nbytes for peer in chosen]):
@@ -169,12 +203,30 @@ class Exchange:
             for peer in chosen:
                 self.send(flats[peer], peer)
 
+    def _send_hash(self, flat: torch.Tensor, peer: int) -> bool:
+        """Send the hash of the next fragment of a segment that goes as hashes; return False where the fragment goes in full."""
+        digest = None if self._repeated is None else self._repeated.next_hash(peer)
+        if digest is None:
+            return False
+        buffers = PooledBuffers()
+        frame = known_frame(flat.dtype, flat.numel(), digest, buffers.take(FRAME_BYTES))
+        self._post(frame, flat.nbytes, [peer], buffers)
+        return True
+
     def _send_rows(self, rows: SentRows, flat: torch.Tensor, peer: int) -> bool:
         """Send the next part of a segment as a row frame; return False where an ordinary frame is as good."""
         frame = rows.frame(peer, flat, buffers := PooledBuffers())
+        if frame is not None and self._coder.lossy:  # literal rows of a row frame are coded without loss
+            ordinary = self._coder.compress(flat, others := PooledBuffers())
+            if ordinary.nbytes <= frame.nbytes:
+                buffers.release()
+                self._post(ordinary, flat.nbytes, [peer], others)
+                return True
+            others.release()
         if frame is None:
             buffers.release()
             return False
+        rows.note_sent()
         self._post(frame, flat.nbytes, [peer], buffers)
         return True
 
@@ -192,7 +244,10 @@ class Exchange:
         a frame that is a difference. ``earlier``: the received part of the segment, directly in front of ``out`` in memory."""
         if out.numel():
             with self._arrived(peer) as posted:
-                self._coder.decompress(posted.frame, peer, out, base, earlier)
+                if self._repeated is None:
+                    self._coder.decompress(posted.frame, peer, out, base, earlier)
+                else:
+                    self._repeated.decompress(posted.frame, peer, out, earlier)
         return out
 
     def forward(self, peer: int, out: torch.Tensor, to: Exchange, peers: Sequence[int]) -> None:
@@ -208,7 +263,8 @@ class Exchange:
         arrives."""
         if sums.numel():
             with self._arrived(peer) as posted:
-                self._coder.decompress_add(posted.frame, peer, dtype, sums)
+                add = self._coder.decompress_add if self._repeated is None else self._repeated.decompress_add
+                add(posted.frame, peer, dtype, sums)
 
     def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
         """Add flat ``values`` of this rank to flat ``sums`` of the same dtype or float32."""
@@ -258,11 +314,15 @@ class Received:
         self._exchange.add(taken, sums)
 
 
-def send_own(exchange: Exchange, leaving: Fragments, bases: Fragments, step: int, peers: Sequence[int]) -> None:
-    """Send the own fragments of a step to ``peers``, as differences if ``bases`` has a tensor. Only a single tensor may have a base."""
+def send_own(
+    exchange: Exchange, leaving: Fragments, bases: Fragments, step: int, peers: Sequence[int], places: Fragments
+) -> None:
+    """Send the own fragments of a step to ``peers``, as differences if ``bases`` has a tensor. Only a single tensor may have a base.
+    ``places``: the own places, which get the values of lossy frames, so that all ranks have the same."""
     base = next(iter(bases.at(step)), None)
-    for fragment in leaving.at(step):
-        exchange.send(fragment, *peers, base=base)
+    for fragment, place in zip(leaving.at(step), places.at(step), strict=True):
+        exchange.announce([fragment], *peers)
+        exchange.send(fragment, *peers, base=base, own_place=place)
 
 
 def detached(

@@ -86,6 +86,8 @@ class ShardAdder:
         self._own.append(fragments[self._ctx.rank])
         for peer in self._ctx.peers:
             self._exchange.post_recv(peer, fragments[self._ctx.rank])
+        for peer in self._ctx.peers:
+            self._exchange.announce([fragments[peer]], peer)
         self._exchange.send_each(fragments, self._ctx.peers[::-1])
 
     def take(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, list[slice]]:

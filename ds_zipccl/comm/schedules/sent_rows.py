@@ -22,11 +22,13 @@ class SentRows:
     """The rows of the segments of one operation, searched at once. ``segments``: group rank of the receiver -> flat contiguous CPU tensor,
     which must not change before its last frame. One search counts for all segments: a peer whose rows do not repeat switches off no other.
     Searches take 12 to 20 bytes of memory for each row, until :meth:`release`, and at most ``staging_mib`` in all.
+    A lossy codec adds a copy of the segments with the values that travel; then no row goes as a scaled one.
     """
 
     def __init__(self, ctx: OpContext, coder: FrameCoder, rows: Rows, segments: Mapping[int, torch.Tensor]) -> None:
         self._ctx, self._coder, self._rows = ctx, coder, rows
         self._memory = ctx.state.row_memory
+        self._name = "lossy repeats" if coder.lossy else "repeats"  # of the backoff
         self._buffers = PooledBuffers()
         searched = {peer: words for peer, words in segments.items() if _is_worth_it(words, rows.width)}
         if not row_rules.search_fits(
@@ -34,7 +36,7 @@ class SentRows:
         ):
             searched = {}
         self._searched = self._sent = False
-        fitting = self._fitting(searched)
+        fitting = {} if coder.lossy else self._fitting(searched)
         self._segments = self._search(searched, fitting)
         self._at = dict.fromkeys(self._segments, 0)
 
@@ -45,14 +47,16 @@ class SentRows:
             return None
         begin = self._at[peer]
         self._at[peer] = begin + flat.numel()
-        found = self._coder.compress_rows(self._segments[peer], begin, flat, buffers)
-        self._sent |= found is not None
-        return found
+        return self._coder.compress_rows(self._segments[peer], begin, flat, buffers)
+
+    def note_sent(self) -> None:
+        """Note that a row frame has been sent."""
+        self._sent = True
 
     def release(self) -> None:
         """Give the memory of the searches back, after the last frame, and note whether a search has saved anything."""
         if self._searched:
-            self._memory.backoff("repeats", self._rows.kind).note(self._sent)
+            self._memory.backoff(self._name, self._rows.kind).note(self._sent)
         self._segments.clear()
         self._buffers.release()
 
@@ -60,17 +64,18 @@ class SentRows:
         self, searched: Mapping[int, torch.Tensor], fitting: Mapping[int, torch.Tensor]
     ) -> dict[int, RowSegment]:
         """Return the segments that have repeated or scaled rows, and remember the maps of the repeated ones."""
-        backoff = self._memory.backoff("repeats", self._rows.kind)
+        backoff = self._memory.backoff(self._name, self._rows.kind)
         if not searched or (backoff.skips() and not fitting):
             return {}
         self._searched = True
         found = {}
         for peer, words in searched.items():
-            segment = self._coder.row_segment(words, self._rows.width, self._buffers)
+            carried = self._coder.carried(words, self._buffers)
+            segment = self._coder.row_segment(carried, self._rows.width, self._buffers)
             repeats = segment.find()
             if peer in fitting:
                 segment.scale_by(fitting[peer])
-            if repeats:
+            if repeats and not self._coder.lossy:  # values that a codec has changed have other maps
                 self._remember(peer, words, segment.sources)
             if repeats or peer in fitting:
                 found[peer] = segment

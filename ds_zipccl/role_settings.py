@@ -1,0 +1,155 @@
+"""Roles with a lossy codec: the objects among the values of ``"roles"``, such as ``{"codec": "taco_fp8", "group": 128}``.
+
+Settings of such an object: ``codec``, the keys of that codec, ``mode``, and ``when`` where traffic has directions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ds_zipccl.lossy import LOSSY_CODECS, LossyCodec
+
+_GRADIENTS = ("zero_grad", "dp", "tp", "pp", "ep")
+#: Codec -> the roles that it is for.
+CODEC_ROLES: dict[str, tuple[str, ...]] = {
+    "round": _GRADIENTS,
+    "taco_fp8": _GRADIENTS,
+    "int": _GRADIENTS,
+    "zfp": ("zero_grad", "dp", "tp", "pp"),
+}
+#: Roles that are never lossy -> why.
+EXACT_ROLES = {
+    "zero_param": "its differences are smaller and exact",
+    "sp": "its traffic is exact in this release",
+}
+#: Roles whose traffic has a forward and a backward direction.
+DIRECTED_ROLES = ("tp", "pp", "ep")
+#: Value of ``when`` -> the directions that it covers; "" stands for traffic without a direction, or of both.
+COVERED: dict[str, tuple[str, ...]] = {
+    "both": ("", "forward", "backward"),
+    "forward": ("forward",),
+    "backward": ("backward",),
+}
+#: Modes beside a codec.
+MODES = ("auto", "always")
+#: Names of the literature that this release does not have.
+LATER_CODECS = ("lowrank", "powersgd")
+LATER_KEYS = ("error",)
+LATER_SECTION_KEYS = ("fused_embedding",)
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """A role's lossy codec. ``mode``: None is the section's. ``when``: the directions that the codec is for, a key of :data:`COVERED`."""
+
+    codec: LossyCodec
+    mode: str | None = None
+    when: str = "both"
+
+    def covers(self, direction: str) -> bool:
+        """Return whether the codec is for traffic of ``direction``: "forward", "backward", or "" for both at once."""
+        return direction in COVERED[self.when]
+
+    def describe(self, role: str) -> str:
+        """Return the settings as the start-up line has them, such as "tp taco_fp8 group 128 hadamard forward and backward"."""
+        directions = {"both": "forward and backward"}.get(self.when, f"{self.when} only")
+        return f"{role} {self.codec}" + (f" {directions}" if role in DIRECTED_ROLES else "")
+
+
+def codec_keys(codec: str) -> tuple[str, ...]:
+    """Return the keys that a codec has beside ``codec``, ``mode`` and ``when``."""
+    return tuple(one.name for one in fields(LOSSY_CODECS[codec]))
+
+
+def settings(value: Mapping[str, Any]) -> RoleSettings:
+    """Return the settings of an object that has no :func:`problems`."""
+    codec = LOSSY_CODECS[value["codec"]](**{key: value[key] for key in codec_keys(value["codec"]) if key in value})
+    return RoleSettings(codec, value.get("mode"), value.get("when", "both"))
+
+
+def problems(place: str, roles: Mapping[Any, Any], lossy: bool, mode: str) -> Iterator[str]:
+    """Yield a line for everything that is wrong with the objects of ``roles``; modes are not looked at.
+
+    Args:
+        place: the name of ``roles`` in the messages.
+        lossy: whether the section allows lossy codecs.
+        mode: the mode of the section.
+    """
+    for role, value in json.loads(json.dumps(roles, default=repr)).items():
+        if isinstance(value, dict):
+            yield from _problems(f"{place}.{role}", role, value, lossy, mode)
+
+
+def _problems(place: str, role: str, value: dict[str, Any], lossy: bool, mode: str) -> Iterator[str]:
+    codec, wanted = value.get("codec"), [name for name, roles in CODEC_ROLES.items() if role in roles]
+    if role in EXACT_ROLES:
+        yield f'"{place}": role "{role}" takes no lossy codec: {EXACT_ROLES[role]}; write a mode: {_modes()}'
+        return
+    if "codec" not in value:
+        yield f'"{place}" names no "codec"; add one of {_list(wanted)}, or write a mode: {_modes()}'
+        return
+    if codec in LATER_CODECS:
+        yield f'"{place}.codec": "{codec}" is not there in this release; role "{role}" takes {_list(wanted)}'
+        return
+    if codec not in (known := tuple(LOSSY_CODECS)):
+        yield f'"{place}.codec" must be {_list(wanted)}, got {json.dumps(codec)}{_hint(codec, known)}'
+        return
+    if role not in CODEC_ROLES[codec]:
+        yield f'"{place}.codec": "{codec}" is for {_list(CODEC_ROLES[codec])}; role "{role}" takes {_list(wanted)}'
+        return
+    if not lossy:
+        allow = 'add "lossy": true to the section to allow it'
+        yield f'"{place}.codec": "{codec}" changes what is communicated; {allow}'
+    if mode == "never" and "mode" not in value:
+        yield f'"{place}.codec": "{codec}" has no use with the section\'s "mode": "never"; add a mode to the object: {_list(MODES)}'
+    for key, got in value.items():
+        if key != "codec":
+            yield from _of_key(f"{place}.{key}", role, codec, key, got)
+
+
+def _of_key(place: str, role: str, codec: str, key: str, got: Any) -> Iterator[str]:
+    """Yield a line if one key beside ``codec`` is wrong."""
+    own = codec_keys(codec)
+    if key == "mode":
+        if got == "never":
+            yield f'"{place}" must be {_list(MODES)} beside a codec, got "never"; write "{role}": "never" for plain, exact traffic'
+        elif got not in MODES:
+            yield f'"{place}" must be {_list(MODES)}, got {json.dumps(got)}'
+    elif key == "when" and role not in DIRECTED_ROLES:
+        yield f'"{place}" is for {_list(DIRECTED_ROLES)}: traffic of role "{role}" has no direction'
+    elif key == "when":
+        if not isinstance(got, str) or got not in COVERED:
+            yield f'"{place}" must be {_list(tuple(COVERED))}, got {json.dumps(got)}'
+    elif key in LATER_KEYS:
+        yield f'"{place}" is not there in this release: errors are not fed back; leave the key out'
+    elif key not in own:
+        known = (*own, "mode", *(("when",) if role in DIRECTED_ROLES else ()))
+        beside = f'keys beside "codec": "{codec}": {", ".join(known)}'
+        yield f'"{place}" is not a known key{_hint(key, known)}; {beside}'
+    else:
+        values = LOSSY_CODECS[codec].wanted[key]
+        if not any(type(got) is type(one) and got == one for one in values):
+            yield f'"{place}" must be {said(values)}, got {json.dumps(got)}'
+
+
+def said(values: tuple[Any, ...]) -> str:
+    """Return the values of a codec's key as text."""
+    span = f"an integer from {values[0]} to {values[-1]}"
+    return span if values == tuple(range(values[0], values[-1] + 1)) and len(values) > 2 else _list(values)
+
+
+def _list(values: tuple[Any, ...] | list[str]) -> str:
+    return " | ".join(json.dumps(value) for value in values)
+
+
+def _modes() -> str:
+    return _list((*MODES, "never"))
+
+
+def _hint(got: Any, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(str(got), known, n=1)
+    return f' (did you mean "{close[0]}"?)' if close else ""

@@ -1,0 +1,400 @@
+"""Messages of a forward pass that are sent again in a backward pass: hashes travel, every bit arrives, and both ends forget alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks as runner
+import torch
+import torch.distributed as dist
+from test_host_staging import _stage
+from test_rows_in_messages import in_fragments, posted, rows_like
+
+from ds_zipccl import comm
+from ds_zipccl.codecs.known import FRAME_BYTES
+from ds_zipccl.comm import repeats
+from ds_zipccl.comm.frames import FrameCoder
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.schedules.repeated import RepeatedSegments
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.frame import CodecId, parse
+from ds_zipccl.policy import repeat_rules
+from ds_zipccl.policy.admission import Message, candidates
+from ds_zipccl.telemetry import counters
+
+KEPT = ZipcclConfig(enabled=True, mode="always", min_bytes=0, staging_mib=1, recompute_base="host")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OPS = ("all_to_all_single", "all_to_all", "in place", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+ROLE = {"all_to_all_single": "ep", "all_to_all": "ep", "in place": "sp"}
+
+
+class _Within(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.call()
+        return grad, None
+
+
+def in_backward(call: Callable[[], None]) -> None:
+    """Call a function as autograd does in a backward pass."""
+    _Within.apply(torch.ones(1, requires_grad=True), call).backward()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program, whose tensors all ranks know. ``sizes[a][b]``: rows from rank a to rank b. ``changed``: the ranks whose inputs
+    differ in one bit from those of the forward pass."""
+
+    op: str
+    sizes: tuple[tuple[int, ...], ...]
+    width: int
+    dtype: torch.dtype
+    seed: int
+    later: bool = False
+    changed: frozenset[int] = frozenset()
+    group: Any = None
+
+    def segments(self, rank: int) -> list[torch.Tensor]:
+        """Return the inputs of a rank."""
+        found = [
+            rows_like(count, self.width, self.dtype, 99 * self.seed + 9 * rank + peer, 1 + count // 2)
+            for peer, count in enumerate(self.sizes[rank])
+        ]
+        if rank in self.changed:
+            for part in found:
+                if part.numel():
+                    part.view(torch.uint8).view(-1)[part.nbytes * 2 // 3] ^= 1
+        return found
+
+    def run(self, rank: int, config: ZipcclConfig) -> Callable[[], None]:
+        """Make the call; the result waits for it, and compares every bit."""
+        more: dict[str, Any] = {"config": config, "role": ROLE.get(self.op, "tp"), "group": self.group}
+        more["async_op"] = self.later
+        ranks = len(self.sizes)
+        every = [self.segments(one) for one in range(ranks)]
+        own = torch.cat(every[rank])
+        if self.op in ("all_to_all_single", "all_to_all", "in place"):
+            wanted = torch.cat([parts[rank] for parts in every])
+            coming = [len(parts[rank]) for parts in every]
+            if self.op == "all_to_all":
+                got = [torch.full_like(parts[rank], 3) for parts in every]
+                handle = comm.all_to_all(got, list(own.split([len(part) for part in every[rank]])), **more)
+            else:
+                out = own if self.op == "in place" else torch.full_like(wanted, 3)
+                handle = comm.all_to_all_single(out, own, coming, [len(part) for part in every[rank]], **more)
+                got = [out]
+        elif self.op == "all_reduce":
+            wanted, got = own.clone(), [own]
+            dist.all_reduce(wanted, group=self.group)
+            handle = comm.all_reduce(own, **more)
+        elif self.op == "all_gather_into_tensor":
+            wanted = torch.cat([torch.cat(parts) for parts in every])
+            got = [torch.zeros_like(wanted)]
+            handle = comm.all_gather_into_tensor(got[0], own, **more)
+        else:
+            summed = own.clone()
+            dist.all_reduce(summed, group=self.group)
+            wanted = summed.chunk(ranks)[rank].clone()
+            got = [torch.zeros_like(wanted)]
+            handle = comm.reduce_scatter_tensor(got[0], own, **more)
+
+        def compare() -> None:
+            if handle is not None:
+                handle.wait()
+            there = torch.cat([part.reshape(-1) for part in got])
+            assert torch.equal(there.view(torch.uint8), wanted.reshape(-1).view(torch.uint8)), f"{self}: words differ"
+
+        return compare
+
+
+def drawn(dice: np.random.Generator, ranks: int, most: int, seed: int) -> Call:
+    op = OPS[dice.integers(len(OPS))]
+    width = int(dice.choice([64, 100, 256]))
+    sizes = dice.integers(0, most // width, (ranks, ranks))
+    if op == "in place":
+        sizes = np.maximum(sizes, sizes.T)
+    if op not in ("all_to_all_single", "all_to_all", "in place"):
+        sizes[:] = sizes[0, 0] + 1
+    dtype = DTYPES[dice.integers(3)]
+    return Call(op, tuple(map(tuple, sizes.tolist())), width, dtype, seed, bool(dice.random() < 0.3))
+
+
+def programs(
+    rank: int, ranks: int, seed: int, turns: int, limit_kib: int, plant: Callable[[pytest.MonkeyPatch, int], None] | None = None
+) -> int:  # fmt: skip
+    """A random program on two groups: forward and backward calls, asynchronous ones among them. Returns the hashes that this rank sent."""
+    dice, config = np.random.default_rng(seed), KEPT
+    groups = [dist.group.WORLD, dist.new_group(list(range(ranks)))]
+    past: list[Call] = []
+    flying: list[Callable[[], None]] = []
+    with pytest.MonkeyPatch.context() as patch, posted() as frames:
+        in_fragments(patch)
+        patch.setattr(repeat_rules, "most", lambda config, ranks: limit_kib << 10)
+        if plant is not None:
+            plant(patch, rank)
+        for turn in range(turns):
+            draw = dice.random()
+            if draw < 0.45 or not past:
+                call = replace(drawn(dice, ranks, 40_000, turn), group=groups[dice.integers(2)])
+                past.append(call)
+                flying.append(call.run(rank, config))
+            elif draw < 0.95:
+                call = past[int(len(past) * dice.random() ** 0.3)]
+                call = replace(call, later=bool(dice.random() < 0.3))
+                if dice.random() < 0.2:
+                    call = replace(call, changed=frozenset([int(dice.integers(ranks))]))
+                in_backward(lambda call=call: flying.append(call.run(rank, config)))  # type: ignore[misc]
+            elif draw < 0.98:
+                while flying:
+                    flying.pop()()
+            else:
+                repeats.forget()
+            assert group_state(None).repeat_memory.tally.nbytes <= 2 * ranks * limit_kib << 10  # type: ignore[union-attr]
+        while flying:
+            flying.pop()()
+        return sum(parse(frame).codec == CodecId.KNOWN for frame in frames)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seed", "turns", "limit"),
+    [
+        (2, 1, 40, 1 << 16),
+        (3, 2, 40, 300),
+        *(
+            pytest.param(ranks, seed, 120, limit, marks=pytest.mark.full(reason="more of the same"))
+            for ranks, seed, limit in ((2, 3, 300), (3, 4, 900))
+        ),
+    ],
+)
+def test_random_programs(ranks: int, seed: int, turns: int, limit: int) -> None:
+    assert min(runner.run(programs, ranks, seed, turns, limit)) > turns // 4
+
+
+def hash_of_the_first_half(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """A segment passes for the kept one although bits behind its middle have changed."""
+    whole = FrameCoder.hash
+    patch.setattr(FrameCoder, "hash", lambda self, words: whole(self, words[: (words.numel() + 1) // 2]))
+
+
+def earlier_eviction_on_one_rank(patch: pytest.MonkeyPatch, rank: int) -> None:
+    limit = repeat_rules.most
+    patch.setattr(repeat_rules, "most", lambda *given: limit(*given) // (2 if rank == 0 else 1))
+
+
+def fragments_in_reverse(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The receiver takes the frame of another fragment."""
+    kept = repeats.Repeats.kept
+
+    def wrong(self: Any, peer: int, nbytes: int, digests: Sequence[bytes]) -> Any:
+        found = kept(self, peer, nbytes, digests)
+        segments = [one for one in self.received.get(peer, ()) if one.frames and found is one.frames[len(digests) - 1]]
+        return segments[0].frames[-len(digests)] if segments else found
+
+    patch.setattr(repeats.Repeats, "kept", wrong)
+
+
+def drops_of_one_end(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The receiver forgets a segment that has repeated, the sender does not."""
+    drop = repeats.RepeatMemory.drop
+    patch.setattr(repeats.RepeatMemory, "drop", lambda self, sent, received: drop(self, (), received))
+
+
+@pytest.mark.full(reason="each planted mistake starts ranks of its own")
+@pytest.mark.parametrize(
+    ("plant", "limit", "said"),
+    [
+        (hash_of_the_first_half, 1 << 16, "words differ"),
+        (earlier_eviction_on_one_rank, 300, "that this rank does not keep"),
+        (fragments_in_reverse, 1 << 16, "refused: MISMATCH"),
+        (drops_of_one_end, 1 << 16, "that this rank does not keep"),
+    ],
+)
+def test_mistakes_are_seen(plant: Callable[[pytest.MonkeyPatch, int], None], limit: int, said: str) -> None:
+    with pytest.raises(runner.RankFailure, match=said):
+        runner.run(programs, 2, 6, 60, limit, plant)
+
+
+def known(frames: Sequence[torch.Tensor]) -> int:
+    """Return the number of hashes, where all of a message's frames are hashes or none is."""
+    found = sum(parse(frame).codec == CodecId.KNOWN for frame in frames)
+    assert found in (0, len(frames)) and all(frame.numel() == FRAME_BYTES for frame in frames[:found])
+    return found
+
+
+def sends(rank: int, call: Call, config: ZipcclConfig, again: bool) -> list[torch.Tensor]:
+    """Make a call and wait; return its frames."""
+    with posted() as frames:
+        if again:
+            in_backward(lambda: call.run(rank, config)())
+        else:
+            with torch.no_grad():  # as the first forward of reentrant checkpointing
+                call.run(rank, config)()
+    return frames
+
+
+def even(op: str, ranks: int, rows: int, seed: int = 1, **more: Any) -> Call:
+    return Call(op, ((rows,) * ranks,) * ranks, 256, torch.bfloat16, seed, **more)
+
+
+def frames_and_memory(rank: int, ranks: int) -> None:
+    """A repeat sends a hash for each fragment, and frees the frames; a second one goes in full."""
+    memory = group_state(None).repeat_memory  # type: ignore[union-attr]
+    for rows in ("auto", "off"):
+        for op in OPS:
+            config, call = replace(KEPT, rows=rows), even(op, ranks, 1500)
+            counters.reset()
+            sent = sends(rank, call, config, again=False)
+            assert not known(sent) and len(sent) > ranks - 1, "wanted several fragments"
+            assert (op in ("all_to_all_single", "all_to_all") and rows == "auto") == any(
+                parse(f).codec == CodecId.ROWS for f in sent[:2]
+            )
+            assert 0 < memory.tally.nbytes <= 2 * 1500 * 256 * 2 * ranks
+            assert known(again := sends(rank, call, config, again=True)) == len(sent) == len(again)
+            assert memory.tally.nbytes == 0
+            (row,) = counters.rows()
+            assert row["repeats"] and row["wire_bytes"] == sum(frame.numel() for frame in (*sent, *again))
+            assert not known(sends(rank, call, config, again=True))
+            assert counters.memory()["messages kept for recomputations, at most"] > 1500 * 128
+
+
+def test_frames_and_memory() -> None:
+    runner.run(frames_and_memory, 2)
+
+
+def staged(rank: int, ranks: int, where: str) -> None:
+    """Tensors of a device whose frames go through the host, with kernels and without. The emulated kernels are slow."""
+    _stage(where)
+    with pytest.MonkeyPatch.context() as patch:
+        in_fragments(patch)
+        for op in ("all_to_all_single", "all_reduce", "all_gather_into_tensor"):
+            call = even(op, ranks, 40)
+            assert not known(sent := sends(rank, call, KEPT, again=False)) and len(sent) > 2
+            assert known(sends(rank, call, KEPT, again=True)) == len(sent)
+            sends(rank, call, KEPT, again=False)
+            sends(rank, replace(call, changed=frozenset(range(ranks))), KEPT, again=True)
+
+
+@pytest.mark.full(reason="the short tier has the kernels, and the messages")
+@pytest.mark.parametrize("where", ["cpu", "cpu without kernels"])
+def test_frames_through_the_host(where: str) -> None:
+    runner.run(staged, 2, where)
+
+
+def the_oldest_go(rank: int, ranks: int) -> list[bool]:
+    """Layers of 300 KiB to each peer, recomputed in reverse: with room for 1 MiB the last three repeat."""
+    config = replace(KEPT, recompute_base_mib=ranks - 1)
+    layers = [even("all_to_all_single", ranks, 600, seed) for seed in range(5)]
+    for call in layers:
+        sends(rank, call, config, again=False)
+    return [bool(known(sends(rank, call, config, again=True))) for call in reversed(layers)]
+
+
+def test_the_oldest_go() -> None:
+    assert runner.run(the_oldest_go, 3) == [[True, True, True, False, False]] * 3
+
+
+def kept_or_not(rank: int, ranks: int) -> dict[str, bool]:
+    """Whether the repeat of a call goes as hashes."""
+    other = dist.new_group(list(range(ranks)))
+    call, found = even("all_to_all_single", ranks, 600), {}
+
+    def tried(name: str, first: Call = call, second: Call = call, again: bool = True, **more: Any) -> None:
+        config = replace(KEPT, **more)
+        sends(rank, first, config, again=False)
+        if name == "step":
+            repeats.forget()
+        found[name] = bool(known(sends(rank, second, config, again)))
+        repeats.forget()
+
+    tried("repeated")
+    tried("as lists", even("all_to_all", ranks, 600))
+    tried("step")
+    tried("other group", second=replace(call, group=other))
+    tried("forward", again=False)
+    tried("off", recompute_base="off")
+    tried(
+        "too large",
+        even("all_to_all_single", ranks, 4000),
+        even("all_to_all_single", ranks, 4000),
+        recompute_base_mib=1,
+    )
+    tried("small", even("all_to_all_single", ranks, 7), even("all_to_all_single", ranks, 7))
+    tried("raw", codec="raw")
+    tried("checked", check="shadow")
+    sends(rank, call, KEPT, again=False)
+    later = replace(call, later=True)  # asynchronous repeats keep their segment
+    found["later"] = all([bool(known(sends(rank, later, KEPT, again=True))) for _ in range(2)])
+    return found
+
+
+def test_kept_or_not() -> None:
+    yes = ("repeated", "as lists", "raw", "checked", "later")
+    for found in runner.run(kept_or_not, 2):
+        assert found == {name: name in yes for name in found} and len(found) == 11
+
+
+def hashed(rank: int, ranks: int) -> list[int]:
+    """Gradients repeat nothing: the number of hashes for a while, for messages of a known kind, and after a repeat."""
+    hashes: list[torch.Tensor] = []
+    whole = FrameCoder.hash
+    config, forward = replace(KEPT, rows="off"), even("all_reduce", ranks, 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FrameCoder, "hash", lambda self, words: hashes.append(words) or whole(self, words))
+        sends(rank, forward, config, again=False)
+        counts = []
+        for turns in (repeat_rules.MISSES, repeat_rules.UNHASHED, 1):
+            hashes.clear()
+            for turn in range(turns):
+                sends(rank, even("all_reduce", ranks, 40, 100 + turn), config, again=True)
+            counts.append(bool(hashes))
+        x = torch.zeros(1000, 256)
+        more: dict[str, Any] = {"config": config, "role": "ep"}
+        comm.all_to_all_single(torch.empty_like(x), x, **more, kind="dispatch")
+        hashes.clear()
+        in_backward(lambda: comm.all_to_all_single(torch.empty_like(x), x, **more, kind="combine.bwd"))
+        return [*counts, bool(hashes)]
+
+
+def test_gradients_are_not_hashed_for_ever() -> None:
+    assert runner.run(hashed, 2) == [[True, False, True, False]] * 2
+
+
+def forged(rank: int, ranks: int, again: bool) -> str:
+    """Rank 1 sends the hash of a message that no rank keeps."""
+    call = even("all_to_all_single", ranks, 600)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(RepeatedSegments, "next_hash", lambda self, peer: bytes(range(16)))
+            sends(rank, replace(call, op="all_to_all"), KEPT, again)
+            return ""
+        with pytest.raises(comm.CommError) as refusal:
+            sends(rank, call, KEPT, again)
+        return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("again", "said"),
+    [(True, f"hash {bytes(range(16)).hex()} of a message of the forward pass"), (False, "a known frame needs")],
+)
+def test_a_hash_that_is_not_kept(again: bool, said: str) -> None:
+    first, _ = runner.run(forged, 2, again)
+    assert "frame from global rank 1 refused: " in first and said in first and "all_to_all_single (group" in first
+
+
+def test_all_to_alls_go_flat() -> None:
+    """The sizes between nodes are not known when an operation is opened."""
+    for mode, count in (("always", 1), ("auto", 3)):
+        for base, by_node in (("off", True), ("host", False)):
+            config = ZipcclConfig(enabled=True, mode=mode, recompute_base=base)  # type: ignore[arg-type]
+            message = Message("all_to_all_single", torch.bfloat16, None, 4, "cpu", "gloo", "ep")
+            found = candidates(message, config, exact=True, levels=True)
+            assert any(one.by_node for one in found) == by_node and len(found) == count + (mode == "auto" and by_node)
