@@ -17,6 +17,8 @@ from ds_zipccl.bench import ToolError, data, peers, tables
 if TYPE_CHECKING:
     import torch
 
+    from ds_zipccl.lossy import LossyCodec
+
 #: Keys of ``ds_zipccl.codecs.CODECS`` in the order of their rows; raw, the baseline, first. A literal, because the codecs import torch;
 #: a test compares both.
 CODECS = ("raw", "cascade", "wide")
@@ -164,14 +166,14 @@ class FrameTrial:
     repeatable = True
     more: Mapping[str, tuple[Callable[[], None], Callable[[], None]]] = {}
 
-    def __init__(self, tensor: torch.Tensor, codec: str, route: str, block: int) -> None:
+    def __init__(self, tensor: torch.Tensor, codec: str | LossyCodec, route: str, block: int) -> None:
         import torch
 
         from ds_zipccl import codecs
 
-        self._tensor, self._codec, self._block = tensor, codec, block
+        self._tensor, self._codec, self._block, self._lossy = tensor, codec, block, not isinstance(codec, str)
         self._route = "auto" if route == NO_ROUTE else route
-        bound = codecs.compress_bound(tensor.numel(), tensor.dtype, codec, block=block)
+        bound = codecs.compress_bound(tensor.numel(), tensor.dtype, codec, lossy=self._lossy, block=block)
         self._out, self._back = torch.empty(bound, dtype=torch.uint8), torch.empty_like(tensor)
         self._frame = self._out
 
@@ -187,7 +189,7 @@ class FrameTrial:
         from ds_zipccl import codecs
 
         compress = partial(codecs.compress, shaped=False, checksum=False, block=self._block, route=self._route)
-        self._frame = compress(self._tensor, self._codec, out=self._out)
+        self._frame = compress(self._tensor, self._codec, lossy=self._lossy, out=self._out)
 
     def decode(self) -> None:
         from ds_zipccl import codecs
@@ -230,9 +232,16 @@ def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> It
         yield row | {"wrong": wrong}
 
 
-def run(tensor: torch.Tensor, trial: Trial, repeats: int) -> tuple[dict[str, float], int]:
-    """Speeds in GB/s of memcpy, encode, decode and the trial's further ways to decode; most wrong elements after any timing."""
+def run(
+    tensor: torch.Tensor, trial: Trial, repeats: int, wanted: torch.Tensor | None = None
+) -> tuple[dict[str, float], int]:
+    """Speeds in GB/s of memcpy, encode, decode and the trial's further ways to decode; most wrong elements after any timing.
+
+    ``wanted``: what the tensor is decoded to; None: itself.
+    """
     import torch
+
+    wanted = tensor if wanted is None else wanted
 
     # copy_ of fp8 elements, or of bytes at some addresses, is slower than a memcpy. copy_ of wide integers never is.
     raw = tensor.view(torch.uint8)
@@ -241,7 +250,7 @@ def run(tensor: torch.Tensor, trial: Trial, repeats: int) -> tuple[dict[str, flo
     steps = {"memcpy": lambda: copied.copy_(raw), "encode": trial.encode, "decode": trial.decode}
     for call in (trial.prepare, *steps.values()):  # untimed: builds, page faults
         call()
-    wrong = wrong_of(trial.result(), tensor)
+    wrong = wrong_of(trial.result(), wanted)
     for before, decode in trial.more.values():
         before()
         decode()
@@ -253,11 +262,11 @@ def run(tensor: torch.Tensor, trial: Trial, repeats: int) -> tuple[dict[str, flo
             if torch.get_num_threads() > 1:
                 time.sleep(IDLE_S)
             seconds[name].append(seconds_of(step, calls[name]))
-        wrong = max(wrong, wrong_of(trial.result(), tensor))
+        wrong = max(wrong, wrong_of(trial.result(), wanted))
         for name, (before, decode) in trial.more.items():
             before()
             seconds[name].append(seconds_of(decode))
-            wrong = max(wrong, wrong_of(trial.result(), tensor))
+            wrong = max(wrong, wrong_of(trial.result(), wanted))
     return {name: tensor.nbytes / statistics.median(times) / 1e9 for name, times in seconds.items()}, wrong
 
 

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ds_zipccl.bench import speeds
+from ds_zipccl.bench import ToolError, speeds
 from ds_zipccl.bench.speeds import Points, Speeds
 from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy.cost_model import UNCHANGED_RATIO, LinkProfile, against_base, predict
+from ds_zipccl.policy.lossy_sizes import expected
 
 #: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size.
 BUCKET, PREFETCH = 500_000_000, 50_000_000
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-TOTAL = "total"
-#: Codings: of values alone; against the values of the last gather, which have changed since; which have not.
-EXPONENTS, CHANGED, UNCHANGED = "exponents", "changed", "unchanged"
+GRADIENTS, TOTAL = "gradients", "total"
+#: Codings: of values alone; against the values of the last gather, which have changed since; which have not; of rounded values.
+EXPONENTS, CHANGED, UNCHANGED, LOSSY = "exponents", "changed", "unchanged", "lossy"
 #: Keys of the rows that the total row adds up.
 SUMMED = ("calls", "wire_gb", "ms", "exponents_ms")
 
@@ -106,15 +107,21 @@ def _ms(op: str, operations: list[tuple[int, int]], schedule: Schedule, coding: 
 
 
 def traffic(args: argparse.Namespace) -> list[StepTraffic]:
+    """Return the lines of a step; gradients are coded lossily where ``args`` name a codec for them."""
+    coding = EXPONENTS if args.gradients is None else LOSSY
+    return [replace(line, coding=coding) if line.what == GRADIENTS else line for line in _traffic(args)]
+
+
+def _traffic(args: argparse.Namespace) -> list[StepTraffic]:
     micro = args.accumulation
     if args.zero < 3:
         owners, slower = ("reduce_scatter", _crowding(args)) if args.owner_only == "auto" else ("", 1.0)
         times = micro if args.zero == 2 else 1
         return [
-            StepTraffic("gradients", "all_reduce", BUCKET, times, coded_op=owners, slower=slower),
+            StepTraffic(GRADIENTS, "all_reduce", BUCKET, times, coded_op=owners, slower=slower),
             StepTraffic("parameters", "all_gather", BUCKET, 1, coding=CHANGED if args.delta == "auto" else EXPONENTS),
         ]
-    gradients = StepTraffic("gradients", "reduce_scatter", BUCKET, micro)
+    gradients = StepTraffic(GRADIENTS, "reduce_scatter", BUCKET, micro)
     if args.zero3_base in ("auto", "off") or args.delta == "off":
         return [
             StepTraffic("parameters, forward", "all_gather", PREFETCH, micro),
@@ -156,6 +163,19 @@ def differences(args: argparse.Namespace, profile: LinkProfile) -> dict[str, Cod
         CHANGED: Coding(against_base(profile, *changed, copies), args.delta_ratio or speeds.delta_ratio(args.dtype)),
         UNCHANGED: Coding(against_base(profile, *unchanged, copies), UNCHANGED_RATIO),
     }
+
+
+def lossy(args: argparse.Namespace, exponents: Coding) -> tuple[Coding, str]:
+    """Return the coding of gradients by the codec that ``args`` name, at the speed of exponents, and a line about it."""
+    bits = 8 * ITEMSIZE[args.dtype]
+    lossless = bits / exponents.ratio
+    found = expected(args.gradients, args.dtype, lossless)
+    if found.bits >= lossless:
+        raise ToolError(
+            f"{args.gradients} takes {found.bits:.2f} bits a value, without loss it is {lossless:.2f}: leave --gradients out"
+        )
+    about = f"{args.gradients}: {found.bits:.2f} bits a value instead of {lossless:.2f}, relative L2 error {found.error:.3g}"
+    return Coding(exponents.profile, bits / found.bits), f"{about} a rounding; as fast as exponents"
 
 
 def _schedules(gpus: int, per_node: int) -> list[Schedule]:

@@ -86,9 +86,14 @@ def _mean(values: list[float] | None) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def verdict(training: Training, runs: Runs) -> dict[str, Any]:
+def verdict(training: Training, runs: Runs, lossy: bool = False) -> dict[str, Any]:
     """Ratio over compressed calls alone, size of the model, its trained part, hashes of further weights, counters, volume by step and
-    exchanges of experts of every variant, and the problems."""
+    exchanges of experts of every variant, and the problems.
+
+    ``lossy``: roles of our runs have a lossy codec. Then our runs are compared with each other: what is rounded depends neither on the
+    schedule nor on its frames.
+    """
+    ours = next((variant for variant in runs if variant not in ("plain", ZEROPP)), "")
     plain = runs["plain"][0]
     counted = {variant: results[0]["sent"] for variant, results in runs.items()}
     return {
@@ -103,16 +108,20 @@ def verdict(training: Training, runs: Runs) -> dict[str, Any]:
         "sent": counted,
         "volume": {variant: _volume(training, results[0]) for variant, results in runs.items() if results[0]["steps"]},
         "experts": {variant: train_volume.experts(results[0]["steps"] or ()) for variant, results in runs.items()},
-        "deviation": deviation(runs),
-        "problems": problems({variant: runs[variant] for variant in runs if variant != ZEROPP}, training.same_sums),
+        "deviation": deviation(runs, ZEROPP),
+        "lossy": deviation(runs, ours) if lossy else {},
+        "problems": problems(
+            {variant: runs[variant] for variant in runs if variant != ZEROPP}, training.same_sums and not lossy
+        ),
     }
 
 
-def deviation(runs: Runs) -> dict[str, float | None]:
-    """How far the losses of ZeRO++ are from the plain ones: the largest difference and the last one (None: not finite); {} without it."""
-    if ZEROPP not in runs:
+def deviation(runs: Runs, variant: str) -> dict[str, float | None]:
+    """How far the losses of a lossy variant are from the plain ones: the largest difference and the last one (None: not finite); {} without
+    the variant."""
+    if variant not in runs:
         return {}
-    pairs = zip(runs[ZEROPP][0]["losses"], runs["plain"][0]["losses"], strict=True)
+    pairs = zip(runs[variant][0]["losses"], runs["plain"][0]["losses"], strict=True)
     differences = [abs(float.fromhex(lossy) - float.fromhex(loss)) for lossy, loss in pairs]
     found = {"largest": max(differences), "last": differences[-1]}
     return {key: value if all(map(math.isfinite, differences)) else None for key, value in found.items()}

@@ -62,6 +62,7 @@ WORKLOADS: dict[str, Workload] = {
     "qwen64": _experts("--model qwen3 --experts 64 --top-k 8", "transformers"),
     "finetune": Workload("ds_config_finetune.json"),
     "lora": Workload("ds_config_lora.json", script="train_lora.py", packages=("transformers", "peft")),
+    "tp": Workload("ds_config_tp.json", script="train_tp.py", packages=("transformers",), stage=1),
 }
 
 #: The file that the script's --results writes; "steps" has the step log of rank 0, None without ds_zipccl.

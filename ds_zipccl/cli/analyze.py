@@ -11,6 +11,12 @@ Columns (also the keys of the rows in ``--json``). The last row is the total, wi
 * ``modes``: number of blocks of each mode that the encoder chose (FORMAT.md section 2).
 * ``wrong``: elements whose bits differ after decompress().
 
+``--lossy`` adds a second table (``lossy`` in ``--json``), a row for each tensor and codec, of tensors that a lossy codec takes:
+
+* ``bits``: bits a value, headers included, beside ``lossless``. ``error``: relative L2 error of one rounding, over the finite values.
+  ``small_error``: mean relative error of the values below a tenth of the root mean square, without zeros.
+* ``wrong``: elements of the decoded frame that differ from the rounded values, or that were NaN or infinite and are not the same any more.
+
 Tensors of dtypes without a codec travel raw, with ratio 1. A file is a safetensors file, or a torch.save() file of tensors in dicts and
 lists. A torch file with any other object is refused, and nothing in it is executed.
 
@@ -24,7 +30,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.bench import ToolError, data, tables
+from ds_zipccl.bench import ToolError, data, lossy_trial, tables
+from ds_zipccl.bench.lossy_rows import LOSSY_COLUMNS, lossy_rows
 from ds_zipccl.bench.tables import Column
 
 if TYPE_CHECKING:
@@ -53,6 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     parser.add_argument("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
+    parser.add_argument(
+        "--lossy",
+        nargs="+",
+        type=partial(lossy_trial.named, ()),
+        default=[],
+        metavar="CODEC",
+        help="lossy codecs to measure too, such as round:3 (names and settings as in bench codec) (none)",
+    )
     parser.add_argument("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()
@@ -68,17 +83,25 @@ def main(args: argparse.Namespace) -> int:
         raise ToolError(f"{args.file} holds no tensor")
     columns = _columns(max(map(len, tensors)))
     table, rows = tables.Table(columns), []
+    lossy: list[dict[str, Any]] = []
     for name, load in tables.progress(tensors.items(), "analyze", len(tensors)):
-        rows.append(_row(name, load(), args.block, args.route, drawing))
+        tensor = load()
+        rows.append(_row(name, tensor, args.block, args.route, drawing))
         table.add(rows[-1])
+        lossy += lossy_rows(name, tensor, args.lossy, rows[-1]["ratio"], args.block, args.route)
     rows.append(_total(rows))
     table.add(rows[-1])
+    if lossy:
+        tables.say("")
+        second = tables.Table((columns[0], *LOSSY_COLUMNS))
+        for row in lossy:
+            second.add(row)
     if drawing:
         title = ", ".join(tensors) if args.file == "-" else args.file
         drawing.save(args.plot, title)
     if args.json:
-        tables.write_json(args.json, rows, args.command, block=args.block)
-    return 1 if rows[-1]["wrong"] else 0
+        tables.write_json(args.json, rows, args.command, block=args.block, **({"lossy": lossy} if args.lossy else {}))
+    return 1 if rows[-1]["wrong"] or any(row["wrong"] for row in lossy) else 0
 
 
 def _columns(name_width: int) -> tuple[Column, ...]:

@@ -32,6 +32,14 @@ segment in fragments as on the wire, and has these columns beside:
   ``decode_plain``: speed of row frames / speed of ordinary frames. All take turns. Finding the rows is part of encoding; of scaled copies
   the bench says which rows they may be copies of, as a sender remembers it from an earlier message.
 
+Lossy codecs are named with their settings, ``--codec round:3 taco_fp8 int:6:64 zfp:rate=8``: a name, then settings in the order of the
+list below, or as ``setting=value``. Lossless codecs beside them are the comparison. Their table has these columns beside:
+
+* ``bits``: bits of the frame / elements. ``ratio`` as above.
+* ``error``: relative L2 error of the finite values. ``small_error``: mean relative error of the values that are not zero and below a
+  tenth of the tensor's root mean square.
+* ``wrong``: decoded elements whose bits differ from those of ``project``.
+
 ``--device cuda`` measures the CUDA kernels instead; ds_zipccl/bench/cuda.py explains its columns.
 
 The exit status is 1 if any element is wrong, or if a floor of ``--floors`` is missed.
@@ -41,11 +49,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from ds_zipccl.bench import ToolError, data, delta_trial, peers, row_trial, tables
+from ds_zipccl.bench import ToolError, data, delta_trial, lossy_trial, peers, row_trial, tables
 from ds_zipccl.bench.codec_trial import CODECS, PEER_ROUTE, Source, measure, ours, peers_of, stored, synthetic
 from ds_zipccl.bench.tables import Column
+from ds_zipccl.lossy import LossyCodec
 
 MIB = (1, 4, 16, 64, 256, 1024)  # message sizes on CUDA
 
@@ -65,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--tile", action="store_true", help="repeat a corpus tensor until it has --numel elements")
     option("--route", nargs="+", default=[], metavar="R", help="kernels (all that work here)")
     every = (*CODECS, delta_trial.CODEC, row_trial.CODEC)
-    option("--codec", nargs="+", choices=every, default=CODECS, help="codecs (all without a base)")
+    codecs = f"codecs (all without a base): {', '.join(every)}, or lossy ones, see above"
+    option("--codec", nargs="+", type=partial(lossy_trial.named, every), default=CODECS, metavar="C", help=codecs)
     widths = list(row_trial.WIDTHS)
     option("--width", nargs="+", type=int, default=widths, metavar="W", help="elements of a row, of --codec rows")
     others = "other compressors (none; all for these codecs if none is named)"
@@ -77,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     option("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
     option("--json", metavar="FILE", help="write the rows here too")
-    parser.epilog = f"{data.about()}\n{data.about_pairs()}\n{data.about_rows()}"
+    parser.epilog = f"{data.about()}\n{data.about_pairs()}\n{data.about_rows()}\n{lossy_trial.about()}"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -85,9 +96,12 @@ def main(args: argparse.Namespace) -> int:
     for option in ("repeats", "threads"):
         if getattr(args, option) < 1:
             raise ToolError(f"--{option} must be at least 1, got {getattr(args, option)}")
+    lossy = any(isinstance(name, LossyCodec) for name in args.codec)
     if args.device == "cuda":
         if row_trial.CODEC in args.codec:
             raise ToolError("--codec rows measures --device cpu alone")
+        if lossy:
+            raise ToolError("lossy codecs are measured on --device cpu alone")
         from ds_zipccl.bench import cuda
 
         return cuda.main(args)
@@ -105,16 +119,26 @@ def main(args: argparse.Namespace) -> int:
     for name in (delta_trial.CODEC, row_trial.CODEC):
         if name in args.codec:
             raise ToolError(f"--codec {name} has data and columns of its own: name it alone")
+    if lossy:
+        return _show(args, *_lossy(args))
     return _show(args, *_without_base(args))
+
+
+def _lossy(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterator[dict[str, Any]], int]:
+    """Columns, rows and their number, where a lossy codec is named."""
+    _demand_plain_data(args)
+    if args.peers is not None:
+        raise ToolError("--peers are lossless: name them without a lossy codec")
+    coders, sources = lossy_trial.coders(args), lossy_trial.sources(args)
+    if not sources:
+        raise ToolError("no tensor of a dtype that lossy codecs take: bfloat16, float16 or float32")
+    measured = lossy_trial.rows(sources, coders, args.block, args.repeats)
+    return lossy_trial.columns(sources), measured, len(sources) * len(coders)
 
 
 def _without_base(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterator[dict[str, Any]], int]:
     """Columns, rows and their number, of the codecs that need no base."""
-    for spec in args.data or []:
-        if isinstance(spec, data.Pair):
-            raise ToolError(f"{spec} is words with their base: add --codec delta")
-        if isinstance(spec, data.RowSet):
-            raise ToolError(f"{spec} is rows that follow from others: add --codec rows")
+    _demand_plain_data(args)
     for name in args.peers or []:
         if name in peers.DIFFERENCES:
             raise ToolError(f"peer {name} codes words against a base: add --codec delta")
@@ -129,6 +153,14 @@ def _without_base(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterato
     cases = [(source, [coder for coder in coders if coder.takes(source.dtype)]) for source in sources]
     measured = (row for source, able in cases for row in measure(source, able, args.block, args.repeats))
     return _columns(sources), measured, sum(len(able) for _, able in cases)
+
+
+def _demand_plain_data(args: argparse.Namespace) -> None:
+    for spec in args.data or []:
+        if isinstance(spec, data.Pair):
+            raise ToolError(f"{spec} is words with their base: add --codec delta")
+        if isinstance(spec, data.RowSet):
+            raise ToolError(f"{spec} is rows that follow from others: add --codec rows")
 
 
 def _show(args: argparse.Namespace, columns: tuple[Column, ...], measured: Iterator[dict[str, Any]], count: int) -> int:

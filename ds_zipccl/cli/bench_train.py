@@ -1,7 +1,7 @@
 """``bench train``: whole training runs from one seed, plain and compressed, whose bits must be equal.
 
-Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py`` or ``train_lora.py``. The variants take turns, plain
-first. Columns:
+Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py``, ``train_lora.py`` or ``train_tp.py``. The variants take
+turns, plain first. Columns:
 
 * ``workload``: the training: ``zero1``, ``zero2``, ``zero3`` (ZeRO stages). ``moe``, ``moe-top2``: ZeRO-2 and DeepSpeed-MoE, 8 experts with
   biases, one or two of them for a token. ``mixtral`` (8 experts, 2 for a token), ``qwen`` (32 and 4), ``qwen64`` (64 and 8): ZeRO-2 and
@@ -10,6 +10,8 @@ first. Columns:
   rate of 2e-5, from fresh weights, whose updates change more bits than those of trained ones; every parameter is gathered for the forward
   and again for the backward pass, as in a model that is too large to be kept. ``lora``: ZeRO-3, LoRA adapters of a Llama of Hugging Face,
   with the values that its Trainer takes for "auto" (threshold of persistence 10 x hidden size); needs ``pip install transformers peft``.
+  ``tp``: ZeRO-1 and DeepSpeed's AutoTP: all ranks, or as many as ``--options '--tensor N'`` says, share the layers of a Llama of Hugging
+  Face, and sum activations of 4 MiB; needs ``pip install transformers``.
 * ``ranks``, ``nodes``, ``link``: number of processes; number of nodes that share out the processes in blocks; network between the
   nodes. On ``loopback`` there is one node. With ``--link`` there is one node per rank, or as many as ``--nodes`` says.
 * ``variant``: ``plain``: ds_zipccl is off (``DS_ZIPCCL=0``). ``raw``: our schedules, uncompressed. ``coded``: our schedules,
@@ -37,6 +39,9 @@ first. Columns:
 
 A line below the rows of a configuration has the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong. With
 experts a line for each variant has the part of their exchanges in the logical bytes of rank 0 from the second step on, and their ratios.
+
+A role gets a lossy codec by ``--set lossy=true roles='{"tp": {"codec": "round", "mantissa": 3}}'``. The bits of ``raw``, ``coded`` and
+``auto`` are then compared with each other, not with those of the plain run, and a line says how far the losses are from the plain ones.
 
 ``--backend nccl`` trains on GPUs with NCCL groups, coded from 64 KiB a message on. A rank has the GPU of its number; where there are more
 ranks than GPUs, ranks share them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing
@@ -119,8 +124,8 @@ def main(args: argparse.Namespace) -> int:
     backend = BACKENDS[args.backend]
     backend.check(args.link)
     # Before hours of measuring.
-    for variant in args.variants:
-        _section(variant, args.set, backend)
+    sections = [_section(variant, args.set, backend) for variant in args.variants]
+    lossy = next((said for section in sections if (said := _lossy(section))), "")
     for workload in args.workload:
         WORKLOADS[workload].check(workload)
         if ZEROPP in args.variants and WORKLOADS[workload].stage != 3:
@@ -136,18 +141,20 @@ def main(args: argparse.Namespace) -> int:
         training = Training(
             scripts[workload], workload, ranks, args.steps, args.size, args.timeout, spec, args.nodes, options, backend
         )
-        found, judged = _measure(training, args)
+        found, judged = _measure(training, args, bool(lossy))
         for row in found:
             table.add(row | {"params_sha256": row["params_sha256"][:16]})
         ratios = ", ".join(f"{variant} {ratio:.3f}" for variant, ratio in judged["ratio_coded"].items())
-        bits = "NOT proven equal" if judged["problems"] else "equal" if training.same_sums else "equal among our runs"
+        same = training.same_sums and not lossy
+        bits = "NOT proven equal" if judged["problems"] else "equal" if same else "equal among our runs"
         where = f"{workload}, {ranks} ranks, {link.name(spec)}"
         say(f"# {where}: {f'ratio over coded bytes {ratios}; ' if ratios else ''}bits: {bits}")
         for line in _experts_lines(judged):
             say(f"# {where}: {line}")
-        if far := judged.get("deviation"):
-            largest, last = (_loss(far[key]) for key in ("largest", "last"))
-            say(f"# {where}: {ZEROPP} is lossy: its losses are off by up to {largest}, the last one by {last}")
+        for name, far in ((ZEROPP, judged.get("deviation")), (lossy, judged.get("lossy"))):
+            if far:
+                largest, last = (_loss(far[key]) for key in ("largest", "last"))
+                say(f"# {where}: {name} is lossy: its losses are off by up to {largest}, the last one by {last}")
         for problem in judged["problems"]:
             complain(f"{where}: {problem}")
         written += found
@@ -160,7 +167,7 @@ def main(args: argparse.Namespace) -> int:
     return int(any(judged["problems"] for judged in verdicts))
 
 
-def _measure(training: Training, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _measure(training: Training, args: argparse.Namespace, lossy: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and verdict of one configuration; a failed run is a problem in the verdict and gives no rows."""
     runs: dict[str, list[Results]] = {
         variant: [] for variant in (*VARIANTS, ZEROPP) if variant in ("plain", *args.variants)
@@ -176,7 +183,7 @@ def _measure(training: Training, args: argparse.Namespace) -> tuple[list[dict[st
                 runs[variant].append(run(replace(training, options=options), variant, section, network))
     except ToolError as error:
         return [], training.place | {"ratio_coded": {}, "problems": [str(error)]}
-    return rows(training, runs, args.skip), training.place | verdict(training, runs)
+    return rows(training, runs, args.skip), training.place | verdict(training, runs, lossy)
 
 
 def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums: bool = True) -> dict[str, Any] | None:
@@ -214,6 +221,12 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
     except ConfigError as error:
         raise ToolError(str(error)) from None
     return section
+
+
+def _lossy(section: dict[str, Any] | None) -> str:
+    """The roles of a section that have a lossy codec, and their codecs; "" where there are none."""
+    roles = {} if section is None else parse_section(section).lossy_roles
+    return ", ".join(one.describe(role) for role, one in roles.items())
 
 
 def _experts_lines(judged: dict[str, Any]) -> list[str]:

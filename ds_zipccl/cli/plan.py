@@ -14,6 +14,8 @@ The coded variants do more than exponent coding, by keys of the section in ds_co
 * --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the parameters of the last step. The ratio (4 for bf16) is
   that of the peak learning rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
 * --zero3-base auto: ZeRO-3 keeps frozen parameters, and this plan has none; it prints the memory that they would take.
+* --gradients CODEC: gradients by a lossy codec ("lossy" in ds_config.json). Bits and errors are expectations for dense gradients, which
+  analyze --lossy measures on real ones. The speed is taken to be that of exponents. Sums by our schedules round once, all-reduces twice.
 * --zero3-base host or device: ZeRO-3 gathers differences too. Only the first gather of a step finds changes ("parameters, first"). The
   gathers of the backward pass and of further micro-batches ("parameters, again") cost a few bits per block.
 
@@ -53,10 +55,23 @@ import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from ds_zipccl.bench import ToolError, data, device_plan, link, speeds, tables, validate
-from ds_zipccl.bench.step_plan import EXPONENTS, ITEMSIZE, Coding, base_memory, differences, points, step, traffic
+from ds_zipccl.bench import ToolError, data, device_plan, link, lossy_trial, speeds, tables, validate
+from ds_zipccl.bench.step_plan import (
+    EXPONENTS,
+    GRADIENTS,
+    ITEMSIZE,
+    LOSSY,
+    Coding,
+    base_memory,
+    differences,
+    lossy,
+    points,
+    step,
+    traffic,
+)
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 
@@ -108,6 +123,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     spread = "ZeRO-1/2: round_robin_gradients is true, so that all ranks own equal parts of every bucket"
     parser.add_argument("--round-robin", action="store_true", help=spread)
     parser.add_argument("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
+    parser.add_argument(
+        "--gradients",
+        type=partial(lossy_trial.named, ()),
+        metavar="CODEC",
+        help="gradients by a lossy codec, such as round:3 (names and settings as in bench codec) (lossless)",
+    )
     parser.add_argument("--accumulation", type=int, default=1, metavar="K", help="micro-batches per step (1)")
     parser.add_argument("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
     parser.add_argument(
@@ -135,7 +156,10 @@ def main(args: argparse.Namespace) -> int:
     profile = codings[EXPONENTS].profile
     tables.say(f"speeds: {found.about}")
     tables.say(f"        {_about(codings[EXPONENTS], 'add')}")
-    kinds = {line.coding for line in traffics} - {EXPONENTS}
+    if args.gradients is not None:
+        codings[LOSSY], about = lossy(args, codings[EXPONENTS])
+        tables.say(f"        lossy gradients: {about}")
+    kinds = {line.coding for line in traffics} - {EXPONENTS, LOSSY}
     if kinds:
         codings |= differences(args, profile)
         for kind in sorted(kinds):
@@ -152,10 +176,12 @@ def main(args: argparse.Namespace) -> int:
     table = tables.Table(COLUMNS)
     for row in rows:
         table.add(row)
-    for line in _losses(rows):
+    for line in _losses(rows, args.gradients is not None):
         tables.say(line)
     if args.json:
         more = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about}
+        if args.gradients is not None:
+            more["gradients"] = str(args.gradients)
         for kind in kinds:
             coding = codings[kind]
             more[kind] = {"encode": coding.profile.encode, "decode": coding.profile.decode, "ratio": coding.ratio}
@@ -168,10 +194,13 @@ def _about(coding: Coding, *more: str) -> str:
     return f"{named} GB/s; ratio {coding.ratio:.3f}"
 
 
-def _losses(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Remarks on lines for which compression or differences do not pay."""
+def _losses(rows: list[dict[str, Any]], lossy: bool) -> Iterator[str]:
+    """Remarks on lines for which compression or differences do not pay. ``lossy``: gradients have a lossy codec, and no way back."""
     for variant in dict.fromkeys(row["variant"] for row in rows):
         lines = [row for row in rows if row["variant"] == variant and row["op"]]
+        if lossy and any(row["what"] == GRADIENTS and _fastest(row) == "plain" for row in lines):
+            yield f'{variant}: lossy gradients take longer than plain ones, and "auto" does not pass them: take the codec out'
+        lines = [row for row in lines if not lossy or row["what"] != GRADIENTS]
         for fastest, text in INSTEAD.items():
             lost = ", ".join(f"{row['what']} ({row['op']})" for row in lines if _fastest(row) == fastest)
             if lost:
@@ -188,6 +217,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ToolError("wanted are --params and --gpus, or --validate")
     if args.network is None:
         _check_link(args)
+    elif args.gradients is not None:
+        raise ToolError(
+            "--gradients is for gloo groups: NCCL groups pass lossy roles exact, so that --network takes none"
+        )
     if args.gpus_per_node < 1 or args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
         got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
         raise ToolError(

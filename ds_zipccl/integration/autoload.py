@@ -23,6 +23,8 @@ HOOKS = {
     "deepspeed.runtime.zero.stage_1_and_2": "adopt_zero12",
     "deepspeed.runtime.zero.stage3": "adopt_stage3",
     "deepspeed.runtime.engine": "adopt_engine",
+    "deepspeed.runtime.pipe.engine": "adopt_pipeline",
+    "deepspeed.module_inject.layers": "adopt_auto_tp",
     "deepspeed.moe.sharded_moe": "adopt_moe",
     "deepspeed.module_inject.auto_ep_layer": "adopt_auto_ep",
     "deepspeed.moe.ep_tp_dispatch": "adopt_folded_rows",
@@ -30,6 +32,8 @@ HOOKS = {
 }
 #: Modules that a job need not load, and that a DeepSpeed may lack.
 _OPTIONAL = (
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.module_inject.layers",
     "deepspeed.moe.sharded_moe",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.ep_tp_dispatch",

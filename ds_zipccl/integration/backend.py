@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,6 +25,7 @@ from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.integration import (
+    lossy_calls,
     moe_calls,
     passing,
     replicated,
@@ -58,9 +58,6 @@ _DEFAULTS = {
 }
 #: Operation and role of ZeRO's parameter gathers.
 _PARAMETER_GATHER = ("all_gather_into_tensor", "zero_param")
-_NO_GRAPH = (
-    "ds_zipccl codes collectives outside of compiled graphs: compile without fullgraph=True, or run with DS_ZIPCCL=0"
-)
 
 
 def _collective(name: str) -> Callable[..., Any]:
@@ -88,22 +85,32 @@ def _collective(name: str) -> Callable[..., Any]:
 def _coded(name: str) -> Callable[..., Any]:
     """Return the coded method for one collective."""
     plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
-    point_to_point = OPS[name].point_to_point
+    point_to_point, announces = OPS[name].point_to_point, name in lossy_calls.OPERATIONS
+    own = next((at for at, key in enumerate(parameters) if key.startswith("input")), 0)
 
     @functools.wraps(plain)
     def coded(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         values: list[Any] = [given[key] if key in given else _DEFAULTS[key] for key in parameters]
+        op = None
         if "op" in parameters:
-            values[parameters.index("op")] = self._reduce_op(values[parameters.index("op")])
+            op = values[parameters.index("op")] = self._reduce_op(values[parameters.index("op")])
         role = self.job.role_of(name, given.get("group"))
+        config = self.job.config
+        assert config is not None  # only the coded method asks
+        more: dict[str, Any] = {"config": config, "role": role}
+        if (
+            announces
+            and config.lossy_roles
+            and (codec := lossy_calls.taken(config, role, name, values[own], op)) is not None
+        ):
+            more["lossy"] = codec
         if point_to_point:
             device = values[0].device.type
             if device == "cpu":
-                return run(*values, config=self.job.config, role=role)
+                return run(*values, **more)
             counters.record_pass(role, name, _nbytes(values[0]), PassReason.P2P_DEVICE.of(device))
             return plain(self, *values)
-        more: dict[str, Any] = {"config": self.job.config, "role": role}
         more["uncompressed_call"] = functools.partial(plain, self, *values)
         if name == "all_reduce" and (owners := slice_owners(self.job, *values, role=role)):
             return comm.reduce_to_owners(values[0], owners, *values[1:3], **more)
@@ -210,7 +217,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         _load_kernels(config)
         config = _only_with_kernels(config)
         untraced.skip_frames()
-        self.job.untraced = {name: _untraced(getattr(type(self), name).coded) for name in COLLECTIVES}
+        self.job.untraced = {name: untraced.outside_graphs(getattr(type(self), name).coded) for name in COLLECTIVES}
         self.job.config = config
         if config.torch_distributed:
             torch_calls.wrap(self.job)
@@ -221,10 +228,13 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             else:
                 find_nodes()  # sums depend on the nodes, and must not depend on the mode
         settled = self._settle(config)
+        unhooked = lossy_calls.unhooked(config)
         if torch.distributed.get_rank() == 0:
             nodes = group_nodes(resolve_group(None))
             covered = start_line.coverage(config, settled)
             print(start_line.start_line(config, profile, covered, nodes, settled), flush=True)
+            if config.lossy:
+                print(start_line.lossy_here(config, unhooked), flush=True)
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
 
@@ -254,13 +264,6 @@ for _name in COLLECTIVES:
     setattr(ZipcclBackend, _name, _collective(_name))
 for _name in UNCODED:
     setattr(ZipcclBackend, _name, _counted(_name))
-
-
-def _untraced(coded: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that torch.compile calls without tracing it: the graph breaks there."""
-    disable = torch.compiler.disable
-    why = {"reason": _NO_GRAPH} if "reason" in inspect.signature(disable).parameters else {}  # torch 2.7 and later
-    return disable(coded, **why)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _load_kernels(config: ZipcclConfig) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from deepspeed.comm.torch import TorchBackend
 
+from ds_zipccl.comm import repeats
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
 from ds_zipccl.config import SECTION, ConfigError, near_misses
-from ds_zipccl.integration import moe_calls, replicated, zero_buckets, zero_epochs, zero_gathers
+from ds_zipccl.integration import lossy_calls, moe_calls, replicated, zero_buckets, zero_epochs, zero_gathers
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.job import Job
 from ds_zipccl.telemetry import monitor, table
@@ -59,6 +60,7 @@ def adopt_engine(module: ModuleType) -> None:
         original = getattr(engine, name)
         if not hasattr(original, "ds_zipccl"):
             setattr(engine, name, _surrounded(original, around))
+    lossy_calls.watch(module)
 
 
 def adopt_zero3(module: ModuleType) -> None:
@@ -68,13 +70,25 @@ def adopt_zero3(module: ModuleType) -> None:
 
 
 def adopt_stage3(module: ModuleType) -> None:
-    """Learn of changes of ZeRO-3's parameters from ``deepspeed.runtime.zero.stage3``."""
+    """Learn of changes of ZeRO-3's parameters, and of its gradients, from ``deepspeed.runtime.zero.stage3``."""
     zero_epochs.watch_optimizer(module.DeepSpeedZeroOptimizer_Stage3)
+    lossy_calls.watch(module)
 
 
 def adopt_zero12(module: ModuleType) -> None:
-    """Learn the owners of the gradient buckets of ZeRO-1 and ZeRO-2 from ``deepspeed.runtime.zero.stage_1_and_2``."""
+    """Learn the gradient buckets of ZeRO-1 and ZeRO-2, and their owners, from ``deepspeed.runtime.zero.stage_1_and_2``."""
     zero_buckets.watch_buckets(module.DeepSpeedZeroOptimizer)
+    lossy_calls.watch(module)
+
+
+def adopt_auto_tp(module: ModuleType) -> None:
+    """Learn the sums of AutoTP's layers from ``deepspeed.module_inject.layers``."""
+    lossy_calls.watch(module)
+
+
+def adopt_pipeline(module: ModuleType) -> None:
+    """Learn the sends between the stages of a pipeline from ``deepspeed.runtime.pipe.engine``."""
+    lossy_calls.watch(module)
 
 
 def adopt_moe(module: ModuleType) -> None:
@@ -150,8 +164,11 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
         return original()
     # Read before the step: at its end the scheduler sets the rates of the next step.
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
-    with job.step(engine.zero_optimization_stage()):
-        result = original()
+    try:
+        with job.step(engine.zero_optimization_stage()):
+            result = original()
+    finally:  # also where the step fails on this rank alone: the other ranks forget too
+        repeats.forget()
     choice.end_step(engine)
     if job.step_log is not None:
         job.step_log.write(engine.global_steps, rates)
@@ -171,7 +188,9 @@ def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
 
 
 def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
-    """Free the bases with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on a device."""
+    """Free the bases and the kept messages with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
+    a device."""
+    repeats.forget()
     zero_epochs.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
     if getattr(engine, "ds_zipccl_bases", None):
         finish(lanes_of(engine.device))

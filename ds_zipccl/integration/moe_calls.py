@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+from ds_zipccl.integration import lossy_calls
 from ds_zipccl.integration.untraced import untraced_frame
 
 #: Kinds of the exchanges in the forward of a MoE layer, in the order of DeepSpeed's calls.
@@ -75,17 +76,22 @@ def _watch_exchange(exchanges: Any) -> None:
             return forward(ctx, *args, **kwargs)  # the native backward is a forward too, and its kind is set
         found = next(coming, "")
         setattr(ctx, _KEPT, found)
-        with _running(found, None):
+        with _running(found, None), _announced(found, "forward"):
             return forward(ctx, *args, **kwargs)
 
     @functools.wraps(backward)
     def watched_backward(ctx: Any, *args: Any) -> Any:
         found = getattr(ctx, _KEPT, "")
-        with _running(f"{found}.bwd" if found else "", None):
+        with _running(f"{found}.bwd" if found else "", None), _announced(found, "backward"):
             return backward(ctx, *args)
 
-    exchanges.forward = staticmethod(untraced_frame(watched_forward))
-    exchanges.backward = staticmethod(untraced_frame(watched_backward))
+    exchanges.forward = staticmethod(lossy_calls.marked(watched_forward))
+    exchanges.backward = staticmethod(lossy_calls.marked(watched_backward))
+
+
+def _announced(found: str, direction: str) -> AbstractContextManager[None]:
+    """Announce the exchange of a kind to lossy codecs, if the kind is known."""
+    return lossy_calls.exchange(direction) if found else nullcontext()
 
 
 @contextmanager

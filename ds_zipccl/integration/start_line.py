@@ -1,4 +1,4 @@
-"""The start-up line: the traffic of this job's groups that is coded, and the traffic that is not and why."""
+"""The start-up lines: the traffic of this job's groups that is coded, and the traffic that is not and why; the lossy roles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
+import torch
 from torch.distributed import distributed_c10d
 
 import ds_zipccl
@@ -116,6 +118,51 @@ def _list(device: str, counts: Mapping[str, int]) -> str:
 
 def _count(number: int) -> str:
     return "" if number == 1 else f" ({number} groups)"
+
+
+def lossy_here(config: ZipcclConfig, unhooked: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the line about the lossy roles of a config on the groups that this job has made so far; see :func:`lossy_line`."""
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    return lossy_line(_groups(), accelerator.device_name(), config, unhooked)
+
+
+def lossy_line(
+    groups: Iterable[Group], device: str, config: ZipcclConfig, unhooked: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return the line about the lossy roles of a config; "" where the section does not allow them.
+
+    Args:
+        device: the type of device of the model's tensors.
+        unhooked: role -> why some of DeepSpeed's calls of the role cannot be announced.
+    """
+    if not config.lossy:
+        return ""
+    if not config.lossy_roles:
+        return '[ds_zipccl] "lossy" is true and no role names a lossy codec: nothing is changed'
+    named = [role for role in ROLES if role in config.lossy_roles]
+    roles = "; ".join(config.lossy_roles[role].describe(role) for role in named)
+    exact = [f"some calls of {role}, as {unhooked[role]}" for role in named if role in unhooked]
+    several = [group for group in groups if group.ranks > 1]
+    reasons = Counter((group.backends.get(device, ""), _exact(group, device, config)) for group in several)
+    if not several:
+        exact.append("all of them, as this job has one rank")
+    exact += [
+        f"{device} tensors over {backend or 'no backend'}{_count(number)}, as {why}"
+        for (backend, why), number in reasons.items()
+        if why
+    ]
+    but = f"; bit-exact all the same: {'; '.join(exact)}" if exact else ""
+    return f"[ds_zipccl] LOSSY by config: {roles}; all other roles bit-exact{but}"
+
+
+def _exact(group: Group, device: str, config: ZipcclConfig) -> str:
+    """Return the reason why no tensor of a type of device is lossy in a group; "" where tensors may be."""
+    backend = group.backends.get(device, "")
+    if backend not in admission.CODED_BACKENDS.get(device, ()):
+        return "there are no coded schedules for it yet"
+    if backend in admission.STREAM_BACKENDS and config.nccl == "off":
+        return '"nccl" is "off"'
+    return admission.exact_because(torch.bfloat16, device, backend)
 
 
 def schedules(config: ZipcclConfig, settled: Settled, nodes: Sequence[Sequence[int]]) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl import comm
-from ds_zipccl.integration import passing
+from ds_zipccl.integration import passing, untraced
 from ds_zipccl.integration.job import Job
 
 #: Modules whose calls are part of a collective that was seen already, or not for this module.
@@ -95,18 +95,15 @@ def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _untraced(coded)(*args, **kwargs)  # on all ranks, those included that have stopped compiling
+            return untraced.outside_graphs(coded)(
+                *args, **kwargs
+            )  # on all ranks, those included that have stopped compiling
         if _state.inside or _caller().startswith(_WITHIN):
             return original(*args, **kwargs)
         return coded(*args, **kwargs)
 
     call.ds_zipccl = True  # type: ignore[attr-defined]
     return call
-
-
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` for a traced program: the graph breaks there, and the call runs as in other programs."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 def _caller() -> str:

@@ -6,6 +6,7 @@ A function that decides which messages travel must therefore run alike in compil
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,9 @@ import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+_NO_GRAPH = (
+    "ds_zipccl codes collectives outside of compiled graphs: compile without fullgraph=True, or run with DS_ZIPCCL=0"
+)
 _functions: list[Callable[..., Any]] = []
 _skipping = False
 
@@ -32,6 +36,13 @@ def skip_frames() -> None:
     _skipping = True
     for function in _functions:
         _skip(function)
+
+
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` for a traced program: the graph breaks there, and the call runs as in other programs."""
+    disable = torch.compiler.disable
+    why = {"reason": _NO_GRAPH} if "reason" in inspect.signature(disable).parameters else {}  # torch 2.7 and later
+    return disable(function, **why)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _skip(function: Callable[..., Any]) -> None:

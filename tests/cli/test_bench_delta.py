@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import content
+from commands import assert_refused, content
 
 from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
@@ -33,12 +33,7 @@ WORDS = ["bench", "codec", "--codec", "delta", "--route", "native", "--dtype", "
     ],
 )
 def test_bad_requests_say_what_to_do(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main(["bench", "codec", *words])
-    except SystemExit as leave:
-        status = leave.code
-    assert status == 2
-    assert message in capsys.readouterr().err
+    assert_refused(["bench", "codec", *words], message, capsys)
 
 
 def _orders(tensor: torch.Tensor) -> torch.Tensor:

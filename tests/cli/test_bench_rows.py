@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import content
+from commands import assert_refused, content
 
 from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
@@ -28,12 +28,7 @@ WORDS = ["bench", "codec", "--codec", "rows", "--route", "native", "--dtype", "b
     ],
 )
 def test_bad_requests_say_what_to_do(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main(["bench", "codec", *words])
-    except SystemExit as leave:
-        status = leave.code
-    assert status == 2
-    assert message in capsys.readouterr().err
+    assert_refused(["bench", "codec", *words], message, capsys)
 
 
 @pytest.mark.parametrize("percent", [0.0, 30.0, 100.0])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import variants
-from commands import command, content, shannon
+from commands import assert_refused, command, content, shannon
 
 from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
@@ -82,12 +82,7 @@ print(out.getvalue())
 def test_bad_requests_exit_2_with_what_to_do(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status = main(words)
-    except SystemExit as leave:
-        status = leave.code
-    assert status == 2
-    assert message in capsys.readouterr().err
+    assert_refused(words, message, capsys)
 
 
 # ---------------------------------------------------------------- bench codec

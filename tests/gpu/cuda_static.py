@@ -8,11 +8,10 @@ the chunk, the headers and tables among them, times 32 lanes, by the elements. E
 from __future__ import annotations
 
 import argparse
-import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -268,16 +267,15 @@ def rows_of(architecture: int) -> list[dict[str, Any]]:
     return rows
 
 
-@functools.cache
-def rows() -> list[dict[str, Any]]:
-    """A row for every architecture and kernel.
+def rows(architectures: Sequence[int] = tuple(ARCHITECTURES)) -> list[dict[str, Any]]:
+    """A row for each of ``architectures`` and every kernel.
 
     Raises:
         BuildError: no nvcc or nvdisasm, or nvcc failed.
     """
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(cubin, ARCHITECTURES))
-    return [row for architecture in ARCHITECTURES for row in rows_of(architecture)]
+        list(pool.map(cubin, architectures))
+    return [row for architecture in architectures for row in rows_of(architecture)]
 
 
 def worse(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> Iterator[str]:

@@ -83,7 +83,7 @@ def for_emulation() -> Path:
 
 
 #: Options of golden_cases.py.
-SIZES = {"few": ("--few",), "small": (), "large": ("--large",)}
+SIZES = {"few": ("--few",), "bf16": ("--bf16",), "small": (), "large": ("--large",)}
 
 
 def run(program: Sequence[str | Path], *sizes: str) -> int:

@@ -1,10 +1,10 @@
 """The cases of tests/gpu/driver.cu as a file: words, their frames, and sums of frames, made on the CPU.
 
-    python tests/gpu/golden_cases.py FILE [--large | --few]
+    python tests/gpu/golden_cases.py FILE [--large | --few | --bf16]
 
 The frames of tests/golden that kernels write, tensors of several chunks, and sums. ``--large`` adds tensors that fill a GPU; ``--few``
-leaves most cases out. The file has the eight bytes of :data:`MAGIC` and the number of cases (u64); then for each case :data:`HEAD` and its
-parts, each behind its size (u64).
+leaves most cases out, ``--bf16`` those of other dtypes. The file has the eight bytes of :data:`MAGIC` and the number of cases (u64); then
+for each case :data:`HEAD` and its parts, each behind its size (u64).
 """
 
 from __future__ import annotations
@@ -176,10 +176,13 @@ def write(path: Path, cases: Sequence[Case]) -> None:
 
 
 def main(path: str, *options: str) -> int:
-    assert options in ((), ("--large",), ("--few",)), f"got {options}; the options are --large and --few"
+    known = ("--large", "--few", "--bf16")
+    assert not options or (len(options) == 1 and options[0] in known), f"got {options}; the options are {known}"
     cases = [*small(), *(large() if "--large" in options else ())]
     if "--few" in options:
         cases = cases[::9]
+    if "--bf16" in options:
+        cases = [case for case in cases if case.dtype is torch.bfloat16]
     write(Path(path), cases)
     print(f"{len(cases)} cases, {Path(path).stat().st_size / 1e6:.1f} MB")
     return 0

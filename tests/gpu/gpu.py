@@ -59,6 +59,14 @@ CUDA_TESTS = (
     "codec/test_fuzz.py",
     "comm/test_host_staging.py",
 )
+#: Files with tests of codecs that have no CUDA kernels: nothing in them would run on a GPU.
+LOSSY_TESTS = (
+    "codec/test_rounded.py",
+    "codec/test_golden_rounded.py",
+    "codec/test_scaled.py",
+    "codec/test_scaled_refused.py",
+    "codec/test_golden_scaled.py",
+)
 #: The tests on a GPU, without those of the emulation, which need none.
 SELECTED = "cuda-native or cuda-nvrtc or on_nccl or cuda]"
 DRY_SELECTED = "emulated and (golden_frame or frames_in_slots)"

@@ -18,7 +18,6 @@ import emulation
 import figures
 import golden_cases
 import gpu
-import nccl_rank
 import pytest
 import spin
 import where
@@ -67,13 +66,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [str(driver.for_emulation()), "--library"]
 
 
-def test_the_driver_on_the_emulation(emulated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(figures.VARIABLE, str(tmp_path / "figures.json"))
-    assert driver.run([*emulated, str(emulation.binary().path())], "small") == 0
-    small = figures.read(tmp_path / "figures.json")["small"]
-    assert small["trials"] > 2400 and not small["wrong"]
-
-
 #: A fault of the kernels -> the words of the driver.
 PLANTED: dict[str, tuple[str, builds.Change]] = {
     "a byte past the table": ("cuda/encode.cuh", ("entry >> 8);", "entry >> 8 ^ 1);")),
@@ -94,21 +86,14 @@ PLANTED: dict[str, tuple[str, builds.Change]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        name
-        if name == "a byte past the table"
-        else pytest.param(name, marks=pytest.mark.full(reason="each has an emulation to compile"))
-        for name in PLANTED
-    ],
-)
+@pytest.mark.full(reason="each has an emulation to compile")
+@pytest.mark.parametrize("fault", [*PLANTED, ""])
 def test_the_driver_notices_a_planted_fault(fault: str, emulated: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    file, change = PLANTED[fault]
-    library = emulation.binary({file: (change,)}).path()
-    assert driver.run([*emulated, str(library)], "few")
-    said = capfd.readouterr().out
-    assert "WRONG" in said or "emulation: block" in said
+    """And passes without one."""
+    file, *changes = PLANTED.get(fault, ("cuda/encode.cuh",))
+    library = emulation.binary({file: tuple(changes)}, emulation.BF16 | emulation.HASH).path()
+    status, said = driver.run([*emulated, str(library)], "bf16"), capfd.readouterr().out
+    assert (status != 0) == bool(fault) and ("WRONG" in said or "emulation: block" in said) == bool(fault), said
 
 
 @pytest.mark.full(reason="nvcc needs a minute")
@@ -146,41 +131,6 @@ def test_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises((FileNotFoundError, build.BuildError)):
         driver.sanitizer_path()
-
-
-def dry(step: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a step's own command where the CPU stands for the GPU."""
-    command = {one.name: one.command for one in gpu.steps(ROOT / "out", dry=True)}[step]
-    words = [word for word in command if not word.startswith("--timeout")]
-    return subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment(ZIPCCL_DRY="1", **more)
-    )
-
-
-def test_the_stress_tests_on_the_emulation(tmp_path: Path) -> None:
-    result = dry("stress", **{figures.VARIABLE: str(tmp_path / "figures.json")})
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert figures.read(tmp_path / "figures.json")["passed"] == 12
-
-
-def test_the_checks_of_one_rank_of_nccl(tmp_path: Path) -> None:
-    result = dry("nccl_one", **{figures.VARIABLE: str(tmp_path / "figures.json")})
-    assert result.returncode == 0, result.stdout[-4000:]
-    done = figures.read(tmp_path / "figures.json")["one_rank"]["seconds"]
-    assert set(done) == {check.__name__ for check in nccl_rank.PROGRAMS["one_rank"]}
-
-
-@pytest.mark.full(reason="six processes import torch")
-def test_the_checks_of_several_ranks_of_nccl(tmp_path: Path) -> None:
-    """The probe tells the next step its settings."""
-    scratch = {figures.SCRATCH: str(tmp_path), figures.VARIABLE: str(tmp_path / "figures.json")}
-    for step in ("nccl_probe", "nccl"):
-        result = dry(step, **scratch)
-        assert result.returncode == 0, result.stdout[-4000:]
-    assert json.loads((tmp_path / "nccl.json").read_text())["NCCL_NET"] == "Socket"
-    seen = figures.read(tmp_path / "figures.json")
-    assert seen["works"] == "as planned"
-    assert set(seen["ranks_4"]["seconds"]) == {check.__name__ for check in nccl_rank.PROGRAMS["shared_gpu_4"]}
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import build_all
 import figures
 import gpu
+import nccl_rank
 import no_skips
 import pytest
 import step_runner
@@ -78,12 +79,13 @@ def test_tests_of_the_codec_are_selected_in_each_file_and_no_emulated_ones() -> 
         assert sum(f"cuda-{route}" in name for name in selected) > 300
 
 
+@pytest.mark.full(reason="collects the tests of two folders")
 def test_every_file_with_tests_on_a_gpu_is_named() -> None:
     folders = [f"tests/{name}" for name in ("codec", "comm")]
     command = [sys.executable, "-c", COLLECT, "-q", "-p", "no:cacheprovider", "-k", gpu.SELECTED, *folders]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
     found = {line.partition("::")[0].removeprefix("tests/") for line in result.stdout.splitlines() if "::" in line}
-    assert found == set(gpu.CUDA_TESTS), "make gpu must name each file with tests on a GPU"
+    assert found == {*gpu.CUDA_TESTS, *gpu.LOSSY_TESTS}, "make gpu must name each file with tests on a GPU"
 
 
 def test_the_steps_of_nccl_share_its_tests() -> None:
@@ -310,6 +312,11 @@ def test_a_dry_run_of_every_step_passes(tmp_path: Path) -> None:
         row["wrong"] for row in told["comm"]["rows"]
     )
     assert told["nccl"]["ranks_4"]["coded"]["all_gather_into_tensor"]["host_waits"]
+    assert told["driver"]["small"]["trials"] > 2400 and not told["driver"]["small"]["wrong"]
+    assert told["stress"]["passed"] == 12
+    assert told["nccl_probe"]["works"] == "as planned" and told["nccl_probe"]["settings"]["NCCL_NET"] == "Socket"
+    for step, name, checks in (("nccl_one", "one_rank", "one_rank"), ("nccl", "ranks_4", "shared_gpu_4")):
+        assert set(told[step][name]["seconds"]) == {check.__name__ for check in nccl_rank.PROGRAMS[checks]}
     *_, last, results = result.stdout.splitlines()
     assert last.startswith("bench ") and results == f"results: {tmp_path / 'out' / 'gpu.json'}"
 

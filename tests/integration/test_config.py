@@ -26,8 +26,9 @@ from ds_zipccl.config import (
 )
 
 NAMES = (
-    "enabled, mode, reduction, check, codec, block, rows, delta, zero3_base, zero3_base_mib, owner_only, min_bytes, nccl, nccl_min_bytes, "
-    "staging_mib, route, roles, torch_distributed, log_interval, step_log"
+    "enabled, mode, reduction, check, codec, block, rows, delta, zero3_base, zero3_base_mib, recompute_base, "
+    "recompute_base_mib, owner_only, min_bytes, nccl, nccl_min_bytes, staging_mib, route, lossy, roles, torch_distributed, "
+    "log_interval, step_log"
 )
 
 GOOD = [
@@ -35,6 +36,8 @@ GOOD = [
     {"enabled": True},
     {"reduction": "match", "check": "shadow", "codec": "raw", "block": 128, "min_bytes": 0, "route": "numba"},
     {"roles": {"zero_param": "never", "ep": "always"}, "log_interval": 0},
+    {"lossy": True},
+    {"lossy": True, "roles": {"tp": {"codec": "taco_fp8", "group": 64}, "dp": "never"}},
     {"step_log": ""},
     {"step_log": "runs/first.jsonl"},
 ]
@@ -136,7 +139,12 @@ REFUSED = [
         ['"zipccl.roles" must be an object of "zero_param" | "zero_grad"', '{"dq": "always"}'],
     ),
     ({"roles": {1: "always"}}, ['got {"1": "always"}']),
-    ({"roles": {"dp": "sometimes"}}, ['to "auto" | "always" | "never", got {"dp": "sometimes"}']),
+    (
+        {"roles": {"dp": "sometimes"}},
+        ['to "auto" | "always" | "never", or an object with a lossy "codec", got {"dp": "sometimes"}'],
+    ),
+    ({"roles": {"dp": 3}}, ['with a lossy "codec", got {"dp": 3}']),
+    ({"lossy": 1}, ['"zipccl.lossy" must be true | false, got 1']),
     ({"roles": ["dp"]}, ['"zipccl.roles" must be', 'got ["dp"]']),
     ({"block": 1, "enabeld": 1}, ['"zipccl.block" must be', '"zipccl.enabeld" is not a known key']),
     ([], ['"zipccl" must be an object such as {"enabled": true}, got []']),

@@ -20,6 +20,7 @@ import shim
 import test_engines as zero12
 import test_engines_by_node as sums
 import test_engines_zero3 as zero3
+import tiers
 import torch
 from engines import ADAM, SOURCES, Lab, Model, bits, rank_program
 from programs import launch, reference
@@ -167,12 +168,8 @@ def on_streams(folder: Path, ranks: int, *cases: str, section: str = CODED, node
 def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """Plain and coded results of those cases on two ranks that were asked for."""
     shim.build()
-    asked = {
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.path == request.path and isinstance(item, pytest.Function) and "case" in item.fixturenames
-    }
-    cases = [name for name in CASES if name in asked or name in SHORT]
+    asked = tiers.asked(request, "case")
+    cases = [name for name in CASES if (name,) in asked or name in SHORT]
     plain = reference(__file__, 2, tmp_path_factory.mktemp("plain"), *cases, sources=WITH)
     return plain, on_streams(tmp_path_factory.mktemp("coded"), 2, *cases)
 

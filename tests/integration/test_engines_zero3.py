@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import tiers
 import torch
 import torch.distributed as dist
 from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, bits, rank_program
@@ -186,6 +187,9 @@ RUN += [(4, "host", "plain"), (4, "host", "hpz")]  # in this order: hpZ's groups
 
 #: In mode auto measurements decide which shards go as differences.
 RUN_AUTO = [(2, "auto", name) for name in ("several_engines", "made_anew")]
+#: Those of the short tier; tests without parameters need some of them.
+SHORT = [(2, "host", name) for name in ("plain", "accumulating", "edited", "checkpoint")]
+SHORT += [(2, "device", name) for name in ("plain", "overflow", STALE, UNPROVEN)]
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
@@ -193,13 +197,16 @@ Trained = Callable[[int, str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return a function (ranks, "off", "host", "device" or "auto", case) -> results of each rank. All cases are launched once."""
     runs = {}
+    run = tiers.asked(request, "ranks", "kind", "case") | {*SHORT}
     for ranks, kind in ((2, "off"), (2, "host"), (2, "device"), (2, "auto"), (4, "off"), (4, "host")):
         cases = dict.fromkeys(
-            name for count, where, name in RUN + RUN_AUTO if count == ranks and kind in ("off", where)
+            each[2] for each in RUN + RUN_AUTO if each in run and each[0] == ranks and kind in ("off", each[1])
         )
+        if not cases:
+            continue
         folder = tmp_path_factory.mktemp(f"{kind}{ranks}")
         if kind == "off":
             runs[ranks, kind] = reference(__file__, ranks, folder, *cases, sources=SOURCES)
@@ -208,12 +215,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return lambda ranks, kind, case: runs[ranks, kind][case]
 
 
-@pytest.mark.parametrize(("ranks", "kind", "case"), [run for run in RUN + RUN_AUTO if run[2] != UNPROVEN])
+def some(runs: Sequence[tuple[int, str, str]]) -> list[Any]:
+    return tiers.mostly_full(runs, [run for run in SHORT if run in runs], "the others are alike")
+
+
+@pytest.mark.parametrize(("ranks", "kind", "case"), some([run for run in RUN + RUN_AUTO if run[2] != UNPROVEN]))
 def test_plain_and_coded_agree(trained: Trained, ranks: int, kind: str, case: str) -> None:
     assert bits(trained(ranks, kind, case)) == bits(trained(ranks, "off", case))
 
 
-@pytest.mark.parametrize(("ranks", "kind", "case"), RUN)
+@pytest.mark.parametrize(("ranks", "kind", "case"), some(RUN))
 def test_differences_after_the_first_gather(trained: Trained, ranks: int, kind: str, case: str) -> None:
     for rank, found in enumerate(trained(ranks, kind, case)):
         for phase in found["phases"]:

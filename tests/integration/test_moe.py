@@ -5,13 +5,27 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parallel import CONTEXT, STEPS, VOCABULARY, WIDTH, Lab, Mpu, assert_trained, bits, rank_program, results
+from parallel import (
+    CONTEXT,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Lab,
+    Mpu,
+    Trained,
+    assert_trained,
+    bits,
+    each,
+    fixture_of,
+    rank_program,
+    results,
+)
 from places import EXAMPLES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +38,7 @@ LAYERS = 2
 class Sparse(nn.Module):
     """Layers of experts with biases between an embedding and a head."""
 
-    def __init__(self, experts: int, spread: int, k: int, checkpointing: bool, **more: Any) -> None:
+    def __init__(self, experts: int, spread: int, k: int, checkpointing: Mapping[str, Any] | None, **more: Any) -> None:
         from deepspeed.moe.layer import MoE
 
         super().__init__()
@@ -37,15 +51,16 @@ class Sparse(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x, balance = self.words(tokens), torch.zeros(())
         for layer in self.layers:
-            y, extra, _ = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+            y, extra, _ = layer(x) if self.checkpointing is None else checkpoint(layer, x, **self.checkpointing)
             x, balance = x + y, balance + extra.float()
         found = nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), (7 * tokens + 1).flatten() % VOCABULARY)
         return found + 0.01 * balance
 
 
 def native(
-    lab: Lab, k: int = 1, zero: int = 2, experts: int = 8, spread: int = 2, checkpointing: bool = False, **more: Any
-) -> None:
+    lab: Lab, k: int = 1, zero: int = 2, experts: int = 8, spread: int = 2,
+    checkpointing: Mapping[str, Any] | None = None, **more: Any,
+) -> None:  # fmt: skip
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
     mpu = {"mpu": more.pop("mpu")} if "mpu" in more else {}
@@ -80,7 +95,7 @@ def tensor_parallel(lab: Lab, **more: Any) -> None:
 
 def auto_ep(
     lab: Lab, family: str = "mixtral", zero: Any = 2, experts: int = 8, k: int = 2, spread: int = 2,
-    checkpointing: bool = False, **more: Any,
+    checkpointing: Mapping[str, Any] | None = None, **more: Any,
 ) -> None:  # fmt: skip
     sys.path.insert(0, str(EXAMPLES))
     import train_moe
@@ -88,8 +103,8 @@ def auto_ep(
 
     size = Size(VOCABULARY, WIDTH, LAYERS, heads=2, context=CONTEXT, characters=0)
     model: Any = train_moe.hugging_face(size, family, experts, k)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(checkpointing))
     preset = {"mixtral": "mixtral", "qwen3": "qwen3_moe"}[family]
     expert_parallel = {"enabled": True, "autoep_size": spread, "preset_model": preset}
     lab.start(model, zero, expert_parallel=expert_parallel, **more)
@@ -112,6 +127,8 @@ def folding(lab: Lab) -> None:
     lab.rank = rank
 
 
+#: Arguments of torch's checkpoint().
+AGAIN = {"use_reentrant": False}
 HOST_BASE = {"stage": 3, "stage3_param_persistence_threshold": 0}
 Case = Callable[[Lab], None]
 make = functools.partial
@@ -122,7 +139,7 @@ CASES: dict[int, dict[str, Case]] = {
         "top-1 zero1": make(native, zero=1),
         "top-1 residual": make(native, use_residual=True),
         "top-1 no drop": make(native, drop_tokens=False),
-        "top-1 checkpointing": make(native, checkpointing=True),
+        "top-1 checkpointing": make(native, checkpointing=AGAIN),
         "top-2": make(native, k=2),
         "top-2 no drop": make(native, k=2, drop_tokens=False),
         "top-4": make(native, k=4, experts=16),
@@ -139,39 +156,16 @@ CASES: dict[int, dict[str, Case]] = {
         "tensor parallel": make(tensor_parallel),
         "tensor parallel experts": make(tensor_parallel, enable_expert_tensor_parallelism=True),
         "mixtral": make(auto_ep, spread=4),
-        "mixtral zero2 checkpointing, 2 of 4": make(auto_ep, checkpointing=True),
-        "mixtral zero3 checkpointing, 2 of 4": make(auto_ep, zero=HOST_BASE, checkpointing=True),
+        "mixtral zero2 checkpointing, 2 of 4": make(auto_ep, checkpointing=AGAIN),
+        "mixtral zero3 checkpointing, 2 of 4": make(auto_ep, zero=HOST_BASE, checkpointing=AGAIN),
         "qwen": make(auto_ep, family="qwen3", experts=32, k=4, spread=4),
         "folding": folding,
     },
 }
-ALL = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 #: Cases of the short tier, on two ranks.
-SHORT = ("top-2", "mixtral")
+SHORT = [(2, name) for name in ("top-2", "mixtral")]
 
-Trained = Callable[[int, str], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return a function (ranks, mode) -> results by case. Its first call for a pair launches the ranks."""
-    pytest.importorskip("transformers")
-
-    @functools.cache
-    def get(ranks: int, mode: str) -> dict[str, Any]:
-        return results(__file__, ranks, mode, tmp_path_factory.mktemp("moe"), CASES[ranks])
-
-    return get
-
-
-def test_native_and_auto_ep_have_the_bits_of_plain_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    pytest.importorskip("transformers")
-    runs = {mode: results(__file__, 2, mode, tmp_path_factory.mktemp("moe"), SHORT) for mode in ("plain", "always")}
-    for name in SHORT:
-        assert_trained(runs["plain"][name])
-        assert bits(runs["always"][name]) == bits(runs["plain"][name])
-        assert kinds(runs["always"][name]) == dict.fromkeys(KINDS, LAYERS * STEPS)
-
+trained = fixture_of(__file__, CASES)
 
 KINDS = ("dispatch", "combine", "combine.bwd", "dispatch.bwd")
 
@@ -183,11 +177,7 @@ def kinds(ranks: list[dict[str, Any]]) -> dict[str, int]:
     return found[0]
 
 
-FULL = pytest.mark.full(reason="launches of minutes; the short tier has a case of each layer")
-
-
-@FULL
-@pytest.mark.parametrize(("ranks", "name"), ALL)
+@each(CASES, SHORT)
 def test_always_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
     plain, coded = trained(ranks, "plain")[name], trained(ranks, "always")[name]
     assert_trained(plain)
@@ -200,15 +190,14 @@ def test_always_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: s
     assert all(summed <= set(rank["calls"]) for rank in coded)
 
 
-@FULL
-@pytest.mark.parametrize(("ranks", "name"), ALL)
+@each(CASES)
 def test_auto_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
     """While schedules are tried in turn."""
     plain, auto = trained(ranks, "plain")[name], trained(ranks, "auto")[name]
     assert bits(auto) == bits(plain)
 
 
-@FULL
+@pytest.mark.full(reason="one more launch, of cases that only the full tier has")
 def test_wrong_bit_changes_the_result(trained: Trained, tmp_path: Path) -> None:
     """The tests above see a single wrong bit per message of one rank."""
     names = ["top-2", "mixtral zero3"]

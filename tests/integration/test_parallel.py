@@ -12,7 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel import BATCH, CONTEXT, STEPS, VOCABULARY, WIDTH, Lab, Mpu, assert_trained, bits, rank_program, results
+from parallel import (
+    BATCH,
+    CONTEXT,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Lab,
+    Mpu,
+    Trained,
+    assert_trained,
+    bits,
+    each,
+    fixture_of,
+    rank_program,
+    results,
+)
 from torch import nn
 
 LAYERS, HEADS = 2, 4
@@ -215,23 +230,10 @@ CASES: dict[int, dict[str, tuple[Case, set[str]]]] = {
         "secondary shards": (secondary, {GATHERS, "reduce_scatter_tensor"}),
     },
 }
-ALL = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 #: Cases of the short tier, on two ranks.
-SHORT = ("ulysses zero1", "domino", "pipeline mask")
+SHORT = [(2, name) for name in ("ulysses zero1", "domino", "pipeline mask")]
 
-Trained = Callable[[int, str], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return a function (ranks, mode) -> results by case. Its first call for a pair launches the ranks."""
-    pytest.importorskip("transformers")
-
-    @functools.cache
-    def get(ranks: int, mode: str) -> dict[str, Any]:
-        return results(__file__, ranks, mode, tmp_path_factory.mktemp("parallel"), CASES[ranks])
-
-    return get
+trained = fixture_of(__file__, CASES)
 
 
 def coded(ranks: list[dict[str, Any]], wanted: set[str]) -> bool:
@@ -239,21 +241,7 @@ def coded(ranks: list[dict[str, Any]], wanted: set[str]) -> bool:
     return wanted <= {name for rank in ranks for name in rank["calls"]}
 
 
-def test_sequences_tensors_and_layers_have_the_bits_of_plain_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    runs = {
-        mode: results(__file__, 2, mode, tmp_path_factory.mktemp("parallel"), SHORT) for mode in ("plain", "always")
-    }
-    for name in SHORT:
-        assert_trained(runs["plain"][name])
-        assert bits(runs["always"][name]) == bits(runs["plain"][name])
-        assert coded(runs["always"][name], CASES[2][name][1])
-
-
-FULL = pytest.mark.full(reason="launches of minutes; the short tier has a case of each kind")
-
-
-@FULL
-@pytest.mark.parametrize(("ranks", "name"), ALL)
+@each(CASES, SHORT)
 def test_always_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
     plain, always = trained(ranks, "plain")[name], trained(ranks, "always")[name]
     assert_trained(plain)
@@ -262,14 +250,13 @@ def test_always_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: s
     assert coded(always, CASES[ranks][name][1]), [rank["calls"] for rank in always]
 
 
-@FULL
-@pytest.mark.parametrize(("ranks", "name"), ALL)
+@each(CASES)
 def test_auto_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
     """While schedules are tried in turn."""
     assert bits(trained(ranks, "auto")[name]) == bits(trained(ranks, "plain")[name])
 
 
-@FULL
+@pytest.mark.full(reason="one more launch, of cases that only the full tier has")
 def test_wrong_bit_changes_the_result(trained: Trained, tmp_path: Path) -> None:
     """The tests above see a single wrong bit per message of one rank."""
     names = ["ulysses zero1", "autotp zero1", "domino", "pipeline"]

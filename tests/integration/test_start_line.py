@@ -206,6 +206,62 @@ def test_schedules_in_stream_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start_line(ON, None, "codes all", nodes, settled()).endswith(f"; {lines.schedules(ON, settled(), nodes)}")
 
 
+LOSSY = ZipcclConfig(
+    enabled=True,
+    lossy=True,
+    roles={"zero_grad": {"codec": "round"}, "tp": {"codec": "taco_fp8", "hadamard": False}, "dp": "always"},
+)
+BY_CONFIG = (
+    "[ds_zipccl] LOSSY by config: zero_grad round mantissa 3; tp taco_fp8 group 128 forward and backward; "
+    "all other roles bit-exact"
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "groups", "said"),
+    [
+        ("cpu", [Group(2, GLOO), Group(1, GLOO), Group(4, GLOO)], ""),
+        ("cpu", [Group(1, GLOO)], "; bit-exact all the same: all of them, as this job has one rank"),
+        (
+            "cuda",
+            [Group(2, NCCL), Group(4, BOTH), Group(1, NCCL)],
+            '; bit-exact all the same: cuda tensors over nccl (2 groups), as "nccl" is "off"',
+        ),
+        (
+            "cuda",
+            [Group(2, NCCL), Group(2, {"cuda": "gloo"})],
+            '; bit-exact all the same: cuda tensors over nccl, as "nccl" is "off"; cuda tensors over gloo, as no lossy kernels on cuda',
+        ),
+        ("cpu", [Group(2, {"cpu": "mpi"})], "; bit-exact all the same: cpu tensors over mpi, as there are no coded schedules for it yet"),
+        ("xpu", [Group(2, {})], "; bit-exact all the same: xpu tensors over no backend, as there are no coded schedules for it yet"),
+    ],
+    ids=["gloo", "one rank", "NCCL", "NCCL and gloo", "MPI", "no backend"],
+)  # fmt: skip
+def test_lossy_roles(device: str, groups: list[Group], said: str) -> None:
+    assert lines.lossy_line(groups, device, LOSSY) == BY_CONFIG + said
+
+
+def test_lossy_roles_on_coded_nccl_groups_are_exact() -> None:
+    said = lines.lossy_line([Group(2, NCCL)], "cuda", replace(LOSSY, nccl="on"))
+    assert said == f"{BY_CONFIG}; bit-exact all the same: cuda tensors over nccl, as no lossy kernels on cuda"
+
+
+def test_lossy_roles_whose_calls_cannot_be_announced() -> None:
+    unhooked = {"tp": "this DeepSpeed has no A.forward", "pp": "not in the config"}
+    clause = "some calls of tp, as this DeepSpeed has no A.forward"
+    said = lines.lossy_line([Group(2, GLOO)], "cpu", LOSSY, unhooked)
+    assert said == f"{BY_CONFIG}; bit-exact all the same: {clause}"
+    said = lines.lossy_line([Group(1, GLOO)], "cpu", LOSSY, unhooked)
+    assert said == f"{BY_CONFIG}; bit-exact all the same: {clause}; all of them, as this job has one rank"
+
+
+def test_the_master_switch_alone_is_told() -> None:
+    groups = [Group(2, GLOO)]
+    told = '[ds_zipccl] "lossy" is true and no role names a lossy codec: nothing is changed'
+    assert lines.lossy_line(groups, "cpu", replace(LOSSY, roles={"tp": "always"})) == told
+    assert lines.lossy_line(groups, "cpu", DEFAULT) == ""
+
+
 def accelerator(device: str, backend: str = "") -> SimpleNamespace:
     """Stands for importlib: DeepSpeed's accelerator is ``device``."""
     found = SimpleNamespace(device_name=lambda: device, communication_backend_name=lambda: backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +32,12 @@ def test_rows() -> None:
         {
             "role": "dp", "op": "broadcast", "kind": "", "calls": 0, "logical_bytes": 0, "wire_bytes": 0, "ratio": 1.0,
             "passed": 2, "passed_bytes": 16, "reasons": {"dtype int64": 2}, "differences": {}, "whole": {},
-            "choices": {}, "more_choices": 0, "host_waits": 0,
+            "choices": {}, "more_choices": 0, "host_waits": 0, "repeats": 0,
         },
         {
             "role": "zero_grad", "op": "all_reduce", "kind": "", "calls": 2, "logical_bytes": 4500, "wire_bytes": 3000,
             "ratio": 1.5, "passed": 1, "passed_bytes": 10, "reasons": {"smaller than min_bytes": 1}, "differences": {}, "whole": {},
-            "choices": {}, "more_choices": 0, "host_waits": 0,
+            "choices": {}, "more_choices": 0, "host_waits": 0, "repeats": 0,
         },
     ]  # fmt: skip
     assert counters.totals() == {"logical_bytes": 4500, "wire_bytes": 3000, "ratio": 1.5, "staging_bytes": 0}
@@ -108,20 +109,20 @@ def one_step(wire_bytes: int, reason: str) -> None:
 
 
 def test_since_last_is_what_came_since_that_reader_asked() -> None:
-    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}}
+    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}, "errors": {}}
     one_step(2000, "nothing was gathered there")
     grad = {"logical_bytes": 500, "wire_bytes": 400, "passed_bytes": 200, "ratio": 700 / 600}
     param = {"logical_bytes": 3000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 1.5}
     roles = {"zero_grad": grad, "zero_param": param}
-    first = {"roles": roles, "kinds": {}, "differences": {"nothing was gathered there": 1}}
+    first = {"roles": roles, "kinds": {}, "differences": {"nothing was gathered there": 1}, "errors": {}}
     assert counters.since_last("a") == first
     assert list(first["roles"]) == list(counters.since_last("b")["roles"])
-    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}}
+    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}, "errors": {}}
     one_step(500, "")
     one_step(1500, "")
     param = {"logical_bytes": 6000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 3.0}
     grad = {"logical_bytes": 1000, "wire_bytes": 800, "passed_bytes": 400, "ratio": 1400 / 1200}
-    second = {"roles": {"zero_grad": grad, "zero_param": param}, "kinds": {}, "differences": {"": 2}}
+    second = {"roles": {"zero_grad": grad, "zero_param": param}, "kinds": {}, "differences": {"": 2}, "errors": {}}
     assert counters.since_last("a") == second == counters.since_last("b")
     assert counters.since_last("c")["roles"]["zero_param"]["logical_bytes"] == 9000, "a new reader gets all"
     counters.record("dp", "send", 2, 1)
@@ -178,6 +179,62 @@ def test_events_have_the_ratio_of_each_role_since_the_last_ones() -> None:
         assert events["Train/zipccl/zero_grad/ratio"] == 700 / 600
         assert events["Train/zipccl/ratio"] == total
     assert "Train/zipccl/zero_param/ratio" not in {name for name, *_ in monitor.events(9)}, "nothing was sent"
+
+
+def test_lossy_frames_in_the_table() -> None:
+    """One line for each role and operation, the kinds of its calls together; errors are of one rounding, over all samples."""
+    assert counters.lossy() == []
+    counters.record("tp", "all_reduce", 4700, 2000)
+    counters.record("tp", "all_reduce", 2000, 850, kind="replicated")
+    counters.record_lossy("tp", "all_reduce", "taco_fp8 group 128", 4790)
+    counters.record_lossy("tp", "all_reduce", "taco_fp8 group 128", 10)
+    counters.record_error("tp", "all_reduce", "taco_fp8 group 128", 3.0, 4.0e3)
+    counters.record_error("tp", "all_reduce", "taco_fp8 group 128", 4.0, 6.0e3)
+    counters.record_exact("tp", "all_reduce", "not finite", 12)
+    counters.record_exact("tp", "all_reduce", "another reason", 2)
+    counters.record_error("dp", "all_reduce", "round mantissa 3", 0.0, 0.0)
+    assert counters.lossy()[1] == {
+        "role": "tp", "op": "all_reduce", "codec": "taco_fp8 group 128", "frames": 4800, "error": math.sqrt(7e-4),
+        "exact": {"not finite": 12, "another reason": 2}, "ratio": 6700 / 2850,
+    }  # fmt: skip
+    lines = table.render().splitlines()
+    assert (
+        "tp all_reduce: taco_fp8 group 128, relative L2 error 0.0265 a rounding, ratio 2.35; 12 of 4800 frames exact (not finite), "
+        "0 exact (smaller), 2 exact (another reason)"
+    ) in lines
+    assert (
+        "dp all_reduce: round mantissa 3, no frame sampled, ratio 1.00; 0 of 0 frames exact (not finite), 0 exact (smaller)"
+        in lines
+    )
+    counters.reset()
+    assert counters.lossy() == [] and "exact" not in table.render()
+
+
+def test_lossy_errors_since_a_reader_last_asked(tmp_path: Path) -> None:
+    """The step log and the monitor have the error of each sampled role, each for its own time."""
+    log = StepLog(str(tmp_path / "steps.jsonl"))
+    for error in (0.25, 0.5):
+        for op in ("all_reduce", "reduce_scatter_tensor"):
+            counters.record("tp", op, 400, 100)
+            counters.record_error("tp", op, "round mantissa 1", error**2 * 8, 8.0)
+        counters.record("dp", "all_reduce", 400, 100)
+        log.write(1, [0.1])
+    counters.record("tp", "all_reduce", 400, 100)
+    log.write(3, [0.1])
+    lines = [json.loads(line)["roles"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["tp"].get("error") for line in lines] == [0.25, 0.5, None]
+    assert all("error" not in line.get("dp", {}) for line in lines)
+    events = {name: value for name, value, _ in monitor.events(8)}
+    assert events["Train/zipccl/tp/error"] == pytest.approx(math.sqrt((0.25**2 + 0.5**2) / 2))
+    assert "Train/zipccl/dp/error" not in events
+    assert "Train/zipccl/tp/error" not in {name for name, *_ in monitor.events(9)}, "nothing was sampled"
+
+
+def test_a_frame_whose_sums_are_not_finite_spoils_no_error() -> None:
+    counters.record_error("tp", "send", "round mantissa 3", 1.0, 4.0)
+    for pair in ((math.inf, 1.0), (math.nan, 1.0), (1.0, math.inf), (1.0, math.nan)):
+        counters.record_error("tp", "send", "round mantissa 3", *pair)
+    assert [one["error"] for one in counters.lossy()] == [0.5]
 
 
 def test_step_log_adds_a_line_a_step(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def flat(route: CudaRoute, steps: int) -> bool:
     return all(before == after for before, after in ran.values)
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.full(reason="many steps"))])
+@pytest.mark.parametrize("steps", [60, pytest.param(400, marks=pytest.mark.full(reason="many steps"))])
 def test_memory_is_flat(route: CudaRoute, steps: int) -> None:
     assert flat(route, steps)
 

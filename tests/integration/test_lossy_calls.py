@@ -1,0 +1,246 @@
+"""Announcements of the calls that a lossy codec may change: in one process, with DeepSpeed's own functions."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from ds_zipccl.config import ZipcclConfig, environment_section, parse_section
+from ds_zipccl.integration import lossy_calls, moe_calls
+from ds_zipccl.integration.lossy_calls import announced, taken
+from ds_zipccl.lossy import Round
+
+CODEC = {"codec": "round", "mantissa": 3}
+LOSSY = ("zero_grad", "dp", "tp", "pp", "ep")
+
+
+def section(**roles: Any) -> ZipcclConfig:
+    return parse_section({"enabled": True, "lossy": True, "roles": roles})
+
+
+TP = section(tp=CODEC)
+X = torch.zeros(4)
+
+
+# ---- announcements
+
+
+def test_nothing_is_taken_without_an_announcement() -> None:
+    assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
+
+
+def test_an_announcement_holds_for_one_call() -> None:
+    with announced(["tp"], ["all_reduce"], "forward"):
+        assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) == Round(3)
+        assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
+    assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
+
+
+def test_an_announcement_that_was_not_used_ends_with_its_block() -> None:
+    with announced(["tp"], ["all_reduce"], "forward"):
+        pass
+    assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
+    with pytest.raises(RuntimeError), announced(["tp"], ["all_reduce"]):
+        raise RuntimeError
+    assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "dtype", "op"),
+    [
+        ("zero_grad", "all_reduce", torch.float32, ReduceOp.SUM),
+        ("tp", "all_gather_into_tensor", torch.float32, None),
+        ("tp", "all_reduce", torch.int64, ReduceOp.SUM),
+        ("tp", "all_reduce", torch.float64, ReduceOp.SUM),
+        ("tp", "all_reduce", torch.float32, ReduceOp.MAX),
+    ],
+)
+def test_other_calls_stay_exact(role: str, name: str, dtype: torch.dtype, op: Any) -> None:
+    config = section(tp=CODEC, zero_grad=CODEC)
+    with announced(["tp"], ["all_reduce"]):
+        assert taken(config, role, name, X.to(dtype), op) is None
+    with announced(["tp"], ["all_reduce"]):
+        assert taken(config, "tp", "all_reduce", X, ReduceOp.SUM)
+
+
+def test_other_threads_stay_exact() -> None:
+    found: list[Any] = []
+    with announced(["tp"], ["all_reduce"]):
+        thread = threading.Thread(target=lambda: found.append(taken(TP, "tp", "all_reduce", X)))
+        thread.start()
+        thread.join()
+        assert taken(TP, "tp", "all_reduce", X)
+    assert found == [None]
+
+
+def test_when_names_the_direction() -> None:
+    config = section(tp=CODEC | {"when": "backward"})
+    for direction, wanted in {"forward": None, "backward": Round(3)}.items():
+        with announced(["tp"], ["all_reduce"], direction):
+            assert taken(config, "tp", "all_reduce", X) == wanted
+
+
+@pytest.mark.parametrize(
+    "given", [{"enabled": True}, {"enabled": True, "lossy": True}, environment_section({"DS_ZIPCCL": "1"})]
+)
+def test_nothing_is_lossy_unless_named_twice(given: dict[str, Any]) -> None:
+    config = parse_section(given)
+    for role in LOSSY:
+        with announced([role], ["all_reduce"]):
+            assert taken(config, role, "all_reduce", X) is None
+
+
+# ---- DeepSpeed's functions
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The operations and directions that the module of AutoTP's layers announces, where each call is taken."""
+    from deepspeed.module_inject import layers
+
+    calls: list[tuple[str, str]] = []
+
+    def call(name: str) -> Callable[..., Any]:
+        def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found = lossy_calls._announcement.get()
+            way = found.direction if found else ""
+            calls.append((name, way if taken(TP, "tp", name, tensor, ReduceOp.SUM) else "exact"))
+            return types.SimpleNamespace(wait=lambda: None)
+
+        return run
+
+    names = ("all_reduce", "all_gather_into_tensor", "inference_all_reduce")
+    fake = {name: call(name) for name in names} | {"get_rank": lambda group=None: 0}
+    monkeypatch.setattr(layers, "dist", types.SimpleNamespace(**fake))
+    monkeypatch.setattr(layers, "pg_utils", types.SimpleNamespace(is_parallel=lambda group: True))
+    lossy_calls.watch(layers)
+    return calls
+
+
+def test_layers_of_auto_tp_announce_their_sums(seen: list[tuple[str, str]]) -> None:
+    from deepspeed.module_inject import layers
+
+    x = torch.randn(3, 4, requires_grad=True)
+    layers.RowParallel.apply(None, x, False).sum().backward()
+    assert seen == [("all_reduce", "forward")]
+    layers.ColumnParallel.apply(None, x).sum().backward()
+    assert seen[1:] == [("all_reduce", "backward")]
+    layers.AsyncColumnParallel.apply(None, x, torch.randn(5, 4, requires_grad=True), None).sum().backward()
+    assert seen[2:] == [("all_reduce", "backward")]
+
+
+def test_gathers_and_scatters_of_a_head_and_inference_stay_exact(seen: list[tuple[str, str]]) -> None:
+    from deepspeed.module_inject import layers
+
+    x = torch.randn(3, 4, requires_grad=True)
+    layers.GatherFromTensorParallelRegion.apply(object(), x, (4, 4)).sum().backward()
+    layers.ScatterToTensorParallelRegion.apply(None, x, (2, 2), 0).sum().backward()
+    layers.RowParallel.apply(None, x.detach(), True)
+    assert seen == [(name, "exact") for name in ("all_gather_into_tensor", "all_reduce", "inference_all_reduce")]
+
+
+def test_a_stage_announces_activations_and_not_the_mask() -> None:
+    x, mask = torch.zeros(2), torch.zeros(2, dtype=torch.bool)
+
+    def stage(outputs: Any, masked: bool) -> Any:
+        buffers = {"outputs": [outputs], "inputs": [outputs]}
+        return types.SimpleNamespace(
+            pipe_buffers=buffers, has_bool_tensors=masked, has_attention_mask=False, is_grad_partitioned=False
+        )
+
+    assert lossy_calls._activations(stage(x, False), buffer_id=0) == 1
+    assert lossy_calls._activations(stage((x, x), False), buffer_id=0) == 2
+    assert lossy_calls._activations(stage((torch.arange(3), x), False), buffer_id=0) == 1, "sizes of a shared tensor"
+    assert lossy_calls._activations(stage((x, mask.half()), True), buffer_id=0) == 1
+    assert lossy_calls._gradients(stage((x, mask), True), buffer_id=0) == 1
+    assert lossy_calls._gradients(stage(x, False), buffer_id=0) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("sizes", [(7,), (6,), (5, 1, 12, 2), (4, 8)])
+def test_padding_of_zero3_is_zeroed_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, sizes: tuple[int, ...]
+) -> None:
+    """With DeepSpeed's own buffer, whose uninitialised memory holds 1e38."""
+    from deepspeed.runtime.comm import coalesced_collectives as module
+
+    def garbage(size: int, **more: Any) -> torch.Tensor:
+        return torch.full((size,), 1e38, **more)
+
+    sent: list[torch.Tensor] = []
+    fake = types.SimpleNamespace(get_rank=lambda group: 0, get_world_size=lambda group: ranks)
+    monkeypatch.setattr(module, "dist", fake)
+    monkeypatch.setattr(module.torch, "empty", garbage)
+    monkeypatch.setattr(module, "_torch_reduce_scatter_fn", lambda buffer, *args, **kwargs: sent.append(buffer))
+    monkeypatch.setattr(lossy_calls, "group_size", lambda group: ranks)
+    tensors = [torch.arange(1.0, size + 1) * ranks for size in sizes]
+    ready = lossy_calls._zero_padding(tensors, None)
+    module.reduce_scatter_coalesced(tensors, None)
+    (buffer,) = sent
+    wanted = torch.where(buffer > 1e30, 0.0, buffer)
+    assert int((buffer > 1e30).sum()) == sum(-size % ranks for size in sizes)
+    assert ready(buffer) and torch.equal(buffer, wanted)
+    assert not ready(torch.zeros(buffer.numel() + ranks)), "a buffer of other sizes stays exact"
+
+
+# ---- names
+
+
+def test_this_deepspeed_has_all_names() -> None:
+    config = section(**dict.fromkeys(LOSSY, CODEC))
+    for site in lossy_calls.SITES:
+        lossy_calls.watch(importlib.import_module(site.module))
+    from deepspeed.module_inject import auto_ep_layer
+    from deepspeed.moe import sharded_moe
+
+    moe_calls.watch_layer(sharded_moe, "MOELayer", "_AllToAll")
+    moe_calls.watch_layer(auto_ep_layer, "AutoEPMoELayer", "_AllToAllV")
+    assert not lossy_calls.missing(config)
+    assert not lossy_calls.unhooked(config)
+
+
+def test_missing_names_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.module_inject import layers
+    from deepspeed.runtime.pipe import engine
+
+    monkeypatch.delattr(layers, "AsyncColumnParallel")
+    monkeypatch.setattr(engine.PipelineEngine, "_INSTRUCTION_MAP", {})
+    lossy_calls.watch(layers)  # without an error
+    lossy_calls.watch(engine)
+    assert lossy_calls.missing(TP) == {"tp": ["AsyncColumnParallel.backward"]}
+    assert lossy_calls.unhooked(section(tp=CODEC, pp=CODEC)) == {
+        "tp": "this DeepSpeed has no AsyncColumnParallel.backward",
+        "pp": "this DeepSpeed has no PipelineEngine._exec_send_activations, no PipelineEngine._exec_send_grads",
+    }
+    assert lossy_calls.missing(section(dp=CODEC)) == {}
+
+
+def test_positions_that_a_stage_sends_are_no_activations() -> None:
+    """Of the tensors of a tuple, those through which gradients flow; and the part of a tensor that ranks share out."""
+    hidden, positions, more = torch.ones(4, requires_grad=True), torch.arange(4.0), torch.ones(3, requires_grad=True)
+
+    def announced_of(outputs: Any, **engine: Any) -> list[bool]:
+        ready = lossy_calls._is_activation(types.SimpleNamespace(pipe_buffers={"outputs": [outputs]}, **engine), 0)
+        return [ready(tensor) for tensor in (outputs if isinstance(outputs, tuple) else (outputs,))]
+
+    assert announced_of((hidden, positions, more)) == [True, False, True]
+    assert announced_of(torch.ones(4)) == [True]
+    sizes, part = torch.ones(3, dtype=torch.int64), torch.ones(2)
+    assert announced_of((sizes, part, positions), is_pipe_partitioned=True) == [False, True, False]
+
+
+def test_a_job_without_lossy_roles_asks_a_place_for_nothing() -> None:
+    def detail() -> Any:
+        raise AssertionError("the place was asked")
+
+    with announced(["tp"], ["all_reduce"], "forward", detail):
+        assert taken(section(), "tp", "all_reduce", X, ReduceOp.SUM) is None
+        with pytest.raises(AssertionError, match="was asked"):
+            taken(TP, "tp", "all_reduce", X, ReduceOp.SUM)
