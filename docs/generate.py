@@ -1,8 +1,8 @@
 """Writes the generated sections of README.md and of the pages in ``docs``: ``python docs/generate.py`` from a checkout.
 
 A section stands between ``<!-- begin NAME -->`` and ``<!-- end -->``. :data:`SECTIONS` has a function for each name; ``measured.py`` and
-``trained.py`` have the tables of measured figures, ``modelled.py`` those of a model. A test compares every page with the text that this
-file generates.
+``trained.py`` have the tables of measured figures, ``modelled.py`` those of a model, ``lossy_tables.py`` those of lossy codecs. A test
+compares every page with the text that this file generates.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import lossy_tables
 import measured
 import modelled
 import torch
@@ -41,7 +42,9 @@ def _values(key: str) -> str:
         return " ".join(f"`{json.dumps(value)}`" for value in get_args(wanted))
     if wanted is int:
         return f"integer, at least {KEYS[key].least}"
-    return {bool: "`true` `false`", str: "string"}.get(wanted, "object: role to mode")
+    return {bool: "`true` `false`", str: "string"}.get(
+        wanted, "object: role to mode, or to an object with a lossy codec"
+    )
 
 
 def _default(key: str) -> str:
@@ -312,6 +315,8 @@ SECTIONS: dict[str, Section] = {
     "device_fill": device_fill,
     "environment": environment,
     "keys": keys,
+    "lossy_codecs": lossy_tables.codecs,
+    "lossy_sizes": lossy_tables.sizes,
     "matrix": matrix,
     "reasons": reasons,
     "tools": tools,
@@ -333,6 +338,8 @@ SECTIONS: dict[str, Section] = {
     "step_constants": step_constants,
     "steps": measured.steps,
     "delta": measured.delta,
+    "lossy": measured.lossy,
+    "rows": measured.rows,
     "sync": measured.sync,
     "train": trained.train,
     "lora": trained.lora,

@@ -102,6 +102,57 @@ def delta(page: Path) -> str:
     return f"{provenance(content)}\n\n" + table(heads, rows)
 
 
+#: Tensors of the corpus that stand for the roles with lossy codecs.
+LOSSY_TENSORS = ("act.forward", "act.backward", "grad.blocks", "moe.dispatch")
+
+
+def lossy(page: Path) -> str:
+    """A line for every tensor and lossy codec: bits, errors, and speeds beside memcpy."""
+    content = results("lossy")
+    heads = (
+        "tensor",
+        "dtype",
+        "codec",
+        "bits a value",
+        "relative L2 error",
+        "error of small values",
+        "encode / memcpy",
+        "decode / memcpy",
+    )
+    rows = (
+        (
+            row["data"],
+            row["dtype"],
+            row["codec"],
+            f"{row['bits']:.2f}",
+            *("-" if row[key] is None else f"{row[key]:.3g}" for key in ("error", "small_error")),
+            *(f"{row[key]:.2f}" for key in ("encode_memcpy", "decode_memcpy")),
+        )
+        for row in content["rows"]
+        if row["data"] in LOSSY_TENSORS
+    )
+    return f"{provenance(content)}\n\n" + table(heads, rows)
+
+
+def rows(page: Path) -> str:
+    """Ratio and speed of row frames beside ordinary frames, by width, share of rows that follow from others, and size."""
+    if not (ROOT / "docs" / "results" / "rows.json").exists():
+        return "Not measured yet."
+    content = results("rows")
+    heads = ("data", "width", "elements", "frames", "ratio", "ordinary ratio", "encode / ordinary", "decode / ordinary")
+    found = (
+        (
+            row["data"],
+            row["width"],
+            f"{row['numel'] >> 20}M",
+            row["fragments"],
+            *(f"{row[key]:.2f}" for key in ("ratio", "plain_ratio", "encode_plain", "decode_plain")),
+        )
+        for row in content["rows"]
+    )
+    return f"{provenance(content)}\n\n" + table(heads, found)
+
+
 def sync(page: Path) -> str:
     """Bytes and speed of weight sync beside the two other ways."""
     content = results("sync")

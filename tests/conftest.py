@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "DeepSpeed is missing, and --need-deepspeed wants every test to run; pip install deepspeed"
         )
-    programs.KEEP_REFERENCES = config.option.markexpr == "not full"
+    programs.KEEP_REFERENCES = tiers.is_short(config)
     if hasattr(config, "workerinput"):
         config.stash[_TURNS] = tiers.Turns(Path(config.option.basetemp).parent)
 
