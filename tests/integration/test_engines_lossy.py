@@ -70,7 +70,9 @@ def watch(mistake: str) -> None:
 
     lossy_calls.taken = taken
     if mistake == "padding":
-        lossy_calls._Announcement.ready = property(lambda self: None, lambda self, ready: None)
+        unready = functools.cached_property(lambda self: setattr(self, "left", self.detail()[0]))  # None
+        unready.__set_name__(lossy_calls._Announcement, "ready")
+        lossy_calls._Announcement.ready = unready
 
     def compare(role: str, result: torch.Tensor, exact: torch.Tensor) -> None:
         same = torch.equal(*(one.flatten().view(torch.uint8) for one in (result, exact)))
