@@ -142,8 +142,10 @@ def lossy_here(
 ) -> LossyCodec | None:
     """Return ``lossy`` where our schedules carry tensors of a dtype on a device lossily, equally on all ranks. Elsewhere the call goes
     exact, as without ``lossy``, and the reason is counted. ``words`` None: there are no tensors."""
+    if lossy is None or words is None:  # first: nearly every call of a job ends here
+        return None
     state = group_state(group)
-    if lossy is None or state is None or words is None:
+    if state is None:
         return None
     dtype, device = words[0], words[1].type
     reason = admission.exact_because(dtype, device, state.backend(device))
