@@ -85,6 +85,8 @@ def spec_for(codec: str | LossyCodec, dtype: torch.dtype) -> CodecSpec | LossySp
             raise ValueError(
                 f"{codec} codes {', '.join(map(str, LOSSY_DTYPES))}, got {dtype}; send it by a lossless codec"
             )
+        if type(codec) not in LOSSY_SPECS:
+            raise ValueError(f"{codec} codes matrices, not the elements of a tensor; name it for a role of the section")
         return _lossy_spec(codec)
     spec = codec_spec(codec)
     if dtype not in DTYPE_IDS:
