@@ -235,6 +235,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             print(start_line.start_line(config, profile, covered, nodes, settled), flush=True)
             if config.lossy:
                 print(start_line.lossy_here(config, unhooked), flush=True)
+            if config.fused_embedding:
+                print(start_line.fused_line(config), flush=True)
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
 

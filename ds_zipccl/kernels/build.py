@@ -153,7 +153,7 @@ def nvcc() -> tuple[str]:
 
 def _cpu_objects() -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the objects. Each level has its instruction set; the CPU decides at run time which level runs."""
-    names = "payload delta hash rounded scaled zfp rows row_map row_frame dispatch scalar".split()
+    names = "payload delta hash rounded scaled zfp lowrank rows row_map row_frame dispatch scalar".split()
     levels: tuple[tuple[str, tuple[str, ...]], ...] = ()
     if platform.machine() in ("x86_64", "AMD64"):
         avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
