@@ -344,8 +344,8 @@ def main() -> int:
     limits = {f"sm_{architecture}": asdict(each) for architecture, each in ARCHITECTURES.items()}
     write_json(
         arguments.out, found, "make cuda-static", nvcc=version, limits=limits,
-        data=f"a chunk of {ELEMENTS} Gaussian words in blocks of 1024; sums of {SUMMANDS} frames; differences of u8: 3 % of bytes; words rounded to {MANTISSA} bits; slots: "
-        "instructions that warps issue, times 32, by elements",
+        data=f"a chunk of {ELEMENTS} Gaussian words in blocks of 1024; sums of {SUMMANDS} frames; differences of u8: 3 % of bytes; words "
+        f"rounded to {MANTISSA} bits; slots: instructions that warps issue, times 32, by elements",
     )  # fmt: skip
     bad = [row for row in found if row["spill_bytes"] or row["stack_bytes"]]
     for row in bad:
