@@ -142,6 +142,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     torch.manual_seed(args.seed)
     model, groups = example.build(args, world)
     counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    whole = {name: parameter.shape for name, parameter in model.named_parameters()}
     config = example.configure(deepspeed_config(args), args, world)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     clock.learn(engine)
@@ -167,10 +168,13 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
 
     zero3 = engine.zero_optimization_stage() == 3
     hashes = {"params_sha256": parameters_hash(model.named_parameters(), zero3), **example.hashes(model, zero3)}
+    unsplit = [(name, one) for name, one in model.named_parameters() if split > 1 and one.shape == whole.get(name)]
     everyone: list = [None] * world
-    dist.all_gather_object(everyone, (losses, hashes, bytes_sent()))  # through torch: not part of the counted traffic
-    curves, digests, sent = zip(*everyone)
-    replicas = all(one == digests[rank % split] for rank, one in enumerate(digests))
+    # through torch: not part of the counted traffic
+    dist.all_gather_object(everyone, (losses, hashes, bytes_sent(), parameters_hash(unsplit, zero3)))
+    curves, digests, sent, alike = zip(*everyone)
+    # ranks at one place of their models hold the same parameters, and all ranks hold the same of layers that are not split
+    replicas = len(set(alike)) == 1 and all(one == digests[rank % split] for rank, one in enumerate(digests))
     return {
         "ranks": world,
         "parameters": sum(count for count, _ in counts),

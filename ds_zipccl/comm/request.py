@@ -150,6 +150,7 @@ def lossy_here(
     dtype, device = words[0], words[1].type
     reason = admission.exact_because(dtype, device, state.backend(device))
     if reason:
+        counters.record_lossy(role, op, str(lossy), 1)  # the message counts as a frame
         counters.record_exact(role, op, reason, 1)
         return None
     return lossy

@@ -48,7 +48,7 @@ def record_error(role: str, op: str, codec: str, squares_of_error: float, square
 
 
 def record_exact(role: str, op: str, why: str, count: int) -> None:
-    """Count ``count`` frames that could have been lossy and went exact, for a reason such as "not finite" or "smaller"."""
+    """Count ``count`` frames that could have been lossy and went exact, for a reason such as "not finite", "smaller" or "overflow"."""
     with _lock:
         _counts.setdefault((role, op), LossyCounts()).exact[why] += count
 
