@@ -28,6 +28,7 @@ class CommTime:
 
     def __init__(self) -> None:
         self._ms: Counter[str] = Counter()  # by role
+        self._calls: list[float] = []  # ms of each call and of each wait, in their order
         self._running = False
         self._role_of: Callable[[str, Any], str] = lambda name, group: OTHER
 
@@ -39,6 +40,11 @@ class CommTime:
     def times(self, before: Mapping[str, float] | None = None) -> dict[str, float]:
         """Milliseconds so far by role, without those of an earlier answer."""
         return {role: ms - (before or {}).get(role, 0.0) for role, ms in sorted(self._ms.items())}
+
+    def calls(self) -> list[float]:
+        """Milliseconds of each call, and of each ``wait()``, since the last time that this was asked."""
+        calls, self._calls = self._calls, []
+        return calls
 
     def watch(self, backend: Any) -> None:
         """Count every collective that is called on ``backend``, ``deepspeed.comm.comm.cdb``, from now on."""
@@ -72,10 +78,23 @@ class CommTime:
                 result = call(*args, **kwargs)
             finally:
                 self._running = False
-                self._ms[mine or OTHER] += 1000 * (time.perf_counter() - started)
+                self._calls.append(1000 * (time.perf_counter() - started))
+                self._ms[mine or OTHER] += self._calls[-1]
             return TimedHandle(result, self, mine) if hasattr(result, "wait") else result
 
         return counted
+
+
+def exchanging(ranks: list[list[list[float]]]) -> list[float | None]:
+    """Milliseconds of each step without the waiting for ranks that come later: of each call the shortest time of all ranks, which is that
+    of the rank that came last. None where ranks made different calls.
+
+    Args:
+        ranks: of each rank, of each step, the times of its calls.
+    """
+    return [
+        sum(map(min, zip(*calls))) if len(set(map(len, calls))) == 1 else None for calls in zip(*ranks, strict=True)
+    ]
 
 
 class TimedHandle:

@@ -125,7 +125,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     """Train on this rank, with a progress bar on rank 0; every rank returns the results of all."""
     import deepspeed
     import torch.distributed as dist
-    from comm_time import CommTime
+    from comm_time import CommTime, exchanging
 
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(args.threads)  # sums depend on how they are split over threads
@@ -150,10 +150,10 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     tokens = tokenise(read_text(args.data, size.characters), size.vocabulary)
     batch, models = engine.train_micro_batch_size_per_gpu(), world // split
     source = batches(tokens, batch, size.context, args.seed, rank // split, models)
-    losses, step_ms, comm_ms, role_ms = [], [], [], []
+    losses, step_ms, comm_ms, role_ms, calls = [], [], [], [], []
     with tqdm(range(args.steps), disable=rank != 0, unit="step", desc=args.name or args.ds_config.stem) as bar:
         for _ in bar:
-            started, waited = time.perf_counter(), clock.times()
+            started, waited, _ = time.perf_counter(), clock.times(), clock.calls()
             for _ in range(engine.gradient_accumulation_steps()):
                 loss = engine(next(source).to(engine.device))
                 engine.backward(loss)
@@ -162,6 +162,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
             step_ms.append(1000 * (time.perf_counter() - started))
             role_ms.append(clock.times(waited))
             comm_ms.append(sum(role_ms[-1].values()))
+            calls.append(clock.calls())
             sent = bytes_sent() if rank == 0 else None
             saved = f"{(sent['logical_bytes'] - sent['wire_bytes']) / 1e6:.1f}MB" if sent else "n/a"
             bar.set_postfix(loss=f"{losses[-1]:.4f}", saved=saved)
@@ -171,8 +172,8 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     unsplit = [(name, one) for name, one in model.named_parameters() if split > 1 and one.shape == whole.get(name)]
     everyone: list = [None] * world
     # through torch: not part of the counted traffic
-    dist.all_gather_object(everyone, (losses, hashes, bytes_sent(), parameters_hash(unsplit, zero3)))
-    curves, digests, sent, alike = zip(*everyone)
+    dist.all_gather_object(everyone, (losses, hashes, bytes_sent(), parameters_hash(unsplit, zero3), calls))
+    curves, digests, sent, alike, timed = zip(*everyone)
     # ranks at one place of their models hold the same parameters, and all ranks hold the same of layers that are not split
     replicas = len(set(alike)) == 1 and all(one == digests[rank % split] for rank, one in enumerate(digests))
     return {
@@ -185,6 +186,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
         "replicas_equal": bool(args.experts) or replicas,  # experts do differ by rank
         "step_ms": step_ms,
         "comm_ms": comm_ms if args.comm_time else None,
+        "exchange_ms": exchanging(timed) if args.comm_time else None,
         "role_ms": role_ms if args.comm_time else None,
         "sent": {key: sum(one[key] for one in sent) / world for key in sent[0]} if sent[0] else None,
     }

@@ -26,6 +26,11 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
     def median(key: str, variant: str) -> float:
         return float(statistics.median(ms for result in runs[variant] for ms in result[key][skip:]))
 
+    def ratio_of(variant: str, to: str) -> float | None:
+        """Time of exchanges of a variant / that of another one."""
+        found = [_exchange_ms(runs[name], skip) for name in (variant, to) if name in runs]
+        return found[0] / found[1] if len(found) == 2 and found[0] and found[1] else None
+
     def sent(variant: str, key: str) -> int | None:
         counted = runs[variant][0]["sent"]
         return round(counted[key] + counted["passed_bytes"]) if counted else None
@@ -49,6 +54,9 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
             "variant": variant,
             "step_ms": step_ms,
             "comm_ms": comm_ms,
+            "exchange_ms": _exchange_ms(results, skip),
+            "of_plain": ratio_of(variant, "plain"),
+            "of_coded": ratio_of(variant, "coded"),
             "logical_bytes": logical if variant in ("plain", ZEROPP) else sent(variant, "logical_bytes"),
             "wire_bytes": logical if variant == "plain" else sent(variant, "wire_bytes"),
             "gather_ratio": gather_ratio(variant),
@@ -66,6 +74,12 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
             row |= {"backend": training.backend.name, "host_waits": waits / training.steps}
         found.append(row)
     return found
+
+
+def _exchange_ms(results: list[Results], skip: int) -> float | None:
+    """Median over the steps of all runs of the time of exchanges; None where it is not known."""
+    steps = [ms for result in results for ms in (result.get("exchange_ms") or [None])[skip:]]
+    return None if None in steps or not steps else float(statistics.median(steps))
 
 
 def _role_ms(results: list[Results], skip: int) -> dict[str, float]:

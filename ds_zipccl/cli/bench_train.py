@@ -23,7 +23,9 @@ turns, plain first. Columns:
 * ``step_ms``: median of rank 0's steps, without the first ``--skip``.
 * ``comm_ms``: median over the same steps of the time in which rank 0 stood still for communication: in calls of collectives and in
   ``wait()`` of their handles. The delays of other ranks are in it. Communication that overlaps with computing is not.
-* ``ep_ms``: the same for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
+* ``exchange_ms``: the same without the waiting for ranks that come later: of each call the shortest time of all ranks, that of the rank
+  that came last. "-" where ranks make different calls. ``of_plain``, ``of_coded``: its ratio to that of these variants.
+* ``ep_ms``: the same as ``comm_ms`` for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
 * ``logical_bytes``: bytes that bandwidth-optimal uncompressed schedules of DeepSpeed's operations send, per rank (mean) and run. All
   traffic counts, from initialization to the gather of the final parameters, also calls that passed through.
 * ``wire_bytes``: the same with coded calls at the bytes that they sent, headers included. With ZeRO-1 and ZeRO-2 even raw frames
@@ -271,9 +273,12 @@ def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
         Column("ranks", "d"),
         Column("nodes", "d"),
         Column("link", width=max(len(link.name(spec)) for spec in args.link)),
-        Column("variant"),
+        Column("variant", width=max(map(len, args.variants))),
         Column("step_ms", ".1f", 8),
         Column("comm_ms", ".1f", 8),
+        Column("exchange_ms", ".1f"),
+        Column("of_plain", ".3f"),
+        Column("of_coded", ".3f"),
         *experts,
         Column("logical_bytes", ",d", 15),
         Column("wire_bytes", ",d", 15),
