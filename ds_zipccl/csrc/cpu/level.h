@@ -22,6 +22,11 @@ struct ZipcclScaling {
 };
 constexpr uint64_t kGroupStays = ~0ull;  // in the place of a number of groups: one stays as it is
 
+// Low-rank payloads (FORMAT.md 2.12): columns that one step of any level reads, and the part of its length that a column must have left
+// where the columns in front of it are taken out.
+constexpr uint32_t kZipcclTile = 32;
+constexpr double kZipcclSpanned = 1.0 / (uint64_t(1) << 40);
+
 struct ZipcclLevel {
   // `blocks` are the words of each block. Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace
   // (kZipcclWorkspace bytes, aligned to 64). `soon` is their later place, `next` the words that are probably encoded next, a half of a
@@ -52,6 +57,10 @@ struct ZipcclLevel {
   using EncodeScaled = uint64_t(const uint8_t* words, uint64_t numel, const ZipcclScaling& scaling, uint8_t* scales, uint8_t* codes);
   using DecodeScaled = int32_t(const uint8_t* scales, const uint8_t* codes, uint64_t numel, const ZipcclScaling& scaling, uint8_t* words);
   using ProjectScaled = void(const uint8_t* words, uint64_t numel, const ZipcclScaling& scaling, uint8_t* out);
+  // cpu/lowrank.h
+  using Multiply = void(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t rows, uint64_t n, uint8_t* out,
+                        uint64_t row_bytes);
+  using Orthonormalize = void(float* columns, uint64_t n, uint32_t rank, double* room);
 
   const char* name;
   Encode* encode[ZIPCCL_TYPES][ZIPCCL_CODES];
@@ -70,6 +79,8 @@ struct ZipcclLevel {
   EncodeScaled* encode_scaled[ZIPCCL_FP32 + 1];
   DecodeScaled* decode_scaled[ZIPCCL_FP32 + 1];
   ProjectScaled* project_scaled[ZIPCCL_FP32 + 1];
+  Multiply* multiply[ZIPCCL_FP32 + 1];
+  Orthonormalize* orthonormalize;
 };
 
 extern const ZipcclLevel zipccl_scalar;
@@ -118,4 +129,6 @@ const ZipcclLevel& zipccl_chosen();
       ZIPCCL_ROUNDED(LANES),                                                                                              \
       ZIPCCL_SCALED(encode_scaled, LANES),                                                                                \
       ZIPCCL_SCALED(decode_scaled, LANES),                                                                                \
-      ZIPCCL_SCALED(project_scaled, LANES)}
+      ZIPCCL_SCALED(project_scaled, LANES),                                                                               \
+      ZIPCCL_ROWS(lowrank::multiply),                                                                                     \
+      zipccl::lowrank::orthonormalize}
