@@ -110,9 +110,8 @@ def of_gradients(engine: Any, buffer_id: int) -> Ready:
         last_sends = compresses(engine.stage_id, engine.num_stages, engine.micro_batches, index)
         if settings.send == "epilogue" and not last_sends:
             return False
-        return _Link(
-            settings, engine.grid.stage_to_global(stage_id=engine.prev_stage), number, inputs[number].shape[-1]
-        )
+        peer, ranks = engine.grid.stage_to_global(stage_id=engine.prev_stage), torch.distributed.get_world_size()
+        return _Link(settings, (peer, "backward", number), inputs[number].shape[-1], ranks)
 
     return ready
 
@@ -132,13 +131,13 @@ def _compare_inputs(engine: Any, progress: _Progress, inputs: torch.Tensor, last
 
 @dataclass(frozen=True)
 class _Link(Factoring):
-    """Makes the factors of one gradient that a stage sends to rank ``peer``, the ``number``-th of its micro-batch. Rows of its matrix have
-    ``width`` elements."""
+    """Makes the factors of one gradient that a stage sends: the tensor of ``key``, the peer's rank, the direction, and the number among the
+    gradients of a micro-batch. Rows of its matrix have ``width`` elements. ``ranks``: of the job."""
 
     settings: RoleSettings
-    peer: int
-    number: int
+    key: tuple[int, str, int]
     width: int
+    ranks: int
 
     def factored(self, tensor: torch.Tensor, op: str, route: str) -> Factored | None:
         """As :meth:`ds_zipccl.comm.factors.Factoring.factored`."""
@@ -149,8 +148,7 @@ class _Link(Factoring):
         if not rank:
             counters.record_exact(ROLE, op, "shape", 1)
             return None
-        key = (self.peer, "backward", self.number)
-        entry = lossy_state.state_of(ROLE, key, (rows, self.width), tensor.dtype, torch.distributed.get_world_size())
+        entry = lossy_state.state_of(ROLE, self.key, (rows, self.width), tensor.dtype, self.ranks)
         with torch.inference_mode(False), torch.no_grad(), tensors.undisturbed():
             return self._step(tensor.detach().reshape(rows, self.width), tensor.shape, entry, rank, op, route)
 
@@ -165,7 +163,7 @@ class _Link(Factoring):
         if not bool(matrix.isfinite().all()):
             _forget(entry, op)
             return None
-        start = lowrank.first_factor(self.width, rank, self.number) if entry.factor is None else entry.factor
+        start = lowrank.first_factor(self.width, rank, self.key[-1]) if entry.factor is None else entry.factor
         p, q = lowrank.power_step(matrix.contiguous(), start, route=route)
         rounded = lowrank.round_factors(p, q, route=route)
         if not lowrank.bounded(*rounded):
