@@ -85,16 +85,17 @@ class CommTime:
         return counted
 
 
-def exchanging(ranks: list[list[list[float]]]) -> list[float | None]:
-    """Milliseconds of each step without the waiting for ranks that come later: of each call the shortest time of all ranks, which is that
-    of the rank that came last. None where ranks made different calls.
+def exchanging(ranks: list[list[list[float]]]) -> list[list[float]] | None:
+    """Milliseconds of each call of each step without the waiting for ranks that come later: the shortest time of all ranks, which is
+    that of the rank that came last. None where ranks made different calls.
 
     Args:
         ranks: of each rank, of each step, the times of its calls.
     """
-    return [
-        sum(map(min, zip(*calls))) if len(set(map(len, calls))) == 1 else None for calls in zip(*ranks, strict=True)
-    ]
+    steps = list(zip(*ranks, strict=True))
+    if any(len(set(map(len, calls))) > 1 for calls in steps):
+        return None
+    return [[min(times) for times in zip(*calls, strict=True)] for calls in steps]
 
 
 class TimedHandle:

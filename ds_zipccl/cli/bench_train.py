@@ -24,7 +24,9 @@ turns, plain first. Columns:
 * ``comm_ms``: median over the same steps of the time in which rank 0 stood still for communication: in calls of collectives and in
   ``wait()`` of their handles. The delays of other ranks are in it. Communication that overlaps with computing is not.
 * ``exchange_ms``: the same without the waiting for ranks that come later: of each call the shortest time of all ranks, that of the rank
-  that came last. "-" where ranks make different calls. ``of_plain``, ``of_coded``: its ratio to that of these variants.
+  that came last. "-" where ranks make different calls. ``quiet_ms``: of each of a step's calls the shortest such time of all steps,
+  together: what calls take where no other program disturbs. ``of_plain``, ``of_coded``: the ratio of ``quiet_ms`` to that of these
+  variants.
 * ``ep_ms``: the same as ``comm_ms`` for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
 * ``logical_bytes``: bytes that bandwidth-optimal uncompressed schedules of DeepSpeed's operations send, per rank (mean) and run. All
   traffic counts, from initialization to the gather of the final parameters, also calls that passed through.
@@ -277,6 +279,7 @@ def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
         Column("step_ms", ".1f", 8),
         Column("comm_ms", ".1f", 8),
         Column("exchange_ms", ".1f"),
+        Column("quiet_ms", ".1f", 8),
         Column("of_plain", ".3f"),
         Column("of_coded", ".3f"),
         *experts,
