@@ -37,7 +37,7 @@ def exact() -> float:
 def changes(way: str, ranks: int, exact: float, **plans: Plan) -> dict[str, float]:
     """The change of the loss by each plan."""
     losses, *others = runner.run(convergence.trained, ranks, way, plans, timeout=600.0)
-    assert all(one == losses for one in others) or way == "data parallel"
+    assert all(one == losses for one in others)
     assert all(map(math.isfinite, losses.values())), losses
     return {name: loss / exact - 1 for name, loss in losses.items()}
 
