@@ -69,8 +69,10 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
             "speedup": median("step_ms", "plain") / step_ms,
             "comm_speedup": median("comm_ms", "plain") / comm_ms,
         }
+        if results[0].get("stage_ms"):
+            row |= {f"{part}_ms": ms for part, ms in _parts_ms(results, "stage_ms", skip).items()}
         if results[0].get("role_ms"):
-            row["role_ms"] = _role_ms(results, skip)
+            row["role_ms"] = _parts_ms(results, "role_ms", skip)
             row["ep_ms"] = row["role_ms"].get(EXPERTS)
         if training.backend.streams:
             waits = (results[0]["sent"] or {}).get("host_waits", 0)
@@ -91,11 +93,11 @@ def _quiet_ms(steps: list[list[float]]) -> float | None:
     return sum(map(min, zip(*steps, strict=True))) if len(set(map(len, steps))) == 1 else None
 
 
-def _role_ms(results: list[Results], skip: int) -> dict[str, float]:
-    """Median over the steps of all runs of the time in collectives of each role."""
-    steps = [step for result in results for step in result["role_ms"][skip:]]
-    roles = sorted({role for step in steps for role in step})
-    return {role: float(statistics.median(step.get(role, 0.0) for step in steps)) for role in roles}
+def _parts_ms(results: list[Results], key: str, skip: int) -> dict[str, float]:
+    """Median over the steps of all runs of each of the times in ``key``: in collectives of each role, or in parts of a pipeline's step."""
+    steps = [step for result in results for step in result[key][skip:]]
+    parts = sorted({part for step in steps for part in step})
+    return {part: float(statistics.median(step.get(part, 0.0) for step in steps)) for part in parts}
 
 
 def _volume(training: Training, result: Results) -> dict[str, list[float]]:
