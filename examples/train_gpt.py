@@ -207,7 +207,8 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
         "replicas_equal": bool(args.experts) or replicas,  # experts do differ by rank
         "step_ms": step_ms,
         "comm_ms": comm_ms if args.comm_time else None,
-        "exchange_ms": exchanging(timed) if args.comm_time else None,
+        # a send of one stage is a receive of another, so that calls of stages have no pairs
+        "exchange_ms": exchanging(timed) if args.comm_time and not any(stage_ms) else None,
         "stage_ms": stage_ms if any(stage_ms) else None,
         "role_ms": role_ms if args.comm_time else None,
         "sent": {key: sum(one[key] for one in sent) / world for key in sent[0]} if sent[0] else None,
