@@ -208,7 +208,7 @@ def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
 
 def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
     """Forget the state of a pipeline's links: tensors of other shapes follow."""
-    lossy_state.drop(pipeline_calls.ROLE)
+    pipeline_calls.forget_shapes(engine)
     return original()
 
 
@@ -220,6 +220,7 @@ def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     if getattr(engine, "ds_zipccl_bases", None):
         finish(lanes_of(engine.device))
     engine.ds_zipccl_bases = None
+    lossy_state.forget(engine)
     return original()
 
 
