@@ -7,15 +7,14 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from ds_zipccl.bench import train_volume
+from ds_zipccl.bench import train_volume, variants
 from ds_zipccl.bench.step_logs import EXPERTS
 from ds_zipccl.bench.train_trial import Results, Training
-from ds_zipccl.bench.variants import VARIANTS
 
 #: End of the keys of a result that are hashes.
 HASH = "_sha256"
 _HASHED = {"params_sha256": "parameters", "adapters_sha256": "adapters", "merged_sha256": "merged weights"}
-#: DeepSpeed's ZeRO++, beside :data:`VARIANTS`: lossy, so that its bits are not compared.
+#: DeepSpeed's ZeRO++, beside :data:`variants.VARIANTS`: lossy, so that its bits are not compared.
 ZEROPP = "zeropp"
 
 Runs = Mapping[str, list[Results]]  # variant -> its runs, plain first
@@ -88,19 +87,20 @@ def _mean(values: list[float] | None) -> float | None:
 
 def verdict(training: Training, runs: Runs, lossy: bool = False) -> dict[str, Any]:
     """Ratio over compressed calls alone, size of the model, its trained part, hashes of further weights, counters, volume by step and
-    exchanges of experts of every variant, and the problems.
+    exchanges of experts of every variant, how far the losses of lossy variants are from the plain ones, and the problems.
 
-    ``lossy``: roles of our runs have a lossy codec. Then our runs are compared with each other: what is rounded depends neither on the
-    schedule nor on its frames.
+    ``lossy``: the settings of all our runs change values. Then our runs are compared with each other: what is rounded depends neither on
+    the schedule nor on its frames. A variant whose own settings change values is compared with itself.
     """
     ours = next((variant for variant in runs if variant not in ("plain", ZEROPP)), "")
+    changed = [variant for variant in runs if variant != ZEROPP and variants.find(variant).changes]
     plain = runs["plain"][0]
     counted = {variant: results[0]["sent"] for variant, results in runs.items()}
     return {
         "ratio_coded": {
             variant: sent["logical_bytes"] / sent["wire_bytes"]
             for variant, sent in counted.items()
-            if variant != ZEROPP and VARIANTS[variant].compressed and sent and sent["coded_calls"]
+            if variant != ZEROPP and variants.find(variant).compressed and sent and sent["coded_calls"]
         },
         "parameters": plain["parameters"],
         "trained": plain["trained"],
@@ -110,6 +110,7 @@ def verdict(training: Training, runs: Runs, lossy: bool = False) -> dict[str, An
         "experts": {variant: train_volume.experts(results[0]["steps"] or ()) for variant, results in runs.items()},
         "deviation": deviation(runs, ZEROPP),
         "lossy": deviation(runs, ours) if lossy else {},
+        "changed": {variant: deviation(runs, variant) for variant in changed},
         "problems": problems(
             {variant: runs[variant] for variant in runs if variant != ZEROPP}, training.same_sums and not lossy
         ),
@@ -132,12 +133,15 @@ def problems(runs: Runs, same_sums: bool = True) -> list[str]:
 
     Args:
         same_sums: whether the order of our sums is that of the plain ones. Otherwise our runs are compared with the first of ours, and
-            plain runs with the first plain one.
+            plain runs with the first plain one. A variant that changes values is always compared with its own first run.
     """
     found = []
-    ours = next((name for name in runs if not same_sums and VARIANTS[name].settings is not None), "plain")
+    known = {name: variants.find(name) for name in runs}
+    like_ours = (name for name, one in known.items() if one.settings is not None and not one.changes)
+    ours = "plain" if same_sums else next(like_ours, "plain")
     for variant, result in ((variant, result) for variant, results in runs.items() for result in results):
-        against = "plain" if VARIANTS[variant].settings is None else ours
+        kind = known[variant]
+        against = variant if kind.changes or kind.settings is None else ours
         first = runs[against][0]
         differing = [step for step, pair in enumerate(zip(result["losses"], first["losses"]), 1) if len(set(pair)) > 1]
         hashes = [key for key in first if key.endswith(HASH)]
@@ -150,8 +154,8 @@ def problems(runs: Runs, same_sums: bool = True) -> list[str]:
             },
             "ranks ended with different parameters": not result["replicas_equal"],
             "a loss is not finite": not all(math.isfinite(float.fromhex(loss)) for loss in result["losses"]),
-            "nothing was coded: is ds_zipccl installed with its entry point?": VARIANTS[variant].always and not calls,
-            f"{calls:.0f} calls were coded": VARIANTS[variant].settings is None and calls,
+            "nothing was coded: is ds_zipccl installed with its entry point?": kind.always and not calls,
+            f"{calls:.0f} calls were coded": kind.settings is None and calls,
         }
         found += [f"{variant} run: {problem}" for problem, wrong in checks.items() if wrong]
     return found

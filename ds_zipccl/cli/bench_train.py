@@ -40,8 +40,11 @@ turns, plain first. Columns:
 A line below the rows of a configuration has the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong. With
 experts a line for each variant has the part of their exchanges in the logical bytes of rank 0 from the second step on, and their ratios.
 
-A role gets a lossy codec by ``--set lossy=true roles='{"tp": {"codec": "round", "mantissa": 3}}'``. The bits of ``raw``, ``coded`` and
-``auto`` are then compared with each other, not with those of the plain run, and a line says how far the losses are from the plain ones.
+A variant may also be written as settings of its own, with commas between them: ``coded`` with a lossy codec for a role, named as for
+``bench codec`` (``tp=round:3``, ``ep=round:3,zero_grad=round:1``) with further keys of the role behind (``pp=lowrank:16:when=backward``),
+or with other keys of the section (``fused_embedding=true``). Its runs are compared with each other, and a line says how far the losses
+are from the plain ones. ``--set lossy=true roles='{"tp": {"codec": "round", "mantissa": 3}}'`` gives all our runs a lossy codec. The bits
+of ``raw``, ``coded`` and ``auto`` are then compared with each other, not with those of the plain run.
 
 ``--backend nccl`` trains on GPUs with NCCL groups, coded from 64 KiB a message on. A rank has the GPU of its number; where there are more
 ranks than GPUs, ranks share them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing
@@ -71,7 +74,7 @@ from ds_zipccl.bench.backends import BACKENDS, Backend
 from ds_zipccl.bench.tables import Column, Table, complain, say, write_json
 from ds_zipccl.bench.train_results import ZEROPP, rows, verdict
 from ds_zipccl.bench.train_trial import WORKLOADS, Results, Training, find_script, run
-from ds_zipccl.bench.variants import VARIANTS
+from ds_zipccl.bench.variants import VARIANTS, changes, find
 from ds_zipccl.config import ConfigError, parse_section
 
 #: Smallest message in bytes that is coded on NCCL groups: the default of gloo's groups, as models of benchmarks are small.
@@ -90,8 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--workload", nargs="+", choices=WORKLOADS, default=["zero3"], help="trainings to run (default: zero3)")
     option("--mode", nargs="*", action=_Renamed, const="--workload", help=argparse.SUPPRESS)
-    which = f"{', '.join((*VARIANTS, ZEROPP))}; plain always runs (default: plain coded)"
-    option("--variants", nargs="+", choices=(*VARIANTS, ZEROPP), default=["plain", "coded"], metavar="V", help=which)
+    which = (
+        f"{', '.join((*VARIANTS, ZEROPP))}, or settings such as tp=round:3; plain always runs (default: plain coded)"
+    )
+    option("--variants", nargs="+", type=_variant, default=["plain", "coded"], metavar="V", help=which)
     option("--backend", choices=BACKENDS, default="gloo", help="gloo: on CPUs; nccl: on GPUs (default: gloo)")
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="number of processes (default: 2)")
     link.add_arguments(parser)
@@ -125,7 +130,10 @@ def main(args: argparse.Namespace) -> int:
     backend.check(args.link)
     # Before hours of measuring.
     sections = [_section(variant, args.set, backend) for variant in args.variants]
-    lossy = next((said for section in sections if (said := _lossy(section))), "")
+    own = {variant for variant in args.variants if variant != ZEROPP and find(variant).changes}
+    lossy = next(
+        (said for name, section in zip(args.variants, sections) if name not in own and (said := _lossy(section))), ""
+    )
     for workload in args.workload:
         WORKLOADS[workload].check(workload)
         if ZEROPP in args.variants and WORKLOADS[workload].stage != 3:
@@ -151,7 +159,8 @@ def main(args: argparse.Namespace) -> int:
         say(f"# {where}: {f'ratio over coded bytes {ratios}; ' if ratios else ''}bits: {bits}")
         for line in _experts_lines(judged):
             say(f"# {where}: {line}")
-        for name, far in ((ZEROPP, judged.get("deviation")), (lossy, judged.get("lossy"))):
+        changed = {ZEROPP: judged.get("deviation"), lossy: judged.get("lossy"), **judged.get("changed", {})}
+        for name, far in changed.items():
             if far:
                 largest, last = (_loss(far[key]) for key in ("largest", "last"))
                 say(f"# {where}: {name} is lossy: its losses are off by up to {largest}, the last one by {last}")
@@ -170,7 +179,9 @@ def main(args: argparse.Namespace) -> int:
 def _measure(training: Training, args: argparse.Namespace, lossy: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and verdict of one configuration; a failed run is a problem in the verdict and gives no rows."""
     runs: dict[str, list[Results]] = {
-        variant: [] for variant in (*VARIANTS, ZEROPP) if variant in ("plain", *args.variants)
+        variant: []
+        for variant in dict.fromkeys((*VARIANTS, ZEROPP, *args.variants))
+        if variant in ("plain", *args.variants)
     }
     turns = list(runs) * args.repeat
     try:
@@ -199,7 +210,7 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
     """
     if variant == ZEROPP:
         return {"enabled": True, "mode": "never"}  # plain DeepSpeed, whose bytes are counted
-    own = VARIANTS[variant].settings
+    own = find(variant).settings
     if own is None:
         return None
     section = {"enabled": True, "reduction": "match" if same_sums else "fp32", **own}
@@ -224,9 +235,18 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
 
 
 def _lossy(section: dict[str, Any] | None) -> str:
-    """The roles of a section that have a lossy codec, and their codecs; "" where there are none."""
-    roles = {} if section is None else parse_section(section).lossy_roles
-    return ", ".join(one.describe(role) for role, one in roles.items())
+    """What the settings of a section change; "" where results have the bits of the plain run."""
+    return "" if section is None else changes(parse_section(section))
+
+
+def _variant(text: str) -> str:
+    """The type of ``--variants``."""
+    if text != ZEROPP:
+        try:
+            find(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _experts_lines(judged: dict[str, Any]) -> list[str]:
