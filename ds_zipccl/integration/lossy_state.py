@@ -18,18 +18,20 @@ import torch
 from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
 
+Key = tuple[str | int, ...]
+Kind = tuple[tuple[int, ...], torch.dtype, int]  # shape, dtype, ranks of the job
+
 
 @dataclass
 class Entry:
     """The state of one matrix. ``error``: fp32, in units of the scaled loss; ``factor``: fp32. ``kind``: that for which the entry is
     good."""
 
-    kind: tuple[object, ...]
+    kind: Kind
     error: torch.Tensor | None = None
     factor: torch.Tensor | None = None
 
 
-Key = tuple[str | int, ...]
 _entries: dict[tuple[int, str, Key], Entry] = {}
 _engines: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _warned: set[str] = set()
@@ -98,6 +100,19 @@ def stepping(engine: Any, settings: Mapping[str, RoleSettings]) -> Iterator[None
 
 def _loss_scale(engine: Any) -> float:
     return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
+
+
+def entries_of(owner: int) -> list[tuple[str, Key, Entry]]:
+    """Return the role, key and entry of all state of an engine, sorted by role and text of the key."""
+    with _lock:
+        found = [(role, key, entry) for (of, role, key), entry in _entries.items() if of == owner]
+    return sorted(found, key=lambda one: (one[0], str(one[1])))
+
+
+def restore(owner: int, role: str, key: Key, entry: Entry) -> None:
+    """Take an entry of a checkpoint. :func:`state_of` drops it if it is for another matrix."""
+    with _lock:
+        _entries[owner, role, key] = entry
 
 
 def rescale(owner: int, factor: float) -> None:

@@ -168,11 +168,13 @@ class _Link(Factoring):
         product are not finite."""
         matrix = given.float()
         if entry.error is not None:
-            matrix = matrix + entry.error
+            matrix = matrix + entry.error.view_as(matrix)
         if not bool(matrix.isfinite().all()):
             _forget(entry, op)
             return None
-        start = lowrank.first_factor(self.width, rank, self.key[-1]) if entry.factor is None else entry.factor
+        start = entry.factor
+        if start is None or start.shape != (self.width, rank):
+            start = lowrank.first_factor(self.width, rank, self.key[-1])
         p, q = lowrank.power_step(matrix.contiguous(), start, route=route)
         rounded = lowrank.round_factors(p, q, route=route)
         if not lowrank.bounded(*rounded):

@@ -50,25 +50,37 @@ class Poisoned(Middle):
 
 
 def train(
-    lab: Lab, pp: dict[str, Any] | None, micro_batches: int = MICRO_BATCHES, poisoned: bool = False, **section: Any
+    lab: Lab,
+    pp: dict[str, Any] | None,
+    micro_batches: int = MICRO_BATCHES,
+    poisoned: bool = False,
+    folder: Path | None = None,
+    missing: bool = False,
+    **section: Any,
 ) -> None:
-    """Train a pipeline of as many stages as there are ranks."""
+    """Train a pipeline of as many stages as there are ranks. With ``folder`` a new engine takes the last step, from a checkpoint; with
+    ``missing``, without the state of rank 1."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule
 
-    from ds_zipccl.integration import lossy_state
+    from ds_zipccl.integration import lossy_checkpoints, lossy_state
 
-    use(pp, **section)
+    use(pp, **{key: one for key, one in section.items() if key != "fp32"})
     middle = [Middle, Middle, Middle, Poisoned if poisoned else Middle, Middle, Middle]
     specs = [LayerSpec(Words, VOCABULARY, WIDTH), *(LayerSpec(one, WIDTH, WIDTH) for one in middle)]
     specs.append(LayerSpec(Head, WIDTH, VOCABULARY))
-    model = PipelineModule(specs, num_stages=lab.ranks, loss_fn=cross_entropy, partition_method="uniform")
+
+    def build() -> PipelineModule:
+        return PipelineModule(specs, num_stages=lab.ranks, loss_fn=cross_entropy, partition_method="uniform")
+
     more: dict[str, Any] = {"gradient_accumulation_steps": micro_batches, "gradient_clipping": 0.0}
+    if section.pop("fp32", False):  # DeepSpeed's optimizer for bf16 does not load what it saves without ZeRO
+        more |= {"bf16": {"enabled": False}}
     if poisoned:
         get_accelerator().is_fp16_supported = lambda: True  # torch computes fp16 on CPUs all the same
         more |= {"bf16": {"enabled": False}}
         more |= {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-    engine = lab.start(model, 0, **more)
+    engine = lab.start(build(), 0, **more)
 
     def batches() -> Iterator[Any]:
         for step in range(micro_batches * STEPS):
@@ -77,6 +89,13 @@ def train(
 
     data, skipped, kept = batches(), [], []
     for Poisoned.step in range(STEPS):
+        if folder is not None and Poisoned.step == STEPS - 1:
+            engine.save_checkpoint(str(folder))
+            engine.destroy()
+            if missing and lab.rank == 1:
+                lossy_checkpoints.file_of(str(folder), f"global_step{STEPS - 1}").unlink()
+            engine = lab.start(build(), 0, **more)
+            engine.load_checkpoint(str(folder))
         lab.losses.append(engine.train_batch(data).item().hex())
         skipped.append(engine.skipped_steps)
         kept.append(sum(one.error is not None for one in lossy_state._entries.values()))
@@ -143,6 +162,19 @@ def messages(lab: Lab) -> None:
     train(lab, None)
 
 
+def resumed(lab: Lab, kept: str) -> None:
+    """Train on with a new engine from a checkpoint of the step before the last. ``kept``: "all", or "no state" for the planted mistake, or
+    "a file is missing", of rank 1."""
+    from ds_zipccl.integration import lossy_checkpoints
+
+    folder = Path(sys.argv[1], "checkpoint")
+    if kept == "no state":
+        with mock.patch.object(lossy_checkpoints, "load", lambda *given: None):
+            train(lab, {"send": "all", "error": "lazy_run"}, folder=folder, fp32=True)
+        return
+    train(lab, {"send": "all", "error": "lazy_run"}, folder=folder, fp32=True, missing=kept == "a file is missing")
+
+
 make = functools.partial
 Case = Callable[[Lab], None]
 TRAININGS: dict[str, Case] = {
@@ -155,6 +187,10 @@ TRAININGS: dict[str, Case] = {
     "rank of the matrix": make(train, pp={"send": "all", "rank": WIDTH, "error": "lazy_run"}),
     "one, epilogue": make(train, pp={}, micro_batches=1),
     "one, all": make(train, pp={"send": "all"}, micro_batches=1),
+    "not resumed": make(train, pp={"send": "all", "error": "lazy_run"}, fp32=True),
+    "resumed": make(resumed, kept="all"),
+    "resumed without state": make(resumed, kept="no state"),
+    "resumed, a file is missing": make(resumed, kept="a file is missing"),
     "nan": make(train, pp={"send": "all", "error": "lazy_run"}, poisoned=True),
     "nan to zero": nan_to_zero,
     "one more": one_more,
@@ -194,7 +230,7 @@ def test_the_last_stage_codes_its_last_send(tmp_path: Path) -> None:
 
 @FULL
 def test_a_pipeline_of_four_stages(tmp_path: Path) -> None:
-    names = [name for name in TRAININGS if not name.startswith("nan")]
+    names = [name for name in TRAININGS if not name.startswith("nan") and "resumed" not in name]
     found = run(tmp_path, 4, *names)
     check_epilogue(found["epilogue"])
     assert bits(found["epilogue"]) == bits(found["epilogue auto"]), "the way of a message changes no value"
@@ -217,6 +253,14 @@ def test_a_pipeline_of_four_stages(tmp_path: Path) -> None:
     assert bits(found["one, epilogue"]) == bits(found["one, all"])
     first = {name: {rank["losses"][0] for rank in found[name]} for name in different}
     assert len(set(map(str, first.values()))) == 1, "forward messages are exact"
+
+
+@FULL
+def test_a_checkpoint_has_the_state_of_the_links(tmp_path: Path) -> None:
+    found = run(tmp_path, 2, *(name for name in TRAININGS if "resumed" in name))
+    whole = bits(found["not resumed"])
+    assert bits(found["resumed"]) == whole
+    assert bits(found["resumed without state"]) == bits(found["resumed, a file is missing"]) != whole
 
 
 @FULL
