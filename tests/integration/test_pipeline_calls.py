@@ -308,6 +308,21 @@ def test_each_gradient_of_a_micro_batch_has_a_state_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("together", [False, True])
+def test_a_slice_of_a_gradient_keeps_the_width_of_its_rows(together: bool) -> None:
+    """Tensor-parallel ranks share a gradient out, and each sends a flat slice behind its sizes."""
+    engine, settings = Engine(micro_batches=1), RoleSettings(LowRank(RANK), error="lazy", when="backward")
+    engine.is_grad_partitioned = True
+    engine.pipe_buffers["inputs"] = [(gradient(0), torch.ones(3)) if together else gradient(0)]
+    assert pipeline_calls.gradients(engine, 0) == 1
+    part = gradient(0).flatten()[: ROWS * WIDTH // 2]
+    made: Any = pipeline_calls.of_gradients(engine, 0)(part, settings)
+    found = made.factored(part, "send", "auto")
+    assert found.values.shape == part.shape and found.p.shape == (ROWS // 2, RANK)
+    assert made.factored(part[: 7 * WIDTH + 1], "send", "auto") is None, "no rows"
+
+
+@pytest.mark.usefixtures("two_ranks")
 def test_other_codecs_take_every_gradient() -> None:
     from ds_zipccl.lossy import Round
 
