@@ -15,9 +15,10 @@ from ds_zipccl.comm import repeats
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
-from ds_zipccl.config import SECTION, ConfigError, near_misses
+from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses
 from ds_zipccl.integration import (
     lossy_calls,
+    lossy_checkpoints,
     lossy_state,
     moe_calls,
     pipeline_calls,
@@ -194,10 +195,26 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     return result
 
 
+def _save_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
+    """Save the state of lossy codecs with a checkpoint."""
+    if config := _lossy_config():
+        lossy_checkpoints.save(engine, config, lossy_checkpoints.arguments(original))
+    return original()
+
+
 def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
     """Surround the load of a checkpoint, which changes all parameters."""
     with zero_epochs.changing(engine.optimizer):
-        return original()
+        found = original()
+    if config := _lossy_config():
+        lossy_checkpoints.load(engine, config, lossy_checkpoints.arguments(original), found[0] is not None)
+    return found
+
+
+def _lossy_config() -> ZipcclConfig | None:
+    """Return the config of this process, None where no role is lossy."""
+    job = _job()
+    return job.config if job is not None and job.config is not None and job.config.lossy_roles else None
 
 
 def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
@@ -208,7 +225,7 @@ def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
 
 def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
     """Forget the state of a pipeline's links: tensors of other shapes follow."""
-    lossy_state.drop(pipeline_calls.ROLE)
+    pipeline_calls.forget_shapes(engine)
     return original()
 
 
@@ -220,6 +237,7 @@ def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     if getattr(engine, "ds_zipccl_bases", None):
         finish(lanes_of(engine.device))
     engine.ds_zipccl_bases = None
+    lossy_state.forget(engine)
     return original()
 
 
@@ -228,6 +246,7 @@ _AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
     "_configure_distributed_model": _learn_groups,
     "_configure_zero_optimizer": _configure_zero,
     "_take_model_step": _take_step,
+    "save_checkpoint": _save_checkpoint,
     "load_checkpoint": _load_checkpoint,
     "destroy": _destroy,
 }
