@@ -56,20 +56,19 @@ def train(fused, dtype, stages=2, tied=True, **more):
     model = PipelineModule(layers, stages, loss_fn=loss, partition_method="uniform")
     mixed = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0},
-              "optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, **mixed, **more}
+              "optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True, **mixed, **more}
     e = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     if not fused:
         e.ds_zipccl_fused = None
     else:
         assert (getattr(e, "ds_zipccl_fused", None) is not None) == (tied and stages == 2), "made, or not"
     generator = torch.Generator().manual_seed(7 + e.grid.get_data_parallel_rank())
-    tokens = torch.randint(256, (4, 2, 33), generator=generator)
-    e.train_batch(iter([(one[:, :-1], one[:, 1:]) for one in tokens[:2]]))
+    tokens = torch.randint(256, (2, 2, 33), generator=generator)
     bytes_sent[0] = 0
     cdb = deepspeed.comm.comm.cdb
     original, cdb.all_reduce = cdb.all_reduce, count(cdb.all_reduce)
     seen.clear()
-    e.train_batch(iter([(one[:, :-1], one[:, 1:]) for one in tokens[2:]]))
+    e.train_batch(iter([(one[:, :-1], one[:, 1:]) for one in tokens]))
     cdb.all_reduce = original
     return dict(seen), bytes_sent[0]
 
@@ -77,9 +76,8 @@ def compare(dtype, **more):
     (two, sent_two), (one, sent_one) = (train(fused, dtype, **more) for fused in (False, True))
     words = one.pop("tied_modules.words.weight")
     before = two.pop("tied_modules.words.weight")
-    # a second step: weights differ by the rounding of the first one's sum
     return {"error": float((words - before).norm() / before.norm()),
-            "others": max(float((one[name] - two[name]).norm() / two[name].norm()) for name in one),
+            "others": all(torch.equal(one[name], two[name]) for name in one),
             "digest": hashlib.sha256(words.numpy().tobytes()).hexdigest(),
             "weight": words.numel() * (4 if dtype == "fp32" else 2), "saved": sent_two - sent_one}
 
@@ -109,7 +107,7 @@ def test_one_sum(tmp_path: Path) -> None:
         assert len({one["digest"] for one in results}) == 1, f"{case}: the same bits on all ranks"
         for result in results:
             assert result["error"] <= bound, f"{case}: as in two sums"
-            assert result["others"] <= bound, f"{case}: other gradients"
+            assert result["others"], f"{case}: other gradients have the bits of before"
             # two sums: 2V(D-1)/D + V; one: 2V(2D-1)/(2D), with D = 2
             assert result["saved"] == pytest.approx(result["weight"] * (2 - 1.5)), f"{case}: bytes"
     assert all("ZeRO-1" in one["refused"] and "fused_embedding" in one["refused"] for one in found)
