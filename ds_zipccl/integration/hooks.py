@@ -17,6 +17,7 @@ from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses
 from ds_zipccl.integration import (
+    fused_embedding,
     lossy_calls,
     lossy_checkpoints,
     lossy_state,
@@ -67,6 +68,7 @@ def adopt_engine(module: ModuleType) -> None:
     """Surround the methods of ``DeepSpeedEngine``, and of its subclass the pipeline engine, that :data:`_AROUND` names."""
     _surround(module.DeepSpeedEngine, _AROUND)
     lossy_calls.watch(module)
+    fused_embedding.watch_reductions(module)
 
 
 def adopt_zero3(module: ModuleType) -> None:
@@ -96,6 +98,7 @@ def adopt_pipeline(module: ModuleType) -> None:
     """Learn the sends between the stages of a pipeline, and its batches, from ``deepspeed.runtime.pipe.engine``."""
     _surround(module.PipelineEngine, _AROUND_PIPELINE)
     lossy_calls.watch(module)
+    fused_embedding.watch(module)
 
 
 def adopt_moe(module: ModuleType) -> None:
@@ -223,6 +226,14 @@ def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
     return original()
 
 
+def _start_pipeline(engine: Any, original: Callable[[], Any]) -> Any:
+    """Make the groups of weights that stages share once the engine is complete. A collective."""
+    original()
+    job = _job()
+    if job is not None:
+        fused_embedding.begin(engine, job)
+
+
 def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
     """Forget the state of a pipeline's links: tensors of other shapes follow."""
     pipeline_calls.forget_shapes(engine)
@@ -252,6 +263,7 @@ _AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
 }
 #: The same of PipelineEngine.
 _AROUND_PIPELINE: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
+    "__init__": _start_pipeline,
     "train_batch": _train_batch,
     "reset_activation_shape": _reset_shapes,
 }
