@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +16,16 @@ from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
 from ds_zipccl.config import SECTION, ConfigError, near_misses
-from ds_zipccl.integration import lossy_calls, moe_calls, replicated, zero_buckets, zero_epochs, zero_gathers
+from ds_zipccl.integration import (
+    lossy_calls,
+    lossy_state,
+    moe_calls,
+    pipeline_calls,
+    replicated,
+    zero_buckets,
+    zero_epochs,
+    zero_gathers,
+)
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.job import Job
 from ds_zipccl.telemetry import monitor, table
@@ -55,11 +64,7 @@ def adopt_comm(module: Any) -> None:
 
 def adopt_engine(module: ModuleType) -> None:
     """Surround the methods of ``DeepSpeedEngine``, and of its subclass the pipeline engine, that :data:`_AROUND` names."""
-    engine = module.DeepSpeedEngine
-    for name, around in _AROUND.items():
-        original = getattr(engine, name)
-        if not hasattr(original, "ds_zipccl"):
-            setattr(engine, name, _surrounded(original, around))
+    _surround(module.DeepSpeedEngine, _AROUND)
     lossy_calls.watch(module)
 
 
@@ -87,7 +92,8 @@ def adopt_auto_tp(module: ModuleType) -> None:
 
 
 def adopt_pipeline(module: ModuleType) -> None:
-    """Learn the sends between the stages of a pipeline from ``deepspeed.runtime.pipe.engine``."""
+    """Learn the sends between the stages of a pipeline, and its batches, from ``deepspeed.runtime.pipe.engine``."""
+    _surround(module.PipelineEngine, _AROUND_PIPELINE)
     lossy_calls.watch(module)
 
 
@@ -109,6 +115,13 @@ def adopt_folded_rows(module: ModuleType) -> None:
 def adopt_folding(module: ModuleType) -> None:
     """Learn the sums of equal tensors in ``deepspeed.module_inject.auto_ep_folding``."""
     replicated.watch_gradients(module)
+
+
+def _surround(engine: type, table: Mapping[str, Callable[[Any, Callable[[], Any]], Any]]) -> None:
+    for name, around in table.items():
+        original = getattr(engine, name, None)
+        if original is not None and not hasattr(original, "ds_zipccl"):
+            setattr(engine, name, _surrounded(original, around))
 
 
 def _surrounded(original: Callable[..., Any], around: Callable[[Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
@@ -165,7 +178,7 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     # Read before the step: at its end the scheduler sets the rates of the next step.
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
     try:
-        with job.step(engine.zero_optimization_stage()):
+        with job.step(engine.zero_optimization_stage()), lossy_state.stepping(engine, job.config.lossy_roles):
             result = original()
     finally:  # also where the step fails on this rank alone: the other ranks forget too
         repeats.forget()
@@ -187,6 +200,18 @@ def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
         return original()
 
 
+def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
+    """Count the micro-batches of a pipeline from 0, also where the batch before has failed."""
+    pipeline_calls.begin_batch(engine)
+    return original()
+
+
+def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
+    """Forget the state of a pipeline's links: tensors of other shapes follow."""
+    lossy_state.drop(pipeline_calls.ROLE)
+    return original()
+
+
 def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     """Free the bases and the kept messages with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
     a device."""
@@ -205,4 +230,9 @@ _AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
     "_take_model_step": _take_step,
     "load_checkpoint": _load_checkpoint,
     "destroy": _destroy,
+}
+#: The same of PipelineEngine.
+_AROUND_PIPELINE: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
+    "train_batch": _train_batch,
+    "reset_activation_shape": _reset_shapes,
 }
