@@ -23,6 +23,7 @@ from ds_zipccl.integration import (
     lossy_state,
     moe_calls,
     pipeline_calls,
+    powersgd,
     replicated,
     zero_buckets,
     zero_epochs,
@@ -144,11 +145,13 @@ def _job() -> Job | None:
 
 
 def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
-    """Note the groups that the layers hold once the model is in place."""
+    """Note the groups that the layers hold once the model is in place, and refuse settings that the engine cannot keep."""
     result = original()
     job = _job()
     if job is not None:
         job.learn_groups(engine.module)
+        if job.config is not None:
+            powersgd.refuse(engine, job.config)
     return result
 
 
@@ -158,6 +161,8 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
     optimizer = original()
     job = _job()
     config = None if job is None else job.config
+    if config is not None and engine.zero_optimization_stage() < 3:
+        powersgd.adopt(engine, optimizer)
     if config is None or engine.zero_optimization_stage() != 3:
         return optimizer
     zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
