@@ -138,8 +138,8 @@ class _Place:
 
 
 def _places(tensors: Sequence[torch.Tensor], gradients: Sequence[Gradient], rank: int) -> Iterator[_Place]:
-    """Yield the matrices that lie whole in ``tensors``, in the order of their places. Tensors that are neighbors in memory, as the slices of
-    a gradient that ZeRO cuts for its owners, count as one."""
+    """Yield the matrices that lie whole in ``tensors``, in the order of their places. Tensors that are neighbors in memory, as the slices
+    of a gradient that ZeRO cuts for its owners, count as one."""
     known = sorted(((gradient.data_ptr(), name, gradient) for name, gradient in gradients), key=lambda one: one[0])
     addresses = [address for address, _, _ in known]
     for start, tensor, numel in _joined(tensors):
