@@ -197,9 +197,7 @@ class PowerSum:
             return
         route = kernels.preferred(config.route, "cpu")
         entries = [
-            lossy_state.state_of(
-                role, (place.name,), (place.rows, place.columns), tensor.dtype, ranks, self.owner
-            )
+            lossy_state.state_of(role, (place.name,), (place.rows, place.columns), tensor.dtype, ranks, self.owner)
             for place in self.places
         ]
         matrices = [self._matrix(place, entry) for place, entry in zip(self.places, entries, strict=True)]
