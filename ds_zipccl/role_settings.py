@@ -52,11 +52,8 @@ class Use:
     roles: tuple[str, ...]
 
 
-_FEEDBACK = Use("off", ("off", "feedback"), ("zero_grad", "dp"))
 #: Codec -> its keys of this kind, fields of :class:`RoleSettings`.
 USES: dict[str, dict[str, Use]] = {
-    "round": {"error": _FEEDBACK},
-    "int": {"error": _FEEDBACK},
     "lowrank": {
         "send": Use("epilogue", ("epilogue", "all"), ("pp",)),
         "error": Use("off", ("off", "lazy", "lazy_run"), ("pp",)),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import sys
+import types
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel import Lab, rank_program
+from parallel import Lab, rank_program, sha256
 from programs import launch
 from test_parallel import Layered
+
+from ds_zipccl.config import ConfigError, parse_section
+from ds_zipccl.integration import powersgd
 
 RANK, STEPS = 4, 4
 FP16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
@@ -116,6 +121,41 @@ def trained(lab: Lab, zero: Any, overflow: int = -1, **more: Any) -> None:
     }
 
 
+def resumed(lab: Lab, zero: Any, **more: Any) -> None:
+    """Refuse ZeRO-3. Train, with a checkpoint in the middle. A second engine repeats the second half, and a third one without the state."""
+    from ds_zipccl.integration import lossy_checkpoints
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return Layered([torch.nn.Linear(64, 64)])
+
+    with pytest.raises(ConfigError, match="is for ZeRO-1, ZeRO-2 and jobs without ZeRO, got an engine with ZeRO-3"):
+        lab.start(model(), 3, **more)
+    folder, half = str(Path(sys.argv[1], "saved")), STEPS // 2
+    hashes, losses = [], []
+    for run in ("whole", "again", "without the state"):
+        engine = lab.start(model(), zero, **more)
+        if run != "whole":
+            engine.load_checkpoint(folder)
+        losses.append([])
+        for step in range(0 if run == "whole" else half, STEPS):
+            if run == "whole" and step == half:
+                engine.save_checkpoint(folder)
+            loss = engine(lab.tokens(step))
+            losses[-1].append(loss.item().hex())
+            engine.backward(loss)
+            engine.step()
+        hashes.append(sha256(engine.module.parameters()))
+        if run == "again":
+            dist.barrier()
+            if lab.rank == 1:  # one rank's file alone: all start anew
+                lossy_checkpoints.file_of(folder, f"global_step{half}").unlink()
+            dist.barrier()
+        if run != "without the state":
+            engine.destroy()
+    lab.more |= {"hashes": hashes, "runs": losses}
+
+
 make = functools.partial
 CASES = {
     "stage 0": make(trained, zero=0, **FP32),  # first: the role is dp only where no engine of the process has had ZeRO
@@ -130,9 +170,13 @@ CASES = {
     "predivided": make(
         trained, zero={"stage": 2, "reduce_scatter": False}, prescale_gradients=False, gradient_predivide_factor=4.0
     ),
+    "resumed": make(resumed, zero=1),
+    "resumed stage 0": make(resumed, zero=0, **FP32),
     "overflow": make(trained, zero=1, overflow=2, **FP16),
 }
+RESUMED = [name for name in CASES if name.startswith("resumed")]
 SHORT = ["stage 0", "zero2", "overflow"]
+LAYOUTS = [name for name in CASES if name not in SHORT + RESUMED]
 
 
 def check(name: str, ranks: list[dict[str, Any]]) -> None:
@@ -152,13 +196,37 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [SHORT, pytest.param([name for name in CASES if name not in SHORT], marks=pytest.mark.full(reason="a launch"))],
+    [SHORT, pytest.param(LAYOUTS, marks=pytest.mark.full(reason="the short tier has a layout of each kind"))],
     ids=["kinds", "layouts"],
 )
 def test_what_did_not_arrive_is_kept_in_all_layouts(names: list[str], tmp_path: Path) -> None:
     found = launch(__file__, 2, tmp_path, "lossy", *names, DS_ZIPCCL=section())
     for name in names:
         check(name, found[name])
+
+
+@pytest.mark.full(reason="a launch with three engines a case; files are tested in one process in the short tier")
+def test_a_checkpoint_has_what_a_training_needs_to_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    found = launch(__file__, 2, tmp_path, "lossy", *RESUMED, DS_ZIPCCL=section())
+    for name in RESUMED:
+        for rank in found[name]:
+            whole, again, without = rank["hashes"]
+            assert whole == again != without, name
+            assert rank["runs"][0][STEPS // 2 :] == rank["runs"][1], name
+
+
+def test_settings_that_an_engine_cannot_keep_are_refused() -> None:
+    def engine(stage: int, pipeline: bool = False) -> Any:
+        return types.SimpleNamespace(zero_optimization_stage=lambda: stage, pipeline_parallelism=pipeline)
+
+    config, staged = (parse_section(json.loads(section(**more))) for more in ({}, {"stages": 2}))
+    for stage in (0, 1, 2):
+        powersgd.refuse(engine(stage), config)
+    powersgd.refuse(engine(1, pipeline=True), staged)
+    with pytest.raises(ConfigError, match="ZeRO-3"):
+        powersgd.refuse(engine(3), config)
+    with pytest.raises(ConfigError, match=r'\.stages": 2 counts pipeline stages, got an engine without a pipeline'):
+        powersgd.refuse(engine(1), staged)
 
 
 if __name__ == "__main__":

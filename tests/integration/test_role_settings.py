@@ -36,13 +36,7 @@ GOOD: list[tuple[str, dict[str, object], RoleSettings, str]] = [
     ("ep", {"codec": "int", "bits": 6, "when": "forward"}, RoleSettings(Int(6), None, "forward"), ""),
     ("zero_grad", {"codec": "zfp", "rate": 24}, RoleSettings(Zfp(24)), "zero_grad zfp rate 24"),
     ("dp", {"codec": "round", "mantissa": 1, "mode": "auto"}, RoleSettings(Round(1), "auto"), "dp round mantissa 1"),
-    (
-        "dp",
-        {"codec": "round", "error": "feedback"},
-        RoleSettings(Round(3), error="feedback"),
-        "dp round mantissa 3, error feedback",
-    ),
-    ("zero_grad", {"codec": "int", "error": "off"}, RoleSettings(Int(8)), "zero_grad int bits 8 group 128"),
+    ("zero_grad", {"codec": "int"}, RoleSettings(Int(8)), "zero_grad int bits 8 group 128"),
     ("pp", {"codec": "lowrank", "when": "backward"}, EPILOGUE, "pp lowrank rank 16 backward epilogue"),
     (
         "pp",
@@ -170,9 +164,9 @@ REFUSED: list[tuple[str, object, str]] = [
     ("tp", {"codec": "round", "when": "always"}, '.tp.when" must be "both" | "forward" | "backward", got "always"'),
     ("tp", {"codec": "round", "when": ["both"]}, '.tp.when" must be "both" | "forward" | "backward", got ["both"]'),
     ("zero_grad", {"codec": "round", "when": "backward"}, '.when" is for "tp" | "pp" | "ep": traffic of role "zero_grad" has no direction'),
-    ("tp", {"codec": "round", "error": "feedback"}, '.error" is for "zero_grad" | "dp" with "codec": "round"; leave the key out of'),
+    ("dp", {"codec": "round", "error": "feedback"}, '.error" is not a known key; keys beside "codec": "round": mantissa, mode'),
     ("tp", {"codec": "int", "errors": "off"}, 'keys beside "codec": "int": bits, group, hadamard, mode, when'),
-    ("dp", {"codec": "int", "error": "lazy"}, '"zipccl.roles.dp.error" must be "off" | "feedback", got "lazy"'),
+    ("dp", {"codec": "int", "error": "feedback"}, 'keys beside "codec": "int": bits, group, hadamard, mode'),
     ("dp", {"codec": "zfp", "error": "off"}, '.dp.error" is not a known key; keys beside "codec": "zfp": rate, mode'),
     (
         "pp",
