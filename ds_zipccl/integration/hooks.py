@@ -17,11 +17,13 @@ from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses
 from ds_zipccl.integration import (
+    fused_embedding,
     lossy_calls,
     lossy_checkpoints,
     lossy_state,
     moe_calls,
     pipeline_calls,
+    powersgd,
     replicated,
     zero_buckets,
     zero_epochs,
@@ -67,6 +69,7 @@ def adopt_engine(module: ModuleType) -> None:
     """Surround the methods of ``DeepSpeedEngine``, and of its subclass the pipeline engine, that :data:`_AROUND` names."""
     _surround(module.DeepSpeedEngine, _AROUND)
     lossy_calls.watch(module)
+    fused_embedding.watch_reductions(module)
 
 
 def adopt_zero3(module: ModuleType) -> None:
@@ -96,6 +99,7 @@ def adopt_pipeline(module: ModuleType) -> None:
     """Learn the sends between the stages of a pipeline, and its batches, from ``deepspeed.runtime.pipe.engine``."""
     _surround(module.PipelineEngine, _AROUND_PIPELINE)
     lossy_calls.watch(module)
+    fused_embedding.watch(module)
 
 
 def adopt_moe(module: ModuleType) -> None:
@@ -141,11 +145,13 @@ def _job() -> Job | None:
 
 
 def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
-    """Note the groups that the layers hold once the model is in place."""
+    """Note the groups that the layers hold once the model is in place, and refuse settings that the engine cannot keep."""
     result = original()
     job = _job()
     if job is not None:
         job.learn_groups(engine.module)
+        if job.config is not None:
+            powersgd.refuse(engine, job.config)
     return result
 
 
@@ -155,6 +161,8 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
     optimizer = original()
     job = _job()
     config = None if job is None else job.config
+    if config is not None and engine.zero_optimization_stage() < 3:
+        powersgd.adopt(engine, optimizer)
     if config is None or engine.zero_optimization_stage() != 3:
         return optimizer
     zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
@@ -223,6 +231,14 @@ def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
     return original()
 
 
+def _start_pipeline(engine: Any, original: Callable[[], Any]) -> Any:
+    """Make the groups of weights that stages share once the engine is complete. A collective."""
+    original()
+    job = _job()
+    if job is not None:
+        fused_embedding.begin(engine, job)
+
+
 def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
     """Forget the state of a pipeline's links: tensors of other shapes follow."""
     pipeline_calls.forget_shapes(engine)
@@ -252,6 +268,7 @@ _AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
 }
 #: The same of PipelineEngine.
 _AROUND_PIPELINE: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
+    "__init__": _start_pipeline,
     "train_batch": _train_batch,
     "reset_activation_shape": _reset_shapes,
 }

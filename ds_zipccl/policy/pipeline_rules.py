@@ -1,6 +1,8 @@
-"""The sends of a pipeline's stages that a low-rank codec takes."""
+"""The sends of a pipeline's stages that a low-rank codec takes, and the ranks that share a weight of several stages."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 
 def compresses(stage: int, stages: int, micro_batches: int, index: int) -> bool:
@@ -17,3 +19,22 @@ def compresses(stage: int, stages: int, micro_batches: int, index: int) -> bool:
         index: of the micro-batch in the order of the sends, from 0.
     """
     return index >= micro_batches - (stages - stage)
+
+
+def sharing_ranks(coordinates: Sequence[Mapping[str, int]], stages: Sequence[int]) -> list[list[int]]:
+    """Return the groups of ranks that hold the same values of a weight that ``stages`` share: all data-parallel ranks of the stages. Ranks
+    with different coordinates on another axis, such as tensor parallelism, hold different parts of the weight and are in different groups.
+
+    Args:
+        coordinates: of each rank, its place on each axis; "pipe" and "data" are two of them.
+        stages: places on the axis "pipe".
+
+    Returns:
+        Ranks in ascending order, groups in the order of their first ranks.
+    """
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank, place in enumerate(coordinates):
+        if place["pipe"] in stages:
+            others = tuple(sorted((axis, at) for axis, at in place.items() if axis not in ("pipe", "data")))
+            groups.setdefault(others, []).append(rank)
+    return list(groups.values())
