@@ -107,7 +107,7 @@ def _coded(name: str) -> Callable[..., Any]:
         ):
             if isinstance(codec, PowerSum):
                 if not given.get("async_op"):
-                    return codec.run(*values[:3], config, role)
+                    return codec.run(values[0], op, values[2], config, role)
             else:
                 more["lossy"] = codec
         if point_to_point:

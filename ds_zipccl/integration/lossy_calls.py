@@ -31,8 +31,8 @@ from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.role_settings import RoleSettings
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Gets the tensor that is about to be sent, and the settings of its role; returns whether the call may be changed, what makes factors of the
-#: tensor, or the sum to make in place of the call.
+#: Gets the tensor that is about to be sent, and the settings of its role; returns whether the call may be changed, what makes factors of
+#: the tensor, or the sum to make in place of the call.
 Ready = Callable[[torch.Tensor, RoleSettings], "bool | Factoring | PowerSum"]
 #: Attribute of a function of DeepSpeed that announces its calls.
 _MARK = "ds_zipccl_lossy"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ds_zipccl import comm, kernels
+from ds_zipccl import comm, kernels, tensors
 from ds_zipccl.codecs import lowrank, region_hash
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.low_rank_sum import Matrix, low_rank_sum
@@ -109,8 +109,8 @@ def _of_engine(engine: Any) -> Iterator[Gradient]:
             yield name, parameter.grad
 
 
-def _ready(engine: Any, tensors: Sequence[torch.Tensor], gradients: Callable[[], Iterator[Gradient]]) -> Ready:
-    """Return the function for the sum of ``tensors`` laid end to end."""
+def _ready(engine: Any, parts: Sequence[torch.Tensor], gradients: Callable[[], Iterator[Gradient]]) -> Ready:
+    """Return the function for the sum of ``parts`` laid end to end."""
 
     def ready(flat: torch.Tensor, settings: RoleSettings) -> bool | PowerSum:
         if not isinstance(settings.codec, PowerSgd):
@@ -118,9 +118,9 @@ def _ready(engine: Any, tensors: Sequence[torch.Tensor], gradients: Callable[[],
         first = settings.stages is None or getattr(engine, "stage_id", 0) < settings.stages
         if engine is None or not first or engine.global_steps < settings.start_step or flat.device.type != "cpu":
             return False
-        if sum(tensor.numel() for tensor in tensors) != flat.numel():
+        if sum(part.numel() for part in parts) != flat.numel():
             return False
-        places = list(_places(tensors, list(gradients()), settings.codec.rank))
+        places = list(_places(parts, list(gradients()), settings.codec.rank))
         return PowerSum(settings, settings.codec, places, engine.global_steps) if places else False
 
     return ready
@@ -137,12 +137,12 @@ class _Place:
     rank: int
 
 
-def _places(tensors: Sequence[torch.Tensor], gradients: Sequence[Gradient], rank: int) -> Iterator[_Place]:
-    """Yield the matrices that lie whole in ``tensors``, in the order of their places. Tensors that are neighbors in memory, as the slices of
-    a gradient that ZeRO cuts for its owners, count as one."""
+def _places(parts: Sequence[torch.Tensor], gradients: Sequence[Gradient], rank: int) -> Iterator[_Place]:
+    """Yield the matrices that lie whole in ``parts``, in the order of their places. Tensors that are neighbors in memory, as the slices
+    of a gradient that ZeRO cuts for its owners, count as one."""
     known = sorted(((gradient.data_ptr(), name, gradient) for name, gradient in gradients), key=lambda one: one[0])
     addresses = [address for address, _, _ in known]
-    for start, tensor, numel in _joined(tensors):
+    for start, tensor, numel in _joined(parts):
         first, size = tensor.data_ptr(), tensor.element_size()
         for address, name, gradient in known[bisect_left(addresses, first) :]:
             if address >= first + numel * size:
@@ -154,11 +154,11 @@ def _places(tensors: Sequence[torch.Tensor], gradients: Sequence[Gradient], rank
                 yield _Place(name, start + at, rows, columns, fits)
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor, int]]:
+def _joined(parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor, int]]:
     """Yield, of each run of tensors that are neighbors in memory: its index in the flat tensor, its first tensor, its elements."""
     at = 0
     run: tuple[int, torch.Tensor, int] | None = None
-    for tensor in tensors:
+    for tensor in parts:
         if run is not None and run[1].data_ptr() + run[2] * run[1].element_size() == tensor.data_ptr():
             run = (run[0], run[1], run[2] + tensor.numel())
         else:
@@ -241,7 +241,7 @@ def _compare(flat: torch.Tensor, group: dist.ProcessGroup | None, places: Sequen
     Raises:
         RuntimeError: they differ; the message names the parameters.
     """
-    own = torch.frombuffer(bytearray(region_hash(flat)), dtype=torch.int64)
+    own = tensors.of_buffer(bytearray(region_hash(flat))).view(torch.int64)
     least = torch.cat([own, ~own])  # the least of the complements is the complement of the greatest
     dist.all_reduce(least, ReduceOp.MIN, group)
     if not torch.equal(least[:2], ~least[2:]):
