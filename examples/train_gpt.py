@@ -141,7 +141,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     """Train on this rank, with a progress bar on rank 0; every rank returns the results of all."""
     import deepspeed
     import torch.distributed as dist
-    from comm_time import CommTime, exchanging
+    from comm_time import CommTime, StageTime, exchanging
 
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(args.threads)  # sums depend on how they are split over threads
@@ -162,6 +162,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     config = example.configure(deepspeed_config(args), args, world)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     clock.learn(engine)
+    stage, stage_ms = StageTime(engine if args.comm_time else None), []
 
     tokens = tokenise(read_text(args.data, size.characters), size.vocabulary)
     batch, models = engine.train_micro_batch_size_per_gpu(), world // split
@@ -178,6 +179,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
             role_ms.append(clock.times(waited))
             comm_ms.append(sum(role_ms[-1].values()))
             calls.append(clock.calls())
+            stage_ms.append(stage.clear())
             sent = bytes_sent() if rank == 0 else None
             saved = f"{(sent['logical_bytes'] - sent['wire_bytes']) / 1e6:.1f}MB" if sent else "n/a"
             bar.set_postfix(loss=f"{losses[-1]:.4f}", saved=saved)
@@ -205,7 +207,9 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
         "replicas_equal": bool(args.experts) or replicas,  # experts do differ by rank
         "step_ms": step_ms,
         "comm_ms": comm_ms if args.comm_time else None,
-        "exchange_ms": exchanging(timed) if args.comm_time else None,
+        # a send of one stage is a receive of another, so that calls of stages have no pairs
+        "exchange_ms": exchanging(timed) if args.comm_time and not any(stage_ms) else None,
+        "stage_ms": stage_ms if any(stage_ms) else None,
         "role_ms": role_ms if args.comm_time else None,
         "sent": {key: sum(one[key] for one in sent) / world for key in sent[0]} if sent[0] else None,
     }

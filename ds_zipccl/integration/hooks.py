@@ -15,13 +15,15 @@ from ds_zipccl.comm import repeats
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
-from ds_zipccl.config import SECTION, ConfigError, near_misses
+from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses
 from ds_zipccl.integration import (
     fused_embedding,
     lossy_calls,
+    lossy_checkpoints,
     lossy_state,
     moe_calls,
     pipeline_calls,
+    powersgd,
     replicated,
     zero_buckets,
     zero_epochs,
@@ -143,11 +145,13 @@ def _job() -> Job | None:
 
 
 def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
-    """Note the groups that the layers hold once the model is in place."""
+    """Note the groups that the layers hold once the model is in place, and refuse settings that the engine cannot keep."""
     result = original()
     job = _job()
     if job is not None:
         job.learn_groups(engine.module)
+        if job.config is not None:
+            powersgd.refuse(engine, job.config)
     return result
 
 
@@ -157,6 +161,8 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
     optimizer = original()
     job = _job()
     config = None if job is None else job.config
+    if config is not None and engine.zero_optimization_stage() < 3:
+        powersgd.adopt(engine, optimizer)
     if config is None or engine.zero_optimization_stage() != 3:
         return optimizer
     zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
@@ -197,10 +203,26 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     return result
 
 
+def _save_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
+    """Save the state of lossy codecs with a checkpoint."""
+    if config := _lossy_config():
+        lossy_checkpoints.save(engine, config, lossy_checkpoints.arguments(original))
+    return original()
+
+
 def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
     """Surround the load of a checkpoint, which changes all parameters."""
     with zero_epochs.changing(engine.optimizer):
-        return original()
+        found = original()
+    if config := _lossy_config():
+        lossy_checkpoints.load(engine, config, lossy_checkpoints.arguments(original), found[0] is not None)
+    return found
+
+
+def _lossy_config() -> ZipcclConfig | None:
+    """Return the config of this process, None where no role is lossy."""
+    job = _job()
+    return job.config if job is not None and job.config is not None and job.config.lossy_roles else None
 
 
 def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
@@ -219,7 +241,7 @@ def _start_pipeline(engine: Any, original: Callable[[], Any]) -> Any:
 
 def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
     """Forget the state of a pipeline's links: tensors of other shapes follow."""
-    lossy_state.drop(pipeline_calls.ROLE)
+    pipeline_calls.forget_shapes(engine)
     return original()
 
 
@@ -231,6 +253,7 @@ def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     if getattr(engine, "ds_zipccl_bases", None):
         finish(lanes_of(engine.device))
     engine.ds_zipccl_bases = None
+    lossy_state.forget(engine)
     return original()
 
 
@@ -239,6 +262,7 @@ _AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
     "_configure_distributed_model": _learn_groups,
     "_configure_zero_optimizer": _configure_zero,
     "_take_model_step": _take_step,
+    "save_checkpoint": _save_checkpoint,
     "load_checkpoint": _load_checkpoint,
     "destroy": _destroy,
 }

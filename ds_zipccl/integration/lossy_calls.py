@@ -24,15 +24,16 @@ from torch.distributed import ReduceOp
 from ds_zipccl.comm.factors import Factoring
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import pipeline_calls
+from ds_zipccl.integration import pipeline_calls, powersgd
+from ds_zipccl.integration.powersgd import PowerSum
 from ds_zipccl.integration.untraced import untraced_frame
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.role_settings import RoleSettings
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Gets the tensor that is about to be sent, and the settings of its role; returns whether the call may be changed, or what makes factors of
-#: the tensor.
-Ready = Callable[[torch.Tensor, RoleSettings], "bool | Factoring"]
+#: Gets the tensor that is about to be sent, and the settings of its role; returns whether the call may be changed, what makes factors of
+#: the tensor, or the sum to make in place of the call.
+Ready = Callable[[torch.Tensor, RoleSettings], "bool | Factoring | PowerSum"]
 #: Attribute of a function of DeepSpeed that announces its calls.
 _MARK = "ds_zipccl_lossy"
 
@@ -84,9 +85,9 @@ def announced(
 
 def taken(
     config: ZipcclConfig, role: str, name: str, tensor: torch.Tensor, op: Any = None
-) -> LossyCodec | Factoring | None:
-    """Return the codec of a call that was announced, or what makes factors of its tensor, and use up the announcement; None for a call that
-    must stay exact.
+) -> LossyCodec | Factoring | PowerSum | None:
+    """Return the codec of a call that was announced, what makes factors of its tensor, or the sum to make in its place, and use up the
+    announcement; None for a call that must stay exact.
 
     All ranks run one program, so that ranks of one collective get one answer. Does not block.
 
@@ -154,8 +155,19 @@ _SENDS = ("send", "isend")
 _EXCHANGE = "all_to_all_single"
 #: The places. Each method makes one call, or as many as ``count`` says, and runs no code of the user.
 SITES = (
-    Site(("zero_grad",), _ZERO12, "DeepSpeedZeroOptimizer.allreduce_bucket", ("all_reduce", "reduce")),
-    Site(("zero_grad",), _ZERO12, "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide"),
+    Site(
+        ("zero_grad",),
+        _ZERO12,
+        "DeepSpeedZeroOptimizer.allreduce_bucket",
+        ("all_reduce", "reduce"),
+        ready=powersgd.of_zero_bucket,
+    ),
+    Site(
+        ("zero_grad",),
+        _ZERO12,
+        "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide",
+        ready=powersgd.of_zero_tensor,
+    ),
     Site(
         ("zero_grad",),
         "deepspeed.runtime.zero.stage3",
@@ -163,7 +175,12 @@ SITES = (
         ("reduce_scatter_tensor",),
         ready=_zero_padding,
     ),
-    Site(("dp", "zero_grad"), "deepspeed.runtime.engine", "DeepSpeedEngine.allreduce_bucket"),
+    Site(
+        ("dp", "zero_grad"),
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.allreduce_bucket",
+        ready=powersgd.of_engine_bucket,
+    ),
     Site(("tp",), _LAYERS, "RowParallel.forward", direction="forward"),
     Site(("tp",), _LAYERS, "ColumnParallel.backward", direction="backward"),
     Site(("tp",), _LAYERS, "AsyncColumnParallel.backward", direction="backward"),

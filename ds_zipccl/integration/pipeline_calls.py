@@ -46,7 +46,12 @@ def begin_batch(engine: Any) -> None:
     """Count the micro-batches of an engine from 0 again. Where each batch may have a shape of its own, no state outlives one."""
     _progress.pop(engine, None)
     if getattr(engine, "dynamic_shape", False):
-        lossy_state.drop(ROLE)
+        forget_shapes(engine)
+
+
+def forget_shapes(engine: Any) -> None:
+    """Forget the state of an engine's links: tensors of other shapes follow."""
+    lossy_state.drop(lossy_state.owner_of(engine), ROLE)
 
 
 # ---- activations
@@ -111,7 +116,9 @@ def of_gradients(engine: Any, buffer_id: int) -> Ready:
         if settings.send == "epilogue" and not last_sends:
             return False
         peer, ranks = engine.grid.stage_to_global(stage_id=engine.prev_stage), torch.distributed.get_world_size()
-        return _Link(settings, (peer, "backward", number), inputs[number].shape[-1], ranks)
+        return _Link(
+            settings, (peer, "backward", number), inputs[number].shape[-1], ranks, lossy_state.owner_of(engine)
+        )
 
     return ready
 
@@ -132,12 +139,14 @@ def _compare_inputs(engine: Any, progress: _Progress, inputs: torch.Tensor, last
 @dataclass(frozen=True)
 class _Link(Factoring):
     """Makes the factors of one gradient that a stage sends: the tensor of ``key``, the peer's rank, the direction, and the number among the
-    gradients of a micro-batch. Rows of its matrix have ``width`` elements. ``ranks``: of the job."""
+    gradients of a micro-batch. Rows of its matrix have ``width`` elements. ``ranks``: of the job.
+    ``owner``: the number of the engine, see :mod:`lossy_state`."""
 
     settings: RoleSettings
     key: tuple[int, str, int]
     width: int
     ranks: int
+    owner: int
 
     def factored(self, tensor: torch.Tensor, op: str, route: str) -> Factored | None:
         """As :meth:`ds_zipccl.comm.factors.Factoring.factored`."""
@@ -148,7 +157,7 @@ class _Link(Factoring):
         if not rank:
             counters.record_exact(ROLE, op, "shape", 1)
             return None
-        entry = lossy_state.state_of(ROLE, self.key, (rows, self.width), tensor.dtype, self.ranks)
+        entry = lossy_state.state_of(ROLE, self.key, (rows, self.width), tensor.dtype, self.ranks, self.owner)
         with torch.inference_mode(False), torch.no_grad(), tensors.undisturbed():
             return self._step(tensor.detach().reshape(rows, self.width), tensor.shape, entry, rank, op, route)
 
@@ -159,11 +168,13 @@ class _Link(Factoring):
         product are not finite."""
         matrix = given.float()
         if entry.error is not None:
-            matrix = matrix + entry.error
+            matrix = matrix + entry.error.view_as(matrix)
         if not bool(matrix.isfinite().all()):
             _forget(entry, op)
             return None
-        start = lowrank.first_factor(self.width, rank, self.key[-1]) if entry.factor is None else entry.factor
+        start = entry.factor
+        if start is None or start.shape != (self.width, rank):
+            start = lowrank.first_factor(self.width, rank, self.key[-1])
         p, q = lowrank.power_step(matrix.contiguous(), start, route=route)
         rounded = lowrank.round_factors(p, q, route=route)
         if not lowrank.bounded(*rounded):

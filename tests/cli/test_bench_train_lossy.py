@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from test_bench_train import EXAMPLE, results
 
+#: Columns of the time of exchanges.
+TIMES = ("exchange_ms", "quiet_ms", "of_plain", "of_coded")
+
 
 def test_lossy_runs_are_compared_with_each_other() -> None:
     from ds_zipccl.bench.train_results import verdict
@@ -76,7 +79,7 @@ def test_a_variant_that_changes_values_is_compared_with_itself() -> None:
 
     training = Training(EXAMPLE, "tp", ranks=2, steps=3)
     off = {"losses": [value.hex() for value in (2.0, 1.25, 1.25)], "params_sha256": "lossy"}
-    times = [{"exchange_ms": [9.0, ms, ms + 2.0]} for ms in (40.0, 20.0, 10.0)]
+    times = [{"exchange_ms": [[9.0, 9.0], [ms, 1.0], [ms + 2.0, 0.5]]} for ms in (40.0, 20.0, 10.0)]
     runs = {
         "plain": [results(sent=None, **times[0])],
         "coded": [results(**times[1])],
@@ -84,8 +87,12 @@ def test_a_variant_that_changes_values_is_compared_with_itself() -> None:
     }
     judged = verdict(training, runs)
     assert judged["problems"] == [] and judged["changed"] == {"tp=round:3": {"largest": 0.25, "last": 0.0}}
-    found = {row["variant"]: (row["exchange_ms"], row["of_plain"], row["of_coded"]) for row in rows(training, runs, 1)}
-    assert found == {"plain": (41, 1, 41 / 21), "coded": (21, 21 / 41, 1), "tp=round:3": (11, 11 / 41, 11 / 21)}
+    found = {row["variant"]: [row[key] for key in TIMES] for row in rows(training, runs, skip=1)}
+    assert found == {
+        "plain": [41.75, 40.5, 1, 40.5 / 20.5],
+        "coded": [21.75, 20.5, 20.5 / 40.5, 1],
+        "tp=round:3": [11.75, 10.5, 10.5 / 40.5, 10.5 / 20.5],
+    }
     runs["tp=round:3"][1] = results(**off | {"params_sha256": "other", "replicas_equal": False})
     assert verdict(training, runs)["problems"] == [
         "tp=round:3 run: parameters differ from the first tp=round:3 run's",
@@ -97,5 +104,5 @@ def test_exchanges_take_the_time_of_the_rank_that_came_last(monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     from comm_time import exchanging
 
-    assert exchanging([[[5.0, 1.0], [3.0]], [[2.0, 4.0], [3.5]]]) == [3.0, 3.0]
-    assert exchanging([[[5.0]], [[2.0, 4.0]]]) == [None]
+    assert exchanging([[[5.0, 1.0], [3.0]], [[2.0, 4.0], [3.5]]]) == [[2.0, 1.0], [3.0]]
+    assert exchanging([[[5.0]], [[2.0, 4.0]]]) is None

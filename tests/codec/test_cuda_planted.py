@@ -193,11 +193,44 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "e < 1 ? sign",
         "rows.py -k predictions and bfloat16",
     ),
+    "the largest exponents among the usual ones": (
+        "cuda/words.cuh",
+        "return exponent + 1 < F::exponent_mask;",
+        "return exponent < F::exponent_mask;",
+        "rounded.py -k largest_exponents and bf16",
+    ),
+    "RAW blocks as they are": (
+        "cuda/encode.cuh",
+        "    grid.octet(octet);\n    octet.store_whole(body",
+        "    octet.store_whole(body",
+        "rounded.py -k mantissa_bits and bf16",
+    ),
+    "a trim of the lower word of each pair": (
+        "cuda/words.cuh",
+        "return two | two >> 16;",
+        "return two & 0xffffu;",
+        "rounded.py -k mantissa_bits and bf16",
+    ),
+    "sizes without trims that forget sparse blocks": (
+        "cuda/rounded.cuh",
+        "if (entry.mode == SPARSE) read_zero_map",
+        "if (false) read_zero_map",
+        "rounded.py -k mantissa_bits and bf16",
+    ),
+    "a trim above M": (
+        "cuda/decode_block.cuh",
+        "trim <= F::M && ",
+        "",
+        "rounded.py -k refused_payloads",
+    ),
     "a hash without its region": ("cuda/hash.cuh", "jobs.work + 3 * number", "jobs.work", "calls.py -k hashes"),
 }
-#: ZIPCCL_PARTS that suffice for the tests of a file, and compile faster: bfloat16 with bytes, or with hashes and rows of any dtype.
+#: ZIPCCL_PARTS that suffice for the tests of a file, and compile faster: bfloat16 with bytes, or with hashes and rows of any dtype;
+#: or rounded words.
 PARTS = {"lists.py": emulation.BF16 | emulation.BYTES}
-PARTS |= dict.fromkeys(("calls.py", "sums.py", "rows.py"), emulation.BF16 | emulation.HASH)
+PARTS |= dict.fromkeys(("calls.py", "sums.py", "rows.py"), emulation.BF16 | emulation.HASH) | {
+    "rounded.py": emulation.ROUNDED
+}
 PROGRAM = """
 import sys
 import emulation, pytest

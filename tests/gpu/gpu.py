@@ -43,6 +43,9 @@ CUDA_TESTS = (
     "codec/test_cuda_misaligned.py",
     "codec/test_cuda_lists.py",
     "codec/test_cuda_rows.py",
+    "codec/test_cuda_rounded.py",
+    "codec/test_rounded.py",
+    "codec/test_golden_rounded.py",
     "codec/test_row_kernels.py",
     "codec/test_rows.py",
     "codec/test_rows_refused.py",
@@ -61,8 +64,6 @@ CUDA_TESTS = (
 )
 #: Files with tests of codecs that have no CUDA kernels: nothing in them would run on a GPU.
 LOSSY_TESTS = (
-    "codec/test_rounded.py",
-    "codec/test_golden_rounded.py",
     "codec/test_scaled.py",
     "codec/test_scaled_refused.py",
     "codec/test_golden_scaled.py",
@@ -140,6 +141,10 @@ def steps(out: Path, dry: bool = False) -> list[Step]:
         "codec",
         "--device",
         "cuda",
+        "--codec",
+        "cascade",
+        "wide",
+        "round:3",
         "--dtype",
         "bf16",
         "--mib",

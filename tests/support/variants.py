@@ -11,12 +11,13 @@ import torch
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels import cuda_launchers
+from ds_zipccl.kernels.cuda import CudaRoute
 
 
 class OnDevice:
     """A CUDA route for CPU tensors, so that the tests of every route are its tests too."""
 
-    def __init__(self, route: kernels.Route) -> None:
+    def __init__(self, route: CudaRoute) -> None:
         self.route = route
 
     def encode(
@@ -53,6 +54,30 @@ class OnDevice:
         there = base.cuda()
         self.route.decode_delta(payload.cuda(), there, block, there)
         words.copy_(there)
+
+    def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
+        there = torch.empty_like(out, device="cuda")
+        self.route.round_words(words.cuda(), mantissa, there)
+        out.copy_(there)
+
+    def encode_rounded(
+        self, segments: Sequence[torch.Tensor], mantissa: int, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[tuple[int, int]]:
+        there = [torch.empty_like(out, device="cuda") for out in outs]
+        sizes = self.route.encode_rounded([segment.cuda() for segment in segments], mantissa, block, there)
+        for (size, _), out, found in zip(sizes, outs, there, strict=True):
+            out[:size].copy_(found[:size])
+        return sizes
+
+    def decode_rounded(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        there = torch.empty_like(words, device="cuda")
+        self.route.decode_rounded(payload.cuda(), block, there)
+        words.copy_(there)
+
+    def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        there = sums.cuda()
+        self.route.decode_rounded_add(payload.cuda(), block, dtype, there)
+        sums.copy_(there)
 
     def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
         return self.route.region_hash(data.cuda())
