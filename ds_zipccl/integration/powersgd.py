@@ -88,9 +88,10 @@ def _engine_of(optimizer: Any) -> Any:
 
 
 def _of_zero(optimizer: Any) -> Iterator[Gradient]:
-    """Yield the gradients of ZeRO-1 and ZeRO-2 in the order of the parameters."""
-    for group in optimizer.bit16_groups:
-        for parameter in group:
+    """Yield the gradients of the buckets that ZeRO-1 or ZeRO-2 is summing. Gradients of former buckets may have the same memory."""
+    for bucket in optimizer.ipg_buckets.values():
+        for group, index, *_ in bucket.params:
+            parameter = optimizer.bit16_groups[group][index]
             gradient = optimizer.get_gradient_for_reduction(parameter)
             if gradient is not None:
                 yield optimizer.param_names[parameter], gradient
@@ -121,7 +122,8 @@ def _ready(engine: Any, parts: Sequence[torch.Tensor], gradients: Callable[[], I
         if sum(part.numel() for part in parts) != flat.numel():
             return False
         places = list(_places(parts, list(gradients()), settings.codec.rank))
-        return PowerSum(settings, settings.codec, places, engine.global_steps) if places else False
+        owner = lossy_state.owner_of(engine)
+        return PowerSum(settings, settings.codec, places, engine.global_steps, owner) if places else False
 
     return ready
 
@@ -172,12 +174,14 @@ def _joined(parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor, 
 
 @dataclass(frozen=True)
 class PowerSum:
-    """A sum of gradients by PowerSGD, in the place of an all-reduce. ``step``: optimizer steps that the engine has taken."""
+    """A sum of gradients by PowerSGD, in the place of an all-reduce. ``step``: optimizer steps that the engine has taken; ``owner``: the
+    number of the engine."""
 
     settings: RoleSettings
     codec: PowerSgd
     places: Sequence[_Place]
     step: int
+    owner: int
 
     def run(
         self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str
@@ -193,7 +197,9 @@ class PowerSum:
             return
         route = kernels.preferred(config.route, "cpu")
         entries = [
-            lossy_state.state_of(role, (place.name,), (place.rows, place.columns), tensor.dtype, ranks)
+            lossy_state.state_of(
+                role, (place.name,), (place.rows, place.columns), tensor.dtype, ranks, self.owner
+            )
             for place in self.places
         ]
         matrices = [self._matrix(place, entry) for place, entry in zip(self.places, entries, strict=True)]
