@@ -19,7 +19,7 @@ _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 #: Most blocks of threads of a launch, and the groups that each takes at a time.
 _GRID = 2048
 _WARPS = 8
-#: kernels/scaled.cuh reads planes by words of so many bytes.
+#: Kernels read and write planes by words of so many bytes.
 _ALIGNED = 4
 
 
