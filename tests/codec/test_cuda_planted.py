@@ -193,11 +193,11 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "e < 1 ? sign",
         "rows.py -k predictions and bfloat16",
     ),
-    "a pair whose upper word alone is special": (
-        "common/rounding.cuh",
-        "return (reached << 1) - (reached >> (kWordBits - 1));",
-        "return reached >> 31 ? 0xffff0000u : 0u;",
-        "rounded.py -k mantissa_bits and bf16",
+    "the largest exponents among the usual ones": (
+        "cuda/words.cuh",
+        "return exponent + 1 < F::exponent_mask;",
+        "return exponent < F::exponent_mask;",
+        "rounded.py -k largest_exponents and bf16",
     ),
     "RAW blocks as they are": (
         "cuda/encode.cuh",
@@ -207,8 +207,8 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     ),
     "a trim of the lower word of each pair": (
         "cuda/words.cuh",
-        "all.any |= pair[i] | pair[i] >> 16;",
-        "all.any |= pair[i] & 0xffffu;",
+        "return two | two >> 16;",
+        "return two & 0xffffu;",
         "rounded.py -k mantissa_bits and bf16",
     ),
     "sizes without trims that forget sparse blocks": (

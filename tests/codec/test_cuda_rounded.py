@@ -56,6 +56,27 @@ def test_every_number_of_mantissa_bits(kernel: Kernel, kind: corpus.Float) -> No
         check(kernel, [corpus.tensor(corpus.mixed(2048 + 130, kind, 128, mantissa), kind)], mantissa, 128)
 
 
+@pytest.mark.parametrize("name", corpus.SUMMED)
+def test_whole_blocks_with_the_largest_exponents(kernel: Kernel, name: str) -> None:
+    """One word in each whole block is NaN, infinity, or a finite number that the rounding must not make infinite."""
+    kind = corpus.FLOATS[name]
+    infinity = kind.largest_exponent << kind.mantissa
+    specials = [
+        infinity,
+        infinity + 1,
+        2 * infinity - 1 & (kind.sign - 1),
+        infinity - 1,
+        infinity - (1 << kind.mantissa),
+        0,
+        kind.sign,
+    ]
+    found = corpus.bell(1024 * len(specials), kind, 3)
+    for block, special in enumerate(specials):
+        found[block * 1024 + 77 * block] = special | (kind.sign if block % 2 else 0)
+    for mantissa in (1, 6):
+        check(kernel, [corpus.tensor(found, kind)], mantissa, 1024)
+
+
 def test_more_segments_than_a_launch_takes(kernel: Kernel) -> None:
     check(kernel, [words(torch.bfloat16, numel, numel) for numel in (*range(60), 3000, 0, 17 * 128)], 3, 128)
 

@@ -32,9 +32,14 @@ struct Rounding {
   // V: Number, or a compiler's vector of words. No branches, so that loops over this function vectorize.
   template <typename V>
   ZIPCCL_FN V operator()(V w) const {
-    const V kept = w & special(w), finite = w & V(~special(w));
-    const V t = (finite + half + (finite >> cut & one)) & kept_bits;
+    const V kept = w & special(w), t = nearest(V(w & V(~special(w))));
     return V(kept | V(t - (special(t) & last)));  // the largest finite value instead of infinity
+  }
+
+  // The same of words whose exponent field is none of the two largest.
+  template <typename V>
+  ZIPCCL_FN V nearest(V w) const {
+    return V((w + half + (w >> cut & one)) & kept_bits);
   }
 };
 

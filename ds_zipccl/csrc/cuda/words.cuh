@@ -38,7 +38,7 @@ struct Packed {
     }
   }
 };
-// Two 16-bit words at a time, in a register: their signs and mantissas after a trim, and back.
+// Two 16-bit words at a time, in a register: their signs and mantissas, more than a byte each, after a trim, and back.
 template <typename F>
 struct PackedTrim {
   static constexpr uint32_t each = 0x00010001u, sign = each << (F::E + F::M), mantissa = each * ((1u << F::M) - 1);
@@ -89,26 +89,30 @@ struct Octet<F, uint16_t> {
     return {{Packed<F>::exponents(low.half[0], high.half[0]), Packed<F>::exponents(low.half[1], high.half[1])}};
   }
   ZIPCCL_DEVICE Bytes8 part(uint32_t byte, uint32_t trim) const {
-    if constexpr (F::has_trim) {
+    if constexpr (F::has_trim && F::M >= 8) {
       Octet rest;
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) rest.pair[i] = PackedTrim<F>::part(pair[i], trim);
       return byte ? rest.highs() : rest.lows();
     }
     const Bytes8 low = lows(), high = highs();
-    return {{Packed<F>::part(low.half[0], high.half[0], byte), Packed<F>::part(low.half[1], high.half[1], byte)}};
+    const Bytes8 all = {{Packed<F>::part(low.half[0], high.half[0], byte), Packed<F>::part(low.half[1], high.half[1], byte)}};
+    if constexpr (!F::has_trim) return all;
+    const uint32_t kept = (0xffu >> trim) * kEachByte;
+    return {{all.half[0] >> trim & kept, all.half[1] >> trim & kept}};
   }
   ZIPCCL_DEVICE void join(const Bytes8* parts, const Bytes8& e, uint32_t trim) {
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
-      if constexpr (F::has_trim) {
+      if constexpr (F::has_trim && F::M >= 8) {
         const uint32_t low = parts[0].half[half], high = parts[1].half[half];
         pair[2 * half] = PackedTrim<F>::join(__byte_perm(low, high, 0x5140), __byte_perm(e.half[half], 0, 0x4140), trim);
         pair[2 * half + 1] = PackedTrim<F>::join(__byte_perm(low, high, 0x7362), __byte_perm(e.half[half], 0, 0x4342), trim);
         continue;
       }
-      const uint32_t low = Packed<F>::join_low(parts[0].half[half], e.half[half]);
-      const uint32_t high = Packed<F>::join_high(parts[0].half[half], parts[1].half[half], e.half[half]);
+      const uint32_t part0 = parts[0].half[half] << (F::has_trim ? trim : 0);  // no byte has bits that pass into the next
+      const uint32_t low = Packed<F>::join_low(part0, e.half[half]);
+      const uint32_t high = Packed<F>::join_high(part0, parts[1].half[half], e.half[half]);
       pair[2 * half] = __byte_perm(low, high, 0x5140);
       pair[2 * half + 1] = __byte_perm(low, high, 0x7362);
     }
@@ -119,13 +123,16 @@ struct Octet<F, uint16_t> {
       // Shifted, words have no sign; the lowest bit, which may be that of the neighbour, decides only between equal magnitudes.
       all.smallest = __vminu2(all.smallest, pair[i] << 1);
       all.largest = __vmaxu2(all.largest, pair[i] << 1);
-      if constexpr (F::has_trim) all.any |= pair[i] | pair[i] >> 16;
     }
   }
-  template <typename Rounds>
-  ZIPCCL_DEVICE void round(const Rounds& rounds) {
+  ZIPCCL_DEVICE uint32_t any() const {
+    const uint32_t two = pair[0] | pair[1] | pair[2] | pair[3];
+    return two | two >> 16;
+  }
+  template <typename Change>
+  ZIPCCL_DEVICE void change(Change change) {
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) pair[i] = rounds(pair[i]);
+    for (uint32_t i = 0; i < 4; ++i) pair[i] = change(pair[i]);
   }
   static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t two) { return least(two & 0xffffu, two >> 16) >> 1; }
   static ZIPCCL_DEVICE uint32_t largest_of(uint32_t two) { return (two >> 16 > (two & 0xffffu) ? two >> 16 : two & 0xffffu) >> 1; }
@@ -202,13 +209,18 @@ struct Octet<F, uint32_t> {
       const uint32_t magnitude = w[i] & kMagnitude;
       all.smallest = least(all.smallest, magnitude);
       all.largest = magnitude > all.largest ? magnitude : all.largest;
-      all.any |= w[i];
     }
   }
-  template <typename Rounds>
-  ZIPCCL_DEVICE void round(const Rounds& rounds) {
+  ZIPCCL_DEVICE uint32_t any() const {
+    uint32_t bits = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) w[i] = rounds(w[i]);
+    for (uint32_t i = 0; i < 8; ++i) bits |= w[i];
+    return bits;
+  }
+  template <typename Change>
+  ZIPCCL_DEVICE void change(Change change) {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) w[i] = change(w[i]);
   }
   static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t one) { return one; }
   static ZIPCCL_DEVICE uint32_t largest_of(uint32_t one) { return one; }
@@ -318,10 +330,13 @@ struct Octet<F, uint8_t> {
   }
 };
 
-// The values of an encoder's words: as they are, or rounded.
+// The values of an encoder's words: as they are, or rounded. usual() is octet() where the largest exponent is_usual().
 struct AsTheyAre {
   template <typename F>
   ZIPCCL_DEVICE void octet(Octet<F>&) const {}
+  template <typename F>
+  ZIPCCL_DEVICE void usual(Octet<F>&) const {}
+  ZIPCCL_DEVICE bool is_usual(uint32_t) const { return true; }
   template <typename Word>
   ZIPCCL_DEVICE Word word(Word word) const { return word; }
 };
@@ -329,7 +344,11 @@ template <typename F>
 struct Rounded {
   Rounding<F, uint32_t> rounding;  // of one or two words
   ZIPCCL_DEVICE explicit Rounded(uint32_t kept) : rounding(kept) {}
-  ZIPCCL_DEVICE void octet(Octet<F>& octet) const { octet.round(rounding); }
+  ZIPCCL_DEVICE void octet(Octet<F>& octet) const { octet.change(rounding); }
+  ZIPCCL_DEVICE void usual(Octet<F>& octet) const {
+    octet.change([this](uint32_t words) { return rounding.nearest(words); });
+  }
+  ZIPCCL_DEVICE bool is_usual(uint32_t exponent) const { return exponent + 1 < F::exponent_mask; }
   ZIPCCL_DEVICE typename F::Word word(typename F::Word word) const { return typename F::Word(rounding(uint32_t(word))); }
 };
 
@@ -337,7 +356,7 @@ struct Rounded {
 template <typename F, typename Grid>
 struct Rows {
   Octet<F> octets[kRows];
-  ZIPCCL_DEVICE Rows(const typename F::Word* words, Whole, typename F::Word, const Grid& grid) {
+  ZIPCCL_DEVICE Rows(const typename F::Word* words, Whole, typename F::Word, const Grid&) {
     const typename F::Word* const own = words + 8 * lane_id();
     if (reinterpret_cast<uintptr_t>(words) % 16 == 0) {
 #pragma unroll
@@ -346,9 +365,9 @@ struct Rows {
 #pragma unroll
       for (uint32_t row = 0; row < kRows; ++row) octets[row].load_shifted(own + row * kRow);
     }
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) grid.octet(octets[row]);
   }
+  // Gives a row its values, if they are usual.
+  ZIPCCL_DEVICE void settle(uint32_t row, const Grid& grid) { grid.usual(octets[row]); }
   ZIPCCL_DEVICE const Octet<F>& octet(uint32_t row) const { return octets[row]; }
 };
 
@@ -359,6 +378,7 @@ struct Stored {
   Part extent;
   typename F::Word pad;
   Grid grid;
+  ZIPCCL_DEVICE void settle(uint32_t, const Grid&) const {}
   ZIPCCL_DEVICE Octet<F> octet(uint32_t row) const {
     Octet<F> octet;
     octet.load(words + row * kRow + 8 * lane_id(), extent.length(row), pad);
