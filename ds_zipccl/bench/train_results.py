@@ -26,6 +26,11 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
     def median(key: str, variant: str) -> float:
         return float(statistics.median(ms for result in runs[variant] for ms in result[key][skip:]))
 
+    def ratio_of(variant: str, to: str) -> float | None:
+        """Quiet time of exchanges of a variant / that of another one."""
+        mine, other = quiet[variant], quiet.get(to)
+        return mine / other if mine and other else None
+
     def sent(variant: str, key: str) -> int | None:
         counted = runs[variant][0]["sent"]
         return round(counted[key] + counted["passed_bytes"]) if counted else None
@@ -40,6 +45,8 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
         wire = train_volume.gathered(runs[variant][0]["steps"] or ())[1]
         return 1.0 if variant == "plain" else plain_gathers / wire if wire and plain_gathers else None
 
+    exchanges = {variant: _exchanges(results, skip) for variant, results in runs.items()}
+    quiet = {variant: _quiet_ms(steps) if steps else None for variant, steps in exchanges.items()}
     found = []
     for variant, results in runs.items():
         step_ms, comm_ms = median("step_ms", variant), median("comm_ms", variant)
@@ -49,6 +56,10 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
             "variant": variant,
             "step_ms": step_ms,
             "comm_ms": comm_ms,
+            "exchange_ms": statistics.median(map(sum, steps)) if (steps := exchanges[variant]) else None,
+            "quiet_ms": quiet[variant],
+            "of_plain": ratio_of(variant, "plain"),
+            "of_coded": ratio_of(variant, "coded"),
             "logical_bytes": logical if variant in ("plain", ZEROPP) else sent(variant, "logical_bytes"),
             "wire_bytes": logical if variant == "plain" else sent(variant, "wire_bytes"),
             "gather_ratio": gather_ratio(variant),
@@ -58,8 +69,10 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
             "speedup": median("step_ms", "plain") / step_ms,
             "comm_speedup": median("comm_ms", "plain") / comm_ms,
         }
+        if results[0].get("stage_ms"):
+            row |= {f"{part}_ms": ms for part, ms in _parts_ms(results, "stage_ms", skip).items()}
         if results[0].get("role_ms"):
-            row["role_ms"] = _role_ms(results, skip)
+            row["role_ms"] = _parts_ms(results, "role_ms", skip)
             row["ep_ms"] = row["role_ms"].get(EXPERTS)
         if training.backend.streams:
             waits = (results[0]["sent"] or {}).get("host_waits", 0)
@@ -68,11 +81,23 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
     return found
 
 
-def _role_ms(results: list[Results], skip: int) -> dict[str, float]:
-    """Median over the steps of all runs of the time in collectives of each role."""
-    steps = [step for result in results for step in result["role_ms"][skip:]]
-    roles = sorted({role for step in steps for role in step})
-    return {role: float(statistics.median(step.get(role, 0.0) for step in steps)) for role in roles}
+def _exchanges(results: list[Results], skip: int) -> list[list[float]] | None:
+    """Times of the calls of each step of all runs; None where they are not known."""
+    if not all(result.get("exchange_ms") for result in results):
+        return None
+    return [calls for result in results for calls in result["exchange_ms"][skip:]]
+
+
+def _quiet_ms(steps: list[list[float]]) -> float | None:
+    """The shortest time of each call of a step, together; None where steps differ in their calls."""
+    return sum(map(min, zip(*steps, strict=True))) if len(set(map(len, steps))) == 1 else None
+
+
+def _parts_ms(results: list[Results], key: str, skip: int) -> dict[str, float]:
+    """Median over the steps of all runs of each of the times in ``key``: in collectives of each role, or in parts of a pipeline's step."""
+    steps = [step for result in results for step in result[key][skip:]]
+    parts = sorted({part for step in steps for part in step})
+    return {part: float(statistics.median(step.get(part, 0.0) for step in steps)) for part in parts}
 
 
 def _volume(training: Training, result: Results) -> dict[str, list[float]]:

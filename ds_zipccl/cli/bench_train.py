@@ -1,7 +1,7 @@
 """``bench train``: whole training runs from one seed, plain and compressed, whose bits must be equal.
 
-Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py``, ``train_lora.py`` or ``train_tp.py``. The variants take
-turns, plain first. Columns:
+Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py``, ``train_lora.py``, ``train_tp.py`` or
+``train_pipeline.py``. The variants take turns, plain first. Columns:
 
 * ``workload``: the training: ``zero1``, ``zero2``, ``zero3`` (ZeRO stages). ``moe``, ``moe-top2``: ZeRO-2 and DeepSpeed-MoE, 8 experts with
   biases, one or two of them for a token. ``mixtral`` (8 experts, 2 for a token), ``qwen`` (32 and 4), ``qwen64`` (64 and 8): ZeRO-2 and
@@ -11,7 +11,8 @@ turns, plain first. Columns:
   and again for the backward pass, as in a model that is too large to be kept. ``lora``: ZeRO-3, LoRA adapters of a Llama of Hugging Face,
   with the values that its Trainer takes for "auto" (threshold of persistence 10 x hidden size); needs ``pip install transformers peft``.
   ``tp``: ZeRO-1 and DeepSpeed's AutoTP: all ranks, or as many as ``--options '--tensor N'`` says, share the layers of a Llama of Hugging
-  Face, and sum activations of 4 MiB; needs ``pip install transformers``.
+  Face, and sum activations of 4 MiB; needs ``pip install transformers``. ``pipeline``: DeepSpeed's PipelineModule in two stages, or as many
+  as ``--options '--stages N'`` says, whose first and last one share an embedding.
 * ``ranks``, ``nodes``, ``link``: number of processes; number of nodes that share out the processes in blocks; network between the
   nodes. On ``loopback`` there is one node. With ``--link`` there is one node per rank, or as many as ``--nodes`` says.
 * ``variant``: ``plain``: ds_zipccl is off (``DS_ZIPCCL=0``). ``raw``: our schedules, uncompressed. ``coded``: our schedules,
@@ -23,7 +24,13 @@ turns, plain first. Columns:
 * ``step_ms``: median of rank 0's steps, without the first ``--skip``.
 * ``comm_ms``: median over the same steps of the time in which rank 0 stood still for communication: in calls of collectives and in
   ``wait()`` of their handles. The delays of other ranks are in it. Communication that overlaps with computing is not.
-* ``ep_ms``: the same for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
+* ``exchange_ms``: the same without the waiting for ranks that come later: of each call the shortest time of all ranks, that of the rank
+  that came last. "-" where the calls of ranks differ. ``quiet_ms``: of each of a step's calls the shortest such time of all steps,
+  together: what calls take where no other program disturbs. ``of_plain``, ``of_coded``: the ratio of ``quiet_ms`` to that of these
+  variants.
+* ``ep_ms``: the same as ``comm_ms`` for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
+* ``epilogue_ms``, ``reductions_ms``, of ``pipeline``: median times of the first stage from the end of its last forward pass to its
+  optimizer step, and in sums of gradients: of the shared embedding, and over ranks of the same stage.
 * ``logical_bytes``: bytes that bandwidth-optimal uncompressed schedules of DeepSpeed's operations send, per rank (mean) and run. All
   traffic counts, from initialization to the gather of the final parameters, also calls that passed through.
 * ``wire_bytes``: the same with coded calls at the bytes that they sent, headers included. With ZeRO-1 and ZeRO-2 even raw frames
@@ -77,6 +84,8 @@ from ds_zipccl.bench.train_trial import WORKLOADS, Results, Training, find_scrip
 from ds_zipccl.bench.variants import VARIANTS, changes, find
 from ds_zipccl.config import ConfigError, parse_section
 
+#: Columns of the first stage of a pipeline.
+STAGE_TIMES = ("epilogue_ms", "reductions_ms")
 #: Smallest message in bytes that is coded on NCCL groups: the default of gloo's groups, as models of benchmarks are small.
 NCCL_MIN_BYTES = 65536
 
@@ -151,7 +160,7 @@ def main(args: argparse.Namespace) -> int:
         )
         found, judged = _measure(training, args, bool(lossy))
         for row in found:
-            table.add(row | {"params_sha256": row["params_sha256"][:16]})
+            table.add(dict.fromkeys(STAGE_TIMES) | row | {"params_sha256": row["params_sha256"][:16]})
         ratios = ", ".join(f"{variant} {ratio:.3f}" for variant, ratio in judged["ratio_coded"].items())
         same = training.same_sums and not lossy
         bits = "NOT proven equal" if judged["problems"] else "equal" if same else "equal among our runs"
@@ -265,16 +274,22 @@ def _loss(difference: float | None) -> str:
 
 def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
     more = (Column("host_waits", ".1f"),) if backend.streams else ()
+    stages = any(WORKLOADS[name].stages for name in args.workload)
     experts = (Column("ep_ms", ".1f", 8),) if any(WORKLOADS[name].experts for name in args.workload) else ()
     return (
         Column("workload"),
         Column("ranks", "d"),
         Column("nodes", "d"),
         Column("link", width=max(len(link.name(spec)) for spec in args.link)),
-        Column("variant"),
+        Column("variant", width=max(map(len, args.variants))),
         Column("step_ms", ".1f", 8),
         Column("comm_ms", ".1f", 8),
+        Column("exchange_ms", ".1f"),
+        Column("quiet_ms", ".1f", 8),
+        Column("of_plain", ".3f"),
+        Column("of_coded", ".3f"),
         *experts,
+        *(Column(key, ".1f") for key in STAGE_TIMES if stages),
         Column("logical_bytes", ",d", 15),
         Column("wire_bytes", ",d", 15),
         *more,

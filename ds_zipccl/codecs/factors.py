@@ -23,8 +23,8 @@ _LIMIT = 2.0**127
 
 
 def bounded(p: torch.Tensor, q: torch.Tensor) -> bool:
-    """Return whether all values of two factors are finite, and every sum of their product as well, whatever its order."""
-    return max(p.shape[1], 1) * _largest(p) * _largest(q) < _LIMIT
+    """Return whether all values of two factors are finite, and no sum of their product leaves float32."""
+    return p.shape[1] * _largest(p) * _largest(q) < _LIMIT
 
 
 def _largest(factor: torch.Tensor) -> float:
@@ -138,13 +138,13 @@ def _factors(payload: torch.Tensor, numel: int, route: str) -> tuple[torch.Tenso
 
 
 def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
-    kernel = kernels.lossy_route(route, words.device.type, "multiply")
-    kernel.multiply(*_factors(payload, words.numel(), route), words)
+    p, q = _factors(payload, words.numel(), route)
+    kernels.lossy_route(route, words.device.type, "multiply").multiply(p, q, words)
 
 
 def _decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-    kernel = kernels.lossy_route(route, sums.device.type, "multiply_add")
-    kernel.multiply_add(*_factors(payload, sums.numel(), route), dtype, sums)
+    p, q = _factors(payload, sums.numel(), route)
+    kernels.lossy_route(route, sums.device.type, "multiply_add").multiply_add(p, q, dtype, sums)
 
 
 def _payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:

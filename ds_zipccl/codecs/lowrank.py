@@ -51,11 +51,32 @@ def orthonormalize(columns: torch.Tensor, *, route: str = "auto") -> None:
         kernels.lossy_route(route, columns.device.type, "orthonormalize").orthonormalize(columns)
 
 
+def basis(q: torch.Tensor, *, route: str = "auto") -> torch.Tensor:
+    """Orthonormal columns to begin a power iteration with: orth(q) as a new tensor, of the shape of ``q``; blocks.
+
+    Zero columns of orth(q), as a matrix of zeros or of low rank leaves them in Q, give way to normal numbers: nothing would ever return to
+    them. The result follows from ``q`` alone, bit for bit.
+
+    Raises:
+        ValueError: ``q`` is not a contiguous float32 tensor of two dimensions.
+        RouteUnavailable: no kernels of the codec here.
+    """
+    with tensors.undisturbed():
+        _matrix("q", q)
+        found = q.detach().clone()
+        orthonormalize(found, route=route)
+        empty = ~found.any(dim=0)
+        if bool(empty.any()):
+            found[:, empty] = first_factor(q.shape[0], q.shape[1], seed=0)[:, empty]
+            orthonormalize(found, route=route)
+        return found
+
+
 def power_step(matrix: torch.Tensor, q: torch.Tensor, *, route: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
     """Factors of a matrix by one power iteration from ``q``: Q = orth(q), P = orth(M Q), Q = M^T P; blocks.
 
-    The products are torch's, so that factors may differ between machines and numbers of threads; frames carry the factors. Zero columns of
-    orth(q), as a matrix of zeros or of low rank leaves them, give way to normal numbers.
+    The products are torch's, so that factors may differ between machines and numbers of threads; frames carry the factors. orth of ``q`` is
+    :func:`basis`.
 
     Args:
         matrix: finite float32 [n, m], contiguous.
@@ -73,13 +94,7 @@ def power_step(matrix: torch.Tensor, q: torch.Tensor, *, route: str = "auto") ->
         _matrix("q", q)
         if matrix.shape[1] != len(q):
             raise ValueError(f"a matrix of {tuple(matrix.shape)} needs a q of {matrix.shape[1]} rows, got {len(q)}")
-        start = q.detach().clone()
-        orthonormalize(start, route=route)
-        empty = ~start.any(dim=0)
-        if bool(empty.any()):
-            start[:, empty] = first_factor(q.shape[0], q.shape[1], seed=0)[:, empty]
-            orthonormalize(start, route=route)
-        p = matrix.detach() @ start
+        p = matrix.detach() @ basis(q, route=route)
         orthonormalize(p, route=route)
         return p, matrix.detach().t() @ p
 
@@ -194,10 +209,13 @@ def compress_factors(
         if size - at >= rows * columns * dtype.itemsize:
             values = product(p, q, tensors.empty(rows * columns, dtype, p.device), route=route)
             values = values if dims is None else values.view(dims)
-            frame = api.compress(
-                values, out=buffer, block=block, shaped=dims is not None, checksum=checksum, route=route
-            )
-            size = frame.numel()
+            shaped = dims is not None
+            for codec in ("cascade", "raw"):  # raw where exponent coding is no shorter than the words
+                size = api.compress(
+                    values, codec, out=buffer, block=block, shaped=shaped, checksum=checksum, route=route
+                ).numel()
+                if size - at < values.nbytes:
+                    break
         else:
             kind = framing.CHECKSUM if checksum else None
             memory.write_header(Header(CodecId.LOWRANK, dtype, rows * columns, size, 0, dims, kind), buffer)

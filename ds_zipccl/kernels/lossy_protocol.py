@@ -106,8 +106,9 @@ class LossyRoute(Protocol):
     def orthonormalize(self, columns: torch.Tensor) -> None:
         """Make the columns of ``columns``, contiguous float32 of any shape [n, r], orthonormal, in place.
 
-        Modified Gram-Schmidt in float64: each column is divided by its length and taken out of the later ones. A column of which 2^-40 of
-        its first length or less is left becomes zeros. A scalar product has 16 sums, each of the elements i, i + 16, i + 32 and so on; then
-        sums that are 8, 4, 2 and 1 apart are added.
+        Modified Gram-Schmidt in float64: the columns in front are taken out of a column, one after the other, and then once more; so the
+        columns are orthogonal even where they were almost dependent. A column is then divided by its length, or becomes zeros if 2^-30 of
+        its first length or less is left. A scalar product has 16 sums, each of the elements i, i + 16, i + 32 and so on; then sums that
+        are 8, 4, 2 and 1 apart are added.
         """
         ...

@@ -21,7 +21,7 @@ constexpr uint64_t kGroupStays = ~0ull;  // in the place of a number of groups: 
 // Low-rank payloads (FORMAT.md 2.12): columns that one step of any level reads, and the part of its length that a column must have left
 // where the columns in front of it are taken out.
 constexpr uint32_t kZipcclTile = 32;
-constexpr double kZipcclSpanned = 1.0 / (uint64_t(1) << 40);
+constexpr double kZipcclSpanned = 1.0 / (uint64_t(1) << 30);
 
 struct ZipcclLevel {
   // `blocks` are the words of each block. Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace

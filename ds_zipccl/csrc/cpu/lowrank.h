@@ -98,7 +98,7 @@ inline double scalar_product(const double* a, const double* b, uint64_t n) {
   return lanes[0];
 }
 
-// Orthonormal columns in place of `rank` columns of n floats, which lie as rows of `rank`: modified Gram-Schmidt in double precision.
+// Orthonormal columns in place of `rank` columns of n floats, which lie as rows of `rank`: modified Gram-Schmidt, twice, in double precision.
 // `room`: rank n doubles and rank more.
 inline void orthonormalize(float* columns, uint64_t n, uint32_t rank, double* room) {
   double* const lengths = room + rank * n;
@@ -109,14 +109,14 @@ inline void orthonormalize(float* columns, uint64_t n, uint32_t rank, double* ro
   }
   for (uint32_t j = 0; j < rank; ++j) {
     double* const own = column(j);
+    for (uint32_t turn = 0; turn < 2 * j; ++turn) {
+      const double* const earlier = column(turn % j);
+      const double part = scalar_product(earlier, own, n);
+      for (uint64_t i = 0; i < n; ++i) own[i] -= part * earlier[i];
+    }
     const double length = sqrt(scalar_product(own, own, n));
     const bool spanned = length <= lengths[j] * kZipcclSpanned;
     for (uint64_t i = 0; i < n; ++i) own[i] = spanned ? 0 : own[i] / length;
-    for (uint32_t later = j + 1; later < rank && !spanned; ++later) {
-      double* const other = column(later);
-      const double part = scalar_product(own, other, n);
-      for (uint64_t i = 0; i < n; ++i) other[i] -= part * own[i];
-    }
   }
   for (uint32_t j = 0; j < rank; ++j)
     for (uint64_t i = 0; i < n; ++i) columns[i * rank + j] = float(column(j)[i]);
