@@ -182,7 +182,8 @@ template <typename F>
 ZIPCCL_DEVICE void decode_scaled(const ScaledJob& job) {
   each_group_of_warp(job, [&](uint64_t number) {
     Group<F> group(job, number);
-    const uint32_t scale = job.scaling.integers ? static_cast<const uint16_t*>(job.scales)[number] : static_cast<const uint8_t*>(job.scales)[number];
+    const uint32_t scale =
+        job.scaling.integers ? static_cast<const uint16_t*>(job.scales)[number] : static_cast<const uint8_t*>(job.scales)[number];
     if (scale) {
       const uint64_t place = job.places ? job.places[number] - 1 : number;
       if (!group.get(scale, job.codes + place * group_bytes(job.scaling))) report(job.status, place_of(kNone, 0, 0), BLOCK);

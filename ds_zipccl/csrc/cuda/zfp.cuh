@@ -154,7 +154,10 @@ ZIPCCL_DEVICE void project_zfp(const ZfpJob& job) {
   each_unit(job, [&](uint64_t, uint64_t at, uint64_t count) {
     if (!count) return;
     const ZfpBlock block = load_block<F>(job.words, at, count);
-    if (block.finite()) return store_block<F>(zfp_decode(zfp_encode<ZfpCode>(block, job.rate, shared.tables), job.rate, shared.tables), job.out, at, count);
+    if (block.finite()) {
+      const ZfpCode code = zfp_encode<ZfpCode>(block, job.rate, shared.tables);
+      return store_block<F>(zfp_decode(code, job.rate, shared.tables), job.out, at, count);
+    }
     for (uint32_t i = 0; i < kZfpValues && i < count; ++i) static_cast<Word*>(job.out)[at + i] = static_cast<const Word*>(job.words)[at + i];
   });
 }
