@@ -26,6 +26,8 @@ class LossyCodec:
     name: ClassVar[str]
     #: Setting -> the values that the setting takes.
     wanted: ClassVar[dict[str, Sequence[Any]]]
+    #: It codes matrices: a tensor without its shape has no frame.
+    matrices: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -91,6 +93,7 @@ class LowRank(LossyCodec):
     rank: int = 16
 
     name = "lowrank"
+    matrices = True
     wanted = {"rank": range(1, 1025)}
 
 
@@ -101,6 +104,7 @@ class PowerSgd(LossyCodec):
     rank: int = 32
 
     name = "powersgd"
+    matrices = True
     wanted = {"rank": range(1, 1025)}
 
 

@@ -184,6 +184,7 @@ def _entry(one: Any, job: dict[str, Any]) -> tuple[str, Key, Entry]:
         and isinstance(key, list)
         and all(type(part) in (str, int) for part in key)
         and isinstance(shape, list)
+        and bool(shape)
         and all(type(size) is int and size > 0 for size in shape)
         and fields.get("dtype") in tuple(_DTYPES)
         and type(fields.get("ranks")) is int
@@ -201,7 +202,8 @@ def _tensor(file: Any, name: str, part: str, shape: tuple[int, ...]) -> torch.Te
     """Return a tensor of a file, which is of the size of its entry, in fp32 and finite."""
     view, numel = file.get_slice(name), math.prod(shape)
     sizes = list(view.get_shape())
-    fits = math.prod(sizes) == numel if part == "error" else len(sizes) == 2 and math.prod(sizes) <= numel
+    factor = len(sizes) == 2 and sizes[0] == shape[-1] and 1 <= sizes[1] <= min(shape)
+    fits = factor if part == "factor" else math.prod(sizes) == numel
     if view.get_dtype() != "F32" or not fits:
         raise _Refused(f"tensor {name} is {view.get_dtype()} of {sizes}, for a matrix of {list(shape)}")
     tensor: torch.Tensor = file.get_tensor(name)

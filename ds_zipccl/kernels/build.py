@@ -168,7 +168,7 @@ CPU = Recipe("zipccl_cpu", compiler, _cpu_objects(), ("-O3", "-std=c++17", "-fPI
 #: The oldest compute capability that has the instructions of the kernels.
 LEAST_CAPABILITY = (8, 0)
 #: Numbers of the parts of the CUDA kernels: bits of ZIPCCL_PARTS in cuda/kernels.cuh.
-CUDA_PARTS = (1, 2, 4, 8, 16, 32)
+CUDA_PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
 #: Names of architectures in ``TORCH_CUDA_ARCH_LIST``, as torch.utils.cpp_extension reads them.
 _NAMED = {
     "Kepler+Tesla": "3.7", "Kepler": "3.5+PTX", "Maxwell+Tegra": "5.3", "Maxwell": "5.0 5.2+PTX", "Pascal": "6.0 6.1+PTX",

@@ -101,6 +101,8 @@ def test_all_routes_make_the_same_columns_orthonormal() -> None:
         if rank > 3:
             columns[:, 2] = 0
             columns[:, 3] = columns[:, 1]
+        if rank > 5:
+            columns[:, 5] = columns[:, 1] + columns[:, 4]  # its rounding is left: the last bits of float64 decide
         found = []
         for variant in lossy_routes.usable("orthonormalize"):
             for flush in (False, True):

@@ -77,6 +77,7 @@ def _columns() -> None:
     for rows, rank in ((16, 4), (35, 5), (1000, 7)):
         columns = torch.randn(rows, rank, generator=torch.Generator().manual_seed(rows))
         columns[:, 3] = columns[:, 1]
+        columns[:, 2] = columns[:, 0] + columns[:, 1]  # its rounding is left: the last bits of float64 decide
         one, other = columns.clone(), columns.clone()
         lowrank.orthonormalize(one, route="auto")
         lowrank.orthonormalize(other, route="numba")

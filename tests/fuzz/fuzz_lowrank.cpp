@@ -9,6 +9,8 @@
 
 #include <vector>
 
+#include "drawn.h"
+
 extern "C" void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
                                 uint8_t* words, int32_t threads);
 extern "C" void zipccl_multiply_add(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m,
@@ -16,15 +18,6 @@ extern "C" void zipccl_multiply_add(const float* p, const float* columns, uint64
 extern "C" void zipccl_orthonormalize(float* columns, uint64_t n, uint32_t rank, double* room);
 
 namespace {
-
-uint64_t state;
-uint64_t draw() {  // splitmix64
-  uint64_t z = state += 0x9E3779B97F4A7C15;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-  z = (z ^ z >> 27) * 0x94D049BB133111EB;
-  return z ^ z >> 31;
-}
-uint64_t below(uint64_t limit) { return draw() % limit; }
 
 // A finite number: of any scale, or like those of a factor.
 float number(bool any) {

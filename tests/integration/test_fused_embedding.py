@@ -108,8 +108,9 @@ def test_one_sum(tmp_path: Path) -> None:
         for result in results:
             assert result["error"] <= bound, f"{case}: as in two sums"
             assert result["others"], f"{case}: other gradients have the bits of before"
-            # two sums: 2V(D-1)/D + V; one: 2V(2D-1)/(2D), with D = 2
-            assert result["saved"] == pytest.approx(result["weight"] * (2 - 1.5)), f"{case}: bytes"
+            # two sums: 2V(D-1)/D + V; one: 2V(2D-1)/(2D), with D = 2; DeepSpeed sums over stages in the gradient's own dtype
+            wider = result["weight"] if case == "fp32 in bf16" else 0
+            assert result["saved"] == pytest.approx(result["weight"] * (2 - 1.5) + wider), f"{case}: bytes"
     assert all("ZeRO-1" in one["refused"] and "fused_embedding" in one["refused"] for one in found)
     assert "fused_embedding: 'words' of stages 0, 1: one sum over 4 ranks" in ended[0][1]
     assert "fused_embedding: has no effect: no two stages share a tied layer" in ended[0][1]

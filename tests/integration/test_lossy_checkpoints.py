@@ -93,6 +93,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
     "other shape": (_entries(lambda one: one.update(shape=[6, 5])), "0.error is F32"),
     "error": (lambda said, tensors: tensors.update({"0.error": torch.zeros(5)}), "0.error is F32"),
     "wide factor": (lambda said, tensors: tensors.update({"0.factor": torch.zeros(4, 99)}), "0.factor is F32"),
+    "other factor": (lambda said, tensors: tensors.update({"0.factor": torch.zeros(6, 2)}), "0.factor is F32"),
     "flat factor": (lambda said, tensors: tensors.update({"0.factor": torch.zeros(4)}), "0.factor is F32"),
     "dtype of a tensor": (
         lambda said, tensors: tensors.update({"0.error": torch.zeros(6, 4).half()}),

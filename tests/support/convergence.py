@@ -182,7 +182,6 @@ def trained(rank: int, ranks: int, way: str, plans: dict[str, Plan], steps: int 
     """The loss after the training of each plan; ``way``: a key of WAYS."""
     found = {}
     for name, plan in plans.items():
-        lossy_state.drop("pp")
         if plan.plant is not None:
             plan.plant()
         found[name] = WAYS[way](rank, ranks, plan, steps)
@@ -302,9 +301,9 @@ def in_a_pipeline(rank: int, ranks: int, plan: Plan, steps: int) -> float:
         comm.send(out.detach(), rank + 1, config=ALWAYS, role="pp")
         return x, out
 
+    engine = Stage(rank, ranks)
     for step in range(steps):
         optimizer.zero_grad()
-        engine = Stage(rank, ranks)
         pipeline_calls.begin_batch(engine)
         passed = [onward(tokens) for tokens in batch(step).chunk(MICRO_BATCHES)]
         engine.pipe_buffers["inputs"] = [x for x, _ in passed]
@@ -319,10 +318,10 @@ def in_a_pipeline(rank: int, ranks: int, plan: Plan, steps: int) -> float:
                 _send_back(engine, number, x, plan.settings)
         optimizer.step()
         if plan.settings is not None and plan.settings.error == "lazy":
-            lossy_state.end_step("pp")
+            lossy_state.end_step(lossy_state.owner_of(engine), "pp")
     with torch.no_grad():
-        loss = torch.zeros(()) if rank < ranks - 1 else None
-        loss = onward(judged())[1].clone() if loss is None else (onward(judged()), loss)[1]
+        _, loss = onward(judged())
+        loss = loss.clone() if rank == ranks - 1 else torch.zeros(())
     dist.broadcast(loss, ranks - 1)
     return float(loss)
 

@@ -1,7 +1,7 @@
 // The functions of a CPU level: the codec of a chunk for each type. cpu/scalar.cpp, cpu/avx2.cpp and cpu/avx512.cpp define one each,
 // cpu/dispatch.cpp chooses.
 #pragma once
-#include <stdint.h>
+#include "common/scaling.cuh"
 
 // Places of types and codes in the tables below; cpu/chunks.h knows the dtypes of FORMAT.md table 1.1. Bytes are the words of all other
 // dtypes in delta payloads, and have no exponent codec.
@@ -16,10 +16,6 @@ struct ZipcclPart {
 constexpr uint32_t kZipcclParts = 18;  // table, up to 16 bodies, tails
 constexpr uint32_t kZipcclWorkspace = 256 << 10;
 
-// How values become codes (FORMAT.md 2.10): `bits` is 8 unless `integers`, groups have 2^log2 elements.
-struct ZipcclScaling {
-  uint32_t integers, bits, log2, hadamard;
-};
 constexpr uint64_t kGroupStays = ~0ull;  // in the place of a number of groups: one stays as it is
 
 // Low-rank payloads (FORMAT.md 2.12): columns that one step of any level reads, and the part of its length that a column must have left

@@ -1,6 +1,9 @@
-// The lossy kernels by the names that the launchers use, as in kernels.cuh, which includes this file. Part 32: rounded words.
+// The lossy kernels by the names that the launchers use, as in kernels.cuh, which includes this file. Part 32: rounded words;
+// part 64: scaled payloads; part 128: ZFP.
 #pragma once
 #include "cuda/rounded.cuh"
+#include "cuda/scaled.cuh"
+#include "cuda/zfp.cuh"
 
 #define ZIPCCL_ROUNDED(type, F, Coded, encode_blocks)                                              \
   ZIPCCL_KERNEL(4) zipccl_round_##type(const zipccl::RoundJob job) {                               \
@@ -38,8 +41,48 @@ ZIPCCL_TRIMMED(fp16, Fp16, 4)
 #undef ZIPCCL_ROUNDED
 #undef ZIPCCL_TRIMMED
 
-// Calls each(kernel, type of its parameters) for every lossy kernel of this translation unit.
-#define ZIPCCL_EACH_LOSSY(each) ZIPCCL_EACH_32(each)
+// Encoder, decoder and projection of a codec for a type.
+#define ZIPCCL_LOSSY(codec, Job, type, F)                                       \
+  ZIPCCL_KERNEL(4) zipccl_##codec##_encode_##type(const zipccl::Job job) {      \
+    if (job.numel) zipccl::encode_##codec<zipccl::F>(job);                      \
+  }                                                                             \
+  ZIPCCL_KERNEL(4) zipccl_##codec##_decode_##type(const zipccl::Job job) {      \
+    if (job.numel) zipccl::decode_##codec<zipccl::F>(job);                      \
+  }                                                                             \
+  ZIPCCL_KERNEL(4) zipccl_##codec##_project_##type(const zipccl::Job job) {     \
+    if (job.numel) zipccl::project_##codec<zipccl::F>(job);                     \
+  }
+#define ZIPCCL_EACH_OF(each, codec, Job, type) \
+  each(zipccl_##codec##_encode_##type, Job)    \
+  each(zipccl_##codec##_decode_##type, Job)    \
+  each(zipccl_##codec##_project_##type, Job)
 
-static_assert(sizeof(zipccl::UntrimmedShared) <= 2048, "SHARED_BYTES");
+#if ZIPCCL_PARTS & 64
+ZIPCCL_LOSSY(scaled, ScaledJob, bf16, Bf16)
+ZIPCCL_LOSSY(scaled, ScaledJob, fp16, Fp16)
+ZIPCCL_LOSSY(scaled, ScaledJob, fp32, Fp32)
+#define ZIPCCL_EACH_64(each)                      \
+  ZIPCCL_EACH_OF(each, scaled, ScaledJob, bf16)   \
+  ZIPCCL_EACH_OF(each, scaled, ScaledJob, fp16)   \
+  ZIPCCL_EACH_OF(each, scaled, ScaledJob, fp32)
+#else
+#define ZIPCCL_EACH_64(each)
+#endif
+#if ZIPCCL_PARTS & 128
+ZIPCCL_LOSSY(zfp, ZfpJob, bf16, Bf16)
+ZIPCCL_LOSSY(zfp, ZfpJob, fp16, Fp16)
+ZIPCCL_LOSSY(zfp, ZfpJob, fp32, Fp32)
+#define ZIPCCL_EACH_128(each)              \
+  ZIPCCL_EACH_OF(each, zfp, ZfpJob, bf16)  \
+  ZIPCCL_EACH_OF(each, zfp, ZfpJob, fp16)  \
+  ZIPCCL_EACH_OF(each, zfp, ZfpJob, fp32)
+#else
+#define ZIPCCL_EACH_128(each)
+#endif
+#undef ZIPCCL_LOSSY
+
+// Calls each(kernel, type of its parameters) for every lossy kernel of this translation unit.
+#define ZIPCCL_EACH_LOSSY(each) ZIPCCL_EACH_32(each) ZIPCCL_EACH_64(each) ZIPCCL_EACH_128(each)
+
+static_assert(sizeof(zipccl::UntrimmedShared) <= 2048 && sizeof(zipccl::ZfpShared) <= 6144, "SHARED_BYTES");
 static_assert(sizeof(zipccl::UntrimmedJobs) <= 4096, "parameters");
