@@ -156,6 +156,24 @@ def resumed(lab: Lab, zero: Any, **more: Any) -> None:
     lab.more |= {"hashes": hashes, "runs": losses}
 
 
+def drifting(lab: Lab) -> None:
+    """Rank 1 gets another bit."""
+    original = powersgd.low_rank_sum
+
+    def other(flat: torch.Tensor, *args: Any) -> None:
+        original(flat, *args)
+        if lab.rank == 1:
+            flat.view(torch.int32)[0] ^= 1
+
+    powersgd.low_rank_sum = other  # type: ignore[attr-defined]
+    try:
+        lab.start(Layered([torch.nn.Linear(64, 64)]), 0, **FP32)
+        with pytest.raises(RuntimeError, match=r"different sums of gradients after PowerSGD, of words\.weight"):
+            lab.train(lambda step: (lab.tokens(step),))
+    finally:
+        powersgd.low_rank_sum = original  # type: ignore[attr-defined]
+
+
 make = functools.partial
 CASES = {
     "stage 0": make(trained, zero=0, **FP32),  # first: the role is dp only where no engine of the process has had ZeRO
@@ -170,13 +188,14 @@ CASES = {
     "predivided": make(
         trained, zero={"stage": 2, "reduce_scatter": False}, prescale_gradients=False, gradient_predivide_factor=4.0
     ),
+    "drift": drifting,
     "resumed": make(resumed, zero=1),
     "resumed stage 0": make(resumed, zero=0, **FP32),
     "overflow": make(trained, zero=1, overflow=2, **FP16),
 }
 RESUMED = [name for name in CASES if name.startswith("resumed")]
 SHORT = ["stage 0", "zero2", "overflow"]
-LAYOUTS = [name for name in CASES if name not in SHORT + RESUMED]
+LAYOUTS = [name for name in CASES if name not in [*SHORT, *RESUMED, "drift"]]
 
 
 def check(name: str, ranks: list[dict[str, Any]]) -> None:
@@ -207,7 +226,9 @@ def test_what_did_not_arrive_is_kept_in_all_layouts(names: list[str], tmp_path: 
 
 @pytest.mark.full(reason="a launch with three engines a case; files are tested in one process in the short tier")
 def test_a_checkpoint_has_what_a_training_needs_to_go_on_with_the_same_bits(tmp_path: Path) -> None:
-    found = launch(__file__, 2, tmp_path, "lossy", *RESUMED, DS_ZIPCCL=section())
+    """In the same launch: a bit that differs between ranks stops the training."""
+    found = launch(__file__, 2, tmp_path, "lossy", *RESUMED, "drift", DS_ZIPCCL=section())
+    assert all(len(rank["losses"]) == 2 for rank in found["drift"]), "the second step is the first one with PowerSGD"
     for name in RESUMED:
         for rank in found[name]:
             whole, again, without = rank["hashes"]
@@ -227,6 +248,50 @@ def test_settings_that_an_engine_cannot_keep_are_refused() -> None:
         powersgd.refuse(engine(3), config)
     with pytest.raises(ConfigError, match=r'\.stages": 2 counts pipeline stages, got an engine without a pipeline'):
         powersgd.refuse(engine(1), staged)
+
+
+class Ranks:
+    """An engine whose sums are asked for one at a time."""
+
+    def __init__(self, stage: int = 0, step: int = 5) -> None:
+        self.stage_id, self.global_steps, self.optimizer = stage, step, None
+        self.module = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.Linear(24, 40))
+        whole = torch.zeros(sum(one.numel() for one in self.module.parameters()) + 7)
+        self.whole, at = whole, 0
+        for one in self.module.parameters():  # as in a flat buffer, padding behind
+            one.grad = whole[at : at + one.numel()].view(one.shape)
+            at += one.numel()
+
+    def places(self, *parts: torch.Tensor, numel: int | None = None, **more: Any) -> list[tuple[str, int]] | None:
+        settings = parse_section(json.loads(section(**more))).lossy_roles["dp"]
+        flat = torch.zeros(sum(part.numel() for part in parts) if numel is None else numel)
+        found = powersgd.of_engine_bucket(self, parts)(flat, settings)
+        return [(one.name, one.start) for one in found.places] if isinstance(found, powersgd.PowerSum) else None
+
+
+def test_parameters_are_found_by_the_memory_of_their_gradients() -> None:
+    engine = Ranks()
+    both = [("0.weight", 0), ("1.weight", 960 + 24)]
+    assert engine.places(engine.whole) == both
+    assert engine.places(*engine.whole.split(100)) == both, "slices that are neighbors"
+    assert engine.places(*(one.grad for one in engine.module.parameters())) == both
+    first, _, second, _ = (one.grad for one in engine.module.parameters())
+    assert engine.places(second, first) == [("1.weight", 0), ("0.weight", 960)]
+    assert engine.places(engine.whole[1:]) == [("1.weight", 983)], "a part of a matrix goes exactly"
+    assert engine.places(engine.whole[:959]) is None
+    assert engine.places(torch.zeros(5000)) is None
+    assert engine.places(engine.whole, numel=5000) is None, "sizes do not add up"
+    assert engine.places(engine.whole, rank=8) is None, "factors of more than half of the values"
+
+
+def test_first_steps_and_late_stages_are_exact() -> None:
+    for stage in range(3):
+        engine = Ranks(stage)
+        assert (engine.places(engine.whole, stages=2) is not None) == (stage < 2)
+        assert engine.places(engine.whole) is not None
+    for step in range(4):
+        engine = Ranks(step=step)
+        assert (engine.places(engine.whole, start_step=2) is not None) == (step >= 2)
 
 
 if __name__ == "__main__":

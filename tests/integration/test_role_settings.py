@@ -153,7 +153,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("tp", {"codec": "int", "mode": True}, '"zipccl.roles.tp.mode" must be "auto" | "always", got true'),
     ("tp", {"codec": "taco_fp8", "groups": 64}, '.tp.groups" is not a known key (did you mean "group"?); keys beside'),
     ("tp", {"codec": "taco_fp8", "mantissa": 2}, 'keys beside "codec": "taco_fp8": group, hadamard, mode, when'),
-    ("dp", {"codec": "round", "rate": 8}, '"zipccl.roles.dp.rate" is not a known key; keys beside "codec": "round": mantissa, error, mode'),
+    ("dp", {"codec": "round", "rate": 8}, '"zipccl.roles.dp.rate" is not a known key; keys beside "codec": "round": mantissa, mode'),
     ("tp", {"codec": "round", "mantissa": 7}, '"zipccl.roles.tp.mantissa" must be an integer from 1 to 6, got 7'),
     ("tp", {"codec": "round", "mantissa": True}, '"zipccl.roles.tp.mantissa" must be an integer from 1 to 6, got true'),
     ("tp", {"codec": "round", "mantissa": 3.0}, "an integer from 1 to 6, got 3.0"),
