@@ -2,7 +2,7 @@
 
 The tensor of such a sum is a copy of gradients laid end to end, or a gradient itself. Parameters are found by the addresses of their
 gradients. So every layout serves: buckets of ZeRO-1 and ZeRO-2, single gradients, and flat buffers with padding (BF16 optimizer).
-Elements without a whole matrix of two or more dimensions are summed exactly, in one call.
+Elements without a whole matrix of two or more dimensions are summed exactly, in one call. So are weights that pipeline stages share.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ds_zipccl.lossy import PowerSgd
 from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
 
-#: Name and gradient of a parameter.
-Gradient = tuple[str, torch.Tensor]
+#: A parameter and its gradient.
+Gradient = tuple[torch.nn.Parameter, torch.Tensor]
 #: Tells whether the tensor of an announced sum may be changed, or returns the sum to make in its place.
 Ready = Callable[[torch.Tensor, RoleSettings], "bool | PowerSum"]
 _OP = "all_reduce"
@@ -94,7 +94,7 @@ def _of_zero(optimizer: Any) -> Iterator[Gradient]:
             parameter = optimizer.bit16_groups[group][index]
             gradient = optimizer.get_gradient_for_reduction(parameter)
             if gradient is not None:
-                yield optimizer.param_names[parameter], gradient
+                yield parameter, gradient
 
 
 def _of_engine(engine: Any) -> Iterator[Gradient]:
@@ -103,11 +103,19 @@ def _of_engine(engine: Any) -> Iterator[Gradient]:
     if kept is not None:
         for parameters, gradients in zip(engine.optimizer.bf16_groups, kept, strict=True):
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                yield engine.param_names[parameter], gradient.view(parameter.shape)
+                yield parameter, gradient.view(parameter.shape)
         return
-    for name, parameter in engine.module.named_parameters():
+    for parameter in engine.module.parameters():
         if parameter.grad is not None:
-            yield name, parameter.grad
+            yield parameter, parameter.grad
+
+
+def _named(engine: Any, gradients: Iterator[Gradient]) -> list[tuple[str, torch.Tensor]]:
+    """Return the gradients by the names of their parameters, without those of weights that pipeline stages share: each stage sums such a
+    gradient over its own ranks, and all stages must get the same bits."""
+    pairs = engine.module.get_tied_weights_and_groups() if engine.pipeline_parallelism else []
+    tied = {id(weight) for weight, _ in pairs}
+    return [(engine.param_names[parameter], gradient) for parameter, gradient in gradients if id(parameter) not in tied]
 
 
 def _ready(engine: Any, parts: Sequence[torch.Tensor], gradients: Callable[[], Iterator[Gradient]]) -> Ready:
@@ -121,7 +129,7 @@ def _ready(engine: Any, parts: Sequence[torch.Tensor], gradients: Callable[[], I
             return False
         if sum(part.numel() for part in parts) != flat.numel():
             return False
-        places = list(_places(parts, list(gradients()), settings.codec.rank))
+        places = list(_places(parts, _named(engine, gradients()), settings.codec.rank))
         owner = lossy_state.owner_of(engine)
         return PowerSum(settings, settings.codec, places, engine.global_steps, owner) if places else False
 
@@ -139,7 +147,9 @@ class _Place:
     rank: int
 
 
-def _places(parts: Sequence[torch.Tensor], gradients: Sequence[Gradient], rank: int) -> Iterator[_Place]:
+def _places(
+    parts: Sequence[torch.Tensor], gradients: Sequence[tuple[str, torch.Tensor]], rank: int
+) -> Iterator[_Place]:
     """Yield the matrices that lie whole in ``parts``, in the order of their places. Tensors that are neighbors in memory, as the slices
     of a gradient that ZeRO cuts for its owners, count as one."""
     known = sorted(((gradient.data_ptr(), name, gradient) for name, gradient in gradients), key=lambda one: one[0])

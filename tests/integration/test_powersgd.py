@@ -256,6 +256,8 @@ class Ranks:
     def __init__(self, stage: int = 0, step: int = 5) -> None:
         self.stage_id, self.global_steps, self.optimizer = stage, step, None
         self.module = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.Linear(24, 40))
+        self.param_names = {one: name for name, one in self.module.named_parameters()}
+        self.pipeline_parallelism = False
         whole = torch.zeros(sum(one.numel() for one in self.module.parameters()) + 7)
         self.whole, at = whole, 0
         for one in self.module.parameters():  # as in a flat buffer, padding behind
@@ -282,6 +284,16 @@ def test_parameters_are_found_by_the_memory_of_their_gradients() -> None:
     assert engine.places(torch.zeros(5000)) is None
     assert engine.places(engine.whole, numel=5000) is None, "sizes do not add up"
     assert engine.places(engine.whole, rank=8) is None, "factors of more than half of the values"
+
+
+def test_weights_that_stages_share_are_exact() -> None:
+    engine = Ranks()
+    engine.pipeline_parallelism = True
+    shared = [(engine.module[0].weight, None)]
+    engine.module.get_tied_weights_and_groups = lambda: shared
+    assert engine.places(engine.whole) == [("1.weight", 960 + 24)]
+    shared.clear()
+    assert len(engine.places(engine.whole)) == 2
 
 
 def test_first_steps_and_late_stages_are_exact() -> None:
