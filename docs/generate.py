@@ -344,6 +344,7 @@ SECTIONS: dict[str, Section] = {
     "train": trained.train,
     "lora": trained.lora,
     "experts": trained.experts,
+    "lossy_trained": trained.lossy,
     "finetune": trained.finetune,
     "volume": trained.volume,
 }

@@ -15,9 +15,11 @@ _TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ranks": ("ranks", str),
     "nodes": ("nodes", str),
     "link": ("link", str),
-    "variant": ("variant", VARIANTS.__getitem__),
+    "variant": ("variant", lambda name: VARIANTS.get(name, f"`{name}`")),
     "step ms": ("step_ms", "{:.0f}".format),
     "communication ms": ("comm_ms", "{:.0f}".format),
+    "without waiting for late ranks ms": ("exchange_ms", "{:.0f}".format),
+    "of that without loss": ("of_coded", "{:.2f}".format),
     "exchanges of experts ms": ("ep_ms", "{:.0f}".format),
     "logical MB": ("logical_bytes", lambda count: f"{count / 1e6:.1f}"),
     "wire MB": ("wire_bytes", lambda count: f"{count / 1e6:.1f}"),
@@ -47,6 +49,16 @@ def train(page: Path, *names: str) -> str:
 def beyond(page: Path) -> str:
     """Trainings with differences and with sums that go to their owners only."""
     return train(page, "train_zero2", "train_zero2_4", "train_zero3_base", "train_zero3_base_4")
+
+
+def lossy(page: Path) -> str:
+    """Trainings with lossy roles, and how far their losses are from the plain ones."""
+    content = results("train_lossy")
+    far = [(name, found) for verdict in content["verdicts"] for name, found in verdict["changed"].items()]
+    said = [
+        f"by up to {found['largest']:.2g} with `{name}`, the last one by {found['last']:.2g}" for name, found in far
+    ]
+    return f"{train(page, 'train_lossy')}\n\nLosses are off {'; '.join(said)}."
 
 
 def lora(page: Path) -> str:

@@ -164,6 +164,11 @@ class ZipcclConfig:
         + ", ".join(ROLES)
         + '. Or an object with a lossy "codec", which "lossy" must allow.',
     ] = field(default_factory=dict)
+    fused_embedding: Annotated[
+        bool,
+        "Pipelines with an embedding tied between the first and the last stage: sum its gradients in one all-reduce over both stages and "
+        "all data-parallel ranks, instead of one after the other. Nothing is lost, but the order of the sum is another one.",
+    ] = False
     torch_distributed: Annotated[
         bool,
         "Code direct calls of torch.distributed too, over the groups that the engine's mpu names as tensor or sequence parallel. "
@@ -279,8 +284,6 @@ def _problems(section: Mapping[Any, Any]) -> list[str]:
 
 def _described(key: Any, value: Any) -> str:
     """Return one line for a wrong key."""
-    if key in role_settings.LATER_SECTION_KEYS:
-        return f'"{SECTION}.{key}" is not there in this release; leave the key out'
     if key not in KEYS:
         close = difflib.get_close_matches(str(key), KEYS, n=1)
         hint = f' (did you mean "{close[0]}"?)' if close else ""

@@ -58,6 +58,7 @@ class CodecId(IntEnum):
     DELTA = 2
     ROUNDED = 3
     SCALED = 4
+    LOWRANK = 5
     ZFP1 = 6
     ROWS = 7
     KNOWN = 8
@@ -254,18 +255,19 @@ def parse(frame: torch.Tensor, size: int | None = None) -> Header:
     )  # fmt: skip
 
 
-def parse_nested(start: torch.Tensor, size: int) -> Header:
+def parse_nested(start: torch.Tensor, size: int, flagged: FrameErrorCode) -> Header:
     """Read and validate the header of a frame inside of a payload: flat and without a checksum.
 
     Args:
         start: the frame's first :data:`HEADER_BYTES`, or all of a shorter rest (1-D uint8 CPU tensor).
         size: bytes from the frame's begin to the end of the payload.
+        flagged: code of the refusal of a shape or a checksum.
 
     Raises:
-        FrameError: as :func:`parse`, or ROWS for a shape or a checksum.
+        FrameError: as :func:`parse`, or ``flagged``.
     """
     if start.numel() > _FLAGS_AT and int(start[_FLAGS_AT]) & (_Flags.SHAPED | _Flags.CHECKSUM):
-        raise FrameError(FrameErrorCode.ROWS, "a nested frame has a shape or a checksum; it has neither")
+        raise FrameError(flagged, "a nested frame has a shape or a checksum; it has neither")
     return parse(start, size)
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 #: Group sizes of scaled codecs, in elements.
 GROUPS = (32, 64, 128, 256, 512)
+
+
+def takes(values: Sequence[Any], got: Any) -> bool:
+    """Return whether a setting with ``values``, all of one type, takes ``got``."""
+    return type(got) is type(values[0]) and got in values  # True is an int for Python
 
 
 @dataclass(frozen=True)
@@ -19,12 +25,14 @@ class LossyCodec:
 
     name: ClassVar[str]
     #: Setting -> the values that the setting takes.
-    wanted: ClassVar[dict[str, tuple[Any, ...]]]
+    wanted: ClassVar[dict[str, Sequence[Any]]]
+    #: It codes matrices: a tensor without its shape has no frame.
+    matrices: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for one in fields(self):
             got, values = getattr(self, one.name), self.wanted[one.name]
-            if type(got) is not type(values[0]) or got not in values:  # True is an int for Python
+            if not takes(values, got):
                 said = f"{values[0]} to {values[-1]}" if len(values) > 5 else ", ".join(map(str, values))
                 raise ValueError(f"{one.name} of {self.name} must be {said}, got {got!r}")
 
@@ -42,7 +50,7 @@ class Round(LossyCodec):
     mantissa: int = 3
 
     name = "round"
-    wanted = {"mantissa": tuple(range(1, 7))}
+    wanted = {"mantissa": range(1, 7)}
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,30 @@ class Zfp(LossyCodec):
     rate: int = 8
 
     name = "zfp"
-    wanted = {"rate": tuple(range(4, 25))}
+    wanted = {"rate": range(4, 25)}
+
+
+@dataclass(frozen=True)
+class LowRank(LossyCodec):
+    """Two factors with ``rank`` columns each in place of a matrix, by one power iteration, rounded to 5 mantissa bits."""
+
+    rank: int = 16
+
+    name = "lowrank"
+    matrices = True
+    wanted = {"rank": range(1, 1025)}
+
+
+@dataclass(frozen=True)
+class PowerSgd(LossyCodec):
+    """Sums of gradients by PowerSGD: two factors with ``rank`` columns each are summed in place of a matrix."""
+
+    rank: int = 32
+
+    name = "powersgd"
+    matrices = True
+    wanted = {"rank": range(1, 1025)}
 
 
 #: name -> class, in the order in which lists of codecs show them.
-LOSSY_CODECS: dict[str, type[LossyCodec]] = {one.name: one for one in (Round, TacoFp8, Int, Zfp)}
+LOSSY_CODECS: dict[str, type[LossyCodec]] = {one.name: one for one in (Round, TacoFp8, Int, Zfp, LowRank, PowerSgd)}

@@ -1,17 +1,18 @@
 """Roles with a lossy codec: the objects among the values of ``"roles"``, such as ``{"codec": "taco_fp8", "group": 128}``.
 
-Settings of such an object: ``codec``, the keys of that codec, ``mode``, and ``when`` where traffic has directions.
+Settings of such an object: ``codec``, the keys of that codec, ``mode``, ``when`` where traffic has directions, and the keys of
+:data:`USES`, which say for which messages the codec is and where its errors go.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ds_zipccl.lossy import LOSSY_CODECS, LossyCodec
+from ds_zipccl.lossy import LOSSY_CODECS, LossyCodec, takes
 
 _GRADIENTS = ("zero_grad", "dp", "tp", "pp", "ep")
 #: Codec -> the roles that it is for.
@@ -20,7 +21,11 @@ CODEC_ROLES: dict[str, tuple[str, ...]] = {
     "taco_fp8": _GRADIENTS,
     "int": _GRADIENTS,
     "zfp": ("zero_grad", "dp", "tp", "pp"),
+    "lowrank": ("pp",),
+    "powersgd": ("zero_grad", "dp"),
 }
+#: Codec -> the only ``when`` that it is for.
+_CODEC_WHEN = {"lowrank": "backward"}
 #: Roles that are never lossy -> why.
 EXACT_ROLES = {
     "zero_param": "its differences are smaller and exact",
@@ -36,19 +41,51 @@ COVERED: dict[str, tuple[str, ...]] = {
 }
 #: Modes beside a codec.
 MODES = ("auto", "always")
-#: Names of the literature that this release does not have.
-LATER_CODECS = ("lowrank", "powersgd")
-LATER_KEYS = ("error",)
-LATER_SECTION_KEYS = ("fused_embedding",)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A key of a role's object that changes no frame of the codec: the default, the values that it takes, the roles that it is for."""
+
+    default: Any
+    values: Sequence[Any]
+    roles: tuple[str, ...]
+
+
+_FEEDBACK = Use("off", ("off", "feedback"), ("zero_grad", "dp"))
+#: Codec -> its keys of this kind, fields of :class:`RoleSettings`.
+USES: dict[str, dict[str, Use]] = {
+    "round": {"error": _FEEDBACK},
+    "int": {"error": _FEEDBACK},
+    "lowrank": {
+        "send": Use("epilogue", ("epilogue", "all"), ("pp",)),
+        "error": Use("off", ("off", "lazy", "lazy_run"), ("pp",)),
+    },
+    "powersgd": {
+        "start_step": Use(100, range(1 << 31), ("zero_grad", "dp")),
+        "stages": Use(None, range(1, 1025), ("zero_grad", "dp")),
+        "error": Use("feedback", ("feedback", "off"), ("zero_grad", "dp")),
+    },
+}
 
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """A role's lossy codec. ``mode``: None is the section's. ``when``: the directions that the codec is for, a key of :data:`COVERED`."""
+    """A role's lossy codec, and the messages that it is for.
+
+    ``mode``: None is the section's. ``when``: the directions that the codec is for, a key of :data:`COVERED`. ``send``: of the sends
+    backward of a pipeline stage, those after its last forward ("epilogue") or "all". ``error``: of one message, "feedback" adds it to the
+    next message of the same parameter, "lazy" to the next one of the same link within an optimizer step, "lazy_run" also beyond; "off"
+    leaves it. ``start_step``: optimizer steps that stay exact. ``stages``: the codec is for so many first pipeline stages; None: for all.
+    """
 
     codec: LossyCodec
     mode: str | None = None
     when: str = "both"
+    send: str = "all"
+    error: str = "off"
+    start_step: int = 0
+    stages: int | None = None
 
     def covers(self, direction: str) -> bool:
         """Return whether the codec is for traffic of ``direction``: "forward", "backward", or "" for both at once."""
@@ -56,19 +93,32 @@ class RoleSettings:
 
     def describe(self, role: str) -> str:
         """Return the settings as the start-up line has them, such as "tp taco_fp8 group 128 hadamard forward and backward"."""
-        directions = {"both": "forward and backward"}.get(self.when, f"{self.when} only")
-        return f"{role} {self.codec}" + (f" {directions}" if role in DIRECTED_ROLES else "")
+        uses = USES.get(self.codec.name, {})
+        said = f"{role} {self.codec}"
+        if "send" in uses:
+            said += f" {self.when} {self.send}"
+        elif role in DIRECTED_ROLES:
+            said += " forward and backward" if self.when == "both" else f" {self.when} only"
+        if "start_step" in uses:
+            said += f" from step {self.start_step}"
+        if self.stages is not None:
+            said += f", stages 0-{self.stages - 1}" if self.stages > 1 else ", stage 0"
+        if "error" in uses and self.error != uses["error"].default:
+            said += f", error {self.error}"
+        return said
 
 
 def codec_keys(codec: str) -> tuple[str, ...]:
-    """Return the keys that a codec has beside ``codec``, ``mode`` and ``when``."""
+    """Return the keys that a codec has beside ``codec``, ``mode``, ``when`` and those of :data:`USES`."""
     return tuple(one.name for one in fields(LOSSY_CODECS[codec]))
 
 
 def settings(value: Mapping[str, Any]) -> RoleSettings:
     """Return the settings of an object that has no :func:`problems`."""
-    codec = LOSSY_CODECS[value["codec"]](**{key: value[key] for key in codec_keys(value["codec"]) if key in value})
-    return RoleSettings(codec, value.get("mode"), value.get("when", "both"))
+    name = value["codec"]
+    codec = LOSSY_CODECS[name](**{key: value[key] for key in codec_keys(name) if key in value})
+    uses = {key: value.get(key, use.default) for key, use in USES.get(name, {}).items()}
+    return RoleSettings(codec, value.get("mode"), value.get("when", "both"), **uses)
 
 
 def problems(place: str, roles: Mapping[Any, Any], lossy: bool, mode: str) -> Iterator[str]:
@@ -92,15 +142,15 @@ def _problems(place: str, role: str, value: dict[str, Any], lossy: bool, mode: s
     if "codec" not in value:
         yield f'"{place}" names no "codec"; add one of {_list(wanted)}, or write a mode: {_modes()}'
         return
-    if codec in LATER_CODECS:
-        yield f'"{place}.codec": "{codec}" is not there in this release; role "{role}" takes {_list(wanted)}'
-        return
     if codec not in (known := tuple(LOSSY_CODECS)):
         yield f'"{place}.codec" must be {_list(wanted)}, got {json.dumps(codec)}{_hint(codec, known)}'
         return
     if role not in CODEC_ROLES[codec]:
         yield f'"{place}.codec": "{codec}" is for {_list(CODEC_ROLES[codec])}; role "{role}" takes {_list(wanted)}'
         return
+    only = _CODEC_WHEN.get(codec)
+    if only is not None and value.get("when", "both") in [one for one in COVERED if one != only]:
+        yield f'"{place}.codec": "{codec}" is for "{role}" with "when": "{only}"; add "when": "{only}" to the object'
     if not lossy:
         allow = 'add "lossy": true to the section to allow it'
         yield f'"{place}.codec": "{codec}" changes what is communicated; {allow}'
@@ -113,7 +163,7 @@ def _problems(place: str, role: str, value: dict[str, Any], lossy: bool, mode: s
 
 def _of_key(place: str, role: str, codec: str, key: str, got: Any) -> Iterator[str]:
     """Yield a line if one key beside ``codec`` is wrong."""
-    own = codec_keys(codec)
+    own, uses = codec_keys(codec), USES.get(codec, {})
     if key == "mode":
         if got == "never":
             yield f'"{place}" must be {_list(MODES)} beside a codec, got "never"; write "{role}": "never" for plain, exact traffic'
@@ -124,25 +174,25 @@ def _of_key(place: str, role: str, codec: str, key: str, got: Any) -> Iterator[s
     elif key == "when":
         if not isinstance(got, str) or got not in COVERED:
             yield f'"{place}" must be {_list(tuple(COVERED))}, got {json.dumps(got)}'
-    elif key in LATER_KEYS:
-        yield f'"{place}" is not there in this release: errors are not fed back; leave the key out'
-    elif key not in own:
-        known = (*own, "mode", *(("when",) if role in DIRECTED_ROLES else ()))
+    elif key in uses and role not in uses[key].roles:
+        yield f'"{place}" is for {_list(uses[key].roles)} with "codec": "{codec}"; leave the key out of role "{role}"'
+    elif key not in own and key not in uses:
+        here = (name for name, use in uses.items() if role in use.roles)
+        known = (*own, *here, "mode", *(("when",) if role in DIRECTED_ROLES else ()))
         beside = f'keys beside "codec": "{codec}": {", ".join(known)}'
         yield f'"{place}" is not a known key{_hint(key, known)}; {beside}'
     else:
-        values = LOSSY_CODECS[codec].wanted[key]
-        if not any(type(got) is type(one) and got == one for one in values):
+        values = uses[key].values if key in uses else LOSSY_CODECS[codec].wanted[key]
+        if not takes(values, got):
             yield f'"{place}" must be {said(values)}, got {json.dumps(got)}'
 
 
-def said(values: tuple[Any, ...]) -> str:
+def said(values: Sequence[Any]) -> str:
     """Return the values of a codec's key as text."""
-    span = f"an integer from {values[0]} to {values[-1]}"
-    return span if values == tuple(range(values[0], values[-1] + 1)) and len(values) > 2 else _list(values)
+    return f"an integer from {values[0]} to {values[-1]}" if isinstance(values, range) else _list(values)
 
 
-def _list(values: tuple[Any, ...] | list[str]) -> str:
+def _list(values: Sequence[Any]) -> str:
     return " | ".join(json.dumps(value) for value in values)
 
 

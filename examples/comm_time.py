@@ -28,6 +28,7 @@ class CommTime:
 
     def __init__(self) -> None:
         self._ms: Counter[str] = Counter()  # by role
+        self._calls: list[float] = []  # ms of each call and of each wait, in their order
         self._running = False
         self._role_of: Callable[[str, Any], str] = lambda name, group: OTHER
 
@@ -39,6 +40,11 @@ class CommTime:
     def times(self, before: Mapping[str, float] | None = None) -> dict[str, float]:
         """Milliseconds so far by role, without those of an earlier answer."""
         return {role: ms - (before or {}).get(role, 0.0) for role, ms in sorted(self._ms.items())}
+
+    def calls(self) -> list[float]:
+        """Milliseconds of each call, and of each ``wait()``, since the last time that this was asked."""
+        calls, self._calls = self._calls, []
+        return calls
 
     def watch(self, backend: Any) -> None:
         """Count every collective that is called on ``backend``, ``deepspeed.comm.comm.cdb``, from now on."""
@@ -72,10 +78,67 @@ class CommTime:
                 result = call(*args, **kwargs)
             finally:
                 self._running = False
-                self._ms[mine or OTHER] += 1000 * (time.perf_counter() - started)
+                self._calls.append(1000 * (time.perf_counter() - started))
+                self._ms[mine or OTHER] += self._calls[-1]
             return TimedHandle(result, self, mine) if hasattr(result, "wait") else result
 
         return counted
+
+
+def exchanging(ranks: list[list[list[float]]]) -> list[list[float]] | None:
+    """Milliseconds of each call of each step without the waiting for ranks that come later: the shortest time of all ranks, which is
+    that of the rank that came last. None where ranks made different calls.
+
+    Args:
+        ranks: of each rank, of each step, the times of its calls.
+    """
+    steps = list(zip(*ranks, strict=True))
+    if any(len(set(map(len, calls))) > 1 for calls in steps):
+        return None
+    return [[min(times) for times in zip(*calls, strict=True)] for calls in steps]
+
+
+class StageTime:
+    """A stopwatch for a stage of DeepSpeed's PipelineEngine: :attr:`ms` since :meth:`clear`, in milliseconds. Nothing with other engines.
+
+    ``epilogue``: from the end of the stage's last forward pass of a step to its optimizer step. ``reductions``: in sums of gradients, of
+    tied weights and over the ranks that share the stage.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.ms: dict[str, float] = {}
+        self._forward_ended = 0.0
+        steps = getattr(engine, "_INSTRUCTION_MAP", None)
+        if steps is None:
+            return
+        from deepspeed.runtime.pipe import schedule
+
+        wrappers = {
+            schedule.ForwardPass: self._forward,
+            schedule.OptimizerStep: self._step,
+            schedule.ReduceTiedGrads: self._reduction,
+            schedule.ReduceGrads: self._reduction,
+        }
+        own = {kind: functools.partial(wrap, steps[kind]) for kind, wrap in wrappers.items()}
+        engine._INSTRUCTION_MAP = {**steps, **own}  # of this engine, before that of its class
+
+    def clear(self) -> dict[str, float]:
+        """The times so far; begin again."""
+        ms, self.ms = self.ms, {}
+        return ms
+
+    def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        call(*args, **kwargs)
+        self._forward_ended = time.perf_counter()
+
+    def _step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.ms["epilogue"] = 1000 * (time.perf_counter() - self._forward_ended)
+        call(*args, **kwargs)
+
+    def _reduction(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        started = time.perf_counter()
+        call(*args, **kwargs)
+        self.ms["reductions"] = self.ms.get("reductions", 0.0) + 1000 * (time.perf_counter() - started)
 
 
 class TimedHandle:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,10 +56,23 @@ def build_gpt(args: argparse.Namespace, world: int, size: Size | None = None) ->
     return model, groups
 
 
+Batches = Iterator[torch.Tensor]
+
+
+def step_by_calls(engine: nn.Module, batches: Batches) -> torch.Tensor:
+    """All micro-batches of a step; returns the loss of the last one."""
+    for _ in range(engine.gradient_accumulation_steps()):
+        loss = engine(next(batches).to(engine.device))
+        engine.backward(loss)
+        engine.step()
+    return loss
+
+
 @dataclass(frozen=True)
 class Example:
     """A training of this folder: its script, default config, sizes, builder of the model, further hashes of parameters, and the number of
-    neighbouring ranks that share one model, which see the same text."""
+    ranks that share one model, which see the same text: neighbours, or ranks as far apart as there are models. All ranks hold the same
+    values of those parameters that they share."""
 
     script: str = __file__
     config: str = "ds_config_zero3.json"
@@ -72,6 +85,9 @@ class Example:
     build: Callable[[argparse.Namespace, int], tuple[nn.Module, list]] = build_gpt
     hashes: Callable[[nn.Module, bool], dict[str, str]] = lambda model, zero3: {}
     split: Callable[[argparse.Namespace, int], int] = lambda args, world: 1
+    neighbours: bool = True
+    shared: Callable[[str], bool] = lambda name: True  # by its name, where its shape is that of the whole model
+    step: Callable[[Any, Batches], torch.Tensor] = step_by_calls
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------
@@ -125,7 +141,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     """Train on this rank, with a progress bar on rank 0; every rank returns the results of all."""
     import deepspeed
     import torch.distributed as dist
-    from comm_time import CommTime
+    from comm_time import CommTime, StageTime, exchanging
 
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(args.threads)  # sums depend on how they are split over threads
@@ -142,35 +158,45 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     torch.manual_seed(args.seed)
     model, groups = example.build(args, world)
     counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    whole = {name: parameter.shape for name, parameter in model.named_parameters()}
     config = example.configure(deepspeed_config(args), args, world)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     clock.learn(engine)
+    stage, stage_ms = StageTime(engine if args.comm_time else None), []
 
     tokens = tokenise(read_text(args.data, size.characters), size.vocabulary)
     batch, models = engine.train_micro_batch_size_per_gpu(), world // split
-    source = batches(tokens, batch, size.context, args.seed, rank // split, models)
-    losses, step_ms, comm_ms, role_ms = [], [], [], []
+    places = [rank % split if example.neighbours else rank // models for rank in range(world)]  # in their models
+    source = batches(
+        tokens, batch, size.context, args.seed, rank // split if example.neighbours else rank % models, models
+    )
+    losses, step_ms, comm_ms, role_ms, calls = [], [], [], [], []
     with tqdm(range(args.steps), disable=rank != 0, unit="step", desc=args.name or args.ds_config.stem) as bar:
         for _ in bar:
-            started, waited = time.perf_counter(), clock.times()
-            for _ in range(engine.gradient_accumulation_steps()):
-                loss = engine(next(source).to(engine.device))
-                engine.backward(loss)
-                engine.step()
-            losses.append(loss.item())
+            started, waited, _ = time.perf_counter(), clock.times(), clock.calls()
+            losses.append(example.step(engine, source).item())
             step_ms.append(1000 * (time.perf_counter() - started))
             role_ms.append(clock.times(waited))
             comm_ms.append(sum(role_ms[-1].values()))
+            calls.append(clock.calls())
+            stage_ms.append(stage.clear())
             sent = bytes_sent() if rank == 0 else None
             saved = f"{(sent['logical_bytes'] - sent['wire_bytes']) / 1e6:.1f}MB" if sent else "n/a"
             bar.set_postfix(loss=f"{losses[-1]:.4f}", saved=saved)
 
     zero3 = engine.zero_optimization_stage() == 3
     hashes = {"params_sha256": parameters_hash(model.named_parameters(), zero3), **example.hashes(model, zero3)}
+    named = [(name, one) for name, one in model.named_parameters() if split > 1 and example.shared(name)]
+    unsplit = [(name, one) for name, one in named if one.shape == whole.get(name)]
     everyone: list = [None] * world
-    dist.all_gather_object(everyone, (losses, hashes, bytes_sent()))  # through torch: not part of the counted traffic
-    curves, digests, sent = zip(*everyone)
-    replicas = all(one == digests[rank % split] for rank, one in enumerate(digests))
+    # through torch: not part of the counted traffic
+    dist.all_gather_object(
+        everyone, (losses, hashes, bytes_sent(), parameters_hash(unsplit, zero3), calls, bool(unsplit))
+    )
+    curves, digests, sent, alike, timed, sharing = zip(*everyone)
+    # ranks at one place of their models hold the same parameters, and all ranks that hold shared ones hold the same
+    replicas = len({one for one, shares in zip(alike, sharing) if shares}) <= 1
+    replicas &= all(one == digests[places.index(place)] for place, one in zip(places, digests))
     return {
         "ranks": world,
         "parameters": sum(count for count, _ in counts),
@@ -181,6 +207,9 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
         "replicas_equal": bool(args.experts) or replicas,  # experts do differ by rank
         "step_ms": step_ms,
         "comm_ms": comm_ms if args.comm_time else None,
+        # a send of one stage is a receive of another, so that calls of stages have no pairs
+        "exchange_ms": exchanging(timed) if args.comm_time and not any(stage_ms) else None,
+        "stage_ms": stage_ms if any(stage_ms) else None,
         "role_ms": role_ms if args.comm_time else None,
         "sent": {key: sum(one[key] for one in sent) / world for key in sent[0]} if sent[0] else None,
     }

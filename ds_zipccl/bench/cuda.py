@@ -9,13 +9,14 @@ Columns (also the keys of the rows in ``--json``):
 * ``encode_moved``, ``decode_moved``: bytes that must be read and written per second / bytes that the copy reads and writes per second.
 * ``sum_moved``: the same for the sum of eight frames into one tensor: eight frames read, one tensor written.
 * ``pair_us``: one encode and one decode, from the call to their end on the device, launched from Python.
-* ``wrong``: decoded elements whose bits differ.
+* ``wrong``: decoded bytes that differ from the tensor's; with a lossy codec, from those of ``project``.
 
 Data are normal. Buffers rotate through more than 256 MiB, which no L2 cache holds. Calls are recorded as CUDA graphs, so that times are
-the device's; figures are medians of ``--repeats`` replays. Peers are called through their Python interface, one buffer after another.
-``--floors`` adds rows with misaligned words and with blocks of 128, and compares with the figures that a GPU must reach. ``--json`` also
-has ``python_us``, the host's time for a call with 1 and with 20 tensors and for a gather of 20 parameters over 64 ranks, and ``left_out``,
-the reason for each row that is not there. It is written after every row.
+the device's; figures are medians of ``--repeats`` replays. Lossy codecs and peers are called through their Python interface, one buffer
+after another, and wait for the device. ``--floors`` adds rows of the lossless codecs with misaligned words and with blocks of 128, and
+compares with the figures that a GPU must reach. ``--json`` also has ``python_us``, the host's time for a call with 1 and with 20 tensors
+and for a gather of 20 parameters over 64 ranks, and ``left_out``, the reason for each row that is not there. It is written after every
+row.
 """
 
 from __future__ import annotations
@@ -28,28 +29,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_zipccl.bench import ToolError, floors, tables
+from ds_zipccl.bench import ToolError, cuda_coders, floors, tables
 from ds_zipccl.bench.tables import Column
 
 if TYPE_CHECKING:
     import torch
+
+    from ds_zipccl.lossy import LossyCodec
 
 #: Where the tensors are; the tests put the emulated kernels there.
 DEVICE = "cuda"
 MIB_BYTES, ROTATE_BYTES = 1 << 20, 256 << 20
 SUMMANDS = 8
 COLUMNS = (
-    Column("route", width=6), Column("codec", width=8), Column("dtype", width=8), Column("mib", "d"), Column("block", "d"),
+    Column("route", width=6), Column("codec", width=16), Column("dtype", width=8), Column("mib", "d"), Column("block", "d"),
     Column("offset", "d"), Column("ratio", ".3f"), Column("encode_gbps", ".0f"), Column("decode_gbps", ".0f"),
     Column("copy_gbps", ".0f"), Column("encode_moved", ".3f"), Column("decode_moved", ".3f"), Column("sum_moved", ".3f"),
     Column("pair_us", ".1f"), Column("wrong", "d"),
 )  # fmt: skip
-#: Algorithms of nvCOMP, with their options for 16-bit floats.
-PEERS: dict[str, dict[str, str]] = {
-    "nvcomp-ans": {"algorithm": "ANS", "data_type": "<f2"},
-    "nvcomp-bitcomp": {"algorithm": "Bitcomp", "data_type": "<u2"},
-}
-
 
 #: Tensors of one call, for the time of Python; small, so that the device is never late.
 PYTHON_TENSORS, PYTHON_NUMEL, PYTHON_CALLS = (1, 20), 4096, 40
@@ -83,6 +80,7 @@ class Coder(Protocol):
     def decode(self, buffer: int) -> None: ...
     def coded_bytes(self) -> int: ...
     def result(self, buffer: int) -> torch.Tensor: ...
+    def wanted(self, buffer: int) -> torch.Tensor: ...
 
 
 class FrameCoder:
@@ -134,36 +132,8 @@ class FrameCoder:
         raise_failure(self._status)
         return self._outs[buffer]
 
-
-class NvcompCoder:
-    """nvCOMP through its Python interface, which allocates the results."""
-
-    eager = True
-
-    def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        import torch
-        from nvidia import nvcomp
-
-        stream = torch.cuda.current_stream().cuda_stream
-        self._codec = nvcomp.Codec(**PEERS[name], cuda_stream=stream)
-        self._inputs = [nvcomp.as_array(tensor.view(torch.int16)) for tensor in tensors]
-        self._dtype = tensors[0].dtype
-        self._coded: list[Any] = [None] * len(tensors)
-        self._decoded: list[Any] = [None] * len(tensors)
-
-    def encode(self, buffer: int) -> None:
-        self._coded[buffer] = self._codec.encode(self._inputs[buffer])
-
-    def decode(self, buffer: int) -> None:
-        self._decoded[buffer] = self._codec.decode(self._coded[buffer])
-
-    def coded_bytes(self) -> int:
-        return int(self._coded[0].buffer_size)
-
-    def result(self, buffer: int) -> torch.Tensor:
-        import torch
-
-        return torch.as_tensor(self._decoded[buffer], device=DEVICE).view(torch.uint8).view(self._dtype)
+    def wanted(self, buffer: int) -> torch.Tensor:
+        return self._tensors[buffer]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -225,18 +195,24 @@ def _cases(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[Case]
     if not usable:
         raise ToolError(f"no CUDA route works here; `python -m ds_zipccl report` says why: {left_out}")
     codecs = [codec for codec in args.codec if codec != "raw"]
+    pairs = [(route, codec) for route in usable for codec in codecs]
+    for route, codec in pairs.copy():
+        if not isinstance(codec, str) and (reason := cuda_coders.why_not(codec, route, DEVICE)):
+            left_out[f"{route} {codec}"] = reason
+            pairs.remove((route, codec))
 
-    def ours(route: str, codec: str, dtype: str, mib: int, block: int, offset: int = 0) -> Case:
-        return Case(route, codec, dtype, mib, block, partial(FrameCoder, route=route, codec=codec, block=block), offset)
+    def ours(route: str, codec: str | LossyCodec, dtype: str, mib: int, block: int, offset: int = 0) -> Case:
+        coder: Any = FrameCoder if isinstance(codec, str) else cuda_coders.LossyCoder
+        return Case(route, str(codec), dtype, mib, block, partial(coder, route=route, codec=codec, block=block), offset)
 
-    names = list(PEERS) if args.peers is not None and _nvcomp(left_out) else []
+    names = list(cuda_coders.PEERS) if args.peers is not None and _nvcomp(left_out) else []
     for dtype in args.dtype:
         for mib in args.mib:
-            yield from (ours(route, codec, dtype, mib, args.block) for route in usable for codec in codecs)
+            yield from (ours(route, codec, dtype, mib, args.block) for route, codec in pairs)
             for name in names:
-                yield Case("peer", name, dtype, mib, args.block, partial(NvcompCoder, name=name))
+                yield Case("peer", name, dtype, mib, args.block, partial(cuda_coders.NvcompCoder, name=name))
         if args.floors:
-            for codec in codecs:
+            for codec in [codec for codec in codecs if isinstance(codec, str)]:
                 yield ours(usable[0], codec, dtype, floors.BIG, floors.BLOCK, floors.MISALIGNED)
                 yield ours(usable[0], codec, dtype, floors.BIG, 128)
 
@@ -283,7 +259,7 @@ def measure(case: Case, repeats: int) -> dict[str, float | int | None]:
     wrong = 0
     decode = _seconds(lambda: each(coder.decode), repeats, coder.eager) / count
     for i in every:
-        wrong += int((coder.result(i).view(torch.uint8) != tensors[i].view(torch.uint8)).sum())
+        wrong += int((coder.result(i).view(torch.uint8) != coder.wanted(i).view(torch.uint8)).sum())
     copy = _seconds(lambda: [copies[i % 2].copy_(tensors[i]) for i in every], repeats, False) / count
     coded, moved = coder.coded_bytes(), 2 * size / copy
     summed = None

@@ -15,6 +15,8 @@ from ds_zipccl.lossy import LOSSY_CODECS, LossyCodec
 if TYPE_CHECKING:
     import torch
 
+#: name -> class of the codecs whose frames hold tensors of any shape.
+CODECS = {name: kind for name, kind in LOSSY_CODECS.items() if not kind.matrices}
 #: Part of a tensor's root mean square below which its values are small.
 SMALL = 0.1
 
@@ -26,9 +28,9 @@ def codec(text: str) -> LossyCodec:
         ValueError: no codec of that name, or an impossible setting.
     """
     name, *settings = text.split(":")
-    if name not in LOSSY_CODECS:
-        raise ValueError(f"no codec {name!r}; the lossy ones are {', '.join(LOSSY_CODECS)}")
-    kind = LOSSY_CODECS[name]
+    if name not in CODECS:
+        raise ValueError(f"no codec {name!r}; the lossy ones are {', '.join(CODECS)}")
+    kind = CODECS[name]
     names = [one.name for one in fields(kind)]
     given: dict[str, Any] = {}
     for at, setting in enumerate(settings):
@@ -45,7 +47,7 @@ def about() -> str:
     """A line for each lossy codec with its settings, for the help."""
     return "\n".join(
         f"  {name}: {', '.join(f'{key} {kind.wanted[key][0]} to {kind.wanted[key][-1]}' for key in kind.wanted)}"
-        for name, kind in LOSSY_CODECS.items()
+        for name, kind in CODECS.items()
     )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.bench import ToolError
-from ds_zipccl.bench.variants import VARIANTS
+from ds_zipccl.bench import ToolError, variants
 
 try:
     import matplotlib
@@ -64,7 +63,7 @@ def _draw(axes: Axes, links: Mapping[str, Rows]) -> None:
     """One panel: under the name of each link its variants from top to bottom."""
     names, bars = [], []
     for link, group in links.items():
-        names += [link, *(VARIANTS[row["variant"]].label for row in group)]
+        names += [link, *(variants.find(row["variant"]).label for row in group)]
         bars += [None, *group]
     places = [(place, row) for place, row in enumerate(bars) if row]
     longest = max(row["step_ms"] for _, row in places)

@@ -29,7 +29,7 @@ EXAMPLES = (PACKAGE / "examples", PACKAGE.parent / "examples")
 @dataclass(frozen=True)
 class Workload:
     """A training: DeepSpeed config next to the script, further options of the script, script, packages that it needs, its ZeRO stage, and
-    whether it has experts."""
+    whether it has experts, or stages of a pipeline."""
 
     config: str
     options: tuple[str, ...] = ()
@@ -37,6 +37,7 @@ class Workload:
     packages: tuple[str, ...] = ()
     stage: int = 3
     experts: bool = False
+    stages: bool = False
 
     def check(self, name: str) -> None:
         """Raise ToolError where a package is missing."""
@@ -63,6 +64,7 @@ WORKLOADS: dict[str, Workload] = {
     "finetune": Workload("ds_config_finetune.json"),
     "lora": Workload("ds_config_lora.json", script="train_lora.py", packages=("transformers", "peft")),
     "tp": Workload("ds_config_tp.json", script="train_tp.py", packages=("transformers",), stage=1),
+    "pipeline": Workload("ds_config_pipeline.json", script="train_pipeline.py", stage=0, stages=True),
 }
 
 #: The file that the script's --results writes; "steps" has the step log of rank 0, None without ds_zipccl.

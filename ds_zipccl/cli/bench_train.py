@@ -1,7 +1,7 @@
 """``bench train``: whole training runs from one seed, plain and compressed, whose bits must be equal.
 
-Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py``, ``train_lora.py`` or ``train_tp.py``. The variants take
-turns, plain first. Columns:
+Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py``, ``train_lora.py``, ``train_tp.py`` or
+``train_pipeline.py``. The variants take turns, plain first. Columns:
 
 * ``workload``: the training: ``zero1``, ``zero2``, ``zero3`` (ZeRO stages). ``moe``, ``moe-top2``: ZeRO-2 and DeepSpeed-MoE, 8 experts with
   biases, one or two of them for a token. ``mixtral`` (8 experts, 2 for a token), ``qwen`` (32 and 4), ``qwen64`` (64 and 8): ZeRO-2 and
@@ -11,7 +11,8 @@ turns, plain first. Columns:
   and again for the backward pass, as in a model that is too large to be kept. ``lora``: ZeRO-3, LoRA adapters of a Llama of Hugging Face,
   with the values that its Trainer takes for "auto" (threshold of persistence 10 x hidden size); needs ``pip install transformers peft``.
   ``tp``: ZeRO-1 and DeepSpeed's AutoTP: all ranks, or as many as ``--options '--tensor N'`` says, share the layers of a Llama of Hugging
-  Face, and sum activations of 4 MiB; needs ``pip install transformers``.
+  Face, and sum activations of 4 MiB; needs ``pip install transformers``. ``pipeline``: DeepSpeed's PipelineModule in two stages, or as many
+  as ``--options '--stages N'`` says, whose first and last one share an embedding.
 * ``ranks``, ``nodes``, ``link``: number of processes; number of nodes that share out the processes in blocks; network between the
   nodes. On ``loopback`` there is one node. With ``--link`` there is one node per rank, or as many as ``--nodes`` says.
 * ``variant``: ``plain``: ds_zipccl is off (``DS_ZIPCCL=0``). ``raw``: our schedules, uncompressed. ``coded``: our schedules,
@@ -23,7 +24,13 @@ turns, plain first. Columns:
 * ``step_ms``: median of rank 0's steps, without the first ``--skip``.
 * ``comm_ms``: median over the same steps of the time in which rank 0 stood still for communication: in calls of collectives and in
   ``wait()`` of their handles. The delays of other ranks are in it. Communication that overlaps with computing is not.
-* ``ep_ms``: the same for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
+* ``exchange_ms``: the same without the waiting for ranks that come later: of each call the shortest time of all ranks, that of the rank
+  that came last. "-" where the calls of ranks differ. ``quiet_ms``: of each of a step's calls the shortest such time of all steps,
+  together: what calls take where no other program disturbs. ``of_plain``, ``of_coded``: the ratio of ``quiet_ms`` to that of these
+  variants.
+* ``ep_ms``: the same as ``comm_ms`` for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
+* ``epilogue_ms``, ``reductions_ms``, of ``pipeline``: median times of the first stage from the end of its last forward pass to its
+  optimizer step, and in sums of gradients: of the shared embedding, and over ranks of the same stage.
 * ``logical_bytes``: bytes that bandwidth-optimal uncompressed schedules of DeepSpeed's operations send, per rank (mean) and run. All
   traffic counts, from initialization to the gather of the final parameters, also calls that passed through.
 * ``wire_bytes``: the same with coded calls at the bytes that they sent, headers included. With ZeRO-1 and ZeRO-2 even raw frames
@@ -40,8 +47,11 @@ turns, plain first. Columns:
 A line below the rows of a configuration has the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong. With
 experts a line for each variant has the part of their exchanges in the logical bytes of rank 0 from the second step on, and their ratios.
 
-A role gets a lossy codec by ``--set lossy=true roles='{"tp": {"codec": "round", "mantissa": 3}}'``. The bits of ``raw``, ``coded`` and
-``auto`` are then compared with each other, not with those of the plain run, and a line says how far the losses are from the plain ones.
+A variant may also be written as settings of its own, with commas between them: ``coded`` with a lossy codec for a role, named as for
+``bench codec`` (``tp=round:3``, ``ep=round:3,zero_grad=round:1``) with further keys of the role behind (``pp=lowrank:16:when=backward``),
+or with other keys of the section (``fused_embedding=true``). Its runs are compared with each other, and a line says how far the losses
+are from the plain ones. ``--set lossy=true roles='{"tp": {"codec": "round", "mantissa": 3}}'`` gives all our runs a lossy codec. The bits
+of ``raw``, ``coded`` and ``auto`` are then compared with each other, not with those of the plain run.
 
 ``--backend nccl`` trains on GPUs with NCCL groups, coded from 64 KiB a message on. A rank has the GPU of its number; where there are more
 ranks than GPUs, ranks share them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing
@@ -71,9 +81,11 @@ from ds_zipccl.bench.backends import BACKENDS, Backend
 from ds_zipccl.bench.tables import Column, Table, complain, say, write_json
 from ds_zipccl.bench.train_results import ZEROPP, rows, verdict
 from ds_zipccl.bench.train_trial import WORKLOADS, Results, Training, find_script, run
-from ds_zipccl.bench.variants import VARIANTS
+from ds_zipccl.bench.variants import VARIANTS, changes, find
 from ds_zipccl.config import ConfigError, parse_section
 
+#: Columns of the first stage of a pipeline.
+STAGE_TIMES = ("epilogue_ms", "reductions_ms")
 #: Smallest message in bytes that is coded on NCCL groups: the default of gloo's groups, as models of benchmarks are small.
 NCCL_MIN_BYTES = 65536
 
@@ -90,8 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--workload", nargs="+", choices=WORKLOADS, default=["zero3"], help="trainings to run (default: zero3)")
     option("--mode", nargs="*", action=_Renamed, const="--workload", help=argparse.SUPPRESS)
-    which = f"{', '.join((*VARIANTS, ZEROPP))}; plain always runs (default: plain coded)"
-    option("--variants", nargs="+", choices=(*VARIANTS, ZEROPP), default=["plain", "coded"], metavar="V", help=which)
+    which = (
+        f"{', '.join((*VARIANTS, ZEROPP))}, or settings such as tp=round:3; plain always runs (default: plain coded)"
+    )
+    option("--variants", nargs="+", type=_variant, default=["plain", "coded"], metavar="V", help=which)
     option("--backend", choices=BACKENDS, default="gloo", help="gloo: on CPUs; nccl: on GPUs (default: gloo)")
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="number of processes (default: 2)")
     link.add_arguments(parser)
@@ -125,7 +139,10 @@ def main(args: argparse.Namespace) -> int:
     backend.check(args.link)
     # Before hours of measuring.
     sections = [_section(variant, args.set, backend) for variant in args.variants]
-    lossy = next((said for section in sections if (said := _lossy(section))), "")
+    own = {variant for variant in args.variants if variant != ZEROPP and find(variant).changes}
+    lossy = next(
+        (said for name, section in zip(args.variants, sections) if name not in own and (said := _lossy(section))), ""
+    )
     for workload in args.workload:
         WORKLOADS[workload].check(workload)
         if ZEROPP in args.variants and WORKLOADS[workload].stage != 3:
@@ -143,7 +160,7 @@ def main(args: argparse.Namespace) -> int:
         )
         found, judged = _measure(training, args, bool(lossy))
         for row in found:
-            table.add(row | {"params_sha256": row["params_sha256"][:16]})
+            table.add(dict.fromkeys(STAGE_TIMES) | row | {"params_sha256": row["params_sha256"][:16]})
         ratios = ", ".join(f"{variant} {ratio:.3f}" for variant, ratio in judged["ratio_coded"].items())
         same = training.same_sums and not lossy
         bits = "NOT proven equal" if judged["problems"] else "equal" if same else "equal among our runs"
@@ -151,7 +168,8 @@ def main(args: argparse.Namespace) -> int:
         say(f"# {where}: {f'ratio over coded bytes {ratios}; ' if ratios else ''}bits: {bits}")
         for line in _experts_lines(judged):
             say(f"# {where}: {line}")
-        for name, far in ((ZEROPP, judged.get("deviation")), (lossy, judged.get("lossy"))):
+        changed = {ZEROPP: judged.get("deviation"), lossy: judged.get("lossy"), **judged.get("changed", {})}
+        for name, far in changed.items():
             if far:
                 largest, last = (_loss(far[key]) for key in ("largest", "last"))
                 say(f"# {where}: {name} is lossy: its losses are off by up to {largest}, the last one by {last}")
@@ -170,7 +188,9 @@ def main(args: argparse.Namespace) -> int:
 def _measure(training: Training, args: argparse.Namespace, lossy: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and verdict of one configuration; a failed run is a problem in the verdict and gives no rows."""
     runs: dict[str, list[Results]] = {
-        variant: [] for variant in (*VARIANTS, ZEROPP) if variant in ("plain", *args.variants)
+        variant: []
+        for variant in dict.fromkeys((*VARIANTS, ZEROPP, *args.variants))
+        if variant in ("plain", *args.variants)
     }
     turns = list(runs) * args.repeat
     try:
@@ -199,7 +219,7 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
     """
     if variant == ZEROPP:
         return {"enabled": True, "mode": "never"}  # plain DeepSpeed, whose bytes are counted
-    own = VARIANTS[variant].settings
+    own = find(variant).settings
     if own is None:
         return None
     section = {"enabled": True, "reduction": "match" if same_sums else "fp32", **own}
@@ -224,9 +244,18 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
 
 
 def _lossy(section: dict[str, Any] | None) -> str:
-    """The roles of a section that have a lossy codec, and their codecs; "" where there are none."""
-    roles = {} if section is None else parse_section(section).lossy_roles
-    return ", ".join(one.describe(role) for role, one in roles.items())
+    """What the settings of a section change; "" where results have the bits of the plain run."""
+    return "" if section is None else changes(parse_section(section))
+
+
+def _variant(text: str) -> str:
+    """The type of ``--variants``."""
+    if text != ZEROPP:
+        try:
+            find(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _experts_lines(judged: dict[str, Any]) -> list[str]:
@@ -245,16 +274,22 @@ def _loss(difference: float | None) -> str:
 
 def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
     more = (Column("host_waits", ".1f"),) if backend.streams else ()
+    stages = any(WORKLOADS[name].stages for name in args.workload)
     experts = (Column("ep_ms", ".1f", 8),) if any(WORKLOADS[name].experts for name in args.workload) else ()
     return (
         Column("workload"),
         Column("ranks", "d"),
         Column("nodes", "d"),
         Column("link", width=max(len(link.name(spec)) for spec in args.link)),
-        Column("variant"),
+        Column("variant", width=max(map(len, args.variants))),
         Column("step_ms", ".1f", 8),
         Column("comm_ms", ".1f", 8),
+        Column("exchange_ms", ".1f"),
+        Column("quiet_ms", ".1f", 8),
+        Column("of_plain", ".3f"),
+        Column("of_coded", ".3f"),
         *experts,
+        *(Column(key, ".1f") for key in STAGE_TIMES if stages),
         Column("logical_bytes", ",d", 15),
         Column("wire_bytes", ",d", 15),
         *more,

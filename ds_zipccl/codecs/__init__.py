@@ -1,5 +1,6 @@
 """Tensors to frames and back: calls in :mod:`.api`, the table of codecs in :mod:`.registry`, a module for each codec."""
 
+from ds_zipccl.codecs import lowrank
 from ds_zipccl.codecs.api import (
     DEVICES,
     SUMMED_DTYPES,
@@ -35,6 +36,7 @@ __all__ = [
     "decompress",
     "decompress_add",
     "known_frame",
+    "lowrank",
     "project",
     "region_hash",
 ]

@@ -18,6 +18,7 @@ import torch
 from ds_zipccl.codecs.bits import BITS
 from ds_zipccl.codecs.delta import DELTA
 from ds_zipccl.codecs.exponent import CASCADE, WIDE
+from ds_zipccl.codecs.factors import LOWRANK
 from ds_zipccl.codecs.known import KNOWN
 from ds_zipccl.codecs.raw import RAW
 from ds_zipccl.codecs.rounded import ROUNDED, rounded_spec
@@ -48,8 +49,8 @@ LOSSY_SPECS: dict[type[LossyCodec], Callable[[Any], LossySpec]] = {
     Int: scaled_spec,
     Zfp: zfp_spec,
 }
-#: Formats that only lossy codecs, :mod:`.row_segment`, :mod:`.known` and :mod:`.bits` write.
-_OTHERS: tuple[PayloadSpec, ...] = (ROUNDED, SCALED, ZFP1, ROWS, KNOWN, BITS)
+#: Formats that only lossy codecs, :mod:`.lowrank`, :mod:`.row_segment`, :mod:`.known` and :mod:`.bits` write.
+_OTHERS: tuple[PayloadSpec, ...] = (ROUNDED, SCALED, LOWRANK, ZFP1, ROWS, KNOWN, BITS)
 #: Codec byte of a frame -> the format that decodes it; codecs of one byte decode alike.
 DECODERS: dict[CodecId, PayloadSpec] = {spec.frame_id: spec for spec in (*reversed(CODEC_SPECS.values()), *_OTHERS)}
 _RENAMED = {former: name for name, spec in CODEC_SPECS.items() for former in spec.former_names}
@@ -85,6 +86,8 @@ def spec_for(codec: str | LossyCodec, dtype: torch.dtype) -> CodecSpec | LossySp
             raise ValueError(
                 f"{codec} codes {', '.join(map(str, LOSSY_DTYPES))}, got {dtype}; send it by a lossless codec"
             )
+        if type(codec) not in LOSSY_SPECS:
+            raise ValueError(f"{codec} codes matrices, not the elements of a tensor; name it for a role of the section")
         return _lossy_spec(codec)
     spec = codec_spec(codec)
     if dtype not in DTYPE_IDS:

@@ -10,6 +10,7 @@ from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent, row_map, rows
 from ds_zipccl.codecs.delta import DELTA
 from ds_zipccl.codecs.memory import frame_room, keep_apart, span, write_header
+from ds_zipccl.codecs.nested import LITERALS
 from ds_zipccl.codecs.raw import RAW
 from ds_zipccl.codecs.registry import spec_for
 from ds_zipccl.codecs.row_map import MOST_ROWS, RowMap
@@ -157,7 +158,7 @@ class RowSegment:
         """Write the payload of :meth:`frame` to ``out``, the bound of an ordinary payload of ``spec``; return its bytes, or None."""
         if not 0 <= begin <= end <= self._words.numel():
             raise ValueError(f"got elements {begin} to {end} of a segment of {self._words.numel()}; give a part of it")
-        if spec.frame_id not in rows.LITERALS:
+        if spec.frame_id not in LITERALS:
             return None
         first, last = -(-begin // self._width), end // self._width
         compiled = kernels.compiled(self._route, self._words.device.type)

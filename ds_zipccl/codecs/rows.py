@@ -9,22 +9,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs import exponent, row_map
+from ds_zipccl.codecs import exponent, nested, row_map
 from ds_zipccl.codecs.delta import DELTA
-from ds_zipccl.codecs.exponent import CASCADE
+from ds_zipccl.codecs.nested import LITERALS, Nested
 from ds_zipccl.codecs.raw import RAW
 from ds_zipccl.codecs.row_map import FIELDS_BYTES, MOST_ROWS, Fields, RowMap, contradiction
-from ds_zipccl.codecs.spec import CodecSpec, PayloadSpec, check_payload
-from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES, CodecId, Header, pad16
+from ds_zipccl.codecs.spec import CodecSpec, PayloadSpec, any_size
+from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES, CodecId, FrameErrorCode, Header, pad16
 from ds_zipccl.kernels import row_moves
 from ds_zipccl.kernels.native import NativeRoute
 
 #: Gives a flat tensor of so many elements of a dtype on a device, contents undefined.
 Scratch = Callable[[int, torch.dtype, torch.device], torch.Tensor]
-#: Codec byte of a frame of literals -> its format.
-LITERALS: dict[CodecId, PayloadSpec] = {RAW.frame_id: RAW, CASCADE.frame_id: CASCADE}
 
 
 def row_list(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -106,7 +103,7 @@ def _encode_literals(
         exponent.check_size(words, block)
         kernel = kernels.route(literals.route, words.device.type)
         size = kernel.encode_rows(words, width, head, literal, spec.name, block, room)
-    return _finish(Header(spec.frame_id, dtype, numel, HEADER_BYTES + size, block), out, at)
+    return nested.finish(Header(spec.frame_id, dtype, numel, HEADER_BYTES + size, block), out, at)
 
 
 def encode_deltas(
@@ -135,34 +132,10 @@ def encode_deltas(
         return None
     if spilled:
         room[:size].copy_(to[:size])
-    return _finish(Header(DELTA.frame_id, words.dtype, words.numel(), HEADER_BYTES + size, block), out, at)
-
-
-def _finish(header: Header, out: torch.Tensor, at: int) -> int:
-    """Write the header of the nested frame at ``at``, and zeros behind the frame; return where the next part begins."""
-    if out.device.type == "cpu":
-        framing.pack(header, out[at:])
-    else:
-        start = tensors.of_buffer(bytearray(HEADER_BYTES))
-        framing.pack(header, start)
-        out[at : at + HEADER_BYTES].copy_(start)
-    end = at + header.frame_bytes
-    if end % 16:
-        out[end : pad16(end)].zero_()
-    return pad16(end)
+    return nested.finish(Header(DELTA.frame_id, words.dtype, words.numel(), HEADER_BYTES + size, block), out, at)
 
 
 # --- decoding
-
-
-@dataclass(frozen=True)
-class _Nested:
-    """A frame inside of a row payload."""
-
-    spec: PayloadSpec
-    block: int
-    payload: torch.Tensor
-    end: int
 
 
 @dataclass(frozen=True)
@@ -170,24 +143,21 @@ class _Parsed:
     fields: Fields
     rows: RowMap
     factors: torch.Tensor
-    literals: _Nested
-    deltas: _Nested | None
+    literals: Nested
+    deltas: Nested | None
 
 
 def _nested(
     payload: torch.Tensor, at: int, specs: dict[CodecId, PayloadSpec], dtype: torch.dtype, numel: int
-) -> _Nested:
+) -> Nested:
     """The frame that begins at ``at``; it must be of one of ``specs`` and of these elements."""
-    header = framing.parse_nested(payload[at : at + HEADER_BYTES].cpu(), payload.numel() - at)
+    header = nested.header_at(payload, at, FrameErrorCode.ROWS)
     if header.codec not in specs or (header.dtype, header.numel) != (dtype, numel):
         raise contradiction(
             f"a nested {header.codec.name} frame of {header.numel} {header.dtype}, wanted {numel} {dtype} "
             f"by {' or '.join(codec.name for codec in specs)}"
         )
-    spec = specs[header.codec]
-    check_payload(header, spec)
-    end = at + header.frame_bytes
-    return _Nested(spec, header.block, payload[at + HEADER_BYTES : end], end)
+    return nested.part(payload, at, header, specs[header.codec])
 
 
 def _parse(payload: torch.Tensor, earlier: int, numel: int, dtype: torch.dtype) -> _Parsed:
@@ -274,18 +244,13 @@ def _payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
     return FIELDS_BYTES + HEADER_BYTES
 
 
-def _payload_bound(numel: int, dtype: torch.dtype, block: int) -> int:
-    """Nothing: the parts prove the size."""
-    return (1 << 63) - 1
-
-
 ROWS = PayloadSpec(
     name="rows",
     frame_id=CodecId.ROWS,
     dtypes=tuple(DTYPE_IDS),
     needs_base=False,
     takes_earlier=True,
-    payload_bound=_payload_bound,
+    payload_bound=any_size,
     payload_floor=_payload_floor,
     prove=_prove,
     decode=_decode,

@@ -14,7 +14,7 @@ from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
 from ds_zipccl.codecs.exponent import CASCADE
 from ds_zipccl.codecs.raw import RAW
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec, any_size
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header, pad16
 from ds_zipccl.kernels.lossy_protocol import ScaledCodec
 from ds_zipccl.lossy import GROUPS, Int, TacoFp8
@@ -213,17 +213,12 @@ def _payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
     return FIELDS.size + pad16(_groups(numel, GROUPS[-1]))
 
 
-def _any_size(numel: int, dtype: torch.dtype, block: int) -> int:
-    """No bound: the fields and scales prove the size."""
-    return (1 << 63) - 1
-
-
 SCALED = PayloadSpec(
     name="scaled",
     frame_id=CodecId.SCALED,
     dtypes=LOSSY_DTYPES,
     needs_base=False,
-    payload_bound=_any_size,
+    payload_bound=any_size,
     payload_floor=_payload_floor,
     prove=_prove,
     decode=_decode,

@@ -18,6 +18,11 @@ LOSSY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PayloadSize = Callable[[int, torch.dtype, int], int]
 
 
+def any_size(numel: int, dtype: torch.dtype, block: int) -> int:
+    """The ``payload_bound`` of a format whose parts prove the size: none."""
+    return (1 << 63) - 1
+
+
 class Encode(Protocol):
     """Encode each of ``segments`` into its place in ``outs``; blocks.
 

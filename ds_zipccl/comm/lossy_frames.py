@@ -14,13 +14,15 @@ from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.frame import HEADER_BYTES, CodecId, Header, pack, parse
-from ds_zipccl.lossy import LossyCodec, Round
+from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8
 from ds_zipccl.telemetry import counters
 
 #: One frame in so many is decoded by its sender, for the error (seed: a decoder and a few passes then cost little).
 SAMPLED = 16
 #: Elements whose error is summed at a time (seed: temporaries of so many stay in the cache).
 _PART = 1 << 16
+#: The largest float32. A Hadamard transform of a group sums all its values; a group whose sums overflow stays as it is.
+_LARGEST = torch.finfo(torch.float32).max
 #: Formats of frames that hold values as they are.
 _LOSSLESS = (CodecId.RAW, CodecId.EXPONENT)
 
@@ -70,9 +72,18 @@ class LossyFrames:
         )
         # a frame of rounded values is a lossless one by itself; frames of other codecs fall back to those
         if not isinstance(self._codec, Round) and parse(frame).codec in _LOSSLESS:
-            why = "smaller" if bool(flat.isfinite().all()) else "not finite"
-            counters.record_exact(self._ctx.role, self._ctx.op, why, 1)
+            counters.record_exact(self._ctx.role, self._ctx.op, self._why_exact(flat), 1)
         return frame
+
+    def _why_exact(self, flat: torch.Tensor) -> str:
+        """Return the reason why a frame of ``flat`` is lossless."""
+        largest = float(flat.abs().amax())  # NaN where there is one
+        if not largest < float("inf"):
+            return "not finite"
+        codec = self._codec
+        if isinstance(codec, (Int, TacoFp8)) and codec.hadamard and largest * codec.group > _LARGEST:
+            return "overflow"
+        return "smaller"
 
     def _raw(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
         frame = buffers.take(HEADER_BYTES + flat.nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -133,13 +133,16 @@ class Request:
         return not self.async_op and not OPS[self.op].one_sided
 
 
+_Lossy = TypeVar("_Lossy")  # a codec, or what makes factors
+
+
 def lossy_here(
-    lossy: LossyCodec | None,
+    lossy: _Lossy | None,
     words: tuple[torch.dtype, torch.device] | None,
     group: dist.ProcessGroup | None,
     op: str,
     role: str,
-) -> LossyCodec | None:
+) -> _Lossy | None:
     """Return ``lossy`` where our schedules carry tensors of a dtype on a device lossily, equally on all ranks. Elsewhere the call goes
     exact, as without ``lossy``, and the reason is counted. ``words`` None: there are no tensors."""
     if lossy is None or words is None:  # first: nearly every call of a job ends here
@@ -150,6 +153,7 @@ def lossy_here(
     dtype, device = words[0], words[1].type
     reason = admission.exact_because(dtype, device, state.backend(device))
     if reason:
+        counters.record_lossy(role, op, str(lossy), 1)  # the message counts as a frame
         counters.record_exact(role, op, reason, 1)
         return None
     return lossy

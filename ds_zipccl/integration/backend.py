@@ -37,6 +37,7 @@ from ds_zipccl.integration import (
     zero_gathers,
 )
 from ds_zipccl.integration.job import Job, overriding_section
+from ds_zipccl.integration.powersgd import PowerSum
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import PassReason
@@ -104,7 +105,11 @@ def _coded(name: str) -> Callable[..., Any]:
             and config.lossy_roles
             and (codec := lossy_calls.taken(config, role, name, values[own], op)) is not None
         ):
-            more["lossy"] = codec
+            if isinstance(codec, PowerSum):
+                if not given.get("async_op"):
+                    return codec.run(values[0], op, values[2], config, role)
+            else:
+                more["lossy"] = codec
         if point_to_point:
             device = values[0].device.type
             if device == "cpu":
@@ -235,6 +240,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             print(start_line.start_line(config, profile, covered, nodes, settled), flush=True)
             if config.lossy:
                 print(start_line.lossy_here(config, unhooked), flush=True)
+            if config.fused_embedding:
+                print(start_line.fused_line(config), flush=True)
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
 

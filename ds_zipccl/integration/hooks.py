@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +15,20 @@ from ds_zipccl.comm import repeats
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
-from ds_zipccl.config import SECTION, ConfigError, near_misses
-from ds_zipccl.integration import lossy_calls, moe_calls, replicated, zero_buckets, zero_epochs, zero_gathers
+from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses
+from ds_zipccl.integration import (
+    fused_embedding,
+    lossy_calls,
+    lossy_checkpoints,
+    lossy_state,
+    moe_calls,
+    pipeline_calls,
+    powersgd,
+    replicated,
+    zero_buckets,
+    zero_epochs,
+    zero_gathers,
+)
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.job import Job
 from ds_zipccl.telemetry import monitor, table
@@ -55,12 +67,9 @@ def adopt_comm(module: Any) -> None:
 
 def adopt_engine(module: ModuleType) -> None:
     """Surround the methods of ``DeepSpeedEngine``, and of its subclass the pipeline engine, that :data:`_AROUND` names."""
-    engine = module.DeepSpeedEngine
-    for name, around in _AROUND.items():
-        original = getattr(engine, name)
-        if not hasattr(original, "ds_zipccl"):
-            setattr(engine, name, _surrounded(original, around))
+    _surround(module.DeepSpeedEngine, _AROUND)
     lossy_calls.watch(module)
+    fused_embedding.watch_reductions(module)
 
 
 def adopt_zero3(module: ModuleType) -> None:
@@ -87,8 +96,10 @@ def adopt_auto_tp(module: ModuleType) -> None:
 
 
 def adopt_pipeline(module: ModuleType) -> None:
-    """Learn the sends between the stages of a pipeline from ``deepspeed.runtime.pipe.engine``."""
+    """Learn the sends between the stages of a pipeline, and its batches, from ``deepspeed.runtime.pipe.engine``."""
+    _surround(module.PipelineEngine, _AROUND_PIPELINE)
     lossy_calls.watch(module)
+    fused_embedding.watch(module)
 
 
 def adopt_moe(module: ModuleType) -> None:
@@ -111,6 +122,13 @@ def adopt_folding(module: ModuleType) -> None:
     replicated.watch_gradients(module)
 
 
+def _surround(engine: type, table: Mapping[str, Callable[[Any, Callable[[], Any]], Any]]) -> None:
+    for name, around in table.items():
+        original = getattr(engine, name, None)
+        if original is not None and not hasattr(original, "ds_zipccl"):
+            setattr(engine, name, _surrounded(original, around))
+
+
 def _surrounded(original: Callable[..., Any], around: Callable[[Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,11 +145,13 @@ def _job() -> Job | None:
 
 
 def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
-    """Note the groups that the layers hold once the model is in place."""
+    """Note the groups that the layers hold once the model is in place, and refuse settings that the engine cannot keep."""
     result = original()
     job = _job()
     if job is not None:
         job.learn_groups(engine.module)
+        if job.config is not None:
+            powersgd.refuse(engine, job.config)
     return result
 
 
@@ -141,6 +161,8 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
     optimizer = original()
     job = _job()
     config = None if job is None else job.config
+    if config is not None and engine.zero_optimization_stage() < 3:
+        powersgd.adopt(engine, optimizer)
     if config is None or engine.zero_optimization_stage() != 3:
         return optimizer
     zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
@@ -165,7 +187,7 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     # Read before the step: at its end the scheduler sets the rates of the next step.
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
     try:
-        with job.step(engine.zero_optimization_stage()):
+        with job.step(engine.zero_optimization_stage()), lossy_state.stepping(engine, job.config.lossy_roles):
             result = original()
     finally:  # also where the step fails on this rank alone: the other ranks forget too
         repeats.forget()
@@ -181,10 +203,46 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     return result
 
 
+def _save_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
+    """Save the state of lossy codecs with a checkpoint."""
+    if config := _lossy_config():
+        lossy_checkpoints.save(engine, config, lossy_checkpoints.arguments(original))
+    return original()
+
+
 def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
     """Surround the load of a checkpoint, which changes all parameters."""
     with zero_epochs.changing(engine.optimizer):
-        return original()
+        found = original()
+    if config := _lossy_config():
+        lossy_checkpoints.load(engine, config, lossy_checkpoints.arguments(original), found[0] is not None)
+    return found
+
+
+def _lossy_config() -> ZipcclConfig | None:
+    """Return the config of this process, None where no role is lossy."""
+    job = _job()
+    return job.config if job is not None and job.config is not None and job.config.lossy_roles else None
+
+
+def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
+    """Count the micro-batches of a pipeline from 0, also where the batch before has failed."""
+    pipeline_calls.begin_batch(engine)
+    return original()
+
+
+def _start_pipeline(engine: Any, original: Callable[[], Any]) -> Any:
+    """Make the groups of weights that stages share once the engine is complete. A collective."""
+    original()
+    job = _job()
+    if job is not None:
+        fused_embedding.begin(engine, job)
+
+
+def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
+    """Forget the state of a pipeline's links: tensors of other shapes follow."""
+    pipeline_calls.forget_shapes(engine)
+    return original()
 
 
 def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
@@ -195,6 +253,7 @@ def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     if getattr(engine, "ds_zipccl_bases", None):
         finish(lanes_of(engine.device))
     engine.ds_zipccl_bases = None
+    lossy_state.forget(engine)
     return original()
 
 
@@ -203,6 +262,13 @@ _AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
     "_configure_distributed_model": _learn_groups,
     "_configure_zero_optimizer": _configure_zero,
     "_take_model_step": _take_step,
+    "save_checkpoint": _save_checkpoint,
     "load_checkpoint": _load_checkpoint,
     "destroy": _destroy,
+}
+#: The same of PipelineEngine.
+_AROUND_PIPELINE: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
+    "__init__": _start_pipeline,
+    "train_batch": _train_batch,
+    "reset_activation_shape": _reset_shapes,
 }

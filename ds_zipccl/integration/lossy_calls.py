@@ -21,14 +21,19 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from ds_zipccl.comm.factors import Factoring
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import pipeline_calls, powersgd
+from ds_zipccl.integration.powersgd import PowerSum
 from ds_zipccl.integration.untraced import untraced_frame
 from ds_zipccl.lossy import LossyCodec
+from ds_zipccl.role_settings import RoleSettings
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Gets the tensor that is about to be sent; returns whether the call may be changed.
-Ready = Callable[[torch.Tensor], bool]
+#: Gets the tensor that is about to be sent, and the settings of its role; returns whether the call may be changed, what makes factors of
+#: the tensor, or the sum to make in place of the call.
+Ready = Callable[[torch.Tensor, RoleSettings], "bool | Factoring | PowerSum"]
 #: Attribute of a function of DeepSpeed that announces its calls.
 _MARK = "ds_zipccl_lossy"
 
@@ -78,8 +83,11 @@ def announced(
         _announcement.reset(token)
 
 
-def taken(config: ZipcclConfig, role: str, name: str, tensor: torch.Tensor, op: Any = None) -> LossyCodec | None:
-    """Return the codec of a call that was announced, and use up the announcement; None for a call that must stay exact.
+def taken(
+    config: ZipcclConfig, role: str, name: str, tensor: torch.Tensor, op: Any = None
+) -> LossyCodec | Factoring | PowerSum | None:
+    """Return the codec of a call that was announced, what makes factors of its tensor, or the sum to make in its place, and use up the
+    announcement; None for a call that must stay exact.
 
     All ranks run one program, so that ranks of one collective get one answer. Does not block.
 
@@ -99,7 +107,8 @@ def taken(config: ZipcclConfig, role: str, name: str, tensor: torch.Tensor, op: 
     codec = config.lossy_of(role, found.direction) if role in found.roles else None
     if codec is None or op not in (None, ReduceOp.SUM, ReduceOp.AVG):
         return None
-    return codec if ready is None or ready(tensor) else None
+    allowed = ready is None or ready(tensor, config.lossy_roles[role])
+    return codec if allowed is True else allowed or None
 
 
 @dataclass(frozen=True)
@@ -120,36 +129,6 @@ class Site:
     ready: Callable[..., Ready] | None = None
 
 
-def _activations(engine: Any, buffer_id: int) -> int:
-    """Return how many activations a stage sends. A mask, the last tensor, becomes floating-point to be sent, and is none."""
-    outputs = engine.pipe_buffers["outputs"][buffer_id]
-    if isinstance(outputs, torch.Tensor):
-        return 1
-    masked = getattr(engine, "has_attention_mask", False) or getattr(engine, "has_bool_tensors", False)
-    return _floating(outputs[:-1] if masked else outputs)
-
-
-def _is_activation(engine: Any, buffer_id: int) -> Ready:
-    """Return a function that tells activations from other floating-point tensors that a stage sends, such as positions: gradients flow
-    through activations. Of tensors that tensor-parallel ranks share out, DeepSpeed sends a part of the first, behind its sizes."""
-    outputs = engine.pipe_buffers["outputs"][buffer_id]
-    if isinstance(outputs, torch.Tensor):
-        return lambda tensor: True
-    parts = outputs[1:2] if getattr(engine, "is_pipe_partitioned", False) else ()
-    places = {one.data_ptr() for one in (*(one for one in outputs if one.requires_grad), *parts)}
-    return lambda tensor: tensor.data_ptr() in places
-
-
-def _gradients(engine: Any, buffer_id: int) -> int:
-    """Return how many gradients of activations a stage sends. Where tensor-parallel ranks share them out, each sends a slice of one."""
-    inputs = engine.pipe_buffers["inputs"][buffer_id]
-    return 1 if isinstance(inputs, torch.Tensor) or engine.is_grad_partitioned else _floating(inputs)
-
-
-def _floating(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.is_floating_point() for tensor in tensors)
-
-
 def _zero_padding(tensors: Sequence[torch.Tensor], group: Any = None) -> Ready:
     """Return a function that zeroes the padding of ZeRO-3's gradients, uninitialised memory that shares groups of values with gradients.
 
@@ -158,7 +137,7 @@ def _zero_padding(tensors: Sequence[torch.Tensor], group: Any = None) -> Ready:
     ranks, sizes = group_size(group), [tensor.numel() for tensor in tensors]
     parts = [-(-size // ranks) for size in sizes]
 
-    def ready(buffer: torch.Tensor) -> bool:
+    def ready(buffer: torch.Tensor, settings: RoleSettings) -> bool:
         if buffer.numel() != ranks * sum(parts) or not buffer.is_contiguous():
             return False
         for rank, row in enumerate(buffer.view(ranks, -1)):
@@ -176,8 +155,19 @@ _SENDS = ("send", "isend")
 _EXCHANGE = "all_to_all_single"
 #: The places. Each method makes one call, or as many as ``count`` says, and runs no code of the user.
 SITES = (
-    Site(("zero_grad",), _ZERO12, "DeepSpeedZeroOptimizer.allreduce_bucket", ("all_reduce", "reduce")),
-    Site(("zero_grad",), _ZERO12, "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide"),
+    Site(
+        ("zero_grad",),
+        _ZERO12,
+        "DeepSpeedZeroOptimizer.allreduce_bucket",
+        ("all_reduce", "reduce"),
+        ready=powersgd.of_zero_bucket,
+    ),
+    Site(
+        ("zero_grad",),
+        _ZERO12,
+        "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide",
+        ready=powersgd.of_zero_tensor,
+    ),
     Site(
         ("zero_grad",),
         "deepspeed.runtime.zero.stage3",
@@ -185,7 +175,12 @@ SITES = (
         ("reduce_scatter_tensor",),
         ready=_zero_padding,
     ),
-    Site(("dp", "zero_grad"), "deepspeed.runtime.engine", "DeepSpeedEngine.allreduce_bucket"),
+    Site(
+        ("dp", "zero_grad"),
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.allreduce_bucket",
+        ready=powersgd.of_engine_bucket,
+    ),
     Site(("tp",), _LAYERS, "RowParallel.forward", direction="forward"),
     Site(("tp",), _LAYERS, "ColumnParallel.backward", direction="backward"),
     Site(("tp",), _LAYERS, "AsyncColumnParallel.backward", direction="backward"),
@@ -196,10 +191,19 @@ SITES = (
         _SENDS,
         "forward",
         "_INSTRUCTION_MAP",
-        _activations,
-        _is_activation,
+        pipeline_calls.activations,
+        pipeline_calls.is_activation,
     ),
-    Site(("pp",), _PIPELINE, "PipelineEngine._exec_send_grads", _SENDS, "backward", "_INSTRUCTION_MAP", _gradients),
+    Site(
+        ("pp",),
+        _PIPELINE,
+        "PipelineEngine._exec_send_grads",
+        _SENDS,
+        "backward",
+        "_INSTRUCTION_MAP",
+        pipeline_calls.gradients,
+        pipeline_calls.of_gradients,
+    ),
 )
 #: Further places, of the role ``ep``: module and class of the exchanges that :mod:`.moe_calls` announces.
 _EXCHANGES = (("deepspeed.moe.sharded_moe", "_AllToAll"), ("deepspeed.module_inject.auto_ep_layer", "_AllToAllV"))

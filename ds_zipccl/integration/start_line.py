@@ -155,6 +155,16 @@ def lossy_line(
     return f"[ds_zipccl] LOSSY by config: {roles}; all other roles bit-exact{but}"
 
 
+def fused_line(config: ZipcclConfig) -> str:
+    """Return the line about the gradients of tied embeddings; "" where the section leaves their sums as they are."""
+    if not config.fused_embedding:
+        return ""
+    return (
+        "[ds_zipccl] fused_embedding: the gradient of a tied embedding is summed once over both stages and all data-parallel ranks: "
+        "nothing is lost, but the order of the sum, and so its rounding, is not DeepSpeed's"
+    )
+
+
 def _exact(group: Group, device: str, config: ZipcclConfig) -> str:
     """Return the reason why no tensor of a type of device is lossy in a group; "" where tensors may be."""
     backend = group.backends.get(device, "")

@@ -51,6 +51,19 @@ def slots(
     return found, sizes
 
 
+def return_payloads(places: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+    """Copy payloads of ``sizes`` bytes from the places where kernels wrote them to ``outs``, which mostly are these places.
+
+    Raises:
+        ValueError: a payload does not fit.
+    """
+    for place, out, size in zip(places, outs, sizes, strict=True):
+        if size > out.numel():
+            raise ValueError(f"a payload of {size} bytes does not fit in {out.numel()}; use compress_bound()")
+        if place is not out:
+            out[:size].copy_(place[:size])
+
+
 def word(tensor: torch.Tensor, name: str, dtype: torch.dtype, device: torch.device) -> int:
     """Return the address of one element that kernels write with atomics: memory of the device, or pinned memory of the host.
 

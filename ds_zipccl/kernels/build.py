@@ -156,7 +156,7 @@ def cpu(machine: str = platform.machine(), compiler: Callable[[], tuple[str, ...
 
     Each level has its instruction set; the CPU decides at run time which level runs.
     """
-    names = "payload delta hash rounded scaled zfp rows row_map row_frame dispatch scalar".split()
+    names = "payload delta hash rounded scaled zfp lowrank rows row_map row_frame dispatch scalar".split()
     levels: tuple[tuple[str, tuple[str, ...]], ...] = ()
     if machine in ("x86_64", "AMD64"):
         avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
@@ -168,7 +168,7 @@ def cpu(machine: str = platform.machine(), compiler: Callable[[], tuple[str, ...
 
 CPU = cpu()
 #: Numbers of the parts of the CUDA kernels: bits of ZIPCCL_PARTS in cuda/kernels.cuh.
-CUDA_PARTS = (1, 2, 4, 8, 16)
+CUDA_PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def cuda(architectures: Sequence[str]) -> Recipe:

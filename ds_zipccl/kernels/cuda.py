@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,7 +17,8 @@ import torch
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS
-from ds_zipccl.kernels import arguments, jobs
+from ds_zipccl.kernels import arguments, cuda_lossy, jobs
+from ds_zipccl.kernels.cuda_lossy import LossyCalls
 from ds_zipccl.kernels.frame_calls import FrameCalls, frame_bytes
 from ds_zipccl.kernels.jobs import DTYPES, SUMMED, GatherTable, Parameter
 from ds_zipccl.kernels.row_calls import RowCalls
@@ -29,7 +30,7 @@ __all__ = [
     "frame_bytes", "new_status", "raise_failure",
 ]  # fmt: skip
 #: kernel -> itemsize -> bytes of shared memory; cuda/kernels.cuh asserts that they suffice.
-SHARED_BYTES = {
+SHARED_BYTES: dict[str, Mapping[int, int]] = {
     "encode": {1: 30720, 2: 47104, 4: 79872},
     "decode": {1: 25088, 2: 33280, 4: 49664},
     "decode_sum": {2: 50176, 4: 66560},
@@ -37,6 +38,7 @@ SHARED_BYTES = {
     "find_rows": {1: 0},
     "row_sums": {2: 0, 4: 0},
     "predict_rows": {2: 0, 4: 0},
+    **{family.what: family.shared_bytes for family in cuda_lossy.KERNELS if family.shared_bytes is not None},
 }
 #: kernel -> threads of a block: kThreads of cuda/warp.cuh.
 THREADS = dict.fromkeys(SHARED_BYTES, 256)
@@ -69,6 +71,13 @@ def _kernels() -> Iterator[tuple[str, Kernel]]:
         yield f"zipccl_{what}_u8{suffix}", Kernel(THREADS[what], SHARED_BYTES[what][1], params)
     for what, params in (("hash", jobs.HashJobs), ("find_rows", jobs.FindRows)):
         yield f"zipccl_{what}", Kernel(THREADS[what], SHARED_BYTES[what][1], params)
+    for family in cuda_lossy.KERNELS:
+        for dtype in family.dtypes:
+            name, shared_bytes = (
+                f"zipccl_{family.what}_{DTYPES[dtype]}{family.suffix}",
+                SHARED_BYTES[family.what][dtype.itemsize],
+            )
+            yield name, Kernel(THREADS[family.what], shared_bytes, family.params)
 
 
 #: Every kernel of csrc/cuda/kernels.cuh.
@@ -117,9 +126,12 @@ class Own(NamedTuple):
     at: int
 
 
-class CudaRoute(FrameCalls, RowCalls):
+class CudaRoute(FrameCalls, RowCalls, LossyCalls):
     """Route for CUDA tensors; see :class:`ds_zipccl.kernels.Route`. :class:`FrameCalls` has its calls for whole frames, and the rules of
-    memory, streams and lifetime; :class:`RowCalls` those for rows. ``multiprocessors``: their number; None: that of the tensors' device."""
+    memory, streams and lifetime; :class:`RowCalls` those for rows, :class:`LossyCalls` those of lossy codecs.
+
+    ``multiprocessors``: their number; None: that of the tensors' device.
+    """
 
     def __init__(self, launcher: Launcher, device_type: str = "cuda", multiprocessors: int | None = None) -> None:
         super().__init__(device_type, multiprocessors)
@@ -239,24 +251,38 @@ class CudaRoute(FrameCalls, RowCalls):
         block: int,
         outs: Sequence[torch.Tensor],
     ) -> list[int]:
-        rows = self._segments(segments, bases, code, block)
         sizes = tensors.empty(len(segments), torch.int64, segments[0].device)
+        rows, places = self._payload_rows(segments, bases, code, block, outs, sizes)
+        self._encode(rows, segments[0], code, block, None, [*segments, *(bases or ())], [*places, sizes])
+        result: list[int] = sizes.tolist()
+        arguments.return_payloads(places, outs, result)
+        return result
+
+    def _payload_rows(
+        self,
+        segments: Sequence[torch.Tensor],
+        bases: Sequence[torch.Tensor] | None,
+        code: str,
+        block: int,
+        outs: Sequence[torch.Tensor],
+        sizes: torch.Tensor,
+    ) -> tuple[jobs.Rows, list[torch.Tensor]]:
+        """Return rows for payloads of segments, and where they are written: ``outs``, or memory that is aligned. ``sizes``: for theirs."""
+        rows = self._segments(segments, bases, code, block)
         places = [
             out if out.data_ptr() % 16 == 0 else tensors.empty(out.numel(), out.dtype, out.device) for out in outs
         ]
         rows["payload"], rows["capacity"] = arguments.slots(places, "payload", 0, segments[0].device)
         rows["bytes"] = sizes.data_ptr() + 8 * np.arange(len(segments), dtype=np.uint64)
-        self._encode(rows, segments[0], code, block, None, [*segments, *(bases or ())], [*places, sizes])
-        result: list[int] = sizes.tolist()
-        for place, out, size in zip(places, outs, result, strict=True):
-            if size > out.numel():
-                raise ValueError(f"a payload of {size} bytes does not fit in {out.numel()}; use compress_bound()")
-            if place is not out:
-                out[:size].copy_(place[:size])
-        return result
+        return rows, places
 
     def _decode_payload(
-        self, payload: torch.Tensor, bases: Sequence[torch.Tensor] | None, block: int, words: torch.Tensor
+        self,
+        payload: torch.Tensor,
+        bases: Sequence[torch.Tensor] | None,
+        block: int,
+        words: torch.Tensor,
+        suffix: str = "",
     ) -> None:
         if payload.data_ptr() % 16:
             payload = payload.clone()
@@ -275,7 +301,8 @@ class CudaRoute(FrameCalls, RowCalls):
         )
         params = jobs.DecodeJobs(block=block, dtype=DTYPE_IDS[words.dtype], skip=jobs.NONE)
         items = jobs.items_of(rows["numel"], block)
-        self._decode(rows, items, params, 1, words.dtype, bases is not None, status, [payload, *(bases or ())], [words])
+        reads = [payload, *(bases or ())]
+        self._decode(rows, items, params, 1, words.dtype, bases is not None, status, reads, [words], suffix)
         raise_failure(status)
 
     def _is_observed(self) -> bool:

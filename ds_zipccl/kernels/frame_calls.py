@@ -315,6 +315,7 @@ class FrameCalls(Launching):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         items: jobs.Rows | None = None,
+        mantissa: int = 0,
     ) -> None:
         dtype, device = like.dtype, like.device
         counter = 0 if overflows is None else arguments.word(overflows, "overflows", torch.int32, device)
@@ -329,7 +330,7 @@ class FrameCalls(Launching):
             sizes = places + 8 * chunks if split else 0
             params = jobs.EncodeJobs(
                 block=block, dtype=DTYPE_IDS[dtype], split=split, element_log2=words.element_log2, ticket=ticket, places=places,
-                sizes=sizes, overflows=counter,
+                sizes=sizes, overflows=counter, mantissa=mantissa,
             )  # fmt: skip
             jobs.fill(params, jobs.ENCODE, part)
             written = [*writes, work] if overflows is None else [*writes, work, overflows]
@@ -346,6 +347,7 @@ class FrameCalls(Launching):
         status: torch.Tensor,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
+        suffix: str = "",
     ) -> None:
         device = reads[0].device
         params.status = arguments.word(status, "status", torch.int64, device)
@@ -358,7 +360,7 @@ class FrameCalls(Launching):
             params.first_frame = first
             params.split = self._split("decode", words.itemsize, chunks * ranks, device)
             jobs.fill(params, jobs.DECODE, part)
-            kind = words.kind + ("_delta" if delta else "")
+            kind = words.kind + ("_delta" if delta else suffix)
             grid = (chunks << params.split, ranks)
             self._launch("decode", kind, words.itemsize, grid, params, device, reads, [*writes, status])
 

@@ -44,7 +44,7 @@ class EncodeJob(ctypes.Structure):
 class EncodeJobs(ctypes.Structure):
     _fields_ = [
         ("job", EncodeJob * MAX_JOBS), ("count", _u32), ("block", _u32), ("dtype", _u32), ("split", _u32),
-        ("element_log2", _u32), ("ticket", _u64), ("places", _u64), ("sizes", _u64), ("overflows", _u64),
+        ("element_log2", _u32), ("mantissa", _u32), ("ticket", _u64), ("places", _u64), ("sizes", _u64), ("overflows", _u64),
     ]  # fmt: skip
 
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import abc
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ds_zipccl.kernels import arguments
+
+
+class Family(NamedTuple):
+    """The kernels ``zipccl_<what>_<dtype><suffix>`` of several dtypes."""
+
+    what: str
+    suffix: str
+    #: The struct that is their parameter.
+    params: type[ctypes.Structure]
+    dtypes: Sequence[torch.dtype]
+    #: Bytes of an element -> bytes of shared memory; the source asserts that they suffice. None: as the exact kernels ``what``.
+    shared_bytes: Mapping[int, int] | None
 
 
 class Launching(abc.ABC):

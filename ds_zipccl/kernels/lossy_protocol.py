@@ -90,3 +90,25 @@ class LossyRoute(Protocol):
     def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Add the words of ``dtype`` in ``codes`` to ``sums``, as :meth:`ds_zipccl.kernels.Route.decode_add` does."""
         ...
+
+    def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor) -> None:
+        """Write the product of ``p`` with the transpose of ``q`` (FORMAT.md 2.12) to ``words``, flat.
+
+        Args:
+            p, q: float32, contiguous, of n rows and of m rows, with as many columns. The caller has proven that no sum is beyond float32.
+        """
+        ...
+
+    def multiply_add(self, p: torch.Tensor, q: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        """Add the words of ``dtype`` that :meth:`multiply` gives to ``sums``, as :meth:`ds_zipccl.kernels.Route.decode_add` does."""
+        ...
+
+    def orthonormalize(self, columns: torch.Tensor) -> None:
+        """Make the columns of ``columns``, contiguous float32 of any shape [n, r], orthonormal, in place.
+
+        Modified Gram-Schmidt in float64: the columns in front are taken out of a column, one after the other, and then once more; so the
+        columns are orthogonal even where they were almost dependent. A column is then divided by its length, or becomes zeros if 2^-30 of
+        its first length or less is left. A scalar product has 16 sums, each of the elements i, i + 16, i + 32 and so on; then sums that
+        are 8, 4, 2 and 1 apart are added.
+        """
+        ...

@@ -11,6 +11,7 @@ from ds_zipccl import tensors
 from ds_zipccl.frame import DTYPE_IDS
 from ds_zipccl.kernels import build, shipped
 from ds_zipccl.kernels.native_lossy import NativeLossy, Segment, check
+from ds_zipccl.kernels.native_lowrank import NativeLowRank
 from ds_zipccl.kernels.native_rows import RowFrames, Search
 from ds_zipccl.kernels.native_scaled import NativeScaled
 from ds_zipccl.kernels.native_zfp import NativeZfp
@@ -67,7 +68,7 @@ class _Map(ctypes.Structure):
 _CODES = {"cascade": 0, "wide": 1}
 
 
-class NativeRoute(NativeLossy, NativeScaled, NativeZfp):
+class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
     """Route over the library of csrc/cpu; see :class:`ds_zipccl.kernels.Route`.
 
     Tensors of a few MiB and more are spread over ``torch.get_num_threads()`` threads.
@@ -80,6 +81,7 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp):
         NativeLossy.__init__(self, library)
         NativeScaled.__init__(self, library)
         NativeZfp.__init__(self, library)
+        NativeLowRank.__init__(self, library)
         pointer, u64, i32, u32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32
         self._encode = library.zipccl_encode
         self._encode.argtypes, self._encode.restype = [pointer, u32, i32, i32, u32, i32], None

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from ds_zipccl.telemetry import lossy_counts
+from ds_zipccl.telemetry.lossy_counts import record_alike as record_alike
 from ds_zipccl.telemetry.lossy_counts import record_error as record_error
 from ds_zipccl.telemetry.lossy_counts import record_exact as record_exact
+from ds_zipccl.telemetry.lossy_counts import record_kept as record_kept
 from ds_zipccl.telemetry.lossy_counts import record_lossy as record_lossy
 
 #: Kinds of messages of one role and operation whose choices are kept (seed): a program that makes groups again and again has ever new
@@ -53,7 +55,9 @@ class Lossy(TypedDict):
 
     ``codec``: text of the latest codec. ``frames``: number of frames, with those that went exact. ``error``: relative L2 error of one
     rounding, the root of the squared errors over the squared values, over the sampled frames; None where none was sampled, or zeros
-    alone. ``exact`` maps the reason why a frame went exact to the number of such frames. ``ratio``: of all coded calls of the (role, op).
+    alone. ``kept``: root of the squares of errors that ride on later messages, over those of the values of their own messages; ``alike``:
+    mean cosine of a stage's inputs in consecutive micro-batches; None without any. ``exact`` maps the reason why a frame went exact to the
+    number of such frames. ``ratio``: of all coded calls of the (role, op).
     """
 
     role: str
@@ -61,6 +65,8 @@ class Lossy(TypedDict):
     codec: str
     frames: int
     error: float | None
+    kept: float | None
+    alike: float | None
     exact: dict[str, int]
     ratio: float
 
@@ -85,12 +91,14 @@ class Sent(TypedDict):
 
 class Increment(TypedDict):
     """Counts since a reader last asked: bytes by role, those of calls with a kind also by role and kind, such as "ep dispatch", and shards
-    by reason as in :class:`Row`. ``errors`` has the relative L2 error of a rounding, by role, where lossy frames were sampled."""
+    by reason as in :class:`Row`. ``errors`` has the relative L2 error of a rounding, by role, where lossy frames were sampled;
+    ``feedback`` has ``kept`` and ``alike`` of :class:`Lossy`, by role, where errors ride on later messages."""
 
     roles: dict[str, Sent]
     kinds: dict[str, Sent]
     differences: dict[str, int]
     errors: dict[str, float]
+    feedback: dict[str, dict[str, float]]
 
 
 _Bytes = tuple[int, int, int]  # logical, wire, passed
@@ -122,12 +130,13 @@ class _Counts:
 
 @dataclass
 class _Seen:
-    """Counts that a reader of :func:`since_last` has been given: bytes by role and by kind, shards by reason, squares by role."""
+    """Counts that a reader of :func:`since_last` has been given: bytes by role and by kind, shards by reason, sums of lossy frames by
+    role."""
 
     roles: dict[str, _Bytes] = field(default_factory=dict)
     kinds: dict[str, _Bytes] = field(default_factory=dict)
     differences: Counter[str] = field(default_factory=Counter)
-    squares: dict[str, lossy_counts.Squares] = field(default_factory=dict)
+    lossy: dict[str, lossy_counts.Sums] = field(default_factory=dict)
 
 
 _staging_bytes = 0
@@ -284,6 +293,8 @@ def lossy() -> list[Lossy]:
             codec=one.codec,
             frames=one.frames,
             error=lossy_counts.error(one.squares),
+            kept=lossy_counts.error(one.kept),
+            alike=lossy_counts.mean(one.alike),
             exact=dict(one.exact),
             ratio=_ratio_of(role, op),
         )
@@ -318,7 +329,7 @@ def since_last(reader: str) -> Increment:
     left out. The bytes of a kind are in those of its role too. Only the kinds of role ep count.
     """
     _count_late()
-    now = _Seen(squares=lossy_counts.squares_of_roles())
+    now = _Seen(lossy=lossy_counts.sums_of_roles())
     with _lock:
         for (role, _, kind), counts in _counts.items():
             _add(now.roles, role, counts)
@@ -331,7 +342,8 @@ def since_last(reader: str) -> Increment:
         roles=_sent_since(now.roles, before.roles),
         kinds=_sent_since(now.kinds, before.kinds),
         differences=dict(now.differences - before.differences),
-        errors=lossy_counts.errors_between(before.squares, now.squares),
+        errors=lossy_counts.errors_between(before.lossy, now.lossy),
+        feedback=lossy_counts.feedback_between(before.lossy, now.lossy),
     )
 
 

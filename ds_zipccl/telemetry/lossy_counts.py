@@ -7,18 +7,31 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 Squares = tuple[float, float]  # sums of squared errors and of squared values
 
 
 @dataclass
 class LossyCounts:
-    """Counts of one (role, op). ``codec``: text of the latest codec. ``frames``: number of frames, with those that went exact."""
+    """Counts of one (role, op). ``codec``: text of the latest codec. ``frames``: number of frames, with those that went exact.
+    ``kept``: squares of errors that ride on later messages, and of the values of their own messages. ``alike``: sum and number of the
+    cosines of a stage's inputs in consecutive micro-batches."""
 
     codec: str = ""
     frames: int = 0
     squares: Squares = (0.0, 0.0)
+    kept: Squares = (0.0, 0.0)
+    alike: Squares = (0.0, 0.0)
     exact: Counter[str] = field(default_factory=Counter)
+
+
+class Sums(NamedTuple):
+    """Sums of one role, as in :class:`LossyCounts`."""
+
+    squares: Squares = (0.0, 0.0)
+    kept: Squares = (0.0, 0.0)
+    alike: Squares = (0.0, 0.0)
 
 
 _counts: dict[tuple[str, str], LossyCounts] = {}
@@ -47,8 +60,25 @@ def record_error(role: str, op: str, codec: str, squares_of_error: float, square
             counts.squares = _sum(counts.squares, (squares_of_error, squares))
 
 
+def record_kept(role: str, op: str, squares_of_error: float, squares: float) -> None:
+    """Add an error that is kept for a later message: the sum of its squares, and that of the values that the program sent. Sums that are
+    not finite are not counted."""
+    if math.isfinite(squares_of_error) and math.isfinite(squares):
+        with _lock:
+            counts = _counts.setdefault((role, op), LossyCounts())
+            counts.kept = _sum(counts.kept, (squares_of_error, squares))
+
+
+def record_alike(role: str, op: str, cosine: float) -> None:
+    """Add the cosine of a stage's inputs in two consecutive micro-batches. A cosine that is not finite is not counted."""
+    if math.isfinite(cosine):
+        with _lock:
+            counts = _counts.setdefault((role, op), LossyCounts())
+            counts.alike = (counts.alike[0] + cosine, counts.alike[1] + 1)
+
+
 def record_exact(role: str, op: str, why: str, count: int) -> None:
-    """Count ``count`` frames that could have been lossy and went exact, for a reason such as "not finite" or "smaller"."""
+    """Count ``count`` frames that could have been lossy and went exact, for a reason such as "not finite", "smaller" or "overflow"."""
     with _lock:
         _counts.setdefault((role, op), LossyCounts()).exact[why] += count
 
@@ -59,11 +89,12 @@ def snapshot() -> dict[tuple[str, str], LossyCounts]:
         return {key: replace(one, exact=one.exact.copy()) for key, one in sorted(_counts.items())}
 
 
-def squares_of_roles() -> dict[str, Squares]:
-    """Return the sums of squares of each role since the process started or since :func:`clear`."""
-    found: dict[str, Squares] = {}
+def sums_of_roles() -> dict[str, Sums]:
+    """Return the sums of each role since the process started or since :func:`clear`."""
+    found: dict[str, Sums] = {}
     for (role, _), one in snapshot().items():
-        found[role] = _sum(found.get(role, (0.0, 0.0)), one.squares)
+        sums = found.get(role, Sums())
+        found[role] = Sums(_sum(sums.squares, one.squares), _sum(sums.kept, one.kept), _sum(sums.alike, one.alike))
     return found
 
 
@@ -72,14 +103,26 @@ def error(squares: Squares) -> float | None:
     return math.sqrt(max(0.0, squares[0]) / squares[1]) if squares[1] > 0 else None
 
 
-def errors_between(before: Mapping[str, Squares], now: Mapping[str, Squares]) -> dict[str, float]:
-    """Return the error of each role that was sampled between two results of :func:`squares_of_roles`."""
+def mean(alike: Squares) -> float | None:
+    """Return the mean of cosines, from their sum and number; None without any."""
+    return alike[0] / alike[1] if alike[1] > 0 else None
+
+
+def errors_between(before: Mapping[str, Sums], now: Mapping[str, Sums]) -> dict[str, float]:
+    """Return the error of each role that was sampled between two results of :func:`sums_of_roles`."""
+    found = {role: error(_since(sums.squares, before.get(role, Sums()).squares)) for role, sums in now.items()}
+    return {role: one for role, one in found.items() if one is not None}
+
+
+def feedback_between(before: Mapping[str, Sums], now: Mapping[str, Sums]) -> dict[str, dict[str, float]]:
+    """Return for each role what is known of errors that rode on later messages between two results of :func:`sums_of_roles`: "kept" and
+    "alike", see :class:`ds_zipccl.telemetry.counters.Lossy`."""
     found = {}
-    for role, (errors, values) in now.items():
-        earlier = before.get(role, (0.0, 0.0))
-        since = error((errors - earlier[0], values - earlier[1]))
-        if since is not None:
-            found[role] = since
+    for role, sums in now.items():
+        earlier = before.get(role, Sums())
+        facts = {"kept": error(_since(sums.kept, earlier.kept)), "alike": mean(_since(sums.alike, earlier.alike))}
+        if known := {name: fact for name, fact in facts.items() if fact is not None}:
+            found[role] = known
     return found
 
 
@@ -91,3 +134,7 @@ def clear() -> None:
 
 def _sum(one: Squares, other: Squares) -> Squares:
     return one[0] + other[0], one[1] + other[1]
+
+
+def _since(now: Squares, before: Squares) -> Squares:
+    return now[0] - before[0], now[1] - before[1]

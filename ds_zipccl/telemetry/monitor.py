@@ -25,4 +25,6 @@ def events(samples: int) -> list[tuple[str, float, int]]:
         values[f"{role}/ratio"] = sent["ratio"]
     for role, error in found["errors"].items():
         values[f"{role}/error"] = error
+    for role, facts in found["feedback"].items():
+        values |= {f"{role}/{name}": fact for name, fact in facts.items()}
     return [(f"{_PREFIX}/{name}", float(value), samples) for name, value in values.items()]

@@ -8,7 +8,8 @@
 ``kinds`` has the same counts of calls with a kind, which are in those of their role too: of the exchanges of experts "ep dispatch",
 "ep combine", "ep combine.bwd" and "ep dispatch.bwd". ``logical_bytes`` and ``wire_bytes`` are of coded calls, ``passed_bytes`` of passed
 calls; ratio = (logical + passed) / (wire + passed). A role whose lossy frames were sampled has the key ``error`` too, the relative L2 error
-of one rounding.
+of one rounding. Where errors ride on later messages, ``kept`` is the size of those errors over that of the values, and ``alike`` the cosine
+of a pipeline stage's inputs in consecutive micro-batches.
 A line covers the traffic since the line before, so the lines together cover the whole traffic. The first line includes the traffic before
 training, such as the broadcast of weights.
 """
@@ -50,7 +51,7 @@ class StepLog:
             return
         found = counters.since_last("step_log")
         differences = {reason or AS_DIFFERENCES: count for reason, count in found["differences"].items()}
-        errors = {role: {"error": error} for role, error in found["errors"].items()}
+        errors = {role: {"error": error, **found["feedback"].get(role, {})} for role, error in found["errors"].items()}
         line = {
             "step": step,
             "lr": list(rates),

@@ -64,14 +64,29 @@ def _amounts(calls: int, logical_bytes: int, wire_bytes: int, ratio: float) -> t
 _EXACT = ("not finite", "smaller")
 
 
+#: Codecs that send factors in place of a matrix.
+_LOW_RANK = ("lowrank", "powersgd")
+
+
 def _lossy(one: Lossy) -> str:
     """Return the line of a lossy role and operation, such as "tp all_reduce: round mantissa 3, relative L2 error 0.0265 a rounding"."""
     error = "no frame sampled" if one["error"] is None else f"relative L2 error {one['error']:.3g} a rounding"
-    said = [one["codec"] or "a lossy codec", error, f"ratio {one['ratio']:.2f}"]
+    said = [one["codec"] or "a lossy codec", error, *_feedback(one), f"ratio {one['ratio']:.2f}"]
     counts = {**dict.fromkeys(_EXACT, 0), **one["exact"]}
     (first, count), *more = counts.items()
     exact = [f"{count} of {one['frames']} frames exact ({first})", *(f"{number} exact ({why})" for why, number in more)]
     return f"{one['role']} {one['op']}: {', '.join(said)}; {', '.join(exact)}"
+
+
+def _feedback(one: Lossy) -> Iterator[str]:
+    """Yield the energy that low-rank messages have captured, the size of errors that ride on later messages, and rho: feedback of errors
+    in a pipeline helps where rho, the cosine of a stage's inputs in consecutive micro-batches, is beyond 1/2."""
+    if one["error"] is not None and one["codec"].startswith(_LOW_RANK):
+        yield f"captured energy {1 - one['error'] ** 2:.3g}"
+    if one["kept"] is not None:
+        yield f"|E|/|G| {one['kept']:.3g}"
+    if one["alike"] is not None:
+        yield f"rho {one['alike']:.3g}"
 
 
 def _differences(row: Row) -> Iterator[str]:

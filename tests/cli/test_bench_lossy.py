@@ -42,7 +42,6 @@ def test_names_with_settings(text: str) -> None:
         (["--codec", "round", "--peers", "lz4"], "--peers are lossless"),
         (["--codec", "round", "--data", "changed:1%"], "add --codec delta"),
         (["--codec", "round", "--dtype", "e4m3", "--data", "normal"], "no tensor of a dtype that lossy codecs take"),
-        (["--codec", "round", "--device", "cuda"], "lossy codecs are measured on --device cpu alone"),
     ],
 )
 def test_bad_requests_say_what_to_do(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,13 @@ CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
           (f"encode_{kind}_cascade", f"encode_{kind}_wide", f"decode_{kind}")}  # fmt: skip
 OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
           (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta", f"row_sums_{kind}", f"predict_rows_{kind}")}  # fmt: skip
-KERNELS = CODECS | OTHERS | {"zipccl_encode_u8_delta", "zipccl_decode_u8_delta", "zipccl_hash", "zipccl_find_rows"}
+ROUNDED = {f"zipccl_{what}" for kind in ("bf16", "fp16") for what in (f"decode_{kind}_rounded", f"untrimmed_{kind}")}
+ROUNDED |= {
+    f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in (f"round_{kind}", f"encode_{kind}_rounded")
+}
+KERNELS = (
+    CODECS | OTHERS | ROUNDED | {"zipccl_encode_u8_delta", "zipccl_decode_u8_delta", "zipccl_hash", "zipccl_find_rows"}
+)
 
 
 @pytest.fixture(scope="module")

@@ -193,11 +193,108 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "e < 1 ? sign",
         "rows.py -k predictions and bfloat16",
     ),
+    "the largest exponents among the usual ones": (
+        "cuda/words.cuh",
+        "return exponent + 1 < F::exponent_mask;",
+        "return exponent < F::exponent_mask;",
+        "rounded.py -k largest_exponents and bf16",
+    ),
+    "RAW blocks as they are": (
+        "cuda/encode.cuh",
+        "    grid.octet(octet);\n    octet.store_whole(body",
+        "    octet.store_whole(body",
+        "rounded.py -k mantissa_bits and bf16",
+    ),
+    "a trim of the lower word of each pair": (
+        "cuda/words.cuh",
+        "return two | two >> 16;",
+        "return two & 0xffffu;",
+        "rounded.py -k mantissa_bits and bf16",
+    ),
+    "sizes without trims that forget sparse blocks": (
+        "cuda/rounded.cuh",
+        "if (entry.mode == SPARSE) read_zero_map",
+        "if (false) read_zero_map",
+        "rounded.py -k mantissa_bits and bf16",
+    ),
+    "a trim above M": (
+        "cuda/decode_block.cuh",
+        "trim <= F::M && ",
+        "",
+        "rounded.py -k refused_payloads",
+    ),
+    "a difference the other way around": (
+        "cuda/scaled.cuh",
+        "__fsub_rn(other, value)",
+        "__fsub_rn(value, other)",
+        "scaled.py -k every_group and bf16",
+    ),
+    "strides between the words of a lane left out": (
+        "cuda/scaled.cuh",
+        "stride < kMostValues; stride *= 2",
+        "stride < 1; stride *= 2",
+        "scaled.py -k every_group and bf16",
+    ),
+    "ties of E4M3 go up": (
+        "cuda/scaled.cuh",
+        "size + 0x7ffff + (size >> 20 & 1)",
+        "size + 0x80000",
+        "scaled.py -k every_group and bf16",
+    ),
+    "a tensor's end read as words": (
+        "cuda/scaled.cuh",
+        "value = i < numel ? Values<F>::from(from[i]) : 0.0f",
+        "value = Values<F>::from(from[i])",
+        "scaled.py -k any_address and bf16",
+    ),
+    "codes in the places of all groups": (
+        "cuda/scaled.cuh",
+        "job.places ? job.places[number] - 1 : number",
+        "number",
+        "scaled.py -k any_address and bf16",
+    ),
+    "a NaN among codes": ("cuda/scaled.cuh", "good &= (code & 127) != 127;", "", "scaled.py -k refused_codes"),
+    "a number above 2m": (
+        "cuda/scaled.cuh",
+        "good &= code <= uint32_t(2 * half_range(s));",
+        "",
+        "scaled.py -k refused_codes",
+    ),
+    "a group that stays is coded": (
+        "common/scaling.cuh",
+        "if (largest >= kInfinite) return kStays;",
+        "if (largest >= kInfinite) return 1;",
+        "scaled.py -k stay_as_they_are",
+    ),
+    "codes of ZFP without the padding": (
+        "cuda/zfp.cuh",
+        "(blocks * kZfpValues * job.rate + 63) / 64 * 2",
+        "(blocks * kZfpValues * job.rate + 31) / 32",
+        "zfp.py -k rates_and_sizes and bf16",
+    ),
+    "codes of ZFP past the end": (
+        "cuda/zfp.cuh",
+        "left < kZfpValues * job.rate ? left : kZfpValues * job.rate",
+        "kZfpValues * job.rate",
+        "zfp.py -k any_address and bf16",
+    ),
+    "half a code of ZFP": (
+        "cuda/zfp.cuh",
+        "if (at > 56) high |=",
+        "if (at > 64) high |=",
+        "zfp.py -k rates_and_sizes and bf16",
+    ),
+    "an infinity coded": ("cuda/zfp.cuh", "finite &= block.finite();", "", "zfp.py -k not_finite"),
     "a hash without its region": ("cuda/hash.cuh", "jobs.work + 3 * number", "jobs.work", "calls.py -k hashes"),
 }
-#: ZIPCCL_PARTS that suffice for the tests of a file, and compile faster: bfloat16 with bytes, or with hashes and rows of any dtype.
+#: ZIPCCL_PARTS that suffice for the tests of a file, and compile faster: bfloat16 with bytes, or with hashes and rows of any dtype;
+#: or rounded words, scaled payloads or ZFP.
 PARTS = {"lists.py": emulation.BF16 | emulation.BYTES}
-PARTS |= dict.fromkeys(("calls.py", "sums.py", "rows.py"), emulation.BF16 | emulation.HASH)
+PARTS |= dict.fromkeys(("calls.py", "sums.py", "rows.py"), emulation.BF16 | emulation.HASH) | {
+    "rounded.py": emulation.ROUNDED,
+    "scaled.py": emulation.SCALED,
+    "zfp.py": emulation.ZFP,
+}
 PROGRAM = """
 import sys
 import emulation, pytest

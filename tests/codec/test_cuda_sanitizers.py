@@ -33,7 +33,16 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.full(reason="a build of a minute, and minutes of slow kernels")
 @pytest.mark.parametrize(
-    "file", ["test_cuda_calls.py", "test_cuda_sums.py", "test_cuda_kernels.py", "test_cuda_rows.py"]
+    "file",
+    [
+        "test_cuda_calls.py",
+        "test_cuda_sums.py",
+        "test_cuda_kernels.py",
+        "test_cuda_rows.py",
+        "test_cuda_rounded.py",
+        "test_cuda_scaled.py",
+        "test_cuda_zfp.py",
+    ],
 )
 def test_the_emulated_tests_are_clean(file: str, environment: dict[str, str]) -> None:
     command = [

@@ -52,6 +52,10 @@ def test_the_bounds_of_the_kernels() -> None:
     itemsizes = {kind: dtype.itemsize for dtype, kind in DTYPES.items()}
     found: dict[str, dict[int, set[int]]] = {"encode": {}, "decode": {}, "decode_sum": {}}
     codecs = re.findall(r"^ZIPCCL_CODEC\((\w+), \w+, (\d+), (\d+)\)", sources, re.MULTILINE)
+    lossy = (build.CSRC / "cuda/lossy_kernels.cuh").read_text()
+    for what, macro in (("encode", r"ZIPCCL_ROUNDED\((\w+), \w+, .*"), ("decode", r"ZIPCCL_TRIMMED\((\w+), \w+")):
+        for kind, bound in re.findall(rf"^{macro}, (\d+)\)$", lossy, re.MULTILINE):
+            found[what].setdefault(itemsizes[kind], set()).add(int(bound))
     assert {kind for kind, _, _ in codecs} == set(itemsizes)
     for kind, encode, decode in codecs:
         found["encode"].setdefault(itemsizes[kind], set()).add(int(encode))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import corpus
 import from_format
+import lossy_routes
 import numpy as np
 import pytest
 import row_cases
@@ -146,12 +147,24 @@ def _of_other_calls(
     return frame, decoded
 
 
+def _of_factors(p: list[float], dtype: torch.dtype, wanted: bytes, route: str, q: list[float], rank: int) -> None:
+    if not lossy_routes.has(route, "multiply"):
+        return
+    factors = torch.tensor(p).view(-1, rank), torch.tensor(q).view(-1, rank)
+    frame = codecs.lowrank.compress_factors(*factors, dtype, checksum=False, block=128, route=route)
+    assert frame.numpy().tobytes() == wanted
+    corpus.assert_same_bits(codecs.decompress(frame, route=route), (factors[0] @ factors[1].t()).view(-1).to(dtype))
+
+
 def test_document_examples_are_what_the_routes_give(route: str) -> None:
     examples = _examples()
     assert len(examples) >= 3
     for arguments, frame in examples:
         data = arguments.pop("data")
         dtype = arguments.pop("dtype")
+        if "q" in arguments:
+            _of_factors(data, dtype, frame, route, **arguments)
+            continue
         tensor = torch.tensor(data, dtype=dtype)
         if {"width", "known", "bits"} & set(arguments):
             found, decoded = _of_other_calls(tensor, arguments, route)

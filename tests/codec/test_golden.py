@@ -2,8 +2,9 @@
 
 tests/golden/<name>.bin is the frame of CASES[name]; <name>_crc32.bin is the same frame with the checksum that encoders no longer write, for
 decoders alone; former_version_1.bin is a frame that ds_zipccl 0.1 wrote, which is refused; rows_*, known_* and bits_* are those of
-test_golden_rows.py, rounded_* of test_golden_rounded.py, scaled_* of test_golden_scaled.py, zfp_* of test_zfp_planted.py and
-zfp_reference.py. After a deliberate change of the format, written down in FORMAT.md: ``pytest tests/codec/test_golden.py --update-golden``.
+test_golden_rows.py, rounded_* of test_golden_rounded.py, scaled_* of test_golden_scaled.py, lowrank_* of test_lowrank.py, zfp_* of
+test_zfp_planted.py and zfp_reference.py. After a deliberate change of the format, written down in FORMAT.md:
+``pytest tests/codec/test_golden.py --update-golden``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 import test_golden_rounded
 import test_golden_rows
 import test_golden_scaled
+import test_lowrank
 import test_zfp_planted
 import torch
 from corpus import assert_same_bits
@@ -176,6 +178,7 @@ def test_the_folder_holds_these_and_no_more() -> None:
         *test_golden_rows.NAMES,
         *test_golden_rounded.CASES,
         *test_golden_scaled.NAMES,
+        *test_lowrank.GOLDEN,
         *test_zfp_planted.GOLDEN,
         "zfp_reference",
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import corpus
 import from_format
 import from_format_rounded
-import lossy_routes
 import pytest
 import torch
 from places import TESTS
@@ -33,7 +32,6 @@ def _words(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_rounded_frame(name: str, route: str, request: pytest.FixtureRequest) -> None:
-    lossy_routes.need(route, "encode_rounded")
     _, _, block, k, _ = CASES[name]
     frame = codecs.compress(
         _words(name), Round(k), lossy=True, block=block, shaped=False, checksum=name.endswith("512"), route=route

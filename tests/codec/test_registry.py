@@ -20,7 +20,15 @@ def test_entries_have_the_names_and_ids_of_the_format() -> None:
     assert list(registry.CODEC_SPECS) == [spec.name for spec in SPECS] == ["raw", "cascade", "wide", "delta"]
     assert set(frame.CodecId) == set(registry.DECODERS) == set(frame.BLOCK_LOG2)
     assert all(spec.frame_id == key for key, spec in registry.DECODERS.items())
-    nameless = {CodecId.ROUNDED, CodecId.SCALED, CodecId.ZFP1, CodecId.ROWS, CodecId.KNOWN, CodecId.BITS}
+    nameless = {
+        CodecId.ROUNDED,
+        CodecId.SCALED,
+        CodecId.LOWRANK,
+        CodecId.ZFP1,
+        CodecId.ROWS,
+        CodecId.KNOWN,
+        CodecId.BITS,
+    }
     assert {spec.frame_id for spec in SPECS} == set(frame.CodecId) - nameless
     for spec in (registry.DECODERS[key] for key in nameless):
         assert set(spec.dtypes) <= set(frame.DTYPE_IDS) and spec.name not in registry.CODEC_SPECS

@@ -7,7 +7,6 @@ from functools import cache
 import corpus
 import from_format
 import from_format_rounded
-import lossy_routes
 import numpy as np
 import pytest
 import tiers
@@ -20,12 +19,6 @@ from ds_zipccl.lossy import Round
 
 KINDS = corpus.SUMMED
 MANTISSAS = range(1, 7)
-
-
-@pytest.fixture(autouse=True)
-def _kernels(request: pytest.FixtureRequest) -> None:
-    if "route" in request.fixturenames:
-        lossy_routes.need(request.getfixturevalue("route"), "encode_rounded")
 
 
 @cache
@@ -153,14 +146,14 @@ def test_each_block_has_its_own_trim(route: str) -> None:
     assert frame[5] == CodecId.ROUNDED and frame[48 + 15 : 48 + 20].tolist() == [4, 4, 0, 4, 4]
 
 
-#: Tensors of 2^17 words; the rows of "embedding" are 64 words.
+#: Textures of a tensor; the rows of "embedding" are 64 words.
 TENSORS = {
     "dense": lambda x: x,
     "half empty": lambda x: x * (torch.arange(len(x)) % 2048 >= 940),
     "half zeros": lambda x: x.clamp_min(0),
     "embedding": lambda x: x * (torch.arange(len(x)) // 64 % 20 == 3),
     "one in a thousand": lambda x: x * (torch.arange(len(x)) % 1000 == 0),
-    "one": lambda x: x * (torch.arange(len(x)) == 70_000),
+    "one": lambda x: x * (torch.arange(len(x)) == 7_000),
     "zeros": lambda x: x * 0,
     "constant": lambda x: x * 0 + 1.5,
     "bytes": lambda x: (x * 30).round(),
@@ -172,7 +165,7 @@ TENSORS = {
 @pytest.mark.parametrize("name", tiers.mostly_full(KINDS, ["bf16"], "the same tables for each dtype"))
 def test_no_frame_is_larger_than_the_lossless_one(route: str, name: str, what: str) -> None:
     kind = KINDS[name]
-    normal = torch.randn(1 << 17, generator=torch.Generator().manual_seed(6))
+    normal = torch.randn(1 << (14 if route in tiers.SLOW else 17), generator=torch.Generator().manual_seed(6))
     tensor = TENSORS[what](normal).to(kind.dtype)
     for block in (128, 1024):
         lossless = codecs.compress(tensor, block=block, route=route).numel()

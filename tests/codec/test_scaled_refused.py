@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import lossy_routes
 import pytest
 import torch
+from test_frame import Raw
 from test_scaled import gaussian
 
 from ds_zipccl import codecs
@@ -40,10 +41,7 @@ class Hand:
     def frame(self) -> torch.Tensor:
         payload = struct.pack("<4BIQ", self.kind, self.bits, self.log2, self.flags, self.zeros, self.code_bytes)
         payload += self.scales + self.codes
-        header = struct.pack(
-            "<4s8BIQQ", b"ZCCL", 2, 4, self.dtype, 0, 0, self.block_log2, 0, 0, 0, self.numel, 32 + len(payload)
-        )
-        return torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
+        return Raw(codec=4, dtype=self.dtype, log2=self.block_log2, numel=self.numel, payload=payload).tensor()
 
 
 INTEGERS = Hand(

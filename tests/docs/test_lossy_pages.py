@@ -14,6 +14,7 @@ from ds_zipccl.lossy import Round
 from ds_zipccl.telemetry import counters, table
 
 PAGE = (ROOT / "docs" / "lossy.md").read_text()
+HYBRID, TACO, OPTIMUS = ((ROOT / "docs" / f"lossy-{name}.md").read_text() for name in ("hybrid", "taco", "optimus"))
 #: Example -> the codecs of its roles; all other roles are lossless.
 POLICIES = {
     "mzhybrid": {"zero_grad": Round(2), "dp": Round(2)},
@@ -30,7 +31,7 @@ def test_example_configs_are_the_policies_of_the_page(name: str) -> None:
     found = {role: codec for role in ROLES if (codec := config.lossy_of(role)) is not None}
     assert found == POLICIES[name]
     assert settings["zero_optimization"]["stage"] == 1, "as in the paper"
-    assert f'--8<-- "examples/ds_config_{name}.json"' in PAGE
+    assert f'--8<-- "examples/ds_config_{name}.json"' in HYBRID
     plain = json.loads((ROOT / "examples" / "ds_config_zero1.json").read_text())
     assert {**settings, "zipccl": 0} == {**plain, "zipccl": 0}, "only our section differs from the lossless example"
 
@@ -42,7 +43,10 @@ def sections(text: str) -> list[ZipcclConfig]:
 
 
 def test_sections_of_the_pages_are_accepted() -> None:
-    assert [len(config.lossy_roles) for config in sections(PAGE)] == [1, 1]
+    assert [len(config.lossy_roles) for config in sections(PAGE)] == [1]
+    assert [sorted(config.lossy_roles) for config in sections(TACO)] == [["tp"]]
+    (optimus,) = sections(OPTIMUS)
+    assert sorted(optimus.lossy_roles) == ["dp", "pp"] and optimus.fused_embedding
     lossy = [config for config in sections((ROOT / "docs" / "configuration.md").read_text()) if config.lossy]
     assert [sorted(config.lossy_roles) for config in lossy] == [["tp", "zero_grad"]]
 

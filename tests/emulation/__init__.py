@@ -13,9 +13,10 @@ from builds import Binary, Change
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import CudaRoute
 
-#: ZIPCCL_PARTS with the kernels of every dtype, of bfloat16 alone, of bytes, and of hashes and the search for rows.
+#: ZIPCCL_PARTS with the kernels of every dtype, of bfloat16 alone, of bytes, of hashes and the search for rows, of rounded words, of scaled
+#: payloads and of ZFP.
 EVERY_PART = sum(build.CUDA_PARTS)
-BF16, BYTES, HASH = 1, 8, 16
+BF16, BYTES, HASH, ROUNDED, SCALED, ZFP = 1, 8, 16, 32, 64, 128
 #: The name of a variable of the environment: where it is set, every emulation of the process is compiled with AddressSanitizer and UBSan.
 SANITIZED = "DS_ZIPCCL_TEST_SANITIZED"
 #: Without optimization, as compiling takes longer than the tests.

@@ -11,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include "cpu/denormals.h"
 #include "cuda/kernels.cuh"
 
 #ifdef __SANITIZE_ADDRESS__
@@ -185,6 +186,7 @@ extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t x, uint32_t y, 
   for (const Kernel& each : kKernels)
     if (!strcmp(each.name, name)) kernel = &each;
   if (!kernel) return 1;
+  const zipccl::Denormals on;  // a device does not know the switch of the calling thread
   static char* const stacks = static_cast<char*>(
       mmap(nullptr, kResident * kThreads * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   run_kernel = kernel->run;

@@ -158,6 +158,10 @@ inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return emulation::by_parts(a, b, 16, [](uint32_t x, uint32_t y) { return x > y ? x : y; });
 }
 
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline long long __double_as_longlong(double x) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/row_calls.h"
+#include "drawn.h"
 
 struct ZipcclSegment {  // as in cpu/chunks.h
   const void* words;
@@ -43,31 +44,6 @@ extern "C" void zipccl_predict_rows(const uint8_t* words, int32_t dtype, uint64_
 extern "C" int32_t zipccl_force_level(const char* name);
 
 namespace {
-
-uint64_t state;
-uint64_t draw() {  // splitmix64
-  uint64_t z = state += 0x9E3779B97F4A7C15;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-  z = (z ^ z >> 27) * 0x94D049BB133111EB;
-  return z ^ z >> 31;
-}
-uint64_t below(uint64_t limit) { return draw() % limit; }
-
-// Memory of exactly `size` bytes, `shift` bytes from an aligned address; a null pointer where size is 0, as an empty tensor has.
-class Exact {
- public:
-  Exact(uint64_t size, uint64_t shift) : size_(size), memory_(size ? static_cast<uint8_t*>(malloc(size + shift)) : nullptr) {
-    data = size ? memory_ + shift : nullptr;
-  }
-  Exact(const Exact&) = delete;
-  ~Exact() { free(memory_); }
-  uint64_t size() const { return size_; }
-  uint8_t* data;
-
- private:
-  uint64_t size_;
-  uint8_t* memory_;
-};
 
 struct Case {
   int32_t dtype;  // FORMAT.md table 1.1; 6: the bytes of any dtype, in a delta payload

@@ -9,16 +9,9 @@
 #include <vector>
 
 #include "cpu/row_calls.h"
+#include "drawn.h"
 
 namespace {
-
-uint64_t state;
-uint64_t below(uint64_t limit) {  // splitmix64
-  uint64_t z = state += 0x9E3779B97F4A7C15;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-  z = (z ^ z >> 27) * 0x94D049BB133111EB;
-  return (z ^ z >> 31) % limit;
-}
 
 [[noreturn]] void fail(const char* what) {
   printf("FAILED: %s\n", what);

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "drawn.h"
+
 extern "C" int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads);
 extern "C" void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads);
 extern "C" void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* sums, int32_t fp32_sums,
@@ -14,37 +16,11 @@ extern "C" void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t
 
 namespace {
 
-uint64_t state;
-uint64_t draw() {  // splitmix64
-  uint64_t z = state += 0x9E3779B97F4A7C15;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-  z = (z ^ z >> 27) * 0x94D049BB133111EB;
-  return z ^ z >> 31;
-}
-uint64_t below(uint64_t limit) { return draw() % limit; }
-
-// Memory of exactly `size` bytes, at any address; a null pointer where size is 0, as an empty tensor has.
-class Exact {
- public:
-  explicit Exact(uint64_t bytes) : size(bytes) {
-    const uint64_t shift = below(16);
-    memory_ = size ? static_cast<uint8_t*>(malloc(size + shift)) : nullptr;
-    data = size ? memory_ + shift : nullptr;
-  }
-  Exact(const Exact&) = delete;
-  ~Exact() { free(memory_); }
-  const uint64_t size;
-  uint8_t* data;
-
- private:
-  uint8_t* memory_;
-};
-
 [[noreturn]] void fail(const char* what) {
   printf("FAILED: %s\n", what);
   exit(1);
 }
-bool same(const Exact& a, const Exact& b) { return a.size == b.size && (!a.size || !memcmp(a.data, b.data, a.size)); }
+bool same(const Exact& a, const Exact& b) { return a.size() == b.size() && (!a.size() || !memcmp(a.data, b.data, a.size())); }
 
 }  // namespace
 
@@ -77,7 +53,7 @@ int main(int argc, char** argv) {
       zipccl_zfp_project(words.data, numel, dtype, rate, words.data, 1);
       if (!same(words, projected)) fail("a projection in place");
     }
-    for (uint64_t i = 0; i < codes.size; ++i) codes.data[i] = uint8_t(below(3) ? draw() : 0);
+    for (uint64_t i = 0; i < codes.size(); ++i) codes.data[i] = uint8_t(below(3) ? draw() : 0);
     zipccl_zfp_decode(codes.data, numel, dtype, rate, found.data, 1);
     for (uint64_t i = 0; i < numel; ++i) {
       uint32_t word = 0;
@@ -86,7 +62,7 @@ int main(int argc, char** argv) {
     }
     const int32_t fp32_sums = int32_t(below(2));
     Exact sums(numel * (fp32_sums ? 4 : item));
-    if (sums.size) memset(sums.data, 0, sums.size);
+    if (sums.size()) memset(sums.data, 0, sums.size());
     zipccl_zfp_decode_add(codes.data, numel, dtype, rate, sums.data, fp32_sums, 1);
   }
   printf("coded %llu refused %llu\n", (unsigned long long)coded, (unsigned long long)refused);

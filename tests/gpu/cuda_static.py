@@ -26,11 +26,15 @@ from ds_zipccl import kernels
 from ds_zipccl.bench.tables import Column, Table, write_json
 from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.kernels import build, cuda
+from ds_zipccl.kernels.rounded_calls import TRIMMED
+from ds_zipccl.lossy import Round
 
 RESULTS = ROOT / "docs" / "results" / "cuda_static.json"
 REMEDY = "if the change is meant, run `make cuda-static` and commit docs/results/cuda_static.json"
 ELEMENTS = 16 * 1024
 SUMMANDS = 2
+#: Bits of rounded words.
+MANTISSA = 3
 #: Rows of the chunk, for kernels that take rows.
 ROWS = 16
 #: Share by which a kernel may be worse than the committed results.
@@ -188,6 +192,26 @@ def run_delta(route: cuda.CudaRoute, plain: kernels.Route, new: torch.Tensor, ba
     assert torch.equal(out.view(torch.uint8), new.view(torch.uint8)), base.dtype
 
 
+def run_rounded(route: cuda.CudaRoute, plain: kernels.LossyRoute, words: torch.Tensor) -> None:
+    """Code ``words`` of :data:`MANTISSA` bits and back, and round them alone, in blocks of 1024.
+
+    Raises:
+        AssertionError: a result differs from that of the CPU's route.
+    """
+    room = compress_bound(ELEMENTS, words.dtype, Round(MANTISSA), lossy=True, block=1024)
+    payloads = [torch.zeros(room, dtype=torch.uint8) for _ in range(2)]
+    sizes = [each.encode_rounded([words], MANTISSA, 1024, [out])[0] for each, out in zip((route, plain), payloads)]
+    assert sizes[0] == sizes[1] and torch.equal(*(payload[: sizes[0][0]] for payload in payloads)), words.dtype
+    rounded = [torch.empty_like(words) for _ in range(2)]
+    for each, out in zip((route, plain), rounded):
+        each.round_words(words, MANTISSA, out)
+    assert torch.equal(*rounded), words.dtype
+    if words.dtype in TRIMMED:
+        out = torch.empty_like(words)
+        route.decode_rounded(payloads[0][: sizes[0][0]], 1024, out)
+        assert torch.equal(out, rounded[0]), words.dtype
+
+
 def run_all(launcher: sass.SassLauncher) -> None:
     """Run every kernel on one chunk.
 
@@ -209,6 +233,7 @@ def run_all(launcher: sass.SassLauncher) -> None:
             assert torch.equal(out.view(torch.uint8), words.view(torch.uint8)), (kind, code)
         if dtype.itemsize == 1:
             continue
+        run_rounded(route, kernels.lossy_route("native", "cpu", "encode_rounded"), words)
         base = words
         changed = (base.float() + 1e-5 * torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1))).to(dtype)
         units = dtype_of_bits(base)
@@ -319,8 +344,8 @@ def main() -> int:
     limits = {f"sm_{architecture}": asdict(each) for architecture, each in ARCHITECTURES.items()}
     write_json(
         arguments.out, found, "make cuda-static", nvcc=version, limits=limits,
-        data=f"a chunk of {ELEMENTS} Gaussian words in blocks of 1024; sums of {SUMMANDS} frames; differences of u8: 3 % of bytes; slots: "
-        "instructions that warps issue, times 32, by elements",
+        data=f"a chunk of {ELEMENTS} Gaussian words in blocks of 1024; sums of {SUMMANDS} frames; differences of u8: 3 % of bytes; words "
+        f"rounded to {MANTISSA} bits; slots: instructions that warps issue, times 32, by elements",
     )  # fmt: skip
     bad = [row for row in found if row["spill_bytes"] or row["stack_bytes"]]
     for row in bad:

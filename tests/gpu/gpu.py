@@ -43,6 +43,16 @@ CUDA_TESTS = (
     "codec/test_cuda_misaligned.py",
     "codec/test_cuda_lists.py",
     "codec/test_cuda_rows.py",
+    "codec/test_cuda_rounded.py",
+    "codec/test_cuda_scaled.py",
+    "codec/test_cuda_zfp.py",
+    "codec/test_rounded.py",
+    "codec/test_golden_rounded.py",
+    "codec/test_scaled.py",
+    "codec/test_scaled_refused.py",
+    "codec/test_golden_scaled.py",
+    "codec/test_zfp.py",
+    "codec/test_zfp_planted.py",
     "codec/test_row_kernels.py",
     "codec/test_rows.py",
     "codec/test_rows_refused.py",
@@ -58,14 +68,6 @@ CUDA_TESTS = (
     "codec/test_hash.py",
     "codec/test_fuzz.py",
     "comm/test_host_staging.py",
-)
-#: Files with tests of codecs that have no CUDA kernels: nothing in them would run on a GPU.
-LOSSY_TESTS = (
-    "codec/test_rounded.py",
-    "codec/test_golden_rounded.py",
-    "codec/test_scaled.py",
-    "codec/test_scaled_refused.py",
-    "codec/test_golden_scaled.py",
 )
 #: The tests on a GPU, without those of the emulation, which need none.
 SELECTED = "cuda-native or cuda-nvrtc or on_nccl or cuda]"
@@ -140,6 +142,10 @@ def steps(out: Path, dry: bool = False) -> list[Step]:
         "codec",
         "--device",
         "cuda",
+        "--codec",
+        "cascade",
+        "wide",
+        "round:3",
         "--dtype",
         "bf16",
         "--mib",

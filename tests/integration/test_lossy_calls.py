@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ds_zipccl.config import ZipcclConfig, environment_section, parse_section
-from ds_zipccl.integration import lossy_calls, moe_calls
+from ds_zipccl.integration import lossy_calls, moe_calls, pipeline_calls
 from ds_zipccl.integration.lossy_calls import announced, taken
 from ds_zipccl.lossy import Round
 
@@ -27,6 +27,7 @@ def section(**roles: Any) -> ZipcclConfig:
 
 TP = section(tp=CODEC)
 X = torch.zeros(4)
+SETTINGS = TP.lossy_roles["tp"]
 
 
 # ---- announcements
@@ -155,12 +156,12 @@ def test_a_stage_announces_activations_and_not_the_mask() -> None:
             pipe_buffers=buffers, has_bool_tensors=masked, has_attention_mask=False, is_grad_partitioned=False
         )
 
-    assert lossy_calls._activations(stage(x, False), buffer_id=0) == 1
-    assert lossy_calls._activations(stage((x, x), False), buffer_id=0) == 2
-    assert lossy_calls._activations(stage((torch.arange(3), x), False), buffer_id=0) == 1, "sizes of a shared tensor"
-    assert lossy_calls._activations(stage((x, mask.half()), True), buffer_id=0) == 1
-    assert lossy_calls._gradients(stage((x, mask), True), buffer_id=0) == 1
-    assert lossy_calls._gradients(stage(x, False), buffer_id=0) == 1
+    assert pipeline_calls.activations(stage(x, False), buffer_id=0) == 1
+    assert pipeline_calls.activations(stage((x, x), False), buffer_id=0) == 2
+    assert pipeline_calls.activations(stage((torch.arange(3), x), False), buffer_id=0) == 1, "sizes of a shared tensor"
+    assert pipeline_calls.activations(stage((x, mask.half()), True), buffer_id=0) == 1
+    assert pipeline_calls.gradients(stage((x, mask), True), buffer_id=0) == 1
+    assert pipeline_calls.gradients(stage(x, False), buffer_id=0) == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -186,8 +187,8 @@ def test_padding_of_zero3_is_zeroed_and_nothing_else(
     (buffer,) = sent
     wanted = torch.where(buffer > 1e30, 0.0, buffer)
     assert int((buffer > 1e30).sum()) == sum(-size % ranks for size in sizes)
-    assert ready(buffer) and torch.equal(buffer, wanted)
-    assert not ready(torch.zeros(buffer.numel() + ranks)), "a buffer of other sizes stays exact"
+    assert ready(buffer, SETTINGS) and torch.equal(buffer, wanted)
+    assert not ready(torch.zeros(buffer.numel() + ranks), SETTINGS), "a buffer of other sizes stays exact"
 
 
 # ---- names
@@ -227,8 +228,8 @@ def test_positions_that_a_stage_sends_are_no_activations() -> None:
     hidden, positions, more = torch.ones(4, requires_grad=True), torch.arange(4.0), torch.ones(3, requires_grad=True)
 
     def announced_of(outputs: Any, **engine: Any) -> list[bool]:
-        ready = lossy_calls._is_activation(types.SimpleNamespace(pipe_buffers={"outputs": [outputs]}, **engine), 0)
-        return [ready(tensor) for tensor in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        ready = pipeline_calls.is_activation(types.SimpleNamespace(pipe_buffers={"outputs": [outputs]}, **engine), 0)
+        return [ready(tensor, SETTINGS) for tensor in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
     assert announced_of((hidden, positions, more)) == [True, False, True]
     assert announced_of(torch.ones(4)) == [True]

@@ -13,10 +13,12 @@ import pytest
 from ds_zipccl import role_settings
 from ds_zipccl.config import DEFAULT, ROLES, ConfigError, ZipcclConfig, environment_section, parse_section
 from ds_zipccl.integration.config_agreement import canonical
-from ds_zipccl.lossy import LOSSY_CODECS, Int, LossyCodec, Round, TacoFp8, Zfp
-from ds_zipccl.role_settings import CODEC_ROLES, EXACT_ROLES, RoleSettings
+from ds_zipccl.lossy import LOSSY_CODECS, Int, LossyCodec, LowRank, PowerSgd, Round, TacoFp8, Zfp
+from ds_zipccl.role_settings import CODEC_ROLES, EXACT_ROLES, USES, RoleSettings
 
 CODECS = '"round" | "taco_fp8" | "int" | "zfp"'
+EPILOGUE = RoleSettings(LowRank(16), None, "backward", send="epilogue")
+POWER = RoleSettings(PowerSgd(32), error="feedback", start_step=100)
 
 
 def lossy(**roles: object) -> ZipcclConfig:
@@ -34,6 +36,33 @@ GOOD: list[tuple[str, dict[str, object], RoleSettings, str]] = [
     ("ep", {"codec": "int", "bits": 6, "when": "forward"}, RoleSettings(Int(6), None, "forward"), ""),
     ("zero_grad", {"codec": "zfp", "rate": 24}, RoleSettings(Zfp(24)), "zero_grad zfp rate 24"),
     ("dp", {"codec": "round", "mantissa": 1, "mode": "auto"}, RoleSettings(Round(1), "auto"), "dp round mantissa 1"),
+    (
+        "dp",
+        {"codec": "round", "error": "feedback"},
+        RoleSettings(Round(3), error="feedback"),
+        "dp round mantissa 3, error feedback",
+    ),
+    ("zero_grad", {"codec": "int", "error": "off"}, RoleSettings(Int(8)), "zero_grad int bits 8 group 128"),
+    ("pp", {"codec": "lowrank", "when": "backward"}, EPILOGUE, "pp lowrank rank 16 backward epilogue"),
+    (
+        "pp",
+        {"codec": "lowrank", "rank": 4, "when": "backward", "send": "all", "error": "lazy_run"},
+        RoleSettings(LowRank(4), None, "backward", "all", "lazy_run"),
+        "pp lowrank rank 4 backward all, error lazy_run",
+    ),
+    ("dp", {"codec": "powersgd"}, POWER, "dp powersgd rank 32 from step 100"),
+    (
+        "zero_grad",
+        {"codec": "powersgd", "stages": 3},
+        replace(POWER, stages=3),
+        "zero_grad powersgd rank 32 from step 100, stages 0-2",
+    ),
+    (
+        "zero_grad",
+        {"codec": "powersgd", "rank": 4, "start_step": 0, "stages": 1, "error": "off"},
+        RoleSettings(PowerSgd(4), start_step=0, stages=1),
+        "zero_grad powersgd rank 4 from step 0, stage 0, error off",
+    ),
 ]
 
 
@@ -103,10 +132,11 @@ def test_a_lossy_config_travels_and_is_copied() -> None:
 @pytest.mark.parametrize("codec", LOSSY_CODECS)
 def test_roles_of_a_codec(codec: str) -> None:
     assert set(CODEC_ROLES[codec]) | set(EXACT_ROLES) <= set(ROLES)
+    when = {"when": "backward"} if codec == "lowrank" else {}
     for role in ROLES:
-        section = {"lossy": True, "roles": {role: {"codec": codec}}}
+        section = {"lossy": True, "roles": {role: {"codec": codec, **when}}}
         if role in CODEC_ROLES[codec]:
-            found = parse_section(section).lossy_of(role)
+            found = parse_section(section).lossy_of(role, when.get("when", ""))
             assert isinstance(found, LossyCodec) and found.name == codec
         else:
             with pytest.raises(ConfigError, match=f"{role}"):
@@ -114,6 +144,7 @@ def test_roles_of_a_codec(codec: str) -> None:
     assert not set(CODEC_ROLES[codec]) & set(EXACT_ROLES)
 
 
+BACKWARD = {"codec": "lowrank", "when": "backward"}
 #: (role, its value) -> the line.
 REFUSED: list[tuple[str, object, str]] = [
     (
@@ -128,7 +159,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("tp", {"codec": "int", "mode": True}, '"zipccl.roles.tp.mode" must be "auto" | "always", got true'),
     ("tp", {"codec": "taco_fp8", "groups": 64}, '.tp.groups" is not a known key (did you mean "group"?); keys beside'),
     ("tp", {"codec": "taco_fp8", "mantissa": 2}, 'keys beside "codec": "taco_fp8": group, hadamard, mode, when'),
-    ("dp", {"codec": "round", "rate": 8}, '"zipccl.roles.dp.rate" is not a known key; keys beside "codec": "round": mantissa, mode'),
+    ("dp", {"codec": "round", "rate": 8}, '"zipccl.roles.dp.rate" is not a known key; keys beside "codec": "round": mantissa, error, mode'),
     ("tp", {"codec": "round", "mantissa": 7}, '"zipccl.roles.tp.mantissa" must be an integer from 1 to 6, got 7'),
     ("tp", {"codec": "round", "mantissa": True}, '"zipccl.roles.tp.mantissa" must be an integer from 1 to 6, got true'),
     ("tp", {"codec": "round", "mantissa": 3.0}, "an integer from 1 to 6, got 3.0"),
@@ -139,9 +170,30 @@ REFUSED: list[tuple[str, object, str]] = [
     ("tp", {"codec": "round", "when": "always"}, '.tp.when" must be "both" | "forward" | "backward", got "always"'),
     ("tp", {"codec": "round", "when": ["both"]}, '.tp.when" must be "both" | "forward" | "backward", got ["both"]'),
     ("zero_grad", {"codec": "round", "when": "backward"}, '.when" is for "tp" | "pp" | "ep": traffic of role "zero_grad" has no direction'),
-    ("dp", {"codec": "round", "error": "feedback"}, '"zipccl.roles.dp.error" is not there in this release: errors are not fed back; leave'),
-    ("pp", {"codec": "lowrank", "rank": 16}, f'"zipccl.roles.pp.codec": "lowrank" is not there in this release; role "pp" takes {CODECS}'),
-    ("zero_grad", {"codec": "powersgd"}, '"powersgd" is not there in this release; role "zero_grad" takes "round"'),
+    ("tp", {"codec": "round", "error": "feedback"}, '.error" is for "zero_grad" | "dp" with "codec": "round"; leave the key out of'),
+    ("tp", {"codec": "int", "errors": "off"}, 'keys beside "codec": "int": bits, group, hadamard, mode, when'),
+    ("dp", {"codec": "int", "error": "lazy"}, '"zipccl.roles.dp.error" must be "off" | "feedback", got "lazy"'),
+    ("dp", {"codec": "zfp", "error": "off"}, '.dp.error" is not a known key; keys beside "codec": "zfp": rate, mode'),
+    (
+        "pp",
+        {"codec": "lowrank", "rank": 16},
+        '"zipccl.roles.pp.codec": "lowrank" is for "pp" with "when": "backward"; add "when": "backward" to the object',
+    ),
+    ("pp", {"codec": "lowrank", "when": "both"}, '"lowrank" is for "pp" with "when": "backward"; add'),
+    ("pp", {"codec": "lowrank", "when": "forward"}, '"lowrank" is for "pp" with "when": "backward"; add'),
+    ("pp", {"codec": "lowrank", "when": "back"}, '.pp.when" must be "both" | "forward" | "backward", got "back"'),
+    ("pp", {**BACKWARD, "rank": 0}, '"zipccl.roles.pp.rank" must be an integer from 1 to 1024, got 0'),
+    ("pp", {**BACKWARD, "send": "some"}, '"zipccl.roles.pp.send" must be "epilogue" | "all", got "some"'),
+    ("pp", {**BACKWARD, "error": "feedback"}, '"zipccl.roles.pp.error" must be "off" | "lazy" | "lazy_run", got "feedback"'),
+    ("pp", {**BACKWARD, "stages": 2}, '.stages" is not a known key; keys beside "codec": "lowrank": rank, send, error, mode, when'),
+    ("tp", {"codec": "lowrank"}, '"zipccl.roles.tp.codec": "lowrank" is for "pp"; role "tp" takes "round" | "taco_fp8" | "int" | "zfp"'),
+    ("tp", {"codec": "powersgd"}, '"zipccl.roles.tp.codec": "powersgd" is for "zero_grad" | "dp"; role "tp" takes "round"'),
+    ("dp", {"codec": "powersgd", "stages": 0}, '"zipccl.roles.dp.stages" must be an integer from 1 to 1024, got 0'),
+    ("dp", {"codec": "powersgd", "stages": None}, '"zipccl.roles.dp.stages" must be an integer from 1 to 1024, got null'),
+    ("dp", {"codec": "powersgd", "start_step": -1}, '.dp.start_step" must be an integer from 0 to 2147483647, got -1'),
+    ("dp", {"codec": "powersgd", "start_step": True}, '.dp.start_step" must be an integer from 0 to 2147483647, got true'),
+    ("dp", {"codec": "powersgd", "error": "lazy"}, '.dp.error" must be "feedback" | "off", got "lazy"'),
+    ("dp", {"codec": "powersgd", "send": "all"}, 'keys beside "codec": "powersgd": rank, start_step, stages, error, mode'),
     ("tp", {"codec": "rounds"}, f'"zipccl.roles.tp.codec" must be {CODECS}, got "rounds" (did you mean "round"?)'),
     ("tp", {"codec": ["round"]}, f'"zipccl.roles.tp.codec" must be {CODECS}, got ["round"]'),
     ("tp", {"codec": None}, f'"zipccl.roles.tp.codec" must be {CODECS}, got null'),
@@ -187,11 +239,10 @@ def test_every_wrong_key_has_a_line() -> None:
     assert len(str(caught.value).splitlines()) == 5
 
 
-def test_fused_embedding_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape('"zipccl.fused_embedding" is not there in this release; leave the key out')
-    ):
-        parse_section({"fused_embedding": False})
+def test_fused_embedding_needs_no_master_switch() -> None:
+    assert parse_section({"fused_embedding": True}).fused_embedding and not DEFAULT.fused_embedding
+    with pytest.raises(ConfigError, match=re.escape('"zipccl.fused_embedding" must be true | false, got 1')):
+        parse_section({"fused_embedding": 1})
 
 
 class Written(int):
@@ -218,6 +269,9 @@ def test_the_environment_is_lossy_only_by_both_names() -> None:
 
 
 def test_texts_of_the_tables() -> None:
-    assert role_settings.said((1, 2, 3)) == "an integer from 1 to 3"
+    assert role_settings.said(range(1, 4)) == "an integer from 1 to 3"
     assert role_settings.said((8, 6, 4)) == "8 | 6 | 4" and role_settings.said((False, True)) == "false | true"
-    assert set(role_settings.CODEC_ROLES) == set(LOSSY_CODECS)
+    assert set(CODEC_ROLES) == set(LOSSY_CODECS) and set(USES) < set(LOSSY_CODECS)
+    for codec, uses in USES.items():
+        assert not set(uses) & {*role_settings.codec_keys(codec), "codec", "mode", "when"}
+        assert all(set(use.roles) <= set(CODEC_ROLES[codec]) for use in uses.values())

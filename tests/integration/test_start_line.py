@@ -262,6 +262,12 @@ def test_the_master_switch_alone_is_told() -> None:
     assert lines.lossy_line(groups, "cpu", DEFAULT) == ""
 
 
+def test_the_order_of_fused_embeddings_is_told() -> None:
+    said = lines.fused_line(replace(DEFAULT, fused_embedding=True))
+    assert said.startswith("[ds_zipccl] fused_embedding: ") and "is not DeepSpeed's" in said
+    assert lines.fused_line(DEFAULT) == ""
+
+
 def accelerator(device: str, backend: str = "") -> SimpleNamespace:
     """Stands for importlib: DeepSpeed's accelerator is ``device``."""
     found = SimpleNamespace(device_name=lambda: device, communication_backend_name=lambda: backend)

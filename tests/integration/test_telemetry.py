@@ -109,20 +109,32 @@ def one_step(wire_bytes: int, reason: str) -> None:
 
 
 def test_since_last_is_what_came_since_that_reader_asked() -> None:
-    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}, "errors": {}}
+    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}, "errors": {}, "feedback": {}}
     one_step(2000, "nothing was gathered there")
     grad = {"logical_bytes": 500, "wire_bytes": 400, "passed_bytes": 200, "ratio": 700 / 600}
     param = {"logical_bytes": 3000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 1.5}
     roles = {"zero_grad": grad, "zero_param": param}
-    first = {"roles": roles, "kinds": {}, "differences": {"nothing was gathered there": 1}, "errors": {}}
+    first = {
+        "roles": roles,
+        "kinds": {},
+        "differences": {"nothing was gathered there": 1},
+        "errors": {},
+        "feedback": {},
+    }
     assert counters.since_last("a") == first
     assert list(first["roles"]) == list(counters.since_last("b")["roles"])
-    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}, "errors": {}}
+    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}, "errors": {}, "feedback": {}}
     one_step(500, "")
     one_step(1500, "")
     param = {"logical_bytes": 6000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 3.0}
     grad = {"logical_bytes": 1000, "wire_bytes": 800, "passed_bytes": 400, "ratio": 1400 / 1200}
-    second = {"roles": {"zero_grad": grad, "zero_param": param}, "kinds": {}, "differences": {"": 2}, "errors": {}}
+    second = {
+        "roles": {"zero_grad": grad, "zero_param": param},
+        "kinds": {},
+        "differences": {"": 2},
+        "errors": {},
+        "feedback": {},
+    }
     assert counters.since_last("a") == second == counters.since_last("b")
     assert counters.since_last("c")["roles"]["zero_param"]["logical_bytes"] == 9000, "a new reader gets all"
     counters.record("dp", "send", 2, 1)
@@ -195,7 +207,7 @@ def test_lossy_frames_in_the_table() -> None:
     counters.record_error("dp", "all_reduce", "round mantissa 3", 0.0, 0.0)
     assert counters.lossy()[1] == {
         "role": "tp", "op": "all_reduce", "codec": "taco_fp8 group 128", "frames": 4800, "error": math.sqrt(7e-4),
-        "exact": {"not finite": 12, "another reason": 2}, "ratio": 6700 / 2850,
+        "kept": None, "alike": None, "exact": {"not finite": 12, "another reason": 2}, "ratio": 6700 / 2850,
     }  # fmt: skip
     lines = table.render().splitlines()
     assert (

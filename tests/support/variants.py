@@ -11,12 +11,14 @@ import torch
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels import cuda_launchers
+from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.lossy_protocol import ScaledCodec
 
 
 class OnDevice:
     """A CUDA route for CPU tensors, so that the tests of every route are its tests too."""
 
-    def __init__(self, route: kernels.Route) -> None:
+    def __init__(self, route: CudaRoute) -> None:
         self.route = route
 
     def encode(
@@ -53,6 +55,77 @@ class OnDevice:
         there = base.cuda()
         self.route.decode_delta(payload.cuda(), there, block, there)
         words.copy_(there)
+
+    def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
+        there = torch.empty_like(out, device="cuda")
+        self.route.round_words(words.cuda(), mantissa, there)
+        out.copy_(there)
+
+    def encode_rounded(
+        self, segments: Sequence[torch.Tensor], mantissa: int, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[tuple[int, int]]:
+        there = [torch.empty_like(out, device="cuda") for out in outs]
+        sizes = self.route.encode_rounded([segment.cuda() for segment in segments], mantissa, block, there)
+        for (size, _), out, found in zip(sizes, outs, there, strict=True):
+            out[:size].copy_(found[:size])
+        return sizes
+
+    def decode_rounded(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        there = torch.empty_like(words, device="cuda")
+        self.route.decode_rounded(payload.cuda(), block, there)
+        words.copy_(there)
+
+    def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        there = sums.cuda()
+        self.route.decode_rounded_add(payload.cuda(), block, dtype, there)
+        sums.copy_(there)
+
+    def encode_scaled(
+        self, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
+    ) -> int | None:
+        there = [torch.empty_like(out, device="cuda") for out in (scales, codes)]
+        coded = self.route.encode_scaled(words.cuda(), codec, *there)
+        scales.copy_(there[0])
+        codes.copy_(there[1])
+        return coded
+
+    def decode_scaled(self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor) -> None:
+        there = torch.empty_like(words, device="cuda")
+        self.route.decode_scaled(scales.cuda(), codes.cuda(), codec, there)
+        words.copy_(there)
+
+    def decode_scaled_add(
+        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, dtype: torch.dtype, sums: torch.Tensor
+    ) -> None:
+        there = sums.cuda()
+        self.route.decode_scaled_add(scales.cuda(), codes.cuda(), codec, dtype, there)
+        sums.copy_(there)
+
+    def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
+        there = torch.empty_like(out, device="cuda")
+        self.route.project_scaled(words.cuda(), codec, there)
+        out.copy_(there)
+
+    def encode_zfp(self, words: torch.Tensor, rate: int, codes: torch.Tensor) -> bool:
+        there = torch.empty_like(codes, device="cuda")
+        finite = self.route.encode_zfp(words.cuda(), rate, there)
+        codes.copy_(there)
+        return finite
+
+    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
+        there = torch.empty_like(words, device="cuda")
+        self.route.decode_zfp(codes.cuda(), rate, there)
+        words.copy_(there)
+
+    def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        there = sums.cuda()
+        self.route.decode_zfp_add(codes.cuda(), rate, dtype, there)
+        sums.copy_(there)
+
+    def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
+        there = torch.empty_like(out, device="cuda")
+        self.route.project_zfp(words.cuda(), rate, there)
+        out.copy_(there)
 
     def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
         return self.route.region_hash(data.cuda())

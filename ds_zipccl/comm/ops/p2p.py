@@ -20,6 +20,7 @@ from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide_message
 from ds_zipccl.comm.execution import logical_order
+from ds_zipccl.comm.factors import Factored, Factoring
 from ds_zipccl.comm.group_state import group_rank, group_state, is_member, resolve_group
 from ds_zipccl.comm.lossy_frames import project_alone
 from ds_zipccl.comm.ops import p2p_choice, p2p_known
@@ -49,10 +50,10 @@ def send(
     *,
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
-    lossy: LossyCodec | None = None,
+    lossy: LossyCodec | Factoring | None = None,
 ) -> None:
-    """``torch.distributed.send``: blocks until the frames are sent. ``lossy``: the receiver gets the values that this codec makes of the
-    tensor's, and names no codec.
+    """``torch.distributed.send``: blocks until the frames are sent. ``lossy``: the receiver gets the values that this codec, or
+    the product of these factors, makes of the tensor's, and names no codec.
 
     Raises:
         ValueError: the destination is this rank itself.
@@ -96,7 +97,7 @@ def isend(
     *,
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
-    lossy: LossyCodec | None = None,
+    lossy: LossyCodec | Factoring | None = None,
 ) -> Any:
     """``torch.distributed.isend``: compresses and posts on the calling thread, without blocking on the peer. ``tensor`` may be overwritten
     afterwards: the handle has the whole message in memory until it is sent."""
@@ -129,7 +130,7 @@ def _send(
     group_dst: int | None,
     config: ZipcclConfig,
     role: str,
-    lossy: LossyCodec | None,
+    lossy: LossyCodec | Factoring | None,
     *,
     bounded: bool,
 ) -> Any:
@@ -139,22 +140,30 @@ def _send(
     group = resolve_group(group)
     peer = group_rank(group, dst, group_dst)
     to = dist.get_global_rank(group, peer)
-    lossy = lossy_here(lossy, (tensor.dtype, tensor.device), group, "send", role)
+    here = lossy_here(lossy, (tensor.dtype, tensor.device), group, "send", role) is not None
     decision = _decide("send", tensor, group, tag, peer, config, role)
+    codec = factored = None
+    if here and isinstance(lossy, Factoring):
+        factored = _factored(lossy, tensor, decision, config)
+        tensor = tensor if factored is None else factored.values
+    elif here and isinstance(lossy, LossyCodec):
+        codec = lossy
     if not decision.frames:
         counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), decision.reason)
-        if lossy is not None and decision.reason == PassReason.LINK_IS_FASTER.value:
-            tensor = project_alone(tensor, lossy, group, "send", role, config.route)  # values must not depend on times
+        if codec is not None and decision.reason == PassReason.LINK_IS_FASTER.value:
+            tensor = project_alone(tensor, codec, group, "send", role, config.route)  # values must not depend on times
         return dist.isend(tensor, to, group, tag)
     first = TagRange.POINT_TO_POINT + tag
-    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first, lossy=lossy)
+    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first, lossy=codec)
     doing, beside = f"sending to global rank {to}", None
     with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), ctx.working():
         flat = logical_order(tensor.resolve_conj().resolve_neg())  # the words that the receiver reads
         if config.check == "shadow":
-            carried = flat.clone() if lossy is None else codecs.project(flat, lossy)
+            carried = flat.clone() if codec is None else codecs.project(flat, codec)
             beside = dist.isend(carried, to, group, TagRange.SHADOW + tag)
-        message = Outgoing(ctx, flat, peer, bounded, p2p_choice.next_way(ctx, peer, flat))
+        message = Outgoing(
+            ctx, flat, peer, bounded, p2p_choice.next_way(ctx, peer, flat, factored is not None), factored
+        )
         known = p2p_known.remembers(flat.dtype, flat.numel(), tag, config)
         with _kept_on_error(message):
             message.post(p2p_known.sent_channel(ctx.state, peer, tag) if known else None)
@@ -167,6 +176,14 @@ def _send(
         counters.record(role, "send", ctx.logical_bytes, ctx.wire_bytes, POOL.peak)
 
     return PostedWork("send", [tensor], finish, _no_source)
+
+
+def _factored(factoring: Factoring, tensor: torch.Tensor, decision: Decision, config: ZipcclConfig) -> Factored | None:
+    """Return the factors of a tensor that our schedule would carry, also where the plain send is faster: values must not depend on
+    times."""
+    if not decision.frames and decision.reason != PassReason.LINK_IS_FASTER.value:
+        return None
+    return factoring.factored(tensor, "send", config.route)
 
 
 def _recv(

@@ -46,7 +46,7 @@ class _Expected(NamedTuple):
 
 
 class Sends:
-    """The sends of one kind to one rank: role, dtype and size. ``on_choice`` is called with the text of every choice."""
+    """The sends of one kind to one rank: role, dtype, size, factors or not. ``on_choice`` is called with the text of every choice."""
 
     def __init__(self, on_choice: Callable[[str], None]) -> None:
         self._on_choice = on_choice
@@ -108,7 +108,7 @@ class Way(NamedTuple):
 
 class _Memory:
     def __init__(self) -> None:
-        self.sends: dict[tuple[int, str, torch.dtype, int], Sends] = {}
+        self.sends: dict[tuple[int, str, torch.dtype, int, bool], Sends] = {}
         self.reports: deque[tuple[dist.Work, torch.Tensor]] = deque(maxlen=_SENT_REPORTS)
 
 
@@ -126,21 +126,26 @@ def is_chosen(ctx: OpContext) -> bool:
     return ctx.config.mode_of(ctx.role) == "auto" and ctx.codec != "raw"
 
 
-def next_way(ctx: OpContext, peer: int, flat: torch.Tensor) -> Way:
-    """Return the way of the send of ``flat`` to rank ``peer``: coded, except where the times of such sends choose. Does not block."""
+def next_way(ctx: OpContext, peer: int, flat: torch.Tensor, factors: bool) -> Way:
+    """Return the way of the send of ``flat`` to rank ``peer``: coded, except where the times of such sends choose. Does not block.
+
+    ``factors``: ``flat`` is the product of factors, which are coded in its place.
+    """
     if not is_chosen(ctx) or ctx.staging is not None:
         return Way()
-    return _sends_to(ctx, peer, flat).next_way()
+    return _sends_to(ctx, peer, flat, factors).next_way()
 
 
-def _sends_to(ctx: OpContext, peer: int, flat: torch.Tensor) -> Sends:
+def _sends_to(ctx: OpContext, peer: int, flat: torch.Tensor, factors: bool) -> Sends:
     """Return the choice for sends like that of ``flat`` to rank ``peer``."""
     size = max(0, flat.nbytes - 1).bit_length()
-    memory, key = _of(ctx.state), (peer, ctx.role, flat.dtype, size)
+    memory, key = _of(ctx.state), (peer, ctx.role, flat.dtype, size, factors)
     found = memory.sends.get(key)
     if found is None:
         dtype = str(flat.dtype).removeprefix("torch.")
-        kind = f"{dtype}, {tuner_rules.size_text(size)}, to global rank {ctx.global_rank(peer)}"
+        kind = (
+            f"{'factors of ' * factors}{dtype}, {tuner_rules.size_text(size)}, to global rank {ctx.global_rank(peer)}"
+        )
         made = Sends(functools.partial(counters.record_choice, ctx.role, ctx.op, kind))
         with _making:
             found = memory.sends.setdefault(key, made)

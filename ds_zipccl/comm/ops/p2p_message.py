@@ -26,6 +26,7 @@ from ds_zipccl import codecs
 from ds_zipccl.codecs import bits, known
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.factors import Factored
 from ds_zipccl.comm.frames import FrameCoder
 from ds_zipccl.comm.ops import p2p_choice, p2p_known
 from ds_zipccl.comm.ops.p2p_choice import Way
@@ -44,10 +45,12 @@ ANNOUNCEMENT_BYTES = 32
 
 
 class Body(IntEnum):
-    """The kind of a body: a frame for each fragment, or the bytes of the tensor, in one piece, straight into the receiver's tensor."""
+    """The kind of a body: a frame for each fragment; the bytes of the tensor, in one piece, straight into the receiver's tensor; or one
+    frame of the whole tensor, for factors, which have no fragments."""
 
     FRAMES = 0
     BYTES = 1
+    FRAME = 2
 
 
 class Announcement(NamedTuple):
@@ -122,11 +125,21 @@ class Outgoing:
     ``way``: coded or not; a send whose time counts for later ones is announced, whatever its size. ``bounded``: posting blocks until the
     frames of more than two pipeline depths ago are sent, so that memory for them is bounded, and ``flat`` stays as it is until :meth:`wait`
     has returned. Otherwise posting does not block on the peer, and ``flat`` may be overwritten as soon as :meth:`post` has returned.
+    ``factored``: factors whose product ``flat`` is. A coded message carries them.
     """
 
-    def __init__(self, ctx: OpContext, flat: torch.Tensor, peer: int, bounded: bool, way: Way) -> None:
+    def __init__(
+        self,
+        ctx: OpContext,
+        flat: torch.Tensor,
+        peer: int,
+        bounded: bool,
+        way: Way,
+        factored: Factored | None = None,
+    ) -> None:
         self._ctx, self._flat, self._peer, self._bounded, self._way = ctx, flat, peer, bounded, way
         self._coder = FrameCoder(ctx, way.uncoded)
+        self._factored = None if way.uncoded or ctx.codec == "raw" else factored
         self._piece = fragment_numel(ctx, flat.numel(), flat.element_size())
         self._posted: deque[_Posted] = deque()
 
@@ -163,6 +176,8 @@ class Outgoing:
         return announcement
 
     def _body_kind(self) -> Body:
+        if self._factored is not None:
+            return Body.FRAME
         uncoded = self._way.uncoded or (self._ctx.codec == "raw" and self._flat.dtype != torch.bool)
         whole = (
             uncoded and self._ctx.staging is None and not self._coder.lossy
@@ -178,14 +193,16 @@ class Outgoing:
                 content = buffers.take(content.nbytes).copy_(content)
             self._post(content, announcement.tag, buffers)
             return
-        for fragment in self._flat.split(self._piece):
+        for fragment in self._flat.split(self._flat.numel() if announcement.body == Body.FRAME else self._piece):
             while self._bounded and len(self._posted) > 2 * wire.PIPELINE_DEPTH:
                 self._retire(None)
             self._send(fragment, announcement.tag)
 
     def _send(self, flat: torch.Tensor, tag: int) -> None:
         buffers, frame = PooledBuffers(), None
-        if flat.dtype == torch.bool and self._ctx.staging is None:
+        if self._factored is not None:
+            frame = self._factored.frame(self._ctx.config.block, self._coder.route, buffers)
+        elif flat.dtype == torch.bool and self._ctx.staging is None:
             frame = codecs.bits_frame(flat, buffers.take(bits.frame_bytes(flat.numel())))
         self._post(self._coder.compress(flat, buffers) if frame is None else frame, tag, buffers)
 
@@ -275,7 +292,8 @@ class Incoming:
         if announcement.body == Body.BYTES:
             self._take_bytes(announcement.tag, source, out.view(torch.uint8))
         else:
-            self._take_frames(announcement.tag, source, out.split(self._piece))
+            piece = self._numel if announcement.body == Body.FRAME else self._piece
+            self._take_frames(announcement.tag, source, out.split(piece))
 
     def _take_frames(self, tag: int, source: int, fragments: Sequence[torch.Tensor]) -> None:
         def post(step: int) -> None:

@@ -216,6 +216,8 @@ class Exchange:
     def _send_rows(self, rows: SentRows, flat: torch.Tensor, peer: int) -> bool:
         """Send the next part of a segment as a row frame; return False where an ordinary frame is as good."""
         frame = rows.frame(peer, flat, buffers := PooledBuffers())
+        if frame is not None:
+            rows.note_found()
         if frame is not None and self._coder.lossy:  # literal rows of a row frame are coded without loss
             ordinary = self._coder.compress(flat, others := PooledBuffers())
             if ordinary.nbytes <= frame.nbytes:
@@ -226,7 +228,6 @@ class Exchange:
         if frame is None:
             buffers.release()
             return False
-        rows.note_sent()
         self._post(frame, flat.nbytes, [peer], buffers)
         return True
 

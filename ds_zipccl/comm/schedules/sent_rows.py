@@ -35,7 +35,7 @@ class SentRows:
             [words.numel() // rows.width for words in searched.values()], ctx.config.staging_mib
         ):
             searched = {}
-        self._searched = self._sent = False
+        self._searched = self._found = False
         fitting = {} if coder.lossy else self._fitting(searched)
         self._segments = self._search(searched, fitting)
         self._at = dict.fromkeys(self._segments, 0)
@@ -49,14 +49,15 @@ class SentRows:
         self._at[peer] = begin + flat.numel()
         return self._coder.compress_rows(self._segments[peer], begin, flat, buffers)
 
-    def note_sent(self) -> None:
-        """Note that a row frame has been sent."""
-        self._sent = True
+    def note_found(self) -> None:
+        """Note that a row frame is smaller than a lossless one. The search goes on then, also where a lossy frame is smaller still: in a
+        later message it may not be, and no lossy message is to be larger than a lossless one."""
+        self._found = True
 
     def release(self) -> None:
         """Give the memory of the searches back, after the last frame, and note whether a search has saved anything."""
         if self._searched:
-            self._memory.backoff(self._name, self._rows.kind).note(self._sent)
+            self._memory.backoff(self._name, self._rows.kind).note(self._found)
         self._segments.clear()
         self._buffers.release()
 

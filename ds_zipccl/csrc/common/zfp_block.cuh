@@ -131,5 +131,58 @@ ZIPCCL_FN constexpr ZfpPlane zfp_plane_of(uint32_t n, uint32_t bits, uint32_t le
   return {uint8_t(plane), uint8_t(at), uint8_t(n)};
 }
 
+// Four bits, one in each byte, from bit 0 of each; and back.
+ZIPCCL_FN uint32_t zfp_gather(uint32_t bytes) { return (bytes & 0x01010101u) * 0x01020408u >> 24 & 15; }
+ZIPCCL_FN uint32_t zfp_spread(uint32_t plane) { return plane * 0x00204081u & 0x01010101u; }
+
+// The value that stands in place i of a block of which `count` are left: a a a a, a b b a, a b c a.
+ZIPCCL_FN uint32_t zfp_source(uint32_t i, uint64_t count) { return i < count ? i : count == 2 && i == 2 ? 1 : 0; }
+
+// The code of a block: 4 rate bits. A Code begins with zeros, and has put(at, bits), from(at) for places but 0, some() for the bit
+// there, and keep(count). The functions code(n, plane) and plane(n, bits) of the tables are zfp_code_plane, and zfp_plane_of for
+// kZfpPlaneBits.
+template <typename Code, typename Tables>
+ZIPCCL_FN Code zfp_encode(const ZfpBlock& block, uint32_t rate, const Tables& tables) {
+  const ZfpNumbers numbers = zfp_numbers(block);
+  Code code;
+  if (!numbers.head) return code;
+  const uint32_t limit = kZfpValues * rate;
+  code.put(0, 1), code.put(1, numbers.head);
+  uint32_t at = kZfpHeadBits, n = 0;
+  for (uint32_t byte = 4; byte-- > 0;) {
+    uint32_t bytes = 0;
+    for (uint32_t i = 0; i < kZfpValues; ++i) bytes |= (numbers.u[i] >> 8 * byte & 255) << 8 * i;
+    for (uint32_t k = 8; k-- > 0;) {
+      const ZfpPlane plane = tables.code(n, zfp_gather(bytes >> k));
+      code.put(at, plane.bits);
+      at += plane.length, n = plane.next;
+      if (at < limit) continue;
+      code.keep(limit);
+      return code;
+    }
+  }
+  return code;
+}
+
+template <typename Code, typename Tables>
+ZIPCCL_FN ZfpBlock zfp_decode(const Code& code, uint32_t rate, const Tables& tables) {
+  constexpr uint32_t mask = (1 << kZfpPlaneBits) - 1;
+  if (!code.some()) return {{0, 0, 0, 0}};
+  const uint32_t limit = kZfpValues * rate;
+  ZfpNumbers numbers = {{0, 0, 0, 0}, code.from(1) & 255};
+  uint32_t at = kZfpHeadBits, n = 0;
+  for (uint32_t byte = 4; byte-- > 0 && at < limit;) {
+    uint32_t bytes = 0;
+    for (uint32_t k = 8; k-- > 0 && at < limit;) {
+      const uint32_t bits = code.from(at) & mask, left = limit - at;
+      const ZfpPlane plane = left >= kZfpPlaneBits ? tables.plane(n, bits) : zfp_plane_of(n, bits, left);
+      bytes |= zfp_spread(plane.bits) << k;
+      at += plane.length, n = plane.next;
+    }
+    for (uint32_t i = 0; i < kZfpValues; ++i) numbers.u[i] |= (bytes >> 8 * i & 255) << 8 * byte;
+  }
+  return zfp_values(numbers);
+}
+
 }  // namespace
 }  // namespace zipccl

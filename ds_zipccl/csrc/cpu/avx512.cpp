@@ -4,6 +4,7 @@
 #include "cpu/encode.h"
 #include "cpu/hash.h"
 #include "cpu/level.h"
+#include "cpu/lowrank.h"
 #include "cpu/rounded.h"
 #include "cpu/rows.h"
 #include "cpu/scaled.h"

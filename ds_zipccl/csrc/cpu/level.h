@@ -1,7 +1,7 @@
 // The functions of a CPU level: the codec of a chunk for each type. cpu/scalar.cpp, cpu/avx2.cpp and cpu/avx512.cpp define one each,
 // cpu/dispatch.cpp chooses.
 #pragma once
-#include <stdint.h>
+#include "common/scaling.cuh"
 
 // Places of types and codes in the tables below; cpu/chunks.h knows the dtypes of FORMAT.md table 1.1. Bytes are the words of all other
 // dtypes in delta payloads, and have no exponent codec.
@@ -16,11 +16,12 @@ struct ZipcclPart {
 constexpr uint32_t kZipcclParts = 18;  // table, up to 16 bodies, tails
 constexpr uint32_t kZipcclWorkspace = 256 << 10;
 
-// How values become codes (FORMAT.md 2.10): `bits` is 8 unless `integers`, groups have 2^log2 elements.
-struct ZipcclScaling {
-  uint32_t integers, bits, log2, hadamard;
-};
 constexpr uint64_t kGroupStays = ~0ull;  // in the place of a number of groups: one stays as it is
+
+// Low-rank payloads (FORMAT.md 2.12): columns that one step of any level reads, and the part of its length that a column must have left
+// where the columns in front of it are taken out.
+constexpr uint32_t kZipcclTile = 32;
+constexpr double kZipcclSpanned = 1.0 / (uint64_t(1) << 30);
 
 struct ZipcclLevel {
   // `blocks` are the words of each block. Returns the chunk's bytes, which `parts` names; they stay valid as long as words and workspace
@@ -52,6 +53,10 @@ struct ZipcclLevel {
   using EncodeScaled = uint64_t(const uint8_t* words, uint64_t numel, const ZipcclScaling& scaling, uint8_t* scales, uint8_t* codes);
   using DecodeScaled = int32_t(const uint8_t* scales, const uint8_t* codes, uint64_t numel, const ZipcclScaling& scaling, uint8_t* words);
   using ProjectScaled = void(const uint8_t* words, uint64_t numel, const ZipcclScaling& scaling, uint8_t* out);
+  // cpu/lowrank.h
+  using Multiply = void(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t rows, uint64_t n, uint8_t* out,
+                        uint64_t row_bytes);
+  using Orthonormalize = void(float* columns, uint64_t n, uint32_t rank, double* room);
 
   const char* name;
   Encode* encode[ZIPCCL_TYPES][ZIPCCL_CODES];
@@ -70,6 +75,8 @@ struct ZipcclLevel {
   EncodeScaled* encode_scaled[ZIPCCL_FP32 + 1];
   DecodeScaled* decode_scaled[ZIPCCL_FP32 + 1];
   ProjectScaled* project_scaled[ZIPCCL_FP32 + 1];
+  Multiply* multiply[ZIPCCL_FP32 + 1];
+  Orthonormalize* orthonormalize;
 };
 
 extern const ZipcclLevel zipccl_scalar;
@@ -118,4 +125,6 @@ const ZipcclLevel& zipccl_chosen();
       ZIPCCL_ROUNDED(LANES),                                                                                              \
       ZIPCCL_SCALED(encode_scaled, LANES),                                                                                \
       ZIPCCL_SCALED(decode_scaled, LANES),                                                                                \
-      ZIPCCL_SCALED(project_scaled, LANES)}
+      ZIPCCL_SCALED(project_scaled, LANES),                                                                               \
+      ZIPCCL_ROWS(lowrank::multiply),                                                                                     \
+      zipccl::lowrank::orthonormalize}

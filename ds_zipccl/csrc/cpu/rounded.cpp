@@ -1,27 +1,17 @@
 // The C interface of rounded payloads on the CPU (FORMAT.md 2.9).
 #include "cpu/chunks.h"
 #include "common/bits.h"
+#include "common/rounding.cuh"
 
 using namespace zipccl;
 
 namespace {
 
-// Bytes of a block's body and tail without its trim, in an exponent payload.
-template <typename F>
-void untrim(uint32_t mode, uint32_t n, uint32_t trim, const uint8_t* tail, uint32_t tail_bytes, uint64_t& bodies, uint64_t& tails) {
-  uint32_t body = body_bytes<F>(mode, n, 0);
-  if (mode == SPARSE) {
-    uint32_t others = n;
-    each_group(n, [&](uint32_t at, uint32_t here) { others -= popcount(load_plane(tail + 1, at, here)); });
-    tail_bytes += parts_bytes(others, 1 + F::M) - parts_bytes(others, 1 + F::M - trim);
-  }
-  const uint32_t raw = body_bytes<F>(RAW, n, 0);
-  if (mode > RAW && body + tail_bytes >= raw) {
-    body = raw;
-    tail_bytes = 0;
-  }
-  bodies += body;
-  tails += tail_bytes;
+// The words of a SPARSE block of n words that are not zero.
+uint32_t others_of(const uint8_t* tail, uint32_t n) {
+  uint32_t others = n;
+  each_group(n, [&](uint32_t at, uint32_t here) { others -= popcount(load_plane(tail + 1, at, here)); });
+  return others;
 }
 
 // Bytes that a rounded payload, as the encoder wrote it, would have if its blocks had no trims.
@@ -38,8 +28,11 @@ uint64_t untrimmed_bytes(const uint8_t* payload, uint64_t numel, uint32_t block)
     const auto trim = [&](uint32_t b) { return uint32_t(chunk[3 * blocks + b]); };
     for (uint32_t b = 0; b < blocks; ++b) tail_at += body_bytes<F>(entry(b) >> kTailBits, length(b), trim(b));
     for (uint32_t b = 0; b < blocks; ++b) {
-      const uint32_t tail_bytes = entry(b) & ((1u << kTailBits) - 1);
-      untrim<F>(entry(b) >> kTailBits, length(b), trim(b), chunk + tail_at, tail_bytes, bodies, tails);
+      const uint32_t mode = entry(b) >> kTailBits, tail_bytes = entry(b) & ((1u << kTailBits) - 1);
+      const uint32_t others = mode == SPARSE ? others_of(chunk + tail_at, length(b)) : 0;
+      const Untrimmed size = untrimmed_block<F>(mode, length(b), trim(b), tail_bytes, others);
+      bodies += size.body;
+      tails += size.tail;
       tail_at += tail_bytes;
     }
     total += table_bytes<F>(blocks) + bodies + (tails + 15) / 16 * 16;

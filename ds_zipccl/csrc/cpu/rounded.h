@@ -1,5 +1,6 @@
 // Words rounded to fewer mantissa bits (FORMAT.md 2.9), and the encoder that rounds each block before it surveys it.
 #pragma once
+#include "common/rounding.cuh"
 #include "cpu/encode.h"
 
 namespace zipccl {
@@ -20,14 +21,11 @@ void round_words(const uint8_t* words, uint64_t n, uint32_t kept, uint8_t* out) 
   using Word = typename F::Word;
   typedef Word Words __attribute__((vector_size(kRegister)));
   constexpr uint64_t each = kRegister / sizeof(Word);
-  const Word cut = Word(F::M - kept), low = Word((1u << cut) - 1), half = low >> 1, field = Word(F::exponent_mask << F::M);
-  const Word kept_bits = Word(~low), last = Word(low + 1), one = 1;
+  const Rounding<F> rounding(kept);
   const auto round = [&](const uint8_t* from, uint8_t* to) __attribute__((always_inline)) {
     Words w;
     memcpy(&w, from, sizeof w);
-    Words t = (w + half + (w >> cut & one)) & kept_bits;
-    t = (t & field) == field ? t - last : t;  // the largest finite value
-    w = (w & field) == field ? w : t;
+    w = rounding(w);
     memcpy(to, &w, sizeof w);
   };
   uint64_t at = 0;

@@ -12,61 +12,31 @@ constexpr uint32_t kUnit = 16 * kZfpValues;  // values whose codes are whole wor
 constexpr uint32_t kAdded = 4 * kUnit;       // values that are decoded at a time, before they are added
 
 struct Tables {
-  ZfpPlane code[kZfpValues + 1][1 << kZfpValues];
-  ZfpPlane plane[kZfpValues + 1][1 << kZfpPlaneBits];
+  ZfpPlane codes[kZfpValues + 1][1 << kZfpValues];
+  ZfpPlane planes[kZfpValues + 1][1 << kZfpPlaneBits];
+  ZfpPlane code(uint32_t n, uint32_t plane) const { return codes[n][plane]; }
+  ZfpPlane plane(uint32_t n, uint32_t bits) const { return planes[n][bits]; }
 };
 constexpr Tables make_tables() {
   Tables tables = {};
   for (uint32_t n = 0; n <= kZfpValues; ++n) {
-    for (uint32_t plane = 0; plane < 1 << kZfpValues; ++plane) tables.code[n][plane] = zfp_code_plane(n, plane);
-    for (uint32_t bits = 0; bits < 1 << kZfpPlaneBits; ++bits) tables.plane[n][bits] = zfp_plane_of(n, bits, kZfpPlaneBits);
+    for (uint32_t plane = 0; plane < 1 << kZfpValues; ++plane) tables.codes[n][plane] = zfp_code_plane(n, plane);
+    for (uint32_t bits = 0; bits < 1 << kZfpPlaneBits; ++bits) tables.planes[n][bits] = zfp_plane_of(n, bits, kZfpPlaneBits);
   }
   return tables;
 }
 constexpr Tables kTables = make_tables();
 
-using Code = unsigned __int128;  // of a block: 4 rate bits
-
-// Four bits, one in each byte, from bit 0 of each; and back.
-uint32_t gather4(uint32_t bytes) { return (bytes & 0x01010101u) * 0x01020408u >> 24 & 15; }
-uint32_t spread4(uint32_t plane) { return plane * 0x00204081u & 0x01010101u; }
-
-Code encode_block(const ZfpBlock& block, uint32_t rate) {
-  const ZfpNumbers numbers = zfp_numbers(block);
-  if (!numbers.head) return 0;
-  const uint32_t limit = kZfpValues * rate;
-  Code code = 1 | numbers.head << 1;
-  uint32_t at = kZfpHeadBits, n = 0;
-  for (uint32_t byte = 4; byte-- > 0;) {
-    uint32_t bytes = 0;
-    for (uint32_t i = 0; i < kZfpValues; ++i) bytes |= (numbers.u[i] >> 8 * byte & 255) << 8 * i;
-    for (uint32_t k = 8; k-- > 0;) {
-      const ZfpPlane plane = kTables.code[n][gather4(bytes >> k)];
-      code |= Code(plane.bits) << at;
-      at += plane.length, n = plane.next;
-      if (at >= limit) return limit == 128 ? code : code & ((Code(1) << limit) - 1);
-    }
+struct Code {  // of a block: 4 rate bits
+  using Bits = unsigned __int128;
+  Bits bits = 0;
+  void put(uint32_t at, uint32_t more) { bits |= Bits(more) << at; }
+  uint32_t from(uint32_t at) const { return uint32_t(bits >> at); }
+  bool some() const { return bits & 1; }
+  void keep(uint32_t count) {
+    if (count < 128) bits &= (Bits(1) << count) - 1;
   }
-  return code;
-}
-
-ZfpBlock decode_block(Code code, uint32_t rate) {
-  if (!(code & 1)) return {{0, 0, 0, 0}};
-  const uint32_t limit = kZfpValues * rate;
-  ZfpNumbers numbers = {{0, 0, 0, 0}, uint32_t(code) >> 1 & 255};
-  uint32_t at = kZfpHeadBits, n = 0;
-  for (uint32_t byte = 4; byte-- > 0 && at < limit;) {
-    uint32_t bytes = 0;
-    for (uint32_t k = 8; k-- > 0 && at < limit;) {
-      const uint32_t bits = uint32_t(code >> at) & ((1 << kZfpPlaneBits) - 1), left = limit - at;
-      const ZfpPlane plane = left >= kZfpPlaneBits ? kTables.plane[n][bits] : zfp_plane_of(n, bits, left);
-      bytes |= spread4(plane.bits) << k;
-      at += plane.length, n = plane.next;
-    }
-    for (uint32_t i = 0; i < kZfpValues; ++i) numbers.u[i] |= (bytes >> 8 * i & 255) << 8 * byte;
-  }
-  return zfp_values(numbers);
-}
+};
 
 // The values of the block that begins at `from`, of which `count` are left; more than four count as four.
 template <typename F>
@@ -74,9 +44,7 @@ ZfpBlock load_block(const uint8_t* from, uint64_t count) {
   using Word = typename F::Word;
   ZfpBlock block;
   for (uint32_t i = 0; i < kZfpValues; ++i) {
-    // a a a a, a b b a, a b c a
-    const uint32_t at = i < count ? i : count == 2 && i == 2 ? 1 : 0;
-    block.word[i] = as_bits(Values<F>::from(load_word<Word>(from + at * sizeof(Word))));
+    block.word[i] = as_bits(Values<F>::from(load_word<Word>(from + zfp_source(i, count) * sizeof(Word))));
   }
   return block;
 }
@@ -105,7 +73,7 @@ bool encode_words(const uint8_t* words, uint64_t n, uint32_t rate, uint8_t* out)
   for (uint64_t at = 0; at < n; at += kZfpValues) {
     const ZfpBlock block = load_block<F>(words + at * sizeof(typename F::Word), n - at);
     if (!block.finite()) return false;
-    const Code code = encode_block(block, rate);
+    const Code::Bits code = zfp_encode<Code>(block, rate, kTables).bits;
     const uint32_t bits = kZfpValues * rate;
     put(uint64_t(code), std::min(bits, 64u));
     if (bits > 64) put(uint64_t(code >> 64), bits - 64);
@@ -125,9 +93,9 @@ void decode_words(const uint8_t* codes, uint64_t n, uint32_t rate, uint8_t* word
     return found & ones(count);
   };
   for (uint64_t at = 0, bit = 0; at < n; at += kZfpValues, bit += bits) {
-    Code code = take(bit, std::min(bits, 64u));
-    if (bits > 64) code |= Code(take(bit + 64, bits - 64)) << 64;
-    store_block<F>(decode_block(code, rate), words + at * sizeof(typename F::Word), n - at);
+    Code code = {take(bit, std::min(bits, 64u))};
+    if (bits > 64) code.bits |= Code::Bits(take(bit + 64, bits - 64)) << 64;
+    store_block<F>(zfp_decode(code, rate, kTables), words + at * sizeof(typename F::Word), n - at);
   }
 }
 
@@ -138,7 +106,7 @@ void project_words(const uint8_t* words, uint64_t n, uint32_t rate, uint8_t* out
   for (uint64_t at = 0; at < n; at += kZfpValues) {
     const ZfpBlock block = load_block<F>(words + at * itemsize, n - at);
     if (block.finite()) {
-      store_block<F>(decode_block(encode_block(block, rate), rate), out + at * itemsize, n - at);
+      store_block<F>(zfp_decode(zfp_encode<Code>(block, rate, kTables), rate, kTables), out + at * itemsize, n - at);
     } else {
       memmove(out + at * itemsize, words + at * itemsize, std::min<uint64_t>(n - at, kZfpValues) * itemsize);
     }

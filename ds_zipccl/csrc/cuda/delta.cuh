@@ -180,7 +180,7 @@ ZIPCCL_DEVICE Form encode_change(const typename F::Word* words, const typename F
     if constexpr (F::E == 0) {
       return {RAW, 0, 0, alone_bytes, 0};
     } else {
-      const Form alone = encode_block<F, Cascade>(words, extent, slot, list);
+      const Form alone = encode_block<F, Cascade>(words, extent, AsTheyAre(), slot, list);
       if (alone.body + alone.tail <= tail) return alone;
       // The list was lent: put the shifts back. No register keeps them or the group meanwhile.
       __syncwarp();

@@ -31,6 +31,7 @@ struct EncodeJobs {
   EncodeJob job[kMaxJobs];
   uint32_t count, block, dtype, split;
   uint32_t element_log2;  // an element of the tensor has 1 << element_log2 words
+  uint32_t mantissa;      // bits that a rounding code keeps
   uint32_t* ticket;     // zero
   uint64_t* places;     // a zero for every item
   uint64_t* sizes;      // a zero for every part, unless split is 0
@@ -100,22 +101,33 @@ ZIPCCL_DEVICE uint32_t next_ticket(uint32_t* tickets, uint32_t ticket, uint32_t 
 }
 
 // A RAW block to a multiple of 16, with its padding.
-template <typename F>
-ZIPCCL_DEVICE void copy_raw_block(const typename F::Word* from, uint32_t n, uint8_t* body) {
+template <typename F, typename Grid>
+ZIPCCL_DEVICE void copy_raw_block(const typename F::Word* from, uint32_t n, const Grid& grid, uint8_t* body) {
   constexpr uint32_t itemsize = sizeof(typename F::Word);
   for (uint32_t at = 8 * lane_id(); at * itemsize < pad16(n * itemsize); at += kRow) {
     Octet<F> octet;
     octet.load(from + at, at < n ? least(n - at, 8) : 0, 0);
+    grid.octet(octet);
     octet.store_whole(body + at * itemsize, least(pad16(n * itemsize) - at * itemsize, 8 * itemsize));
   }
 }
 
-// How blocks are coded: with one of the codes, or against a base.
+// How blocks are coded: with one of the codes, the same of rounded words, or against a base.
+struct Exactly {
+  template <typename F>
+  static ZIPCCL_DEVICE AsTheyAre grid(const EncodeJobs&) { return {}; }
+};
 template <typename Code>
-struct Alone : Code {
+struct Alone : Code, Exactly {
   static constexpr bool delta = false;
 };
-struct AgainstBase {
+template <typename Code>
+struct OfRounded : Code {
+  static constexpr bool delta = false;
+  template <typename F>
+  static ZIPCCL_DEVICE Rounded<F> grid(const EncodeJobs& jobs) { return Rounded<F>(jobs.mantissa); }
+};
+struct AgainstBase : Exactly {
   static constexpr bool delta = true;
 };
 
@@ -161,11 +173,12 @@ ZIPCCL_DEVICE void copy_raw_part(const EncodeJobs& jobs, const EncodeShared<F>& 
 // same list, as their numbers differ by multiples of kWarps.
 template <typename F, typename Code>
 ZIPCCL_DEVICE void encode_blocks(const EncodeJobs& jobs, EncodeShared<F>& shared) {
+  const auto grid = Code::template grid<F>(jobs);
   for (uint32_t b = shared.begin + warp_id(); b < shared.end; b += kWarps) {
     Form form = {kLater, 0, 0, 0, 0};
     if constexpr (!Code::delta) {
       if (numel_of(shared, b, jobs.block) == Whole::n)
-        form = encode_block<F, Code>(shared.words + b * jobs.block, Whole(), shared.blocks.slot[b], shared.blocks.list[b % kWarps]);
+        form = encode_block<F, Code>(shared.words + b * jobs.block, Whole(), grid, shared.blocks.slot[b], shared.blocks.list[b % kWarps]);
     }
     if (lane_id() == 0) shared.form[b] = form;
   }
@@ -181,7 +194,7 @@ ZIPCCL_DEVICE void encode_blocks(const EncodeJobs& jobs, EncodeShared<F>& shared
       const auto* const base = static_cast<const typename F::Word*>(job.base) + first + b * jobs.block;
       form = encode_change<F>(from, base, n, shared.blocks.slot[b], shared.blocks.list[b % kWarps]);
     } else {
-      form = encode_block<F, Code>(from, Part{n}, shared.blocks.slot[b], shared.blocks.list[b % kWarps]);
+      form = encode_block<F, Code>(from, Part{n}, grid, shared.blocks.slot[b], shared.blocks.list[b % kWarps]);
     }
     if (lane_id() == 0) shared.form[b] = form;
   }
@@ -333,7 +346,7 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
     const Form form = shared.form[b];
     uint8_t* const body = out + shared.body_at[b];
     if (form.mode == RAW) {
-      copy_raw_block<F>(shared.words + b * jobs.block, numel_of(shared, b, jobs.block), body);
+      copy_raw_block<F>(shared.words + b * jobs.block, numel_of(shared, b, jobs.block), Code::template grid<F>(jobs), body);
     } else {
       const uint4* const from = reinterpret_cast<const uint4*>(shared.blocks.slot[b]);
       const uint4* const end = from + form.body / 16;

@@ -180,8 +180,8 @@ ZIPCCL_DEVICE uint32_t window_top(uint32_t exponent_sum, uint32_t largest, uint3
 }
 
 // A block whose zeros are left out (FORMAT.md 2.2): its tail to `slot`. Returns the tail's bytes, or kNoRoom.
-template <typename F>
-ZIPCCL_DEVICE uint32_t encode_sparse(const Stored<F>& words, uint32_t zeros, uint32_t top, uint32_t trim, uint8_t* slot, uint32_t limit,
+template <typename F, typename Grid>
+ZIPCCL_DEVICE uint32_t encode_sparse(const Stored<F, Grid>& words, uint32_t zeros, uint32_t top, uint32_t trim, uint8_t* slot, uint32_t limit,
                                      uint8_t* list) {
   const Part extent = words.extent;
   uint32_t negative = 0, keep = 0;
@@ -239,31 +239,34 @@ ZIPCCL_DEVICE Form encode_fill(Word word, uint8_t* slot) {
 
 constexpr uint32_t kLater = CHANGE + 1;  // no mode: the code for whole blocks leaves the block to the code for partial blocks
 
-// Returns a block's form; writes its body and tail to `slot`. n is at least one. Zeros and equal words are rare and need registers: the
-// code for partial blocks takes them.
-template <typename F, typename Code, typename Extent>
-ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uint8_t* slot, uint8_t* list) {
+// Returns a block's form; writes its body and tail to `slot`. n is at least one. Zeros, equal words and, in rounding, the largest exponents
+// are rare and need registers: the code for partial blocks takes them.
+template <typename F, typename Code, typename Extent, typename Grid>
+ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, const Grid& grid, uint8_t* slot, uint8_t* list) {
   using Word = typename F::Word;
   const uint32_t n = extent.n, raw = body_bytes<F>(RAW, n, 0);
   const Form as_raw = {RAW, 0, 0, raw, 0};
-  const Word head = Extent::whole ? Word(0) : from[0];
-  const typename WordsOf<F, Extent>::Type words{from, extent, head};
+  const Word head = Extent::whole ? Word(0) : grid.word(from[0]);
+  typename WordsOf<F, Extent, Grid>::Type words{from, extent, head, grid};
   const auto exponents = [&](uint32_t row) { return words.octet(row).exponents(); };
 
   Survey all = {kEveryLane, 0, 0, 0};
 #pragma unroll Extent::unroll
   for (uint32_t row = 0; row < kRows; ++row) {
     words.octet(row).survey(all);
+    words.settle(row, grid);
+    if constexpr (F::has_trim) all.any |= words.octet(row).any();
     const Bytes8 e = exponents(row);
     all.exponent_sum = __dp4a(e.half[1], kEachByte, __dp4a(e.half[0], kEachByte, all.exponent_sum));
   }
-  const uint32_t smallest = __reduce_min_sync(kEveryLane, Octet<F>::smallest_of(all.smallest));
-  const uint32_t largest = __reduce_max_sync(kEveryLane, Octet<F>::largest_of(all.largest));
+  // Rounding keeps the order of magnitudes.
+  const uint32_t smallest = grid.word(Word(__reduce_min_sync(kEveryLane, Octet<F>::smallest_of(all.smallest))));
+  const uint32_t largest_found = __reduce_max_sync(kEveryLane, Octet<F>::largest_of(all.largest)), largest = grid.word(Word(largest_found));
   const uint32_t sum = __reduce_add_sync(kEveryLane, all.exponent_sum) - (kMaxBlock - n) * uint32_t(F::exponent(head));
 
   uint32_t zeros = 0, zero_count = 0;
   if constexpr (Extent::whole) {
-    if (smallest == 0 || smallest == largest) return {kLater, 0, 0, 0, 0};
+    if (smallest == 0 || smallest == largest || !grid.is_usual(F::exponent(Word(largest_found)))) return {kLater, 0, 0, 0, 0};
   } else {
     if (smallest == largest) {
       bool same = true;
@@ -321,7 +324,7 @@ ZIPCCL_DEVICE Form encode_block(const typename F::Word* from, Extent extent, uin
   const uint32_t first = first_part_bytes(n, r, mode == WIDE ? Wide::tier[0].bits : Cascade::tier[0].bits);
   if (!Extent::whole && first + lane_id() < body) slot[first + lane_id()] = 0;
   const uint32_t zero = smallest_exponent == 0 ? zero_exponents(exponents, extent, list) : 0;
-  const auto exponent = [=](uint32_t i) { return F::exponent(from[i]); };
+  const auto exponent = [=](uint32_t i) { return F::exponent(grid.word(from[i])); };
   const uint32_t end = mode == WIDE ? encode_tiers<Wide>(k, escapes, zero, exponent, slot, body, raw)
                                     : encode_tiers<Cascade>(k, escapes, zero, exponent, slot, body, raw);
   return end == kNoRoom ? as_raw : Form{mode, top, trim, body, end - body};

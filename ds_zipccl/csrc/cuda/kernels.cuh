@@ -8,8 +8,9 @@
 
 // Bits of the parts that this translation unit has. The builds compile parts side by side, because all together take a minute.
 #ifndef ZIPCCL_PARTS
-#define ZIPCCL_PARTS 31
+#define ZIPCCL_PARTS 255
 #endif
+#include "cuda/lossy_kernels.cuh"
 
 // The encoders of differences need many registers, more of them on later architectures. sm_120 has shared memory for two blocks only.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
@@ -122,7 +123,8 @@ ZIPCCL_KERNEL(4) zipccl_find_rows(const zipccl::FindRows job) {
 
 // Calls each(kernel, type of its parameters) for every kernel of this translation unit.
 #define ZIPCCL_EACH_KERNEL(each) \
-  ZIPCCL_EACH_1(each) ZIPCCL_EACH_2(each) ZIPCCL_EACH_4(each) ZIPCCL_EACH_8(each) ZIPCCL_EACH_16(each)
+  ZIPCCL_EACH_1(each) ZIPCCL_EACH_2(each) ZIPCCL_EACH_4(each) ZIPCCL_EACH_8(each) ZIPCCL_EACH_16(each) \
+  ZIPCCL_EACH_LOSSY(each)
 
 // The shared memory that kernels/cuda.py asks for suffices.
 #define ZIPCCL_FITS(What, F, bytes) static_assert(sizeof(zipccl::What##Shared<zipccl::F>) <= (bytes), "SHARED_BYTES")

@@ -1,5 +1,6 @@
 // Octets: eight words in a lane's registers, their exponents and the rest as bytes, four to a register.
 #pragma once
+#include "common/rounding.cuh"
 #include "cuda/warp.cuh"
 
 namespace zipccl {
@@ -37,6 +38,19 @@ struct Packed {
     }
   }
 };
+// Two 16-bit words at a time, in a register: their signs and mantissas, more than a byte each, after a trim, and back.
+template <typename F>
+struct PackedTrim {
+  static constexpr uint32_t each = 0x00010001u, sign = each << (F::E + F::M), mantissa = each * ((1u << F::M) - 1);
+  static ZIPCCL_DEVICE uint32_t part(uint32_t two, uint32_t trim) {
+    return ((two & sign) >> F::E | (two & mantissa)) >> trim & each * (0xffffu >> trim);
+  }
+  static ZIPCCL_DEVICE uint32_t join(uint32_t part, uint32_t e, uint32_t trim) {
+    const uint32_t both = part << trim;  // the parts have no bits that pass the sign
+    return (both << F::E & sign) | (both & mantissa) | e << F::M;
+  }
+};
+
 // Statistics of the words of a block for an encoder (FORMAT.md section 3).
 struct Survey {
   uint32_t smallest, largest;  // magnitudes, of one or two words each
@@ -74,15 +88,31 @@ struct Octet<F, uint16_t> {
     const Bytes8 low = lows(), high = highs();
     return {{Packed<F>::exponents(low.half[0], high.half[0]), Packed<F>::exponents(low.half[1], high.half[1])}};
   }
-  ZIPCCL_DEVICE Bytes8 part(uint32_t byte, uint32_t) const {
+  ZIPCCL_DEVICE Bytes8 part(uint32_t byte, uint32_t trim) const {
+    if constexpr (F::has_trim && F::M >= 8) {
+      Octet rest;
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) rest.pair[i] = PackedTrim<F>::part(pair[i], trim);
+      return byte ? rest.highs() : rest.lows();
+    }
     const Bytes8 low = lows(), high = highs();
-    return {{Packed<F>::part(low.half[0], high.half[0], byte), Packed<F>::part(low.half[1], high.half[1], byte)}};
+    const Bytes8 all = {{Packed<F>::part(low.half[0], high.half[0], byte), Packed<F>::part(low.half[1], high.half[1], byte)}};
+    if constexpr (!F::has_trim) return all;
+    const uint32_t kept = (0xffu >> trim) * kEachByte;
+    return {{all.half[0] >> trim & kept, all.half[1] >> trim & kept}};
   }
-  ZIPCCL_DEVICE void join(const Bytes8* parts, const Bytes8& e, uint32_t) {
+  ZIPCCL_DEVICE void join(const Bytes8* parts, const Bytes8& e, uint32_t trim) {
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
-      const uint32_t low = Packed<F>::join_low(parts[0].half[half], e.half[half]);
-      const uint32_t high = Packed<F>::join_high(parts[0].half[half], parts[1].half[half], e.half[half]);
+      if constexpr (F::has_trim && F::M >= 8) {
+        const uint32_t low = parts[0].half[half], high = parts[1].half[half];
+        pair[2 * half] = PackedTrim<F>::join(__byte_perm(low, high, 0x5140), __byte_perm(e.half[half], 0, 0x4140), trim);
+        pair[2 * half + 1] = PackedTrim<F>::join(__byte_perm(low, high, 0x7362), __byte_perm(e.half[half], 0, 0x4342), trim);
+        continue;
+      }
+      const uint32_t part0 = parts[0].half[half] << (F::has_trim ? trim : 0);  // no byte has bits that pass into the next
+      const uint32_t low = Packed<F>::join_low(part0, e.half[half]);
+      const uint32_t high = Packed<F>::join_high(part0, parts[1].half[half], e.half[half]);
       pair[2 * half] = __byte_perm(low, high, 0x5140);
       pair[2 * half + 1] = __byte_perm(low, high, 0x7362);
     }
@@ -94,6 +124,15 @@ struct Octet<F, uint16_t> {
       all.smallest = __vminu2(all.smallest, pair[i] << 1);
       all.largest = __vmaxu2(all.largest, pair[i] << 1);
     }
+  }
+  ZIPCCL_DEVICE uint32_t any() const {
+    const uint32_t two = pair[0] | pair[1] | pair[2] | pair[3];
+    return two | two >> 16;
+  }
+  template <typename Change>
+  ZIPCCL_DEVICE void change(Change change) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) pair[i] = change(pair[i]);
   }
   static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t two) { return least(two & 0xffffu, two >> 16) >> 1; }
   static ZIPCCL_DEVICE uint32_t largest_of(uint32_t two) { return (two >> 16 > (two & 0xffffu) ? two >> 16 : two & 0xffffu) >> 1; }
@@ -170,8 +209,18 @@ struct Octet<F, uint32_t> {
       const uint32_t magnitude = w[i] & kMagnitude;
       all.smallest = least(all.smallest, magnitude);
       all.largest = magnitude > all.largest ? magnitude : all.largest;
-      all.any |= w[i];
     }
+  }
+  ZIPCCL_DEVICE uint32_t any() const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) bits |= w[i];
+    return bits;
+  }
+  template <typename Change>
+  ZIPCCL_DEVICE void change(Change change) {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) w[i] = change(w[i]);
   }
   static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t one) { return one; }
   static ZIPCCL_DEVICE uint32_t largest_of(uint32_t one) { return one; }
@@ -281,11 +330,33 @@ struct Octet<F, uint8_t> {
   }
 };
 
-// The words of a whole block, in registers.
+// The values of an encoder's words: as they are, or rounded. usual() is octet() where the largest exponent is_usual().
+struct AsTheyAre {
+  template <typename F>
+  ZIPCCL_DEVICE void octet(Octet<F>&) const {}
+  template <typename F>
+  ZIPCCL_DEVICE void usual(Octet<F>&) const {}
+  ZIPCCL_DEVICE bool is_usual(uint32_t) const { return true; }
+  template <typename Word>
+  ZIPCCL_DEVICE Word word(Word word) const { return word; }
+};
 template <typename F>
+struct Rounded {
+  Rounding<F, uint32_t> rounding;  // of one or two words
+  ZIPCCL_DEVICE explicit Rounded(uint32_t kept) : rounding(kept) {}
+  ZIPCCL_DEVICE void octet(Octet<F>& octet) const { octet.change(rounding); }
+  ZIPCCL_DEVICE void usual(Octet<F>& octet) const {
+    octet.change([this](uint32_t words) { return rounding.nearest(words); });
+  }
+  ZIPCCL_DEVICE bool is_usual(uint32_t exponent) const { return exponent + 1 < F::exponent_mask; }
+  ZIPCCL_DEVICE typename F::Word word(typename F::Word word) const { return typename F::Word(rounding(uint32_t(word))); }
+};
+
+// The words of a whole block, in registers.
+template <typename F, typename Grid>
 struct Rows {
   Octet<F> octets[kRows];
-  ZIPCCL_DEVICE Rows(const typename F::Word* words, Whole, typename F::Word) {
+  ZIPCCL_DEVICE Rows(const typename F::Word* words, Whole, typename F::Word, const Grid&) {
     const typename F::Word* const own = words + 8 * lane_id();
     if (reinterpret_cast<uintptr_t>(words) % 16 == 0) {
 #pragma unroll
@@ -295,29 +366,34 @@ struct Rows {
       for (uint32_t row = 0; row < kRows; ++row) octets[row].load_shifted(own + row * kRow);
     }
   }
+  // Gives a row its values, if they are usual.
+  ZIPCCL_DEVICE void settle(uint32_t row, const Grid& grid) { grid.usual(octets[row]); }
   ZIPCCL_DEVICE const Octet<F>& octet(uint32_t row) const { return octets[row]; }
 };
 
 // The words of a part of a block, in memory: read where they are asked for. `pad` stands where a row has no more.
-template <typename F>
+template <typename F, typename Grid>
 struct Stored {
   const typename F::Word* words;
   Part extent;
   typename F::Word pad;
+  Grid grid;
+  ZIPCCL_DEVICE void settle(uint32_t, const Grid&) const {}
   ZIPCCL_DEVICE Octet<F> octet(uint32_t row) const {
     Octet<F> octet;
     octet.load(words + row * kRow + 8 * lane_id(), extent.length(row), pad);
+    grid.octet(octet);
     return octet;
   }
 };
 
-template <typename F, typename Extent>
+template <typename F, typename Extent, typename Grid>
 struct WordsOf {
-  using Type = Stored<F>;
+  using Type = Stored<F, Grid>;
 };
-template <typename F>
-struct WordsOf<F, Whole> {
-  using Type = Rows<F>;
+template <typename F, typename Grid>
+struct WordsOf<F, Whole, Grid> {
+  using Type = Rows<F, Grid>;
 };
 
 }  // namespace

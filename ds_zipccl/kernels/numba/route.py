@@ -12,12 +12,13 @@ from ds_zipccl import tensors
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels import row_moves
 from ds_zipccl.kernels.numba.lossy_route import NumbaLossy
+from ds_zipccl.kernels.numba.lowrank_route import NumbaLowRank
 from ds_zipccl.kernels.numba.words import WORDS, array
 from ds_zipccl.kernels.numba.zfp_route import NumbaZfp
 from ds_zipccl.kernels.sums import add
 
 
-class NumbaRoute(NumbaLossy, NumbaZfp):
+class NumbaRoute(NumbaLossy, NumbaZfp, NumbaLowRank):
     """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`."""
 
     def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType, rows: ModuleType) -> None:

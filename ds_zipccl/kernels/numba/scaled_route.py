@@ -7,7 +7,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels.lossy_protocol import ScaledCodec
-from ds_zipccl.kernels.sums import add, flushing
+from ds_zipccl.kernels.sums import add, flushing, round_to
 from ds_zipccl.lossy import Int
 
 
@@ -29,7 +29,7 @@ class NumbaScaled:
         values = tensors.empty(words.numel(), torch.float32)
         with flushing(False):
             status = scaled.decode(scales.numpy(), codes.numpy(), *_settings(codec), values.numpy())
-            _round(values, words)
+            round_to(values, words)
         if status:
             raise FrameError(status, "the payload contradicts itself")
 
@@ -49,7 +49,7 @@ class NumbaScaled:
             scaled.project(words.float().numpy(), *_settings(codec), values.numpy(), stays.numpy())
             kept = stays.bool().repeat_interleave(codec.group)[: words.numel()]
             rounded = tensors.empty(words.numel(), words.dtype)
-            _round(values.masked_fill_(kept, 0.0), rounded)
+            round_to(values.masked_fill_(kept, 0.0), rounded)
         # Bit by bit, because a conversion may change a NaN.
         integer = {2: torch.int16, 4: torch.int32}[words.itemsize]
         out.view(integer).copy_(torch.where(kept, words.view(integer), rounded.view(integer)))
@@ -57,10 +57,3 @@ class NumbaScaled:
 
 def _settings(codec: ScaledCodec) -> tuple[int, bool, int, bool]:
     return codec.group, isinstance(codec, Int), codec.bits if isinstance(codec, Int) else 8, codec.hadamard
-
-
-def _round(values: torch.Tensor, words: torch.Tensor) -> None:
-    """Write ``values``, rounded to the dtype of ``words``, to ``words``; of float16 none becomes infinite."""
-    if words.dtype == torch.float16:
-        values = values.clamp(-65504.0, 65504.0)
-    words.copy_(values)

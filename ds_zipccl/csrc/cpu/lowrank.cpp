@@ -1,0 +1,65 @@
+// The C interface of low-rank payloads on the CPU (FORMAT.md 2.12): products of factors, and orthonormal columns.
+#include "cpu/chunks.h"
+#include "cpu/denormals.h"
+
+using namespace zipccl;
+
+namespace {
+
+constexpr uint64_t kRows = 64;      // rows that a thread takes at a time
+constexpr uint64_t kColumns = 512;  // columns of a row that are made at a time where they are added
+
+// Threads call each(first row, rows) for parts of n rows of `row_bytes` bytes.
+template <typename Each>
+void each_rows(uint64_t n, uint64_t row_bytes, int32_t threads, Each each) {
+  std::atomic<uint64_t> ticket{0};
+  on_threads(useful_threads(threads, n * row_bytes), [&] {
+    for (uint64_t first; (first = ticket.fetch_add(kRows, std::memory_order_relaxed)) < n;) each(first, std::min(n - first, kRows));
+  });
+}
+
+}  // namespace
+
+// Writes the product of n rows of `rank` floats at `p` with m columns, as words of `dtype` (1 to 3). `columns`: `rank` rows of `stride`
+// floats, m up to a multiple of kZipcclTile.
+extern "C" void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
+                                uint8_t* words, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::Multiply* const multiply = zipccl_chosen().multiply[type];
+  const uint64_t row_bytes = m * kItemsize[type];
+  each_rows(n, row_bytes, threads, [&](uint64_t first, uint64_t rows) {
+    const Denormals on;
+    multiply(p + first * rank, columns, stride, rank, rows, m, words + first * row_bytes, row_bytes);
+  });
+}
+
+// The same, added to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`. Words are added as zipccl_add adds them: with the
+// denormals of this thread.
+extern "C" void zipccl_multiply_add(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m,
+                                    int32_t dtype, uint8_t* sums, int32_t fp32_sums, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::Multiply* const multiply = zipccl_chosen().multiply[type];
+  ZipcclLevel::AddWords* const add = zipccl_chosen().add_words[type][fp32_sums != 0];
+  const uint64_t itemsize = kItemsize[type], sum_bytes = fp32_sums ? 4 : itemsize;
+  each_rows(n, m * itemsize, threads, [&](uint64_t first, uint64_t rows) {
+    alignas(64) uint8_t words[4 * kColumns * sizeof(float)];
+    for (uint64_t row = first; row < first + rows; row += 4) {
+      const uint64_t count = std::min<uint64_t>(first + rows - row, 4);
+      for (uint64_t at = 0; at < m; at += kColumns) {
+        const uint64_t here = std::min(m - at, kColumns);
+        {
+          const Denormals on;
+          multiply(p + row * rank, columns + at, stride, rank, count, here, words, here * itemsize);
+        }
+        for (uint64_t i = 0; i < count; ++i) add(words + i * here * itemsize, here, sums + ((row + i) * m + at) * sum_bytes);
+      }
+    }
+  });
+}
+
+// Makes the `rank` columns of n rows at `columns` orthonormal, in place; `room`: rank (n + 1) doubles.
+extern "C" void zipccl_orthonormalize(float* columns, uint64_t n, uint32_t rank, double* room) {
+  ZipcclLevel::Orthonormalize* const orthonormalize = zipccl_chosen().orthonormalize;
+  const Denormals on;
+  orthonormalize(columns, n, rank, room);
+}

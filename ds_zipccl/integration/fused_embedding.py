@@ -1,0 +1,194 @@
+"""Pipelines with a weight that stages share, such as an embedding: its gradient in one sum, over the stages and all data-parallel ranks.
+
+DeepSpeed sums such a gradient over the stages, then over the data-parallel ranks of each stage. With S stages and D data-parallel ranks a
+ring sends 2 (S-1)/S + 2 (D-1)/D times the weight's bytes from each rank for the two sums, and 2 (SD-1)/(SD) times for the one. Nothing is
+lost, but values are added in another order. Published as fused embedding synchronization (Optimus-CC, ASPLOS 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.config import SECTION, ConfigError
+from ds_zipccl.integration.job import Job
+from ds_zipccl.policy.pipeline_rules import sharing_ranks
+
+KEY = f'"{SECTION}.fused_embedding"'
+#: Role of the sum: that of DeepSpeed's own sum over the stages.
+ROLE = "pp"
+#: Attribute of an engine, and of a function of DeepSpeed that this module has wrapped.
+_ATTRIBUTE, _MARK = "ds_zipccl_fused", "ds_zipccl_fuses"
+
+
+@dataclass(eq=False)
+class Fused:
+    """The weights of one engine that are summed at once: weight and group of the sum. ``summed``: their gradients of this step."""
+
+    weights: Sequence[tuple[Any, Any]]
+    summed: list[torch.Tensor] = field(default_factory=list)
+
+
+# ---- at the start of an engine
+
+
+def begin(engine: Any, job: Job) -> None:
+    """Make the groups of a pipeline engine's sums, if the section asks for them. A collective of all ranks, also of those without a shared
+    weight; blocks. Rank 0 says which sums are made at once, or why none is.
+
+    Raises:
+        ConfigError: the engine's optimizer does not allow such sums.
+    """
+    if job.config is None or not job.config.fused_embedding:
+        return
+    module, grid = engine.module, engine.grid
+    stages = _stages_by_key(module)
+    why_not = _without_effect(grid.pipe_parallel_size, grid.data_parallel_size, stages)
+    if why_not:
+        _say(f"has no effect: {why_not}")
+        return
+    _refuse(engine)
+    topology = grid.topology()
+    coordinates = [topology.get_coord(rank)._asdict() for rank in range(topology.world_size())]
+    weights = []
+    for key, sharing in stages.items():
+        for ranks in sharing_ranks(coordinates, sharing):
+            group = dist.new_group(ranks)  # by every rank, in one order
+            if grid.get_global_rank() in ranks:
+                job.groups[group] = ROLE
+                held = module.tied_modules[key]
+                names = module.tied_weight_attrs[key]
+                weights += [(module._recursive_getattr(held, name), group) for name in names]
+        _say(
+            f"{key!r} of stages {', '.join(map(str, sharing))}: one sum over {len(sharing) * grid.data_parallel_size} ranks"
+        )
+    setattr(engine, _ATTRIBUTE, Fused(weights))
+
+
+def _stages_by_key(module: Any) -> dict[str, list[int]]:
+    """Return the stages of each key of tied layers that more than one stage has; every rank gets the same answer."""
+    found: dict[str, set[int]] = {}
+    for index, layer in enumerate(module._layer_specs):
+        if hasattr(layer, "tied_weight_attr"):
+            found.setdefault(layer.key, set()).add(module.stage_owner(index))
+    return {key: sorted(stages) for key, stages in sorted(found.items()) if len(stages) > 1}
+
+
+def _without_effect(stages: int, data_parallel: int, shared: dict[str, list[int]]) -> str:
+    """Return the reason why there is nothing to sum at once, a clause; "" where there is something."""
+    reasons = {
+        "the pipeline has one stage": stages == 1,
+        "no two stages share a tied layer": not shared,
+        "there is one data-parallel rank, and so one sum already": data_parallel == 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _refuse(engine: Any) -> None:
+    """Raise ConfigError for an engine that sums gradients in parts."""
+    if engine.zero_optimization_stage() > 0 and hasattr(engine.optimizer, "reduce_gradients"):
+        raise ConfigError(
+            f"{KEY}: true is impossible with ZeRO-1: {type(engine.optimizer).__name__} sums gradients in parts, whose borders differ "
+            'between stages; take ZeRO stage 0, or bf16 with "data_types": {"grad_accum_dtype": "fp32"}, or leave the key out'
+        )
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"[ds_zipccl] fused_embedding: {text}", flush=True)
+
+
+# ---- in each step
+
+
+def watch(module: ModuleType) -> None:
+    """Let engines of ``deepspeed.runtime.pipe.engine`` sum at once, by their table of instructions. Repeating does nothing."""
+    table = module.PipelineEngine._INSTRUCTION_MAP
+    for instruction, function in table.items():
+        around = _AROUND.get(instruction.__name__)
+        if around is not None and not hasattr(function, _MARK):
+            table[instruction] = _marked(_around(function, around))
+
+
+def watch_reductions(module: ModuleType) -> None:
+    """Let engines of ``deepspeed.runtime.engine`` leave gradients out of a reduction that are summed. Repeating does nothing."""
+    original = module.DeepSpeedEngine._reduce_non_expert_gradients
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def reduce(engine: Any, grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        fused = getattr(engine, _ATTRIBUTE, None)
+        if fused is not None and fused.summed:
+            grads = [part for gradient in grads for part in _without(gradient, fused.summed)]
+        return original(engine, grads, *args, **kwargs)
+
+    module.DeepSpeedEngine._reduce_non_expert_gradients = _marked(reduce)
+
+
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(function, _MARK, True)
+    return function
+
+
+def _around(original: Callable[..., Any], around: Callable[[Any, Fused, Callable[[], Any]], Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def instruction(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        fused = getattr(engine, _ATTRIBUTE, None)
+        if fused is None:
+            return original(engine, *args, **kwargs)
+        return around(engine, fused, functools.partial(original, engine, *args, **kwargs))
+
+    return instruction
+
+
+def _reduce_tied(engine: Any, fused: Fused, original: Callable[[], Any]) -> Any:
+    """Sum the gradients of shared weights, in the place of the sum over stages. Their scale, and the dtype of the sum, are those of
+    DeepSpeed's sums over data-parallel ranks."""
+    if not engine.pipeline_enable_backward_allreduce:  # another program sums over data-parallel ranks
+        return original()
+    for weight, group in fused.weights:
+        gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
+        if gradient is not None:
+            engine.allreduce_and_copy([gradient], group, engine.grid.data_parallel_size)
+            fused.summed.append(gradient)
+    return None
+
+
+def _reduce_others(engine: Any, fused: Fused, original: Callable[[], Any]) -> Any:
+    """Sum the other gradients over data-parallel ranks, also where that fails."""
+    try:
+        return original()
+    finally:
+        fused.summed.clear()
+
+
+#: Name of an instruction of DeepSpeed's schedules -> function called in its place, with the engine, its weights and the original.
+_AROUND = {"ReduceTiedGrads": _reduce_tied, "ReduceGrads": _reduce_others}
+
+
+def _without(gradient: Any, summed: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield the parts of ``gradient`` that hold none of ``summed``: a gradient, or a buffer of many with those of ``summed`` within."""
+    if not isinstance(gradient, torch.Tensor):
+        yield gradient
+        return
+    first, size, end = gradient.data_ptr(), gradient.element_size(), gradient.numel()
+    inside = sorted(
+        ((one.data_ptr() - first) // size, one.numel())
+        for one in summed
+        if first <= one.data_ptr() < first + end * size
+    )
+    if not inside:
+        yield gradient
+        return
+    flat, start = gradient.view(-1), 0
+    for place, numel in inside:
+        yield from (flat[start:place],) if place > start else ()
+        start = place + numel
+    yield from (flat[start:],) if end > start else ()
