@@ -29,17 +29,17 @@ def recipe(machine: str) -> build.Recipe:
     return build.cpu(machine, lambda: (sys.executable, "-m", "ziglang", "c++", "-target", target, "-s"))
 
 
-def with_library(plain: Path, machine: str, out: Path) -> Path:
-    """Return a copy of the wheel ``plain`` in the folder ``out`` that has the library for ``machine`` inside; blocks for a minute."""
+def with_library(plain: Path, machine: str, library: build.Recipe, out: Path) -> Path:
+    """Return a copy of the wheel ``plain`` in the folder ``out`` that has a library for ``machine`` inside; blocks for a minute."""
     with tempfile.TemporaryDirectory() as folder:
         _run("wheel", "unpack", str(plain), "--dest", folder)
         (tree,) = Path(folder).iterdir()
-        library = tree / "ds_zipccl" / shipped.FOLDER.name / build.file_name(recipe(machine))
-        library.parent.mkdir()
+        place = tree / "ds_zipccl" / shipped.FOLDER.name / build.file_name(library)
+        place.parent.mkdir()
         with tempfile.TemporaryDirectory() as objects:
-            made = Path(objects) / library.name
-            build.compile_library(recipe(machine), made)
-            shutil.copy(made, library)
+            made = Path(objects) / place.name
+            build.compile_library(library, made)
+            shutil.copy(made, place)
         (notes,) = tree.glob("*.dist-info/WHEEL")
         text = notes.read_text()
         tag = f"py3-none-manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}"
@@ -78,7 +78,7 @@ def main() -> None:
         (plain,) = Path(folder).glob("*.whl")
         for machine in options.machines:
             print(f"the wheel for {machine}: compiling takes a minute ...", flush=True)
-            wheel = with_library(plain, machine, options.out)
+            wheel = with_library(plain, machine, recipe(machine), options.out)
             check(wheel)
         for sdist in Path(folder).glob("*.tar.gz"):
             shutil.copy(sdist, options.out)

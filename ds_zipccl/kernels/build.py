@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess

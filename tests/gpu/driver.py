@@ -56,7 +56,9 @@ def for_gpu(architectures: Sequence[str] = ()) -> Path:
 def compiled(name: str, sources: Sequence[str], architectures: Sequence[str] = (), flags: Sequence[str] = ()) -> Path:
     """What nvcc makes of ``sources`` (of the folders gpu and csrc) for the devices here, or for compute capabilities such as "9.0"."""
     compiler, folders = build.nvcc(), {"csrc": build.CSRC, "gpu": HERE}
-    targets = [flag for flag in build.cuda(architectures or capabilities.architectures()).flags if flag.startswith("-gencode")]
+    targets = [
+        flag for flag in build.cuda(architectures or capabilities.architectures()).flags if flag.startswith("-gencode")
+    ]
     command = [*compiler, *_FLAGS, *flags, *targets, f"-I{build.CSRC}"]
     for source in sources:
         key, _, rest = source.partition("/")
