@@ -17,7 +17,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus fuzz soak soak-sim gpu gpu-wheels cuda-static lint clean
+.PHONY: demo test test-all corpus fuzz soak soak-sim gpu gpu-wheels cuda-static wheels lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -75,6 +75,11 @@ gpu-wheels: $(VENV)/ready
 # Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of nvcc.
 cuda-static: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/gpu $(BIN)/python tests/gpu/cuda_static.py
+
+# The sdist and a wheel for each CPU, with the C++ library inside, in dist/; zig, a compiler for both CPUs, comes as a wheel. Four minutes.
+wheels: $(VENV)/ready
+	$(BIN)/python -m pip install -q build wheel ziglang auditwheel twine
+	$(BIN)/python release/wheels.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

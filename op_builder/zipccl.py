@@ -7,7 +7,7 @@ import ctypes
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-from ds_zipccl.kernels import build
+from ds_zipccl.kernels import build, capabilities
 
 
 class _LibraryBuilder:
@@ -80,7 +80,7 @@ class ZipcclCUDABuilder(_LibraryBuilder, CUDAOpBuilder):  # type: ignore[misc]
     NAME = "zipccl_cuda"
 
     def recipe(self) -> build.Recipe:
-        return build.cuda(build.architectures())
+        return build.cuda(capabilities.architectures())
 
     def sources(self) -> list[str]:
         return [str(build.CSRC / name) for name in build.cuda(()).sources]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import configparser
 import os
+import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -37,13 +39,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(*arguments: str, cwd: Path | None = None, **environment: str) -> str:
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, *arguments]
-    result = subprocess.run(
-        command, cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True, timeout=300
-    )
+    result = _ended(*arguments, cwd=cwd, **environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+def _failed(*arguments: str, cwd: Path | None = None, **environment: str) -> str:
+    result = _ended(*arguments, cwd=cwd, **environment)
+    assert result.returncode != 0, result.stdout + result.stderr
+    return result.stderr
+
+
+def _ended(*arguments: str, cwd: Path | None, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_contents(wheel: Path) -> None:
@@ -93,6 +105,39 @@ def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
         "something was written into the package"
     )
 
+
+@pytest.mark.full(reason="compiles the library once more")
+def test_wheel_with_its_library_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
+    """As `make wheels` makes it, but with this machine's compiler. Planted: another flag in the recipe, and the library is not taken."""
+    pack = runpy.run_path(str(ROOT / "release" / "wheels.py"))["with_library"]
+    packed = pack(wheel, platform.machine(), build.CPU, tmp_path)
+    assert packed.name.endswith(f"-py3-none-manylinux_2_28_{platform.machine()}.whl")
+    site = tmp_path / "site"
+    _run("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", str(site), str(packed))
+    nothing = {"CXX": "/no/compiler", "PYTHONPATH": str(site), "DS_ZIPCCL_CACHE": str(tmp_path / "cache")}
+    where, seconds = _run("-c", SHIPPED, cwd=tmp_path, **nothing).split()[-2:]
+    assert Path(where).parent == site / "ds_zipccl" / "lib" and float(seconds) < 1
+    planted = SHIPPED.replace("x = torch", "build.CPU = replace(build.CPU, flags=('-O0',))\nx = torch")
+    assert "no C++ compiler" in _failed("-c", planted, cwd=tmp_path, **nothing)
+
+
+#: What a machine without compiler, DeepSpeed and numba runs.
+SHIPPED = """
+import sys, time
+sys.modules["deepspeed"] = sys.modules["numba"] = None
+from dataclasses import replace
+import torch, ds_zipccl
+from ds_zipccl.kernels import shipped
+from ds_zipccl.kernels import build
+from ds_zipccl import kernels
+x = torch.randn(5000).bfloat16()
+start = time.perf_counter()
+frame = ds_zipccl.compress(x)
+seconds = time.perf_counter() - start
+assert torch.equal(ds_zipccl.decompress(frame), x)
+assert shipped.library() is not None and kernels.tried("cpu") == {"native": ""}, kernels.tried("cpu")
+print(shipped.library(), seconds)
+"""
 
 INSTALLED = """
 import importlib.metadata, importlib.util

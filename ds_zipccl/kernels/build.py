@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -151,82 +150,24 @@ def nvcc() -> tuple[str]:
     return (found,)
 
 
-def _cpu_objects() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the objects. Each level has its instruction set; the CPU decides at run time which level runs."""
+def cpu(machine: str = platform.machine(), compiler: Callable[[], tuple[str, ...]] = compiler) -> Recipe:
+    """Return the recipe of the C++ kernels for CPUs of a type, as :func:`platform.machine` names it.
+
+    Each level has its instruction set; the CPU decides at run time which level runs.
+    """
     names = "payload delta hash rounded scaled zfp lowrank rows row_map row_frame dispatch scalar".split()
     levels: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    if platform.machine() in ("x86_64", "AMD64"):
+    if machine in ("x86_64", "AMD64"):
         avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
         levels = (("cpu/avx2.cpp", _AVX2), ("cpu/avx512.cpp", (*_AVX2, *avx512)))
-    return (*((f"cpu/{name}.cpp", ()) for name in names), *levels)
+    objects = (*((f"cpu/{name}.cpp", ()) for name in names), *levels)
+    # -ffp-contract=off: no fused multiply-add takes away a rounding.
+    return Recipe("zipccl_cpu", compiler, objects, ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread"))
 
 
-#: -ffp-contract=off: no fused multiply-add takes away a rounding.
-CPU = Recipe("zipccl_cpu", compiler, _cpu_objects(), ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread"))
-
-
-#: The oldest compute capability that has the instructions of the kernels.
-LEAST_CAPABILITY = (8, 0)
+CPU = cpu()
 #: Numbers of the parts of the CUDA kernels: bits of ZIPCCL_PARTS in cuda/kernels.cuh.
 CUDA_PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
-#: Names of architectures in ``TORCH_CUDA_ARCH_LIST``, as torch.utils.cpp_extension reads them.
-_NAMED = {
-    "Kepler+Tesla": "3.7", "Kepler": "3.5+PTX", "Maxwell+Tegra": "5.3", "Maxwell": "5.0 5.2+PTX", "Pascal": "6.0 6.1+PTX",
-    "Volta+Tegra": "7.2", "Volta": "7.0+PTX", "Turing": "7.5+PTX", "Ampere+Tegra": "8.7", "Ampere": "8.0 8.6+PTX",
-    "Ada": "8.9+PTX", "Hopper": "9.0+PTX", "Blackwell+Tegra": "11.0", "Blackwell": "10.0 10.3 12.0 12.1+PTX",
-}  # fmt: skip
-
-
-def architectures() -> list[str]:
-    """Return the compute capabilities to build the CUDA kernels for: those of the visible devices, such as "9.0".
-
-    Where no device is visible: those of ``TORCH_CUDA_ARCH_LIST``, as torch reads the variable, such as "9.0a" or "8.6+PTX". Capabilities
-    below 8.0 are left out.
-
-    Raises:
-        BuildError: none is left; or there is no device, and the variable is not set or has an unknown entry.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        devices = range(torch.cuda.device_count())
-        found = ["{}.{}".format(*torch.cuda.get_device_capability(device)) for device in devices]
-    else:
-        found = _listed(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
-        if not found:
-            raise BuildError("torch sees no CUDA device; to build for one elsewhere set TORCH_CUDA_ARCH_LIST")
-    good = [one for one in found if is_supported(capability_of(one))]
-    if not good:
-        raise BuildError(needs_capability(", ".join(dict.fromkeys(found))))
-    return sorted(set(good), key=lambda one: (capability_of(one), one))
-
-
-def _listed(text: str) -> list[str]:
-    """Return the entries of a value of ``TORCH_CUDA_ARCH_LIST``, names replaced by their capabilities."""
-    entries = text.replace(";", " ").split()
-    found = [one for entry in entries if entry != "native" for one in _NAMED.get(entry, entry).split()]
-    for one in found:
-        if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", one):
-            raise BuildError(
-                f"TORCH_CUDA_ARCH_LIST has compute capabilities such as 9.0, 9.0a or 8.6+PTX, and names such as Hopper; got {one!r}"
-            )
-    return found
-
-
-def capability_of(architecture: str) -> tuple[int, int]:
-    """Return the numbers of a compute capability such as "9.0a+PTX"."""
-    major, minor = re.findall(r"\d+", architecture)
-    return int(major), int(minor)
-
-
-def is_supported(capability: tuple[int, int]) -> bool:
-    """Return whether devices of a compute capability have the instructions of the kernels."""
-    return capability >= LEAST_CAPABILITY
-
-
-def needs_capability(got: str) -> str:
-    """Return the sentence that refuses a compute capability."""
-    return f"the CUDA kernels need compute capability {'{}.{}'.format(*LEAST_CAPABILITY)} or later, got {got}"
 
 
 def cuda(architectures: Sequence[str]) -> Recipe:
@@ -262,13 +203,18 @@ def library_path(recipe: Recipe = CPU) -> Path:
         BuildError: no compiler, or it cannot be run.
     """
     compiler = recipe.compiler()
-    digest = hashlib.sha256(_identity(compiler))
-    for part in (*compiler[1:], *recipe.flags, *(part for name, own in recipe.objects for part in (name, *own))):
+    return cache_root() / file_name(recipe, _identity(compiler), compiler[1:])
+
+
+def file_name(recipe: Recipe, identity: bytes = b"", arguments: Sequence[str] = ()) -> str:
+    """Return the name of a library: the content of sources and flags, and the identity and arguments of a compiler, decide it."""
+    digest = hashlib.sha256(identity)
+    for part in (*arguments, *recipe.flags, *(part for name, own in recipe.objects for part in (name, *own))):
         digest.update(part.encode() + b"\0")
     headers = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh")]
     for path in sorted([*headers, *(CSRC / name for name in recipe.sources)]):
         digest.update(os.path.relpath(path, CSRC).encode() + b"\0" + path.read_bytes())
-    return cache_root() / f"{recipe.name}_{digest.hexdigest()[:20]}.so"
+    return f"{recipe.name}_{digest.hexdigest()[:20]}.so"
 
 
 def build(recipe: Recipe = CPU) -> Path:
@@ -277,8 +223,7 @@ def build(recipe: Recipe = CPU) -> Path:
     Raises:
         BuildError: no compiler, the compiler failed, or the cache folder cannot be written.
     """
-    command = [*recipe.compiler(), *recipe.flags, f"-I{CSRC}"]
-    return publish(library_path(recipe), lambda output: _compile(command, recipe, output), recipe.compiler()[0])
+    return publish(library_path(recipe), lambda output: compile_library(recipe, output), recipe.compiler()[0])
 
 
 def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
@@ -358,7 +303,13 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _compile(command: Sequence[str], recipe: Recipe, output: Path) -> None:
+def compile_library(recipe: Recipe, output: Path) -> None:
+    """Compile a library to ``output``, and its objects to the folder of ``output``; blocks.
+
+    Raises:
+        BuildError: no compiler, or the compiler failed.
+    """
+    command = [*recipe.compiler(), *recipe.flags, f"-I{CSRC}"]
     outputs = [output.with_name(f"{number}.o") for number in range(len(recipe.objects))]
     commands = [
         [*command, *own, "-c", str(CSRC / name), "-o", str(to)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_zipccl.kernels import build, nvrtc
+from ds_zipccl.kernels import build, capabilities, nvrtc
 from ds_zipccl.kernels.cuda import KERNELS, CudaRoute
 from ds_zipccl.kernels.driver import Driver
 
@@ -151,7 +151,7 @@ def load_native() -> CudaRoute:
         RuntimeError: torch sees no device, or the kernels do not load.
     """
     _need_device()
-    return _loaded(LibraryLauncher(ctypes.CDLL(str(build.build(build.cuda(build.architectures()))))))
+    return _loaded(LibraryLauncher(ctypes.CDLL(str(build.build(build.cuda(capabilities.architectures()))))))
 
 
 def load_nvrtc() -> CudaRoute:

@@ -9,7 +9,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.frame import DTYPE_IDS
-from ds_zipccl.kernels import build
+from ds_zipccl.kernels import build, shipped
 from ds_zipccl.kernels.native_lossy import NativeLossy, Segment, check
 from ds_zipccl.kernels.native_lowrank import NativeLowRank
 from ds_zipccl.kernels.native_rows import RowFrames, Search
@@ -305,4 +305,4 @@ def load() -> NativeRoute:
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    return NativeRoute(ctypes.CDLL(str(build.build(build.CPU))))
+    return NativeRoute(ctypes.CDLL(str(shipped.library() or build.build(build.CPU))))

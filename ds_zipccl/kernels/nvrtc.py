@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ds_zipccl.kernels import build
+from ds_zipccl.kernels import build, capabilities
 
 #: Warnings 177 and 186 as in build.cuda.
 OPTIONS = ("--std=c++17", "--diag-suppress=177,186")
@@ -164,8 +164,8 @@ def cubins(capability: tuple[int, int]) -> list[bytes]:
     Raises:
         BuildError: the devices are too old or too new, there is no NVRTC or it failed, or the cache folder cannot be written.
     """
-    if not build.is_supported(capability):
-        raise build.BuildError(build.needs_capability("{}.{}".format(*capability)))
+    if not capabilities.is_supported(capability):
+        raise build.BuildError(capabilities.needs_capability("{}.{}".format(*capability)))
     compiler = nvrtc()
     architecture = compiler.architecture(capability)
     options = (*OPTIONS, f"--gpu-architecture={architecture}")

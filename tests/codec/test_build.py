@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_zipccl.kernels import build, trust
+from ds_zipccl.kernels import build, capabilities, trust
 
 
 class Devices:
@@ -42,7 +42,7 @@ def test_architectures(
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     if listed is not None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-    assert build.architectures() == found
+    assert capabilities.architectures() == found
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_refused_architectures(
     Devices(monkeypatch, *devices)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     with pytest.raises(build.BuildError, match=words):
-        build.architectures()
+        capabilities.architectures()
 
 
 def test_flags_of_architectures() -> None:

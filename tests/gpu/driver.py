@@ -24,7 +24,7 @@ import where
 from places import TESTS
 from step_runner import end_tree
 
-from ds_zipccl.kernels import build
+from ds_zipccl.kernels import build, capabilities
 
 HERE = Path(__file__).parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -56,7 +56,9 @@ def for_gpu(architectures: Sequence[str] = ()) -> Path:
 def compiled(name: str, sources: Sequence[str], architectures: Sequence[str] = (), flags: Sequence[str] = ()) -> Path:
     """What nvcc makes of ``sources`` (of the folders gpu and csrc) for the devices here, or for compute capabilities such as "9.0"."""
     compiler, folders = build.nvcc(), {"csrc": build.CSRC, "gpu": HERE}
-    targets = [flag for flag in build.cuda(architectures or build.architectures()).flags if flag.startswith("-gencode")]
+    targets = [
+        flag for flag in build.cuda(architectures or capabilities.architectures()).flags if flag.startswith("-gencode")
+    ]
     command = [*compiler, *_FLAGS, *flags, *targets, f"-I{build.CSRC}"]
     for source in sources:
         key, _, rest = source.partition("/")
