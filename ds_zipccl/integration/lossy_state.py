@@ -34,17 +34,18 @@ class Entry:
 
 _entries: dict[tuple[int, str, Key], Entry] = {}
 _engines: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_numbers = itertools.count()
 _warned: set[str] = set()
 _lock = threading.RLock()  # a finalizer may run in a thread that holds it
 
 
 def owner_of(engine: Any) -> int:
-    """Return the number of an engine, 0 for the first. State goes with its engine; the number is then free for a later engine."""
+    """Return the number of an engine. State goes with its engine; no later engine gets the number, as an engine that has ended may be
+    collected much later."""
     with _lock:
         found = _engines.get(engine)
         if found is None:
-            taken = set(_engines.values())
-            found = _engines[engine] = next(number for number in itertools.count() if number not in taken)
+            found = _engines[engine] = next(_numbers)
             finalize(engine, drop, found)
         return found
 

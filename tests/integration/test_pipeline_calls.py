@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,8 +35,9 @@ class Stepping:
 
 
 @pytest.fixture(autouse=True)
-def stepping() -> Iterator[Stepping]:
+def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepping]:
     counters.reset()
+    monkeypatch.setattr(lossy_state, "_numbers", itertools.count())
     engine = Stepping()
     assert lossy_state.owner_of(engine) == 0
     yield engine
@@ -365,6 +367,18 @@ def test_shapes_that_change_leave_no_state() -> None:
     del other
     gc.collect()
     assert kept() == [False, False], "state goes with the engine"
+
+
+def test_an_engine_that_is_collected_late_takes_no_state_of_a_later_one() -> None:
+    """DeepSpeed keeps references to engines that have ended. Planted: numbers that are given again, and the assertion fails."""
+    ended = Stepping()
+    lossy_state.owner_of(ended)
+    lossy_state.forget(ended)
+    later = Stepping()
+    lossy_state.state_of("pp", KEY, (2, 2), torch.float32, 2, lossy_state.owner_of(later)).error = torch.zeros(2, 2)
+    del ended
+    gc.collect()
+    assert lossy_state.entries_of(lossy_state.owner_of(later))
 
 
 def test_another_shape_drops_the_state_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
