@@ -8,7 +8,7 @@ lost, but values are added in another order. Published as fused embedding synchr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.config import SECTION, ConfigError
+from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig
 from ds_zipccl.integration.job import Job
+from ds_zipccl.lossy import PowerSgd
 from ds_zipccl.policy.pipeline_rules import sharing_ranks
 
 KEY = f'"{SECTION}.fused_embedding"'
@@ -43,12 +44,16 @@ def begin(engine: Any, job: Job) -> None:
     weight; blocks. Rank 0 says which sums are made at once, or why none is.
 
     Raises:
-        ConfigError: the engine's optimizer does not allow such sums.
+        ConfigError: the engine's optimizer does not allow such sums; or copies of a shared weight would drift apart without them.
     """
-    if job.config is None or not job.config.fused_embedding:
+    if job.config is None:
         return
     module, grid = engine.module, engine.grid
     stages = _stages_by_key(module)
+    if not job.config.fused_embedding:
+        if grid.data_parallel_size > 1:
+            _refuse_drift(job.config, "zero_grad" if any(job.zero_stages) else "dp", stages)
+        return
     why_not = _without_effect(grid.pipe_parallel_size, grid.data_parallel_size, stages)
     if why_not:
         _say(f"has no effect: {why_not}")
@@ -96,6 +101,18 @@ def _refuse(engine: Any) -> None:
         raise ConfigError(
             f"{KEY}: true is impossible with ZeRO-1: {type(engine.optimizer).__name__} sums gradients in parts, whose borders differ "
             'between stages; take ZeRO stage 0, or bf16 with "data_types": {"grad_accum_dtype": "fp32"}, or leave the key out'
+        )
+
+
+def _refuse_drift(config: ZipcclConfig, role: str, stages: Mapping[str, Sequence[int]]) -> None:
+    """Raise ConfigError where each stage would sum its copy of a shared gradient lossily by itself: errors depend on places in buckets."""
+    settings = config.lossy_roles.get(role)
+    if stages and settings is not None and not isinstance(settings.codec, PowerSgd):
+        key, sharing = next(iter(stages.items()))
+        raise ConfigError(
+            f'"{SECTION}.roles.{role}.codec": "{settings.codec.name}" would let the copies of tied layer {key!r} on stages '
+            f"{', '.join(map(str, sharing))} drift apart, as each stage sums its copy by itself; add "fused_embedding": true to the section, or take "
+            '"powersgd", which sums tied weights exactly'
         )
 
 

@@ -20,7 +20,8 @@ import hashlib
 from torch import nn
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import engine as pipe, schedule
-from ds_zipccl.config import ConfigError
+from ds_zipccl.config import ConfigError, parse_section
+from ds_zipccl.integration import fused_embedding
 deepspeed.init_distributed()
 seen, bytes_sent = {}, [0.0]
 table = pipe.PipelineEngine._INSTRUCTION_MAP
@@ -141,3 +142,16 @@ def test_groups(tensor: int, stages: int, data: int) -> None:
     # one group for all tensor-parallel ranks would add different parts of a vocabulary
     planted = [sorted(rank for ranks in groups for rank in ranks)]
     assert (wrong_groups(planted, places, ends, data) == []) == (tensor == 1)
+
+
+def test_copies_that_would_drift_apart_are_refused() -> None:
+    """Each stage would sum its copy lossily by itself. Planted: without the check nothing is raised."""
+    lossy = parse_section({"lossy": True, "roles": {"dp": {"codec": "round"}, "zero_grad": {"codec": "powersgd"}}})
+    words = {"words": [0, 1]}
+    with pytest.raises(
+        ConfigError,
+        match=r'roles\.dp\.codec": "round" .* tied layer \'words\' on stages 0, 1 .*add "fused_embedding": true',
+    ):
+        fused_embedding._refuse_drift(lossy, "dp", words)
+    for role, shared in (("dp", {}), ("zero_grad", words), ("pp", words)):
+        fused_embedding._refuse_drift(lossy, role, shared)
