@@ -111,8 +111,8 @@ def _refuse_drift(config: ZipcclConfig, role: str, stages: Mapping[str, Sequence
         key, sharing = next(iter(stages.items()))
         raise ConfigError(
             f'"{SECTION}.roles.{role}.codec": "{settings.codec.name}" would let the copies of tied layer {key!r} on stages '
-            f"{', '.join(map(str, sharing))} drift apart, as each stage sums its copy by itself; add "fused_embedding": true to the section, or take "
-            '"powersgd", which sums tied weights exactly'
+            f"{', '.join(map(str, sharing))} drift apart, as each stage sums its copy by itself; "
+            'add "fused_embedding": true to the section, or take "powersgd", which sums tied weights exactly'
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from backend_programs import PRELUDE, launch
 
+from ds_zipccl.config import ConfigError, parse_section
+from ds_zipccl.integration import fused_embedding
 from ds_zipccl.policy.pipeline_rules import sharing_ranks
 
 ON = '{"mode": "always", "min_bytes": 1024, "fused_embedding": true}'
@@ -20,8 +22,7 @@ import hashlib
 from torch import nn
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import engine as pipe, schedule
-from ds_zipccl.config import ConfigError, parse_section
-from ds_zipccl.integration import fused_embedding
+from ds_zipccl.config import ConfigError
 deepspeed.init_distributed()
 seen, bytes_sent = {}, [0.0]
 table = pipe.PipelineEngine._INSTRUCTION_MAP
