@@ -27,8 +27,8 @@ from ds_zipccl.config import (
 
 NAMES = (
     "enabled, mode, reduction, check, codec, block, rows, delta, zero3_base, zero3_base_mib, recompute_base, "
-    "recompute_base_mib, owner_only, min_bytes, nccl, nccl_min_bytes, staging_mib, route, lossy, roles, torch_distributed, "
-    "log_interval, step_log"
+    "recompute_base_mib, owner_only, min_bytes, nccl, nccl_min_bytes, staging_mib, route, lossy, roles, fused_embedding, "
+    "torch_distributed, log_interval, step_log"
 )
 
 GOOD = [
