@@ -17,6 +17,11 @@ from convergence import PAIRS, Plan, by_low_rank
 from ds_zipccl.lossy import Round, TacoFp8
 
 #: A training may lose this part of the loss of the exact one; factors may lose more, and a mistake must cost more than the last.
+#:
+#: The cost of PowerSGD follows from the text. Of rank 4, it is 3.6 % on this text with feedback (two seeds: 3.6 and 3.7 %) and 9.1 %
+#: without; on prose (Markdown files) 1.9 % and 5.7 %. A second implementation has 3.6 % on this text, too, and exact sums of the
+#: embeddings and the head improve that by half a point only. So 3 %, a gate for other texts, is too strict here: the gate is wider, and
+#: :data:`GAIN` tells feedback from none. Errors of the wrong sign cost 11.6 %.
 HEALTHY, LOW_RANK, POWER_SGD, BROKEN = 0.015, 0.02, 0.05, 0.03
 #: Feedback of errors must be better than none by so much.
 GAIN = 0.03
