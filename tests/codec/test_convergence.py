@@ -1,6 +1,7 @@
 """A coarse net for convergence: a GPT of 0.5M parameters on bytes, with and without lossy messages, from one seed and on the same data.
 
-Ranks communicate through ds_zipccl.comm. Mistakes that cost accuracy are among the trainings. A small model says nothing about large ones:
+Ranks communicate through ds_zipccl.comm; gradients of layers are summed by ds_zipccl.comm.low_rank_sum, gradients between stages go as the
+hooks of the pipeline engine send them. Mistakes that cost accuracy are among the trainings. A small model says nothing about large ones:
 the net only catches codecs that are plainly broken.
 """
 
@@ -11,61 +12,60 @@ import math
 import convergence
 import pytest
 import ranks as runner
-import torch
-from convergence import Plan, by_low_rank
+from convergence import PAIRS, Plan, by_low_rank
 
 from ds_zipccl.lossy import Round, TacoFp8
 
-#: A training may lose this part of the loss of the exact one; factors may lose more, and a mistake must cost more than the last. Measured:
-#: rounding and float8 0.0 %, low rank 0.3 to 0.4 %, PowerSGD of rank 4 3.6 % with feedback and 9.1 % without, no scale 3.1 %.
+#: A training may lose this part of the loss of the exact one; factors may lose more, and a mistake must cost more than the last.
+#:
+#: The cost of PowerSGD follows from the text. Of rank 4, it is 3.6 % on this text with feedback (two seeds: 3.6 and 3.7 %) and 9.1 %
+#: without; on prose (Markdown files) 1.9 % and 5.7 %. A second implementation has 3.6 % on this text, too, and exact sums of the
+#: embeddings and the head improve that by half a point only. So 3 %, a gate for other texts, is too strict here: the gate is wider, and
+#: :data:`GAIN` tells feedback from none. Errors of the wrong sign cost 11.6 %.
 HEALTHY, LOW_RANK, POWER_SGD, BROKEN = 0.015, 0.02, 0.05, 0.03
 #: Feedback of errors must be better than none by so much.
 GAIN = 0.03
+RANKS = 4
+SUMS = "data parallel"
+PLANS = {
+    "exact": Plan(SUMS),
+    "round": Plan(SUMS, Round(1)),
+    "factors": Plan(SUMS, rank=4),
+    "forgetting": Plan(SUMS, rank=4, feedback=False),
+    "activations by round": Plan(PAIRS, Round(3)),
+    "activations by taco_fp8": Plan(PAIRS, TacoFp8()),
+    "without scale": Plan(PAIRS, cast=True),
+    "stages, off": by_low_rank(16, send="epilogue"),
+    "stages, lazy": by_low_rank(16, send="epilogue", error="lazy"),
+    "stages, lazy_run": by_low_rank(16, send="epilogue", error="lazy_run"),
+    "stages, rank 1": by_low_rank(1, send="all"),
+}
 
-pytestmark = pytest.mark.full(reason="trainings of up to a minute together")
+pytestmark = [pytest.mark.full(reason="trainings of two minutes together"), pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def exact() -> float:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    loss = convergence.alone()
-    torch.set_num_threads(threads)
-    assert loss < 2.4, "a model that has learnt nothing proves nothing"
-    return loss
+def changes() -> dict[str, float]:
+    """The change of the loss by each plan; all plans in one launch."""
+    found: dict[str, float] = {}
+    for losses in runner.run(convergence.trained, RANKS, PLANS, timeout=1150.0):
+        assert all(found.get(name, loss) == loss for name, loss in losses.items()), "ranks have different weights"
+        found |= losses
+    assert found.keys() == PLANS.keys() and all(map(math.isfinite, found.values())), found
+    assert found["exact"] < 2.4, "a model that has learnt nothing proves nothing"
+    return {name: loss / found["exact"] - 1 for name, loss in found.items()}
 
 
-def changes(way: str, ranks: int, exact: float, **plans: Plan) -> dict[str, float]:
-    """The change of the loss by each plan."""
-    losses, *others = runner.run(convergence.trained, ranks, way, plans, timeout=600.0)
-    assert all(one == losses for one in others)
-    assert all(map(math.isfinite, losses.values())), losses
-    return {name: loss / exact - 1 for name, loss in losses.items()}
+def test_sums_of_activations(changes: dict[str, float]) -> None:
+    assert max(changes["activations by round"], changes["activations by taco_fp8"]) <= HEALTHY, changes
+    assert changes["without scale"] >= BROKEN, changes
 
 
-def test_sums_of_activations(exact: float) -> None:
-    found = changes(
-        "tensor parallel", 2, exact, round=Plan(Round(3)), taco_fp8=Plan(TacoFp8()), without_scale=Plan(cast=True)
-    )
-    assert max(found["round"], found["taco_fp8"]) <= HEALTHY, found
-    assert found["without_scale"] >= BROKEN, found
+def test_sums_of_gradients(changes: dict[str, float]) -> None:
+    assert changes["round"] <= HEALTHY and changes["factors"] <= POWER_SGD, changes
+    assert changes["forgetting"] >= changes["factors"] + GAIN, changes
 
 
-def test_sums_of_gradients(exact: float) -> None:
-    found = changes(
-        "data parallel", 4, exact, round=Plan(Round(1)), factors=Plan(rank=4), forgetting=Plan(rank=4, feedback=False)
-    )
-    assert found["round"] <= HEALTHY and found["factors"] <= POWER_SGD, found
-    assert found["forgetting"] >= found["factors"] + GAIN, found
-
-
-def test_gradients_between_stages(exact: float) -> None:
-    found = changes(
-        "in a pipeline",
-        4,
-        exact,
-        off=by_low_rank(16, send="epilogue"),
-        lazy=by_low_rank(16, send="epilogue", error="lazy"),
-        lazy_run=by_low_rank(16, send="epilogue", error="lazy_run"),
-    )
-    assert max(found.values()) <= LOW_RANK, found
+def test_gradients_between_stages(changes: dict[str, float]) -> None:
+    assert max(changes[f"stages, {error}"] for error in ("off", "lazy", "lazy_run")) <= LOW_RANK, changes
+    assert changes["stages, rank 1"] >= BROKEN, changes

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import lowrank
+from ds_zipccl.comm.low_rank_sum import Matrix, low_rank_sum
 from ds_zipccl.config import parse_section
 from ds_zipccl.integration import lossy_state, pipeline_calls
 from ds_zipccl.lossy import LossyCodec, LowRank
@@ -136,41 +137,30 @@ def fresh(seed: int) -> Model:
     return Model()
 
 
-def alone(seed: int = 0, steps: int = STEPS) -> float:
-    """The loss after a training in one process."""
-    model = fresh(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(batch(step)).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return float(model(judged()))
-
-
 # ---- plans
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the ranks of a training communicate. ``codec``: of their sums; None: exact sums. ``cast``: the mistake of float8 without a
-    scale. ``feedback``: of PowerSGD. ``settings``: of the gradients between pipeline stages. ``plant``: changes a rank before training."""
+    """How the ranks of a training communicate. ``way``: a key of WAYS. ``codec``: of their sums; None: exact sums. ``cast``: the mistake of
+    float8 without a scale. ``rank``: of PowerSGD; 0: none. ``feedback``: of PowerSGD. ``settings``: of the gradients
+    between pipeline stages."""
 
+    way: str
     codec: LossyCodec | None = None
     cast: bool = False
     rank: int = 0
     feedback: bool = True
     settings: RoleSettings | None = None
-    plant: Callable[[], None] | None = None
 
-    def total(self, values: Tensor, role: str) -> Tensor:
-        """The sum of all ranks' tensors."""
+    def total(self, values: Tensor, role: str, group: dist.ProcessGroup | None = None) -> Tensor:
+        """The sum of the tensors of a group's ranks."""
         if self.cast:
             summed = _cast(values)
-            dist.all_reduce(summed)
+            dist.all_reduce(summed, group=group)
             return _cast(summed)
         summed = values.clone()
-        comm.all_reduce(summed, config=ALWAYS, role=role, lossy=self.codec)
+        comm.all_reduce(summed, group=group, config=ALWAYS, role=role, lossy=self.codec)
         return summed
 
 
@@ -178,32 +168,31 @@ def _cast(values: Tensor) -> Tensor:
     return values.clamp(-448, 448).to(torch.float8_e4m3fn).to(values.dtype)
 
 
-def trained(rank: int, ranks: int, way: str, plans: dict[str, Plan], steps: int = STEPS) -> dict[str, float]:
-    """The loss after the training of each plan; ``way``: a key of WAYS."""
-    found = {}
-    for name, plan in plans.items():
-        if plan.plant is not None:
-            plan.plant()
-        found[name] = WAYS[way](rank, ranks, plan, steps)
+def trained(rank: int, ranks: int, plans: dict[str, Plan], steps: int = STEPS) -> dict[str, float]:
+    """The loss after the training of each plan, but for those plans of which this rank has no part."""
+    found = {name: WAYS[plan.way](rank, ranks, plan, steps) for name, plan in plans.items() if plan.way != PAIRS}
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+    for name in [name for name, plan in plans.items() if plan.way == PAIRS][rank // 2 :: len(pairs)]:
+        found[name] = tensor_parallel(rank % 2, pairs[rank // 2], plans[name], steps)
     return found
 
 
 # ---- tensor parallel
 
 
-def tensor_parallel(rank: int, ranks: int, plan: Plan, steps: int) -> float:
-    """Two ranks share each layer; activations and their gradients are summed."""
+def tensor_parallel(rank: int, pair: dist.ProcessGroup, plan: Plan, steps: int) -> float:
+    """Two ranks share each layer; activations and their gradients are summed. Each pair of ranks has a training of its own."""
     model = fresh(0)
     for block in model.blocks:
         block.keep(rank)
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     for step in range(steps):
         optimizer.zero_grad()
-        model(batch(step), lambda values: plan.total(values, "tp")).backward()
+        model(batch(step), lambda values: plan.total(values, "tp", pair)).backward()
         optimizer.step()
-    exact = Plan()
+    exact = Plan(PAIRS)
     with torch.no_grad():
-        return float(model(judged(), lambda values: exact.total(values, "tp")))
+        return float(model(judged(), lambda values: exact.total(values, "tp", pair)))
 
 
 # ---- data parallel
@@ -214,15 +203,12 @@ def data_parallel(rank: int, ranks: int, plan: Plan, steps: int) -> float:
     model = fresh(0)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, RATE)
-    factors = Factors(plan, ranks) if plan.rank else None
+    factors = Factors(plan, parameters, ranks) if plan.rank else None
     for step in range(steps):
         grads = torch.autograd.grad(model(batch(step).chunk(ranks)[rank]) / ranks, parameters)
-        if factors is not None:
-            summed = factors.sums(list(grads))
-        else:
-            flat = plan.total(torch.cat([grad.flatten() for grad in grads]), "dp")
-            summed = list(flat.split([one.numel() for one in parameters]))
-        for one, grad in zip(parameters, summed, strict=True):
+        flat = torch.cat([grad.flatten() for grad in grads])
+        flat = plan.total(flat, "dp") if factors is None else factors.total(flat)
+        for one, grad in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
             one.grad = grad.view_as(one)
         optimizer.step()
     with torch.no_grad():
@@ -230,36 +216,24 @@ def data_parallel(rank: int, ranks: int, plan: Plan, steps: int) -> float:
 
 
 class Factors:
-    """PowerSGD over gradients that are divided by the number of ranks already."""
+    """The matrices of all gradients laid end to end, for sums by PowerSGD."""
 
-    def __init__(self, plan: Plan, ranks: int) -> None:
+    def __init__(self, plan: Plan, parameters: list[nn.Parameter], ranks: int) -> None:
         self._plan, self._ranks = plan, ranks
-        self._second: dict[int, Tensor] = {}
-        self._errors: dict[int, Tensor] = {}
+        self.matrices: list[Matrix] = []
+        start = 0
+        for number, one in enumerate(parameters):
+            if one.dim() == 2:
+                rows, columns = one.shape
+                factor = lowrank.first_factor(columns, lowrank.factor_rank(rows, columns, plan.rank), number)
+                self.matrices.append(Matrix(start, rows, columns, factor, keeps=plan.feedback))
+            start += one.numel()
 
-    def sums(self, grads: list[Tensor]) -> list[Tensor]:
+    def total(self, flat: Tensor) -> Tensor:
         """The sums of all ranks' gradients: of matrices approximately, of vectors exactly."""
-        matrices = {at: grad + self._errors.get(at, 0) for at, grad in enumerate(grads) if grad.dim() == 2}
-        for at, one in matrices.items():
-            rank = min(self._plan.rank, *one.shape)
-            self._second.setdefault(at, lowrank.first_factor(one.shape[1], rank, at))
-        first = self._over_ranks([one @ self._second[at] for at, one in matrices.items()])
-        for one in first:
-            lowrank.orthonormalize(one)
-        second = self._over_ranks([one.T @ p for one, p in zip(matrices.values(), first, strict=True)])
-        vectors = iter(self._over_ranks([grad for grad in grads if grad.dim() != 2]))
-        sums = dict(zip(matrices, (p @ q.T for p, q in zip(first, second, strict=True)), strict=True))
-        self._second = dict(zip(matrices, second, strict=True))
-        if self._plan.feedback:
-            self._errors = {at: one - sums[at] / self._ranks for at, one in matrices.items()}
-        return [sums[at] if at in sums else next(vectors) for at in range(len(grads))]
-
-    def _over_ranks(self, parts: list[Tensor]) -> list[Tensor]:
-        flat = self._plan.total(torch.cat([one.flatten() for one in parts]), "dp")
-        return [
-            piece.view_as(one).contiguous()
-            for piece, one in zip(flat.split([one.numel() for one in parts]), parts, strict=True)
-        ]
+        low_rank_sum(flat, self.matrices, self._ranks, lambda part: part.copy_(self._plan.total(part, "dp")), "auto")
+        assert all(one.arrived for one in self.matrices)
+        return flat
 
 
 # ---- in a pipeline
@@ -337,11 +311,11 @@ def _send_back(engine: Stage, number: int, x: Tensor, settings: RoleSettings | N
 
 
 def by_low_rank(rank: int, **more: Any) -> Plan:
-    return Plan(settings=RoleSettings(LowRank(rank), when="backward", **more))
+    return Plan("in a pipeline", settings=RoleSettings(LowRank(rank), when="backward", **more))
 
 
+PAIRS = "tensor parallel"
 WAYS: dict[str, Callable[[int, int, Plan, int], float]] = {
-    "tensor parallel": tensor_parallel,
     "data parallel": data_parallel,
     "in a pipeline": in_a_pipeline,
 }
