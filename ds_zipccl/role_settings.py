@@ -45,23 +45,22 @@ MODES = ("auto", "always")
 
 @dataclass(frozen=True)
 class Use:
-    """A key of a role's object that changes no frame of the codec: the default, the values that it takes, the roles that it is for."""
+    """A key of a role's object that changes no frame of the codec: the default, and the values that it takes."""
 
     default: Any
     values: Sequence[Any]
-    roles: tuple[str, ...]
 
 
 #: Codec -> its keys of this kind, fields of :class:`RoleSettings`.
 USES: dict[str, dict[str, Use]] = {
     "lowrank": {
-        "send": Use("epilogue", ("epilogue", "all"), ("pp",)),
-        "error": Use("off", ("off", "lazy", "lazy_run"), ("pp",)),
+        "send": Use("epilogue", ("epilogue", "all")),
+        "error": Use("off", ("off", "lazy", "lazy_run")),
     },
     "powersgd": {
-        "start_step": Use(100, range(1 << 31), ("zero_grad", "dp")),
-        "stages": Use(None, range(1, 1025), ("zero_grad", "dp")),
-        "error": Use("feedback", ("feedback", "off"), ("zero_grad", "dp")),
+        "start_step": Use(100, range(1 << 31)),
+        "stages": Use(None, range(1, 1025)),
+        "error": Use("feedback", ("feedback", "off")),
     },
 }
 
@@ -171,11 +170,8 @@ def _of_key(place: str, role: str, codec: str, key: str, got: Any) -> Iterator[s
     elif key == "when":
         if not isinstance(got, str) or got not in COVERED:
             yield f'"{place}" must be {_list(tuple(COVERED))}, got {json.dumps(got)}'
-    elif key in uses and role not in uses[key].roles:
-        yield f'"{place}" is for {_list(uses[key].roles)} with "codec": "{codec}"; leave the key out of role "{role}"'
     elif key not in own and key not in uses:
-        here = (name for name, use in uses.items() if role in use.roles)
-        known = (*own, *here, "mode", *(("when",) if role in DIRECTED_ROLES else ()))
+        known = (*own, *uses, "mode", *(("when",) if role in DIRECTED_ROLES else ()))
         beside = f'keys beside "codec": "{codec}": {", ".join(known)}'
         yield f'"{place}" is not a known key{_hint(key, known)}; {beside}'
     else:

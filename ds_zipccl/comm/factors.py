@@ -15,6 +15,11 @@ from ds_zipccl.codecs.lowrank import compress_factors, compress_factors_bound
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 
 
+def sum_of_squares(values: torch.Tensor) -> float:
+    """Return the sum of the squares of floating-point ``values`` of any shape, added in fp64."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
 class Factored(NamedTuple):
     """A matrix as factors. ``p``: [n, r], ``q``: [m, r], float32, contiguous. ``values``: their product, with the shape and dtype of the
     tensor that is sent, contiguous."""
@@ -33,7 +38,7 @@ class Factored(NamedTuple):
 
 
 class Factoring(ABC):
-    """Makes factors of the tensors of one link, in the place of a codec."""
+    """Makes factors of the tensors of one link, in the place of a codec. Its text is that of the codec, for the counters."""
 
     @abstractmethod
     def factored(self, tensor: torch.Tensor, op: str, route: str) -> Factored | None:

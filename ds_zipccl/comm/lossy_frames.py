@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ds_zipccl.codecs import compress, compress_bound, decompress, project
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.factors import sum_of_squares
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.frame import HEADER_BYTES, CodecId, Header, pack, parse
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8
@@ -111,13 +112,12 @@ def squares_of(flat: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
     of_error = of_values = 0.0
     for sent, arrived in zip(flat.split(_PART), values.split(_PART), strict=True):
         wide = sent.float()
-        squares = [_square(arrived.float() - wide), _square(wide)]
+        squares = [sum_of_squares(arrived.float() - wide), sum_of_squares(wide)]
         if not sum(squares) < float("inf"):  # also NaN
             finite = sent.isfinite()
-            squares = [_square((arrived.double() - sent.double())[finite]), _square(sent.double()[finite])]
+            squares = [
+                sum_of_squares((arrived.double() - sent.double())[finite]),
+                sum_of_squares(sent.double()[finite]),
+            ]
         of_error, of_values = of_error + squares[0], of_values + squares[1]
     return of_error, of_values
-
-
-def _square(flat: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2

@@ -18,6 +18,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs import lowrank
+from ds_zipccl.comm.factors import sum_of_squares
 
 #: Sums a flat contiguous tensor over all ranks, in place, with the same bits on all ranks.
 ExactSum = Callable[[torch.Tensor], None]
@@ -79,7 +80,7 @@ def low_rank_sum(flat: torch.Tensor, matrices: Sequence[Matrix], ranks: int, exa
             if matrix.arrived:
                 lowrank.orthonormalize(p, route=route)
                 torch.mm(words.t(), p, out=q)
-                matrix.squares = (max(0.0, _square(words) - _square(q)), _square(words), 0.0, 0.0)
+                matrix.squares = (max(0.0, sum_of_squares(words) - sum_of_squares(q)), sum_of_squares(words), 0.0, 0.0)
         exact_sum(whole)
         for matrix, p, q in zip(matrices, lefts, rights, strict=True):
             matrix.arrived = matrix.arrived and lowrank.bounded(p, q)
@@ -132,11 +133,11 @@ def _deliver(
         matrix.error = None
         return
     place = flat[matrix.start : matrix.end].view(matrix.rows, matrix.columns)
-    given = _square(place.float())
+    given = sum_of_squares(place.float())
     lowrank.product(*factors, place, route=route)
     matrix.factor = _revived(factors[1])
     matrix.error = words.sub_(place.float(), alpha=1 / ranks) if matrix.keeps else None
-    kept = _square(matrix.error) if matrix.error is not None else 0.0
+    kept = sum_of_squares(matrix.error) if matrix.error is not None else 0.0
     matrix.squares = (*matrix.squares[:2], kept, given)
 
 
@@ -147,7 +148,3 @@ def _revived(factor: torch.Tensor) -> torch.Tensor:
     if bool(empty.any()):
         found[:, empty] = lowrank.first_factor(factor.shape[0], factor.shape[1], seed=0)[:, empty]
     return found
-
-
-def _square(matrix: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2

@@ -108,6 +108,7 @@ def _coded(name: str) -> Callable[..., Any]:
             if isinstance(codec, PowerSum):
                 if not given.get("async_op"):
                     return codec.run(values[0], op, values[2], config, role)
+                lossy_calls.stays_exact(role, name, codec.codec, "asynchronous")
             else:
                 more["lossy"] = codec
         if point_to_point:

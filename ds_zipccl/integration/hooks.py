@@ -226,8 +226,9 @@ def _lossy_config() -> ZipcclConfig | None:
 
 
 def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
-    """Count the micro-batches of a pipeline from 0, also where the batch before has failed."""
-    pipeline_calls.begin_batch(engine)
+    """Count the micro-batches of a pipeline from 0, also where the batch before has failed; in jobs with lossy roles."""
+    if _lossy_config():
+        pipeline_calls.begin_batch(engine)
     return original()
 
 
@@ -241,7 +242,8 @@ def _start_pipeline(engine: Any, original: Callable[[], Any]) -> Any:
 
 def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
     """Forget the state of a pipeline's links: tensors of other shapes follow."""
-    pipeline_calls.forget_shapes(engine)
+    if _lossy_config():
+        pipeline_calls.forget_shapes(engine)
     return original()
 
 

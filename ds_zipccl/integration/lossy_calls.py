@@ -29,11 +29,12 @@ from ds_zipccl.integration.powersgd import PowerSum
 from ds_zipccl.integration.untraced import untraced_frame
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.role_settings import RoleSettings
+from ds_zipccl.telemetry import counters
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Gets the tensor that is about to be sent, and the settings of its role; returns whether the call may be changed, what makes factors of
-#: the tensor, or the sum to make in place of the call.
-Ready = Callable[[torch.Tensor, RoleSettings], "bool | Factoring | PowerSum"]
+#: the tensor, the sum to make in place of the call, or the reason, to be counted, why the call stays exact.
+Ready = Callable[[torch.Tensor, RoleSettings], "bool | str | Factoring | PowerSum"]
 #: Attribute of a function of DeepSpeed that announces its calls.
 _MARK = "ds_zipccl_lossy"
 
@@ -108,7 +109,16 @@ def taken(
     if codec is None or op not in (None, ReduceOp.SUM, ReduceOp.AVG):
         return None
     allowed = ready is None or ready(tensor, config.lossy_roles[role])
+    if isinstance(allowed, str):
+        stays_exact(role, name, codec, allowed)
+        return None
     return codec if allowed is True else allowed or None
+
+
+def stays_exact(role: str, name: str, codec: LossyCodec, why: str) -> None:
+    """Count a call of operation ``name`` that ``codec`` was for and that stays exact; the call counts as one frame."""
+    counters.record_lossy(role, name, str(codec), 1)
+    counters.record_exact(role, name, why, 1)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,14 +22,13 @@ from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import lossy_state
 from ds_zipccl.integration.lossy_state import Entry, Key
-from ds_zipccl.lossy import LowRank, PowerSgd
 
 _VERSION = 1
 _DTYPES = {str(one).removeprefix("torch."): one for one in (torch.bfloat16, torch.float16, torch.float32)}
 #: Tensors of an entry.
 _PARTS = ("error", "factor")
-#: Codecs that keep a factor, whatever becomes of errors.
-_WITH_FACTORS = (LowRank.name, PowerSgd.name)
+#: Reason of a rank for which DeepSpeed has found no checkpoint.
+_NOT_LOADED = "DeepSpeed loaded no checkpoint there"
 
 
 class _Refused(ValueError):
@@ -84,25 +82,31 @@ def save(engine: Any, config: ZipcclConfig, given: dict[str, Any]) -> None:
 
 
 def load(engine: Any, config: ZipcclConfig, given: dict[str, Any], loaded: bool) -> None:
-    """Take the state of an engine from its file; without a sound one on every rank, start from an empty state. A collective; blocks.
+    """Take the state of an engine from its file; without a sound one on every rank, start from an empty state. Where no rank has loaded a
+    checkpoint, nothing changes. A collective; blocks.
 
     Args:
-        given: the arguments of ``load_checkpoint``.
-        loaded: whether DeepSpeed has loaded a checkpoint.
+        given: the arguments of ``load_checkpoint``, the same on all ranks.
+        loaded: whether DeepSpeed has loaded a checkpoint on this rank. With folders of their own, nodes may differ.
     """
     owner = lossy_state.owner_of(engine)
-    if not loaded:
-        return
-    lossy_state.drop(owner)
-    keeps = any(one.error != "off" or one.codec.name in _WITH_FACTORS for one in config.lossy_roles.values())
+    keeps = any(one.error != "off" or one.codec.matrices for one in config.lossy_roles.values())
     if not keeps or given["load_module_only"] or not given["load_optimizer_states"]:
+        if loaded:
+            lossy_state.drop(owner)
         return
     found: list[tuple[str, Key, Entry]] = []
-    try:
-        found, why = list(_read(_path(given), _job(engine, config))), ""
-    except _Refused as error:
-        why = str(error)
-    refused = {rank: said for rank, said in topology.tell(resolve_group(None), why).items() if said}
+    why = "" if loaded else _NOT_LOADED
+    if loaded:
+        try:
+            found = list(_read(_path(given), _job(engine, config)))
+        except _Refused as error:
+            why = str(error)
+    reasons = topology.tell(resolve_group(None), why)
+    if set(reasons.values()) == {_NOT_LOADED}:
+        return
+    lossy_state.drop(owner)
+    refused = {rank: said for rank, said in reasons.items() if said}
     if not refused:
         for role, key, entry in found:
             lossy_state.restore(owner, role, key, entry)
@@ -184,7 +188,7 @@ def _entry(one: Any, job: dict[str, Any]) -> tuple[str, Key, Entry]:
         and isinstance(key, list)
         and all(type(part) in (str, int) for part in key)
         and isinstance(shape, list)
-        and bool(shape)
+        and len(shape) == 2
         and all(type(size) is int and size > 0 for size in shape)
         and fields.get("dtype") in tuple(_DTYPES)
         and type(fields.get("ranks")) is int
@@ -199,11 +203,11 @@ def _entry(one: Any, job: dict[str, Any]) -> tuple[str, Key, Entry]:
 
 
 def _tensor(file: Any, name: str, part: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of a file, which is of the size of its entry, in fp32 and finite."""
-    view, numel = file.get_slice(name), math.prod(shape)
+    """Return a tensor of a file, which has the shape that its entry asks for, in fp32 and finite."""
+    view = file.get_slice(name)
     sizes = list(view.get_shape())
     factor = len(sizes) == 2 and sizes[0] == shape[-1] and 1 <= sizes[1] <= min(shape)
-    fits = factor if part == "factor" else math.prod(sizes) == numel
+    fits = factor if part == "factor" else sizes == list(shape)
     if view.get_dtype() != "F32" or not fits:
         raise _Refused(f"tensor {name} is {view.get_dtype()} of {sizes}, for a matrix of {list(shape)}")
     tensor: torch.Tensor = file.get_tensor(name)

@@ -58,7 +58,7 @@ def forget(engine: Any) -> None:
         drop(number)
 
 
-def state_of(role: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, ranks: int, owner: int = 0) -> Entry:
+def state_of(role: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, ranks: int, owner: int) -> Entry:
     """Return the entry of a role and key, an empty one where there is none yet. An entry for another shape, dtype or number of ranks is
     dropped, with one warning a role. ``owner``: the number of the engine."""
     kind = (tuple(shape), dtype, ranks)

@@ -19,7 +19,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs import lowrank
-from ds_zipccl.comm.factors import Factored, Factoring
+from ds_zipccl.comm.factors import Factored, Factoring, sum_of_squares
 from ds_zipccl.integration import lossy_state
 from ds_zipccl.lossy import LowRank
 from ds_zipccl.policy.pipeline_rules import compresses
@@ -148,10 +148,13 @@ class _Link(Factoring):
     ranks: int
     owner: int
 
+    def __str__(self) -> str:
+        return str(self.settings.codec)
+
     def factored(self, tensor: torch.Tensor, op: str, route: str) -> Factored | None:
         """As :meth:`ds_zipccl.comm.factors.Factoring.factored`."""
         codec = cast(LowRank, self.settings.codec)
-        counters.record_lossy(ROLE, op, str(codec), 1)
+        counters.record_lossy(ROLE, op, str(self), 1)
         rows = tensor.numel() // self.width if self.width and not tensor.numel() % self.width else 0
         rank = lowrank.factor_rank(rows, self.width, codec.rank)
         if not rank:
@@ -187,8 +190,8 @@ class _Link(Factoring):
             return None
         missing = matrix - values
         entry.factor, entry.error = q, missing if self.settings.error != "off" else None
-        squares = [_square(one) for one in (missing, matrix, given.float())]
-        counters.record_error(ROLE, op, str(self.settings.codec), squares[0], squares[1])
+        squares = [sum_of_squares(one) for one in (missing, matrix, given.float())]
+        counters.record_error(ROLE, op, str(self), squares[0], squares[1])
         if self.settings.error != "off":
             counters.record_kept(ROLE, op, squares[0], squares[2])
         return Factored(*rounded, values.view(shape))
@@ -198,7 +201,3 @@ def _forget(entry: lossy_state.Entry, op: str) -> None:
     """Forget the error of a message that goes exact as it is not finite. The factor stays."""
     counters.record_exact(ROLE, op, "not finite", 1)
     entry.error = None
-
-
-def _square(matrix: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2

@@ -30,8 +30,8 @@ from ds_zipccl.telemetry import counters
 
 #: A parameter and its gradient.
 Gradient = tuple[torch.nn.Parameter, torch.Tensor]
-#: Tells whether the tensor of an announced sum may be changed, or returns the sum to make in its place.
-Ready = Callable[[torch.Tensor, RoleSettings], "bool | PowerSum"]
+#: Tells whether the tensor of an announced sum may be changed, or returns the sum to make in its place, or why the sum stays exact.
+Ready = Callable[[torch.Tensor, RoleSettings], "bool | str | PowerSum"]
 _OP = "all_reduce"
 #: Optimizer of ZeRO-1 or ZeRO-2 -> its engine.
 _engines: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
@@ -69,7 +69,8 @@ def adopt(engine: Any, optimizer: Any) -> None:
 def of_zero_bucket(optimizer: Any, bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Ready:
     """Return the function for the sum of ``bucket`` by ``DeepSpeedZeroOptimizer.allreduce_bucket``. A sum for one rank stays exact."""
     one_owner = (args[1] if len(args) > 1 else kwargs.get("rank")) is not None
-    return _ready(_engine_of(optimizer), [] if one_owner else bucket, lambda: _of_zero(optimizer))
+    why = "a sum for one rank" if one_owner else ""
+    return _ready(_engine_of(optimizer), bucket, lambda: _of_zero(optimizer), why)
 
 
 def of_zero_tensor(optimizer: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Ready:
@@ -118,20 +119,23 @@ def _named(engine: Any, gradients: Iterator[Gradient]) -> list[tuple[str, torch.
     return [(engine.param_names[parameter], gradient) for parameter, gradient in gradients if id(parameter) not in tied]
 
 
-def _ready(engine: Any, parts: Sequence[torch.Tensor], gradients: Callable[[], Iterator[Gradient]]) -> Ready:
-    """Return the function for the sum of ``parts`` laid end to end."""
+def _ready(
+    engine: Any, parts: Sequence[torch.Tensor], gradients: Callable[[], Iterator[Gradient]], why: str = ""
+) -> Ready:
+    """Return the function for the sum of ``parts`` laid end to end. ``why``: the reason why the sum stays exact, "" for none."""
 
-    def ready(flat: torch.Tensor, settings: RoleSettings) -> bool | PowerSum:
+    def ready(flat: torch.Tensor, settings: RoleSettings) -> bool | str | PowerSum:
         if not isinstance(settings.codec, PowerSgd):
             return True
         first = settings.stages is None or getattr(engine, "stage_id", 0) < settings.stages
-        if engine is None or not first or engine.global_steps < settings.start_step or flat.device.type != "cpu":
+        if engine is None or not first or engine.global_steps < settings.start_step:
             return False
-        if sum(part.numel() for part in parts) != flat.numel():
-            return False
-        places = list(_places(parts, _named(engine, gradients()), settings.codec.rank))
+        if why or flat.device.type != "cpu":
+            return why or f"no lossy kernels on {flat.device.type}"
+        whole = sum(part.numel() for part in parts) == flat.numel()
+        places = list(_places(parts, _named(engine, gradients()), settings.codec.rank)) if whole else []
         owner = lossy_state.owner_of(engine)
-        return PowerSum(settings, settings.codec, places, engine.global_steps, owner) if places else False
+        return PowerSum(settings, settings.codec, places, engine.global_steps, owner) if places else "no matrix"
 
     return ready
 
@@ -236,8 +240,9 @@ class PowerSum:
         return Matrix(place.start, place.rows, place.columns, factor, entry.error if keeps else None, keeps)
 
     def _count(self, role: str, matrices: Sequence[Matrix], flat: torch.Tensor, sent: int, ranks: int) -> None:
-        """Count the sum: the bytes that the exact sums inside, which count themselves, have saved, and the errors."""
-        counters.record(role, _OP, int(2 * (flat.nbytes - sent) * (ranks - 1) / ranks), 0)
+        """Count the sum: the bytes that the exact sums inside, which count themselves, have saved, and the errors. Nothing is saved where
+        the matrices went exactly after their factors."""
+        counters.record(role, _OP, max(0, int(2 * (flat.nbytes - sent) * (ranks - 1) / ranks)), 0)
         counters.record_lossy(role, _OP, str(self.codec), len(matrices))
         for matrix in matrices:
             if not matrix.arrived:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ds_zipccl.lossy import LOSSY_CODECS
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.counters import Lossy, Row
 
@@ -65,7 +66,7 @@ _EXACT = ("not finite", "smaller")
 
 
 #: Codecs that send factors in place of a matrix.
-_LOW_RANK = ("lowrank", "powersgd")
+_LOW_RANK = tuple(name for name, kind in LOSSY_CODECS.items() if kind.matrices)
 
 
 def _lossy(one: Lossy) -> str:

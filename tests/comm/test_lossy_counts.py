@@ -13,7 +13,9 @@ import torch
 from ds_zipccl.comm import request
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.lossy_frames import LossyFrames
-from ds_zipccl.lossy import Int, LossyCodec, TacoFp8
+from ds_zipccl.integration.pipeline_calls import _Link
+from ds_zipccl.lossy import Int, LossyCodec, LowRank, TacoFp8
+from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters, table
 
 
@@ -49,11 +51,21 @@ def test_few_values_are_smaller_without_a_scale() -> None:
     assert (found["frames"], found["exact"]) == (1, {"smaller": 1})
 
 
-def test_a_message_that_stays_exact_counts_among_those_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lossy", "text"),
+    [
+        (TacoFp8(), str(TacoFp8())),
+        (_Link(RoleSettings(LowRank(8)), (0, "backward", 0), width=4, ranks=2, owner=0), "lowrank rank 8"),
+    ],
+    ids=["codec", "link"],
+)
+def test_a_message_that_stays_exact_counts_among_those_of_its_line(
+    lossy: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = SimpleNamespace(backend=lambda device: "nccl")
     monkeypatch.setattr(request, "group_state", lambda group: state)
     words = (torch.bfloat16, torch.device("cuda"))
-    assert request.lossy_here(TacoFp8(), words, None, "all_reduce", "tp") is None
+    assert request.lossy_here(lossy, words, None, "all_reduce", "tp") is None
     (found,) = counters.lossy()
-    assert (found["codec"], found["frames"], sum(found["exact"].values())) == (str(TacoFp8()), 1, 1)
+    assert (found["codec"], found["frames"], sum(found["exact"].values())) == (text, 1, 1)
     assert "0 of 1 frames exact (not finite)" in table.render()

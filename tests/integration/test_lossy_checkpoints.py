@@ -92,6 +92,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
     "ranks": (_entries(lambda one: one.update(ranks="2")), "none that this release writes"),
     "other shape": (_entries(lambda one: one.update(shape=[6, 5])), "0.error is F32"),
     "error": (lambda said, tensors: tensors.update({"0.error": torch.zeros(5)}), "0.error is F32"),
+    "turned error": (lambda said, tensors: tensors.update({"0.error": torch.zeros(4, 6)}), "0.error is F32"),
+    "three dimensions": (lambda said, tensors: tensors.update({"0.error": torch.zeros(6, 1, 4)}), "0.error is F32"),
+    "matrix of three dimensions": (_entries(lambda one: one.update(shape=[6, 1, 4])), "none that this release writes"),
     "wide factor": (lambda said, tensors: tensors.update({"0.factor": torch.zeros(4, 99)}), "0.factor is F32"),
     "other factor": (lambda said, tensors: tensors.update({"0.factor": torch.zeros(6, 2)}), "0.factor is F32"),
     "flat factor": (lambda said, tensors: tensors.update({"0.factor": torch.zeros(4)}), "0.factor is F32"),
@@ -130,3 +133,63 @@ def test_damaged_and_missing_files_are_refused(saved: tuple[Path, dict[str, Any]
     refused(path, job, "no metadata")
     path.unlink()
     refused(path, job, "cannot be read")
+
+
+OTHER = "cannot be read: too short"
+NOT_LOADED = lossy_checkpoints._NOT_LOADED
+MODULE, WITHOUT_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
+#: Whether this rank has loaded, the reason of rank 1, and arguments; then the error that this rank has after the load (1 before, 2 in the
+#: file), the texts that it has told, and a part of its line.
+LOADS: dict[str, tuple[bool, str, dict[str, Any], list[float], list[str], str]] = {
+    "all": (True, "", {}, [2.0], [""], ""),
+    "none": (False, NOT_LOADED, {}, [1.0], [NOT_LOADED], ""),
+    "rank 0 alone": (True, NOT_LOADED, {}, [], [""], f"rank 1: {NOT_LOADED}"),
+    "rank 1 alone": (False, "", {}, [], [NOT_LOADED], f"rank 0: {NOT_LOADED}"),
+    "rank 1 refused": (True, OTHER, {}, [], [""], f"rank 1: {OTHER}"),
+    "rank 1 alone, refused": (False, OTHER, {}, [], [NOT_LOADED], f"rank 0: {NOT_LOADED}"),
+    "module": (True, "", MODULE, [], [], ""),
+    "no module": (False, NOT_LOADED, MODULE, [1.0], [], ""),
+    "without states": (True, "", WITHOUT_STATES, [], [], ""),
+}
+
+
+def first_errors(owner: int) -> list[float]:
+    return [float(entry.error[0, 0]) for _, _, entry in lossy_state.entries_of(owner) if entry.error is not None]
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize("case", LOADS)
+def test_all_ranks_take_their_state_or_none(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every rank tells its reason, also one without a checkpoint: the others wait for it. Planted: an early return there."""
+    loaded, other, given, left, wanted, line = LOADS[case]
+    told: list[str] = []
+
+    def tell(group: Any, text: str) -> dict[int, str]:
+        told.append(text)
+        return {0: text, 1: other}
+
+    monkeypatch.setattr(lossy_checkpoints.topology, "tell", tell)
+    monkeypatch.setattr(lossy_checkpoints.dist, "get_rank", lambda: 0)
+    engine = Engine()
+    owner = lossy_state.owner_of(engine)
+    entry = lossy_state.state_of("pp", KEY, (6, 4), torch.bfloat16, 2, owner)
+    entry.error = torch.full((6, 4), 2.0)
+    lossy_checkpoints.save(engine, CONFIG, {"save_dir": str(tmp_path), "tag": "last"})
+    entry.error = torch.ones(6, 4)
+    load = {"load_dir": str(tmp_path), "tag": "last", "load_module_only": False, "load_optimizer_states": True}
+    lossy_checkpoints.load(engine, CONFIG, load | given, loaded)
+    said = capsys.readouterr().out
+    assert (first_errors(owner), told) == (left, wanted)
+    assert line in said and bool(line) == bool(said)
+    lossy_checkpoints.load(engine, CONFIG, load | {"tag": "absent"}, True)
+    assert first_errors(owner) == [] and "cannot be read" in told[-1] and "cannot be read" in capsys.readouterr().out
+    lossy_state.forget(engine)
+
+
+def test_codecs_without_state_ask_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossy_checkpoints.topology, "tell", None)
+    config = parse_section({"enabled": True, "lossy": True, "roles": {"pp": {"codec": "round"}}})
+    for loaded in (False, True):
+        lossy_checkpoints.load(Engine(), config, {"load_module_only": False, "load_optimizer_states": True}, loaded)

@@ -13,7 +13,8 @@ import torch
 
 from ds_zipccl.codecs import decompress, lowrank
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.integration import lossy_state, pipeline_calls
+from ds_zipccl.config import parse_section
+from ds_zipccl.integration import hooks, lossy_state, pipeline_calls
 from ds_zipccl.lossy import LowRank
 from ds_zipccl.policy.pipeline_rules import compresses
 from ds_zipccl.role_settings import RoleSettings
@@ -97,7 +98,7 @@ def gradient(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def entry() -> lossy_state.Entry:
-    return lossy_state.state_of("pp", KEY, (ROWS, WIDTH), torch.float32, 2)
+    return lossy_state.state_of("pp", KEY, (ROWS, WIDTH), torch.float32, 2, owner=0)
 
 
 def sent_in_steps(
@@ -369,6 +370,12 @@ def test_shapes_that_change_leave_no_state() -> None:
     assert kept() == [False, False], "state goes with the engine"
 
 
+def test_batches_of_exact_jobs_touch_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_job", lambda: types.SimpleNamespace(config=parse_section({})))
+    monkeypatch.setattr(hooks, "pipeline_calls", None)
+    assert hooks._train_batch(Engine(), lambda: 1) == hooks._reset_shapes(Engine(), lambda: 1) == 1
+
+
 def test_an_engine_that_is_collected_late_takes_no_state_of_a_later_one() -> None:
     """DeepSpeed keeps references to engines that have ended. Planted: numbers that are given again, and the assertion fails."""
     ended = Stepping()
@@ -384,7 +391,7 @@ def test_an_engine_that_is_collected_late_takes_no_state_of_a_later_one() -> Non
 def test_another_shape_drops_the_state_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
     lossy_state._warned.clear()
     for shape in ((ROWS, WIDTH), (8, 8), (9, 9)):
-        found = lossy_state.state_of("pp", KEY, shape, torch.float32, 2)
+        found = lossy_state.state_of("pp", KEY, shape, torch.float32, 2, owner=0)
         assert found.error is None
         found.error = torch.zeros(shape)
     assert capsys.readouterr().out.count("it starts anew") == 1

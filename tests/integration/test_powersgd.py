@@ -12,6 +12,7 @@ import json
 import sys
 import types
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from parallel import Lab, rank_program, sha256
 from programs import launch
 from test_parallel import Layered
 
+from ds_zipccl.comm.low_rank_sum import Matrix
 from ds_zipccl.config import ConfigError, parse_section
-from ds_zipccl.integration import powersgd
+from ds_zipccl.integration import backend, lossy_calls, powersgd
+from ds_zipccl.telemetry import counters
 
 RANK, STEPS = 4, 4
 FP16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
@@ -264,11 +267,11 @@ class Ranks:
             one.grad = whole[at : at + one.numel()].view(one.shape)
             at += one.numel()
 
-    def places(self, *parts: torch.Tensor, numel: int | None = None, **more: Any) -> list[tuple[str, int]] | None:
+    def places(self, *parts: torch.Tensor, numel: int | None = None, **more: Any) -> list[tuple[str, int]] | bool | str:
         settings = parse_section(json.loads(section(**more))).lossy_roles["dp"]
         flat = torch.zeros(sum(part.numel() for part in parts) if numel is None else numel)
         found = powersgd.of_engine_bucket(self, parts)(flat, settings)
-        return [(one.name, one.start) for one in found.places] if isinstance(found, powersgd.PowerSum) else None
+        return [(one.name, one.start) for one in found.places] if isinstance(found, powersgd.PowerSum) else found
 
 
 def test_parameters_are_found_by_the_memory_of_their_gradients() -> None:
@@ -280,10 +283,10 @@ def test_parameters_are_found_by_the_memory_of_their_gradients() -> None:
     first, _, second, _ = (one.grad for one in engine.module.parameters())
     assert engine.places(second, first) == [("1.weight", 0), ("0.weight", 960)]
     assert engine.places(engine.whole[1:]) == [("1.weight", 983)], "a part of a matrix goes exactly"
-    assert engine.places(engine.whole[:959]) is None
-    assert engine.places(torch.zeros(5000)) is None
-    assert engine.places(engine.whole, numel=5000) is None, "sizes do not add up"
-    assert engine.places(engine.whole, rank=8) is None, "factors of more than half of the values"
+    assert engine.places(engine.whole[:959]) == "no matrix"
+    assert engine.places(torch.zeros(5000)) == "no matrix"
+    assert engine.places(engine.whole, numel=5000) == "no matrix", "sizes do not add up"
+    assert engine.places(engine.whole, rank=8) == "no matrix", "factors of more than half of the values"
 
 
 def test_weights_that_stages_share_are_exact() -> None:
@@ -299,11 +302,66 @@ def test_weights_that_stages_share_are_exact() -> None:
 def test_first_steps_and_late_stages_are_exact() -> None:
     for stage in range(3):
         engine = Ranks(stage)
-        assert (engine.places(engine.whole, stages=2) is not None) == (stage < 2)
-        assert engine.places(engine.whole) is not None
+        assert (engine.places(engine.whole, stages=2) is not False) == (stage < 2)
+        assert engine.places(engine.whole)
     for step in range(4):
         engine = Ranks(step=step)
-        assert (engine.places(engine.whole, start_step=2) is not None) == (step >= 2)
+        assert (engine.places(engine.whole, start_step=2) is not False) == (step >= 2)
+
+
+@pytest.fixture
+def counted() -> Iterator[None]:
+    counters.reset()
+    yield
+    counters.reset()
+
+
+@pytest.mark.usefixtures("counted")
+def test_sums_that_stay_exact_are_counted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that the backend does not make by PowerSGD as nobody waits for them."""
+    config, engine = parse_section(json.loads(section())), Ranks()
+    optimizer = types.SimpleNamespace()
+    monkeypatch.setattr(powersgd, "_engine_of", lambda optimizer: engine)
+    rest, meta = torch.zeros(5000), engine.whole.to("meta")
+    sums: list[tuple[str, Any, torch.Tensor, str]] = [
+        ("all_reduce", powersgd.of_engine_bucket(engine, [rest]), rest, "no matrix"),
+        ("all_reduce", powersgd.of_engine_bucket(engine, [meta]), meta, "no lossy kernels on meta"),
+        ("reduce", powersgd.of_zero_bucket(optimizer, [rest], None, 1), rest, "a sum for one rank"),
+        ("all_reduce", powersgd.of_engine_bucket(Ranks(step=0), [rest]), rest, ""),
+    ]
+    for name, ready, flat, why in sums:
+        counters.reset()
+        with lossy_calls.announced(("dp",), (name,), detail=lambda one=ready: (1, one)):  # type: ignore[misc]
+            assert lossy_calls.taken(config, "dp", name, flat, dist.ReduceOp.SUM) is None
+        found = [(one["op"], one["codec"], one["frames"], one["exact"]) for one in counters.lossy()]
+        assert found == ([(name, "powersgd rank 4", 1, {why: 1})] if why else [])
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_sum_that_nobody_waits_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_section(json.loads(section()))
+    settings = config.lossy_roles["dp"]
+    power = powersgd.PowerSum(settings, settings.codec, [], 5, 0)
+    monkeypatch.setattr(lossy_calls, "taken", lambda *args: power)
+    monkeypatch.setattr(powersgd.PowerSum, "run", lambda *args: "ran")
+    monkeypatch.setattr(backend.comm, "all_reduce", lambda *args, **kwargs: "exact")
+    job = types.SimpleNamespace(config=config, role_of=lambda *args: "dp")
+    fake = types.SimpleNamespace(job=job, _reduce_op=lambda op: op)
+    monkeypatch.setattr(backend, "slice_owners", lambda *args, **kwargs: None)
+    call = backend._coded("all_reduce")
+    assert call(fake, torch.zeros(8)) == "ran" and not counters.lossy()
+    assert call(fake, torch.zeros(8), async_op=True) == "exact"
+    assert counters.lossy()[0]["exact"] == {"asynchronous": 1}
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(("sent", "saved"), [(400, 600), (1400, 0)], ids=["factors", "matrices after factors"])
+def test_no_sum_saves_less_than_nothing(sent: int, saved: int) -> None:
+    settings = parse_section(json.loads(section())).lossy_roles["dp"]
+    matrix = Matrix(0, 24, 40, torch.zeros(40, 4))
+    powersgd.PowerSum(settings, settings.codec, [], 5, 0)._count("dp", [matrix], torch.zeros(250), sent, 2)
+    assert [row["logical_bytes"] for row in counters.rows()] == [saved]
+    assert counters.lossy()[0]["exact"] == {"not finite": 1}
 
 
 if __name__ == "__main__":

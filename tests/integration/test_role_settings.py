@@ -268,4 +268,3 @@ def test_texts_of_the_tables() -> None:
     assert set(CODEC_ROLES) == set(LOSSY_CODECS) and set(USES) < set(LOSSY_CODECS)
     for codec, uses in USES.items():
         assert not set(uses) & {*role_settings.codec_keys(codec), "codec", "mode", "when"}
-        assert all(set(use.roles) <= set(CODEC_ROLES[codec]) for use in uses.values())
