@@ -76,6 +76,12 @@ def begin(engine: Any, job: Job) -> None:
     setattr(engine, _ATTRIBUTE, Fused(weights))
 
 
+def begin_engine(engine: Any, config: ZipcclConfig) -> None:
+    """Say on rank 0 that the key has no effect where an engine has no pipeline; :func:`begin` speaks for pipelines."""
+    if config.fused_embedding and not engine.pipeline_parallelism:
+        _say("has no effect: the engine has no pipeline")
+
+
 def _stages_by_key(module: Any) -> dict[str, list[int]]:
     """Return the stages of each key of tied layers that more than one stage has; every rank gets the same answer."""
     found: dict[str, set[int]] = {}

@@ -152,6 +152,7 @@ def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
         job.learn_groups(engine.module)
         if job.config is not None:
             powersgd.refuse(engine, job.config)
+            fused_embedding.begin_engine(engine, job.config)
     return result
 
 

@@ -160,8 +160,8 @@ def fused_line(config: ZipcclConfig) -> str:
     if not config.fused_embedding:
         return ""
     return (
-        "[ds_zipccl] fused_embedding: the gradient of a tied embedding, in pipelines that have one, is summed once over both stages and "
-        "all data-parallel ranks: nothing is lost, but the order of the sum, and so its rounding, is not DeepSpeed's"
+        "[ds_zipccl] fused_embedding: allowed by config; each engine says at its start which sums are fused; "
+        "nothing is lost, but the order of a fused sum, and so its rounding, is not DeepSpeed's"
     )
 
 

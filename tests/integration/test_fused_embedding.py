@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,17 @@ def test_groups(tensor: int, stages: int, data: int) -> None:
     # one group for all tensor-parallel ranks would add different parts of a vocabulary
     planted = [sorted(rank for ranks in groups for rank in ranks)]
     assert (wrong_groups(planted, places, ends, data) == []) == (tensor == 1)
+
+
+@pytest.mark.parametrize(
+    ("fused", "pipeline", "told"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_an_engine_without_a_pipeline_is_told(monkeypatch, fused, pipeline, told) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(fused_embedding, "_say", said.append)
+    config = parse_section({"enabled": True, "fused_embedding": fused})
+    fused_embedding.begin_engine(SimpleNamespace(pipeline_parallelism=pipeline), config)
+    assert said == ["has no effect: the engine has no pipeline"] * told
 
 
 def test_copies_that_would_drift_apart_are_refused() -> None:

@@ -265,6 +265,7 @@ def test_the_master_switch_alone_is_told() -> None:
 def test_the_order_of_fused_embeddings_is_told() -> None:
     said = lines.fused_line(replace(DEFAULT, fused_embedding=True))
     assert said.startswith("[ds_zipccl] fused_embedding: ") and "is not DeepSpeed's" in said
+    assert "is summed" not in said, "no engine is known yet"
     assert lines.fused_line(DEFAULT) == ""
 
 
