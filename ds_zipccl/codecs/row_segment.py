@@ -10,12 +10,12 @@ from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent, row_map, rows
 from ds_zipccl.codecs.delta import DELTA
 from ds_zipccl.codecs.memory import frame_room, keep_apart, span, write_header
-from ds_zipccl.codecs.nested import LITERALS
 from ds_zipccl.codecs.raw import RAW
 from ds_zipccl.codecs.registry import spec_for
+from ds_zipccl.codecs.rounded import ROUNDED
 from ds_zipccl.codecs.row_map import MOST_ROWS, RowMap
-from ds_zipccl.codecs.rows import Literals, Scratch, row_list
-from ds_zipccl.codecs.spec import CodecSpec
+from ds_zipccl.codecs.rows import LITERALS, Literals, Scratch, row_list
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, PayloadSpec
 from ds_zipccl.frame import DELTA_WORDS, HEADER_BYTES, CodecId, Header
 from ds_zipccl.kernels import row_moves
 from ds_zipccl.kernels.native import NativeRoute
@@ -39,12 +39,14 @@ class RowSegment:
         width: elements of a row, at least 1. Elements behind the last whole row belong to no row.
         block: words of a block in nested frames, as for :func:`ds_zipccl.compress`.
         raw_below: literals of fewer bytes are raw.
+        rounded: bits to which literals are rounded (FORMAT.md 2.9), so that every frame decodes to rounded words; 0: none is. Rows are
+            compared before they are rounded, and no row is scaled. Words are then bfloat16, float16 or float32.
         route: kernels to use.
         scratch: gives memory, (elements, dtype, device) -> flat tensor, contents undefined, for as long as the segment is used: 12 to 24
             bytes a row, and three times the scaled rows of the largest frame.
 
     Raises:
-        ValueError: a width that no frame has, or too many rows.
+        ValueError: a width that no frame has, too many rows, or words of a dtype that is not rounded.
     """
 
     def __init__(
@@ -54,12 +56,18 @@ class RowSegment:
         *,
         block: int = 1024,
         raw_below: int = 0,
+        rounded: int = 0,
         route: str = "auto",
         scratch: Scratch = tensors.empty,
     ) -> None:
         if not 1 <= width < 1 << 32:
             raise ValueError(f"got rows of {width} elements, wanted at least 1 and less than 2^32")
         self._words, self._width, self._block, self._raw_below = words, width, block, raw_below
+        if rounded and words.dtype not in LOSSY_DTYPES:
+            raise ValueError(f"got rows of {words.dtype} to round, wanted {', '.join(map(str, LOSSY_DTYPES))}")
+        self._rounded = rounded
+        # a row that is left out saves its coded words: sign, kept bits and about two bits of an exponent
+        self._worth_of = min(_WORTH, (3 + rounded) / (8 * words.itemsize)) if rounded else _WORTH
         self._rows = words.numel() // width
         if self._rows > MOST_ROWS:
             raise ValueError(f"got {self._rows} rows, a segment has at most {MOST_ROWS}; give a larger width")
@@ -96,14 +104,14 @@ class RowSegment:
         Args:
             candidates: for each whole row of the segment the number of an earlier row of which it may be a scaled copy, int32 on the CPU. A
                 number that is not below the row's own means none. :attr:`sources` of another segment with the same rows in other words is
-                such a list. Segments of other dtypes than bfloat16, float16 and float32 have no scaled rows.
+                such a list. Segments of other dtypes than bfloat16, float16 and float32, and rounded ones, have no scaled rows.
 
         Raises:
             ValueError: candidates for another number of rows.
         """
         if candidates is not None and len(candidates) != self._rows:
             raise ValueError(f"got candidates for {len(candidates)} rows of {self._rows}; give one for each")
-        scalable = candidates is not None and self._words.dtype in DELTA_WORDS
+        scalable = candidates is not None and self._words.dtype in DELTA_WORDS and not self._rounded
         self._candidates = candidates.numpy() if candidates is not None and scalable else None
 
     def trial(self, candidates: torch.Tensor, codec: str = "cascade") -> float:
@@ -133,8 +141,8 @@ class RowSegment:
         Args:
             begin: the end of the frame before; frames come in order, ordinary frames among them.
             end: behind the last element.
-            out: 1-D uint8, ``compress_bound(end - begin, dtype, codec, block=block)`` bytes or more, apart from the words. No frame has
-                more bytes.
+            out: 1-D uint8, ``compress_bound(end - begin, dtype, codec, block=block)`` bytes or more, apart from the words; with ``rounded``
+                that of the codec ``Round``. No frame has more bytes.
             codec: "cascade", "wide" or "raw", for the literals; that of the ordinary frame.
 
         Returns:
@@ -145,7 +153,7 @@ class RowSegment:
         """
         with tensors.undisturbed():
             spec, numel = spec_for(codec, self._words.dtype), end - begin
-            bound = HEADER_BYTES + spec.payload_bound(numel, self._words.dtype, spec.block(self._block))
+            bound = HEADER_BYTES + self._form(spec).payload_bound(numel, self._words.dtype, spec.block(self._block))
             buffer = frame_room(out, bound, self._words.device)
             keep_apart([span(buffer, bound)], [span(self._words)])
             size = self.payload(begin, end, buffer[HEADER_BYTES:bound], spec)
@@ -176,14 +184,20 @@ class RowSegment:
             spec = RAW
         if not self._worth(first, rows_of, fields, spec):
             return None
-        literals = Literals(spec, spec.block(self._block), self._route)
-        at = rows.encode(self._words[begin:end], rows_of, fields, factors, literals, out)
+        at = rows.encode(self._words[begin:end], rows_of, fields, factors, self._literals(spec), out)
         if at is not None and fields.scaled:
             there, base = self._against(rows_of.scaled + first, rows_of.scaled_sources + first, factors)
             nested = Literals(spec, self._block, self._route)  # a raw spec has no block
             at = rows.encode_deltas(there, base, nested, out, at, self._room)
             self.scaled += fields.scaled if at is not None else 0
         return at
+
+    def _form(self, spec: CodecSpec) -> PayloadSpec:
+        """The format of literals in frames whose ordinary ones are of ``spec``."""
+        return ROUNDED if self._rounded and spec is not RAW and self._words.dtype in ROUNDED.dtypes else spec
+
+    def _literals(self, spec: CodecSpec) -> Literals:
+        return Literals(self._form(spec), spec.block(self._block), self._route, spec.name, self._rounded)
 
     def _has_some(self, first: int, last: int) -> bool:
         """Whether rows of a frame with the whole rows ``first`` to ``last`` may be repeated or scaled."""
@@ -192,18 +206,19 @@ class RowSegment:
 
     def _in_one_call(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: NativeRoute) -> int:
         """:meth:`payload` where no row has a candidate, and literals are coded; 0 for None. ``RowFrames.RAW``: they are to be raw."""
-        block, dtype = spec.block(self._block), self._words.dtype
-        exponent.check_bound(self._words, bound := spec.payload_bound(end - begin, dtype, block), exponent.MAX_PAYLOAD)
+        block, dtype, form = spec.block(self._block), self._words.dtype, self._form(spec)
+        exponent.check_bound(self._words, bound := form.payload_bound(end - begin, dtype, block), exponent.MAX_PAYLOAD)
         if out.numel() < bound:
             raise ValueError(
                 f"got room for {out.numel()} bytes of payload, wanted {bound}; compress_bound() gives its size"
             )
         if self._frames is None or self._frames[0] is not spec:
             header = bytearray(HEADER_BYTES)
-            framing.pack(Header(spec.frame_id, dtype, 0, HEADER_BYTES, block), tensors.of_buffer(header))
+            framing.pack(Header(form.frame_id, dtype, 0, HEADER_BYTES, block), tensors.of_buffer(header))
             literals = self._scratch(self._rows, torch.int32, self._words.device)
             self._frames = spec, compiled.row_frames(
-                self._words, self._width, self._found, self._table, literals, bytes(header[:16]), spec.name, block, self._raw_below, _WORTH
+                self._words, self._width, self._found, self._table, literals, bytes(header[:16]), spec.name, block, self._raw_below,
+                self._worth_of, self._rounded,
             )  # fmt: skip
         size, self._known, self.repeats = self._frames[1].payload(begin, end - begin, out, self._known, self.repeats)
         return size
@@ -221,8 +236,7 @@ class RowSegment:
         fields = row_map.Fields(end - begin, width, first * width - begin, repeats, 0, bits, 0)
         if not self._saves(fields, repeats):
             return None
-        literals = Literals(spec, spec.block(self._block), self._route)
-        return rows.encode_repeats(self._words[begin:end], literal, fields, literals, out)
+        return rows.encode_repeats(self._words[begin:end], literal, fields, self._literals(spec), out)
 
     def _find(self, end: int) -> None:
         """Look at the rows before ``end`` that no frame has looked at."""
@@ -310,7 +324,7 @@ class RowSegment:
 
     def _saves(self, fields: row_map.Fields, useful: int) -> bool:
         """Whether leaving out ``useful`` rows saves more than the other parts of a row frame cost."""
-        return fields.literals_at + HEADER_BYTES < _WORTH * useful * self._width * self._words.itemsize
+        return fields.literals_at + HEADER_BYTES < self._worth_of * useful * self._width * self._words.itemsize
 
 
 def _earlier(candidates: np.ndarray, own: np.ndarray) -> np.ndarray:

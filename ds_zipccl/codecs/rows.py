@@ -12,16 +12,19 @@ import torch
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent, nested, row_map
 from ds_zipccl.codecs.delta import DELTA
-from ds_zipccl.codecs.nested import LITERALS, Nested
+from ds_zipccl.codecs.nested import Nested
 from ds_zipccl.codecs.raw import RAW
+from ds_zipccl.codecs.rounded import ROUNDED
 from ds_zipccl.codecs.row_map import FIELDS_BYTES, MOST_ROWS, Fields, RowMap, contradiction
-from ds_zipccl.codecs.spec import CodecSpec, PayloadSpec, any_size
+from ds_zipccl.codecs.spec import PayloadSpec, any_size
 from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES, CodecId, FrameErrorCode, Header, pad16
 from ds_zipccl.kernels import row_moves
 from ds_zipccl.kernels.native import NativeRoute
 
 #: Gives a flat tensor of so many elements of a dtype on a device, contents undefined.
 Scratch = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+#: Codec byte of a frame of literals -> its format.
+LITERALS: dict[CodecId, PayloadSpec] = {**nested.LITERALS, ROUNDED.frame_id: ROUNDED}
 
 
 def row_list(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -36,11 +39,14 @@ def row_list(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Literals:
-    """The codec, the block of the header, and the kernels of a frame's literals."""
+    """The format, the block of the header, the code, and the kernels of a frame's literals; they are rounded to ``mantissa`` bits unless it
+    is 0, and then coded by "cascade"."""
 
-    spec: CodecSpec
+    spec: PayloadSpec
     block: int
     route: str
+    code: str = "cascade"
+    mantissa: int = 0
 
 
 def encode(
@@ -95,15 +101,29 @@ def _encode_literals(
     at, numel, dtype = fields.literals_at, fields.literal_numel, words.dtype
     spec, block, width, head = literals.spec, literals.block, fields.width, fields.head
     room = out[at + HEADER_BYTES :]
-    if spec is RAW:
+    size = numel * words.itemsize
+    if spec is RAW and literals.mantissa:
+        kept = tensors.empty(numel, dtype, words.device)
+        row_moves.gather(words, width, head, literal, kept)
+        rounding = kernels.lossy_route(literals.route, words.device.type, "round_words")
+        rounding.round_words(kept, literals.mantissa, kept)
+        room[:size].copy_(kept.view(torch.uint8))
+    elif spec is RAW:
         item = words.itemsize
-        size = numel * item
         row_moves.gather(words.view(torch.uint8), width * item, head * item, literal, room[:size])
     else:
-        exponent.check_size(words, block)
-        kernel = kernels.route(literals.route, words.device.type)
-        size = kernel.encode_rows(words, width, head, literal, spec.name, block, room)
+        exponent.check_bound(words, spec.payload_bound(words.numel(), dtype, block), exponent.MAX_PAYLOAD)
+        size = _coded(words, literal, fields, literals, room)
     return nested.finish(Header(spec.frame_id, dtype, numel, HEADER_BYTES + size, block), out, at)
+
+
+def _coded(words: torch.Tensor, literal: torch.Tensor, fields: Fields, literals: Literals, room: torch.Tensor) -> int:
+    width, head, block, device = fields.width, fields.head, literals.block, words.device.type
+    if not literals.mantissa:
+        kernel = kernels.route(literals.route, device)
+        return kernel.encode_rows(words, width, head, literal, literals.code, block, room)
+    rounding = kernels.lossy_route(literals.route, device, "encode_rounded_rows")
+    return rounding.encode_rounded_rows(words, width, head, literal, literals.mantissa, block, room)
 
 
 def encode_deltas(
@@ -186,7 +206,7 @@ def _prove(payload: torch.Tensor, header: Header) -> None:
 def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
     front = 0 if base is None else base.numel()
     compiled = kernels.compiled(route, words.device.type)
-    if compiled is not None and _decode_repeats(payload, front, words, compiled):
+    if compiled is not None and _decode_repeats(payload, front, words, compiled, route):
         return
     parsed = _parse(payload, front, words.numel(), words.dtype)
     fields, rows, literals = parsed.fields, parsed.rows, parsed.literals
@@ -197,7 +217,7 @@ def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words:
         item = words.itemsize
         row_moves.spread(literals.payload, words.view(torch.uint8), width * item, head * item, literal)
     else:
-        kernel.decode_rows(literals.payload, literals.block, words, width, head, literal)
+        _decode_literals(literals, words, fields, literal, route)
     reach = rows.reach
     start = words.storage_offset() + head - reach * width
     grid = words.as_strided(((reach + fields.rows) * width,), (1,), start)
@@ -212,7 +232,18 @@ def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words:
         kernel.copy_rows(grid, width, repeated, sources)
 
 
-def _decode_repeats(payload: torch.Tensor, earlier: int, words: torch.Tensor, compiled: NativeRoute) -> bool:
+def _decode_literals(literals: Nested, words: torch.Tensor, fields: Fields, literal: torch.Tensor, route: str) -> None:
+    """Decode literals that are not raw; a refusal is before any other word is written."""
+    where = literals.payload, literals.block, words, fields.width, fields.head, literal
+    if literals.spec is ROUNDED:
+        kernels.lossy_route(route, words.device.type, "decode_rounded_rows").decode_rounded_rows(*where)
+    else:
+        kernels.route(route, words.device.type).decode_rows(*where)
+
+
+def _decode_repeats(
+    payload: torch.Tensor, earlier: int, words: torch.Tensor, compiled: NativeRoute, route: str
+) -> bool:
     """Decode a payload without scaled rows, and with a literal frame that is not raw, if nothing in it contradicts itself."""
     start = payload[:FIELDS_BYTES].numpy().tobytes()
     fields = row_map.read_fields(start, words.numel(), words.dtype, payload.numel())
@@ -229,7 +260,7 @@ def _decode_repeats(payload: torch.Tensor, earlier: int, words: torch.Tensor, co
     if literals.spec is RAW or pad16(literals.end) != payload.numel():
         return False
     literal, repeated, sources = numbers
-    compiled.decode_rows(literals.payload, literals.block, words, width, head, literal)
+    _decode_literals(literals, words, fields, literal, route)
     front = words.storage_offset() + head - reach * width
     grid = words.as_strided(((reach + fields.rows) * width,), (1,), front)
     compiled.copy_rows(grid, width, repeated, sources)

@@ -102,22 +102,37 @@ class FrameCoder:
         """Return whether a lossy codec changes the values in frames."""
         return self._lossy is not None
 
-    def carried(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
-        """Return the values that a frame of ``flat`` carries: ``flat``, or memory of ``buffers`` where a lossy codec changes them."""
-        return flat if self._lossy is None else self._lossy.carried(flat, buffers)
+    @property
+    def rounded(self) -> int:
+        """Return the mantissa bits to which the codec rounds every word by itself; 0 where it does not. A row frame of such words is no
+        larger than their ordinary frame; with other lossy codecs it may be."""
+        return 0 if self._lossy is None else self._lossy.rounded
+
+    def compared(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
+        """Return words whose rows are equal only where frames of ``flat`` carry equal values: ``flat``; or, in memory of ``buffers``, what
+        frames carry where that depends on more than the row."""
+        return flat if self._lossy is None or self.rounded else self._lossy.carried(flat, buffers)
 
     def row_segment(self, words: torch.Tensor, width: int, buffers: PooledBuffers) -> RowSegment:
         """Return the sender's side of a segment in rows of ``width`` elements, with memory of ``buffers`` while it is used."""
         below, scratch = wire.RAW_BELOW_BYTES, buffers.empty
-        return RowSegment(words, width, block=self._block, raw_below=below, route=self._route, scratch=scratch)
+        return RowSegment(
+            words, width, block=self._block, raw_below=below, rounded=self.rounded, route=self._route, scratch=scratch
+        )
 
     def compress_rows(
         self, segment: RowSegment, begin: int, flat: torch.Tensor, buffers: PooledBuffers
     ) -> torch.Tensor | None:
         """Return the row frame of ``flat``, the elements of ``segment`` from ``begin`` on, in memory of ``buffers``; None where an ordinary
         frame is as good."""
-        out = buffers.take(compress_bound(flat.numel(), flat.dtype, self._chosen, block=self._block))
-        return segment.frame(begin, begin + flat.numel(), out, self._chosen)
+        numel, dtype = flat.numel(), flat.dtype
+        bound = compress_bound(numel, dtype, self._chosen, block=self._block)
+        if self._lossy is not None and self.rounded:
+            bound = max(bound, self._lossy.bound(numel, dtype))
+        frame = segment.frame(begin, begin + numel, buffers.take(bound), self._chosen)
+        if frame is not None and self._lossy is not None and self.rounded:
+            self._lossy.note(flat)
+        return frame
 
     def compress_each(self, flats: Sequence[torch.Tensor], buffers: PooledBuffers) -> list[torch.Tensor]:
         """Return the frames of tensors of one dtype, compressed in one kernel call."""

@@ -54,18 +54,35 @@ class LossyFrames:
             decompress(frame, own_place, route=self._route)
         return frame
 
+    @property
+    def rounded(self) -> int:
+        """Return the mantissa bits to which the codec rounds every word by itself; 0 where it does not."""
+        return self._codec.mantissa if isinstance(self._codec, Round) else 0
+
+    def bound(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the most bytes of a frame of ``numel`` elements."""
+        return compress_bound(numel, dtype, self._codec, lossy=True, block=self._block)
+
+    def note(self, flat: torch.Tensor) -> None:
+        """Count a frame of ``flat`` that another encoder has made."""
+        counters.record_lossy(self._ctx.role, self._ctx.op, str(self._codec), 1)
+        if next(self._numbers) % SAMPLED == 0:
+            scratch = PooledBuffers()
+            squares = squares_of(flat, self.carried(flat, scratch))
+            counters.record_error(self._ctx.role, self._ctx.op, str(self._codec), *squares)
+            scratch.release()
+
     def carried(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
         """Return the values that a frame of ``flat`` decodes to, in memory of ``buffers``."""
         out = buffers.empty(flat.numel(), flat.dtype, flat.device)
         return project(flat, self._codec, out=out, route=self._route)
 
     def _coded(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
-        bound = compress_bound(flat.numel(), flat.dtype, self._codec, lossy=True, block=self._block)
         frame = compress(
             flat,
             self._codec,
             lossy=True,
-            out=buffers.take(bound),
+            out=buffers.take(self.bound(flat.numel(), flat.dtype)),
             block=self._block,
             shaped=False,
             checksum=False,

@@ -42,6 +42,26 @@ class LossyRoute(Protocol):
         """Add the words of ``dtype`` in a rounded payload to ``sums``, as :meth:`ds_zipccl.kernels.Route.decode_add` does."""
         ...
 
+    def encode_rounded_rows(
+        self,
+        words: torch.Tensor,
+        width: int,
+        head: int,
+        rows: torch.Tensor,
+        mantissa: int,
+        block: int,
+        out: torch.Tensor,
+    ) -> int:
+        """Encode the literals of ``words``, as :meth:`ds_zipccl.kernels.Route.encode_rows` describes them, as :meth:`encode_rounded`
+        does; return the bytes of the payload."""
+        ...
+
+    def decode_rounded_rows(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    ) -> None:
+        """Decode a rounded payload as :meth:`ds_zipccl.kernels.Route.decode_rows` does; ``words`` are bfloat16 or float16."""
+        ...
+
     def encode_scaled(
         self, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
     ) -> int | None:

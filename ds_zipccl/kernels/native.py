@@ -106,6 +106,12 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
         self._encode_rows.argtypes, self._encode_rows.restype = [pointer, i32, i32, u32, pointer, i32], u64
         self._decode_rows = library.zipccl_decode_rows
         self._decode_rows.argtypes, self._decode_rows.restype = [pointer, u64, pointer, i32, u32, i32], i32
+        self._encode_rounded_rows = library.zipccl_encode_rounded_rows
+        self._encode_rounded_rows.argtypes = [pointer, i32, u32, u32, pointer, i32]
+        self._encode_rounded_rows.restype = u64
+        self._decode_rounded_rows = library.zipccl_decode_rounded_rows
+        self._decode_rounded_rows.argtypes = [pointer, u64, pointer, i32, u32, i32]
+        self._decode_rounded_rows.restype = i32
         self._pack_repeats = library.zipccl_pack_repeats
         self._pack_repeats.argtypes, self._pack_repeats.restype = [pointer], None
         self._unpack_repeats = library.zipccl_unpack_repeats
@@ -217,6 +223,24 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
             )
         )  # fmt: skip
 
+    def encode_rounded_rows(
+        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, mantissa: int, block: int, out: torch.Tensor
+    ) -> int:  # fmt: skip
+        literals, dtype = _literals(words, width, head, rows), DTYPE_IDS[words.dtype]
+        threads, at = torch.get_num_threads(), ctypes.addressof(literals)
+        return int(self._encode_rounded_rows(at, dtype, mantissa, block, out.data_ptr(), threads))
+
+    def decode_rounded_rows(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    ) -> None:
+        literals = _literals(words, width, head, rows)
+        check(
+            self._decode_rounded_rows(
+                payload.data_ptr(), payload.numel(), ctypes.addressof(literals), DTYPE_IDS[words.dtype], block,
+                torch.get_num_threads(),
+            )
+        )  # fmt: skip
+
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
         self._copy_rows(
             words.data_ptr(), width * words.itemsize, rows.data_ptr(), sources.data_ptr(), rows.numel(),
@@ -263,11 +287,11 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
 
     def row_frames(
         self, words: torch.Tensor, width: int, sources: torch.Tensor, table: torch.Tensor, literals: torch.Tensor, nested: bytes, code: str,
-        block: int, raw_below: int, worth: float,
+        block: int, raw_below: int, worth: float, mantissa: int,
     ) -> RowFrames:  # fmt: skip
         """Return the coder of row frames without scaled rows, see :class:`~ds_zipccl.kernels.native_rows.RowFrames`."""
         return RowFrames(
-            self._payload, self.hash_mask, words, width, sources, table, literals, nested, _CODES[code], block, raw_below, worth
+            self._payload, self.hash_mask, words, width, sources, table, literals, nested, _CODES[code], block, raw_below, worth, mantissa
         )  # fmt: skip
 
     def _payload(self, segment: int, begin: int, numel: int, out: int, room: int) -> int:

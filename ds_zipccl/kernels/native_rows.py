@@ -40,6 +40,7 @@ class Segment(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("code", ctypes.c_int32),
         ("block", ctypes.c_uint32),
+        ("mantissa", ctypes.c_uint32),
     ]
 
 
@@ -58,6 +59,7 @@ class RowFrames:
         code, block: of the literals.
         raw_below: literals of fewer bytes are raw.
         worth: share of the bytes of its repeated rows that a row frame saves, at least.
+        mantissa: bits to which literals are rounded, 0: they stay as they are.
     """
 
     #: :meth:`payload` gives this where literals are to be raw, and has written nothing that counts.
@@ -66,6 +68,7 @@ class RowFrames:
     def __init__(
         self, call: Callable[[int, int, int, int, int], int], hash_mask: int, words: torch.Tensor, width: int, sources: torch.Tensor,
         table: torch.Tensor, literals: torch.Tensor, nested: bytes, code: int, block: int, raw_below: int, worth: float,
+        mantissa: int,
     ) -> None:  # fmt: skip
         self._call, self._held = call, (words, sources, table, literals)
         search = Search(
@@ -73,7 +76,7 @@ class RowFrames:
         )  # fmt: skip
         self._state = Segment(
             search, 0, width, words.itemsize, raw_below, worth, literals.data_ptr(), (ctypes.c_uint8 * 16)(*nested),
-            DTYPE_IDS[words.dtype], code, block,
+            DTYPE_IDS[words.dtype], code, block, mantissa,
         )  # fmt: skip
         self._at = ctypes.addressof(self._state)
 

@@ -13,6 +13,7 @@ from ds_zipccl import tensors
 from ds_zipccl.kernels import arguments, jobs
 from ds_zipccl.kernels.jobs import DTYPES, MAX_JOBS, SUMMED
 from ds_zipccl.kernels.launching import Family, Launching
+from ds_zipccl.kernels.rounded_rows import RoundedRows
 
 #: The dtypes with rounded payloads: exponent payloads of float32 have trims already.
 TRIMMED = (torch.bfloat16, torch.float16)
@@ -51,7 +52,7 @@ KERNELS = (
 )
 
 
-class RoundedCalls(Launching):
+class RoundedCalls(Launching, RoundedRows):
     """The functions of :class:`ds_zipccl.kernels.LossyRoute` for the codec ``round``. ``round_words`` does not wait for the device."""
 
     @abc.abstractmethod

@@ -102,7 +102,7 @@ class Receiver:
     def __init__(self, case: row_cases.RowCase) -> None:
         item = case.words.itemsize
         self._before = torch.full((GUARD,), 0x5C, dtype=torch.uint8)
-        history = case.words[: case.begin].view(torch.uint8)
+        history = case.arriving[: case.begin].view(torch.uint8)
         self._front = torch.cat([self._before, history])
         self._memory = torch.cat([self._front, torch.zeros(case.part.nbytes + GUARD, dtype=torch.uint8)])
         inside = self._memory[GUARD : len(self._front) + case.part.nbytes].view(case.words.dtype)

@@ -48,14 +48,14 @@ def test_golden_row_frame(name: str, route: str, update: bool) -> None:
 def test_golden_row_frames_follow_the_document(name: str) -> None:
     case = row_cases.CASES[name]
     item = case.words.itemsize
-    data = case.words.view(torch.uint8).numpy().tobytes()
+    data = case.arriving.view(torch.uint8).numpy().tobytes()
     words = [int.from_bytes(data[at : at + item], "little") for at in range(0, len(data), item)]
     golden = (FOLDER / f"{name}.bin").read_bytes()
     assert from_format_rows.decode(golden, words[: case.begin]) == words[case.begin : case.end]
 
 
 def test_golden_row_frames_show_everything() -> None:
-    """Repeats of the history and of the frame, heads, tails, both kinds of nested frames, and scaled rows of every dtype that has some."""
+    """Repeats of the history and of the frame, heads, tails, every kind of literals, and scaled rows of every dtype that has some."""
     shown = set()
     for name in row_cases.CASES:
         data = (FOLDER / f"{name}.bin").read_bytes()
@@ -72,7 +72,7 @@ def test_golden_row_frames_show_everything() -> None:
         ("repeats", dtype) for dtype in (*(kind.dtype for kind in corpus.FLOATS.values()), torch.int8, torch.complex128)
     }
     dtypes |= {("scaled", kind.dtype) for kind in corpus.SUMMED.values()}
-    assert shown == dtypes | {"history", "alone", "literals 0", "literals 1", "head", "tail"}
+    assert shown == dtypes | {"history", "alone", "literals 0", "literals 1", "literals 3", "head", "tail"}
 
 
 def test_golden_known_and_bits_frames(route: str, update: bool) -> None:

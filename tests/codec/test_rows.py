@@ -20,6 +20,7 @@ from ds_zipccl import codecs
 from ds_zipccl import frame as framing
 from ds_zipccl.codecs import RowSegment
 from ds_zipccl.frame import CodecId, FrameErrorCode
+from ds_zipccl.lossy import Round
 
 PLAIN = {"shaped": False, "checksum": False}
 #: dtypes by name; float8 has no scaled rows, int8 and int64 have raw literals.
@@ -297,3 +298,73 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ds_zipccl.FrameError) as caught:  # a history that is not there
         codecs.decompress(frame, out[begin:end])
     assert caught.value.code is FrameErrorCode.ROWS
+
+
+def rounded_frames(
+    words: torch.Tensor, width: int, cuts: list[int], mantissa: int, route: str, raw_below: int = 0
+) -> list[torch.Tensor]:
+    """The frames of a segment that is rounded, row frames where they pay, of which the receiver has the rounded words."""
+    segment = RowSegment(words, width, block=128, rounded=mantissa, raw_below=raw_below, route=route)
+    kept = codecs.project(words, Round(mantissa), route=route)
+    out, frames = torch.full_like(words, 7.0), []
+    for begin, end in zip([0, *cuts], [*cuts, len(words)], strict=True):
+        bound = codecs.compress_bound(end - begin, words.dtype, Round(mantissa), lossy=True, block=128)
+        buffer = torch.full((bound + 16,), 0xA5, dtype=torch.uint8)
+        frame = segment.frame(begin, end, buffer[:bound])
+        if frame is None:
+            frame = codecs.compress(
+                words[begin:end], Round(mantissa), lossy=True, out=buffer[:bound], block=128, route=route, **PLAIN
+            )
+        assert (buffer[bound:] == 0xA5).all(), "wrote past the bound"
+        codecs.decompress(frame.clone(), out[begin:end], earlier=out[:begin], route=route)
+        frames.append(frame.clone())
+    assert_same_bits(out, kept)
+    return frames
+
+
+def test_rounded_literals_of_two_trims(route: str) -> None:
+    """Two blocks of literals, one of words with fewer bits than the other."""
+    draw = torch.Generator().manual_seed(3)
+    rows = torch.randn(2, 128, generator=draw, dtype=torch.float32).to(torch.bfloat16)
+    rows[1] = torch.ldexp(torch.sign(rows[1].float()), torch.arange(128) % 5).to(torch.bfloat16)
+    (frame,) = rounded_frames(rows.repeat(8, 1).view(-1), 128, [], 3, route)
+    assert framing.parse(frame).codec is CodecId.ROWS
+
+
+@given(
+    st.sampled_from(sorted(corpus.SUMMED)),
+    st.sampled_from([5, 40, 64, 130]),
+    st.integers(1, 60),
+    st.integers(1, 20),
+    st.integers(1, 6),
+    st.sampled_from([0, 1 << 20]),
+    st.integers(0, 9999),
+)
+@settings(max_examples=25)
+def test_rounded_segments_come_back(
+    name: str, width: int, count: int, pool: int, mantissa: int, raw_below: int, seed: int
+) -> None:
+    """Every frame decodes to rounded words, and the routes write the bytes of the document."""
+    words, _ = rows_from_a_pool(count, width, corpus.SUMMED[name].dtype, seed, pool)
+    cuts = sorted({int(cut) for cut in np.random.default_rng(seed).integers(0, len(words), 2)} - {0})
+    found = [rounded_frames(words, width, cuts, mantissa, route, raw_below) for route in ("native", "numba")]
+    kept, segment = unsigned(codecs.project(words, Round(mantissa))), unsigned(words)
+    for begin, end, frames in zip([0, *cuts], [*cuts, len(words)], zip(*found, strict=True), strict=True):
+        assert torch.equal(*frames)
+        data = frames[0].numpy().tobytes()
+        if framing.parse(frames[0]).codec is CodecId.ROWS:
+            code, dtype = "raw" if raw_below else "cascade", framing.DTYPE_IDS[words.dtype]
+            assert data == from_format_rows.encode(segment, begin, end, width, dtype, 128, code, {}, mantissa)
+            assert from_format_rows.decode(data, kept[:begin]) == kept[begin:end]
+
+
+def test_float32_and_bytes_have_no_rounded_literals(route: str) -> None:
+    with pytest.raises(ValueError, match=r"rows of torch\.int8 to round"):
+        RowSegment(torch.zeros(64, dtype=torch.int8), 8, rounded=3, route=route)
+    frame = rounded_frames(torch.randn(64).repeat(9), 64, [], 3, route)[0]
+    at = frame.numpy().tobytes().index(b"ZCCL", 32)
+    assert frame[at + 5] == CodecId.EXPONENT
+    frame[at + 5] = CodecId.ROUNDED
+    with pytest.raises(ds_zipccl.FrameError) as refused:
+        codecs.decompress(frame, route=route)
+    assert refused.value.code is FrameErrorCode.CODEC

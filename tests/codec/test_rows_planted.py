@@ -14,6 +14,7 @@ import torch
 
 from ds_zipccl import kernels
 from ds_zipccl.codecs import row_map
+from ds_zipccl.frame import FrameError
 
 
 class Wrong:
@@ -69,6 +70,25 @@ def no_head(
     words.view(torch.uint8)[:head] ^= 1
 
 
+def next_block(
+    good: kernels.Route,
+    payload: torch.Tensor,
+    block: int,
+    words: torch.Tensor,
+    width: int,
+    head: int,
+    rows: torch.Tensor,
+) -> None:
+    """Takes the trim of the block behind for that of each block: the trims are the last bytes of a table of four bytes a block."""
+    payload = payload.clone()
+    trims = payload[16 + 3 * 2 : 16 + 4 * 2]
+    trims.copy_(trims.flip(0))
+    try:
+        good.decode_rounded_rows(payload, block, words, width, head, rows)  # type: ignore[attr-defined]
+    except FrameError as error:
+        raise AssertionError("refused") from error
+
+
 def lanes_of_16(
     good: kernels.Route, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor
 ) -> torch.Tensor:
@@ -82,6 +102,10 @@ PLANTS: dict[str, tuple[dict[str, Callable[..., Any]], Callable[[], None]]] = {
     "a hash is believed": ({"find_rows": by_hash}, lambda: test_rows.test_rows_travel_once("numba", "bf16")),
     "a row is not copied": ({"copy_rows": last_row}, lambda: test_rows.test_rows_travel_once("numba", "int8")),
     "a head is damaged": ({"decode_rows": no_head}, lambda: test_rows.test_rows_travel_once("numba", "fp16")),
+    "a trim of another block": (
+        {"decode_rounded_rows": next_block},
+        lambda: test_rows.test_rounded_literals_of_two_trims("numba"),
+    ),
     "predictions by floating point": (
         {"predict_rows": nearest},
         lambda: test_row_kernels.test_predictions_from_every_word_of_16_bits("numba", "bf16"),
@@ -99,6 +123,7 @@ def test_a_wrong_kernel_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -
     check()
     wrong = Wrong(**calls)
     monkeypatch.setattr(kernels, "route", lambda name="auto", device="cpu": wrong)
+    monkeypatch.setattr(kernels, "lossy_route", lambda name, device, function: wrong)
     with pytest.raises(AssertionError):
         check()
 

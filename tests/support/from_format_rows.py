@@ -6,9 +6,10 @@ import struct
 from fractions import Fraction
 
 import from_format
+import from_format_rounded
 from from_format_delta import Contradiction
 
-RAW, EXPONENT, DELTA, ROWS = 0, 1, 2, 7
+RAW, EXPONENT, DELTA, ROUNDED, ROWS = 0, 1, 2, 3, 7
 #: A row of a frame -> the row of its source, counted from the same row on.
 Sources = dict[int, int]
 
@@ -147,7 +148,7 @@ def decode(frame: bytes, history: list[int]) -> list[int]:
     factors = struct.unpack_from(f"<{scaled}I", payload, at)
     _demand(all(0 < factor >> 23 & 255 < 255 for factor in factors), "a factor that is not normal")
     at += _up16(4 * scaled)
-    inner, at = _nested(payload, at, dtype, numel - (repeats + scaled) * width, (RAW, EXPONENT))
+    inner, at = _nested(payload, at, dtype, numel - (repeats + scaled) * width, (RAW, EXPONENT, ROUNDED))
     kept = _to_words(inner[32:], dtype) if inner[5] == RAW else from_format.decode(inner)[2]
     segment = history + [0] * numel
 
@@ -199,12 +200,14 @@ def encode(
     block: int,
     code: str,
     scaled: dict[int, tuple[int, int]],
+    rounded: int = 0,
 ) -> bytes:
     """The row frame of elements ``begin`` to ``end`` of a segment whose rows begin at element 0.
 
     Args:
         code: of the literals: "cascade", "wide", or "raw".
         scaled: row of the segment -> its source, and the bits of its factor.
+        rounded: bits to which literals are rounded, 0 for none.
     """
     first, last = -(-begin // width), end // width
     head = first * width - begin
@@ -227,7 +230,12 @@ def encode(
     kept = segment[begin : first * width]
     kept += [word for row in others if row not in scaled_of for word in whole[row - first]]
     kept += segment[last * width : end]
-    if code == "raw":
+    if rounded:
+        kept = [from_format_rounded.round_word(word, rounded, *from_format.FIELDS[dtype]) for word in kept]
+    if rounded and code != "raw" and dtype != 3:
+        inner = from_format.encode_payload(kept, dtype, block, "cascade", rounded=True)
+        inner = _header(ROUNDED, dtype, len(kept), inner, block.bit_length() - 1)
+    elif code == "raw":
         inner = _header(RAW, dtype, len(kept), _to_bytes(kept, dtype))
     else:
         inner = from_format.encode(kept, dtype, block, None, False, code)

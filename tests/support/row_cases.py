@@ -10,6 +10,7 @@ import torch
 
 from ds_zipccl import codecs
 from ds_zipccl.codecs import RowSegment
+from ds_zipccl.lossy import Round
 
 
 @dataclass(frozen=True)
@@ -24,24 +25,33 @@ class RowCase:
     codec: str = "cascade"
     block: int = 128
     raw_below: int = 0
+    rounded: int = 0
 
     def frame(self, route: str = "auto") -> torch.Tensor:
         """The frame; an AssertionError where an ordinary frame would be sent."""
-        segment = RowSegment(self.words, self.width, block=self.block, raw_below=self.raw_below, route=route)
+        segment = RowSegment(
+            self.words, self.width, block=self.block, raw_below=self.raw_below, rounded=self.rounded, route=route
+        )
         segment.scale_by(self.candidates)
-        bound = codecs.compress_bound(self.end - self.begin, self.words.dtype, self.codec, block=self.block)
+        codec, numel = Round(self.rounded) if self.rounded else self.codec, self.end - self.begin
+        bound = codecs.compress_bound(numel, self.words.dtype, codec, lossy=bool(self.rounded), block=self.block)
         frame = segment.frame(self.begin, self.end, torch.empty(bound, dtype=torch.uint8), self.codec)
         assert frame is not None
         return frame
 
     @property
     def part(self) -> torch.Tensor:
-        """The elements of the frame."""
-        return self.words[self.begin : self.end]
+        """The elements of the frame as they arrive."""
+        return self.arriving[self.begin : self.end]
+
+    @property
+    def arriving(self) -> torch.Tensor:
+        """The segment as it arrives."""
+        return codecs.project(self.words, Round(self.rounded)) if self.rounded else self.words
 
     def decode(self, frame: torch.Tensor, route: str = "auto") -> torch.Tensor:
         """The elements of a frame behind the history of this one."""
-        memory = self.words[: self.end].clone()
+        memory = self.arriving[: self.end].clone()
         memory.view(torch.uint8)[self.begin * memory.itemsize :] = 0x5A
         out = memory[self.begin :]
         return codecs.decompress(frame, out, earlier=memory[: self.begin], route=route)
@@ -101,4 +111,12 @@ CASES: dict[str, RowCase] = {
     **_rows("complex128", torch.complex128),
     "rows_bf16_wide": RowCase(repeated(torch.bfloat16, 130, 12, 5, 1), 130, 0, 12 * 130 + 43, codec="wide", block=1024),
     "rows_bf16_raw": RowCase(repeated(torch.bfloat16, 24, 40, 9, 2), 24, 100, 900, raw_below=1 << 20),
+    **{
+        f"rows_{name}_rounded": RowCase(repeated(kind.dtype, 40, 60, 25, 3), 40, 517, 2201, rounded=3)
+        for name, kind in corpus.SUMMED.items()
+    },
+    "rows_bf16_rounded_first": RowCase(
+        repeated(torch.bfloat16, 130, 12, 5, 1), 130, 0, 12 * 130 + 43, block=1024, rounded=6
+    ),
+    "rows_fp16_rounded_raw": RowCase(repeated(torch.float16, 24, 40, 9, 2), 24, 100, 900, raw_below=1 << 20, rounded=2),
 }

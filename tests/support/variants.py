@@ -80,6 +80,28 @@ class OnDevice:
         self.route.decode_rounded_add(payload.cuda(), block, dtype, there)
         sums.copy_(there)
 
+    def encode_rounded_rows(
+        self,
+        words: torch.Tensor,
+        width: int,
+        head: int,
+        rows: torch.Tensor,
+        mantissa: int,
+        block: int,
+        out: torch.Tensor,
+    ) -> int:
+        there = torch.empty_like(out, device="cuda")
+        size = self.route.encode_rounded_rows(words.cuda(), width, head, rows.cuda(), mantissa, block, there)
+        out[:size].copy_(there[:size])
+        return size
+
+    def decode_rounded_rows(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    ) -> None:
+        there = words.cuda()
+        self.route.decode_rounded_rows(payload.cuda(), block, there, width, head, rows.cuda())
+        words.copy_(there)
+
     def encode_scaled(
         self, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
     ) -> int | None:

@@ -22,7 +22,8 @@ class SentRows:
     """The rows of the segments of one operation, searched at once. ``segments``: group rank of the receiver -> flat contiguous CPU tensor,
     which must not change before its last frame. One search counts for all segments: a peer whose rows do not repeat switches off no other.
     Searches take 12 to 20 bytes of memory for each row, until :meth:`release`, and at most ``staging_mib`` in all.
-    A lossy codec adds a copy of the segments with the values that travel; then no row goes as a scaled one.
+    With a lossy codec no row is a scaled one. A codec that does not round every word by itself adds a copy of the segments with the
+    values that travel.
     """
 
     def __init__(self, ctx: OpContext, coder: FrameCoder, rows: Rows, segments: Mapping[int, torch.Tensor]) -> None:
@@ -71,12 +72,12 @@ class SentRows:
         self._searched = True
         found = {}
         for peer, words in searched.items():
-            carried = self._coder.carried(words, self._buffers)
-            segment = self._coder.row_segment(carried, self._rows.width, self._buffers)
+            compared = self._coder.compared(words, self._buffers)
+            segment = self._coder.row_segment(compared, self._rows.width, self._buffers)
             repeats = segment.find()
             if peer in fitting:
                 segment.scale_by(fitting[peer])
-            if repeats and not self._coder.lossy:  # values that a codec has changed have other maps
+            if repeats and not self._coder.lossy:  # later lossy segments have no scaled rows
                 self._remember(peer, words, segment.sources)
             if repeats or peer in fitting:
                 found[peer] = segment

@@ -44,7 +44,7 @@ struct ZipcclMap {
 
 // A segment whose frames are made one after the other, in order. Of `search`, `first` rows have been seen, of which `repeats` repeat earlier
 // ones; `sources` is that of row 0. `literals` has room for as many numbers as a frame has rows. `nested`: the first half of the header of a
-// frame of literals, of `dtype`, with `code` and `block`. Literals of fewer bytes than `raw_below` are not for zipccl_row_frame. A row frame
+// frame of literals, of `dtype`, with `code` and `block`, rounded to `mantissa` bits unless that is zero. Literals of fewer bytes than `raw_below` are not for zipccl_row_frame. A row frame
 // saves `worth` of the bytes of its repeated rows, or there is none.
 struct ZipcclRowSegment {
   ZipcclSearch search;
@@ -53,12 +53,14 @@ struct ZipcclRowSegment {
   int32_t* literals;
   uint8_t nested[16];
   int32_t dtype, code;
-  uint32_t block;
+  uint32_t block, mantissa;
 };
 
 extern "C" {
 uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads);
 uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out, int32_t threads);
+uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, int32_t dtype, uint32_t mantissa, uint32_t block, void* out,
+                                    int32_t threads);
 void zipccl_pack_repeats(ZipcclRepeats* repeats);
 int32_t zipccl_unpack_repeats(const ZipcclMap* map);
 uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, uint64_t numel, uint8_t* out, uint64_t room, int32_t threads);

@@ -49,7 +49,10 @@ extern "C" uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, 
   const ZipcclLiterals literals = {const_cast<uint8_t*>(search.data) + begin * segment->itemsize, numel, width, head, rows.literals,
                                    rows.count - rows.repeats};
   uint8_t* const nested = out + at;
-  const uint64_t coded = zipccl_encode_rows(&literals, segment->dtype, segment->code, segment->block, nested + kHeaderBytes, threads);
+  uint8_t* const payload = nested + kHeaderBytes;
+  const uint64_t coded =
+      segment->mantissa ? zipccl_encode_rounded_rows(&literals, segment->dtype, segment->mantissa, segment->block, payload, threads)
+                        : zipccl_encode_rows(&literals, segment->dtype, segment->code, segment->block, payload, threads);
   const uint64_t of_header[2] = {numel - rows.repeats * width, kHeaderBytes + coded};
   memcpy(nested, segment->nested, sizeof segment->nested);
   memcpy(nested + sizeof segment->nested, of_header, sizeof of_header);

@@ -159,6 +159,72 @@ class Layout {
   const uint64_t rest_, numel_;
 };
 
+// Encodes the literals, of `type`, to `out`, by encode_chunk(blocks, numel, workspace, parts, soon, next). Returns the payload's bytes. A
+// block whose words do not lie side by side is gathered in the cache first.
+template <typename EncodeChunk>
+uint64_t encode_literals(const ZipcclLiterals& literals, ZipcclType type, uint32_t block, void* out, int32_t threads,
+                         EncodeChunk encode_chunk) {
+  const uint32_t itemsize = kItemsize[type];
+  const Layout layout(literals, itemsize);
+  struct {
+    uint64_t numel;
+    void* out;
+    uint64_t bytes;
+  } one = {Layout::numel(literals), out, 0};
+  const auto encode = [&](auto&, uint64_t at, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
+    alignas(64) uint8_t gathered[kChunkBlocks * kMaxBlock * 4];
+    const uint8_t *blocks[kChunkBlocks], *next[2 * kChunkBlocks];
+    uint8_t* to = gathered;
+    const uint64_t first = at / itemsize;
+    for (uint32_t b = 0; b * block < numel; ++b) {
+      const uint64_t e = first + uint64_t(b) * block, n = std::min(numel - b * block, block);
+      for (uint32_t half = 0; half < 2; ++half) next[2 * b + half] = layout.hint(e + uint64_t(block) * kChunkBlocks + half * block / 2);
+      blocks[b] = layout.find(e, n);
+      if (blocks[b]) continue;
+      blocks[b] = to;
+      layout.pieces(e, n, [&](const uint8_t* from, uint64_t bytes) {
+        memcpy(to, from, bytes);
+        to += bytes;
+      });
+    }
+    return encode_chunk(blocks, numel, workspace, parts, soon, next);
+  };
+  encode_segments(&one, 1, type, block, threads, encode);
+  return one.bytes;
+}
+
+// Decodes a payload of `bytes` bytes by `decode_chunk` to the places of the literals, of `type`. Returns 0 or a FrameErrorCode; the literals
+// are then undefined, all other words as before.
+int32_t decode_literals(ZipcclLevel::Decode* decode_chunk, const void* payload, uint64_t bytes, const ZipcclLiterals& literals,
+                        ZipcclType type, uint32_t block, int32_t threads) {
+  const uint32_t itemsize = kItemsize[type];
+  const Layout layout(literals, itemsize);
+  const uint64_t numel = Layout::numel(literals), total = numel * itemsize;
+  const auto decode = [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
+    alignas(64) uint8_t gathered[kChunkBlocks * kMaxBlock * 4];
+    uint8_t* blocks[kChunkBlocks];
+    uint32_t apart = 0;  // a bit for each block whose words do not lie side by side
+    for (uint32_t b = 0; b * block < n; ++b) {
+      const uint64_t size = std::min(n - b * block, block);
+      blocks[b] = layout.find(first + uint64_t(b) * block, size);
+      if (blocks[b]) continue;
+      apart |= 1u << b;
+      blocks[b] = gathered + uint64_t(b) * block * itemsize;
+    }
+    const int32_t status = decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~apart : 0, blocks);
+    for (uint32_t b = 0; !status && b * block < n; ++b) {
+      if (!(apart >> b & 1)) continue;
+      const uint8_t* from = blocks[b];
+      layout.pieces(first + uint64_t(b) * block, std::min(n - b * block, block), [&](uint8_t* to, uint64_t here) {
+        memcpy(to, from, here);
+        from += here;
+      });
+    }
+    return status;
+  };
+  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total, decode);
+}
+
 }  // namespace
 
 // Writes to `sources` the number of the first row that each row equals, its own where there is none before it. Returns how many rows equal
@@ -198,38 +264,25 @@ extern "C" uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads
 }
 
 // Encodes the literals, of `dtype`, with `code` to `out`, which must hold payload_bound() (codecs/exponent.py) bytes. Returns the payload's
-// bytes. A block whose words do not lie side by side is gathered in the cache first.
+// bytes.
 extern "C" uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out,
                                        int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  const uint32_t itemsize = kItemsize[type];
   ZipcclLevel::Encode* const encode_chunk = zipccl_chosen().encode[type][code];
-  const Layout layout(*literals, itemsize);
-  struct {
-    uint64_t numel;
-    void* out;
-    uint64_t bytes;
-  } one = {Layout::numel(*literals), out, 0};
-  const auto encode = [&](auto&, uint64_t at, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
-    alignas(64) uint8_t gathered[kChunkBlocks * kMaxBlock * 4];
-    const uint8_t *blocks[kChunkBlocks], *next[2 * kChunkBlocks];
-    uint8_t* to = gathered;
-    const uint64_t first = at / itemsize;
-    for (uint32_t b = 0; b * block < numel; ++b) {
-      const uint64_t e = first + uint64_t(b) * block, n = std::min(numel - b * block, block);
-      for (uint32_t half = 0; half < 2; ++half) next[2 * b + half] = layout.hint(e + uint64_t(block) * kChunkBlocks + half * block / 2);
-      blocks[b] = layout.find(e, n);
-      if (blocks[b]) continue;
-      blocks[b] = to;
-      layout.pieces(e, n, [&](const uint8_t* from, uint64_t bytes) {
-        memcpy(to, from, bytes);
-        to += bytes;
-      });
-    }
-    return encode_chunk(blocks, numel, block, workspace, parts, soon, next);
-  };
-  encode_segments(&one, 1, type, block, threads, encode);
-  return one.bytes;
+  return encode_literals(*literals, type, block, out, threads,
+                         [&](const uint8_t** blocks, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon,
+                             const uint8_t** next) { return encode_chunk(blocks, numel, block, workspace, parts, soon, next); });
+}
+
+// As zipccl_encode_rows, of literals of `dtype` (1 to 3) rounded to `mantissa` bits; `out` must hold payload_bound() of codecs/rounded.py. The
+// payload is rounded, of dtype 3 an exponent payload.
+extern "C" uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, int32_t dtype, uint32_t mantissa, uint32_t block, void* out,
+                                               int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::EncodeRounded* const encode_chunk = zipccl_chosen().encode_rounded[type];
+  return encode_literals(*literals, type, block, out, threads,
+                         [&](const uint8_t** blocks, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon,
+                             const uint8_t** next) { return encode_chunk(blocks, numel, block, mantissa, workspace, parts, soon, next); });
 }
 
 // Decodes a payload of `bytes` bytes to the places of the literals, of `dtype`. Returns 0 or a FrameErrorCode; the literals are then
@@ -237,33 +290,14 @@ extern "C" uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t d
 extern "C" int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
                                       int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  const uint32_t itemsize = kItemsize[type];
-  ZipcclLevel::Decode* const decode_chunk = zipccl_chosen().decode[type];
-  const Layout layout(*literals, itemsize);
-  const uint64_t numel = Layout::numel(*literals), total = numel * itemsize;
-  const auto decode = [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
-    alignas(64) uint8_t gathered[kChunkBlocks * kMaxBlock * 4];
-    uint8_t* blocks[kChunkBlocks];
-    uint32_t apart = 0;  // a bit for each block whose words do not lie side by side
-    for (uint32_t b = 0; b * block < n; ++b) {
-      const uint64_t size = std::min(n - b * block, block);
-      blocks[b] = layout.find(first + uint64_t(b) * block, size);
-      if (blocks[b]) continue;
-      apart |= 1u << b;
-      blocks[b] = gathered + uint64_t(b) * block * itemsize;
-    }
-    const int32_t status = decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~apart : 0, blocks);
-    for (uint32_t b = 0; !status && b * block < n; ++b) {
-      if (!(apart >> b & 1)) continue;
-      const uint8_t* from = blocks[b];
-      layout.pieces(first + uint64_t(b) * block, std::min(n - b * block, block), [&](uint8_t* to, uint64_t here) {
-        memcpy(to, from, here);
-        from += here;
-      });
-    }
-    return status;
-  };
-  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total, decode);
+  return decode_literals(zipccl_chosen().decode[type], payload, bytes, *literals, type, block, threads);
+}
+
+// As zipccl_decode_rows, of a rounded payload, of `dtype` 1 or 2.
+extern "C" int32_t zipccl_decode_rounded_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype,
+                                              uint32_t block, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  return decode_literals(zipccl_chosen().decode_rounded[type], payload, bytes, *literals, type, block, threads);
 }
 
 // Copies `count` rows of `row_bytes`: row sources[i] at `data` to row rows[i]. No row is both.

@@ -10,10 +10,11 @@ from ds_zipccl import tensors
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels.numba.scaled_route import NumbaScaled
 from ds_zipccl.kernels.numba.words import WORDS, array
+from ds_zipccl.kernels.rounded_rows import RoundedRows
 from ds_zipccl.kernels.sums import add
 
 
-class NumbaLossy(NumbaScaled):
+class NumbaLossy(NumbaScaled, RoundedRows):
     """:class:`ds_zipccl.kernels.LossyRoute` over the reference kernels."""
 
     def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
