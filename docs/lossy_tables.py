@@ -25,22 +25,15 @@ def codecs(page: Path) -> str:
     rows = []
     for name, codec in LOSSY_CODECS.items():
         uses = role_settings.USES.get(name, {})
-        known = [(key, codec.wanted[key], getattr(codec(), key), "") for key in role_settings.codec_keys(name)]
-        known += [
-            (key, use.values, use.default, _only(use.roles, role_settings.CODEC_ROLES[name]))
-            for key, use in uses.items()
-        ]
+        known = [(key, codec.wanted[key], getattr(codec(), key)) for key in role_settings.codec_keys(name)]
+        known += [(key, use.values, use.default) for key, use in uses.items()]
         keys = "; ".join(
-            f"`{key}` {role_settings.said(values).replace(' | ', ', ')} ({'all' if default is None else json.dumps(default)}{only})"
-            for key, values, default, only in known
+            f"`{key}` {role_settings.said(values).replace(' | ', ', ')} ({'all' if default is None else json.dumps(default)})"
+            for key, values, default in known
         )
         roles = " ".join(f"`{role}`" for role in role_settings.CODEC_ROLES[name])
         rows.append((f"`{name}`", keys, roles, str(codec.__doc__).replace("``", "")))
     return table(("codec", "keys (default)", "roles", "meaning"), rows)
-
-
-def _only(roles: tuple[str, ...], of_codec: tuple[str, ...]) -> str:
-    return "" if set(roles) == set(of_codec) else f"; {' and '.join(f'`{role}`' for role in roles)} only"
 
 
 def sizes(page: Path) -> str:
