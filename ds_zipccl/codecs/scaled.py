@@ -83,13 +83,22 @@ def _scaled(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tens
         return None
     scales = _new_scales(codec, numel, device)
     codes = tensors.empty(len(scales) * _group_bytes(codec), torch.uint8, device)
-    kernel = kernels.lossy_route(route, device.type, "encode_scaled")
-    coded = kernel.encode_scaled(words, codec, scales, codes)
-    if coded is None:
-        return None
+    coded, size = len(scales), 0
+    fused = kernels.compiled(route, device.type)
+    if fused and isinstance(codec, TacoFp8):
+        staged = fused.encode_scaled_staged(words, codec, block, scales, codes, out[at:])
+        if staged is None:
+            return None
+        size = at + staged if staged else 0
+    if not size:
+        kernel = kernels.lossy_route(route, device.type, "encode_scaled")
+        found = kernel.encode_scaled(words, codec, scales, codes)
+        if found is None:
+            return None
+        coded = found
     codes = codes[: coded * _group_bytes(codec)]
-    plain, flags, size = at + codes.numel(), _HADAMARD if codec.hadamard else 0, 0
-    if coded and isinstance(codec, TacoFp8):
+    plain, flags = at + codes.numel(), _HADAMARD if codec.hadamard else 0
+    if coded and not size and isinstance(codec, TacoFp8):
         size = at + CASCADE.encode([codes.view(torch.float8_e4m3fn)], (), block, [out[at:]], route)[0]
     if size and 100 * size <= _WORTH * plain:
         flags |= _STAGE_2
@@ -199,12 +208,20 @@ def _prove(payload: torch.Tensor, header: Header) -> None:
 
 def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
     parsed = _parse(payload, words.numel(), block)
+    fused = kernels.compiled(route, words.device.type) if parsed.staged else None
+    if fused:
+        fused.decode_scaled_staged(parsed.scales, parsed.codes, block, parsed.codec, words)
+        return
     kernel = kernels.lossy_route(route, words.device.type, "decode_scaled")
     kernel.decode_scaled(parsed.scales, _codes(parsed, block, route), parsed.codec, words)
 
 
 def _decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
     parsed = _parse(payload, sums.numel(), block)
+    fused = kernels.compiled(route, sums.device.type) if parsed.staged else None
+    if fused:
+        fused.decode_scaled_staged_add(parsed.scales, parsed.codes, block, parsed.codec, dtype, sums)
+        return
     kernel = kernels.lossy_route(route, sums.device.type, "decode_scaled_add")
     kernel.decode_scaled_add(parsed.scales, _codes(parsed, block, route), parsed.codec, dtype, sums)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ds_zipccl import kernels
 from ds_zipccl.codecs import compress, compress_bound, decompress, project
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
@@ -45,7 +46,7 @@ class LossyFrames:
         if next(self._numbers) % SAMPLED == 0:
             scratch = PooledBuffers()
             values = decompress(frame, scratch.empty(flat.numel(), flat.dtype, flat.device), route=self._route)
-            squares = squares_of(flat, values)
+            squares = squares_of(flat, values, self._route)
             counters.record_error(self._ctx.role, self._ctx.op, str(self._codec), *squares)
             if own_place is not None:
                 own_place.copy_(values)
@@ -119,13 +120,15 @@ def project_alone(
     values = project(tensor, codec, route=route)
     counters.record_lossy(role, op, str(codec), 1)
     if next(state.lossy_numbers(op, role)) % SAMPLED == 0:
-        counters.record_error(role, op, str(codec), *squares_of(tensor.reshape(-1), values.reshape(-1)))
+        counters.record_error(role, op, str(codec), *squares_of(tensor.reshape(-1), values.reshape(-1), route))
     return values
 
 
-def squares_of(flat: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
+def squares_of(flat: torch.Tensor, values: torch.Tensor, route: str) -> tuple[float, float]:
     """Return the sum of the squares of ``values`` - ``flat``, and of those of ``flat``, over the finite elements of ``flat``, added in
     fp64."""
+    if fused := kernels.compiled(route, flat.device.type):
+        return fused.squares(flat, values)
     of_error = of_values = 0.0
     for sent, arrived in zip(flat.split(_PART), values.split(_PART), strict=True):
         wide = sent.float()

@@ -42,6 +42,8 @@ class NativeLossy:
         self._decode_rounded_add = library.zipccl_decode_rounded_add
         self._decode_rounded_add.argtypes = [pointer, u64, pointer, u64, i32, u32, i32, i32]
         self._decode_rounded_add.restype = i32
+        self._squares = library.zipccl_squares
+        self._squares.argtypes, self._squares.restype = [pointer, pointer, u64, i32, pointer, i32], None
 
     def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
         dtype, threads = DTYPE_IDS[words.dtype], torch.get_num_threads()
@@ -74,3 +76,14 @@ class NativeLossy:
                 sums.dtype != dtype, torch.get_num_threads(),
             )
         )  # fmt: skip
+
+    def squares(self, words: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
+        """Return the sum of the squares of ``values`` - ``words``, and of those of ``words``, over the finite ``words``, added in fp64.
+
+        Args:
+            words, values: bfloat16, float16 or float32, flat, of one length.
+        """
+        sums, dtype = (ctypes.c_double * 2)(), DTYPE_IDS[words.dtype]
+        pointers = words.data_ptr(), values.data_ptr()
+        self._squares(*pointers, words.numel(), dtype, ctypes.addressof(sums), torch.get_num_threads())
+        return sums[0], sums[1]

@@ -12,7 +12,7 @@ import torch
 
 from ds_zipccl.comm import request
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.lossy_frames import LossyFrames
+from ds_zipccl.comm.lossy_frames import LossyFrames, squares_of
 from ds_zipccl.integration.pipeline_calls import _Link
 from ds_zipccl.lossy import Int, LossyCodec, LowRank, TacoFp8
 from ds_zipccl.role_settings import RoleSettings
@@ -69,3 +69,16 @@ def test_a_message_that_stays_exact_counts_among_those_of_its_line(
     (found,) = counters.lossy()
     assert (found["codec"], found["frames"], sum(found["exact"].values())) == (text, 1, 1)
     assert "0 of 1 frames exact (not finite)" in table.render()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("route", ["native", "numba"])
+def test_squares_are_those_of_the_finite_words(dtype: torch.dtype, route: str) -> None:
+    words = (torch.arange(1 << 20 | 37).sin() * 3).to(dtype)
+    values = words + (torch.arange(len(words)).cos() / 8).to(dtype)
+    words[5], words[70000], words[-1] = float("inf"), float("nan"), float("-inf")
+    kept = words.double().isfinite()
+    error = (values.double() - words.double())[kept]
+    wanted = float(error.square().sum()), float(words.double()[kept].square().sum())
+    assert squares_of(words, values, route) == pytest.approx(wanted, rel=1e-6)
+    assert squares_of(words[:0], values[:0], route) == (0.0, 0.0)

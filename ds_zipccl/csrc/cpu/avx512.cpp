@@ -8,6 +8,7 @@
 #include "cpu/rounded.h"
 #include "cpu/rows.h"
 #include "cpu/scaled.h"
+#include "cpu/squares.h"
 #include "cpu/sum.h"
 #include "cpu/change_avx512.h"
 

@@ -42,3 +42,20 @@ extern "C" void zipccl_add(const void* words, uint64_t numel, void* sums, int32_
     }
   });
 }
+
+// The squares of values - words, and those of words, summed over the numel words of `dtype` (1 to 3) that are finite: two sums. They depend
+// on no number of threads.
+extern "C" void zipccl_squares(const void* words, const void* values, uint64_t numel, int32_t dtype, double* sums, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::AddSquares* const add_squares = zipccl_chosen().add_squares[type];
+  const uint64_t itemsize = kItemsize[type], part = kBytesPerThread / itemsize;
+  std::vector<double> parts(2 * ((numel + part - 1) / part));
+  std::atomic<uint64_t> ticket{0};
+  on_threads(useful_threads(threads, numel * itemsize), [&] {
+    for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;)
+      add_squares(static_cast<const uint8_t*>(words) + first * itemsize, static_cast<const uint8_t*>(values) + first * itemsize,
+                  std::min(numel - first, part), &parts[2 * (first / part)]);
+  });
+  sums[0] = sums[1] = 0;
+  for (uint64_t i = 0; i < parts.size(); ++i) sums[i % 2] += parts[i];
+}

@@ -33,30 +33,106 @@ uint64_t coded_groups(const uint8_t* scales, uint64_t groups, const ZipcclScalin
   return coded;
 }
 
-// Decodes a part of `numel` elements, whole groups but for the last: calls part(scales, codes, first element, elements) for pieces of `most`
-// elements in each tile, and returns the worst of their statuses.
+uint64_t groups_of(uint64_t elements, const ZipcclScaling& s) { return (elements + (1u << s.log2) - 1) >> s.log2; }
+
+// Calls part(scales, codes, first element, elements) for every tile, and returns the worst of their statuses.
 template <typename Part>
-int32_t each_part(const uint8_t* scales, const uint8_t* codes, uint64_t numel, uint64_t bytes, const ZipcclScaling& s, uint64_t most,
-                  int32_t threads, Part part) {
-  const auto groups = [&](uint64_t elements) { return (elements + (1u << s.log2) - 1) >> s.log2; };
+int32_t each_part(const uint8_t* scales, const uint8_t* codes, uint64_t numel, uint64_t bytes, const ZipcclScaling& s, int32_t threads,
+                  Part part) {
   std::vector<uint64_t> starts;  // of each tile: groups with codes in front of it
   uint64_t coded = 0;
   for (uint64_t first = 0; first < numel; first += kTile) {
     starts.push_back(coded);
-    coded += coded_groups(scales + groups(first) * scale_bytes(s), groups(std::min(kTile, numel - first)), s);
+    coded += coded_groups(scales + groups_of(first, s) * scale_bytes(s), groups_of(std::min(kTile, numel - first), s), s);
   }
   std::atomic<int32_t> status{OK};
   each_tile(numel, bytes, threads, [&](uint64_t first, uint64_t n) {
-    uint64_t at = starts[first / kTile];
-    for (uint64_t done = 0; done < n; done += most) {
-      const uint64_t here = std::min(most, n - done);
-      const uint8_t* const from = scales + groups(first + done) * scale_bytes(s);
-      if (const int32_t failed = part(from, codes + at * group_bytes(s), first + done, here)) status = failed;
-      at += done + most < n ? coded_groups(from, groups(here), s) : 0;
-    }
+    const uint8_t* const from = scales + groups_of(first, s) * scale_bytes(s);
+    if (const int32_t failed = part(from, codes + starts[first / kTile] * group_bytes(s), first, n)) status = failed;
   });
   return status;
 }
+
+// The first group of each chunk of codes, and the end of the last: `per_chunk` groups with codes each, and the groups without codes that
+// follow them or are in front of all. `coded` gets the number of groups with codes. Scales of one byte.
+std::vector<uint64_t> chunk_groups(const uint8_t* scales, uint64_t groups, uint64_t per_chunk, uint64_t& coded) {
+  std::vector<uint64_t> starts;
+  if (!groups || !memchr(scales, 0, groups)) {
+    for (uint64_t group = 0; group < groups; group += per_chunk) starts.push_back(group);
+    coded = groups;
+  } else {
+    coded = 0;
+    for (uint64_t group = 0; group < groups; ++group)
+      if (scales[group] && coded++ % per_chunk == 0) starts.push_back(coded == 1 ? 0 : group);
+  }
+  starts.push_back(groups);
+  return starts;
+}
+
+// Decodes the codes of a payload with stage 2, `bytes` bytes in blocks of `block` codes, chunk by chunk, and calls part(scales, codes, first
+// element, elements) for each while its codes are in the cache. Returns 0 or a FrameErrorCode: that of stage 2 before one of a part.
+template <typename Part>
+int32_t each_staged_part(const uint8_t* payload, uint64_t bytes, const uint8_t* scales, uint64_t numel, uint64_t word_bytes,
+                         const ZipcclScaling& s, uint32_t block, int32_t threads, Part part) {
+  const uint64_t per_chunk = uint64_t(block) * kChunkBlocks;
+  uint64_t coded;
+  const std::vector<uint64_t> starts = chunk_groups(scales, groups_of(numel, s), per_chunk >> s.log2, coded);
+  ZipcclLevel::Decode* const decode_codes = zipccl_chosen().decode[ZIPCCL_E4M3];
+  std::atomic<int32_t> worst{OK};
+  const int32_t status = each_chunk<0>(
+      payload, bytes, coded << s.log2, block, threads, word_bytes,
+      [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
+        alignas(64) uint8_t codes[kChunkBlocks * kMaxBlock];
+        uint8_t* blocks[kChunkBlocks];
+        for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = codes + uint64_t(b) * block;
+        const int32_t failed = decode_codes(chunk, chunk_bytes, n, block, 0, blocks);
+        if (failed) return failed;
+        const uint64_t group = starts[first / per_chunk], end = starts[first / per_chunk + 1], from = group << s.log2;
+        if (const int32_t refused = part(scales + group, codes, from, std::min(numel, end << s.log2) - from)) worst = refused;
+        return int32_t(OK);
+      });
+  if (status) return status;
+  return coded || !numel ? worst.load() : part(scales, payload, 0, numel);  // all elements are zeros
+}
+
+// Decodes scaled words of a type, or adds them to sums.
+struct Decoder {
+  const ZipcclScaling& s;
+  uint64_t itemsize, sum_bytes;
+  ZipcclLevel::DecodeScaled* decode;
+  ZipcclLevel::AddWords* add;
+  uint8_t* to;
+
+  Decoder(const ZipcclScaling& scaling, int32_t dtype, bool fp32_sums, uint8_t* words_or_sums)
+      : s(scaling),
+        itemsize(kItemsize[type_of(dtype)]),
+        sum_bytes(fp32_sums ? 4 : itemsize),
+        decode(zipccl_chosen().decode_scaled[type_of(dtype)]),
+        add(zipccl_chosen().add_words[type_of(dtype)][fp32_sums]),
+        to(words_or_sums) {}
+
+  int32_t words(const uint8_t* scales, const uint8_t* codes, uint64_t first, uint64_t n) const {
+    const Denormals on;
+    return decode(scales, codes, n, s, to + first * itemsize);
+  }
+
+  // Words are added as zipccl_add adds them: with the denormals of this thread.
+  int32_t sums(const uint8_t* scales, const uint8_t* codes, uint64_t first, uint64_t n) const {
+    alignas(64) uint8_t words[kPart * 4];
+    int32_t worst = OK;
+    for (uint64_t done = 0; done < n; done += kPart) {
+      const uint64_t here = std::min(kPart, n - done);
+      {
+        const Denormals on;
+        if (const int32_t status = decode(scales, codes, here, s, words)) worst = status;
+      }
+      add(words, here, to + (first + done) * sum_bytes);
+      codes += coded_groups(scales, groups_of(here, s), s) * group_bytes(s);
+      scales += groups_of(here, s) * scale_bytes(s);
+    }
+    return worst;
+  }
+};
 
 }  // namespace
 
@@ -86,38 +162,66 @@ extern "C" uint64_t zipccl_scaled_encode(const uint8_t* words, uint64_t numel, i
   return total;
 }
 
+// Encodes as zipccl_scaled_encode does, and the codes (E4M3) to a payload with stage 2 in blocks of `block` codes; `payload` has room for its
+// bound. Chunks of codes are encoded while they are in the cache. Returns the bytes of the payload; kGroupStays; or 0 where a group has no
+// codes, so that those of later groups would have other places: all outputs are then undefined.
+extern "C" uint64_t zipccl_scaled_encode_staged(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
+                                                uint32_t block, uint8_t* scales, uint8_t* codes, uint8_t* payload, int32_t threads) {
+  const ZipcclScaling s = *scaling;
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::EncodeScaled* const encode = zipccl_chosen().encode_scaled[type];
+  ZipcclLevel::Encode* const encode_chunk = zipccl_chosen().encode[ZIPCCL_E4M3][ZIPCCL_CASCADE];
+  std::atomic<uint64_t> ended{~0ull - 1};  // the result of a chunk that is none
+  const uint64_t going = ended;
+  ZipcclSegment segment{codes, groups_of(numel, s) << s.log2, payload, 0};
+  encode_segments(&segment, 1, ZIPCCL_E4M3, block, threads,
+                  [&](const ZipcclSegment&, uint64_t at, uint32_t n, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
+                    if (ended.load(std::memory_order_relaxed) != going) return 0u;
+                    uint64_t coded;
+                    {
+                      const Denormals on;
+                      coded = encode(words + at * kItemsize[type], std::min<uint64_t>(n, numel - at), s, scales + (at >> s.log2), codes + at);
+                    }
+                    if (coded << s.log2 != n) {
+                      ended = coded == kGroupStays ? kGroupStays : 0;
+                      return 0u;
+                    }
+                    const ChunkPlaces places(codes + at, uint64_t(block) * kChunkBlocks);
+                    return encode_chunk(places.blocks, n, block, workspace, parts, soon, places.next);
+                  });
+  return ended == going ? segment.bytes : ended.load();
+}
+
 // Decodes to numel words of `dtype`. Returns 0 or a FrameErrorCode.
 extern "C" int32_t zipccl_scaled_decode(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype,
                                         const ZipcclScaling* scaling, uint8_t* words, int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  const uint64_t itemsize = kItemsize[type];
-  ZipcclLevel::DecodeScaled* const decode = zipccl_chosen().decode_scaled[type];
-  return each_part(scales, codes, numel, numel * itemsize, *scaling, kTile, threads,
-                   [&](const uint8_t* from, const uint8_t* code, uint64_t first, uint64_t n) {
-                     const Denormals on;
-                     return decode(from, code, n, *scaling, words + first * itemsize);
-                   });
+  const Decoder decoder(*scaling, dtype, false, words);
+  return each_part(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
+                   [&](auto... part) { return decoder.words(part...); });
 }
 
-// Decodes and adds to numel sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`. Words are added as zipccl_add adds them:
-// with the denormals of this thread.
+// Decodes and adds to numel sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
 extern "C" int32_t zipccl_scaled_add(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
                                      uint8_t* sums, int32_t fp32_sums, int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  const uint64_t itemsize = kItemsize[type], sum_bytes = fp32_sums ? 4 : itemsize;
-  ZipcclLevel::DecodeScaled* const decode = zipccl_chosen().decode_scaled[type];
-  ZipcclLevel::AddWords* const add = zipccl_chosen().add_words[type][fp32_sums != 0];
-  return each_part(scales, codes, numel, numel * itemsize, *scaling, kPart, threads,
-                   [&](const uint8_t* from, const uint8_t* code, uint64_t first, uint64_t n) {
-                     alignas(64) uint8_t words[kPart * 4];
-                     int32_t status;
-                     {
-                       const Denormals on;
-                       status = decode(from, code, n, *scaling, words);
-                     }
-                     add(words, n, sums + first * sum_bytes);
-                     return status;
-                   });
+  const Decoder decoder(*scaling, dtype, fp32_sums != 0, sums);
+  return each_part(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
+                   [&](auto... part) { return decoder.sums(part...); });
+}
+
+// As zipccl_scaled_decode, of codes with stage 2: a payload of `bytes` bytes in blocks of `block` codes, E4M3.
+extern "C" int32_t zipccl_scaled_decode_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
+                                               int32_t dtype, const ZipcclScaling* scaling, uint8_t* words, int32_t threads) {
+  const Decoder decoder(*scaling, dtype, false, words);
+  return each_staged_part(payload, bytes, scales, numel, numel * decoder.itemsize, *scaling, block, threads,
+                          [&](auto... part) { return decoder.words(part...); });
+}
+
+// As zipccl_scaled_add, of codes with stage 2.
+extern "C" int32_t zipccl_scaled_add_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
+                                            int32_t dtype, const ZipcclScaling* scaling, uint8_t* sums, int32_t fp32_sums, int32_t threads) {
+  const Decoder decoder(*scaling, dtype, fp32_sums != 0, sums);
+  return each_staged_part(payload, bytes, scales, numel, numel * decoder.itemsize, *scaling, block, threads,
+                          [&](auto... part) { return decoder.sums(part...); });
 }
 
 // Writes the decoded values of numel words of `dtype` to `out`, which may be `words`; groups that stay as they are, as they are.

@@ -20,12 +20,12 @@ inline Floats swapped(Floats v, Index<2>) { return _mm512_permute_ps(v, 0x4e); }
 inline Floats swapped(Floats v, Index<4>) { return _mm512_shuffle_f32x4(v, v, 0xb1); }
 inline Floats swapped(Floats v, Index<8>) { return _mm512_shuffle_f32x4(v, v, 0x4e); }
 template <uint32_t kStride>
-Floats butterfly(Floats v) {  // the second of a pair gets the first minus itself
+Floats butterfly(Floats v) {  // the second of a pair gets the first minus itself: the product with 1 or -1 is exact
   constexpr __mmask16 second = kStride == 1 ? 0xaaaa : kStride == 2 ? 0xcccc : kStride == 4 ? 0xf0f0 : 0xff00;
-  const Floats other = swapped(v, Index<kStride>());
-  return _mm512_mask_sub_ps(_mm512_add_ps(other, v), second, other, v);
+  return _mm512_fmadd_ps(v, _mm512_mask_blend_ps(second, _mm512_set1_ps(1), _mm512_set1_ps(-1)), swapped(v, Index<kStride>()));
 }
 inline Floats butterflies(Floats v) { return butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(v)))); }
+constexpr uint32_t kHeld = 16;  // vectors that the registers hold at a time
 #elif defined(__AVX2__)
 using Floats = __m256;
 inline Floats swapped(Floats v, Index<1>) { return _mm256_permute_ps(v, 0xb1); }
@@ -35,40 +35,59 @@ template <uint32_t kStride>
 Floats butterfly(Floats v) {
   constexpr int second = kStride == 1 ? 0xaa : kStride == 2 ? 0xcc : 0xf0;
   const Floats other = swapped(v, Index<kStride>());
-  return _mm256_blend_ps(_mm256_add_ps(other, v), _mm256_sub_ps(other, v), second);
+  return _mm256_add_ps(other, _mm256_xor_ps(v, _mm256_blend_ps(_mm256_setzero_ps(), _mm256_set1_ps(-0.0f), second)));
 }
 inline Floats butterflies(Floats v) { return butterfly<4>(butterfly<2>(butterfly<1>(v))); }
+constexpr uint32_t kHeld = 8;
 #else
 using Floats = float;
 inline Floats butterflies(Floats v) { return v; }
+constexpr uint32_t kHeld = 8;
 #endif
 constexpr uint32_t kFloats = sizeof(Floats) / 4;
 
 inline Floats load_floats(const float* from) { return load_word<Floats>(reinterpret_cast<const uint8_t*>(from)); }
 inline void store_floats(float* to, Floats v) { memcpy(to, &v, sizeof v); }
 
-// v = H v for a group of g floats.
+// The butterflies of kCount vectors by each stride between vectors, in ascending order.
+template <uint32_t kCount>
+__attribute__((always_inline)) inline void between(Floats* v) {
+  if constexpr (kCount > 1) {
+    between<kCount / 2>(v);
+    between<kCount / 2>(v + kCount / 2);
+    for (uint32_t i = 0; i < kCount / 2; ++i) {
+      const Floats a = v[i], b = v[i + kCount / 2];
+      v[i] = a + b;
+      v[i + kCount / 2] = a - b;
+    }
+  }
+}
+
+// v = H v for kCount vectors.
+template <uint32_t kCount>
+void hadamard_held(float* v) {
+  Floats held[kCount];
+  for (uint32_t i = 0; i < kCount; ++i) held[i] = butterflies(load_floats(v + i * kFloats));
+  between<kCount>(held);
+  for (uint32_t i = 0; i < kCount; ++i) store_floats(v + i * kFloats, held[i]);
+}
+
+// v = H v for a group of g floats, 32 or more.
 inline void hadamard(float* v, uint32_t g) {
-  if (kFloats > 1)
-    for (uint32_t i = 0; i < g; i += kFloats) store_floats(v + i, butterflies(load_floats(v + i)));
-  uint32_t stride = kFloats;
-  for (; 4 * stride <= g; stride *= 4)  // two strides at a time
-    for (uint32_t start = 0; start < g; start += 4 * stride)
+  const uint32_t held = g < kHeld * kFloats ? g : kHeld * kFloats;
+  for (uint32_t i = 0; i < g; i += held) switch (held / kFloats) {
+      case 2: hadamard_held<2>(v + i); break;
+      case 4: hadamard_held<4>(v + i); break;
+      case 8: hadamard_held<8>(v + i); break;
+      default: hadamard_held<kHeld>(v + i);
+    }
+  for (uint32_t stride = held; stride < g; stride *= 2)
+    for (uint32_t start = 0; start < g; start += 2 * stride)
       for (uint32_t i = start; i < start + stride; i += kFloats) {
         const Floats a = load_floats(v + i), b = load_floats(v + i + stride);
-        const Floats c = load_floats(v + i + 2 * stride), d = load_floats(v + i + 3 * stride);
-        const Floats ab = a + b, a_b = a - b, cd = c + d, c_d = c - d;
-        store_floats(v + i, ab + cd);
-        store_floats(v + i + stride, a_b + c_d);
-        store_floats(v + i + 2 * stride, ab - cd);
-        store_floats(v + i + 3 * stride, a_b - c_d);
+        store_floats(v + i, a + b);
+        store_floats(v + i + stride, a - b);
       }
-  if (stride < g)
-    for (uint32_t i = 0; i < stride; i += kFloats) {
-      const Floats a = load_floats(v + i), b = load_floats(v + i + stride);
-      store_floats(v + i, a + b);
-      store_floats(v + i + stride, a - b);
-    }
 }
 
 // --- one group: 32-bit numbers and bytes
