@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +21,19 @@ CODECS = {name: kind for name, kind in LOSSY_CODECS.items() if not kind.matrices
 SMALL = 0.1
 
 
-def codec(text: str) -> LossyCodec:
+def codec(text: str, known: Mapping[str, type[LossyCodec]] = CODECS) -> LossyCodec:
     """The lossy codec of ``NAME[:SETTING]...``, a SETTING in the order of the codec's settings, or ``name=setting``.
+
+    Args:
+        known: the codecs that may be named, by name.
 
     Raises:
         ValueError: no codec of that name, or an impossible setting.
     """
     name, *settings = text.split(":")
-    if name not in CODECS:
-        raise ValueError(f"no codec {name!r}; the lossy ones are {', '.join(CODECS)}")
-    kind = CODECS[name]
+    if name not in known:
+        raise ValueError(f"no codec {name!r}; the lossy ones are {', '.join(known)}")
+    kind = known[name]
     names = [one.name for one in fields(kind)]
     given: dict[str, Any] = {}
     for at, setting in enumerate(settings):

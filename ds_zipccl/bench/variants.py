@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig, parse_section
+from ds_zipccl.lossy import LOSSY_CODECS
 from ds_zipccl.role_settings import RoleSettings
 
 
@@ -86,7 +87,7 @@ def _role(text: str) -> Any:
     if len(words) == 1 and words[0] in ("auto", "always", "never"):
         return text
     beside = dict(word.split("=", 1) for word in words if word.partition("=")[0] in _BESIDE_CODEC)
-    codec = lossy_trial.codec(":".join(word for word in words if word.partition("=")[0] not in beside))
+    codec = lossy_trial.codec(":".join(word for word in words if word.partition("=")[0] not in beside), LOSSY_CODECS)
     return {"codec": codec.name, **asdict(codec), **{key: _value(value) for key, value in beside.items()}}
 
 

@@ -69,7 +69,7 @@ class LossyFrames:
         counters.record_lossy(self._ctx.role, self._ctx.op, str(self._codec), 1)
         if next(self._numbers) % SAMPLED == 0:
             scratch = PooledBuffers()
-            squares = squares_of(flat, self.carried(flat, scratch))
+            squares = squares_of(flat, self.carried(flat, scratch), self._route)
             counters.record_error(self._ctx.role, self._ctx.op, str(self._codec), *squares)
             scratch.release()
 

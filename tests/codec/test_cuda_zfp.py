@@ -35,7 +35,7 @@ def check(kernel: Kernel, tensor: torch.Tensor, rate: int, place: int = 0) -> No
     route, device = kernel
     wanted, values = expected(tensor, rate)
     segment, _ = at_offset(tensor, place, device, 17 * place & 255)
-    codes, memory = at_offset(torch.zeros_like(wanted), place, device, GUARD)
+    codes, memory = at_offset(torch.full_like(wanted, 0xA5), place, device, GUARD)
     assert route.encode_zfp(segment, rate, codes)
     assert torch.equal(codes.cpu(), wanted), (tensor.numel(), rate, place)
     assert_guarded(memory, codes)

@@ -53,6 +53,7 @@ CUDA_TESTS = (
     "codec/test_golden_scaled.py",
     "codec/test_zfp.py",
     "codec/test_zfp_planted.py",
+    "codec/test_lowrank.py",
     "codec/test_row_kernels.py",
     "codec/test_rows.py",
     "codec/test_rows_refused.py",

@@ -177,7 +177,7 @@ def test_the_benchmark_on_the_emulation_and_its_tables(tmp_path: Path, monkeypat
     )
     assert result.returncode == 0, result.stdout + result.stderr
     content = json.loads((tmp_path / "docs" / "results" / "cuda.json").read_text())
-    assert len(content["rows"]) == 2 * 2 * 2 + 2 * 2 and not any(row["wrong"] for row in content["rows"])
+    assert len(content["rows"]) == 2 * 2 * 3 + 2 * 2 and not any(row["wrong"] for row in content["rows"])
     assert {(row["block"], row["offset"]) for row in content["rows"]} == {(1024, 0), (1024, 2), (128, 0)}
     calls = {"encode of 1", "decode of 1", "encode of 20", "decode of 20", floors.GATHER}
     assert set(content["python_us"]) == calls
