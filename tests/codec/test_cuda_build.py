@@ -8,18 +8,6 @@ import pytest
 from ds_zipccl.bench.tables import read_json
 from ds_zipccl.kernels import build, cuda, cuda_launchers, jobs
 
-CODECS = {f"zipccl_{what}" for kind in cuda.DTYPES.values() for what in
-          (f"encode_{kind}_cascade", f"encode_{kind}_wide", f"decode_{kind}")}  # fmt: skip
-OTHERS = {f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in
-          (f"decode_sum_{kind}", f"encode_{kind}_delta", f"decode_{kind}_delta", f"row_sums_{kind}", f"predict_rows_{kind}")}  # fmt: skip
-ROUNDED = {f"zipccl_{what}" for kind in ("bf16", "fp16") for what in (f"decode_{kind}_rounded", f"untrimmed_{kind}")}
-ROUNDED |= {
-    f"zipccl_{what}" for kind in ("bf16", "fp16", "fp32") for what in (f"round_{kind}", f"encode_{kind}_rounded")
-}
-KERNELS = (
-    CODECS | OTHERS | ROUNDED | {"zipccl_encode_u8_delta", "zipccl_decode_u8_delta", "zipccl_hash", "zipccl_find_rows"}
-)
-
 
 @pytest.fixture(scope="module")
 def nvcc() -> tuple[str]:
@@ -39,7 +27,9 @@ def test_resources(nvcc: tuple[str]) -> None:
     """No spill, no stack frame, and no kernel is 10 % worse than docs/results/cuda_static.json."""
     assert cuda_static.RESULTS.exists(), f"no {cuda_static.RESULTS}; run `make cuda-static`"
     before, now = read_json(str(cuda_static.RESULTS))["rows"], cuda_static.rows((HOPPER,))
-    names = {(name.removeprefix("zipccl_"), f"sm_{each}") for name in KERNELS for each in cuda_static.ARCHITECTURES}
+    names = {
+        (name.removeprefix("zipccl_"), f"sm_{each}") for name in cuda.KERNELS for each in cuda_static.ARCHITECTURES
+    }
     assert {(row["kernel"], row["architecture"]) for row in before} == names, "run `make cuda-static`"
     of_hopper = {name for name in names if name[1] == f"sm_{HOPPER}"}
     assert {(row["kernel"], row["architecture"]) for row in now} == of_hopper
