@@ -15,11 +15,6 @@ from ds_zipccl.codecs.lowrank import compress_factors, compress_factors_bound
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 
 
-def sum_of_squares(values: torch.Tensor) -> float:
-    """Return the sum of the squares of floating-point ``values`` of any shape, added in fp64."""
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
 class Factored(NamedTuple):
     """A matrix as factors. ``p``: [n, r], ``q``: [m, r], float32, contiguous. ``values``: their product, with the shape and dtype of the
     tensor that is sent, contiguous."""

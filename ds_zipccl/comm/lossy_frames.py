@@ -9,20 +9,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import kernels
 from ds_zipccl.codecs import compress, compress_bound, decompress, project
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.factors import sum_of_squares
 from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.squares import squares_of
 from ds_zipccl.frame import HEADER_BYTES, CodecId, Header, pack, parse
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8
 from ds_zipccl.telemetry import counters
 
 #: One frame in so many is decoded by its sender, for the error (seed: a decoder and a few passes then cost little).
 SAMPLED = 16
-#: Elements whose error is summed at a time (seed: temporaries of so many stay in the cache).
-_PART = 1 << 16
 #: The largest float32. A Hadamard transform of a group sums all its values; a group whose sums overflow stays as it is.
 _LARGEST = torch.finfo(torch.float32).max
 #: Formats of frames that hold values as they are.
@@ -122,22 +119,3 @@ def project_alone(
     if next(state.lossy_numbers(op, role)) % SAMPLED == 0:
         counters.record_error(role, op, str(codec), *squares_of(tensor.reshape(-1), values.reshape(-1), route))
     return values
-
-
-def squares_of(flat: torch.Tensor, values: torch.Tensor, route: str) -> tuple[float, float]:
-    """Return the sum of the squares of ``values`` - ``flat``, and of those of ``flat``, over the finite elements of ``flat``, added in
-    fp64."""
-    if fused := kernels.compiled(route, flat.device.type):
-        return fused.squares(flat, values)
-    of_error = of_values = 0.0
-    for sent, arrived in zip(flat.split(_PART), values.split(_PART), strict=True):
-        wide = sent.float()
-        squares = [sum_of_squares(arrived.float() - wide), sum_of_squares(wide)]
-        if not sum(squares) < float("inf"):  # also NaN
-            finite = sent.isfinite()
-            squares = [
-                sum_of_squares((arrived.double() - sent.double())[finite]),
-                sum_of_squares(sent.double()[finite]),
-            ]
-        of_error, of_values = of_error + squares[0], of_values + squares[1]
-    return of_error, of_values

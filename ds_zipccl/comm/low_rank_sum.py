@@ -18,7 +18,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs import lowrank
-from ds_zipccl.comm.factors import sum_of_squares
+from ds_zipccl.comm.squares import sum_of_squares
 
 #: Sums a flat contiguous tensor over all ranks, in place, with the same bits on all ranks.
 ExactSum = Callable[[torch.Tensor], None]

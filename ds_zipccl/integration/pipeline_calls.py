@@ -19,7 +19,8 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs import lowrank
-from ds_zipccl.comm.factors import Factored, Factoring, sum_of_squares
+from ds_zipccl.comm.factors import Factored, Factoring
+from ds_zipccl.comm.squares import sum_of_squares
 from ds_zipccl.integration import lossy_state
 from ds_zipccl.lossy import LowRank
 from ds_zipccl.policy.pipeline_rules import compresses

@@ -12,7 +12,8 @@ import torch
 
 from ds_zipccl.comm import request
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.lossy_frames import LossyFrames, squares_of
+from ds_zipccl.comm.lossy_frames import LossyFrames
+from ds_zipccl.comm.squares import squares_of
 from ds_zipccl.integration.pipeline_calls import _Link
 from ds_zipccl.lossy import Int, LossyCodec, LowRank, TacoFp8
 from ds_zipccl.role_settings import RoleSettings

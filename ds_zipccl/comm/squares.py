@@ -1,0 +1,34 @@
+"""Sums of squares, of which the figures of error are made. All calls block."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_zipccl import kernels
+
+#: Elements whose error is summed at a time (seed: temporaries of so many stay in the cache).
+_PART = 1 << 16
+
+
+def sum_of_squares(values: torch.Tensor) -> float:
+    """Return the sum of the squares of floating-point ``values`` of any shape, added in fp64."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+def squares_of(flat: torch.Tensor, values: torch.Tensor, route: str) -> tuple[float, float]:
+    """Return the sum of the squares of ``values`` - ``flat``, and of those of ``flat``, over the finite elements of ``flat``, added in
+    fp64."""
+    if fused := kernels.compiled(route, flat.device.type):
+        return fused.squares(flat, values)
+    of_error = of_values = 0.0
+    for sent, arrived in zip(flat.split(_PART), values.split(_PART), strict=True):
+        wide = sent.float()
+        squares = [sum_of_squares(arrived.float() - wide), sum_of_squares(wide)]
+        if not sum(squares) < float("inf"):  # also NaN
+            finite = sent.isfinite()
+            squares = [
+                sum_of_squares((arrived.double() - sent.double())[finite]),
+                sum_of_squares(sent.double()[finite]),
+            ]
+        of_error, of_values = of_error + squares[0], of_values + squares[1]
+    return of_error, of_values
