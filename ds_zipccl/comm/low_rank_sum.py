@@ -53,7 +53,8 @@ class Matrix:
 def low_rank_sum(flat: torch.Tensor, matrices: Sequence[Matrix], ranks: int, exact_sum: ExactSum, route: str) -> None:
     """Sum ``flat`` over all ranks, in place: the matrices by their factors, everything else exactly. A collective; blocks.
 
-    A matrix with a value that is not finite on any rank goes exactly, on all ranks; its error is dropped, its factor stays.
+    A matrix with a value that is not finite on any rank, or with a sum beyond the range of float16, goes exactly, on all ranks; its error
+    is dropped, its factor stays.
 
     Args:
         flat: contiguous CPU tensor of bfloat16, float16 or float32, of one size on all ranks.
@@ -83,7 +84,7 @@ def low_rank_sum(flat: torch.Tensor, matrices: Sequence[Matrix], ranks: int, exa
                 matrix.squares = (max(0.0, sum_of_squares(words) - sum_of_squares(q)), sum_of_squares(words), 0.0, 0.0)
         exact_sum(whole)
         for matrix, p, q in zip(matrices, lefts, rights, strict=True):
-            matrix.arrived = matrix.arrived and lowrank.bounded(p, q)
+            matrix.arrived = matrix.arrived and lowrank.bounded(p, q) and _in_range(p, q, flat.dtype, route)
         _sum_others(flat, matrices, exact_sum)
         for matrix, words, p, q in zip(matrices, wide, lefts, rights, strict=True):
             _deliver(flat, matrix, words, (p, q), ranks, route)
@@ -101,6 +102,16 @@ def _with_error(flat: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     """Return this rank's matrix plus its error, fp32 [rows, columns]; not memory of ``flat``."""
     own = flat[matrix.start : matrix.end].view(matrix.rows, matrix.columns)
     return own.to(torch.float32, copy=True) if matrix.error is None else own.float() + matrix.error
+
+
+def _in_range(p: torch.Tensor, q: torch.Tensor, dtype: torch.dtype, route: str) -> bool:
+    """Return whether no value of the product reaches the largest number of float16, to which the kernels take all that is larger: the
+    overflow check of a loss scaler must see the infinity of the exact sum."""
+    largest = torch.finfo(torch.float16).max
+    if dtype != torch.float16 or p.shape[1] * float(p.abs().amax()) * float(q.abs().amax()) < largest:
+        return True
+    values = lowrank.product(p, q, tensors.empty(len(p) * len(q), dtype, p.device), route=route)
+    return bool((values.abs() < largest).all())
 
 
 def _sum_others(flat: torch.Tensor, matrices: Sequence[Matrix], exact_sum: ExactSum) -> None:

@@ -162,6 +162,24 @@ def test_a_matrix_that_is_not_finite_on_one_rank_goes_exactly_on_all(value: floa
     assert all(bool(matrix.error.isfinite().all()) for own in state for matrix in own if matrix.error is not None)
 
 
+def test_an_overflow_of_float16_arrives_as_infinity() -> None:
+    """The check of the loss scaler looks for it; large sums without an infinity stay factors."""
+
+    def given(step: int, rank: int) -> torch.Tensor:
+        rows, columns = SHAPES[0]
+        flat = gradients(step, rank, torch.float16)
+        place = slice(GAP, GAP + rows * columns)
+        flat[place] = 20000.0 if step == 1 else 25000.0 if step == 2 else 1.0
+        return flat
+
+    state, results, *_ = run(given, steps=2)
+    assert all(own[0].arrived for own in state) and bool(results[0][1].isfinite().all())
+    state, results, *_ = run(given, steps=3)
+    first = slice(GAP, GAP + SHAPES[0][0] * SHAPES[0][1])
+    assert all(bool(one[2][first].isinf().all()) for one in results)
+    assert all(not own[0].arrived and own[0].error is None and own[1].arrived for own in state)
+
+
 def _forget(state: list[list[Matrix]]) -> None:
     for own in state:
         for one in own:
