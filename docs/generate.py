@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -344,7 +345,9 @@ SECTIONS: dict[str, Section] = {
     "train": trained.train,
     "lora": trained.lora,
     "experts": trained.experts,
-    "lossy_trained": trained.lossy,
+    "lossy_trained": partial(trained.lossy, names=("train_lossy", "train_lossy_moe")),
+    "lossy_tensor_parallel": partial(trained.lossy, names=("train_lossy_tp",)),
+    "lossy_pipeline": partial(trained.lossy, names=("train_lossy_pipeline", "train_lossy_pipeline_slow", "train_lossy_fused")),
     "finetune": trained.finetune,
     "volume": trained.volume,
 }

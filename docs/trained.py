@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,32 @@ def beyond(page: Path) -> str:
     return train(page, "train_zero2", "train_zero2_4", "train_zero3_base", "train_zero3_base_4")
 
 
-def lossy(page: Path) -> str:
-    """Trainings with lossy roles, and how far their losses are from the plain ones."""
-    content = results("train_lossy")
+#: The same of trainings with lossy roles or fused sums.
+_LOSSY: dict[str, tuple[str, Callable[[Any], str]]] = {
+    **{head: _TRAINED[head] for head in ("workload", "ranks", "link", "variant", "step ms")},
+    **{head: _TRAINED[head] for head in ("without waiting for late ranks ms", "of that without loss")},
+    "of that of DeepSpeed": ("of_plain", "{:.2f}".format),
+    "exchanges of experts ms": ("ep_ms", "{:.0f}".format),
+    "last forward to optimizer step ms": ("epilogue_ms", "{:.0f}".format),
+    "sums of gradients ms": ("reductions_ms", "{:.0f}".format),
+    **{head: _TRAINED[head] for head in ("wire MB", "last loss", "speed-up")},
+}
+
+
+def lossy(page: Path, names: Sequence[str]) -> str:
+    """Trainings with lossy roles or fused sums, and how far their losses are from the plain ones."""
+    return "\n\n".join(_lossy(results(name)) for name in names)
+
+
+def _lossy(content: dict[str, Any]) -> str:
+    rows = content["rows"]
+    shown = {head: how for head, how in _LOSSY.items() if any(row.get(how[0]) is not None for row in rows)}
+    lines = (["-" if row.get(key) is None else text(row[key]) for key, text in shown.values()] for row in rows)
     far = [(name, found) for verdict in content["verdicts"] for name, found in verdict["changed"].items()]
     said = [
         f"by up to {found['largest']:.2g} with `{name}`, the last one by {found['last']:.2g}" for name, found in far
     ]
-    return f"{train(page, 'train_lossy')}\n\nLosses are off {'; '.join(said)}."
+    return f"{provenance(content)}\n\n{table(shown, lines)}\n\nLosses are off {'; '.join(said)}."
 
 
 def lora(page: Path) -> str:

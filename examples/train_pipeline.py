@@ -24,6 +24,10 @@ SIZES = {
     "tiny": Size(vocabulary=512, width=64, layers=4, heads=2, context=32, characters=400_000),  # 0.3M parameters
     "small": Size(vocabulary=4096, width=256, layers=4, heads=4, context=128, characters=4_000_000),  # 4M
     "medium": Size(vocabulary=16384, width=512, layers=8, heads=8, context=256, characters=12_000_000),  # 35M
+    "wide": Size(vocabulary=1024, width=512, layers=4, heads=8, context=64, characters=400_000),  # 13M, large messages
+    "words": Size(
+        vocabulary=16384, width=256, layers=4, heads=4, context=64, characters=4_000_000
+    ),  # 7M, most in the embedding
 }
 
 

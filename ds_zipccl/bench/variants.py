@@ -86,7 +86,8 @@ def _role(text: str) -> Any:
     words = text.split(":")
     if len(words) == 1 and words[0] in ("auto", "always", "never"):
         return text
-    beside = dict(word.split("=", 1) for word in words if word.partition("=")[0] in _BESIDE_CODEC)
+    pairs = dict(word.split("=", 1) for word in words if "=" in word)
+    beside = {key: value for key, value in pairs.items() if key in _BESIDE_CODEC}
     codec = lossy_trial.codec(":".join(word for word in words if word.partition("=")[0] not in beside), LOSSY_CODECS)
     return {"codec": codec.name, **asdict(codec), **{key: _value(value) for key, value in beside.items()}}
 

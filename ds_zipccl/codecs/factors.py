@@ -138,13 +138,13 @@ def _factors(payload: torch.Tensor, numel: int, route: str) -> tuple[torch.Tenso
 
 
 def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
-    p, q = _factors(payload, words.numel(), route)
-    kernels.lossy_route(route, words.device.type, "multiply").multiply(p, q, words)
+    found = kernels.lossy_route(route, words.device.type, "multiply")
+    found.multiply(*_factors(payload, words.numel(), route), words)
 
 
 def _decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-    p, q = _factors(payload, sums.numel(), route)
-    kernels.lossy_route(route, sums.device.type, "multiply_add").multiply_add(p, q, dtype, sums)
+    found = kernels.lossy_route(route, sums.device.type, "multiply_add")
+    found.multiply_add(*_factors(payload, sums.numel(), route), dtype, sums)
 
 
 def _payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:

@@ -65,11 +65,20 @@ def basis(q: torch.Tensor, *, route: str = "auto") -> torch.Tensor:
         _matrix("q", q)
         found = q.detach().clone()
         orthonormalize(found, route=route)
-        empty = ~found.any(dim=0)
-        if bool(empty.any()):
-            found[:, empty] = first_factor(q.shape[0], q.shape[1], seed=0)[:, empty]
+        if not bool(found.any(dim=0).all()):
+            found = revived(found)
             orthonormalize(found, route=route)
         return found
+
+
+def revived(q: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``q``, float32 [m, r], whose columns of zeros, as gradients of zeros or of low rank leave them, are numbers again:
+    those of :func:`first_factor`."""
+    empty = ~q.any(dim=0)
+    found = q.clone()
+    if bool(empty.any()):
+        found[:, empty] = first_factor(q.shape[0], q.shape[1], seed=0)[:, empty]
+    return found
 
 
 def power_step(matrix: torch.Tensor, q: torch.Tensor, *, route: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +177,8 @@ def compress_factors(
 ) -> torch.Tensor:
     """Code two factors as a frame that decodes to their :func:`product` of ``dtype``; blocks.
 
-    The factors arrive bit for bit, so callers round them first. The frame is a lossless one of the product where that is smaller.
+    The factors arrive bit for bit, so callers round them first. The frame is a lossless one of the product where the factors would take
+    as many bytes as its words.
 
     Args:
         p, q: float32 CPU tensors, contiguous, [n, r] and [m, r], :func:`bounded`, with r from 1 to the smaller of n and m and
@@ -195,7 +205,9 @@ def compress_factors(
         if not 1 <= rank <= min(rows, columns) or rank * (rows + columns) > rows * columns or max(rows, columns) >> 32:
             raise ValueError(f"factors of rank {rank} for {rows} by {columns} elements; send the matrix itself")
         dims = None if shape is None else tuple(shape)
-        if dims is not None and (torch.Size(dims).numel() != rows * columns or len(dims) > framing.MAX_DIMS):
+        if dims is not None and (
+            min(dims, default=0) < 0 or torch.Size(dims).numel() != rows * columns or len(dims) > framing.MAX_DIMS
+        ):
             raise ValueError(f"a shape of {rows * columns} elements is wanted, got {dims}")
         ndim = None if dims is None else len(dims)
         bound = compress_factors_bound(rows, columns, rank, dtype, ndim=ndim, block=exponent.block_size(block))

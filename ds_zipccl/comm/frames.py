@@ -104,8 +104,8 @@ class FrameCoder:
 
     @property
     def rounded(self) -> int:
-        """Return the mantissa bits to which the codec rounds every word by itself; 0 where it does not. A row frame of such words is no
-        larger than their ordinary frame; with other lossy codecs it may be."""
+        """Return the mantissa bits to which the codec rounds every word by itself; 0 where it does not. Literal rows of such words are
+        rounded frames; with other lossy codecs they are lossless ones."""
         return 0 if self._lossy is None else self._lossy.rounded
 
     def compared(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:

@@ -81,7 +81,8 @@ def low_rank_sum(flat: torch.Tensor, matrices: Sequence[Matrix], ranks: int, exa
             if matrix.arrived:
                 lowrank.orthonormalize(p, route=route)
                 torch.mm(words.t(), p, out=q)
-                matrix.squares = (max(0.0, sum_of_squares(words) - sum_of_squares(q)), sum_of_squares(words), 0.0, 0.0)
+                own = sum_of_squares(words)
+                matrix.squares = (max(0.0, own - sum_of_squares(q)), own, 0.0, 0.0)
         exact_sum(whole)
         for matrix, p, q in zip(matrices, lefts, rights, strict=True):
             matrix.arrived = matrix.arrived and lowrank.bounded(p, q) and _in_range(p, q, flat.dtype, route)
@@ -146,16 +147,7 @@ def _deliver(
     place = flat[matrix.start : matrix.end].view(matrix.rows, matrix.columns)
     given = sum_of_squares(place.float())
     lowrank.product(*factors, place, route=route)
-    matrix.factor = _revived(factors[1])
+    matrix.factor = lowrank.revived(factors[1])
     matrix.error = words.sub_(place.float(), alpha=1 / ranks) if matrix.keeps else None
     kept = sum_of_squares(matrix.error) if matrix.error is not None else 0.0
     matrix.squares = (*matrix.squares[:2], kept, given)
-
-
-def _revived(factor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a factor whose columns of zeros, as gradients of zeros or of low rank leave them, are numbers again."""
-    empty = ~factor.any(dim=0)
-    found = factor.clone()
-    if bool(empty.any()):
-        found[:, empty] = lowrank.first_factor(factor.shape[0], factor.shape[1], seed=0)[:, empty]
-    return found

@@ -168,8 +168,8 @@ class _Link(Factoring):
     def _step(
         self, given: torch.Tensor, shape: torch.Size, entry: lossy_state.Entry, rank: int, op: str, route: str
     ) -> Factored | None:
-        """Return the factors of ``given``, [n, m], and renew the state of the link; None, and no error any more, where they or their
-        product are not finite."""
+        """Return the factors of ``given``, [n, m], and renew the state of the link; None, and no error any more, where they
+        are not finite."""
         matrix = given.float()
         if entry.error is not None:
             matrix = matrix + entry.error.view_as(matrix)
@@ -186,9 +186,6 @@ class _Link(Factoring):
             return None
         values = tensors.empty(given.numel(), given.dtype).view(given.shape)
         lowrank.product(*rounded, values, route=route)
-        if not bool(values.isfinite().all()):
-            _forget(entry, op)
-            return None
         missing = matrix - values
         entry.factor, entry.error = q, missing if self.settings.error != "off" else None
         squares = [sum_of_squares(one) for one in (missing, matrix, given.float())]

@@ -47,6 +47,12 @@ def incompressible(logical_bytes: int, wire_bytes: int) -> bool:
     return logical_bytes >= RAW_BELOW_BYTES and logical_bytes < LEAST_RATIO * wire_bytes
 
 
+def compare_rows(nbytes: int, lossy: bool, rounded: int) -> bool:
+    """Return whether a row frame is to be compared with the ordinary frame of its words, which may be smaller: with a lossy codec whose
+    literal rows are lossless frames (``rounded`` is 0), and where raw literals are a large part of a small message."""
+    return lossy and (not rounded or nbytes < 16 * RAW_BELOW_BYTES)
+
+
 def encode_together(nbytes: Sequence[int]) -> bool:
     """Return whether segments of ``nbytes`` bytes are compressed in one call: all small, and none so small that its frame is raw."""
     return len(nbytes) > 1 and min(nbytes) >= RAW_BELOW_BYTES and max(nbytes) < TOGETHER_BELOW_BYTES

@@ -64,6 +64,7 @@ def test_variants_with_settings_of_their_own(capsys: pytest.CaptureFixture[str])
         "code": "'code' is no variant: take one of plain, raw, coded, auto, or settings such as tp=round:3",
         "tp=round:9": "mantissa of round must be 1 to 6, got '9'",
         "zero_param=round:3": "takes no lossy codec",
+        "pp=lowrank:16:when": "the settings of lowrank are rank",
         "nothing=1": "nothing",
     }.items():
         with pytest.raises(ValueError, match=said):

@@ -160,7 +160,8 @@ std::string encode_everywhere(const Case& c, const std::vector<const char*>& lev
       ZipcclSegment other = {rounded.data, c.numel, plain.data, 0};
       zipccl_round_words(words.data, c.numel, c.dtype, c.kept, rounded.data, 1);
       zipccl_encode(&other, 1, c.dtype, 0, c.block, 1);
-      if (other.bytes != untrimmed) fail("another size without trims", c, level);
+      const uint64_t last = c.numel % c.block, spare = last && last < 64 ? 32 : 0;  // a short RAW block may count too much
+      if (other.bytes > untrimmed || other.bytes + spare < untrimmed) fail("another size without trims", c, level);
     }
     if (segment.bytes > out.size()) fail("larger than the bound", c, level);
     const std::string now(reinterpret_cast<char*>(out.data), segment.bytes);

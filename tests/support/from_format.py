@@ -301,8 +301,15 @@ def _delta_chunk(words: list[int], base: list[int], block: int, e_bits: int, m_b
 
 
 def encode_payload(
-    words: list[int], dtype: int, block: int, code: str, base: list[int] | None = None, rounded: bool = False
+    words: list[int],
+    dtype: int,
+    block: int,
+    code: str,
+    base: list[int] | None = None,
+    rounded: bool = False,
+    raw_as_rounded: bool = False,
 ) -> bytes:
+    """The payload of these words; ``raw_as_rounded``: blocks are RAW where those of the rounded payload are."""
     e_bits, m_bits = fields(dtype, base is not None)
     trimmed = rounded or dtype == 3
     chunks = []
@@ -311,6 +318,12 @@ def encode_payload(
         if base is None:
             cuts = [here[i : i + block] for i in range(0, len(here), block)]
             blocks = [_encode_block(cut, MODES[code], trimmed, e_bits, m_bits) for cut in cuts]
+            if raw_as_rounded:
+                forms = [_encode_block(cut, MODES[code], True, e_bits, m_bits)[0] for cut in cuts]
+                blocks = [
+                    _encode_block(cut, RAW, False, e_bits, m_bits) if form == RAW else one
+                    for cut, form, one in zip(cuts, forms, blocks, strict=True)
+                ]
             chunks.append((_table(blocks, trimmed), False))
         else:
             chunks.append(_delta_chunk(here, base[at : at + CHUNK * block], block, e_bits, m_bits))

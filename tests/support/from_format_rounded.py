@@ -25,5 +25,8 @@ def encode(words: list[int], dtype: int, k: int, block: int, shape: tuple[int, .
     }
     if dtype != 3:
         payloads[3, block] = from_format.encode_payload(rounded, dtype, block, "cascade", rounded=True)
-    codec, unit = min(payloads, key=lambda kind: (len(payloads[kind]), kind[0]))
+    counted = {kind: len(payload) for kind, payload in payloads.items()}
+    if dtype != 3:
+        counted[1, block] = len(from_format.encode_payload(rounded, dtype, block, "cascade", raw_as_rounded=True))
+    codec, unit = min(payloads, key=lambda kind: (counted[kind], kind[0]))
     return from_format.framed(payloads[codec, unit], codec, dtype, unit, shape, checksum, len(words))

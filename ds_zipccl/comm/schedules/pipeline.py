@@ -218,7 +218,7 @@ class Exchange:
         frame = rows.frame(peer, flat, buffers := PooledBuffers())
         if frame is not None:
             rows.note_found()
-        if frame is not None and self._coder.lossy and not self._coder.rounded:  # literal rows are coded without loss
+        if frame is not None and wire.compare_rows(flat.nbytes, self._coder.lossy, self._coder.rounded):
             ordinary = self._coder.compress(flat, others := PooledBuffers())
             if ordinary.nbytes <= frame.nbytes:
                 buffers.release()

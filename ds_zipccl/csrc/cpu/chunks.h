@@ -107,7 +107,7 @@ void encode_segments(Segment* segments, uint32_t count, ZipcclType type, uint32_
   }
   std::atomic<uint64_t> ticket{0}, turn{0};
   on_threads(threads, [&] {
-    alignas(64) uint8_t workspace[kZipcclWorkspace];
+    alignas(64) uint8_t workspace[kZipcclWorkspace + kZipcclGathered];
     const std::unique_ptr<uint8_t[]> image(run > 1 ? new uint8_t[run * (chunk_bytes + kChunkExtra)] : nullptr);
     ZipcclPart parts[kZipcclParts];
     uint32_t s = 0;

@@ -15,6 +15,7 @@ struct ZipcclPart {
 };
 constexpr uint32_t kZipcclParts = 18;  // table, up to 16 bodies, tails
 constexpr uint32_t kZipcclWorkspace = 256 << 10;
+constexpr uint32_t kZipcclGathered = 64 << 10;  // behind a workspace: words of a chunk that do not lie side by side
 
 constexpr uint64_t kGroupStays = ~0ull;  // in the place of a number of groups: one stays as it is
 

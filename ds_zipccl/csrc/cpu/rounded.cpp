@@ -14,7 +14,7 @@ uint32_t others_of(const uint8_t* tail, uint32_t n) {
   return others;
 }
 
-// Bytes that a rounded payload, as the encoder wrote it, would have if its blocks had no trims.
+// Bytes that a rounded payload, as the encoder wrote it, would have if its blocks had no trims, and RAW blocks stayed RAW.
 template <typename F>
 uint64_t untrimmed_bytes(const uint8_t* payload, uint64_t numel, uint32_t block) {
   const uint64_t per_chunk = uint64_t(block) * kChunkBlocks, chunks = chunks_of(numel, block);
@@ -57,7 +57,7 @@ extern "C" void zipccl_round_words(const void* words, uint64_t numel, int32_t dt
 }
 
 // Encodes `count` segments of `dtype` (1 to 3), rounded to `mantissa` bits; those of dtype 3 to exponent payloads. `untrimmed` gets the
-// bytes of the exponent payload of each.
+// bytes of the exponent payload of each, which counts RAW blocks of the rounded payload as RAW.
 extern "C" void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block,
                                       uint64_t* untrimmed, int32_t threads) {
   const ZipcclType type = type_of(dtype);

@@ -42,10 +42,10 @@ struct ZipcclMap {
   int32_t *literals, *repeated, *sources;
 };
 
-// A segment whose frames are made one after the other, in order. Of `search`, `first` rows have been seen, of which `repeats` repeat earlier
-// ones; `sources` is that of row 0. `literals` has room for as many numbers as a frame has rows. `nested`: the first half of the header of a
-// frame of literals, of `dtype`, with `code` and `block`, rounded to `mantissa` bits unless that is zero. Literals of fewer bytes than `raw_below` are not for zipccl_row_frame. A row frame
-// saves `worth` of the bytes of its repeated rows, or there is none.
+// A segment whose frames are made one after the other, in order. Of `search`, `first` rows have been seen, of which `repeats` repeat
+// earlier ones; `sources` is that of row 0. `literals` has room for as many numbers as a frame has rows. `nested`: the first half of the
+// header of a frame of literals, of `dtype`, with `code` and `block`, rounded to `mantissa` bits unless that is zero. Literals of fewer
+// bytes than `raw_below` are not for zipccl_row_frame. A row frame saves `worth` of the bytes of its repeated rows, or there is none.
 struct ZipcclRowSegment {
   ZipcclSearch search;
   uint64_t repeats, width, itemsize, raw_below;

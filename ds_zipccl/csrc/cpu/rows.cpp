@@ -172,9 +172,9 @@ uint64_t encode_literals(const ZipcclLiterals& literals, ZipcclType type, uint32
     uint64_t bytes;
   } one = {Layout::numel(literals), out, 0};
   const auto encode = [&](auto&, uint64_t at, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
-    alignas(64) uint8_t gathered[kChunkBlocks * kMaxBlock * 4];
+    static_assert(kChunkBlocks * kMaxBlock * 4 <= kZipcclGathered, "callers provide that much");
     const uint8_t *blocks[kChunkBlocks], *next[2 * kChunkBlocks];
-    uint8_t* to = gathered;
+    uint8_t* to = static_cast<uint8_t*>(workspace) + kZipcclWorkspace;  // the parts of RAW blocks are read after this call
     const uint64_t first = at / itemsize;
     for (uint32_t b = 0; b * block < numel; ++b) {
       const uint64_t e = first + uint64_t(b) * block, n = std::min(numel - b * block, block);

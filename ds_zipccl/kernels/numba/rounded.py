@@ -38,7 +38,7 @@ with kernel_cache():
 
     @jit
     def untrimmed_bytes(payload, numel, exponent, mantissa, block):
-        """Bytes that a rounded payload would have if its blocks had no trims: those of the exponent payload of the same words."""
+        """Bytes that a rounded payload would have if its blocks had no trims, and RAW blocks stayed RAW."""
         itemsize = itemsize_of(exponent, mantissa)
         chunk_size = block * CHUNK_BLOCKS
         chunks = (numel + chunk_size - 1) // chunk_size
