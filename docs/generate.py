@@ -347,7 +347,9 @@ SECTIONS: dict[str, Section] = {
     "experts": trained.experts,
     "lossy_trained": partial(trained.lossy, names=("train_lossy", "train_lossy_moe")),
     "lossy_tensor_parallel": partial(trained.lossy, names=("train_lossy_tp",)),
-    "lossy_pipeline": partial(trained.lossy, names=("train_lossy_pipeline", "train_lossy_pipeline_slow", "train_lossy_fused")),
+    "lossy_pipeline": partial(
+        trained.lossy, names=("train_lossy_pipeline", "train_lossy_pipeline_slow", "train_lossy_fused")
+    ),
     "finetune": trained.finetune,
     "volume": trained.volume,
 }

@@ -79,7 +79,7 @@ def test_an_unknown_section_is_refused() -> None:
 def test_results_are_shown_with_their_origin(path: Path) -> None:
     content = json.loads(path.read_text())
     origin = measured.provenance(measured.results(path.stem))
-    assert origin in (ROOT / "docs" / "benchmarks.md").read_text()
+    assert any(origin in page.read_text() for page in (ROOT / "docs").glob("*.md"))
     for fact in (content["date"], content["machine"]["processor"], content["versions"]["torch"]):
         assert fact in origin
 
