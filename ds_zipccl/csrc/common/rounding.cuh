@@ -32,8 +32,13 @@ struct Rounding {
   // V: Number, or a compiler's vector of words. No branches, so that loops over this function vectorize.
   template <typename V>
   ZIPCCL_FN V operator()(V w) const {
-    const V kept = w & special(w), t = nearest(V(w & V(~special(w))));
-    return V(kept | V(t - (special(t) & last)));  // the largest finite value instead of infinity
+    if constexpr (packed) {
+      const V kept = w & special(w), t = nearest(V(w & V(~special(w))));
+      return V(kept | V(t - (special(t) & last)));  // the largest finite value instead of infinity
+    } else {
+      const V largest = V(V{} + Number(field - last)), size = V(w & Number(~sign)), t = nearest(size);
+      return V((size < field ? V(t < largest ? t : largest) : size) | (w & sign));
+    }
   }
 
   // The same of words whose exponent field is none of the two largest.
