@@ -6,6 +6,7 @@ RANKS ?= 2
 FUZZ_SECONDS ?= 600
 SOAK_SECONDS ?= 1800
 SEEDS ?= 1000
+SIMAI ?=
 TEST_PATH = .:tests/support:tests:tests/comm
 # What `make test` and `make test-all` run: T files or folders (all tests unless given), K an expression of pytest's -k. For example
 # `make test T=tests/comm/test_all_gather.py K=alias`, or `make test-all T=tests/codec`.
@@ -17,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus fuzz soak soak-sim gpu gpu-wheels cuda-static wheels lint clean
+.PHONY: demo test test-all corpus fuzz soak soak-sim gpu gpu-wheels cuda-static simai wheels lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -75,6 +76,10 @@ gpu-wheels: $(VENV)/ready
 # Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of nvcc.
 cuda-static: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/gpu $(BIN)/python tests/gpu/cuda_static.py
+
+# Plain collectives of `plan --network` beside the analytical mode of the simulator SimAI: SIMAI is a checkout of github.com/aliyun/SimAI.
+simai: $(VENV)/ready
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/simai/compare.py "$(SIMAI)" --json docs/results/plan_simai.json
 
 # The sdist and a wheel for each CPU, with the C++ library inside, in dist/; zig, a compiler for both CPUs, comes as a wheel. Four minutes.
 wheels: $(VENV)/ready

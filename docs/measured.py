@@ -59,7 +59,8 @@ def provenance(content: dict[str, Any]) -> str:
     count = f"{machine['processors']} processor{'s' if machine['processors'] > 1 else ''}"
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     where = f"{device}{machine['processor']}, {count}{gigabytes}, {machine['system']}"
-    return f"Measured on {content['date']}. Machine: {where}. Versions: {versions}.\n\n```sh\n{content['command']}\n```"
+    made = f"{content.get('made', 'Measured')} on {content['date']}"
+    return f"{made}. Machine: {where}. Versions: {versions}.\n\n```sh\n{content['command']}\n```"
 
 
 def picture(alternative: str, name: str, page: Path) -> str:

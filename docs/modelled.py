@@ -1,4 +1,5 @@
-"""Tables of figures that come from the model of NCCL groups, not from measurements: see :mod:`ds_zipccl.policy.device_rules`."""
+"""Tables of figures that come from the model of NCCL groups, not from measurements: see :mod:`ds_zipccl.policy.device_rules`. Those of
+whole steps come from ``docs/results``; a test computes the runs of others again."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measured import table
+from measured import picture, provenance, results, table
 
 from ds_zipccl.__main__ import PROGRAM, parse
 from ds_zipccl.bench.device_plan import ASSUMED, NETWORKS, network
@@ -102,6 +103,81 @@ def steps(page: Path) -> str:
     )  # fmt: skip
     commands = "\n".join(f"{PROGRAM} {_STEP.format(stage=stage, more=words)}" for stage, words in ((3, ""), (2, _MORE)))
     return f"{about}\n\n{table(head, rows)}\n\n```sh\n{commands}\n```"
+
+
+def clusters(page: Path) -> str:
+    """The model of whole steps against published runs: a line for every run."""
+    content = results("plan_clusters")
+    fit = content["fit"]
+    rows = (
+        (
+            *(row[key] for key in ("figure", "size", "links", "tokens")),
+            f"{row['measured']:g}",
+            f"{row['predicted']:.1f}",
+            f"{row['off']:+.1%}" + ("" if row["fitted"] else " (not fitted)"),
+            f"{row['unseen']:+.1%}",
+            f"{row['exposed']:.0%}",
+            f"{row['fewer']:g}",
+            f"{row['bytes_alone']:.1f}",
+            f"{row['bytes_off']:+.0%}",
+        )
+        for row in content["rows"]
+    )
+    about = (
+        f"Published: {content['source']}.\n\nFitted parameters: a GPU computes {fit['tflops']:.1f} TFLOPs; {fit['path']:.1f} GB/s between "
+        f"the network cards and the GPUs of a node. Greatest error of the fitted cells: {content['worst']:.1%}."
+    )
+    head = (
+        "figure", "model", "links a node", "tokens", "ZeRO-3 TFLOPs", "predicted", "error", "error, figure unseen", "exposed",
+        "ZeRO++ TFLOPs", "by bytes alone", "error",
+    )  # fmt: skip
+    return f"{provenance(content)}\n\n{about}\n\n{table(head, rows)}"
+
+
+def simulator(page: Path) -> str:
+    """Plain communication of ten steps by ``plan --network`` and by SimAI."""
+    content = results("plan_simai")
+    rows = (
+        (
+            *(row[key] for key in ("params", "zero")),
+            f"{row['gpus']:,}",
+            row["network"],
+            f"{row['calls']:,}",
+            *(f"{row[key]:.0f}" for key in ("simai_ms", "ours_ms")),
+            f"{row['off']:+.0%}",
+            *(f"{row[key]:.0f}" for key in ("simai_sizes_ms", "ours_hop_ms")),
+            f"{row['off_hop']:+.0%}",
+        )
+        for row in content["rows"]
+    )
+    hashes = ", ".join(f"`{name}` {digest[:16]}" for name, digest in content["sha256"].items())
+    about = f"The tables of sizes imply {content['hop_us']:.0f} µs for every further node (`--hop`). SHA-256 of SimAI's files: {hashes}."
+    head = (
+        "parameters", "ZeRO", "GPUs", "network of a node", "operations", "SimAI, ms", "`plan`, ms", "difference",
+        "SimAI by sizes, ms", "`plan` with hops, ms", "difference",
+    )  # fmt: skip
+    return f"{provenance(content)}\n\n{about}\n\n{table(head, rows)}"
+
+
+def whole_steps(page: Path) -> str:
+    """Whole steps of the largest number of GPUs by network, and the picture of all numbers."""
+    content = results("plan_steps")
+    steps = {(row["network"], row["variant"]): row for row in content["steps"]}
+    rows = []
+    for name in dict.fromkeys(key[0] for key in steps):
+        plain, coded = steps[name, "plain"], steps[name, "coded"]
+        times = (f"{row[key] / 1e3:.2f}" for key in ("ms", "step_ms") for row in (plain, coded))
+        shares = (f"{row['exposed']:.0%}" for row in (plain, coded))
+        gains = (f"{plain[key] / coded[key]:.2f}" for key in ("ms", "step_ms"))
+        rows.append((name, *times, *shares, *gains))
+    head = (
+        "network of a node", "communication plain, s", "coded", "step plain, s", "coded", "exposed plain", "coded",
+        "speed-up of communication", "speed-up of the step",
+    )  # fmt: skip
+    gpus = content["steps"][0]["gpus"]
+    drawn = picture("Predicted seconds of a step by network and number of GPUs", "plan_steps.png", page)
+    about = f"{MODEL} {gpus:,} GPUs; codec: {content['codec']['about']}."
+    return f"{drawn}{provenance(content)}\n\n{about}\n\n{table(head, rows)}"
 
 
 #: Networks of the README's forecast of NCCL groups.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_zipccl.bench import ToolError, speeds, tables
+from ds_zipccl.bench import ToolError, speeds, tables, whole_step
 from ds_zipccl.bench.step_plan import (
     CHANGED,
     EXPONENTS,
@@ -21,6 +21,7 @@ from ds_zipccl.bench.step_plan import (
     sizes,
     traffic,
 )
+from ds_zipccl.bench.step_time import Computing, behind
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.policy.device_rules import (
     CODEC,
@@ -33,6 +34,7 @@ from ds_zipccl.policy.device_rules import (
     DeviceProfile,
     Topology,
     coded_seconds,
+    coding_seconds,
     moves_may_gain,
     plain_seconds,
     sums_of,
@@ -128,6 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"with --network: {' '.join(ASSUMED)}, or a file of bench codec --device cuda --json "
         "(docs/results/cuda.json where it exists, else assumed-1.0)",
     )  # fmt: skip
+    whole_step.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -136,6 +139,9 @@ def main(args: argparse.Namespace) -> int:
         raise ToolError(
             "--network is for GPUs on NCCL groups, and takes neither --link nor --profile: see --gpu-profile"
         )
+    work = whole_step.computing(args)
+    if args.plot:
+        from ds_zipccl.bench import plot_plan  # before the model: matplotlib may be missing
     networks = args.network or [network(text) for text in NETWORKS]
     found = codec(args.gpu_profile, args.dtype)
     tables.say("model of NCCL groups: no GPU has run these schedules yet")
@@ -153,9 +159,33 @@ def main(args: argparse.Namespace) -> int:
         tables.say(
             "few ranks own a bucket that is smaller than the model: round_robin_gradients is faster, see --round-robin"
         )
+    more: dict[str, Any] = {"made": "Computed"}  # the word of the documentation for figures of a model
+    if work is None:
+        tables.say(
+            "these are times of communication alone; --tflops and --tokens add computing, and a step is sped up less"
+        )
+    else:
+        more["steps"] = list(whole_step.rows(args, rows, work))
+        tables.say()
+        table = tables.Table(whole_step.COLUMNS)
+        for row in more["steps"]:
+            table.add(row)
+    if work is not None and args.plot:
+        more["scaling"] = [
+            row for gpus in whole_step.counts(args) for row in _steps_of(args, gpus, networks, found, work)
+        ]
+        plot_plan.save(args.plot, more["scaling"])
     if args.json:
-        tables.write_json(args.json, rows, args.command, codec=found._asdict())
+        tables.write_json(args.json, rows, args.command, codec=found._asdict(), **more)
     return 0
+
+
+def _steps_of(
+    args: argparse.Namespace, gpus: int, networks: Sequence[Network], found: Codec, work: Computing
+) -> Iterator[dict[str, Any]]:
+    fewer = argparse.Namespace(**vars(args) | {"gpus": gpus})
+    for each in networks:
+        yield from whole_step.rows(fewer, list(step(fewer, each, found)), work)
 
 
 class _Place:
@@ -215,71 +245,73 @@ class _Place:
             return nbytes / HOST_BUS * (1 + 2 / self.topology.each)
         return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
 
-    def chosen(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, bool]:
-        """Seconds of one operation as a job chooses its schedules, and whether some part of it is coded."""
+    def chosen(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float]:
+        """Seconds of one operation as a job chooses its schedules, and those that its kernels take of a GPU; 0 where nothing is coded."""
         owners = op == line.coded_op
         if owners and self._sums == "plain":
-            return self.to_owners(nbytes), False
+            return self.to_owners(nbytes), 0.0
         kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
-        seconds, coded = 0.0, False
+        seconds = kernels = 0.0
         for kind in kinds:
             plain = plain_seconds(kind, nbytes, self.topology, self.profile)
             ours = self.coded(line, kind, nbytes)
             # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
             takes = self._sums == "fp32" if kind == SUM or len(kinds) > 1 else self._moves and ours < plain
             seconds += ours if takes else plain
-            coded |= takes
-        return seconds, coded
+            kernels += self._kernels(line, kind, nbytes) if takes else 0.0
+        return seconds, kernels
+
+    def _kernels(self, line: StepTraffic, kind: str, nbytes: float) -> float:
+        """Seconds of the codec's kernels in one coded operation. Unchanged parameters are copied from the base instead."""
+        if line.coding == UNCHANGED:
+            return nbytes / (HOST_BUS if self.args.zero3_base == "host" else COPY)
+        both = sum(coding_seconds(kind, nbytes, self.topology, self.profile))
+        return both if line.coding == EXPONENTS else both / BASE_SPEED + nbytes / HASH + self._copies(nbytes)
 
 
 def step(args: argparse.Namespace, each: Network, found: Codec) -> Iterator[dict[str, Any]]:
     """Rows of a step on one network, columns as in ``plan --help``, and their totals."""
     topology = Topology(args.gpus // args.gpus_per_node, args.gpus_per_node)
-    place = _Place(topology, DeviceProfile(each.speed, encode=found.encode, decode=found.decode), args)
+    speed = behind(each.speed, 1e9 * args.path)
+    hops = (topology.nodes - 1) * args.hop / 1e6
+    place = _Place(topology, DeviceProfile(speed, encode=found.encode, decode=found.decode), args)
     traffics = traffic(args)
     owners = any(line.coded_op for line in traffics)
     variants = (PLAIN, *((OWNERS,) if owners else ()), CODED)
-    totals = dict.fromkeys(variants, 0.0)
+    totals, kernels = dict.fromkeys(variants, 0.0), dict.fromkeys(variants, 0.0)
     calls = dict.fromkeys(variants, 0)
     whole = args.params * ITEMSIZE[args.dtype]
     for line in traffics:
         bucket = line.bucket * ITEMSIZE[args.dtype] if args.bucket is None else args.bucket
         operations = sizes(whole, bucket)
-        plain = line.times * sum(count * place.plain(line.op, nbytes) for nbytes, count in operations)
+        plain = line.times * sum(count * (hops + place.plain(line.op, nbytes)) for nbytes, count in operations)
         for variant in variants:
             op = line.op if variant == PLAIN else line.coded_op or line.op
-            coded = False
-            seconds = 0.0
+            seconds = coding = 0.0
             for nbytes, count in operations:
+                busy = 0.0
                 if variant == CODED:
-                    one, coded = place.chosen(line, op, nbytes)
+                    one, busy = place.chosen(line, op, nbytes)
                 elif op == line.coded_op:
                     one = place.to_owners(nbytes)
                 else:
                     one = place.plain(op, nbytes)
-                seconds += line.times * count * one
-            how = PLAIN if not coded else CODED if line.coding == EXPONENTS else "differences"
+                seconds += line.times * count * (hops + one)
+                coding += line.times * count * busy
+            how = PLAIN if not coding else CODED if line.coding == EXPONENTS else "differences"
             number = line.times * sum(count for _, count in operations)
             totals[variant] += seconds
+            kernels[variant] += coding
             calls[variant] += number
-            yield _row(each, line.what, op, number, variant, how, seconds, plain)
+            names = {"network": each.text, "what": line.what, "op": op, "calls": number, "variant": variant, "how": how}
+            yield names | _times(seconds, coding, plain)
     for variant in variants:
-        yield _row(each, TOTAL, "", calls[variant], variant, "", totals[variant], totals[PLAIN])
+        names = {"network": each.text, "what": TOTAL, "op": "", "calls": calls[variant], "variant": variant, "how": ""}
+        yield names | _times(totals[variant], kernels[variant], totals[PLAIN])
 
 
-def _row(
-    each: Network, what: str, op: str, calls: int, variant: str, how: str, seconds: float, plain: float
-) -> dict[str, Any]:
-    return {
-        "network": each.text,
-        "what": what,
-        "op": op,
-        "calls": calls,
-        "variant": variant,
-        "how": how,
-        "ms": 1e3 * seconds,
-        "speedup": plain / seconds,
-    }
+def _times(seconds: float, coding: float, plain: float) -> dict[str, float]:
+    return {"ms": 1e3 * seconds, "codec_ms": 1e3 * coding, "speedup": plain / seconds}
 
 
 def remarks(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -42,7 +42,20 @@ ds_zipccl/policy/device_rules.py). It is a model: no GPU has run these schedules
 collectives reach 95% by RDMA and 85% by TCP. Variants: plain: NCCL's rings. owners: ZeRO-1 and ZeRO-2 with gradients to their owners only,
 uncoded. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers coded where that is faster, how says which
 lines are. The speed of the codec is assumed until docs/results/cuda.json has a measured one. With several networks only totals are shown;
---json has all rows.
+--json has all rows. speedup is that of the communication alone.
+
+A step is sped up less than its communication. --tflops and --tokens add the computing of a GPU, and a table of whole steps. --overlap is
+the share of the computing during which communication goes on. Coding during hidden communication delays computing by as long as its
+kernels run. --path slows a node's network down by a second way that every byte takes, --hop lets an operation take longer with every node.
+Columns: ms: communication; codec_ms: kernels of the codec; computing_ms: without delays; step_ms: all; exposed: share of the step in which
+GPUs only communicate; tflops: of one GPU over the step; step_speedup: plain step_ms / step_ms. --plot draws step_ms by network and
+number of GPUs, from two nodes to --gpus; --json has these points as "scaling".
+
+plan --clusters holds that model against runs of ZeRO-3 on 384 GPUs that others published. It prints the two fitted parameters. Columns:
+figure, size of the model, links (network cards of a node), tokens: the run; measured: published TFLOPs of a GPU; predicted, off: those of
+the model, and their error; unseen: the error if both parameters are fitted to the other figures; exposed: as above; fewer: published TFLOPs
+of ZeRO++, which sends a quarter of the bytes; bytes_alone, bytes_off: the prediction from fewer bytes alone, and its error. The exit status
+is 1 if a fitted cell is off by more than 10%.
 
 plan --validate measures link and codec between ranks of this machine, predicts the rows of bench comm and measures them in the same
 processes. Its columns: measured_ms; predicted_ms: for plain of gloo's own schedules, as far as they are known; off: predicted /
@@ -58,7 +71,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ds_zipccl.bench import ToolError, data, device_plan, link, lossy_trial, speeds, tables, validate
+from ds_zipccl.bench import (
+    ToolError,
+    clusters,
+    data,
+    device_plan,
+    link,
+    lossy_trial,
+    speeds,
+    tables,
+    validate,
+    whole_step,
+)
 from ds_zipccl.bench.step_plan import (
     EXPONENTS,
     GRADIENTS,
@@ -136,6 +160,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
     device_plan.add_arguments(parser)
+    parser.add_argument(
+        "--clusters",
+        action="store_true",
+        help="compare the model of whole steps with published runs; only --json goes with it",
+    )
     validate.add_arguments(parser)
 
 
@@ -143,6 +172,8 @@ def main(args: argparse.Namespace) -> int:
     """Run ``plan``; 0, or with ``--validate`` 1 if the model is off."""
     if args.validate:
         return validate.main(args)
+    if args.clusters:
+        return clusters.main(args)
     _check(args)
     if args.network is not None:
         return device_plan.main(args)
@@ -214,8 +245,9 @@ def _fastest(row: dict[str, Any]) -> str:
 
 def _check(args: argparse.Namespace) -> None:
     if args.params is None or args.gpus is None:
-        raise ToolError("wanted are --params and --gpus, or --validate")
+        raise ToolError("wanted are --params and --gpus, or --validate, or --clusters")
     if args.network is None:
+        whole_step.refuse(args)
         _check_link(args)
     elif args.gradients is not None:
         raise ToolError(

@@ -119,24 +119,34 @@ def coded_seconds(
         pieces: pieces of the operation.
     """
     ratio = RATIO[kind] if ratio is None else ratio
-    ranks = topology.ranks
-    peers = (ranks - 1) / ranks
+    two_levels = two_levels and topology.levels
+    encode, decode = coding_seconds(kind, nbytes, topology, profile, two_levels=two_levels)
     if kind == GATHER:
         wire = _ring_wire(nbytes, topology, profile) / ratio
-        stages = (nbytes / ranks / profile.encode, wire, nbytes * peers / profile.decode)
-        return profile.launch + waits * profile.verdict + _pipeline(stages, pieces)
+        return profile.launch + waits * profile.verdict + _pipeline((encode, wire, decode), pieces)
     fixed = profile.launch + profile.verdict + profile.exchange
     if kind == ALL_TO_ALL:  # in one piece
-        coding = nbytes * peers / profile.encode + nbytes * peers / profile.decode
-        return fixed + coding + _all_to_all_wire(nbytes, topology, profile, ratio)
-    if two_levels and topology.levels:
+        return fixed + encode + decode + _all_to_all_wire(nbytes, topology, profile, ratio)
+    if two_levels:
         inside = nbytes * (topology.each - 1) / topology.each / profile.inside
-        part, peers = nbytes / topology.each, (topology.nodes - 1) / topology.nodes
-        wire = nbytes * peers / profile.network / ratio
+        wire = nbytes * (topology.nodes - 1) / topology.nodes / profile.network / ratio
     else:
-        inside, part = 0.0, nbytes
-        wire = _all_to_all_wire(nbytes, topology, profile, ratio)
-    return fixed + _pipeline((inside, part * peers / profile.encode, wire, part * peers / profile.decode), pieces)
+        inside, wire = 0.0, _all_to_all_wire(nbytes, topology, profile, ratio)
+    return fixed + _pipeline((inside, encode, wire, decode), pieces)
+
+
+def coding_seconds(
+    kind: str, nbytes: float, topology: Topology, profile: DeviceProfile, *, two_levels: bool = True
+) -> tuple[float, float]:
+    """Return the seconds that one rank encodes, and those that it decodes, in an operation of :func:`coded_seconds`, whose arguments these
+    are."""
+    peers = (topology.ranks - 1) / topology.ranks
+    encoded = decoded = nbytes * peers
+    if kind == GATHER:
+        encoded = nbytes / topology.ranks
+    elif kind == SUM and two_levels and topology.levels:
+        encoded = decoded = nbytes / topology.each * (topology.nodes - 1) / topology.nodes
+    return encoded / profile.encode, decoded / profile.decode
 
 
 def _ring_wire(nbytes: float, topology: Topology, profile: DeviceProfile) -> float:
