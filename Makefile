@@ -18,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus fuzz soak soak-sim gpu gpu-wheels cuda-static simai wheels lint clean
+.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai wheels lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -47,6 +47,10 @@ endif
 # Tensors of a real training step, for `bench codec --corpus`; about half a minute.
 corpus: $(VENV)/ready
 	$(BIN)/python examples/make_corpus.py --out out/corpus.safetensors
+
+# As root, some ten minutes: predictions of `doctor` beside trainings of three ZeRO stages over three links; fails beyond 20%.
+doctor-check: $(VENV)/ready
+	$(BIN)/python -m ds_zipccl doctor --check zero1 zero2 zero3 --link 100mbit 300mbit 1gbit --json docs/results/doctor.json
 
 # Ten minutes of damaged frames under AddressSanitizer and UBSan, from a new seed; `make test-all` fuzzes for one minute.
 fuzz: $(VENV)/ready

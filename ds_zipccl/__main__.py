@@ -18,6 +18,7 @@ PROGRAM = "python -m ds_zipccl"
 #: Words on the command line -> module in ds_zipccl.cli, one-line help.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("report",): ("report", "versions, routes and op builders: which of them work here, and why the rest does not"),
+    ("doctor",): ("doctor", "link, codec and hooks on the real ranks of a job, and the gain expected for its config"),
     ("analyze",): ("analyze", "entropy, bound and ratio of the tensors of a file, or of synthetic data"),
     ("bench", "codec"): ("bench_codec", "ratio and speed of compress and decompress, beside memcpy"),
     ("bench", "comm"): ("bench_comm", "time, bandwidth and bytes of collectives: plain, our schedule, compressed"),

@@ -41,6 +41,15 @@ class StepTraffic:
     slower: float = 1.0
 
 
+@dataclass(frozen=True)
+class Buckets:
+    """Elements of an operation at most: of the reductions of gradients, of the gathers of ZeRO-1 and ZeRO-2, of those of ZeRO-3."""
+
+    reduce: int = BUCKET
+    gather: int = BUCKET
+    prefetch: int = PREFETCH
+
+
 class Coding(NamedTuple):
     """Speeds of codec and link, and the ratio."""
 
@@ -60,16 +69,21 @@ class Schedule:
     crossing: float
 
 
-def step(args: argparse.Namespace, traffics: list[StepTraffic], codings: dict[str, Coding]) -> Iterator[dict[str, Any]]:
-    """Rows of a step, columns as in ``plan --help``, and their totals."""
+def step(
+    args: argparse.Namespace, traffics: list[StepTraffic], codings: dict[str, Coding], plain_schedule: str = "plain"
+) -> Iterator[dict[str, Any]]:
+    """Rows of a step, columns as in ``plan --help``, and their totals.
+
+    ``plain_schedule``: the schedule of the uncoded operations, one of :data:`ds_zipccl.policy.cost_model.VARIANTS`.
+    """
     itemsize = ITEMSIZE[args.dtype]
     exponents = codings[EXPONENTS]
     totals: dict[str, dict[str, Any]] = {}
     for line in traffics:
         operations = sizes(args.params * itemsize, line.bucket * itemsize if args.bucket is None else args.bucket)
         plain = math.nan
-        for schedule in _schedules(args.gpus, args.gpus_per_node):
-            uncoded = schedule.codec == "plain"
+        for schedule in _schedules(args.gpus, args.gpus_per_node, plain_schedule):
+            uncoded = schedule.codec == plain_schedule
             op = line.op if uncoded else line.coded_op or line.op
             coding = Coding(exponents.profile, 1.0) if uncoded else codings[line.coding]
             sent = TRAFFIC[op].plain(schedule.ranks) * schedule.crossing * schedule.tensor / coding.ratio
@@ -106,31 +120,33 @@ def _ms(op: str, operations: list[tuple[int, int]], schedule: Schedule, coding: 
     )
 
 
-def traffic(args: argparse.Namespace) -> list[StepTraffic]:
+def traffic(args: argparse.Namespace, buckets: Buckets = Buckets()) -> list[StepTraffic]:
     """Return the lines of a step; gradients are coded lossily where ``args`` name a codec for them."""
     coding = EXPONENTS if args.gradients is None else LOSSY
-    return [replace(line, coding=coding) if line.what == GRADIENTS else line for line in _traffic(args)]
+    return [replace(line, coding=coding) if line.what == GRADIENTS else line for line in _traffic(args, buckets)]
 
 
-def _traffic(args: argparse.Namespace) -> list[StepTraffic]:
+def _traffic(args: argparse.Namespace, buckets: Buckets) -> list[StepTraffic]:
     micro = args.accumulation
     if args.zero < 3:
-        owners, slower = ("reduce_scatter", _crowding(args)) if args.owner_only == "auto" else ("", 1.0)
+        owners, slower = ("reduce_scatter", _crowding(args, buckets)) if args.owner_only == "auto" else ("", 1.0)
         times = micro if args.zero == 2 else 1
         return [
-            StepTraffic(GRADIENTS, "all_reduce", BUCKET, times, coded_op=owners, slower=slower),
-            StepTraffic("parameters", "all_gather", BUCKET, 1, coding=CHANGED if args.delta == "auto" else EXPONENTS),
+            StepTraffic(GRADIENTS, "all_reduce", buckets.reduce, times, coded_op=owners, slower=slower),
+            StepTraffic(
+                "parameters", "all_gather", buckets.gather, 1, coding=CHANGED if args.delta == "auto" else EXPONENTS
+            ),
         ]
-    gradients = StepTraffic(GRADIENTS, "reduce_scatter", BUCKET, micro)
+    gradients = StepTraffic(GRADIENTS, "reduce_scatter", buckets.reduce, micro)
     if args.zero3_base in ("auto", "off") or args.delta == "off":
         return [
-            StepTraffic("parameters, forward", "all_gather", PREFETCH, micro),
-            StepTraffic("parameters, backward", "all_gather", PREFETCH, micro),
+            StepTraffic("parameters, forward", "all_gather", buckets.prefetch, micro),
+            StepTraffic("parameters, backward", "all_gather", buckets.prefetch, micro),
             gradients,
         ]
     return [
-        StepTraffic("parameters, first", "all_gather", PREFETCH, 1, coding=CHANGED),
-        StepTraffic("parameters, again", "all_gather", PREFETCH, 2 * micro - 1, coding=UNCHANGED),
+        StepTraffic("parameters, first", "all_gather", buckets.prefetch, 1, coding=CHANGED),
+        StepTraffic("parameters, again", "all_gather", buckets.prefetch, 2 * micro - 1, coding=UNCHANGED),
         gradients,
     ]
 
@@ -147,9 +163,9 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
     }[args.zero3_base]
 
 
-def _crowding(args: argparse.Namespace) -> float:
+def _crowding(args: argparse.Namespace, buckets: Buckets) -> float:
     """Factor on the time of a reduce-scatter whose sums go on to the few owners of a bucket; 1 if all ranks own equally much."""
-    elements = BUCKET if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
+    elements = buckets.reduce if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
     owners = args.gpus * (1.0 if args.round_robin else min(1.0, elements / args.params))
     return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
 
@@ -178,9 +194,9 @@ def lossy(args: argparse.Namespace, exponents: Coding) -> tuple[Coding, str]:
     return Coding(exponents.profile, bits / found.bits), f"{about} a rounding; as fast as exponents"
 
 
-def _schedules(gpus: int, per_node: int) -> list[Schedule]:
+def _schedules(gpus: int, per_node: int, plain_schedule: str) -> list[Schedule]:
     nodes = gpus // per_node
-    plain = Schedule("plain", "plain", nodes, 1 / per_node, 1.0)
+    plain = Schedule("plain", plain_schedule, nodes, 1 / per_node, 1.0)
     if per_node == 1:
         return [plain, replace(plain, variant="coded", codec="coded")]
     flat = Schedule("coded, flat", "coded", gpus, 1.0, (gpus - per_node) / (gpus - 1))

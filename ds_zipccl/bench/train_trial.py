@@ -117,7 +117,7 @@ def find_script(named: Path | None = None, workload: str = "zero3") -> Path:
     raise ToolError(f"no training script at {looked}: name examples/{own} of a checkout with --script")
 
 
-def _config(training: Training) -> Path:
+def config_of(training: Training) -> Path:
     """The DeepSpeed config of the workload: next to the script, otherwise the package's own."""
     name = WORKLOADS[training.workload].config
     return next(
@@ -171,7 +171,7 @@ def _commands(
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Command and environment of each process to start, in the order of ranks."""
     backend, options = training.backend, WORKLOADS[training.workload].options
-    command = [sys.executable, str(training.script), "--ds-config", str(_config(training)), *options]
+    command = [sys.executable, str(training.script), "--ds-config", str(config_of(training)), *options]
     command += ["--steps", str(training.steps), "--size", training.size, "--comm-time", *training.options, *more]
     if network is None and not backend.streams:
         yield [*command, "--ranks", str(training.ranks)], {}

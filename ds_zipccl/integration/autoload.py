@@ -31,7 +31,7 @@ HOOKS = {
     "deepspeed.module_inject.auto_ep_folding": "adopt_folding",
 }
 #: Modules that a job need not load, and that a DeepSpeed may lack.
-_OPTIONAL = (
+OPTIONAL = (
     "deepspeed.runtime.pipe.engine",
     "deepspeed.module_inject.layers",
     "deepspeed.moe.sharded_moe",
@@ -42,6 +42,8 @@ _OPTIONAL = (
 #: Modules behind the hooks. They import DeepSpeed: its modules wait for their hooks while one of these is being executed.
 _BEHIND = ("ds_zipccl.integration.hooks", "ds_zipccl.integration.backend")
 
+#: DeepSpeed module that was loaded -> why its hook failed; "" where the hook has adjusted the module.
+OUTCOMES: dict[str, str] = {}
 _executing: set[str] = set()  # modules of _BEHIND
 _waiting: list[ModuleType] = []  # DeepSpeed's modules, executed and not adjusted yet
 
@@ -74,9 +76,10 @@ def install(section: Mapping[str, Any] | None = None) -> None:
     if section is not None:
         job.install_section(section)
     for name, hook in HOOKS.items():
-        if name in _OPTIONAL:
+        if name in OPTIONAL:
             continue  # watch() adjusts them, where they are loaded
         getattr(hooks, hook)(importlib.import_module(name))
+        OUTCOMES[name] = ""
     watch()
 
 
@@ -103,7 +106,9 @@ def _adjust(module: ModuleType) -> None:
         from ds_zipccl.integration import hooks
 
         getattr(hooks, HOOKS[module.__name__])(module)
+        OUTCOMES[module.__name__] = ""
     except Exception as error:
+        OUTCOMES[module.__name__] = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"ds_zipccl stays off: it does not fit this DeepSpeed ({type(error).__name__}: {error}). "
             "Call ds_zipccl.install() to see the whole error, or set DS_ZIPCCL=0 to silence this warning.",

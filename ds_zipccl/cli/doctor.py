@@ -1,0 +1,219 @@
+"""``doctor``: link, codec and hooks of a job on its real ranks, and the predicted gain for its DeepSpeed config. At most 30 s.
+
+    torchrun --nproc-per-node 2 -m ds_zipccl doctor --ds-config ds_config.json --params 1.3e9 --step-ms 420
+
+Start the doctor by the launcher of the job, on all nodes: ``torchrun``, ``deepspeed --no_local_rank --module ds_zipccl doctor ...`` or
+``accelerate launch -m ds_zipccl doctor ...``. Without a launcher it starts ``--ranks`` processes on this machine, joined by ``--link``.
+Rank 0 alone prints. A rank that fails ends the doctor on all ranks, with its reason. ``report`` builds the kernels, which may take longer
+than 30 s once.
+
+Lines:
+
+* link: measured between the real ranks over gloo: each rank sends to the next and receives from the previous one at the same time; the
+  slowest rank counts. Groups of other backends are not measured. codec: speeds of one thread of the slowest rank.
+* hooks: the modules of DeepSpeed that the package has adjusted in these processes. A missing hook has its reason.
+* job: the traffic that will be coded here, and values that the config leaves open.
+* expected: a table with a line for each kind of traffic of a step, by the model of ``plan`` with this config, this link and ``--params``.
+  plain_ms: gloo's own schedules. coded_ms: ours, compressed. choice: the schedule of the mode of the role, by which ms follows; reason:
+  why a line passes. Mode auto also has uncoded frames, which are not predicted.
+
+Roles other than zero_param and zero_grad depend on the layers of the model and are not predicted. The ratio is that of ``--sample``,
+tensors as the job sends them, else of normal values; the ratio of differences is 4 unless ``--delta-ratio`` says otherwise. The step is
+predicted from ``--step-ms`` alone: the time of a step without communication, as measured by the user. Communication that overlaps with
+computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not. Several ranks of a node share a link: predictions are of
+one rank a node.
+
+``--check`` compares predictions with the trainings of ``bench train`` on shaped links, as root: for each ``--link`` and workload the
+measured and the predicted factor, of communication (``comm_ms``) and of steps, whose computing time is that of the plain run.
+
+The exit status is 1 if a hook is missing, or with ``--check`` if a prediction is off by more than 20% or a training has wrong bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+from typing import Any
+
+from ds_zipccl.bench import ToolError, doctor_check, doctor_ranks, link, namespaces, tables, user_job
+from ds_zipccl.bench.doctor_ranks import AgreedError, Ranks
+from ds_zipccl.bench.step_plan import TOTAL
+from ds_zipccl.bench.tables import Column
+
+COLUMNS = (
+    Column("what", width=20),
+    Column("role", width=10),
+    Column("plain_ms", ".1f", 10),
+    Column("coded_ms", ".1f", 10),
+    Column("ms", ".1f", 10),
+    Column("speedup", ".2f"),
+    Column("choice", width=9),
+    Column("reason"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``doctor``."""
+    option = parser.add_argument
+    option("--ds-config", metavar="FILE", help="the DeepSpeed config of the job (none: link, codec and hooks alone)")
+    option("--params", type=_positive, metavar="P", help="parameters of the model, such as 7e9")
+    option("--step-ms", type=_positive, metavar="MS", help="milliseconds of a step without communication, measured")
+    option("--sample", metavar="FILE", help="safetensors or torch file of tensors like the job's (normal values)")
+    option("--delta-ratio", type=_positive, metavar="R", help="ratio of differences of parameters (4)")
+    option("--ranks", type=int, default=2, metavar="N", help="processes on this machine, without a launcher (2)")
+    link.add_arguments(parser)
+    option("--timeout", type=_positive, default=30, metavar="S", help="seconds until the doctor gives up (30)")
+    option("--json", metavar="FILE", help="write everything here too")
+    doctor_check.add_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``doctor``; 1 if a hook is missing, or with ``--check`` if a prediction is off."""
+    if args.check:
+        return doctor_check.main(args)
+    _check(args)
+    if not doctor_ranks.launched():
+        return _start_ranks(args)
+    with doctor_ranks.limit(args.timeout):
+        try:
+            return _take_part(args)
+        except AgreedError:
+            if int(os.environ["RANK"]):
+                return 2  # rank 0 tells the reason
+            raise
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.step_ms is not None and args.params is None:
+        raise ToolError("--step-ms is for predictions: name --params too, the number of parameters of the model")
+    if args.params is not None and args.ds_config is None:
+        raise ToolError("--params is for predictions: name --ds-config too, the DeepSpeed config of the job")
+    if args.ranks < 2:
+        raise ToolError(f"--ranks must be at least 2, got {args.ranks}: one rank sends nothing")
+    if len(args.link) != 1:
+        raise ToolError(f"the doctor takes one --link, got {len(args.link)}; --check takes several")
+    link.check(args.link, [args.ranks], args.nodes)
+
+
+def _start_ranks(args: argparse.Namespace) -> int:
+    if args.ds_config is not None:
+        user_job.read(args.ds_config)  # a wrong config is told before processes start
+    tables.complain(f"# no launcher: starting {args.ranks} ranks on this machine, {link.name(args.link[0])}")
+    words = shlex.split(args.command)[len(shlex.split("python -m ds_zipccl")) :]
+    with namespaces.joined(args.link[0], args.ranks, args.nodes) as network:
+        return doctor_ranks.local(words, args.ranks, network, args.timeout + 10)
+
+
+def _take_part(args: argparse.Namespace) -> int:
+    """Run as one rank of the launcher's."""
+    first = os.environ["RANK"] == "0"
+    if first:
+        tables.complain(f"# waiting for {os.environ['WORLD_SIZE']} ranks, loading DeepSpeed")
+    found = doctor_ranks.meet(
+        lambda: "" if args.ds_config is None else repr(user_job.read(args.ds_config)), args.timeout
+    )
+    if first:
+        tables.complain("# measuring link and codec")
+    profile = doctor_ranks.measure()
+    doctor_ranks.leave()
+    missing = _missing(found)
+    if not first:
+        return int(bool(missing))
+    ranks = len(found.reports)
+    about = {name: getattr(profile, name) / 1e9 for name in ("encode", "decode", "add", "copy", "add_raw")}
+    coding = ", ".join(f"{name} {speed:.1f}" for name, speed in about.items())
+    tables.say(
+        f"link:  gloo, {ranks} ranks on {found.nodes} {'node' if found.nodes == 1 else 'nodes'}: "
+        f"{8e-6 * profile.bandwidth:.0f} Mbit/s, a small message {1e6 * profile.alpha:.0f} us"
+    )
+    tables.say(f"codec: {coding} GB/s, one thread")
+    tables.say(f"hooks: {len(found.reports[0].hooks)} modules of DeepSpeed known, {len(missing)} missing")
+    for line in missing:
+        tables.say(f"       {line}")
+    if missing:
+        tables.say(
+            "       to do: pip install ds_zipccl where the job runs; report has the cause in its section activation"
+        )
+    more: dict[str, Any] = {
+        "ranks": ranks,
+        "nodes": found.nodes,
+        "profile": profile.to_json(),
+        "hooks": [dict(report.hooks) for report in found.reports],
+        "missing": missing,
+    }
+    rows: list[dict[str, Any]] = []
+    if args.ds_config is not None:
+        predicted = _predict(args, found, profile)
+        rows = predicted.pop("rows")
+        more |= predicted
+    if args.json:
+        tables.write_json(args.json, rows, args.command, **more)
+    return int(bool(missing))
+
+
+def _missing(found: Ranks) -> list[str]:
+    """A line for each hook that did not work on a rank."""
+    lines = [
+        f"{name}: {reason} (rank {rank} on {report.host})"
+        for rank, report in enumerate(found.reports)
+        for name, reason in report.hooks.items()
+        if reason not in ("", "absent")
+    ]
+    return lines
+
+
+def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, Any]:
+    """Print the job and the prediction; return both for the file."""
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_zipccl.bench import job_plan
+    from ds_zipccl.integration.start_line import coverage_here
+
+    job = user_job.read(args.ds_config)
+    ranks = len(found.reports)
+    device = get_accelerator().device_name()
+    tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {coverage_here(job.config)}")
+    notes = [*job.notes]
+    if 1 < found.nodes < ranks:
+        notes.append(f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is that of one rank a node")
+    for note in notes:
+        tables.say(f"       {note}")
+    reason = (
+        "no --params"
+        if args.params is None
+        else job_plan.unpredicted(job, device, get_accelerator().communication_backend_name())
+    )
+    if reason:
+        tables.say(f"expected: not predicted: {reason}")
+        return {"rows": [], "notes": notes, "unpredicted": reason}
+    ratios = job_plan.ratios(job.dtype, args.sample, args.delta_ratio)
+    tables.say(f"ratio: {ratios.values:.3f}, {ratios.about}")
+    rows = job_plan.predict(job, int(args.params), ranks, profile, ratios, device)
+    table = tables.Table(COLUMNS)
+    for row in rows:
+        table.add(row)
+    total = next(row for row in rows if row["what"] == TOTAL)
+    speedup = None if args.step_ms is None else job_plan.step_speedup(total, args.step_ms)
+    step = "step not predicted without --step-ms" if speedup is None else f"step {speedup:.2f}x"
+    tables.say(f"expected: communication {total['speedup']:.2f}x, {step}")
+    return {
+        "rows": rows,
+        "notes": notes,
+        "ratio": ratios.values,
+        "ratio_about": ratios.about,
+        "comm_speedup": total["speedup"],
+        "step_speedup": speedup,
+    }
+
+
+def _positive(text: str) -> float:
+    """A finite number above 0 (argparse type)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0; write 7e9 or 420")
+    return value

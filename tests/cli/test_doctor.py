@@ -1,0 +1,314 @@
+"""``doctor``: its predictions are those of trainings that were measured; real ranks meet, measure, and tell the reason of a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import assert_refused, content
+from places import ROOT
+from programs import launch
+
+from ds_zipccl.bench import ToolError, doctor_check, job_plan, link, namespaces, speeds, user_job
+from ds_zipccl.bench.doctor_ranks import RankReport
+from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.policy.cost_model import LinkProfile, predict
+
+EXAMPLES = ROOT / "examples"
+FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
+NORMAL = job_plan.Ratios(1.5, 4.0, "")
+#: A config with buckets of its own.
+JOB = {
+    "bf16": {"enabled": True},
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 4e6, "allgather_bucket_size": 2e6},
+    "zipccl": {"enabled": True},
+}
+PARAMS = 10_000_000
+
+
+def written(folder: Path, **changes: Any) -> str:
+    """Path of :data:`JOB` with other values of its keys; None removes a key."""
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps({key: value for key, value in (JOB | changes).items() if value is not None}))
+    return str(path)
+
+
+# ---------------------------------------------------------------- the config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"zipccl": {"enabled": True, "mod": "auto"}},
+            'the "zipccl" section is invalid: .*mod.*docs/configuration.md has the keys',
+        ),
+        ({"zipccl": None, "zipcl": {"enabled": True}}, 'unknown key "zipcl": did you mean "zipccl"'),
+        ({"zero_optimization": {"stage": 4}}, "stage of zero_optimization is one of .*, got 4"),
+        ({"zero_optimization": [2]}, "zero_optimization must be an object"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be a whole number of at least 1"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps must be a whole number"),
+    ],
+)
+def test_a_wrong_config_says_what_to_do(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match=message):
+        user_job.read(written(tmp_path, **changes))
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match=r"cannot read the DeepSpeed config .*No such file.*on every node"):
+        user_job.read(str(tmp_path / "missing.json"))
+    for text, message in (("{", "is not JSON"), ("[]", "holds a list, wanted is an object")):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ToolError, match=message):
+            user_job.read(str(tmp_path / "wrong.json"))
+
+
+def test_values_that_a_trainer_fills_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = user_job.read(
+        written(
+            tmp_path,
+            zipccl=None,
+            bf16={"enabled": "auto"},
+            gradient_accumulation_steps="auto",
+            tensor_parallel={"autotp_size": 2},
+        )
+    )
+    assert (job.dtype, job.accumulation, job.buckets.reduce, job.buckets.gather) == (
+        "bfloat16",
+        1,
+        4_000_000,
+        2_000_000,
+    )
+    said = "\n".join(job.notes)
+    assert 'no "zipccl" section' in said and 'bf16 is "auto"' in said and "role tp" in said
+    monkeypatch.setenv("DS_ZIPCCL", '{"enabled": true, "mode": "never"}')
+    assert user_job.read(written(tmp_path)).config.mode == "never"
+
+
+# ---------------------------------------------------------------- the prediction
+
+
+@pytest.mark.parametrize("results", ["train", "train_zero2", "train_zero2_4"])
+def test_predictions_are_within_20_percent_of_measured_trainings(results: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings of docs/results on shaped links. The link is the nominal one, and the codec that of docs/results/codec.json: the speed of
+    this machine does not matter."""
+    coder = speeds.read(str(ROOT / "docs/results/codec.json"), "bfloat16").profile
+    monkeypatch.setattr(speeds, "measured_differences", lambda: ((coder.encode, coder.decode),) * 2)
+    trained = content(ROOT / f"docs/results/{results}.json")
+    parameters = {(one["workload"], one["ranks"], one["link"]): one["parameters"] for one in trained["verdicts"]}
+    rows = {(row["workload"], row["ranks"], row["link"], row["variant"]): row for row in trained["rows"]}
+    compared = 0
+    for (workload, ranks, name), numel in parameters.items():
+        spec = link.parse(name)
+        if spec is None or workload not in doctor_check.WORKLOADS:
+            continue
+        plain, coded = (rows[workload, ranks, name, variant] for variant in ("plain", "coded"))
+        profile = LinkProfile.from_json(coder.to_json() | {"transfer": [[1.0, 1e-4], [1e9, 1e-4 + 8e9 / spec.rate]]})
+        job = user_job.read(str(EXAMPLES / f"ds_config_{workload}.json"))
+        total = job_plan.predict(job, numel, ranks, profile, job_plan.Ratios(1.5, None, ""))[-1]
+        assert total["speedup"] == pytest.approx(coded["comm_speedup"], rel=0.2)
+        step = job_plan.step_speedup(total, plain["step_ms"] - plain["comm_ms"])
+        assert step == pytest.approx(coded["speedup"], rel=0.2)
+        compared += 1
+    assert compared
+
+
+def test_the_lines_of_a_step(tmp_path: Path) -> None:
+    job = user_job.read(written(tmp_path, zipccl={"enabled": True, "mode": "always", "delta": "off"}))
+    gradients, parameters, total = job_plan.predict(job, PARAMS, 4, FAST, NORMAL)
+    # Buckets of 8 MB and of 4 MB; gradients travel in each of two micro-batches.
+    buckets = 2 * predict("all_reduce", "gloo", 8e6, 4, FAST) + predict("all_reduce", "gloo", 4e6, 4, FAST)
+    assert gradients["plain_ms"] == pytest.approx(2e3 * buckets)
+    assert parameters["plain_ms"] == pytest.approx(5e3 * predict("all_gather", "gloo", 4e6, 4, FAST))
+    assert parameters["ms"] == pytest.approx(5e3 * predict("all_gather", "coded", 4e6, 4, FAST, 1.5))
+    assert {row["choice"] for row in (gradients, parameters)} == {"coded"}
+    assert total["ms"] == pytest.approx(gradients["ms"] + parameters["ms"])
+    assert job_plan.step_speedup(total, 0.0) == pytest.approx(total["speedup"])
+    assert job_plan.step_speedup(total, total["ms"]) == pytest.approx((total["speedup"] + 1) / 2)
+
+
+def test_lines_that_pass_and_why(tmp_path: Path) -> None:
+    def reasons(**section: Any) -> dict[str, str]:
+        job = user_job.read(written(tmp_path, zipccl={"enabled": True, "delta": "off"} | section))
+        return {row["role"]: row["reason"] for row in job_plan.predict(job, PARAMS, 2, FAST, NORMAL)[:-1]}
+
+    assert set(reasons(mode="always").values()) == {""}
+    assert reasons(mode="always", roles={"zero_grad": "never"}) == {
+        "zero_grad": PassReason.ROLE.value,
+        "zero_param": "",
+    }
+    assert reasons(mode="always", min_bytes=6_000_000) == {"zero_grad": "", "zero_param": PassReason.SMALL.value}
+    assert reasons(mode="always", reduction="plain")["zero_grad"] == PassReason.PLAIN_SUMS.value
+    assert set(reasons(enabled=False).values()) == {PassReason.DISABLED.value}
+    slow = LinkProfile.from_json(FAST.to_json() | dict.fromkeys(("encode", "decode", "add"), 1e7))
+    job = user_job.read(written(tmp_path, zipccl={"enabled": True, "delta": "off"}))
+    *lines, total = job_plan.predict(job, PARAMS, 2, slow, NORMAL)
+    assert all(row["reason"].startswith(PassReason.PLAIN_IS_FASTER.value) for row in lines)
+    assert total["speedup"] == 1
+
+
+def test_jobs_without_a_prediction(tmp_path: Path) -> None:
+    def why(device: str = "cpu", backend: str = "gloo", **changes: Any) -> str:
+        return job_plan.unpredicted(user_job.read(written(tmp_path, **changes)), device, backend)
+
+    assert why() == ""
+    assert "ZeRO stage 0" in why(zero_optimization={"stage": 0})
+    assert "plan --network" in why("cuda", "nccl")
+    assert "backend ccl" in why("cpu", "ccl")
+
+
+def test_the_ratio_of_a_sample(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    path = str(tmp_path / "weights.safetensors")
+    constant, other = torch.ones(1 << 16, dtype=torch.bfloat16), torch.randn(1 << 16)
+    save_file({"a": constant, "b": other}, path)
+    found = job_plan.ratios("bfloat16", path, None)
+    assert found.values > 50 and "0.1 MB of bfloat16" in found.about
+    with pytest.raises(ToolError, match="holds no tensor of float16, the dtype of the job"):
+        job_plan.ratios("float16", path, None)
+    assert "default: normal bfloat16 values" in job_plan.ratios("bfloat16", None, None).about
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--params 1e9", "name --ds-config too"),
+        ("--step-ms 400", "name --params too"),
+        ("--ranks 1", "--ranks must be at least 2"),
+        ("--ds-config missing.json", "cannot read the DeepSpeed config missing.json"),
+        ("--params -1", "is not a number above 0"),
+        ("--check zero2", "--check wants a --link of a given rate"),
+        ("--check zero2 --link 1gbit --steps 3", "need --steps > --skip"),
+    ],
+)
+def test_refusals(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(["doctor", *words.split()], message, capsys)
+
+
+def test_half_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert_refused(["doctor"], "RANK are set, WORLD_SIZE and MASTER_ADDR and MASTER_PORT not", capsys)
+
+
+def test_reports_of_other_machines_are_checked() -> None:
+    mine = RankReport("node", "a\x1b[31mb", "c", {"module": ""})
+    assert RankReport.from_bytes(1, mine.to_bytes()).error == "a?[31mb"
+    for data in (
+        b"{",
+        b"[]",
+        b'{"host": 1}',
+        b'{"host": "", "error": "", "config": "", "hooks": []}',
+        b" " * (1 << 17),
+        b"[" * 60_000,
+    ):
+        with pytest.raises(ToolError, match="rank 1 sent no report of this version"):
+            RankReport.from_bytes(1, data)
+
+
+def test_real_ranks(tmp_path: Path) -> None:
+    """Three doctors of two real ranks, one after the other: a config that only one rank has; different configs; a hook that does not fit
+    on one rank, where all else is well."""
+    found = launch(__file__, 2, tmp_path)
+    first, second = found["rank0"], found["rank1"]
+    missing, differing, unhooked = range(3)
+    assert [one["status"] for one in first] == [2, 2, 1]
+    assert [one["status"] for one in second] == [2, 2, 1]
+    assert not any(one["text"] for one in second)  # rank 0 alone prints
+    assert "rank 1 on" in first[missing]["text"] and "cannot read the DeepSpeed config" in first[missing]["text"]
+    assert "the config of rank 1" in first[differing]["text"] and "same DS_ZIPCCL" in first[differing]["text"]
+    said = first[unhooked]["text"]
+    assert "deepspeed.runtime.zero.stage3: AttributeError" in said and "(rank 1 on" in said
+    assert "11 modules of DeepSpeed known, 1 missing" in said
+    assert "expected: communication" in said and "step not predicted" not in said
+
+    written_file = found["doctor"]
+    profile = LinkProfile.from_json(written_file["profile"])
+    gradients = written_file["rows"][0]
+    buckets = 2 * predict("all_reduce", "gloo", 8e6, 2, profile) + predict("all_reduce", "gloo", 4e6, 2, profile)
+    assert gradients["plain_ms"] == pytest.approx(2e3 * buckets)
+    total = written_file["rows"][-1]
+    assert written_file["comm_speedup"] == total["plain_ms"] / total["ms"]
+    assert all(outcome == "" for outcome in written_file["hooks"][0].values())
+    assert written_file["step_speedup"] == (100 + total["plain_ms"]) / (100 + total["ms"])
+
+
+@pytest.mark.full(
+    reason="eight seconds of two interpreters that import DeepSpeed; test_real_ranks has the ranks of a launcher"
+)
+def test_local_ranks_without_the_entry_point(tmp_path: Path) -> None:
+    from commands import command
+
+    path = tmp_path / "doctor.json"
+    ended = command("doctor", "--json", str(path), TORCH_DEVICE_BACKEND_AUTOLOAD="0", DS_ACCELERATOR="cpu")
+    assert ended.returncode == 1, ended.stderr
+    assert "starting 2 ranks on this machine, loopback" in ended.stderr
+    assert "deepspeed.comm.comm: not adjusted: TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns the package off" in ended.stdout
+    assert content(path)["profile"]["transfer"] and not content(path)["rows"]
+
+
+@pytest.mark.network
+@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "-")
+@pytest.mark.full(reason="two trainings of some ten seconds each")
+def test_a_training_on_a_shaped_link(tmp_path: Path) -> None:
+    from commands import command
+
+    path = tmp_path / "check.json"
+    ended = command(*f"doctor --check zero2 --link 200mbit --steps 6 --skip 2 --json {path}".split())
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (row,) = content(path)["rows"]
+    assert row["comm"] > 2 and abs(row["comm_off"] - 1) <= 0.2 and abs(row["step_off"] - 1) <= 0.2
+
+
+# ---------------------------------------------------------------- a rank
+
+
+def _run(rank: int, config: str, *words: str) -> dict[str, Any]:
+    from ds_zipccl.__main__ import main
+
+    os.environ["MASTER_PORT"] = str(
+        int(os.environ["MASTER_PORT"]) + 1
+    )  # the store of the doctor before may still listen
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        status = main(["doctor", "--ds-config", config, "--params", str(PARAMS), "--timeout", "60", *words])
+    return {"status": status, "text": text.getvalue()}
+
+
+def _rank(folder: Path) -> None:
+    import importlib
+
+    from ds_zipccl.integration import autoload
+
+    rank = int(os.environ["RANK"])
+    own = folder / f"configs{rank}"
+    own.mkdir()
+    good = written(own)
+    done = [_run(rank, good if rank == 0 else str(own / "missing.json"))]
+    written(own, gradient_accumulation_steps=1 + rank)
+    done.append(_run(rank, good))
+    written(own)
+    if rank:
+        name = "deepspeed.runtime.zero.stage3"
+        autoload.HOOKS[name] = "no_such_function"
+        autoload._adjust(importlib.import_module(name))
+    done.append(_run(rank, good, "--step-ms", "100", "--json", str(folder / "doctor.json")))
+    (folder / f"rank{rank}.json").write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]))
