@@ -103,6 +103,7 @@ def _adjust(module: ModuleType) -> None:
         from ds_zipccl.integration import hooks
 
         getattr(hooks, HOOKS[module.__name__])(module)
+        hooks.say_late()
     except Exception as error:
         warnings.warn(
             f"ds_zipccl stays off: it does not fit this DeepSpeed ({type(error).__name__}: {error}). "
