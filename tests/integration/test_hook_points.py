@@ -255,7 +255,9 @@ def renamed(function):
         return function(this, *args, **kwargs)
     return other
 
-engines = [point for point in hook_points.POINTS.values() if point.first and not point.owner.startswith(("deepspeed.comm.", "torch"))]
+# The start of ZeRO-3 is hooked: agreements would begin there, if they did not need the other names.
+engines = [point for point in hook_points.POINTS.values()
+           if point.first and not point.owner.startswith(("deepspeed.comm.", "torch")) and "_zero_optimizer" not in point.name]
 for point in engines:
     owner = importlib.import_module(point.owner)
     *parts, last = point.name.split(".")
@@ -305,9 +307,9 @@ leave()
 
 
 @pytest.mark.full(reason="one more launch, of a DeepSpeed that no release is like")
-def test_training_without_any_hook(tmp_path: Path) -> None:
-    """All functions around the collectives take other parameters: each has a line, and training has the bits of plain communication, also
-    with a lossy codec in the section."""
+def test_training_without_hooks(tmp_path: Path) -> None:
+    """All functions around the collectives but one take other parameters: each has a line, and training has the bits of plain
+    communication, also with a lossy codec in the section."""
     import json
 
     first, second = succeed(tmp_path, PROGRAM)
