@@ -27,7 +27,8 @@ NEED_DEEPSPEED = (
     "integration/test_engines_on_streams.py", "integration/test_engines_zero3.py", "integration/test_hf.py", "integration/test_job.py",
     "integration/test_kernels_at_start.py", "integration/test_peft.py", "integration/test_peft_edits.py",
     "integration/test_peft_trainers.py", "integration/test_train.py", "test_way_of_a_tensor.py", "cli/test_bench_experts.py",
-    "integration/test_moe.py", "integration/test_moe_calls.py", "integration/test_parallel.py",
+    "integration/test_hook_points.py", "integration/test_moe.py", "integration/test_moe_calls.py", "integration/test_parallel.py",
+    "integration/test_telemetry_ranks.py",
 )  # fmt: skip
 collect_ignore = [] if importlib.util.find_spec("deepspeed") else list(NEED_DEEPSPEED)
 

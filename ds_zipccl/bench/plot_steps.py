@@ -67,7 +67,8 @@ def _draw(axes: Axes, steps: Sequence[Step], colours: Mapping[str, str]) -> None
         if any(ratios):
             drawn = [math.nan if ratio is None else ratio for ratio in ratios]
             axes.plot(*_line(steps, drawn), color=colour, linewidth=1.3, label=role)
-    axes.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(0.94, 1), ncols=len(colours))
+    if axes.lines:
+        axes.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(0.94, 1), ncols=len(colours))
     axes.set_ylabel("logical / wire bytes", fontsize=9)
     axes.grid(axis="y", which="both", color="#e4e7eb")
     axes.spines["top"].set_visible(False)

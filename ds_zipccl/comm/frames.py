@@ -27,6 +27,7 @@ from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.policy import row_rules, wire
+from ds_zipccl.telemetry import ranges
 
 
 class Rows(NamedTuple):
@@ -84,15 +85,16 @@ class FrameCoder:
         write there.
         """
         codec = self._codec(flat.nbytes) if base is None else "delta"
-        if self._lossy is not None:
-            frame = self._lossy.compress(flat, codec != "raw", buffers, own_place)
-        elif self._staging is not None:
-            (frame,) = self._staging.compress([flat], codec, self._block, buffers)
-        else:
-            out = buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=self._block))
-            frame = compress(
-                flat, codec, base=base, out=out, block=self._block, shaped=False, checksum=False, route=self._route
-            )
+        with ranges.inside(ranges.ENCODE):
+            if self._lossy is not None:
+                frame = self._lossy.compress(flat, codec != "raw", buffers, own_place)
+            elif self._staging is not None:
+                (frame,) = self._staging.compress([flat], codec, self._block, buffers)
+            else:
+                out = buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=self._block))
+                frame = compress(
+                    flat, codec, base=base, out=out, block=self._block, shaped=False, checksum=False, route=self._route
+                )
         if base is None and codec != "raw":
             self._ctx.backoff.note(flat.nbytes, frame.nbytes)
         return frame
@@ -129,21 +131,23 @@ class FrameCoder:
         bound = compress_bound(numel, dtype, self._chosen, block=self._block)
         if self._lossy is not None and self.rounded:
             bound = max(bound, self._lossy.bound(numel, dtype))
-        frame = segment.frame(begin, begin + numel, buffers.take(bound), self._chosen)
+        with ranges.inside(ranges.ENCODE):
+            frame = segment.frame(begin, begin + numel, buffers.take(bound), self._chosen)
         if frame is not None and self._lossy is not None and self.rounded:
             self._lossy.note(flat)
         return frame
 
     def compress_each(self, flats: Sequence[torch.Tensor], buffers: PooledBuffers) -> list[torch.Tensor]:
         """Return the frames of tensors of one dtype, compressed in one kernel call."""
-        codec = self._codec(min(flat.nbytes for flat in flats))
-        if self._lossy is not None:
-            frames = [self._lossy.compress(flat, codec != "raw", buffers) for flat in flats]
-        elif self._staging is not None:
-            frames = self._staging.compress(flats, codec, self._block, buffers)
-        else:
-            outs = [buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=self._block)) for flat in flats]
-            frames = compress_segments(flats, outs, codec, block=self._block, route=self._route)
+        codec, block = self._codec(min(flat.nbytes for flat in flats)), self._block
+        with ranges.inside(ranges.ENCODE):
+            if self._lossy is not None:
+                frames = [self._lossy.compress(flat, codec != "raw", buffers) for flat in flats]
+            elif self._staging is not None:
+                frames = self._staging.compress(flats, codec, block, buffers)
+            else:
+                outs = [buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=block)) for flat in flats]
+                frames = compress_segments(flats, outs, codec, block=block, route=self._route)
         if codec != "raw":
             self._ctx.backoff.note(sum(flat.nbytes for flat in flats), sum(frame.nbytes for frame in frames))
         return frames
@@ -171,7 +175,7 @@ class FrameCoder:
         Raises:
             CommError: from FrameError: the frame is damaged, or its dtype or number of elements differs from ``out``.
         """
-        with self.refusing(peer):
+        with ranges.inside(ranges.DECODE, self.refusing(peer)):
             if self._staging is not None:
                 return self._staging.decompress(frame, out, partial(self._refusal, peer))
             return decompress(frame, out, base=base, earlier=earlier, route=self._route)
@@ -196,7 +200,7 @@ class FrameCoder:
         Raises:
             CommError: as :meth:`decompress`.
         """
-        with self.refusing(peer):
+        with ranges.inside(ranges.DECODE, self.refusing(peer)):
             if self._staging is not None:
                 return self._staging.decompress_add(frame, dtype, sums, partial(self._refusal, peer))
             decompress_add(frame, sums, dtype=dtype, route=self._route)

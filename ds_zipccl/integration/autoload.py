@@ -106,6 +106,7 @@ def _adjust(module: ModuleType) -> None:
         from ds_zipccl.integration import hooks
 
         getattr(hooks, HOOKS[module.__name__])(module)
+        hooks.say_late()
         OUTCOMES[module.__name__] = ""
     except Exception as error:
         OUTCOMES[module.__name__] = f"{type(error).__name__}: {error}"

@@ -25,6 +25,7 @@ from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.integration import (
+    hook_points,
     lossy_calls,
     moe_calls,
     passing,
@@ -44,10 +45,16 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters, table
 from ds_zipccl.telemetry.step_log import StepLog
 
+#: The collectives that this DeepSpeed has: name -> operation.
+_OFFERED = {
+    name: op
+    for name, op in OPS.items()
+    if name != reduce_to_owners.NAME and hook_points.fits(f"TorchBackend.{name}", TorchBackend)
+}
 #: DeepSpeed's collectives with a coded schedule: name -> parameters, in the order of those of ds_zipccl.comm.
-COLLECTIVES = {name: op.parameters for name, op in OPS.items() if op.coded and name != reduce_to_owners.NAME}
+COLLECTIVES = {name: op.parameters for name, op in _OFFERED.items() if op.coded}
 #: DeepSpeed's collectives without a coded schedule: name -> parameters.
-UNCODED = {name: op.parameters for name, op in OPS.items() if not op.coded}
+UNCODED = {name: op.parameters for name, op in _OFFERED.items() if not op.coded}
 _DEFAULTS = {
     "op": ReduceOp.SUM,
     "group": None,
@@ -239,6 +246,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             nodes = group_nodes(resolve_group(None))
             covered = start_line.coverage(config, settled)
             print(start_line.start_line(config, profile, covered, nodes, settled), flush=True)
+            for line in hook_points.lines():
+                print(line, flush=True)
             if config.lossy:
                 print(start_line.lossy_here(config, unhooked), flush=True)
             if config.fused_embedding:
@@ -272,6 +281,8 @@ for _name in COLLECTIVES:
     setattr(ZipcclBackend, _name, _collective(_name))
 for _name in UNCODED:
     setattr(ZipcclBackend, _name, _counted(_name))
+if not hook_points.fits("TorchBackend.batch_isend_irecv", TorchBackend):
+    del ZipcclBackend.batch_isend_irecv
 
 
 def _load_kernels(config: ZipcclConfig) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig
+from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.job import Job
 from ds_zipccl.lossy import PowerSgd
 from ds_zipccl.policy.pipeline_rules import sharing_ranks
@@ -50,7 +51,10 @@ def begin(engine: Any, job: Job) -> None:
         return
     module, grid = engine.module, engine.grid
     stages = _stages_by_key(module)
-    if not job.config.fused_embedding:
+    lacking = hook_points.lacking("fused")
+    if lacking or not job.config.fused_embedding:
+        if lacking and job.config.fused_embedding:
+            _say(f"has no effect: {lacking}")
         if grid.data_parallel_size > 1:
             _refuse_drift(job.config, "zero_grad" if any(job.zero_stages) else "dp", stages)
         return
@@ -132,17 +136,19 @@ def _say(text: str) -> None:
 
 def watch(module: ModuleType) -> None:
     """Let engines of ``deepspeed.runtime.pipe.engine`` sum at once, by their table of instructions. Repeating does nothing."""
-    table = module.PipelineEngine._INSTRUCTION_MAP
-    for instruction, function in table.items():
-        around = _AROUND.get(instruction.__name__)
-        if around is not None and not hasattr(function, _MARK):
+    table = getattr(getattr(module, "PipelineEngine", None), "_INSTRUCTION_MAP", None)
+    for name, around in _AROUND.items():
+        function = hook_points.fitting(f"PipelineEngine._INSTRUCTION_MAP.{name}", table)
+        if table is not None and function is not None and not hasattr(function, _MARK):
+            instruction = next(key for key in table if key.__name__ == name)
             table[instruction] = _marked(_around(function, around))
 
 
 def watch_reductions(module: ModuleType) -> None:
     """Let engines of ``deepspeed.runtime.engine`` leave gradients out of a reduction that are summed. Repeating does nothing."""
-    original = module.DeepSpeedEngine._reduce_non_expert_gradients
-    if hasattr(original, _MARK):
+    owner = getattr(module, "DeepSpeedEngine", None)
+    original = hook_points.fitting("DeepSpeedEngine._reduce_non_expert_gradients", owner)
+    if owner is None or original is None or hasattr(original, _MARK):
         return
 
     @functools.wraps(original)
@@ -152,7 +158,7 @@ def watch_reductions(module: ModuleType) -> None:
             grads = [part for gradient in grads for part in _without(gradient, fused.summed)]
         return original(engine, grads, *args, **kwargs)
 
-    module.DeepSpeedEngine._reduce_non_expert_gradients = _marked(reduce)
+    owner._reduce_non_expert_gradients = _marked(reduce)
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,9 @@ from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses
 from ds_zipccl.integration import (
+    comms_logging,
     fused_embedding,
+    hook_points,
     lossy_calls,
     lossy_checkpoints,
     lossy_state,
@@ -39,7 +43,12 @@ _WITHOUT_STEPS = "DeepSpeedZeRoOffload"
 
 def adopt_comm(module: Any) -> None:
     """Let ``deepspeed.comm.comm`` build and use our backend, and show the backend every DeepSpeed config."""
+    if not all([hook_points.fits(name, module) for name in ("TorchBackend", "cdb", "configure")]):
+        for line in hook_points.lines():
+            warnings.warn(line, RuntimeWarning, stacklevel=2)
+        return
     module.TorchBackend = ZipcclBackend
+    comms_logging.watch(module)
     if type(module.cdb) is TorchBackend:
         ZipcclBackend.adopt(module.cdb)
     if hasattr(module.configure, "ds_zipccl"):
@@ -67,7 +76,7 @@ def adopt_comm(module: Any) -> None:
 
 def adopt_engine(module: ModuleType) -> None:
     """Surround the methods of ``DeepSpeedEngine``, and of its subclass the pipeline engine, that :data:`_AROUND` names."""
-    _surround(module.DeepSpeedEngine, _AROUND)
+    _surround(module, "DeepSpeedEngine", _AROUND)
     lossy_calls.watch(module)
     fused_embedding.watch_reductions(module)
 
@@ -75,18 +84,18 @@ def adopt_engine(module: ModuleType) -> None:
 def adopt_zero3(module: ModuleType) -> None:
     """Learn the parameters of ZeRO-3's gathers, and their changes, from ``deepspeed.runtime.zero.partition_parameters``."""
     zero_gathers.watch_gathers(module)
-    zero_epochs.watch_partitions(module.Init, module.GatheredParameters)
+    zero_epochs.watch_partitions(getattr(module, "Init", None), getattr(module, "GatheredParameters", None))
 
 
 def adopt_stage3(module: ModuleType) -> None:
     """Learn of changes of ZeRO-3's parameters, and of its gradients, from ``deepspeed.runtime.zero.stage3``."""
-    zero_epochs.watch_optimizer(module.DeepSpeedZeroOptimizer_Stage3)
+    zero_epochs.watch_optimizer(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None))
     lossy_calls.watch(module)
 
 
 def adopt_zero12(module: ModuleType) -> None:
     """Learn the gradient buckets of ZeRO-1 and ZeRO-2, and their owners, from ``deepspeed.runtime.zero.stage_1_and_2``."""
-    zero_buckets.watch_buckets(module.DeepSpeedZeroOptimizer)
+    zero_buckets.watch_buckets(getattr(module, "DeepSpeedZeroOptimizer", None))
     lossy_calls.watch(module)
 
 
@@ -97,7 +106,7 @@ def adopt_auto_tp(module: ModuleType) -> None:
 
 def adopt_pipeline(module: ModuleType) -> None:
     """Learn the sends between the stages of a pipeline, and its batches, from ``deepspeed.runtime.pipe.engine``."""
-    _surround(module.PipelineEngine, _AROUND_PIPELINE)
+    _surround(module, "PipelineEngine", _AROUND_PIPELINE)
     lossy_calls.watch(module)
     fused_embedding.watch(module)
 
@@ -122,9 +131,19 @@ def adopt_folding(module: ModuleType) -> None:
     replicated.watch_gradients(module)
 
 
-def _surround(engine: type, table: Mapping[str, Callable[[Any, Callable[[], Any]], Any]]) -> None:
+def say_late() -> None:
+    """Print, on rank 0 of a job that has begun, lines about names of a module that DeepSpeed has loaded since."""
+    backend = getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None)
+    begun = isinstance(backend, ZipcclBackend) and backend.job.config is not None
+    if begun and torch.distributed.get_rank() == 0:
+        for line in hook_points.lines():
+            print(line, flush=True)
+
+
+def _surround(module: ModuleType, owner: str, table: Mapping[str, Callable[[Any, Callable[[], Any]], Any]]) -> None:
+    engine = getattr(module, owner, None)
     for name, around in table.items():
-        original = getattr(engine, name, None)
+        original = hook_points.fitting(f"{owner}.{name}", engine)
         if original is not None and not hasattr(original, "ds_zipccl"):
             setattr(engine, name, _surrounded(original, around))
 
@@ -140,7 +159,7 @@ def _surrounded(original: Callable[..., Any], around: Callable[[Any, Callable[[]
 
 def _job() -> Job | None:
     """Return the job of this process, None while DeepSpeed has no backend of ours."""
-    backend = importlib.import_module("deepspeed.comm.comm").cdb
+    backend = getattr(importlib.import_module("deepspeed.comm.comm"), "cdb", None)
     return backend.job if isinstance(backend, ZipcclBackend) else None
 
 
@@ -167,7 +186,7 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
     if config is None or engine.zero_optimization_stage() != 3:
         return optimizer
     zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
-    if config.zero3_base != "off":
+    if config.zero3_base != "off" and not hook_points.lacking("bases"):
         engine.ds_zipccl_bases, said = zero_gathers.allocate_bases(
             engine.module.parameters(),
             config,

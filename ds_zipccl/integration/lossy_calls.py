@@ -24,7 +24,7 @@ from torch.distributed import ReduceOp
 from ds_zipccl.comm.factors import Factoring
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import pipeline_calls, powersgd
+from ds_zipccl.integration import hook_points, pipeline_calls, powersgd
 from ds_zipccl.integration.powersgd import PowerSum
 from ds_zipccl.integration.untraced import untraced_frame
 from ds_zipccl.lossy import LossyCodec
@@ -99,7 +99,7 @@ def taken(
         op: the operation of a sum; None for other calls.
     """
     found = _announcement.get() if config.lossy_roles else None
-    if found is None or name not in found.ops or tensor.dtype not in DTYPES:
+    if found is None or name not in found.ops or tensor.dtype not in DTYPES or hook_points.lacking("lossy"):
         return None
     ready = found.ready
     if not found.left:
@@ -126,7 +126,8 @@ class Site:
     """A function of DeepSpeed whose calls are announced.
 
     ``name``: "Class.method", or a function. ``table``: attribute of the class, a dict of functions that the class calls instead of its
-    methods. ``count``: number of the calls, from the arguments. ``ready``: from the arguments.
+    methods. ``count``: number of the calls, from the arguments. ``ready``: from the arguments. ``first``: names of the leading
+    parameters, which these two rely on.
     """
 
     roles: tuple[str, ...]
@@ -137,6 +138,7 @@ class Site:
     table: str = ""
     count: Callable[..., int] = lambda *args, **kwargs: 1
     ready: Callable[..., Ready] | None = None
+    first: tuple[str, ...] = ()
 
 
 def _zero_padding(tensors: Sequence[torch.Tensor], group: Any = None) -> Ready:
@@ -171,12 +173,14 @@ SITES = (
         "DeepSpeedZeroOptimizer.allreduce_bucket",
         ("all_reduce", "reduce"),
         ready=powersgd.of_zero_bucket,
+        first=("self", "bucket", "communication_data_type", "rank"),
     ),
     Site(
         ("zero_grad",),
         _ZERO12,
         "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide",
         ready=powersgd.of_zero_tensor,
+        first=("self", "tensor"),
     ),
     Site(
         ("zero_grad",),
@@ -184,12 +188,14 @@ SITES = (
         "reduce_scatter_coalesced",
         ("reduce_scatter_tensor",),
         ready=_zero_padding,
+        first=("tensors", "group"),
     ),
     Site(
         ("dp", "zero_grad"),
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.allreduce_bucket",
         ready=powersgd.of_engine_bucket,
+        first=("self", "bucket"),
     ),
     Site(("tp",), _LAYERS, "RowParallel.forward", direction="forward"),
     Site(("tp",), _LAYERS, "ColumnParallel.backward", direction="backward"),
@@ -203,6 +209,7 @@ SITES = (
         "_INSTRUCTION_MAP",
         pipeline_calls.activations,
         pipeline_calls.is_activation,
+        ("self", "buffer_id"),
     ),
     Site(
         ("pp",),
@@ -213,6 +220,7 @@ SITES = (
         "_INSTRUCTION_MAP",
         pipeline_calls.gradients,
         pipeline_calls.of_gradients,
+        ("self", "buffer_id"),
     ),
 )
 #: Further places, of the role ``ep``: module and class of the exchanges that :mod:`.moe_calls` announces.
@@ -227,8 +235,8 @@ def exchange(direction: str) -> AbstractContextManager[None]:
 
 
 def watch(module: ModuleType) -> None:
-    """Let the functions of ``module`` in :data:`SITES` announce their calls. Repeating does nothing; a name that is missing is left out,
-    and :func:`missing` has the name."""
+    """Let the functions of ``module`` in :data:`SITES` announce their calls. Repeating does nothing; a name that is missing, or that takes
+    other parameters, is left out, and :func:`missing` has the name."""
     for site in SITES:
         if site.module == module.__name__:
             _watch(module, site)
@@ -242,15 +250,20 @@ def _watch(module: ModuleType, site: Site) -> None:
     if site.table:
         table = getattr(holder, site.table, {})
         for key, function in table.items():
-            if getattr(function, "__name__", "") == name and not hasattr(function, _MARK):
+            if getattr(function, "__name__", "") == name and _fits(function, site):
                 table[key] = _announcing(function, site)
         return
     function = inspect.getattr_static(holder, name, None)
     static = isinstance(function, staticmethod)
     function = function.__func__ if isinstance(function, staticmethod) else function
-    if function is not None and not hasattr(function, _MARK):
+    if function is not None and _fits(function, site):
         announcing = _announcing(function, site)
         setattr(holder, name, staticmethod(announcing) if static else announcing)
+
+
+def _fits(function: Callable[..., Any], site: Site) -> bool:
+    """Return whether a function is to announce its calls: not one that does already, nor one with other parameters."""
+    return not hasattr(function, _MARK) and not hook_points.misfit(function, site.first)
 
 
 def _announcing(original: Callable[..., Any], site: Site) -> Callable[..., Any]:
@@ -282,23 +295,28 @@ def missing(config: ZipcclConfig) -> dict[str, list[str]]:
         places = [(site.module, site.name, site.table) for site in SITES if role in site.roles]
         if role == "ep":
             places = [(module, f"{name}.forward", "") for module, name in _EXCHANGES]
-        if names := [name for module, name, table in places if not _announces(module, name, table)]:
+        if names := [text for place in places if (text := _unannounced(*place))]:
             found[role] = names
     return found
 
 
-def _announces(module: str, name: str, table: str) -> bool:
+def _unannounced(module: str, name: str, table: str) -> str:
+    """Return the name of a place whose calls are not announced, with the reason where the name is there; "" where they are."""
     try:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
     except ImportError:
-        return False
-    owner, _, name = name.rpartition(".")
+        return name
+    owner, _, last = name.rpartition(".")
     found = getattr(found, owner, None) if owner else found
-    if table:
-        return any(hasattr(one, _MARK) and one.__name__ == name for one in getattr(found, table, {}).values())
-    return hasattr(getattr(found, name, None), _MARK)
+    functions = getattr(found, table, {}).values() if table else [getattr(found, last, None)]
+    called = [one for one in functions if one is not None and (not table or one.__name__ == last)]
+    if any(hasattr(one, _MARK) for one in called):
+        return ""
+    return f"{name} as this package knows it" if called else name
 
 
 def unhooked(config: ZipcclConfig) -> dict[str, str]:
     """Return, for each role with a lossy codec whose calls cannot all be announced, the reason, as a clause of the start-up line."""
-    return {role: f"this DeepSpeed has no {', no '.join(names)}" for role, names in missing(config).items()}
+    found = {role: f"this DeepSpeed has no {', no '.join(names)}" for role, names in missing(config).items()}
+    lacking = hook_points.lacking("lossy")  # after the modules of the roles are imported
+    return {role: lacking for role in config.lossy_roles} if lacking else found

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from ds_zipccl.integration import lossy_calls
+from ds_zipccl.integration import hook_points, lossy_calls
 from ds_zipccl.integration.untraced import untraced_frame
 
 #: Kinds of the exchanges in the forward of a MoE layer, in the order of DeepSpeed's calls.
@@ -34,7 +33,8 @@ def kind() -> str:
 
 
 def watch_layer(module: ModuleType, layer: str, exchange: str) -> None:
-    """Tell the kinds of the exchanges of a MoE layer from now on. Repeating the call does nothing, nor does a module without these names.
+    """Tell the kinds of the exchanges of a MoE layer from now on. Repeating the call does nothing, nor does a module without these names,
+    which :mod:`.hook_points` notes.
 
     A forward has two exchanges, first dispatch, then combine. The node that autograd makes of an exchange keeps the kind for the backward.
     A forward that activation checkpointing runs again in the backward thus has the kinds of a forward.
@@ -44,11 +44,10 @@ def watch_layer(module: ModuleType, layer: str, exchange: str) -> None:
         layer: name of the ``nn.Module`` class of the layer.
         exchange: name of the ``autograd.Function`` class that calls ``all_to_all_single`` for rows.
     """
-    classes = getattr(module, layer, None), getattr(module, exchange, None)
-    if None in classes or hasattr(classes[0].forward, "ds_zipccl"):  # type: ignore[union-attr]
-        return
-    layers, exchanges = classes
-    if next(iter(inspect.signature(exchanges.forward).parameters), "") != "ctx":  # type: ignore[union-attr]
+    layers, exchanges = getattr(module, layer, None), getattr(module, exchange, None)
+    points = {f"{layer}.forward": layers, f"{exchange}.forward": exchanges, f"{exchange}.backward": exchanges}
+    fit = [hook_points.fits(name, owner) for name, owner in points.items()]
+    if layers is None or not all(fit) or hasattr(layers.forward, "ds_zipccl"):
         return
     _watch_forward(layers)
     _watch_exchange(exchanges)

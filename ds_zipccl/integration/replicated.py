@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.untraced import untraced_frame
 
 _expected: ContextVar[bool] = ContextVar("ds_zipccl_replicated", default=False)
@@ -27,15 +28,16 @@ def watch_rows(module: ModuleType) -> None:
     """Note the sums in the backward of ``_AllGatherVariableRows``, of ``deepspeed.moe.ep_tp_dispatch``. Repeating does nothing, nor does a
     module without the name."""
     gather = getattr(module, "_AllGatherVariableRows", None)
-    if gather is not None and not hasattr(gather.backward, "ds_zipccl"):
-        gather.backward = staticmethod(_noted(gather.backward))
+    original = hook_points.fitting("_AllGatherVariableRows.backward", gather)
+    if gather is not None and original is not None and not hasattr(original, "ds_zipccl"):
+        gather.backward = staticmethod(_noted(original))
 
 
 def watch_gradients(module: ModuleType) -> None:
     """Note the sums in ``reduce_autoep_folding_gradient``, of ``deepspeed.module_inject.auto_ep_folding``. Repeating does nothing, nor does
     a module without the name."""
     name = "reduce_autoep_folding_gradient"
-    original: Any = getattr(module, name, None)
+    original: Any = hook_points.fitting(name, module)
     if original is None or hasattr(original, "ds_zipccl"):
         return
     noted = _noted(original)

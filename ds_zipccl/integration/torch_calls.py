@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl import comm
-from ds_zipccl.integration import passing, untraced
+from ds_zipccl.integration import hook_points, passing, untraced
+from ds_zipccl.integration.hook_points import HookPoint
 from ds_zipccl.integration.job import Job
 
 #: Modules whose calls are part of a collective that was seen already, or not for this module.
@@ -36,6 +37,16 @@ CALLS = {
     "reduce_scatter_tensor": _SCATTER,
     "_reduce_scatter_base": _SCATTER,
 }
+hook_points.declare(
+    HookPoint(
+        "torch.distributed",
+        f"distributed.{name}",
+        f"direct calls of {name} stay plain",
+        parameters,
+        optional=name.startswith("_"),  # former names
+    )
+    for name, (_, parameters) in CALLS.items()
+)
 _DEFAULTS = {"op": dist.ReduceOp.SUM, "group": None, "async_op": False}
 
 
@@ -66,7 +77,7 @@ def wrap(job: Job) -> None:
     global _job
     _job = job
     for name in CALLS:
-        original = getattr(dist, name, None)
+        original = hook_points.fitting(f"distributed.{name}", dist)
         if original is not None and not hasattr(original, "ds_zipccl"):
             setattr(dist, name, _wrapped(name, original))
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
+from ds_zipccl.integration import hook_points
 
 #: Reason why a gradient sum goes to all ranks.
 UNKNOWN = "the owners of the bucket are not known"
@@ -34,8 +35,9 @@ class Bucket:
 _next: ContextVar[Bucket | None] = ContextVar("ds_zipccl_bucket", default=None)
 
 
-def watch_buckets(optimizer: type[Any]) -> None:
-    """Note the owners of each bucket that ``optimizer``, DeepSpeed's ``DeepSpeedZeroOptimizer``, reduces. Repeating the call does nothing.
+def watch_buckets(optimizer: Any) -> None:
+    """Note the owners of each bucket that ``optimizer``, DeepSpeed's ``DeepSpeedZeroOptimizer``, reduces. Repeating the call does nothing,
+    nor does an optimizer without the method, or None.
 
     ``allreduce_and_copy_with_multiple_ranks`` copies its tensors end to end, in the communication dtype, and all-reduces the copy. Then it
     reads the sums of those tensors whose ``bucket_ranks`` include this rank, adds them to this rank's partition and copies them back.
@@ -49,7 +51,7 @@ def watch_buckets(optimizer: type[Any]) -> None:
     false needs nothing: it reduces to owners by itself.
     """
     name = "allreduce_and_copy_with_multiple_ranks"
-    original = getattr(optimizer, name, None)
+    original = hook_points.fitting(f"DeepSpeedZeroOptimizer.{name}", optimizer)
     if original is None or hasattr(original, "ds_zipccl"):
         return
     signature = inspect.signature(original)

@@ -24,7 +24,7 @@ from ds_zipccl.comm.delta.epochs import COPIES
 from ds_zipccl.comm.device.agreed import Agreed
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import zero_gathers
+from ds_zipccl.integration import hook_points, zero_gathers
 from ds_zipccl.policy import admission
 
 #: Attribute of a parameter: its agreed sizes. DeepSpeed's parameters have attributes of their engine too.
@@ -126,14 +126,15 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
     """Begin the epochs of an engine's parameters, and agree on sizes in groups in the order of streams. A collective.
 
     Args:
-        optimizer: of ZeRO-3. For an optimizer that may change parameters in the background nothing happens.
+        optimizer: of ZeRO-3. For an optimizer that may change parameters in the background nothing happens, nor where a DeepSpeed lacks
+            a function whose changes must be learned.
         named: all parameters of the engine with their names.
     """
     named = list(named)
     for _, param in named:
         _drop(param)  # what an earlier engine of the module has left
     known = type(optimizer).__name__ in _KNOWN and not getattr(optimizer, "zenflow", False)
-    if not known:
+    if not known or hook_points.lacking("epochs"):
         return
 
     found, streams = [], set()
@@ -243,9 +244,9 @@ def watch_partitions(init: Any, gathered: Any) -> None:
             getattr(some[0], _EPOCHS).check_frames(some)
         return result
 
-    _surround(gathered, "__enter__", enter)
-    _surround(init, "_partition", partition)
-    _surround(init, "_convert_to_deepspeed_param", convert)
+    _surround("GatheredParameters.__enter__", gathered, enter)
+    _surround("Init._partition", init, partition)
+    _surround("Init._convert_to_deepspeed_param", init, convert)
 
 
 def _by_epochs(params: Iterable[Any]) -> Iterable[Sequence[Any]]:
@@ -288,15 +289,15 @@ def watch_optimizer(kind: Any) -> None:
             forget([param])
         return original(self, value, param, optim_state_key, **kwargs)
 
-    _surround(kind, "step", step)
-    _surround(kind, "load_state_dict", load)
+    _surround("DeepSpeedZeroOptimizer_Stage3.step", kind, step)
+    _surround("DeepSpeedZeroOptimizer_Stage3.load_state_dict", kind, load)
     # set_local_hp_param is no call of all ranks: it counts as a write to the shard.
-    _surround(kind, "set_full_hp_param", set_param)
+    _surround("DeepSpeedZeroOptimizer_Stage3.set_full_hp_param", kind, set_param)
 
 
-def _surround(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let ``around`` be called in place of a method, with the method as its first argument. Not every DeepSpeed has every method."""
-    original = getattr(kind, name, None)
+def _surround(point: str, kind: Any, around: Callable[..., Any]) -> None:
+    """Let ``around`` be called in place of the method of ``kind`` at a hook point, with the method as its first argument."""
+    original = hook_points.fitting(point, kind)
     if original is None or hasattr(original, "ds_zipccl_epochs"):
         return
 
@@ -305,4 +306,4 @@ def _surround(kind: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, self, *args, **kwargs)
 
     method.ds_zipccl_epochs = True  # type: ignore[attr-defined]
-    setattr(kind, name, method)
+    setattr(kind, point.rpartition(".")[2], method)

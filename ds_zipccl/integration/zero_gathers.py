@@ -20,6 +20,7 @@ from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.agreed import Agreed
 from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import hook_points
 from ds_zipccl.policy import admission
 
 #: Parameters that DeepSpeed has asked for and not gathered yet, in its order.
@@ -51,11 +52,18 @@ def watch_gathers(module: ModuleType) -> None:
         module: ``deepspeed.runtime.zero.partition_parameters``.
     """
     global _gathered_dtype
-    _gathered_dtype = getattr(module, "get_allgather_dtype", _gathered_dtype)
-    init = module.Init
-    original = init._convert_to_deepspeed_param
-    if hasattr(original, "ds_zipccl"):
-        return
+    _gathered_dtype = hook_points.fitting("get_allgather_dtype", module) or _gathered_dtype
+    init: Any = getattr(module, "Init", None)
+    original = hook_points.fitting("Init._convert_to_deepspeed_param", init)
+    one_by_one = hook_points.fitting("Init._all_gather", init)
+    if original is not None and not hasattr(original, "ds_zipccl"):
+        init._convert_to_deepspeed_param = _noting_coalesced(original)
+    if one_by_one is not None and not hasattr(one_by_one, "ds_zipccl"):
+        init._all_gather = _noting_single(one_by_one)
+
+
+def _noting_coalesced(original: Callable[..., None]) -> Callable[..., None]:
+    """Return the method that converts a parameter, whose gathers of several parameters then note them."""
 
     @functools.wraps(original)
     def _convert_to_deepspeed_param(self: Any, param: Any) -> None:
@@ -70,7 +78,12 @@ def watch_gathers(module: ModuleType) -> None:
 
         param.all_gather_coalesced = all_gather_coalesced
 
-    one_by_one = init._all_gather
+    _convert_to_deepspeed_param.ds_zipccl = True  # type: ignore[attr-defined]
+    return _convert_to_deepspeed_param
+
+
+def _noting_single(one_by_one: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method that gathers one parameter after the other, and that notes them."""
 
     @functools.wraps(one_by_one)
     def _all_gather(self: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,9 +91,8 @@ def watch_gathers(module: ModuleType) -> None:
         with _wanting([param for param in params if param.ds_status.name == "NOT_AVAILABLE"]):
             return one_by_one(self, params, *args, **kwargs)
 
-    init._all_gather = _all_gather
-    _convert_to_deepspeed_param.ds_zipccl = True  # type: ignore[attr-defined]
-    init._convert_to_deepspeed_param = _convert_to_deepspeed_param
+    _all_gather.ds_zipccl = True  # type: ignore[attr-defined]
+    return _all_gather
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ class _Seen:
     lossy: dict[str, lossy_counts.Sums] = field(default_factory=dict)
 
 
-_staging_bytes = 0
+_staging_bytes = _resets = 0
 _memory: dict[str, Callable[[], int]] = {}
 _counts: dict[tuple[str, str, str], _Counts] = {}  # by role, operation and kind
 _seen: dict[str, _Seen] = {}  # by reader
@@ -364,11 +364,17 @@ def _sent_since(now: dict[str, _Bytes], before: dict[str, _Bytes]) -> dict[str, 
     return found
 
 
+def resets() -> int:
+    """Return how often the counts were set to zero."""
+    return _resets
+
+
 def reset() -> None:
     """Set all counts to zero, for every reader."""
-    global _staging_bytes
+    global _staging_bytes, _resets
     _count_late()
     with _lock:
+        _resets += 1
         _counts.clear()
         _seen.clear()
         _staging_bytes = 0

@@ -95,6 +95,17 @@ def test_from_step_and_files(log: Path, tmp_path: Path, capsys: pytest.CaptureFi
         steps.read(str(log), 21)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_plot_of_a_log_without_traffic(tmp_path: Path) -> None:
+    """As a job of one rank writes it."""
+    pytest.importorskip("matplotlib")
+    path, out = tmp_path / "run.jsonl", tmp_path / "out.png"
+    counters.reset()
+    StepLog(str(path)).write(1, [])
+    assert main(["steps", str(path), "--plot", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
 def test_plot(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from ds_zipccl.bench import plot_steps

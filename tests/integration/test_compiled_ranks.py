@@ -41,8 +41,8 @@ def layer_of_experts(seen: list[str]) -> torch.nn.Module:
             return Exchange.apply(Exchange.apply(x).relu())
 
     module = types.ModuleType("layers")
-    module.Layer, module.Exchange = Layer, Exchange
-    moe_calls.watch_layer(module, "Layer", "Exchange")
+    module.MOELayer, module._AllToAll = Layer, Exchange
+    moe_calls.watch_layer(module, "MOELayer", "_AllToAll")
     return Layer()
 
 

@@ -143,8 +143,8 @@ def test_counts_between_exchanges_of_auto_ep_have_no_kind(seen: list[str], monke
 
     monkeypatch.setattr(auto_ep_layer, "_AllToAllV", Exchange)
     module = types.ModuleType("auto_ep")
-    module.Layer, module.Exchange = Layer, Exchange  # type: ignore[attr-defined]
-    moe_calls.watch_layer(module, "Layer", "Exchange")
+    module.AutoEPMoELayer, module._AllToAllV = Layer, Exchange  # type: ignore[attr-defined]
+    moe_calls.watch_layer(module, "AutoEPMoELayer", "_AllToAllV")
     Layer()(rows()).sum().backward()
     assert seen == ["", *FORWARD, *BACKWARD]
 

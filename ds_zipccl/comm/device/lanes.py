@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ds_zipccl import devices, tensors
-from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry import counters, ranges
 
 #: Slabs are multiples of an eighth of the power of two below their size, and of this many bytes (seed: few sizes, so that slabs fit again).
 _GRAIN = 1 << 16
@@ -52,8 +52,9 @@ class Lanes:
                 self._owner = self._runtime.Stream(device)  # slabs are allocated and freed under this stream
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """Return a context in which the lane is the calling thread's current stream."""
-        return nullcontext() if self._runtime is None else self._runtime.stream(self._streams[lane])
+        """Return a context in which the lane is the calling thread's current stream; a range while a profiler runs."""
+        stream = nullcontext() if self._runtime is None else self._runtime.stream(self._streams[lane])
+        return ranges.inside(ranges.RANGES[lane.value], stream)
 
     def begin(self) -> None:
         """Let all lanes wait for the work that the caller has put on its current stream."""

@@ -35,6 +35,7 @@ from ds_zipccl.comm.schedules.pipeline import run_pipeline
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
 from ds_zipccl.frame import DTYPE_IDS
 from ds_zipccl.policy import wire
+from ds_zipccl.telemetry import ranges
 
 _MAGIC = b"ZCAN"
 #: magic, version, kind of the body, dtype, whether a report is asked for, number of the send, zero, elements.
@@ -201,9 +202,11 @@ class Outgoing:
     def _send(self, flat: torch.Tensor, tag: int) -> None:
         buffers, frame = PooledBuffers(), None
         if self._factored is not None:
-            frame = self._factored.frame(self._ctx.config.block, self._coder.route, buffers)
+            with ranges.inside(ranges.ENCODE):
+                frame = self._factored.frame(self._ctx.config.block, self._coder.route, buffers)
         elif flat.dtype == torch.bool and self._ctx.staging is None:
-            frame = codecs.bits_frame(flat, buffers.take(bits.frame_bytes(flat.numel())))
+            with ranges.inside(ranges.ENCODE):
+                frame = codecs.bits_frame(flat, buffers.take(bits.frame_bytes(flat.numel())))
         self._post(self._coder.compress(flat, buffers) if frame is None else frame, tag, buffers)
 
     def _post(self, part: torch.Tensor, tag: int, buffers: PooledBuffers) -> None:
@@ -322,4 +325,5 @@ class Incoming:
 
 def wait(handle: dist.Work, timeout: timedelta | None) -> None:
     """Wait for a handle of the transport; the group's own timeout counts where ``timeout`` is None."""
-    handle.wait() if timeout is None else handle.wait(timeout)
+    with ranges.inside(ranges.WIRE):
+        handle.wait() if timeout is None else handle.wait(timeout)

@@ -26,6 +26,7 @@ from ds_zipccl.comm.schedules.sent_rows import SentRows
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import parse
 from ds_zipccl.policy import wire
+from ds_zipccl.telemetry import ranges
 
 #: Failed exchanges that are kept (seed). Their handles hold connections open that other ranks may still use. Dropping a handle first takes
 #: its buffer back from gloo, so that gloo does not write to freed memory; the connection is unusable afterwards.
@@ -187,7 +188,10 @@ class Exchange:
     def search_rows(self, segments: Mapping[int, torch.Tensor]) -> SentRows | None:
         """Search the segments that go to peers for rows that need not travel; None where the exchange has no rows. ``segments``: as for
         :class:`ds_zipccl.comm.schedules.sent_rows.SentRows`."""
-        return SentRows(self._ctx, self._coder, self._rows, segments) if self._rows else None
+        if not self._rows:
+            return None
+        with ranges.inside(ranges.ENCODE):
+            return SentRows(self._ctx, self._coder, self._rows, segments)
 
     def send_each(self, flats: Sequence[torch.Tensor], peers: Sequence[int], rows: SentRows | None = None) -> None:
         """Send ``flats[peer]`` to each of ``peers``, in this order. Small tensors are compressed in one call, large tensors one by one.
@@ -275,7 +279,7 @@ class Exchange:
     def _arrived(self, peer: int, keep: bool = False) -> Iterator[_Posted]:
         """Wait for the next frame of ``peer``. Its memory goes back afterwards unless ``keep``."""
         posted = self._receives[peer][0]
-        with self._ctx.naming("receiving from", peer):
+        with ranges.inside(ranges.WIRE, self._ctx.naming("receiving from", peer)):
             posted.handle.wait()
         self._receives[peer].popleft()
         yield posted
@@ -290,7 +294,7 @@ class Exchange:
     def _retire(self) -> None:
         """Block until the sends of the oldest step are done, and take their memory back."""
         for posted in self._sends[0]:
-            with self._ctx.naming("sending to", posted.peer):
+            with ranges.inside(ranges.WIRE, self._ctx.naming("sending to", posted.peer)):
                 posted.handle.wait()
         for posted in self._sends.popleft():
             posted.buffers.release()
