@@ -29,6 +29,7 @@ NEED_DEEPSPEED = (
     "integration/test_peft_trainers.py", "integration/test_train.py", "test_way_of_a_tensor.py", "cli/test_bench_experts.py",
     "integration/test_hook_points.py", "integration/test_moe.py", "integration/test_moe_calls.py", "integration/test_parallel.py",
     "integration/test_telemetry_ranks.py",
+    "integration/test_recipes.py", "cli/test_notebook.py",
 )  # fmt: skip
 collect_ignore = [] if importlib.util.find_spec("deepspeed") else list(NEED_DEEPSPEED)
 
