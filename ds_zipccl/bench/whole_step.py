@@ -41,7 +41,7 @@ OPTIONS = {
     ),
     "hop": Option(float, 0.0, "US", "microseconds that an operation takes more for every further node (0)"),
     "tflops": Option(float, None, "T", "1e12 operations a second of a GPU that computes: adds the time of the whole step"),
-    "tokens": Option(float, None, "K", "with --tflops: tokens of a GPU in a micro-batch"),
+    "tokens": Option(float, None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
     "flops": Option(float, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where no activations are computed again)"),
     "overlap": Option(float, 0.0, "S", "share of the computing that hides communication (0)"),
     "plot": Option(str, None, "PNG", "draw the time of a step for up to --gpus GPUs (needs matplotlib)"),

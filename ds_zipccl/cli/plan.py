@@ -163,7 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clusters",
         action="store_true",
-        help="compare the model of whole steps with published runs; only --json goes with it",
+        help="compare the model of whole steps with published runs; of other options only --json counts",
     )
     validate.add_arguments(parser)
 

@@ -35,6 +35,7 @@ float cal_ratio(Rows, Rows, Rows, uint64_t bytes, int, int, uint32_t, char *, ch
 """
 
 
+@pytest.mark.full(reason="compiles a program; the package does not need it")
 def test_ten_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     system = tmp_path / compare.SOURCES / "astra-sim" / "system"
     ratios = tmp_path / compare.SOURCES / "inputs" / "ratio"
