@@ -166,25 +166,19 @@ def _missing(found: Ranks) -> list[str]:
 
 def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, Any]:
     """Print the job and the prediction; return both for the file."""
-    from deepspeed.accelerator import get_accelerator
-
     from ds_zipccl.bench import job_plan
-    from ds_zipccl.integration.start_line import coverage_here
+    from ds_zipccl.integration.start_line import coverage_here, device_here
 
     job = user_job.read(args.ds_config)
     ranks = len(found.reports)
-    device = get_accelerator().device_name()
+    device, backend = device_here()
     tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {coverage_here(job.config)}")
     notes = [*job.notes]
     if 1 < found.nodes < ranks:
         notes.append(f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is that of one rank a node")
     for note in notes:
         tables.say(f"       {note}")
-    reason = (
-        "no --params"
-        if args.params is None
-        else job_plan.unpredicted(job, device, get_accelerator().communication_backend_name())
-    )
+    reason = "no --params" if args.params is None else job_plan.unpredicted(job, device, backend)
     if reason:
         tables.say(f"expected: not predicted: {reason}")
         return {"rows": [], "notes": notes, "unpredicted": reason}

@@ -45,9 +45,14 @@ def coverage(config: ZipcclConfig, settled: Settled | None = None) -> str:
 
 def coverage_here(config: ZipcclConfig) -> str:
     """Describe the traffic of a job of several ranks on machines like this one, by the backend that DeepSpeed chooses here."""
+    device, backend = device_here()
+    return describe([Group(2, {device: backend})], device, config)
+
+
+def device_here() -> tuple[str, str]:
+    """Return the type of device that DeepSpeed chooses here, and the backend of its groups."""
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    device = accelerator.device_name()
-    return describe([Group(2, {device: accelerator.communication_backend_name()})], device, config)
+    return accelerator.device_name(), accelerator.communication_backend_name()
 
 
 def _groups() -> list[Group]:
