@@ -12,14 +12,12 @@ namespace zipccl {
 namespace {
 
 struct NeonLanes : ListSteps {
+  // Four registers; no loops over them, because compilers unroll loops too late to keep an array in registers.
   struct Bytes {
     uint8x16_t v[4];
     template <typename Each>
     static Bytes make(Each each) {
-      Bytes out;
-#pragma GCC unroll 4
-      for (uint32_t i = 0; i < 4; ++i) out.v[i] = each(i);
-      return out;
+      return {{each(0), each(1), each(2), each(3)}};
     }
     static Bytes zero() { return {}; }
     Bytes operator>>(uint32_t count) const {
@@ -41,8 +39,12 @@ struct NeonLanes : ListSteps {
   static Bytes load(const uint8_t* from) {
     return Bytes::make([&](uint32_t i) { return vld1q_u8(from + 16 * i); });
   }
+  template <typename Step>
+  static void each_quarter(Step step) {
+    step(0), step(1), step(2), step(3);
+  }
   static void store(uint8_t* to, const Bytes& x) {
-    for (uint32_t i = 0; i < 4; ++i) vst1q_u8(to + 16 * i, x.v[i]);
+    each_quarter([&](uint32_t i) { vst1q_u8(to + 16 * i, x.v[i]); });
   }
   template <typename W>
   static Vec<W> load_words(const uint8_t* from) {
@@ -50,23 +52,21 @@ struct NeonLanes : ListSteps {
     const auto enter = [&](const auto& loaded, uint32_t i) {
       for (uint32_t p = 0; p < sizeof(W); ++p) out.plane[p].v[i] = loaded.val[p];
     };
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < 4; ++i) {
+    each_quarter([&](uint32_t i) {
       if constexpr (sizeof(W) == 1) out.plane[0].v[i] = vld1q_u8(from + 16 * i);
       if constexpr (sizeof(W) == 2) enter(vld2q_u8(from + 32 * i), i);
       if constexpr (sizeof(W) == 4) enter(vld4q_u8(from + 64 * i), i);
-    }
+    });
     return out;
   }
   template <typename W>
   static void store_words(uint8_t* to, const Vec<W>& x) {
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < 4; ++i) {
+    each_quarter([&](uint32_t i) {
       const auto part = [&](uint32_t p) { return x.plane[p].v[i]; };
       if constexpr (sizeof(W) == 1) vst1q_u8(to + 16 * i, part(0));
       if constexpr (sizeof(W) == 2) vst2q_u8(to + 32 * i, (uint8x16x2_t{{part(0), part(1)}}));
       if constexpr (sizeof(W) == 4) vst4q_u8(to + 64 * i, (uint8x16x4_t{{part(0), part(1), part(2), part(3)}}));
-    }
+    });
   }
   template <typename W>
   static void stream_words(uint8_t* to, const Vec<W>& x) {  // interleaving stores have no form that passes the cache
@@ -87,11 +87,11 @@ struct NeonLanes : ListSteps {
     uint8x16_t least = vdupq_n_u8(255), largest = vdupq_n_u8(0);
     uint16x8_t sum = vdupq_n_u16(0);  // a step adds at most 8 * 255 to each lane
     void add(const Bytes& x) {
-      for (const uint8x16_t part : x.v) {
-        least = vminq_u8(least, part);
-        largest = vmaxq_u8(largest, part);
-        sum = vpadalq_u8(sum, part);
-      }
+      each_quarter([&](uint32_t i) {
+        least = vminq_u8(least, x.v[i]);
+        largest = vmaxq_u8(largest, x.v[i]);
+        sum = vpadalq_u8(sum, x.v[i]);
+      });
     }
     Survey result() const { return {vminvq_u8(least), vmaxvq_u8(largest), vaddlvq_u16(sum)}; }
   };
@@ -103,13 +103,14 @@ struct NeonLanes : ListSteps {
     const uint8x16_t fours = vpaddq_u8(vpaddq_u8(bits(0), bits(1)), vpaddq_u8(bits(2), bits(3)));
     return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(fours, fours)), 0);
   }
-  // The inverse.
+  // Bytes 2i and 2i + 1 of eight, each eight times.
+  static uint8x16_t repeated(uint64_t eight, uint32_t i) {
+    const uint8x16_t places = vcombine_u8(vdup_n_u8(uint8_t(2 * i)), vdup_n_u8(uint8_t(2 * i + 1)));
+    return vqtbl1q_u8(vreinterpretq_u8_u64(vdupq_n_u64(eight)), places);
+  }
+  // The inverse of mask_of.
   static Bytes spread(uint64_t mask) {
-    const uint8x16_t bytes = vreinterpretq_u8_u64(vdupq_n_u64(mask));
-    return Bytes::make([&](uint32_t i) {
-      const uint8x16_t places = vcombine_u8(vdup_n_u8(uint8_t(2 * i)), vdup_n_u8(uint8_t(2 * i + 1)));
-      return vtstq_u8(vqtbl1q_u8(bytes, places), weights());
-    });
+    return Bytes::make([&](uint32_t i) { return vtstq_u8(repeated(mask, i), weights()); });
   }
   static uint64_t plane(const Bytes& x, uint32_t bit) {
     return mask_of(Bytes::make([&](uint32_t i) { return vtstq_u8(x.v[i], vdupq_n_u8(uint8_t(1u << bit))); }));
@@ -118,7 +119,7 @@ struct NeonLanes : ListSteps {
     Bytes out = Bytes::zero();
     for (uint32_t p = 0; p < count; ++p) {
       const Bytes ones = spread(planes[p]);
-      for (uint32_t i = 0; i < 4; ++i) out.v[i] = vbslq_u8(vdupq_n_u8(uint8_t(1u << p)), ones.v[i], out.v[i]);
+      out = Bytes::make([&](uint32_t i) { return vbslq_u8(vdupq_n_u8(uint8_t(1u << p)), ones.v[i], out.v[i]); });
     }
     return out;
   }
@@ -150,40 +151,47 @@ struct NeonLanes : ListSteps {
   static uint64_t ones_before(uint64_t mask) {
     return vget_lane_u64(vreinterpret_u64_u8(vcnt_u8(vcreate_u8(mask))), 0) * 0x0101010101010101ull << 8;
   }
-  // Entries of bytes 2i and 2i + 1 of a mask, as places in a register of which each fills a half; 128 and more: none.
-  static uint8x16_t places_of(const uint8_t (&table)[256][8], uint64_t mask, uint32_t i) {
-    const uint8x8_t low = vld1_u8(table[mask >> 16 * i & 255]), high = vld1_u8(table[mask >> (16 * i + 8) & 255]);
-    return vcombine_u8(low, vadd_u8(high, vdup_n_u8(8)));
+  // Entries of bytes 2i and 2i + 1 of a mask; and as places in a register of which each has a half. 128 and more: none.
+  static uint8x16_t entries(const uint8_t (&table)[256][8], uint64_t mask, uint32_t i) {
+    return vcombine_u8(vld1_u8(table[mask >> 16 * i & 255]), vld1_u8(table[mask >> (16 * i + 8) & 255]));
   }
+  static uint8x16_t in_halves(uint8x16_t places) { return vaddq_u8(places, vcombine_u8(vdup_n_u8(0), vdup_n_u8(8))); }
   static void compress(const Bytes& x, uint64_t mask, uint8_t* to) {
     const uint64_t before = ones_before(mask);
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint8x16_t packed = vqtbl1q_u8(x.v[i], places_of(kShuffles.pack, mask, i));
+    each_quarter([&](uint32_t i) {
+      const uint8x16_t packed = vqtbl1q_u8(x.v[i], in_halves(entries(kShuffles.pack, mask, i)));
       vst1_u8(to + (before >> 16 * i & 255), vget_low_u8(packed));
       vst1_u8(to + (before >> (16 * i + 8) & 255), vget_high_u8(packed));
-    }
+    });
   }
   static Bytes expand(const Bytes& x, uint64_t mask, const uint8_t* from) {
     const uint64_t before = ones_before(mask);
     return Bytes::make([&](uint32_t i) {
       const uint8x8_t low = vld1_u8(from + (before >> 16 * i & 255)), high = vld1_u8(from + (before >> (16 * i + 8) & 255));
-      return vqtbx1q_u8(x.v[i], vcombine_u8(low, high), places_of(kShuffles.unpack, mask, i));
+      return vqtbx1q_u8(x.v[i], vcombine_u8(low, high), in_halves(entries(kShuffles.unpack, mask, i)));
     });
   }
   static uint64_t above(const Bytes& x, uint8_t limit) {
     return mask_of(Bytes::make([&](uint32_t i) { return vcgtq_u8(x.v[i], vdupq_n_u8(limit)); }));
   }
-  // NEON moves no bits by a mask: they go as bytes.
+  // NEON moves no bits by a mask: they go as bytes. Often all of them stay in place.
   static uint64_t gather(uint64_t x, uint64_t mask) {
-    uint8_t bits[64] = {0};
-    compress(spread(x), mask, bits);
-    return mask_of(load(bits)) & ones(popcount(mask));
+    if (!~mask) return x;
+    const Bytes bits = spread(x);
+    const auto packed = [&](uint32_t i) { return vqtbl1q_u8(bits.v[i], in_halves(entries(kShuffles.pack, mask, i))); };
+    const uint64_t of_bytes = mask_of(Bytes::make(packed)), before = ones_before(mask);
+    uint64_t out = 0;
+#pragma GCC unroll 8
+    for (uint32_t i = 0; i < 64; i += 8) out |= (of_bytes >> i & 255) << (before >> i & 63);
+    return out;
   }
   static uint64_t scatter(uint64_t x, uint64_t mask) {
-    uint8_t bits[64];
-    store(bits, spread(x));
-    return mask_of(expand(Bytes::zero(), mask, bits));
+    if (!~mask) return x;
+    const Bytes bits = spread(x);
+    const uint8x16x4_t all = {{bits.v[0], bits.v[1], bits.v[2], bits.v[3]}};
+    const uint64_t before = ones_before(mask);
+    const auto at = [&](uint32_t i) { return vaddq_u8(entries(kShuffles.unpack, mask, i), repeated(before, i)); };
+    return mask_of(Bytes::make([&](uint32_t i) { return vqtbl4q_u8(all, at(i)); }));
   }
 
   static void hash_sums(const uint8_t* data, const uint64_t* keys, const uint64_t* others, uint32_t count, uint64_t* sums) {
