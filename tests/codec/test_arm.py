@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import struct
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import arm
-import asan
 import corpus
 import pytest
 import test_golden
 import test_golden_rounded
 import torch
+import variants
 
 from ds_zipccl import codecs
 from ds_zipccl import frame as framing
@@ -70,8 +71,9 @@ def test_golden_frames(program: Path, tmp_path: Path) -> None:
 
 def test_random_words_and_damaged_payloads(program: Path) -> None:
     """Payloads, words, scales, codes, predictions and refusals are those of this machine's portable level, and of each other."""
-    draws = ("1", str(MUTATIONS), "300")
-    here = asan.run(asan.fuzzer().path(), 1, MUTATIONS, 300, ["scalar"] * len(arm.LEVELS))
+    draws = ("1", str(MUTATIONS), "500")
+    portable = [variants.PORTABLE] * len(arm.LEVELS)
+    here = subprocess.run([arm.fuzzer_here().path(), *draws, *portable], capture_output=True, text=True, timeout=600)
     there = arm.run(program, *draws, *arm.LEVELS, seconds=600)
     assert here.returncode == 0, here.stdout + here.stderr
     assert there.returncode == 0, there.stdout + there.stderr

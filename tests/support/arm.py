@@ -88,6 +88,18 @@ def fuzzer(compiler: Callable[[], tuple[str, ...]] = compiler) -> Binary:
     )
 
 
+def fuzzer_here() -> Binary:
+    """The fuzzer over the library that the native route uses on this machine."""
+    library = build.build()
+    return Binary(
+        "fuzz_here",
+        {"csrc": build.CSRC, "fuzz": TESTS / "fuzz"},
+        {"fuzz/fuzz.cpp": ()},
+        ("-O1", "-std=c++17"),
+        ("-Wl,--no-as-needed", str(library), f"-Wl,-rpath,{library.parent}"),
+    )
+
+
 def run(program: Path, *arguments: str, seconds: int) -> subprocess.CompletedProcess[str]:
     """Run a static program for these CPUs; blocks until it ends."""
     try:
