@@ -28,6 +28,16 @@ from ds_zipccl.kernels import trust
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
 _AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mpopcnt")
+_AVX512 = tuple(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
+_X86 = (("cpu/avx2.cpp", _AVX2), ("cpu/avx512.cpp", (*_AVX2, *_AVX512)))
+_ARM: tuple[tuple[str, tuple[str, ...]], ...] = (("cpu/neon.cpp", ()),)  # no flags: each 64-bit Arm CPU has NEON
+#: Machine, as :func:`platform.machine` names it -> sources of its levels beside the portable one, with flags for the instruction set.
+_LEVELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "x86_64": _X86,
+    "AMD64": _X86,
+    "aarch64": _ARM,
+    "arm64": _ARM,
+}
 
 
 @dataclass(frozen=True)
@@ -156,11 +166,7 @@ def cpu(machine: str = platform.machine(), compiler: Callable[[], tuple[str, ...
     Each level has its instruction set; the CPU decides at run time which level runs.
     """
     names = "payload delta hash rounded scaled zfp lowrank rows row_map row_frame dispatch scalar".split()
-    levels: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    if machine in ("x86_64", "AMD64"):
-        avx512 = (f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
-        levels = (("cpu/avx2.cpp", _AVX2), ("cpu/avx512.cpp", (*_AVX2, *avx512)))
-    objects = (*((f"cpu/{name}.cpp", ()) for name in names), *levels)
+    objects = (*((f"cpu/{name}.cpp", ()) for name in names), *_LEVELS.get(machine, ()))
     # -ffp-contract=off: no fused multiply-add takes away a rounding.
     return Recipe("zipccl_cpu", compiler, objects, ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread"))
 

@@ -133,7 +133,7 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
 
     @property
     def level(self) -> str:
-        """Instruction set in use: avx512, avx2 or scalar."""
+        """Instruction set in use: avx512, avx2, neon or scalar."""
         return str(self._level().decode())
 
     def force_level(self, name: str) -> None:

@@ -12,6 +12,7 @@ import mutations
 import pytest
 import test_lowrank
 import torch
+import variants
 from mutations import Base
 from test_fuzz_scaled import ANY_FRAME, SMALL, answer
 
@@ -82,7 +83,7 @@ def test_damaged_low_rank_frames(count: int) -> None:
     rng = random.Random(count)
     generic = [kind for kind in mutations.KINDS if kind.name in ANY_FRAME]
     bases, codes, passed = _bases(), Counter(), Counter()
-    variants = lossy_routes.usable("multiply")
+    usable = lossy_routes.usable("multiply")
     for turn in range(count):
         base, name = rng.choice(bases), rng.choice([*KINDS, "any"])
         if name == "any":
@@ -95,7 +96,7 @@ def test_damaged_low_rank_frames(count: int) -> None:
         numel = struct.unpack_from("<Q", frame, 16)[0] if len(frame) >= 32 else 0
         like = base.tensor if numel > SMALL or rng.random() < 0.7 else None
         answers = []
-        for variant in variants if turn % 4 == 0 else [v for v in variants if v.level in ("", "avx2")]:
+        for variant in usable if turn % 4 == 0 else [v for v in usable if v.level in ("", variants.SHORTEST)]:
             with variant.in_use() as route:
                 answers.append(answer(torch.frombuffer(bytearray(frame), dtype=torch.uint8), like, route))
         assert answers.count(answers[0]) == len(answers), f"{name}: {[a[0] for a in answers]} {frame.hex()}"

@@ -155,7 +155,7 @@ def test_damaged_row_frames(count: int) -> None:
         every = (
             variants.usable()
             if turn % RARELY == 0
-            else [v for v in variants.usable() if v.level in ("", "avx2") and v.route != "emulated"]
+            else [v for v in variants.usable() if v.level in ("", variants.SHORTEST) and v.route != "emulated"]
         )
         answers = []
         for variant in every:

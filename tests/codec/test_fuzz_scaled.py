@@ -13,6 +13,7 @@ import pytest
 import test_fuzz
 import test_scaled
 import torch
+import variants
 from mutations import Base
 
 from ds_zipccl import codecs
@@ -89,7 +90,7 @@ def test_damaged_scaled_frames(count: int) -> None:
     generic = [kind for kind in mutations.KINDS if kind.name in ANY_FRAME]
     assert len(generic) == len(ANY_FRAME)
     bases, codes, passed = _bases(), Counter(), Counter()
-    variants = lossy_routes.usable("decode_scaled")
+    usable = lossy_routes.usable("decode_scaled")
     for turn in range(count):
         base, name = rng.choice(bases), rng.choice([*KINDS, "any"])
         if name == "any":
@@ -102,9 +103,9 @@ def test_damaged_scaled_frames(count: int) -> None:
         numel = struct.unpack_from("<Q", frame, 16)[0] if len(frame) >= 32 else 0
         like = base.tensor if numel > SMALL or rng.random() < 0.7 else None
         answers = []
-        levels = ("", "avx2") if turn % 4 else ("", "avx2", "avx512", "scalar")
+        levels = {"", variants.SHORTEST} if turn % 4 else {variant.level for variant in usable}
         left_out = "emulated" if turn % test_fuzz.RARELY else ""
-        for variant in [each for each in variants if each.level in levels and each.route != left_out]:
+        for variant in [each for each in usable if each.level in levels and each.route != left_out]:
             with variant.in_use() as route:
                 answers.append(answer(torch.frombuffer(bytearray(frame), dtype=torch.uint8), like, route))
         assert answers.count(answers[0]) == len(answers), f"{name}: {[a[0] for a in answers]} {frame.hex()}"

@@ -1,6 +1,8 @@
 // Encodes generated words, damages the payloads and decodes them at every level, to be built with AddressSanitizer and UBSan (asan.py).
 // All buffers are exactly as large as their contents and often unaligned, so that a byte read or written outside is seen.
-// Usage: fuzz SEED MUTATIONS SECONDS LEVEL...   Ends after that many mutations or seconds; the exit status is 0 if all went well.
+// Usage: fuzz SEED MUTATIONS SECONDS LEVEL...   Ends after that many mutations or seconds; the exit status is 0 if all went well. The digest
+// of all payloads, words and refusals is the same on every CPU and with every compiler, for as many levels.
+//        fuzz check FILE LEVEL..., fuzz repeat KERNEL TIMES FILE LEVEL   See cases.h.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -61,6 +63,13 @@ struct Case {
 
 uint64_t pad16(uint64_t x) { return (x + 15) / 16 * 16; }
 
+// FNV-1a over all results of the run, in eight lanes.
+uint64_t digests[8];
+void digest(const std::string& bytes) {
+  for (uint64_t i = 0; i < bytes.size(); ++i) digests[i % 8] = (digests[i % 8] ^ uint8_t(bytes[i])) * 0x100000001B3;
+  digests[0] = (digests[0] ^ bytes.size()) * 0x100000001B3;
+}
+
 // The bound of FORMAT.md section 3: index, tables, every block as large as raw, a padding for the tails of each chunk.
 uint64_t bound(const Case& c) {
   const uint64_t per_chunk = 16 * uint64_t(c.block), chunks = (c.numel + per_chunk - 1) / per_chunk;
@@ -83,7 +92,8 @@ void generate(const Case& c, uint64_t n, uint8_t* words) {
     if (texture == 1) word = c.sign();
     if (texture == 2) word = uint32_t(constant);
     if (texture >= 4) {
-      uint64_t e = middle - uint64_t(__builtin_ctzll(draw() | 1ull << 20)) + (draw() % 8 == 0);
+      uint64_t e = middle - uint64_t(__builtin_ctzll(draw() | 1ull << 20));
+      e += draw() % 8 == 0;
       if (texture == 7 && below(30) == 0) e = draw();
       word = (word & ~(c.exponents() << c.mantissa())) | (uint32_t(e) & c.exponents()) << c.mantissa();
     }
@@ -121,7 +131,11 @@ void damage(std::string& payload, Case& c) {
   const uint64_t chunks = (c.numel + 16 * c.block - 1) / (16 * c.block), index = pad16(4 * chunks);
   switch (kind) {
     case 0: payload.resize(below(size + 1)); break;
-    case 1: payload.append(below(40), char(draw())); break;
+    case 1: {
+      const uint64_t more = below(40);
+      payload.append(more, char(draw()));
+      break;
+    }
     case 2: poke(0, 4 * chunks); break;
     case 3: poke(index, index + 128 < size ? index + 128 : size); break;  // the first table
     case 4: poke(0, size); break;
@@ -168,6 +182,7 @@ std::string encode_everywhere(const Case& c, const std::vector<const char*>& lev
     if (level != levels[0] && now != payload) fail("levels write different bytes", c, level);
     payload = now;
   }
+  digest(payload);
   return payload;
 }
 
@@ -207,6 +222,7 @@ int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels,
     if (level != levels[0] && got != words) fail("levels decode different words", c, level);
     words = got;
   }
+  digest(status ? std::string(1, char(status)) : words);
   return status;
 }
 
@@ -323,12 +339,17 @@ void search_and_predict(const Case& c, const std::vector<const char*>& levels, c
     factors = now;
     predictions = made;
   }
+  digest(factors + predictions);
 }
 
 }  // namespace
+#include "cases.h"
 #include "fuzz_scaled.h"
 int main(int argc, char** argv) {
-  if (argc < 5) return fprintf(stderr, "usage: fuzz SEED MUTATIONS SECONDS LEVEL...\n"), 2;
+  const std::string mode = argc < 4 ? "" : argv[1];
+  if (mode == "check") return check(argv[2], {argv + 3, argv + argc});
+  if (mode == "repeat" && argc == 6) return repeat(argv[2], strtoull(argv[3], nullptr, 10), argv[4], argv[5]);
+  if (argc < 5) return fprintf(stderr, "usage: the first lines of fuzz.cpp\n"), 2;
   state = strtoull(argv[1], nullptr, 10);
   const uint64_t mutations = strtoull(argv[2], nullptr, 10);
   const time_t end = time(nullptr) + atol(argv[3]);
@@ -371,6 +392,9 @@ int main(int argc, char** argv) {
   }
   for (const int32_t dtype : {1, 2, 3, 6})
     if (payloads > 1000 && (lists[dtype] * 100 < payloads || refused * 4 < payloads)) return printf("FAILED: %d: few LISTs or refusals\n", dtype), 1;
-  printf("payloads %llu mutations %llu accepted %llu index %llu block %llu\n", (unsigned long long)payloads,
-         (unsigned long long)done, (unsigned long long)count[0], (unsigned long long)count[11], (unsigned long long)count[12]);
+  uint64_t all = 0;
+  for (const uint64_t each : digests) all = all * 0x9E3779B97F4A7C15 + each;
+  printf("payloads %llu mutations %llu accepted %llu index %llu block %llu digest %llu\n", (unsigned long long)payloads,
+         (unsigned long long)done, (unsigned long long)count[0], (unsigned long long)count[11], (unsigned long long)count[12],
+         (unsigned long long)all);
 }

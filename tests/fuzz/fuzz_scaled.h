@@ -41,6 +41,7 @@ int32_t scaled_decode(const Case& c, const ZipcclScaling& s, const std::vector<c
     words = text(out, out.size());
     first_sums = text(sums, sums.size());
   }
+  digest(status ? std::string(1, char(status)) : words);
   return status;
 }
 
@@ -67,6 +68,7 @@ uint64_t scaled_everywhere(const Case& c, const std::vector<const char*>& levels
     scales = front;
     kept = text(values, values.size());
   }
+  digest(scales + codes + kept);
   if (coded == ~0ull) return 0;
   if (scaled_decode(c, s, levels, scales, codes, decoded) || decoded != kept) fail("scaled words are not the projected ones", c, levels[0]);
   uint64_t refused = 0;

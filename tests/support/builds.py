@@ -79,6 +79,8 @@ class Binary:
     link_flags: tuple[str, ...] = ()
     #: ``key/path`` of a file -> changes to its text.
     changes: Mapping[str, tuple[Change, ...]] = field(default_factory=dict)
+    #: As :attr:`build.Recipe.compiler`.
+    compiler: Callable[[], tuple[str, ...]] = build.compiler
 
     def path(self) -> Path:
         """The binary, compiled unless it is there already.
@@ -92,7 +94,7 @@ class Binary:
             text = (self.folders[key] / rest).read_text()
             for good, _ in changes:
                 assert good in text, f"{good!r} is no longer in {file}: plant the mistake elsewhere"
-        compiler = build.compiler()
+        compiler = self.compiler()
         parts = [*compiler[1:], *self.flags, "--", *self.link_flags, repr(self.sources), repr(self.changes)]
         return kept(self.name, (build._identity(compiler), *parts, *contents(self.folders)), self._make)
 
@@ -105,7 +107,7 @@ class Binary:
             for good, bad in changes:
                 text = text.replace(good, bad)
             (stage / file).write_text(text)
-        command = [*build.compiler(), *self.flags, f"-I{stage / 'csrc'}"]
+        command = [*self.compiler(), *self.flags, f"-I{stage / 'csrc'}"]
         objects = {source: f"{stage / source}.o" for source in self.sources}
         commands = [[*command, *own, "-c", str(stage / at), "-o", objects[at]] for at, own in self.sources.items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:

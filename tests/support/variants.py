@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -235,10 +236,14 @@ class Variant:
             native.force_level("auto")
 
 
+#: Machine, as :func:`platform.machine` names it -> levels of the native route beside the portable one, best first.
+LEVELS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon",)}
+PORTABLE = "scalar"
+#: The level with the shortest registers that this machine may have, for tests that take one.
+SHORTEST = (PORTABLE, *LEVELS.get(platform.machine(), ()))[-1]
+
 ALL = (
-    Variant("native", "avx512"),
-    Variant("native", "avx2"),
-    Variant("native", "scalar"),
+    *(Variant("native", level) for level in (*LEVELS.get(platform.machine(), ()), PORTABLE)),
     Variant("numba"),
     *map(Variant, FOR_TESTS),
 )

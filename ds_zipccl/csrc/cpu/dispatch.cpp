@@ -8,6 +8,8 @@ namespace {
 const ZipcclLevel* const kLevels[] = {
 #if defined(__x86_64__)
     &zipccl_avx512, &zipccl_avx2,
+#elif defined(__aarch64__)
+    &zipccl_neon,
 #endif
     &zipccl_scalar};
 
@@ -18,6 +20,8 @@ bool supported(const ZipcclLevel* level) {
   if (level == &zipccl_avx512)
     return avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
+#elif defined(__aarch64__)
+  if (level == &zipccl_neon) return true;  // each has NEON
 #endif
   return level == &zipccl_scalar;
 }

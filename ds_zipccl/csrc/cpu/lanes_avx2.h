@@ -6,25 +6,10 @@
 #include "common/byte_planes.h"
 #include "common/exponent_block.cuh"
 #include "cpu/list_steps.h"
+#include "cpu/shuffles.h"
 
 namespace zipccl {
 namespace {
-
-// For every mask of eight: which of eight come first when those at the ones are packed, and where each came from; 0x80: none.
-struct Shuffles {
-  alignas(8) uint8_t pack[256][8], unpack[256][8];
-  constexpr Shuffles() : pack(), unpack() {
-    for (uint32_t mask = 0; mask < 256; ++mask) {
-      uint32_t count = 0;
-      for (uint32_t i = 0; i < 8; ++i) {
-        unpack[mask][i] = mask >> i & 1 ? uint8_t(count) : 0x80;
-        if (mask >> i & 1) pack[mask][count++] = uint8_t(i);
-      }
-      while (count < 8) pack[mask][count++] = 0x80;
-    }
-  }
-};
-constexpr Shuffles kShuffles;
 
 struct Avx2Lanes : ListSteps {
   struct Bytes {

@@ -1,5 +1,5 @@
-// The functions of a CPU level: the codec of a chunk for each type. cpu/scalar.cpp, cpu/avx2.cpp and cpu/avx512.cpp define one each,
-// cpu/dispatch.cpp chooses.
+// The functions of a CPU level: the codec of a chunk for each type. cpu/scalar.cpp, cpu/avx2.cpp, cpu/avx512.cpp and
+// cpu/neon.cpp define one each, cpu/dispatch.cpp chooses.
 #pragma once
 #include "common/scaling.cuh"
 
@@ -86,6 +86,8 @@ struct ZipcclLevel {
 extern const ZipcclLevel zipccl_scalar;
 #if defined(__x86_64__)
 extern const ZipcclLevel zipccl_avx2, zipccl_avx512;
+#elif defined(__aarch64__)
+extern const ZipcclLevel zipccl_neon;
 #endif
 
 // The level in use.
