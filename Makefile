@@ -17,7 +17,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus fuzz soak soak-sim gpu gpu-wheels cuda-static wheels lint clean
+.PHONY: demo test test-all corpus fuzz soak soak-sim gpu gpu-wheels cuda-static cpu-instructions wheels lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -75,6 +75,10 @@ gpu-wheels: $(VENV)/ready
 # Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of nvcc.
 cuda-static: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/gpu $(BIN)/python tests/gpu/cuda_static.py
+
+# Instructions an element of the C++ kernels, on x86-64 and on 64-bit Arm: needs qemu-user-static and g++-aarch64-linux-gnu. Some minutes.
+cpu-instructions: $(VENV)/ready
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/support/instructions.py
 
 # The sdist and a wheel for each CPU, with the C++ library inside, in dist/; zig, a compiler for both CPUs, comes as a wheel. Four minutes.
 wheels: $(VENV)/ready

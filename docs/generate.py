@@ -333,6 +333,7 @@ SECTIONS: dict[str, Section] = {
     "forecast": measured.forecast,
     "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
+    "instructions": measured.instructions,
     "nccl_operations": modelled.operations,
     "nccl_steps": modelled.steps,
     "step_constants": step_constants,
