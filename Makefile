@@ -18,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai wheels lint clean
+.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -84,6 +84,10 @@ cuda-static: $(VENV)/ready
 # Plain collectives of `plan --network` beside the analytical mode of the simulator SimAI: SIMAI is a checkout of github.com/aliyun/SimAI.
 simai: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/simai/compare.py "$(SIMAI)" --json docs/results/plan_simai.json
+
+# Instructions an element of the C++ kernels, on x86-64 and on 64-bit Arm: needs qemu-user-static and g++-aarch64-linux-gnu. Some minutes.
+cpu-instructions: $(VENV)/ready
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/support/instructions.py
 
 # The sdist and a wheel for each CPU, with the C++ library inside, in dist/; zig, a compiler for both CPUs, comes as a wheel. Four minutes.
 wheels: $(VENV)/ready

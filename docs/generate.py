@@ -334,6 +334,7 @@ SECTIONS: dict[str, Section] = {
     "forecast": measured.forecast,
     "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
+    "instructions": measured.instructions,
     "nccl_operations": modelled.operations,
     "nccl_steps": modelled.steps,
     "plan_clusters": modelled.clusters,

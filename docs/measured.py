@@ -316,6 +316,19 @@ def cuda_static(page: Path) -> str:
     return f"{provenance(content)}\n\n{about}\n\n" + table(heads, rows)
 
 
+def instructions(page: Path) -> str:
+    """Instructions an element of the C++ kernels: a line for every kernel and kind of data, a column for every level."""
+    content = results("instructions")
+    kernels: dict[tuple[str, str], dict[str, str]] = {}
+    for row in content["rows"]:
+        level = f"{row['machine']} {row['level']}"
+        kernels.setdefault((row["kernel"], row["data"]), {})[level] = f"{row['instructions']:.2f}"
+    levels = list(next(iter(kernels.values())))
+    rows = ((*key, *(found[level] for level in levels)) for key, found in kernels.items())
+    compilers = "; ".join(f"{machine}: {name}" for machine, name in content["compilers"].items())
+    return f"{provenance(content)}\n\nCompilers: {compilers}.\n\n" + table(("kernel", "data", *levels), rows)
+
+
 def corpus(page: Path) -> str:
     """A line for every tensor of a real training step: ratio and speeds of all coders side by side."""
     content = results("corpus")
