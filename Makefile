@@ -48,7 +48,7 @@ endif
 corpus: $(VENV)/ready
 	$(BIN)/python examples/make_corpus.py --out out/corpus.safetensors
 
-# As root, some ten minutes: predictions of `doctor` beside trainings of three ZeRO stages over three links; fails beyond 20%.
+# As root, on a quiet machine: predictions of `doctor` beside trainings of three ZeRO stages over three links; fails beyond 20%.
 doctor-check: $(VENV)/ready
 	$(BIN)/python -m ds_zipccl doctor --check zero1 zero2 zero3 --link 100mbit 300mbit 1gbit --json docs/results/doctor.json
 

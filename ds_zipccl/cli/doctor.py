@@ -24,7 +24,7 @@ computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not
 one rank a node.
 
 ``--check`` compares predictions with the trainings of ``bench train`` on shaped links, as root: for each ``--link`` and workload the
-measured and the predicted factor, of communication (``comm_ms``) and of steps, whose computing time is that of the plain run.
+measured and the predicted factor, of communication (``quiet_ms``) and of steps, whose computing time is that of the plain run.
 
 The exit status is 1 if a hook is missing, or with ``--check`` if a prediction is off by more than 20% or a training has wrong bits.
 """
