@@ -82,8 +82,8 @@ def limit(seconds: float) -> Iterator[None]:
 
 def hooks_found() -> dict[str, str]:
     """DeepSpeed module -> "" where our hook has adjusted it, "absent" for a module that this DeepSpeed lacks and a job need not have, else
-    the reason. Imports DeepSpeed, which takes seconds."""
-    from ds_zipccl.integration import autoload
+    the reason; and names of adjusted modules that do not fit, each with its problem. Imports DeepSpeed, which takes seconds."""
+    from ds_zipccl.integration import autoload, hook_points
 
     off = next(
         (f"{name}=0 turns the package off" for name in SWITCHES if os.environ.get(name, "").strip() == "0"),
@@ -101,7 +101,7 @@ def hooks_found() -> dict[str, str]:
             found[name] = f"not importable: {type(error).__name__}: {error}"
             continue
         found[name] = autoload.OUTCOMES.get(name, f"not adjusted: {off}") if name in sys.modules else "absent"
-    return found
+    return found | hook_points.problems()
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,8 @@ def _take_part(args: argparse.Namespace) -> int:
         tables.say(f"       {line}")
     if missing:
         tables.say(
-            "       to do: pip install ds_zipccl where the job runs; report has the cause in its section activation"
+            "       to do: pip install ds_zipccl where the job runs, and look for a release of it that knows this DeepSpeed; report has the "
+            "cause in its section activation"
         )
     more: dict[str, Any] = {
         "ranks": ranks,

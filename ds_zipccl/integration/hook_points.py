@@ -214,6 +214,11 @@ def lacking(guard: str) -> str:
     return f"this DeepSpeed {'; '.join(found)}" if found else ""
 
 
+def problems() -> dict[str, str]:
+    """Return the points that do not fit, by module and name, each with its problem and the traffic that stays plain."""
+    return {f"{POINTS[name].owner}.{name}": f"{problem}: {POINTS[name].without}" for name, problem in _unfit.items()}
+
+
 def lines() -> list[str]:
     """Return a line for each point that does not fit; every line once."""
     new = [name for name in _unfit if name not in _said]
