@@ -164,6 +164,7 @@ class Process:
         93: _exit,
         94: _exit,
         96: lambda *_: 1,  # set_tid_address
+        98: lambda *_: 0,  # futex: nobody waits
         113: _time,
         135: lambda *_: 0,  # rt_sigprocmask
         214: _more,
