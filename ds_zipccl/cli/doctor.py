@@ -134,7 +134,7 @@ def _take_part(args: argparse.Namespace) -> int:
         tables.say(f"       {line}")
     if missing:
         tables.say(
-            "       to do: pip install ds_zipccl where the job runs, and look for a release of it that knows this DeepSpeed; report has the "
+            "       to do: pip install ds_zipccl where the job runs, or a release of it that knows this DeepSpeed; report has the "
             "cause in its section activation"
         )
     more: dict[str, Any] = {

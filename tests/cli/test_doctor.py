@@ -198,6 +198,16 @@ def test_refusals(words: str, message: str, capsys: pytest.CaptureFixture[str]) 
     assert_refused(["doctor", *words.split()], message, capsys)
 
 
+def test_names_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_zipccl.integration import hook_points
+
+    name = "DeepSpeedZeroOptimizer_Stage3.step"
+    assert not [found for found in doctor_ranks.hooks_found() if found.endswith(name)]
+    monkeypatch.setitem(hook_points._unfit, name, f"has no {name}")
+    (problem,) = [why for found, why in doctor_ranks.hooks_found().items() if found.endswith(name)]
+    assert problem.startswith(f"has no {name}: gathers of ZeRO-3 are coded without agreed sizes")
+
+
 def test_half_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
