@@ -21,7 +21,7 @@ from ds_zipccl.lossy import Round
 
 pytestmark = pytest.mark.full(reason="compiles the codec for another CPU, and emulates it")
 
-MUTATIONS = 20_000
+MUTATIONS = 5_000
 #: Numbers of codes in the file of cases (tests/fuzz/cases.h).
 WIDE, DELTA, ROUNDED = 1, 2, 3
 
