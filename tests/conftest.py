@@ -66,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.mark_full(items)
+    tiers.repeat_timings(items)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

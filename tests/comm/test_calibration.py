@@ -98,4 +98,5 @@ def test_bandwidth_of_a_known_link(rate: str) -> None:
     wanted = spec.rate / 8
     profiles = [LinkProfile.from_json(row) for row in found]
     assert any(profile.bandwidth == pytest.approx(wanted, rel=0.15) for profile in profiles)
-    assert max(profile.one_way for profile in profiles) > 0.75, "directions of a network do not share its rate"
+    shares = [profile.one_way for profile in profiles]
+    assert max(shares) > 0.75, f"directions of a network do not share its rate; got {shares}"
