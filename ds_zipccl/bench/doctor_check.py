@@ -1,8 +1,7 @@
 """``doctor --check``: predictions for the workloads of ``bench train`` beside trainings, on the same shaped links.
 
 Rows: ``workload``, ``link``; ``comm``, ``step``: measured factors, plain / coded; ``comm_predicted``, ``step_predicted``; ``comm_off``,
-``step_off``: predicted / measured. ``comm`` is the factor of ``quiet_ms`` of ``bench train``, which other programs disturb least, and of
-``comm_ms`` where the calls of steps differ.
+``step_off``: predicted / measured. ``comm`` is the factor of ``exchange_ms`` of ``bench train``: the prediction knows no late ranks either.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _compared(
     params = runs["plain"][0]["parameters"]
     total = job_plan.predict(job, params, RANKS, profile, ratios)[-1]
     step = coded["speedup"]
-    comm = 1 / coded["of_plain"] if coded["of_plain"] else coded["comm_speedup"]
+    comm = plain["exchange_ms"] / coded["exchange_ms"]
     step_predicted = job_plan.step_speedup(total, plain["step_ms"] - plain["comm_ms"])
     row = {
         "workload": workload,
@@ -120,9 +119,9 @@ def _compared(
         "step_predicted": step_predicted,
         "step_off": step_predicted / step,
         "comm_ms_factor": coded["comm_speedup"],
-        "plain_comm_ms": plain["comm_ms"],
+        "plain_comm_ms": plain["exchange_ms"],
         "plain_ms_predicted": total["plain_ms"],
-        "coded_comm_ms": coded["comm_ms"],
+        "coded_comm_ms": coded["exchange_ms"],
         "coded_ms_predicted": total["ms"],
         "profile": profile.to_json(),
     }

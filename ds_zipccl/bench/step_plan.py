@@ -14,8 +14,9 @@ from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy.cost_model import UNCHANGED_RATIO, LinkProfile, against_base, predict
 from ds_zipccl.policy.lossy_sizes import expected
 
-#: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size.
-BUCKET, PREFETCH = 500_000_000, 50_000_000
+#: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size;
+#: stage3_max_live_parameters and stage3_max_reuse_distance.
+BUCKET, PREFETCH, LIVE = 500_000_000, 50_000_000, 1_000_000_000
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 GRADIENTS, TOTAL = "gradients", "total"
 #: Codings: of values alone; against the values of the last gather, which have changed since; which have not; of rounded values.
@@ -26,7 +27,7 @@ SUMMED = ("calls", "wire_gb", "ms", "exponents_ms")
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """One line of a step: all parameters move ``times`` times by ``op``, in operations of ``bucket`` elements at most.
+    """One line of a step: ``part`` of the parameters moves ``times`` times by ``op``, in operations of ``bucket`` elements at most.
 
     ``coded_op``: operation of the coded variants, ``op`` if empty. ``coding``: of the coded variants. ``slower``: factor on the
     predicted time of ``coded_op``.
@@ -39,15 +40,20 @@ class StepTraffic:
     coded_op: str = ""
     coding: str = EXPONENTS
     slower: float = 1.0
+    part: float = 1.0
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Elements of an operation at most: of the reductions of gradients, of the gathers of ZeRO-1 and ZeRO-2, of those of ZeRO-3."""
+    """Elements of an operation at most: of the reductions of gradients, of the gathers of ZeRO-1 and ZeRO-2, of those of ZeRO-3.
+
+    ``kept``: elements that ZeRO-3 keeps from the forward pass for the backward pass, and does not gather again.
+    """
 
     reduce: int = BUCKET
     gather: int = BUCKET
     prefetch: int = PREFETCH
+    kept: int = 0
 
 
 class Coding(NamedTuple):
@@ -80,7 +86,8 @@ def step(
     exponents = codings[EXPONENTS]
     totals: dict[str, dict[str, Any]] = {}
     for line in traffics:
-        operations = sizes(args.params * itemsize, line.bucket * itemsize if args.bucket is None else args.bucket)
+        nbytes = round(line.part * args.params) * itemsize
+        operations = sizes(nbytes, line.bucket * itemsize if args.bucket is None else args.bucket)
         plain = math.nan
         for schedule in _schedules(args.gpus, args.gpus_per_node, plain_schedule):
             uncoded = schedule.codec == plain_schedule
@@ -96,7 +103,7 @@ def step(
                 "calls": line.times * sum(count for _, count in operations),
                 "variant": schedule.variant,
                 "ratio": coding.ratio,
-                "wire_gb": line.times * sent * args.params * itemsize / 1e9,
+                "wire_gb": line.times * sent * nbytes / 1e9,
                 "ms": ms,
                 "exponents_ms": times * _ms(op, operations, schedule, exponents),
                 "speedup": plain / ms,
@@ -138,17 +145,20 @@ def _traffic(args: argparse.Namespace, buckets: Buckets) -> list[StepTraffic]:
             ),
         ]
     gradients = StepTraffic(GRADIENTS, "reduce_scatter", buckets.reduce, micro)
+    again = 1 - min(1.0, buckets.kept / args.params)
     if args.zero3_base in ("auto", "off") or args.delta == "off":
-        return [
+        lines = [
             StepTraffic("parameters, forward", "all_gather", buckets.prefetch, micro),
-            StepTraffic("parameters, backward", "all_gather", buckets.prefetch, micro),
-            gradients,
+            StepTraffic("parameters, backward", "all_gather", buckets.prefetch, micro, part=again),
         ]
-    return [
-        StepTraffic("parameters, first", "all_gather", buckets.prefetch, 1, coding=CHANGED),
-        StepTraffic("parameters, again", "all_gather", buckets.prefetch, 2 * micro - 1, coding=UNCHANGED),
-        gradients,
-    ]
+    else:
+        times = 2 * micro - 1
+        part = (micro * (1 + again) - 1) / times
+        lines = [
+            StepTraffic("parameters, first", "all_gather", buckets.prefetch, 1, coding=CHANGED),
+            StepTraffic("parameters, again", "all_gather", buckets.prefetch, times, coding=UNCHANGED, part=part),
+        ]
+    return [*(line for line in lines if line.part > 0), gradients]
 
 
 def base_memory(args: argparse.Namespace) -> Iterator[str]:

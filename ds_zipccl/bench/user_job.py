@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zipccl.bench import ToolError
-from ds_zipccl.bench.step_plan import BUCKET, PREFETCH, Buckets
+from ds_zipccl.bench.step_plan import BUCKET, LIVE, PREFETCH, Buckets
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 
 #: DeepSpeed's word for a value that its caller fills in.
@@ -71,6 +71,7 @@ def read(path: str) -> UserJob:
             reader.notes.append(
                 f"{key}: traffic of role {role} depends on the layers of the model and is not predicted"
             )
+    prefetch = reader.whole(zero, "stage3_prefetch_bucket_size", PREFETCH, least=0)
     return UserJob(
         config,
         stage,
@@ -79,11 +80,24 @@ def read(path: str) -> UserJob:
         Buckets(
             reader.whole(zero, "reduce_bucket_size", BUCKET),
             reader.whole(zero, "allgather_bucket_size", BUCKET),
-            reader.whole(zero, "stage3_prefetch_bucket_size", PREFETCH),
+            prefetch or PREFETCH,  # 0: a gather for each module, whose size the config does not tell
+            _kept(reader, zero, prefetch),
         ),
         zero.get("round_robin_gradients") is True,
         tuple(reader.notes),
     )
+
+
+def _kept(reader: _Reader, zero: Mapping[str, Any], prefetch: int) -> int:
+    """Elements that ZeRO-3 keeps from the forward pass for the backward pass.
+
+    The prefetcher of DeepSpeed's ``partitioned_param_coordinator`` runs ahead over the end of the forward pass, and keeps the parameters
+    that it meets, until as many as ``max_live_parameters`` are gathered. A module is also kept while at most ``max_reuse_distance``
+    elements lie between its two uses: half of them behind it in the forward pass, the same half before it in the backward pass.
+    """
+    live = reader.whole(zero, "stage3_max_live_parameters", LIVE, least=0)
+    reuse = reader.whole(zero, "stage3_max_reuse_distance", LIVE, least=0)
+    return max(live if prefetch else 0, reuse // 2)
 
 
 def _section(path: str, content: Mapping[str, Any], notes: list[str]) -> ZipcclConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -15,7 +16,17 @@ from commands import assert_refused, content
 from places import ROOT
 from programs import launch
 
-from ds_zipccl.bench import ToolError, doctor_check, doctor_ranks, job_plan, link, namespaces, speeds, user_job
+from ds_zipccl.bench import (
+    ToolError,
+    doctor_check,
+    doctor_ranks,
+    job_plan,
+    link,
+    namespaces,
+    speeds,
+    step_plan,
+    user_job,
+)
 from ds_zipccl.bench.doctor_ranks import RankReport
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import LinkProfile, predict
@@ -133,6 +144,45 @@ def test_the_lines_of_a_step(tmp_path: Path) -> None:
     assert total["ms"] == pytest.approx(gradients["ms"] + parameters["ms"])
     assert job_plan.step_speedup(total, 0.0) == pytest.approx(total["speedup"])
     assert job_plan.step_speedup(total, total["ms"]) == pytest.approx((total["speedup"] + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("zero", "volume"),
+    [
+        (
+            {"stage3_max_live_parameters": 8e6, "stage3_max_reuse_distance": 4e6},
+            2.3113,
+        ),  # `bench train --workload zero3`: 2.3121
+        ({}, 2.0),  # DeepSpeed's defaults keep a model of this size
+        ({"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}, 3.0),
+        ({"stage3_max_live_parameters": 8e6, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}, 3.0),
+        ({"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 11_615_680}, 2.5),
+    ],
+)
+@pytest.mark.parametrize("base", ["off", "host"])
+def test_zero3_keeps_parameters_for_the_backward_pass(
+    zero: dict[str, Any], volume: float, base: str, tmp_path: Path
+) -> None:
+    section = {"enabled": True, "zero3_base": base}
+    job = user_job.read(
+        written(
+            tmp_path,
+            zero_optimization={"stage": 3} | zero,
+            zipccl=section,
+            gradient_accumulation_steps=1,
+            bf16={"enabled": True},
+        )
+    )
+    args = argparse.Namespace(
+        params=11_615_680, zero=3, accumulation=1, gradients=None, zero3_base=base, delta="auto", dtype="bfloat16"
+    )  # fmt: skip
+    assert sum(line.part * line.times for line in step_plan.traffic(args, job.buckets)) == pytest.approx(
+        volume, abs=2e-4
+    )
+    predicted = job_plan.predict(job, args.params, 2, FAST, NORMAL)
+    moved = [row["plain_ms"] for row in predicted if row["what"].startswith("parameters")]
+    once = predict("all_gather", "gloo", 2 * args.params, 2, FAST)
+    assert sum(moved) == pytest.approx(1e3 * once * (volume - 1), rel=0.05)
 
 
 def test_lines_that_pass_and_why(tmp_path: Path) -> None:
