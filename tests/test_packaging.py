@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import environments
 import pytest
 from places import ROOT
 
@@ -38,21 +40,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def _run(*arguments: str, cwd: Path | None = None, **environment: str) -> str:
-    result = _ended(*arguments, cwd=cwd, **environment)
+def _run(*arguments: str, cwd: Path | None = None, python: str = sys.executable, **environment: str) -> str:
+    result = _ended(python, *arguments, cwd=cwd, **environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
-def _failed(*arguments: str, cwd: Path | None = None, **environment: str) -> str:
-    result = _ended(*arguments, cwd=cwd, **environment)
+def _failed(*arguments: str, cwd: Path | None = None, python: str = sys.executable, **environment: str) -> str:
+    result = _ended(python, *arguments, cwd=cwd, **environment)
     assert result.returncode != 0, result.stdout + result.stderr
     return result.stderr
 
 
-def _ended(*arguments: str, cwd: Path | None, **environment: str) -> subprocess.CompletedProcess[str]:
+def _ended(*command: str, cwd: Path | None, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True, timeout=300
     )
@@ -81,8 +82,11 @@ def test_metadata(wheel: Path) -> None:
     assert dict(points["torch.backends"]) == {"ds_zipccl": "ds_zipccl.integration.autoload:autoload"}
     assert dict(points["console_scripts"]) == {"ds_zipccl": "ds_zipccl.__main__:main"}
     metadata = archive.read(f"{info}/METADATA").decode()
-    for requirement in ("torch", "deepspeed", "numpy", "numba"):
+    for requirement in ("torch", "numpy", "numba"):
         assert f"Requires-Dist: {requirement}" in metadata
+    assert re.findall(r"Requires-Dist: deepspeed.*", metadata) == [
+        f'Requires-Dist: deepspeed>=0.18; extra == "{extra}"' for extra in ("deepspeed", "test")
+    ], "a machine without DeepSpeed and network must install the wheel"
     assert "pydantic" not in metadata, "the package is for machines without it"
     assert (
         "License-Expression: Apache-2.0" in metadata
@@ -112,19 +116,27 @@ def test_wheel_with_its_library_needs_no_compiler(wheel: Path, tmp_path: Path) -
     pack = runpy.run_path(str(ROOT / "release" / "wheels.py"))["with_library"]
     packed = pack(wheel, platform.machine(), build.CPU, tmp_path)
     assert packed.name.endswith(f"-py3-none-manylinux_2_28_{platform.machine()}.whl")
-    site = tmp_path / "site"
-    _run("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", str(site), str(packed))
-    nothing = {"CXX": "/no/compiler", "PYTHONPATH": str(site), "DS_ZIPCCL_CACHE": str(tmp_path / "cache")}
-    where, seconds = _run("-c", SHIPPED, cwd=tmp_path, **nothing).split()[-2:]
-    assert Path(where).parent == site / "ds_zipccl" / "lib" and float(seconds) < 1
+    bare = environments.without(tmp_path / "bare", "deepspeed", "pydantic")
+    _run(
+        "-m", "pip", "install", "-q", "--no-index", "--no-compile", str(packed), python=bare
+    )  # finds all that it requires
+    nothing = {"CXX": "/no/compiler", "DS_ZIPCCL_CACHE": str(tmp_path / "cache")}
+    where, seconds = _run("-c", SHIPPED, cwd=tmp_path, python=bare, **nothing).split()[-2:]
+    assert Path(where).is_relative_to(tmp_path / "bare") and Path(where).parent.name == "lib" and float(seconds) < 1
     planted = SHIPPED.replace("x = torch", "build.CPU = replace(build.CPU, flags=('-O0',))\nx = torch")
-    assert "no C++ compiler" in _failed("-c", planted, cwd=tmp_path, **nothing)
+    assert "no C++ compiler" in _failed("-c", planted, cwd=tmp_path, python=bare, **nothing)
 
 
 #: What a machine without compiler, DeepSpeed and numba runs.
 SHIPPED = """
 import sys, time
-sys.modules["deepspeed"] = sys.modules["numba"] = None
+sys.modules["numba"] = None
+try:
+    import deepspeed
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("this machine has DeepSpeed")
 from dataclasses import replace
 import torch, ds_zipccl
 from ds_zipccl.kernels import shipped

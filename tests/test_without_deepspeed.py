@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import environments
 import pytest
 import torch
 from places import ROOT
@@ -20,13 +20,7 @@ LACKING = ("deepspeed", "pydantic")
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The interpreter of an environment without the packages of LACKING."""
-    folder = tmp_path_factory.mktemp("bare")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100)
-    (site,) = folder.glob("lib/python3*/site-packages")
-    for path in Path(torch.__file__).parent.parent.iterdir():
-        if not path.name.startswith((*LACKING, "__editable__")) and path.suffix != ".pth":
-            (site / path.name).symlink_to(path)
-    return str(folder / "bin" / "python")
+    return environments.without(tmp_path_factory.mktemp("bare"), *LACKING)
 
 
 def run(python: str, *arguments: str, status: int = 0, **environment: str) -> str:
