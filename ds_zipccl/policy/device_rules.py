@@ -1,8 +1,10 @@
 """The model of collectives whose frames stay on a device, and the rules that follow from it. Pure: numbers in, numbers out.
 
-The plain collectives are NCCL's. A ring enters every node once per shard, over all network cards of the node in parallel, so that a gather
-or a sum of S bytes takes the longer of S (m-1)/m at the speed of a node's cards, and S (n-1)/n at the speed of a rank inside its node, for
-m nodes and n ranks. Coded operations go in pieces: while one piece is on the wire, the next is encoded and the last is decoded.
+The plain collectives are NCCL's rings over all n ranks. A shard of a node's second rank passes all other nodes, and then its own node
+again up to the first rank: n-1 of n shards cross each edge of the ring. So a gather or a sum of S bytes takes S (n-1)/n at the slowest hop:
+all network cards of a node in parallel, or a rank inside its node. This is the bus bandwidth of nccl-tests, and the ring of SimAI. Sums in
+two levels send S (m-1)/m between m nodes, which is half of it on two nodes. Coded operations go in pieces: while one piece is on the wire,
+the next is encoded and the last is decoded.
 """
 
 from __future__ import annotations
@@ -150,9 +152,8 @@ def coding_seconds(
 
 
 def _ring_wire(nbytes: float, topology: Topology, profile: DeviceProfile) -> float:
-    between = nbytes * (topology.nodes - 1) / topology.nodes / profile.network
-    within = nbytes * (topology.ranks - 1) / topology.ranks / profile.inside if topology.each > 1 else 0.0
-    return max(between, within)
+    hops = [profile.network] * (topology.nodes > 1) + [profile.inside] * (topology.each > 1)
+    return nbytes * (topology.ranks - 1) / topology.ranks / min(hops, default=math.inf)
 
 
 def _all_to_all_wire(nbytes: float, topology: Topology, profile: DeviceProfile, ratio: float = 1.0) -> float:

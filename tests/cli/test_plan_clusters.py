@@ -40,7 +40,7 @@ def test_every_published_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     } == BARS
     for row in rows:
         node = 1 / (1 / (0.95 * 12.5e9 * row["links"]) + 1e-9 / fit["path"])
-        talking = 6 * 23 / 24 / (8 * row["tokens"] * node)
+        talking = 6 * 383 / 384 / (8 * row["tokens"] * node)
         computing = 1e-12 / fit["tflops"]
         assert row["predicted"] == pytest.approx(1e-12 / (computing + talking))
         assert row["exposed"] == pytest.approx(talking / (computing + talking))

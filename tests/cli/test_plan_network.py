@@ -29,17 +29,18 @@ from ds_zipccl.policy.device_rules import (
 )
 
 NODES = "plan --params 7e9 --gpus 32 --gpus-per-node 8".split()
-#: Network of a node -> seconds of communication a step, as the model gave them with which the schedules were designed: ZeRO-3 plain and
-#: coded, ZeRO-2 plain, with owners, and with owners, coding and differences at ratio 8. Operations of 100 MB, a codec of 1 TB/s.
+#: Network of a node -> seconds of communication a step: ZeRO-3 plain and coded, ZeRO-2 plain, with owners, and with owners, coding and
+#: differences at ratio 8. Operations of 100 MB, a codec of 1 TB/s. They are those of the design with rings that pass (n-1)/n: plain and
+#: owners take 31/24 of its times where the network is slower than NVLink, and sums in two levels as long as there.
 DESIGN = {
     "8x400gbit": ("0.11", "0.11", "0.11", "0.07", "0.07"),
-    "8x200gbit": ("0.17", "0.16", "0.17", "0.11", "0.10"),
-    "8x100gbit": ("0.34", "0.29", "0.34", "0.23", "0.16"),
-    "400gbit": ("0.66", "0.52", "0.66", "0.44", "0.25"),
-    "200gbit": ("1.35", "0.99", "1.35", "0.90", "0.44"),
-    "100gbit": ("2.71", "1.93", "2.71", "1.81", "0.81"),
-    "25gbit-tcp": ("11.9", "8.3", "11.9", "7.9", "3.3"),
-    "10gbit-tcp": ("29.7", "20.6", "29.7", "19.8", "8.3"),
+    "8x200gbit": ("0.21", "0.21", "0.21", "0.14", "0.11"),
+    "8x100gbit": ("0.43", "0.34", "0.43", "0.29", "0.15"),
+    "400gbit": ("0.86", "0.62", "0.86", "0.57", "0.25"),
+    "200gbit": ("1.71", "1.16", "1.71", "1.14", "0.44"),
+    "100gbit": ("3.43", "2.26", "3.43", "2.28", "0.82"),
+    "25gbit-tcp": ("15.3", "9.8", "15.3", "10.2", "3.5"),
+    "10gbit-tcp": ("38.3", "24.5", "38.3", "25.5", "8.6"),
 }
 #: Seconds of the host waits of 280 gathers: the design reckoned with them, and the gathers of ZeRO-3 no longer have them.
 WAITS = 280 * VERDICT_S
@@ -102,7 +103,7 @@ def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [(row["op"], row["how"]) for row in rows[:4]] == [
         ("all_reduce", "plain"), ("all_reduce", "coded"), ("all_gather", "plain"), ("all_gather", "coded")
     ]  # fmt: skip
-    assert 1.8 < rows[-1]["speedup"] < 2
+    assert 2 < rows[-1]["speedup"] < 2.6  # sums in two levels send 24/31 of the bytes
 
 
 def test_buckets_that_few_ranks_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +137,7 @@ def test_bases_of_zero3(tmp_path: Path) -> None:
     gather = coded_seconds(GATHER, 1e8, topology, based, DELTA_RATIO) + 1e8 / HASH
     assert device[1]["ms"] == pytest.approx(140e3 * (gather + 2e8 / COPY))
     assert host[1]["ms"] == pytest.approx(140e3 * (gather + 1.25e8 / HOST_BUS))
-    fast = on_nccl(tmp_path, "--network", "400gbit", "--zero3-base", "host")
+    fast = on_nccl(tmp_path, "--network", "2x400gbit", "--zero3-base", "host")
     assert [row["how"] for row in fast[:4]] == ["plain", "plain", "plain", "plain"]
 
 

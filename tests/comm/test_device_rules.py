@@ -34,17 +34,18 @@ def node(cards: int, gbits: float, reach: float = RDMA_REACH, **more: float) -> 
     return DeviceProfile(cards * gbits * 1e9 / 8 * reach, **more)
 
 
-#: name -> topology, profile, plain ms, gather, sums in one level, sums in two levels: at 0.5, 1.0 and 1.5 TB/s, or at 1.0 alone.
+#: name -> topology, profile, plain ms, gather, sums in one level, sums in two levels: at 0.5, 1.0 and 1.5 TB/s, or at 1.0 alone. The plain
+#: times follow from (n-1)/n at the slowest hop; the gains are those of the design, whose rings entered a node once, with such rings.
 TABLE: dict[str, tuple[Topology, DeviceProfile, float, tuple[float, ...], float, tuple[float, ...]]] = {
     "8x400G": (EIGHT, node(8, 400), 0.67, (1.04, 1.21, 1.26), 0.21, (0.77, 0.78, 0.79)),
-    "8x200G": (EIGHT, node(8, 200), 1.01, (1.19, 1.29, 1.32), 0.17, (0.97, 0.99, 0.99)),
-    "8x100G": (EIGHT, node(8, 100), 2.06, (1.31, 1.37, 1.39), 0.17, (1.16, 1.16, 1.16)),
-    "400G a node": (EIGHT, node(1, 400), 4.04, (1.38, 1.41, 1.42), 0.18, (1.27, 1.28, 1.28)),
-    "100G a node": (EIGHT, node(1, 100), 16.5, (1.44, 1.45, 1.45), 0.18, (1.38, 1.38, 1.38)),
-    "25G TCP a node": (EIGHT, node(1, 25, TCP_REACH), 72, (1.46, 1.46, 1.46), 0.18, (1.41, 1.41, 1.41)),
+    "8x200G": (EIGHT, node(8, 200), 1.31, (1.24, 1.32, 1.35), 0.22, (1.25, 1.26, 1.27)),
+    "8x100G": (EIGHT, node(8, 100), 2.61, (1.34, 1.39, 1.40), 0.22, (1.48, 1.49, 1.50)),
+    "400G a node": (EIGHT, node(1, 400), 5.22, (1.40, 1.42, 1.43), 0.23, (1.64, 1.65, 1.65)),
+    "100G a node": (EIGHT, node(1, 100), 20.9, (1.44, 1.45, 1.45), 0.23, (1.78, 1.78, 1.78)),
+    "25G TCP a node": (EIGHT, node(1, 25, TCP_REACH), 93.4, (1.46, 1.46, 1.46), 0.23, (1.82, 1.82, 1.82)),
     "1 GPU, 400G": (ONE, node(1, 400), 4.04, (1.41,), 1.31, (1.31,)),
     "1 GPU, 100G": (ONE, node(1, 100), 16.5, (1.45,), 1.39, (1.39,)),
-    "4 PCIe GPUs, 100G": (FOUR, node(1, 100, inside=PCIE), 16.5, (1.45,), 0.35, (1.18,)),
+    "4 PCIe GPUs, 100G": (FOUR, node(1, 100, inside=PCIE), 20.2, (1.45,), 0.44, (1.47,)),
 }
 
 
@@ -62,6 +63,22 @@ def test_the_model_gives_the_table_of_the_design(name: str) -> None:
     assert flat == pytest.approx(one_level, rel=0.04)
 
 
+@pytest.mark.parametrize(("nodes", "each"), [(2, 8), (4, 8), (2, 2), (4, 1), (1, 8)])
+def test_a_ring_passes_its_slowest_hop(nodes: int, each: int) -> None:
+    """Every shard goes from rank to rank until all have it; the edges that leave a node are counted one by one."""
+    ranks, crossing = nodes * each, [0] * nodes
+    for first in range(ranks):
+        for sender in range(first, first + ranks - 1):
+            if sender % each == each - 1:
+                crossing[sender % ranks // each] += 1
+    profile = DeviceProfile(network=10e9, inside=1e12)
+    wanted = max(crossing) * S / ranks / profile.network if nodes > 1 else S * (ranks - 1) / ranks / profile.inside
+    assert plain_seconds(GATHER, S, Topology(nodes, each), profile) == pytest.approx(wanted)
+    sums = coded_seconds(SUM, S, Topology(nodes, each), replace(profile, encode=1e15, decode=1e15), 1.0, pieces=1 << 20)
+    if each > 1 and nodes > 1:  # in two levels, of the uncoded bytes
+        assert sums == pytest.approx(S * (nodes - 1) / nodes / profile.network, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("cards", "gbits", "least", "most"), [(8, 400, 0.98, 1.17), (8, 200, 1.17, 1.30), (8, 100, 1.30, 1.37)]
 )
@@ -74,7 +91,7 @@ def test_exchanges_of_experts(cards: int, gbits: float, least: float, most: floa
 
 
 def test_break_even_sizes() -> None:
-    for profile, megabytes in ((node(1, 400), 27), (node(1, 100), 5.7), (node(1, 25, TCP_REACH), 1.3)):
+    for profile, megabytes in ((node(1, 400), 20.3), (node(1, 100), 4.45), (node(1, 25, TCP_REACH), 0.97)):
         assert least_bytes(GATHER, EIGHT, profile) == pytest.approx(megabytes * 1e6, rel=0.06)
         assert least_bytes(GATHER, EIGHT, profile, waits=0) < 0.5 * least_bytes(GATHER, EIGHT, profile)
         assert least_bytes(ALL_TO_ALL, EIGHT, profile) < 60e6
@@ -97,7 +114,7 @@ def test_pieces_are_those_of_the_schedules() -> None:
 
 def test_rules() -> None:
     ours = {name: sums_of(row[0], row[1]) for name, row in TABLE.items()}
-    assert {name for name, kind in ours.items() if kind == "plain"} == {"8x400G", "8x200G"}
+    assert {name for name, kind in ours.items() if kind == "plain"} == {"8x400G"}
     tried = {name: moves_may_gain(row[0], row[1]) for name, row in TABLE.items()}
     assert {name for name, may in tried.items() if not may} == {"8x400G"}
 
