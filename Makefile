@@ -12,8 +12,9 @@ TEST_PATH = .:tests/support:tests:tests/comm
 # `make test T=tests/comm/test_all_gather.py K=alias`, or `make test-all T=tests/codec`.
 T ?=
 K ?=
-# Two workers for all tests, none for a selection. The tests of a file share fixtures, and so a worker.
-WORKERS = $(if $(T)$(K),,-n 2 --dist loadfile)
+# Two workers for all tests, none for a selection. The tests of a file share fixtures, and so a worker. xdist would give files with few tests
+# out last, and those are the longest: tests/support/tiers.py has the order.
+WORKERS = $(if $(T)$(K),,-n 2 --dist loadfile --no-loadscope-reorder)
 PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $(T) $(if $(K),-k "$(K)")
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning

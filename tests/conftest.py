@@ -64,9 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.mark_full(items)
     tiers.repeat_timings(items)
+    if hasattr(config, "workerinput"):
+        tiers.long_first(items, Path(__file__).parent)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -9,11 +9,14 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import builds
 import programs
 import pytest
 import tiers
+from places import TESTS
 
 
 def test_a_covering_part_has_every_value() -> None:
@@ -37,6 +40,15 @@ def test_no_slow_variant_is_left_out(request: pytest.FixtureRequest) -> None:
         if any(None in marks for marks in variants.values()):
             for variant, marks in variants.items():
                 assert None in marks or all(mark and mark.args for mark in marks), (name, variant)
+
+
+def test_workers_get_long_files_first(tmp_path: Path) -> None:
+    for name in tiers.LONG:
+        assert (TESTS / name).is_file(), f"{name} has another name now: change tiers.LONG"
+    names = ["comm/test_b.py", tiers.LONG[2], "comm/test_a.py", tiers.LONG[0], tiers.LONG[2]]
+    items: list[Any] = [SimpleNamespace(path=tmp_path / name, number=number) for number, name in enumerate(names)]
+    tiers.long_first(items, tmp_path)
+    assert [item.number for item in items] == [3, 1, 4, 0, 2]
 
 
 def test_turns(tmp_path: Path) -> None:

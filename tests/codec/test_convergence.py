@@ -16,13 +16,16 @@ from convergence import PAIRS, Plan, by_low_rank
 
 from ds_zipccl.lossy import Round, TacoFp8
 
-#: A training may lose this part of the loss of the exact one; factors may lose more, and a mistake must cost more than the last.
+#: A training may lose this part of the loss of the exact one; factors may lose more, and a mistake must cost :data:`CLEARLY` times as much.
 #:
-#: The cost of PowerSGD follows from the text. Of rank 4, it is 3.6 % on this text with feedback (two seeds: 3.6 and 3.7 %) and 9.1 %
-#: without; on prose (Markdown files) 1.9 % and 5.7 %. A second implementation has 3.6 % on this text, too, and exact sums of the
-#: embeddings and the head improve that by half a point only. So 3 %, a gate for other texts, is too strict here: the gate is wider, and
-#: :data:`GAIN` tells feedback from none. Errors of the wrong sign cost 11.6 %.
-HEALTHY, LOW_RANK, POWER_SGD, BROKEN = 0.015, 0.02, 0.05, 0.03
+#: After 75 steps the cost of codecs without factors is 0.03 % at most, of factors between stages 0.4 to 0.6 %. The two mistakes cost 2.8 %
+#: and 18 %. Twice as many steps take twice as long, and tell mistakes from healthy codecs no better: 0.04 %, 0.4 %, 3.1 % and 25 %.
+#:
+#: The cost of PowerSGD follows from the text. Of rank 4, it is 3.0 % on this text with feedback and 9.2 % without; after 150 steps 3.6 %
+#: (two seeds: 3.6 and 3.7 %) and 9.1 %, on prose (Markdown files) 1.9 % and 5.7 %. A second implementation has 3.6 % after 150 steps, too,
+#: and exact sums of the embeddings and the head improve that by half a point only. So 3 %, a gate for other texts, is too strict here: the
+#: gate is wider, and :data:`GAIN` tells feedback from none.
+HEALTHY, LOW_RANK, POWER_SGD, CLEARLY = 0.01, 0.02, 0.05, 2
 #: Feedback of errors must be better than none by so much.
 GAIN = 0.03
 RANKS = 4
@@ -41,7 +44,7 @@ PLANS = {
     "stages, rank 1": by_low_rank(1, send="all"),
 }
 
-pytestmark = [pytest.mark.full(reason="trainings of two minutes together"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.full(reason="eleven trainings, more than a minute together"), pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +55,13 @@ def changes() -> dict[str, float]:
         assert all(found.get(name, loss) == loss for name, loss in losses.items()), "ranks have different weights"
         found |= losses
     assert found.keys() == PLANS.keys() and all(map(math.isfinite, found.values())), found
-    assert found["exact"] < 2.4, "a model that has learnt nothing proves nothing"
+    assert found["exact"] < 2.6, "a model that has learnt nothing proves nothing"
     return {name: loss / found["exact"] - 1 for name, loss in found.items()}
 
 
 def test_sums_of_activations(changes: dict[str, float]) -> None:
     assert max(changes["activations by round"], changes["activations by taco_fp8"]) <= HEALTHY, changes
-    assert changes["without scale"] >= BROKEN, changes
+    assert changes["without scale"] >= CLEARLY * HEALTHY, changes
 
 
 def test_sums_of_gradients(changes: dict[str, float]) -> None:
@@ -68,4 +71,4 @@ def test_sums_of_gradients(changes: dict[str, float]) -> None:
 
 def test_gradients_between_stages(changes: dict[str, float]) -> None:
     assert max(changes[f"stages, {error}"] for error in ("off", "lazy", "lazy_run")) <= LOW_RANK, changes
-    assert changes["stages, rank 1"] >= BROKEN, changes
+    assert changes["stages, rank 1"] >= CLEARLY * LOW_RANK, changes

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+
+import builds
 import cuda_static
+import emulation
 import pytest
+from places import TESTS
 
 from ds_zipccl.bench.tables import read_json
 from ds_zipccl.kernels import build, cuda, cuda_launchers, jobs
@@ -57,10 +63,22 @@ def test_a_regression_is_noticed() -> None:
     assert "no longer in the sources" in next(cuda_static.worse(before[1:], before))
 
 
-@pytest.mark.full(reason="nvcc needs a minute")
-def test_the_builders_library_explains_itself(
-    nvcc: tuple[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+#: Of the kernels, one with the C interface and another, as parts find each other when the library is loaded; nvcc needs seconds for these,
+#: and compiles all of them for :func:`test_resources`.
+PARTS = (emulation.BF16, emulation.ZFP)
+
+
+@pytest.mark.full(reason="compiles each part of the kernels")
+def test_each_part_compiles_by_itself() -> None:
+    """With the words of the emulation: nvcc sees the same sources."""
+    folder = TESTS / "emulation"
+    command = [*build.compiler(), "-std=c++17", "-fsyntax-only", f"-I{build.CSRC}", str(folder / "emulated.cpp")]
+    for part in build.CUDA_PARTS:
+        subprocess.run([*command, f"-DZIPCCL_PARTS={part}"], check=True, timeout=builds.SECONDS)
+
+
+@pytest.mark.full(reason="nvcc needs half a minute")
+def test_the_builders_library_explains_itself(nvcc: tuple[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Built as a user without a GPU would for another machine; starting a kernel here is an error that says why."""
     from ds_zipccl.op_builder.zipccl import ZipcclCUDABuilder
 
@@ -73,6 +91,14 @@ def test_the_builders_library_explains_itself(
         builder.load()
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     assert builder.is_compatible()
-    launcher = cuda_launchers.LibraryLauncher(builder.load())
+    monkeypatch.setattr(build, "CUDA_PARTS", PARTS)
+    library = builder.load()
+    with pytest.raises(RuntimeError, match="the library of the CUDA kernels lacks zipccl_encode_fp16_cascade, "):
+        cuda_launchers.LibraryLauncher(library)
+    library.zipccl_cuda_kernel.restype = ctypes.c_void_p
+    there = {name: kernel for name, kernel in cuda.KERNELS.items() if library.zipccl_cuda_kernel(name.encode())}
+    assert {"zipccl_decode_bf16", "zipccl_zfp_decode_bf16"} < there.keys() < cuda.KERNELS.keys()
+    monkeypatch.setattr(cuda_launchers, "KERNELS", there)
+    launcher = cuda_launchers.LibraryLauncher(library)
     with pytest.raises(RuntimeError, match=r"(there is no current device|was not loaded on device 0): .*driver"):
         launcher.launch("zipccl_decode_bf16", (1, 1), 0, jobs.DecodeJobs(), 0)

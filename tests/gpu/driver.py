@@ -44,13 +44,17 @@ exec "$@"
 _FLAGS = ("-O3", "-std=c++17", "-lineinfo", "-diag-suppress=177,186")
 
 
-def for_gpu(architectures: Sequence[str] = ()) -> Path:
+#: Of the driver with the kernels in it.
+SOURCES = ("gpu/driver.cu",)
+
+
+def for_gpu() -> Path:
     """The driver with the kernels in it, compiled unless it is there already (about a minute).
 
     Raises:
         BuildError: there is no nvcc or no device, or nvcc failed.
     """
-    return compiled("driver", ("gpu/driver.cu",), architectures)
+    return compiled("driver", SOURCES)
 
 
 def compiled(name: str, sources: Sequence[str], architectures: Sequence[str] = (), flags: Sequence[str] = ()) -> Path:

@@ -15,6 +15,33 @@ from typing import Any
 
 import pytest
 
+#: Files whose tests take longest, the longest first: more than half a minute on one of two workers. Workers get them first, as a long file
+#: that begins last leaves the other worker without work. Seconds of a run are in the list at its end.
+LONG = (
+    "cli/test_bench_train.py",
+    "gpu/test_gpu_steps.py",
+    "codec/test_convergence.py",
+    "integration/test_engines_on_streams.py",
+    "codec/test_sanitizers.py",
+    "codec/test_cuda_build.py",
+    "codec/test_gap_list.py",
+    "codec/test_codec.py",
+    "codec/test_cuda_planted.py",
+    "codec/test_cuda_sanitizers.py",
+    "gpu/test_gpu_programs.py",
+    "codec/test_arm.py",
+    "integration/test_moe.py",
+    "codec/test_trust.py",
+    "integration/test_parallel.py",
+    "integration/test_recipes.py",
+    "integration/test_engines_zero3.py",
+    "test_packaging.py",
+    "cli/test_bench_experts.py",
+    "integration/test_engines.py",
+    "cli/test_link.py",
+    "integration/test_peft.py",
+    "cli/test_bench_train_lossy.py",
+)
 #: Variants that take ten times as long as the native route or more. The short tier runs a part of their combinations.
 SLOW = ("numba", "emulated")
 
@@ -53,6 +80,16 @@ def repeat_timings(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("alone") is not None:
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=10))
+
+
+def long_first(items: list[pytest.Item], tests: Path) -> None:
+    """Put the tests of the files of :data:`LONG` first, in their order; all other tests keep theirs.
+
+    Args:
+        tests: the folder that the names of the files begin in.
+    """
+    place = {tests / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def covering(combinations: Sequence[Mapping[str, str]]) -> set[int]:
