@@ -65,10 +65,12 @@ PROBE = """
 import importlib.metadata, json, platform
 import torch
 from ds_zipccl.bench.doctor_ranks import hooks_found
+from ds_zipccl.integration.autoload import HOOKS
 names = ("torch", "deepspeed", "numpy", "transformers", "accelerate", "peft", "numba")
 versions = {name: importlib.metadata.version(name) for name in names}
 hooks = {name: problem for name, problem in hooks_found().items() if problem}
-print(json.dumps({"versions": {"python": platform.python_version(), **versions}, "hooks": hooks}))
+broken = [f"{name} is {hooks[name]}" for name in HOOKS if hooks.get(name, "absent") != "absent"]
+print(json.dumps({"versions": {"python": platform.python_version(), **versions}, "hooks": hooks, "reason": "; ".join(broken)}))
 """
 
 
@@ -232,11 +234,11 @@ def counted(report: str) -> dict[str, dict[str, Any]]:
 
 
 def failure(element: ElementTree.Element) -> str:
-    """Return the line of a failure that names the error: of a rank where one failed, else pytest's own."""
-    lines = [line.removeprefix("E").strip() for line in (element.text or "").splitlines()]
-    errors = [line for line in lines if line.startswith("[rank") and "Error" in line.partition("]:")[2].split(":")[0]]
+    """Return the line of a failure that names the error: of a rank where one failed, else the last line of pytest's that has one."""
+    lines = [line.removeprefix("E ").strip() for line in (element.text or "").splitlines() if line.startswith("E ")]
+    ranks = [line for line in lines if line.startswith("[rank") and "Error" in line.partition("]:")[2].split(":")[0]]
     message = (element.get("message") or "").strip().splitlines()
-    return (errors or message or ["no message"])[0][:300]
+    return (ranks[:1] or lines[-1:] or message or ["no message"])[0][:300]
 
 
 def green(groups: Mapping[str, Mapping[str, Any]]) -> bool:
