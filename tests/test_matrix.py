@@ -96,7 +96,7 @@ def test_the_core_set_is_there() -> None:
 
 def test_a_green_row(tmp_path: Path) -> None:
     found = measured(tmp_path, report())
-    assert found["outcome"] == "green" and "reason" not in found
+    assert found["outcome"] == "green" and not found.get("reason")
     assert found["versions"] == VERSIONS and found["hooks"] == {"deepspeed.moe.ep_tp_dispatch": "absent"}
     assert {name: one["passed"] for name, one in found["groups"].items()} == {"bits": 2} | dict.fromkeys(
         list(matrix.GROUPS)[1:], 1
@@ -118,6 +118,22 @@ def test_a_green_row(tmp_path: Path) -> None:
 def test_other_rows(tmp_path: Path, text: str, fails: str, outcome: str, reason: str) -> None:
     found = measured(tmp_path, text, fails)
     assert found["outcome"] == outcome and found["reason"].startswith(reason), found
+
+
+@pytest.mark.parametrize("problem", ["", "absent", "TypeError: no such slot"])
+def test_a_hook_that_fails_is_red(problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The traffic of a job would stay plain there, with a warning; a module that a DeepSpeed lacks is no mistake."""
+    from ds_zipccl.bench import doctor_ranks
+
+    name = "deepspeed.runtime.engine"
+    monkeypatch.setattr(doctor_ranks, "hooks_found", lambda: {name: problem})
+    printed: list[str] = []
+    exec(matrix.PROBE, {"print": printed.append})
+    told = json.loads(printed[0])
+    assert told["reason"] == (f"{name} is {problem}" if "Error" in problem else "")
+    assert told["hooks"] == ({name: problem} if problem else {}) and told["versions"]["torch"]
+    monkeypatch.setattr(sys.modules[__name__], "PROBED", printed[0])
+    assert measured(tmp_path, report())["outcome"] == ("red" if told["reason"] else "green")
 
 
 def test_torch_is_pinned_in_each_installation(tmp_path: Path) -> None:
