@@ -95,7 +95,7 @@ wheels: $(VENV)/ready
 	$(BIN)/python release/wheels.py
 
 # The core set of tests with many versions of Python, torch, DeepSpeed and numpy: an environment each. An hour on two cores with a network, and
-# 40 GB of disk; rows that the sources have measured already are kept. The results go to docs/results/matrix.json after every row.
+# 30 GB of disk; rows that the sources have measured already are kept. The results go to docs/results/matrix.json after every row.
 matrix: $(VENV)/ready
 	$(BIN)/python -m pip install -q uv
 	$(BIN)/python release/matrix.py

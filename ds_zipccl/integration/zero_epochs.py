@@ -112,7 +112,7 @@ class Epochs:
 
 
 def _size(group: Any) -> int:
-    """Return the number of ranks of a group. DeepSpeed before 0.19 does not note it at the parameters."""
+    """Return the number of ranks of a group. DeepSpeed 0.19.0 and before do not note it at the parameters."""
     members = group_state(group)
     return 0 if members is None else members.size
 
