@@ -19,7 +19,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels lint clean
+.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -94,6 +94,12 @@ cpu-instructions: $(VENV)/ready
 wheels: $(VENV)/ready
 	$(BIN)/python -m pip install -q build wheel ziglang auditwheel twine
 	$(BIN)/python release/wheels.py
+
+# The core set of tests with many versions of Python, torch, DeepSpeed and numpy: an environment each. An hour on two cores with a network, and
+# 30 GB of disk; rows that the sources have measured already are kept. The results go to docs/results/matrix.json after every row.
+matrix: $(VENV)/ready
+	$(BIN)/python -m pip install -q uv
+	$(BIN)/python release/matrix.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """Writes the generated sections of README.md and of the pages in ``docs``: ``python docs/generate.py`` from a checkout.
 
 A section stands between ``<!-- begin NAME -->`` and ``<!-- end -->``. :data:`SECTIONS` has a function for each name; ``measured.py`` and
-``trained.py`` have the tables of measured figures, ``modelled.py`` those of a model, ``lossy_tables.py`` those of lossy codecs. A test
-compares every page with the text that this file generates.
+``trained.py`` have the tables of measured figures, ``modelled.py`` those of a model, ``lossy_tables.py`` those of lossy codecs, and
+``release_tables.py`` that of versions. A test compares every page with the text that this file generates.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 import lossy_tables
 import measured
 import modelled
+import release_tables
 import torch
 import trained
 from measured import ROOT, table
@@ -355,6 +356,7 @@ SECTIONS: dict[str, Section] = {
         trained.lossy, names=("train_lossy_pipeline", "train_lossy_pipeline_slow", "train_lossy_fused")
     ),
     "finetune": trained.finetune,
+    "versions": release_tables.versions,
     "volume": trained.volume,
 }
 

@@ -57,7 +57,7 @@ class Epochs:
         for name, param in named:
             groups.setdefault(param.ds_process_group, []).append((name, param))
         # The largest first: its ranks learn of failures in smaller groups at once.
-        ordered = sorted(groups.items(), key=lambda item: -item[1][0][1].ds_zero_partition_world_size)
+        ordered = sorted(groups.items(), key=lambda item: -_size(item[0]))
         self._groups = [(group, [param for _, param in some]) for group, some in ordered if group in streams]
         self._keepers: list[Keeper] = []
         for group, some in ordered:
@@ -109,6 +109,12 @@ class Epochs:
         shard = param.ds_tensor
         on_device = shard.device.type == self._device.type and shard.final_location != "nvme"
         return on_device and not param.ds_persist
+
+
+def _size(group: Any) -> int:
+    """Return the number of ranks of a group. DeepSpeed 0.19.0 and before do not note it at the parameters."""
+    members = group_state(group)
+    return 0 if members is None else members.size
 
 
 def _kept(name: str, param: Any, keeper: Keeper) -> Kept:

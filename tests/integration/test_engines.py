@@ -239,7 +239,7 @@ Trained = Callable[[int, str, str], list[dict[str, Any]]]
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return a function (ranks, DS_ZIPCCL, case) -> results of each rank. All cases are launched once, even if one fails."""
     runs = {}
-    run = tiers.asked(request, "ranks", "case") | {*SHORT}
+    run = tiers.asked(request, "ranks", "case") | ({*SHORT} if tiers.without_parameters(request) else set())
     for ranks, zipccl in itertools.product((2, 3), (OFF, CODED)):
         cases = [name for count, name in RUN if count == ranks and (count, name) in run]
         if not cases:

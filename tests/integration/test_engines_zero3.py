@@ -200,7 +200,7 @@ Trained = Callable[[int, str, str], list[dict[str, Any]]]
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return a function (ranks, "off", "host", "device" or "auto", case) -> results of each rank. All cases are launched once."""
     runs = {}
-    run = tiers.asked(request, "ranks", "kind", "case") | {*SHORT}
+    run = tiers.asked(request, "ranks", "kind", "case") | ({*SHORT} if tiers.without_parameters(request) else set())
     for ranks, kind in ((2, "off"), (2, "host"), (2, "device"), (2, "auto"), (4, "off"), (4, "host")):
         cases = dict.fromkeys(
             each[2] for each in RUN + RUN_AUTO if each in run and each[0] == ranks and kind in ("off", each[1])

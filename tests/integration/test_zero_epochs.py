@@ -90,7 +90,7 @@ def param(
     )
     made = {"ds_id": number, "ds_process_group": group, "ds_persist": stays, "ds_tensor": shard}
     status = SimpleNamespace(name="NOT_AVAILABLE")
-    return Param(**made, ds_status=status, ds_zero_partition_world_size=RANKS[group])
+    return Param(**made, ds_status=status)
 
 
 class Ranks:

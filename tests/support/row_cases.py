@@ -68,8 +68,10 @@ def repeated(dtype: torch.dtype, width: int, count: int, pool: int, seed: int) -
     """A segment of rows drawn from a pool of rows of every texture, with a tail."""
     kind = {kind.dtype: kind for kind in corpus.FLOATS.values()}.get(dtype, corpus.E5M2)
     words = corpus.mixed(pool * width * dtype.itemsize // kind.dtype.itemsize, kind, 128, seed)
-    rows = corpus.tensor(words, kind).view(dtype).view(pool, width)[_chosen(count, pool, seed)[0]]
-    return torch.cat([rows.reshape(-1), rows[0, : width // 3]])
+    rows = (
+        corpus.tensor(words, kind).view(torch.uint8).view(pool, -1)[_chosen(count, pool, seed)[0]]
+    )  # torch 2.6 indexes no float8
+    return torch.cat([rows.reshape(-1), rows[0, : width // 3 * dtype.itemsize]]).view(dtype)
 
 
 def scaled(kind: corpus.Float, width: int, count: int, pool: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

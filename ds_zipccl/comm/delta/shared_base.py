@@ -46,7 +46,7 @@ def held_share() -> int:
     return sum(size // mates for _, size, mates in _alive())
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class BaseSlot:
     """Memory for the shards of one tensor. ``memory`` is ``[ranks, numel]``; all ranks in ``mates``, this rank included, share it.
 
