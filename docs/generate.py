@@ -330,6 +330,7 @@ SECTIONS: dict[str, Section] = {
     "corpus": measured.corpus,
     "cuda": measured.cuda,
     "cuda_static": measured.cuda_static,
+    "doctor": trained.doctor,
     "figures": trained.figures,
     "five": trained.five,
     "forecast": measured.forecast,

@@ -51,6 +51,22 @@ def beyond(page: Path) -> str:
     return train(page, "train_zero2", "train_zero2_4", "train_zero3_base", "train_zero3_base_4")
 
 
+def doctor(page: Path) -> str:
+    """Predictions of the doctor beside trainings."""
+    content = results("doctor")
+    keys = ("comm", "comm_predicted", "comm_off", "step", "step_predicted", "step_off")
+    rows = ((row["workload"], row["link"], *(f"{row[key]:.2f}" for key in keys)) for row in content["rows"])
+    head = (
+        "workload", "link", "communication", "predicted", "predicted / measured", "step", "predicted", "predicted / measured"
+    )  # fmt: skip
+    off = [row[key] for row in content["rows"] for key in ("comm_off", "step_off")]
+    said = (
+        f"Times faster than plain DeepSpeed, two ranks. The rule is {content['tolerance']:.0%}; predictions are {min(off):.2f} to "
+        f"{max(off):.2f} of the measured factors."
+    )
+    return f"{said}\n\n{provenance(content)}\n\n{table(head, rows)}"
+
+
 #: The same of trainings with lossy roles or fused sums.
 _LOSSY: dict[str, tuple[str, Callable[[Any], str]]] = {
     **{head: _TRAINED[head] for head in ("workload", "ranks", "link", "variant", "step ms")},
