@@ -53,6 +53,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 #: Kernels that need minutes to compile, and depend on none of these versions but numba's own.
 LEFT_OUT = "not numba and not emulated"
+#: In the message of a test: a run of plain DeepSpeed failed (tests/support/programs.py).
+PLAIN = "without ds_zipccl"
 #: Packages of the core set beside those of the row and those that ds_zipccl requires.
 TESTED_WITH = ("transformers", "accelerate", "peft", "pytest", "pytest-rerunfailures", "pytest-timeout", "hypothesis")
 #: Seconds for an installation, and for the core set.
@@ -234,11 +236,16 @@ def counted(report: str) -> dict[str, dict[str, Any]]:
 
 
 def failure(element: ElementTree.Element) -> str:
-    """Return the line of a failure that names the error: of a rank where one failed, else the last line of pytest's that has one."""
+    """Return the line of a failure that names the error: of a rank where one failed, else the last line of pytest's that has one.
+
+    It says so if the run without ds_zipccl, with which the test compares, is the one that failed.
+    """
     lines = [line.removeprefix("E ").strip() for line in (element.text or "").splitlines() if line.startswith("E ")]
     ranks = [line for line in lines if line.startswith("[rank") and "Error" in line.partition("]:")[2].split(":")[0]]
     message = (element.get("message") or "").strip().splitlines()
-    return (ranks[:1] or lines[-1:] or message or ["no message"])[0][:300]
+    said: str = (ranks[:1] or lines[-1:] or message or ["no message"])[0][:300]
+    plain = any(f"{PLAIN}: rank" in line for line in lines) and PLAIN not in said
+    return f"{PLAIN}: {said}" if plain else said
 
 
 def green(groups: Mapping[str, Mapping[str, Any]]) -> bool:

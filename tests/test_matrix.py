@@ -107,17 +107,29 @@ def test_a_green_row(tmp_path: Path) -> None:
     ("text", "fails", "outcome", "reason"),
     [
         (report("tests/integration/test_moe.py"), "", "red", "MoE: test_x: [rank0]: AttributeError: no y"),
+        (
+            report("tests/integration/test_moe.py").replace("[rank0]:  File x", f"{matrix.PLAIN}: rank0: status 1"),
+            "",
+            "red",
+            "MoE: test_x: without ds_zipccl: [rank0]: AttributeError: no y",
+        ),
         (report().replace("</testcase>", "<skipped/></testcase>"), "", "red", "the core set: "),
         ("", "", "red", "the core set: "),
         (report(), "hooks_found", "red", "ds_zipccl: no such release"),
         (report(), "venv", "not installed", "no such release"),
         (report(), "deepspeed==0.18.0", "not installed", "no such release"),
     ],
-    ids=["a failure", "all skipped", "no report", "no import", "no interpreter", "no DeepSpeed"],
+    ids=["a failure", "a plain run", "all skipped", "no report", "no import", "no interpreter", "no DeepSpeed"],
 )
 def test_other_rows(tmp_path: Path, text: str, fails: str, outcome: str, reason: str) -> None:
     found = measured(tmp_path, text, fails)
     assert found["outcome"] == outcome and found["reason"].startswith(reason), found
+
+
+def test_the_words_for_a_plain_run_are_those_of_its_launch() -> None:
+    import programs
+
+    assert matrix.PLAIN == programs.PLAIN
 
 
 @pytest.mark.parametrize("problem", ["", "absent", "TypeError: no such slot"])

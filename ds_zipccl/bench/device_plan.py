@@ -137,7 +137,8 @@ def main(args: argparse.Namespace) -> int:
     """Run ``plan --network``; 0."""
     if args.link or args.profile:
         raise ToolError(
-            "--network is for GPUs on NCCL groups, and takes neither --link nor --profile: see --gpu-profile"
+            "--network is for GPUs on NCCL groups, and takes neither --link nor --profile: its value is the network of a node, such as "
+            "--network 8x100gbit, and --gpu-profile has the codec's speeds"
         )
     work = whole_step.computing(args)
     if args.plot:

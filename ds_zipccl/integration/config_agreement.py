@@ -60,7 +60,11 @@ def agree(text: str, timeout: timedelta) -> None:
 
 def _with_version(text: str) -> str:
     """Return ``text`` with the version of the package: ranks choose schedules by themselves, and only one version chooses alike."""
-    return json.dumps({"version of ds_zipccl": __version__, **json.loads(text)}, sort_keys=True)
+    section = json.loads(text)
+    said = (
+        section if isinstance(section, dict) else {"section": section}
+    )  # which no rank accepts, after all have compared
+    return json.dumps({"version of ds_zipccl": __version__, **said}, sort_keys=True)
 
 
 def _wait(store: Store, keys: list[str], timeout: timedelta) -> list[int]:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ds_zipccl import __version__
 from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, parse_section
 from ds_zipccl.integration import config_agreement, roles
@@ -94,6 +95,8 @@ class Job:
                 "all engines of a process share its communication: give them the same section"
             )
         self.section = text
+        if not config.enabled and "enabled" not in (chosen or {}) and dist.get_rank() == 0:
+            print(f'[ds_zipccl {__version__}] off: "{SECTION}" has no key "enabled"; add "enabled": true', flush=True)
         return config if config.enabled else None
 
     @contextmanager

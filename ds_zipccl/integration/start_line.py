@@ -16,7 +16,7 @@ from ds_zipccl import kernels
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.comm.group_state import group_nodes, group_state
-from ds_zipccl.config import ROLES, ZipcclConfig
+from ds_zipccl.config import DEFAULT, ROLES, ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.cost_model import LinkProfile
@@ -26,6 +26,9 @@ _MOVES = {
     "all_gather_into_tensor": ("gathers", "in slots by the backend's own all-gather"),
     "all_to_all_single": ("all-to-alls", "in slots by the backend's own"),
 }
+#: Keys whose values the line has in any case; of the others, those that are not the default.
+_ALWAYS_SAID = ("mode", "reduction")
+_SAID_ELSEWHERE = ("enabled", "route", "roles")
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,7 @@ def start_line(
     """Return the line that rank 0 prints when coding is switched on.
 
     Args:
+        config: the line has its mode and reduction, and the keys that are not the default.
         profile: the measured link and codec, None if nothing was measured.
         covered: the clause of :func:`describe` about this job's groups; it is replaced if the config codes no role.
         nodes: the ranks of each node.
@@ -215,11 +219,16 @@ def start_line(
     off = [role for role in ROLES if config.mode_of(role) == "never"]
     if len(off) == len(ROLES):
         covered = "nothing will be coded: the mode of every role is never"
-    settings = {key: value for key, value in asdict(config).items() if key not in ("enabled", "route", "roles")}
+    values, usual = asdict(config), asdict(DEFAULT)
+    settings = {
+        key: value
+        for key, value in values.items()
+        if key in _ALWAYS_SAID or (value != usual[key] and key not in _SAID_ELSEWHERE)
+    }
     parts = [
         _kernels("kernels", config.route, "cpu", kernels.why()),
         *([_kernels("CUDA kernels", config.route, "cuda", cuda)] if cuda else []),
-        ", ".join(f"{key} {value}" for key, value in settings.items() if value != ""),
+        ", ".join(f"{key} {value}" for key, value in settings.items()),
     ]
     if profile is not None:
         parts.append(

@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="DeepSpeed-MoE")
     parser.add_argument("--deepspeed", default=str(HERE.with_suffix(".json")), help="DeepSpeed config")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
+    parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher; nothing reads it")
     options = parser.parse_args()
 
     deepspeed.init_distributed()

@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--deepspeed", default=str(HERE.with_suffix(".json")), help="DeepSpeed config")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--out", default="out/hf_trainer_lora", help="folder for the adapter")
+    parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher; nothing reads it")
     options = parser.parse_args()
 
     training = TrainingArguments(  # comes before the model, as from_pretrained divides weights under ZeRO-3

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from backend_programs import PRELUDE, launch, succeed
@@ -171,12 +172,28 @@ leave()
     )
 
 
-def test_bad_section_stops_every_rank(tmp_path: Path) -> None:
-    section = {"enabled": True, "min_byte": 1, "reduction": "sum"}
+BAD_SECTIONS: list[tuple[Any, list[str]]] = [
+    (
+        {"enabled": True, "min_byte": 1, "reduction": "sum"},
+        ['did you mean "min_bytes"?', '"auto" | "match" | "fp32" | "plain", got "sum"'],
+    ),
+    (True, ['"zipccl" must be an object such as {"enabled": true}, got True']),
+]
+
+
+@pytest.mark.parametrize("section, words", BAD_SECTIONS, ids=("keys", "no object"))
+def test_bad_section_stops_every_rank(tmp_path: Path, section: Any, words: list[str]) -> None:
     for status, output in launch(tmp_path, PRELUDE + f"engine({section!r})"):
         assert status != 0 and "ConfigError" in output
-        assert 'did you mean "min_bytes"?' in output
-        assert '"auto" | "match" | "fp32" | "plain", got "sum"' in output
+        for word in words:
+            assert word in output
+
+
+@pytest.mark.parametrize("given, lines", [({"mode": "always"}, 1), ({"enabled": False}, 0)], ids=("forgotten", "off"))
+def test_a_section_that_switches_nothing_on(tmp_path: Path, given: dict[str, Any], lines: int) -> None:
+    """A user who forgot the key reads so; one who wrote false does not."""
+    (status, output), *_ = launch(tmp_path, PRELUDE + f"engine({given!r}); leave()", ranks=1)
+    assert status == 0 and output.count('] off: "zipccl" has no key "enabled"; add "enabled": true') == lines
 
 
 OTHER_VERSION = """

@@ -130,6 +130,8 @@ def rank_program(script: str, steps: str) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an unused operator that takes a minute to build
     path = str(RECIPES / f"{script}.py")
     options = ["--steps", steps]
+    if script != "accelerate_finetune":  # the launcher of DeepSpeed gives it to each script; that of torch does not
+        options.append(f"--local_rank={os.environ['LOCAL_RANK']}")
     if script == "accelerate_finetune":
         os.environ |= environment_of_accelerate(path) | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "config.json"}
         options += ["--out", "out"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import importlib.metadata
 import json
 import os
@@ -33,6 +34,8 @@ _IMPORTED_WITH = {"TORCHDYNAMO_DISABLE": "1", "DEEPSPEED_TIMEOUT": "2", "PYTHONP
 _FIXED = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning", **_IMPORTED_WITH}
 #: Whether a reference may come from an earlier run. The full tier runs each again.
 KEEP_REFERENCES = False
+#: In the message of a launch that failed: our code was not in it.
+PLAIN = "without ds_zipccl"
 #: First port after those that everybody may bind, last port before those that the system gives to connections.
 _PORTS = (10_000, 30_000)
 
@@ -64,7 +67,8 @@ def launch(
     ended = run([program, str(folder), *options], [environment] * ranks, folder, timeout=timeout)
     if environment.get("DS_ZIPCCL") == "0" and any(_aborted_in_torch(end) for end in ended):
         ended = run([program, str(folder), *options], [environment] * ranks, folder, timeout=timeout)
-    said = "\n".join(f"rank{rank}: status {end.status}, {end.text[-2000:]}" for rank, end in enumerate(ended))
+    plain = f"{PLAIN}: " if environment.get("DS_ZIPCCL") == "0" else ""
+    said = "\n".join(f"{plain}rank{rank}: status {end.status}, {end.text[-2000:]}" for rank, end in enumerate(ended))
     assert not any(end.status for end in ended), said
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
 
@@ -110,7 +114,7 @@ def run(
 
     Args:
         environments: a rank each; changes to the environment of this process. Either all or none have ``DS_ZIPCCL=0``.
-        timeout: seconds; a rank that is not over by then is killed.
+        timeout: seconds; a rank that is not over by then writes the stacks of its threads, and is killed.
         grace: seconds from the end of the first failed rank until the other ranks are killed.
     """
     port, started = str(free_port()), []
@@ -217,6 +221,7 @@ def _become(rank: int, environment: dict[str, str], argv: list[str], folder: str
     output = os.open(f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    faulthandler.register(signal.SIGQUIT)
     sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
 
 
@@ -233,9 +238,11 @@ def _statuses(ranks: dict[int, int], timeout: float, grace: float) -> list[int]:
         elif time.monotonic() < deadline:
             time.sleep(0.01)
         else:
-            for process, rank in ranks.items():
-                if rank not in found:
-                    os.kill(process, signal.SIGKILL)
+            late = [process for process, rank in ranks.items() if rank not in found]
+            for number, seconds in ((signal.SIGQUIT, 1.0), (signal.SIGKILL, 0.0)):  # first the stacks of their threads
+                for process in late:
+                    os.kill(process, number)
+                time.sleep(seconds)
             deadline = float("inf")
     return [found[rank] for rank in range(len(ranks))]
 
