@@ -95,6 +95,7 @@ def test_metadata(wheel: Path) -> None:
     assert archive.read(f"{info}/top_level.txt").decode().split() == ["ds_zipccl"]
 
 
+@pytest.mark.full(reason="builds and installs; what the wheel holds stays")
 def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
     """From the wheel alone it finds its C++ sources, the same as the repository's, and codes; nothing is written into it."""
     site = tmp_path / "site"

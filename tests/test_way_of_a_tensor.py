@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ranks as runner
+import tiers
 import torch
 from places import ROOT
 from sim import launcher, world
@@ -82,7 +83,12 @@ def traced(rank: int, ranks: int, op: str) -> list[str]:
     return sorted(trace.files)
 
 
-@pytest.mark.parametrize("op", ["all_gather_into_tensor", "reduce_scatter_tensor"])
+@pytest.mark.parametrize(
+    "op",
+    tiers.mostly_full(
+        ["all_gather_into_tensor", "reduce_scatter_tensor"], ["all_gather_into_tensor"], "an engine each"
+    ),
+)
 def test_a_tensor_passes_the_files_that_the_page_lists_and_no_others(op: str) -> None:
     first, second = runner.run(traced, 2, op)
     assert first == second

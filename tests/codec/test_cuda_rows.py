@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import emulation
 import pytest
+import tiers
 import torch
 from cuda_frames import GUARD, Kernel, bits, slot, words
 
@@ -99,7 +100,7 @@ def test_no_order_of_emulated_threads_counts() -> None:
         assert found((route, torch.device("cpu")), same, 512, [])[0] == first_of_equals(same, 512), seed
 
 
-@pytest.mark.parametrize("hashed", ["sample_hash", "row_hash"])
+@pytest.mark.parametrize("hashed", tiers.mostly_full(["sample_hash", "row_hash"], ["row_hash"], "a kernel to compile"))
 def test_forced_collisions(hashed: str) -> None:
     """A hash that is the same for all rows costs time, and no row is called equal that is not."""
     text = {"sample_hash": "lane_id() < samples ? mixed(row[at], at) : 0", "row_hash": "sum += mixed(row[at], at)"}

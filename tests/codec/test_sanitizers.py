@@ -6,7 +6,6 @@ import subprocess
 
 import asan
 import pytest
-import tiers
 import variants
 
 from ds_zipccl.kernels import build
@@ -33,6 +32,7 @@ def levels() -> list[str]:
     return [variant.level for variant in variants.usable() if variant.level]
 
 
+@pytest.mark.full(reason="half a minute of a program with sanitizers; test_format and test_codec damage payloads too")
 def test_a_hundred_thousand_damaged_payloads(levels: list[str]) -> None:
     result = asan.run(asan.fuzzer().path(), 1, MUTATIONS, 300, levels)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -51,7 +51,8 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("check", tiers.mostly_full(CHECKS, [*CHECKS][:1], "each has a fuzzer of its own to compile"))
+@pytest.mark.full(reason="each has a fuzzer of its own to compile; codec/test_planted.py stays")
+@pytest.mark.parametrize("check", CHECKS)
 def test_a_missing_bound_check_is_seen(check: str, levels: list[str]) -> None:
     """Without the proof that a tail, its content or a place lies where it must, some damaged payload makes a decoder go outside."""
     file, nothing = CHECKS[check]

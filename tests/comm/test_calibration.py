@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import ranks
+import tiers
 import torch.distributed as dist
 
 from ds_zipccl.bench import comm_cases, comm_launch, link, namespaces
@@ -33,7 +34,7 @@ def measured(rank: int, size: int) -> tuple[list[float], LinkProfile]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", tiers.mostly_full([2, 3], [3], "nobody runs beside"))
 def test_all_ranks_find_the_same_in_time(size: int) -> None:
     answers = ranks.run(measured, size)
     profile = answers[0][1]

@@ -14,6 +14,7 @@ from typing import Any
 import corpus
 import pytest
 import ranks as runner
+import tiers
 import torch
 import torch.distributed as dist
 
@@ -140,7 +141,7 @@ def followed(rank: int, ranks: int, later: bool) -> list[str]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("ranks, later", [(2, False), (3, True)])
+@pytest.mark.parametrize("ranks, later", tiers.mostly_full([(2, False), (3, True)], [(2, False)], "nobody runs beside"))
 def test_the_faster_way_is_followed(ranks: int, later: bool) -> None:
     first, *others = runner.run(followed, ranks, later)
     assert all(ways == first for ways in others)

@@ -14,6 +14,7 @@ from typing import Any
 import corpus
 import pytest
 import ranks as runner
+import tiers
 import torch
 import torch.distributed as dist
 
@@ -125,7 +126,7 @@ def garbage(rank: int, ranks: int, group: dist.ProcessGroup, op: str) -> None:
     OPERATIONS[op](tensor, group=group, config=ALWAYS)
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("op", tiers.mostly_full(OPERATIONS, ["all_reduce"], "six to nine seconds each"))
 def test_frames_that_are_garbage(tmp_path: Path, op: str) -> None:
     """Those who read it name it; the others name whom they have waited for in vain, or are done."""
     said = survive(tmp_path, garbage, 3, op)

@@ -185,6 +185,7 @@ def bounded(rank: int, ranks: int) -> list[int]:
     return peaks
 
 
+@pytest.mark.full(reason="ten seconds; test_the_same_in_pieces stays")
 def test_memory_is_bounded() -> None:
     for peaks in runner.run(bounded, 3):
         # frames may be a little larger than pieces, buffers are rounded up by an eighth; a sum is made beside them

@@ -12,6 +12,7 @@ import corpus
 import pytest
 import ranks as runner
 import test_pipeline
+import tiers
 import torch
 import torch.distributed as dist
 from moves import flip_a_bit
@@ -114,7 +115,7 @@ def as_all_reduce(
     assert not any(row["passed"] for row in counters.rows())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", tiers.mostly_full([2, 3, 4], [2, 3], "four ranks on two cores"))
 def test_owners_have_the_bits_of_an_all_reduce(ranks: int) -> None:
     runner.run(as_all_reduce, ranks, sizes_for(ranks))
 

@@ -167,6 +167,7 @@ except AssertionError as error:
 # ---- the benchmark --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(reason="an emulation to compile, and a benchmark on it")
 def test_the_benchmark_on_the_emulation_and_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row and figure is in the JSON, and the documentation shows them."""
     command = {one.name: one.command for one in gpu.steps(tmp_path, dry=True)}["bench"]

@@ -71,6 +71,7 @@ def collected(step: str) -> list[str]:
     return [line for line in result.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.full(reason="collects the tests of a folder")
 def test_tests_of_the_codec_are_selected_in_each_file_and_no_emulated_ones() -> None:
     selected = collected("tests")
     assert {name.partition("::")[0] for name in selected} == {f"tests/{name}" for name in gpu.CUDA_TESTS}
@@ -345,6 +346,7 @@ def test_routes(route): pass
 """
 
 
+@pytest.mark.full(reason="three runs of pytest")
 def test_a_skipped_test_fails(tmp_path: Path) -> None:
     """And its reason is among the figures. Tests of a route that was not built are left out; none at all is a failure."""
     (tmp_path / "test_some.py").write_text(SKIPPING)

@@ -137,6 +137,7 @@ dist.all_reduce(torch.ones(10))
 """
 
 
+@pytest.mark.full(reason="waits for a timeout; test_ranks_that_differ_all_stop stays")
 def test_a_rank_without_a_section_costs_the_jobs_own_timeout(tmp_path: Path) -> None:
     start = time.monotonic()
     (first, said), (second, _) = launch(tmp_path, PRELUDE + MISSING, fresh=True, DS_ZIPCCL=["1", "0"])

@@ -86,6 +86,7 @@ def test_plain_and_coded_agree(trained: Trained, ranks: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES[3])
+@pytest.mark.full(reason="ten seconds; comm/test_candidates.py has the competition")
 def test_schedules_compete_without_a_trace(trained: Trained, mode: str) -> None:
     """The bits are those of the plain run while all schedules are tried in turn."""
     plain, auto = trained(3, "plain")[mode], trained(3, "auto")[mode]
