@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ds_zipccl import __version__
 from ds_zipccl.bench import ToolError
@@ -38,6 +40,7 @@ def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         PROGRAM, description="Lossless compressed communication for DeepSpeed.", allow_abbrev=False
     )
+    parser.set_defaults(parser=parser)
     parser.add_argument("--version", action="version", version=f"ds_zipccl {__version__}")
     levels: dict[tuple[str, ...], Any] = {(): parser.add_subparsers(metavar="COMMAND", required=True)}
     for group, text in GROUPS.items():
@@ -51,14 +54,24 @@ def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
             module = importlib.import_module(f"ds_zipccl.cli.{name}")
             command.description = (module.__doc__ or text).replace("``", "")
             module.add_arguments(command)
-            command.set_defaults(main=module.main)
+            command.set_defaults(main=module.main, parser=command)
     return parser
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Exit with status 2 and name the options that may have been meant; argparse by itself shows the usage of the whole program."""
+    known = re.findall(r"--[a-z][a-z-]*", parser.format_usage())
+    near = [found for word in unknown for found in difflib.get_close_matches(word.partition("=")[0], known, 1)]
+    hint = f"did you mean {' '.join(near)}?" if near else f"{parser.prog} --help lists the options"
+    parser.error(f"unknown: {' '.join(unknown)}; {hint}")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Arguments of a command line without the program's name; exits with status 2 if the line makes no sense."""
     chosen = next((command for command in COMMANDS if tuple(words[: len(command)]) == command), None)
-    args = _parser(chosen).parse_args(words)
+    args, unknown = _parser(chosen).parse_known_args(words)
+    if unknown:
+        _refuse(args.parser, unknown)
     args.command = shlex.join([*PROGRAM.split(), *words])
     return args
 

@@ -68,6 +68,10 @@ def step_by_calls(engine: nn.Module, batches: Batches) -> torch.Tensor:
     return loss
 
 
+#: Of the file: inside a class the name is that of the class's text.
+ABOUT = __doc__ or ""
+
+
 @dataclass(frozen=True)
 class Example:
     """A training of this folder: its script, default config, sizes, builder of the model, further hashes of parameters, and the number of
@@ -80,7 +84,7 @@ class Example:
     configure: Callable[[dict, argparse.Namespace, int], dict] = lambda config, args, world: (
         config
     )  # DeepSpeed's config
-    about: str = __doc__ or ""
+    about: str = ABOUT
     sizes: Mapping[str, Any] = field(default_factory=lambda: SIZES)
     build: Callable[[argparse.Namespace, int], tuple[nn.Module, list]] = build_gpt
     hashes: Callable[[nn.Module, bool], dict[str, str]] = lambda model, zero3: {}
@@ -299,7 +303,7 @@ def options(example: Example | None = None) -> argparse.ArgumentParser:
     option = parser.add_argument
     option("--ds-config", "--deepspeed_config", type=Path, default=here / example.config, metavar="FILE")
     option("--size", choices=example.sizes, default="small", help="of model and text (default: small)")
-    option("--steps", type=int, default=30)
+    option("--steps", type=int, default=30, help="optimizer steps (30)")
     option("--accumulation", type=int, metavar="N", help="micro-batches per step (default: what the config file says)")
     option("--lr", type=float, metavar="X", help="learning rate (default: what the config file says)")
     option("--schedule", choices=("config", "cosine"), default="config", help="cosine: 5%% warm-up, then cosine decay")
@@ -312,7 +316,7 @@ def options(example: Example | None = None) -> argparse.ArgumentParser:
     option("--bias", action="store_true", help="experts with biases, as torch's linear layers have")
     option("--spread", type=int, metavar="N", help="ranks that share out one set of experts (default: as many as fit)")
     option("--data", type=Path, metavar="FILE", help="text to train on (default: the standard library)")
-    option("--seed", type=int, default=1)
+    option("--seed", type=int, default=1, help="of weights and batches (1)")
     option("--threads", type=int, default=1, help="CPU threads per rank")
     option("--ranks", type=int, default=2, help="local ranks to start where no launcher did")
     option("--backend", metavar="NAME", help="of torch.distributed (default: that of DeepSpeed's accelerator)")

@@ -57,7 +57,7 @@ except ModuleNotFoundError as error:
 
 def test_every_module_but_those_for_deepspeed_is_imported(python: str) -> None:
     lines = run(python, "-c", IMPORTS).splitlines()
-    assert lines.pop() == "No module named 'deepspeed'"
+    assert "DeepSpeed, which is not installed; pip install deepspeed" in lines.pop()
     package = ROOT / "ds_zipccl"
     files = {path for path in package.rglob("*.py") if path.name != "__init__.py" and "op_builder" not in path.parts}
     wanted = {"ds_zipccl." + ".".join(path.relative_to(package).with_suffix("").parts) for path in files}
@@ -129,6 +129,15 @@ def test_report(python: str) -> None:
         assert (
             run(python, *words, "--require", "cuda", status=1).splitlines()[-1].startswith("not every route for CUDA")
         )
+
+
+def test_doctor(python: str) -> None:
+    """One line for both ranks and the remedy, in place of a line for each hook."""
+    said = run(python, "-m", "ds_zipccl", "doctor", status=1).splitlines()
+    at = next(number for number, line in enumerate(said) if line.startswith("hooks: "))
+    problem, remedy, *rest = (line.strip() for line in said[at + 1 :])
+    assert problem.startswith("deepspeed: not installed (rank 0 on ") and "rank 1 on " in problem
+    assert remedy.startswith("to do: pip install deepspeed") and not rest
 
 
 def test_the_tests_that_are_left_out_are_named(python: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import socket
@@ -32,6 +33,8 @@ CALIBRATIONS = 2
 _LARGE_BYTES = 8 << 20  # of the message by which measurements are compared
 #: Variables whose 0 keeps the package from DeepSpeed.
 SWITCHES = ("DS_ZIPCCL", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+#: The key of a rank's hooks where DeepSpeed itself is missing.
+DEEPSPEED = "deepspeed"
 #: Bytes of the report of a rank at most, and characters of a reason that are shown: both come from another machine.
 _REPORT_BYTES, _SHOWN = 1 << 16, 2000
 _GOODBYE_S = 5.0  # from the first failed local process until the others are ended
@@ -85,6 +88,8 @@ def hooks_found() -> dict[str, str]:
     the reason; and names of adjusted modules that do not fit, each with its problem. Imports DeepSpeed, which takes seconds."""
     from ds_zipccl.integration import autoload, hook_points
 
+    if importlib.util.find_spec(DEEPSPEED) is None:
+        return {DEEPSPEED: "not installed"}
     off = next(
         (f"{name}=0 turns the package off" for name in SWITCHES if os.environ.get(name, "").strip() == "0"),
         "torch did not load the package before DeepSpeed",

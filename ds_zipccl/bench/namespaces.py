@@ -146,7 +146,7 @@ def why_not() -> str:
     try:
         import pyroute2  # noqa: F401
     except ImportError as error:
-        return f"pyroute2 is missing ({error}): pip install ds-zipccl[bench]"
+        return f"pyroute2 is missing ({error}): pip install 'ds-zipccl[bench]'"
     if os.geteuid():
         return "network namespaces need root; run it with sudo -E, or measure without --link"
     return ""

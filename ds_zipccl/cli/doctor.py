@@ -24,7 +24,7 @@ computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not
 one rank a node.
 
 ``--check`` compares predictions with the trainings of ``bench train`` on shaped links, as root: for each ``--link`` and workload the
-measured and the predicted factor, of communication (``quiet_ms``) and of steps, whose computing time is that of the plain run.
+measured and the predicted factor, of communication (``exchange_ms``) and of steps, whose computing time is that of the plain run.
 
 The exit status is 1 if a hook is missing, or with ``--check`` if a prediction is off by more than 20% or a training has wrong bits.
 """
@@ -133,10 +133,7 @@ def _take_part(args: argparse.Namespace) -> int:
     for line in missing:
         tables.say(f"       {line}")
     if missing:
-        tables.say(
-            "       to do: pip install ds_zipccl where the job runs, or a release of it that knows this DeepSpeed; report has the "
-            "cause in its section activation"
-        )
+        tables.say(f"       to do: {_remedy(found)}")
     more: dict[str, Any] = {
         "ranks": ranks,
         "nodes": found.nodes,
@@ -155,14 +152,22 @@ def _take_part(args: argparse.Namespace) -> int:
 
 
 def _missing(found: Ranks) -> list[str]:
-    """A line for each hook that did not work on a rank."""
-    lines = [
-        f"{name}: {reason} (rank {rank} on {report.host})"
-        for rank, report in enumerate(found.reports)
-        for name, reason in report.hooks.items()
-        if reason not in ("", "absent")
-    ]
-    return lines
+    """A line for each hook that did not work, with the ranks where it did not."""
+    where: dict[str, list[str]] = {}
+    for rank, report in enumerate(found.reports):
+        for name, reason in report.hooks.items():
+            if reason not in ("", "absent"):
+                where.setdefault(f"{name}: {reason}", []).append(f"rank {rank} on {report.host}")
+    return [f"{problem} ({', '.join(ranks)})" for problem, ranks in where.items()]
+
+
+def _remedy(found: Ranks) -> str:
+    if any(doctor_ranks.DEEPSPEED in report.hooks for report in found.reports):
+        return "pip install deepspeed where it is missing; pip install 'ds-zipccl[deepspeed]' brings one"
+    return (
+        "pip install ds_zipccl where the job runs, or a release of it that knows this DeepSpeed; "
+        "report has the cause in its section activation"
+    )
 
 
 def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, Any]:
@@ -192,7 +197,7 @@ def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, 
     total = next(row for row in rows if row["what"] == TOTAL)
     speedup = None if args.step_ms is None else job_plan.step_speedup(total, args.step_ms)
     step = "step not predicted without --step-ms" if speedup is None else f"step {speedup:.2f}x"
-    tables.say(f"expected: communication {total['speedup']:.2f}x, {step}")
+    tables.say(f"expected: communication {total['speedup']:.2f}x of gloo's own schedules, {step}")
     return {
         "rows": rows,
         "notes": notes,

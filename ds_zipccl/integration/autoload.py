@@ -7,6 +7,7 @@ finder on ``sys.meta_path``. The finder lets :mod:`ds_zipccl.integration.hooks` 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import warnings
@@ -64,6 +65,7 @@ def install(section: Mapping[str, Any] | None = None) -> None:
 
     Raises:
         ConfigError: the section, or ``DS_ZIPCCL``, is invalid.
+        ModuleNotFoundError: DeepSpeed is not installed.
         Exception: an error of a hook, where the package does not fit this version of DeepSpeed.
     """
     from ds_zipccl.config import environment_section
@@ -71,6 +73,11 @@ def install(section: Mapping[str, Any] | None = None) -> None:
     from_environment = environment_section()
     if from_environment is not None and not from_environment.get("enabled", True):
         return
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ModuleNotFoundError(
+            "ds_zipccl.install() adjusts DeepSpeed, which is not installed; pip install deepspeed, or 'ds-zipccl[deepspeed]'",
+            name="deepspeed",
+        )
     from ds_zipccl.integration import hooks, job
 
     if section is not None:

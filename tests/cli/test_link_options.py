@@ -77,7 +77,7 @@ def test_missing_things_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pyroute2", None)
         assert main(words) == 2
-        assert "pip install ds-zipccl[bench]" in capsys.readouterr().err
+        assert "pip install 'ds-zipccl[bench]'" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "pyroute2", ModuleType("pyroute2"))
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     assert main(words) == 2

@@ -60,6 +60,8 @@ print(out.getvalue())
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["bench", "codec", "--numl", "64K"], "codec: error: unknown: --numl 64K; did you mean --numel?"),
+        (["plan", "--nosuch"], "plan: error: unknown: --nosuch; python -m ds_zipccl plan --help lists the options"),
         (["bench", "codec", "--data", "nosuch"], "known: normal"),
         (["bench", "codec", "--data", "normal:0"], "number above 0"),
         (["bench", "codec", "--data", "zeros:2"], "has no scale"),

@@ -200,6 +200,7 @@ def _serve() -> None:
     import deepspeed  # noqa: F401
     import torch._dynamo  # noqa: F401  (else the first optimizer of every rank imports it, disabled or not)
 
+    _rest_before_the_end()
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         ranks: dict[int, int] = {}
@@ -210,6 +211,24 @@ def _serve() -> None:
             ranks[process] = rank
         print(json.dumps(_statuses(ranks, request["timeout"], request["grace"])), flush=True)
     sys.exit()
+
+
+def _rest_before_the_end() -> None:
+    """Let gloo's threads end their work before ranks destroy a group.
+
+    Before 2.8 torch waits for these threads with the interpreter's lock in its hand, which they may need (pull request 154976 of PyTorch).
+    """
+    import torch
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+
+    def rested(group: dist.ProcessGroup | None = None) -> None:
+        time.sleep(0.3)
+        destroy(group)
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
+        dist.destroy_process_group = rested
 
 
 def _become(rank: int, environment: dict[str, str], argv: list[str], folder: str) -> None:
