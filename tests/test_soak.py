@@ -16,6 +16,7 @@ from ds_zipccl.comm.buffer_pool import KEEP_BYTES
 SECONDS = 5.0
 
 
+@pytest.mark.full(reason="ten seconds; test_a_wrong_bit_is_found runs it too")
 def test_a_short_soak() -> None:
     """In so short a time memory still grows, up to the bytes that the pool of buffers keeps."""
     for found in runner.run(soak.soak, soak.RANKS, SECONDS, 1, timeout=SECONDS + 200):

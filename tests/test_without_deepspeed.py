@@ -140,6 +140,7 @@ def test_doctor(python: str) -> None:
     assert remedy.startswith("to do: pip install deepspeed") and not rest
 
 
+@pytest.mark.full(reason="three runs of pytest")
 def test_the_tests_that_are_left_out_are_named(python: str) -> None:
     """In a quiet run too; and a run that is to have all tests is refused."""
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests/integration/test_config.py"), "-k", "defaults")  # fmt: skip

@@ -238,7 +238,8 @@ def under_all(rank: int, ranks: int, names: list[str]) -> int:
     return compared
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full(reason="half a minute; two ranks stay"))])
+@pytest.mark.full(reason="twenty seconds and more; each operation has tests of its own")
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_operation_in_every_environment(ranks: int) -> None:
     counts = runner.run(under_all, ranks, list(ENVIRONMENTS), timeout=300)
     assert min(counts) > 8 * len(OPERATIONS) * len(ENVIRONMENTS)

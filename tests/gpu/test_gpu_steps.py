@@ -196,6 +196,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.full(reason="waits for a limit")
 def test_a_step_that_hangs_ends_with_all_its_processes(tmp_path: Path) -> None:
     start = time.monotonic()
     steps = [Step("stuck", python(SLEEPERS), 6), Step("next", python("print('on')"), 10)]

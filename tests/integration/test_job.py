@@ -26,6 +26,7 @@ UNKNOWN = (None, "the owners of the bucket are not known")
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A world of one rank, with no section installed."""
     monkeypatch.setattr(job.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(job.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(job, "_installed", None)
     monkeypatch.delenv("DS_ZIPCCL", raising=False)
 
