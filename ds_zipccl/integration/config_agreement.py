@@ -61,10 +61,9 @@ def agree(text: str, timeout: timedelta) -> None:
 def _with_version(text: str) -> str:
     """Return ``text`` with the version of the package: ranks choose schedules by themselves, and only one version chooses alike."""
     section = json.loads(text)
-    said = (
-        section if isinstance(section, dict) else {"section": section}
-    )  # which no rank accepts, after all have compared
-    return json.dumps({"version of ds_zipccl": __version__, **said}, sort_keys=True)
+    if not isinstance(section, dict):  # no rank accepts it, once all have compared theirs
+        section = {"section": section}
+    return json.dumps({"version of ds_zipccl": __version__, **section}, sort_keys=True)
 
 
 def _wait(store: Store, keys: list[str], timeout: timedelta) -> list[int]:
