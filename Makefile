@@ -19,7 +19,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix lint clean
+.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix mutants lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -65,24 +65,27 @@ soak: $(VENV)/ready
 soak-sim: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/sim/soak.py $(SEEDS)
 
-# On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and pytest; DeepSpeed comes from there, or from the
-# folder WHEELS. In less than ten minutes: kernels, NCCL, trainings, sanitizers, tests and measurements. The results go to the folder OUT,
-# after every step.
+# On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and numpy; pytest, DeepSpeed and a compiled driver come
+# from there, or from the folder WHEELS. In less than ten minutes: kernels, NCCL, trainings, sanitizers, tests and measurements; with FIRST=1
+# the deciding part, in less than five. The results go to the folder OUT, after every step. The first lines name the parts that are missing,
+# the last one says how it went: status 1 after wrong bits, a hang or an error, 3 if a step was only slow or late.
 OUT ?= docs/results
 WHEELS ?= out/wheels
+FIRST ?=
 gpu:
-	env -u DS_ACCELERATOR PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py --out "$(OUT)" --wheels "$(WHEELS)"
+	env -u DS_ACCELERATOR PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py $(if $(FIRST),--first )--out "$(OUT)" --wheels "$(WHEELS)"
 
-# On a machine with a network: DeepSpeed and all that it needs beside torch, 6 MB of wheels, for Python GPU_PYTHON of the machine with the GPU.
+# On a machine with a network: DeepSpeed, pytest and all that they need beside torch, for Python GPU_PYTHON of the machine with the GPU; where
+# there is nvcc, some minutes of it, the driver for every GPU too.
 GPU_PYTHON ?= 3.12
 gpu-wheels: $(VENV)/ready
-	PYTHONPATH=tests/gpu $(BIN)/python tests/gpu/wheels.py make "$(WHEELS)" --python $(GPU_PYTHON)
+	PYTHONPATH=$(TEST_PATH):tests/codec:tests/fuzz:tests/gpu $(BIN)/python tests/gpu/wheels.py make "$(WHEELS)" --python $(GPU_PYTHON)
 
 # Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of nvcc.
 cuda-static: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/gpu $(BIN)/python tests/gpu/cuda_static.py
 
-# Plain collectives of `plan --network` beside the analytical mode of the simulator SimAI: SIMAI is a checkout of github.com/aliyun/SimAI.
+# Plain collectives of `plan` beside the analytical mode of the simulator SimAI: SIMAI is a checkout of github.com/aliyun/SimAI.
 simai: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/simai/compare.py "$(SIMAI)" --json docs/results/plan_simai.json
 
@@ -100,6 +103,13 @@ wheels: $(VENV)/ready
 matrix: $(VENV)/ready
 	$(BIN)/python -m pip install -q uv
 	$(BIN)/python release/matrix.py
+
+# Random mutations of the package, each against the tests of its own subject; survivors lack a test or have a reason. The clone that it
+# mutates and its results stay in out/mutants, and the same SEED goes on where it ended.
+SEED ?= 28
+mutants: $(VENV)/ready
+	$(BIN)/python -m pip install -q 'cosmic-ray>=8.7,<9'
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/mutants.py --seed $(SEED)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

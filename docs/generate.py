@@ -29,6 +29,7 @@ from measured import ROOT, table
 from ds_zipccl.__main__ import COMMANDS, PROGRAM
 from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS, ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
+from ds_zipccl.integration import bypassed
 from ds_zipccl.kernels import waves
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, device_rules, step_rules, tuner_rules
@@ -42,8 +43,9 @@ def _values(key: str) -> str:
     wanted = KEYS[key].type
     if get_origin(wanted) is Literal:
         return " ".join(f"`{json.dumps(value)}`" for value in get_args(wanted))
-    if wanted is int:
-        return f"integer, at least {KEYS[key].least}"
+    bounds = KEYS[key].bounds
+    if bounds is not None:
+        return f"integer, {bounds.least} to {bounds.most}"
     return {bool: "`true` `false`", str: "string"}.get(
         wanted, "object: role to mode, or to an object with a lossy codec"
     )
@@ -204,6 +206,12 @@ def reasons(page: Path) -> str:
     return table(("reason in the table", "meaning", "remedy"), rows)
 
 
+def bypassed_features(page: Path) -> str:
+    """Every feature whose traffic bypasses the package, or costs more under it."""
+    rows = ((one.name, one.sign, one.cost, one.remedy) for one in bypassed.FEATURES)
+    return table(("feature", "recognized by", "cost", "to do"), rows)
+
+
 def tuner_states(page: Path) -> str:
     """The life of one choice, with the constants of the policy."""
     often, rarely = tuner_rules.CHECK_CALLS
@@ -312,6 +320,7 @@ def device_fill(page: Path) -> str:
 
 Section = Callable[[Path], str]
 SECTIONS: dict[str, Section] = {
+    "bypassed": bypassed_features,
     "commands": commands,
     "config": config,
     "device_fill": device_fill,

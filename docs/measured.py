@@ -382,7 +382,7 @@ def steps(page: Path) -> str:
 
 #: Links of the README's forecast, per GPU.
 LINKS = ("1gbit", "10gbit", "25gbit", "100gbit")
-FORECAST = "plan --params 7e9 --zero 3 --gpus 16 --gpus-per-node 1 --link {link} --profile docs/results/codec.json"
+FORECAST = "plan --params 7e9 --zero 3 --gpus 16 --gpus-per-node 1 --backend gloo --network {link}/node --profile docs/results/codec.json"
 
 
 def forecast(page: Path) -> str:

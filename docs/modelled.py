@@ -32,16 +32,22 @@ MODEL = "**A model, not a measurement: no GPU has run these schedules yet.**"
 #: Nodes and GPUs of a node, network, and speed inside a node where it is not NVLink: the rows of single operations.
 _PLACES = (
     *((8, name, None) for name in NETWORKS if name != NETWORKS[-1]),
-    *((1, name, None) for name in ("400gbit", "100gbit")),
-    (4, "100gbit", PCIE),
+    *((1, name, None) for name in ("400gbit/node", "100gbit/node")),
+    (4, "100gbit/node", PCIE),
 )
+
+
+def _speed(name: str) -> float:
+    """Bytes a second each way that NCCL's collectives reach on a network of a node."""
+    found = network(name)
+    return found.rate * found.reach
 
 
 def operations(page: Path) -> str:
     """By how many times one gather and one sum are faster than NCCL's, at three speeds of the codec."""
     rows = []
     for each, name, inside in _PLACES:
-        topology, base = Topology(4, each), DeviceProfile(network(name).speed)
+        topology, base = Topology(4, each), DeviceProfile(_speed(name))
         base = base if inside is None else replace(base, inside=inside)
         profiles = [replace(base, encode=speed, decode=speed) for speed in ASSUMED.values()]
         plain = plain_seconds(GATHER, NOMINAL_BYTES, topology, base)
@@ -57,7 +63,7 @@ def operations(page: Path) -> str:
         f"{MODEL} An operation of {NOMINAL_BYTES / 1e6:.0f} MB of bf16, 4 nodes; speed-up against NCCL's best, at {speeds} TB/s of the "
         f"codec, which are assumed. The model has no loss of the computing to the codec."
     )
-    head = ("a node", "network of a node", "plain, ms", "gather", "sum in one level", "sum in two levels")
+    head = ("a node", "network", "plain, ms", "gather", "sum in one level", "sum in two levels")
     return f"{about}\n\n{table(head, rows)}"
 
 
@@ -99,7 +105,7 @@ def steps(page: Path) -> str:
         f"{_RATIO}."
     )
     head = (
-        "network of a node", "ZeRO-3 plain", "ZeRO-3 coded", "speed-up", "ZeRO-2 plain", "owners", "ZeRO-2 coded", "speed-up"
+        "network", "ZeRO-3 plain", "ZeRO-3 coded", "speed-up", "ZeRO-2 plain", "owners", "ZeRO-2 coded", "speed-up"
     )  # fmt: skip
     commands = "\n".join(f"{PROGRAM} {_STEP.format(stage=stage, more=words)}" for stage, words in ((3, ""), (2, _MORE)))
     return f"{about}\n\n{table(head, rows)}\n\n```sh\n{commands}\n```"
@@ -135,7 +141,7 @@ def clusters(page: Path) -> str:
 
 
 def simulator(page: Path) -> str:
-    """Plain communication of ten steps by ``plan --network`` and by SimAI."""
+    """Plain communication of ten steps by ``plan`` and by SimAI."""
     content = results("plan_simai")
     rows = (
         (
@@ -171,7 +177,7 @@ def whole_steps(page: Path) -> str:
         gains = (f"{plain[key] / coded[key]:.2f}" for key in ("ms", "step_ms"))
         rows.append((name, *times, *shares, *gains))
     head = (
-        "network of a node", "communication plain, s", "coded", "step plain, s", "coded", "exposed plain", "coded",
+        "network", "communication plain, s", "coded", "step plain, s", "coded", "exposed plain", "coded",
         "speed-up of communication", "speed-up of the step",
     )  # fmt: skip
     gpus = content["steps"][0]["gpus"]
@@ -182,10 +188,10 @@ def whole_steps(page: Path) -> str:
 
 #: Networks of the README's forecast of NCCL groups.
 _SHOWN = {
-    "8x400gbit": "8 x 400 Gbit/s",
-    "8x100gbit": "8 x 100 Gbit/s",
-    "100gbit": "100 Gbit/s",
-    "25gbit-tcp": "25 Gbit/s, TCP",
+    "8x400gbit/node": "8 x 400 Gbit/s",
+    "8x100gbit/node": "8 x 100 Gbit/s",
+    "100gbit/node": "100 Gbit/s",
+    "25gbit-tcp/node": "25 Gbit/s, TCP",
 }
 
 

@@ -83,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 all is well; 1 a measured result is wrong, or no route works here; 2 the command could not do its task.
     """
     args = parse(list(sys.argv[1:] if argv is None else argv))
+    from ds_zipccl.bench import tables
+
     try:
+        tables.check_outputs(args)
         return int(args.main(args))
     except ToolError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

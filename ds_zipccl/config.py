@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "MASTER_ADDR": "Address at which ranks meet, set by the launcher; `doctor` names it where they do not.",
     "MASTER_PORT": "Port at which ranks meet, set by the launcher, as MASTER_ADDR.",
     "DS_ACCELERATOR": "DeepSpeed's accelerator; examples/train_gpt.py takes cpu where it is unset and there is no GPU.",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "CUDA's number of hardware queues. 1: gathers and all-to-alls on NCCL groups stay plain in mode auto.",
     "CUBLAS_WORKSPACE_CONFIG": "Memory of cuBLAS; examples/train_gpt.py takes :4096:8 where it is unset: products repeat bit for bit.",
 }
 
@@ -58,10 +59,15 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """The smallest value of an integer."""
+class Within:
+    """The smallest and the largest value of an integer. A larger one is a slip of a hand or of a unit."""
 
     least: int
+    most: int
+
+
+#: Most bytes (1 TiB) and MiB (16 TiB) of a key, and most optimizer steps.
+_BYTES, _MIB, _STEPS = 1 << 40, 1 << 24, 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +124,7 @@ class ZipcclConfig:
     ] = "auto"
     zero3_base_mib: Annotated[
         int,
-        AtLeast(0),
+        Within(0, _MIB),
         "With zero3_base auto: MiB that the bases may take on a node. 0: a quarter of the memory that the node has available at the start.",
     ] = 0
     recompute_base: Annotated[
@@ -128,7 +134,7 @@ class ZipcclConfig:
     ] = "off"
     recompute_base_mib: Annotated[
         int,
-        AtLeast(1),
+        Within(1, _MIB),
         "With recompute_base: MiB of messages whose frames a rank keeps of each group until the optimizer step; the oldest go first. The "
         "frames take less.",
     ] = 1024
@@ -137,19 +143,19 @@ class ZipcclConfig:
         "auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which halves the bytes "
         "of the all-reduce. off: all-reduce the bucket.",
     ] = "auto"
-    min_bytes: Annotated[int, AtLeast(0), "Messages smaller than this many bytes pass through uncoded."] = 65536
+    min_bytes: Annotated[int, Within(0, _BYTES), "Messages smaller than this many bytes pass through uncoded."] = 65536
     nccl: Annotated[
         Literal["off", "on"],
         "on: code NCCL groups too. off, the default until these schedules have run on GPUs: NCCL groups pass through uncoded.",
     ] = "off"
     nccl_min_bytes: Annotated[
         int,
-        AtLeast(0),
+        Within(0, _BYTES),
         "On NCCL groups, messages smaller than this many bytes pass through uncoded.",
     ] = 4194304
     staging_mib: Annotated[
         int,
-        AtLeast(1),
+        Within(1, _MIB),
         "MiB of memory for the frames of each operation in flight; a larger message goes in fragments that fit.",
     ] = 64
     route: Annotated[
@@ -178,7 +184,7 @@ class ZipcclConfig:
         "Megatron-DeepSpeed and GPT-NeoX make such calls.",
     ] = False
     log_interval: Annotated[
-        int, AtLeast(0), "Optimizer steps between two tables of rank 0; 0: one table, at the end."
+        int, Within(0, _STEPS), "Optimizer steps between two tables of rank 0; 0: one table, at the end."
     ] = 100
     step_log: Annotated[
         str,
@@ -220,17 +226,21 @@ class Key:
 
     type: Any
     default: Any
-    #: The smallest value of an integer.
-    least: int
+    #: The values of an integer; None for other types.
+    bounds: Within | None
     meaning: str
 
     def takes(self, value: Any) -> bool:
         """Return whether the key takes ``value``. Types are strict: 1 is no bool, True and "1" are no integers."""
-        return _is_a(self.type, value) and (self.type is not int or value >= self.least)
+        return _is_a(self.type, value) and (self.bounds is None or self.bounds.least <= value <= self.bounds.most)
 
     def values(self) -> str:
         """Return the values that the key takes, as text."""
-        return f"an integer >= {self.least}" if self.type is int else _values(self.type)
+        return (
+            _values(self.type)
+            if self.bounds is None
+            else f"an integer >= {self.bounds.least} and <= {self.bounds.most}"
+        )
 
 
 #: Origins of ``a | b``, by version of Python and kind of ``a``.
@@ -268,7 +278,7 @@ def _keys() -> Iterator[tuple[str, Key]]:
     for one in fields(ZipcclConfig):
         *bounds, meaning = hints[one.name].__metadata__
         default = one.default if one.default_factory is MISSING else one.default_factory()
-        yield one.name, Key(hints[one.name].__origin__, default, bounds[0].least if bounds else 0, meaning)
+        yield one.name, Key(hints[one.name].__origin__, default, bounds[0] if bounds else None, meaning)
 
 
 #: Every key of the section, in the order of the documentation.
@@ -319,7 +329,7 @@ def environment_section(environ: Mapping[str, str] = os.environ) -> dict[str, An
     """Return the section that ``DS_ZIPCCL`` stands for, or None where the variable is unset or empty.
 
     Raises:
-        ConfigError: the value is neither 0, 1 nor a JSON object.
+        ConfigError: the value is neither 0, 1 nor a JSON object, or an object of it has a key twice.
     """
     text = environ.get("DS_ZIPCCL", "").strip()
     if not text:
@@ -327,12 +337,23 @@ def environment_section(environ: Mapping[str, str] = os.environ) -> dict[str, An
     if text in ("0", "1"):
         return {"enabled": text == "1"}
     try:
-        section = json.loads(text)
+        section = json.loads(text, object_pairs_hook=_without_twins)
     except json.JSONDecodeError:
         section = None
     if not isinstance(section, dict):
         raise ConfigError(f"DS_ZIPCCL must be 0, 1 or the section as a JSON object, got {text!r}")
     return {"enabled": True, **section}
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, of which json by itself keeps the last value of each key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twins = sorted({name for name, _ in pairs if [one for one, _ in pairs].count(name) > 1})
+        raise ConfigError(
+            f"DS_ZIPCCL has {', '.join(map(json.dumps, twins))} more than once in one object; write each key once"
+        )
+    return found
 
 
 def near_misses(param_dict: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ _ROWS = re.findall(
 FLOOR_OF = {name: int(floor) for floor, names in _ROWS for name in re.findall(r"`(.+?)`", names)}
 #: autoload runs when torch is imported and loads the rest of its folder when DeepSpeed is; kernels build through DeepSpeed's op builder.
 KNOW_DEEPSPEED = {"op_builder/zipccl.py", "config.py"}
-MAX_LINES = 400
+MAX_LINES = 700
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:

@@ -25,14 +25,16 @@ from ds_zipccl.config import DEFAULT
 PACKAGE = Path(ds_zipccl.__file__).parent
 NUMEL = 1 << 19
 MOST_FILES = 14
+#: The heading of gathers that send nothing.
+FROM_BASE = "`all_gather_into_tensor` of frozen parameters of ZeRO-3"
 SECTION = '{"mode": "always"}'
 
 
-def listed(op: str, where: str = "") -> list[str]:
-    """The files in the list of docs/architecture.md below the heading of ``op``."""
+def listed(heading: str) -> list[str]:
+    """The files in the list of docs/architecture.md below a heading."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    found = re.search(rf"^### `{op}`{where}$(.*?)^#", page, flags=re.M | re.S)
-    assert found is not None, f"docs/architecture.md has no heading {op}{where}"
+    found = re.search(rf"^### {heading}$(.*?)^#", page, flags=re.M | re.S)
+    assert found is not None, f"docs/architecture.md has no heading {heading}"
     return re.findall(r"^\d+\. `(.+?)`", found[1], flags=re.M)
 
 
@@ -59,17 +61,19 @@ class Trace:
                 self.files.add(file.relative_to(PACKAGE).as_posix())
 
 
-def traced(rank: int, ranks: int, op: str) -> list[str]:
+def traced(rank: int, ranks: int, heading: str) -> list[str]:
     os.environ |= {"DS_ZIPCCL": SECTION, "DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    if heading == FROM_BASE:
+        return from_base(deepspeed)
     whole = torch.randn(ranks * NUMEL, generator=torch.Generator().manual_seed(rank)).bfloat16()
     shard = torch.empty(NUMEL, dtype=torch.bfloat16)
 
     def call() -> None:
-        if op == "all_gather_into_tensor":
+        if heading == "`all_gather_into_tensor`":
             deepspeed.comm.all_gather_into_tensor(whole, shard)
         else:
             deepspeed.comm.reduce_scatter_tensor(shard, whole)
@@ -83,16 +87,48 @@ def traced(rank: int, ranks: int, op: str) -> list[str]:
     return sorted(trace.files)
 
 
+def from_base(deepspeed: Any) -> list[str]:
+    """The files of a forward of ZeRO-3 whose frozen weight is in its base since the step before."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(1024, 1024, bias=False), torch.nn.Linear(1024, 4, bias=False)
+    ).bfloat16()
+    model[0].weight.requires_grad_(False)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 8192}
+    adam = {"type": "AdamW", "params": {"torch_adam": True}}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[model[1].weight],
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "optimizer": adam,
+            "zero_optimization": zero,
+            "zipccl": {"enabled": True, "mode": "always"},
+        },
+    )
+    trace = Trace()
+    for step in range(3):
+        sys.setprofile(trace if step == 2 else None)
+        loss = engine(torch.ones(1, 1024, dtype=torch.bfloat16)).sum()
+        sys.setprofile(None)
+        engine.backward(loss)
+        engine.step()
+    return sorted(trace.files)
+
+
 @pytest.mark.parametrize(
-    "op",
+    "heading",
     tiers.mostly_full(
-        ["all_gather_into_tensor", "reduce_scatter_tensor"], ["all_gather_into_tensor"], "an engine each"
+        ["`all_gather_into_tensor`", "`reduce_scatter_tensor`", FROM_BASE],
+        ["`all_gather_into_tensor`"],
+        "an engine each",
     ),
 )
-def test_a_tensor_passes_the_files_that_the_page_lists_and_no_others(op: str) -> None:
-    first, second = runner.run(traced, 2, op)
+def test_a_tensor_passes_the_files_that_the_page_lists_and_no_others(heading: str) -> None:
+    first, second = runner.run(traced, 2, heading)
     assert first == second
-    files = listed(op)
+    files = listed(heading)
     assert sorted(files) == first and len(files) <= MOST_FILES, (
         f"not on the page: {set(first) - set(files)}; on the page, but not passed: {set(files) - set(first)}"
     )
@@ -114,6 +150,6 @@ def test_a_tensor_of_a_gpu_passes_the_files_that_the_page_lists_and_no_others() 
     found: dict[int, list[str]] = {}
     kernels.route()  # the CPU's route is built, if at all, before a rank needs it
     world.run(on_gpu, 2, found, seed=0, route=launcher.route())
-    files = listed("all_gather_into_tensor", " on an NCCL group")
+    files = listed("`all_gather_into_tensor` on an NCCL group")
     assert files[0] == "integration/backend.py", "the test calls the next file"
     assert sorted(files[1:]) == found[0] == found[1] and len(files) <= MOST_FILES

@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from ds_zipccl.bench import device_plan, tables
-from ds_zipccl.bench.step_plan import TOTAL
+from ds_zipccl.bench.step_plan import PLAIN, TOTAL
 from ds_zipccl.bench.step_time import FLOPS, Computing, StepTime, step_time
 from ds_zipccl.bench.tables import Column
 
@@ -35,6 +35,8 @@ RUNS = {
     "dtype": "float16",
     "accumulation": 1,
     "bucket": None,
+    "live": 0,
+    "trainable": None,
     "hop": 0.0,
     "ratio": 1.0,
 }
@@ -97,7 +99,7 @@ COLUMNS = (
 
 
 class Model:
-    """The model of ``plan --network`` for the published runs. ``args``: of ``plan``."""
+    """The model of ``plan`` for the published runs. ``args``: of ``plan``."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = vars(args) | RUNS
@@ -105,9 +107,9 @@ class Model:
     def step(self, cell: Cell, fit: Fit, share: float = 1.0) -> StepTime:
         """Return the time of a plain step, in which ``share`` of the bytes travels."""
         args = argparse.Namespace(**self._args | {"params": cell.params, "path": fit.path})
-        network = device_plan.network(f"{cell.links}x100gbit")
+        network = device_plan.network(f"{cell.links}x100gbit/node")
         rows = device_plan.step(args, network, device_plan.codec("assumed-1.0", args.dtype))
-        seconds = next(row["ms"] for row in rows if (row["what"], row["variant"]) == (TOTAL, device_plan.PLAIN)) / 1e3
+        seconds = next(row["ms"] for row in rows if (row["what"], row["variant"]) == (TOTAL, PLAIN)) / 1e3
         return step_time(Computing(fit.tflops, cell.tokens).seconds(cell.params, 1), share * seconds, 0.0, 0.0)
 
     def tflops(self, cell: Cell, fit: Fit, share: float = 1.0) -> float:

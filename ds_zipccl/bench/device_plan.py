@@ -1,4 +1,4 @@
-"""``plan --network``: the step of GPUs on NCCL groups, by the model of :mod:`ds_zipccl.policy.device_rules`."""
+"""``plan``: networks, and the step of GPUs on NCCL groups by the model of :mod:`ds_zipccl.policy.device_rules`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_zipccl.bench import ToolError, speeds, tables, whole_step
+from ds_zipccl.bench import speeds, tables, whole_step
 from ds_zipccl.bench.step_plan import (
     CHANGED,
+    CODED,
+    COPIED,
     EXPONENTS,
+    HOW,
     ITEMSIZE,
+    PLAIN,
     TOTAL,
-    UNCHANGED,
     StepTraffic,
+    answer,
     base_memory,
+    host_base,
     sizes,
     traffic,
+    trained,
 )
 from ds_zipccl.bench.step_time import Computing, behind
 from ds_zipccl.bench.tables import Column
@@ -35,6 +41,7 @@ from ds_zipccl.policy.device_rules import (
     Topology,
     coded_seconds,
     coding_seconds,
+    host_bases_gain,
     moves_may_gain,
     plain_seconds,
     sums_of,
@@ -42,8 +49,11 @@ from ds_zipccl.policy.device_rules import (
 
 #: The networks of a node that ``--network`` without values stands for.
 NETWORKS = (
-    "8x400gbit", "8x200gbit", "8x100gbit", "400gbit", "200gbit", "100gbit", "25gbit-tcp", "10gbit-tcp"
+    "8x400gbit/node", "8x200gbit/node", "8x100gbit/node", "400gbit/node", "200gbit/node", "100gbit/node", "25gbit-tcp/node",
+    "10gbit-tcp/node",
 )  # fmt: skip
+#: Unit of a rate -> bytes a second.
+_BYTES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
 #: Names of ``--gpu-profile`` -> bytes of words a second that are assumed for encoding and for decoding.
 ASSUMED = {"assumed-0.5": 0.5e12, "assumed-1.0": CODEC, "assumed-1.5": 1.5e12}
 #: Measured figures of a checkout; they take the place of assumed ones.
@@ -56,14 +66,12 @@ COPY = HASH / 2
 BASE_SPEED = 0.79
 #: Kinds of the model that an operation consists of.
 _KINDS = {"all_gather": (GATHER,), "reduce_scatter": (SUM,), "all_reduce": (SUM, GATHER)}
-PLAIN, OWNERS, CODED = "plain", "owners", "coded"
+OWNERS = "owners"
 #: Part of the ranks from which on a bucket counts as owned by all: their parts are padded to equal ones.
 _EVEN = 0.9
-#: A total that is faster by less than this factor gains nothing (seed: the error of the model).
-_GAIN = 1.02
 
 COLUMNS = (
-    Column("network", width=12),
+    Column("network", width=17),
     Column("what", width=20),
     Column("op", width=14),
     Column("calls", ",d", 7),
@@ -75,10 +83,21 @@ COLUMNS = (
 
 
 class Network(NamedTuple):
-    """The network cards of one node together. ``text``: as the user typed it; ``speed``: bytes a second each way that collectives reach."""
+    """A network as the user typed it: ``rate``, bytes a second each way of ``whose``, a "node" with all of its network cards or a "gpu";
+    ``reach``: part of it that NCCL's collectives reach."""
 
     text: str
-    speed: float
+    rate: float
+    whose: str
+    reach: float
+
+    def of_node(self, gpus_per_node: int) -> float:
+        """Bytes a second each way of a node."""
+        return self.rate * (gpus_per_node if self.whose == "gpu" else 1)
+
+    def of_gpu(self, gpus_per_node: int) -> float:
+        """Bytes a second each way of one GPU, which shares its node's network cards with the others."""
+        return self.of_node(gpus_per_node) / gpus_per_node
 
 
 class Codec(NamedTuple):
@@ -90,18 +109,22 @@ class Codec(NamedTuple):
 
 
 def network(text: str) -> Network:
-    """``[CARDSx]RATEgbit[-tcp]`` (argparse type).
+    """``[CARDSx]RATE[-tcp]/node`` or ``.../gpu`` (argparse type).
 
     Raises:
-        ArgumentTypeError: the text is not a network.
+        ArgumentTypeError: the text is not a network, or does not say whose rate it is; says how to write it.
     """
-    match = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)gbit(-tcp)?", text)
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)([mg]bit)(-tcp)?(?:/(node|gpu))?", text)
     if match is None or not float(match[2]):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a network of a node; write [CARDSx]RATEgbit[-tcp]: {', '.join(NETWORKS)}"
+            f"{text!r} is not a network; write [CARDSx]RATE[-tcp]/node or RATE[-tcp]/gpu: {', '.join(NETWORKS)} or 1gbit/gpu"
         )
-    reach = TCP_REACH if match[3] else RDMA_REACH
-    return Network(text, int(match[1] or 1) * float(match[2]) * 1e9 / 8 * reach)
+    if match[5] is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} does not say whose rate it is: write {text}/node for all cards of a node, or {text}/gpu for the part of one GPU"
+        )
+    rate = int(match[1] or 1) * float(match[2]) * _BYTES[match[3]]
+    return Network(text, rate, match[5], TCP_REACH if match[4] else RDMA_REACH)
 
 
 def codec(name: str | None, dtype: str) -> Codec:
@@ -122,24 +145,15 @@ def codec(name: str | None, dtype: str) -> Codec:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan`` for NCCL groups."""
     parser.add_argument(
-        "--network", nargs="*", type=network, metavar="NET",
-        help="GPUs on NCCL groups: all network cards of a node, [CARDSx]RATEgbit[-tcp] such as 8x400gbit; no value: " + " ".join(NETWORKS),
-    )  # fmt: skip
-    parser.add_argument(
         "--gpu-profile", metavar="NAME",
-        help=f"with --network: {' '.join(ASSUMED)}, or a file of bench codec --device cuda --json "
+        help=f"with --backend nccl: {' '.join(ASSUMED)}, or a file of bench codec --device cuda --json "
         "(docs/results/cuda.json where it exists, else assumed-1.0)",
     )  # fmt: skip
     whole_step.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``plan --network``; 0."""
-    if args.link or args.profile:
-        raise ToolError(
-            "--network is for GPUs on NCCL groups, and takes neither --link nor --profile: its value is the network of a node, such as "
-            "--network 8x100gbit, and --gpu-profile has the codec's speeds"
-        )
+    """Run ``plan --backend nccl``; 0."""
     work = whole_step.computing(args)
     if args.plot:
         from ds_zipccl.bench import plot_plan  # before the model: matplotlib may be missing
@@ -152,10 +166,8 @@ def main(args: argparse.Namespace) -> int:
     rows = [row for each in networks for row in step(args, each, found)]
     table = tables.Table(COLUMNS)
     for row in rows:
-        if len(networks) == 1 or row["what"] == TOTAL:
+        if (len(networks) == 1 or row["what"] == TOTAL) and row["variant"] != OWNERS:
             table.add(row)
-    for line in remarks(rows):
-        tables.say(line)
     if any(line.coded_op for line in traffic(args)) and not args.round_robin:
         tables.say(
             "few ranks own a bucket that is smaller than the model: round_robin_gradients is faster, see --round-robin"
@@ -171,6 +183,9 @@ def main(args: argparse.Namespace) -> int:
         table = tables.Table(whole_step.COLUMNS)
         for row in more["steps"]:
             table.add(row)
+    more["answers"] = list(_answers(args, networks, found, rows))
+    for line in more["answers"]:
+        tables.say(line)
     if work is not None and args.plot:
         more["scaling"] = [
             row for gpus in whole_step.counts(args) for row in _steps_of(args, gpus, networks, found, work)
@@ -179,6 +194,20 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         tables.write_json(args.json, rows, args.command, codec=found._asdict(), **more)
     return 0
+
+
+def _answers(
+    args: argparse.Namespace, networks: Sequence[Network], found: Codec, rows: list[dict[str, Any]]
+) -> Iterator[str]:
+    """A sentence for every network: the seconds of the job by default, and with the keys that code it."""
+    ms = {(row["network"], row["variant"]): row["ms"] for row in rows if row["what"] == TOTAL}
+    for each in networks:
+        plain = ms[each.text, PLAIN]
+        others = [(args, ms[each.text, CODED])]
+        if based := host_base(args):
+            *_, total = step(based, each, found)
+            others.append((based, total["ms"]))
+        yield answer(each.text, plain, plain, others, nccl=True)
 
 
 def _steps_of(
@@ -215,21 +244,24 @@ class _Place:
 
     def _owned(self, nbytes: float) -> float:
         """The part of the ranks that own something of a bucket: all of them with round-robin, otherwise those whose parameters it has."""
-        return 1.0 if self.args.round_robin else min(1.0, nbytes / ITEMSIZE[self.args.dtype] / self.args.params)
+        return 1.0 if self.args.round_robin else min(1.0, nbytes / ITEMSIZE[self.args.dtype] / self._trained())
+
+    def _trained(self) -> float:
+        return float(self.args.params * trained(self.args))
 
     def _straight(self, nbytes: float) -> bool:
         """Whether sums of ours go to the owners of a bucket alone; otherwise few nodes own it, and it is all-reduced."""
         from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
 
         nodes, left = self.topology.nodes, nbytes / ITEMSIZE[self.args.dtype]
-        most = left / nodes if self.args.round_robin else self.args.params / nodes
+        most = left / nodes if self.args.round_robin else self._trained() / nodes
         owned = [int(min(most, max(0.0, left - node * most))) for node in range(nodes)]
         return wire.straight_to_owners(owned, sum(owned))
 
     def coded(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Seconds of one operation by our schedule. The gathers of ZeRO-3 need no verdict; a base is proven by its hash."""
-        if line.coding == UNCHANGED:  # nothing is sent: the words come from the base
-            return self.profile.launch + nbytes / (HOST_BUS if self.args.zero3_base == "host" else COPY)
+        if line.coding == COPIED:  # nothing is sent: the words come from the base
+            return self.profile.launch + nbytes / (COPY if self.args.zero3_base == "device" else HOST_BUS)
         ratio = self.ratio(kind, line.coding)
         waits = 0 if self.args.zero == 3 else 1
         profile, proof = self.profile, 0.0
@@ -264,8 +296,8 @@ class _Place:
 
     def _kernels(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Seconds of the codec's kernels in one coded operation. Unchanged parameters are copied from the base instead."""
-        if line.coding == UNCHANGED:
-            return nbytes / (HOST_BUS if self.args.zero3_base == "host" else COPY)
+        if line.coding == COPIED:
+            return nbytes / (COPY if self.args.zero3_base == "device" else HOST_BUS)
         both = sum(coding_seconds(kind, nbytes, self.topology, self.profile))
         return both if line.coding == EXPONENTS else both / BASE_SPEED + nbytes / HASH + self._copies(nbytes)
 
@@ -273,18 +305,20 @@ class _Place:
 def step(args: argparse.Namespace, each: Network, found: Codec) -> Iterator[dict[str, Any]]:
     """Rows of a step on one network, columns as in ``plan --help``, and their totals."""
     topology = Topology(args.gpus // args.gpus_per_node, args.gpus_per_node)
-    speed = behind(each.speed, 1e9 * args.path)
+    speed = behind(each.reach * each.of_node(args.gpus_per_node), 1e9 * args.path)
     hops = (topology.nodes - 1) * args.hop / 1e6
-    place = _Place(topology, DeviceProfile(speed, encode=found.encode, decode=found.decode), args)
+    profile = DeviceProfile(speed, encode=found.encode, decode=found.decode)
+    place = _Place(topology, profile, args)
     traffics = traffic(args)
+    if args.zero3_base == "auto" and not host_bases_gain(topology, profile):
+        traffics = [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in traffics]
     owners = any(line.coded_op for line in traffics)
-    variants = (PLAIN, *((OWNERS,) if owners else ()), CODED)
+    variants = (PLAIN, *((OWNERS,) if owners else ()), CODED)  # the last total is that of the job
     totals, kernels = dict.fromkeys(variants, 0.0), dict.fromkeys(variants, 0.0)
     calls = dict.fromkeys(variants, 0)
-    whole = args.params * ITEMSIZE[args.dtype]
     for line in traffics:
         bucket = line.bucket * ITEMSIZE[args.dtype] if args.bucket is None else args.bucket
-        operations = sizes(whole, bucket)
+        operations = sizes(round(line.part * args.params) * ITEMSIZE[args.dtype], bucket)
         plain = line.times * sum(count * (hops + place.plain(line.op, nbytes)) for nbytes, count in operations)
         for variant in variants:
             op = line.op if variant == PLAIN else line.coded_op or line.op
@@ -299,7 +333,7 @@ def step(args: argparse.Namespace, each: Network, found: Codec) -> Iterator[dict
                     one = place.plain(op, nbytes)
                 seconds += line.times * count * (hops + one)
                 coding += line.times * count * busy
-            how = PLAIN if not coding else CODED if line.coding == EXPONENTS else "differences"
+            how = HOW[line.coding] if coding else PLAIN
             number = line.times * sum(count for _, count in operations)
             totals[variant] += seconds
             kernels[variant] += coding
@@ -313,16 +347,3 @@ def step(args: argparse.Namespace, each: Network, found: Codec) -> Iterator[dict
 
 def _times(seconds: float, coding: float, plain: float) -> dict[str, float]:
     return {"ms": 1e3 * seconds, "codec_ms": 1e3 * coding, "speedup": plain / seconds}
-
-
-def remarks(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """A sentence for every network on which coding gains nothing."""
-    totals = {(row["network"], row["variant"]): row["ms"] for row in rows if row["what"] == TOTAL}
-    for name in dict.fromkeys(row["network"] for row in rows):
-        best = totals.get((name, OWNERS), totals[name, PLAIN])
-        if best < _GAIN * totals[name, CODED]:
-            alone = totals[name, PLAIN] / best
-            owners = (
-                f"; gradients to their owners only, uncoded, are {alone:.2f} times faster" if alone >= _GAIN else ""
-            )
-            yield f"{name}: coding gains nothing on this network, and the job passes everything through uncoded{owners}"

@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _profile(network: Network | None) -> LinkProfile:
     cases: list[Case | Calibration] = [Calibration(60)] * doctor_ranks.CALIBRATIONS
-    return doctor_ranks.quietest([LinkProfile.from_json(one) for one in comm_launch.launch(RANKS, cases, network)])
+    return doctor_ranks.median([LinkProfile.from_json(one) for one in comm_launch.launch(RANKS, cases, network)])
 
 
 def _compared(

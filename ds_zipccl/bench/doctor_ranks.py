@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 #: Variables by which a launcher tells a process its place.
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Measurements of a link, of which the quietest counts (seed: two fit well into the time of the doctor).
-CALIBRATIONS = 2
+#: Measurements of a link, of which the median counts (seed: three fit into the time of the doctor).
+CALIBRATIONS = 3
 _LARGE_BYTES = 8 << 20  # of the message by which measurements are compared
 #: Variables whose 0 keeps the package from DeepSpeed.
 SWITCHES = ("DS_ZIPCCL", "TORCH_DEVICE_BACKEND_AUTOLOAD")
@@ -229,14 +229,14 @@ def measure() -> LinkProfile:
     from ds_zipccl.comm import calibration
 
     try:
-        return quietest([calibration.measure() for _ in range(CALIBRATIONS)])
+        return median([calibration.measure() for _ in range(CALIBRATIONS)])
     except (RuntimeError, ValueError) as error:
         raise ToolError(f"rank {dist.get_rank()}: measuring the link failed: {error}") from error
 
 
-def quietest(profiles: Sequence[LinkProfile]) -> LinkProfile:
-    """Return the profile whose link was disturbed least: other programs only slow a link down. Equal on ranks with equal profiles."""
-    return min(profiles, key=lambda profile: profile.seconds(_LARGE_BYTES))
+def median(profiles: Sequence[LinkProfile]) -> LinkProfile:
+    """Return the profile of the median link. Equal on ranks with equal profiles."""
+    return sorted(profiles, key=lambda profile: profile.seconds(_LARGE_BYTES))[len(profiles) // 2]
 
 
 def leave() -> None:

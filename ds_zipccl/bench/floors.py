@@ -1,6 +1,9 @@
-"""Floors of ``bench codec --device cuda --floors``: figures that a GPU must reach. A missed floor fails the benchmark.
+"""Floors of ``bench codec --device cuda --floors``: figures that a GPU must reach. A missed floor is slow, and no wrong bit: status 3.
 
-Rates in bytes a second are for an H200. Ratios to a figure of the same run are for every GPU.
+Rates in bytes a second are for an H100 and an H200 as modules (SXM), whose multiprocessors are the same. They come from the instructions of
+an element: 25 (cascade, encode) of which three quarters go to the integer pipe, half as wide as the issue rate, give 1,450 to 1,660 GB/s;
+barriers, look-back and half an occupancy leave two thirds. Ratios to a figure of the same run are for every GPU: a sum of eight frames has
+117 instructions for 13 bytes, hence 0.4 to 0.55 of a copy. No GPU has been measured: raise the floors after the first run.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+#: Exit status of a benchmark whose bits are right, and which missed a floor.
+SLOW = 3
 Rows = Sequence[Mapping[str, Any]]
-#: Part of the device's name for which the rates are.
-DEVICE = "H200"
+#: Parts of the names of the devices for which the rates are.
+DEVICES = ("H100 80GB HBM3", "H200")
 #: Size and elements of a block of the rows that the floors look at.
 BIG, MIDDLE, SMALL, BLOCK = 256, 16, 1, 1024
 #: Words that begin this many bytes after a multiple of 16.
@@ -29,6 +34,7 @@ class Floor:
         above: the bound is the least value, or the most.
         anywhere: for every GPU.
         optional: the figure compares with a peer, which need not be installed.
+        mib: the size that it looks at; where no row has it, the floor is left out.
     """
 
     name: str
@@ -38,6 +44,7 @@ class Floor:
     above: bool = True
     anywhere: bool = False
     optional: bool = False
+    mib: int = BIG
 
     def compare(self, rows: Rows, device: str) -> dict[str, Any]:
         """The floor, the figure, and whether it is met; None if nothing could be compared."""
@@ -46,8 +53,8 @@ class Floor:
         note = ""
         if got is None:
             met, note = (None if self.optional else False), "not measured"
-        elif not self.anywhere and DEVICE not in device:
-            met, note = None, f"the bound is for an {DEVICE}"
+        elif not self.anywhere and not any(name in device for name in DEVICES):
+            met, note = None, f"the bound is for {' and '.join(DEVICES)}"
         wanted = f"{'at least' if self.above else 'at most'} {self.bound:g} {self.unit}".rstrip()
         return {"floor": self.name, "wanted": wanted, "got": got, "met": met} | ({"note": note} if note else {})
 
@@ -78,9 +85,9 @@ def _quotient(
 def _floors() -> list[Floor]:
     found = []
     for key, way in (("encode_gbps", "encode"), ("decode_gbps", "decode")):
-        for codec, rate in (("wide", 1900), ("cascade", 1600)):
+        for codec, rate in (("wide", 1100), ("cascade", 1000)):
             found.append(Floor(f"{codec} {way}, {BIG} MiB", rate, "GB/s", _figure(codec, BIG, key)))
-            found.append(Floor(f"{codec} {way}, {MIDDLE} MiB", 400, "GB/s", _figure(codec, MIDDLE, key)))
+            found.append(Floor(f"{codec} {way}, {MIDDLE} MiB", 400, "GB/s", _figure(codec, MIDDLE, key), mib=MIDDLE))
 
             def crooked(rows: Rows, codec: str = codec, key: str = key) -> float | None:
                 return _value(rows, codec, BIG, key, offset=MISALIGNED)
@@ -94,9 +101,9 @@ def _floors() -> list[Floor]:
             )
         )
     sums = _figure("cascade", BIG, "sum_moved")
-    found.append(Floor("sum of eight frames / the bytes that it must move", 0.7, "", sums, anywhere=True))
+    found.append(Floor("sum of eight frames / the bytes that it must move", 0.4, "", sums, anywhere=True))
     pair = _figure("cascade", SMALL, "pair_us")
-    found.append(Floor(f"encode and decode of {SMALL} MiB", 25, "us", pair, above=False))
+    found.append(Floor(f"encode and decode of {SMALL} MiB", 25, "us", pair, above=False, mib=SMALL))
     return found
 
 
@@ -104,9 +111,10 @@ FLOORS = _floors()
 
 
 def compare(rows: Rows, device: str, python_us: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Every floor with its figure."""
+    """Every floor of a size that has a row, with its figure."""
     gather = Floor(f"Python, {GATHER}", GATHER_US, "us", lambda rows: python_us.get(GATHER), above=False)
-    return [floor.compare(rows, device) for floor in (*FLOORS, gather)]
+    sizes = {row["mib"] for row in rows}
+    return [floor.compare(rows, device) for floor in FLOORS if floor.mib in sizes] + [gather.compare(rows, device)]
 
 
 def missed(compared: Sequence[Mapping[str, Any]]) -> list[str]:

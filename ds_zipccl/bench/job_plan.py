@@ -12,12 +12,16 @@ import torch
 
 from ds_zipccl.bench import ToolError, files, speeds
 from ds_zipccl.bench.step_plan import (
+    CHANGED,
+    COPIED,
     EXPONENTS,
     GRADIENTS,
+    HOW,
     LOSSY,
     TOTAL,
     Coding,
     StepTraffic,
+    copies,
     differences,
     lossy,
     step,
@@ -25,6 +29,7 @@ from ds_zipccl.bench.step_plan import (
 )
 from ds_zipccl.bench.user_job import UserJob
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import bypassed
 from ds_zipccl.policy import admission, lossy_sizes
 from ds_zipccl.policy.admission import Message, PassReason
 from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
@@ -77,6 +82,7 @@ def ratios(dtype: str, sample: str | None, delta_ratio: float | None) -> Ratios:
 def unpredicted(job: UserJob, device: str, backend: str) -> str:
     """Return the reason why no step is predicted; "" where one is."""
     codec = job.config.lossy_of("zero_grad")
+    other = [one.name for one in bypassed.found(bypassed.Facts(job.content)) if one.of_zero]
     reasons: tuple[tuple[bool, str], ...] = (
         (
             codec is not None and not lossy_sizes.known(codec),
@@ -91,18 +97,26 @@ def unpredicted(job: UserJob, device: str, backend: str) -> str:
             backend not in admission.CODED_BACKENDS.get(device, ()),
             PassReason.BACKEND.of(backend) + f" ({device} tensors): nothing will be coded",
         ),
+        (bool(other), f"no model predicts the traffic of {', '.join(other)}"),
         (job.config.codec == "raw", 'the codec is "raw": nothing is compressed'),
     )
     return next((reason for holds, reason in reasons if holds), "")
 
 
 def predict(
-    job: UserJob, params: int, ranks: int, profile: LinkProfile, found: Ratios, device: str = "cpu"
+    job: UserJob,
+    params: int,
+    ranks: int,
+    profile: LinkProfile,
+    found: Ratios,
+    device: str = "cpu",
+    trainable: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each line of a step, and a total; gloo groups of all ranks.
+    """Return a row for each line of a step, and a total; gloo groups of all ranks. ``trainable``: of ``params``, those that are trained;
+    None: all.
 
     Keys: ``what``, ``op``, ``role``; ``plain_ms``, ``coded_ms``; ``ms``, the expected time; ``choice``, "coded", "exponents" (no
-    differences) or "plain", and ``reason`` for plain lines; ``speedup``.
+    differences), "copies" (of a base) or "plain", and ``reason`` for plain lines; ``speedup``.
 
     Raises:
         ToolError: the lossy codec of gradients sends more than no codec.
@@ -110,6 +124,7 @@ def predict(
     config = job.config
     args = argparse.Namespace(
         params=params,
+        trainable=trainable,
         zero=job.stage,
         gpus=ranks,
         gpus_per_node=1,
@@ -126,11 +141,13 @@ def predict(
     )
     lines = [_admitted(line, args, job, device) for line in traffic(args, job.buckets)]
     codings = {EXPONENTS: Coding(profile, found.values)}
-    if any(line.coding not in (EXPONENTS, LOSSY) for line, _, _ in lines):
-        codings |= differences(args, profile)
+    if any(line.coding == CHANGED for line, _, _ in lines):
+        codings[CHANGED] = differences(args, profile)
+    if any(line.coding == COPIED for line, _, _ in lines):
+        codings[COPIED] = copies(args, profile)
     if any(line.coding == LOSSY for line, _, _ in lines):
         codings[LOSSY], _ = lossy(args, codings[EXPONENTS])
-    rows = [row for row in step(args, [line for line, _, _ in lines], codings, "gloo") if row["what"] != TOTAL]
+    rows = step(args, [line for line, _, _ in lines], codings, "gloo")
     pairs = zip(lines, (list(both) for _, both in groupby(rows, key=lambda row: row["what"])), strict=True)
     planned = [_chosen(config, role, reason, *both) for (_, role, reason), both in pairs]
     total = {key: sum(row[key] for row in planned) for key in ("plain_ms", "coded_ms", "ms")}
@@ -150,7 +167,7 @@ def _admitted(line: StepTraffic, args: argparse.Namespace, job: UserJob, device:
     message = Message(
         op=_OPS[line.coded_op or line.op],
         dtype=getattr(torch, job.dtype),
-        numel=min(args.params, line.bucket),
+        numel=min(round(line.part * args.params), line.bucket),
         ranks=args.gpus,
         device=device,
         backend="gloo",
@@ -165,15 +182,16 @@ def _chosen(
     config: ZipcclConfig, role: str, reason: str, plain: dict[str, Any], coded: dict[str, Any]
 ) -> dict[str, Any]:
     """The row of a line, from its plain and its coded row of ``plan``."""
-    lossy_role = (
-        role in config.lossy_roles
-    )  # which mode "auto" passes on to no other schedule: results must not depend on timings
-    times = {"coded": coded["ms"]} if lossy_role else {"plain": plain["ms"], "coded": coded["ms"]}
-    if not lossy_role and coded["exponents_ms"] < coded["ms"]:
-        times["exponents"] = coded["exponents_ms"]
+    # Mode "auto" passes lossy roles on to no other schedule, because results must not depend on timings; copies have none beside them.
+    how = "copies" if coded["how"] == HOW[COPIED] else "coded"
+    times = {how: coded["ms"]}
+    if role not in config.lossy_roles and how == "coded":
+        times["plain"] = plain["ms"]
+        if coded["exponents_ms"] < coded["ms"]:
+            times["exponents"] = coded["exponents_ms"]
     choose: dict[str, Callable[[], str]] = {
         "auto": lambda: min(times, key=times.__getitem__),
-        "always": lambda: "coded",
+        "always": lambda: how,
         "never": lambda: "plain",
     }
     choice = "plain" if reason else choose[config.mode_of(role)]()

@@ -93,20 +93,23 @@ def measured(dtype: str) -> Speeds:
     return Speeds(profile, normal_ratio(dtype), about, link=False)
 
 
-def measured_differences() -> tuple[tuple[float, float], tuple[float, float]]:
-    """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included.
-
-    Takes about 0.1 s. The first pair is for parameters after a step, the second for parameters that have not changed.
-    """
+def measured_differences() -> tuple[float, float]:
+    """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included; takes about 0.1 s."""
     from ds_zipccl.comm import calibration
 
     before, after = _step(_NUMEL // 2, "bfloat16")
+    encode, decode = calibration.difference_seconds(before, after)
+    return after.nbytes / encode, after.nbytes / decode
 
-    def speeds(now: torch.Tensor) -> tuple[float, float]:
-        encode, decode = calibration.difference_seconds(before, now)
-        return now.nbytes / encode, now.nbytes / decode
 
-    return speeds(after), speeds(before)
+def measured_copies() -> tuple[float, float]:
+    """Bytes a second that one thread of this machine copies out of a base into new memory, and compares with it; takes about 0.1 s."""
+    from ds_zipccl.comm import calibration
+    from ds_zipccl.comm.delta.epochs import same_words
+
+    base, _ = _step(2 * _NUMEL, "bfloat16")
+    copy, compare = calibration.copy_seconds(base, same_words)
+    return base.nbytes / copy, base.nbytes / compare
 
 
 def delta_ratio(dtype: str) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -117,6 +119,44 @@ def _processor() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def count(most: float) -> Callable[[str], int]:
+    """The argparse type of a number from 1 to ``most``, such as 70e9."""
+
+    def parsed(text: str) -> int:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 1 <= value <= most or value != int(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:g}; write 1024 or 70e9")
+        return int(value)
+
+    return parsed
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Check the files that a command is to write, ``--json`` and ``--plot``, before it measures. Existing files stay as they are.
+
+    Raises:
+        ToolError: one cannot be written, or both are one file.
+    """
+    paths = [path for path in (getattr(args, "json", None), getattr(args, "plot", None)) if path is not None]
+    if len(set(map(os.path.realpath, paths))) < len(paths):
+        raise ToolError(f"--json and --plot are one file, {paths[0]}; name two")
+    if os.environ.get("RANK", "0") != "0":
+        return  # rank 0 of a launcher writes, maybe on another machine
+    for path in map(os.path.realpath, paths):  # of a link the file that it is to be
+        there = os.path.exists(path)
+        if there and not os.path.isfile(path) and not os.path.isdir(path):
+            continue  # a pipe or a terminal: to open it may wait
+        try:
+            open(path, "ab").close()
+        except OSError as error:
+            raise ToolError(f"cannot write {path}: {error.strerror}") from error
+        if not there:
+            os.unlink(path)
 
 
 def write_json(path: str, rows: Sequence[Mapping[str, Any]], command: str, **more: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ _LAYERED = {
 class UserJob:
     """The parts of a DeepSpeed config that decide on the traffic of a step.
 
-    ``notes``: values that the config leaves open, and the values taken in their place; traffic that no model predicts.
+    ``notes``: values that the config leaves open, and the values taken in their place; traffic that no model predicts. ``content``: the
+    whole config.
     """
 
     config: ZipcclConfig
@@ -40,6 +41,7 @@ class UserJob:
     buckets: Buckets
     round_robin: bool
     notes: tuple[str, ...]
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 def read(path: str) -> UserJob:
@@ -85,6 +87,7 @@ def read(path: str) -> UserJob:
         ),
         zero.get("round_robin_gradients") is True,
         tuple(reader.notes),
+        content,
     )
 
 

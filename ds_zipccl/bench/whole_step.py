@@ -1,4 +1,4 @@
-"""The whole step of ``plan --network``: its options, its rows, and the numbers of GPUs of its picture."""
+"""The whole step of ``plan`` on NCCL groups: its options, its rows, and the numbers of GPUs of its picture."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ds_zipccl.bench import ToolError
+from ds_zipccl.bench import ToolError, tables
 from ds_zipccl.bench.step_plan import TOTAL
 from ds_zipccl.bench.step_time import FLOPS, Computing, step_time
 from ds_zipccl.bench.tables import Column
 
 COLUMNS = (
-    Column("network", width=12),
+    Column("network", width=17),
     Column("variant", width=7),
     Column("ms", ".1f", 10),
     Column("codec_ms", ".1f", 10),
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 class Option(NamedTuple):
-    """An option of ``plan --network``: its type, its default, its placeholder and its meaning."""
+    """An option of ``plan`` on NCCL groups: its type, its default, its placeholder and its meaning."""
 
     type: Any
     default: Any
@@ -41,7 +41,7 @@ OPTIONS = {
     ),
     "hop": Option(float, 0.0, "US", "microseconds that an operation takes more for every further node (0)"),
     "tflops": Option(float, None, "T", "1e12 operations a second of a GPU that computes: adds the time of the whole step"),
-    "tokens": Option(float, None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
+    "tokens": Option(tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
     "flops": Option(float, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where no activations are computed again)"),
     "overlap": Option(float, 0.0, "S", "share of the computing that hides communication (0)"),
     "plot": Option(str, None, "PNG", "draw the time of a step for up to --gpus GPUs (needs matplotlib)"),
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             type=option.type,
             default=option.default,
             metavar=option.metavar,
-            help=f"with --network: {option.about}",
+            help=f"with --backend nccl: {option.about}",
         )
 
 
@@ -68,7 +68,7 @@ def refuse(args: argparse.Namespace) -> None:
     """
     given = [f"--{name}" for name, option in OPTIONS.items() if getattr(args, name) != option.default]
     if given:
-        raise ToolError(f"{', '.join(given)}: the time of a whole step is planned for NCCL groups, with --network")
+        raise ToolError(f"{', '.join(given)}: the time of a whole step is planned for NCCL groups alone")
 
 
 def computing(args: argparse.Namespace) -> Computing | None:

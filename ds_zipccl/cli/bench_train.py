@@ -189,7 +189,7 @@ def _measure(training: Training, args: argparse.Namespace, lossy: bool) -> tuple
     """Rows and verdict of one configuration; a failed run is a problem in the verdict and gives no rows."""
     runs: dict[str, list[Results]] = {
         variant: []
-        for variant in dict.fromkeys((*VARIANTS, ZEROPP, *args.variants))
+        for variant in dict.fromkeys(("plain", ZEROPP, *VARIANTS, *args.variants))  # what others do comes first
         if variant in ("plain", *args.variants)
     }
     turns = list(runs) * args.repeat

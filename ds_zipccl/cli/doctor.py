@@ -12,7 +12,7 @@ Lines:
 * link: measured between the real ranks over gloo: each rank sends to the next and receives from the previous one at the same time; the
   slowest rank counts. Groups of other backends are not measured. codec: speeds of one thread of the slowest rank.
 * hooks: the modules of DeepSpeed that the package has adjusted in these processes. A missing hook has its reason.
-* job: the traffic that will be coded here, and values that the config leaves open.
+* job: the traffic that will be coded here, values that the config leaves open, and features whose traffic bypasses the package.
 * expected: a table with a line for each kind of traffic of a step, by the model of ``plan`` with this config, this link and ``--params``.
   plain_ms: gloo's own schedules. coded_ms: ours, compressed. choice: the schedule of the mode of the role, by which ms follows; reason:
   why a line passes. Mode auto also has uncoded frames, which are not predicted.
@@ -21,7 +21,10 @@ Roles other than zero_param and zero_grad depend on the layers of the model and 
 tensors as the job sends them, else of normal values; the ratio of differences is 4 unless ``--delta-ratio`` says otherwise. The step is
 predicted from ``--step-ms`` alone: the time of a step without communication, as measured by the user. Communication that overlaps with
 computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not. Several ranks of a node share a link: predictions are of
-one rank a node.
+one rank a node. Ranks of one machine share its cores and its loopback too, and a line says that the expectation does not hold there.
+
+``--trainable`` is for LoRA and partial fine-tuning, as in ``plan``: only these parameters have gradients, and gathers of the frozen rest
+are copies (choice "copies") from the second step on.
 
 ``--check`` compares predictions with the trainings of ``bench train`` on shaped links, as root: for each ``--link`` and workload the
 measured and the predicted factor, of communication (``exchange_ms``) and of steps, whose computing time is that of the plain run.
@@ -58,7 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
     option = parser.add_argument
     option("--ds-config", metavar="FILE", help="the DeepSpeed config of the job (none: link, codec and hooks alone)")
-    option("--params", type=_positive, metavar="P", help="parameters of the model, such as 7e9")
+    option("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 7e9")
+    option(
+        "--trainable",
+        type=tables.count(1e15),
+        metavar="P",
+        help="parameters that are trained, such as 20e6 with LoRA (all)",
+    )
     option("--step-ms", type=_positive, metavar="MS", help="milliseconds of a step without communication, measured")
     option("--sample", metavar="FILE", help="safetensors or torch file of tensors like the job's (normal values)")
     option("--delta-ratio", type=_positive, metavar="R", help="ratio of differences of parameters (4)")
@@ -88,6 +97,10 @@ def main(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.step_ms is not None and args.params is None:
         raise ToolError("--step-ms is for predictions: name --params too, the number of parameters of the model")
+    if args.trainable is not None and not args.trainable <= (args.params or 0):
+        raise ToolError(
+            f"--trainable is a part of --params: wanted is at most that, got {args.trainable:g} of {args.params}"
+        )
     if args.params is not None and args.ds_config is None:
         raise ToolError("--params is for predictions: name --ds-config too, the DeepSpeed config of the job")
     if args.ranks < 2:
@@ -173,13 +186,15 @@ def _remedy(found: Ranks) -> str:
 def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, Any]:
     """Print the job and the prediction; return both for the file."""
     from ds_zipccl.bench import job_plan
+    from ds_zipccl.integration import bypassed
     from ds_zipccl.integration.start_line import coverage_here, device_here
 
     job = user_job.read(args.ds_config)
     ranks = len(found.reports)
     device, backend = device_here()
     tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {coverage_here(job.config)}")
-    notes = [*job.notes]
+    pipelined = bool(job.content.get("pipeline"))
+    notes = [*job.notes, *bypassed.lines(bypassed.Facts(job.content, device, backend, pipelined))]
     if 1 < found.nodes < ranks:
         notes.append(f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is that of one rank a node")
     for note in notes:
@@ -190,7 +205,7 @@ def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, 
         return {"rows": [], "notes": notes, "unpredicted": reason}
     ratios = job_plan.ratios(job.dtype, args.sample, args.delta_ratio)
     tables.say(f"ratio: {ratios.values:.3f}, {ratios.about}")
-    rows = job_plan.predict(job, int(args.params), ranks, profile, ratios, device)
+    rows = job_plan.predict(job, args.params, ranks, profile, ratios, device, args.trainable)
     table = tables.Table(COLUMNS)
     for row in rows:
         table.add(row)
@@ -198,6 +213,12 @@ def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, 
     speedup = None if args.step_ms is None else job_plan.step_speedup(total, args.step_ms)
     step = "step not predicted without --step-ms" if speedup is None else f"step {speedup:.2f}x"
     tables.say(f"expected: communication {total['speedup']:.2f}x of gloo's own schedules, {step}")
+    if found.nodes == 1:
+        shared = f"{ranks} ranks share the cores of one machine{'' if args.link[0] else ' and its loopback'}"
+        notes.append(
+            f"this does not hold here: {shared}, where coding takes time from computing; it is for one rank a node"
+        )
+        tables.say(f"       {notes[-1]}")
     return {
         "rows": rows,
         "notes": notes,

@@ -1,6 +1,15 @@
 """``plan``: predicted time of the communication of a training step, plain and compressed, before any machine is rented.
 
-    plan --params 70e9 --zero 3 --gpus 1024 --gpus-per-node 8 --link 400gbit
+    plan --params 7e9 --trainable 20e6 --gpus 16 --gpus-per-node 8 --network 10gbit-tcp/node
+
+The answer is the last line: seconds of communication of a step uncoded, with the default config, and with the keys that gain more.
+
+--network is the speed of the network between nodes, each way: 8x100gbit/node has all network cards of a node together, 100gbit/gpu the part
+of one GPU. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%. Groups are NCCL's unless --backend is
+gloo.
+
+--trainable is for LoRA and partial fine-tuning: only these parameters have gradients, and ZeRO-3 gathers the frozen rest out of copies, by
+--zero3-base auto, from the second step on. A line has the memory that they take. Without it all parameters are trained.
 
 The model (formulas: ds_zipccl/policy/cost_model.py): in every micro-batch ZeRO-3 gathers the parameters forward and backward and
 scatters the gradients. ZeRO-2 all-reduces the gradients in every micro-batch, ZeRO-1 once a step, and both gather the parameters once a
@@ -13,36 +22,36 @@ The coded variants do more than exponent coding, by keys of the section in ds_co
   With --round-robin (round_robin_gradients of DeepSpeed) all ranks own equal parts.
 * --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the parameters of the last step. The ratio (4 for bf16) is
   that of the peak learning rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
-* --zero3-base auto: ZeRO-3 keeps frozen parameters, and this plan has none; it prints the memory that they would take.
+* --zero3-base auto: ZeRO-3 copies frozen parameters out of a base, which sends nothing. Each rank compares its shard at every copy, and
+  twice a step all agree.
 * --gradients CODEC: gradients by a lossy codec ("lossy" in ds_config.json). Bits and errors are expectations for dense gradients, which
   analyze --lossy measures on real ones. The speed is taken to be that of exponents. Sums by our schedules round once, all-reduces twice.
-* --zero3-base host or device: ZeRO-3 gathers differences too. Only the first gather of a step finds changes ("parameters, first"). The
-  gathers of the backward pass and of further micro-batches ("parameters, again") cost a few bits per block.
+* --zero3-base host or device: ZeRO-3 gathers trained parameters as differences. Only the first gather of a step finds changes
+  ("parameters, first"). Those of the backward pass and of further micro-batches ("parameters, again") are copies.
 
---link is the rate at which one GPU can send and receive between nodes at the same time: its share of the node's network cards.
+ZeRO-3 keeps --live parameters from the forward pass for the backward pass, and does not gather them again.
 
 Columns (also the keys of the rows in --json):
 
 * variant: plain: uncompressed, by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This
-  estimate of NCCL's rings is optimistic. "coded, flat": every GPU sends to every other GPU; the part (gpus - gpus_per_node) /
-  (gpus - 1) of its bytes leaves the node. "coded, by nodes": the schedule of plain, compressed between nodes; this release has it for
-  gathers, and for sums with "reduction": "fp32". With one GPU per node both are the same: coded.
+  estimate of the rings is optimistic. coded: as a job in mode auto chooses: gathers by nodes, sums from every GPU to every other one, or
+  uncoded where that is faster.
+* how: plain, coded, differences, copies (of a base) or lossy.
 * calls: operations per step. wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
-* only in --json: ratio: of the coding. exponents_ms: the time without differences.
+* only in --json: ratio: of the coding. exponents_ms: the time without differences. answers: the last line.
 
-Speeds come from this machine's CPU, or from --profile FILE. A profile has no speeds of differences: they are then planned as fast as
-exponents and without hashes, which flatters them (on CPUs they take several times as long). Without --profile they are measured, with
-the hashes that prove equal bases on all ranks. The copies of --zero3-base, out of the base and back, are included.
+Speeds with --backend gloo come from this machine's CPU, or from --profile FILE. A profile has no speeds of differences and copies: they are
+then planned as fast as exponents and without hashes, which flatters them (on CPUs they take several times as long). Without --profile they
+are measured, with the hashes that prove equal bases on all ranks. The copies of --zero3-base, out of the base and back, are included.
 
 Left out: overlap with computing and between operations, congestion, the memory and time that coding takes from computing, other
 traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows with the number of ranks.
 
-All of this is for gloo groups. plan --network predicts NCCL groups on GPUs, which are coded with "nccl": "on" (formulas:
-ds_zipccl/policy/device_rules.py). It is a model: no GPU has run these schedules yet. --network names all network cards of a node, of which
-collectives reach 95% by RDMA and 85% by TCP. Variants: plain: NCCL's rings. owners: ZeRO-1 and ZeRO-2 with gradients to their owners only,
-uncoded. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers coded where that is faster, how says which
-lines are. The speed of the codec is assumed until docs/results/cuda.json has a measured one. With several networks only totals are shown;
---json has all rows. speedup is that of the communication alone.
+NCCL groups on GPUs are coded with "nccl": "on" (formulas: ds_zipccl/policy/device_rules.py). Their plan is a model: no GPU has run these
+schedules yet. plain: NCCL's rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers coded where
+that is faster. The speed of the codec is assumed until docs/results/cuda.json has a measured one. With several networks only totals are
+shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, uncoded. speedup is that of the
+communication alone.
 
 A step is sped up less than its communication. --tflops and --tokens add the computing of a GPU, and a table of whole steps. --overlap is
 the share of the computing during which communication goes on. Coding during hidden communication delays computing by as long as its
@@ -66,7 +75,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,13 +92,23 @@ from ds_zipccl.bench import (
     whole_step,
 )
 from ds_zipccl.bench.step_plan import (
+    CHANGED,
+    COPIED,
     EXPONENTS,
     GRADIENTS,
     ITEMSIZE,
+    LIVE,
     LOSSY,
+    SWITCHES,
+    TOTAL,
     Coding,
+    answer,
     base_memory,
+    chosen,
+    copies,
+    default_config,
     differences,
+    host_base,
     lossy,
     points,
     step,
@@ -103,37 +121,43 @@ COLUMNS = (
     Column("what", width=20),
     Column("op", width=14),
     Column("calls", ",d", 7),
-    Column("variant", width=15),
+    Column("variant", width=7),
+    Column("how", width=11),
     Column("wire_gb", ".2f", 9),
     Column("ms", ".1f", 10),
     Column("speedup", ".2f"),
 )
 
-#: Remark on lines for which another way is faster than the one that they show.
-INSTEAD = {
-    "plain": 'coding does not pay for {}: "auto" would pass',
-    "exponents": 'differences take longer than exponents for {}: "auto" would take these',
+#: Keys of the section that are options, and their meaning.
+_ABOUT = {
+    "owner_only": "ZeRO-1/2: gradients to their owners only",
+    "delta": "parameters as differences",
+    "zero3_base": "place of the base for differences of ZeRO-3",
 }
-#: Options named like keys of the config: name, values with the default first, meaning.
-SWITCHES = (
-    ("owner-only", ("auto", "off"), "ZeRO-1/2: gradients to their owners only"),
-    ("delta", ("auto", "off"), "parameters as differences"),
-    ("zero3-base", ("auto", "off", "host", "device"), "place of the base for differences of ZeRO-3"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan``."""
-    parser.add_argument("--params", type=_count, metavar="P", help="parameters of the model, such as 70e9")
+    parser.add_argument("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 70e9")
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs per node (8)")
+    parser.add_argument("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
+    parser.add_argument("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
     parser.add_argument(
-        "--link",
-        nargs="+",
-        type=link.parse,
-        metavar="LINK",
-        help="rate of one GPU, such as 400gbit; with --validate: network between the ranks",
+        "--trainable",
+        type=tables.count(1e15),
+        metavar="P",
+        help="parameters that are trained, such as 20e6 with LoRA (all)",
+    )
+    parser.add_argument(
+        "--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)"
+    )
+    parser.add_argument(
+        "--network", nargs="*", type=device_plan.network, metavar="NET",
+        help="speed of the network: [CARDSx]RATE[-tcp]/node, all network cards of a node together, or RATE[-tcp]/gpu, the part of one GPU; "
+        "on NCCL several, and no value: " + " ".join(device_plan.NETWORKS),
+    )  # fmt: skip
+    parser.add_argument(
+        "--link", nargs="+", type=link.parse, metavar="LINK", help="with --validate: network between the ranks"
     )
     parser.add_argument("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
     parser.add_argument(
@@ -142,8 +166,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file of plan --validate --json or bench codec --json with the speeds (this CPU)",
     )
     parser.add_argument("--ratio", type=float, metavar="R", help="ratio of the coding (measured on normal values)")
-    for key, choices, about in SWITCHES:
-        parser.add_argument(f"--{key}", choices=choices, default=choices[0], help=f"{about} ({choices[0]})")
+    for key, choices in SWITCHES.items():
+        option = f"--{key.replace('_', '-')}"
+        parser.add_argument(option, choices=choices, default=choices[0], help=f"{_ABOUT[key]} ({choices[0]})")
+    parser.add_argument(
+        "--live",
+        type=_live,
+        default=LIVE,
+        metavar="P",
+        help="ZeRO-3: parameters kept from the forward pass for the backward pass, stage3_max_live_parameters (1e9)",
+    )
     spread = "ZeRO-1/2: round_robin_gradients is true, so that all ranks own equal parts of every bucket"
     parser.add_argument("--round-robin", action="store_true", help=spread)
     parser.add_argument("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
@@ -153,10 +185,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODEC",
         help="gradients by a lossy codec, such as round:3 (names and settings as in bench codec) (lossless)",
     )
-    parser.add_argument("--accumulation", type=int, default=1, metavar="K", help="micro-batches per step (1)")
+    parser.add_argument(
+        "--accumulation", type=tables.count(1e6), default=1, metavar="K", help="micro-batches per step (1)"
+    )
     parser.add_argument("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
     parser.add_argument(
-        "--bucket", type=_count, metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)"
+        "--bucket", type=tables.count(1e15), metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
     device_plan.add_arguments(parser)
@@ -175,7 +209,7 @@ def main(args: argparse.Namespace) -> int:
     if args.clusters:
         return clusters.main(args)
     _check(args)
-    if args.network is not None:
+    if args.backend == "nccl":
         return device_plan.main(args)
     if not args.profile:
         tables.complain("# measuring this machine's CPU; the first time this builds kernels, which takes a while")
@@ -190,34 +224,48 @@ def main(args: argparse.Namespace) -> int:
     if args.gradients is not None:
         codings[LOSSY], about = lossy(args, codings[EXPONENTS])
         tables.say(f"        lossy gradients: {about}")
-    kinds = {line.coding for line in traffics} - {EXPONENTS, LOSSY}
-    if kinds:
-        codings |= differences(args, profile)
-        for kind in sorted(kinds):
-            tables.say(f"        {kind} parameters: {_about(codings[kind])}")
-        if args.profile:
-            tables.say(
-                f"        {args.profile} has no speeds of differences: planned as fast as exponents, which flatters them"
-            )
+    codings |= {CHANGED: differences(args, profile), COPIED: copies(args, profile)}
+    if any(line.coding == CHANGED for line in traffics):
+        tables.say(f"        changed parameters: {_about(codings[CHANGED])}")
+    if any(line.coding == COPIED for line in traffics):
+        tables.say(f"        copies of a base: {codings[COPIED].profile.copy / 1e9:.1f} GB/s")
+    if args.profile and any(line.coding in (CHANGED, COPIED) for line in traffics):
+        tables.say(
+            f"        {args.profile} has no speeds of differences and copies: planned as fast as exponents, which flatters them"
+        )
     for line in base_memory(args):
         tables.say(line)
-    whence = f"--link {args.link[0]}" if args.link else f"measured in {args.profile}"
-    tables.say(f"link:   {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU, {whence}\n")
-    rows = list(step(args, traffics, codings))
+    where = args.network[0].text if args.network else args.profile
+    tables.say(f"network: {where}, gloo: {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU\n")
+    rows = list(chosen(step(args, traffics, codings)))
     table = tables.Table(COLUMNS)
     for row in rows:
         table.add(row)
-    for line in _losses(rows, args.gradients is not None):
-        tables.say(line)
+    if args.gradients is not None and (remark := _lossy_loss(rows)):
+        tables.say(remark)
+    said = _answer(where, args, codings, rows)
+    tables.say(said)
     if args.json:
-        more = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about}
+        more = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about, "answers": [said]}
         if args.gradients is not None:
             more["gradients"] = str(args.gradients)
-        for kind in kinds:
-            coding = codings[kind]
-            more[kind] = {"encode": coding.profile.encode, "decode": coding.profile.decode, "ratio": coding.ratio}
+        changed = codings[CHANGED]
+        more[CHANGED] = {"encode": changed.profile.encode, "decode": changed.profile.decode, "ratio": changed.ratio}
         tables.write_json(args.json, rows, args.command, **more)
     return 0
+
+
+def _answer(where: str, args: argparse.Namespace, codings: dict[str, Coding], rows: list[dict[str, Any]]) -> str:
+    """The answer for a user; ``rows``: those of ``args``."""
+
+    def coded_ms(options: argparse.Namespace) -> float:
+        *_, total = chosen(step(options, traffic(options), codings))
+        return float(total["ms"])
+
+    plain, coded = (row["ms"] for row in rows if row["what"] == TOTAL)
+    based = host_base(args)
+    others = [(args, coded), *([(based, coded_ms(based))] if based else [])]
+    return answer(where, plain, coded_ms(default_config(args)), others)
 
 
 def _about(coding: Coding, *more: str) -> str:
@@ -225,34 +273,34 @@ def _about(coding: Coding, *more: str) -> str:
     return f"{named} GB/s; ratio {coding.ratio:.3f}"
 
 
-def _losses(rows: list[dict[str, Any]], lossy: bool) -> Iterator[str]:
-    """Remarks on lines for which compression or differences do not pay. ``lossy``: gradients have a lossy codec, and no way back."""
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        lines = [row for row in rows if row["variant"] == variant and row["op"]]
-        if lossy and any(row["what"] == GRADIENTS and _fastest(row) == "plain" for row in lines):
-            yield f'{variant}: lossy gradients take longer than plain ones, and "auto" does not pass them: take the codec out'
-        lines = [row for row in lines if not lossy or row["what"] != GRADIENTS]
-        for fastest, text in INSTEAD.items():
-            lost = ", ".join(f"{row['what']} ({row['op']})" for row in lines if _fastest(row) == fastest)
-            if lost:
-                yield f"{variant}: {text.format(lost)}"
-
-
-def _fastest(row: dict[str, Any]) -> str:
-    times = {"shown": row["ms"], "exponents": row["exponents_ms"], "plain": row["speedup"] * row["ms"]}
-    return min(times, key=times.__getitem__)
+def _lossy_loss(rows: list[dict[str, Any]]) -> str:
+    """A remark where lossy gradients, which no mode passes, take longer than plain ones; "" where they do not."""
+    loses = any(row["what"] == GRADIENTS and row["speedup"] < 1 for row in rows)
+    said = 'lossy gradients take longer than plain ones, and "auto" does not pass them: take the codec out'
+    return said if loses else ""
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.params is None or args.gpus is None:
         raise ToolError("wanted are --params and --gpus, or --validate, or --clusters")
-    if args.network is None:
-        whole_step.refuse(args)
-        _check_link(args)
-    elif args.gradients is not None:
+    if args.link:
+        rate = link.name(args.link[0]).partition(",")[0]
         raise ToolError(
-            "--gradients is for gloo groups: NCCL groups pass lossy roles exact, so that --network takes none"
+            f"--link is for --validate: write --backend gloo --network {rate}/gpu, or {rate}/node for all GPUs of a node together; "
+            "a delay goes into --latency US"
         )
+    if args.backend == "gloo":
+        whole_step.refuse(args)
+        _check_gloo(args)
+    elif args.network is None or args.profile:
+        raise ToolError(
+            "NCCL groups want --network, such as --network 8x100gbit/node, and --gpu-profile has the codec's speeds; --profile is for "
+            "--backend gloo"
+        )
+    elif args.gradients is not None:
+        raise ToolError("--gradients is for --backend gloo: NCCL groups pass lossy roles exact")
+    if args.trainable is not None and args.trainable > args.params:
+        raise ToolError(f"--trainable must be at most --params, got {args.trainable:,} of {args.params:,}")
     if args.gpus_per_node < 1 or args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
         got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
         raise ToolError(
@@ -268,27 +316,21 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.delta_ratio is not None and not 1 <= args.delta_ratio < math.inf:
         raise ToolError(f"--delta-ratio must be at least 1, got {args.delta_ratio}")
-    if not 0 < args.latency < math.inf or not (args.ratio is None or 0 < args.ratio < math.inf):
-        raise ToolError(f"--latency and --ratio must be above 0, got {args.latency} and {args.ratio}")
+    if not 0 < args.latency <= 1e9 or not (args.ratio is None or 0 < args.ratio < math.inf):
+        raise ToolError(
+            f"--latency and --ratio must be above 0, and --latency at most 1e9, got {args.latency} and {args.ratio}"
+        )
 
 
-def _check_link(args: argparse.Namespace) -> None:
+def _check_gloo(args: argparse.Namespace) -> None:
     if args.gpu_profile:
-        raise ToolError(f"--gpu-profile {args.gpu_profile} is for GPUs on NCCL groups: it wants --network")
-    if not (args.link or args.profile) or len(args.link or [0]) != 1 or args.link == [None]:
-        raise ToolError("wanted is one --link RATE between nodes such as 400gbit, or a --profile with the rate of one")
-    if args.link and not args.link[0].rate_only:
-        raise ToolError(f"plan reckons with a rate alone, got --link {args.link[0]}: put its delay into --latency US")
-    if args.link is None and not speeds.read(args.profile, args.dtype).link:
-        raise ToolError(f"{args.profile} has no rate of the link: add --link RATE")
+        raise ToolError(f"--gpu-profile {args.gpu_profile} is for --backend nccl; --profile has the speeds of a CPU")
+    if not (args.network or args.profile) or len(args.network or [0]) != 1:
+        raise ToolError("wanted is one --network such as 10gbit/node, or a --profile with the rate of a link")
+    if not args.network and not speeds.read(args.profile, args.dtype).link:
+        raise ToolError(f"{args.profile} has no rate of the link: add --network")
 
 
-def _count(text: str) -> int:
-    """A number of at least 1, such as 70e9 (argparse type)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1; write 70e9 or 500000000")
-    return int(value)
+def _live(text: str) -> int:
+    """The argparse type of a number of parameters, which may be 0."""
+    return 0 if text == "0" else tables.count(1e15)(text)

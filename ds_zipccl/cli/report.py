@@ -22,7 +22,8 @@ AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own; 0 turns every 
 USABLE = "usable"
 #: Variables of CUDA, NCCL and torch that matter to coded NCCL groups: name -> effect.
 NCCL_VARIABLES = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1: all streams share one queue of the device; encoding, sending and decoding then overlap less",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1: all streams share one queue of the device; coded calls then do not overlap with computing, and in "
+    "mode auto gathers and all-to-alls stay plain: unset it",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1, from NCCL 2.26 on: NCCL orders the collectives of several groups; coded ones share a stream and "
     "do not need it",
     "TORCH_NCCL_BLOCKING_WAIT": "1: the host waits for every collective, also for those inside a coded call; coding then costs more",

@@ -2,7 +2,6 @@
 
 from ds_zipccl.codecs import lowrank
 from ds_zipccl.codecs.api import (
-    DEVICES,
     SUMMED_DTYPES,
     compress,
     compress_bound,
@@ -14,6 +13,7 @@ from ds_zipccl.codecs.api import (
 from ds_zipccl.codecs.bits import bits_frame
 from ds_zipccl.codecs.known import known_frame
 from ds_zipccl.codecs.lossy_api import project
+from ds_zipccl.codecs.memory import DEVICES
 from ds_zipccl.codecs.registry import BASE_CODECS, CODEC_SPECS, CODECS, CODED_DTYPES
 from ds_zipccl.codecs.row_segment import RowSegment
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, LossySpec

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
 
 from ds_zipccl import frame as framing
-from ds_zipccl import kernels, tensors
+from ds_zipccl import tensors
 from ds_zipccl.codecs import memory
-from ds_zipccl.codecs.memory import open_frame, write_header
+from ds_zipccl.codecs.known import KNOWN, NO_KEY, check_hash, hashed
+from ds_zipccl.codecs.memory import admit, open_frame, write_header
 from ds_zipccl.codecs.registry import BASE_CODECS, codec_spec, spec_for
 from ds_zipccl.codecs.row_segment import RowSegment
 from ds_zipccl.codecs.spec import CodecSpec, Coded, LossySpec
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 from ds_zipccl.lossy import LossyCodec
 
-#: Devices whose tensors are coded.
-DEVICES = tuple(kernels.ROUTES)
 #: dtypes that decompress_add adds.
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -84,14 +82,13 @@ def compress(
     Raises:
         ValueError: unknown codec, block or route; a lossy codec without ``lossy=True``; a dtype that no frame holds, or that the lossy
             codec does not take; a buffer that does not fit or overlaps ``tensor`` or ``base``; a tensor that is neither on the CPU nor on
-            CUDA; a base that is missing, superfluous or of another kind; a row_width below 1, or with a codec that takes none.
+            CUDA, is not dense (sparse, nested, MKLDNN, quantized), or has no data of its own (fake, DTensor, traced, transformed, a storage
+            that was freed); a base that is missing, superfluous or of another kind; a row_width below 1, or with a codec that takes none.
+        TypeError: ``tensor``, ``base`` or ``out`` is no tensor, or ``row_width`` no int.
         RouteUnavailable: no kernels here.
     """
     with tensors.undisturbed():
-        if tensor.device.type not in DEVICES:
-            raise ValueError(
-                f"compress takes tensors on {' and '.join(DEVICES)}, got one on {tensor.device}; move it with .cpu()"
-            )
+        admit("tensor", tensor)
         if tensor.dim() > framing.MAX_DIMS and shaped:
             raise ValueError(
                 f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False"
@@ -144,7 +141,8 @@ def compress_segments(
         The frames, views of ``outs``.
 
     Raises:
-        ValueError: as :func:`compress`; or the dtypes differ, or the number of buffers is not the number of segments.
+        ValueError, TypeError: as :func:`compress`; ValueError also where the dtypes or devices differ, or the number of buffers is not the
+            number of segments.
         RouteUnavailable: no kernels here.
     """
     with tensors.undisturbed():
@@ -154,9 +152,11 @@ def compress_segments(
             )
         if not segments:
             return []
+        for segment in segments:
+            admit("segment", segment)
         dtype = segments[0].dtype
         kinds = {(segment.dtype, segment.device) for segment in segments}
-        if len(kinds) != 1 or segments[0].device.type not in DEVICES or len(segments) != len(outs):
+        if len(kinds) != 1 or len(segments) != len(outs):
             raise ValueError(
                 f"wanted tensors of one dtype and device and a buffer for each, got {len(segments)} of {sorted(map(str, kinds))} "
                 f"and {len(outs)} buffers"
@@ -185,17 +185,20 @@ def decompress(
     *,
     base: torch.Tensor | None = None,
     earlier: torch.Tensor | None = None,
+    key: bytes = NO_KEY,
     route: str = "auto",
 ) -> torch.Tensor:
     """Decode the tensor in ``frame``; blocks.
 
     Args:
         frame: 1-D uint8 tensor as :func:`compress` gives it; bytes after the frame's own length are ignored.
-        out: contiguous tensor on the frame's device, of the frame's dtype and number of elements, of any shape; written in place.
+        out: contiguous tensor on the frame's device, of the frame's dtype and number of elements, of any shape; written in place, which
+            autograd sees as it sees ``out.copy_()``.
         base: the base of a delta frame, bit for bit, or the tensor that a known frame stands for: contiguous tensor on the frame's device,
             ``out`` itself or apart from it. Frames of other codecs ignore it.
         earlier: the words of the segment in front of a row frame, decoded already: contiguous tensor of the frame's dtype that ends where
             ``out`` begins, in the same storage. Frames of other codecs do not read it. Without it a row frame has only itself to repeat.
+        key: as for :func:`region_hash`, of the hash in a known frame.
 
     Returns:
         ``out``, or a new tensor of the frame's dtype and shape (flat if the frame has no shape).
@@ -204,10 +207,14 @@ def decompress(
         FrameError: the frame is damaged, foreign, or not of the dtype and size of ``out`` and ``base``, or a delta frame without
             ``base``; ``out`` is then undefined. It is a ValueError.
         ValueError: ``out`` overlaps a part of ``base``, or ``frame``; nothing is written.
-        TypeError: ``frame`` is not a 1-D uint8 tensor, or ``out`` or ``base`` is not a contiguous tensor on its device, or ``earlier`` does
-            not end where ``out`` begins.
+        TypeError: ``frame`` is not a contiguous 1-D uint8 tensor on the CPU or CUDA, or ``out`` or ``base`` is not a contiguous tensor on
+            its device, or ``earlier`` does not end where ``out`` begins; or one of them is no dense tensor with data of its own, as for
+            :func:`compress`.
+        RuntimeError: ``out`` is a leaf that requires grad, or a view of one, while gradients are recorded; or an inference tensor outside
+            of inference mode; nothing is written.
     """
     with tensors.undisturbed():
+        admit("frame", frame, TypeError)
         header, spec = open_frame(frame)
         # Before the output is allocated: a few bytes of a delta frame stand for many words, which the base proves.
         against = _base_words(base, header, frame.device) if spec.needs_base else None
@@ -215,17 +222,22 @@ def decompress(
         if out is None:
             if spec.prove is not None:
                 spec.prove(payload, header)
-            out = tensors.empty(header.numel, header.dtype, frame.device)
-            result = out if header.shape is None else out.view(header.shape)
+            room = tensors.empty(header.numel, header.dtype, frame.device)
+            result = room if header.shape is None else room.view(header.shape)
         else:
+            admit("out", out, TypeError)
             memory.decoded_room(out, header, (header.dtype,), frame.device)
             memory.keep_apart([memory.span(out)], [memory.span(frame, header.frame_bytes)])
-            result = out
-        words = memory.flat_view(out)
+            result = room = out
+        words = memory.flat_view(room)
         if against is not None:
             _same_or_apart(against, words)
         elif spec.takes_earlier:
             against = memory.earlier_words(earlier, words)
+        if spec is KNOWN and against is not None:
+            check_hash(payload, against, key, route)
+        if room is out:
+            memory.note_write(out)
         spec.decode(payload, against, header.block, words, route)
         return result
 
@@ -239,47 +251,54 @@ def decompress_add(
         frame: as for :func:`decompress`, of bfloat16, float16 or float32.
         sums: contiguous tensor on the frame's device, of the frame's number of elements: of its dtype, and each sum is rounded to
             that (to nearest, ties to even), or float32. NaN sums of bfloat16 are 0x7fc0, as gloo makes them; other NaN
-            payloads are left open.
+            payloads are left open. Autograd sees the addition of a constant in place.
         dtype: dtype that the frame must hold; None: ``sums``' dtype, or any of those if that is float32.
 
     Returns:
         ``sums``.
 
     Raises:
-        FrameError, TypeError: as :func:`decompress`; ``sums`` is then undefined. Delta frames cannot be added.
+        FrameError: as :func:`decompress`; ``sums`` is then undefined. Delta frames cannot be added.
+        TypeError, RuntimeError: as :func:`decompress`.
         ValueError: ``sums`` overlaps ``frame``; nothing is written.
     """
     with tensors.undisturbed():
+        admit("frame", frame, TypeError)
         header, spec = open_frame(frame)
         if spec.decode_add is None:
             raise FrameError(FrameErrorCode.CODEC, f"a {spec.name} frame cannot be added; decompress it first")
         if header.dtype not in SUMMED_DTYPES or dtype not in (None, header.dtype):
             wanted = dtype or ", ".join(map(str, SUMMED_DTYPES))
             raise FrameError(FrameErrorCode.MISMATCH, f"frame holds {header.dtype}, wanted {wanted}")
+        admit("sums", sums, TypeError)
         memory.decoded_room(sums, header, (header.dtype, torch.float32), frame.device)
         flat = memory.flat_view(sums)
         memory.keep_apart([memory.span(flat)], [memory.span(frame, header.frame_bytes)])
+        memory.note_write(sums, adds=True)
         spec.decode_add(frame[header.payload_at : header.frame_bytes], header.block, header.dtype, flat, route)
         return sums
 
 
-def region_hash(tensor: torch.Tensor, *, route: str = "auto") -> bytes:
+def region_hash(tensor: torch.Tensor, *, key: bytes = NO_KEY, route: str = "auto") -> bytes:
     """Hash the bytes of a contiguous tensor to 16 bytes (FORMAT.md section 5), to compare bases on two ranks; blocks.
 
-    Dtype and shape do not count. The hash is no defence against tensors that were made to collide.
+    Dtype and shape do not count. Without a ``key`` the hash is no defence against tensors that were made to collide: a few lines find some.
+
+    Args:
+        tensor: any dtype and shape.
+        key: 16 random bytes that both ranks know, and nobody who chooses the words. With a key, words on CUDA are copied to the host.
+        route: kernels to use, see :data:`ds_zipccl.kernels.ROUTES`; with a key those of the CPU.
 
     Raises:
-        TypeError: ``tensor`` is not a contiguous CPU or CUDA tensor.
+        ValueError: a ``key`` that has not 16 bytes.
+        TypeError: ``tensor`` is not a contiguous CPU or CUDA tensor, dense and with data of its own, as for :func:`compress`.
         RouteUnavailable: no kernels here.
     """
     with tensors.undisturbed():
-        if tensor.device.type not in DEVICES or not tensor.is_contiguous():
-            raise TypeError(
-                f"region_hash takes a contiguous tensor on {' or '.join(DEVICES)}, got strides {tensor.stride()} on {tensor.device}"
-            )
-        data = memory.flatten(tensor).view(torch.uint8)
-        first, second = kernels.route(route, tensor.device.type).region_hash(data)
-        return struct.pack("<QQ", first, second)
+        admit("tensor", tensor, TypeError)
+        if not tensor.is_contiguous():
+            raise TypeError(f"region_hash takes a contiguous tensor, got strides {tensor.stride()}; pass .contiguous()")
+        return hashed(memory.flatten(tensor).view(torch.uint8), key, route)
 
 
 def _spec(codec: str | LossyCodec, dtype: torch.dtype, lossy: bool) -> CodecSpec | LossySpec:
@@ -310,6 +329,7 @@ def _bases(codec: str | LossyCodec, words: torch.Tensor, base: torch.Tensor | No
         )
     if base is None:
         return []
+    admit("base", base)
     if (base.dtype, base.numel(), base.device) != (words.dtype, words.numel(), words.device):
         raise ValueError(
             f"base must be a tensor of {words.numel()} {words.dtype} on {words.device}, "
@@ -323,6 +343,7 @@ def _base_words(base: torch.Tensor | None, header: Header, device: torch.device)
     if base is None:
         name = header.codec.name.lower()
         raise FrameError(FrameErrorCode.CODEC, f"a {name} frame needs the base of its encoder: pass base=")
+    admit("base", base, TypeError)
     memory.decoded_room(base, header, (header.dtype,), device)
     return memory.flat_view(base)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Protocol, cast
 
 import torch
 
@@ -13,8 +14,16 @@ from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES, CodecId, FrameError, FrameE
 
 #: Bytes of a hash (FORMAT.md section 5).
 HASH_BYTES = 16
+#: The key of hashes without a key.
+NO_KEY = bytes(HASH_BYTES)
 #: Bytes of a known frame.
 FRAME_BYTES = HEADER_BYTES + HASH_BYTES
+
+
+class KeyedRoute(Protocol):
+    """The part of the CPU's routes that hashes with a key."""
+
+    def region_hash(self, data: torch.Tensor, key: tuple[int, int]) -> tuple[int, int]: ...
 
 
 def known_frame(dtype: torch.dtype, numel: int, digest: bytes, out: torch.Tensor) -> torch.Tensor:
@@ -23,8 +32,8 @@ def known_frame(dtype: torch.dtype, numel: int, digest: bytes, out: torch.Tensor
     Args:
         dtype: of the tensor.
         numel: its elements.
-        digest: :func:`ds_zipccl.region_hash` of the tensor. The receiver decompresses the frame with ``base=`` the tensor that it holds,
-            and refuses a difference as MISMATCH.
+        digest: :func:`ds_zipccl.region_hash` of the tensor. The receiver decompresses the frame with ``base=`` the tensor that it holds
+            and the ``key=`` of the hash, and refuses a difference as MISMATCH.
         out: contiguous 1-D uint8 CPU tensor of at least :data:`FRAME_BYTES`.
 
     Returns:
@@ -40,14 +49,32 @@ def _payload_bytes(numel: int, dtype: torch.dtype, block: int) -> int:
     return HASH_BYTES
 
 
-def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
-    assert base is not None  # PayloadSpec.needs_base
-    found = struct.pack("<QQ", *kernels.route(route, base.device.type).region_hash(base.view(torch.uint8)))
+def hashed(data: torch.Tensor, key: bytes, route: str) -> bytes:
+    """Return the hash (FORMAT.md section 5) of ``data`` (uint8), see :func:`ds_zipccl.region_hash`."""
+    if len(key) != HASH_BYTES:
+        raise ValueError(f"a key has {HASH_BYTES} bytes, got {len(key)}; use os.urandom({HASH_BYTES})")
+    if key == NO_KEY:
+        return struct.pack("<QQ", *kernels.route(route, data.device.type).region_hash(data))
+    found = cast(KeyedRoute, kernels.route(kernels.preferred(route, "cpu"), "cpu"))
+    return struct.pack("<QQ", *found.region_hash(data.cpu(), struct.unpack("<QQ", key)))
+
+
+def check_hash(payload: torch.Tensor, base: torch.Tensor, key: bytes, route: str) -> None:
+    """Accept the base of a known frame whose payload is the base's hash.
+
+    Raises:
+        FrameError: MISMATCH.
+    """
+    found = hashed(base.view(torch.uint8), key, route)
     if found != payload.cpu().numpy().tobytes():
         raise FrameError(
             FrameErrorCode.MISMATCH,
             "the frame stands for a tensor that the receiver does not hold, as an earlier message failed; send another one of its size",
         )
+
+
+def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+    assert base is not None  # PayloadSpec.needs_base; its hash is compared before
     if base.data_ptr() != words.data_ptr():
         words.view(torch.uint8).copy_(base.view(torch.uint8))
 

@@ -25,16 +25,20 @@ def project(
         ``out``, or a new tensor of the dtype and shape of ``tensor``.
 
     Raises:
-        ValueError: another dtype; an ``out`` of another kind, or one that overlaps a part of ``tensor``.
+        ValueError, TypeError: as :func:`ds_zipccl.compress`; ValueError also for an ``out`` of another kind, or one that overlaps a part of
+            ``tensor``.
+        RuntimeError: as :func:`ds_zipccl.decompress`.
         RouteUnavailable: no kernels of the codec here.
     """
     with tensors.undisturbed():
+        memory.admit("tensor", tensor)
         spec = spec_for(codec, tensor.dtype)
         words = memory.flatten(tensor)
         if out is None:
             flat = tensors.empty(words.numel(), words.dtype, words.device)
             spec.project(words, flat, route)
             return flat.view(tensor.shape)
+        memory.admit("out", out)
         kind = (tensor.dtype, tensor.shape, tensor.device)
         if (out.dtype, out.shape, out.device) != kind or not out.is_contiguous():
             raise ValueError(
@@ -44,5 +48,6 @@ def project(
         flat = memory.flat_view(out)
         if flat.data_ptr() != words.data_ptr():
             memory.keep_apart([memory.span(flat)], [memory.span(words)])
+        memory.note_write(out)
         spec.project(words, flat, route)
         return out

@@ -133,6 +133,7 @@ def product(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor, *, route: str =
     """
     with tensors.undisturbed():
         _pair(p, q)
+        memory.admit("out", out)
         if out.dtype not in LOSSY_DTYPES or out.numel() != len(p) * len(q) or not out.is_contiguous():
             raise ValueError(
                 f"out must be a contiguous tensor of {len(p) * len(q)} elements of {', '.join(map(str, LOSSY_DTYPES))}, "
@@ -140,6 +141,7 @@ def product(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor, *, route: str =
             )
         flat = memory.flat_view(out)
         memory.keep_apart([memory.span(flat)], [memory.span(memory.flat_view(one)) for one in (p, q)])
+        memory.note_write(out)
         kernels.lossy_route(route, out.device.type, "multiply").multiply(p.detach(), q.detach(), flat)
         return out
 
@@ -235,6 +237,7 @@ def compress_factors(
 
 
 def _matrix(name: str, tensor: torch.Tensor) -> None:
+    memory.admit(name, tensor)
     if tensor.dtype != torch.float32 or tensor.dim() != 2 or not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be a contiguous float32 tensor of two dimensions, "

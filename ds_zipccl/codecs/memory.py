@@ -1,4 +1,4 @@
-"""The memory around coding: flat views of tensors, room for a frame and its header, and overlap of outputs with inputs."""
+"""The memory around coding: tensors that kernels can read, flat views, room for a frame and its header, overlap of outputs with inputs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,60 @@ from collections.abc import Sequence
 import torch
 
 from ds_zipccl import frame as framing
+from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs.registry import DECODERS
 from ds_zipccl.codecs.spec import PayloadSpec, check_payload
 from ds_zipccl.frame import FrameError, FrameErrorCode, Header
 
+#: Devices whose tensors are coded.
+DEVICES = tuple(kernels.ROUTES)
 #: First address, and the address after the last byte.
 Span = tuple[int, int]
+
+
+def has_words(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie in memory of :data:`DEVICES`, at its address and strides: kernels know nothing else."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+    if wrapped or tensors.is_traced(type(tensor)):
+        return False
+    dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not dense or tensor.device.type not in DEVICES:
+        return False
+    last = tensor.storage_offset() + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    # a storage may have been resized under its tensors, as FSDP does
+    there = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0  # torch's tensors of zeros have no address
+    return not tensor.numel() or (last + 1) * tensor.itemsize <= there
+
+
+def admit(name: str, tensor: torch.Tensor, error: type[Exception] = ValueError) -> None:
+    """Accept an argument whose words kernels can read: the door of all calls that take tensors.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: :func:`has_words` says no; ``error`` in place of ValueError where that is given.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if not has_words(tensor):
+        raise error(
+            f"{name} must be a dense tensor on {' or '.join(DEVICES)} with data of its own, got a {type(tensor).__name__} of "
+            f"{tensor.dtype}, {tensor.layout} on {tensor.device}; pass .to_dense(), .cpu() or .to_local(), outside of traces"
+        )
+
+
+def note_write(out: torch.Tensor, *, adds: bool = False) -> None:
+    """Tell autograd, before ``out`` is written at its address, that all of it gets other values, or with ``adds`` that constants are added.
+
+    Raises:
+        RuntimeError: torch's own, where ``out.copy_()`` raises: a leaf that requires grad or a view of one while gradients are recorded,
+            or an inference tensor outside of inference mode.
+    """
+    seen = (
+        out.view(-1)[:0] if adds else out
+    )  # to add constants is the identity for gradients, as is a write to no element
+    seen.copy_(seen.detach())  # moves nothing: torch leaves out copies of a tensor to itself
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,8 +78,9 @@ def frame_room(out: torch.Tensor, bound: int, device: torch.device) -> torch.Ten
     """``out``, if a frame of ``bound`` bytes fits in it.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: it does not fit, or :func:`admit` raises.
     """
+    admit("out", out)
     fits = (out.dtype, out.dim(), out.device) == (torch.uint8, 1, device) and out.is_contiguous()
     if not fits or out.numel() < bound:
         raise ValueError(
@@ -129,6 +178,7 @@ def earlier_words(earlier: torch.Tensor | None, words: torch.Tensor) -> torch.Te
     """
     if earlier is None or not (earlier.numel() and words.numel()):  # no address then
         return None
+    admit("earlier", earlier, TypeError)
     flat = flat_view(earlier)
     adjoins = flat.data_ptr() + flat.nbytes == words.data_ptr() and (
         flat.untyped_storage().data_ptr() == words.untyped_storage().data_ptr()

@@ -9,7 +9,7 @@ from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent, row_map, rows
 from ds_zipccl.codecs.delta import DELTA
-from ds_zipccl.codecs.memory import frame_room, keep_apart, span, write_header
+from ds_zipccl.codecs.memory import admit, frame_room, keep_apart, span, write_header
 from ds_zipccl.codecs.raw import RAW
 from ds_zipccl.codecs.registry import spec_for
 from ds_zipccl.codecs.rounded import ROUNDED
@@ -60,6 +60,9 @@ class RowSegment:
         route: str = "auto",
         scratch: Scratch = tensors.empty,
     ) -> None:
+        admit("words", words)
+        if not isinstance(width, int) or isinstance(width, bool):
+            raise TypeError(f"got rows of {width!r} elements, wanted an int")
         if not 1 <= width < 1 << 32:
             raise ValueError(f"got rows of {width} elements, wanted at least 1 and less than 2^32")
         self._words, self._width, self._block, self._raw_below = words, width, block, raw_below

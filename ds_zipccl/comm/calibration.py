@@ -22,18 +22,20 @@ from ds_zipccl.policy.cost_model import LinkProfile
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
 #: Seconds of all exchanges (seed: the whole calibration then takes less than two seconds).
 _BUDGET_S = 1.4
-#: Seconds of all exchanges of one size, and most exchanges of one size (seed). At least one is made. The median counts; the first
-#: exchange counts only where no second one was made.
-_SIZE_BUDGET_S = 0.3
-_MOST = 10
+#: Rounds over all sizes, of which the median counts (seed): a bad moment of the machine or of the network meets one of them.
+ROUNDS = 3
+#: Seconds of all exchanges of one size in a round, most such exchanges, and their bytes each way (seed: over loopback a GB costs a core
+#: second of the job's start). At least one is made. The median counts; the first exchange counts only where no second one was made.
+_SIZE_BUDGET_S = 0.1
+_MOST, _MOST_BYTES = 4, 32 << 20
 #: Largest seconds of an exchange of the size that is also sent in one direction (seed: four of them keep the calibration short).
 _ONE_WAY_S, _ONE_WAY_TIMES = 0.05, 4
 #: Seconds of pause before an exchange (seed): a shaped link recovers its burst, as between a program's operations.
 _PAUSE_S = 0.01
 #: Elements of a tensor that is compressed (4 MiB); tensors side by side, more than caches hold; elements of a tensor whose time is only
 #: the time of the calls.
-_NUMEL, _COPIES, _TINY = 1 << 21, 8, 64
-_REPEATS = 5
+_NUMEL, _COPIES, _TINY = 1 << 21, 6, 64
+_REPEATS = _COPIES - 1
 
 
 @tensors.undisturbed()
@@ -84,17 +86,18 @@ def coding_seconds() -> Iterator[float]:
     """Yield seconds of this process alone, on one thread: compress, decompress, decompress and add, make a raw frame, add a raw frame,
     and compress and decompress a tiny tensor."""
     with _one_thread():
-        values = tensors.empty(_NUMEL, torch.float32).normal_(generator=torch.Generator().manual_seed(0)).bfloat16()
-        inputs, outs = values.repeat(_COPIES, 1), values.repeat(_COPIES, 1)
+        drawn = tensors.empty(_NUMEL // 16, torch.float32).normal_(generator=torch.Generator().manual_seed(0))
+        values = drawn.bfloat16().repeat(16)  # drawing all of them would take most of the time
+        rows = values.repeat(_COPIES, 1)
         buffers = {codec: _buffer(values, codec) for codec in ("cascade", "raw")}
         frames = {codec: _compress(values, codec, _buffer(values, codec)) for codec in buffers}
-        yield _median(lambda row: _compress(inputs[row], "cascade", buffers["cascade"]))
-        yield _median(lambda row: decompress(frames["cascade"], outs[row]))
-        yield _median(lambda row: decompress_add(frames["cascade"], outs[row]))
-        yield _median(lambda row: _compress(inputs[row], "raw", buffers["raw"]))
-        yield _median(lambda row: decompress_add(frames["raw"], outs[row]))
+        yield _median(lambda row: _compress(rows[row], "cascade", buffers["cascade"]))
+        yield _median(lambda row: decompress(frames["cascade"], rows[row]))
+        yield _median(lambda row: decompress_add(frames["cascade"], rows[row]))
+        yield _median(lambda row: _compress(rows[row], "raw", buffers["raw"]))
+        yield _median(lambda row: decompress_add(frames["raw"], rows[row]))
         tiny, buffer = values[:_TINY], _buffer(values[:_TINY], "cascade")
-        yield _median(lambda row: decompress(_compress(tiny, "cascade", buffer), outs[row, :_TINY]))
+        yield _median(lambda row: decompress(_compress(tiny, "cascade", buffer), rows[row, :_TINY]))
 
 
 def difference_seconds(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
@@ -108,13 +111,21 @@ def difference_seconds(before: torch.Tensor, after: torch.Tensor) -> Iterator[fl
             region_hash(bases[row])
             return compress(inputs[row], "delta", base=bases[row], out=buffer, shaped=False, checksum=False)
 
-        def decompress_difference(row: int) -> None:  # a row is a base once: there are more rows than repeats
+        def decompress_difference(row: int) -> None:  # a row is a base once: there are as many rows as times
             region_hash(bases[row])
             decompress(frame, bases[row], base=bases[row])
 
         yield _median(compress_difference)
         frame = compress_difference(0)
         yield _median(decompress_difference)
+
+
+def copy_seconds(base: torch.Tensor, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> Iterator[float]:
+    """Yield seconds of this process alone, on one thread: copy a flat base into new memory, and compare it with equal words by ``same``."""
+    with _one_thread():
+        bases, own = base.repeat(_COPIES, 1), base.repeat(_COPIES, 1)
+        yield _median(lambda row: bases[row].clone())
+        yield _median(lambda row: same(own[row], bases[row]))
 
 
 def _buffer(tensor: torch.Tensor, codec: str) -> torch.Tensor:
@@ -148,24 +159,49 @@ def _one_thread() -> Iterator[None]:
 
 def _transfer(group: dist.ProcessGroup, transport: Transport) -> tuple[tuple[float, float], ...]:
     """Return points (bytes, seconds), equal on all ranks. Slow links get fewer points."""
-    points: list[tuple[float, float]] = []
-    spent = 0.0
-    for size in SIZES:
-        if points and spent + size / points[-1][0] * points[-1][1] > _BUDGET_S:
-            break
+
+    def exchanged(size: int) -> tuple[float, float]:
         times = _exchanges(group, transport, size)
-        seconds = statistics.median(times[1:] or times)
+        return statistics.median(times[1:] or times), sum(times) + len(times) * _PAUSE_S
+
+    points: list[tuple[float, float]] = []
+    for size, seconds in in_rounds(SIZES, exchanged, _BUDGET_S):
         # a smaller transfer that took longer was disturbed, and does not count
-        points = [*(point for point in points if point[1] < seconds), (float(size), seconds)]
-        spent += sum(times) + len(times) * _PAUSE_S
+        points = [*(point for point in points if point[1] < seconds), (size, seconds)]
     return tuple(points)
+
+
+def in_rounds(
+    sizes: tuple[int, ...], measured: Callable[[int], tuple[float, float]], budget: float
+) -> list[tuple[float, float]]:
+    """Return (bytes, seconds) of each of ``sizes``, which rise: the median of :data:`ROUNDS` measurements, one in each round over all
+    sizes. The lower one of two counts, because other programs only slow a link down.
+
+    Args:
+        measured: returns the seconds of a size, and those of its measurement; equal on all ranks.
+        budget: seconds of all measurements. Larger sizes and later rounds that would take longer are left out; the first size is measured.
+    """
+    times: dict[int, list[float]] = {}
+    spent = 0.0
+    for size in sizes * ROUNDS:
+        known, last = times.get(size), max(times, default=0)
+        expected = known[0] if known else size / last * times[last][0] if last else 0.0
+        if spent + expected <= budget and (known or size > last):
+            seconds, took = measured(size)
+            times.setdefault(size, []).append(seconds)
+            spent += took
+    return [(float(size), statistics.median_low(found)) for size, found in times.items()]
 
 
 def _one_way(group: dist.ProcessGroup, transport: Transport, points: Sequence[tuple[float, float]]) -> float:
     """Return the seconds of a message in one direction as a part of those of an exchange, at most 1, equal on all ranks: of the largest
     size of ``points`` that is sent in a short time; 1 where there is none."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    quick = [(int(size), seconds) for size, seconds in points if seconds < _ONE_WAY_S]
+    quick = [
+        (int(size), seconds)
+        for size, seconds in points
+        if seconds < _ONE_WAY_S and size * _ONE_WAY_TIMES <= _MOST_BYTES
+    ]
     if not quick:
         return 1.0
     size, both = quick[-1]
@@ -199,7 +235,8 @@ def _exchanges(group: dist.ProcessGroup, transport: Transport, size: int) -> lis
             work.wait()
 
     times: list[float] = []
-    while not times or (len(times) < _MOST and sum(times) + len(times) * _PAUSE_S + times[-1] < _SIZE_BUDGET_S):
+    most = min(_MOST, _MOST_BYTES // size)
+    while not times or (len(times) < most and sum(times) + len(times) * _PAUSE_S + times[-1] < _SIZE_BUDGET_S):
         times.append(_slowest(group, exchange))
     return times
 

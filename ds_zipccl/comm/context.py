@@ -17,6 +17,19 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.policy import wire
 
+#: Bytes of a text for the other ranks (admission: the beginning tells enough).
+_TEXT_BYTES = 512
+
+
+def packed(text: str) -> bytearray:
+    """Return a text, or its beginning, as bytes for :func:`unpacked`, equally many for every text."""
+    return bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+
+
+def unpacked(part: torch.Tensor) -> str:
+    """Return the text in the bytes of :func:`packed`, 1-D uint8 in host memory."""
+    return bytes(part.tolist()).decode(errors="replace").strip()
+
 
 class Call:
     """One operation of this rank, for messages and counters. ``rank`` and ``size`` are those of the group; ``kind``: of an expert
@@ -138,3 +151,30 @@ class OpContext(Call):
         except RuntimeError as error:
             name = "" if peer is None else f" global rank {self.global_rank(peer)}"
             raise self.error(f"{doing}{name}: {error}") from error
+
+
+class Told:
+    """An exchange of small tensors of one shape between all ranks. The constructor posts the messages with ``tag``, and does not block.
+    ``what`` names the contents in errors."""
+
+    def __init__(self, ctx: OpContext, mine: torch.Tensor, what: str, tag: int) -> None:
+        self._waiting = f"{ctx.where()}: waiting for {what}"
+        self._all = [mine, *(torch.empty_like(mine) for _ in ctx.peers)]
+        self._handles: list[dist.Work] = []
+        for peer, theirs in zip(ctx.peers, self._all[1:], strict=True):
+            with ctx.naming(f"exchanging {what} with", peer):
+                self._handles += [ctx.transport.post_recv(theirs, peer, tag), ctx.transport.post_send(mine, peer, tag)]
+
+    def all(self) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked, this rank first and then its peers. Blocks until all have arrived; may be called again.
+
+        Raises:
+            CommError: the tensor of a rank did not arrive.
+        """
+        try:
+            for handle in self._handles:
+                handle.wait()
+        except RuntimeError as error:
+            raise CommError(f"{self._waiting}: {error}") from error
+        self._handles = []
+        return torch.stack(self._all)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
@@ -27,6 +28,7 @@ from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, cost_model, send_rules, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason
+from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
 
 #: Kinds of messages whose decisions are remembered for each group (admission: programs repeat themselves).
@@ -77,6 +79,8 @@ def decide(request: Request) -> Choice:
     problem = (request.problem or _mixture(request)) if admitted.frames else ""
     if problem:
         raise ValueError(f"{request.op}: {problem}")
+    if admitted.frames and resolve_group(request.group) in c10d._world.pg_coalesce_state:
+        return Choice(Decision.passing(PassReason.COALESCED))  # torch keeps some calls of our schedules for later too
     if admitted.on_device:
         return Choice(_on_device(request, state, admitted))
     if admitted.frames:
@@ -92,9 +96,34 @@ def decide(request: Request) -> Choice:
         if tuner is None:
             return Choice(admitted, competing=True)
     decision, timer = tuner.next_plan(opened, request.token, meets=request.may_meet())
+    if tuner.decided is not None:
+        _follow_link(request, state, tuner, *tuner.decided)
+        tuner.decided = None
     if timer is not None:
         timer.nbytes = request.nbytes()
+    if tuner.trying and not decision.frames:
+        decision = Decision.passing(PassReason.TRIAL)
     return Choice(decision, timer, competing=True)
+
+
+def _follow_link(request: Request, state: GroupState, tuner: Tuner, seconds: float, met: bool) -> None:
+    """Correct the measured link of a group, once, if its plain collectives contradict it: the measurement may have met a bad moment. Then
+    kinds of messages are decided on anew, and a tuner whose candidates follow from the old link goes. All ranks are at the same call, and
+    the seconds are agreed."""
+    profile, traffic = link_profile(state, request.tensor.device.type), OPS[request.op].traffic
+    if profile is None or request.numel is None or not traffic:
+        return
+    if not state.link_corrected and tuner.nominal >= tuner_rules.LINK_BYTES:
+        predicted = cost_model.predict(traffic, "gloo", tuner.nominal, state.size, profile)
+        factor = tuner_rules.link_error(predicted, seconds, met)
+        if factor != 1:
+            device = request.tensor.device.type
+            state.profiles[device, state.backend(device)] = profile.slowed(factor)
+            state.link_corrected = True
+    if state.link_corrected and tuner.profile is not link_profile(state, request.tensor.device.type):
+        memory = decision_memory(state)
+        memory.decisions.clear()
+        memory.tuners = {key: one for key, one in memory.tuners.items() if one is not tuner}
 
 
 def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decision:
@@ -107,8 +136,6 @@ def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decis
             return Decision.passing(reason)
     if devices.is_capturing(device):
         return Decision.passing(PassReason.CAPTURED)
-    if state.collective_transport(device.type, group).is_coalescing():
-        return Decision.passing(PassReason.COALESCED)
     chosen = OPS[request.op].traffic == "all_to_all" and request.config.mode_of(request.role) == "auto"
     if chosen and not exchange.pays_now(group, request.op, request.role, request.tensor, request.numel):
         return Decision.passing(PassReason.SMALL_GAIN)
@@ -227,7 +254,8 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
         exact=request.tolerance != "rounding" and request.plain_fits and request.lossy is None,
         levels=topology.levels(group_nodes(group)),
     )
-    competing = cost_model.prune_candidates(competing, message, link_profile(state, message.device))
+    profile = link_profile(state, message.device)
+    competing = cost_model.prune_candidates(competing, message, profile)
     if len(competing) == 1:
         return competing[0], None
     size = None if message.nbytes is None else tuner_rules.size_class(message.nbytes)
@@ -237,12 +265,20 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
     if key not in tuners:
         where = "" if group is dist.group.WORLD else f", group {group.group_name}"
         # neither the group nor the request: a tuner keeps no group and no tensors alive
-        make = functools.partial(_tuner_of, competing, message, request.kind, request.again, where)
+        make = functools.partial(_tuner_of, competing, message, request.kind, request.again, where, profile)
         tuners[key] = TunersBySize(make) if size is None else make(size)
     return admitted, tuners[key]
 
 
-def _tuner_of(competing: Sequence[Decision], message: Message, kind: str, again: bool, where: str, size: int) -> Tuner:
+def _tuner_of(
+    competing: Sequence[Decision],
+    message: Message,
+    kind: str,
+    again: bool,
+    where: str,
+    profile: LinkProfile | None,
+    size: int,
+) -> Tuner:
     """Return the tuner for messages of one kind and size class. Its choices are counted under the name of the kind in the table. Sizes are
     those of the message, or the mean bytes that a rank sends where each rank knows only its own. ``again``: see
     :class:`ds_zipccl.comm.request.Request`."""
@@ -252,7 +288,7 @@ def _tuner_of(competing: Sequence[Decision], message: Message, kind: str, again:
     text += f", {message.lossy}" if message.lossy else ""
     text += f", {message.ranks} ranks{', with a base' if message.based else ''}{', in backward passes' if again else ''}{where}"
     on_choice = functools.partial(counters.record_choice, message.role, message.op, text, kind=kind)
-    return Tuner(competing, on_choice, 1 << size, exchanging=OPS[message.op].traffic == "all_to_all")
+    return Tuner(competing, on_choice, 1 << size, OPS[message.op].traffic == "all_to_all", profile)
 
 
 def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: ZipcclConfig, role: str) -> Decision:

@@ -3,7 +3,8 @@ some are timed or checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from ds_zipccl import tensors
 from ds_zipccl.comm import work
 from ds_zipccl.comm.buffer_pool import POOL
-from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.context import Call, OpContext, Told, packed, unpacked
 from ds_zipccl.comm.decision import Choice, open_context, open_device_context
+from ds_zipccl.comm.device import verdict
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.stream_work import StreamWork
@@ -21,8 +23,10 @@ from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.repeats import Repeats, Words
 from ds_zipccl.comm.request import DeviceSchedule, Request, Schedule
+from ds_zipccl.comm.schedules.pipeline import abandon
 from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
 from ds_zipccl.comm.side_stream import SideStream
+from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
@@ -155,14 +159,15 @@ def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
 
     def run() -> None:
         order = memory_order if request.memory_order else logical_order
-        with ctx.working():
-            outputs = [order(tensor) for tensor in request.outputs]
-            schedule.run(ctx, [order(tensor) for tensor in request.inputs], outputs)
-            _copy_back(outputs, request.outputs)
-        if timer is not None:
-            timer.stop()
+        with nullcontext() if shadow is None else telling_failures(ctx):
+            with ctx.working():
+                outputs = [order(tensor) for tensor in request.outputs]
+                schedule.run(ctx, [order(tensor) for tensor in request.inputs], outputs)
+                _copy_back(outputs, request.outputs)
+            if timer is not None:
+                timer.stop()
         if shadow is not None:
-            shadow.compare(request.outputs, ctx.error)
+            compare_on_all_ranks(ctx, shadow, request.outputs)
         logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
         counters.record(request.role, request.op, logical, ctx.wire_bytes, POOL.peak, kind=request.kind)
         if ctx.repeats is not None and ctx.repeats.count:
@@ -230,8 +235,68 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
         return handle
     handle.wait()
     if shadow is not None:
-        shadow.compare(request.outputs, ctx.error)
+        _compare(ctx, shadow, request.outputs, lambda text: dict(enumerate(verdict.tell(ctx, text))))
     return handle if request.async_op else None
+
+
+#: The tag of a checked call's outcome, after those of its exchanges.
+_OUTCOME = TAGS_PER_COLLECTIVE - 1
+
+
+@contextmanager
+def telling_failures(ctx: OpContext) -> Iterator[None]:
+    """If the body of a checked call fails, tell the other ranks, which wait for the outcome of this one. Does not wait for theirs: they may
+    lack frames of this rank."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(RuntimeError):
+            abandon(_told(ctx, _problem(ctx, error)))
+        raise
+
+
+@tensors.undisturbed()
+def compare_on_all_ranks(ctx: OpContext, shadow: Shadow | LossyShadow, outputs: Sequence[torch.Tensor]) -> None:
+    """Compare the outputs of a call that all ranks check. A collective; blocks.
+
+    Raises:
+        CommError: the outputs of a rank differ from the plain results, or a rank has failed. All ranks raise; ShadowMismatch is raised by
+            those whose outputs differ.
+    """
+
+    def tell(text: str) -> dict[int, str]:
+        texts = [unpacked(part) for part in _told(ctx, text).all()]
+        return dict(zip((ctx.rank, *ctx.peers), texts, strict=True))
+
+    _compare(ctx, shadow, outputs, tell)
+
+
+def _compare(
+    call: Call,
+    shadow: Shadow | LossyShadow,
+    outputs: Sequence[torch.Tensor],
+    tell: Callable[[str], Mapping[int, str]],
+) -> None:
+    """As :func:`compare_on_all_ranks`. ``tell`` returns the text of every rank of the group: a collective."""
+    try:
+        shadow.compare(outputs, call.error)
+    except Exception as error:
+        with suppress(RuntimeError):
+            tell(_problem(call, error))
+        raise
+    said = {dist.get_global_rank(call.group, rank): text for rank, text in tell("").items() if text}
+    if said:
+        first = min(said)
+        others = f"; so did ranks {sorted(said)[1:]}" if len(said) > 1 else ""
+        raise call.error(f"the check failed on global rank {first}: {said[first]}{others}")
+
+
+def _told(ctx: OpContext, text: str) -> Told:
+    return Told(ctx, tensors.of_buffer(packed(text)), "the outcomes of a check", ctx.tag(_OUTCOME))
+
+
+def _problem(call: Call, error: BaseException) -> str:
+    return str(error).removeprefix(f"{call.where()}: ").strip() or repr(error)
 
 
 def _flat_on_lane(ctx: DeviceContext, request: Request) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

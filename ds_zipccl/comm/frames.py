@@ -18,10 +18,11 @@ from ds_zipccl.codecs import (
     compress_segments,
     decompress,
     decompress_add,
-    region_hash,
 )
+from ds_zipccl.codecs.known import NO_KEY
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.group_state import hash_key, region_hash
 from ds_zipccl.comm.lossy_frames import LossyFrames
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import FrameError
@@ -178,7 +179,10 @@ class FrameCoder:
         with ranges.inside(ranges.DECODE, self.refusing(peer)):
             if self._staging is not None:
                 return self._staging.decompress(frame, out, partial(self._refusal, peer))
-            return decompress(frame, out, base=base, earlier=earlier, route=self._route)
+            key = NO_KEY if base is None else hash_key()
+            data = out.data  # torch's collectives count no version either
+            decompress(frame, data, base=base, earlier=earlier, key=key, route=self._route)
+            return out
 
     def decompress_kept(
         self, frame: torch.Tensor, peer: int, out: torch.Tensor, earlier: torch.Tensor | None = None
@@ -191,7 +195,7 @@ class FrameCoder:
         buffers.release()
 
     def hash(self, words: torch.Tensor) -> bytes:
-        """Return the hash of flat words, see :func:`ds_zipccl.region_hash`; blocks, and waits for the device of the words."""
+        """Return the hash of flat words, with the key of the job on the CPU; blocks, and waits for the device of the words."""
         return region_hash(words, route=self._route) if self._staging is None else self._staging.hash(words)
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
@@ -203,7 +207,7 @@ class FrameCoder:
         with ranges.inside(ranges.DECODE, self.refusing(peer)):
             if self._staging is not None:
                 return self._staging.decompress_add(frame, dtype, sums, partial(self._refusal, peer))
-            decompress_add(frame, sums, dtype=dtype, route=self._route)
+            decompress_add(frame, sums.data, dtype=dtype, route=self._route)
 
     def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
         """Add ``values`` to ``sums``, of their dtype or float32."""

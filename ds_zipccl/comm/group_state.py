@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
+from ds_zipccl import codecs
 from ds_zipccl.comm import topology, work
 from ds_zipccl.comm.calibration import measure
 from ds_zipccl.comm.repeats import RepeatMemory
@@ -62,11 +64,13 @@ class GroupState:
         self.profiles: dict[
             tuple[str, str], LinkProfile
         ] = {}  # by device and backend: the codec's speed is the device's
+        self.link_corrected = False
         #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
         self.device_sums = "fp32"
         #: Of groups in stream order, by device and backend.
         self.device_profiles: dict[tuple[str, str], DeviceProfile] = {}
         self.sum_switches: SumSwitches | None = None
+        self.hash_key: bytes | None = None  # of the default group
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if get_debug_level() == DebugLevel.DETAIL else ""
@@ -141,6 +145,23 @@ def group_state(group: dist.ProcessGroup | None) -> GroupState | None:
         with _making:  # all threads must get the same object
             state = _states.get(group) or _states.setdefault(group, GroupState(group))
     return state
+
+
+def hash_key() -> bytes:
+    """Return the key of this job's hashes: random bytes that one rank has drawn, which no writer of training data knows.
+
+    The first call blocks for the rendezvous store; no rank waits for another one there. The hashes of CUDA kernels have no key.
+    """
+    world = group_state(None)
+    assert world is not None  # every rank is in the default group
+    if world.hash_key is None:
+        world.hash_key = topology.secret()
+    return world.hash_key
+
+
+def region_hash(words: torch.Tensor, *, route: str = "auto") -> bytes:
+    """Return :func:`ds_zipccl.region_hash` with :func:`hash_key`; blocks."""
+    return codecs.region_hash(words, key=hash_key(), route=route)
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

@@ -49,7 +49,7 @@ class LossyFrames:
                 own_place.copy_(values)
             scratch.release()
         elif own_place is not None:
-            decompress(frame, own_place, route=self._route)
+            decompress(frame, own_place.data, route=self._route)
         return frame
 
     @property

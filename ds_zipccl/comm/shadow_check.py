@@ -68,7 +68,7 @@ class Shadow:
         for number, (got, want) in enumerate(zip(outputs, self._wanted, strict=True)):
             wrong = self._wrong(number, got.detach().reshape(-1), want.reshape(-1))
             if bool(wrong.any()):
-                index = int(wrong.nonzero()[0])
+                index = int(wrong.byte().argmax())
                 values = ", ".join(
                     f"{name} {_show(flat.reshape(-1)[index])}" for name, flat in (("got", got), ("wanted", want))
                 )
@@ -133,7 +133,7 @@ class LossyShadow:
             got, want = output.detach().reshape(-1), wanted.reshape(-1)
             lost = ~want.isfinite() & got.isfinite()
             if bool(lost.any()):
-                index = int(lost.nonzero()[0])
+                index = int(lost.byte().argmax())
                 message = f"output {number} has {_show(got[index])} at {index}, wanted {want[index].item():g}"
                 raise ShadowMismatch(str(error(message)))
             finite = got.isfinite() & self._squares[number].reshape(-1).isfinite()

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-_PREFIX = "ds_zipccl/nodes"
+_PREFIX, _SECRET = "ds_zipccl/nodes", "ds_zipccl/hash key"
 #: Numbers of the calls of :func:`tell` of each group, equal on all ranks of the group.
 _rounds: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
@@ -56,6 +56,12 @@ def tell(group: dist.ProcessGroup, text: str) -> dict[int, str]:
     store.set(f"{prefix}/{dist.get_rank()}", text)
     found = store.multi_get([f"{prefix}/{rank}" for rank in ranks])
     return {rank: said.decode(errors="replace") for rank, said in zip(ranks, found, strict=True)}
+
+
+def secret() -> bytes:
+    """Return 16 random bytes, the same on all ranks of the job: those of the first to ask. Blocks for the rendezvous store alone."""
+    mine = os.urandom(16).hex()
+    return bytes.fromhex(_get_default_store().compare_set(_SECRET, "", mine).decode())
 
 
 def by_node(group: dist.ProcessGroup, found: dict[int, int]) -> list[list[int]]:

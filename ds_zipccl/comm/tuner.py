@@ -18,18 +18,15 @@ import statistics
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.work import CommError
+from ds_zipccl.comm.context import OpContext, Told
 from ds_zipccl.policy import tuner_rules
 from ds_zipccl.policy.admission import Decision
-
-if TYPE_CHECKING:
-    from ds_zipccl.comm.context import OpContext
+from ds_zipccl.policy.cost_model import LinkProfile
 
 #: on_choice(text): counts a choice for the telemetry table.
 OnChoice = Callable[[str], None]
@@ -40,13 +37,23 @@ class Tuner:
 
     A tuner lives as long as the group, and must keep neither the group nor an operation's tensors alive. Estimates are seconds for
     ``nominal`` bytes, because messages of one kind may differ in size. ``exchanging``: all-to-alls, whose first trial goes in rounds.
+    ``profile``: of the link, from which the candidates follow.
+
+    ``decided``: what a call has just decided from, for the caller to take: the agreed seconds of the plain collective, nan where it was not
+    tried, and whether all ranks had met.
     """
 
     def __init__(
-        self, candidates: Sequence[Decision], on_choice: OnChoice, nominal: int, exchanging: bool = False
+        self,
+        candidates: Sequence[Decision],
+        on_choice: OnChoice,
+        nominal: int,
+        exchanging: bool = False,
+        profile: LinkProfile | None = None,
     ) -> None:
         self._candidates = candidates
-        self._nominal = nominal
+        self.nominal, self.profile = nominal, profile
+        self.decided: tuple[float, bool] | None = None
         self._exchanging = exchanging
         soon, self._late = tuner_rules.DELAY_CALLS
         self._soon = tuner_rules.EXCHANGE_DELAY if exchanging else soon
@@ -61,6 +68,7 @@ class Tuner:
         self._exchange: TimingExchange | None = None  # measurements on their way between ranks
         self._checks = self._reviews = 0
         self._review_at = tuner_rules.REVIEW_CHECKS[0]
+        self.trying = True  # the latest planned call belongs to a trial, or there is no choice yet
         self._told = False  # the first choice counts, also where it is the candidate that has been used so far
         self._queue: deque[int] = deque()
         self._seen: Counter[Hashable] = Counter()  # token -> calls by differences since the last call without them
@@ -94,9 +102,11 @@ class Tuner:
                 and synchronized
                 and bool((self._exchange.all()[:, :, 1] == 1).all())
             ):
-                self._decide(agreed_seconds(self._exchange.all(), self._nominal))
+                told = self._exchange.all()
+                self._decide(agreed_seconds(told, self.nominal), bool((told[:, :, 1] == 1).all()))
         self._calls += 1
         trying = bool(self._queue)
+        self.trying = trying or not self._told
         index = self._queue[0] if trying else self._current
         ready = self._ready(index, token)
         if trying and ready:
@@ -136,7 +146,7 @@ class Tuner:
         self._queue.extend([*indices] * calls if self._exchanging else in_a_row)
         self._due = -1  # the last call of the trial sets it
 
-    def _decide(self, agreed: Sequence[float]) -> None:
+    def _decide(self, agreed: Sequence[float], met: bool) -> None:
         """Choose a candidate from the agreed seconds of all timed calls, and set the next calls to be timed."""
         self._exchange = None
         measured: defaultdict[int, list[float]] = defaultdict(list)
@@ -146,6 +156,8 @@ class Tuner:
         before = self._estimates[self._current]
         # the first call of a trial warms up
         now = {index: _median((times[1:] if tried else []) or times) for index, times in measured.items()}
+        plain = next((index for index in now if tried and not self._candidates[index].frames), None)
+        self.decided = math.nan if plain is None else now[plain], met
         for index, seconds in now.items():
             self._estimates[index] = tuner_rules.follow(self._estimates[index], seconds)
         if tried:
@@ -295,37 +307,13 @@ class CallTimer:
         return self._seconds, float(self.synchronized), float(self.nbytes)
 
 
-class TimingExchange:
-    """An exchange of triples of numbers between all ranks: seconds, a flag and bytes. The constructor posts the messages and does not
-    block. ``tag``: of the messages; None: the first tag of the context."""
+class TimingExchange(Told):
+    """An exchange of triples of numbers between all ranks: seconds, a flag and bytes, as ``[triples, 3]``, float64. Otherwise as
+    :class:`Told`."""
 
     def __init__(self, ctx: OpContext, triples: Sequence[tuple[float, float, float]], tag: int | None = None) -> None:
-        self._where = ctx.where()
-        tag = ctx.tag(0) if tag is None else tag
         mine = tensors.of_numbers(triples, torch.float64)
-        self._all = [mine, *(torch.empty_like(mine) for _ in ctx.peers)]
-        self._handles: list[dist.Work] = []
-        for peer, theirs in zip(ctx.peers, self._all[1:], strict=True):
-            with ctx.naming("exchanging measured times with", peer):
-                self._handles += [
-                    ctx.transport.post_recv(theirs, peer, tag),
-                    ctx.transport.post_send(mine, peer, tag),
-                ]
-
-    def all(self) -> torch.Tensor:
-        """Return the triples of all ranks as ``[ranks, triples, 3]``, float64, this rank first. Blocks until all have arrived; may be
-        called again.
-
-        Raises:
-            CommError: the triples of a rank did not arrive.
-        """
-        try:
-            for handle in self._handles:
-                handle.wait()
-        except RuntimeError as error:
-            raise CommError(f"{self._where}: waiting for the times that other ranks measured: {error}") from error
-        self._handles = []
-        return torch.stack(self._all)
+        super().__init__(ctx, mine, "the times that ranks measured", ctx.tag(0) if tag is None else tag)
 
 
 def agreed_seconds(measured: torch.Tensor, nominal: int) -> list[float]:

@@ -30,10 +30,11 @@ class CommError(RuntimeError):
     """A compressed operation failed. The message names the operation, its group, this rank and the peer."""
 
 
-class Work:
-    """An operation in flight, like ``torch.distributed.Work``. The handle keeps the operation's tensors alive."""
+class Work(dist.Work):
+    """An operation in flight. The handle keeps the operation's tensors alive."""
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
         self._name = name
         self._tensors = list(tensors)
         self._done = threading.Event()

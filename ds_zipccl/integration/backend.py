@@ -296,7 +296,7 @@ def _load_kernels(config: ZipcclConfig) -> None:
     kernels.route(kernels.preferred(config.route, "cpu"), "cpu")
     device = _device()
     if device.type == "cuda":
-        with contextlib.suppress(kernels.RouteUnavailable), devices.RUNTIMES["cuda"].device(device):
+        with contextlib.suppress(RuntimeError), devices.RUNTIMES["cuda"].device(device):  # also of the device itself
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
 
 
@@ -321,9 +321,13 @@ def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
 
 
 def _device() -> torch.device:
-    """Return the device that DeepSpeed gives to this rank; it need not be current yet."""
+    """Return the device that DeepSpeed gives to this rank, which need not be current yet; the current one where the rank sees fewer devices
+    than its node has ranks."""
     name = get_accelerator().device_name()
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
+    if name != "cuda":
+        return torch.device(name)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", torch.cuda.current_device() if 0 < torch.cuda.device_count() <= local else local)
 
 
 def _competing(config: ZipcclConfig) -> bool:

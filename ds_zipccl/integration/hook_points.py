@@ -6,13 +6,18 @@ it, and rank 0 says so in a line at the start. The places that a lossy codec nee
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from ds_zipccl.integration.untraced import untraced_frame
 from ds_zipccl.ops import OPS
+
+_T = TypeVar("_T")
 
 #: The own collective of this package, which no backend of DeepSpeed has.
 _OWN = "reduce_to_owners"
@@ -53,6 +58,7 @@ _NO_FUSING = "no gradients of tied layers are fused"
 _EXACT = "all roles stay exact"
 _NO_KINDS = "exchanges of experts are coded without their kinds"
 _WHOLE = "its sums are coded as sums of different tensors"
+_NO_MUON = "Muon's gathers of gradients and momenta have the roles of other gathers"
 
 #: Features that a name may guard. "epochs": agreements on ZeRO-3's parameters, which need to learn of all changes. "bases": bases of
 #: ZeRO-3's gathers. "fused": sums of tied gradients at once. "lossy": lossy codecs.
@@ -107,6 +113,11 @@ _TABLE = (
         ("self", "load_dir", "tag"),
         guards=("epochs", "lossy"),
     ),
+    HookPoint(
+        _ENGINE,
+        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
+        "a save of weights in one file agrees on bases module by module",
+    ),
     HookPoint(_ENGINE, "DeepSpeedEngine.destroy", "bases are freed with the process"),
     HookPoint(
         _ENGINE,
@@ -144,6 +155,13 @@ _TABLE = (
         guards=("epochs",),
     ),
     HookPoint(_PARTITION, "GatheredParameters.__enter__", _NO_SIZES, guards=("epochs",)),
+    HookPoint(
+        _STAGE3,
+        "DeepSpeedZeRoOffload.pre_sub_module_forward_function",
+        _NO_SIZES,
+        ("self", "sub_module"),
+        guards=("epochs",),
+    ),
     HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", _NO_SIZES, guards=("epochs",)),
     HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.load_state_dict", _NO_SIZES, guards=("epochs",)),
     HookPoint(
@@ -161,6 +179,8 @@ _TABLE = (
         ("self", "small_bucket"),
         ("process_group", "bucket_ranks"),
     ),
+    HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._apply_muon_to_accumulated_grads", _NO_MUON, optional=True),
+    HookPoint(_ZERO12, "DeepSpeedZeroOptimizer._apply_muon_updates_cpu_offload", _NO_MUON, optional=True),
     HookPoint(_PIPELINE, "PipelineEngine.__init__", f"{_NO_FUSING}, and {_EXACT}", guards=("fused", "lossy")),
     HookPoint(_PIPELINE, "PipelineEngine.train_batch", _EXACT, guards=("lossy",)),
     HookPoint(_PIPELINE, "PipelineEngine.reset_activation_shape", _EXACT, guards=("lossy",)),
@@ -227,6 +247,21 @@ def lines() -> list[str]:
         f"[ds_zipccl] {_release(POINTS[name].owner)} {_unfit[name]} in {POINTS[name].owner}: {POINTS[name].without}; training goes on"
         for name in new
     ]
+
+
+def running(original: Callable[..., Any], variable: ContextVar[_T], value: _T) -> Callable[..., Any]:
+    """Return the function ``original``, during whose calls ``variable`` has ``value``. The mark ``ds_zipccl`` is on it."""
+
+    @functools.wraps(original)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        token = variable.set(value)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            variable.reset(token)
+
+    noted.ds_zipccl = True  # type: ignore[attr-defined]
+    return untraced_frame(noted)
 
 
 def declare(points: Iterable[HookPoint]) -> None:

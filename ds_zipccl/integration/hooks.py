@@ -17,8 +17,9 @@ from ds_zipccl.comm import repeats
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.verdict import finish
-from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses
+from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
 from ds_zipccl.integration import (
+    bypassed,
     comms_logging,
     fused_embedding,
     hook_points,
@@ -29,12 +30,14 @@ from ds_zipccl.integration import (
     pipeline_calls,
     powersgd,
     replicated,
+    roles,
     zero_buckets,
     zero_epochs,
     zero_gathers,
 )
 from ds_zipccl.integration.backend import ZipcclBackend
-from ds_zipccl.integration.job import Job
+from ds_zipccl.integration.bypassed import Facts
+from ds_zipccl.integration.job import Job, overriding_section
 from ds_zipccl.telemetry import monitor, table
 
 #: DeepSpeed's class, by name, that stands for the optimizer of ZeRO-3 where nothing is trained.
@@ -64,14 +67,26 @@ def adopt_comm(module: Any) -> None:
             misspelled = near_misses(param_dict) if SECTION not in param_dict else []
             if misspelled:
                 raise ConfigError(f'unknown key "{misspelled[0]}" in the DeepSpeed config: did you mean "{SECTION}"?')
-            stage = (param_dict.get("zero_optimization") or {}).get("stage", 0)
-            module.cdb.configure(param_dict.get(SECTION), stage)
+            module.cdb.configure(param_dict.get(SECTION), bypassed.zero_section(param_dict).get("stage", 0))
+            module.cdb.job.tell(bypassed.lines(Facts(param_dict)))
+        elif param_dict is not None and torch.distributed.is_initialized():
+            _say_not_adopted(module.cdb, param_dict)
 
     configure.ds_zipccl = True  # type: ignore[attr-defined]
     module.configure = configure
     package: Any = importlib.import_module("deepspeed.comm")
     if getattr(package, "configure", None) is original:  # the package has copied the name already
         package.configure = configure
+
+
+def _say_not_adopted(backend: Any, param_dict: Mapping[str, Any]) -> None:
+    """Print, on rank 0 of a job that asks for coding, that a backend of DeepSpeed is not ours. ``CCLBackend`` stays as it is: its sums and
+    broadcasts are calls of oneCCL, which ours would replace by calls of torch, and no schedule of ours runs on a ccl group."""
+    section = overriding_section()
+    section = param_dict.get(SECTION) if section is None else section
+    if section is not None and parse_section(section).enabled and torch.distributed.get_rank() == 0:
+        for line in bypassed.lines(Facts(backend=getattr(backend, "name", ""))):
+            print(f"[ds_zipccl] {line}", flush=True)
 
 
 def adopt_engine(module: ModuleType) -> None:
@@ -88,14 +103,19 @@ def adopt_zero3(module: ModuleType) -> None:
 
 
 def adopt_stage3(module: ModuleType) -> None:
-    """Learn of changes of ZeRO-3's parameters, and of its gradients, from ``deepspeed.runtime.zero.stage3``."""
-    zero_epochs.watch_optimizer(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None))
+    """Learn of changes of ZeRO-3's parameters, of its gradients and of its passes, from ``deepspeed.runtime.zero.stage3``."""
+    optimizer = getattr(module, "DeepSpeedZeroOptimizer_Stage3", None)
+    zero_epochs.watch_optimizer(optimizer)
+    zero_epochs.watch_passes(getattr(module, "DeepSpeedZeRoOffload", None))
+    roles.watch_muon(optimizer, "DeepSpeedZeroOptimizer_Stage3._apply_muon_to_accumulated_grads")
     lossy_calls.watch(module)
 
 
 def adopt_zero12(module: ModuleType) -> None:
     """Learn the gradient buckets of ZeRO-1 and ZeRO-2, and their owners, from ``deepspeed.runtime.zero.stage_1_and_2``."""
-    zero_buckets.watch_buckets(getattr(module, "DeepSpeedZeroOptimizer", None))
+    optimizer = getattr(module, "DeepSpeedZeroOptimizer", None)
+    zero_buckets.watch_buckets(optimizer)
+    roles.watch_muon(optimizer, "DeepSpeedZeroOptimizer._apply_muon_updates_cpu_offload")
     lossy_calls.watch(module)
 
 
@@ -170,6 +190,7 @@ def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
     if job is not None:
         job.learn_groups(engine.module)
         if job.config is not None:
+            job.tell(bypassed.lines(Facts(classes=bypassed.classes_of(engine.module))))
             powersgd.refuse(engine, job.config)
             fused_embedding.begin_engine(engine, job.config)
     return result
@@ -239,6 +260,12 @@ def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
     return found
 
 
+def _save_weights(engine: Any, original: Callable[[], Any]) -> Any:
+    """Surround a save of ZeRO-3's weights in one file, which gathers them module by module."""
+    with zero_epochs.saving(engine.optimizer):
+        return original()
+
+
 def _lossy_config() -> ZipcclConfig | None:
     """Return the config of this process, None where no role is lossy."""
     job = _job()
@@ -257,6 +284,7 @@ def _start_pipeline(engine: Any, original: Callable[[], Any]) -> Any:
     original()
     job = _job()
     if job is not None:
+        job.tell(bypassed.lines(Facts(device=engine.device.type, pipelined=engine.num_stages > 1)))
         fused_embedding.begin(engine, job)
 
 
@@ -286,6 +314,7 @@ _AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
     "_take_model_step": _take_step,
     "save_checkpoint": _save_checkpoint,
     "load_checkpoint": _load_checkpoint,
+    "_zero3_consolidated_16bit_state_dict": _save_weights,
     "destroy": _destroy,
 }
 #: The same of PipelineEngine.

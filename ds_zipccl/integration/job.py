@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -66,6 +66,8 @@ class Job:
     step_log: StepLog | None = None
     #: The calls that always pass; None where some may be coded.
     passing: Passing | None = None
+    #: Lines about features of engines that rank 0 has printed; see :mod:`.bypassed`.
+    told: set[str] = field(default_factory=set)
     #: Collective -> the coded method as torch.compile calls it, outside of graphs.
     untraced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -107,6 +109,14 @@ class Job:
             yield
         finally:
             self.stepping = 0
+
+    def tell(self, lines: Iterable[str]) -> None:
+        """Print lines on rank 0, each once, if the job codes messages."""
+        if self.config is not None and dist.get_rank() == 0:
+            for line in lines:
+                if line not in self.told:
+                    print(f"[ds_zipccl] {line}", flush=True)
+                self.told.add(line)
 
     def learn_groups(self, model: torch.nn.Module) -> None:
         """Note the groups that the model's layers hold."""

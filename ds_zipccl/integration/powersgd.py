@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ds_zipccl import comm, kernels, tensors
-from ds_zipccl.codecs import lowrank, region_hash
-from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.codecs import lowrank
+from ds_zipccl.comm.group_state import group_size, region_hash
 from ds_zipccl.comm.low_rank_sum import Matrix, low_rank_sum
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig
 from ds_zipccl.integration import lossy_state

@@ -6,15 +6,12 @@ gradients of parameters that are not split. DeepSpeed adds both over the tensor 
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 from ds_zipccl.integration import hook_points
-from ds_zipccl.integration.untraced import untraced_frame
 
 _expected: ContextVar[bool] = ContextVar("ds_zipccl_replicated", default=False)
 
@@ -30,7 +27,7 @@ def watch_rows(module: ModuleType) -> None:
     gather = getattr(module, "_AllGatherVariableRows", None)
     original = hook_points.fitting("_AllGatherVariableRows.backward", gather)
     if gather is not None and original is not None and not hasattr(original, "ds_zipccl"):
-        gather.backward = staticmethod(_noted(original))
+        gather.backward = staticmethod(hook_points.running(original, _expected, True))
 
 
 def watch_gradients(module: ModuleType) -> None:
@@ -40,20 +37,7 @@ def watch_gradients(module: ModuleType) -> None:
     original: Any = hook_points.fitting(name, module)
     if original is None or hasattr(original, "ds_zipccl"):
         return
-    noted = _noted(original)
+    noted = hook_points.running(original, _expected, True)
     for holder in (module, sys.modules.get("deepspeed.runtime.engine")):  # the engine may have copied the name already
         if getattr(holder, name, None) is original:
             setattr(holder, name, noted)
-
-
-def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        token = _expected.set(True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _expected.reset(token)
-
-    noted.ds_zipccl = True  # type: ignore[attr-defined]
-    return untraced_frame(noted)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ds_zipccl.integration import hook_points
 
 P2P = ("send", "recv", "isend", "irecv")
 #: Operations by which ZeRO gathers parameters: with torch 1.13 and later it gathers no lists.
@@ -26,6 +29,8 @@ _OF_MPU = {
     "get_data_parallel_group": "dp",
     "get_sequence_data_parallel_group": "dp",
 }
+#: The role of the calls over data that the running method of DeepSpeed makes, whatever their names; "" in all other methods.
+_of_method: ContextVar[str] = ContextVar("ds_zipccl_role", default="")
 _ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 
@@ -43,9 +48,24 @@ def role_of(name: str, group: Any, with_zero: bool, learned: Mapping[Any, str] |
         return kind
     if name.startswith("all_to_all") and not kind:
         return "ep" if group is None else "sp"
+    if role := _of_method.get():
+        return role
     if name in ("broadcast", "all_gather", "gather", "scatter") or not with_zero:
         return "dp"
     return "zero_param" if name in _GATHERS else "zero_grad"
+
+
+def watch_muon(optimizer: Any, point: str) -> None:
+    """Give the calls of Muon's update the role ``zero_grad``: ZeRO gathers gradients and momenta there, never parameters. Repeating the
+    call does nothing, nor does a class without the method.
+
+    Args:
+        optimizer: a class of ZeRO.
+        point: the hook point of the method.
+    """
+    original = hook_points.fitting(point, optimizer)
+    if original is not None and not hasattr(original, "ds_zipccl"):
+        setattr(optimizer, point.rpartition(".")[2], hook_points.running(original, _of_method, "zero_grad"))
 
 
 def model_parallel_role(group: Any, learned: Mapping[Any, str]) -> str:

@@ -215,7 +215,8 @@ def start_line(
         nodes: the ranks of each node.
         settled: for groups in stream order; None where the job has none that is coded.
     """
-    cuda = kernels.tried("cuda")  # kernels.why() would compile the routes that are not needed
+    # kernels.why() would compile or import the routes that this job does not use
+    cpu, cuda = kernels.tried("cpu"), kernels.tried("cuda")
     off = [role for role in ROLES if config.mode_of(role) == "never"]
     if len(off) == len(ROLES):
         covered = "nothing will be coded: the mode of every role is never"
@@ -226,7 +227,7 @@ def start_line(
         if key in _ALWAYS_SAID or (value != usual[key] and key not in _SAID_ELSEWHERE)
     }
     parts = [
-        _kernels("kernels", config.route, "cpu", kernels.why()),
+        _kernels("kernels", config.route, "cpu", cpu),
         *([_kernels("CUDA kernels", config.route, "cuda", cuda)] if cuda else []),
         ", ".join(f"{key} {value}" for key, value in settings.items()),
     ]

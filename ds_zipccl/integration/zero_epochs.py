@@ -6,6 +6,12 @@ change behind our back, by a write to ``param.ds_tensor``, is noticed where a fr
 
 In groups that exchange messages the first gather after a step agrees on the parameters whose bases hold their words, see
 :mod:`ds_zipccl.comm.delta.epochs`. A write between two steps is noticed there, and a write in a step before the optimizer step.
+
+No step follows an evaluation, so that the first gather of each of its forward passes agrees: a pass of modules in eval mode, or without
+gradients. So does the first gather of the training that follows. A pass is a call of a module outside of calls of other modules of
+the engine and outside of backward passes: a call of the model, or of a part of it, such as each token of ``generate``. Its first gather
+decides, for gathers are calls of all ranks. This relies on them to gather in calls in the same modes, as programs do that run the same
+lines on all ranks. A rank may make more calls that gather nothing.
 """
 
 from __future__ import annotations
@@ -33,14 +39,16 @@ _AGREED = "ds_zipccl_agreed"
 _KEPT = "ds_zipccl_kept"
 #: Attribute of an optimizer, and of each of its parameters: the epochs of all of them.
 _EPOCHS = "ds_zipccl_epochs"
-#: Classes, by name, that change parameters in ways that are known here. Their subclasses may step in the background.
-_KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedZeRoOffload")
+#: Classes, by name, that change parameters in ways that are known here. Other subclasses may change them in the background; SuperOffload's
+#: processes change the optimizer's own copies, and its step the shards.
+_KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3", "DeepSpeedZeRoOffload")
 
 
 class Epochs:
     """The parameters of one engine, all of them in the order of their numbers, which is the same on all ranks, by partition group.
 
-    ``streams``: the groups in the order of streams. ``steps``: the engine has optimizer steps, before which bases are checked.
+    ``streams``: the groups in the order of streams. ``steps``: the engine has optimizer steps, before which bases are checked. Without
+    steps each pass is an evaluation, and the keepers count copies.
     """
 
     def __init__(
@@ -60,6 +68,14 @@ class Epochs:
         ordered = sorted(groups.items(), key=lambda item: -_size(item[0]))
         self._groups = [(group, [param for _, param in some]) for group, some in ordered if group in streams]
         self._keepers: list[Keeper] = []
+        self._outermost: Any = None  # the module whose call is the pass that runs now
+        #: Outermost modules -> handles of the hooks that tell the end of their calls.
+        self.left: dict[Any, Any] = {}
+        self._passes = self._gathered = 0  # passes that have begun here, and the last of them that has gathered
+        self._evaluates = False  # the pass that has begun last
+        self._stepping = False  # a training pass has gathered since the last step
+        #: Parameters are gathered for a save, which has agreed on all of them.
+        self.saving = False
         for group, some in ordered:
             if group in streams:
                 for name, param in some:
@@ -69,10 +85,41 @@ class Epochs:
             self._keepers.append(keeper)
             for name, param in some:
                 setattr(param, _KEPT, _kept(name, param, keeper))
+        self._steps = steps and bool(self._keepers)
 
     def forget(self) -> None:
         """End the epochs of all parameters."""
         forget(self.parameters)
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """Note that a call of a module begins. The outermost one outside of a backward pass is a pass. Does not block."""
+        nested = self._outermost not in (None, module)  # a call that was not seen to end ends with the next one
+        if nested or not self._steps or torch._C._current_graph_task_id() != -1:
+            return
+        if module not in self.left:
+
+            def leave(*call: Any) -> None:
+                self._outermost = None
+
+            self.left[module] = module.register_forward_hook(leave, always_call=True)
+        self._outermost, self._passes = module, self._passes + 1
+        self._evaluates = not (module.training and torch.is_grad_enabled())
+
+    def begin_gather(self) -> None:
+        """Let a gather agree anew if it is the first one of an evaluation's pass, or the first one of training after it. Does not block."""
+        if self._outermost is None or self._gathered == self._passes:
+            return
+        self._gathered = self._passes
+        for keeper in self._keepers:
+            if self._evaluates or not (keeper.steps or self._stepping):
+                keeper.refresh()
+            keeper.steps = not self._evaluates
+        self._stepping |= not self._evaluates
+
+    def refresh(self) -> None:
+        """Let the next gather agree on all parameters with bases. Does not block."""
+        for keeper in self._keepers:
+            keeper.refresh()
 
     def check(self) -> None:
         """Raise CommError if a frame was refused, or a parameter was written to within its epoch. A collective of every group that has
@@ -94,8 +141,10 @@ class Epochs:
 
         On bases the next gather agrees.
         """
+        self.refresh()
+        self._stepping = False
         for keeper in self._keepers:
-            keeper.refresh()
+            keeper.steps = False  # until a training pass gathers
         for group, params in self._groups:
             ready = [param for param in params if self._ready(param)]
             shards = [(getattr(param, _AGREED), param.ds_tensor.detach().view(-1)) for param in ready]
@@ -140,6 +189,8 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
     for _, param in named:
         _drop(param)  # what an earlier engine of the module has left
     known = type(optimizer).__name__ in _KNOWN and not getattr(optimizer, "zenflow", False)
+    if known and hasattr(optimizer, "step"):
+        watch_optimizer(type(optimizer))  # SuperOffload has a step of its own
     if not known or hook_points.lacking("epochs"):
         return
 
@@ -157,21 +208,29 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
         if takes_part:
             found.append((name, param))
     if found:
-        steps = hasattr(
-            optimizer, "step"
-        )  # DeepSpeed has an object in the place of an optimizer for engines that only evaluate
+        steps = hasattr(optimizer, "step")  # engines that only evaluate have another object in its place
         epochs = Epochs(sorted(found, key=lambda one: int(one[1].ds_id)), config, device, streams, steps)
-        for one in (optimizer, *epochs.parameters):
+        for one in (optimizer, _offload(optimizer), *epochs.parameters):
             setattr(one, _EPOCHS, epochs)
         epochs.agree()
 
 
 def end(optimizer: Any) -> None:
     """End the epochs of an engine's parameters for good, before their bases go. All ranks call."""
-    epochs = vars(optimizer).pop(_EPOCHS, None) if hasattr(optimizer, _EPOCHS) else None
-    for param in () if epochs is None else epochs.parameters:
+    if (epochs := getattr(optimizer, _EPOCHS, None)) is None:
+        return
+    for handle in epochs.left.values():
+        handle.remove()
+    for one in {optimizer, _offload(optimizer)}:
+        vars(one).pop(_EPOCHS, None)
+    for param in epochs.parameters:
         if getattr(param, _EPOCHS, None) is epochs:  # a later engine may have begun others
             _drop(param)
+
+
+def _offload(optimizer: Any) -> Any:
+    """Return the object of ZeRO-3 that fetches parameters; it stands for the optimizer where nothing is trained."""
+    return getattr(optimizer, "parameter_offload", optimizer)
 
 
 def _drop(param: Any) -> None:
@@ -195,7 +254,11 @@ def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
         numel, slot = param.ds_tensor.ds_numel, None if one is None else one.slot()
         fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
         found.append(Part(numel, one if fits else None))
-    return found if any(part.kept is not None for part in found) else ()
+    if not any(part.kept is not None for part in found):
+        return ()
+    for some in _by_epochs(params):
+        getattr(some[0], _EPOCHS).begin_gather()
+    return found
 
 
 def forget(params: Iterable[Any]) -> None:
@@ -218,6 +281,21 @@ def changing(optimizer: Any) -> Iterator[None]:
     yield
     epochs.forget()
     epochs.agree()
+
+
+@contextlib.contextmanager
+def saving(optimizer: Any) -> Iterator[None]:
+    """Surround a save of all parameters, one after the other: all of them are agreed on at once. All ranks call."""
+    epochs = getattr(optimizer, _EPOCHS, None)
+    if epochs is None:
+        yield
+        return
+    epochs.refresh()
+    epochs.saving = True
+    try:
+        yield
+    finally:
+        epochs.saving = False
 
 
 def watch_partitions(init: Any, gathered: Any) -> None:
@@ -243,7 +321,8 @@ def watch_partitions(init: Any, gathered: Any) -> None:
     def enter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         params = self.params if self.enabled else ()
         for one in params:  # a program that reads parameters gets the words that are there now
-            if one.ds_status.name == "NOT_AVAILABLE" and (kept := getattr(one, _KEPT, None)) is not None:
+            kept = getattr(one, _KEPT, None)
+            if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, _EPOCHS).saving:
                 kept.refresh()
         result = original(self, *args, **kwargs)
         for some in _by_epochs(params):
@@ -264,11 +343,23 @@ def _by_epochs(params: Iterable[Any]) -> Iterable[Sequence[Any]]:
     return found.values()
 
 
+def watch_passes(offload: Any) -> None:
+    """Note forward passes in ``DeepSpeedZeRoOffload``, whose methods fetch the parameters of modules. Repeating the call does nothing."""
+
+    def fetch(original: Callable[..., Any], self: Any, sub_module: Any, *args: Any, **kwargs: Any) -> Any:
+        epochs = getattr(self, _EPOCHS, None)
+        if epochs is not None:
+            epochs.enter(sub_module)
+        return original(self, sub_module, *args, **kwargs)
+
+    _surround("DeepSpeedZeRoOffload.pre_sub_module_forward_function", offload, fetch)
+
+
 def watch_optimizer(kind: Any) -> None:
     """Let the methods of ZeRO-3's optimizer that change parameters end epochs. Repeating the call does nothing.
 
     Args:
-        kind: ``DeepSpeedZeroOptimizer_Stage3``.
+        kind: ``DeepSpeedZeroOptimizer_Stage3``, or its subclass.
     """
 
     def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

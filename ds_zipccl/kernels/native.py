@@ -99,7 +99,7 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
             i32,
         )
         self._hash = library.zipccl_hash
-        self._hash.argtypes, self._hash.restype = [pointer, u64, pointer, i32], None
+        self._hash.argtypes, self._hash.restype = [pointer, u64, pointer, pointer, i32], None
         self._find_rows = library.zipccl_find_rows
         self._find_rows.argtypes, self._find_rows.restype = [pointer, i32], u64
         self._encode_rows = library.zipccl_encode_rows
@@ -191,9 +191,11 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
             )
         )  # fmt: skip
 
-    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
-        halves = (ctypes.c_uint64 * 2)()
-        self._hash(data.data_ptr(), data.numel(), ctypes.addressof(halves), torch.get_num_threads())
+    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        halves, keys = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 2)(*key)
+        self._hash(
+            data.data_ptr(), data.numel(), ctypes.addressof(keys), ctypes.addressof(halves), torch.get_num_threads()
+        )
         return halves[0], halves[1]
 
     def find_rows(

@@ -53,7 +53,7 @@ class Route(Protocol):
         ...
 
     def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
-        """Return both halves of the hash of ``data`` (uint8; FORMAT.md section 5)."""
+        """Return both halves of the hash of ``data`` (uint8; FORMAT.md section 5). Routes of the CPU take a ``key`` too: two u64."""
         ...
 
     def find_rows(

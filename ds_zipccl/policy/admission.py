@@ -158,10 +158,22 @@ class PassReason(Enum):
         "The tuner has measured the plain collective and our schedules for this kind of message, and the plain one won.",
         'None is needed on a fast link. `"mode": "always"` codes the message all the same, to compare.',
     )
+    TRIAL = (
+        "trying schedules",
+        "The tuner is timing the plain collective and our schedules for this kind of message, and it was the turn of the plain one, or the "
+        "times of other ranks were on their way. Nothing is decided yet.",
+        "None is needed: a trial takes seven calls of each schedule, and later trials fewer.",
+    )
     INSIDE_NODE = (
         "inside one node",
         "All ranks of the NCCL group are on one node, and reach each other without a network: coding would take longer than sending.",
         'None is needed. `"mode": "always"` codes the message all the same, to compare.',
+    )
+    ONE_QUEUE = (
+        "one hardware queue",
+        "`CUDA_DEVICE_MAX_CONNECTIONS` is 1 on some rank: all streams share one queue of the device, so that coded gathers and all-to-alls "
+        "on NCCL groups would not overlap with computing.",
+        'Unset the variable, or set it to 8, CUDA\'s default. `"mode": "always"` codes the message all the same, to compare.',
     )
     NETWORK_IS_FASTER = (
         "network faster than coding",

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 TYPICAL_RATIO = {"bfloat16": 1.50, "float16": 1.17, "float32": 1.20}
 #: Ratio of parameters against those of the last step (measured: 4 to 6 in the peak-rate phase of a training, more later).
 DELTA_RATIO = 4.0
-#: Ratio of parameters that have not changed: a few bits a block (measured: 630 for bf16 in large messages; 950 for fp32).
-UNCHANGED_RATIO = 500.0
 #: Frames of one kind are not tried if frames of another kind take less than this share of their predicted time (seed: the model is
 #: right within 20%).
 CLEARLY = 0.8
@@ -92,6 +90,10 @@ class LinkProfile:
     def send_seconds(self, nbytes: float) -> float:
         """Return the seconds of a message of ``nbytes`` in one direction."""
         return self.alpha + self.one_way * (self.seconds(nbytes) - self.alpha)
+
+    def slowed(self, factor: float) -> LinkProfile:
+        """Return the profile of a link whose messages take ``factor`` times as long."""
+        return replace(self, transfer=tuple((nbytes, factor * seconds) for nbytes, seconds in self.transfer))
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as an object for :mod:`json`."""

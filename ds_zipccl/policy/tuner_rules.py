@@ -38,6 +38,17 @@ HYSTERESIS = 0.95
 DRIFT = 1.3
 #: Weight of a new measurement in an estimate (seed).
 FOLLOW = 0.5
+#: The measurement of the link is wrong if plain collectives take so many times longer or shorter than predicted (seed: the prediction of
+#: gloo's own schedules is right within a half); bytes from which on the link decides on their time (seed).
+LINK_ERROR, LINK_BYTES = 3.0, 4 << 20
+
+
+def link_error(predicted: float, seconds: float, met: bool) -> float:
+    """Return the factor by which the link is slower than it was measured, from the predicted and the agreed seconds of plain collectives; 1
+    where they agree well enough. Ranks that have not met may have waited for each other, so that only a short time tells something."""
+    factor = seconds / predicted
+    wrong = 0 < factor < 1 / LINK_ERROR or (met and LINK_ERROR < factor < math.inf)
+    return factor if wrong else 1.0
 
 
 def size_class(nbytes: int) -> int:

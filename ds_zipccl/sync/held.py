@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_zipccl import codecs, tensors
+from ds_zipccl.codecs import memory
 from ds_zipccl.sync import message, words
 from ds_zipccl.sync.errors import SyncError, SyncErrorCode
 from ds_zipccl.sync.message import FULL, RECORD_BYTES, Head, Layout, Slice, Spec
@@ -106,8 +107,7 @@ def specs(state: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
                 SyncErrorCode.STATE,
                 f"wanted names and tensors, got {type(tensor).__name__} under {name!r}: leave that entry out",
             )
-        plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensors.is_traced(type(tensor))
-        if not plain or tensor.device.type not in codecs.DEVICES or tensor.dtype not in message.DTYPE_IDS:
+        if not memory.has_words(tensor) or tensor.dtype not in message.DTYPE_IDS:
             raise SyncError(
                 SyncErrorCode.STATE,
                 f"{name!r} is a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout} on {tensor.device}; wanted a dense tensor "

@@ -11,6 +11,7 @@ import torch
 
 from ds_zipccl import codecs, devices, tensors
 from ds_zipccl import frame as framing
+from ds_zipccl.codecs import memory
 from ds_zipccl.frame import FrameError
 from ds_zipccl.sync import message, words
 from ds_zipccl.sync.errors import SyncError, SyncErrorCode
@@ -231,6 +232,7 @@ class Receiver:
 def _flat_part(part: Any) -> torch.Tensor:
     """A part as a 1-D uint8 CPU tensor."""
     if isinstance(part, torch.Tensor):
+        memory.admit("a part", part, TypeError)
         if part.dtype != torch.uint8 or part.dim() != 1:
             raise TypeError(f"a part is a 1-D uint8 tensor or bytes, got {part.dtype} of shape {tuple(part.shape)}")
         return part.detach().cpu().contiguous()

@@ -1,20 +1,30 @@
-"""The counters as plain text: a table of roles and operations, and lines for memory, lossy frames, differences, owners, choices and host
-waits."""
+"""The counters as plain text: a table of roles and operations, lines for memory, lossy frames, differences, owners, choices and host
+waits, and a legend."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from ds_zipccl.lossy import LOSSY_CODECS
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.counters import Lossy, Row
 
-_HEADER = ("role", "op", "coded", "MB", "sent MB", "ratio", "passed", "MB", "why passed")
+_HEADER = ("role", "op", "coded", "logical MB", "wire MB", "ratio", "passed", "MB", "why passed")
 _TEXTS = {0, 1, len(_HEADER) - 1}  # columns aligned to the left
 
 
+#: Pattern of a word that the table may have -> the line that explains the word.
+_LEGEND = {
+    r"(?m)^\S+ +agreement\b": "agreement: ranks agree on sizes or earlier values before gathers; plain DeepSpeed sends no such message",
+    r" shards went as differences": "shards: this rank's parts of gathered tensors, where others may hold those of an earlier gather",
+    r", group [^:]+: ": "group: the name that torch gives to a process group other than the default one, which has all ranks",
+}
+
+
 def render() -> str:
-    """Return the rows with aligned columns and the total over coded calls, in MB of 10^6 bytes; then one line per further fact."""
+    """Return the rows with aligned columns and the total over coded calls, in MB of 10^6 bytes; then one line per further fact, and
+    lines that explain words of the table."""
     rows, totals = counters.rows(), counters.totals()
     total = _amounts(sum(row["calls"] for row in rows), totals["logical_bytes"], totals["wire_bytes"], totals["ratio"])
     called = [row for row in rows if row["calls"] or row["passed"]]
@@ -25,7 +35,8 @@ def render() -> str:
     lines += map(_lossy, counters.lossy())
     for facts in (_differences, _whole, _choices, _host_waits, _repeats):
         lines += [line for row in rows for line in facts(row)]
-    return "\n".join(lines)
+    text = "\n".join(lines)
+    return "\n".join([text, *(line for word, line in _LEGEND.items() if re.search(word, text))])
 
 
 def show(when: str) -> None:
@@ -48,7 +59,10 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     """Return the cells of one row, in the order of the header."""
     why = ", ".join(f"{reason} ({count})" for reason, count in sorted(row["reasons"].items()))
-    amounts = _amounts(row["calls"], row["logical_bytes"], row["wire_bytes"], row["ratio"])
+    calls, logical, wire, ratio = _amounts(row["calls"], row["logical_bytes"], row["wire_bytes"], row["ratio"])
+    if row["wire_bytes"] and not row["logical_bytes"]:
+        ratio = "-"  # messages in addition to the plain ones
+    amounts = (calls, logical, wire, ratio)
     return (row["role"], _call(row), *amounts, str(row["passed"]), f"{row['passed_bytes'] / 1e6:.2f}", why)
 
 

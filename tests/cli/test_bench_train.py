@@ -261,7 +261,7 @@ def test_frozen_and_slowly_changing_parameters(workload: str, tmp_path: Path) ->
     words = f"bench train --workload {workload} --variants {variants} --steps 4 --skip 1 --size tiny --json {file}"
     assert main([*words.split(), "--set", "zero3_base=host", "min_bytes=1024"]) == 0
     content = json.loads(file.read_text())
-    plain, coded, *lossy = content["rows"]
+    plain, *lossy, coded = content["rows"]
     (verdict,) = content["verdicts"]
     assert plain["params_sha256"] == coded["params_sha256"] and plain["gather_ratio"] == 1
     assert coded["step_m"] == pytest.approx(statistics.fmean(verdict["volume"]["coded"]["sent_m"]))

@@ -112,7 +112,7 @@ def test_predictions_are_within_20_percent_of_measured_trainings(results: str, m
     """Trainings of docs/results on shaped links. The link is the nominal one, and the codec that of docs/results/codec.json: the speed of
     this machine does not matter."""
     coder = speeds.read(str(ROOT / "docs/results/codec.json"), "bfloat16").profile
-    monkeypatch.setattr(speeds, "measured_differences", lambda: ((coder.encode, coder.decode),) * 2)
+    monkeypatch.setattr(speeds, "measured_differences", lambda: (coder.encode, coder.decode))
     trained = content(ROOT / f"docs/results/{results}.json")
     parameters = {(one["workload"], one["ranks"], one["link"]): one["parameters"] for one in trained["verdicts"]}
     rows = {(row["workload"], row["ranks"], row["link"], row["variant"]): row for row in trained["rows"]}
@@ -174,7 +174,7 @@ def test_zero3_keeps_parameters_for_the_backward_pass(
         )
     )
     args = argparse.Namespace(
-        params=11_615_680, zero=3, accumulation=1, gradients=None, zero3_base=base, delta="auto", dtype="bfloat16"
+        params=11_615_680, trainable=None, zero=3, accumulation=1, gradients=None, zero3_base=base, delta="auto", dtype="bfloat16"
     )  # fmt: skip
     assert sum(line.part * line.times for line in step_plan.traffic(args, job.buckets)) == pytest.approx(
         volume, abs=2e-4
@@ -237,9 +237,10 @@ def test_the_ratio_of_a_sample(tmp_path: Path) -> None:
     [
         ("--params 1e9", "name --ds-config too"),
         ("--step-ms 400", "name --params too"),
+        ("--trainable 1e9", "--trainable is a part of --params"),
         ("--ranks 1", "--ranks must be at least 2"),
         ("--ds-config missing.json", "cannot read the DeepSpeed config missing.json"),
-        ("--params -1", "is not a number above 0"),
+        ("--params -1", "is not a whole number from 1"),
         ("--check zero2", "--check wants a --link of a given rate"),
         ("--check zero2 --link 1gbit --steps 3", "need --steps > --skip"),
     ],
@@ -295,6 +296,7 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert "deepspeed.runtime.zero.stage3: AttributeError" in said and "(rank 1 on" in said
     assert "11 modules of DeepSpeed known, 1 missing" in said
     assert "expected: communication" in said and "step not predicted" not in said
+    assert "this does not hold here: 2 ranks share the cores of one machine and its loopback" in said
 
     written_file = found["doctor"]
     profile = LinkProfile.from_json(written_file["profile"])
@@ -339,9 +341,10 @@ def test_a_training_on_a_shaped_link(tmp_path: Path) -> None:
     assert ended.returncode == (0 if within else 1)
 
 
-def test_the_quietest_measurement_counts() -> None:
-    slow = LinkProfile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5], [1e9, 2.0]]})
-    assert doctor_ranks.quietest([slow, FAST, slow]) is FAST
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_the_median_measurement_counts(order: tuple[int, ...]) -> None:
+    profiles = [FAST.slowed(factor) for factor in (1, 2, 20)]
+    assert doctor_ranks.median([profiles[number] for number in order]) is profiles[1]
 
 
 # ---------------------------------------------------------------- a rank

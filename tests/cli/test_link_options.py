@@ -118,4 +118,7 @@ def test_what_netem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plan_takes_a_rate_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan --params 1e9 --gpus 2 --gpus-per-node 1 --link 1gbit,20ms".split()) == 2
-    assert "put its delay into --latency" in capsys.readouterr().err
+    assert (
+        "--network 1gbit/gpu, or 1gbit/node for all GPUs of a node together; a delay goes into --latency"
+        in capsys.readouterr().err
+    )

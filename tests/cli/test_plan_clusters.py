@@ -83,7 +83,7 @@ def test_fitted_parameters_are_options(tmp_path: Path) -> None:
     """The command for one run predicts the cell of that run."""
     found = planned(tmp_path, "--clusters")
     (cell,) = [row for row in found["rows"] if (row["links"], row["size"]) == (2, "138B")]
-    words = "--params 138e9 --gpus 384 --gpus-per-node 16 --dtype fp16 --ratio 1.2 --network 2x100gbit --tokens 2048".split()
+    words = "--params 138e9 --gpus 384 --gpus-per-node 16 --dtype fp16 --ratio 1.2 --network 2x100gbit/node --live 0 --tokens 2048".split()
     fit = [f"--path={found['fit']['path']}", f"--tflops={found['fit']['tflops']}"]
     plain, _ = planned(tmp_path, *words, *fit)["steps"]
     assert (plain["variant"], plain["tflops"], plain["exposed"]) == (
@@ -95,7 +95,7 @@ def test_fitted_parameters_are_options(tmp_path: Path) -> None:
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------
 
-LARGE = "--params 70e9 --gpus 1024 --gpus-per-node 8 --gpu-profile assumed-1.0".split()
+LARGE = "--params 70e9 --gpus 1024 --gpus-per-node 8 --live 0 --gpu-profile assumed-1.0".split()
 
 
 def test_parts_of_a_step() -> None:
@@ -109,7 +109,7 @@ def test_parts_of_a_step() -> None:
 
 
 def test_a_step_is_sped_up_less_than_its_communication(tmp_path: Path) -> None:
-    words = (*LARGE, "--network", "8x100gbit", "--tflops", "400", "--tokens", "4096")
+    words = (*LARGE, "--network", "8x100gbit/node", "--tflops", "400", "--tokens", "4096")
     found = planned(tmp_path, *words)
     plain, coded = found["steps"]
     assert plain["gpus"] == 1024 and plain["computing_ms"] == pytest.approx(1e3 * 8 * 70e9 * 4096 / 400e12)
@@ -131,13 +131,13 @@ def test_a_step_is_sped_up_less_than_its_communication(tmp_path: Path) -> None:
 
 def test_hops_and_the_picture_up_to_1024_gpus(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    words = (*LARGE, "--network", "8x400gbit", "100gbit", "--tflops", "400", "--tokens", "4096", "--hop", "5")
+    words = (*LARGE, "--network", "8x400gbit/node", "100gbit/node", "--tflops", "400", "--tokens", "4096", "--hop", "5")
     picture = tmp_path / "plan.png"
     found = planned(tmp_path, *words, "--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert sorted({row["gpus"] for row in found["scaling"]}) == [16, 32, 64, 128, 256, 512, 1024]
     assert {(row["network"], row["variant"]) for row in found["scaling"]} == {
-        (network, variant) for network in ("8x400gbit", "100gbit") for variant in ("plain", "coded")
+        (network, variant) for network in ("8x400gbit/node", "100gbit/node") for variant in ("plain", "coded")
     }
     assert found["steps"] == [row for row in found["scaling"] if row["gpus"] == 1024]
     without = planned(tmp_path, *words[:-2])["steps"]
@@ -146,7 +146,7 @@ def test_hops_and_the_picture_up_to_1024_gpus(tmp_path: Path) -> None:
 
 
 def test_without_computing_there_is_no_speed_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "steps" not in planned(tmp_path, *LARGE, "--network", "100gbit")
+    assert "steps" not in planned(tmp_path, *LARGE, "--network", "100gbit/node")
     printed = capsys.readouterr().out
     assert "times of communication alone" in printed and "step_speedup" not in printed
 
@@ -160,7 +160,10 @@ def test_without_computing_there_is_no_speed_of_a_step(tmp_path: Path, capsys: p
         (["--network", "--tflops", "1", "--tokens", "1", "--overlap", "1.5"], "overlap from 0 to 1"),
         (["--network", "--path", "0"], "--path must be above 0"),
         (["--network", "--hop", "-1"], "--hop at least 0"),
-        (["--link", "10gbit", "--tflops", "400", "--hop", "1"], "--hop, --tflops: the time of a whole step"),
+        (
+            ["--backend", "gloo", "--network", "10gbit/gpu", "--tflops", "400", "--hop", "1"],
+            "--hop, --tflops: the time of a whole step",
+        ),
     ],
 )
 def test_nonsense_about_steps_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``plan --network``: NCCL groups on GPUs, by the model with which their schedules were designed."""
+"""``plan --backend nccl``: NCCL groups on GPUs, by the model with which their schedules were designed."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from ds_zipccl.policy.device_rules import (
     plain_seconds,
 )
 
-NODES = "plan --params 7e9 --gpus 32 --gpus-per-node 8".split()
+NODES = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --live 0".split()
 #: Network of a node -> seconds of communication a step: ZeRO-3 plain and coded, ZeRO-2 plain, with owners, and with owners, coding and
 #: differences at ratio 8. Operations of 100 MB, a codec of 1 TB/s. They are those of the design with rings that pass (n-1)/n: plain and
 #: owners take 31/24 of its times where the network is slower than NVLink, and sums in two levels as long as there.
 DESIGN = {
-    "8x400gbit": ("0.11", "0.11", "0.11", "0.07", "0.07"),
-    "8x200gbit": ("0.21", "0.21", "0.21", "0.14", "0.11"),
-    "8x100gbit": ("0.43", "0.34", "0.43", "0.29", "0.15"),
-    "400gbit": ("0.86", "0.62", "0.86", "0.57", "0.25"),
-    "200gbit": ("1.71", "1.16", "1.71", "1.14", "0.44"),
-    "100gbit": ("3.43", "2.26", "3.43", "2.28", "0.82"),
-    "25gbit-tcp": ("15.3", "9.8", "15.3", "10.2", "3.5"),
-    "10gbit-tcp": ("38.3", "24.5", "38.3", "25.5", "8.6"),
+    "8x400gbit/node": ("0.11", "0.11", "0.11", "0.07", "0.07"),
+    "8x200gbit/node": ("0.21", "0.21", "0.21", "0.14", "0.11"),
+    "8x100gbit/node": ("0.43", "0.34", "0.43", "0.29", "0.15"),
+    "400gbit/node": ("0.86", "0.62", "0.86", "0.57", "0.25"),
+    "200gbit/node": ("1.71", "1.16", "1.71", "1.14", "0.44"),
+    "100gbit/node": ("3.43", "2.26", "3.43", "2.28", "0.82"),
+    "25gbit-tcp/node": ("15.3", "9.8", "15.3", "10.2", "3.5"),
+    "10gbit-tcp/node": ("38.3", "24.5", "38.3", "25.5", "8.6"),
 }
 #: Seconds of the host waits of 280 gathers: the design reckoned with them, and the gathers of ZeRO-3 no longer have them.
 WAITS = 280 * VERDICT_S
@@ -73,13 +73,17 @@ def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert got == pytest.approx(nearest, rel=0.05), (network, text)
     printed = capsys.readouterr().out
     assert "1.0 TB/s, assumed: no GPU has measured it" in printed
-    gains_nothing = [line.partition(":")[0] for line in printed.splitlines() if "gains nothing" in line]
-    assert gains_nothing == ["8x400gbit", "8x400gbit"]
-    assert "uncoded, are 1.50 times faster" in printed
+    default = "s a step uncoded, with the default config as long (NCCL groups pass uncoded), with"
+    assert printed.count(default) == 2 * len(DESIGN)
+    assert f'8x400gbit/node: communication takes 0.11 {default} "nccl": "on" as long\n' in printed
+    assert (
+        f'10gbit-tcp/node: communication takes 38.3 {default} "nccl": "on" 24.5 s (1.56 times less), with "nccl": "on" and'
+        in printed
+    )
 
 
 def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = on_nccl(tmp_path, "--zero", "2", "--round-robin", "--network", "2x50gbit-tcp")
+    rows = on_nccl(tmp_path, "--zero", "2", "--round-robin", "--network", "2x50gbit-tcp/node")
     assert [(row["op"], row["variant"], row["how"], row["calls"]) for row in rows] == [
         ("all_reduce", "plain", "plain", 14), ("reduce_scatter", "owners", "plain", 14), ("reduce_scatter", "coded", "coded", 14),
         ("all_gather", "plain", "plain", 14), ("all_gather", "owners", "plain", 14), ("all_gather", "coded", "differences", 14),
@@ -96,9 +100,9 @@ def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert rows[6 + variant]["ms"] == pytest.approx(rows[variant]["ms"] + rows[3 + variant]["ms"])
         assert rows[6 + variant]["speedup"] == pytest.approx(rows[6]["ms"] / rows[6 + variant]["ms"])
     printed = capsys.readouterr().out
-    assert "2x50gbit-tcp parameters           all_gather" in printed and "gains nothing" not in printed
+    assert "2x50gbit-tcp/node parameters           all_gather" in printed
     rows = on_nccl(
-        tmp_path, "--zero", "2", "--network", "100gbit", "--delta", "off", "--owner-only", "off", "--ratio", "2"
+        tmp_path, "--zero", "2", "--network", "100gbit/node", "--delta", "off", "--owner-only", "off", "--ratio", "2"
     )
     assert [(row["op"], row["how"]) for row in rows[:4]] == [
         ("all_reduce", "plain"), ("all_reduce", "coded"), ("all_gather", "plain"), ("all_gather", "coded")
@@ -108,13 +112,13 @@ def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_buckets_that_few_ranks_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A bucket of 2 of 32 ranks: NCCL reduces it to each, which passes every node; ours is all-reduced, because one node gets all of it."""
-    rows = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit")
+    rows = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit/node")
     assert "round_robin_gradients is faster" in capsys.readouterr().out
     topology, profile = Topology(4, 8), DeviceProfile(100e9 / 8 * RDMA_REACH)
     assert rows[1]["ms"] == pytest.approx(14e3 * plain_seconds(SUM, 1e9, topology, profile) * 4 / 3)
     ours = coded_seconds(SUM, 1e9, topology, profile) + coded_seconds(GATHER, 1e9, topology, profile, waits=1)
     assert rows[2]["ms"] == pytest.approx(14e3 * ours)
-    spread = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit", "--bucket", "14e9")
+    spread = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit/node", "--bucket", "14e9")
     assert "round_robin_gradients is faster" in capsys.readouterr().out
     assert spread[1]["ms"] == pytest.approx(1e3 * plain_seconds(SUM, 14e9, topology, profile))
     assert spread[2]["ms"] == pytest.approx(1e3 * coded_seconds(SUM, 14e9, topology, profile))
@@ -123,12 +127,12 @@ def test_buckets_that_few_ranks_own(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_bases_of_zero3(tmp_path: Path) -> None:
     """Gathers of parameters that have not changed send nothing. A base in the host's memory is as slow as its bus."""
     device, host = (
-        on_nccl(tmp_path, "--network", "100gbit", "--zero3-base", kind, "--accumulation", "2")
+        on_nccl(tmp_path, "--network", "100gbit/node", "--zero3-base", kind, "--accumulation", "2")
         for kind in ("device", "host")
     )
     assert [(row["what"], row["how"], row["calls"]) for row in device[1:4:2]] == [
         ("parameters, first", "differences", 140),
-        ("parameters, again", "differences", 420),
+        ("parameters, again", "copies", 420),
     ]
     assert device[3]["ms"] == pytest.approx(420e3 * (LAUNCH_S + 1e8 / COPY))
     assert host[3]["ms"] == pytest.approx(420e3 * (LAUNCH_S + 1e8 / HOST_BUS))
@@ -137,7 +141,7 @@ def test_bases_of_zero3(tmp_path: Path) -> None:
     gather = coded_seconds(GATHER, 1e8, topology, based, DELTA_RATIO) + 1e8 / HASH
     assert device[1]["ms"] == pytest.approx(140e3 * (gather + 2e8 / COPY))
     assert host[1]["ms"] == pytest.approx(140e3 * (gather + 1.25e8 / HOST_BUS))
-    fast = on_nccl(tmp_path, "--network", "2x400gbit", "--zero3-base", "host")
+    fast = on_nccl(tmp_path, "--network", "2x400gbit/node", "--zero3-base", "host")
     assert [row["how"] for row in fast[:4]] == ["plain", "plain", "plain", "plain"]
 
 
@@ -149,7 +153,7 @@ def test_measured_codecs_take_the_place_of_assumed_ones(
     path.write_text(json.dumps({"rows": [row | {"encode_gbps": 900, "decode_gbps": 1100}]}))
 
     def codec(*words: str) -> dict[str, Any]:
-        on_nccl(tmp_path, "--network", "400gbit", *words)
+        on_nccl(tmp_path, "--network", "400gbit/node", *words)
         return dict(json.loads((tmp_path / "plan.json").read_text())["codec"])
 
     monkeypatch.setattr(device_plan, "MEASURED", tmp_path / "nothing.json")
@@ -167,11 +171,13 @@ def test_measured_codecs_take_the_place_of_assumed_ones(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--network", "fast"], "not a network of a node"),
-        (["--network", "0gbit"], "not a network of a node"),
-        (["--network", "--link", "10gbit"], "neither --link nor --profile"),
+        (["--network", "fast"], "'fast' is not a network; write"),
+        (["--network", "0gbit/node"], "is not a network; write"),
+        (["--network", "10gbit-tcp"], "write 10gbit-tcp/node for all cards of a node, or 10gbit-tcp/gpu"),
+        (["--network", "--profile", "x"], "NCCL groups want --network"),
+        ([], "NCCL groups want --network"),
         (["--network", "--gpu-profile", "assumed-2"], "cannot read"),
-        (["--gpu-profile", "assumed-1.0", "--link", "10gbit"], "wants --network"),
+        (["--gpu-profile", "assumed-1.0", "--backend", "gloo"], "is for --backend nccl"),
         (["--network", "--gpus", "12"], "two nodes"),
     ],
 )

@@ -61,6 +61,13 @@ print(out.getvalue())
     ("words", "message"),
     [
         (["bench", "codec", "--numl", "64K"], "codec: error: unknown: --numl 64K; did you mean --numel?"),
+        *[
+            (["plan", option, number], f"{number!r} is not a whole number from 1 to ")
+            for option in ("--gpus", "--gpus-per-node", "--params", "--accumulation", "--bucket", "--tokens")
+            for number in ("99999999999999999999999", "1e999", "nan", "0", "-8", "1.5", "many")
+        ],
+        (["plan", "--params", "7e9", "--gpus", "16", "--network", "10gbit/gpu", "--latency", "1e12"], "at most 1e9"),
+        (["doctor", "--params", "1e30"], "from 1 to 1e+15"),
         (["plan", "--nosuch"], "plan: error: unknown: --nosuch; python -m ds_zipccl plan --help lists the options"),
         (["bench", "codec", "--data", "nosuch"], "known: normal"),
         (["bench", "codec", "--data", "normal:0"], "number above 0"),

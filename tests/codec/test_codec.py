@@ -291,7 +291,7 @@ def test_out_of_decompress(route: str) -> None:
         assert caught.value.code is framing.FrameErrorCode.MISMATCH
     gaps, elsewhere = torch.empty(600, 2, dtype=torch.bfloat16)[:, 0], torch.empty(600, device="meta")
     for wrong in (gaps, elsewhere, torch.zeros(1, dtype=torch.complex64).conj().imag):
-        with pytest.raises(TypeError, match="contiguous tensor on cpu"):
+        with pytest.raises(TypeError, match=r"(contiguous|dense) tensor on cpu"):
             ds_zipccl.decompress(frame, wrong, route=route)
 
 
@@ -332,7 +332,7 @@ def test_out_of_compress(route: str) -> None:
         "elsewhere": torch.zeros(bound, dtype=torch.uint8, device="meta"),
     }
     for name, out in wrong.items():
-        with pytest.raises(ValueError, match=f"at least {bound} bytes"):
+        with pytest.raises(ValueError, match=rf"at least {bound} bytes|on meta"):
             pytest.fail(f"{name}: accepted {ds_zipccl.compress(tensor, out=out, route=route).shape}")
 
 

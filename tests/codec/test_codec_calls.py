@@ -120,7 +120,7 @@ def test_segments_are_frames_of_their_own(sizes: tuple[int, ...], codec: str, ro
 def test_what_compress_segments_refuses() -> None:
     tensor, out = torch.ones(10), torch.empty(1000, dtype=torch.uint8)
     for segments in ([tensor], [tensor, tensor.half()], [tensor, tensor.to("meta")]):
-        with pytest.raises(ValueError, match="2 buffers"):
+        with pytest.raises(ValueError, match=r"2 buffers|on meta"):
             ds_zipccl.compress_segments(segments, [out, out])
     with pytest.raises(ValueError, match="at least"):
         ds_zipccl.compress_segments([tensor], [out[:20]])

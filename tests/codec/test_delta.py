@@ -18,6 +18,7 @@ from test_gap_list import forms
 import ds_zipccl
 from ds_zipccl import codecs
 from ds_zipccl import frame as framing
+from ds_zipccl.codecs.delta import payload_bound
 from ds_zipccl.frame import FrameErrorCode
 
 FLOATS = list(corpus.SUMMED.values())
@@ -258,8 +259,13 @@ def test_a_base_is_needed_and_only_by_delta() -> None:
 def test_bases_of_another_kind() -> None:
     tensor, base = pair(300, corpus.BF16, 128, 1)
     frame = ds_zipccl.compress(tensor, "delta", base=base)
-    for wrong in (base[:-1], base.half(), base.to("meta")):
-        with pytest.raises(ValueError, match=r"base must be a tensor of 300 torch\.bfloat16 on cpu"):
+    other = r"base must be a tensor of 300 torch\.bfloat16 on cpu"
+    for wrong, complaint in (
+        (base[:-1], other),
+        (base.half(), other),
+        (base.to("meta"), "base must be a dense tensor"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
             ds_zipccl.compress(tensor, "delta", base=wrong)
     for wrong in (base[:-1], base.half(), torch.empty(0)):
         with pytest.raises(ds_zipccl.FrameError) as caught:
@@ -288,6 +294,7 @@ def test_every_dtype(route: str, dtype: torch.dtype) -> None:
         assert (header.codec, header.dtype, header.shape) == (framing.CodecId.DELTA, dtype, (elements, 1))
         same = roundtrip(tensor, tensor, route, block=block, shaped=False)
         words = elements if dtype in codecs.SUMMED_DTYPES else tensor.nbytes
+        assert payload_bound(elements, dtype, block) >= tensor.nbytes + same.numel() - 32
         assert same.numel() == 32 + framing.pad16(4 * -(-words // (16 * block)))
 
 

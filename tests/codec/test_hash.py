@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import struct
 from pathlib import Path
 
 import corpus
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import variants
+from moves import colliding
 
 import ds_zipccl
 from ds_zipccl.codecs import region_hash
@@ -18,7 +21,7 @@ FORMAT = (Path(ds_zipccl.__file__).parent / "FORMAT.md").read_text()
 MASK = (1 << 64) - 1
 
 
-def by_the_document(data: bytes) -> bytes:
+def by_the_document(data: bytes, key: tuple[int, int] = (0, 0)) -> bytes:
     """FORMAT.md section 5 in plain Python."""
 
     def mix(z: int) -> int:
@@ -27,13 +30,13 @@ def by_the_document(data: bytes) -> bytes:
         return z ^ z >> 31
 
     def half(which: int) -> int:
-        total = len(data) + mix((128 * which + 1) * step & MASK)
+        total = len(data) + mix((128 * which + 1) * step + key[which] & MASK)
         words = np.frombuffer(data + bytes(-len(data) % 1024), "<u8").tolist()
         for b in range(len(words) // 128):
             here = (b + 1) * step
             for i, x in enumerate(words[128 * b : 128 * b + 128]):
-                key = mix((128 * which + i + 1) * step & MASK)
-                here += ((x + key) % (1 << 32)) * (((x >> 32) + (key >> 32)) % (1 << 32))
+                k = mix((128 * which + i + 1) * step + key[which] & MASK)
+                here += ((x + k) % (1 << 32)) * (((x >> 32) + (k >> 32)) % (1 << 32))
             total += mix(here & MASK)
         return mix(total & MASK)
 
@@ -41,8 +44,8 @@ def by_the_document(data: bytes) -> bytes:
     return b"".join(half(which).to_bytes(8, "little") for which in range(2))
 
 
-def of(data: np.ndarray, route: str = "auto") -> bytes:
-    return region_hash(torch.from_numpy(data), route=route)
+def of(data: np.ndarray, route: str = "auto", key: bytes = bytes(16)) -> bytes:
+    return region_hash(torch.from_numpy(data), key=key, route=route)
 
 
 def test_values_of_the_document(route: str) -> None:
@@ -56,9 +59,14 @@ def test_routes_agree_with_the_definition() -> None:
         for start in (0, 1, 5):
             data = noise[start : start + size]
             wanted = by_the_document(data.tobytes())
+            keyed = by_the_document(data.tobytes(), (3, 1 << 63)) if size < 2000 else None
             for variant in variants.usable():
                 with variant.in_use() as route:
                     assert of(data, route) == wanted, f"{variant}, {size} bytes"
+                    if keyed is not None and route != "emulated":  # CUDA kernels have no key
+                        assert of(data, route, struct.pack("<QQ", 3, 1 << 63)) == keyed, (
+                            f"{variant}, {size} bytes, with a key"
+                        )
 
 
 def test_threads_change_nothing() -> None:
@@ -96,7 +104,24 @@ def test_any_change_changes_both_halves(texture: str) -> None:
 def test_what_is_hashed() -> None:
     tensor = torch.arange(12, dtype=torch.int16).view(3, 4)
     assert region_hash(tensor) == region_hash(tensor.view(-1)) == region_hash(tensor.view(torch.bfloat16))
-    with pytest.raises(TypeError, match="contiguous tensor on cpu or cuda"):
+    with pytest.raises(TypeError, match="contiguous tensor, got strides"):
         region_hash(tensor.t())
-    with pytest.raises(TypeError, match="contiguous tensor on cpu or cuda"):
+    with pytest.raises(TypeError, match="dense tensor on cpu or cuda"):
         region_hash(tensor.to("meta"))
+
+
+def test_made_collisions_end_with_a_key(route: str) -> None:
+    """Who knows the key writes two regions of one hash, without any search. Who does not know the key has a chance of 2^-64."""
+    if route == "emulated":
+        pytest.skip("CUDA kernels have no key")
+    first, second = colliding()
+    assert first.tolist() != second.tolist() and region_hash(first, route=route) == region_hash(second, route=route)
+    for _ in range(50):
+        key = os.urandom(16)
+        halves = [region_hash(one, key=key, route=route) for one in (first, second)]
+        assert halves[0][:8] != halves[1][:8] and halves[0][8:] != halves[1][8:]
+
+
+def test_keys_are_of_sixteen_bytes() -> None:
+    with pytest.raises(ValueError, match="a key has 16 bytes, got 4"):
+        region_hash(torch.zeros(3), key=b"four")

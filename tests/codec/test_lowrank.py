@@ -152,6 +152,7 @@ def test_any_frame_decodes_to_the_product(rows: int, columns: int, rank: int, dt
     assert_same_bits(decompress(frame), values)
     assert frame.numel() <= codecs.compress(values, "raw", shaped=False).numel()
     bound = lowrank.compress_factors_bound(rows, columns, p.shape[1], dtype, block=128)
+    assert bound >= codecs.compress_bound(rows * columns, dtype, block=128)
     room = torch.full((bound + 8,), 0x5C, dtype=torch.uint8)
     assert torch.equal(frame_of(p, q, dtype, out=room[:bound]), frame) and (room[bound:] == 0x5C).all()
 

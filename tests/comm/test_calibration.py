@@ -8,12 +8,17 @@ from itertools import pairwise
 import pytest
 import ranks
 import tiers
+import torch
 import torch.distributed as dist
 
+from ds_zipccl import comm
 from ds_zipccl.bench import comm_cases, comm_launch, link, namespaces
-from ds_zipccl.comm import calibration
+from ds_zipccl.comm import calibration, tuner
+from ds_zipccl.comm.decision import decision_memory
+from ds_zipccl.comm.group_state import group_state, link_profile
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
+from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy.cost_model import LinkProfile
 
 needs_network = pytest.mark.skipif(bool(namespaces.why_not()), reason=f"no shaped network here: {namespaces.why_not()}")
@@ -45,6 +50,7 @@ def test_all_ranks_find_the_same_in_time(size: int) -> None:
     assert profile.alpha < 0.1
     for speed in (profile.bandwidth, profile.encode, profile.decode, profile.add, profile.copy, profile.add_raw):
         assert 1e7 < speed < 1e12
+    assert 2 * calibration._NUMEL / profile.encode > 2 * profile.call, "a whole tensor is coded, not an empty one"
     assert 1e-6 < profile.call < 0.1 and 0 < profile.one_way <= 1
 
 
@@ -64,6 +70,56 @@ def test_the_slowest_rank_decides_for_all() -> None:
     assert few == more < calibration._MOST
     assert one == other
     assert one.alpha > 0.03 and one.call > 0.03
+
+
+def test_a_bad_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All messages of the first round are ten times slower: the link that is found is that of the other rounds."""
+    calls: list[int] = []
+
+    def exchanges(group: object, transport: object, size: int) -> list[float]:
+        calls.append(size)
+        seconds = (10 if calls.count(size) == 1 else 1) * (1e-5 + size / 1e9)
+        return [seconds] * (1 if seconds > calibration._SIZE_BUDGET_S else 3)
+
+    monkeypatch.setattr(calibration, "_exchanges", exchanges)
+    transfer = calibration._transfer(None, None)  # type: ignore[arg-type]
+    assert transfer == tuple((float(size), 1e-5 + size / 1e9) for size in calibration.SIZES)
+
+
+def test_sizes_that_take_long_are_left_out() -> None:
+    def slow(size: int) -> tuple[float, float]:
+        return size / 10, size / 10
+
+    assert calibration.in_rounds((1, 2, 40), slow, 1.0) == [(1.0, 0.1), (2.0, 0.2)]
+    assert calibration.in_rounds((20, 40), slow, 1.0) == [(20.0, 2.0)], "the first size is measured in any case"
+
+
+def corrected(rank: int, size: int, factor: float) -> tuple[LinkProfile, int]:
+    """Gathers of a group whose link was measured ``factor`` times as fast as it is; plain ones take as long as the true one predicts."""
+    nbytes, state = 8 << 20, group_state(None)
+    tensor = torch.ones(nbytes // 2 // size, dtype=torch.bfloat16)
+    seconds = 2 * nbytes / 1e8  # the nominal size is twice as large
+    true = LinkProfile(((1.0, 1e-4), (1e9, 10.0)), 1e11, 1e11, 1e11, 1e11, 1e11, 1e-6)
+    state.profiles["cpu", "gloo"] = true.slowed(1 / factor)
+    tuners = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "agreed_seconds", lambda told, nominal: [seconds] * told.shape[1])
+        for _ in range(40):
+            comm.all_gather_into_tensor(
+                tensor.new_empty(size * tensor.numel()), tensor, config=ZipcclConfig(enabled=True, min_bytes=0)
+            )
+            tuners += [one for one in decision_memory(state).tuners.values() if one not in tuners]
+    return link_profile(state, "cpu"), len(tuners)
+
+
+@pytest.mark.parametrize(("factor", "followed"), [(1.0, False), (100.0, True), (0.01, True), (0.6, False)])
+def test_a_wrong_measurement_of_the_link_is_corrected(factor: float, followed: bool) -> None:
+    """Once, by all ranks at the same call; then the schedules compete anew. A link that is a little off stays."""
+    answers = ranks.run(corrected, 2, factor)
+    assert answers[0] == answers[1]
+    profile, tuners = answers[0]
+    assert profile.bandwidth == pytest.approx(1e8 * (1 if followed else factor), rel=0.6 if followed else 1e-3)
+    assert tuners == 1 + followed
 
 
 def refused(rank: int, size: int) -> str:

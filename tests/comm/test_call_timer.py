@@ -9,6 +9,7 @@ import torch
 
 from ds_zipccl.comm import tuner
 from ds_zipccl.comm.tuner import CallTimer, agreed_seconds
+from ds_zipccl.comm.work import CommError
 
 INF, NAN = math.inf, math.nan
 
@@ -143,5 +144,5 @@ def test_telling_waits_and_names() -> None:
     told._handles = [done := Done()]  # type: ignore[list-item]
     assert told.all().equal(told.all()) and done.waits == 1
     told._handles = [Gone()]  # type: ignore[list-item]
-    with pytest.raises(tuner.CommError, match=r"all_reduce \(group 'x'\): waiting for the times .*: closed"):
+    with pytest.raises(CommError, match=r"all_reduce \(group 'x'\): waiting for the times .*: closed"):
         told.all()

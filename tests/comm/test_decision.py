@@ -143,11 +143,11 @@ def test_times_are_for_the_size_of_the_kind(members: Any) -> None:
     """The upper end of a class of sizes."""
     for numel, nominal in ((NUMEL, 1 << 15), (2 * NUMEL, 1 << 16)):
         tuner = decided(members, AUTO, numel=numel)[1]
-        assert isinstance(tuner, Tuner) and tuner._nominal == nominal
+        assert isinstance(tuner, Tuner) and tuner.nominal == nominal
     by_size = decided(members, AUTO, **UNEVEN)[1]
     assert isinstance(by_size, TunersBySize)
     tuner = by_size._make(16)
-    assert tuner._nominal == 1 << 16 and tuner._rounds and tuner is not by_size._make(15)
+    assert tuner.nominal == 1 << 16 and tuner._rounds and tuner is not by_size._make(15)
 
 
 def test_the_table_names_the_kind(members: Any) -> None:
@@ -207,7 +207,7 @@ PASS = Decision(False, "", "plain is faster")
 class Tuning:
     """A tuner that gives plans in turn, and a stopwatch, itself."""
 
-    nbytes = 0
+    nbytes, trying, decided = 0, False, None
 
     def __init__(self, *plans: Decision) -> None:
         self.plans, self.log = list(plans), []  # type: ignore[var-annotated]
@@ -231,6 +231,7 @@ def carried_out(
 ) -> Any:
     """The result of a call with 5000 floats where ``tuner`` chooses, and coded calls say so."""
     monkeypatch.setattr(decision, "group_state", lambda group: SimpleNamespace())
+    monkeypatch.setattr(decision, "resolve_group", lambda group: "the group")
     monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: (CODED, tuner))
     monkeypatch.setattr(
         execution, "_execute_coded", lambda choice, request, schedule: f"{choice.decision} {choice.timer is tuner}"
@@ -247,12 +248,14 @@ def test_a_plain_call_is_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> N
         (True, {}, ("start", 8 * NUMEL), ("stop after", "handle")),
         (False, {"numel": None, "inputs": [torch.ones(7)]}, ("start", 4 * NUMEL), ("stop",)),
     ):
+        reason = PassReason.TRIAL.value if later else PASS.reason
+        monkeypatch.setattr(Tuning, "trying", later)
         counters.reset()
         tuner = Tuning(PASS)
         assert carried_out(monkeypatch, tuner, lambda *args: "handle", later, **more) == "handle"
         assert tuner.log == [("next", "t", not later), start, stop]
         (row,) = counters.rows()
-        assert (row["passed"], row["passed_bytes"], row["reasons"]) == (1, 4 * NUMEL, {PASS.reason: 1})
+        assert (row["passed"], row["passed_bytes"], row["reasons"]) == (1, 4 * NUMEL, {reason: 1})
     counters.reset()
     tuner = Tuning(CODED)
     assert carried_out(monkeypatch, tuner, lambda *args: "handle") == "cascade frames True"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,36 @@ def test_places_differ_where_processes_do_not_see_each_other() -> None:
     if os.geteuid() == 0 and shutil.which("unshare"):
         inside = said(["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program])
         assert inside and inside != host_memory.place()
+
+
+#: The start of each rank: two here, one that sees the processes of its PID namespace alone, and one that sees all in /proc.
+STARTS: list[list[str]] = [[], [], ["--mount-proc"], ["--fork"]]
+
+
+def in_namespace(rank: int, folder: str) -> None:
+    store, ranks = dist.FileStore(f"{folder}/store", len(STARTS)), len(STARTS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    trainer = Trainer(rank, ranks, "host")
+    trainer.gather(0, 2)
+    trainer.step()
+    assert trainer.gather(0, 2) == {"": 1}
+    print(os.getpid() == 1, list(trainer.kept[0].mates))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="PID namespaces need root and unshare")
+def test_ranks_in_several_pid_namespaces_share_nothing(tmp_path: Path) -> None:
+    """Numbers of processes mean other processes there. Ranks of one namespace still share, and all gathers are right."""
+    program = "import sys, test_host_memory; test_host_memory.in_namespace(int(sys.argv[1]), sys.argv[2])"
+    become = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+    commands = []
+    for rank, options in enumerate(STARTS):
+        alone = ["unshare", "--pid", "--fork", "--kill-child", *options] if options else []
+        commands.append(["-c", become, *alone, sys.executable, "-c", program, str(rank), str(tmp_path)])
+    ended = runner.whole_programs(*commands)
+    assert [status for status, *_ in ended] == [0] * len(STARTS), ended
+    assert [text.strip() for _, text, _ in ended] == ["False [0, 1]", "False [0, 1]", "True [2]", "True [3]"]
 
 
 def said(command: list[str]) -> str:

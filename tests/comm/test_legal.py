@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
@@ -102,8 +103,32 @@ def uneven_list(rank: int, ranks: int, config: ZipcclConfig) -> None:
         assert [float(tensor[-1]) for tensor in got] == [10 * peer + rank for peer in range(ranks)]
 
 
+def coalesced(rank: int, ranks: int, config: ZipcclConfig) -> None:
+    """torch's coalescing manager sends calls at its end: there they pass, those of a group without an earlier call too, and later calls are
+    coded again."""
+    for _ in range(2):
+        for later in (False, True):
+            sums, whole, part = [filled(1), filled(2)], filled(0, ranks * NUMEL), filled(0, NUMEL // ranks)
+            with dist._coalescing_manager(async_ops=later) as manager:
+                for tensor in sums:
+                    comm.all_reduce(tensor, async_op=later, config=config)
+            with dist._coalescing_manager(async_ops=True) as gathers:
+                comm.all_gather_into_tensor(whole, filled(rank + 1), config=config)
+            with dist._coalescing_manager(async_ops=True) as scatters:
+                comm.reduce_scatter_tensor(part, filled(3), config=config)
+            for handle in (manager, gathers, scatters) if later else (gathers, scatters):
+                handle.wait()
+            assert [float(tensor[-1]) for tensor in (*sums, part)] == [ranks, 2 * ranks, 3 * ranks]
+            assert [float(whole[one * NUMEL]) for one in range(ranks)] == [one + 1 for one in range(ranks)]
+        rows = counters.rows()
+        assert [set(row["reasons"]) for row in rows] == [{PassReason.COALESCED.value}] * 3
+        comm.all_reduce(tensor := filled(1), config=MODES["always"])
+        assert float(tensor[0]) == ranks and sum(row["calls"] for row in counters.rows()) == 1
+        counters.reset()
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", [once_wrong, both_ways, uneven_list], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [once_wrong, both_ways, uneven_list, coalesced], ids=lambda case: case.__name__)
 def test_calls_of_all_kinds(case: Callable[..., None], mode: str) -> None:
     runner.run(case, 2, MODES[mode], timeout=40)
 
@@ -184,3 +209,34 @@ def test_tags_repeat_in_whole_operations() -> None:
     tags = [state.next_tag() for _ in range(2)]
     assert tags == [TagRange.COLLECTIVE + (last - 1) * TAGS_PER_COLLECTIVE, TagRange.COLLECTIVE]
     assert tags[0] + TAGS_PER_COLLECTIVE <= TagRange.POINT_TO_POINT
+
+
+def writes(module: Any, rank: int, ranks: int, more: dict[str, Any]) -> Iterator[tuple[str, list[torch.Tensor], Any]]:
+    """Calls of torch.distributed or of ours, with the tensors that they write."""
+    one, all_, parts = filled(1), filled(0, ranks * NUMEL), [filled(0) for _ in range(ranks)]
+    yield "all_reduce", [one], lambda: module.all_reduce(one, **more)
+    yield "broadcast", [one], lambda: module.broadcast(one, 0, **more)
+    yield "reduce", [one], lambda: module.reduce(one, 0, **more)
+    yield "all_gather", parts, lambda: module.all_gather(parts, filled(1), **more)
+    yield "all_gather_into_tensor", [all_], lambda: module.all_gather_into_tensor(all_, filled(1), **more)
+    yield "reduce_scatter_tensor", [one], lambda: module.reduce_scatter_tensor(one, filled(1, ranks * NUMEL), **more)
+    yield "recv", [one], lambda: module.recv(one, 0, **more) if rank else module.send(filled(1), 1, **more)
+
+
+def versions(rank: int, ranks: int) -> None:
+    """Autograd is told of as many writes as by torch's collectives: a program that runs with those runs with ours."""
+    counted: list[dict[str, list[int]]] = []
+    for module, more in ((dist, {}), (comm, {"config": MODES["always"]})):
+        found = {}
+        for name, outputs, call in writes(module, rank, ranks, more):
+            before = [tensor._version for tensor in outputs]
+            call()
+            found[name] = [tensor._version - start for tensor, start in zip(outputs, before, strict=True)]
+        counted.append(found)
+    plain, ours = counted
+    told = {name: (plain[name], ours[name]) for name in plain if ours[name] > plain[name]}
+    assert not told, told
+
+
+def test_versions_of_outputs() -> None:
+    runner.run(versions, 2)

@@ -135,6 +135,8 @@ def passes(rank: int, ranks: int) -> None:
         counters.reset()
         call()
         assert [row["reasons"] for row in counters.rows()] == [{reason: 1}]
+        sends = rank == 0 or reason == "group of one rank"
+        assert counters.rows()[0]["passed_bytes"] == 16 * sends, "the root's bytes are sent"
         assert counters.totals()["logical_bytes"] == 0
     counters.reset()
     dist.set_debug_level(dist.DebugLevel.DETAIL)

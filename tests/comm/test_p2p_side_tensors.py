@@ -12,6 +12,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import colliding
 
 from ds_zipccl import comm
 from ds_zipccl.comm.ops import p2p_known, p2p_message
@@ -218,3 +219,18 @@ def damaged(rank: int, ranks: int) -> str:
 def test_known_frames_without_a_copy_are_refused() -> None:
     _, said = runner.run(damaged, 2)
     assert said.count("frame from global rank 0 refused") == 2, said
+
+
+def made_to_collide(rank: int, ranks: int) -> None:
+    """Two batches of tokens whose hashes without a key are equal: the second one arrives, and not the first one again."""
+    for tokens in colliding(40_000):
+        if rank:
+            got = torch.zeros_like(tokens)
+            comm.recv(got, 0, config=CODED)
+            assert torch.equal(got, tokens)
+        else:
+            comm.send(tokens, 1, config=CODED)
+
+
+def test_tokens_that_were_made_to_collide() -> None:
+    runner.run(made_to_collide, 2)

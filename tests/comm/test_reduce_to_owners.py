@@ -279,7 +279,10 @@ def competing(rank: int, ranks: int) -> dict[str, Any]:
 
 def test_schedules_compete() -> None:
     for row in runner.run(competing, 3):
-        assert row["op"] == "reduce_to_owners" and row["reasons"].keys() == {"plain is faster"}
+        assert row["op"] == "reduce_to_owners" and "trying schedules" in row["reasons"].keys() <= {
+            "trying schedules",
+            "plain is faster",
+        }
         assert row["passed"] >= tuner_rules.TRIAL_CALLS and row["calls"] >= 2 * tuner_rules.TRIAL_CALLS
         assert [count for _, count in row["choices"].values()] == [1]
 

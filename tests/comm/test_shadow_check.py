@@ -112,31 +112,30 @@ def flip_a_bit() -> None:
 
 
 def disagrees(rank: int, ranks: int) -> list[str]:
-    """The last rank decodes wrongly: it, or all ranks that get its sums, must say so, and for moves nobody else."""
-    if rank == 1:
+    """The last rank decodes wrongly: all ranks must say so, and those with right results must name that rank."""
+    if rank == ranks - 1:
         flip_a_bit()
     said = []
     for later in (False, True):
         api = shadowed(reduction="fp32" if later else "match")
         for name, call in calls(api, rank, ranks, 0).items():
             if name == "broadcast":
-                continue  # rank 1 is the source
-            if rank == 1:
-                with pytest.raises(comm.ShadowMismatch, match=f"{name} .*global rank 1.*wrong in output") as caught:
-                    handle = call(later)
-                    handle.wait()
-                said.append(str(caught.value))
-            elif name in ("all_reduce", "all_reduce_coalesced"):
-                with pytest.raises(comm.ShadowMismatch):
-                    handle = call(later)
-                    handle.wait()
-            else:
+                call(False)  # rank 1 is the source, which decodes nothing
+                continue
+            with pytest.raises(comm.CommError) as caught:
                 handle = call(later)
-                assert handle is None or handle.wait()
+                handle.wait()
+            said.append(str(caught.value))
+            assert said[-1].startswith(f"{name} (group '0' of {ranks} ranks, role dp, global rank {rank}): "), said[-1]
+            assert "wrong in output" in said[-1], said[-1]
+            if rank == ranks - 1:
+                assert isinstance(caught.value, comm.ShadowMismatch)
+            elif not isinstance(caught.value, comm.ShadowMismatch):
+                assert "the check failed on global rank " in said[-1], said[-1]
     tensor = torch.ones(3000)
     if rank == 0:
         shadowed().send(tensor, 1)
-    else:
+    elif rank == 1 == ranks - 1:
         with pytest.raises(comm.ShadowMismatch) as caught:
             shadowed().recv(torch.empty(3000), 0)
         said.append(str(caught.value))
@@ -144,12 +143,49 @@ def disagrees(rank: int, ranks: int) -> list[str]:
 
 
 def test_shadow_disagrees() -> None:
-    _, said = runner.run(disagrees, 2)
-    assert len(said) == 21
+    right, said = runner.run(disagrees, 2)
+    assert (len(right), len(said)) == (20, 21)
     assert said[-1] == (
         "recv (group '0' of 2 ranks, role dp, global rank 1): "
         "1 of 3000 wrong in output 0, first at 0: got inf (0x7f800000), wanted 1 (0x3f800000)"
     )
+    _, problem = said[0].split("): ")
+    assert right[0] == (
+        f"all_gather (group '0' of 2 ranks, role dp, global rank 0): the check failed on global rank 1: {problem}"
+    )
+
+
+def fails(rank: int, ranks: int, kind: str, later: bool) -> str:
+    """A rank that fails in its schedule or in its comparison tells the others, which wait for its outcome, and goes on: the next call is
+    as good as ever."""
+    compare, decompress = Shadow.compare, frames.decompress
+    if rank == 1 and kind == "comparison":
+        Shadow.compare = _raise(MemoryError("as planted"))  # type: ignore[method-assign]
+    elif rank == 1:
+        frames.decompress = _raise(FrameError(FrameErrorCode.CHECKSUM, "as planted"))
+    mine, whole = filled(rank, 900, 1), torch.empty(900 * ranks, dtype=torch.bfloat16)
+    with pytest.raises((comm.CommError, MemoryError)) as caught:
+        handle = shadowed().all_gather_into_tensor(whole, mine, None, later)
+        handle.wait()
+    Shadow.compare, frames.decompress = compare, decompress  # type: ignore[method-assign]
+    shadowed().all_gather_into_tensor(whole, mine)
+    corpus.assert_same_bits(whole, torch.cat([filled(peer, 900, 1) for peer in range(ranks)]))
+    return str(caught.value)
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    def call(*arguments: Any, **settings: Any) -> Any:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["comparison", "schedule"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_rank_that_fails_tells(kind: str, later: bool) -> None:
+    first, own, last = runner.run(fails, 3, kind, later, timeout=40)
+    assert "as planted" in own
+    assert all("the check failed on global rank 1: " in said and "as planted" in said for said in (first, last))
 
 
 def differ(tolerance: Any, got: list[float], want: list[float], terms: list[float] | None = None) -> bool:

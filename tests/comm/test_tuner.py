@@ -78,8 +78,8 @@ def test_a_trial_and_its_decision(monkeypatch: pytest.MonkeyPatch, meet: bool, d
     seconds = {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
     tried = bench.run(TRIAL, seconds)
     assert tried == [(plan, True) for plan in PLANS for _ in range(tuner_rules.TRIAL_CALLS)]
-    assert bench.run(delay, seconds) == [(PLAIN, False)] * delay and not bench.told
-    assert bench.call(seconds) == (CODED, False)
+    assert bench.run(delay, seconds) == [(PLAIN, False)] * delay and not bench.told and bench.tuner.trying
+    assert bench.call(seconds) == (CODED, False) and not bench.tuner.trying
     assert bench.told == [
         f"cascade frames from call {TRIAL + delay + 1} on "
         "(plain 3e+03 ms, uncoded frames 2e+03 ms, cascade frames 1e+03 ms)"

@@ -67,7 +67,7 @@ def chosen(
 
     def noted(self: tuner.Tuner, *args: Any, **more: Any) -> Any:
         decision, timer = next_plan(self, *args, **more)
-        said.append((self._nominal, str(decision), timer is not None))
+        said.append((self.nominal, str(decision), timer is not None))
         return decision, timer
 
     tuner.Tuner.next_plan = noted  # type: ignore[method-assign]

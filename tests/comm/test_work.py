@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm import work
+from ds_zipccl.comm.device.lanes import lanes_of
+from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.config import ZipcclConfig
@@ -202,6 +204,15 @@ def test_a_future_that_is_asked_for_late_is_done() -> None:
     handle = work.start("trial", [tensor], lambda: None)
     handle.wait()
     assert handle.get_future().done() and handle.get_future().value()[0] is tensor
+
+
+def test_handles_are_those_of_torch() -> None:
+    """Programs ask for the type, and torch's own functions too."""
+    posted = work.PostedWork("send", [], lambda timeout: None, lambda: 0)
+    on_streams = StreamWork("trial", lanes_of(torch.device("cpu")), None, [], [])
+    for handle in (work.done("trial", []), posted, work.JoinedWork("trial", [], []), on_streams):
+        assert isinstance(handle, dist.Work)
+        assert handle.wait() and handle.is_completed() and handle.is_success() and handle.exception() is None
 
 
 def test_several_handles_are_done_when_all_are() -> None:

@@ -4,8 +4,8 @@
 //
 //   driver CASES [--bare] [--plant TOOL] [--library EMULATION]
 //
-// --bare: each buffer is an allocation of exactly its size, with undefined content, for memcheck and initcheck. Otherwise guards stand
-// around each buffer. --plant: makes the mistake that the named sanitizer looks for, and nothing else: a sanitizer that does not notice
+// --bare: each buffer is an allocation of exactly its size, with undefined content, for memcheck and initcheck. Otherwise buffers share
+// one allocation, and guards stand around each. --plant: makes the mistake that the named sanitizer looks for, and nothing else: a sanitizer that does not notice
 // this mistake does not work on this machine. Exit status: 0 all equal, 1 a difference, 2 the driver could not do its task.
 #include "driver_many.h"
 

@@ -5,6 +5,8 @@ python tests/gpu/driver.py build | run | sanitize
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -20,6 +22,7 @@ from typing import Any
 import builds
 import figures
 import golden_cases
+import wheels
 import where
 from places import TESTS
 from step_runner import end_tree
@@ -27,9 +30,16 @@ from step_runner import end_tree
 from ds_zipccl.kernels import build, capabilities
 
 HERE = Path(__file__).parent
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-#: Status of a sanitizer that found something. The driver has 0, 1 and 2.
-FOUND = 9
+#: Sanitizers; the cases that each watches, and options of the driver. Those that look at memory need an allocation for each buffer. Two
+#: make a kernel a hundred times as slow, so that they get a few cases.
+TOOLS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "memcheck": ("small", ("--bare",)),
+    "racecheck": ("few", ()),
+    "initcheck": ("few", ("--bare",)),
+    "synccheck": ("small", ()),
+}
+#: Status of a sanitizer that found something. The driver has 0, 1 and 2. Outcome of one that found nothing.
+FOUND, CLEAN = 9, "clean"
 #: Seconds for the planted mistake; for the cases, at least and at most, if the step's limit has room. The sanitizers run at a time.
 PLANT_SECONDS, TOOL_SECONDS, MOST_TOOL_SECONDS = 20.0, 50.0, 150.0
 #: Seconds of a step's limit that are left when the sanitizers are ended.
@@ -40,26 +50,87 @@ case " $* " in *" --plant "*) exit 9;; esac
 while [ "${1#-}" != "$1" ]; do shift 2; done
 exec "$@"
 """
-#: -lineinfo: sanitizers name lines; the machine code is the same.
-_FLAGS = ("-O3", "-std=c++17", "-lineinfo", "-diag-suppress=177,186")
+_FLAGS = ("-O3", "-std=c++17", "-diag-suppress=177,186", "--threads=0")
+#: Of builds for the devices here: sanitizers name lines; the machine code is the same.
+_LINES = ("-lineinfo",)
 
 
-#: Of the driver with the kernels in it.
-SOURCES = ("gpu/driver.cu",)
+#: Programs and libraries: sources of the folders gpu and csrc, further flags.
+PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "driver": (("gpu/driver.cu",), ()),
+    "spin": (("gpu/spin.cu",), ("-shared", "-Xcompiler=-fPIC")),
+}
+FOLDERS = {"csrc": build.CSRC, "gpu": HERE}
+#: Compute capabilities of the programs that travel with the wheels, and flags that make them small and let them run beside other libraries.
+CARRIED = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+_TRAVELLING = (
+    "-Xfatbin=-compress-all",
+    "--compress-mode=size",
+    "-Xcompiler=-static-libstdc++",
+    "-Xcompiler=-static-libgcc",
+)
 
 
-def for_gpu() -> Path:
-    """The driver with the kernels in it, compiled unless it is there already (about a minute).
+def there(name: str) -> Path:
+    """The program with the kernels in it: compiled unless it is there already (about a minute), without nvcc that of the wheels folder.
+
+    Raises:
+        BuildError: nvcc failed, or there is neither nvcc nor such a program; no device.
+    """
+    try:
+        build.nvcc()
+    except build.BuildError:
+        return carried(name)
+    return compiled(name)
+
+
+def _digest() -> str:
+    """A name for the sources."""
+    digest = hashlib.sha256()
+    for part in builds.contents(FOLDERS):
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()[:16]
+
+
+def carried(name: str) -> Path:
+    """The program of the wheels folder.
+
+    Raises:
+        BuildError: it is not there, or was made of other sources.
+    """
+    folder = os.environ.get(wheels.WHEELS, "")
+    path = Path(folder) / f"zipccl_{name}_{_digest()}"
+    if not folder or not path.is_file():
+        others = [other.name for other in Path(folder).glob(f"zipccl_{name}_*")] if folder else []
+        said = f"{others[0]} is of other sources, run it again" if others else "its folder is not here"
+        raise build.BuildError(f"no nvcc, and no {name} by `make gpu-wheels`: {said}")
+
+    def make(target: Path) -> None:
+        shutil.copyfile(path, target)
+        target.chmod(0o755)
+
+    return builds.kept(f"gpu_{name}", [path.read_bytes()], make)
+
+
+def carry(folder: Path) -> None:
+    """Put the programs into a folder that goes to a machine without nvcc; only says so where there is no nvcc here."""
+    try:
+        for name in PROGRAMS:
+            target = folder / f"zipccl_{name}_{_digest()}"
+            shutil.copy(compiled(name, CARRIED, _TRAVELLING), target)
+            print(f"{target.name}: {target.stat().st_size / 1e6:.1f} MB", flush=True)
+    except build.BuildError as error:
+        print(f"without driver: {error}", flush=True)
+
+
+def compiled(name: str, architectures: Sequence[str] = (), flags: Sequence[str] = _LINES) -> Path:
+    """What nvcc makes of one of :data:`PROGRAMS` for the devices here, or for compute capabilities such as "9.0".
 
     Raises:
         BuildError: there is no nvcc or no device, or nvcc failed.
     """
-    return compiled("driver", SOURCES)
-
-
-def compiled(name: str, sources: Sequence[str], architectures: Sequence[str] = (), flags: Sequence[str] = ()) -> Path:
-    """What nvcc makes of ``sources`` (of the folders gpu and csrc) for the devices here, or for compute capabilities such as "9.0"."""
-    compiler, folders = build.nvcc(), {"csrc": build.CSRC, "gpu": HERE}
+    compiler, folders, (sources, more) = build.nvcc(), FOLDERS, PROGRAMS[name]
+    flags = (*more, *flags)
     targets = [
         flag for flag in build.cuda(architectures or capabilities.architectures()).flags if flag.startswith("-gencode")
     ]
@@ -105,25 +176,32 @@ def run(program: Sequence[str | Path], *sizes: str) -> int:
             figures.put(**{name: {"status": status, "trials": trials, "seconds": seconds, "wrong": wrong[:40]}})
             cases.unlink()
             if status or not trials:
-                return status or 2
+                print(f"{name}: {status}", flush=True)
+                late = isinstance(status, str) and status.startswith("late")
+                return figures.SLOW if late else status if isinstance(status, int) and status else 2
     return 0
 
 
 def sanitize(program: Sequence[str], sanitizer: str) -> int:
-    """Run the driver under each sanitizer; 0 if each sees its planted mistake, and nothing in the kernels."""
+    """Run the driver under each sanitizer; 0 if each sees its planted mistake, and nothing in the kernels.
+
+    :data:`figures.SLOW` if one saw nothing so far, and ran out of time.
+    """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-cases-") as folder, ThreadPoolExecutor(len(TOOLS)) as pool:
-        cases, start = Path(folder) / "small", time.monotonic()
-        golden_cases.main(str(cases), *(("--few",) if where.DRY else ()))
+        start = time.monotonic()
+        for size in ("few", "small"):
+            golden_cases.main(str(Path(folder) / size), *SIZES["few" if where.DRY else size])
         seconds = figures.seconds(TOOL_SECONDS) - (time.monotonic() - start) - SPARE_SECONDS
         seconds = min(max(seconds, TOOL_SECONDS), MOST_TOOL_SECONDS)
-        running = {pool.submit(_sanitized, program, sanitizer, tool, cases, seconds): tool for tool in TOOLS}
+        running = {pool.submit(_sanitized, program, sanitizer, tool, Path(folder), seconds): tool for tool in TOOLS}
         for done in as_completed(running):
             found[running[done]] = done.result()
             figures.put(**found)
     for tool, seen in found.items():
         print(f"{tool:10} {seen['outcome']}, {seen['seconds']} s", flush=True)
-    return 0 if all(seen["outcome"] == "clean" for seen in found.values()) else 1
+    bad = [seen for seen in found.values() if not seen["outcome"].startswith(CLEAN)]
+    return 1 if bad else figures.SLOW if any(seen["outcome"] != CLEAN for seen in found.values()) else 0
 
 
 def _sanitized(program: Sequence[str], sanitizer: str, tool: str, cases: Path, limit: float) -> dict[str, Any]:
@@ -133,8 +211,13 @@ def _sanitized(program: Sequence[str], sanitizer: str, tool: str, cases: Path, l
     if status != FOUND:
         reason = f"blind here: it does not see a planted mistake (status {status})"
         return {"outcome": reason, "seconds": seconds, "output": text[-1500:]}
-    status, text, more = _watched([*command, "--bare", str(cases)], limit - seconds)
-    outcome = "clean" if status == 0 else "found something" if status == FOUND else f"failed with status {status}"
+    size, options = TOOLS[tool]
+    status, text, more = _watched([*command, *options, str(cases / size)], limit - seconds)
+    outcome = CLEAN if status == 0 else "found something" if status == FOUND else f"failed with status {status}"
+    if isinstance(status, str):  # the sanitizers write what they see at once, behind a mark
+        said = [line for line in text.splitlines() if line.startswith("=========") and "COMPUTE-SANITIZER" not in line]
+        trials = sum(map(int, re.findall(r" (\d+) trials", text)))
+        outcome = "found something" if said else f"{CLEAN} so far, {trials} trials"
     return {"outcome": outcome, "seconds": round(seconds + more, 1)} | ({"output": text[-4000:]} if status else {})
 
 
@@ -143,12 +226,15 @@ def _watched(command: Sequence[str | Path], seconds: float) -> tuple[int | str, 
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        status: int | str
-        try:
-            status = process.wait(seconds * where.PATIENCE)
-        except subprocess.TimeoutExpired:
+        grown, last = 0, start
+        while (status := process.poll()) is None and time.monotonic() - start < seconds * where.PATIENCE:
+            if (size := os.fstat(output.fileno()).st_size) > grown:
+                grown, last = size, time.monotonic()
+                figures.alive()
+            time.sleep(0.02)
+        if status is None:
             end_tree(process)
-            status = f"none after {seconds:.0f} s"
+            status = figures.overdue(time.monotonic() - last, seconds)[1]
         output.seek(0)
         return status, output.read(), round(time.monotonic() - start, 1)
 
@@ -159,19 +245,21 @@ def sanitizer_path() -> str:
     Raises:
         FileNotFoundError: it is not installed.
     """
-    places = [os.environ.get("CUDA_HOME", ""), str(Path(build.nvcc()[0]).resolve().parent.parent), "/usr/local/cuda"]
+    places = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    with contextlib.suppress(build.BuildError):
+        places.append(str(Path(build.nvcc()[0]).resolve().parent.parent))
     paths = [shutil.which("compute-sanitizer"), *(f"{place}/bin/compute-sanitizer" for place in places)]
     paths += [f"{place}/compute-sanitizer/compute-sanitizer" for place in places]
     for path in paths:
         if path and os.access(path, os.X_OK):
             return path
-    raise FileNotFoundError(f"no compute-sanitizer at {paths}: install the CUDA toolkit")
+    raise FileNotFoundError("no compute-sanitizer on PATH, in CUDA_HOME, beside nvcc or in /usr/local/cuda")
 
 
 def program() -> list[str]:
     """The command that starts the driver here."""
     if not where.DRY:
-        return [str(for_gpu())]
+        return [str(there("driver"))]
     import emulation
 
     return [str(for_emulation()), "--library", str(emulation.binary().path())]

@@ -116,18 +116,43 @@ constexpr uint8_t kGuard = 0x5c;
 constexpr size_t kGuardBytes = 256;
 bool bare = false;
 
+// Memory of buffers with guards. cudaMalloc and cudaFree wait for the device, and a sanitizer follows each call: thousands of trials with
+// some buffers each spend their time there. The arena is empty again when no buffer lives.
+class Arena {
+ public:
+  uint8_t* take(size_t bytes) {
+    bytes = (bytes + 255) / 256 * 256;
+    if (!begin_) begin_ = static_cast<uint8_t*>(device_memory(kBytes));
+    if (bytes > kBytes - used_) return static_cast<uint8_t*>(device_memory(bytes));
+    ++living_, used_ += bytes;
+    return begin_ + used_ - bytes;
+  }
+  void give(uint8_t* at) {
+    if (!begin_ || at < begin_ || at >= begin_ + kBytes) return device_free(at);
+    if (--living_) return;
+    finish();  // no stream writes any more where another stream's buffer comes next
+    used_ = 0;
+  }
+
+ private:
+  static constexpr size_t kBytes = size_t(256) << 20;
+  uint8_t* begin_ = nullptr;
+  size_t used_ = 0, living_ = 0;
+};
+Arena arena;
+
 // Memory of the device: `bytes` bytes that start `shift` bytes after a multiple of 256.
 class Buffer {
  public:
   Buffer(size_t bytes, size_t shift, Stream stream) : bytes_(bytes), lead_(bare ? shift : kGuardBytes + shift), stream_(stream) {
     whole_ = lead_ + bytes + (bare ? 0 : kGuardBytes);
-    memory_ = static_cast<uint8_t*>(device_memory(whole_));
+    memory_ = bare ? static_cast<uint8_t*>(device_memory(whole_)) : arena.take(whole_);
     if (!bare) set_bytes(memory_, kGuard, whole_, stream);
   }
   Buffer(const Bytes& content, size_t shift, Stream stream) : Buffer(content.size(), shift, stream) {
     upload(at(), content.data(), content.size(), stream);
   }
-  ~Buffer() { device_free(memory_); }
+  ~Buffer() { bare ? device_free(memory_) : arena.give(memory_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 

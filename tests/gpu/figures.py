@@ -12,6 +12,27 @@ VARIABLE = "ZIPCCL_FIGURES"
 LIMIT = "ZIPCCL_LIMIT"
 #: Folder in which the steps of one run tell each other things.
 SCRATCH = "ZIPCCL_SCRATCH"
+#: Status of a step whose results are right as far as it came, and that missed a floor or its time.
+SLOW = 3
+#: Seconds without a sign of life after which work that reaches its limit counts as hung, and half of a shorter limit.
+QUIET_SECONDS = 20.0
+
+
+class Late(AssertionError):
+    """Work reached its limit of time and was still going on: the limit was a budget, and nothing hangs."""
+
+
+def overdue(silent: float, limit: float) -> tuple[bool, str]:
+    """Whether work that reached its limit hangs, and words for it. ``silent``: seconds since its last sign of life."""
+    if silent >= min(QUIET_SECONDS, limit / 2):
+        return True, f"hung: still running after {limit:.0f} s, without a sign of life in the last {silent:.0f} s"
+    return False, f"late: still at work after {limit:.0f} s"
+
+
+def alive() -> None:
+    """A sign of life of this step, for work that shows none in its output."""
+    if VARIABLE in os.environ:
+        Path(os.environ[VARIABLE]).touch()
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -1,32 +1,34 @@
 """``make gpu``: everything that needs a GPU, in less than ten minutes.
 
-    python tests/gpu/gpu.py [--out FOLDER] [--only STEP ...] [--wheels FOLDER] [--dry] [--list]
+    python tests/gpu/gpu.py [--out FOLDER] [--first | --only STEP ...] [--wheels FOLDER] [--dry] [--list]
 
 Writes to the folder (docs/results): ``gpu.json``, the outcome and the figures of every step, written anew after each; ``cuda.json``,
 ``comm_nccl.json`` and ``train_nccl.json``, the benchmarks; ``gpu.log``, the whole output. Each step has a limit of time and ends with all
-its processes. A step that fails does not stop the next ones, unless they need its result. Status 1 unless every step passed; the step
-"train" is left out where DeepSpeed cannot be imported.
+its processes. A step that fails does not stop the next ones, unless they need its result. The steps that decide come first; ``--first``
+runs these alone, in less than five minutes. Status 1 after wrong bits, a hang, or an error; 3 if a step was only slow or late; 0
+otherwise, also where parts of the machine are missing, which the first lines name. The last line says the same in words.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import figures
-from step_runner import NOT_RUN, PASSED, Result, Results, Runner, Step, as_json
+import mps
+from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Results, Runner, Step, as_json
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # where PYTHONPATH lacks it
 from places import PYTHONPATH, ROOT
@@ -35,6 +37,9 @@ from wheels import SITE, WHEELS
 HERE = Path(__file__).resolve().parent
 #: Seconds for all steps; the starts of the interpreters are among them.
 TOTAL_SECONDS = 588
+#: The first part: its steps and their seconds, and seconds for all of them.
+FIRST = {"machine": 20, "build": 100, "driver": 15, "tests": 70, "nccl_probe": 45, "bench": 45}
+FIRST_SECONDS = 298
 #: Tests of which some run on a GPU: those of :data:`SELECTED`.
 CUDA_TESTS = (
     "codec/test_cuda_kernels.py",
@@ -72,16 +77,25 @@ CUDA_TESTS = (
 )
 #: The tests on a GPU, without those of the emulation, which need none.
 SELECTED = "cuda-native or cuda-nvrtc or on_nccl or cuda]"
+FIRST_SELECTED = "cuda-nvrtc"
 DRY_SELECTED = "emulated and (golden_frame or frames_in_slots)"
 #: Last lines of a step that did not pass, at the end of the output, and characters of each: all steps together are 9,600 characters.
 LINES, LINE = 6, 160
-#: Message sizes of the benchmark.
-MIB = (1, 4, 16, 64, 256, 1024)
+#: Message sizes of the benchmark, and of the first part.
+MIB, FIRST_MIB = (1, 4, 16, 64, 256, 1024), (16, 256)
+#: Milliseconds of the smallest collective above which ranks that share the GPU take turns on it: benchmarks repeat less.
+TURNS_MS = 5.0
 
 
 def machine_is_right(results: Results) -> str:
     """Nothing makes sense without a GPU."""
     return "" if results["machine"].outcome == PASSED else "this machine has no GPU for torch"
+
+
+def lacks(results: Results, *parts: str) -> str:
+    """The reason of a step that wants these parts of the machine."""
+    absent = [part for part in parts if part in results["machine"].figures.get("missing", {})]
+    return f"{MISSING}{', '.join(absent)}" if absent else ""
 
 
 def some_route(results: Results) -> str:
@@ -90,52 +104,75 @@ def some_route(results: Results) -> str:
     return machine_is_right(results) or ("" if usable else "no CUDA route works")
 
 
+def tests_of_a_route(results: Results) -> str:
+    """Tests want pytest, and a route."""
+    return machine_is_right(results) or lacks(results, "pytest") or some_route(results)
+
+
 def driver_built(results: Results) -> str:
     """The driver is not compiled again: its steps have no time for that."""
     built = "build" in results and results["build"].figures.get("builds", {}).get("driver", {}).get("status") == 0
-    return machine_is_right(results) or ("" if built else "the driver was not built")
+    return machine_is_right(results) or lacks(results, "driver") or ("" if built else "the driver was not built")
+
+
+def sanitizers_are_here(results: Results) -> str:
+    """The sanitizers watch the driver."""
+    return driver_built(results) or lacks(results, "compute-sanitizer")
 
 
 def usable_routes(results: Results) -> tuple[str, ...]:
     """The routes to measure: one that was not built would be built again, in the time of the measurement."""
-    return ("--route", *results["build"].figures["usable"])
+    return ("--route", *found) if (found := results["build"].figures.get("usable", ())) else ()
 
 
 def probed(results: Results) -> str:
     """Ranks cannot share this GPU unless two could."""
-    return "" if results["nccl_probe"].outcome == PASSED else "two ranks could not share the GPU"
+    probe = results["nccl_probe"]
+    lost = machine_is_right(results) or (probe.reason if probe.reason.startswith(MISSING) else "")
+    return lost or ("" if probe.outcome == PASSED else "two ranks could not share the GPU")
 
 
 def deepspeed_works(results: Results) -> str:
     """DeepSpeed need not be on a machine with a GPU; its wheels can be carried there."""
     built = "build" in results and results["build"].figures.get("builds", {}).get("deepspeed", {}).get("status") == 0
-    return probed(results) or ("" if built else "DeepSpeed cannot be imported: carry the wheels of `make gpu-wheels`")
-
-
-def _pytest(name: str, *words: str, seconds: int) -> tuple[str, ...]:
-    options = (
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no_skips",
-        "--maxfail=60",
-        f"--timeout={seconds}",
-        "--timeout-method=thread",
+    return (
+        probed(results)
+        or lacks(results, "deepspeed")
+        or ("" if built else f"{MISSING}DeepSpeed, whose import fails in the step build")
     )
-    return (sys.executable, "-m", "pytest", *options, *words, f"tests/{name}")
 
 
-def steps(out: Path, dry: bool = False) -> list[Step]:
-    """All steps in their order: those first that decide whether to go on. Their least times together are :data:`TOTAL_SECONDS`.
+def quicker(usual: Sequence[str], few: Sequence[str]) -> Callable[[Results], tuple[str, ...]]:
+    """Words of a benchmark of ranks that share the GPU, from the time of the smallest collective that the probe found."""
+    return lambda results: tuple(few if results["nccl_probe"].figures.get("tiny_ms", 0.0) > TURNS_MS else usual)
 
-    ``dry``: the programs run without a GPU; the benchmark and the tests of the codec have the emulated kernels.
+
+def _pytest(
+    name: str, words: Sequence[str], needs: Callable[[Results], str], budget: int, seconds: int, *files: str
+) -> Step:
+    """A step of tests. ``files``: of the codec, less those that need hypothesis where it is missing. ``seconds``: for one test."""
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no_skips", "--maxfail=60", *words)
+
+    def more(results: Results) -> tuple[str, ...]:
+        absent = results["machine"].figures.get("missing", {})
+        limit = () if "pytest-timeout" in absent else (f"--timeout={seconds}", "--timeout-method=thread")
+        paths = [f"tests/{one}" for one in files]
+        if "hypothesis" in absent:
+            paths = [path for path in paths if "from hypothesis" not in (ROOT / path).read_text()]
+        return (*limit, *paths)
+
+    return Step(name, (sys.executable, "-m", "pytest", *options), budget, needs, words=more)
+
+
+def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
+    """All steps in their order: those first that decide. Their least times together are :data:`TOTAL_SECONDS`.
+
+    ``dry``: the programs run without a GPU; the benchmark and the tests of the codec have the emulated kernels. ``first``: the steps of
+    :data:`FIRST` alone, with the route that is compiled at run time and two sizes of messages.
     """
     python = sys.executable
     results = out / "cuda.json"
-    first, *others = CUDA_TESTS
-    tests = _pytest(first, "-k", DRY_SELECTED if dry else SELECTED, *(f"tests/{name}" for name in others), seconds=40)
-    nccl = functools.partial(_pytest, "gpu/test_nccl.py")
+    selected = DRY_SELECTED if dry else FIRST_SELECTED if first else SELECTED
     program = (python, str(HERE / "dry_bench.py")) if dry else (python, "-m", "ds_zipccl")
     bench = (
         *program,
@@ -150,41 +187,36 @@ def steps(out: Path, dry: bool = False) -> list[Step]:
         "--dtype",
         "bf16",
         "--mib",
-        *map(str, MIB),
+        *map(str, FIRST_MIB if first else MIB),
         "--floors",
         "--peers",
     )
     shared = (python, str(HERE / "as_probed.py"), *program[1:], "bench")
     comm_json, train_json = out / "comm_nccl.json", out / "train_nccl.json"
     comm = (*shared, "comm", "--backend", "nccl", "--ranks", "2", "4")
-    comm += (
-        "--repeats",
-        *(("1", "--iterations", "2", "--numel", "4K") if dry else ("3", "--iterations", "5", "--numel", "1M", "4M")),
-    )
-    train = (*shared, "train", "--backend", "nccl", "--size", "tiny", "--workload")
+    comm += ("--json", str(comm_json))
+    few_calls = ("--repeats", "1", "--iterations", "2", "--numel", "4K" if dry else "1M")
+    calls = few_calls if dry else ("--repeats", "3", "--iterations", "5", "--numel", "1M", "4M")
+    train = (*shared, "train", "--backend", "nccl", "--size", "tiny", "--json", str(train_json), "--workload")
     dry_train = ("zero3", "--steps", "2", "--skip", "1", "--script", str(HERE / "dry_train.py"))
-    train += dry_train if dry else ("zero2", "zero3", "--steps", "20")
-    return [
+    train += dry_train if dry else ("zero2", "zero3")
+    turns = quicker((), ()) if dry else quicker(("--steps", "20"), ("--steps", "6", "--skip", "2"))
+    driver, of_nccl = (python, str(HERE / "driver.py")), "gpu/test_nccl.py"
+    planned = [
         Step("machine", (python, str(HERE / "machine.py")), 25),
-        Step("build", (python, str(HERE / "build_all.py")), 125, machine_is_right),
-        Step("driver", (python, str(HERE / "driver.py"), "run"), 15, driver_built),
-        Step("nccl_probe", nccl("-k", "probe", seconds=62), 40, some_route),
-        Step("nccl", nccl("-k", "share", seconds=60), 65, probed),
-        Step(
-            "train",
-            (*train, "--json", str(train_json)),
-            90,
-            deepspeed_works,
-            _Written(train_json, *OF_TRAINING),
-            optional=True,
-        ),
-        Step("comm", (*comm, "--json", str(comm_json)), 45, probed, _Written(comm_json, *OF_COMM)),
-        Step("tests", tests, 50, some_route),
-        Step("stress", _pytest("gpu/test_stress.py", seconds=55), 35, some_route),
-        Step("sanitizers", (python, str(HERE / "driver.py"), "sanitize"), 40, driver_built),
-        Step("nccl_one", nccl("-k", "one_rank", seconds=40), 15, some_route),
-        Step("bench", (*bench, "--json", str(results)), 40, some_route, _Written(results, *OF_CODEC)),
+        Step("build", (python, str(HERE / "build_all.py"), *(["--first"] if first else [])), 125, machine_is_right),
+        Step("driver", (*driver, "run"), 15, driver_built),
+        _pytest("tests", ("-k", selected), tests_of_a_route, 50, 40, *CUDA_TESTS),
+        _pytest("nccl_probe", ("-k", "probe"), tests_of_a_route, 40, 75, of_nccl),
+        Step("bench", (*bench, "--json", str(results)), 40, some_route, _Written(results, *OF_CODEC), usable_routes),
+        _pytest("nccl", ("-k", "share"), probed, 65, 600, of_nccl),
+        Step("train", train, 90, deepspeed_works, _Written(train_json, *OF_TRAINING), turns),
+        Step("comm", comm, 45, probed, _Written(comm_json, *OF_COMM), quicker(calls, few_calls)),
+        _pytest("nccl_one", ("-k", "one_rank"), tests_of_a_route, 15, 40, of_nccl),
+        _pytest("stress", (), tests_of_a_route, 35, 55, "gpu/test_stress.py"),
+        Step("sanitizers", (*driver, "sanitize"), 40, sanitizers_are_here),
     ]
+    return [replace(step, seconds=FIRST[step.name]) for step in planned if step.name in FIRST] if first else planned
 
 
 #: Keys of a benchmark's file that are figures of its step.
@@ -237,22 +269,41 @@ def _host() -> dict[str, Any]:
     }
 
 
-def succeeded(results: Sequence[Result], planned: Sequence[Step]) -> bool:
-    """Whether every step passed; a step that may be left out need not have run."""
-    optional = {step.name for step in planned if step.optional}
-    return all(one.outcome == PASSED or (one.outcome == NOT_RUN and one.step in optional) for one in results)
+def verdict(results: Sequence[Result]) -> tuple[int, str]:
+    """The status of the run, and what it means in words."""
+    late = [one for one in results if one.outcome == SLOW or (one.outcome == NOT_RUN and one.reason == NO_TIME)]
+    absent = [one for one in results if one.outcome == NOT_RUN and one.reason.startswith(MISSING)]
+    wrong = [one for one in results if one.outcome in (FAILED, HUNG)]
+    # These wait for a step that is among the others; without such a step nobody knows why.
+    waited = [one for one in results if one.outcome == NOT_RUN and one not in late and one not in absent]
+    wrong, waited = (wrong, waited) if wrong or late else (waited, [])
+
+    def named(some: Sequence[Result]) -> str:
+        return ", ".join(f"{one.step} ({one.reason.removeprefix(MISSING) or one.outcome})" for one in some)
+
+    words = [f"status 1, wrong bits, a hang or an error: {named(wrong)}"] if wrong else []
+    words += (
+        [f"{'also ' if wrong else f'status {figures.SLOW}, no wrong bit was seen: '}slow or late: {named(late)}"]
+        if late
+        else []
+    )
+    words += [f"status 0: {sum(one.outcome == PASSED for one in results)} steps passed"] if not words else []
+    words += [f"not run for that: {named(waited)}"] if waited else []
+    words += [f"not shown here, as parts are missing: {named(absent)}"] if absent else []
+    return 1 if wrong else figures.SLOW if late else 0, "; ".join(words)
 
 
 def summary(results: Sequence[Result], planned: Sequence[Step], command: str) -> dict[str, Any]:
     """The content of gpu.json."""
     missing = [step.name for step in planned[len(results) :]]
-    good = not missing and succeeded(results, planned)
+    status, words = verdict(results)
     facts = next((result.figures for result in results if result.step == "machine"), {})
     versions = {
         name: str(facts[name]) for name in ("torch", "cuda", "driver", "nccl", "nvcc", "python") if name in facts
     }
     return {
-        "outcome": PASSED if good else "running or cut short" if missing else "failed",
+        "outcome": "running or cut short" if missing else {0: PASSED, figures.SLOW: SLOW}.get(status, "failed"),
+        "verdict": words,
         "not_passed": {result.step: result.outcome for result in results if result.outcome != PASSED},
         "missing": missing,
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -267,13 +318,14 @@ def summary(results: Sequence[Result], planned: Sequence[Step], command: str) ->
 
 
 def digest(results: Sequence[Result]) -> list[str]:
-    """For a reader who sees the end of the output alone: floors, and the last words of each step that ran and did not pass."""
+    """For a reader who sees the end of the output alone: missing parts, floors, and the last words of each step that did not pass."""
     lines = []
     for result in results:
         lines += [
             f"{floor['floor']}: {floor['got'] if floor['got'] is None else format(floor['got'], '.4g')}, wanted is {floor['wanted']}"
             for floor in result.figures.get("floors", ())
         ]
+        lines += [f"missing {name}: {line[:LINE]}" for name, line in result.figures.get("missing", {}).items()]
         lines += [f"{result.step}: {line[:LINE]}" for line in [line for line in result.tail if line.strip()][-LINES:]]
     return lines
 
@@ -283,6 +335,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs" / "results", help="folder of the results (docs/results)"
     )
+    parser.add_argument("--first", action="store_true", help="the first part alone, in less than five minutes")
     parser.add_argument(
         "--only", nargs="+", metavar="STEP", help="these steps, and those that decide whether they can run"
     )
@@ -295,7 +348,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the steps and end")
     args = parser.parse_args(words)
     out = args.out.resolve()
-    planned, total = steps(out, args.dry), TOTAL_SECONDS
+    planned, total = steps(out, args.dry, args.first), FIRST_SECONDS if args.first else TOTAL_SECONDS
     if args.dry:
         os.environ["ZIPCCL_DRY"] = "1"
         planned, total = [replace(step, seconds=4 * step.seconds) for step in planned], 4 * total
@@ -310,12 +363,15 @@ def main(words: Sequence[str] | None = None) -> int:
         planned = [step for step in planned if step.name in wanted]
     if args.list:
         for step in planned:
-            print(f"{step.name:12} {step.seconds:4} s  {shlex.join(step.command)}")
+            command = (*step.command, *step.words({name: Result(name, PASSED) for name in FIRST}))
+            print(f"{step.name:12} {step.seconds:4} s  {shlex.join(command)}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu.log").write_text("")
     command = (
-        shlex.join(["make", "gpu", f"OUT={args.out}"]) if not args.only else shlex.join([sys.executable, *sys.argv])
+        shlex.join([sys.executable, *sys.argv])
+        if args.only
+        else shlex.join(["make", "gpu", f"OUT={args.out}", *(["FIRST=1"] if args.first else [])])
     )
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-scratch-") as scratch:
 
@@ -323,15 +379,21 @@ def main(words: Sequence[str] | None = None) -> int:
             figures.write(out / "gpu.json", summary(results, planned, command))
 
         save([])
-        results = Runner(
-            total, ROOT, out / "gpu.log", environment(Path(scratch), args.wheels and args.wheels.resolve()), save
-        ).run(planned)
+        try:
+            results = Runner(
+                total, ROOT, out / "gpu.log", environment(Path(scratch), args.wheels and args.wheels.resolve()), save
+            ).run(planned)
+        finally:
+            mps.stop(Path(scratch))
+    status, words = verdict(results)
     with (out / "gpu.log").open("a") as log:
-        for line in ["", *digest(results), *(result.line() for result in results), f"results: {out / 'gpu.json'}"]:
+        lines = [*digest(results), *(result.line() for result in results), f"results: {out / 'gpu.json'}", words]
+        for line in ["", *lines]:
             print(line, flush=True)
             log.write(line + "\n")
-    return 0 if succeeded(results, planned) else 1
+    return status
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what runs is ended first
     sys.exit(main())

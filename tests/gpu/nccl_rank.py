@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -17,14 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import corpus
 import figures
 import levels
-import moves
-import sums
 import torch
 import torch.distributed as dist
 import where
+from nccl_suites import SETTINGS, TINY_CALLS, move_suite, sum_suite
 
 from ds_zipccl import comm
 from ds_zipccl.config import ZipcclConfig
@@ -34,20 +33,21 @@ from ds_zipccl.telemetry import counters
 
 #: Seconds after which a collective is an error; the launcher's limit comes first where a rank has died.
 COLLECTIVE_SECONDS = 40
-SETTINGS: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0, "reduction": "fp32"}
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, **SETTINGS)
 #: Waits of the host in a call at most; one where the table has nothing. A sum for all ranks, or for several owners, is a sum and a gather.
 HOST_WAITS = {"all_reduce": 2, "all_reduce_coalesced": 2, "reduce_to_owners": 2}
-#: Elements of the tensors of the suite, up to several blocks of a frame.
-SUITE_SIZES = (0, 7, 1025) if where.DRY else moves.SIZES
 
 
 class Rank:
-    """A rank and its data, which every other rank can compute."""
+    """A rank and its data, which every other rank can compute. ``report``: the file that the launcher watches."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks, self.device = rank, ranks, where.HERE.device
+    def __init__(self, rank: int, ranks: int, report: Path) -> None:
+        self.rank, self.ranks, self.device, self._report = rank, ranks, where.HERE.device, report
         self.figures: dict[str, Any] = {}
+
+    def alive(self) -> None:
+        """A sign of life, in a check that takes long."""
+        self._report.touch()
 
     def words(self, numel: int, rank: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The words of a rank; fewer in a dry run."""
@@ -172,6 +172,13 @@ def reductions(it: Rank) -> None:
     assert most.tolist() == [max(column) for column in zip(*everybody)]
     it.finish()
     assert work.is_completed()
+    times = []
+    for _ in range(TINY_CALLS):
+        start = time.monotonic()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        it.finish()
+        times.append(time.monotonic() - start)
+    it.figures["tiny_ms"] = round(1e3 * statistics.median(times), 3)
 
 
 def additions(it: Rank) -> None:
@@ -237,45 +244,6 @@ def subgroups(it: Rank) -> None:
     equal(whole, torch.cat(shards))
     it.finish()
     dist.destroy_process_group(again)
-
-
-def move_suite(it: Rank) -> None:
-    """All ways to call the operations that move bits, in every dtype, with every kind of words."""
-    api = moves.coded(**SETTINGS)
-    calls = [move for ways in ("all_gather", "all_to_all") if OPS[ways].on_device for move in moves.MOVES[ways]]
-    counters.reset()
-    for seed, (move, size) in enumerate((move, size) for size in SUITE_SIZES for move in calls):
-        kind = list(corpus.SUMMED.values())[seed % 3]
-        inputs = [moves.filled(peer, size, kind, seed).to(it.device) for peer in range(it.ranks)]
-        for later in (False, True):
-            outputs, wanted = move(api, inputs, it.rank, later)
-            for got, want in zip(outputs, wanted, strict=True):
-                corpus.assert_same_bits(got.cpu(), want.cpu())
-    it.figures["moves"] = sum(row["calls"] for row in counters.rows())
-    assert it.figures["moves"] and not any(row["passed"] for row in counters.rows()), counters.rows()
-
-
-def sum_suite(it: Rank) -> None:
-    """All ways to call the operations that add, in every dtype, with NaNs, infinities and denormals."""
-    if not OPS["all_reduce"].on_device:
-        return
-    api = sums.coded(**SETTINGS)
-    calls = (*sums.SUMS["all_reduce"], *sums.SUMS["reduce_scatter"])
-    counters.reset()
-    for seed, (add, size) in enumerate((add, size) for size in SUITE_SIZES if size >= it.ranks for add in calls):
-        kind = list(corpus.SUMMED.values())[seed % 3]
-        average = seed % 5 == 0
-        for fill in (sums.bell, sums.wild):
-            contributions = [fill(peer, size, kind, seed) for peer in range(it.ranks)]
-            total = levels.in_one_level(contributions, average)
-            want = add(levels.Summed(), total, None, False)
-            with torch.device(it.device):
-                op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-                got = add(api, contributions[it.rank].to(it.device), op, bool(seed % 2))
-            end = size // 3 * 3 if add is sums.all_reduce_by_memory else size  # which leaves words alone
-            sums.assert_same_sums(got.cpu()[:end], want[:end], kind)
-    it.figures["sums"] = sum(row["calls"] for row in counters.rows())
-    assert it.figures["sums"] and not any(row["passed"] for row in counters.rows()), counters.rows()
 
 
 def streams(it: Rank) -> None:
@@ -359,7 +327,7 @@ def main(program: str, rank: int, ranks: int, store: str, report: Path) -> int:
             import shim
 
             shim.install()
-        it, options = Rank(rank, ranks), {}
+        it, options = Rank(rank, ranks, report), {}
         if it.device.type == "cuda":
             torch.cuda.set_device(0)
             options["device_id"] = torch.device("cuda", 0)  # as DeepSpeed does: the communicator is made at once

@@ -4,6 +4,8 @@ Tests of lossy codecs, which have no CUDA kernels, stay skipped.
 
 Tests of a CUDA route that the step "build" could not build are left out: each would build it again. That step has failed, and the figures
 have their number.
+
+A test that raises :class:`figures.Late` was slow, not wrong: where no test failed otherwise, the status is :data:`figures.SLOW`.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ def pytest_runtest_makereport(
         reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if lossy_routes.MISSING not in reason:
             report.outcome, report.longrepr = "failed", f"not run, so not passed: {reason}"
+    if call.excinfo is not None and call.excinfo.errisinstance(figures.Late):
+        _counts["late"] += 1
+    figures.alive()
     return report
 
 
@@ -60,6 +65,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     _write(session.testscollected)
+    if session.exitstatus == pytest.ExitCode.TESTS_FAILED and _counts["failed"] == _counts["late"]:
+        session.exitstatus = figures.SLOW
+    elif session.exitstatus == figures.SLOW:  # pytest's own status for an error of its own
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _write(collected: int | None = None) -> None:

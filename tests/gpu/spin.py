@@ -9,9 +9,8 @@ import contextlib
 import ctypes
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -25,16 +24,11 @@ class _Words(ctypes.Structure):
     _fields_ = [("release", ctypes.c_uint32), ("expired", ctypes.c_uint32), ("arrived", ctypes.c_uint32 * MOST)]
 
 
-def compiled(architectures: Sequence[str] = ()) -> Path:
-    """The library with the kernel, compiled unless it is there already."""
-    import driver
-
-    return driver.compiled("spin", ("gpu/spin.cu",), architectures, ("-shared", "-Xcompiler=-fPIC"))
-
-
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(compiled()))
+    import driver
+
+    library = ctypes.CDLL(str(driver.there("spin")))
     library.spin_error.restype, library.spin_error.argtypes = ctypes.c_char_p, [ctypes.c_int32]
     library.spin_words.argtypes = [ctypes.c_void_p]
     library.spin_start.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
@@ -76,4 +70,4 @@ def spinning(free: int = 1) -> Iterator[int]:
 
 if __name__ == "__main__":
     assert sys.argv[1:] == ["build"], f"got {sys.argv[1:]}, wanted is build"
-    print(compiled())
+    _library()

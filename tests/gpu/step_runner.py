@@ -22,7 +22,9 @@ from typing import IO, Any
 
 import figures
 
-PASSED, FAILED, TIMED_OUT, NOT_RUN = "passed", "failed", "timed out", "not run"
+PASSED, SLOW, FAILED, HUNG, NOT_RUN = "passed", "slow", "failed", "hung", "not run"
+#: Beginning of the reason of a step that was not run because the machine lacks a part; reason of one that no time was left for.
+MISSING, NO_TIME = "missing: ", "no time is left"
 #: Seconds between the signal that makes Python show where it is, and the signal that no process survives.
 GRACE = 3.0
 #: Bytes of a step's output that go to the log; a broken program can write for ever.
@@ -73,7 +75,6 @@ class Step:
         needs: returns the reason why the step cannot run after these results, or "".
         more: returns further figures when the step has ended.
         words: returns further words of the command, from the results.
-        optional: whether the run succeeds where the step could not run.
     """
 
     name: str
@@ -82,7 +83,6 @@ class Step:
     needs: Callable[[Results], str] = nothing
     more: Callable[[], dict[str, Any]] = dict
     words: Callable[[Results], tuple[str, ...]] = nothing_more
-    optional: bool = False
 
 
 class Runner:
@@ -121,7 +121,7 @@ class Runner:
 
     def _result(self, step: Step, limit: float, results: Results, log: IO[str]) -> Result:
         result = Result(step.name, NOT_RUN, limit_seconds=round(limit, 1), command=shlex.join(step.command))
-        result.reason = step.needs(results) or ("" if limit > 1 else "no time is left")
+        result.reason = step.needs(results) or ("" if limit > 1 else NO_TIME)
         if result.reason:
             return result
         command = (*step.command, *step.words(results))
@@ -149,15 +149,21 @@ class Runner:
             command, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             errors="replace", start_new_session=True, env=self._environment | {figures.VARIABLE: str(path), figures.LIMIT: f"{limit:.1f}"},
         )  # fmt: skip
-        tail = deque[str](maxlen=TAIL_LINES)
-        reader = threading.Thread(target=_copy, args=(process.stdout, log, tail), daemon=True)
+        tail, start = deque[str](maxlen=TAIL_LINES), time.time()
+        said = [start]
+        reader = threading.Thread(target=_copy, args=(process.stdout, log, tail, said), daemon=True)
         reader.start()
         try:
             result.status = process.wait(limit)
-            result.outcome = FAILED if result.status else PASSED
-            result.reason = f"status {result.status}" if result.status else ""
+            result.outcome = {0: PASSED, figures.SLOW: SLOW}.get(result.status, FAILED)
+            if result.outcome == SLOW:
+                result.reason = "a floor or a budget of time was missed"
+            elif result.status:
+                result.reason = f"status {result.status}"
         except subprocess.TimeoutExpired:
-            result.outcome, result.reason = TIMED_OUT, f"still running after {limit:.0f} s"
+            wrote = path.stat().st_mtime if path.exists() else start
+            hangs, result.reason = figures.overdue(time.time() - max(said[0], wrote), limit)
+            result.outcome = HUNG if hangs else SLOW
         finally:
             end_tree(process)  # also what a step left behind
         reader.join(GRACE)  # a process that escaped could hold the pipe open
@@ -206,10 +212,11 @@ def _signal(processes: set[int], groups: set[int], number: int) -> None:
                 os.kill(pid, number)
 
 
-def _copy(output: IO[str], log: IO[str], tail: deque[str]) -> None:
-    """Copy lines to the log and to the terminal until the output ends."""
+def _copy(output: IO[str], log: IO[str], tail: deque[str], said: list[float]) -> None:
+    """Copy lines to the log and to the terminal until the output ends. ``said`` gets the time of the last one."""
     written = 0
     for line in output:
+        said[0] = time.time()
         tail.append(line.rstrip("\n")[:500])
         written += len(line)
         if written <= MOST_OUTPUT:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import build_all
 import figures
@@ -21,7 +20,7 @@ import pytest
 import step_runner
 import wheels
 from places import ROOT, TESTS
-from step_runner import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Runner, Step
+from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Runner, Step
 
 from ds_zipccl.__main__ import parse
 from ds_zipccl.integration import autoload
@@ -35,6 +34,13 @@ torch.cuda.is_available = lambda: True
 sys.exit(pytest.main(["--collect-only", *sys.argv[1:]]))
 """
 STEPS = {step.name: step for step in gpu.steps(ROOT / "out")}
+#: Results of a machine on which all goes well.
+GOOD = {name: Result(name, PASSED) for name in STEPS}
+
+
+def command(step: Step) -> tuple[str, ...]:
+    """The whole command of a step where all goes well."""
+    return (*step.command, *step.words(GOOD))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -47,12 +53,18 @@ def environment(**more: str) -> dict[str, str]:
 
 def test_the_steps_end_in_ten_minutes() -> None:
     assert sum(step.seconds for step in STEPS.values()) <= gpu.TOTAL_SECONDS < 595
-    assert list(STEPS)[:7] == ["machine", "build", "driver", "nccl_probe", "nccl", "train", "comm"]
-    assert list(STEPS)[-1] == "bench"
+    deciding = ["machine", "build", "driver", "tests", "nccl_probe", "bench"]
+    assert list(STEPS)[: len(deciding)] == deciding == list(gpu.FIRST)
+    first = {step.name: step for step in gpu.steps(ROOT / "out", first=True)}
+    assert {name: step.seconds for name, step in first.items()} == gpu.FIRST
+    assert sum(gpu.FIRST.values()) <= gpu.FIRST_SECONDS < 300
+    assert "cuda-nvrtc" in first["tests"].command and "--first" in first["build"].command
+    at = first["bench"].command.index("--mib")
+    assert first["bench"].command[at + 1 : at + 4] == ("16", "256", "--floors")
 
 
 def test_every_named_file_exists() -> None:
-    words = [word for step in STEPS.values() for word in step.command]
+    words = [word for step in STEPS.values() for word in command(step)]
     words += [word for command in build_all.builds().values() for word in command]
     files = {word for word in words if word.endswith((".py", ".cu"))}
     assert len(files) > len(gpu.CUDA_TESTS)
@@ -63,10 +75,10 @@ def test_every_named_file_exists() -> None:
 
 def collected(step: str) -> list[str]:
     """The tests of a step on a machine with a GPU."""
-    python, option, module, *arguments = STEPS[step].command
+    python, option, module, *arguments = command(STEPS[step])
     assert (python, option, module) == (sys.executable, "-m", "pytest")
-    command = [sys.executable, "-c", COLLECT, *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
+    words = [sys.executable, "-c", COLLECT, *arguments]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
     assert result.returncode == 0, result.stdout + result.stderr
     return [line for line in result.stdout.splitlines() if "::" in line]
 
@@ -111,12 +123,16 @@ def test_the_steps_of_nccl_share_its_tests() -> None:
 
 def test_the_commands_of_ds_zipccl_parse() -> None:
     as_probed = str(TESTS / "gpu" / "as_probed.py")
-    for words in (STEPS["bench"].command, build_all.report_command(), STEPS["comm"].command, STEPS["train"].command):
+    quick = {**GOOD, "nccl_probe": Result("nccl_probe", PASSED, figures={"tiny_ms": 2 * gpu.TURNS_MS})}
+    commands = [command(STEPS[step]) for step in ("bench", "comm", "train")]
+    commands += [(*STEPS[step].command, *STEPS[step].words(quick)) for step in ("comm", "train")]
+    assert parse([*commands[4][4:]]).steps < parse([*commands[2][4:]]).steps, "ranks that take turns train less"
+    for words in (*commands, build_all.report_command(), build_all.report_command(every=False)):
         python, *rest = (word for word in words if word != as_probed)
         assert (python, *rest[:2]) == (sys.executable, "-m", "ds_zipccl")
         assert callable(parse(rest[2:]).main)
     for step in ("comm", "train"):
-        assert STEPS[step].command[1] == as_probed and parse(list(STEPS[step].command[4:])).backend == "nccl"
+        assert STEPS[step].command[1] == as_probed and parse(list(command(STEPS[step])[4:])).backend == "nccl"
     route = gpu.usable_routes({"build": Result("build", PASSED, figures={"usable": ["nvrtc"]})})
     assert parse([*STEPS["bench"].command[3:], *route]).route == ["nvrtc"]
 
@@ -126,6 +142,10 @@ def test_the_target_of_make(tmp_path: Path) -> None:
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
     assert said.strip().startswith("env -u DS_ACCELERATOR ")
     assert said.strip().endswith('some_python tests/gpu/gpu.py --out "/tmp/somewhere" --wheels "out/wheels"')
+    said = subprocess.run(
+        [*command, "FIRST=1"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    ).stdout
+    assert "tests/gpu/gpu.py --first --out" in said
     found = gpu.environment(tmp_path, tmp_path / "wheels")
     assert "DS_ACCELERATOR" not in found and found[wheels.WHEELS] == str(tmp_path / "wheels")
     assert found["PYTHONPATH"].endswith(f"{tmp_path}/{wheels.SITE}")
@@ -203,7 +223,7 @@ def test_a_step_that_hangs_ends_with_all_its_processes(tmp_path: Path) -> None:
     results, _, log = run(steps, tmp_path, total=16)
     assert time.monotonic() - start < 40
     stuck = results["stuck"]
-    assert stuck.outcome == TIMED_OUT and stuck.reason == "still running after 6 s"
+    assert stuck.outcome == HUNG and stuck.reason.startswith("hung: still running after 6 s")
     assert stuck.figures["before"] == 1
     assert any("where_it_is" in line for line in stuck.tail), "Python does not show where it was"
     deadline = time.monotonic() + 5
@@ -222,7 +242,7 @@ def test_a_step_gets_the_time_that_earlier_steps_left(tmp_path: Path) -> None:
     late, _, _ = run(
         [Step("first", python("import time; time.sleep(3)"), 2), Step("second", python("pass"), 2)], tmp_path, 2
     )
-    assert late["first"].outcome == TIMED_OUT and late["second"].reason == "no time is left"
+    assert late["first"].outcome == HUNG and late["second"].reason == NO_TIME
 
 
 def test_a_step_that_writes_for_ever_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,15 +255,20 @@ def test_a_step_that_writes_for_ever_does_not_fill_the_disk(tmp_path: Path, monk
 def test_what_the_steps_need() -> None:
     machine = {"machine": Result("machine", PASSED)}
     assert gpu.machine_is_right({"machine": Result("machine", FAILED)})
+    bare = {"machine": Result("machine", PASSED, figures={"missing": {"pytest": "", "driver": "", "deepspeed": ""}})}
+    bare |= {"build": Result("build", PASSED, figures={"usable": ["nvrtc"], "builds": {"driver": {"status": 1}}})}
+    assert gpu.tests_of_a_route(bare) == f"{MISSING}pytest" and gpu.driver_built(bare) == f"{MISSING}driver"
+    bare |= {"nccl_probe": Result("nccl_probe", NOT_RUN, reason=gpu.tests_of_a_route(bare))}
+    assert not gpu.some_route(bare) and gpu.probed(bare) == gpu.deepspeed_works(bare) == f"{MISSING}pytest"
     nothing = machine | {"build": Result("build", FAILED)}
     half = machine | {
         "build": Result("build", FAILED, figures={"usable": ["native"], "builds": {"driver": {"status": 0}}})
     }
     assert gpu.some_route(nothing) and gpu.driver_built(nothing)
     assert not gpu.some_route(half) and not gpu.driver_built(half)
-    assert gpu.probed({"nccl_probe": Result("nccl_probe", TIMED_OUT)})
+    assert gpu.probed(machine | {"nccl_probe": Result("nccl_probe", HUNG)}) == "two ranks could not share the GPU"
     shared = nothing | {"nccl_probe": Result("nccl_probe", PASSED)}
-    assert "make gpu-wheels" in gpu.deepspeed_works(shared)
+    assert gpu.deepspeed_works(shared).startswith(MISSING)
     imported = {"build": Result("build", PASSED, figures={"builds": {"deepspeed": {"status": 0}}})}
     assert not gpu.deepspeed_works(shared | imported)
     for step in list(STEPS.values())[1:]:
@@ -256,14 +281,16 @@ def test_the_summary_says_that_a_run_was_cut_short() -> None:
     assert gpu.summary(good[:3], planned, "make gpu")["outcome"] == "running or cut short"
     assert gpu.summary(good[:3], planned, "make gpu")["missing"] == list(STEPS)[3:]
     assert gpu.summary(good, planned, "make gpu")["outcome"] == PASSED
-    without = [replace(one, outcome=NOT_RUN) if one.step == "train" else one for one in good]
+    without = [
+        replace(one, outcome=NOT_RUN, reason=f"{MISSING}deepspeed") if one.step == "train" else one for one in good
+    ]
     assert gpu.summary(without, planned, "make gpu")["outcome"] == PASSED
     assert gpu.summary(without, planned, "make gpu")["not_passed"] == {"train": NOT_RUN}
     without = [replace(one, outcome=FAILED) if one.step == "train" else one for one in good]
     assert gpu.summary(without, planned, "make gpu")["outcome"] == "failed"
-    for outcome in (FAILED, TIMED_OUT, NOT_RUN):
-        content = gpu.summary([*good[:-1], Result("bench", outcome)], planned, "make gpu")
-        assert content["outcome"] == "failed" and content["not_passed"] == {"bench": outcome}
+    for outcome, said in ((FAILED, "failed"), (HUNG, "failed"), (NOT_RUN, "failed"), (SLOW, SLOW)):
+        content = gpu.summary([*good[:-1], Result("sanitizers", outcome)], planned, "make gpu")
+        assert content["outcome"] == said and content["not_passed"] == {"sanitizers": outcome}
 
 
 def test_without_a_gpu_the_target_fails(tmp_path: Path) -> None:
@@ -272,6 +299,8 @@ def test_without_a_gpu_the_target_fails(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "gpu.json").read_text())
     assert result.returncode == 1 and content["outcome"] == "failed"
     assert {row["outcome"] for row in content["rows"][1:]} == {NOT_RUN}
+    last = result.stdout.splitlines()[-1]
+    assert last == content["verdict"] and last.startswith("status 1, wrong bits, a hang or an error: machine")
     assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.log"}
     assert "this machine has no GPU" in (tmp_path / "gpu.log").read_text()
 
@@ -282,7 +311,9 @@ def test_deepspeed_joins_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(wheels, "_run", ran.append)
     monkeypatch.setattr(wheels.importlib.metadata, "entry_points", lambda group: ())
     (tmp_path / "some.whl").touch()
-    wheels.ready(str(tmp_path), tmp_path / "site")
+    (tmp_path / "pytest-9.0-py3-none-any.whl").touch()  # which is here: its plugins fit the one that is here
+    wheels.unpack(str(tmp_path), tmp_path / "site")
+    wheels.ready(tmp_path / "site")
     assert [command[1:3] for command in ran] == [["-m", "pip"], ["-c", wheels.PROBE]]
     assert ran[0][-2:] == [str(tmp_path / "site"), str(tmp_path / "some.whl")] and "--no-index" in ran[0]
     (found,) = importlib.metadata.distributions(path=[str(tmp_path / "site")])
@@ -290,7 +321,8 @@ def test_deepspeed_joins_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (entry.group, entry.value) == ("torch.backends", "ds_zipccl.integration.autoload:autoload")
     assert entry.load() is autoload.autoload
     del ran[:]
-    wheels.ready("", tmp_path / "other")
+    wheels.unpack("", tmp_path / "other")
+    wheels.ready(tmp_path / "other")
     assert [command[1:3] for command in ran] == [["-c", wheels.PROBE]]
 
 
@@ -319,65 +351,21 @@ def test_a_dry_run_of_every_step_passes(tmp_path: Path) -> None:
     assert told["nccl_probe"]["works"] == "as planned" and told["nccl_probe"]["settings"]["NCCL_NET"] == "Socket"
     for step, name, checks in (("nccl_one", "one_rank", "one_rank"), ("nccl", "ranks_4", "shared_gpu_4")):
         assert set(told[step][name]["seconds"]) == {check.__name__ for check in nccl_rank.PROGRAMS[checks]}
-    *_, last, results = result.stdout.splitlines()
-    assert last.startswith("bench ") and results == f"results: {tmp_path / 'out' / 'gpu.json'}"
+    *_, last, results, verdict = result.stdout.splitlines()
+    assert (
+        last.startswith("sanitizers ")
+        and verdict.startswith("status 0")
+        and results == f"results: {tmp_path / 'out' / 'gpu.json'}"
+    )
 
 
 def test_the_end_of_the_output_says_what_failed() -> None:
     """Even if a reader has the last 12,000 characters alone."""
     floor = {"floor": "some speed", "wanted": "at least 3", "got": 2.0, "met": False}
     results = [Result(step, FAILED, 3.0, tail=["x" * 400] * 60 + [f"why {step}"] * 2) for step in STEPS]
-    results[-1].figures["floors"] = [floor] * 20
+    results[5].figures["floors"] = [floor] * 20
     lines = gpu.digest(results)
     assert all(f"{step}: why {step}" in lines for step in STEPS)
     assert "some speed: 2, wanted is at least 3" in lines
     assert len("\n".join([*lines, *(result.line() for result in results)])) < 12000
     assert not gpu.digest([Result("machine", PASSED)])
-
-
-SKIPPING = """
-import pytest
-def test_good(): pass
-def test_absent(): pytest.skip("no such device")
-@pytest.mark.skipif(True, reason="never")
-def test_never(): pass
-def test_wrong(): assert 1 == 2
-@pytest.mark.parametrize("route", ["cuda-native", "cuda-nvrtc"])
-def test_routes(route): pass
-"""
-
-
-@pytest.mark.full(reason="three runs of pytest")
-def test_a_skipped_test_fails(tmp_path: Path) -> None:
-    """And its reason is among the figures. Tests of a route that was not built are left out; none at all is a failure."""
-    (tmp_path / "test_some.py").write_text(SKIPPING)
-    (tmp_path / "usable.json").write_text('["native"]')
-
-    def pytest_(*words: str) -> tuple[int, dict[str, Any]]:
-        (tmp_path / "figures.json").unlink(missing_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no_skips",
-            "--rootdir",
-            str(tmp_path),
-            *words,
-        ]
-        variables = {figures.VARIABLE: str(tmp_path / "figures.json"), figures.SCRATCH: str(tmp_path)}
-        result = subprocess.run(
-            command, cwd=tmp_path, env=environment(**variables), capture_output=True, text=True, timeout=60
-        )
-        return result.returncode, figures.read(tmp_path / "figures.json")
-
-    status, seen = pytest_(".")
-    assert status == 1 and (seen["passed"], seen["failed"], seen["selected"]) == (2, 3, 5)
-    assert seen["left_out"] == {"cuda-nvrtc": 1}
-    texts = "\n".join(seen["failures"])
-    assert "no such device" in texts and "never" in texts and "1 == 2" in texts
-    assert pytest_("-k", "good or native")[0] == 0
-    assert pytest_("-k", "nothing_of_this_name")[0] == 5

@@ -118,15 +118,20 @@ REFUSED = [
     ({"block": 300}, ['"zipccl.block" must be 128 | 256 | 512 | 1024, got 300']),
     ({"block": "512"}, ['got "512"']),
     ({"block": 512.5}, ["128 | 256 | 512 | 1024, got 512.5"]),
-    ({"min_bytes": -1}, ['"zipccl.min_bytes" must be an integer >= 0, got -1']),
+    ({"min_bytes": -1}, ['"zipccl.min_bytes" must be an integer >= 0 and <= 1099511627776, got -1']),
     ({"min_bytes": "64k"}, ['got "64k"']),
-    ({"min_bytes": True}, ["an integer >= 0, got true"]),
-    ({"min_bytes": 1.0}, ["an integer >= 0, got 1.0"]),
-    ({"staging_mib": 0}, ['"zipccl.staging_mib" must be an integer >= 1, got 0']),
+    ({"min_bytes": True}, ["<= 1099511627776, got true"]),
+    ({"min_bytes": 1.0}, ["<= 1099511627776, got 1.0"]),
+    ({"staging_mib": 0}, ['"zipccl.staging_mib" must be an integer >= 1 and <= 16777216, got 0']),
+    *[
+        ({key: 10**20}, [f'"zipccl.{key}" must be an integer >= ', f"<= {one.bounds.most}, got {10**20}"])
+        for key, one in KEYS.items()
+        if one.type is int
+    ],
     ({"block": 512.0}, ["got 512.0"]),
     ({"mode": ["auto"]}, ['"auto" | "always" | "never", got ["auto"]']),
     ({"torch_distributed": 1}, ['"zipccl.torch_distributed" must be true | false, got 1']),
-    ({"log_interval": 1.5}, ['"zipccl.log_interval" must be an integer >= 0, got 1.5']),
+    ({"log_interval": 1.5}, ['"zipccl.log_interval" must be an integer >= 0 and <= 1000000000, got 1.5']),
     ({"step_log": None}, ['"zipccl.step_log" must be a string, got null']),
     ({"step_log": ["a"]}, ['"zipccl.step_log" must be a string, got ["a"]']),
     ({"reduction": "sum"}, ['"zipccl.reduction" must be "auto" | "match" | "fp32" | "plain", got "sum"']),
@@ -183,6 +188,19 @@ def test_every_role_can_be_switched(role: str) -> None:
 )
 def test_environment(text: str | None, section: dict[str, object] | None) -> None:
     assert environment_section({} if text is None else {"DS_ZIPCCL": text}) == section
+
+
+@pytest.mark.parametrize(
+    ("text", "twins"),
+    [
+        ('{"lossy": false, "lossy": true}', '"lossy"'),
+        ('{"roles": {"dp": "auto", "dp": "never", "tp": "auto"}}', '"dp"'),
+        ('{"roles": {"dp": {"codec": "round", "mantissa": 3, "mantissa": 3, "codec": "int4"}}}', '"codec", "mantissa"'),
+    ],
+)
+def test_a_key_twice_in_the_environment(text: str, twins: str) -> None:
+    with pytest.raises(ConfigError, match=f"has {twins} more than once"):
+        environment_section({"DS_ZIPCCL": text})
 
 
 @pytest.mark.parametrize("text", ["true", "yes", "2", "01", "[1]", '"1"', "null", "{bad", "{'block': 256}"])

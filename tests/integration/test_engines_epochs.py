@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +14,18 @@ from engines import BATCH, CONTEXT, SOURCES, VOCABULARY, Lab, Model, bits, rank_
 from programs import launch, reference
 from tiers import mostly_full
 
-from ds_zipccl.comm import CommError
+from ds_zipccl.comm import CommError, topology
 from ds_zipccl.comm.delta import epochs
 from ds_zipccl.integration import zero_gathers
 from ds_zipccl.telemetry import counters
 
 #: (zero3_base, mode) of the runs. With auto frozen parameters have bases, otherwise all parameters have.
-RUNS = {"auto": ("auto", "always"), "all": ("device", "always"), "by time": ("host", "auto")}
+RUNS = {
+    "auto": ("auto", "always"),
+    "all": ("device", "always"),
+    "by node": ("host", "always"),
+    "by time": ("host", "auto"),
+}
 #: All parameters but biases are freed after use: the backward pass gathers them again.
 ZERO3 = {
     "stage": 3,
@@ -51,13 +58,13 @@ def start(lab: Lab, make: Callable[[], Model] = Frozen, **more: Any) -> Any:
     return lab.engine(make=make, groups=trained, zero={**ZERO3, **more.pop("zero", {})}, **more)
 
 
-def ends(lab: Lab, phase: str, *misses: str) -> None:
-    """End a phase in which no frozen parameter was sent, but after ``misses``, of any rank."""
+def ends(lab: Lab, phase: str, *misses: str, agreements: int | None = None) -> None:
+    """End a phase in which no frozen parameter was sent, but after ``misses``, of any rank; and which had as many agreements."""
     rows = {row["op"]: row for row in counters.rows() if row["role"] == "zero_param"}
     sent = rows["all_gather_into_tensor"]["wire_bytes"] if rows else 0
     messages = rows["agreement"]["wire_bytes"] if "agreement" in rows else 0
     lab.ends(phase, sorted(misses))
-    lab.phases[-1] |= {"sent": sent, "messages": messages}
+    lab.phases[-1] |= {"sent": sent, "messages": messages, "agreements": agreements}
 
 
 def plain(lab: Lab, make: Callable[[], Model] = Frozen, **more: Any) -> None:
@@ -65,7 +72,7 @@ def plain(lab: Lab, make: Callable[[], Model] = Frozen, **more: Any) -> None:
     lab.train(engine, 1)
     ends(lab, "first", "nothing was gathered there")
     lab.train(engine, 3)
-    ends(lab, "later")
+    ends(lab, "later", agreements=3 * 2)
 
 
 def edited(lab: Lab) -> None:
@@ -103,24 +110,72 @@ def edited(lab: Lab) -> None:
     ends(lab, "read")
 
 
-def evaluate(lab: Lab, engine: Any, batches: int) -> None:
-    engine.eval()
-    with torch.no_grad():
+def evaluate(lab: Lab, engine: Any, batches: int, trains: bool = False, mode: Any = torch.no_grad) -> None:
+    engine.train(trains)
+    with mode():
         for _ in range(batches):
             tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT), generator=lab.batches)
             lab.losses.append(engine(tokens).item().hex())
     engine.train()
 
 
+#: Ways to evaluate: whether modules are in the mode of training, and the mode of gradients.
+WAYS = {
+    "eval": (False, torch.no_grad),
+    "train, no_grad": (True, torch.no_grad),
+    "inference": (False, torch.inference_mode),
+    "eval, gradients": (False, contextlib.nullcontext),
+}
+
+
 def evaluated(lab: Lab) -> None:
-    """Without steps epochs persist, and ranks look now and then."""
-    engine = start(lab, Mixed)
-    lab.train(engine)
+    """Frozen weights are written to between batches of evaluations, before steps and before saves: a batch and a save have one agreement
+    each, a step has two. A miss has one more, for its hashes; the first step after it has one for the copies of its second gather."""
+    import deepspeed
+
+    engine = start(lab, Mixed, zero={"stage3_gather_16bit_weights_on_model_save": True})
+    weights = [layer.weight for layer in engine.module.layers]
+    lab.folder.mkdir(exist_ok=True)
+
+    def write(number: int, rank: int) -> None:
+        if lab.rank == rank:
+            weights[number].ds_tensor.data.mul_(1.25)
+
+    def save(name: str) -> None:
+        engine.save_16bit_model(lab.folder, name)
+        if lab.rank == 0:
+            words = torch.load(lab.folder / name, weights_only=True)
+            lab.losses += [hashlib.sha256(one.view(torch.uint8).numpy()).hexdigest() for one in words.values()]
+
+    lab.train(engine, 3)
     ends(lab, "before", "nothing was gathered there", "sends")
-    evaluate(lab, engine, 2 * epochs.COPIES)
-    ends(lab, "evaluated", "sends")
+    for number, (way, mode) in enumerate(WAYS.items()):
+        evaluate(lab, engine, 2, *mode)
+        write(number % 3, number % 2)
+        evaluate(lab, engine, 1, *mode)
+        ends(lab, way, MISS, "sends", agreements=3 + 1)
+        evaluate(lab, engine, 3, *mode)
+        ends(lab, f"{way}, again", "sends", agreements=3)
+    write(2, 0)
+    lab.train(engine)
+    ends(lab, "a step", MISS, "sends", agreements=2 + 2)
     lab.train(engine, 2)
-    ends(lab, "after", "sends")
+    ends(lab, "steps", "sends", agreements=2 * 2)
+    evaluate(lab, engine, 2)
+    lab.train(engine, 2)
+    ends(lab, "evaluated between steps", "sends", agreements=2 + 2 * 2)
+    save("first")
+    ends(lab, "saved", "sends", agreements=1)
+    lab.train(engine)
+    write(1, 1)
+    save("second")
+    ends(lab, "written and saved", MISS, "sends", agreements=2 + 1 + 1)
+    lab.train(engine)
+    with deepspeed.zero.GatheredParameters(weights):
+        lab.losses.append(str(sum(weight.double().sum().item() for weight in weights)))
+    write(0, 1)
+    evaluate(lab, engine, 2)
+    ends(lab, "read and written", MISS, "sends", agreements=2 + 1 + 2 + 1)
 
 
 def checkpoint(lab: Lab) -> None:
@@ -179,6 +234,14 @@ CASES: dict[str, Callable[[Lab], None]] = {
 HPZ = functools.partial(plain, zero={"zero_hpz_partition_size": 2})
 
 
+def by_node(lab: Lab) -> None:
+    """Two nodes of two ranks: DeepSpeed's secondary shards, and our bases, are those of a node."""
+    topology.here = lambda: f"node {lab.rank // 2}"
+    HPZ(lab)
+    slot = zero_gathers.slot_of(lab.engines[0].module.layers[0].weight)
+    lab.losses.append("" if slot is None else f"{slot.mates}")
+
+
 def written(lab: Lab) -> None:
     """A direct write between two batches of a step stops all ranks before the step, again and again; a loaded checkpoint goes on."""
     engine = start(lab, gradient_accumulation_steps=2)
@@ -217,7 +280,7 @@ def swapped(lab: Lab) -> None:
     ends(lab, "after")
 
 
-PROGRAMS = CASES | {"hpz": HPZ, "written": written, "swapped": swapped}
+PROGRAMS = CASES | {"hpz": HPZ, "hpz by node": by_node, "written": written, "swapped": swapped}
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
@@ -227,12 +290,13 @@ def section(run: str) -> str:
     return f'{{"enabled": true, "mode": "{mode}", "min_bytes": 4096, "reduction": "match", "zero3_base": "{base}"}}'
 
 
+SOME = ("mixed", "edited", "evaluated")
 #: (run, cases). The runs differ in the parameters that have bases, and in the schedules.
 GROUPS = {
-    "auto": ("auto", ("mixed", "edited")),
-    "auto, more": ("auto", tuple(name for name in CASES if name not in ("mixed", "edited"))),
-    "all": ("all", ("mixed", "edited")),
-    "by time": ("by time", ("mixed", "edited")),
+    "auto": ("auto", SOME),
+    "auto, more": ("auto", tuple(name for name in CASES if name not in SOME)),
+    "all": ("all", SOME),
+    "by time": ("by time", SOME),
 }
 
 
@@ -252,6 +316,8 @@ def check(case: str, phase: dict[str, Any], ranks: list[dict[str, Any]]) -> None
     """Nothing is sent where nothing was changed; every miss is named; proofs are small."""
     where = f"{case}, {phase['phase']}: {phase}"
     assert all(rank["messages"] < 20_000 for rank in ranks), where
+    if phase["agreements"] is not None:
+        assert {rank["rows"]["zero_param agreement"]["calls"] for rank in ranks} == {phase["agreements"]}, where
     for why in phase["expected"]:
         assert why == "sends" or any(why in rank["differences"] for rank in ranks), where
     if not phase["expected"]:
@@ -260,11 +326,17 @@ def check(case: str, phase: dict[str, Any], ranks: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.full(reason="four ranks")
-def test_hpz(tmp_path: Any) -> None:
+@pytest.mark.parametrize(("run", "cases"), [("auto", ("mixed", "hpz")), ("by node", ("hpz by node",))])
+def test_hpz(tmp_path: Any, run: str, cases: tuple[str, ...]) -> None:
     (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
-    coded = launch(__file__, 4, tmp_path / "coded", "mixed", "hpz", DS_ZIPCCL=section("auto"))
-    wanted = reference(__file__, 4, tmp_path / "plain", "mixed", "hpz", sources=SOURCES)
-    assert all(bits(coded[case]) == bits(wanted[case]) for case in ("mixed", "hpz"))
+    coded = launch(__file__, 4, tmp_path / "coded", *cases, DS_ZIPCCL=section(run))
+    wanted = reference(__file__, 4, tmp_path / "plain", *cases, sources=SOURCES)
+    for number, rank in enumerate(coded["hpz by node"] if run == "by node" else ()):
+        assert (
+            rank["losses"].pop() == str([[0, 1], [2, 3]][number // 2])
+            and not wanted["hpz by node"][number]["losses"].pop()
+        )
+    assert all(bits(coded[case]) == bits(wanted[case]) for case in cases)
 
 
 def test_a_write_in_a_step_stops_all_ranks(tmp_path: Any) -> None:

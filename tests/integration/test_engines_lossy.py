@@ -56,11 +56,13 @@ def watch(mistake: str) -> None:
     """
     from deepspeed.comm.torch import TorchBackend
 
+    from ds_zipccl.comm import topology
     from ds_zipccl.comm.frames import FrameCoder
     from ds_zipccl.integration import lossy_calls
     from ds_zipccl.integration.backend import ZipcclBackend
     from ds_zipccl.ops import OPS
 
+    topology.secret = lambda: bytes(16)  # frames have hashes, and those of two jobs are compared
     original = lossy_calls.taken
 
     def taken(config: Any, role: str, *args: Any) -> Any:

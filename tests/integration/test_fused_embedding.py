@@ -12,6 +12,7 @@ from backend_programs import PRELUDE, launch
 
 from ds_zipccl.config import ConfigError, parse_section
 from ds_zipccl.integration import fused_embedding
+from ds_zipccl.integration.job import Job
 from ds_zipccl.policy.pipeline_rules import sharing_ranks
 
 ON = '{"mode": "always", "min_bytes": 1024, "fused_embedding": true}'
@@ -168,3 +169,9 @@ def test_copies_that_would_drift_apart_are_refused() -> None:
         fused_embedding._refuse_drift(lossy, "dp", words)
     for role, shared in (("dp", {}), ("zero_grad", words), ("pp", words)):
         fused_embedding._refuse_drift(lossy, role, shared)
+    tied = [SimpleNamespace(tied_weight_attr="weight", key="words") for _ in range(2)]
+    module = SimpleNamespace(_layer_specs=tied, stage_owner=lambda index: index)
+    engine: Any = SimpleNamespace(module=module, grid=SimpleNamespace(data_parallel_size=2))
+    fused_embedding.begin(engine, Job(config=lossy, zero_stages=frozenset({0, 1})))
+    with pytest.raises(ConfigError, match=r"roles\.dp\.codec"):
+        fused_embedding.begin(engine, Job(config=lossy, zero_stages=frozenset({0})))

@@ -31,6 +31,7 @@ class Job:
         monkeypatch.setattr(backend, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: accelerator))
         monkeypatch.setitem(devices.RUNTIMES, "cuda", SimpleNamespace(device=self._current))  # type: ignore[misc]
         monkeypatch.delenv("LOCAL_RANK", raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 
     def _loader(self, device: str, name: str) -> Callable[[], Any]:
         def load() -> Any:
@@ -43,6 +44,8 @@ class Job:
 
     @contextlib.contextmanager
     def _current(self, device: torch.device) -> Iterator[None]:
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise RuntimeError("CUDA error: invalid device ordinal")
         before, self.device = self.device, str(device)
         yield
         self.device = before
@@ -73,6 +76,19 @@ def test_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     backend._load_kernels(DEFAULT)
     assert job.loaded == [("cpu", "native", "cuda:0"), ("cuda", "native", "cuda:3")] and job.device == "cuda:0"
+
+
+@pytest.mark.parametrize(("visible", "current", "wanted"), [(1, 0, ["cuda:0"]), (2, 1, ["cuda:1"]), (0, 0, [])])
+def test_a_rank_that_sees_fewer_devices(
+    monkeypatch: pytest.MonkeyPatch, visible: int, current: int, wanted: list[str]
+) -> None:
+    """As under Ray and SLURM, which give each rank its own device alone. Without any device nothing is loaded, and nothing raises."""
+    job = Job(monkeypatch, "cuda")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    backend._load_kernels(DEFAULT)
+    assert [device for kind, _, device in job.loaded if kind == "cuda"] == wanted
 
 
 def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

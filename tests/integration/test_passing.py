@@ -39,6 +39,14 @@ def group_of_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     counters.reset()
 
 
+@pytest.mark.parametrize(("tensors", "job"), [("cpu", "cuda"), ("meta", "cpu")])
+def test_calls_on_other_devices_are_not_taken(tensors: str, job: str) -> None:
+    taken = Passing(lambda name, group: "dp", job)
+    whole, part = (torch.zeros(numel, device=tensors) for numel in (RANKS * 10, 10))
+    assert not taken.takes("all_gather_into_tensor", (whole, part, Group()), {})
+    assert not counters.rows()
+
+
 def test_calls_are_counted_as_usual() -> None:
     taken = Passing(lambda name, group: "zero_param" if "gather" in name else "zero_grad", "cpu")
     whole, part = torch.zeros(RANKS * 10, dtype=torch.bfloat16), torch.zeros(10, dtype=torch.bfloat16)

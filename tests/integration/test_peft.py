@@ -21,7 +21,7 @@ from engines import DIFFERENCE, SOURCES, rank_program
 from peft import load_peft_weights, set_peft_model_state_dict
 from places import TESTS
 from tiers import mostly_full
-from tiny_llama import LlamaLab, frozen, gathered, llama, of_files, quantise, section, with_adapters
+from tiny_llama import LlamaLab, digest, frozen, gathered, llama, of_files, quantise, section, with_adapters
 
 KEYS = ("phase", "losses", "bits")
 #: The least ratio of the bytes of frozen weights that plain DeepSpeed sends to those that are sent, in phases that change no such weight.
@@ -94,19 +94,30 @@ def quantised(lab: LlamaLab) -> None:
 
 
 def evaluated(lab: LlamaLab) -> None:
-    """Tied embeddings; losses without gradients, generated tokens and the whole model in a file, between steps."""
+    """Tied embeddings; losses without gradients, generated tokens and the whole model in a file, between steps. A frozen weight is written
+    to directly between two evaluations."""
     zero = {"overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True}
     engine = lab.start(with_adapters(llama(tie_word_embeddings=True), checkpointing=False), zero=zero)
     lab.train(engine, 2)
     lab.phase("two steps")
+
+    def generate() -> str:
+        tokens = torch.arange(4).view(1, 4) + lab.rank
+        words = engine.module.generate(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2 + lab.rank, do_sample=False,
+            synced_gpus=True, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        return digest([words.sequences, *words.logits])
+
     engine.eval()
-    tokens = torch.arange(4).view(1, 4) + lab.rank
-    words = engine.module.generate(
-        input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2 + lab.rank, do_sample=False,
-        synced_gpus=True, pad_token_id=0,
-    )  # fmt: skip
+    words = generate()
     lab.ask(engine)
-    lab.phase("steady: evaluated", str(words.tolist()))
+    lab.phase("steady: evaluated", words)
+    for name, rank in (("0.mlp.up_proj.weight", 1), ("1.mlp.down_proj.weight", 0)):
+        if lab.rank == rank:
+            frozen(engine, name).ds_tensor.data.mul_(1.5)
+        words += generate()
+    lab.phase("written and generated", words)
     lab.train(engine)
     lab.phase("steady: trained")
     assert engine.save_16bit_model(str(lab.folder), "pytorch_model.bin")

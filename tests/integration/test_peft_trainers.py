@@ -5,6 +5,7 @@ The scripts have no line for ds_zipccl: the section is in their DeepSpeed config
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ CONFIG = {
         "stage3_prefetch_bucket_size": "auto",
         "reduce_bucket_size": "auto",
         "stage3_max_live_parameters": 100_000,
+        "stage3_max_reuse_distance": 0,  # else evaluation gathers once, with plain DeepSpeed too
         "stage3_gather_16bit_weights_on_model_save": True,
     },
     "optimizer": ADAM,
@@ -45,6 +47,8 @@ CONFIG = {
     },
 }
 KEYS = ("losses", "params", "files", "merged")
+#: Of two evaluations of two batches each, a frozen weight of which is sent anew, and of a save.
+AGREEMENTS = [2 + 1, 2 + 1, 1]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,11 @@ def test_frozen_weights_send_a_proof_from_the_second_step_on(runs: Any, script: 
     first, *later = runs[1][script]["steps"]
     assert first["sent"] > first["plain"] / 10
     assert later and all(one["plain"] >= LEAST * one["sent"] > 0 for one in later), later
+
+
+@pytest.mark.full(reason="test_hf.py runs the same libraries, test_peft.py the same adapters")
+def test_a_batch_and_a_save_have_an_agreement_each(runs: Any) -> None:
+    assert runs[1]["trainer"]["agreements"] == AGREEMENTS
 
 
 @pytest.mark.full(reason="test_hf.py runs the same libraries, test_peft.py the same adapters")
@@ -148,6 +157,12 @@ def finish(
     return found
 
 
+def agreements() -> int:
+    from ds_zipccl.telemetry import counters
+
+    return sum(row["calls"] for row in counters.rows() if row["op"] == "agreement")
+
+
 def forget_accelerators() -> None:
     """Let this process be one of a new script."""
     from accelerate.state import AcceleratorState
@@ -156,7 +171,7 @@ def forget_accelerators() -> None:
 
 
 def with_trainer(folder: Path, meter: Any) -> dict[str, Any]:
-    """Train with checkpointing of activations; evaluate and save in the middle."""
+    """Train with checkpointing of activations; evaluate and save in the middle. Then write to a frozen weight before evaluations."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     steps: list[dict[str, int]] = []
@@ -195,9 +210,18 @@ def with_trainer(folder: Path, meter: Any) -> dict[str, Any]:
     )
     meter.read()
     trainer.train()
+    counts = []
+    weight = next(one for name, one in trainer.model.named_parameters() if "mlp.up_proj" in name)
+    for number in range(3):  # the first one gathers anew after a save
+        if trainer.args.process_index == number % 2:
+            weight.ds_tensor.data.mul_(1.5)
+        trainer.evaluate()
+        counts.append(agreements())
     losses = [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry]
     trainer.save_model(str(folder / "adapter"))
-    return finish(folder, trainer.model_wrapped, losses, steps, folder / "adapter")
+    counts.append(agreements())
+    found = {"agreements": [after - before for before, after in itertools.pairwise(counts)]}
+    return found | finish(folder, trainer.model_wrapped, losses, steps, folder / "adapter")
 
 
 def with_accelerate(folder: Path, meter: Any, stage: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import ds_zipccl
 from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import backend
 from ds_zipccl.integration import start_line as lines
 from ds_zipccl.integration.start_line import Group, coverage, describe, start_line
 from ds_zipccl.ops import OPS
@@ -34,11 +35,10 @@ DEFAULT, ON = ZipcclConfig(enabled=True), ZipcclConfig(enabled=True, nccl="on")
 
 @pytest.fixture(autouse=True)
 def _routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines.kernels, "why", lambda: WHY)
+    monkeypatch.setattr(lines.kernels, "tried", lambda device: WHY if device == "cpu" else {})
 
 
-def test_kernels_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines.kernels, "tried", lambda device: {})  # whatever earlier tests of this process have tried
+def test_kernels_and_settings() -> None:
     said = start_line(ZipcclConfig(enabled=True, codec="raw", min_bytes=77), None, "codes all")
     assert said.startswith(
         f"[ds_zipccl {ds_zipccl.__version__}] on, codes all; kernels: native; cuda not used: no GPU here; "
@@ -69,7 +69,7 @@ def test_kernels_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_kernels_are_named_where_they_were_wanted(
     tried: dict[str, str], route: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines.kernels, "tried", lambda device: tried)
+    monkeypatch.setattr(lines.kernels, "tried", lambda device: WHY if device == "cpu" else tried)
     line = start_line(ZipcclConfig(enabled=True, route=route), None, "codes all")  # type: ignore[arg-type]
     assert "; kernels: numba; " in line if route == "numba" else "; kernels: native; " in line
     assert said in line if tried else "CUDA" not in line
@@ -309,3 +309,12 @@ def one_rank(rank: int, ranks: int) -> str:
 
 def test_a_job_of_one_rank() -> None:
     assert runner.run(one_rank, 1) == ["nothing will be coded: this job has one rank"]
+
+
+def measurable(rank: int, ranks: int) -> bool:
+    return backend._measurable()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_links_of_several_ranks_are_measured(ranks: int) -> None:
+    assert runner.run(measurable, ranks) == [ranks > 1] * ranks

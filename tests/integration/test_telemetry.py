@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,10 +80,10 @@ def test_table() -> None:
     counters.record_pass("dp", "all_reduce", 40_000, "smaller than min_bytes")
     counters.record_pass("dp", "all_reduce", 40_000, "dtype int64")
     assert table.render().splitlines() == [
-        "role        op                      coded    MB  sent MB  ratio  passed    MB  why passed",
-        "dp          all_reduce                  0  0.00     0.00  1.000       2  0.08  dtype int64 (1), smaller than min_bytes (1)",
-        "zero_param  all_gather_into_tensor      1  3.00     2.00  1.500       0  0.00",
-        "total                                   1  3.00     2.00  1.500",
+        "role        op                      coded  logical MB  wire MB  ratio  passed    MB  why passed",
+        "dp          all_reduce                  0        0.00     0.00  1.000       2  0.08  dtype int64 (1), smaller than min_bytes (1)",
+        "zero_param  all_gather_into_tensor      1        3.00     2.00  1.500       0  0.00",
+        "total                                   1        3.00     2.00  1.500",
     ]
     for _ in range(2):
         counters.record_whole("zero_grad", "all_reduce", "a reason")
@@ -97,6 +97,50 @@ def test_table() -> None:
         *before,
         "zero_param agreement: the host waited 2 times for the device",
         "zero_param all_gather_into_tensor: the host waited 1 times for the device in 1 coded calls",
+        LEGEND["agreement"],
+    ]
+
+
+LEGEND = {
+    "agreement": "agreement: ranks agree on sizes or earlier values before gathers; plain DeepSpeed sends no such message",
+    "shards": "shards: this rank's parts of gathered tensors, where others may hold those of an earlier gather",
+    "group": "group: the name that torch gives to a process group other than the default one, which has all ranks",
+}
+GATHER = "all_gather_into_tensor"
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (
+            [],
+            lambda: counters.record_choice(
+                "dp", GATHER, "bfloat16, taco_fp8 group 128, 2 ranks", "plain from call 4 on"
+            ),
+        ),
+        (["agreement"], lambda: counters.record("zero_param", "agreement", 0, 4_000_000)),
+        (["shards"], lambda: counters.record_difference("zero_param", GATHER, "")),
+        (["group"], lambda: counters.record_choice("dp", GATHER, "bfloat16, 2 ranks, group 1", "plain from call 4 on")),
+    ],
+)
+def test_the_legend_has_the_words_of_the_table(words: list[str], count: Callable[[], None]) -> None:
+    """A line for each word that needs one, at the end, and none for other words."""
+    counters.record("zero_param", GATHER, 3_000_000, 2_000_000)
+    count()
+    lines = table.render().splitlines()
+    assert [line for line in lines if line in LEGEND.values()] == [LEGEND[word] for word in words]
+    assert lines[len(lines) - len(words) :] == [LEGEND[word] for word in words]
+
+
+def test_agreements_have_no_ratio() -> None:
+    """They are no messages of DeepSpeed that were made smaller. The total has them all the same."""
+    counters.record("zero_param", "agreement", 0, 1_000_000)
+    counters.record("zero_param", GATHER, 4_000_000, 1_000_000)
+    cells = [line.split() for line in table.render().splitlines()[1:4]]
+    assert [row[:6] for row in cells] == [
+        ["zero_param", "agreement", "1", "0.00", "1.00", "-"],
+        ["zero_param", GATHER, "1", "4.00", "1.00", "4.000"],
+        ["total", "2", "4.00", "2.00", "2.000"],
     ]
 
 

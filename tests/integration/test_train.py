@@ -91,7 +91,7 @@ def test_schedules_compete_without_a_trace(trained: Trained, mode: str) -> None:
     """The bits are those of the plain run while all schedules are tried in turn."""
     plain, auto = trained(3, "plain")[mode], trained(3, "auto")[mode]
     assert (auto["losses"], auto["params_sha256"]) == (plain["losses"], plain["params_sha256"])
-    assert {"plain is faster"} <= {reason for row in auto["rows"] for reason in row["reasons"]}
+    assert {"trying schedules"} <= {reason for row in auto["rows"] for reason in row["reasons"]}
     if mode == "zero3":  # many gathers a step; other operations still try the plain collective after so few steps
         assert auto["sent"]["coded_calls"] > 0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ds_zipccl import comm
 from ds_zipccl.comm import Keeper
@@ -49,8 +50,22 @@ class DeepSpeedZeroOptimizer_Stage3:
     set_local_hp_param = set_full_hp_param
 
 
+class SuperOffloadOptimizer_Stage3(DeepSpeedZeroOptimizer_Stage3):
+    """A stand-in for the subclass whose step is its own; processes in the background change its copies, not the shards."""
+
+    def step(self) -> str:
+        return super().step.__wrapped__(self)  # type: ignore[attr-defined, no-any-return]
+
+
 class Background(DeepSpeedZeroOptimizer_Stage3):
     """An optimizer that steps while the model runs."""
+
+
+class DeepSpeedZeRoOffload:
+    """The part of ZeRO-3 that fetches the parameters of modules."""
+
+    def pre_sub_module_forward_function(self, sub_module: Any) -> None:
+        pass
 
 
 class Init:
@@ -121,6 +136,7 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     zero_epochs.watch_optimizer(DeepSpeedZeroOptimizer_Stage3)
+    zero_epochs.watch_passes(DeepSpeedZeRoOffload)
     zero_epochs.watch_partitions(Init, GatheredParameters)
     return Ranks(monkeypatch)
 
@@ -152,9 +168,10 @@ def test_all_parameters_whose_shards_are_at_hand_agree_at_once(ranks: Ranks) -> 
     assert [one.numel for one in zero_epochs.agreed_of([first, second])] == [8, 8]
 
 
-def test_a_step_ends_the_epochs_of_what_it_trains(ranks: Ranks) -> None:
+@pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer_Stage3, SuperOffloadOptimizer_Stage3])
+def test_a_step_ends_the_epochs_of_what_it_trains(ranks: Ranks, kind: type[DeepSpeedZeroOptimizer_Stage3]) -> None:
     trained, frozen = param(1), param(2)
-    optimizer = DeepSpeedZeroOptimizer_Stage3(trained)
+    optimizer = kind(trained)
     begin(optimizer, trained, frozen)
     ranks.agreed.clear()
     during: list[bool] = []
@@ -284,6 +301,89 @@ def test_events_end_epochs_of_bases(ranks: Ranks, kept: list[Any]) -> None:
     assert after(GatheredParameters([]).__enter__) == ["copy", "copy"]
     frozen.ds_status.name = "AVAILABLE"
     assert after(GatheredParameters([frozen]).__enter__) == ["copy", "copy"], "nothing is gathered"
+
+
+class Block(nn.Module):
+    """A module that is hooked as DeepSpeed hooks modules, and gathers parameters in its calls."""
+
+    def __init__(self, offload: Any, gather: Callable[[], str], *blocks: Block) -> None:
+        super().__init__()
+        self.blocks, self.gather, self.said = nn.ModuleList(blocks), gather, [""]
+        self.register_forward_pre_hook(lambda *call: offload.pre_sub_module_forward_function(self))
+
+    def forward(self, inside: Callable[[], Any] = lambda: None) -> str:
+        self.said.append(self.gather())
+        inside()
+        for block in self.blocks:
+            block()
+        return self.said[-1]
+
+
+def test_passes_of_evaluation_agree_and_others_do_not(ranks: Ranks, kept: list[Any]) -> None:
+    """Once a pass, at its first gather, whatever is called; a training pass agrees after an evaluation, but in an open step."""
+    optimizer, offload = DeepSpeedZeroOptimizer_Stage3(), DeepSpeedZeRoOffload()
+    optimizer.parameter_offload = offload  # type: ignore[attr-defined]
+    starts(optimizer, kept)
+    one = kept[0].ds_zipccl_kept
+
+    def gather() -> str:
+        found = ""
+        if zero_epochs.parts_of(kept, torch.bfloat16):
+            found, _ = ("copy" if one.settled else "agree"), one.settle()
+        return found
+
+    inner = Block(offload, gather)
+    model = Block(offload, gather, inner, inner)
+    silent = Block(offload, lambda: "nothing")
+    model.train()
+
+    def evaluation(module: Any = model, **call: Any) -> list[str]:
+        with torch.no_grad():
+            return [module(**call), *inner.said[-2:]]
+
+    assert [model(), model()] == ["agree", "copy"], "nothing was settled by a pass before"
+    optimizer.step()
+    one.settle()
+    assert gather() == "copy" and one.keeper.steps is False
+    assert [model(), model()] == ["agree", "copy"] and one.keeper.steps
+    assert evaluation() == evaluation() == ["agree", "copy", "copy"] and not one.keeper.steps
+    assert model() == "copy" and one.keeper.steps, "an open step"
+    optimizer.step()
+    assert evaluation(inner) == ["agree", "copy", "agree"] and evaluation(inner)[0] == "agree", "a part of the model"
+    silent.eval()()
+    assert model() == "agree" and model() == "copy", "the last gather was one of an evaluation"
+    silent()
+    assert model() == "copy", "nothing was gathered in that evaluation"
+    assert model(inside=lambda: evaluation(inner)) == "copy" and inner.said[-3:] == ["copy"] * 3, (
+        "a part without gradients"
+    )
+    with torch.inference_mode():
+        assert [model(), model()] == ["agree", "agree"]
+    model.eval()
+    assert [model(), model()] == ["agree", "agree"], "with gradients"
+    with pytest.raises(ZeroDivisionError):
+        model(inside=lambda: 1 / 0)
+    assert inner() == "agree" and inner() == "agree", "after an error"
+    words = torch.ones(1, requires_grad=True)
+    again: list[str] = []
+    words.register_hook(lambda grad: again.append(inner()))
+    words.sum().backward()
+    assert again == ["copy"], "a part that is repeated in a backward pass"
+    zero_epochs.end(optimizer)
+    assert not hasattr(offload, "ds_zipccl_epochs") and not inner._forward_hooks and not model._forward_hooks
+
+
+def test_a_save_agrees_once(ranks: Ranks, kept: list[Any]) -> None:
+    optimizer = DeepSpeedZeroOptimizer_Stage3()
+    starts(optimizer, kept)
+    one, two = (param.ds_zipccl_kept for param in kept[:2])
+    with zero_epochs.saving(optimizer), zero_epochs.saving(None):
+        assert one.filled and two.filled
+        one.settle(), two.settle()
+        GatheredParameters(kept).__enter__()
+        assert one.settled and two.settled
+    GatheredParameters(kept).__enter__()
+    assert one.filled and two.filled
 
 
 def test_a_later_engine_of_a_module_begins_anew(ranks: Ranks, kept: list[Any]) -> None:

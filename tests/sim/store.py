@@ -32,6 +32,11 @@ class Store(dist.Store):
         self.set(key, str(total))
         return total
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self._values.get(key, b"").decode() == expected:
+            self.set(key, desired)
+        return self._values[key]
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 

@@ -19,6 +19,7 @@ from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import world
+from sim.device import mine
 from sim.test_device_agreed import CONFIG, SIZES, Model, noise, weights
 
 FULL, OTHER = "nothing was gathered there", "a rank holds something else"
@@ -93,7 +94,9 @@ def test_host_memory_of_nodes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch,
 def twice(rank: int, ranks: int, seed: int) -> None:
     """The same parameters twice in an epoch, from two streams that nothing orders."""
     model = Based(rank, ranks, seed, torch.bfloat16, "host")
+    before = len(mine().counters.waits)
     first, second = (model.gather([1, 2, 3, 4], True) for _ in range(2))
+    assert len(mine().counters.waits) == before, "copies from host memory are not waited for"
     assert all(second()) and all(first())
 
 

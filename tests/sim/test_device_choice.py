@@ -232,6 +232,26 @@ def test_static_rules(
     assert row["reasons"] == ({} if reason is None else {reason.value: 2})
 
 
+@pytest.mark.parametrize(("nodes", "mode"), [(2, "auto"), (2, "always"), (1, "auto")])
+def test_one_hardware_queue(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, nodes: int, mode: str) -> None:
+    """CUDA_DEVICE_MAX_CONNECTIONS is 1 on one rank: moves in mode auto are plain on all ranks, and the start-up line says why."""
+    with_profile(monkeypatch, SLOW)
+    told = choice.tell
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(choice, "tell", lambda group, text: {**told(group, text), 0: ""})
+    (coded, said), other = world.run(on_one_queue, 2, nodes, mode, route=route).values
+    assert (coded, said) == other == (mode == "always", said)
+    assert "no overlap of coded calls with computing, as CUDA_DEVICE_MAX_CONNECTIONS is 1: unset it" in said
+    (row,) = [row for row in counters.rows() if row["calls"] or row["passed"]]
+    reason = PassReason.ONE_QUEUE if nodes == 2 else PassReason.INSIDE_NODE
+    assert row["reasons"] == ({} if coded else {reason.value: 2})
+
+
+def on_one_queue(rank: int, ranks: int, nodes: int, mode: str) -> tuple[bool, str]:
+    found = settled(rank, nodes, mode=mode)
+    return a_gather(rank, ranks, moves.coded(**{**AUTO, "mode": mode}), 0), str(found)
+
+
 def static(rank: int, ranks: int, nodes: int, settings: dict[str, Any]) -> bool:
     settled(rank, nodes, **settings)
     coded = a_gather(rank, ranks, moves.coded(**{**AUTO, **settings}), 0)
@@ -296,6 +316,7 @@ def unknown_marks(rank: int, ranks: int) -> None:
     own = clock.Span(7, 9 if rank else 10).nanoseconds()
     assert clock.agreed_seconds(ctx, [own, 5 if rank else 1 << 62]) == [3e-9, float("inf")]
     assert behind.nanoseconds() < 1 << 62
+    assert calibration._median(ctx, [clock.Span(7, 7)] * 3) == 1e-6, "the clock stood still"
 
 
 def test_speeds_are_slopes() -> None:

@@ -10,10 +10,12 @@ import corpus
 import moves
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_zipccl.comm.device import exchange, gather
 from ds_zipccl.comm.device.lanes import Lanes, lanes_of
 from ds_zipccl.comm.device.reports import Reports
+from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda import CudaRoute
 from ds_zipccl.kernels.frame_calls import FrameCalls
@@ -61,6 +63,35 @@ def test_damaged_frame(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: 
     assert all("magic" in error.lower() for _, error in got), got  # every rank tells what the others refused
     # of the first operation, and of the second
     assert "group rank 0" in got[2][1] and got[2][1].count("(group") == 2, got
+
+
+def checked(rank: int, ranks: int, case: str) -> str:
+    """A checked call, and one call more where it raised nothing. Returns the error."""
+    api, (host, wanted) = moves.coded(**CODED, check="shadow"), prepared(case, rank, ranks, 3000, 0)
+    given = host.to(f"cuda:{rank}")
+    try:
+        CASES[case].call(api, torch.zeros(len(wanted), dtype=given.dtype, device=given.device), given, None, False)
+    except CommError as error:
+        return f"{type(error).__name__}: {error}"
+    once(case, rank, ranks, 1000)
+    return ""
+
+
+@every_case
+def test_a_wrong_bit_that_one_rank_sees(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """All ranks learn of the outcome of a check before any raises, so that none waits in the next call."""
+    assert world.run(checked, 3, case, modes=HARD, route=route).values == ["", "", ""]
+    compare = Shadow.compare
+
+    def wrong(self: Shadow, outputs: Any, error: Any) -> None:
+        if dist.get_rank() == 2:
+            outputs[0].view(torch.uint8)[1] = 7
+        compare(self, outputs, error)
+
+    monkeypatch.setattr(Shadow, "compare", wrong)
+    *others, own = world.run(checked, 3, case, modes=HARD, route=route).values
+    assert own.startswith("ShadowMismatch: ") and "1 of " in own
+    assert all("CommError: " in said and "the check failed on global rank 2: 1 of " in said for said in others), others
 
 
 @every_case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import corpus
@@ -15,6 +16,7 @@ from levels import Nodes, nodes_of
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
+from ds_zipccl.comm.device import sums
 from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
@@ -183,6 +185,11 @@ def test_sizes_of_pieces(nodes: int, seats: int) -> None:
     """Node sums take half of the budget, and three fragments the rest, wherever a fragment can be so small."""
     for mib in (1, 64, 256):
         budget, rows = mib << 20, nodes + seats
+        summing: Any = SimpleNamespace(
+            _packed=True, _dtype=torch.bfloat16, _rows=rows, _ctx=SimpleNamespace(budget=budget)
+        )
+        whole = budget // 2 // rows // 2 // sums._ALIGNED * sums._ALIGNED
+        assert sums._Summing.step(summing, whole - 1) == whole, "one piece, and so one verdict"
         for numel in (1, 1000, 10**6, 10**9):
             step = wire.device_sum_numel(numel, 2, rows, budget)
             assert 1 <= step <= max(numel, wire.FRAGMENT_UNIT)

@@ -1,4 +1,4 @@
-"""``make simai SIMAI=DIR``: the plain collectives of ``plan --network`` beside the analytical mode of a simulator, SimAI, on ten steps.
+"""``make simai SIMAI=DIR``: the plain collectives of ``plan`` beside the analytical mode of a simulator, SimAI, on ten steps.
 
 DIR is a checkout of github.com/aliyun/SimAI. Its file ``calbusbw.cc`` is compiled as it is. A collective takes S (n-1)/n bytes at the bus
 bandwidth, an all-reduce twice that (the definition of nccl-tests). Both models get the same rates, so that only the models differ.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ds_zipccl.__main__ import parse
 from ds_zipccl.bench import device_plan, tables
-from ds_zipccl.bench.step_plan import ITEMSIZE, TOTAL, sizes, traffic
+from ds_zipccl.bench.step_plan import ITEMSIZE, PLAIN, TOTAL, sizes, traffic
 from ds_zipccl.bench.tables import Column
 from ds_zipccl.policy.device_rules import NVLINK, RDMA_REACH
 
@@ -106,7 +106,7 @@ def compared(program: list[str], each_hop: float) -> Iterator[dict[str, Any]]:
     """Rows of all steps."""
     for params, zero, nodes, cards, rate in STEPS:
         network = f"{cards}x{rate}gbit"
-        words = f"plan --params {params} --zero {zero} --gpus {nodes * EACH} --network {network} --ratio 1.4 --hop"
+        words = f"plan --params {params} --zero {zero} --gpus {nodes * EACH} --network {network}/node --live 0 --ratio 1.4 --hop"
         found = messages(parse(shlex.split(f"{words} 0")))
         speed = rate / 8 * RDMA_REACH
         lines = [f"{nodes} {EACH} {cards} {speed} {NVLINK / 1e9} {OPS[one.op][0]} {one.nbytes}" for one in found]
@@ -129,7 +129,7 @@ def _ours(words: str) -> float:
     args = parse(shlex.split(words))
     (network,) = args.network
     rows = device_plan.step(args, network, device_plan.codec("assumed-1.0", args.dtype))
-    return float(next(row["ms"] for row in rows if (row["what"], row["variant"]) == (TOTAL, device_plan.PLAIN)))
+    return float(next(row["ms"] for row in rows if (row["what"], row["variant"]) == (TOTAL, PLAIN)))
 
 
 def main() -> int:

@@ -150,7 +150,9 @@ class OnDevice:
         self.route.project_zfp(words.cuda(), rate, there)
         out.copy_(there)
 
-    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
+    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        if key != (0, 0):  # CUDA kernels have no key
+            return kernels.route("native").region_hash(data, key)
         return self.route.region_hash(data.cuda())
 
     def find_rows(

@@ -9,12 +9,14 @@ run, so that it may follow only from values that all ranks have agreed on:
   filled it. A parameter of which all ranks say the same, and none a change, is settled.
 - After an optimizer step the parameters that the step changes are filled anew, and all others are agreed on anew.
 - Before the step all ranks tell whether a parameter has changed since the agreement, and all of them stop if one has.
+- No step follows the copies of an evaluation. There each forward pass begins with an agreement.
 
 So each copy of a base lies between two comparisons of the owner, and a parameter that was written to in between stops all ranks. The owner
 compares at each copy too, so that words that are back before the second comparison stop all ranks as well. A write between two such
-brackets is a miss: the parameter is gathered by messages once. The comparison reads the words themselves, so that a write
-through ``.data``, which moves no version counter, is found too. Rows of other ranks are not compared: where ranks have copies of their own,
-the first agreement after a gather hashes the whole base, and each later one another part. After a miss it hashes all bases whole.
+brackets, or between two passes of an evaluation, is a miss: the parameter is gathered by messages once. The comparison reads the words
+themselves, so that a write through ``.data``, which moves no version counter, is found too. Rows of other ranks are not compared: where
+ranks have copies of their own, the first agreement after a gather hashes the whole base, and each later one another part. After a miss it
+hashes all bases whole.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.delta.shared_base import BaseSlot
 from ds_zipccl.comm.device.bases import NOTHING_THERE, SOMETHING_ELSE
+from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.schedules.pipeline import open_exchange
 from ds_zipccl.comm.work import CommError, Work
 from ds_zipccl.config import ZipcclConfig
@@ -86,6 +88,7 @@ class Kept:
         self._shard = shard
         self._state = _State.STALE
         self._used = False  # the base was copied since it was filled
+        self._in_step = False  # one of the copies since the last comparison is part of a step; equal on all ranks
         #: The base was copied, in this epoch or an earlier one, and no comparison came since; equal on all ranks.
         self.unchecked = False
         self._broken = False  # the own shard was not the base's when other ranks copied the base
@@ -123,7 +126,7 @@ class Kept:
 
     def checked(self) -> None:
         """Note that all ranks have compared, and found no change."""
-        self.copies, self.unchecked = 0, False
+        self.copies, self.unchecked, self._in_step = 0, False, False
 
     def fill(self) -> None:
         """Note that the next gather fills the base. Blocks until an earlier gather into the base has ended."""
@@ -153,6 +156,7 @@ class Kept:
         rows[:rank].copy_(slot.memory[:rank])
         rows[rank + 1 :].copy_(slot.memory[rank + 1 :])
         self.copies, self._used, self.unchecked = self.copies + 1, True, True
+        self._in_step |= self.keeper.steps
 
     def claim(self, rank: int) -> int:
         """Return what this rank says of its base: not negative if the base's own row has the words of the own shard. Blocks.
@@ -197,8 +201,8 @@ class Kept:
             reason = VERSION
         elif len(set(audits)) > 1:
             reason = SOMETHING_ELSE
-        # After a single copy that found the owner's words, a change is younger than the copy.
-        late = self.copies and (reason != CHANGED or self.keeper.copies > 1)
+        # Each copy found the owner's words, or the claim is _BROKEN: a change is younger than the copies.
+        late = self.copies and (reason != CHANGED or self._in_step)
         if reason and (late or _BROKEN in claims or (reason == SOMETHING_ELSE and self._used)):
             ranks = [rank for rank, claim in enumerate(claims) if claim in (_CHANGED, _BROKEN)] or "?"
             said = f"the shard of group ranks {ranks} was gathered before, and changed since"
@@ -213,14 +217,17 @@ class Keeper:
     """The parameters of one engine and group whose bases may be kept, in an order that is equal on all ranks.
 
     Args:
-        copies: copies of one base between two comparisons. 1 where no optimizer step checks the copies: a write between two copies is then
-            a miss, not an error.
+        copies: copies of one base between two comparisons. 1 where no optimizer step ever checks the copies.
+
+    ``steps``: an optimizer step checks the copies that are made now, and a write after them is an error. Otherwise it is a miss, which the
+    next agreement finds. Equal on all ranks.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, config: ZipcclConfig, role: str = "zero_param", copies: int = COPIES
     ) -> None:
         self._group, self._config, self._role, self.copies = group, config, role, copies
+        self.steps = copies > 1
         self.parameters: list[Kept] = []
 
     def add(self, one: Kept) -> None:

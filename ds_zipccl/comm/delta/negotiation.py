@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.device.bases import NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
+from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.schedules import gather as full
 from ds_zipccl.comm.schedules.pipeline import detached, open_exchange
 from ds_zipccl.telemetry import counters

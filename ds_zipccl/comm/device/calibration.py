@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs import compress_bound
+from ds_zipccl.comm.calibration import in_rounds
 from ds_zipccl.comm.device.clock import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane
@@ -25,10 +26,11 @@ from ds_zipccl.policy.device_rules import DeviceProfile, Topology
 #: fill an H100).
 SIZES = (1 << 20, 8 << 20, 64 << 20)
 CODED_BYTES = (256 << 10, 4 << 20, 16 << 20)
-#: Calls of each size; the first one warms up and does not count. Of a call the slowest rank counts, of the calls the median.
-_CALLS = 5
-#: Seconds of all calls of one size (seed): a larger size that would take longer is left out.
-_BUDGET_S = 0.4
+#: Calls of each size in each round of :func:`.in_rounds`; the first one warms up and does not count. Of a call the slowest rank counts, of
+#: the calls the median.
+_CALLS = 3
+#: Seconds of all calls of one kind (seed): a larger size, or a later round, that would take longer is left out.
+_BUDGET_S = 0.5
 #: Elements of normal values that are repeated (seed: drawing them takes longer than coding them).
 _DRAWN = 1 << 16
 #: Shortest time that counts, in seconds: clocks may stand still.
@@ -71,16 +73,16 @@ def speed(points: Points) -> float:
 
 
 def _points(
-    ctx: DeviceContext, sizes: Sequence[int], make: Callable[[DeviceContext, int], AbstractContextManager[Work]]
+    ctx: DeviceContext, sizes: tuple[int, ...], make: Callable[[DeviceContext, int], AbstractContextManager[Work]]
 ) -> Points:
     """Return seconds by size, equal on all ranks, for sizes that do not take long."""
-    found: Points = []
-    for size in sizes:
-        if found and _CALLS * found[-1][1] * size / found[-1][0] > _BUDGET_S:
-            break
+
+    def called(size: int) -> tuple[float, float]:
         with make(ctx, size) as (lane, work):
-            found.append((float(size), _seconds(ctx, lane, work)))
-    return found
+            seconds = _seconds(ctx, lane, work)
+        return seconds, _CALLS * seconds
+
+    return in_rounds(sizes, called, _BUDGET_S)
 
 
 def _seconds(ctx: DeviceContext, lane: Lane, work: Callable[[], None]) -> float:

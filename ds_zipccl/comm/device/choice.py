@@ -7,6 +7,7 @@ speeds leave no gain. Without nodes or speeds, as with plain ``torch.distributed
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -19,6 +20,7 @@ from ds_zipccl.comm.device import calibration
 from ds_zipccl.comm.device.clock import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import GroupState, device_profile, find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import device_rules, step_rules
@@ -29,12 +31,14 @@ from ds_zipccl.telemetry import counters
 #: Steps of other engines after which these count, not the steps of the first engine (seed: that engine has ended).
 _OTHER_STEPS = 64
 _WHAT = "moves by whole steps"
+#: CUDA's variable: the number of hardware queues. With one, work behind a stream's wait waits too, whatever its stream.
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True)
 class Settled:
     """What was settled at the start for tensors of one device type. ``reason``: why no move in mode auto is coded; None: some may be.
-    ``sums``: the sums of ``reduction`` auto."""
+    ``sums``: the sums of ``reduction`` auto. ``one_queue``: on some rank all streams share one queue of the device."""
 
     device: str
     topology: Topology
@@ -42,6 +46,7 @@ class Settled:
     reason: PassReason | None
     sums: str
     least_bytes: float
+    one_queue: bool = False
 
     def __str__(self) -> str:
         nodes, found = f"{self.topology.nodes} nodes, at most {self.topology.each} ranks each", self.profile
@@ -58,6 +63,8 @@ class Settled:
                 f"{found.network / 1e9:.3g} GB/s between nodes, {inside}coding {found.encode / 1e9:.3g} and {found.decode / 1e9:.3g} GB/s, "
                 f"a verdict {1e6 * found.verdict:.0f} us",
             )
+        if self.one_queue:
+            parts.append(f"no overlap of coded calls with computing, as {_QUEUES} is 1: unset it")
         return "; ".join(parts)
 
 
@@ -81,10 +88,11 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
         profile = calibration.measure(group, config, device)
         state.device_profiles[device.type, state.backend(device.type)] = profile
     state.device_sums = _sums(config, topology, profile)
-    rule = rule_of(topology, profile)
+    one_queue = device.type == "cuda" and "1" in tell(group, os.environ.get(_QUEUES, "")).values()
+    rule = rule_of(topology, profile, one_queue)
     if "auto" in modes and rule.reason is None and profile is not None:
         _steps[state] = Steps(config, device)
-    settled = Settled(device.type, topology, profile, rule.reason, state.device_sums, rule.least[1])
+    settled = Settled(device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue)
     _settled[state] = settled
     return settled
 
@@ -116,10 +124,12 @@ class Rule:
     host_bases: bool = True
 
 
-def rule_of(topology: Topology, profile: DeviceProfile | None) -> Rule:
-    """Return the static rule of a group."""
+def rule_of(topology: Topology, profile: DeviceProfile | None, one_queue: bool = False) -> Rule:
+    """Return the static rule of a group. ``one_queue``: as in :class:`Settled`."""
     if topology.nodes == 1:
         return Rule(PassReason.INSIDE_NODE, (0.0, 0.0))
+    if one_queue:
+        return Rule(PassReason.ONE_QUEUE, (0.0, 0.0))
     if profile is None:
         return Rule(None, (0.0, 0.0))
     if not device_rules.moves_may_gain(topology, profile):
@@ -162,15 +172,18 @@ def _rule(group: dist.ProcessGroup, device: str) -> Rule | None:
     assert state is not None  # a rank outside the group has no operation here
     found = _rules.get(state)
     if found is None or found[0] is not profile:
+        world = group_state(None)
+        settled = _settled.get(world) if world else None
+        one_queue = settled is not None and settled.one_queue
         nodes = group_nodes(group)
         if not nodes:
             return None
         topology = Topology.of(nodes)
         if profile is None:
-            return rule_of(topology, None)
+            return rule_of(topology, None, one_queue)
         # the other ranks of the nodes have groups like this one, and use their part of the network at the same time
         part = topology.each / Topology.of(group_nodes(resolve_group(None))).each
-        found = _rules[state] = profile, rule_of(topology, replace(profile, network=part * profile.network))
+        found = _rules[state] = profile, rule_of(topology, replace(profile, network=part * profile.network), one_queue)
     return found[1]
 
 

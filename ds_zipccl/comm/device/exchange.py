@@ -84,6 +84,7 @@ class _Words(NamedTuple):
 
 def pays_now(group: dist.ProcessGroup, op: str, role: str, tensor: torch.Tensor, numel: int | None) -> bool:
     """Return whether the next exchange of ``numel`` elements (None: uneven) is coded in mode auto. Every rank asks once before each call.
+    Groups inside one node are passed before.
 
     Equal segments are coded where the typical ratio of the dtype pays. Ranks know nothing of each other's uneven segments, so that the
     first call is coded. After a coded call, whose sizes all ranks know, the next PLAIN_CALLS calls are plain if that one did not pay.
@@ -93,11 +94,8 @@ def pays_now(group: dist.ProcessGroup, op: str, role: str, tensor: torch.Tensor,
     """
     state = group_state(group)
     assert state is not None  # a rank outside the group does not ask
-    share = rules.between_nodes(group_nodes(group), state.size)
-    if not share:
-        return False
     if numel is not None:
-        nbytes = numel * tensor.itemsize * share
+        nbytes = numel * tensor.itemsize * rules.between_nodes(group_nodes(group), state.size)
         ratio = TYPICAL_RATIO.get(str(tensor.dtype).removeprefix("torch."), 1.0)
         if not _pays(group, tensor.device.type, nbytes, nbytes / ratio):
             return False

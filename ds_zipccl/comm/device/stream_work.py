@@ -8,14 +8,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_zipccl import devices
 from ds_zipccl.comm.device.lanes import Lane, Lanes
 from ds_zipccl.comm.work import CommError
 
 
-class StreamWork:
-    """An operation in flight, with the meaning of ``torch.distributed.Work`` of an NCCL group.
+class StreamWork(dist.Work):
+    """An operation in flight, with the meaning of the handles of an NCCL group.
 
     The handle keeps the operation's tensors until :meth:`wait`. Then their memory follows the rules of the waiting stream, as with NCCL:
     tensors of an operation are used by streams that the allocator does not know.
@@ -24,6 +25,7 @@ class StreamWork:
     def __init__(
         self, name: str, lanes: Lanes, event: Any, outputs: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]
     ) -> None:
+        super().__init__()
         self._name, self._lanes, self._event = name, lanes, event
         self._outputs, self._keep = list(outputs), tuple(keep)
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ds_zipccl import devices, tensors
+from ds_zipccl.comm.context import packed, unpacked
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane, Lanes
 from ds_zipccl.telemetry import counters
@@ -17,8 +18,8 @@ from ds_zipccl.telemetry import counters
 #: Looks at an event before the host sleeps between two looks, and seconds of the sleep (seed: a verdict takes some 100 us).
 _LOOKS, _SLEEP_S = 2000, 2e-5
 
-#: Bytes of a rank's report for the other ranks, and reports in a message (admission: the first of many tells enough).
-_TEXT_BYTES, _TEXTS = 512, 3
+#: Reports in a message (admission: the first of many tell enough).
+_TEXTS = 3
 
 #: Page-locked words of the host. The host has read a verdict before the next one begins.
 _hosts: WeakKeyDictionary[Lanes, torch.Tensor] = WeakKeyDictionary()
@@ -112,18 +113,26 @@ def _to_device(lanes: Lanes, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
 
 def _everyones(ctx: DeviceContext) -> str:
     """Return the failures that the ranks of the group report. A collective, after all ranks know that there is a failure."""
+    said = dict.fromkeys(tell(ctx, ctx.reports.describe()))
+    return "; ".join([text for text in said if text][:_TEXTS])
+
+
+@tensors.undisturbed()
+def tell(ctx: DeviceContext, text: str) -> list[str]:
+    """Return the texts of all ranks of the group, in their order. A collective; the host waits, at most the group's timeout.
+
+    Raises:
+        CommError: a rank did not come within the timeout.
+    """
     lanes = ctx.lanes
-    text = ctx.reports.describe().encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
     with lanes.on(Lane.WIRE):
-        own = tensors.of_buffer(bytearray(text)).view(torch.int64).to(ctx.device)
+        own = tensors.of_buffer(packed(text)).view(torch.int64).to(ctx.device)
         whole = tensors.empty(own.numel() * ctx.size, torch.int64, ctx.device)
         ctx.transport.all_gather(whole, own)
         host = _copy_to_host(lanes, whole)
         arrived = lanes.record(Lane.WIRE)
     _wait(ctx, arrived)
-    texts = [bytes(part.view(torch.uint8).tolist()) for part in host[: whole.numel()].view(ctx.size, -1)]
-    said = dict.fromkeys(text.decode(errors="replace").strip() for text in texts)
-    return "; ".join([text for text in said if text][:_TEXTS])
+    return [unpacked(part.view(torch.uint8)) for part in host[: whole.numel()].view(ctx.size, -1)]
 
 
 def _copy_to_host(lanes: Lanes, flat: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.delta.epochs import GATHER, Kept
 from ds_zipccl.comm.delta.shared_base import SharedBase
-from ds_zipccl.comm.execution import execute, sent_to_peers
+from ds_zipccl.comm.execution import compare_on_all_ranks, execute, sent_to_peers, telling_failures
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.ops.all_gather import GatherShards, equal_shards, request_shards
 from ds_zipccl.comm.request import Request
@@ -83,7 +83,7 @@ class _Gather:
         with torch.inference_mode():
             self._rows = output.view(call.size, -1).split(sizes, 1)
             self._shards = own.view(-1).split(sizes)
-        self._shadow: Shadow | None = None
+        self._check: tuple[OpContext, Shadow] | None = None
 
     @tensors.undisturbed()
     @torch.inference_mode()
@@ -99,7 +99,10 @@ class _Gather:
             return False
         if self._call.config.check == "shadow":
             plain = self._plain_request()
-            self._shadow = Shadow(plain.plain, plain.inputs, plain.outputs, plain.tolerance, self._call.size)
+            self._check = (
+                _raw_context(self._call),
+                Shadow(plain.plain, plain.inputs, plain.outputs, plain.tolerance, self._call.size),
+            )
         for part, rows, shard in zip(self._parts, self._rows, self._shards, strict=True):
             if part.kept is None or not part.kept.settled:
                 continue
@@ -135,9 +138,8 @@ class _Gather:
         schedule, fills = GatherShards(based), base is not None
         if choice.decision.with_base and based is not None:
             fills = False  # the schedule does
-        # every rank takes tags in program order
-        ctx = OpContext(GATHER, self._call.group, request.config, request.role, "raw", tensors.CPU) if fills else None
-        telling = functools.partial(_telling, base, ctx)
+        ctx = _raw_context(self._call) if fills else None
+        telling = functools.partial(_telling, base, ctx, None if self._check is None else self._check[0])
 
         def end(wait: Callable[[], Any]) -> None:
             with telling():
@@ -162,8 +164,8 @@ class _Gather:
 
     def compare(self) -> None:
         """Compare the output with the plain collective's, if settled parameters were copied and the config asks for a check."""
-        if self._shadow is not None:
-            self._shadow.compare([self._output], self._call.error)
+        if self._check is not None:
+            compare_on_all_ranks(*self._check, [self._output])
 
     def _plain_request(self) -> Request:
         call = self._call
@@ -180,11 +182,18 @@ class _Gather:
             self._rows[number].copy_(column)
 
 
+def _raw_context(call: Call) -> OpContext:
+    """Return a context with the next tags of the group, which every rank takes in program order."""
+    return OpContext(GATHER, call.group, call.config, call.role, "raw", tensors.CPU)
+
+
 @contextlib.contextmanager
-def _telling(base: SharedBase | None, ctx: OpContext | None) -> Iterator[None]:
-    """If the body fails, tell the ranks that share bases, so that they do not wait for this rank."""
+def _telling(base: SharedBase | None, ctx: OpContext | None, checked: OpContext | None) -> Iterator[None]:
+    """If the body fails, tell the ranks that share bases, and those that wait for the outcome of a check, so that they do not wait for
+    this rank."""
     try:
-        yield
+        with contextlib.nullcontext() if checked is None else telling_failures(checked):
+            yield
     except BaseException:
         if base is not None and ctx is not None:
             base.abandon(ctx)

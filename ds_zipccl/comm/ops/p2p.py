@@ -220,14 +220,18 @@ def _recv(
     @torch.inference_mode()
     @tensors.undisturbed()
     def finish(timeout: timedelta | None) -> None:
-        with _kept_on_error(message):
-            with ctx.naming(doing):
-                message.wait(timeout)
-            with ctx.working():
-                flat = logical_order(tensor)
-                message.write(flat, receipt)
-                if not tensor.is_contiguous():
-                    tensor.copy_(flat.view(tensor.shape))
+        try:
+            with _kept_on_error(message):
+                with ctx.naming(doing):
+                    message.wait(timeout)
+                with ctx.working():
+                    flat = logical_order(tensor)
+                    message.write(flat, receipt)
+                    if not tensor.is_contiguous():
+                        tensor.copy_(flat.view(tensor.shape))
+        finally:
+            if receipt is not None:
+                receipt.end()
         if config.check == "shadow":
             (shadow or beside(message.source())).compare([tensor], ctx.error)
         counters.record(role, "recv", 0, 0, POOL.peak)
@@ -245,8 +249,8 @@ def _recv(
             if message.may_have_body and not blocking
             else PostedWork("recv", [tensor], finish, message.source)
         )
-        if inbox is not None:
-            inbox.add(handle, peer)
+        if receipt is not None:
+            receipt.work = handle
     return handle
 
 

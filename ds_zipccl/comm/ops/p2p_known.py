@@ -84,21 +84,13 @@ class SentChannel:
 
 
 class Inbox:
-    """The receiver's side of the channels of one tag. The lock is held while a receive is posted and added."""
+    """The receiver's side of the channels of one tag. ``open``: the receives that have not ended, as they were posted. The lock is held
+    while a receive is posted, and where one ends."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._open: list[tuple[Work, int | None]] = []
+        self.open: list[Receipt] = []
         self._copies: dict[int, Latest[torch.Tensor]] = {}
-
-    def earlier(self) -> list[tuple[Work, int | None]]:
-        """Return the receives that have not ended, each with its source, None for any rank."""
-        self._open = [(work, peer) for work, peer in self._open if not work.is_completed()]
-        return list(self._open)
-
-    def add(self, work: Work, peer: int | None) -> None:
-        """Add a receive."""
-        self._open.append((work, peer))
 
     def copies(self, source: int) -> Latest[torch.Tensor]:
         """Return the copies of the channel of rank ``source``."""
@@ -110,11 +102,14 @@ class Inbox:
 
 
 class Receipt:
-    """The place of one receive in the order of its channel. Made while the inbox's lock is held."""
+    """The place of one receive in the order of its channel. Made, and given its handle ``work``, while the inbox's lock is held. The handle
+    is kept until the receive ends, as the program may drop it, and no longer: it refers to the group."""
 
     def __init__(self, inbox: Inbox, peer: int | None, kind: Kind, most: int) -> None:
         self._inbox, self._peer, self._kind, self._most = inbox, peer, kind, most
-        self._earlier = inbox.earlier()
+        self._earlier = tuple(inbox.open)
+        self.work: Work | None = None
+        inbox.open.append(self)
 
     def take_turn(self, source: int) -> None:
         """Block until the earlier receives of the channel of ``source``, from which this one's message has arrived, have ended.
@@ -123,11 +118,17 @@ class Receipt:
         from ``source``, an earlier one from any rank belongs to another channel: otherwise chance would decide which receive gets which
         message.
         """
-        for work, peer in self._earlier:
-            if peer == source or (peer is None and self._peer is None):
+        for other in self._earlier:
+            mine = other._peer == source or (other._peer is None and self._peer is None)
+            if mine and (work := other.work) is not None:
                 with contextlib.suppress(Exception):  # its own wait() raises
                     work.wait()
-        self._earlier = []
+
+    def end(self) -> None:
+        """Give the place up, after the tensor was kept or the receive has failed."""
+        with self._inbox.lock:
+            self._inbox.open.remove(self)
+        self._earlier, self.work = (), None
 
     def copy(self, source: int) -> torch.Tensor | None:
         """Return the copy of the last tensor of the channel, flat; None without one. Valid until :meth:`keep`."""

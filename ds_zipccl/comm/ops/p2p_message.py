@@ -28,6 +28,7 @@ from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.factors import Factored
 from ds_zipccl.comm.frames import FrameCoder
+from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.ops import p2p_choice, p2p_known
 from ds_zipccl.comm.ops.p2p_choice import Way
 from ds_zipccl.comm.ops.p2p_known import Receipt, SentChannel
@@ -151,7 +152,7 @@ class Outgoing:
         if channel is None:
             self._post_rest(self._post_first())
             return
-        kind, digest = (flat.dtype, flat.numel()), codecs.region_hash(flat, route=self._ctx.config.route)
+        kind, digest = (flat.dtype, flat.numel()), region_hash(flat, route=self._ctx.config.route)
         with channel.lock:
             if channel.hashes.get(kind) == digest:
                 rest = None

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.reduction_order import Reduction
 from ds_zipccl.comm.schedules.pipeline import Exchange, Fragments, open_exchange
 

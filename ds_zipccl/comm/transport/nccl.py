@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.comm.transport.protocol import timeout_of
 
@@ -43,9 +42,6 @@ class NcclTransport:
 
     def reduce(self, tensor: torch.Tensor, owner: int, op: dist.ReduceOp) -> None:
         dist.reduce(tensor, dist.get_global_rank(self._group, owner), op, self._group)
-
-    def is_coalescing(self) -> bool:
-        return self._group in c10d._world.pg_coalesce_state
 
     def timeout(self, device: torch.device) -> timedelta:
         return timeout_of(self._group, device)

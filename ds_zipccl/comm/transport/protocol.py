@@ -21,8 +21,8 @@ TAGS_PER_RANGE = 1 << 28
 #: Tags for the bodies of announced sends (admission: a body is over long before its tag comes round again).
 BODY_TAGS = TAGS_PER_RANGE // 4
 #: Tags of one collective (admission: gathers by node have two exchanges, and differences have one before and one after these; all-reduces
-#: in two levels have four).
-TAGS_PER_COLLECTIVE = 4
+#: in two levels have four; then comes the outcome of a call that is checked).
+TAGS_PER_COLLECTIVE = 5
 
 
 class TagRange(IntEnum):
@@ -139,10 +139,6 @@ class CollectiveTransport(Protocol):
 
     def reduce(self, tensor: torch.Tensor, owner: int, op: dist.ReduceOp) -> None:
         """Replace ``tensor`` of rank ``owner`` by the backend's own sum; other ranks' tensors are undefined afterwards."""
-        ...
-
-    def is_coalescing(self) -> bool:
-        """Return whether the program collects operations of the group in a coalescing manager: nothing else may be called meanwhile."""
         ...
 
     def timeout(self, device: torch.device) -> timedelta:

@@ -41,7 +41,7 @@ struct ZipcclLevel {
   // `words` may be `base`, or are apart from it.
   using DeltaDecode = int32_t(const uint8_t* chunk, uint64_t bytes, bool list, const uint8_t* base, uint32_t numel, uint32_t block,
                               uint8_t* words);
-  using HashBlocks = void(const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums);  // cpu/hash.h
+  using HashBlocks = void(const uint64_t (*keys)[128], const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums);  // cpu/hash.h
   // cpu/rows.h; factors are the bits of floats.
   using RowFactor = uint32_t(const uint8_t* source, const uint8_t* row, uint64_t width);
   using PredictRow = void(const uint8_t* source, uint64_t width, uint32_t factor, uint8_t* out);

@@ -85,11 +85,11 @@ class Finder {
     ZipcclLevel::HashBlocks* const hash_blocks = zipccl_chosen().hash;
     const uint64_t blocks = s_.row_bytes / block, rest = s_.row_bytes % block;
     uint64_t sums[2] = {0, 0};
-    hash_blocks(at(row), 0, blocks, sums);
+    hash_blocks(kHashKeys.of, at(row), 0, blocks, sums);
     if (rest) {
       uint8_t last[block] = {0};
       memcpy(last, at(row) + blocks * block, rest);
-      hash_blocks(last, blocks, 1, sums);
+      hash_blocks(kHashKeys.of, last, blocks, 1, sums);
     }
     return hash_mix(sums[0]) & s_.mask;
   }

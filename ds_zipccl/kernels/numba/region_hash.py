@@ -20,13 +20,13 @@ with kernel_cache():
         return z ^ z >> np.uint64(31)
 
     @jit
-    def region_hash(data):
-        """The two halves of the hash of a uint8 array."""
+    def region_hash(data, first, second):
+        """The two halves of the hash of a uint8 array, with a key of two uint64."""
         size = len(data)
         keys = np.empty((2, _WORDS), dtype=np.uint64)
         for half in range(2):
             for i in range(_WORDS):
-                keys[half, i] = _mix(np.uint64(_WORDS * half + i + 1) * _STEP)
+                keys[half, i] = _mix(np.uint64(_WORDS * half + i + 1) * _STEP + (second if half else first))
         block = np.empty(8 * _WORDS, dtype=np.uint8)
         words = block.view(np.uint64)
         totals = keys[:, 0] + np.uint64(size)

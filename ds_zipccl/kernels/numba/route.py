@@ -49,8 +49,8 @@ class NumbaRoute(NumbaLossy, NumbaZfp, NumbaLowRank):
         if status:
             raise FrameError(status, "the payload contradicts itself")
 
-    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
-        first, second = self._hasher.region_hash(data.numpy())
+    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        first, second = self._hasher.region_hash(data.numpy(), *map(np.uint64, key))
         return int(first), int(second)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:

@@ -1,0 +1,187 @@
+"""Real engines with optimizers of DeepSpeed that gather, or that step, in ways of their own: Muon, SuperOffload and ZenFlow.
+
+SuperOffload and ZenFlow step by DeepSpeed's own Adam for CPUs, which DeepSpeed compiles at the first use, and SuperOffload in a process of
+its own. Both ask for CUDA: their cases replace the few names by which they do.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import shim
+import torch
+from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, Model, bits, rank_program
+from programs import launch, reference
+from test_engines_zero3 import ZERO3
+
+HOST = '{"enabled": true, "mode": "always", "min_bytes": 1024, "reduction": "match", "zero3_base": "host"}'
+ON_STREAMS = '{"enabled": true, "mode": "always", "min_bytes": 1024, "nccl": "on", "nccl_min_bytes": 4096}'
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+WHOLE = {"reduce_scatter": False}  # Muon asks ZeRO-3 for it
+
+# ---- cases ---------------------------------------------------------------------------------------------------------
+
+
+def train(lab: Lab, **config: Any) -> Any:
+    """Train for two phases. With the second one, parameters have bases."""
+    engine = lab.engine(**config)
+    lab.train(engine)
+    lab.ends("first", [])
+    lab.train(engine, 3)
+    lab.ends("later", [])
+    return engine
+
+
+class Matrices(Model):
+    """The model. Muon trains the weights of its layers, and Adam its other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.use_muon = parameter.ndim == 2 and name.startswith("layers")  # type: ignore[attr-defined]
+
+
+def muon(lab: Lab, **zero: Any) -> None:
+    optimizer = {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True}}
+    train(lab, make=Matrices, optimizer=optimizer, zero=zero, zero_force_ds_cpu_optimizer=False)
+
+
+#: DeepSpeed's own Adam.
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
+
+
+def super_offload(lab: Lab, **config: Any) -> None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.superoffload import superoffload_stage3 as module
+
+    module._validate_superoffload_accelerator = lambda: None
+    get_accelerator().current_stream = lambda: SimpleNamespace(synchronize=lambda: None)
+    offload = {"device": "cpu", "super_offload": True, "cpuadam_cores_perc": 0.5, "pin_memory": False}
+    engine = train(
+        lab, optimizer=ADAM, zero={**ZERO3, "offload_optimizer": offload, "sub_group_size": 100_000}, **config
+    )
+    assert type(engine.optimizer).__name__ == "SuperOffloadOptimizer_Stage3"
+    engine.optimizer.superoffload_cpu_optimizer.close()
+
+
+class OnCpu:
+    """torch, whose new tensors are on the CPU where ZenFlow asks for CUDA."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        return functools.partial(self.make, found) if name in ("zeros", "tensor") else found
+
+    def make(self, function: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
+        return function(*args, **{**more, "device": "cpu"})
+
+
+def zenflow(lab: Lab, zero: dict[str, Any], **flow: Any) -> None:
+    """Batches: every second one ends a step, and every one changes the most important columns. Plain DeepSpeed 0.19.8 fails on ZeRO-3 when
+    it selects columns a second time."""
+    from deepspeed.runtime.zenflow import engine_stage3
+
+    engine_stage3.torch = OnCpu()
+    flow = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 1000, "update_interval": 2, **flow}
+    engine = lab.engine(optimizer=ADAM, zero={**zero, **OFFLOAD, "zenflow": flow}, gradient_clipping=0.0)
+    for _ in range(8):
+        lab.backward(engine)
+        engine.step()
+    lab.ends("trained", [])
+
+
+CASES: dict[str, Callable[[Lab], None]] = {
+    "muon zero2": functools.partial(muon, stage=2),
+    "muon zero2 whole": functools.partial(muon, stage=2, **WHOLE),
+    "muon zero2 offload": functools.partial(muon, stage=2, **OFFLOAD),
+    "muon zero3": functools.partial(muon, **ZERO3, **WHOLE),
+    "muon zero3 offload": functools.partial(muon, **ZERO3, **WHOLE, **OFFLOAD),
+    "super": functools.partial(super_offload, gradient_clipping=0.0),
+    "super clipped": super_offload,
+    "zenflow zero2": functools.partial(zenflow, zero={"stage": 2}),
+    "zenflow zero2 overlap": functools.partial(zenflow, zero={"stage": 2}, overlap_step=True),
+    "zenflow zero3": functools.partial(zenflow, zero=ZERO3),
+    "zenflow zero3 overlap": functools.partial(zenflow, zero=ZERO3, overlap_step=True),
+}
+
+# ---- tests ---------------------------------------------------------------------------------------------------------
+
+#: Case -> the coded gradient calls of a step of Muon: sums, and gathers of gradients and momenta.
+MUON: dict[str, dict[str, int]] = {
+    "muon zero2": {"reduce_to_owners": 1},
+    "muon zero2 whole": {"all_reduce": 1},
+    "muon zero2 offload": {"reduce_to_owners": 1, "all_gather_into_tensor": 1},
+    "muon zero3": {"all_reduce": 1, "all_gather_into_tensor": 2, "all_gather": 4},
+    "muon zero3 offload": {"all_reduce": 1, "all_gather_into_tensor": 1},
+}
+
+
+def train_all(folder: Path, *cases: str, section: str = HOST, backend: str = "") -> dict[str, list[dict[str, Any]]]:
+    """Return the results of coded runs, whose bits are those of plain runs."""
+    (folder / "plain").mkdir(), (folder / "coded").mkdir()
+    sources = (Path(__file__).with_name("test_engines_zero3.py"), *SOURCES)
+    wanted = reference(__file__, 2, folder / "plain", *cases, sources=sources)
+    coded = launch(__file__, 2, folder / "coded", *cases, timeout=600, DS_ZIPCCL=section, BACKEND=backend)
+    for case in cases:
+        assert bits(coded[case]) == bits(wanted[case]), case
+        assert len(set(coded[case][0]["losses"])) > 2, "or nothing was trained"
+    return coded
+
+
+def calls(phase: dict[str, Any], role: str) -> dict[str, int]:
+    """Return the number of coded calls of a role in a phase, by operation."""
+    rows = {tuple(name.split()): row["calls"] for name, row in phase["rows"].items()}
+    return {op: number for (of, op), number in rows.items() if of == role and number}
+
+
+def muons(folder: Path, *cases: str) -> None:
+    for case, run in train_all(folder, *cases).items():
+        for phase, steps in (
+            (phase, 1 if phase["phase"] == "first" else 3) for rank in run for phase in rank["phases"]
+        ):
+            assert calls(phase, "zero_grad") == {op: steps * count for op, count in MUON[case].items()}, case
+            assert "all_gather" not in calls(phase, "dp"), case
+            assert set(phase["differences"]) <= {FIRST, DIFFERENCE}, "gradients have no base"
+        assert all(set(rank["phases"][1]["differences"]) == {DIFFERENCE} for rank in run), case
+
+
+def test_muon(tmp_path: Path) -> None:
+    muons(tmp_path, "muon zero2", "muon zero3")
+
+
+@pytest.mark.full(reason="others are alike")
+def test_muon_everywhere(tmp_path: Path) -> None:
+    muons(tmp_path, *MUON)
+
+
+@pytest.mark.full(reason="DeepSpeed compiles its Adam")
+@pytest.mark.parametrize("backend", ["", shim.NAME])
+def test_super_offload(tmp_path: Path, backend: str) -> None:
+    """Its shards change in its steps alone: gathers have epochs, with agreements or with agreed sizes."""
+    if backend:
+        shim.build()
+    section = ON_STREAMS if backend else HOST
+    for case, run in train_all(tmp_path, "super", "super clipped", section=section, backend=backend).items():
+        for later in (rank["phases"][1] for rank in run):
+            gathers = later["rows"]["zero_param all_gather_into_tensor"]
+            assert gathers["calls"] and not gathers["host_waits"], case
+            if not backend:
+                assert calls(later, "zero_param")["agreement"] and set(later["differences"]) == {DIFFERENCE}, case
+
+
+@pytest.mark.full(reason="DeepSpeed compiles its Adam")
+def test_zenflow(tmp_path: Path) -> None:
+    """It changes parameters in backward passes: no epochs, each gather proves its bases."""
+    for case, run in train_all(tmp_path, *(name for name in CASES if name.startswith("zenflow"))).items():
+        for (phase,) in (rank["phases"] for rank in run):
+            assert set(calls(phase, "zero_param")) == {"all_gather_into_tensor"} and calls(phase, "zero_grad"), case
+            assert (DIFFERENCE if "zero3" in case else OTHER) in phase["differences"], case
+
+
+if __name__ == "__main__":
+    rank_program(CASES, os.environ.get("BACKEND") or None)
