@@ -174,7 +174,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_live,
         default=LIVE,
         metavar="P",
-        help="ZeRO-3: parameters kept from the forward pass for the backward pass, stage3_max_live_parameters (1e9)",
+        help="ZeRO-3: parameters kept from the forward pass for the backward pass: stage3_max_live_parameters and, on top, those of the "
+        "last module (1e9)",
     )
     spread = "ZeRO-1/2: round_robin_gradients is true, so that all ranks own equal parts of every bucket"
     parser.add_argument("--round-robin", action="store_true", help=spread)

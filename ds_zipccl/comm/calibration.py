@@ -19,15 +19,16 @@ from ds_zipccl.comm.transport.protocol import TagRange, Transport
 from ds_zipccl.policy.cost_model import LinkProfile
 
 #: Bytes of the exchanges (seed: the last two are large against the burst that a shaped link lets through at once).
-SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
+SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 #: Seconds of all exchanges (seed: the whole calibration then takes less than two seconds).
 _BUDGET_S = 1.4
-#: Rounds over all sizes, of which the median counts (seed): a bad moment of the machine or of the network meets one of them.
-ROUNDS = 3
+#: Rounds over all sizes, of which the median counts (seed): a bad moment of the machine or of the network meets one of them. Two times of a
+#: size that differ by this factor at most (seed: as much as free machines show) agree, and need no third one.
+ROUNDS, _AGREEING = 3, 1.25
 #: Seconds of all exchanges of one size in a round, most such exchanges, and their bytes each way (seed: over loopback a GB costs a core
 #: second of the job's start). At least one is made. The median counts; the first exchange counts only where no second one was made.
 _SIZE_BUDGET_S = 0.1
-_MOST, _MOST_BYTES = 4, 32 << 20
+_MOST, _MOST_BYTES = 4, 16 << 20
 #: Largest seconds of an exchange of the size that is also sent in one direction (seed: four of them keep the calibration short).
 _ONE_WAY_S, _ONE_WAY_TIMES = 0.05, 4
 #: Seconds of pause before an exchange (seed): a shaped link recovers its burst, as between a program's operations.
@@ -160,8 +161,13 @@ def _one_thread() -> Iterator[None]:
 def _transfer(group: dist.ProcessGroup, transport: Transport) -> tuple[tuple[float, float], ...]:
     """Return points (bytes, seconds), equal on all ranks. Slow links get fewer points."""
 
+    memory = tensors.empty(0, torch.uint8)
+
     def exchanged(size: int) -> tuple[float, float]:
-        times = _exchanges(group, transport, size)
+        nonlocal memory
+        if memory.numel() < 2 * size:
+            memory = tensors.filled(2 * size, 0, torch.uint8)
+        times = _exchanges(group, transport, *memory[: 2 * size].split(size))
         return statistics.median(times[1:] or times), sum(times) + len(times) * _PAUSE_S
 
     points: list[tuple[float, float]] = []
@@ -175,7 +181,7 @@ def in_rounds(
     sizes: tuple[int, ...], measured: Callable[[int], tuple[float, float]], budget: float
 ) -> list[tuple[float, float]]:
     """Return (bytes, seconds) of each of ``sizes``, which rise: the median of :data:`ROUNDS` measurements, one in each round over all
-    sizes. The lower one of two counts, because other programs only slow a link down.
+    sizes; the lower one of two, because other programs only slow a link down. The third is made where the first two do not agree.
 
     Args:
         measured: returns the seconds of a size, and those of its measurement; equal on all ranks.
@@ -186,7 +192,8 @@ def in_rounds(
     for size in sizes * ROUNDS:
         known, last = times.get(size), max(times, default=0)
         expected = known[0] if known else size / last * times[last][0] if last else 0.0
-        if spent + expected <= budget and (known or size > last):
+        agreed = known is not None and len(known) == ROUNDS - 1 and max(known) <= _AGREEING * min(known)
+        if spent + expected <= budget and (known or size > last) and not agreed:
             seconds, took = measured(size)
             times.setdefault(size, []).append(seconds)
             spent += took
@@ -220,10 +227,11 @@ def _one_way(group: dist.ProcessGroup, transport: Transport, points: Sequence[tu
     return min(1.0, statistics.median(times[1:]) / both)
 
 
-def _exchanges(group: dist.ProcessGroup, transport: Transport, size: int) -> list[float]:
-    """Return seconds of the slowest rank for each exchange of ``size`` bytes with the next and the previous rank."""
+def _exchanges(
+    group: dist.ProcessGroup, transport: Transport, sent: torch.Tensor, received: torch.Tensor
+) -> list[float]:
+    """Return seconds of the slowest rank for each exchange of uint8 tensors with the next and the previous rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    sent, received = tensors.filled(size, 0, torch.uint8), tensors.filled(size, 0, torch.uint8)
 
     def exchange() -> None:
         tag = TagRange.CALIBRATION
@@ -235,7 +243,7 @@ def _exchanges(group: dist.ProcessGroup, transport: Transport, size: int) -> lis
             work.wait()
 
     times: list[float] = []
-    most = min(_MOST, _MOST_BYTES // size)
+    most = min(_MOST, _MOST_BYTES // sent.numel())
     while not times or (len(times) < most and sum(times) + len(times) * _PAUSE_S + times[-1] < _SIZE_BUDGET_S):
         times.append(_slowest(group, exchange))
     return times

@@ -59,7 +59,8 @@ def unequal(rank: int, size: int) -> tuple[int, LinkProfile]:
     right = calibration._seconds
     calibration._seconds = lambda step: right(step) + 0.03 * rank
     try:
-        times = calibration._exchanges(dist.group.WORLD, TRANSPORTS["gloo"](dist.group.WORLD), 4096)
+        tensors = torch.zeros(2, 4096, dtype=torch.uint8)
+        times = calibration._exchanges(dist.group.WORLD, TRANSPORTS["gloo"](dist.group.WORLD), *tensors)
         return len(times), calibration.measure()
     finally:
         calibration._seconds = right
@@ -76,7 +77,9 @@ def test_a_bad_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
     """All messages of the first round are ten times slower: the link that is found is that of the other rounds."""
     calls: list[int] = []
 
-    def exchanges(group: object, transport: object, size: int) -> list[float]:
+    def exchanges(group: object, transport: object, sent: torch.Tensor, received: torch.Tensor) -> list[float]:
+        size = sent.numel()
+        assert received.numel() == size and sent.data_ptr() != received.data_ptr()
         calls.append(size)
         seconds = (10 if calls.count(size) == 1 else 1) * (1e-5 + size / 1e9)
         return [seconds] * (1 if seconds > calibration._SIZE_BUDGET_S else 3)
@@ -92,6 +95,13 @@ def test_sizes_that_take_long_are_left_out() -> None:
 
     assert calibration.in_rounds((1, 2, 40), slow, 1.0) == [(1.0, 0.1), (2.0, 0.2)]
     assert calibration.in_rounds((20, 40), slow, 1.0) == [(20.0, 2.0)], "the first size is measured in any case"
+
+
+@pytest.mark.parametrize(("times", "found"), [((1, 1.2), 1), ((1, 2, 1.5), 1.5), ((3, 1, 2), 2)])
+def test_a_third_time_decides_between_two(times: tuple[float, ...], found: float) -> None:
+    """Two times that agree need none."""
+    left = list(times)
+    assert calibration.in_rounds((1,), lambda size: (left.pop(0), 0.0), 9.0) == [(1.0, found)] and not left
 
 
 def corrected(rank: int, size: int, factor: float) -> tuple[LinkProfile, int]:

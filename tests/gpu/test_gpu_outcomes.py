@@ -136,12 +136,14 @@ importlib.util.find_spec = lambda name, package=None: None if name == "hypothesi
     assert result.returncode == 0 and "::" in result.stdout, result.stdout + result.stderr
 
 
-#: Stands for nvidia-cuda-mps-control: -d starts a daemon that outlives it; "quit" ends the daemon, unless it is stubborn.
+#: Stands for nvidia-cuda-mps-control: -d starts a daemon that outlives it; "quit" ends the daemon, unless it is stubborn. A program that is
+#: being started has no variables for a moment: the daemon is awaited, and starts nothing afterwards.
 MPS = """#!/bin/sh
 test -d "$CUDA_MPS_PIPE_DIRECTORY" || exit 5
 if [ "$1" = -d ]; then
     {start}
-    setsid sleep 300 > /dev/null 2>&1 & echo $! > "$CUDA_MPS_PIPE_DIRECTORY/pid"; exit 0
+    setsid sh -c 'mkfifo "$0/end"; echo $$ > "$0/pid"; read word < "$0/end"' "$CUDA_MPS_PIPE_DIRECTORY" > /dev/null 2>&1 &
+    until [ -s "$CUDA_MPS_PIPE_DIRECTORY/pid" ]; do :; done; exit 0
 fi
 read word; [ "$word" = quit ] && {quit}
 """

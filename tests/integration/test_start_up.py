@@ -15,8 +15,8 @@ from places import ROOT
 
 pytest.importorskip("deepspeed")
 
-#: CPU seconds of both ranks that a coded job may need more, with warm caches of byte code and kernels. Medians were 0.6 to 0.9 on a free
-#: machine and 1.5 to 1.8 on a busy one, which also costs CPU time; the bound finds what costs seconds, and the printed figure the rest.
+#: CPU seconds of both ranks that a coded job may need more, with warm caches of byte code and kernels. Medians were 0.6 to 1.2 on a free
+#: machine and up to 1.8 on a busy one, which also costs CPU time; the bound finds what costs seconds, and the printed figure the rest.
 MORE = 3.0
 PAIRS = 3
 
