@@ -50,6 +50,7 @@ ENVIRONMENT = {
 #: Values that earlier versions took: (key, earlier value) -> the value that replaces it.
 RENAMED_VALUES: dict[tuple[str, str], str] = {
     ("codec", "exponent"): "cascade",
+    ("route", "nvrtc"): "cupy",
     ("codec", "window"): "wide",  # a pair takes effect once its key refuses the earlier value
 }
 
@@ -159,8 +160,8 @@ class ZipcclConfig:
         "MiB of memory for the frames of each operation in flight; a larger message goes in fragments that fit.",
     ] = 64
     route: Annotated[
-        Literal["auto", "native", "numba", "nvrtc"],
-        "Kernels: native (C++ and CUDA, compiled at first use), numba (CPU tensors), nvrtc (CUDA tensors, needs no compiler), or auto: "
+        Literal["auto", "native", "numba", "cupy"],
+        "Kernels: native (C++ and CUDA, compiled at first use), numba (CPU tensors), cupy (CUDA tensors, needs no compiler), or auto: "
         "the first that works. Tensors of a device that has no route of this name take auto.",
     ] = "auto"
     lossy: Annotated[

@@ -2,7 +2,7 @@
 
 Columns (also the keys of the rows in ``--json``):
 
-* ``route``: native (nvcc), nvrtc, or "peer". ``codec``, ``dtype``, ``mib``: codec, and dtype and size of the tensor.
+* ``route``: native (nvcc), cupy, or "peer". ``codec``, ``dtype``, ``mib``: codec, and dtype and size of the tensor.
 * ``block``: elements of a block. ``offset``: bytes from a multiple of 16 to the first word.
 * ``ratio``: bytes of the tensor / bytes of its frame.
 * ``encode_gbps``, ``decode_gbps``: 1e9 bytes of tensor a second; ``copy_gbps``: of a device-to-device copy of the tensor in the same run.

@@ -9,6 +9,7 @@ route is tried: the first report may build the native ones, which takes a while.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import shlex
@@ -20,6 +21,9 @@ from ds_zipccl.bench import tables
 ENTRY_GROUP = "torch.backends"
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own; 0 turns every autoload off
 USABLE = "usable"
+#: Of a route that was compiled for the compute capabilities COMPILED, where no device is.
+COMPILES = "compiles for sm_"
+COMPILED = ((8, 0), (9, 0), (10, 0), (12, 0))
 #: Variables of CUDA, NCCL and torch that matter to coded NCCL groups: name -> effect.
 NCCL_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1: all streams share one queue of the device; coded calls then do not overlap with computing, and in "
@@ -34,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``report``."""
     parser.add_argument("--json", metavar="FILE", help="write everything here too")
     parser.add_argument(
+        "--route", choices=("native", "numba", "cupy"),
+        help="try the routes of this name alone; cupy is compiled where no GPU is, too",
+    )  # fmt: skip
+    parser.add_argument(
         "--require", action="append", choices=("cpu", "cuda"), default=[], metavar="DEVICE",
         help="exit with 1 unless every route for this type of device works here: cpu or cuda; may be repeated",
     )  # fmt: skip
@@ -42,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``report``; 1 if tensors of a device that is here cannot be coded."""
     tables.complain("# trying every route; the first time this builds them")
-    found = {name: attempt(section) for name, section in SECTIONS.items()}
+    sections = SECTIONS | {"routes": functools.partial(routes, args.route)}
+    found = {name: attempt(section) for name, section in sections.items()}
     for name, lines in {"versions": tables.versions(), **found}.items():
         tables.say(f"{name}")
         width = max(map(len, lines), default=0)
@@ -55,6 +64,12 @@ def main(args: argparse.Namespace) -> int:
         ]
         tables.write_json(args.json, rows, args.command, **found)
     useless = [device for device in _devices() if USABLE not in _of(device, found["routes"])]
+    if args.route:
+        useless = (
+            []
+            if any(reason == USABLE or reason.startswith(COMPILES) for reason in found["routes"].values())
+            else useless
+        )
     incomplete = [device for device in args.require if set(_of(device, found["routes"])) != {USABLE}]
     for devices, said in (
         (incomplete, "not every route for {} tensors works here, as --require wants; the reasons are under routes"),
@@ -96,7 +111,7 @@ def machine() -> Mapping[str, str]:
         "memory": f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown",
         "C++ compiler": attempt(_compiler).popitem()[1],
         "CUDA": attempt(_cuda).popitem()[1],
-        "NVRTC": attempt(_nvrtc).popitem()[1],
+        "CuPy": attempt(_cupy).popitem()[1],
     }
 
 
@@ -117,20 +132,37 @@ def _cuda() -> Mapping[str, str]:
     return {"cuda": f"{torch.version.cuda}: {', '.join(names)}"}
 
 
-def _nvrtc() -> Mapping[str, str]:
-    from ds_zipccl.kernels.nvrtc import nvrtc
+def _cupy() -> Mapping[str, str]:
+    from ds_zipccl.kernels import cupy_kernels
 
-    return {"nvrtc": f"{nvrtc().version}: {nvrtc().path}"}
+    return {"cupy": cupy_kernels.version()}
 
 
-def routes() -> Mapping[str, str]:
+def routes(only: str | None = None) -> Mapping[str, str]:
+    """Whether each route works here; ``only``: the routes of that name."""
     from ds_zipccl import kernels
 
-    return {
+    found = {
         f"{device} {name}": reason or USABLE
         for device in kernels.ROUTES
-        for name, reason in kernels.why(device).items()
+        for name, reason in kernels.why(device, only).items()
     }
+    if only == "cupy" and "cuda" not in _devices():
+        found["cuda cupy"] = attempt(_compiled).popitem()[1]
+    return found
+
+
+def _compiled() -> Mapping[str, str]:
+    """Compile the kernels for the devices of users, because there is no device that could run them."""
+    from ds_zipccl.kernels import cupy_kernels
+
+    for capability in COMPILED:
+        name = cupy_kernels.architecture(capability)
+        tables.complain(
+            f"# compiling for sm_{name}, {COMPILED.index(capability) + 1} of {len(COMPILED)}; half a minute where it is not kept"
+        )
+        cupy_kernels.cubins(capability)
+    return {"cuda cupy": f"{COMPILES}{', '.join(f'{major}{minor}' for major, minor in COMPILED)}; no device here"}
 
 
 def builders() -> Mapping[str, str]:

@@ -36,7 +36,7 @@ class RouteUnavailable(RuntimeError):
 #: device type -> name -> loader, in order of preference. A loader returns a Route or raises with the reason.
 ROUTES: dict[str, dict[str, Callable[[], Route]]] = {
     "cpu": {"native": native.load, "numba": numba_route.load},
-    "cuda": {"native": cuda_launchers.load_native, "nvrtc": cuda_launchers.load_nvrtc},
+    "cuda": {"native": cuda_launchers.load_native, "cupy": cuda_launchers.load_cupy},
 }
 
 _loaded: dict[tuple[str, str], Route | str] = {}
@@ -63,9 +63,11 @@ def adder(route_name: str, device: str) -> Callable[[torch.Tensor, torch.Tensor]
         return plain_sums.add
 
 
-def why(device: str = "cpu") -> dict[str, str]:
-    """Return, for every route of ``device`` in order, "" or the reason why it cannot run here. Loads (and builds) the routes."""
-    return {name: found if isinstance(found := _load(device, name), str) else "" for name in ROUTES.get(device, {})}
+def why(device: str = "cpu", only: str | None = None) -> dict[str, str]:
+    """Return, for every route of ``device`` in order, "" or the reason why it cannot run here. Loads (and builds) the routes. ``only``: the
+    route of that name alone."""
+    names = [name for name in ROUTES.get(device, {}) if only in (None, name)]
+    return {name: found if isinstance(found := _load(device, name), str) else "" for name in names}
 
 
 def tried(device: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The CUDA routes: one set of kernels (csrc/cuda), started by a launcher over a library of nvcc or modules of NVRTC.
+"""The CUDA routes: one set of kernels (csrc/cuda), started by a launcher over a library of nvcc or functions of CuPy.
 
 All work goes on the device's current torch stream. The calls of :class:`ds_zipccl.kernels.Route` wait for it. The calls that take whole
 frames or write hashes never wait, and never bring a word to the host.

@@ -1,4 +1,4 @@
-"""The two launchers of the CUDA kernels: a library of nvcc, and modules of NVRTC.
+"""The two launchers of the CUDA kernels: a library of nvcc, and functions of CuPy.
 
 Both load every kernel on a device, and launch it there on no work, before the first launch with work. CUDA would otherwise load a kernel
 when it is first launched, and wait for the device meanwhile: beside a kernel of NCCL that waits for another rank, that wait has no end.
@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_zipccl.kernels import build, capabilities, nvrtc
+from ds_zipccl.kernels import build, capabilities, cupy_kernels
 from ds_zipccl.kernels.cuda import KERNELS, CudaRoute
-from ds_zipccl.kernels.driver import Driver
 
 
 class _Loading:
@@ -109,38 +108,38 @@ class LibraryLauncher(_Loading):
         self._check(status, f"{kernel} was not started")
 
 
-class NvrtcLauncher(_Loading):
-    """Launcher over modules that NVRTC compiles for each device, started through the driver."""
+class CupyLauncher(_Loading):
+    """Launcher over modules that CuPy compiles for each device.
+
+    Args:
+        use: make a device current in CuPy's runtime, on this thread, which may be a new one that has no context yet.
+    """
 
     def __init__(
         self,
-        driver: Driver,
-        compiled: Callable[[tuple[int, int]], Sequence[bytes]] = nvrtc.cubins,
+        use: Callable[[int], None],
+        compiled: Callable[[tuple[int, int]], Sequence[bytes]] = cupy_kernels.cubins,
         current_device: Callable[[], int] = torch.cuda.current_device,
+        capability: Callable[[int], tuple[int, int]] = torch.cuda.get_device_capability,
     ) -> None:
         super().__init__()
-        self._driver, self._compiled, self._current_device = driver, compiled, current_device
-        #: device -> kernel -> the driver's handle of the function.
-        self._functions: dict[int, dict[str, int]] = {}
+        self._use, self._compiled, self._current_device, self._capability = use, compiled, current_device, capability
+        self._functions: dict[int, cupy_kernels.Functions] = {}
 
     def _device(self) -> int:
         return self._current_device()
 
     def _load(self, device: int) -> None:
-        images = self._compiled(self._driver.capability(device))
-        with self._driver.current(device):
-            modules = [self._driver.load(image) for image in images]
-            found = {name: self._driver.function(modules, name) for name in KERNELS}
-            for name, kernel in KERNELS.items():
-                self._driver.allow_shared(found[name], kernel.shared_bytes)
-        self._functions[device] = found
+        images = self._compiled(self._capability(device))
+        self._use(device)
+        shared = {name: kernel.shared_bytes for name, kernel in KERNELS.items()}
+        self._functions[device] = cupy_kernels.Functions(images, shared)
 
     def _start(
         self, device: int, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
     ) -> None:
-        function = self._functions[device][kernel]
-        with self._driver.current(device):
-            self._driver.launch(function, kernel, grid, KERNELS[kernel].threads, shared_bytes, params, stream)
+        self._use(device)
+        self._functions[device].launch(kernel, grid, KERNELS[kernel].threads, shared_bytes, params, stream)
 
 
 def load_native() -> CudaRoute:
@@ -154,16 +153,15 @@ def load_native() -> CudaRoute:
     return _loaded(LibraryLauncher(ctypes.CDLL(str(build.build(build.cuda(capabilities.architectures()))))))
 
 
-def load_nvrtc() -> CudaRoute:
-    """Return the route over NVRTC, which torch brings; compiles (up to a minute) unless the cache has the kernels. Waits for the current
-    stream.
+def load_cupy() -> CudaRoute:
+    """Return the route over CuPy; compiles (up to a minute) unless the cache has the kernels. Waits for the current stream.
 
     Raises:
-        BuildError: there is no NVRTC, it failed, or the device is too old.
+        BuildError: there is no CuPy that fits torch, its NVRTC failed, or the device is too old.
         RuntimeError: torch sees no device, or the kernels do not load.
     """
     _need_device()
-    return _loaded(NvrtcLauncher(Driver()))
+    return _loaded(CupyLauncher(cupy_kernels.cupy().cuda.runtime.setDevice))
 
 
 def _loaded(launcher: _Loading) -> CudaRoute:

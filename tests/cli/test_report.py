@@ -33,7 +33,7 @@ def test_status(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    table = {"cpu": dict(zip(("native", "numba"), cpu)), "cuda": dict(zip(("native", "nvrtc"), cuda))}
+    table = {"cpu": dict(zip(("native", "numba"), cpu)), "cuda": dict(zip(("native", "cupy"), cuda))}
     monkeypatch.setattr(kernels, "ROUTES", table)
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
@@ -64,7 +64,7 @@ def test_required_routes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    table = {"cpu": {"native": WORKS}, "cuda": dict(zip(("native", "nvrtc"), cuda))}
+    table = {"cpu": {"native": WORKS}, "cuda": dict(zip(("native", "cupy"), cuda))}
     monkeypatch.setattr(kernels, "ROUTES", table)
     monkeypatch.setattr(kernels, "_loaded", {})
     assert main(["report", *(word for device in required for word in ("--require", device))]) == status

@@ -13,7 +13,7 @@ from ds_zipccl.kernels import cuda
 from ds_zipccl.kernels.cuda import CudaRoute
 
 
-@pytest.fixture(params=["emulated", "cuda-native", "cuda-nvrtc"])
+@pytest.fixture(params=["emulated", "cuda-native", "cuda-cupy"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[CudaRoute, torch.device]]:
     if reason := variants.Variant(request.param).why_not():
         pytest.skip(f"{request.param} is not usable here: {reason}")

@@ -22,27 +22,27 @@ def fails() -> Any:
 @pytest.fixture(autouse=True)
 def _table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        kernels, "ROUTES", {"cpu": {"native": works, "numba": fails}, "cuda": {"native": fails, "nvrtc": works}}
+        kernels, "ROUTES", {"cpu": {"native": works, "numba": fails}, "cuda": {"native": fails, "cupy": works}}
     )
     monkeypatch.setattr(kernels, "_loaded", {})
 
 
 def test_a_name_of_other_devices_means_the_best_route() -> None:
-    names = ("auto", "native", "numba", "nvrtc")
+    names = ("auto", "native", "numba", "cupy")
     assert [kernels.preferred(name, "cpu") for name in names] == ["auto", "native", "numba", "auto"]
-    assert [kernels.preferred(name, "cuda") for name in names] == ["auto", "native", "auto", "nvrtc"]
+    assert [kernels.preferred(name, "cuda") for name in names] == ["auto", "native", "auto", "cupy"]
     assert kernels.preferred("native", "xpu") == "auto"
 
 
 def test_calls_that_name_a_route_are_strict() -> None:
-    with pytest.raises(ValueError, match="no route 'numba' for device 'cuda'; known routes: auto, native, nvrtc"):
+    with pytest.raises(ValueError, match="no route 'numba' for device 'cuda'; known routes: auto, native, cupy"):
         kernels.route("numba", "cuda")
 
 
 def test_only_tried_routes_are_told() -> None:
     assert kernels.tried("cuda") == {}
     kernels.route("auto", "cuda")
-    assert kernels.tried("cuda") == {"native": "ImportError: not here", "nvrtc": ""} and kernels.tried("cpu") == {}
+    assert kernels.tried("cuda") == {"native": "ImportError: not here", "cupy": ""} and kernels.tried("cpu") == {}
     kernels.route("auto", "cpu")
     assert kernels.tried("cpu") == {"native": ""}, "numba was not needed"
     assert kernels.tried("xpu") == {}
@@ -51,13 +51,13 @@ def test_only_tried_routes_are_told() -> None:
 def test_frames_of_a_config_take_the_preferred_route(monkeypatch: pytest.MonkeyPatch) -> None:
     class Context:
         class config:
-            block, route = 1024, "nvrtc"
+            block, route = 1024, "cupy"
 
         codec, staging, device, lossy = "cascade", None, "cpu", None
 
     assert frames.FrameCoder(Context)._route == "auto"  # type: ignore[arg-type]
     Context.device = "cuda"
-    assert frames.FrameCoder(Context)._route == "nvrtc"  # type: ignore[arg-type]
+    assert frames.FrameCoder(Context)._route == "cupy"  # type: ignore[arg-type]
 
 
 def test_one_route_is_used_while_another_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_one_route_is_used_while_another_is_loaded(monkeypatch: pytest.MonkeyPat
         assert end.wait(60)
         return object()
 
-    monkeypatch.setitem(kernels.ROUTES["cuda"], "nvrtc", slow)
-    thread = threading.Thread(target=kernels.route, args=("nvrtc", "cuda"))
+    monkeypatch.setitem(kernels.ROUTES["cuda"], "cupy", slow)
+    thread = threading.Thread(target=kernels.route, args=("cupy", "cuda"))
     thread.start()
     assert begun.wait(60)
     other = threading.Thread(target=kernels.route, args=("native", "cpu"))

@@ -27,7 +27,7 @@ _CUDA = "import sys, where; where.HERE.route(sys.argv[1])"
 #: Build -> parts of :data:`parts.PARTS` that it wants, and whether it is for the first part of the run.
 WANTS: dict[str, tuple[tuple[str, ...], bool]] = {
     "cpu native": (("C++ compiler",), True),
-    "cuda nvrtc": ((), True),
+    "cuda cupy": ((), True),
     "driver": (("driver",), True),
     "cuda native": (("nvcc",), False),
     "deepspeed": (("deepspeed",), False),
@@ -38,7 +38,7 @@ WANTS: dict[str, tuple[tuple[str, ...], bool]] = {
 def builds() -> dict[str, list[str]]:
     """Name -> command. Names of CUDA routes are ``cuda ROUTE``."""
     found = {"cpu native": [sys.executable, "-c", _CPU]}
-    found |= {f"cuda {route}": [sys.executable, "-c", _CUDA, route] for route in ("native", "nvrtc")}
+    found |= {f"cuda {route}": [sys.executable, "-c", _CUDA, route] for route in ("native", "cupy")}
     found["deepspeed"] = [sys.executable, str(HERE / "wheels.py"), "ready"]
     found["driver"] = [sys.executable, str(HERE / "driver.py"), "build"]
     if not where.DRY:

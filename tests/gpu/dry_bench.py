@@ -37,7 +37,7 @@ def prepare_codec() -> None:
     """Let the benchmark of the codec use the CPU."""
     assert "emulated" in variants.FOR_TESTS
     emulated = kernels.ROUTES["cpu"]["emulated"]
-    kernels.ROUTES["cpu"] = {"native": emulated, "nvrtc": emulated}
+    kernels.ROUTES["cpu"] = {"native": emulated, "cupy": emulated}
     cuda.DEVICE, cuda.MIB_BYTES, cuda.ROTATE_BYTES, cuda.PYTHON_CALLS, cuda.PYTHON_RANKS = "cpu", 1 << 6, 1, 1, 2
     cuda._seconds = seconds  # type: ignore[assignment]
     floors.missed = lambda compared: []  # type: ignore[assignment]

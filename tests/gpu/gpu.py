@@ -76,8 +76,8 @@ CUDA_TESTS = (
     "comm/test_host_staging.py",
 )
 #: The tests on a GPU, without those of the emulation, which need none.
-SELECTED = "cuda-native or cuda-nvrtc or on_nccl or cuda]"
-FIRST_SELECTED = "cuda-nvrtc"
+SELECTED = "cuda-native or cuda-cupy or on_nccl or cuda]"
+FIRST_SELECTED = "cuda-cupy"
 DRY_SELECTED = "emulated and (golden_frame or frames_in_slots)"
 #: Last lines of a step that did not pass, at the end of the output, and characters of each: all steps together are 9,600 characters.
 LINES, LINE = 6, 160

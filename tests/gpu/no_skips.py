@@ -24,7 +24,7 @@ _OFTEN = 20
 _MOST = 40
 
 
-ROUTES = ("native", "nvrtc")
+ROUTES = ("native", "cupy")
 
 
 @pytest.hookimpl(trylast=True)

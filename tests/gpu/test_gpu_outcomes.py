@@ -263,7 +263,7 @@ def test_absent(): pytest.skip("no such device")
 def test_never(): pass
 def test_wrong(): assert 1 == 2
 def test_late(): import figures; raise figures.Late("at work")
-@pytest.mark.parametrize("route", ["cuda-native", "cuda-nvrtc"])
+@pytest.mark.parametrize("route", ["cuda-native", "cuda-cupy"])
 def test_routes(route): pass
 """
 
@@ -297,7 +297,7 @@ def test_a_skipped_test_fails(tmp_path: Path) -> None:
 
     status, seen = pytest_(".")
     assert status == 1 and (seen["passed"], seen["failed"], seen["selected"]) == (2, 4, 6)
-    assert seen["left_out"] == {"cuda-nvrtc": 1}
+    assert seen["left_out"] == {"cuda-cupy": 1}
     texts = "\n".join(seen["failures"])
     assert "no such device" in texts and "never" in texts and "1 == 2" in texts
     assert pytest_("-k", "good or native")[0] == 0

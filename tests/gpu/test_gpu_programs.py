@@ -52,13 +52,13 @@ def test_the_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(figures.SCRATCH, str(tmp_path))
     commands = {
         "cuda native": list(python("print('good')")),
-        "cuda nvrtc": list(python("import time; time.sleep(1); raise ImportError('no compiler')")),
+        "cuda cupy": list(python("import time; time.sleep(1); raise ImportError('no compiler')")),
         "driver": list(python("pass")),
     }
     done = build_all.build(commands)
     assert build_all.usable(done) == ["native"] == figures.told("usable")
     assert figures.read(tmp_path / "figures.json")["usable"] == ["native"]
-    assert done["cuda nvrtc"]["status"] == 1 and "no compiler" in done["cuda nvrtc"]["output"]
+    assert done["cuda cupy"]["status"] == 1 and "no compiler" in done["cuda cupy"]["output"]
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_the_steps_end_in_ten_minutes() -> None:
     first = {step.name: step for step in gpu.steps(ROOT / "out", first=True)}
     assert {name: step.seconds for name, step in first.items()} == gpu.FIRST
     assert sum(gpu.FIRST.values()) <= gpu.FIRST_SECONDS < 300
-    assert "cuda-nvrtc" in first["tests"].command and "--first" in first["build"].command
+    assert "cuda-cupy" in first["tests"].command and "--first" in first["build"].command
     at = first["bench"].command.index("--mib")
     assert first["bench"].command[at + 1 : at + 4] == ("16", "256", "--floors")
 
@@ -133,8 +133,8 @@ def test_the_commands_of_ds_zipccl_parse() -> None:
         assert callable(parse(rest[2:]).main)
     for step in ("comm", "train"):
         assert STEPS[step].command[1] == as_probed and parse(list(command(STEPS[step])[4:])).backend == "nccl"
-    route = gpu.usable_routes({"build": Result("build", PASSED, figures={"usable": ["nvrtc"]})})
-    assert parse([*STEPS["bench"].command[3:], *route]).route == ["nvrtc"]
+    route = gpu.usable_routes({"build": Result("build", PASSED, figures={"usable": ["cupy"]})})
+    assert parse([*STEPS["bench"].command[3:], *route]).route == ["cupy"]
 
 
 def test_the_target_of_make(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_what_the_steps_need() -> None:
     machine = {"machine": Result("machine", PASSED)}
     assert gpu.machine_is_right({"machine": Result("machine", FAILED)})
     bare = {"machine": Result("machine", PASSED, figures={"missing": {"pytest": "", "driver": "", "deepspeed": ""}})}
-    bare |= {"build": Result("build", PASSED, figures={"usable": ["nvrtc"], "builds": {"driver": {"status": 1}}})}
+    bare |= {"build": Result("build", PASSED, figures={"usable": ["cupy"], "builds": {"driver": {"status": 1}}})}
     assert gpu.tests_of_a_route(bare) == f"{MISSING}pytest" and gpu.driver_built(bare) == f"{MISSING}driver"
     bare |= {"nccl_probe": Result("nccl_probe", NOT_RUN, reason=gpu.tests_of_a_route(bare))}
     assert not gpu.some_route(bare) and gpu.probed(bare) == gpu.deepspeed_works(bare) == f"{MISSING}pytest"

@@ -14,7 +14,7 @@ from ds_zipccl.codecs import compress_bound
 from ds_zipccl.kernels.cuda import CudaRoute, new_status, raise_failure
 
 FIRST_LAUNCH = Path(__file__).with_name("first_launch.py")
-ROUTES = ("native", "nvrtc")
+ROUTES = ("native", "cupy")
 #: Rounds of two streams, and seconds for the first launches: torch's import, and a spinning kernel that ends by itself.
 ROUNDS, FIRST_SECONDS = 20, 50
 

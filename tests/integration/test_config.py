@@ -137,7 +137,7 @@ REFUSED = [
     ({"reduction": "sum"}, ['"zipccl.reduction" must be "auto" | "match" | "fp32" | "plain", got "sum"']),
     ({"codec": "window"}, ['"zipccl.codec" is now "wide", it was "window"; write "wide"']),
     ({"codec": "zstd"}, ['"cascade" | "wide" | "raw", got "zstd"']),
-    ({"route": "cuda"}, ['"auto" | "native" | "numba" | "nvrtc", got "cuda"']),
+    ({"route": "cuda"}, ['"auto" | "native" | "numba" | "cupy", got "cuda"']),
     ({"check": True}, ['"off" | "shadow", got true']),
     (
         {"roles": {"dq": "always"}},

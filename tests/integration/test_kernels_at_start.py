@@ -24,7 +24,7 @@ class Job:
         self.device = "cuda:0"
         self.fails: set[tuple[str, str]] = set()
         self.patch = monkeypatch
-        names = {"cpu": ("native", "numba"), "cuda": ("native", "nvrtc")}
+        names = {"cpu": ("native", "numba"), "cuda": ("native", "cupy")}
         table = {device: {name: self._loader(device, name) for name in names[device]} for device in names}
         monkeypatch.setattr(kernels, "ROUTES", table)
         monkeypatch.setattr(kernels, "_loaded", {})
@@ -56,10 +56,10 @@ class Job:
     [
         ("cpu", "auto", [("cpu", "native")]),
         ("cpu", "numba", [("cpu", "numba")]),
-        ("cpu", "nvrtc", [("cpu", "native")]),
+        ("cpu", "cupy", [("cpu", "native")]),
         ("cuda", "auto", [("cpu", "native"), ("cuda", "native")]),
         ("cuda", "numba", [("cpu", "numba"), ("cuda", "native")]),
-        ("cuda", "nvrtc", [("cpu", "native"), ("cuda", "nvrtc")]),
+        ("cuda", "cupy", [("cpu", "native"), ("cuda", "cupy")]),
     ],
 )
 def test_routes_of_the_jobs_devices(
@@ -93,9 +93,9 @@ def test_a_rank_that_sees_fewer_devices(
 
 def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, "cuda")
-    job.fails = {("cuda", "native"), ("cuda", "nvrtc")}
+    job.fails = {("cuda", "native"), ("cuda", "cupy")}
     backend._load_kernels(DEFAULT)
-    assert kernels.tried("cuda") == {"native": "RuntimeError: planted", "nvrtc": "RuntimeError: planted"}
+    assert kernels.tried("cuda") == {"native": "RuntimeError: planted", "cupy": "RuntimeError: planted"}
     job.fails = {("cpu", "native"), ("cpu", "numba")}
     monkeypatch.setattr(kernels, "_loaded", {})
     with pytest.raises(kernels.RouteUnavailable, match="no kernels for cpu tensors here"):
@@ -117,7 +117,7 @@ def test_one_rank_without_kernels_switches_nccl_off_everywhere(
     others[2] = "no compiler"
     assert backend._only_with_kernels(on) == replace(on, nccl="off")
     assert capsys.readouterr().out == "[ds_zipccl] nccl is off: ranks [2] have no kernels; rank 2: no compiler\n"
-    job.fails = {("cuda", "native"), ("cuda", "nvrtc")}
+    job.fails = {("cuda", "native"), ("cuda", "cupy")}
     monkeypatch.setattr(kernels, "_loaded", {})
     assert backend._only_with_kernels(on).nccl == "off"
     assert "ranks [0, 2]" in capsys.readouterr().out

@@ -56,14 +56,14 @@ def test_kernels_and_settings() -> None:
     [
         ({}, "auto", ""),
         ({"native": ""}, "auto", "; CUDA kernels: native; "),
-        ({"native": "no nvcc", "nvrtc": ""}, "numba", "; CUDA kernels: nvrtc; native not used: no nvcc; "),
-        ({"nvrtc": ""}, "nvrtc", "; CUDA kernels: nvrtc; "),
+        ({"native": "no nvcc", "cupy": ""}, "numba", "; CUDA kernels: cupy; native not used: no nvcc; "),
+        ({"cupy": ""}, "cupy", "; CUDA kernels: cupy; "),
         (
-            {"native": "no nvcc", "nvrtc": "old"},
+            {"native": "no nvcc", "cupy": "old"},
             "auto",
-            "; CUDA kernels: none; native not used: no nvcc; nvrtc not used: old; ",
+            "; CUDA kernels: none; native not used: no nvcc; cupy not used: old; ",
         ),
-        ({"nvrtc": "old"}, "nvrtc", "; CUDA kernels: none; nvrtc not used: old; "),
+        ({"cupy": "old"}, "cupy", "; CUDA kernels: none; cupy not used: old; "),
     ],
 )
 def test_cuda_kernels_are_named_where_they_were_wanted(

@@ -12,7 +12,6 @@
 namespace {
 
 enum { kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500 };
-constexpr int32_t kDevices = 2;
 
 struct Function {
   std::string name;
@@ -26,8 +25,8 @@ struct Module {
 std::string said;
 std::map<std::string, uint32_t> sizes;
 std::vector<Function*> functions;
-int32_t current_device, capabilities[kDevices] = {90, 120}, failing_launches;
-thread_local std::vector<int32_t> contexts;
+int32_t current_device, failing_launches;
+thread_local int32_t context = -1;  // the device, -1: none
 
 void say(const char* format, ...) {
   char line[512];
@@ -60,37 +59,23 @@ extern "C" {
 const char* fake_said() { return said.c_str(); }
 void fake_size(const char* name, uint32_t bytes) { sizes[name] = bytes; }
 void fake_device(int32_t device) { current_device = device; }
+void fake_use(int32_t device) { context = device; }
 void fake_fail(int32_t launches) { failing_launches = launches; }
+void fake_reset() {
+  said.clear(), sizes.clear(), functions.clear();
+  current_device = failing_launches = 0;
+  context = -1;
+}
 
-// The driver. Devices are their own contexts, from 1 on; a module's image lists the names of its functions.
+// The driver. A thread has no context until it uses a device; a module's image lists the names of its functions.
 int32_t cuInit(uint32_t) { return 0; }
-int32_t cuDeviceGet(int32_t* handle, int32_t device) {
-  *handle = device + 10;
-  return device < kDevices ? 0 : 101;
-}
-int32_t cuDeviceGetAttribute(int32_t* value, int32_t attribute, int32_t handle) {
-  const int32_t both = capabilities[handle - 10];
-  *value = attribute == 75 ? both / 10 : both % 10;
-  return attribute == 75 || attribute == 76 ? 0 : kInvalidValue;
-}
-int32_t cuDevicePrimaryCtxRetain(void** context, int32_t handle) {
-  *context = reinterpret_cast<void*>(uintptr_t(handle - 10 + 1));
-  say("retain %d", handle - 10);
-  return 0;
-}
-int32_t cuCtxPushCurrent_v2(void* context) {
-  contexts.push_back(int32_t(uintptr_t(context)) - 1);
-  return 0;
-}
-int32_t cuCtxPopCurrent_v2(void** context) {
-  if (contexts.empty()) return kInvalidContext;
-  contexts.pop_back();
-  *context = nullptr;
+int32_t cuDriverGetVersion(int32_t* version) {
+  *version = 13000;
   return 0;
 }
 int32_t cuModuleLoadData(void** module, const char* image) {
-  if (contexts.empty()) return kInvalidContext;
-  auto* const loaded = new Module{{}, contexts.back()};
+  if (context < 0) return kInvalidContext;
+  auto* const loaded = new Module{{}, context};
   for (const char* at = image; *at;) {
     const size_t length = strcspn(at, " ");
     loaded->names.insert(std::string(at, length));
@@ -108,24 +93,24 @@ int32_t cuModuleGetFunction(void** function, void* from, const char* name) {
   return 0;
 }
 int32_t cuFuncSetAttribute(void* handle, int32_t attribute, int32_t value) {
-  if (attribute != 8) return kInvalidValue;
-  function_of(handle)->shared = value;
-  say("allow %s %d", function_of(handle)->name.c_str(), value);
+  if (attribute != 8 && attribute != 9) return kInvalidValue;
+  if (attribute == 8) function_of(handle)->shared = value;
+  say(attribute == 8 ? "allow %s %d" : "carve %s %d", function_of(handle)->name.c_str(), value);
   return 0;
 }
 int32_t cuLaunchKernel(void* handle, uint32_t x, uint32_t y, uint32_t z, uint32_t threads, uint32_t ty, uint32_t tz, uint32_t shared,
                        void* stream, void** params, void** extra) {
-  if (contexts.empty()) return kInvalidContext;
+  if (context < 0) return kInvalidContext;
   if (z * ty * tz != 1 || extra) return kInvalidValue;
-  return launch(function_of(handle), contexts.back(), x, y, threads, shared, *params, stream);
+  return launch(function_of(handle), context, x, y, threads, shared, *params, stream);
 }
 int32_t cuGetErrorName(int32_t status, const char** name) {
-  *name = status == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE" : nullptr;
-  return *name ? 0 : kInvalidValue;
+  *name = status == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE" : status == kNotFound ? "CUDA_ERROR_NOT_FOUND" : "CUDA_ERROR_UNKNOWN";
+  return 0;
 }
 int32_t cuGetErrorString(int32_t status, const char** text) {
-  *text = status == kInvalidValue ? "invalid argument" : nullptr;
-  return *text ? 0 : kInvalidValue;
+  *text = status == kInvalidValue ? "invalid argument" : status == kNotFound ? "named symbol not found" : "unknown error";
+  return 0;
 }
 
 // The library. Entries are names; a function exists on a device once it is loaded there.

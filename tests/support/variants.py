@@ -199,7 +199,7 @@ class OnDevice:
 FOR_TESTS: dict[str, Callable[[], kernels.Route]] = {"emulated": emulation.load}
 if torch.cuda.is_available():
     FOR_TESTS["cuda-native"] = lambda: OnDevice(cuda_launchers.load_native())
-    FOR_TESTS["cuda-nvrtc"] = lambda: OnDevice(cuda_launchers.load_nvrtc())
+    FOR_TESTS["cuda-cupy"] = lambda: OnDevice(cuda_launchers.load_cupy())
 kernels.ROUTES["cpu"] |= FOR_TESTS
 
 

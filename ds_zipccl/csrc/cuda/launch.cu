@@ -46,8 +46,12 @@ extern "C" int32_t zipccl_cuda_device(int32_t* device) { return cudaGetDevice(de
 // it waits for the device, which never ends beside a kernel that waits for another rank.
 extern "C" int32_t zipccl_cuda_load(const void* kernel, uint32_t shared) {
   cudaFuncAttributes attributes;
-  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-  return status ? status : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  if (!status) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  // Four blocks of a kernel on a multiprocessor need nearly all of its memory as shared memory, and not as cache.
+  if (!status && shared > 32 << 10)
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  return status;
 }
 
 // Puts a kernel with `params`, the struct that is its parameter, on a stream, as a grid of x times y blocks of threads; does not wait.
