@@ -228,7 +228,10 @@ def cuda(page: Path) -> str:
         )
         parts.append("Floors:\n\n" + table(("floor", "wanted", "measured", "verdict"), compared))
     if content.get("python_us"):
-        times = ", ".join(f"{name} {microseconds:.0f} us" for name, microseconds in content["python_us"].items())
+        times = "; ".join(
+            f"{route}: {', '.join(f'{name} {microseconds:.0f} us' for name, microseconds in of_route.items())}"
+            for route, of_route in content["python_us"].items()
+        )
         parts.append(f"Time of the host for a call with 1 and with 20 tensors: {times}.")
     if content.get("left_out"):
         parts.append(

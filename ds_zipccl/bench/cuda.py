@@ -15,8 +15,8 @@ Data are normal. Buffers rotate through more than 256 MiB, which no L2 cache hol
 the device's; figures are medians of ``--repeats`` replays. Lossy codecs and peers are called through their Python interface, one buffer
 after another, and wait for the device. ``--floors`` adds rows of the lossless codecs with misaligned words and with blocks of 128, and
 compares with the figures that a GPU must reach. The peers' rows of a size come first. ``--json`` also has ``python_us``, the host's time
-for a call with 1 and with 20 tensors and for a gather of 20 parameters over 64 ranks, and ``left_out``, the reason for each row that is
-not there. It is written after every row.
+by route for a call with 1 and with 20 tensors and for a gather of 20 parameters over 64 ranks, and ``left_out``, the reason for each row
+that is not there. It is written after every row.
 """
 
 from __future__ import annotations
@@ -167,11 +167,13 @@ def main(args: argparse.Namespace) -> int:
         finally:
             save()
         table.add(rows[-1])
-    settings["python_us"] = python_times(next(case.route for case in cases if case.route != "peer"))
-    for name, microseconds in settings["python_us"].items():
-        tables.say(f"Python, {name}: {microseconds:.1f} us")
+    routes = list(dict.fromkeys(case.route for case in cases if case.route != "peer"))
+    settings["python_us"] = {route: python_times(route) for route in routes}
+    for route, times in settings["python_us"].items():
+        for name, microseconds in times.items():
+            tables.say(f"Python, {route}, {name}: {microseconds:.1f} us")
     if args.floors:
-        settings["floors"] = floors.compare(rows, device.name, settings["python_us"])
+        settings["floors"] = floors.compare(rows, device.name, settings["python_us"][routes[0]])
     save()
     for name, reason in left_out.items():
         tables.complain(f"{name} left out: {reason}")

@@ -135,7 +135,7 @@ def _cuda() -> Mapping[str, str]:
 def _cupy() -> Mapping[str, str]:
     from ds_zipccl.kernels import cupy_kernels
 
-    return {"cupy": cupy_kernels.version()}
+    return {"cupy": cupy_kernels.version().removeprefix("CuPy ")}
 
 
 def routes(only: str | None = None) -> Mapping[str, str]:

@@ -9,6 +9,7 @@ import torch
 from ds_zipccl import frame as framing
 from ds_zipccl import tensors
 from ds_zipccl.codecs import memory
+from ds_zipccl.codecs.arrays import takes_arrays
 from ds_zipccl.codecs.known import KNOWN, NO_KEY, check_hash, hashed
 from ds_zipccl.codecs.memory import admit, open_frame, write_header
 from ds_zipccl.codecs.registry import BASE_CODECS, codec_spec, spec_for
@@ -39,11 +40,18 @@ def compress_bound(
     return framing.payload_offset(ndim) + spec.payload_bound(numel, dtype, spec.block(block))
 
 
+def _dtype_in(frame: torch.Tensor) -> torch.dtype:
+    admit("frame", frame, TypeError)
+    return open_frame(frame)[0].dtype
+
+
+@takes_arrays("out")
 def compress(
     tensor: torch.Tensor,
     codec: str | LossyCodec = "cascade",
     *,
     lossy: bool = False,
+    dtype: torch.dtype | None = None,
     base: torch.Tensor | None = None,
     row_width: int | None = None,
     out: torch.Tensor | None = None,
@@ -59,11 +67,14 @@ def compress(
     dtype. Lossless for every bit pattern, unless the codec is a lossy one.
 
     Args:
-        tensor: any shape; a non-contiguous tensor is copied first.
+        tensor: any shape; a non-contiguous tensor is copied first. Or an array of numpy, CuPy, JAX or another library with DLPack, whose
+            memory is read in place; the frame is then an array of that library.
         codec: "cascade" (best ratio), "wide" (faster), or "raw"; or "delta", for tensors that have changed a little since the receiver
             got ``base``, or not at all. Or a value such as ``Round(3)``, for bfloat16, float16 and float32: the frame then decodes to
             what :func:`project` gives, and is a lossless frame of that where no other would be smaller.
         lossy: allow such a codec, which changes values.
+        dtype: of the elements of ``tensor`` and ``base``, for a library that lacks it: bfloat16 in numpy is an array of uint16 with
+            ``dtype=torch.bfloat16``, or one of ``ml_dtypes.bfloat16``. None: that of ``tensor``.
         base: for "delta" and no other codec: tensor of the dtype, device and number of elements of ``tensor``; the receiver must hold
             the same bits (compare :func:`region_hash`).
         row_width: elements of a row: rows that equal earlier rows of the tensor, bit for bit, are left out, if that makes the frame
@@ -81,14 +92,17 @@ def compress(
 
     Raises:
         ValueError: unknown codec, block or route; a lossy codec without ``lossy=True``; a dtype that no frame holds, or that the lossy
-            codec does not take; a buffer that does not fit or overlaps ``tensor`` or ``base``; a tensor that is neither on the CPU nor on
-            CUDA, is not dense (sparse, nested, MKLDNN, quantized), or has no data of its own (fake, DTensor, traced, transformed, a storage
-            that was freed); a base that is missing, superfluous or of another kind; a row_width below 1, or with a codec that takes none.
+            codec does not take; a ``dtype`` of another size; a buffer that does not fit or overlaps ``tensor`` or ``base``; a tensor that
+            is neither on the CPU nor on CUDA, is not dense (sparse, nested, MKLDNN, quantized), or has no data of its own (fake, DTensor,
+            traced, transformed, a storage that was freed); a base that is missing, superfluous or of another kind; a row_width below 1,
+            or with a codec that takes none.
         TypeError: ``tensor``, ``base`` or ``out`` is no tensor, or ``row_width`` no int.
         RouteUnavailable: no kernels here.
     """
     with tensors.undisturbed():
         admit("tensor", tensor)
+        if dtype is not None:
+            tensor, base = memory.viewed(tensor, dtype), None if base is None else memory.viewed(base, dtype)
         if tensor.dim() > framing.MAX_DIMS and shaped:
             raise ValueError(
                 f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False"
@@ -179,6 +193,7 @@ def compress_segments(
         return frames
 
 
+@takes_arrays("out", dtype_of=_dtype_in)
 def decompress(
     frame: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -191,7 +206,8 @@ def decompress(
     """Decode the tensor in ``frame``; blocks.
 
     Args:
-        frame: 1-D uint8 tensor as :func:`compress` gives it; bytes after the frame's own length are ignored.
+        frame: 1-D uint8 tensor as :func:`compress` gives it; bytes after the frame's own length are ignored. Or such an array of another
+            library: all other tensors may then be arrays too, with unsigned integers for words of a dtype that the library lacks.
         out: contiguous tensor on the frame's device, of the frame's dtype and number of elements, of any shape; written in place, which
             autograd sees as it sees ``out.copy_()``.
         base: the base of a delta frame, bit for bit, or the tensor that a known frame stands for: contiguous tensor on the frame's device,
@@ -201,7 +217,7 @@ def decompress(
         key: as for :func:`region_hash`, of the hash in a known frame.
 
     Returns:
-        ``out``, or a new tensor of the frame's dtype and shape (flat if the frame has no shape).
+        ``out``, or a new tensor of the frame's dtype and shape (flat if the frame has no shape), for an array one of its library.
 
     Raises:
         FrameError: the frame is damaged, foreign, or not of the dtype and size of ``out`` and ``base``, or a delta frame without
@@ -242,6 +258,7 @@ def decompress(
         return result
 
 
+@takes_arrays("sums", dtype_of=_dtype_in)
 def decompress_add(
     frame: torch.Tensor, sums: torch.Tensor, *, dtype: torch.dtype | None = None, route: str = "auto"
 ) -> torch.Tensor:
@@ -279,6 +296,7 @@ def decompress_add(
         return sums
 
 
+@takes_arrays()
 def region_hash(tensor: torch.Tensor, *, key: bytes = NO_KEY, route: str = "auto") -> bytes:
     """Hash the bytes of a contiguous tensor to 16 bytes (FORMAT.md section 5), to compare bases on two ranks; blocks.
 

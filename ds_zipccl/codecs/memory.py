@@ -50,6 +50,19 @@ def admit(name: str, tensor: torch.Tensor, error: type[Exception] = ValueError) 
         )
 
 
+def viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The words of ``tensor`` as elements of ``dtype``.
+
+    Raises:
+        ValueError: ``dtype`` has another size.
+    """
+    if tensor.itemsize != dtype.itemsize:
+        raise ValueError(
+            f"dtype={dtype} has {dtype.itemsize} bytes, the elements of {tensor.dtype} have {tensor.itemsize}; leave it out"
+        )
+    return tensor.view(dtype)
+
+
 def note_write(out: torch.Tensor, *, adds: bool = False) -> None:
     """Tell autograd, before ``out`` is written at its address, that all of it gets other values, or with ``adds`` that constants are added.
 

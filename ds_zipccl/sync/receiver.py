@@ -12,6 +12,7 @@ import torch
 from ds_zipccl import codecs, devices, tensors
 from ds_zipccl import frame as framing
 from ds_zipccl.codecs import memory
+from ds_zipccl.codecs.arrays import as_tensor
 from ds_zipccl.frame import FrameError
 from ds_zipccl.sync import message, words
 from ds_zipccl.sync.errors import SyncError, SyncErrorCode
@@ -77,8 +78,8 @@ class Receiver:
 
         Args:
             frames: the parts of a message as :meth:`Sender.pack` or :func:`load` gives them, in order: 1-D uint8 tensors of any
-                device, or bytes, bytearray or memoryview. They must stay as they are until the call returns. Where the iterator
-                has a ``close`` method, it is called.
+                device, or arrays of them, or bytes, bytearray or memoryview. They must stay as they are until the call returns. Where the
+                iterator has a ``close`` method, it is called.
 
         Raises:
             SyncError: the message is damaged, incomplete, too large, or for another base; its code says which.
@@ -231,6 +232,7 @@ class Receiver:
 
 def _flat_part(part: Any) -> torch.Tensor:
     """A part as a 1-D uint8 CPU tensor."""
+    part = as_tensor(part)
     if isinstance(part, torch.Tensor):
         memory.admit("a part", part, TypeError)
         if part.dtype != torch.uint8 or part.dim() != 1:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ds_zipccl import tensors
+from ds_zipccl.codecs.arrays import as_tensor
 from ds_zipccl.sync import message, words
 from ds_zipccl.sync.errors import SyncError, SyncErrorCode
 from ds_zipccl.sync.held import Held, Packer, head_part, snapshot, specs
@@ -67,7 +68,8 @@ class Sender:
         A tensor that ``state`` no longer has is removed. Tensors that share their memory are packed once and arrive as one.
 
         Args:
-            state: names and dense CPU or CUDA tensors of any dtype, in any order; parameters are packed as their data.
+            state: names and dense CPU or CUDA tensors of any dtype, in any order; parameters are packed as their data. Or arrays of
+                numpy, CuPy, JAX or another library with DLPack, which are read in place.
             full: pack all tensors whole, for receivers that have another base or none. The first message is always full.
             partial: ``state`` has a part of the tensors, and the others stay as they are.
 
@@ -81,6 +83,7 @@ class Sender:
         """
         if full and partial:
             raise ValueError("a full message has all tensors, a partial one has not: choose full or partial")
+        state = {name: as_tensor(value) for name, value in state.items()}
         with tensors.undisturbed():
             found = specs(state)
         held = self._held
@@ -95,7 +98,7 @@ class Sender:
             FULL if base is None else DELTA, self._version + 1, os.urandom(16), 0, 0 if base is None else held.version,
             bytes(16) if base is None else held.id, None if same else found, partial,
         )  # fmt: skip
-        parts = self._parts(dict(state), head, names, base, self._turn + 1)
+        parts = self._parts(state, head, names, base, self._turn + 1)
         self._version += 1
         self._turn += 1
         return parts

@@ -155,6 +155,8 @@ def test_the_door(door: str) -> None:
     wrong = {kind: make(good) for kind, make in KINDS.items()}
     if door == "Receiver.apply":
         del wrong["bytes"]  # a part may be bytes
+    if door.partition("(")[0] in ("compress", "decompress", "decompress_add", "region_hash", "Receiver.apply"):
+        del wrong["numpy"]  # test_arrays.py
     said = apart({kind: partial(call, tensor) for kind, tensor in wrong.items()})
     for kind, tensor in wrong.items():
         wanted = error.__name__ if isinstance(tensor, torch.Tensor) else "TypeError"

@@ -27,7 +27,7 @@ _CUDA = "import sys, where; where.HERE.route(sys.argv[1])"
 #: Build -> parts of :data:`parts.PARTS` that it wants, and whether it is for the first part of the run.
 WANTS: dict[str, tuple[tuple[str, ...], bool]] = {
     "cpu native": (("C++ compiler",), True),
-    "cuda cupy": ((), True),
+    "cuda cupy": (("CuPy",), True),
     "driver": (("driver",), True),
     "cuda native": (("nvcc",), False),
     "deepspeed": (("deepspeed",), False),

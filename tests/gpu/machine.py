@@ -15,7 +15,7 @@ import figures
 import parts
 import wheels
 
-PACKAGES = ("deepspeed", "pydantic", "nvidia-nvcomp-cu13", "nvidia-nccl-cu13", "nvidia-cuda-cupy", "pytest",
+PACKAGES = ("deepspeed", "pydantic", "nvidia-nvcomp-cu13", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "cupy-cuda13x", "pytest",
             "pytest-timeout", "hypothesis", "numba", "numpy")  # fmt: skip
 
 

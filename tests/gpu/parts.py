@@ -38,6 +38,12 @@ def _nvcc() -> Any:
     return build.nvcc()
 
 
+def _cupy() -> Any:
+    from ds_zipccl.kernels import cupy_kernels
+
+    return cupy_kernels.cupy()
+
+
 def _compiler() -> Any:
     from ds_zipccl.kernels import build
 
@@ -69,6 +75,7 @@ PARTS = (
     Part("C++ compiler", _compiler, "no C++ kernels: the reference is numba's, and builds are slower"),
     Part("numba", _module("numba"), "no second reference on the CPU; none at all without a C++ compiler"),
     Part("nvcc", _nvcc, "no native route: kernels are compiled at run time; driver and spinning kernel come from the wheels folder"),
+    Part("CuPy", _cupy, "no route cupy: the first part of the run has no kernels"),
     Part("driver", _driver, "driver and sanitizers are not run: make gpu-wheels puts the program beside the wheels"),
     Part("compute-sanitizer", _sanitizer, "sanitizers are not run"),
     Part("deepspeed", _module("deepspeed"), "train is not run: make gpu-wheels fetches the wheels"),
