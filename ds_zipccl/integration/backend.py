@@ -64,6 +64,8 @@ _DEFAULTS = {
     "output_split_sizes": None,
     "input_split_sizes": None,
 }
+#: Lossy codecs whose kernels numba lacks -> a function of theirs.
+_COMPILED_ONLY = {"zfp": "encode_zfp"}
 #: Operation and role of ZeRO's parameter gathers.
 _PARAMETER_GATHER = ("all_gather_into_tensor", "zero_param")
 
@@ -228,6 +230,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if config is None:
             return
         _load_kernels(config)
+        _check_codecs(config)
         config = _only_with_kernels(config)
         untraced.skip_frames()
         self.job.untraced = {name: untraced.outside_graphs(getattr(type(self), name).coded) for name in COLLECTIVES}
@@ -298,6 +301,30 @@ def _load_kernels(config: ZipcclConfig) -> None:
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError), devices.RUNTIMES["cuda"].device(device):  # also of the device itself
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
+
+
+def _check_codecs(config: ZipcclConfig) -> None:
+    """Accept lossy roles where all ranks have the kernels of their codecs. A collective of all ranks where there are such roles; blocks.
+
+    Raises:
+        RouteUnavailable: a rank lacks them, on all ranks: the others would wait for that rank.
+    """
+    names = {found.codec.name for found in config.lossy_roles.values()} if config.lossy else set()
+    needed = [_COMPILED_ONLY[name] for name in sorted(names & set(_COMPILED_ONLY))]
+    reason = ""
+    try:
+        for function in needed:
+            kernels.lossy_route(kernels.preferred(config.route, "cpu"), "cpu", function)
+    except kernels.RouteUnavailable as error:
+        reason = str(error)
+    group = resolve_group(None) if needed else None
+    missing = {rank: said for rank, said in topology.tell(group, reason).items() if said} if group else {}
+    if missing:
+        rank, said = next(iter(missing.items()))
+        raise kernels.RouteUnavailable(
+            f"ranks {sorted(missing)} lack a lossy codec of the roles; rank {rank}: {said}; install a C++ compiler or a wheel of ds_zipccl "
+            "with its library, or name another codec"
+        )
 
 
 def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:

@@ -22,8 +22,8 @@ def code_bytes(numel: int, rate: int) -> int:
 
 
 def expected(tensor: torch.Tensor, rate: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and the values of the numba route."""
-    route = kernels.lossy_route("numba", "cpu", "encode_zfp")
+    """The codes and the values of the C++ route."""
+    route = kernels.lossy_route("native", "cpu", "encode_zfp")
     codes, values = torch.zeros(code_bytes(tensor.numel(), rate), dtype=torch.uint8), torch.empty_like(tensor)
     assert route.encode_zfp(tensor, rate, codes)
     route.decode_zfp(codes, rate, values)
@@ -31,7 +31,7 @@ def expected(tensor: torch.Tensor, rate: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def check(kernel: Kernel, tensor: torch.Tensor, rate: int, place: int = 0) -> None:
-    """Demand the codes and values of the numba route, from and to memory that many words and bytes past an aligned address."""
+    """Demand the codes and values of the C++ route, from and to memory that many words and bytes past an aligned address."""
     route, device = kernel
     wanted, values = expected(tensor, rate)
     segment, _ = at_offset(tensor, place, device, 17 * place & 255)
@@ -97,7 +97,7 @@ def test_codes_of_any_content(kernel: Kernel) -> None:
         )
         for kind in KINDS:
             wanted, found = torch.empty(1001, dtype=kind.dtype), torch.empty(1001, dtype=kind.dtype, device=device)
-            kernels.lossy_route("numba", "cpu", "decode_zfp").decode_zfp(codes, rate, wanted)
+            kernels.lossy_route("native", "cpu", "decode_zfp").decode_zfp(codes, rate, wanted)
             route.decode_zfp(codes.to(device), rate, found)
             assert torch.equal(bits(found), bits(wanted)) and wanted.isfinite().all()
 

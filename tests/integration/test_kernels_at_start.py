@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import torch
 
 from ds_zipccl import devices, kernels
@@ -100,6 +101,30 @@ def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernels, "_loaded", {})
     with pytest.raises(kernels.RouteUnavailable, match="no kernels for cpu tensors here"):
         backend._load_kernels(DEFAULT)
+
+
+def without_a_compiler(rank: int, size: int) -> list[str]:
+    """Rank 1 has numba alone; what each of two lossy configs raises."""
+    if rank:
+        kernels.ROUTES["cpu"].pop("native")
+    said = []
+    for codec in ({"codec": "zfp", "rate": 8}, {"codec": "int", "bits": 8}):
+        config = ZipcclConfig(enabled=True, lossy=True, roles={"dp": codec})
+        try:
+            backend._check_codecs(config)
+            said.append("")
+        except kernels.RouteUnavailable as error:
+            said.append(str(error))
+    return said
+
+
+def test_one_rank_without_a_codec_refuses_the_role_everywhere() -> None:
+    """ZFP has no kernels of numba; the ranks that have a compiler would wait for the rank without one."""
+    answers = ranks.run(without_a_compiler, 2)
+    assert answers[0] == answers[1] and not answers[0][1]
+    assert answers[0][0].startswith(
+        "ranks [1] lack a lossy codec of the roles; rank 1: no kernels for cpu tensors here. numba: "
+    )
 
 
 def test_one_rank_without_kernels_switches_nccl_off_everywhere(

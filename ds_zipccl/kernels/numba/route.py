@@ -14,11 +14,10 @@ from ds_zipccl.kernels import row_moves
 from ds_zipccl.kernels.numba.lossy_route import NumbaLossy
 from ds_zipccl.kernels.numba.lowrank_route import NumbaLowRank
 from ds_zipccl.kernels.numba.words import WORDS, array
-from ds_zipccl.kernels.numba.zfp_route import NumbaZfp
 from ds_zipccl.kernels.sums import add
 
 
-class NumbaRoute(NumbaLossy, NumbaZfp, NumbaLowRank):
+class NumbaRoute(NumbaLossy, NumbaLowRank):
     """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`."""
 
     def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType, rows: ModuleType) -> None:
