@@ -304,8 +304,8 @@ def region_hash(tensor: torch.Tensor, *, key: bytes = NO_KEY, route: str = "auto
 
     Args:
         tensor: any dtype and shape.
-        key: 16 random bytes that both ranks know, and nobody who chooses the words. With a key, words on CUDA are copied to the host.
-        route: kernels to use, see :data:`ds_zipccl.kernels.ROUTES`; with a key those of the CPU.
+        key: 16 random bytes that both ranks know, and nobody who chooses the words.
+        route: kernels to use, see :data:`ds_zipccl.kernels.ROUTES`.
 
     Raises:
         ValueError: a ``key`` that has not 16 bytes.

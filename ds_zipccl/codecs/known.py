@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from typing import Protocol, cast
 
 import torch
 
@@ -18,12 +17,6 @@ HASH_BYTES = 16
 NO_KEY = bytes(HASH_BYTES)
 #: Bytes of a known frame.
 FRAME_BYTES = HEADER_BYTES + HASH_BYTES
-
-
-class KeyedRoute(Protocol):
-    """The part of the CPU's routes that hashes with a key."""
-
-    def region_hash(self, data: torch.Tensor, key: tuple[int, int]) -> tuple[int, int]: ...
 
 
 def known_frame(dtype: torch.dtype, numel: int, digest: bytes, out: torch.Tensor) -> torch.Tensor:
@@ -53,10 +46,8 @@ def hashed(data: torch.Tensor, key: bytes, route: str) -> bytes:
     """Return the hash (FORMAT.md section 5) of ``data`` (uint8), see :func:`ds_zipccl.region_hash`."""
     if len(key) != HASH_BYTES:
         raise ValueError(f"a key has {HASH_BYTES} bytes, got {len(key)}; use os.urandom({HASH_BYTES})")
-    if key == NO_KEY:
-        return struct.pack("<QQ", *kernels.route(route, data.device.type).region_hash(data))
-    found = cast(KeyedRoute, kernels.route(kernels.preferred(route, "cpu"), "cpu"))
-    return struct.pack("<QQ", *found.region_hash(data.cpu(), struct.unpack("<QQ", key)))
+    first, second = struct.unpack("<QQ", key)
+    return struct.pack("<QQ", *kernels.route(route, data.device.type).region_hash(data, (first, second)))
 
 
 def check_hash(payload: torch.Tensor, base: torch.Tensor, key: bytes, route: str) -> None:

@@ -195,7 +195,7 @@ class FrameCoder:
         buffers.release()
 
     def hash(self, words: torch.Tensor) -> bytes:
-        """Return the hash of flat words, with the key of the job on the CPU; blocks, and waits for the device of the words."""
+        """Return the hash of flat words, with the key of the job; blocks, and waits for the device of the words."""
         return region_hash(words, route=self._route) if self._staging is None else self._staging.hash(words)
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:

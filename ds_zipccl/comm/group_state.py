@@ -150,13 +150,19 @@ def group_state(group: dist.ProcessGroup | None) -> GroupState | None:
 def hash_key() -> bytes:
     """Return the key of this job's hashes: random bytes that one rank has drawn, which no writer of training data knows.
 
-    The first call blocks for the rendezvous store; no rank waits for another one there. The hashes of CUDA kernels have no key.
+    The first call blocks for the rendezvous store; no rank waits for another one there.
     """
     world = group_state(None)
     assert world is not None  # every rank is in the default group
     if world.hash_key is None:
         world.hash_key = topology.secret()
     return world.hash_key
+
+
+def hash_key_words() -> tuple[int, int]:
+    """Return :func:`hash_key` as kernels take it: two u64."""
+    key = hash_key()
+    return int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
 
 
 def region_hash(words: torch.Tensor, *, route: str = "auto") -> bytes:

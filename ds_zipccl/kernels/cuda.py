@@ -161,9 +161,9 @@ class CudaRoute(FrameCalls, RowCalls, LossyCalls):
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         add(words, sums)
 
-    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
+    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         halves = tensors.empty(2, torch.int64, data.device)
-        self.hash_regions([data], halves)
+        self.hash_regions([data], halves, key)
         first, second = (half & (1 << 64) - 1 for half in halves.tolist())
         return first, second
 
@@ -220,7 +220,7 @@ class CudaRoute(FrameCalls, RowCalls, LossyCalls):
             grid = (chunks << job.split, 1)
             self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job, device, reads, [sums, status])
 
-    def hash_regions(self, regions: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def hash_regions(self, regions: Sequence[torch.Tensor], out: torch.Tensor, key: tuple[int, int] = (0, 0)) -> None:
         """Write both halves of each region's hash (FORMAT.md section 5) to ``out``: int64, two elements for each region."""
         if not regions:
             return
@@ -239,7 +239,7 @@ class CudaRoute(FrameCalls, RowCalls, LossyCalls):
         rows["items"] = items
         for first, part, grid in jobs.launches(rows, items):
             work = tensors.filled(3 * len(part), 0, torch.int64, device)
-            params = jobs.HashJobs(work=work.data_ptr(), result=result + 16 * first)
+            params = jobs.HashJobs(work=work.data_ptr(), result=result + 16 * first, key=key)
             jobs.fill(params, jobs.HASH, part)
             self._launch("hash", "", 1, (grid, 1), params, device, regions, [out, work])
 

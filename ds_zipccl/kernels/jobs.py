@@ -75,7 +75,7 @@ class HashJob(ctypes.Structure):
 
 
 class HashJobs(ctypes.Structure):
-    _fields_ = [("job", HashJob * MAX_JOBS), ("work", _u64), ("result", _u64), ("count", _u32)]
+    _fields_ = [("job", HashJob * MAX_JOBS), ("work", _u64), ("result", _u64), ("key", _u64 * 2), ("count", _u32)]
 
 
 class FindRows(ctypes.Structure):

@@ -52,8 +52,8 @@ class Route(Protocol):
         """Decode ``payload`` against ``base`` into ``words``, which may be the base's memory or apart from it."""
         ...
 
-    def region_hash(self, data: torch.Tensor) -> tuple[int, int]:
-        """Return both halves of the hash of ``data`` (uint8; FORMAT.md section 5). Routes of the CPU take a ``key`` too: two u64."""
+    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        """Return both halves of the hash of ``data`` (uint8; FORMAT.md section 5) with a key of two u64."""
         ...
 
     def find_rows(

@@ -5,6 +5,8 @@ Emulated, and on a GPU if there is one. The frames are those of the CPU.
 
 from __future__ import annotations
 
+import struct
+
 import corpus
 import pytest
 import torch
@@ -263,11 +265,13 @@ def test_hashes_of_regions(kernel: Kernel, launches: list[cuda.Launch]) -> None:
     regions += [data[i : 300 + 2 * i] for i in range(60)]
     there = data.to(device)
     placed = [there[one.storage_offset() * one.itemsize :][: one.nbytes].view(one.dtype) for one in regions]
-    out = torch.full((len(regions), 2), 5, dtype=torch.int64, device=device)
-    route.hash_regions(placed, out)
-    assert len(launches) == 2
-    wanted = [codecs.region_hash(one.view(torch.uint8).clone(), route="native") for one in regions]
-    assert [row.numpy().tobytes() for row in out.cpu()] == wanted
+    for number, key in enumerate(((0, 0), (2**64 - 3, 12345))):
+        out = torch.full((len(regions), 2), 5, dtype=torch.int64, device=device)
+        route.hash_regions(placed, out, key)
+        assert len(launches) == 2 * (number + 1)
+        raw = struct.pack("<QQ", *key)
+        wanted = [codecs.region_hash(one.view(torch.uint8).clone(), key=raw, route="native") for one in regions]
+        assert [row.numpy().tobytes() for row in out.cpu()] == wanted
 
 
 def test_no_work_is_no_launch(kernel: Kernel, launches: list[cuda.Launch]) -> None:

@@ -63,7 +63,7 @@ def test_routes_agree_with_the_definition() -> None:
             for variant in variants.usable():
                 with variant.in_use() as route:
                     assert of(data, route) == wanted, f"{variant}, {size} bytes"
-                    if keyed is not None and route != "emulated":  # CUDA kernels have no key
+                    if keyed is not None:
                         assert of(data, route, struct.pack("<QQ", 3, 1 << 63)) == keyed, (
                             f"{variant}, {size} bytes, with a key"
                         )
@@ -112,8 +112,6 @@ def test_what_is_hashed() -> None:
 
 def test_made_collisions_end_with_a_key(route: str) -> None:
     """Who knows the key writes two regions of one hash, without any search. Who does not know the key has a chance of 2^-64."""
-    if route == "emulated":
-        pytest.skip("CUDA kernels have no key")
     first, second = colliding()
     assert first.tolist() != second.tolist() and region_hash(first, route=route) == region_hash(second, route=route)
     for _ in range(50):

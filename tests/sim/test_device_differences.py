@@ -182,7 +182,7 @@ def _no_proof(patch: pytest.MonkeyPatch) -> None:
 
 
 def _equal_hashes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CudaRoute, "hash_regions", lambda self, regions, out: out.zero_())
+    patch.setattr(CudaRoute, "hash_regions", lambda self, regions, out, key: out.zero_())
 
 
 def _own_region(patch: pytest.MonkeyPatch) -> None:

@@ -151,9 +151,7 @@ class OnDevice:
         out.copy_(there)
 
     def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        if key != (0, 0):  # CUDA kernels have no key
-            return kernels.route("native").region_hash(data, key)
-        return self.route.region_hash(data.cuda())
+        return self.route.region_hash(data.cuda(), key)
 
     def find_rows(
         self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor

@@ -18,6 +18,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane
+from ds_zipccl.comm.group_state import hash_key_words
 
 #: Words of a proof of one region: both halves of the hash, each followed by the inverted half.
 PROOF_WORDS = 4
@@ -34,7 +35,7 @@ def proof(ctx: DeviceContext, regions: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     with ctx.lanes.on(Lane.ENCODE):
         hashes = tensors.empty(2 * len(regions), torch.int64, ctx.device)
-        ctx.route.hash_regions(regions, hashes)
+        ctx.route.hash_regions(regions, hashes, hash_key_words())
         return torch.stack([hashes, ~hashes], dim=1).view(-1)
 
 
@@ -129,7 +130,7 @@ def watch(
     """Report the parameters whose shards are not the words of their last gather any more. Reads both on a lane; the next verdict raises."""
     with ctx.lanes.on(lane):
         hashes = tensors.empty(4 * len(lasts), torch.int64, ctx.device)
-        ctx.route.hash_regions([*lasts, *shards], hashes)
+        ctx.route.hash_regions([*lasts, *shards], hashes, hash_key_words())
         last, now = hashes.view(2, -1, 2)
         ctx.reports.note_changes(ctx.where(), names, (last != now).any(1))
     ctx.lanes.order(lane, Lane.DECODE)

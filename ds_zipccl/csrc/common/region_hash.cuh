@@ -13,7 +13,8 @@ ZIPCCL_FN constexpr uint64_t hash_mix(uint64_t z) {
   z = (z ^ z >> 27) * 0x94D049BB133111EBull;
   return z ^ z >> 31;
 }
-ZIPCCL_FN constexpr uint64_t hash_key(uint32_t j) { return hash_mix((j + 1) * kHashStep); }
+// K_j, j = kHashWords * half + i, from the half's key.
+ZIPCCL_FN constexpr uint64_t hash_key(uint32_t j, uint64_t key) { return hash_mix((j + 1) * kHashStep + key); }
 
 }  // namespace
 }  // namespace zipccl

@@ -9,7 +9,7 @@ struct HashKeys {
   alignas(64) uint64_t of[2][kHashWords];
   constexpr explicit HashKeys(uint64_t first = 0, uint64_t second = 0) : of() {
     for (uint32_t h = 0; h < 2; ++h)
-      for (uint32_t i = 0; i < kHashWords; ++i) of[h][i] = hash_mix((kHashWords * h + i + 1) * kHashStep + (h ? second : first));
+      for (uint32_t i = 0; i < kHashWords; ++i) of[h][i] = hash_key(kHashWords * h + i, h ? second : first);
   }
 };
 constexpr HashKeys kHashKeys;

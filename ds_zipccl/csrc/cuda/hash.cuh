@@ -17,6 +17,7 @@ struct HashJobs {
   HashJob job[kMaxJobs];
   uint64_t* work;    // three zeros for each job: two sums and a ticket
   uint64_t* result;  // two words for each job: both halves of the hash
+  uint64_t key[2];
   uint32_t count;
 };
 
@@ -47,7 +48,7 @@ ZIPCCL_DEVICE void hash_regions(const HashJobs& jobs) {
 #pragma unroll
   for (uint32_t half = 0; half < 2; ++half)
 #pragma unroll
-    for (uint32_t i = 0; i < each; ++i) keys[half][i] = hash_key(kHashWords * half + i * kLanes + lane_id());
+    for (uint32_t i = 0; i < each; ++i) keys[half][i] = hash_key(kHashWords * half + i * kLanes + lane_id(), jobs.key[half]);
   const uint64_t blocks = (job.bytes + 8 * kHashWords - 1) / (8 * kHashWords);
   const bool aligned = reinterpret_cast<uintptr_t>(job.data) % 8 == 0;
   for (uint64_t block = uint64_t(blockIdx.x - job.first_item) * kWarps + warp_id(); block < blocks; block += uint64_t(job.items) * kWarps) {
@@ -73,7 +74,7 @@ ZIPCCL_DEVICE void hash_regions(const HashJobs& jobs) {
       __threadfence();
       for (uint32_t half = 0; half < 2; ++half) {
         const uint64_t sum = *static_cast<volatile uint64_t*>(work + half);
-        jobs.result[2 * number + half] = hash_mix(job.bytes + hash_key(kHashWords * half) + sum);
+        jobs.result[2 * number + half] = hash_mix(job.bytes + hash_key(kHashWords * half, jobs.key[half]) + sum);
       }
     }
   }
