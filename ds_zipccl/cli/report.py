@@ -1,9 +1,9 @@
 """``report``: versions, routes, op builders, activation, NCCL and environment: which of them work here, and why the rest does not.
 
 A section that fails shows the reason in its place, and the rest is printed. The exit status is 1 and the last line says so if no CPU
-route works, if there is a CUDA device and no CUDA route works, or if a route for a device named by ``--require`` does not work. Every
-route is tried: the first report may build the native ones, which takes a while. Rows in ``--json``: ``device``, ``route``, ``usable``,
-``reason``; beside them one key a section.
+route works, if there is a CUDA device and no CUDA route works, if a route for a device named by ``--require`` does not work, or if that
+named by ``--route`` does not. Every route is tried: the first report may build the native ones, which takes a while. Rows in ``--json``:
+``device``, ``route``, ``usable``, ``reason``; beside them one key a section.
 """
 
 from __future__ import annotations
@@ -64,19 +64,18 @@ def main(args: argparse.Namespace) -> int:
         ]
         tables.write_json(args.json, rows, args.command, **found)
     useless = [device for device in _devices() if USABLE not in _of(device, found["routes"])]
-    if args.route:
-        useless = (
-            []
-            if any(reason == USABLE or reason.startswith(COMPILES) for reason in found["routes"].values())
-            else useless
-        )
     incomplete = [device for device in args.require if set(_of(device, found["routes"])) != {USABLE}]
-    for devices, said in (
-        (incomplete, "not every route for {} tensors works here, as --require wants; the reasons are under routes"),
-        (useless, "no route for {} tensors works here, so they cannot be coded; the reasons are under routes"),
+    if args.route:
+        works = any(reason == USABLE or reason.startswith(COMPILES) for reason in found["routes"].values())
+        useless = [] if works else [args.route]
+    no_route = "no route {} works here" if args.route else "no route for {} tensors works here, so they cannot be coded"
+    for names, said in (
+        (incomplete, "not every route for {} tensors works here, as --require wants"),
+        (useless, no_route),
     ):
-        if devices:
-            tables.say(said.format(" and ".join(device.upper() for device in dict.fromkeys(devices))))
+        if names:
+            listed = " and ".join(dict.fromkeys(name if name == args.route else name.upper() for name in names))
+            tables.say(f"{said.format(listed)}; the reasons are under routes")
     return 1 if useless or incomplete else 0
 
 

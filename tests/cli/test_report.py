@@ -10,6 +10,7 @@ import torch
 
 from ds_zipccl import kernels
 from ds_zipccl.__main__ import main
+from ds_zipccl.kernels import build, cupy_kernels
 
 WORKS, FAILS = object, None  # loaders: object() stands for a route, None cannot be called
 
@@ -69,6 +70,46 @@ def test_required_routes(
     monkeypatch.setattr(kernels, "_loaded", {})
     assert main(["report", *(word for device in required for word in ("--require", device))]) == status
     assert last in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("route", "compiles", "status", "wanted"),
+    [
+        ("native", None, 0, "cpu native   usable"),
+        ("numba", None, 1, "no route numba works here; the reasons are under routes"),
+        ("cupy", None, 0, "cuda cupy  compiles for sm_80, 90, 100, 120; no device here"),
+        (
+            "cupy",
+            build.BuildError("no CuPy (gone); pip install cupy-cuda13x"),
+            1,
+            "BuildError: no CuPy (gone); pip install cupy-cuda13x",
+        ),
+        ("cupy", build.BuildError("no CuPy"), 1, "no route cupy works here; the reasons are under routes"),
+    ],
+)
+def test_one_route(
+    route: str, compiles: Exception | None, status: int, wanted: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """CuPy compiles where no device is, once for each architecture."""
+    capabilities: list[tuple[int, int]] = []
+
+    def cubins(capability: tuple[int, int]) -> list[bytes]:
+        capabilities.append(capability)
+        if compiles:
+            raise compiles
+        return []
+
+    monkeypatch.setattr(cupy_kernels, "cubins", cubins)
+    monkeypatch.setattr(cupy_kernels, "architecture", lambda capability: "{}{}".format(*capability))
+    monkeypatch.setattr(
+        kernels, "ROUTES", {"cpu": {"native": WORKS, "numba": FAILS}, "cuda": {"native": FAILS, "cupy": FAILS}}
+    )
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["report", "--route", route]) == status
+    assert wanted in capsys.readouterr().out
+    assert len(capabilities) == (0 if route != "cupy" else 1 if compiles else 4)
 
 
 @pytest.mark.parametrize(
