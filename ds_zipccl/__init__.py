@@ -9,12 +9,12 @@ __version__ = "0.2.0"
 
 #: public name -> module that has it
 _EXPORTS = {
-    "compress": "ds_zipccl.codecs",
+    "compress": "ds_zipccl.codecs.arrays",
     "compress_segments": "ds_zipccl.codecs",
-    "decompress": "ds_zipccl.codecs",
-    "decompress_add": "ds_zipccl.codecs",
+    "decompress": "ds_zipccl.codecs.arrays",
+    "decompress_add": "ds_zipccl.codecs.arrays",
     "compress_bound": "ds_zipccl.codecs",
-    "region_hash": "ds_zipccl.codecs",
+    "region_hash": "ds_zipccl.codecs.arrays",
     "FrameError": "ds_zipccl.frame",
     "ZipcclConfig": "ds_zipccl.config",
     "ConfigError": "ds_zipccl.config",

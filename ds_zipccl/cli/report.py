@@ -240,7 +240,8 @@ def _nccl_key() -> Mapping[str, str]:
 def environment() -> Mapping[str, str]:
     from ds_zipccl.config import ENVIRONMENT
 
-    return {name: f"{os.environ.get(name) or '(unset)':12}  {meaning}" for name, meaning in ENVIRONMENT.items()}
+    told = {name: meaning for name, meaning in ENVIRONMENT.items() if name not in NCCL_VARIABLES}
+    return {name: f"{os.environ.get(name) or '(unset)':12}  {meaning}" for name, meaning in told.items()}
 
 
 def cache() -> Mapping[str, str]:

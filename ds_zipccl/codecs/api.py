@@ -9,7 +9,6 @@ import torch
 from ds_zipccl import frame as framing
 from ds_zipccl import tensors
 from ds_zipccl.codecs import memory
-from ds_zipccl.codecs.arrays import takes_arrays
 from ds_zipccl.codecs.known import KNOWN, NO_KEY, check_hash, hashed
 from ds_zipccl.codecs.memory import admit, open_frame, write_header
 from ds_zipccl.codecs.registry import BASE_CODECS, codec_spec, spec_for
@@ -40,12 +39,6 @@ def compress_bound(
     return framing.payload_offset(ndim) + spec.payload_bound(numel, dtype, spec.block(block))
 
 
-def _dtype_in(frame: torch.Tensor) -> torch.dtype:
-    admit("frame", frame, TypeError)
-    return open_frame(frame)[0].dtype
-
-
-@takes_arrays("out")
 def compress(
     tensor: torch.Tensor,
     codec: str | LossyCodec = "cascade",
@@ -67,8 +60,8 @@ def compress(
     dtype. Lossless for every bit pattern, unless the codec is a lossy one.
 
     Args:
-        tensor: any shape; a non-contiguous tensor is copied first. Or an array of numpy, CuPy, JAX or another library with DLPack, whose
-            memory is read in place; the frame is then an array of that library.
+        tensor: any shape; a non-contiguous tensor is copied first. ``ds_zipccl.compress`` also takes an array of numpy, CuPy, JAX or
+            another library with DLPack, whose memory is read in place; the frame is then an array of that library.
         codec: "cascade" (best ratio), "wide" (faster), or "raw"; or "delta", for tensors that have changed a little since the receiver
             got ``base``, or not at all. Or a value such as ``Round(3)``, for bfloat16, float16 and float32: the frame then decodes to
             what :func:`project` gives, and is a lossless frame of that where no other would be smaller.
@@ -193,7 +186,6 @@ def compress_segments(
         return frames
 
 
-@takes_arrays("out", dtype_of=_dtype_in)
 def decompress(
     frame: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -206,8 +198,9 @@ def decompress(
     """Decode the tensor in ``frame``; blocks.
 
     Args:
-        frame: 1-D uint8 tensor as :func:`compress` gives it; bytes after the frame's own length are ignored. Or such an array of another
-            library: all other tensors may then be arrays too, with unsigned integers for words of a dtype that the library lacks.
+        frame: 1-D uint8 tensor as :func:`compress` gives it; bytes after the frame's own length are ignored. ``ds_zipccl.decompress`` also
+            takes such an array of another library; all other tensors may then be arrays too, with unsigned integers for words of a dtype
+            that the library lacks.
         out: contiguous tensor on the frame's device, of the frame's dtype and number of elements, of any shape; written in place, which
             autograd sees as it sees ``out.copy_()``.
         base: the base of a delta frame, bit for bit, or the tensor that a known frame stands for: contiguous tensor on the frame's device,
@@ -258,7 +251,6 @@ def decompress(
         return result
 
 
-@takes_arrays("sums", dtype_of=_dtype_in)
 def decompress_add(
     frame: torch.Tensor, sums: torch.Tensor, *, dtype: torch.dtype | None = None, route: str = "auto"
 ) -> torch.Tensor:
@@ -296,7 +288,6 @@ def decompress_add(
         return sums
 
 
-@takes_arrays()
 def region_hash(tensor: torch.Tensor, *, key: bytes = NO_KEY, route: str = "auto") -> bytes:
     """Hash the bytes of a contiguous tensor to 16 bytes (FORMAT.md section 5), to compare bases on two ranks; blocks.
 

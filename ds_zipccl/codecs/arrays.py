@@ -1,4 +1,7 @@
-"""Arrays of other libraries at the door of the public calls: numpy, CuPy, JAX and whatever has DLPack, without a copy."""
+"""The public calls on frames, which also take arrays of numpy, CuPy, JAX and whatever has DLPack, without a copy.
+
+Within the package tensors alone are coded, by the functions of :mod:`.api`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
+
+from ds_zipccl.codecs import api
+from ds_zipccl.codecs.memory import admit, open_frame
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -99,3 +105,14 @@ def _returned(tensor: torch.Tensor, like: Any) -> Any:
         return library.from_dlpack(tensor)
     except (RuntimeError, TypeError, ValueError, BufferError):  # each library has its own for a dtype that it lacks
         return library.from_dlpack(tensor.view(_WORDS[tensor.itemsize]))
+
+
+def _dtype_in(frame: torch.Tensor) -> torch.dtype:
+    admit("frame", frame, TypeError)
+    return open_frame(frame)[0].dtype
+
+
+compress = takes_arrays("out")(api.compress)
+decompress = takes_arrays("out", dtype_of=_dtype_in)(api.decompress)
+decompress_add = takes_arrays("sums", dtype_of=_dtype_in)(api.decompress_add)
+region_hash = takes_arrays()(api.region_hash)

@@ -196,7 +196,9 @@ class FrameCoder:
 
     def hash(self, words: torch.Tensor) -> bytes:
         """Return the hash of flat words, with the key of the job; blocks, and waits for the device of the words."""
-        return region_hash(words, route=self._route) if self._staging is None else self._staging.hash(words)
+        if self._staging is None:
+            return region_hash(words, route=self._route)
+        return self._staging.hash(words, hash_key())
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Add the values in the frame of ``peer``, whose dtype is ``dtype``, to ``sums``.

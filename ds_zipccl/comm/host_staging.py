@@ -19,7 +19,6 @@ from ds_zipccl import codecs, kernels, tensors
 from ds_zipccl.codecs import exponent, memory
 from ds_zipccl.codecs.registry import spec_for
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.group_state import hash_key_words, region_hash
 from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.frame import HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pack, pad16, parse
 from ds_zipccl.kernels.cuda import NO_FAILURE, CudaRoute, raise_failure
@@ -137,13 +136,14 @@ class HostStaging:
         """Queue the addition of the values in a frame, of ``dtype``, to ``sums``, of that dtype or float32. As :meth:`decompress`."""
         add(self.decompress(frame, tensors.empty(sums.numel(), dtype, self._device), refusal), sums)
 
-    def hash(self, words: torch.Tensor) -> bytes:
-        """Return the hash of flat ``words``, with the key of the job; blocks. Decompression that is queued is done then; a frame
+    def hash(self, words: torch.Tensor, key: bytes) -> bytes:
+        """Return the hash of flat ``words``, see :func:`ds_zipccl.region_hash`; blocks. Decompression that is queued is done then; a frame
         may be refused later all the same."""
         route = _frame_kernels(self._device.type, self._route)
         if route is None:
-            return region_hash(words.cpu())
-        return struct.pack("<QQ", *route.region_hash(words.view(torch.uint8), hash_key_words()))
+            return codecs.region_hash(words.cpu(), key=key)
+        first, second = struct.unpack("<QQ", key)
+        return struct.pack("<QQ", *route.region_hash(words.view(torch.uint8), (first, second)))
 
     def _new_status(self, refusal: Refusal) -> torch.Tensor:
         """Return the status word of a frame; ``refusal`` makes the error of the operation from the frame's error."""

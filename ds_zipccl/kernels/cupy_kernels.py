@@ -114,7 +114,8 @@ def compiled(text: str, options: Sequence[str], architecture: str) -> bytes:
     program = nvrtc.createProgram(text, "kernels.cuh", (), ())
     try:
         nvrtc.compileProgram(program, (*options, f"-arch=sm_{architecture}"))
-        return bytes(nvrtc.getCUBIN(program))
+        # CuPy takes the last byte, a zero of the program headers, for the end of a text.
+        return bytes(nvrtc.getCUBIN(program)) + b"\0"
     except nvrtc.NVRTCError as error:
         means = f"{version()} {' '.join(options)} for sm_{architecture}"
         raise build.BuildError(f"{means} failed: {error}\n{nvrtc.getProgramLog(program).strip()}") from error

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -397,6 +398,10 @@ def test_cupy_compiles_every_kernel() -> None:
     _real()
     text = cupy_kernels.source()
     assert not set(re.findall(r"#include .*", text)) - {"#include <stdint.h>", "#include <string.h>"}
-    found = [set(re.findall(rb"\.text\.(zipccl_\w+)", cubin)) for cubin in cupy_kernels.cubins((9, 0))]
+    cubins = cupy_kernels.cubins((9, 0))
+    for cubin in cubins:
+        (at,), (size, count) = struct.unpack_from("<Q", cubin, 0x20), struct.unpack_from("<HH", cubin, 0x36)
+        assert cubin[:4] == b"\x7fELF" and 0 <= len(cubin) - (at + size * count) <= 1, "CuPy leaves the last byte out"
+    found = [set(re.findall(rb"\.text\.(zipccl_\w+)", cubin)) for cubin in cubins]
     assert set().union(*found) == {name.encode() for name in KERNELS}
     assert sum(map(len, found)) == len(KERNELS)
