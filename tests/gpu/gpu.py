@@ -65,6 +65,7 @@ CUDA_TESTS = (
     "codec/test_golden_rows.py",
     "codec/test_known_and_bits.py",
     "codec/test_codec.py",
+    "codec/test_arrays.py",
     "codec/test_codec_calls.py",
     "codec/test_delta.py",
     "codec/test_gap_list.py",
