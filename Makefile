@@ -19,7 +19,7 @@ PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix mutants lint clean
+.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix mutants size lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -38,7 +38,7 @@ test: $(VENV)/ready lint
 	$(PYTEST) -m "not full"
 
 # Everything, then a minute of fuzzing and a minute of random operations, each from a new seed, which it prints.
-test-all: $(VENV)/ready lint
+test-all: $(VENV)/ready lint size
 	$(PYTEST)
 ifeq ($(T)$(K),)
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/fuzz/asan.py 60
@@ -110,6 +110,10 @@ SEED ?= 28
 mutants: $(VENV)/ready
 	$(BIN)/python -m pip install -q 'cosmic-ray>=8.7,<9'
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/mutants.py --seed $(SEED)
+
+# Lines of each folder beside its limit, which the tests enforce, and the change against main.
+size: $(VENV)/ready
+	@$(BIN)/python tests/size.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

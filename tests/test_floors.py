@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pytest
+import size
 
 import ds_zipccl
+from ds_zipccl.config import KEYS
 
 PACKAGE = Path(ds_zipccl.__file__).parent
 ROOT = PACKAGE.parent
@@ -202,6 +204,38 @@ def test_files_are_short() -> None:
         str(path.relative_to(ROOT)): lines for path in sources if (lines := path.read_text().count("\n")) > MAX_LINES
     }
     assert long == {}
+
+
+def test_the_section_gets_no_further_key() -> None:
+    """A key that two existing ones can express is none."""
+    assert len(KEYS) <= 24
+
+
+def test_folders_stay_within_their_budgets() -> None:
+    """And a limit follows a cut."""
+    now = size.lines()
+    for name, (limit, _) in size.BUDGETS.items():
+        assert now[name] <= limit, (
+            f"{name}: {now[name]} lines, at most {limit}; cut, or move the limit in tests/size.py and say why"
+        )
+        assert now[name] >= limit - 400, f"{name}: {now[name]} lines; lower the limit of {limit} in tests/size.py"
+    assert now["ds_zipccl/csrc"] > 5000 and now["ds_zipccl"] > 500, "files of every kind are counted"
+
+
+@pytest.mark.parametrize(
+    ("path", "folder"),
+    [
+        ("ds_zipccl/comm/ops/all_gather.py", "ds_zipccl/comm"),
+        ("ds_zipccl/frame.py", "ds_zipccl"),
+        ("ds_zipccl/new/room.py", "ds_zipccl"),
+        ("ds_zipccl/csrc/cuda/hash.cuh", "ds_zipccl/csrc"),
+        ("tests/size.py", "tests"),
+        ("ds_zipccl/FORMAT.md", ""),
+        ("docs/generate.py", ""),
+    ],
+)
+def test_every_line_of_source_has_a_budget(path: str, folder: str) -> None:
+    assert size.folder_of(path) == folder
 
 
 #: Runs in a fresh interpreter. comm and the codecs are for plain torch.distributed, so DeepSpeed is made to look absent.
