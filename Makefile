@@ -81,7 +81,7 @@ GPU_PYTHON ?= 3.12
 gpu-wheels: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/codec:tests/fuzz:tests/gpu $(BIN)/python tests/gpu/wheels.py make "$(WHEELS)" --python $(GPU_PYTHON)
 
-# Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of nvcc.
+# Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of CuPy's compiler.
 cuda-static: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/gpu $(BIN)/python tests/gpu/cuda_static.py
 

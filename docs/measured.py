@@ -315,7 +315,7 @@ def cuda_static(page: Path) -> str:
         for kernel, found in kernels.items()
     )
     heads = ("kernel", *(f"{each}: registers, blocks, slots" for each in architectures))
-    about = f"Compiler: {content['nvcc']}. Data: {content['data']}."
+    about = f"Compiler: {content['compiler']}. Data: {content['data']}."
     return f"{provenance(content)}\n\n{about}\n\n" + table(heads, rows)
 
 

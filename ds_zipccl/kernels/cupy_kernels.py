@@ -15,7 +15,7 @@ import io
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -104,8 +104,13 @@ def architecture(capability: tuple[int, int]) -> str:
     return str(max(fitting))
 
 
-def compiled(text: str, options: Sequence[str], architecture: str) -> bytes:
+def compiled(
+    text: str, options: Sequence[str], architecture: str, told: Callable[[str], object] | None = None
+) -> bytes:
     """Return the cubin of a text. CuPy's ``compile_using_nvrtc`` would ask the driver for a device, and cannot compile without one.
+
+    Args:
+        told: called with the words of the compiler.
 
     Raises:
         BuildError: NVRTC failed, and the message has its log; or as :func:`cupy`.
@@ -114,6 +119,8 @@ def compiled(text: str, options: Sequence[str], architecture: str) -> bytes:
     program = nvrtc.createProgram(text, "kernels.cuh", (), ())
     try:
         nvrtc.compileProgram(program, (*options, f"-arch=sm_{architecture}"))
+        if told is not None:
+            told(nvrtc.getProgramLog(program).rstrip("\0"))
         # CuPy takes the last byte, a zero of the program headers, for the end of a text.
         return bytes(nvrtc.getCUBIN(program)) + b"\0"
     except nvrtc.NVRTCError as error:

@@ -1,15 +1,15 @@
 """``make cuda-static``: what each CUDA kernel takes of a multiprocessor, without a GPU; written to ``docs/results/cuda_static.json``.
 
-Compiles csrc/cuda/launch.cu for every architecture. The assembler reports registers, stack frames and spills. The machine code then runs on
-the CPU (sass.py) over a chunk of 16 blocks of 1024 elements, which gives the issue slots an element: instructions that all warps issue for
-the chunk, the headers and tables among them, times 32 lanes, by the elements. Every result is compared with that of the CPU's route.
+CuPy compiles csrc/cuda/kernels.cuh for every architecture. The assembler reports registers, stack frames and spills. The machine code then
+runs on the CPU (sass.py) over a chunk of 16 blocks of 1024 elements, which gives the issue slots an element: instructions that all warps
+issue for the chunk, the headers and tables among them, times 32 lanes, by the elements. Every result is compared with that of the CPU's
+route.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ from places import ROOT
 from ds_zipccl import kernels
 from ds_zipccl.bench.tables import Column, Table, write_json
 from ds_zipccl.codecs import compress, compress_bound
-from ds_zipccl.kernels import build, cuda
+from ds_zipccl.kernels import build, cuda, cupy_kernels
 from ds_zipccl.kernels.rounded_calls import TRIMMED
 from ds_zipccl.lossy import Round
 
@@ -75,25 +75,16 @@ def blocks_of(limits: Limits, registers: int, shared: int) -> int:
 # ---- the compiler's report -------------------------------------------------------------------------------------------
 
 
-def flags(architecture: int) -> list[str]:
-    """Those of the package's library, for one architecture."""
-    capability = f"{architecture // 10}.{architecture % 10}"
-    return [*build.cuda([capability]).flags, "-Werror=all-warnings", "-Xptxas=-v"]
-
-
 def cubin(architecture: int) -> tuple[Path, str]:
-    """The machine code of all kernels, and the words of the assembler; kept by content."""
-    nvcc = build.nvcc()
-    parts = [build._identity(nvcc), *flags(architecture), *builds.contents({"csrc": build.CSRC})]
+    """The machine code of all kernels by CuPy's NVRTC, and the words of the assembler; kept by content."""
+    options = (*cupy_kernels.OPTIONS, "--ptxas-options=-v", "-Werror=all-warnings")
+    parts = [cupy_kernels.version().encode(), *options, cupy_kernels.source()]
 
     def compile_(target: Path) -> None:
-        machine_code = target.with_suffix(".cubin")
-        command = [*nvcc, *flags(architecture), f"-I{build.CSRC}", "-cubin", str(build.CSRC / "cuda/launch.cu")]
-        result = subprocess.run([*command, "-o", str(machine_code)], capture_output=True, text=True, timeout=1500)
-        if result.returncode:
-            raise build.BuildError(f"{' '.join(command)} failed:\n{result.stderr}")
-        report = result.stderr.encode()
-        target.write_bytes(len(report).to_bytes(8, "little") + report + machine_code.read_bytes())
+        words: list[str] = []
+        code = cupy_kernels.compiled(cupy_kernels.source(), options, str(architecture), words.append)
+        report = "".join(words).encode()
+        target.write_bytes(len(report).to_bytes(8, "little") + report + code)
 
     both = builds.kept(f"cuda_static_{architecture}", parts, compile_)
     content = both.read_bytes()
@@ -296,7 +287,7 @@ def rows(architectures: Sequence[int] = tuple(ARCHITECTURES)) -> list[dict[str, 
     """A row for each of ``architectures`` and every kernel.
 
     Raises:
-        BuildError: no nvcc or nvdisasm, or nvcc failed.
+        BuildError: no CuPy or nvdisasm, or NVRTC failed.
     """
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(cubin, architectures))
@@ -340,10 +331,9 @@ def main() -> int:
     )
     for row in found:
         table.add(row)
-    version = build._identity(build.nvcc()).decode().splitlines()[-2]
     limits = {f"sm_{architecture}": asdict(each) for architecture, each in ARCHITECTURES.items()}
     write_json(
-        arguments.out, found, "make cuda-static", nvcc=version, limits=limits,
+        arguments.out, found, "make cuda-static", compiler=cupy_kernels.version(), limits=limits,
         data=f"a chunk of {ELEMENTS} Gaussian words in blocks of 1024; sums of {SUMMANDS} frames; differences of u8: 3 % of bytes; words "
         f"rounded to {MANTISSA} bits; slots: instructions that warps issue, times 32, by elements",
     )  # fmt: skip

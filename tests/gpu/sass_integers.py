@@ -150,8 +150,8 @@ def extremes(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
     texts = [text for text in o.texts if not is_predicate(text)]
     gets = [value(text, ins, launcher, code.name) for text in texts[1:]]
     least, to = predicate(o.texts[-1]), put(texts[0])
-    halves = "U16x2" in o.flags
-    if not ("U32" in o.flags or halves) or (set(o.flags) - {"U32", "U16x2"}):
+    kinds = {("U32",): np.uint32, ("U16x2",): np.uint16, ("S16x2",): np.int16, (): np.int32}
+    if (kind := kinds.get(tuple(o.flags))) is None:
         raise UnknownInstruction(ins.text)
     adds = ins.op.lstrip("U").startswith("VIADDMNMX")
 
@@ -159,14 +159,11 @@ def extremes(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
         xs = [np.broadcast_to(get(w), (LANES,)) for get in gets]
         if adds:
             xs = [xs[0] + xs[1], *xs[2:]]
-        if halves:
-            xs = [np.ascontiguousarray(x).view(np.uint16) for x in xs]
+        xs = [np.ascontiguousarray(x).view(kind) for x in xs]
         small, large = xs[0], xs[0]
         for x in xs[1:]:
             small, large = np.minimum(small, x), np.maximum(large, x)
-        if halves:
-            small, large = small.view(np.uint32), large.view(np.uint32)
-        to(w, np.where(least(w), small, large), m)
+        to(w, np.where(least(w), small.view(np.uint32), large.view(np.uint32)), m)
 
     return step
 
