@@ -261,7 +261,7 @@ class _Place:
     def coded(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Seconds of one operation by our schedule. The gathers of ZeRO-3 need no verdict; a base is proven by its hash."""
         if line.coding == COPIED:  # nothing is sent: the words come from the base
-            return self.profile.launch + nbytes / (COPY if self.args.zero3_base == "device" else HOST_BUS)
+            return self.profile.launch + self._copied(nbytes)
         ratio = self.ratio(kind, line.coding)
         waits = 0 if self.args.zero == 3 else 1
         profile, proof = self.profile, 0.0
@@ -269,6 +269,10 @@ class _Place:
             profile = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
             proof = nbytes / HASH + self._copies(nbytes)
         return proof + coded_seconds(kind, nbytes, self.topology, profile, ratio, waits=waits)
+
+    def _copied(self, nbytes: float) -> float:
+        """Seconds in which unchanged words come from their base."""
+        return nbytes / (COPY if self.args.zero3_base == "device" else HOST_BUS)
 
     def _copies(self, nbytes: float) -> float:
         """Seconds of the copies out of the base of ZeRO-3 and back. ZeRO-1 and ZeRO-2 gather onto the base itself."""
@@ -297,7 +301,7 @@ class _Place:
     def _kernels(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Seconds of the codec's kernels in one coded operation. Unchanged parameters are copied from the base instead."""
         if line.coding == COPIED:
-            return nbytes / (COPY if self.args.zero3_base == "device" else HOST_BUS)
+            return self._copied(nbytes)
         both = sum(coding_seconds(kind, nbytes, self.topology, self.profile))
         return both if line.coding == EXPONENTS else both / BASE_SPEED + nbytes / HASH + self._copies(nbytes)
 

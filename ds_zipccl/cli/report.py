@@ -155,11 +155,9 @@ def _compiled() -> Mapping[str, str]:
     """Compile the kernels for the devices of users, because there is no device that could run them."""
     from ds_zipccl.kernels import cupy_kernels
 
-    for capability in COMPILED:
+    for number, capability in enumerate(COMPILED, 1):
         name = cupy_kernels.architecture(capability)
-        tables.complain(
-            f"# compiling for sm_{name}, {COMPILED.index(capability) + 1} of {len(COMPILED)}; half a minute where it is not kept"
-        )
+        tables.complain(f"# compiling for sm_{name}, {number} of {len(COMPILED)}; half a minute where it is not kept")
         cupy_kernels.cubins(capability)
     return {"cuda cupy": f"{COMPILES}{', '.join(f'{major}{minor}' for major, minor in COMPILED)}; no device here"}
 

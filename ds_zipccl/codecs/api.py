@@ -95,7 +95,8 @@ def compress(
     with tensors.undisturbed():
         admit("tensor", tensor)
         if dtype is not None:
-            tensor, base = memory.viewed(tensor, dtype), None if base is None else memory.viewed(base, dtype)
+            tensor = memory.viewed("tensor", tensor, dtype)
+            base = None if base is None else memory.viewed("base", base, dtype)
         if tensor.dim() > framing.MAX_DIMS and shaped:
             raise ValueError(
                 f"a frame holds at most {framing.MAX_DIMS} dimensions, got {tensor.dim()}; pass shaped=False"

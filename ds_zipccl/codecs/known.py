@@ -42,12 +42,21 @@ def _payload_bytes(numel: int, dtype: torch.dtype, block: int) -> int:
     return HASH_BYTES
 
 
-def hashed(data: torch.Tensor, key: bytes, route: str) -> bytes:
-    """Return the hash (FORMAT.md section 5) of ``data`` (uint8), see :func:`ds_zipccl.region_hash`."""
+def key_words(key: bytes) -> tuple[int, int]:
+    """Return a key as kernels take it: two u64.
+
+    Raises:
+        ValueError: it has not 16 bytes.
+    """
     if len(key) != HASH_BYTES:
         raise ValueError(f"a key has {HASH_BYTES} bytes, got {len(key)}; use os.urandom({HASH_BYTES})")
     first, second = struct.unpack("<QQ", key)
-    return struct.pack("<QQ", *kernels.route(route, data.device.type).region_hash(data, (first, second)))
+    return first, second
+
+
+def hashed(data: torch.Tensor, key: bytes, route: str) -> bytes:
+    """Return the hash (FORMAT.md section 5) of ``data`` (uint8), see :func:`ds_zipccl.region_hash`."""
+    return struct.pack("<QQ", *kernels.route(route, data.device.type).region_hash(data, key_words(key)))
 
 
 def check_hash(payload: torch.Tensor, base: torch.Tensor, key: bytes, route: str) -> None:

@@ -50,12 +50,13 @@ def admit(name: str, tensor: torch.Tensor, error: type[Exception] = ValueError) 
         )
 
 
-def viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def viewed(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The words of ``tensor`` as elements of ``dtype``.
 
     Raises:
-        ValueError: ``dtype`` has another size.
+        TypeError, ValueError: as :func:`admit`; ValueError also where ``dtype`` has another size.
     """
+    admit(name, tensor)
     if tensor.itemsize != dtype.itemsize:
         raise ValueError(
             f"dtype={dtype} has {dtype.itemsize} bytes, the elements of {tensor.dtype} have {tensor.itemsize}; leave it out"
@@ -70,9 +71,8 @@ def note_write(out: torch.Tensor, *, adds: bool = False) -> None:
         RuntimeError: torch's own, where ``out.copy_()`` raises: a leaf that requires grad or a view of one while gradients are recorded,
             or an inference tensor outside of inference mode.
     """
-    seen = (
-        out.view(-1)[:0] if adds else out
-    )  # to add constants is the identity for gradients, as is a write to no element
+    # To add constants is the identity for gradients, as is a write to no element.
+    seen = out.view(-1)[:0] if adds else out
     seen.copy_(seen.detach())  # moves nothing: torch leaves out copies of a tensor to itself
 
 

@@ -159,12 +159,6 @@ def hash_key() -> bytes:
     return world.hash_key
 
 
-def hash_key_words() -> tuple[int, int]:
-    """Return :func:`hash_key` as kernels take it: two u64."""
-    key = hash_key()
-    return int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
-
-
 def region_hash(words: torch.Tensor, *, route: str = "auto") -> bytes:
     """Return :func:`ds_zipccl.region_hash` with :func:`hash_key`; blocks."""
     return codecs.region_hash(words, key=hash_key(), route=route)

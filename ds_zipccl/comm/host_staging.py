@@ -9,7 +9,6 @@ A rank without working kernels for the device compresses on the host. Each rank 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ import torch
 
 from ds_zipccl import codecs, kernels, tensors
 from ds_zipccl.codecs import exponent, memory
+from ds_zipccl.codecs.known import hashed
 from ds_zipccl.codecs.registry import spec_for
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.side_stream import SideStream
@@ -139,11 +139,9 @@ class HostStaging:
     def hash(self, words: torch.Tensor, key: bytes) -> bytes:
         """Return the hash of flat ``words``, see :func:`ds_zipccl.region_hash`; blocks. Decompression that is queued is done then; a frame
         may be refused later all the same."""
-        route = _frame_kernels(self._device.type, self._route)
-        if route is None:
+        if _frame_kernels(self._device.type, self._route) is None:
             return codecs.region_hash(words.cpu(), key=key)
-        first, second = struct.unpack("<QQ", key)
-        return struct.pack("<QQ", *route.region_hash(words.view(torch.uint8), (first, second)))
+        return hashed(words.view(torch.uint8), key, kernels.preferred(self._route, self._device.type))
 
     def _new_status(self, refusal: Refusal) -> torch.Tensor:
         """Return the status word of a frame; ``refusal`` makes the error of the operation from the frame's error."""

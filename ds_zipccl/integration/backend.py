@@ -303,42 +303,41 @@ def _load_kernels(config: ZipcclConfig) -> None:
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
 
 
+def _without(load: Callable[[], object]) -> dict[int, str]:
+    """Return the ranks on which ``load`` finds no kernels, with their reasons: the other ranks would wait for them. A collective of all
+    ranks; blocks."""
+    reason = ""
+    try:
+        load()
+    except kernels.RouteUnavailable as error:
+        reason = str(error)
+    return {rank: said for rank, said in topology.tell(resolve_group(None), reason).items() if said}
+
+
 def _check_codecs(config: ZipcclConfig) -> None:
     """Accept lossy roles where all ranks have the kernels of their codecs. A collective of all ranks where there are such roles; blocks.
 
     Raises:
-        RouteUnavailable: a rank lacks them, on all ranks: the others would wait for that rank.
+        RouteUnavailable: a rank lacks them, on all ranks.
     """
     names = {found.codec.name for found in config.lossy_roles.values()} if config.lossy else set()
-    needed = [_COMPILED_ONLY[name] for name in sorted(names & set(_COMPILED_ONLY))]
-    reason = ""
-    try:
-        for function in needed:
-            kernels.lossy_route(kernels.preferred(config.route, "cpu"), "cpu", function)
-    except kernels.RouteUnavailable as error:
-        reason = str(error)
-    group = resolve_group(None) if needed else None
-    missing = {rank: said for rank, said in topology.tell(group, reason).items() if said} if group else {}
-    if missing:
-        rank, said = next(iter(missing.items()))
-        raise kernels.RouteUnavailable(
-            f"ranks {sorted(missing)} lack a lossy codec of the roles; rank {rank}: {said}; install a C++ compiler or a wheel of ds_zipccl "
-            "with its library, or name another codec"
-        )
+    for function in [_COMPILED_ONLY[name] for name in sorted(names & set(_COMPILED_ONLY))]:
+        route = functools.partial(kernels.lossy_route, kernels.preferred(config.route, "cpu"), "cpu", function)
+        if missing := _without(route):
+            rank, said = next(iter(missing.items()))
+            raise kernels.RouteUnavailable(
+                f"ranks {sorted(missing)} lack a lossy codec of the roles; rank {rank}: {said}; install a C++ compiler or a wheel of "
+                "ds_zipccl with its library, or name another codec"
+            )
 
 
 def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
-    """Return the config with ``nccl`` off if a rank has no kernels for groups in stream order: ranks with kernels would wait for that rank.
-    A collective of all ranks where ``nccl`` is on; blocks."""
+    """Return the config with ``nccl`` off if a rank has no kernels for groups in stream order. A collective of all ranks where ``nccl`` is
+    on; blocks."""
     device, state = _device(), group_state(None)
     if config.nccl == "off" or state is None or state.size == 1 or not state.streams(device.type):
         return config
-    reason = ""
-    try:
-        kernels.route(kernels.preferred(config.route, device.type), device.type)
-    except kernels.RouteUnavailable as error:
-        reason = str(error)
-    missing = {rank: said for rank, said in topology.tell(resolve_group(None), reason).items() if said}
+    missing = _without(lambda: kernels.route(kernels.preferred(config.route, device.type), device.type))
     if not missing:
         return config
     if state.rank == 0:

@@ -170,6 +170,8 @@ def test_errors_are_those_of_tensors(library: str) -> None:
     for none in (b"bytes", [1.0, 2.0], memoryview(b"some")):
         with pytest.raises(TypeError, match="must be a tensor, got"):
             compress(none)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="base must be a tensor, got"):
+            compress(given.bfloat16(), "delta", base=none, dtype=torch.bfloat16)  # type: ignore[arg-type]
 
 
 def test_weights_of_a_sender(library: str) -> None:

@@ -16,9 +16,10 @@ from typing import Protocol
 import torch
 
 from ds_zipccl import tensors
+from ds_zipccl.codecs.known import key_words
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane
-from ds_zipccl.comm.group_state import hash_key_words
+from ds_zipccl.comm.group_state import hash_key
 
 #: Words of a proof of one region: both halves of the hash, each followed by the inverted half.
 PROOF_WORDS = 4
@@ -35,7 +36,7 @@ def proof(ctx: DeviceContext, regions: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     with ctx.lanes.on(Lane.ENCODE):
         hashes = tensors.empty(2 * len(regions), torch.int64, ctx.device)
-        ctx.route.hash_regions(regions, hashes, hash_key_words())
+        ctx.route.hash_regions(regions, hashes, key_words(hash_key()))
         return torch.stack([hashes, ~hashes], dim=1).view(-1)
 
 
@@ -130,7 +131,7 @@ def watch(
     """Report the parameters whose shards are not the words of their last gather any more. Reads both on a lane; the next verdict raises."""
     with ctx.lanes.on(lane):
         hashes = tensors.empty(4 * len(lasts), torch.int64, ctx.device)
-        ctx.route.hash_regions([*lasts, *shards], hashes, hash_key_words())
+        ctx.route.hash_regions([*lasts, *shards], hashes, key_words(hash_key()))
         last, now = hashes.view(2, -1, 2)
         ctx.reports.note_changes(ctx.where(), names, (last != now).any(1))
     ctx.lanes.order(lane, Lane.DECODE)
