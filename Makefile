@@ -87,7 +87,7 @@ cuda-static: $(VENV)/ready
 
 # Plain collectives of `plan` beside the analytical mode of the simulator SimAI: SIMAI is a checkout of github.com/aliyun/SimAI.
 simai: $(VENV)/ready
-	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/simai/compare.py "$(SIMAI)" --json docs/results/plan_simai.json
+	$(BIN)/python -m ds_zipccl.benchmarks.simai.compare "$(SIMAI)" --json docs/results/plan_simai.json
 
 # Instructions an element of the C++ kernels, on x86-64 and on 64-bit Arm: needs qemu-user-static and g++-aarch64-linux-gnu. Some minutes.
 cpu-instructions: $(VENV)/ready

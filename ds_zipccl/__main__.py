@@ -13,24 +13,33 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ds_zipccl import __version__
-from ds_zipccl.bench import ToolError
+from ds_zipccl.cli import ToolError
 
 PROGRAM = "python -m ds_zipccl"
 
-#: Words on the command line -> module in ds_zipccl.cli, one-line help.
+#: Words on the command line -> module in ds_zipccl, one-line help.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("report",): ("report", "versions, routes and op builders: which of them work here, and why the rest does not"),
-    ("doctor",): ("doctor", "link, codec and hooks on the real ranks of a job, and the gain expected for its config"),
-    ("analyze",): ("analyze", "entropy, bound and ratio of the tensors of a file, or of synthetic data"),
-    ("bench", "codec"): ("bench_codec", "ratio and speed of compress and decompress, beside memcpy"),
-    ("bench", "comm"): ("bench_comm", "time, bandwidth and bytes of collectives: plain, our schedule, compressed"),
-    ("bench", "train"): ("bench_train", "whole training runs, plain and compressed, whose bits must be equal"),
+    ("report",): ("cli.report", "versions, routes and op builders: which of them work here, and why the rest does not"),
+    ("doctor",): (
+        "cli.doctor",
+        "link, codec and hooks on the real ranks of a job, and the gain expected for its config",
+    ),
+    ("analyze",): ("cli.analyze", "entropy, bound and ratio of the tensors of a file, or of synthetic data"),
+    ("bench", "codec"): ("benchmarks.codec.bench", "ratio and speed of compress and decompress, beside memcpy"),
+    ("bench", "comm"): (
+        "benchmarks.comm.bench",
+        "time, bandwidth and bytes of collectives: plain, our schedule, compressed",
+    ),
+    ("bench", "train"): (
+        "benchmarks.train.bench",
+        "whole training runs, plain and compressed, whose bits must be equal",
+    ),
     ("bench", "sync"): (
-        "bench_sync",
+        "benchmarks.sync.bench",
         "bytes and speed of weight sync, beside pairs of index and value and XOR with zstd",
     ),
-    ("steps",): ("steps", "ratios over a training, from its step logs"),
-    ("plan",): ("plan", "predicted communication time of a training step; --validate compares with this machine"),
+    ("steps",): ("cli.steps", "ratios over a training, from its step logs"),
+    ("plan",): ("cli.plan", "predicted communication time of a training step; --validate compares with this machine"),
 }
 GROUPS = {"bench": "measurements: codec, comm, train, sync"}
 
@@ -51,7 +60,7 @@ def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
             words[-1], help=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         if words == chosen:
-            module = importlib.import_module(f"ds_zipccl.cli.{name}")
+            module = importlib.import_module(f"ds_zipccl.{name}")
             command.description = (module.__doc__ or text).replace("``", "")
             module.add_arguments(command)
             command.set_defaults(main=module.main, parser=command)
@@ -83,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 all is well; 1 a measured result is wrong, or no route works here; 2 the command could not do its task.
     """
     args = parse(list(sys.argv[1:] if argv is None else argv))
-    from ds_zipccl.bench import tables
+    from ds_zipccl.cli import tables
 
     try:
         tables.check_outputs(args)

@@ -66,7 +66,7 @@ CACHE_BYTES = 20 * 10**9
 PROBE = """
 import importlib.metadata, json, platform
 import torch
-from ds_zipccl.bench.doctor_ranks import hooks_found
+from ds_zipccl.cli.doctor_ranks import hooks_found
 from ds_zipccl.integration.autoload import HOOKS
 names = ("torch", "deepspeed", "numpy", "transformers", "accelerate", "peft", "numba")
 versions = {name: importlib.metadata.version(name) for name in names}
@@ -303,7 +303,7 @@ def shrink(cache: Path) -> None:
 
 def main() -> None:
     from ds_zipccl import __version__
-    from ds_zipccl.bench import tables
+    from ds_zipccl.cli import tables
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(

@@ -67,7 +67,7 @@ def violations(place: PurePosixPath, text: str) -> list[str]:
         top, _, rest = name.partition(".")
         if top == "deepspeed" and own != "integration" and place.as_posix() not in KNOW_DEEPSPEED:
             # report and bench say which version they ran with
-            if not (own in ("cli", "bench") and name == "deepspeed.__version__"):
+            if not (own.startswith(("cli", "benchmarks")) and name == "deepspeed.__version__"):
                 found.append(f"{place} imports {name}")
         elif top == "op_builder":
             found.append(f"{place} imports {name}: its name is ds_zipccl.op_builder")
@@ -83,10 +83,16 @@ def _under(place: PurePosixPath, name: str) -> bool:
     return f"{place.as_posix().removesuffix('.py')}/".startswith(f"{name}/")
 
 
+def sources() -> list[Path]:
+    """The Python files of the package. ``op_builder`` and ``benchmarks`` may be links, which rglob does not follow."""
+    linked = [path for name in ("op_builder", "benchmarks") for path in (PACKAGE / name).rglob("*.py")]
+    return sorted(
+        {path for path in (*PACKAGE.rglob("*.py"), *linked) if "tests" not in path.relative_to(PACKAGE).parts}
+    )
+
+
 def test_files_import_only_from_lower_floors() -> None:
-    # op_builder may be a link, which rglob does not follow
-    files = {*PACKAGE.rglob("*.py"), *(PACKAGE / "op_builder").glob("*.py")}
-    places = {PurePosixPath(path.relative_to(PACKAGE)): path.read_text() for path in files}
+    places = {PurePosixPath(path.relative_to(PACKAGE)): path.read_text() for path in sources()}
     assert {place.parts[0] for place in places} > {"codecs", "kernels", "comm", "op_builder", "frame.py", "__main__.py"}
     unused = [name for name in FLOOR_OF if not any(_under(place, name) for place in places)]
     assert unused == [], "the table names what does not exist"
@@ -95,9 +101,8 @@ def test_files_import_only_from_lower_floors() -> None:
 
 def import_graph() -> dict[str, set[str]]:
     """Module -> modules of the package that it imports, at whatever depth; without the lazy names of the package itself."""
-    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "op_builder").glob("*.py")]
     modules = {}
-    for path in files:
+    for path in sources():
         parts = ["ds_zipccl", *path.relative_to(PACKAGE).with_suffix("").parts]
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     graph = {}
@@ -149,7 +154,7 @@ def constructions(place: PurePosixPath, text: str) -> list[str]:
 def test_tensors_are_made_in_one_place() -> None:
     """The commands are programs of their own."""
     files = {PurePosixPath(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
-    files = {place: text for place, text in files.items() if place.parts[0] not in ("cli", "bench", "examples")}
+    files = {place: text for place, text in files.items() if place.parts[0] not in ("cli", "examples")}
     assert len(files) > 30
     assert [line for place, text in sorted(files.items()) for line in constructions(place, text)] == []
     assert constructions(PurePosixPath("a.py"), "x = torch.empty(3).cuda()\ny = x.new_empty(3)") == [
@@ -193,7 +198,7 @@ def test_a_file_needs_a_floor() -> None:
 def test_files_are_short() -> None:
     files = [
         path
-        for folder in (PACKAGE, ROOT / "op_builder", ROOT / "tests", ROOT / "examples")
+        for folder in (PACKAGE, *(ROOT / name for name in ("op_builder", "benchmarks", "tests", "examples")))
         for path in folder.rglob("*")
     ]
     sources = [

@@ -135,7 +135,7 @@ def test_the_words_for_a_plain_run_are_those_of_its_launch() -> None:
 @pytest.mark.parametrize("problem", ["", "absent", "TypeError: no such slot"])
 def test_a_hook_that_fails_is_red(problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The traffic of a job would stay plain there, with a warning; a module that a DeepSpeed lacks is no mistake."""
-    from ds_zipccl.bench import doctor_ranks
+    from ds_zipccl.cli import doctor_ranks
 
     name = "deepspeed.runtime.engine"
     monkeypatch.setattr(doctor_ranks, "hooks_found", lambda: {name: problem})

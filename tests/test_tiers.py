@@ -16,7 +16,7 @@ import builds
 import programs
 import pytest
 import tiers
-from places import TESTS
+from places import ROOT
 
 
 def test_a_covering_part_has_every_value() -> None:
@@ -44,7 +44,7 @@ def test_no_slow_variant_is_left_out(request: pytest.FixtureRequest) -> None:
 
 def test_workers_get_long_files_first(tmp_path: Path) -> None:
     for name in tiers.LONG:
-        assert (TESTS / name).is_file(), f"{name} has another name now: change tiers.LONG"
+        assert (ROOT / name).is_file(), f"{name} has another name now: change tiers.LONG"
     names = ["comm/test_b.py", tiers.LONG[2], "comm/test_a.py", tiers.LONG[0], tiers.LONG[2]]
     items: list[Any] = [SimpleNamespace(path=tmp_path / name, number=number) for number, name in enumerate(names)]
     tiers.long_first(items, tmp_path)

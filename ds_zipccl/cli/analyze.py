@@ -30,15 +30,17 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.bench import ToolError, data, lossy_trial, tables
-from ds_zipccl.bench.lossy_rows import LOSSY_COLUMNS, lossy_rows
-from ds_zipccl.bench.tables import Column
+from ds_zipccl.benchmarks import data
+from ds_zipccl.benchmarks.codec import lossy as lossy_trial
+from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli.lossy_rows import LOSSY_COLUMNS, lossy_rows
+from ds_zipccl.cli.tables import Column
 
 if TYPE_CHECKING:
     import torch
 
-    from ds_zipccl.bench.files import Loader
-    from ds_zipccl.bench.plot_exponents import Histograms
+    from ds_zipccl.benchmarks.plots.exponents import Histograms
+    from ds_zipccl.cli.files import Loader
 
 DEFAULT_SPEC = data.Spec("normal")
 
@@ -120,7 +122,7 @@ def _columns(name_width: int) -> tuple[Column, ...]:
 
 
 def _drawing(block: int) -> Histograms:
-    from ds_zipccl.bench.plot_exponents import Histograms
+    from ds_zipccl.benchmarks.plots.exponents import Histograms
 
     return Histograms(block)
 
@@ -134,7 +136,7 @@ def _synthetic(args: argparse.Namespace) -> Iterable[tuple[str, Loader]]:
 
 
 def _stored(path: str) -> dict[str, Loader]:
-    from ds_zipccl.bench.files import tensors
+    from ds_zipccl.cli.files import tensors
 
     return tensors(path)
 
@@ -144,7 +146,7 @@ def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histo
     import torch
 
     from ds_zipccl import codecs
-    from ds_zipccl.bench.exponents import MODES, Fields, block_tables, differing, exponents
+    from ds_zipccl.cli.exponents import MODES, Fields, block_tables, differing, exponents
 
     nbytes = tensor.numel() * tensor.element_size()
     row: dict[str, Any] = {

@@ -40,10 +40,13 @@ import os
 import shlex
 from typing import Any
 
-from ds_zipccl.bench import ToolError, doctor_check, doctor_ranks, link, namespaces, tables, user_job
-from ds_zipccl.bench.doctor_ranks import AgreedError, Ranks
-from ds_zipccl.bench.step_plan import TOTAL
-from ds_zipccl.bench.tables import Column
+from ds_zipccl.benchmarks.links import link, namespaces
+from ds_zipccl.benchmarks.train import doctor_check
+from ds_zipccl.cli import ToolError, doctor_ranks, tables
+from ds_zipccl.cli.doctor_ranks import AgreedError, Ranks
+from ds_zipccl.cli.planning import user_job
+from ds_zipccl.cli.planning.step import TOTAL
+from ds_zipccl.cli.tables import Column
 
 COLUMNS = (
     Column("what", width=20),
@@ -185,7 +188,7 @@ def _remedy(found: Ranks) -> str:
 
 def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, Any]:
     """Print the job and the prediction; return both for the file."""
-    from ds_zipccl.bench import job_plan
+    from ds_zipccl.cli.planning import job as job_plan
     from ds_zipccl.integration import bypassed
     from ds_zipccl.integration.start_line import coverage_here, device_here
 

@@ -79,19 +79,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ds_zipccl.bench import (
-    ToolError,
-    clusters,
-    data,
-    device_plan,
-    link,
-    lossy_trial,
-    speeds,
-    tables,
-    validate,
-    whole_step,
-)
-from ds_zipccl.bench.step_plan import (
+from ds_zipccl.benchmarks import clusters, data
+from ds_zipccl.benchmarks.codec import lossy as lossy_trial
+from ds_zipccl.benchmarks.comm import validate
+from ds_zipccl.benchmarks.links import link
+from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli.planning import device, speeds, whole_step
+from ds_zipccl.cli.planning.step import (
     CHANGED,
     COPIED,
     EXPONENTS,
@@ -114,7 +108,7 @@ from ds_zipccl.bench.step_plan import (
     step,
     traffic,
 )
-from ds_zipccl.bench.tables import Column
+from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 
 COLUMNS = (
@@ -152,9 +146,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)"
     )
     parser.add_argument(
-        "--network", nargs="*", type=device_plan.network, metavar="NET",
+        "--network", nargs="*", type=device.network, metavar="NET",
         help="speed of the network: [CARDSx]RATE[-tcp]/node, all network cards of a node together, or RATE[-tcp]/gpu, the part of one GPU; "
-        "on NCCL several, and no value: " + " ".join(device_plan.NETWORKS),
+        "on NCCL several, and no value: " + " ".join(device.NETWORKS),
     )  # fmt: skip
     parser.add_argument(
         "--link", nargs="+", type=link.parse, metavar="LINK", help="with --validate: network between the ranks"
@@ -194,7 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bucket", type=tables.count(1e15), metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
-    device_plan.add_arguments(parser)
+    device.add_arguments(parser)
     parser.add_argument(
         "--clusters",
         action="store_true",
@@ -211,7 +205,7 @@ def main(args: argparse.Namespace) -> int:
         return clusters.main(args)
     _check(args)
     if args.backend == "nccl":
-        return device_plan.main(args)
+        return device.main(args)
     if not args.profile:
         tables.complain("# measuring this machine's CPU; the first time this builds kernels, which takes a while")
     found = speeds.read(args.profile, args.dtype) if args.profile else speeds.measured(args.dtype)

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Mapping
 
-from ds_zipccl.bench import tables
+from ds_zipccl.cli import tables
 
 ENTRY_GROUP = "torch.backends"
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own; 0 turns every autoload off

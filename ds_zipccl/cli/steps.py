@@ -21,9 +21,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ds_zipccl.bench import tables
-from ds_zipccl.bench.step_logs import Step, read
-from ds_zipccl.bench.tables import Column
+from ds_zipccl.cli import tables
+from ds_zipccl.cli.step_logs import Step, read
+from ds_zipccl.cli.tables import Column
 from ds_zipccl.telemetry import counters
 
 _RATIOS = ("mean", "min", "max", "ratio", "first", "middle", "last")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``steps``; always 0."""
     if args.plot:
-        from ds_zipccl.bench import plot_steps  # before reading: matplotlib may be missing
+        from ds_zipccl.benchmarks.plots import steps as plot_steps  # before reading: matplotlib may be missing
     logs = {path: read(path, args.from_step) for path in args.files}
     columns = (Column("file", width=max(map(len, logs))), Column("role", width=15), Column("steps", ",d", 7))
     table, found = tables.Table((*columns, *(Column(name, ".3f", 7) for name in _RATIOS))), []

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import codec_trial, data
-from ds_zipccl.bench.exponents import Fields, block_tables, differing, entropy, exponents
+from ds_zipccl.benchmarks import data
+from ds_zipccl.benchmarks.codec import trial
+from ds_zipccl.cli.exponents import Fields, block_tables, differing, entropy, exponents
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_plot_is_a_picture(tmp_path: Path) -> None:
 
 def test_plot_knows_the_format() -> None:
     pytest.importorskip("matplotlib")
-    from ds_zipccl.bench import plot_exponents
+    from ds_zipccl.benchmarks.plots import exponents as plot_exponents
 
     for mode, named in from_format.NAMED.items():
         tiers = {3 - k: tier for tier, ks in enumerate(named) for k in ks if k != "zero"}
@@ -190,7 +191,7 @@ def test_plot_knows_the_format() -> None:
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "ds_zipccl.bench.plot_exponents", raising=False)
+    monkeypatch.delitem(sys.modules, "ds_zipccl.benchmarks.plots.exponents", raising=False)
     assert main(["analyze", "-", "--numel", "4K", "--plot", "x.png"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
@@ -259,7 +260,7 @@ def test_choices_are_those_of_the_codec() -> None:
     assert [getattr(torch, name) for name in data.DEFAULT_DTYPES] == list(codecs.CODED_DTYPES)[
         : len(data.DEFAULT_DTYPES)
     ]
-    assert set(codec_trial.CODECS) == set(codecs.CODECS)
+    assert set(trial.CODECS) == set(codecs.CODECS)
 
 
 def test_differing_looks_at_bits() -> None:

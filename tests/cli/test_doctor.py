@@ -16,18 +16,13 @@ from commands import assert_refused, content
 from places import ROOT
 from programs import launch
 
-from ds_zipccl.bench import (
-    ToolError,
-    doctor_check,
-    doctor_ranks,
-    job_plan,
-    link,
-    namespaces,
-    speeds,
-    step_plan,
-    user_job,
-)
-from ds_zipccl.bench.doctor_ranks import RankReport
+from ds_zipccl.benchmarks.links import link, namespaces
+from ds_zipccl.benchmarks.train import doctor_check
+from ds_zipccl.cli import ToolError, doctor_ranks
+from ds_zipccl.cli.doctor_ranks import RankReport
+from ds_zipccl.cli.planning import job as job_plan
+from ds_zipccl.cli.planning import speeds, user_job
+from ds_zipccl.cli.planning import step as step_plan
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import LinkProfile, predict
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import lossy_rows
+from ds_zipccl.cli import lossy_rows
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.lossy_sizes import expected

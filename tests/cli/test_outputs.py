@@ -10,7 +10,7 @@ import pytest
 from commands import assert_refused
 
 from ds_zipccl.__main__ import COMMANDS, main
-from ds_zipccl.bench import ToolError
+from ds_zipccl.cli import ToolError
 
 #: Every command that writes a file, with an option of each kind that it has.
 WRITERS = [
@@ -25,7 +25,7 @@ def test_files_that_cannot_be_written_are_told_at_once(
 ) -> None:
     """The command itself does not begin."""
     name = COMMANDS[tuple(word for word in words if word[0] != "-")][0]
-    monkeypatch.setattr(f"ds_zipccl.cli.{name}.main", lambda args: pytest.fail("the command has begun"))
+    monkeypatch.setattr(f"ds_zipccl.{name}.main", lambda args: pytest.fail("the command has begun"))
     if words[0] in ("analyze", "steps") and words[-2] != "-":
         words = [words[0], "-", words[-1]]
     for path in (tmp_path, tmp_path / "missing" / "x", "/proc/x", ""):

@@ -10,8 +10,9 @@ import pytest
 from places import ROOT
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import comm_trial, speeds, validate
-from ds_zipccl.bench.step_plan import TOTAL
+from ds_zipccl.benchmarks.comm import trial, validate
+from ds_zipccl.cli.planning import speeds
+from ds_zipccl.cli.planning.step import TOTAL
 from ds_zipccl.codecs import compress
 from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile, predict
 
@@ -364,14 +365,14 @@ def test_the_verdict(variant: str, factor: float, status: int) -> None:
 def off_part(rank: int, *more: Any) -> None:
     """``take_part`` with a calibration that finds everything a thousand times faster."""
     profile = LinkProfile(((1.0, 1e-9), (1e12, 1e-3)), 1e15, 1e15, 1e15, 1e15, 1e15, 0)
-    comm_trial.calibration.measure = lambda: profile
+    trial.calibration.measure = lambda: profile
     REAL_PART(rank, *more)
 
 
-REAL_PART = comm_trial.take_part
+REAL_PART = trial.take_part
 
 
 def test_a_wrong_model_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(comm_trial, "take_part", off_part)
+    monkeypatch.setattr(trial, "take_part", off_part)
     assert main(["plan", "--validate", "--op", "all_gather", "--numel", "1M", "--repeats", "1"]) == 1
     assert "off by more than 20% for 2 rows" in capsys.readouterr().err

@@ -10,8 +10,9 @@ from test_doctor import FAST, NORMAL, written
 from test_plan import GATHER, fast, planned
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import job_plan, speeds, user_job
-from ds_zipccl.bench.step_plan import TOTAL
+from ds_zipccl.cli.planning import job as job_plan
+from ds_zipccl.cli.planning import speeds, user_job
+from ds_zipccl.cli.planning.step import TOTAL
 from ds_zipccl.policy.cost_model import predict
 
 __all__ = ["fast"]

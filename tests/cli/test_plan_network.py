@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import device_plan
-from ds_zipccl.bench.device_plan import BASE_SPEED, COPY, HASH
-from ds_zipccl.bench.step_plan import TOTAL
+from ds_zipccl.cli.planning import device as device_plan
+from ds_zipccl.cli.planning.device import BASE_SPEED, COPY, HASH
+from ds_zipccl.cli.planning.step import TOTAL
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 from ds_zipccl.policy.device_rules import (
     GATHER,

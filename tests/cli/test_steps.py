@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import ToolError
-from ds_zipccl.cli import steps
+from ds_zipccl.cli import ToolError, steps
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.step_log import StepLog
 
@@ -108,7 +107,7 @@ def test_plot_of_a_log_without_traffic(tmp_path: Path) -> None:
 
 def test_plot(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    from ds_zipccl.bench import plot_steps
+    from ds_zipccl.benchmarks.plots import steps as plot_steps
 
     twice, without = tmp_path / "twice.jsonl", tmp_path / "without.jsonl"
     twice.write_text(2 * log.read_text())

@@ -17,8 +17,11 @@ from commands import assert_refused, command, content, shannon
 
 from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
-from ds_zipccl.bench import codec_trial, comm_cases, comm_trial, data
-from ds_zipccl.bench.exponents import Fields
+from ds_zipccl.benchmarks import data
+from ds_zipccl.benchmarks.codec import trial as codec_trial
+from ds_zipccl.benchmarks.comm import cases
+from ds_zipccl.benchmarks.comm import trial as comm_trial
+from ds_zipccl.cli.exponents import Fields
 from ds_zipccl.frame import FrameError, FrameErrorCode
 
 CODEC_KEYS = (
@@ -286,8 +289,8 @@ def test_comm_counts_are_exact(op: str) -> None:
             shares[traffic.outputs] = shard if op == "reduce_scatter" else Fraction(1)
         for numel in (ranks, 3 * ranks, (1 << 33) // ranks * ranks, ((1 << 40) + 12345) // ranks * ranks):
             for share, exact in shares.items():
-                assert comm_cases.elements(numel, share, ranks) == exact * numel
-        found = comm_cases.bandwidths(op, 3_000_000_000, ranks, 2.0)
+                assert cases.elements(numel, share, ranks) == exact * numel
+        found = cases.bandwidths(op, 3_000_000_000, ranks, 2.0)
         assert found == {"algbw": 1.5, "busbw": pytest.approx(float(1.5 * factor), rel=1e-15)}
 
 

@@ -11,7 +11,7 @@ import emulation
 import pytest
 from places import TESTS
 
-from ds_zipccl.bench.tables import read_json
+from ds_zipccl.cli.tables import read_json
 from ds_zipccl.kernels import build, cuda, cuda_launchers, cupy_kernels, jobs
 
 

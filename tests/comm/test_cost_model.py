@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_zipccl.bench import variants
+from ds_zipccl.benchmarks.comm import variants
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Int, Round
 from ds_zipccl.ops import TRAFFIC

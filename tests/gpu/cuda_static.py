@@ -23,7 +23,7 @@ import torch
 from places import ROOT
 
 from ds_zipccl import kernels
-from ds_zipccl.bench.tables import Column, Table, write_json
+from ds_zipccl.cli.tables import Column, Table, write_json
 from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.kernels import build, cuda, cupy_kernels
 from ds_zipccl.kernels.rounded_calls import TRIMMED

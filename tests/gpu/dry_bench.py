@@ -20,7 +20,8 @@ import variants  # puts the emulated kernels among the routes of the CPU
 
 from ds_zipccl import kernels
 from ds_zipccl.__main__ import main
-from ds_zipccl.bench import backends, cuda, floors
+from ds_zipccl.benchmarks.codec import cuda, floors
+from ds_zipccl.benchmarks.links import backends
 
 
 def seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:

@@ -43,7 +43,7 @@ def facts() -> dict[str, Callable[[], Any]]:
     import driver
     import torch
 
-    from ds_zipccl.bench import tables
+    from ds_zipccl.cli import tables
     from ds_zipccl.kernels import build
 
     return {

@@ -21,7 +21,7 @@ from places import ROOT
 from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Runner, Step
 from test_gpu_steps import COLLECT, GOOD, STEPS, alive, environment, python, run
 
-from ds_zipccl.bench import floors
+from ds_zipccl.benchmarks.codec import floors
 
 #: Outcomes of steps -> the status of the run, and words of its last line.
 ENDS: list[tuple[list[Result], int, str]] = [

@@ -25,7 +25,7 @@ import where
 from places import ROOT
 from step_runner import FAILED, PASSED, Result
 
-from ds_zipccl.bench import floors
+from ds_zipccl.benchmarks.codec import floors
 from ds_zipccl.kernels import build
 
 sys.path.insert(0, str(ROOT / "docs"))

@@ -12,9 +12,9 @@ import ranks as runner
 import torch
 from backend_programs import succeed
 
-from ds_zipccl.bench import doctor_ranks, job_plan, user_job
-from ds_zipccl.bench.doctor_ranks import RankReport
-from ds_zipccl.cli import doctor
+from ds_zipccl.cli import doctor, doctor_ranks
+from ds_zipccl.cli.doctor_ranks import RankReport
+from ds_zipccl.cli.planning import job, user_job
 from ds_zipccl.integration import bypassed
 from ds_zipccl.integration.bypassed import FEATURES, Facts
 from ds_zipccl.policy.cost_model import LinkProfile
@@ -87,7 +87,7 @@ def test_a_line_for_each_feature(
     told = doctor._predict(args, found, PROFILE)["notes"]
     assert [note for note in told if note.startswith("bypassed")] == lines
     assert [line.strip() for line in capsys.readouterr().out.splitlines() if "bypassed" in line] == lines
-    reason = job_plan.unpredicted(user_job.read(str(path)), "cpu", "gloo")
+    reason = job.unpredicted(user_job.read(str(path)), "cpu", "gloo")
     of_zero = [one.name for one in FEATURES if one.of_zero and one.name in names]
     assert reason.endswith(", ".join(of_zero)) and ("no model predicts the traffic of" in reason) == bool(of_zero)
 

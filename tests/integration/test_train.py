@@ -208,7 +208,7 @@ def rank_program() -> None:
     import torch.distributed as dist
     import train_gpt
 
-    from ds_zipccl.bench.train_trial import WORKLOADS as CONFIGS
+    from ds_zipccl.benchmarks.train.trial import WORKLOADS as CONFIGS
     from ds_zipccl.telemetry import counters
 
     if args.wrong_bit and os.environ["RANK"] == "0":

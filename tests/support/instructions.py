@@ -21,7 +21,7 @@ from places import ROOT
 
 from ds_zipccl import codecs
 from ds_zipccl import frame as framing
-from ds_zipccl.bench.tables import Column, Table, write_json
+from ds_zipccl.cli.tables import Column, Table, write_json
 from ds_zipccl.kernels import build
 
 RESULTS = ROOT / "docs" / "results" / "instructions.json"

@@ -18,29 +18,29 @@ import pytest
 #: Files whose tests take longest, the longest first: more than half a minute on one of two workers. Workers get them first, as a long file
 #: that begins last leaves the other worker without work. Seconds of a run are in the list at its end.
 LONG = (
-    "cli/test_bench_train.py",
-    "gpu/test_gpu_steps.py",
-    "codec/test_convergence.py",
-    "integration/test_engines_on_streams.py",
-    "codec/test_sanitizers.py",
-    "codec/test_cuda_build.py",
-    "codec/test_gap_list.py",
-    "codec/test_codec.py",
-    "codec/test_cuda_planted.py",
-    "codec/test_cuda_sanitizers.py",
-    "gpu/test_gpu_programs.py",
-    "codec/test_arm.py",
-    "integration/test_moe.py",
-    "codec/test_trust.py",
-    "integration/test_parallel.py",
-    "integration/test_recipes.py",
-    "integration/test_engines_zero3.py",
-    "test_packaging.py",
-    "cli/test_bench_experts.py",
-    "integration/test_engines.py",
-    "cli/test_link.py",
-    "integration/test_peft.py",
-    "cli/test_bench_train_lossy.py",
+    "benchmarks/tests/test_bench_train.py",
+    "tests/gpu/test_gpu_steps.py",
+    "tests/codec/test_convergence.py",
+    "tests/integration/test_engines_on_streams.py",
+    "tests/codec/test_sanitizers.py",
+    "tests/codec/test_cuda_build.py",
+    "tests/codec/test_gap_list.py",
+    "tests/codec/test_codec.py",
+    "tests/codec/test_cuda_planted.py",
+    "tests/codec/test_cuda_sanitizers.py",
+    "tests/gpu/test_gpu_programs.py",
+    "tests/codec/test_arm.py",
+    "tests/integration/test_moe.py",
+    "tests/codec/test_trust.py",
+    "tests/integration/test_parallel.py",
+    "tests/integration/test_recipes.py",
+    "tests/integration/test_engines_zero3.py",
+    "tests/test_packaging.py",
+    "benchmarks/tests/test_bench_experts.py",
+    "tests/integration/test_engines.py",
+    "benchmarks/tests/test_link.py",
+    "tests/integration/test_peft.py",
+    "benchmarks/tests/test_bench_train_lossy.py",
 )
 #: Variants that take ten times as long as the native route or more. The short tier runs a part of their combinations.
 SLOW = ("numba", "emulated")
@@ -82,13 +82,13 @@ def repeat_timings(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=10))
 
 
-def long_first(items: list[pytest.Item], tests: Path) -> None:
+def long_first(items: list[pytest.Item], root: Path) -> None:
     """Put the tests of the files of :data:`LONG` first, in their order; all other tests keep theirs.
 
     Args:
-        tests: the folder that the names of the files begin in.
+        root: the folder in which the names of the files begin.
     """
-    place = {tests / name: number for number, name in enumerate(LONG)}
+    place = {root / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
 

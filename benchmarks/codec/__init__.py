@@ -1,0 +1,1 @@
+"""``bench codec``: codecs, and compressors of other projects."""

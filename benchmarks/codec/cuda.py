@@ -1,0 +1,373 @@
+"""``bench codec --device cuda``: the CUDA kernels at message sizes, beside a copy and nvCOMP.
+
+Columns (also the keys of the rows in ``--json``):
+
+* ``route``: native (nvcc), cupy, or "peer". ``codec``, ``dtype``, ``mib``: codec, and dtype and size of the tensor.
+* ``block``: elements of a block. ``offset``: bytes from a multiple of 16 to the first word.
+* ``ratio``: bytes of the tensor / bytes of its frame.
+* ``encode_gbps``, ``decode_gbps``: 1e9 bytes of tensor a second; ``copy_gbps``: of a device-to-device copy of the tensor in the same run.
+* ``encode_moved``, ``decode_moved``: bytes that must be read and written per second / bytes that the copy reads and writes per second.
+* ``sum_moved``: the same for the sum of eight frames into one tensor: eight frames read, one tensor written.
+* ``pair_us``: one encode and one decode, from the call to their end on the device, launched from Python.
+* ``wrong``: decoded bytes that differ from the tensor's; with a lossy codec, from those of ``project``.
+
+Data are normal. Buffers rotate through more than 256 MiB, which no L2 cache holds. Calls are recorded as CUDA graphs, so that times are
+the device's; figures are medians of ``--repeats`` replays. Lossy codecs and peers are called through their Python interface, one buffer
+after another, and wait for the device. ``--floors`` adds rows of the lossless codecs with misaligned words and with blocks of 128, and
+compares with the figures that a GPU must reach. The peers' rows of a size come first. ``--json`` also has ``python_us``, the host's time
+by route for a call with 1 and with 20 tensors and for a gather of 20 parameters over 64 ranks, and ``left_out``, the reason for each row
+that is not there. It is written after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ds_zipccl.benchmarks.codec import cuda_coders, floors
+from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli.tables import Column
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_zipccl.lossy import LossyCodec
+
+#: Where the tensors are; the tests put the emulated kernels there.
+DEVICE = "cuda"
+MIB_BYTES, ROTATE_BYTES = 1 << 20, 256 << 20
+SUMMANDS = 8
+COLUMNS = (
+    Column("route", width=6), Column("codec", width=16), Column("dtype", width=8), Column("mib", "d"), Column("block", "d"),
+    Column("offset", "d"), Column("ratio", ".3f"), Column("encode_gbps", ".0f"), Column("decode_gbps", ".0f"),
+    Column("copy_gbps", ".0f"), Column("encode_moved", ".3f"), Column("decode_moved", ".3f"), Column("sum_moved", ".3f"),
+    Column("pair_us", ".1f"), Column("wrong", "d"),
+)  # fmt: skip
+
+#: Tensors of one call, for the time of Python; small, so that the device is never late.
+PYTHON_TENSORS, PYTHON_NUMEL, PYTHON_CALLS = (1, 20), 4096, 40
+#: Ranks of the gather whose time of Python is measured.
+PYTHON_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row to be measured."""
+
+    route: str
+    codec: str
+    dtype: str
+    mib: int
+    block: int
+    begin: Callable[[Sequence[torch.Tensor]], Coder]
+    offset: int = 0
+
+    def place(self) -> dict[str, Any]:
+        """The columns that name the row."""
+        return {key: getattr(self, key) for key in ("route", "codec", "dtype", "mib", "block", "offset")}
+
+
+class Coder(Protocol):
+    """``encode(i)`` codes buffer i; ``decode(i)`` decodes it to its output. Neither blocks unless ``eager``."""
+
+    eager: bool
+
+    def encode(self, buffer: int) -> None: ...
+    def decode(self, buffer: int) -> None: ...
+    def coded_bytes(self) -> int: ...
+    def result(self, buffer: int) -> torch.Tensor: ...
+    def wanted(self, buffer: int) -> torch.Tensor: ...
+
+
+class FrameCoder:
+    """Our kernels on whole frames in slots."""
+
+    eager = False
+
+    def __init__(self, tensors: Sequence[torch.Tensor], route: str, codec: str, block: int) -> None:
+        import torch
+
+        from ds_zipccl import codecs, kernels
+        from ds_zipccl.kernels.cuda import new_status
+
+        like = tensors[0]
+        bound = codecs.compress_bound(like.numel(), like.dtype, codec, block=block)
+        self._route: Any = kernels.route(route, DEVICE)
+        self._codec, self._block, self._tensors = codec, block, tensors
+        self.slots = [torch.empty(bound, dtype=torch.uint8, device=like.device) for _ in tensors]
+        self._outs = [_like(tensor) for tensor in tensors]
+        self._status = new_status(like.device)
+
+    def encode(self, buffer: int) -> None:
+        self._route.encode_frames([self._tensors[buffer]], self._codec, self._block, [self.slots[buffer]])
+
+    def decode(self, buffer: int) -> None:
+        self._route.decode_frames([self.slots[buffer]], self._block, [self._outs[buffer]], self._status)
+
+    def encode_all(self) -> None:
+        """All tensors in one call."""
+        self._route.encode_frames(self._tensors, self._codec, self._block, self.slots)
+
+    def decode_all(self) -> None:
+        """All frames in one call."""
+        self._route.decode_frames(self.slots, self._block, self._outs, self._status)
+
+    def sum(self, sums: torch.Tensor) -> None:
+        """Sum of :data:`SUMMANDS` frames."""
+        slots = [self.slots[i % len(self.slots)] for i in range(SUMMANDS)]
+        self._route.decode_sum_frames(slots, self._block, sums.dtype, sums, self._status)
+
+    def coded_bytes(self) -> int:
+        from ds_zipccl import frame
+
+        return frame.parse(self.slots[0][: frame.MAX_HEADER_BYTES].cpu(), self.slots[0].numel()).frame_bytes
+
+    def result(self, buffer: int) -> torch.Tensor:
+        from ds_zipccl.kernels.cuda import raise_failure
+
+        raise_failure(self._status)
+        return self._outs[buffer]
+
+    def wanted(self, buffer: int) -> torch.Tensor:
+        return self._tensors[buffer]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``bench codec --device cuda``; 1 if any element came back wrong or a row of ours failed, 3 if only a floor was missed, else 0."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ToolError("torch sees no CUDA device; `python -m ds_zipccl report` lists the routes that work here")
+    device = torch.cuda.get_device_properties(0)
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    settings: dict[str, Any] = {
+        "device": device.name, "memory_bytes": device.total_memory, "cuda": torch.version.cuda,
+        "block": args.block, "repeats": args.repeats, "nvcomp": tables.version("nvidia-nvcomp-cu13"), "left_out": left_out,
+    }  # fmt: skip
+
+    def save() -> None:
+        if args.json:
+            tables.write_json(args.json, rows, args.command, **settings)
+
+    table, failed = tables.Table(COLUMNS), 0
+    cases = list(_cases(args, left_out))
+    for case in tables.progress(cases, "bench codec", len(cases)):
+        place = case.place()
+        try:
+            rows.append({**place, **measure(case, args.repeats)})
+        except Exception as error:  # one row less; the others tell something
+            left_out[" ".join(map(str, place.values()))] = f"{type(error).__name__}: {error}"
+            failed += case.route != "peer"
+            continue
+        finally:
+            save()
+        table.add(rows[-1])
+    routes = list(dict.fromkeys(case.route for case in cases if case.route != "peer"))
+    settings["python_us"] = {route: python_times(route) for route in routes}
+    for route, times in settings["python_us"].items():
+        for name, microseconds in times.items():
+            tables.say(f"Python, {route}, {name}: {microseconds:.1f} us")
+    if args.floors:
+        settings["floors"] = floors.compare(rows, device.name, settings["python_us"][routes[0]])
+    save()
+    for name, reason in left_out.items():
+        tables.complain(f"{name} left out: {reason}")
+    missed = floors.missed(settings.get("floors", ()))
+    for line in missed:
+        tables.complain(f"floor missed: {line}")
+    return 1 if failed or any(row["wrong"] for row in rows) else floors.SLOW if missed else 0
+
+
+def _cases(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[Case]:
+    """Yield the rows to measure, and name in ``left_out`` the routes and peers that do not work here."""
+    from ds_zipccl import kernels
+
+    usable = []
+    for name in args.route or kernels.ROUTES[DEVICE]:
+        try:
+            kernels.route(name, DEVICE)
+            usable.append(name)
+        except (kernels.RouteUnavailable, ValueError) as error:
+            left_out[f"route {name}"] = str(error)
+    if not usable:
+        raise ToolError(f"no CUDA route works here; `python -m ds_zipccl report` says why: {left_out}")
+    codecs = [codec for codec in args.codec if codec != "raw"]
+    pairs = [(route, codec) for route in usable for codec in codecs]
+    for route, codec in pairs.copy():
+        if not isinstance(codec, str) and (reason := cuda_coders.why_not(codec, route, DEVICE)):
+            left_out[f"{route} {codec}"] = reason
+            pairs.remove((route, codec))
+
+    def ours(route: str, codec: str | LossyCodec, dtype: str, mib: int, block: int, offset: int = 0) -> Case:
+        coder: Any = FrameCoder if isinstance(codec, str) else cuda_coders.LossyCoder
+        return Case(route, str(codec), dtype, mib, block, partial(coder, route=route, codec=codec, block=block), offset)
+
+    names = list(cuda_coders.PEERS) if args.peers is not None and _nvcomp(left_out) else []
+    for dtype in args.dtype:
+        for mib in args.mib:
+            for name in names:
+                yield Case("peer", name, dtype, mib, args.block, partial(cuda_coders.NvcompCoder, name=name))
+            yield from (ours(route, codec, dtype, mib, args.block) for route, codec in pairs)
+        if args.floors:
+            for codec in [codec for codec in codecs if isinstance(codec, str)]:
+                yield ours(usable[0], codec, dtype, floors.BIG, floors.BLOCK, floors.MISALIGNED)
+                yield ours(usable[0], codec, dtype, floors.BIG, 128)
+
+
+def _nvcomp(left_out: dict[str, str]) -> bool:
+    try:
+        from nvidia import nvcomp  # noqa: F401
+    except ImportError as error:
+        left_out["nvCOMP"] = f"{error}; pip install nvidia-nvcomp-cu13"
+        return False
+    return True
+
+
+def _like(tensor: torch.Tensor, offset: int | None = None) -> torch.Tensor:
+    """Memory for a tensor that begins ``offset`` bytes after a multiple of 16, or as far as ``tensor`` does."""
+    import torch
+
+    shift = (tensor.data_ptr() % 16 if offset is None else offset) // tensor.itemsize
+    return torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device=tensor.device)[shift:]
+
+
+def measure(case: Case, repeats: int) -> dict[str, float | int | None]:
+    """Figures of one row."""
+    import torch
+
+    kind = getattr(torch, case.dtype)
+    size = case.mib * MIB_BYTES
+    count = max(2, -(-ROTATE_BYTES // size))
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    normal = torch.randn(size // kind.itemsize, device=DEVICE, generator=generator).to(kind)
+    tensors = [_like(normal, case.offset).copy_(normal.roll(i)) for i in range(count)]
+    coder = case.begin(tensors)
+    for i in range(count):
+        coder.encode(i)
+        coder.decode(i)
+    copies = [torch.empty_like(normal) for _ in range(min(count, 2))]
+    every = range(count)
+
+    def each(step: Callable[[int], None]) -> None:
+        for i in every:
+            step(i)
+
+    encode = _seconds(lambda: each(coder.encode), repeats, coder.eager) / count
+    wrong = 0
+    decode = _seconds(lambda: each(coder.decode), repeats, coder.eager) / count
+    for i in every:
+        wrong += int((coder.result(i).view(torch.uint8) != coder.wanted(i).view(torch.uint8)).sum())
+    copy = _seconds(lambda: [copies[i % 2].copy_(tensors[i]) for i in every], repeats, False) / count
+    coded, moved = coder.coded_bytes(), 2 * size / copy
+    summed = None
+    if isinstance(coder, FrameCoder):
+        sums = _like(tensors[0])
+        seconds = _seconds(lambda: coder.sum(sums), repeats, False)
+        summed = (SUMMANDS * coded + size) / seconds / moved
+        wanted = tensors[0].float()
+        for i in range(1, SUMMANDS):
+            wanted = wanted + tensors[i % count].float()
+        wrong += int((sums != wanted.to(kind)).sum())
+    return {
+        "ratio": size / coded,
+        "encode_gbps": size / encode / 1e9,
+        "decode_gbps": size / decode / 1e9,
+        "copy_gbps": size / copy / 1e9,
+        "encode_moved": (size + coded) / encode / moved,
+        "decode_moved": (size + coded) / decode / moved,
+        "sum_moved": summed,
+        "pair_us": 1e6 * statistics.median(_pair(coder) for _ in range(20)),
+        "wrong": wrong,
+    }
+
+
+def python_times(route: str) -> dict[str, float]:
+    """Microseconds of the host for one call of a route, which does not wait for the device; median of nine batches of calls."""
+    import torch
+
+    found: dict[str, float] = {}
+    for count in PYTHON_TENSORS:
+        tensors = [torch.zeros(PYTHON_NUMEL, dtype=torch.bfloat16, device=DEVICE) for _ in range(count)]
+        coder = FrameCoder(tensors, route, "cascade", 1024)
+        calls = {"encode": coder.encode_all, "decode": coder.decode_all}
+        found |= {f"{name} of {count}": _host_us(call) for name, call in calls.items()}
+    encode, decode = _gather_calls(tensors, route)
+    found[floors.GATHER] = _host_us(encode) + _host_us(decode)
+    return found
+
+
+def _gather_calls(tensors: Sequence[torch.Tensor], route: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Both calls of a rank in a gather of ``tensors`` over :data:`PYTHON_RANKS` ranks."""
+    import torch
+
+    from ds_zipccl import codecs, kernels
+    from ds_zipccl.kernels.cuda import FrameCalls, GatherTable, Parameter, new_status
+
+    like, calls = tensors[0], kernels.route(route, DEVICE)
+    assert isinstance(calls, FrameCalls)
+    room = codecs.compress_bound(like.numel(), like.dtype, "cascade", block=1024)
+    parameters = [Parameter(tensor.numel(), -(-room // 16) * 16) for tensor in tensors]
+    table = GatherTable(parameters, like.dtype, 1024, PYTHON_RANKS)
+    part = torch.zeros(table.part_bytes, dtype=torch.uint8, device=DEVICE)
+    calls.encode_gather(tensors, "cascade", table, part)
+    slab = part.repeat(PYTHON_RANKS)
+    outs = [torch.empty(PYTHON_RANKS * tensor.numel(), dtype=like.dtype, device=DEVICE) for tensor in tensors]
+    status = new_status(like.device)
+    return (
+        lambda: calls.encode_gather(tensors, "cascade", table, part),
+        lambda: calls.decode_gather(slab, table, outs, 0, status),
+    )
+
+
+def _host_us(call: Callable[[], None]) -> float:
+    """Microseconds of the host for a call."""
+    import torch
+
+    times = []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(PYTHON_CALLS):
+            call()
+        times.append((time.perf_counter() - start) / PYTHON_CALLS)
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(times)
+
+
+def _seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:
+    """Device seconds of the calls: of a replay of their graph, or if ``eager`` of the calls themselves."""
+    import torch
+
+    run = calls
+    if not eager:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        run = graph.replay
+    run()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _pair(coder: Coder) -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    coder.encode(0)
+    coder.decode(0)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,221 @@
+"""Words against their base in ``bench codec --codec delta``: the delta codec, other compressors, and the bound of both."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ds_zipccl.benchmarks import data
+from ds_zipccl.benchmarks.codec import peers
+from ds_zipccl.benchmarks.codec.trial import PEER_ROUTE, run, usable_routes
+from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli.tables import Column
+
+if TYPE_CHECKING:
+    import torch
+
+CODEC = "delta"
+COLUMNS = (
+    Column("route", width=6),
+    Column("codec", width=9),
+    Column("dtype", width=8),
+    Column("data", width=14),
+    Column("numel", ",d", 10),
+    Column("changed", ".4f"),
+    Column("ratio", ".3f", 8),
+    Column("bound", ".3f", 8),
+    Column("encode_gbps", ".2f"),
+    Column("decode_gbps", ".2f"),
+    Column("in_place_gbps", ".2f"),
+    Column("memcpy_gbps", ".2f"),
+    Column("encode_memcpy", ".3f"),
+    Column("decode_memcpy", ".3f"),
+    Column("in_place_memcpy", ".3f"),
+    Column("wrong", "d"),
+)
+_TIMED = ("encode", "decode", "in_place")
+
+
+class _Pair:
+    """Words, their base and the places of decoded words; both decoders of a trial write words."""
+
+    repeatable = True
+
+    def __init__(self, words: torch.Tensor, base: torch.Tensor) -> None:
+        import torch
+
+        self._words, self._base = words, base
+        self._back, self._own = torch.empty_like(words), torch.empty_like(words)
+        self._result = self._back
+        self.more: Mapping[str, tuple[Callable[[], None], Callable[[], None]]] = {
+            "in_place": (self._restore, self._decode_in_place)
+        }
+
+    def prepare(self) -> None:
+        """Fill the output with the complement of every bit."""
+        import torch
+
+        from ds_zipccl.cli.exponents import words
+
+        torch.bitwise_not(words(self._words), out=words(self._back))
+        self._result = self._back
+
+    def result(self) -> torch.Tensor:
+        return self._result
+
+    def decode(self) -> None:
+        self._decode(self._base, self._back)
+
+    def _restore(self) -> None:
+        self._own.copy_(self._base)
+        self._result = self._own
+
+    def _decode_in_place(self) -> None:
+        self._decode(self._own, self._own)
+
+    def _decode(self, base: torch.Tensor, out: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class DeltaTrial(_Pair):
+    """The delta codec on a route."""
+
+    def __init__(self, words: torch.Tensor, base: torch.Tensor, route: str, block: int) -> None:
+        import torch
+
+        from ds_zipccl import codecs
+
+        super().__init__(words, base)
+        self._route, self._block = route, block
+        bound = codecs.compress_bound(words.numel(), words.dtype, CODEC, block=block)
+        self._frame = self._out = torch.empty(bound, dtype=torch.uint8)
+
+    def encode(self) -> None:
+        from ds_zipccl import codecs
+
+        compress = partial(codecs.compress, shaped=False, checksum=False, block=self._block, route=self._route)
+        self._frame = compress(self._words, CODEC, base=self._base, out=self._out)
+
+    def _decode(self, base: torch.Tensor, out: torch.Tensor) -> None:
+        from ds_zipccl import codecs
+
+        codecs.decompress(self._frame, out, base=base, route=self._route)
+
+    @property
+    def coded_bytes(self) -> int:
+        return self._frame.numel()
+
+
+class DifferencePeerTrial(_Pair):
+    """A peer of the delta codec."""
+
+    def __init__(self, words: torch.Tensor, base: torch.Tensor, peer: peers.Difference) -> None:
+        super().__init__(words, base)
+        self._peer = peer
+        self._coded = b""
+
+    def encode(self) -> None:
+        self._coded = self._peer.compress(_array(self._words), _array(self._base))
+
+    def _decode(self, base: torch.Tensor, out: torch.Tensor) -> None:
+        before = _array(base)
+        self._peer.decompress(self._coded, before, before if out is base else _array(out))
+
+    @property
+    def coded_bytes(self) -> int:
+        return len(self._coded)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """The words as a numpy array of unsigned integers, over the same memory."""
+    import numpy as np
+
+    from ds_zipccl.cli.exponents import words
+
+    signed = words(tensor).numpy()
+    return signed.view(np.dtype(f"u{signed.itemsize}"))
+
+
+def bound(words: torch.Tensor, base: torch.Tensor) -> float | None:
+    """Ratio of a code that knows how often each difference D (FORMAT.md 2.3) occurs, and nothing else; None if no word differs.
+
+    Its bits an element are the entropy of D: that of "changed or not", and for the changed part the entropy of D among the changed words.
+    """
+    import numpy as np
+
+    def order(tensor: torch.Tensor) -> Any:
+        array = _array(tensor)
+        sign = array.dtype.type(1 << 8 * array.itemsize - 1)
+        return np.where(array & sign, ~array, array | sign)
+
+    difference = order(words) - order(base)
+    counts = np.bincount(difference) if words.itemsize < 4 else np.unique(difference, return_counts=True)[1]
+    shares = counts[counts > 0] / words.numel()
+    entropy = float(-(shares * np.log2(shares)).sum())
+    return 8 * words.itemsize / entropy if entropy > 0 else None
+
+
+#: Route and codec of a row, and the trial of words and their base.
+Coder = tuple[str, str, Callable[["torch.Tensor", "torch.Tensor"], Any]]
+
+
+def coders(args: argparse.Namespace) -> list[Coder]:
+    """The delta codec on the routes of ``--route``, and the ``--peers`` that code differences and are installed.
+
+    Raises:
+        ToolError: a route does not work here, or a peer codes no differences; says why.
+    """
+    found: list[Coder] = []
+    for route in usable_routes(args.route):
+        found.append((route, CODEC, partial(DeltaTrial, route=route, block=args.block)))
+    for name in list(peers.DIFFERENCES) if args.peers == [] else dict.fromkeys(args.peers or []):
+        if name not in peers.DIFFERENCES:
+            raise ToolError(f"peer {name} codes no differences; known: {', '.join(peers.DIFFERENCES)}")
+        try:
+            peer = peers.DIFFERENCES[name](args.threads)
+        except ImportError as error:
+            tables.complain(f"peer {name} left out: {error}; pip install {peers.DIFFERENCE_PACKAGES[name]}")
+            continue
+        found.append((PEER_ROUTE, name, partial(DifferencePeerTrial, peer=peer)))
+    return found
+
+
+def pairs(args: argparse.Namespace) -> list[tuple[data.Pair, str, int]]:
+    """Data set, dtype and number of elements of each pair to measure.
+
+    Raises:
+        ToolError: a data set has no base, or none exists in the dtypes.
+    """
+    named = args.data or data.usual_pairs()
+    for spec in named:
+        if not isinstance(spec, data.Pair):
+            raise ToolError(f"{spec.name!r} has no base, which --codec delta needs; known: {', '.join(data.PAIRS)}")
+    found = [(pair, dtype, numel) for numel in args.numel for dtype in args.dtype for pair in named if pair.has(dtype)]
+    if not found:
+        raise ToolError("none of these data sets exists in any of these dtypes: they are for bf16, fp16 and fp32")
+    return found
+
+
+def rows(cases: list[tuple[data.Pair, str, int]], able: list[Coder], repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each case and coder; the words and their base are made once."""
+    from ds_zipccl.cli.exponents import differing
+    from ds_zipccl.frame import FrameError
+
+    for pair, dtype, numel in cases:
+        words, base = pair.make(numel, dtype)
+        shared = {"dtype": dtype, "data": str(pair), "numel": numel, "changed": differing(words, base) / numel}
+        shared |= {"ratio": None, "bound": bound(words, base)}
+        for route, codec, begin in able:
+            row: dict[str, Any] = {"route": route, "codec": codec} | shared
+            speeds: dict[str, float] = {}
+            trial, wrong = begin(words, base), numel
+            try:
+                speeds, wrong = run(words, trial, repeats)
+                row["ratio"] = words.nbytes / max(trial.coded_bytes, 1)
+            except FrameError as error:
+                tables.complain(f"{route} {codec} {dtype} {pair}: own frame refused: {error}")
+            row |= {f"{name}_gbps": speeds.get(name) for name in (*_TIMED, "memcpy")}
+            row |= {f"{name}_memcpy": speeds[name] / speeds["memcpy"] if speeds else None for name in _TIMED}
+            yield row | {"wrong": wrong}

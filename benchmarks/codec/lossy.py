@@ -1,0 +1,166 @@
+"""Lossy codecs of ``bench codec``: their names with settings, and their rows with sizes, errors and speeds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from ds_zipccl.benchmarks.codec import trial as codec_trial
+from ds_zipccl.benchmarks.codec.trial import NO_ROUTE, Source
+from ds_zipccl.cli import tables
+from ds_zipccl.cli.tables import Column
+from ds_zipccl.lossy import LOSSY_CODECS, LossyCodec
+
+if TYPE_CHECKING:
+    import torch
+
+#: name -> class of the codecs whose frames hold tensors of any shape.
+CODECS = {name: kind for name, kind in LOSSY_CODECS.items() if not kind.matrices}
+#: Part of a tensor's root mean square below which its values are small.
+SMALL = 0.1
+
+
+def codec(text: str, known: Mapping[str, type[LossyCodec]] = CODECS) -> LossyCodec:
+    """The lossy codec of ``NAME[:SETTING]...``, a SETTING in the order of the codec's settings, or ``name=setting``.
+
+    Args:
+        known: the codecs that may be named, by name.
+
+    Raises:
+        ValueError: no codec of that name, or an impossible setting.
+    """
+    name, *settings = text.split(":")
+    if name not in known:
+        raise ValueError(f"no codec {name!r}; the lossy ones are {', '.join(known)}")
+    kind = known[name]
+    names = [one.name for one in fields(kind)]
+    given: dict[str, Any] = {}
+    for at, setting in enumerate(settings):
+        key, _, value = setting.rpartition("=")
+        key = key or (names[at] if at < len(names) else "")
+        if key not in names or key in given:
+            raise ValueError(f"{text!r}: the settings of {name} are {', '.join(names)}, each once")
+        words: dict[str, Any] = {str(one).lower(): one for one in kind.wanted[key]}
+        given[key] = words.get(value, value)
+    return kind(**given)
+
+
+def about() -> str:
+    """A line for each lossy codec with its settings, for the help."""
+    return "\n".join(
+        f"  {name}: {', '.join(f'{key} {kind.wanted[key][0]} to {kind.wanted[key][-1]}' for key in kind.wanted)}"
+        for name, kind in CODECS.items()
+    )
+
+
+@dataclass(frozen=True)
+class LossyCoder:
+    """A codec on a route; a lossless one is named by a text and is the comparison."""
+
+    route: str
+    codec: LossyCodec | str
+
+    def begin(self, tensor: torch.Tensor, block: int) -> codec_trial.Trial:
+        """The trial of a tensor."""
+        return codec_trial.FrameTrial(tensor, self.codec, self.route, block)
+
+    def wanted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the tensor arrives as."""
+        from ds_zipccl import codecs
+
+        return tensor if isinstance(self.codec, str) else codecs.project(tensor, self.codec, route=self.route)
+
+
+def coders(args: argparse.Namespace) -> list[LossyCoder]:
+    """The codecs of ``--codec`` on the routes of ``--route``.
+
+    Raises:
+        ToolError: a route does not work here; says why.
+    """
+    pairs = [
+        (NO_ROUTE if name == "raw" else route, name)
+        for name in args.codec
+        for route in codec_trial.usable_routes(args.route)
+    ]
+    return [LossyCoder(route, name) for route, name in dict.fromkeys(pairs)]
+
+
+def sources(args: argparse.Namespace) -> list[Source]:
+    """The tensors of lossy dtypes; a line on stderr names each one of ``--corpus`` that is left out."""
+    found = []
+    for source in (*codec_trial.stored(args), *codec_trial.synthetic(args)):
+        if source.dtype in ("bfloat16", "float16", "float32"):
+            found.append(source)
+        else:
+            tables.complain(f"{source.name} left out: lossy codecs do not take {source.dtype}")
+    return found
+
+
+def rows(cases: list[Source], able: list[LossyCoder], block: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each tensor and codec; without figures where the route has no kernels of the codec."""
+    from ds_zipccl.kernels import RouteUnavailable
+
+    for source in cases:
+        tensor = source.load()
+        for coder in able:
+            row: dict[str, Any] = {"route": coder.route, "codec": str(coder.codec), "dtype": source.dtype}
+            row |= {"data": source.name, "numel": source.numel}
+            try:
+                wanted = coder.wanted(tensor)
+                trial = coder.begin(tensor, block)
+                speeds, wrong = codec_trial.run(tensor, trial, repeats, wanted)
+            except RouteUnavailable as error:
+                tables.complain(f"{coder.route} {coder.codec} left out: {error}")
+                continue
+            row |= {"bits": 8 * trial.coded_bytes / tensor.numel(), "ratio": tensor.nbytes / trial.coded_bytes}
+            row |= errors(tensor, wanted)
+            row |= {f"{name}_gbps": speeds[name] for name in ("encode", "decode", "memcpy")}
+            row |= {f"{name}_memcpy": speeds[name] / speeds["memcpy"] for name in ("encode", "decode")}
+            yield row | {"wrong": wrong}
+
+
+def errors(tensor: torch.Tensor, wanted: torch.Tensor) -> dict[str, float | None]:
+    """The relative L2 error of the finite values, and the mean relative error of the small ones that are not zero; None: none are there."""
+    import torch
+
+    values, found = tensor.double().flatten(), wanted.double().flatten()
+    finite = values.isfinite()
+    values, error = values[finite], (found[finite] - values[finite]).abs()
+    squares = float(values.square().sum())
+    size = values.abs()
+    small = (size > 0) & (size < SMALL * (squares / max(values.numel(), 1)) ** 0.5)
+    shares = error[small] / size[small]
+    return {
+        "error": (float(error.square().sum()) / squares) ** 0.5 if squares else None,
+        "small_error": float(torch.mean(shares)) if shares.numel() else None,
+    }
+
+
+def columns(found: list[Source]) -> tuple[Column, ...]:
+    """Columns of the table."""
+    return (
+        Column("route", width=6),
+        Column("codec", width=31),
+        Column("dtype", width=max(8, *(len(source.dtype) for source in found))),
+        Column("data", width=max(16, *(len(source.name) for source in found))),
+        Column("numel", ",d", 10),
+        Column("bits", ".2f"),
+        Column("ratio", ".3f", 7),
+        Column("error", ".4f", 7),
+        Column("small_error", ".3f"),
+        *(Column(f"{name}_gbps", ".2f") for name in ("encode", "decode", "memcpy")),
+        *(Column(f"{name}_memcpy", ".3f") for name in ("encode", "decode")),
+        Column("wrong", "d"),
+    )
+
+
+def named(others: Sequence[str], text: str) -> str | LossyCodec:
+    """The type of ``--codec``: a name of ``others``, or a lossy codec with its settings."""
+    if text in others:
+        return text
+    try:
+        return codec(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

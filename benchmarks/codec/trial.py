@@ -1,0 +1,292 @@
+"""Tensors, coders and timings of ``bench codec``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ds_zipccl.benchmarks import data
+from ds_zipccl.benchmarks.codec import peers
+from ds_zipccl.cli import ToolError, tables
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_zipccl.lossy import LossyCodec
+
+#: Keys of ``ds_zipccl.codecs.CODECS`` in the order of their rows; raw, the baseline, first. A literal, because the codecs import torch;
+#: a test compares both.
+CODECS = ("raw", "cascade", "wide")
+NO_ROUTE = "none"
+PEER_ROUTE = "peer"
+#: Seconds in which the OpenMP threads of a copy stop spinning; until then they take the cores from the next timing.
+IDLE_S = 0.05
+SAMPLE_S = 0.02  # seconds that one timing takes at least, so that the clock's resolution does not matter
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor to be measured. ``dtype``: torch name. ``load``: makes the flat CPU tensor."""
+
+    name: str
+    dtype: str
+    numel: int
+    load: Callable[[], torch.Tensor]
+
+
+class Trial(Protocol):
+    """One coder and one tensor.
+
+    ``prepare``: untimed, before an encode; makes ``result`` wrong until the next decode. ``repeatable``: one ``prepare`` serves any
+    number of encodes. ``more``: by name, further ways to decode, each with an untimed call before it.
+    """
+
+    repeatable: bool
+    more: Mapping[str, tuple[Callable[[], None], Callable[[], None]]]
+
+    def prepare(self) -> None: ...
+    def encode(self) -> None: ...
+    def decode(self) -> None: ...
+    def result(self) -> torch.Tensor: ...
+    @property
+    def coded_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Coder:
+    """A codec on a route, or a peer: the names in its rows, the trial of a tensor, and whether it takes a dtype (torch name)."""
+
+    route: str
+    codec: str
+    begin: Callable[[torch.Tensor], Trial]
+    takes: Callable[[str], bool] = lambda dtype: True
+
+
+# ---- tensors -----------------------------------------------------------------------------------------
+
+
+def synthetic(args: argparse.Namespace) -> Iterator[Source]:
+    """Tensors of ``--data``: of all data sets if none is named and there is no ``--corpus``."""
+    named = args.data or ([] if args.corpus else [data.Spec(name) for name in data.DATA])
+    specs = dict.fromkeys(spec.scaled(sigma) for spec in named for sigma in args.sigma or [None])
+    for numel in args.numel:
+        for dtype in args.dtype:
+            for spec in specs:
+                if spec.has(dtype):
+                    yield Source(str(spec), dtype, numel, partial(spec.make, numel, dtype))
+
+
+def stored(args: argparse.Namespace) -> Iterator[Source]:
+    """Tensors of the ``--corpus`` files. A line on stderr names each tensor that no frame can hold and that is left out.
+
+    Raises:
+        ToolError: a file cannot be read.
+    """
+    from ds_zipccl.cli import files
+    from ds_zipccl.frame import DTYPE_IDS
+
+    for path in args.corpus:
+        for name, load in files.tensors(path).items():
+            tensor = load()
+            known = tensor.dtype in DTYPE_IDS and tensor.is_contiguous()
+            if not known or not tensor.numel():
+                reason = "it is empty" if known else f"no frame holds {tensor.dtype} with strides {tensor.stride()}"
+                tables.complain(f"{name} left out: {reason}")
+                continue
+            # Names repeat from file to file.
+            name = name if len(args.corpus) == 1 else f"{Path(path).stem}:{name}"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            for copies in dict.fromkeys(math.ceil(n / tensor.numel()) if args.tile else 1 for n in args.numel):
+                yield Source(name, dtype, copies * tensor.numel(), partial(_tiled, load, copies))
+
+
+def _tiled(load: Callable[[], torch.Tensor], copies: int) -> torch.Tensor:
+    tensor = load().flatten()
+    return tensor if copies == 1 else tensor.repeat(copies)
+
+
+# ---- coders --------------------------------------------------------------------------------------------
+
+
+def ours(args: argparse.Namespace) -> Iterator[Coder]:
+    """Our codecs of ``--codec`` on the routes of ``--route``.
+
+    Raises:
+        ToolError: a route does not work here; says why.
+    """
+    routes = usable_routes(args.route)
+    pairs = [(codec, NO_ROUTE if codec == "raw" else route) for codec in CODECS for route in routes]
+    for codec, route in dict.fromkeys(pairs):
+        if codec in args.codec:
+            yield Coder(route, codec, partial(FrameTrial, codec=codec, route=route, block=args.block))
+
+
+def usable_routes(wanted: list[str]) -> list[str]:
+    """Routes to measure: the ``wanted`` ones, all that work here if none is wanted.
+
+    Raises:
+        ToolError: a wanted route does not work here, or none does.
+    """
+    from ds_zipccl import kernels
+
+    reasons = kernels.why("cpu")
+    for name in wanted:
+        if reasons.get(name, "no such route"):
+            raise ToolError(f"route {name}: {reasons.get(name) or 'no such route; known: ' + ', '.join(reasons)}")
+    for name in reasons:
+        if reasons[name] and not wanted:
+            tables.complain(f"route {name} left out: {reasons[name]}")
+    usable = wanted or [name for name, reason in reasons.items() if not reason]
+    if not usable:
+        raise ToolError("no route works here; `python -m ds_zipccl report` says why")
+    return usable
+
+
+def peers_of(args: argparse.Namespace) -> Iterator[Coder]:
+    """Peers of ``--peers`` that are installed. A line on stderr names each one that is not."""
+    names = list(peers.PEERS) if args.peers == [] else dict.fromkeys(args.peers or [])
+    for name in names:
+        peer = peers.PEERS[name]
+        try:
+            peer.load("bfloat16", args.threads)
+        except ImportError as error:
+            tables.complain(f"peer {name} left out: {error}; pip install {peer.package}")
+            continue
+        yield Coder(PEER_ROUTE, name, partial(peers.PeerTrial, name=name, threads=args.threads), peer.takes)
+
+
+class FrameTrial:
+    """One of our codecs and one tensor."""
+
+    repeatable = True
+    more: Mapping[str, tuple[Callable[[], None], Callable[[], None]]] = {}
+
+    def __init__(self, tensor: torch.Tensor, codec: str | LossyCodec, route: str, block: int) -> None:
+        import torch
+
+        from ds_zipccl import codecs
+
+        self._tensor, self._codec, self._block, self._lossy = tensor, codec, block, not isinstance(codec, str)
+        self._route = "auto" if route == NO_ROUTE else route
+        bound = codecs.compress_bound(tensor.numel(), tensor.dtype, codec, lossy=self._lossy, block=block)
+        self._out, self._back = torch.empty(bound, dtype=torch.uint8), torch.empty_like(tensor)
+        self._frame = self._out
+
+    def prepare(self) -> None:
+        """Fill the output with the complement of every bit."""
+        import torch
+
+        from ds_zipccl.cli.exponents import words
+
+        torch.bitwise_not(words(self._tensor), out=words(self._back))
+
+    def encode(self) -> None:
+        from ds_zipccl import codecs
+
+        compress = partial(codecs.compress, shaped=False, checksum=False, block=self._block, route=self._route)
+        self._frame = compress(self._tensor, self._codec, lossy=self._lossy, out=self._out)
+
+    def decode(self) -> None:
+        from ds_zipccl import codecs
+
+        codecs.decompress(self._frame, self._back, route=self._route)
+
+    def result(self) -> torch.Tensor:
+        return self._back
+
+    @property
+    def coded_bytes(self) -> int:
+        return self._frame.numel()
+
+
+# ---- timings -------------------------------------------------------------------------------------------
+
+
+def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows of one tensor, one for each coder; the tensor is made once."""
+    from ds_zipccl.cli.exponents import Fields, exponents
+    from ds_zipccl.frame import FrameError
+
+    tensor = source.load()
+    floating = tensor.is_floating_point()
+    bound = Fields.of(tensor.dtype).ratio(exponents(tensor, block).entropy) if floating else None
+    for coder in coders:
+        row: dict[str, Any] = {"route": coder.route, "codec": coder.codec, "dtype": source.dtype, "data": source.name}
+        row |= {"numel": source.numel, "ratio": None, "entropy_ratio": bound}
+        speeds: dict[str, float] = {}
+        trial = coder.begin(tensor)
+        try:
+            speeds, wrong = run(tensor, trial, repeats)
+            row["ratio"] = tensor.nbytes / trial.coded_bytes
+        except FrameError as error:
+            tables.complain(f"{coder.route} {coder.codec} {source.dtype} {source.name}: own frame refused: {error}")
+            wrong = source.numel
+        row |= {f"{name}_gbps": speeds.get(name) for name in ("encode", "decode", "memcpy")}
+        for name in ("encode", "decode"):
+            row[f"{name}_memcpy"] = speeds[name] / speeds["memcpy"] if speeds else None
+        yield row | {"wrong": wrong}
+
+
+def run(
+    tensor: torch.Tensor, trial: Trial, repeats: int, wanted: torch.Tensor | None = None
+) -> tuple[dict[str, float], int]:
+    """Speeds in GB/s of memcpy, encode, decode and the trial's further ways to decode; most wrong elements after any timing.
+
+    ``wanted``: what the tensor is decoded to; None: itself.
+    """
+    import torch
+
+    wanted = tensor if wanted is None else wanted
+
+    # copy_ of fp8 elements, or of bytes at some addresses, is slower than a memcpy. copy_ of wide integers never is.
+    raw = tensor.view(torch.uint8)
+    raw = raw if raw.numel() % 8 else raw.view(torch.int64)
+    copied = torch.empty_like(raw)
+    steps = {"memcpy": lambda: copied.copy_(raw), "encode": trial.encode, "decode": trial.decode}
+    for call in (trial.prepare, *steps.values()):  # untimed: builds, page faults
+        call()
+    wrong = wrong_of(trial.result(), wanted)
+    for before, decode in trial.more.values():
+        before()
+        decode()
+    calls = {name: calls_of(step) if trial.repeatable or name == "memcpy" else 1 for name, step in steps.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in [*steps, *trial.more]}
+    for _ in range(repeats):
+        trial.prepare()
+        for name, step in steps.items():
+            if torch.get_num_threads() > 1:
+                time.sleep(IDLE_S)
+            seconds[name].append(seconds_of(step, calls[name]))
+        wrong = max(wrong, wrong_of(trial.result(), wanted))
+        for name, (before, decode) in trial.more.items():
+            before()
+            seconds[name].append(seconds_of(decode))
+            wrong = max(wrong, wrong_of(trial.result(), wanted))
+    return {name: tensor.nbytes / statistics.median(times) / 1e9 for name, times in seconds.items()}, wrong
+
+
+def wrong_of(got: torch.Tensor, wanted: torch.Tensor) -> int:
+    """Elements whose bits differ; all of them if the sizes differ."""
+    from ds_zipccl.cli.exponents import differing
+
+    return differing(got, wanted) if got.numel() == wanted.numel() else wanted.numel()
+
+
+def seconds_of(step: Callable[[], object], calls: int = 1) -> float:
+    """Seconds of one call, as the mean of ``calls`` in a row."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    return (time.perf_counter() - start) / calls
+
+
+def calls_of(step: Callable[[], object]) -> int:
+    """Calls that take :data:`SAMPLE_S` together."""
+    return max(1, int(SAMPLE_S / max(seconds_of(step), 1e-9)))

@@ -1,0 +1,99 @@
+"""Backends of ``bench comm`` and ``bench train``, and the GPUs that ranks share."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_zipccl.benchmarks.links.link import LinkSpec
+from ds_zipccl.cli import ToolError
+from ds_zipccl.ops import OPS
+
+#: Variables of ranks that share a GPU. NCCL refuses two ranks of one node on one GPU; with ``NCCL_HOSTID`` each rank is a node of its own,
+#: without the links that nodes do not have between them. Few blocks, because the ranks take turns on the GPU.
+SHARED_GPU = {
+    "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2",
+}  # fmt: skip
+HOST_ID = "NCCL_HOSTID"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend as an option names it.
+
+    ``name``: in torch.distributed. ``device``: type of the tensors. ``streams``: whether calls follow the order of a device's streams.
+    ``settings``: keys of the ``"zipccl"`` section with which messages of every size are coded.
+    """
+
+    name: str
+    device: str = "cpu"
+    streams: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that the ranks share out; 0 where nothing is shared out."""
+        import torch
+
+        return torch.cuda.device_count() if self.device == "cuda" else 0
+
+    def local_rank(self, rank: int) -> int:
+        """Number of a rank's device."""
+        return rank % max(1, self.devices) if self.streams else rank
+
+    def environment(self, ranks: int, rank: int) -> dict[str, str]:
+        """Variables of a rank: what ranks that share a GPU need, {} where every rank has its own."""
+        return {**SHARED_GPU, HOST_ID: f"rank{rank}"} if 0 < self.devices < ranks else {}
+
+    def codes(self, kind: str) -> bool:
+        """Whether some operation of a kind of :data:`ds_zipccl.ops.TRAFFIC` has a schedule of ours here."""
+        return not self.streams or any(op.on_device for op in OPS.values() if op.traffic == kind)
+
+    def about(self, ranks: int) -> dict[str, Any]:
+        """Keys of a results file: backend, and the GPUs with the variables of ranks that share them."""
+        if self.device != "cuda":
+            return {"backend": self.name}
+        import torch
+
+        found = torch.cuda.get_device_properties(0)
+        device = {"name": found.name, "count": self.devices, "memory_bytes": found.total_memory}
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        shared = {**self.environment(ranks, 0), HOST_ID: "rank<RANK>"} if self.environment(ranks, 0) else {}
+        return {"backend": self.name, "device": device, "nccl": nccl, "cuda": torch.version.cuda, "environment": shared}
+
+    def lines(self, ranks: Sequence[int]) -> list[str]:
+        """For the reader of a table: the GPUs, and the variables of ranks that share them."""
+        about = self.about(max(ranks))
+        if "device" not in about:
+            return []
+        found = [
+            f"# {about['device']['count']} x {about['device']['name']}, NCCL {about['nccl']}, CUDA {about['cuda']}"
+        ]
+        if about["environment"]:
+            words = shlex.join(f"{name}={value}" for name, value in about["environment"].items()).replace("'", "")
+            found.append(f"# more ranks than GPUs: ranks share them, over sockets, with {words}")
+        return found
+
+    def check(self, links: Sequence[LinkSpec | None]) -> None:
+        """Check that the backend can be used here.
+
+        Raises:
+            ToolError: there is no GPU for it, or the network cannot be shaped for it; says what to do.
+        """
+        if self.streams and any(links):
+            raise ToolError("--link shapes the network of gloo alone; leave --link out with --backend nccl")
+        if self.device == "cuda" and not self.devices:
+            raise ToolError(
+                "--backend nccl needs a GPU, torch sees none here; run on a machine with a GPU and torch for CUDA, look at "
+                "CUDA_VISIBLE_DEVICES, or take --backend gloo"
+            )
+
+
+#: By the values of ``--backend``.
+BACKENDS: dict[str, Backend] = {
+    "gloo": Backend("gloo"),
+    "nccl": Backend("nccl", "cuda", streams=True, settings={"nccl": "on", "nccl_min_bytes": 0}),
+}

@@ -1,0 +1,1 @@
+"""``make simai``: the model of ``plan`` and a simulator of clusters."""

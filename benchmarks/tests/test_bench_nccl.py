@@ -1,0 +1,188 @@
+"""``bench comm`` and ``bench train`` with ``--backend nccl``: over groups in stream order on CPUs, and over the simulated GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import content
+from places import PYTHONPATH, ROOT, TESTS
+from sim import launcher, world
+
+from ds_zipccl import kernels
+from ds_zipccl.__main__ import main
+from ds_zipccl.benchmarks import data
+from ds_zipccl.benchmarks.comm import cases, trial
+from ds_zipccl.benchmarks.links import backends, link
+from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
+from ds_zipccl.benchmarks.train import bench
+from ds_zipccl.benchmarks.train.results import problems, rows
+from ds_zipccl.benchmarks.train.trial import Training, _commands
+from ds_zipccl.cli import ToolError
+from ds_zipccl.ops import TRAFFIC
+
+DRY = TESTS / "gpu" / "dry_bench.py"
+SCRIPT = TESTS / "gpu" / "dry_train.py"
+NCCL = BACKENDS["nccl"]
+KINDS = [kind for kind in TRAFFIC if NCCL.codes(kind)]
+
+
+def dry(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m ds_zipccl bench`` where CPUs stand for GPUs."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, str(DRY), "bench", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=ROOT, env=environment)
+
+
+# ---- bench comm -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full(reason="three processes import torch")
+def test_comm_over_groups_in_stream_order(tmp_path: Path) -> None:
+    """Three ranks: the order of our sums is not the backend's."""
+    path = tmp_path / "comm.json"
+    result = dry("comm", "--backend", "nccl", "--ranks", "3", "--numel", "30001", "--repeats", "1", "--iterations", "2",
+                 "--json", str(path))  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = content(path)
+    assert found["backend"] == "shim" and found["iterations"] == 2
+    assert [(row["op"], row["variant"]) for row in found["rows"]] == [
+        (kind, variant) for kind in KINDS for variant in ("plain", "raw", "coded")
+    ]
+    for row in found["rows"]:
+        assert (row["numel"], row["wrong"], row["backend"]) == (30_000, 0, "shim")
+        assert row["time_us"] > 0
+        assert row["ratio"] == pytest.approx(row["logical_bytes"] / row["wire_bytes"])
+        most = 2 if row["op"] == "all_reduce" else 1  # a sum and a gather
+        assert row["host_waits"] <= most
+        if row["variant"] == "coded":
+            assert row["ratio"] > 1.3 and row["host_waits"] == most
+        if row["variant"] == "plain":
+            assert row["ratio"] == 1 and not row["host_waits"]
+    assert "host_waits" in result.stdout
+
+
+def measured(rank: int, ranks: int, kind: str) -> list[dict[str, Any]]:
+    """The rows of a rank of the simulated GPU."""
+    case = cases.Case(kind, "bfloat16", 3000 * ranks, data.Spec("normal"), 1, 60.0, ("plain", "coded"), 2)
+    return trial.measure(case, rank, ranks, None, NCCL, torch.device("cuda", rank))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_comm_on_the_simulated_gpu(kind: str) -> None:
+    """The clock of the device's events, and no race: the host reads nothing too early."""
+    kernels.route()
+    for seed in range(2):
+        outcome = world.run(measured, 2, kind, seed=seed, route=launcher.route())
+        for row in outcome.values[0]:
+            assert row["wrong"] == 0 and row["time_us"] > 0
+
+
+def test_comm_counts_wrong_elements_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit of the output of each rank is wrong when the result is compared; not in the first calls, which make the result wanted."""
+    right, calls = trial.differing, []
+
+    def differing(got: torch.Tensor, wanted: torch.Tensor, **more: Any) -> int:
+        calls.append(more)
+        if len(calls) > 2:
+            got.view(torch.int16)[7:8].bitwise_xor_(1)
+        return right(got, wanted, **more)
+
+    kernels.route()
+    monkeypatch.setattr(trial, "differing", differing)
+    outcome = world.run(measured, 2, "all_gather", seed=1, route=launcher.route())
+    assert [row["wrong"] for row in outcome.values[0]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("comm", "--backend nccl needs a GPU, torch sees none here"),
+        ("train", "--backend nccl needs a GPU, torch sees none here"),
+        ("comm --link 1gbit", "leave --link out with --backend nccl"),
+    ],
+)
+def test_what_cannot_be_measured(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main(["bench", *words.split(), "--backend", "nccl"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(backends.BACKENDS, "nccl", Backend("shim", streams=True))
+    for words, said in (
+        ("--op broadcast", "--op broadcast passes uncoded on nccl groups"),
+        ("--variants auto", "take bench train --backend nccl"),
+        ("--iterations 0", "--iterations must be at least 1, got 0"),
+    ):
+        if words != "--op broadcast" or "broadcast" not in KINDS:
+            assert main(["bench", "comm", "--backend", "nccl", *words.split()]) == 2
+            assert said in capsys.readouterr().err
+
+
+def test_ranks_that_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert NCCL.environment(2, 1) == {}
+    shared = [NCCL.environment(4, rank) for rank in range(4)]
+    assert len({one["NCCL_HOSTID"] for one in shared}) == 4
+    assert {one["NCCL_NET"] for one in shared} == {"Socket"}
+    assert [NCCL.local_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
+    NCCL.check([None])
+    with pytest.raises(ToolError, match="leave --link out"):
+        NCCL.check([link.parse("1gbit")])
+
+
+# ---- bench train ----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_training_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    training = Training(SCRIPT, "zero2", ranks=2, steps=3, backend=NCCL)
+    commands = list(_commands(training, None, ["--results", "file"]))
+    assert [environment["RANK"] for _, environment in commands] == ["0", "1"]
+    assert {environment["LOCAL_RANK"] for _, environment in commands} == {"0"}
+    assert [environment["NCCL_HOSTID"] for _, environment in commands] == ["rank0", "rank1"]
+    assert len({environment["MASTER_PORT"] for _, environment in commands}) == 1
+    for command, _ in commands:
+        assert command[command.index("--backend") + 1] == "nccl" and "--ranks" not in command
+        assert Path(command[command.index("--ds-config") + 1]).name == "ds_config_zero2.json"
+
+
+def test_sections_of_trainings_on_nccl() -> None:
+    section = bench._section("coded", ["nccl_min_bytes=0"], NCCL)
+    assert section is not None and (section["nccl"], section["nccl_min_bytes"]) == ("on", 0)
+    assert section["reduction"] == "match"
+    more = bench._section("coded", [], NCCL, same_sums=False)
+    assert more is not None and (more["reduction"], more["nccl_min_bytes"]) == ("fp32", 65536)
+
+
+def results(loss: float, digest: str, coded: int) -> dict[str, Any]:
+    sent = {"coded_calls": coded, "logical_bytes": 8.0, "wire_bytes": 4.0, "passed_bytes": 0.0, "host_waits": 6.0}
+    times = {"step_ms": [3.0, 2.0], "comm_ms": [1.0, 1.0]}
+    return {
+        "losses": [loss.hex()] * 2,
+        "params_sha256": digest,
+        "replicas_equal": True,
+        "sent": sent,
+        "parameters": 8,
+        "steps": [],
+        **times,
+    }
+
+
+def test_verdict_where_sums_have_another_order() -> None:
+    """Ours are compared with ours; waits are counted for each step."""
+    runs = {"plain": [results(1.0, "a", 0)], "raw": [results(2.0, "b", 3)], "coded": [results(2.0, "b", 3)]}
+    assert not problems(runs, same_sums=False)
+    assert problems(runs)
+    runs["coded"].append(results(2.0, "c", 3))
+    assert problems(runs, same_sums=False) == ["coded run: parameters differ from the first raw run's"]
+    training = Training(SCRIPT, "zero3", ranks=4, steps=2, backend=NCCL)
+    assert not training.same_sums
+    assert [row["host_waits"] for row in rows(training, runs, skip=0)] == [3.0, 3.0, 3.0]

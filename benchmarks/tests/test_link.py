@@ -1,0 +1,324 @@
+"""``--link``: a shaped network of namespaces, rate, delay and loss as measured on it, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import EXAMPLES
+
+from ds_zipccl.__main__ import main
+from ds_zipccl.benchmarks.links import link, namespaces
+from ds_zipccl.cli import ToolError
+
+EXAMPLE = EXAMPLES / "train_gpt.py"
+needs_network = pytest.mark.skipif(bool(namespaces.why_not()), reason=f"no shaped network here: {namespaces.why_not()}")
+
+
+def has_netem() -> bool:
+    """Whether a network with a delay can be made here."""
+    spec = link.parse("1gbit,1ms")
+    assert spec is not None
+    try:
+        with namespaces.shaped(spec, 2):
+            return True
+    except ToolError:
+        return False
+
+
+needs_netem = pytest.mark.skipif(
+    bool(namespaces.why_not()) or not has_netem(), reason="no netem here: root and sch_netem needed"
+)
+
+
+def left_behind(pid: int | None = None) -> list[str]:
+    """Namespaces and interfaces of a process, of this one if None; other processes may be measuring at the same time."""
+    names = [*os.listdir("/run/netns"), *(name for _, name in socket.if_nameindex())]
+    return [name for name in names if re.fullmatch(rf"zc{pid or os.getpid()}[bnv]\d*", name)]
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return list(json.loads(path.read_text())["rows"])
+
+
+def shaped(text: str, ranks: int, nodes: int | None = None) -> contextlib.AbstractContextManager[namespaces.Network]:
+    spec = link.parse(text)
+    assert spec is not None
+    return namespaces.shaped(spec, ranks, nodes)
+
+
+def inside(network: namespaces.Network, rank: int, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Result of a call in the node of ``rank``; a socket that it makes stays in that node."""
+    return namespaces.inside(network.namespace(rank), partial(call, *args, **more))
+
+
+@contextlib.contextmanager
+def connected(network: namespaces.Network) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """TCP sockets of rank 0 and rank 1, connected to each other."""
+    with inside(network, 1, socket.create_server, (network.addresses[1], 0)) as server:
+        client = inside(network, 0, socket.create_connection, server.getsockname(), timeout=30)
+        with client, server.accept()[0] as peer:
+            for end in (client, peer):
+                end.settimeout(60)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield client, peer
+
+
+def round_trips(network: namespaces.Network, count: int) -> list[float]:
+    """Seconds of ``count`` round trips of one byte between rank 0 and rank 1."""
+    seconds = []
+    with connected(network) as (client, peer):
+        for _ in range(count):
+            start = time.perf_counter()
+            client.sendall(b"x")
+            peer.sendall(peer.recv(1))
+            client.recv(1)
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def transfer_seconds(network: namespaces.Network, nbytes: int) -> float:
+    """Seconds from the first byte sent by rank 0 to the last byte received by rank 1."""
+    with connected(network) as (client, peer), ThreadPoolExecutor(1) as thread:
+        start = time.perf_counter()
+        sending = thread.submit(client.sendall, bytes(nbytes))
+        left = nbytes
+        while left:
+            left -= len(peer.recv(min(left, 1 << 20)))
+        sending.result()
+        return time.perf_counter() - start
+
+
+@pytest.mark.network
+@needs_network
+def test_a_rate_that_no_token_bucket_limits() -> None:
+    with pytest.raises(ToolError, match=r"below 34\.4gbit"), shaped("35gbit", 2):
+        pass
+    with shaped("34.3gbit", 2):
+        pass
+    assert not left_behind()
+
+
+@pytest.mark.network
+@needs_network
+def test_ranks_are_placed_in_blocks() -> None:
+    with shaped("1gbit", 6, 3) as network:
+        assert (network.nodes, network.ranks_per_node, len(set(network.namespaces))) == (3, 2, 3)
+        places = [network.namespaces.index(network.namespace(rank)) for rank in range(6)]
+        assert places == [0, 0, 1, 1, 2, 2]
+        for namespace, address in zip(network.namespaces, network.addresses, strict=True):
+            rank = 2 * network.namespaces.index(namespace)
+            inside(network, rank, socket.create_server, (address, 0)).close()  # fails for an address of another node
+            with pytest.raises(OSError, match="assign requested address"):
+                inside(network, (rank + 2) % 6, socket.create_server, (address, 0))
+    with shaped("1gbit", 2) as network:
+        assert network.namespace(0) != network.namespace(1)
+
+
+@pytest.mark.network
+@pytest.mark.full(reason="ten seconds with nobody beside; test_collectives_take_as_long_as_the_link_needs stays")
+@pytest.mark.alone
+@needs_network
+def test_ranks_of_one_node_do_not_use_the_link(tmp_path: Path) -> None:
+    """4 MB between two ranks need 168 ms on the link; inside a node they take a few."""
+    times = {}
+    for nodes in (1, 2):
+        path = tmp_path / f"{nodes}.json"
+        words = f"--op all_to_all --numel 4M --repeats 3 --ranks 2 --nodes {nodes} --json {path}"
+        assert main(["bench", "comm", "--link", "200mbit", *words.split()]) == 0
+        times[nodes] = {row["variant"]: row["time_us"] / 1e6 for row in rows(path)}
+        assert {row["nodes"] for row in rows(path)} == {nodes}
+    for variant, wire_bytes in {"plain": 4 << 20, "raw": 4 << 20, "coded": 4 << 20 >> 1}.items():
+        assert times[2][variant] > 0.8 * 8 * wire_bytes / 200e6
+        assert times[1][variant] < times[2][variant] / 3
+
+
+@pytest.mark.network
+@pytest.mark.alone
+@needs_network
+@pytest.mark.full(reason="ten seconds with nobody beside; test_calibration.py measures a shaped link")
+def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    words = ["--op", "all_gather", "--numel", "2M", "--repeats", "3", "--ranks", "2", "3", "--json", str(path)]
+    assert main(["bench", "comm", "--link", "200mbit", *words]) == 0
+    found = rows(path)
+    assert [(row["ranks"], row["link"]) for row in found] == [(2, "200mbit")] * 3 + [(3, "200mbit")] * 3
+    for row in found:
+        least = 8 * row["wire_bytes"] / 200e6
+        assert 0.8 * least < row["time_us"] / 1e6 < 4 * least, row
+        assert row["wrong"] == 0
+    for _, raw, coded in (found[:3], found[3:]):
+        assert raw["time_us"] > 1.2 * coded["time_us"]  # 1.5 times fewer bytes
+    assert not left_behind()
+
+
+@pytest.mark.full(reason="test_bench_train trains, test_collectives_take_as_long_as_the_link_needs has the link")
+@pytest.mark.network
+@needs_network
+def test_training_over_a_link(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    words = ["--workload", "zero2", "--size", "tiny", "--steps", "4", "--skip", "1", "--json", str(path)]
+    assert main(["bench", "train", "--link", "500mbit", *words]) == 0
+    plain, coded = rows(path)
+    assert (plain["link"], coded["link"], plain["nodes"]) == ("500mbit", "500mbit", 2)
+    assert plain["params_sha256"] == coded["params_sha256"]
+    # A step sends about a fifth of the run's bytes, initialisation the rest; nothing of it hides behind computing.
+    assert plain["comm_ms"] > 0.7 * 1000 * 8 * plain["logical_bytes"] / 5 / 500e6
+    assert not left_behind()
+
+
+@pytest.mark.network
+@pytest.mark.full(reason="half a minute; test_ranks_are_placed_in_blocks and test_training_over_a_link stay")
+@needs_network
+def test_training_on_nodes(tmp_path: Path) -> None:
+    """Two nodes of two ranks each: every process is told where it is, and the bits are those of any other placement."""
+    places, path = tmp_path / "places", tmp_path / "rows.json"
+    places.mkdir()
+    script = tmp_path / "train_gpt.py"
+    script.write_text(
+        f"""
+import json, os, pathlib, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+place = [int(os.environ[name]) for name in names]
+where = os.stat("/proc/self/ns/net").st_ino
+pathlib.Path({str(places)!r}, str(place[0])).write_text(json.dumps([place, where]))
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import train_gpt
+sys.exit(train_gpt.main())
+"""
+    )
+    for config in EXAMPLE.parent.glob("*.json"):
+        (tmp_path / config.name).write_text(config.read_text())
+    words = "--workload zero3 --size tiny --ranks 4 --nodes 2 --link 1gbit --steps 2 --skip 1"
+    assert main(["bench", "train", *words.split(), "--script", str(script), "--json", str(path)]) == 0
+    assert [(row["ranks"], row["nodes"]) for row in rows(path)] == [(4, 2)] * 2
+    found = [json.loads((places / str(rank)).read_text()) for rank in range(4)]
+    assert [place for place, _ in found] == [[0, 0, 4, 2], [1, 1, 4, 2], [2, 0, 4, 2], [3, 1, 4, 2]]
+    first, second, third, fourth = (where for _, where in found)
+    assert first == second != third == fourth
+
+
+@pytest.mark.network
+@pytest.mark.alone
+@needs_network
+def test_nothing_stays_however_it_ends() -> None:
+    with pytest.raises(KeyboardInterrupt), shaped("1gbit", 2) as network:
+        assert set(network.namespaces) < set(left_behind())
+        raise KeyboardInterrupt
+    assert not left_behind()
+    with shaped("1gbit", 2) as network, pytest.raises(FileNotFoundError):
+        network.start(0, ["/nonexistent/program"])
+    assert not left_behind()
+
+
+KILLED = """
+import os
+from ds_zipccl.benchmarks.links import link, namespaces
+with namespaces.shaped(link.parse('1gbit'), 3):
+    os.kill(os.getpid(), {})
+"""
+
+
+@pytest.mark.network
+@needs_network
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_removes_the_network(number: signal.Signals) -> None:
+    # A shell that started these tests in the background has made some signals ignored.
+    heard = f"import signal; signal.signal({int(number)}, signal.default_int_handler if {number == signal.SIGINT} else signal.SIG_DFL)\n"
+    process = subprocess.Popen([sys.executable, "-c", heard + KILLED.format(int(number))], stderr=subprocess.DEVNULL)
+    assert process.wait() in (128 + number, -signal.SIGINT)
+    assert not left_behind(process.pid)
+
+
+@pytest.mark.network
+@needs_network
+def test_the_next_call_removes_the_network_of_a_killed_process() -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED.format(9)])
+    assert process.wait() == -9
+    assert left_behind(process.pid)
+    with shaped("1gbit", 2):
+        assert left_behind() and not left_behind(process.pid)
+    assert not left_behind()
+
+
+# ---------------------------------------------------------------- rate, delay, jitter and loss as programs see them
+
+
+@pytest.mark.network
+@needs_network
+def test_the_rate_is_seen() -> None:
+    """2 MB take 160 ms at 100 Mbit/s, without the first quarter of a megabyte, for which there are tokens."""
+    with shaped("100mbit", 2) as network:
+        assert 0.9 * 8 * 1.75e6 / 100e6 < transfer_seconds(network, 2_000_000) < 1.5 * 8 * 2e6 / 100e6
+        assert min(round_trips(network, 20)) < 0.005
+
+
+@needs_netem
+def test_the_delay_is_seen() -> None:
+    with shaped("100mbit,30ms", 3) as network:
+        seconds = sorted(round_trips(network, 11))
+        assert seconds[0] > 0.059 and seconds[5] < 0.075
+        assert transfer_seconds(network, 2_000_000) > 8 * 1.75e6 / 100e6
+    assert not left_behind()
+
+
+@needs_netem
+def test_the_jitter_is_seen() -> None:
+    with shaped("100mbit,30ms~15ms", 2) as network:
+        seconds = round_trips(network, 40)
+        assert 0.029 < min(seconds) < 0.055 and max(seconds) > 0.065
+
+
+@needs_netem
+@pytest.mark.parametrize("loss", [0, 10])
+def test_the_loss_is_seen(loss: int) -> None:
+    """Of 2000 packets 10% are 200, give or take five standard deviations of 13."""
+    with shaped(f"100mbit,{loss}%" if loss else "100mbit", 2) as network:
+        receiver = inside(network, 1, socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
+        sender = inside(network, 0, socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
+        with receiver, sender:
+            receiver.bind((network.addresses[1], 0))
+            arrived = 0
+            for burst in range(1, 21):
+                for _ in range(100):  # fewer than the receiver's buffer holds
+                    sender.sendto(b"x", receiver.getsockname())
+                receiver.settimeout(0.02 if burst < 20 else 1)
+                with contextlib.suppress(TimeoutError):
+                    while True:
+                        receiver.recv(1)
+                        arrived += 1
+        assert abs(2000 - arrived - 20 * loss) <= 65 * (loss > 0)
+
+
+@needs_netem
+def test_packets_get_lost_one_by_one() -> None:
+    """Segments of 64 KiB that get lost as a whole would make a link of 2% loss look like one of 0.05%."""
+    with shaped("1gbit,2%", 2) as network:
+        seconds = transfer_seconds(network, 2_000_000)
+        sent = inside(network, 0, Path("/proc/thread-self/net/dev").read_text)
+        packets = int(re.search(rf"{namespaces.INTERFACE}:(.*)", sent)[1].split()[9])
+        assert seconds > 0.016 and packets > 2_000_000 / 1500
+
+
+@pytest.mark.network
+@needs_network
+def test_a_kernel_without_netem_is_named() -> None:
+    """Where netem is missing, the message says so and nothing stays; where it is there, the network works."""
+    if has_netem():
+        pytest.skip("this kernel has netem")
+    with pytest.raises(ToolError, match="modprobe sch_netem"), shaped("1gbit,20ms", 2):
+        pass
+    assert not left_behind()

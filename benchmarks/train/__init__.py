@@ -1,0 +1,1 @@
+"""``bench train`` and ``doctor --check``: whole training runs."""

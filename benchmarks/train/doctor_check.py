@@ -1,0 +1,122 @@
+"""``doctor --check``: predictions for the workloads of ``bench train`` beside trainings, on the same shaped links.
+
+Rows: ``workload``, ``link``; ``comm``, ``step``: measured factors, plain / coded; ``comm_predicted``, ``step_predicted``; ``comm_off``,
+``step_off``: predicted / measured. ``comm`` is the factor of ``exchange_ms`` of ``bench train``: the prediction knows no late ranks either.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ds_zipccl.benchmarks.comm import launch
+from ds_zipccl.benchmarks.comm.cases import Calibration, Case
+from ds_zipccl.benchmarks.comm.validate import TOLERANCE
+from ds_zipccl.benchmarks.comm.variants import VARIANTS
+from ds_zipccl.benchmarks.links import link, namespaces
+from ds_zipccl.benchmarks.links.namespaces import Network
+from ds_zipccl.benchmarks.train import results, trial
+from ds_zipccl.benchmarks.train.trial import Training
+from ds_zipccl.cli import ToolError, doctor_ranks, tables
+from ds_zipccl.cli.planning import user_job
+from ds_zipccl.cli.tables import Column
+from ds_zipccl.policy.cost_model import LinkProfile
+
+#: Workloads whose traffic is that of parameters and gradients alone.
+WORKLOADS = ("zero1", "zero2", "zero3")
+RANKS = 2
+#: Runs of the check -> section of their processes.
+_RUNS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "coded": {"enabled": True, "reduction": "match"} | (VARIANTS["coded"].settings or {}),
+}
+COLUMNS = (
+    Column("workload", width=8),
+    Column("link", width=9),
+    Column("comm", ".2f", 6),
+    Column("comm_predicted", ".2f"),
+    Column("comm_off", ".2f"),
+    Column("step", ".2f", 6),
+    Column("step_predicted", ".2f"),
+    Column("step_off", ".2f"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``doctor --check``."""
+    group = parser.add_argument_group("with --check")
+    group.add_argument(
+        "--check",
+        nargs="+",
+        choices=WORKLOADS,
+        metavar="W",
+        help=f"compare predictions with trainings of these workloads, one or more of {', '.join(WORKLOADS)}",
+    )
+    group.add_argument("--steps", type=int, default=10, metavar="K", help="optimizer steps of a training (10)")
+    group.add_argument("--skip", type=int, default=3, metavar="K", help="first steps left out of the times (3)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Calibrate, train, compare; 1 if a factor is off by more than :data:`TOLERANCE` or a training has wrong bits."""
+    if not 0 <= args.skip < args.steps:
+        raise ToolError(f"need --steps > --skip >= 0, got {args.steps} and {args.skip}")
+    if None in args.link:
+        raise ToolError("--check wants a --link of a given rate between the ranks, such as --link 300mbit")
+    table, rows, problems = tables.Table(COLUMNS), [], []
+    for spec in args.link:
+        with namespaces.joined(spec, RANKS) as network:
+            profile = _profile(network)
+            for workload in args.check:
+                tables.complain(f"# {workload}, {link.name(spec)}")
+                row, wrong = _compared(workload, spec, profile, network, args)
+                rows.append(row)
+                problems += [f"{workload}, {link.name(spec)}: {problem}" for problem in wrong]
+                table.add(row)
+    off = [row for row in rows if any(abs(row[key] - 1) > TOLERANCE for key in ("comm_off", "step_off"))]
+    tables.say(f"within {TOLERANCE:.0%}: {len(rows) - len(off)} of {len(rows)}")
+    for problem in problems:
+        tables.complain(problem)
+    if args.json:
+        more = {"tolerance": TOLERANCE, "steps": args.steps, "skip": args.skip, "problems": problems}
+        tables.write_json(args.json, rows, args.command, **more)
+    return int(bool(off or problems))
+
+
+def _profile(network: Network | None) -> LinkProfile:
+    cases: list[Case | Calibration] = [Calibration(60)] * doctor_ranks.CALIBRATIONS
+    return doctor_ranks.median([LinkProfile.from_json(one) for one in launch.launch(RANKS, cases, network)])
+
+
+def _compared(
+    workload: str, spec: link.LinkSpec, profile: LinkProfile, network: Network | None, args: argparse.Namespace
+) -> tuple[dict[str, Any], list[str]]:
+    """Row of a workload on a link, and the problems of its trainings."""
+    from ds_zipccl.cli.planning import job as job_plan  # imports torch, which `doctor --help` does not need
+
+    training = Training(trial.find_script(None, workload), workload, RANKS, args.steps, link=spec)
+    runs = {variant: [trial.run(training, variant, section, network)] for variant, section in _RUNS.items()}
+    plain, coded = results.rows(training, runs, args.skip)
+    job = user_job.read(str(trial.config_of(training)))
+    ratios = job_plan.ratios(job.dtype, None, None)
+    params = runs["plain"][0]["parameters"]
+    total = job_plan.predict(job, params, RANKS, profile, ratios)[-1]
+    step = coded["speedup"]
+    comm = plain["exchange_ms"] / coded["exchange_ms"]
+    step_predicted = job_plan.step_speedup(total, plain["step_ms"] - plain["comm_ms"])
+    row = {
+        "workload": workload,
+        "link": link.name(spec),
+        "comm": comm,
+        "comm_predicted": total["speedup"],
+        "comm_off": total["speedup"] / comm,
+        "step": step,
+        "step_predicted": step_predicted,
+        "step_off": step_predicted / step,
+        "comm_ms_factor": coded["comm_speedup"],
+        "plain_comm_ms": plain["exchange_ms"],
+        "plain_ms_predicted": total["plain_ms"],
+        "coded_comm_ms": coded["exchange_ms"],
+        "coded_ms_predicted": total["ms"],
+        "profile": profile.to_json(),
+    }
+    return row, results.problems(runs)

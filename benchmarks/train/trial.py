@@ -1,0 +1,210 @@
+"""One training run of ``bench train``: the example script in processes of its own, and the results that it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ds_zipccl
+from ds_zipccl.benchmarks.links import link
+from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
+from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
+from ds_zipccl.cli import ToolError, step_logs
+
+PACKAGE = Path(ds_zipccl.__file__).resolve().parent
+#: Places of examples/ in an installed wheel and in a checkout.
+EXAMPLES = (PACKAGE / "examples", PACKAGE.parent / "examples")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training: DeepSpeed config next to the script, further options of the script, script, packages that it needs, its ZeRO stage, and
+    whether it has experts, or stages of a pipeline."""
+
+    config: str
+    options: tuple[str, ...] = ()
+    script: str = "train_gpt.py"
+    packages: tuple[str, ...] = ()
+    stage: int = 3
+    experts: bool = False
+    stages: bool = False
+
+    def check(self, name: str) -> None:
+        """Raise ToolError where a package is missing."""
+        if missing := [package for package in self.packages if importlib.util.find_spec(package) is None]:
+            needed = " ".join(self.packages)
+            raise ToolError(
+                f"--workload {name} needs {' and '.join(missing)}, not installed here: pip install {needed}"
+            )
+
+
+def _experts(options: str, *packages: str) -> Workload:
+    return Workload("ds_config_moe.json", tuple(options.split()), "train_moe.py", packages, stage=2, experts=True)
+
+
+WORKLOADS: dict[str, Workload] = {
+    "zero1": Workload("ds_config_zero1.json", stage=1),
+    "zero2": Workload("ds_config_zero2.json", stage=2),
+    "zero3": Workload("ds_config_zero3.json"),
+    "moe": _experts("--experts 8 --top-k 1 --bias --batch 16"),
+    "moe-top2": _experts("--experts 8 --top-k 2 --bias"),
+    "mixtral": _experts("--model mixtral --experts 8 --top-k 2", "transformers"),
+    "qwen": _experts("--model qwen3 --experts 32 --top-k 4", "transformers"),
+    "qwen64": _experts("--model qwen3 --experts 64 --top-k 8", "transformers"),
+    "finetune": Workload("ds_config_finetune.json"),
+    "lora": Workload("ds_config_lora.json", script="train_lora.py", packages=("transformers", "peft")),
+    "tp": Workload("ds_config_tp.json", script="train_tp.py", packages=("transformers",), stage=1),
+    "pipeline": Workload("ds_config_pipeline.json", script="train_pipeline.py", stage=0, stages=True),
+}
+
+#: The file that the script's --results writes; "steps" has the step log of rank 0, None without ds_zipccl.
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Training:
+    """One configuration to run.
+
+    ``timeout``: seconds for one run. ``link``: network between the nodes, None for loopback. ``nodes``: number of nodes that share
+    out the ranks; with a link one for each rank if None. ``options``: further options of the script. ``backend``: of the groups.
+    """
+
+    script: Path
+    workload: str
+    ranks: int
+    steps: int
+    size: str = "small"
+    timeout: float = 1800
+    link: link.LinkSpec | None = None
+    nodes: int | None = None
+    options: tuple[str, ...] = ()
+    backend: Backend = BACKENDS["gloo"]
+
+    @property
+    def same_sums(self) -> bool:
+        """Whether our sums must have the bits of the plain ones: NCCL promises no order of its additions, and two summands need none."""
+        return self.ranks == 2 or not self.backend.streams
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Columns that name the configuration."""
+        nodes = (self.nodes or self.ranks) if self.link else 1
+        return {"workload": self.workload, "ranks": self.ranks, "nodes": nodes, "link": link.name(self.link)}
+
+
+def find_script(named: Path | None = None, workload: str = "zero3") -> Path:
+    """The training script of a workload.
+
+    Raises:
+        ToolError: neither the named file nor the package's own script exists; names the places.
+    """
+    own = WORKLOADS[workload].script
+    places = [named] if named else [folder / own for folder in EXAMPLES]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " and ".join(map(str, places))
+    raise ToolError(f"no training script at {looked}: name examples/{own} of a checkout with --script")
+
+
+def config_of(training: Training) -> Path:
+    """The DeepSpeed config of the workload: next to the script, otherwise the package's own."""
+    name = WORKLOADS[training.workload].config
+    return next(
+        (folder / name for folder in (training.script.parent, *EXAMPLES) if (folder / name).is_file()), Path(name)
+    )
+
+
+def run(training: Training, variant: str, section: dict[str, Any] | None, network: Network | None) -> Results:
+    """Train once and return the script's results; blocks until the training ends. The script's progress bar goes to stderr.
+
+    Args:
+        variant: name of the run in the progress bar and in errors.
+        section: the ``"zipccl"`` section of the processes; None: ds_zipccl is off.
+        network: network in whose nodes the ranks run; None: the script starts its ranks on loopback.
+
+    Raises:
+        ToolError: the run failed or took too long; the message ends with the last lines of its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        results, output, log = (Path(folder) / name for name in ("results.json", "output.txt", "steps.jsonl"))
+        name = f"{training.workload} x{training.ranks} {link.name(training.link)} {variant}"
+        written = "0" if section is None else json.dumps({"step_log": str(log)} | section)
+        wanted = {"DS_ZIPCCL": written, "OMP_NUM_THREADS": "1"}
+        wanted["DS_ACCELERATOR"] = training.backend.device
+        more = ["--results", str(results), "--name", name]
+        with output.open("wb") as sink:
+            processes = []
+            try:
+                for rank, (command, environment) in enumerate(_commands(training, network, more)):
+                    start = subprocess.Popen if network is None else partial(network.start, rank)
+                    environment = {**os.environ, **wanted, **environment}
+                    processes.append(start(command, stdout=sink, env=environment, start_new_session=True))
+                status = _outcome(processes, training.timeout)
+            finally:
+                for process in processes:
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGTERM)  # torchrun is in this group and ends its ranks
+                for process in processes:
+                    process.wait()
+        if status:
+            tail = output.read_text(errors="replace")[-4000:]
+            raise ToolError(
+                f"{variant} run ended with status {status}; errors are above, the output ends with:\n{tail}"
+            )
+        found: Results = json.loads(results.read_text())
+        return found | {"steps": step_logs.read(str(log)) if log.exists() else None}
+
+
+def _commands(
+    training: Training, network: Network | None, more: Sequence[str]
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Command and environment of each process to start, in the order of ranks."""
+    backend, options = training.backend, WORKLOADS[training.workload].options
+    command = [sys.executable, str(training.script), "--ds-config", str(config_of(training)), *options]
+    command += ["--steps", str(training.steps), "--size", training.size, "--comm-time", *training.options, *more]
+    if network is None and not backend.streams:
+        yield [*command, "--ranks", str(training.ranks)], {}
+        return
+    if network is None:
+        command += ["--backend", backend.name]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    else:
+        meeting = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": INTERFACE}
+    per_node = training.ranks if network is None else network.ranks_per_node
+    for rank in range(training.ranks):
+        environment = meeting | {
+            "RANK": rank,
+            "LOCAL_RANK": backend.local_rank(rank % per_node),
+            "WORLD_SIZE": training.ranks,
+            "LOCAL_WORLD_SIZE": per_node,
+            "TORCHDYNAMO_DISABLE": 1,  # as the script does for ranks that it starts: nothing is compiled
+            **backend.environment(training.ranks, rank),
+        }
+        yield command, {key: str(value) for key, value in environment.items()}
+
+
+def _outcome(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | str:
+    """0 when all processes have ended well; otherwise the first status other than 0, or a word on the timeout."""
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        if failed := [process.returncode for process in processes if process.returncode]:
+            return failed[0]
+        if time.monotonic() > deadline:
+            return f"timeout after {timeout:.0f} s"
+        time.sleep(0.05)
+    return next((process.returncode for process in processes if process.returncode), 0)

@@ -1,0 +1,287 @@
+"""The ranks of the doctor: processes of the user's launcher or of this machine, their checks, and the measurement between them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
+from ds_zipccl.cli import ToolError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from ds_zipccl.policy.cost_model import LinkProfile
+
+#: Variables by which a launcher tells a process its place.
+PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Measurements of a link, of which the median counts (seed: three fit into the time of the doctor).
+CALIBRATIONS = 3
+_LARGE_BYTES = 8 << 20  # of the message by which measurements are compared
+#: Variables whose 0 keeps the package from DeepSpeed.
+SWITCHES = ("DS_ZIPCCL", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+#: The key of a rank's hooks where DeepSpeed itself is missing.
+DEEPSPEED = "deepspeed"
+#: Bytes of the report of a rank at most, and characters of a reason that are shown: both come from another machine.
+_REPORT_BYTES, _SHOWN = 1 << 16, 2000
+_GOODBYE_S = 5.0  # from the first failed local process until the others are ended
+
+
+def launched() -> bool:
+    """Return whether a launcher has started this process as a rank of several.
+
+    Raises:
+        ToolError: some variables of a launcher are set, and others are missing.
+    """
+    given = [name for name in PLACE if os.environ.get(name)]
+    if not {"RANK", "WORLD_SIZE"} & set(given):
+        return False
+    if missing := [name for name in PLACE if name not in given]:
+        raise ToolError(
+            f"{' and '.join(given)} are set, {' and '.join(missing)} not: start the doctor by the launcher of the job, "
+            "such as torchrun or deepspeed, or unset them all"
+        )
+    return True
+
+
+class AgreedError(ToolError):
+    """An error that all ranks know, so that rank 0 alone need tell it."""
+
+
+@contextlib.contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """End this process with status 2 if the block takes longer than ``seconds``: also out of a call that waits for a dead rank."""
+
+    def leave() -> None:
+        print(
+            f"the doctor took longer than {seconds:g} s and ends: run report first, which builds the kernels; look whether all ranks "
+            "have started and reach each other; or raise --timeout",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(2)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def hooks_found() -> dict[str, str]:
+    """DeepSpeed module -> "" where our hook has adjusted it, "absent" for a module that this DeepSpeed lacks and a job need not have, else
+    the reason; and names of adjusted modules that do not fit, each with its problem. Imports DeepSpeed, which takes seconds."""
+    from ds_zipccl.integration import autoload, hook_points
+
+    if importlib.util.find_spec(DEEPSPEED) is None:
+        return {DEEPSPEED: "not installed"}
+    off = next(
+        (f"{name}=0 turns the package off" for name in SWITCHES if os.environ.get(name, "").strip() == "0"),
+        "torch did not load the package before DeepSpeed",
+    )
+    found = {}
+    for name in autoload.HOOKS:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if name not in autoload.OPTIONAL:
+                found[name] = f"not importable: {error}"
+                continue
+        except Exception as error:
+            found[name] = f"not importable: {type(error).__name__}: {error}"
+            continue
+        found[name] = autoload.OUTCOMES.get(name, f"not adjusted: {off}") if name in sys.modules else "absent"
+    return found | hook_points.problems()
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank tells the others before the measurement. ``error``: "" where all is well. ``config``: hash of the config of the job."""
+
+    host: str
+    error: str
+    config: str
+    hooks: Mapping[str, str]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, rank: int, data: bytes) -> RankReport:
+        """Return the report in the bytes that a rank sent.
+
+        Raises:
+            ToolError: the bytes of ``rank`` are no report.
+        """
+        try:
+            content = json.loads(data) if len(data) <= _REPORT_BYTES else None
+        except (ValueError, RecursionError):
+            content = None
+        keys = {"host", "error", "config"}
+        hooks = content.get("hooks") if isinstance(content, dict) else None
+        if not isinstance(content, dict) or set(content) != keys | {"hooks"} or not isinstance(hooks, dict):
+            raise ToolError(f"rank {rank} sent no report of this version: install the same ds_zipccl on all nodes")
+        texts = {key: _printable(content[key]) for key in keys}
+        return cls(hooks={_printable(name): _printable(text) for name, text in hooks.items()}, **texts)
+
+
+def _printable(value: Any) -> str:
+    """Text of another machine without control characters, at most :data:`_SHOWN` characters."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in str(value)[:_SHOWN])
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that have met. ``reports``: by rank."""
+
+    rank: int
+    reports: tuple[RankReport, ...]
+
+    @property
+    def nodes(self) -> int:
+        return len({report.host for report in self.reports})
+
+
+def meet(check: Callable[[], str], patience: float) -> Ranks:
+    """Join the group of the launcher over gloo, and exchange reports. Blocks until all ranks are there, ``patience`` seconds at most.
+
+    Args:
+        check: checks of this rank; returns the text of the job's config, and raises where something is wrong.
+
+    Raises:
+        AgreedError: a rank has an error, or configs differ.
+        ToolError: a rank is missing.
+    """
+    import torch.distributed as dist
+
+    try:
+        text, error = check(), ""
+    except Exception as problem:  # of any kind: the other ranks wait for this report
+        text, error = "", f"{'' if isinstance(problem, ToolError) else type(problem).__name__ + ': '}{problem}"
+    wait = timedelta(seconds=patience)
+    try:
+        meeting = dist.rendezvous("env://", timeout=wait)  # type: ignore[attr-defined]
+        store, rank, ranks = next(meeting)
+        store.set_timeout(wait)
+        mine = RankReport(
+            socket.gethostname(), _printable(error), hashlib.sha256(text.encode()).hexdigest(), hooks_found()
+        )
+        store.set(_key(rank), mine.to_bytes())
+        reports = tuple(_report(store, peer) for peer in range(ranks))
+        store.set(_read(rank), b"")
+        if not rank:  # the store may be in this process, which may end at once
+            store.wait([_read(peer) for peer in range(ranks)])
+    except ToolError:
+        raise
+    except (RuntimeError, ValueError, OSError) as problem:
+        raise ToolError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} does not meet all others at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} within {patience:g} s: {problem}; look whether all nodes run the doctor and reach this address"
+        ) from problem
+    if failed := [f"rank {at} on {one.host}: {one.error}" for at, one in enumerate(reports) if one.error]:
+        raise AgreedError("\n".join(failed))
+    if len({report.config for report in reports}) > 1:
+        odd = next(at for at, one in enumerate(reports) if one.config != reports[0].config)
+        raise AgreedError(
+            f"the config of rank {odd} on {reports[odd].host} differs from that of rank 0 on {reports[0].host}: "
+            "give all nodes the same ds_config and the same DS_ZIPCCL"
+        )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=wait)
+    return Ranks(rank, reports)
+
+
+def _key(rank: int) -> str:
+    return f"ds_zipccl/doctor/{rank}"
+
+
+def _read(rank: int) -> str:
+    return f"{_key(rank)}/read"
+
+
+def _report(store: Store, rank: int) -> RankReport:
+    return RankReport.from_bytes(rank, store.get(_key(rank)))
+
+
+def measure() -> LinkProfile:
+    """Measure link and codec between the ranks that have met, :data:`CALIBRATIONS` times. A collective; less than two seconds each on links
+    of 100 Mbit/s and faster.
+
+    Raises:
+        ToolError: a rank failed meanwhile.
+    """
+    import torch.distributed as dist
+
+    from ds_zipccl.comm import calibration
+
+    try:
+        return median([calibration.measure() for _ in range(CALIBRATIONS)])
+    except (RuntimeError, ValueError) as error:
+        raise ToolError(f"rank {dist.get_rank()}: measuring the link failed: {error}") from error
+
+
+def median(profiles: Sequence[LinkProfile]) -> LinkProfile:
+    """Return the profile of the median link. Equal on ranks with equal profiles."""
+    return sorted(profiles, key=lambda profile: profile.seconds(_LARGE_BYTES))[len(profiles) // 2]
+
+
+def leave() -> None:
+    """Leave the group together with all ranks."""
+    import torch.distributed as dist
+
+    dist.barrier()  # gloo aborts now and then where one process leaves early
+    dist.destroy_process_group()
+
+
+def local(words: Sequence[str], ranks: int, network: Network | None, timeout: float) -> int:
+    """Run the doctor with ``words`` as ``ranks`` processes of this machine; return the first status other than 0, else 0.
+
+    ``network``: in whose nodes the processes run, None for loopback. ``timeout``: seconds until all are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1] if network is None else 29500
+    meeting = {"MASTER_ADDR": "127.0.0.1" if network is None else network.addresses[0], "MASTER_PORT": str(port)}
+    interface = {} if network is None else {"GLOO_SOCKET_IFNAME": INTERFACE}
+    command = [sys.executable, "-m", "ds_zipccl", *words]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, **place, **meeting, **interface}
+            if network is None:
+                processes.append(subprocess.Popen(command, env=environment))
+            else:
+                processes.append(network.start(rank, command, env=environment))
+        return _first_status(processes, time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _first_status(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int:
+    failed = 0
+    while any(process.poll() is None for process in processes):
+        status = next((process.returncode for process in processes if process.returncode), 0)
+        if status and not failed:
+            failed, deadline = status, min(deadline, time.monotonic() + _GOODBYE_S)
+        if time.monotonic() > deadline:
+            return failed or 2
+        time.sleep(0.05)
+    return failed or next((process.returncode for process in processes if process.returncode), 0)

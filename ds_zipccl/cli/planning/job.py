@@ -1,0 +1,212 @@
+"""The step that the doctor predicts: the lines of ``plan`` for a user's job on a measured link, and the choice of each line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ds_zipccl.cli import ToolError, files
+from ds_zipccl.cli.planning import speeds
+from ds_zipccl.cli.planning.step import (
+    CHANGED,
+    COPIED,
+    EXPONENTS,
+    GRADIENTS,
+    HOW,
+    LOSSY,
+    TOTAL,
+    Coding,
+    StepTraffic,
+    copies,
+    differences,
+    lossy,
+    step,
+    traffic,
+)
+from ds_zipccl.cli.planning.user_job import UserJob
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import bypassed
+from ds_zipccl.policy import admission, lossy_sizes
+from ds_zipccl.policy.admission import Message, PassReason
+from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
+
+#: Bytes of a sample that are compressed for its ratio (seed: a tenth of a second).
+SAMPLE_BYTES = 64 << 20
+#: Operation of the step -> operation of the table of operations.
+_OPS = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor", "all_reduce": "all_reduce"}
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Ratio of values by themselves, ratio of parameters against those of the last step, and the source of both, for the user."""
+
+    values: float
+    differences: float | None
+    about: str
+
+
+def ratios(dtype: str, sample: str | None, delta_ratio: float | None) -> Ratios:
+    """Return the ratios of a job; of a ``sample`` file the first 64 MiB in tensors of ``dtype`` (torch name) count.
+
+    Raises:
+        ToolError: the file cannot be read, or holds no tensor of the dtype.
+    """
+    about = (
+        f"ratio of differences {f'{delta_ratio:g}, --delta-ratio' if delta_ratio else f'{DELTA_RATIO:g}, the default'}"
+    )
+    if sample is None:
+        return Ratios(speeds.normal_ratio(dtype), delta_ratio, f"default: normal {dtype} values; {about}")
+    from ds_zipccl.codecs import compress
+
+    logical = wire = 0
+    for load in files.tensors(sample).values():
+        tensor = load()
+        if str(tensor.dtype) != f"torch.{dtype}" or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        flat = tensor.detach().contiguous().view(-1)[: (SAMPLE_BYTES - logical) // tensor.itemsize]
+        logical += flat.nbytes
+        wire += compress(flat, speeds.CODEC, shaped=False, checksum=False).nbytes
+        if logical >= SAMPLE_BYTES - 8:
+            break
+    if not logical:
+        raise ToolError(
+            f"{sample} holds no tensor of {dtype}, the dtype of the job: name weights or gradients as they are sent"
+        )
+    return Ratios(logical / wire, delta_ratio, f"{sample}: {logical / 1e6:.1f} MB of {dtype}; {about}")
+
+
+def unpredicted(job: UserJob, device: str, backend: str) -> str:
+    """Return the reason why no step is predicted; "" where one is."""
+    codec = job.config.lossy_of("zero_grad")
+    other = [one.name for one in bypassed.found(bypassed.Facts(job.content)) if one.of_zero]
+    reasons: tuple[tuple[bool, str], ...] = (
+        (
+            codec is not None and not lossy_sizes.known(codec),
+            f"gradients go by {codec}, and the size of its frames depends on the layers of the model",
+        ),
+        (job.stage == 0, "ZeRO stage 0 has no prediction: wanted is stage 1, 2 or 3"),
+        (
+            backend in admission.STREAM_BACKENDS,
+            f"groups of this job use {backend}, and only gloo was measured: plan --network predicts {backend} groups",
+        ),
+        (
+            backend not in admission.CODED_BACKENDS.get(device, ()),
+            PassReason.BACKEND.of(backend) + f" ({device} tensors): nothing will be coded",
+        ),
+        (bool(other), f"no model predicts the traffic of {', '.join(other)}"),
+        (job.config.codec == "raw", 'the codec is "raw": nothing is compressed'),
+    )
+    return next((reason for holds, reason in reasons if holds), "")
+
+
+def predict(
+    job: UserJob,
+    params: int,
+    ranks: int,
+    profile: LinkProfile,
+    found: Ratios,
+    device: str = "cpu",
+    trainable: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return a row for each line of a step, and a total; gloo groups of all ranks. ``trainable``: of ``params``, those that are trained;
+    None: all.
+
+    Keys: ``what``, ``op``, ``role``; ``plain_ms``, ``coded_ms``; ``ms``, the expected time; ``choice``, "coded", "exponents" (no
+    differences), "copies" (of a base) or "plain", and ``reason`` for plain lines; ``speedup``.
+
+    Raises:
+        ToolError: the lossy codec of gradients sends more than no codec.
+    """
+    config = job.config
+    args = argparse.Namespace(
+        params=params,
+        trainable=trainable,
+        zero=job.stage,
+        gpus=ranks,
+        gpus_per_node=1,
+        dtype=job.dtype,
+        accumulation=job.accumulation,
+        owner_only=config.owner_only,
+        delta=config.delta,
+        zero3_base=config.zero3_base,
+        delta_ratio=found.differences,
+        round_robin=job.round_robin,
+        gradients=config.lossy_of("zero_grad"),
+        profile=None,
+        bucket=None,
+    )
+    lines = [_admitted(line, args, job, device) for line in traffic(args, job.buckets)]
+    codings = {EXPONENTS: Coding(profile, found.values)}
+    if any(line.coding == CHANGED for line, _, _ in lines):
+        codings[CHANGED] = differences(args, profile)
+    if any(line.coding == COPIED for line, _, _ in lines):
+        codings[COPIED] = copies(args, profile)
+    if any(line.coding == LOSSY for line, _, _ in lines):
+        codings[LOSSY], _ = lossy(args, codings[EXPONENTS])
+    rows = step(args, [line for line, _, _ in lines], codings, "gloo")
+    pairs = zip(lines, (list(both) for _, both in groupby(rows, key=lambda row: row["what"])), strict=True)
+    planned = [_chosen(config, role, reason, *both) for (_, role, reason), both in pairs]
+    total = {key: sum(row[key] for row in planned) for key in ("plain_ms", "coded_ms", "ms")}
+    empty = {"what": TOTAL, "op": "", "role": "", "choice": "", "reason": ""}
+    return [*planned, empty | total | {"speedup": total["plain_ms"] / total["ms"]}]
+
+
+def step_speedup(total: dict[str, Any], computing_ms: float) -> float:
+    """Return the factor on whole steps that compute for ``computing_ms`` and communicate one after the other."""
+    return float((computing_ms + total["plain_ms"]) / (computing_ms + total["ms"]))
+
+
+def _admitted(line: StepTraffic, args: argparse.Namespace, job: UserJob, device: str) -> tuple[StepTraffic, str, str]:
+    """The line, its role, and the reason why admission lets its messages pass; "" where they may be coded."""
+    gradients = line.what == GRADIENTS
+    role = "zero_grad" if gradients else "zero_param"
+    message = Message(
+        op=_OPS[line.coded_op or line.op],
+        dtype=getattr(torch, job.dtype),
+        numel=min(round(line.part * args.params), line.bucket),
+        ranks=args.gpus,
+        device=device,
+        backend="gloo",
+        role=role,
+        reduce_op="SUM" if gradients else None,
+        plain_sums=gradients and job.config.reduction == "plain",
+    )
+    return line, role, admission.admit(message, job.config).reason
+
+
+def _chosen(
+    config: ZipcclConfig, role: str, reason: str, plain: dict[str, Any], coded: dict[str, Any]
+) -> dict[str, Any]:
+    """The row of a line, from its plain and its coded row of ``plan``."""
+    # Mode "auto" passes lossy roles on to no other schedule, because results must not depend on timings; copies have none beside them.
+    how = "copies" if coded["how"] == HOW[COPIED] else "coded"
+    times = {how: coded["ms"]}
+    if role not in config.lossy_roles and how == "coded":
+        times["plain"] = plain["ms"]
+        if coded["exponents_ms"] < coded["ms"]:
+            times["exponents"] = coded["exponents_ms"]
+    choose: dict[str, Callable[[], str]] = {
+        "auto": lambda: min(times, key=times.__getitem__),
+        "always": lambda: how,
+        "never": lambda: "plain",
+    }
+    choice = "plain" if reason else choose[config.mode_of(role)]()
+    expected = plain["ms"] if choice == "plain" else times[choice]
+    if choice == "plain" and not reason:
+        reason = PassReason.PLAIN_IS_FASTER.value + ", as predicted"
+    return {
+        "what": coded["what"],
+        "op": coded["op"],
+        "role": role,
+        "plain_ms": plain["ms"],
+        "coded_ms": coded["ms"],
+        "ms": expected,
+        "choice": choice,
+        "reason": reason,
+        "speedup": plain["ms"] / expected,
+    }

@@ -1,0 +1,141 @@
+"""Speeds and ratio of the codec for ``plan``: from a file of measurements, or measured on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ds_zipccl.benchmarks import data
+from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
+
+if TYPE_CHECKING:
+    import torch
+
+Points = tuple[tuple[float, float], ...]
+#: The rows of ``bench codec`` that count. Rows of CUDA name no data, because their data are normal.
+CODEC, DATA = "cascade", "normal"
+#: Seconds that an operation of any size costs, if the file has no such figure (seed: launches from Python).
+CALL_S = 50e-6
+_NUMEL = 1 << 20  # elements of the tensor whose ratio is measured
+#: Deviation of a step / deviation of the weights (seed: bf16 then shrinks by DELTA_RATIO, as measured in trainings).
+_STEP = 0.008
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """``link``: whether ``profile.transfer`` means anything. ``about``: source of the figures, for the user."""
+
+    profile: LinkProfile
+    ratio: float
+    about: str
+    link: bool
+
+
+def read(path: str, dtype: str) -> Speeds:
+    """Speeds from a file: a profile, or a file of ``plan --validate --json`` or ``bench codec --json``.
+
+    Raises:
+        ToolError: the file cannot be read, is none of these, or has no row for the dtype (torch name).
+    """
+    content = tables.read_json(path)
+    if "profiles" in content:
+        profiles = content["profiles"]
+        if len(profiles) != 1:
+            raise ToolError(
+                f"{path} holds {len(profiles)} profiles, one is wanted: validate one --link and one --ranks"
+            )
+        return _from_profile(profiles[0]["profile"], path, dtype)
+    if "transfer" in content:
+        return _from_profile(content, path, dtype)
+    return _from_rows(content.get("rows"), path, dtype)
+
+
+_WANTED = "wanted is a profile, or a file of plan --validate --json or bench codec --json"
+
+
+def _from_profile(content: Any, path: str, dtype: str) -> Speeds:
+    try:
+        profile = LinkProfile.from_json(content)
+    except ValueError as error:
+        raise ToolError(f"{path}: {error}") from error
+    return Speeds(profile, normal_ratio(dtype), f"profile in {path}; ratio of {DATA} {dtype}", link=True)
+
+
+def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
+    """Speeds of the row for cascade and normal data; of several sizes the largest."""
+    keys = {"codec", "dtype", "route", "ratio", "encode_gbps", "decode_gbps"}
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and keys <= set(row) for row in rows):
+        raise ToolError(f"{path} holds no speeds; {_WANTED}")
+    fit = [row for row in rows if (row["codec"], row["dtype"], row.get("data", DATA)) == (CODEC, dtype, DATA)]
+    if not fit:
+        raise ToolError(
+            f"{path} has no row for {CODEC} of {DATA} {dtype}; measure it: bench codec --data {DATA} --json FILE"
+        )
+    row = max(fit, key=lambda row: row.get("mib", row.get("numel", 0)))
+    encode, decode = row["encode_gbps"] * 1e9, row["decode_gbps"] * 1e9
+    try:
+        # plan has no raw frames, and no row measures adding: decode stands in for both.
+        profile = LinkProfile(((1.0, 1.0),), encode, decode, decode, decode, decode, CALL_S)
+    except ValueError as error:
+        raise ToolError(f"{path}: {error}") from error
+    size = f"{row['mib']} MiB" if "mib" in row else f"{row['numel']:,} elements"
+    about = f"{path}: {CODEC}, {DATA} {dtype}, {size}, route {row['route']}; ratio from the same row; adds as fast as it decodes"
+    return Speeds(profile, row["ratio"], about, link=False)
+
+
+def measured(dtype: str) -> Speeds:
+    """Speeds of one thread of this machine; takes about 0.2 s, and longer if the kernels are not built yet."""
+    from ds_zipccl.comm import calibration
+
+    profile = calibration.coding_profile(((1.0, 1.0),), calibration.coding_seconds())
+    about = f"this machine's CPU, one thread, {DATA} bfloat16, measured now (--profile FILE for others); ratio of {DATA} {dtype}"
+    return Speeds(profile, normal_ratio(dtype), about, link=False)
+
+
+def measured_differences() -> tuple[float, float]:
+    """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included; takes about 0.1 s."""
+    from ds_zipccl.comm import calibration
+
+    before, after = _step(_NUMEL // 2, "bfloat16")
+    encode, decode = calibration.difference_seconds(before, after)
+    return after.nbytes / encode, after.nbytes / decode
+
+
+def measured_copies() -> tuple[float, float]:
+    """Bytes a second that one thread of this machine copies out of a base into new memory, and compares with it; takes about 0.1 s."""
+    from ds_zipccl.comm import calibration
+    from ds_zipccl.comm.delta.epochs import same_words
+
+    base, _ = _step(2 * _NUMEL, "bfloat16")
+    copy, compare = calibration.copy_seconds(base, same_words)
+    return base.nbytes / copy, base.nbytes / compare
+
+
+def delta_ratio(dtype: str) -> float:
+    """Ratio of parameters against those of the last step: of bf16 as in trainings, of other dtypes measured on a step like theirs."""
+    from ds_zipccl.codecs import compress
+
+    if dtype == "bfloat16":
+        return DELTA_RATIO
+    before, after = _step(_NUMEL, dtype)
+    return after.nbytes / compress(after, "delta", base=before, shaped=False, checksum=False).nbytes
+
+
+def _step(numel: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights before and after a step."""
+    import torch
+
+    weights, change = (data.Spec(DATA).make(numel, "float32", seed) for seed in range(2))
+    after = weights + _STEP * change
+    wanted = getattr(torch, dtype)
+    return weights.to(wanted), after.to(wanted)
+
+
+def normal_ratio(dtype: str) -> float:
+    """Bytes of normal values / bytes of their frame; the same on every machine."""
+    from ds_zipccl.codecs import compress
+
+    tensor = data.Spec(DATA).make(_NUMEL, dtype)
+    return tensor.nbytes / compress(tensor, CODEC, shaped=False, checksum=False).nbytes

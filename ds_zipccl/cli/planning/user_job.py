@@ -1,0 +1,157 @@
+"""A user's job as the doctor reads it from the DeepSpeed config: stage, dtype, buckets and the ``"zipccl"`` section."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_zipccl.cli import ToolError
+from ds_zipccl.cli.planning.step import BUCKET, LIVE, PREFETCH, Buckets
+from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
+
+#: DeepSpeed's word for a value that its caller fills in.
+AUTO = "auto"
+STAGES = (0, 1, 2, 3)
+#: Section that switches a half precision on -> torch name of its dtype.
+_HALVES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
+#: Key of a config with traffic that depends on the layers of the model -> roles of this traffic.
+_LAYERED = {
+    "tensor_parallel": "tp",
+    "sequence_parallel_size": "sp",
+    "expert_parallel": "ep",
+    "pipeline": "pp",
+}
+
+
+@dataclass(frozen=True)
+class UserJob:
+    """The parts of a DeepSpeed config that decide on the traffic of a step.
+
+    ``notes``: values that the config leaves open, and the values taken in their place; traffic that no model predicts. ``content``: the
+    whole config.
+    """
+
+    config: ZipcclConfig
+    stage: int
+    dtype: str
+    accumulation: int
+    buckets: Buckets
+    round_robin: bool
+    notes: tuple[str, ...]
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def read(path: str) -> UserJob:
+    """Return the job of the DeepSpeed config at ``path``. ``DS_ZIPCCL`` precedes the section of the file, as in the job.
+
+    Raises:
+        ToolError: the file cannot be read or is no JSON object, the section is invalid or misspelled, or a value is not possible.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ToolError(
+            f"cannot read the DeepSpeed config {path}: {error.strerror}; name the file that the job uses, on every node"
+        ) from error
+    except ValueError as error:
+        raise ToolError(f"{path} is not JSON: {error}; correct the file") from error
+    if not isinstance(content, dict):
+        raise ToolError(
+            f"{path} holds a {type(content).__name__}, wanted is an object: the DeepSpeed config of the job"
+        )
+    reader = _Reader(path, [])
+    config = _section(path, content, reader.notes)
+    zero = reader.section(content, "zero_optimization")
+    stage = reader.whole(zero, "stage", 0, least=0)
+    if stage not in STAGES:
+        raise ToolError(f"{path}: the stage of zero_optimization is one of {STAGES}, got {stage}")
+    for key, role in _LAYERED.items():
+        if content.get(key) not in (None, False, 1, {}):
+            reader.notes.append(
+                f"{key}: traffic of role {role} depends on the layers of the model and is not predicted"
+            )
+    prefetch = reader.whole(zero, "stage3_prefetch_bucket_size", PREFETCH, least=0)
+    return UserJob(
+        config,
+        stage,
+        reader.dtype(content),
+        reader.whole(content, "gradient_accumulation_steps", 1),
+        Buckets(
+            reader.whole(zero, "reduce_bucket_size", BUCKET),
+            reader.whole(zero, "allgather_bucket_size", BUCKET),
+            prefetch or PREFETCH,  # 0: a gather for each module, whose size the config does not tell
+            _kept(reader, zero, prefetch),
+        ),
+        zero.get("round_robin_gradients") is True,
+        tuple(reader.notes),
+        content,
+    )
+
+
+def _kept(reader: _Reader, zero: Mapping[str, Any], prefetch: int) -> int:
+    """Elements that ZeRO-3 keeps from the forward pass for the backward pass.
+
+    The prefetcher of DeepSpeed's ``partitioned_param_coordinator`` runs ahead over the end of the forward pass, and keeps the parameters
+    that it meets, until as many as ``max_live_parameters`` are gathered. A module is also kept while at most ``max_reuse_distance``
+    elements lie between its two uses: half of them behind it in the forward pass, the same half before it in the backward pass.
+    """
+    live = reader.whole(zero, "stage3_max_live_parameters", LIVE, least=0)
+    reuse = reader.whole(zero, "stage3_max_reuse_distance", LIVE, least=0)
+    return max(live if prefetch else 0, reuse // 2)
+
+
+def _section(path: str, content: Mapping[str, Any], notes: list[str]) -> ZipcclConfig:
+    if SECTION not in content and (close := near_misses(content)):
+        raise ToolError(f'{path}: unknown key "{close[0]}": did you mean "{SECTION}"? Rename it')
+    try:
+        override = environment_section()
+        section = content.get(SECTION) if override is None else override
+        if section is None:
+            notes.append(
+                f'no "{SECTION}" section: predicted as with "{SECTION}": {{"enabled": true}}; add it to the config'
+            )
+            section = {"enabled": True}
+        return parse_section(section)
+    except ConfigError as error:
+        where = path if override is None else "DS_ZIPCCL"
+        raise ToolError(
+            f'{where}: the "{SECTION}" section is invalid: {error}; docs/configuration.md has the keys'
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads values of the config at ``path``, and notes those that are open."""
+
+    path: str
+    notes: list[str]
+
+    def section(self, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        found = content.get(key) or {}
+        if not isinstance(found, Mapping):
+            raise ToolError(f"{self.path}: {key} must be an object, got {found!r}")
+        return found
+
+    def whole(self, content: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
+        """A whole number; 5e8 is one too."""
+        found = content.get(key, default)
+        if found == AUTO:
+            self.notes.append(
+                f'{key} is "{AUTO}": {default} taken, the default of DeepSpeed; the trainer may fill in another'
+            )
+            return default
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or found != found // 1 or found < least:
+            raise ToolError(f'{self.path}: {key} must be a whole number of at least {least} or "{AUTO}", got {found!r}')
+        return int(found)
+
+    def dtype(self, content: Mapping[str, Any]) -> str:
+        for key, name in _HALVES.items():
+            enabled = self.section(content, key).get("enabled", False)
+            if enabled == AUTO:
+                self.notes.append(f'{key} is "{AUTO}": {name} taken')
+            if enabled in (True, AUTO):
+                return name
+        return "float32"
