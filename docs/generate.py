@@ -183,7 +183,7 @@ def tools(page: Path) -> str:
     """Every command: its help text, its arguments and what stands below them."""
     parts = []
     for words, (name, text) in COMMANDS.items():
-        module = importlib.import_module(f"ds_zipccl.cli.{name}")
+        module = importlib.import_module(f"ds_zipccl.{name}")
         arguments, epilog = _options(module)
         about = (module.__doc__ or text).replace("``", "").strip()
         parts.append(f"## {' '.join(words)}\n\n{text[0].upper()}{text[1:]}.\n\n```text\n{about}\n```\n\n{arguments}")
