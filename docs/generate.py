@@ -30,7 +30,7 @@ from ds_zipccl.__main__ import COMMANDS, PROGRAM
 from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS, ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
 from ds_zipccl.integration import bypassed
-from ds_zipccl.kernels import waves
+from ds_zipccl.kernels.cuda import waves
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, device_rules, step_rules, tuner_rules
 from ds_zipccl.policy.admission import PassReason

@@ -7,7 +7,8 @@ import ctypes
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-from ds_zipccl.kernels import build, capabilities
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.build import capabilities
 
 
 class _LibraryBuilder:

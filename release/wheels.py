@@ -14,7 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ds_zipccl.kernels import build, shipped
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.build import shipped
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The oldest glibc that the libraries run with: Debian 10, RHEL 8, Ubuntu 18.10 and later have it.

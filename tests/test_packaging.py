@@ -68,7 +68,9 @@ def test_contents(wheel: Path) -> None:
     package = ROOT / "ds_zipccl"
     wanted = {f"ds_zipccl/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}
     wanted |= {f"ds_zipccl/op_builder/{path.name}" for path in (ROOT / "op_builder").glob("*.py")}
-    wanted |= {f"ds_zipccl/{path.relative_to(package).as_posix()}" for path in (package / "csrc").glob("*/*")}
+    wanted |= {
+        f"ds_zipccl/{path.relative_to(package).as_posix()}" for path in (package / "csrc").rglob("*") if path.is_file()
+    }
     wanted |= {f"ds_zipccl/examples/{path.name}" for path in (ROOT / "examples").iterdir() if path.is_file()}
     wanted |= {"ds_zipccl/FORMAT.md", "ds_zipccl/py.typed"}
     assert {name for name in names if not name.startswith(info)} == wanted

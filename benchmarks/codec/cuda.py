@@ -93,7 +93,7 @@ class FrameCoder:
         import torch
 
         from ds_zipccl import codecs, kernels
-        from ds_zipccl.kernels.cuda import new_status
+        from ds_zipccl.kernels.cuda.backend import new_status
 
         like = tensors[0]
         bound = codecs.compress_bound(like.numel(), like.dtype, codec, block=block)
@@ -128,7 +128,7 @@ class FrameCoder:
         return frame.parse(self.slots[0][: frame.MAX_HEADER_BYTES].cpu(), self.slots[0].numel()).frame_bytes
 
     def result(self, buffer: int) -> torch.Tensor:
-        from ds_zipccl.kernels.cuda import raise_failure
+        from ds_zipccl.kernels.cuda.backend import raise_failure
 
         raise_failure(self._status)
         return self._outs[buffer]
@@ -307,7 +307,7 @@ def _gather_calls(tensors: Sequence[torch.Tensor], route: str) -> tuple[Callable
     import torch
 
     from ds_zipccl import codecs, kernels
-    from ds_zipccl.kernels.cuda import FrameCalls, GatherTable, Parameter, new_status
+    from ds_zipccl.kernels.cuda.backend import FrameCalls, GatherTable, Parameter, new_status
 
     like, calls = tensors[0], kernels.route(route, DEVICE)
     assert isinstance(calls, FrameCalls)

@@ -132,7 +132,7 @@ def _cuda() -> Mapping[str, str]:
 
 
 def _cupy() -> Mapping[str, str]:
-    from ds_zipccl.kernels import cupy_kernels
+    from ds_zipccl.kernels.cuda import cupy_kernels
 
     return {"cupy": cupy_kernels.version().removeprefix("CuPy ")}
 
@@ -153,7 +153,7 @@ def routes(only: str | None = None) -> Mapping[str, str]:
 
 def _compiled() -> Mapping[str, str]:
     """Compile the kernels for the devices of users, because there is no device that could run them."""
-    from ds_zipccl.kernels import cupy_kernels
+    from ds_zipccl.kernels.cuda import cupy_kernels
 
     for number, capability in enumerate(COMPILED, 1):
         name = cupy_kernels.architecture(capability)

@@ -18,8 +18,8 @@ from ds_zipccl.codecs.rows import LITERALS, Literals, Scratch, row_list
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, PayloadSpec
 from ds_zipccl.frame import DELTA_WORDS, HEADER_BYTES, CodecId, Header
 from ds_zipccl.kernels import row_moves
-from ds_zipccl.kernels.native import NativeRoute
-from ds_zipccl.kernels.native_rows import RowFrames
+from ds_zipccl.kernels.cpp.backend import NativeRoute
+from ds_zipccl.kernels.cpp.rows import RowFrames
 
 #: Rows that :meth:`RowSegment.trial` tries (seed: enough to tell scaled copies from other rows).
 TRIAL_ROWS = 24

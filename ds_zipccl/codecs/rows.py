@@ -19,7 +19,7 @@ from ds_zipccl.codecs.row_map import FIELDS_BYTES, MOST_ROWS, Fields, RowMap, co
 from ds_zipccl.codecs.spec import PayloadSpec, any_size
 from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES, CodecId, FrameErrorCode, Header, pad16
 from ds_zipccl.kernels import row_moves
-from ds_zipccl.kernels.native import NativeRoute
+from ds_zipccl.kernels.cpp.backend import NativeRoute
 
 #: Gives a flat tensor of so many elements of a dtype on a device, contents undefined.
 Scratch = Callable[[int, torch.dtype, torch.device], torch.Tensor]

@@ -21,7 +21,7 @@ from ds_zipccl.codecs.registry import spec_for
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.frame import HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pack, pad16, parse
-from ds_zipccl.kernels.cuda import NO_FAILURE, CudaRoute, raise_failure
+from ds_zipccl.kernels.cuda.backend import NO_FAILURE, CudaRoute, raise_failure
 from ds_zipccl.kernels.sums import add
 
 #: Device types whose frames go through host memory.

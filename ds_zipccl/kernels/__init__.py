@@ -8,10 +8,11 @@ from typing import cast
 
 import torch
 
-from ds_zipccl.kernels import cuda_launchers, native
 from ds_zipccl.kernels import sums as plain_sums
+from ds_zipccl.kernels.cpp import backend
+from ds_zipccl.kernels.cuda import launchers
 from ds_zipccl.kernels.lossy_protocol import LossyRoute
-from ds_zipccl.kernels.numba import route as numba_route
+from ds_zipccl.kernels.numba import backend as numba_route
 from ds_zipccl.kernels.protocol import Route
 
 __all__ = [
@@ -35,8 +36,8 @@ class RouteUnavailable(RuntimeError):
 
 #: device type -> name -> loader, in order of preference. A loader returns a Route or raises with the reason.
 ROUTES: dict[str, dict[str, Callable[[], Route]]] = {
-    "cpu": {"native": native.load, "numba": numba_route.load},
-    "cuda": {"native": cuda_launchers.load_native, "cupy": cuda_launchers.load_cupy},
+    "cpu": {"native": backend.load, "numba": numba_route.load},
+    "cuda": {"native": launchers.load_native, "cupy": launchers.load_cupy},
 }
 
 _loaded: dict[tuple[str, str], Route | str] = {}
@@ -81,14 +82,14 @@ def preferred(name: str, device: str) -> str:
     return name if name in ROUTES.get(device, {}) else "auto"
 
 
-def compiled(name: str, device: str) -> native.NativeRoute | None:
+def compiled(name: str, device: str) -> backend.NativeRoute | None:
     """Return the route of that name if it is the C++ route for CPU tensors, which does more than a route has to; else None.
 
     Raises:
         RouteUnavailable: as :func:`route`.
     """
     found = route(name, device)
-    return found if isinstance(found, native.NativeRoute) else None
+    return found if isinstance(found, backend.NativeRoute) else None
 
 
 def route(name: str = "auto", device: str = "cpu") -> Route:

@@ -10,7 +10,8 @@ import torch
 
 from ds_zipccl import kernels
 from ds_zipccl.__main__ import main
-from ds_zipccl.kernels import build, cupy_kernels
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.cuda import cupy_kernels
 
 WORKS, FAILS = object, None  # loaders: object() stands for a route, None cannot be called
 

@@ -9,8 +9,8 @@ import torch
 import variants
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels import cuda
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda import backend
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 
 
 @pytest.fixture(params=["emulated", "cuda-native", "cuda-cupy"])
@@ -22,8 +22,8 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[CudaRoute, torch.de
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[cuda.Launch]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[backend.Launch]]:
     """Every launch of the test, as the observer was told of it."""
-    seen: list[cuda.Launch] = []
-    monkeypatch.setattr(cuda, "observer", seen.append)
+    seen: list[backend.Launch] = []
+    monkeypatch.setattr(backend, "observer", seen.append)
     yield seen

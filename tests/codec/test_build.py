@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_zipccl.kernels import build, capabilities, trust
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.build import capabilities, trust
 
 
 class Devices:

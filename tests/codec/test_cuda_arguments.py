@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_frames import CPU, NoLauncher
 
-from ds_zipccl.kernels.cuda import CudaRoute, GatherTable, Own, Parameter, new_status
+from ds_zipccl.kernels.cuda.backend import CudaRoute, GatherTable, Own, Parameter, new_status
 
 BF16, BYTES = torch.bfloat16, torch.uint8
 

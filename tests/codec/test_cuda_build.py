@@ -12,7 +12,8 @@ import pytest
 from places import TESTS
 
 from ds_zipccl.cli.tables import read_json
-from ds_zipccl.kernels import build, cuda, cuda_launchers, cupy_kernels, jobs
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.cuda import backend, cupy_kernels, jobs, launchers
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_resources() -> None:
     assert cuda_static.RESULTS.exists(), f"no {cuda_static.RESULTS}; run `make cuda-static`"
     before, now = read_json(str(cuda_static.RESULTS))["rows"], cuda_static.rows((HOPPER,))
     names = {
-        (name.removeprefix("zipccl_"), f"sm_{each}") for name in cuda.KERNELS for each in cuda_static.ARCHITECTURES
+        (name.removeprefix("zipccl_"), f"sm_{each}") for name in backend.KERNELS for each in cuda_static.ARCHITECTURES
     }
     assert {(row["kernel"], row["architecture"]) for row in before} == names, "run `make cuda-static`"
     of_hopper = {name for name in names if name[1] == f"sm_{HOPPER}"}
@@ -86,7 +87,7 @@ def test_the_builders_library_explains_itself(nvcc: tuple[str], monkeypatch: pyt
     """Built as a user without a GPU would for another machine; starting a kernel here is an error that says why."""
     from ds_zipccl.op_builder.zipccl import ZipcclCUDABuilder
 
-    if cuda_launchers.torch.cuda.is_available():
+    if launchers.torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     builder = ZipcclCUDABuilder()
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
@@ -98,11 +99,11 @@ def test_the_builders_library_explains_itself(nvcc: tuple[str], monkeypatch: pyt
     monkeypatch.setattr(build, "CUDA_PARTS", PARTS)
     library = builder.load()
     with pytest.raises(RuntimeError, match="the library of the CUDA kernels lacks zipccl_encode_fp16_cascade, "):
-        cuda_launchers.LibraryLauncher(library)
+        launchers.LibraryLauncher(library)
     library.zipccl_cuda_kernel.restype = ctypes.c_void_p
-    there = {name: kernel for name, kernel in cuda.KERNELS.items() if library.zipccl_cuda_kernel(name.encode())}
-    assert {"zipccl_decode_bf16", "zipccl_zfp_decode_bf16"} < there.keys() < cuda.KERNELS.keys()
-    monkeypatch.setattr(cuda_launchers, "KERNELS", there)
-    launcher = cuda_launchers.LibraryLauncher(library)
+    there = {name: kernel for name, kernel in backend.KERNELS.items() if library.zipccl_cuda_kernel(name.encode())}
+    assert {"zipccl_decode_bf16", "zipccl_zfp_decode_bf16"} < there.keys() < backend.KERNELS.keys()
+    monkeypatch.setattr(launchers, "KERNELS", there)
+    launcher = launchers.LibraryLauncher(library)
     with pytest.raises(RuntimeError, match=r"(there is no current device|was not loaded on device 0): .*driver"):
         launcher.launch("zipccl_decode_bf16", (1, 1), 0, jobs.DecodeJobs(), 0)

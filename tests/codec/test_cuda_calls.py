@@ -14,8 +14,8 @@ from cuda_frames import GUARD, Kernel, bits, changed, frame_of, pad, slot, slot_
 
 from ds_zipccl import codecs
 from ds_zipccl.frame import FrameError, FrameErrorCode, parse
-from ds_zipccl.kernels import cuda
-from ds_zipccl.kernels.cuda import (
+from ds_zipccl.kernels.cuda import backend
+from ds_zipccl.kernels.cuda.backend import (
     Failure,
     GatherTable,
     Parameter,
@@ -71,7 +71,7 @@ class Gather:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=["bf16", "fp32", "e4m3"])
-def test_a_gather_is_one_launch(kernel: Kernel, dtype: torch.dtype, launches: list[cuda.Launch]) -> None:
+def test_a_gather_is_one_launch(kernel: Kernel, dtype: torch.dtype, launches: list[backend.Launch]) -> None:
     """Parameters of any size, some raw, with outputs of their own and gaps between shards; the skipped rank is not touched."""
     numels = (0, 1, 5000, 300, 2048, 77)
     parameters = [
@@ -88,7 +88,7 @@ def test_a_gather_is_one_launch(kernel: Kernel, dtype: torch.dtype, launches: li
     launches.clear()
     gather.route.decode_gather(gather.slab, gather.table, outs, 3, status)
     raise_failure(status)
-    assert [launch.kernel for launch in launches] == [f"zipccl_decode_{cuda.DTYPES[dtype]}"]
+    assert [launch.kernel for launch in launches] == [f"zipccl_decode_{backend.DTYPES[dtype]}"]
     assert [id(one) for one in launches[0].reads] == [id(gather.slab)]
     spans = [out[gather.span(rank, number)] for number, out in enumerate(outs) for rank in (0, 1, 2, 4)]
     written = [(one.data_ptr(), one.nbytes) for one in launches[0].writes]
@@ -100,7 +100,7 @@ def test_a_gather_is_one_launch(kernel: Kernel, dtype: torch.dtype, launches: li
         assert torch.equal(memory.cpu(), wanted), number
 
 
-def test_one_output_for_all_parameters(kernel: Kernel, launches: list[cuda.Launch]) -> None:
+def test_one_output_for_all_parameters(kernel: Kernel, launches: list[backend.Launch]) -> None:
     """As DeepSpeed lays a coalesced gather out: the shards of a rank side by side. More parameters than a launch takes."""
     numels = [50 + number for number in range(60)]
     starts = [sum(numels[:number]) for number in range(60)]
@@ -171,7 +171,7 @@ def test_raw_frames_of_a_gather_and_slots_that_are_too_small(kernel: Kernel) -> 
     assert (part[1072:] == GUARD).all()
 
 
-def test_a_gather_of_one_rank_launches_nothing(kernel: Kernel, launches: list[cuda.Launch]) -> None:
+def test_a_gather_of_one_rank_launches_nothing(kernel: Kernel, launches: list[backend.Launch]) -> None:
     gather = Gather(kernel, torch.bfloat16, [Parameter(100, 512)], ranks=1)
     launches.clear()
     out = torch.zeros(100, dtype=torch.bfloat16, device=gather.device)
@@ -221,7 +221,7 @@ def test_differences_in_slots(kernel: Kernel, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("code", ["cascade", "wide", "raw", "delta"])
-def test_sizes_alone(kernel: Kernel, code: str, launches: list[cuda.Launch]) -> None:
+def test_sizes_alone(kernel: Kernel, code: str, launches: list[backend.Launch]) -> None:
     """Headers of 32 bytes with the true sizes, the largest of them without the host, and nothing else written."""
     route, device = kernel
     numels = [0, 1, 129, 3000, 5000]
@@ -257,7 +257,7 @@ def test_sizes_alone(kernel: Kernel, code: str, launches: list[cuda.Launch]) -> 
     assert len(launches) == 1
 
 
-def test_hashes_of_regions(kernel: Kernel, launches: list[cuda.Launch]) -> None:
+def test_hashes_of_regions(kernel: Kernel, launches: list[backend.Launch]) -> None:
     """As on the CPU, for regions of any size, address and dtype; n regions are one launch, up to 48."""
     route, device = kernel
     data = torch.randint(0, 256, (70_000,), dtype=torch.uint8)
@@ -274,7 +274,7 @@ def test_hashes_of_regions(kernel: Kernel, launches: list[cuda.Launch]) -> None:
         assert [row.numpy().tobytes() for row in out.cpu()] == wanted
 
 
-def test_no_work_is_no_launch(kernel: Kernel, launches: list[cuda.Launch]) -> None:
+def test_no_work_is_no_launch(kernel: Kernel, launches: list[backend.Launch]) -> None:
     route, device = kernel
     route.encode_frames([], "cascade", 1024, [])
     route.decode_frames([], 1024, [], new_status(device))

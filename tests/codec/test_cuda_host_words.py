@@ -11,15 +11,8 @@ import torch
 from cuda_frames import CPU, NoLauncher, words
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_zipccl.kernels import cuda, frame_calls, jobs
-from ds_zipccl.kernels.cuda import (
-    CudaRoute,
-    GatherTable,
-    Own,
-    Parameter,
-    frame_bytes,
-    new_status,
-)
+from ds_zipccl.kernels.cuda import backend, frames, jobs
+from ds_zipccl.kernels.cuda.backend import CudaRoute, GatherTable, Own, Parameter, frame_bytes, new_status
 
 
 class HostWords(TorchDispatchMode):
@@ -73,11 +66,11 @@ def test_no_source_of_a_call_asks_a_tensor() -> None:
     wait = {"_encode_payloads", "_decode_payload", "region_hash"}
     asked = []
     for source in (
-        frame_calls.FrameCalls,
+        frames.FrameCalls,
         jobs.GatherTable,
         jobs.regular_summands,
         jobs.listed_summands,
-        cuda.CudaRoute,
+        backend.CudaRoute,
     ):
         for node in ast.walk(ast.parse(inspect.getsource(source))):
             if isinstance(node, ast.FunctionDef) and node.name not in wait:

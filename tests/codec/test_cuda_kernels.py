@@ -17,7 +17,7 @@ from cuda_frames import GUARD, frame_of, slot, words
 
 from ds_zipccl.codecs import compress, compress_bound, decompress
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, parse
-from ds_zipccl.kernels.cuda import NO_FAILURE, CudaRoute, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import NO_FAILURE, CudaRoute, new_status, raise_failure
 
 
 @pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.FLOATS.values()], ids=corpus.FLOATS)

@@ -19,8 +19,9 @@ import pytest
 import torch
 from places import ROOT
 
-from ds_zipccl.kernels import build, cuda_launchers, cupy_kernels, jobs
-from ds_zipccl.kernels.cuda import KERNELS, SHARED_BYTES, THREADS
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.cuda import cupy_kernels, jobs, launchers
+from ds_zipccl.kernels.cuda.backend import KERNELS, SHARED_BYTES, THREADS
 
 FAKE = Path(__file__).parent.parent / "support" / "fake_cuda.cpp"
 
@@ -69,7 +70,7 @@ def fake() -> Fake:
     return Fake()
 
 
-def _cupy(fake: Fake) -> cuda_launchers.CupyLauncher:
+def _cupy(fake: Fake) -> launchers.CupyLauncher:
     """CuPy's own binding of the driver, over the fake one."""
     asked: list[tuple[int, int]] = []
 
@@ -77,7 +78,7 @@ def _cupy(fake: Fake) -> cuda_launchers.CupyLauncher:
         asked.append(capability)
         return [" ".join(names).encode() for names in PARTS]
 
-    launcher = cuda_launchers.CupyLauncher(
+    launcher = launchers.CupyLauncher(
         fake.library.fake_use, compiled, lambda: fake_device(fake), lambda device: ((9, 0), (12, 0))[device]
     )
     launcher.asked = asked  # type: ignore[attr-defined]
@@ -90,15 +91,15 @@ def fake_device(fake: Fake) -> int:
     return device.value
 
 
-LAUNCHERS: dict[str, Callable[[Fake], cuda_launchers._Loading]] = {
-    "native": lambda fake: cuda_launchers.LibraryLauncher(fake.library),
+LAUNCHERS: dict[str, Callable[[Fake], launchers._Loading]] = {
+    "native": lambda fake: launchers.LibraryLauncher(fake.library),
     **({"cupy": _cupy} if FAKE_DRIVER in os.environ else {}),
 }
 over_cupy = pytest.mark.skipif(FAKE_DRIVER not in os.environ, reason="runs in the process of the test below")
 
 
 @pytest.fixture(params=LAUNCHERS)
-def launcher(request: pytest.FixtureRequest, fake: Fake) -> cuda_launchers._Loading:
+def launcher(request: pytest.FixtureRequest, fake: Fake) -> launchers._Loading:
     return LAUNCHERS[request.param](fake)
 
 
@@ -122,7 +123,7 @@ def empty_launches(device: int, stream: int) -> list[str]:
     ]
 
 
-def test_every_kernel_is_loaded_and_launched_before_it_is_needed(fake: Fake, launcher: cuda_launchers._Loading) -> None:
+def test_every_kernel_is_loaded_and_launched_before_it_is_needed(fake: Fake, launcher: launchers._Loading) -> None:
     launcher.load(7)
     said = fake.said()
     allowed = [line for line in said if line.startswith("allow")]
@@ -133,7 +134,7 @@ def test_every_kernel_is_loaded_and_launched_before_it_is_needed(fake: Fake, lau
     assert fake.said() == [], "once a device"
 
 
-def test_launches_pass_their_parameters_by_value(fake: Fake, launcher: cuda_launchers._Loading) -> None:
+def test_launches_pass_their_parameters_by_value(fake: Fake, launcher: launchers._Loading) -> None:
     launcher.load(0)
     fake.said()
     for name, kernel in KERNELS.items():
@@ -145,7 +146,7 @@ def test_launches_pass_their_parameters_by_value(fake: Fake, launcher: cuda_laun
         assert fake.said() == [f"launch {name} device 0 {wanted}"], "one call a launch: nothing is set again"
 
 
-def test_another_device_is_loaded_before_its_first_launch(fake: Fake, launcher: cuda_launchers._Loading) -> None:
+def test_another_device_is_loaded_before_its_first_launch(fake: Fake, launcher: launchers._Loading) -> None:
     launcher.load(0)
     fake.said()
     fake.library.fake_device(1)
@@ -160,7 +161,7 @@ def test_another_device_is_loaded_before_its_first_launch(fake: Fake, launcher: 
     assert getattr(launcher, "asked", [(9, 0), (12, 0)]) == [(9, 0), (12, 0)], "code for each device's capability"
 
 
-def test_threads_without_a_context_can_launch(fake: Fake, launcher: cuda_launchers._Loading) -> None:
+def test_threads_without_a_context_can_launch(fake: Fake, launcher: launchers._Loading) -> None:
     launcher.load(0)
     errors: list[BaseException] = []
 
@@ -176,7 +177,7 @@ def test_threads_without_a_context_can_launch(fake: Fake, launcher: cuda_launche
     assert not errors
 
 
-def test_refusals_name_the_kernel(fake: Fake, launcher: cuda_launchers._Loading) -> None:
+def test_refusals_name_the_kernel(fake: Fake, launcher: launchers._Loading) -> None:
     launcher.load(0)
     with pytest.raises(RuntimeError, match=r"^zipccl_hash was not started: .*invalid argument$"):
         launcher.launch("zipccl_hash", (1, 1), 1 << 20, jobs.HashJobs(), 0)
@@ -186,7 +187,7 @@ def test_refusals_name_the_kernel(fake: Fake, launcher: cuda_launchers._Loading)
         launcher.launch("zipccl_no", (1, 1), 0, jobs.HashJobs(), 0)
 
 
-def test_a_failed_load_is_tried_again(fake: Fake, launcher: cuda_launchers._Loading) -> None:
+def test_a_failed_load_is_tried_again(fake: Fake, launcher: launchers._Loading) -> None:
     fake.library.fake_fail(1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="zipccl_encode_bf16_cascade was not started"):
@@ -198,7 +199,7 @@ def test_a_failed_load_is_tried_again(fake: Fake, launcher: cuda_launchers._Load
 def test_a_library_without_a_kernel_is_refused(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "zipccl_new", KERNELS["zipccl_hash"])
     with pytest.raises(RuntimeError, match=r"lacks zipccl_new$"):
-        cuda_launchers.LibraryLauncher(fake.library)
+        launchers.LibraryLauncher(fake.library)
 
 
 @over_cupy
@@ -235,7 +236,7 @@ EMPTY = """
 import sys
 sys.path[:0] = {path!r}
 import emulation
-from ds_zipccl.kernels.cuda import KERNELS
+from ds_zipccl.kernels.cuda.backend import KERNELS
 launcher = emulation.launcher({changes!r})
 for name, kernel in KERNELS.items():
     print(name, flush=True)

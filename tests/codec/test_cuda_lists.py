@@ -17,7 +17,15 @@ from cuda_frames import CPU, GUARD, Kernel, bits, frame_of, pad, slot
 
 from ds_zipccl import codecs
 from ds_zipccl.frame import FrameError, FrameErrorCode
-from ds_zipccl.kernels.cuda import CudaRoute, GatherTable, Parameter, failure_of, frame_bytes, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import (
+    CudaRoute,
+    GatherTable,
+    Parameter,
+    failure_of,
+    frame_bytes,
+    new_status,
+    raise_failure,
+)
 
 BLOCK, CHUNK = 128, 2048
 #: Floats, whose elements are words, and some of the dtypes that are coded as bytes.

@@ -9,7 +9,7 @@ import torch
 from cuda_frames import GUARD, frame_of
 
 from ds_zipccl.codecs import compress, compress_bound
-from ds_zipccl.kernels.cuda import CudaRoute, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import CudaRoute, new_status, raise_failure
 
 #: Whole blocks, parts of blocks, more than a chunk, and sizes whose raw payload ends within a word of memory.
 NUMELS = (1, 3, 1023, 1024, 1027, 5 * 1024, 17 * 1024 + 517)
@@ -141,7 +141,7 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
     file, good, bad, kind = MISTAKES[mistake]
     program = f"""
 import corpus, emulation, test_cuda_misaligned, torch
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 route = CudaRoute(emulation.launcher({{{file!r}: ({(good, bad)!r},)}}, {PARTS[kind]}), "cpu")
 test_cuda_misaligned.check(route, torch.device("cpu"), corpus.FLOATS[{kind!r}])
 """

@@ -14,8 +14,8 @@ from test_cuda_misaligned import assert_guarded, at_offset, offsets
 from ds_zipccl import kernels
 from ds_zipccl.codecs.rounded import payload_bound
 from ds_zipccl.frame import FrameError, FrameErrorCode
-from ds_zipccl.kernels import cuda
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda import backend
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 
 TRIMMED = [corpus.BF16, corpus.FLOATS["fp16"]]
 
@@ -152,7 +152,7 @@ def test_refused_payloads(kernel: Kernel) -> None:
             route.decode_rounded(wrong.to(device), 128, out)
 
 
-def test_the_observer_is_told_of_each_tensor(launches: list[cuda.Launch]) -> None:
+def test_the_observer_is_told_of_each_tensor(launches: list[backend.Launch]) -> None:
     route, tensor = CudaRoute(emulation.launcher(), "cpu"), words(torch.bfloat16, 700)
     out = places_of([tensor], 128, CPU)
     ((size, _),) = route.encode_rounded([tensor], 3, 128, out)

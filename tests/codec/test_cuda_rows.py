@@ -12,8 +12,8 @@ import torch
 from cuda_frames import GUARD, Kernel, bits, slot, words
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels import cuda
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda import backend
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -163,7 +163,7 @@ def test_predictions(kernel: Kernel, dtype: torch.dtype) -> None:
     assert (around[:32] == GUARD).all() and (around[32 + wanted.nbytes :] == GUARD).all()
 
 
-def test_wrong_tensors_are_refused(kernel: Kernel, launches: list[cuda.Launch]) -> None:
+def test_wrong_tensors_are_refused(kernel: Kernel, launches: list[backend.Launch]) -> None:
     """Before any launch, with words that say why."""
     route, device = kernel
     data = torch.zeros(64, dtype=torch.uint8, device=device)

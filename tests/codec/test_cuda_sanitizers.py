@@ -17,7 +17,7 @@ from cuda_frames import CPU, frame_of, pad, words
 from places import PYTHONPATH, ROOT
 
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cuda import CudaRoute, GatherTable, Own, Parameter, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import CudaRoute, GatherTable, Own, Parameter, new_status, raise_failure
 
 SECONDS = 1500
 

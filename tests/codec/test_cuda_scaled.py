@@ -13,8 +13,8 @@ from test_cuda_misaligned import assert_guarded, at_offset, offsets
 
 from ds_zipccl import kernels
 from ds_zipccl.frame import FrameError, FrameErrorCode
-from ds_zipccl.kernels import cuda
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda import backend
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.lossy import Int, TacoFp8
 
 KINDS = list(corpus.SUMMED.values())
@@ -146,7 +146,7 @@ def test_refused_codes(kernel: Kernel) -> None:
             route.decode_scaled_add(scales, codes.to(device), codec, torch.float32, torch.zeros(250, device=device))
 
 
-def test_the_observer_is_told_of_each_tensor(launches: list[cuda.Launch]) -> None:
+def test_the_observer_is_told_of_each_tensor(launches: list[backend.Launch]) -> None:
     route, codec = CudaRoute(emulation.launcher(), "cpu"), TacoFp8(128, True)
     tensor, scales, codes = (
         words(300, torch.bfloat16),

@@ -11,14 +11,8 @@ import torch
 from cuda_frames import GUARD, Kernel, frame_of, pad, slot, slot_bytes, words
 
 from ds_zipccl.frame import FrameErrorCode
-from ds_zipccl.kernels import cuda
-from ds_zipccl.kernels.cuda import (
-    Failure,
-    Own,
-    failure_of,
-    new_status,
-    raise_failure,
-)
+from ds_zipccl.kernels.cuda import backend
+from ds_zipccl.kernels.cuda.backend import Failure, Own, failure_of, new_status, raise_failure
 
 BLOCK = 128
 SUMMED = [kind.dtype for kind in corpus.SUMMED.values()]
@@ -47,7 +41,7 @@ def assert_same_sums(got: torch.Tensor, wanted: torch.Tensor) -> None:
     [(70, 0, "frames"), (100, 51, "frames"), (3, 2, "frames"), (60, 13, "words"), (1, None, "words"), (1, 0, "frames")],
 )
 def test_sums_of_rows(
-    kernel: Kernel, dtype: torch.dtype, count: int, own: int | None, kind: str, launches: list[cuda.Launch]
+    kernel: Kernel, dtype: torch.dtype, count: int, own: int | None, kind: str, launches: list[backend.Launch]
 ) -> None:
     """Any number of rows of a slab, in one launch, with own words in their place; rounded once, and as floats, and in place."""
     route, device = kernel

@@ -14,8 +14,9 @@ from cuda_frames import GUARD, frame_of, slot, words
 
 from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.frame import FrameError, FrameErrorCode
-from ds_zipccl.kernels import build, waves
-from ds_zipccl.kernels.cuda import DTYPES, CudaRoute, new_status, raise_failure
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.cuda import waves
+from ds_zipccl.kernels.cuda.backend import DTYPES, CudaRoute, new_status, raise_failure
 
 H100 = 132
 MIB = 1 << 20
@@ -52,7 +53,7 @@ def test_the_bounds_of_the_kernels() -> None:
     itemsizes = {kind: dtype.itemsize for dtype, kind in DTYPES.items()}
     found: dict[str, dict[int, set[int]]] = {"encode": {}, "decode": {}, "decode_sum": {}}
     codecs = re.findall(r"^ZIPCCL_CODEC\((\w+), \w+, (\d+), (\d+)\)", sources, re.MULTILINE)
-    lossy = (build.CSRC / "cuda/lossy_kernels.cuh").read_text()
+    lossy = (build.CSRC / "cuda/lossy/lossy_kernels.cuh").read_text()
     for what, macro in (("encode", r"ZIPCCL_ROUNDED\((\w+), \w+, .*"), ("decode", r"ZIPCCL_TRIMMED\((\w+), \w+")):
         for kind, bound in re.findall(rf"^{macro}, (\d+)\)$", lossy, re.MULTILINE):
             found[what].setdefault(itemsizes[kind], set()).add(int(bound))

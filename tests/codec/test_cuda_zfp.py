@@ -11,8 +11,8 @@ from cuda_frames import CPU, GUARD, Kernel, NoLauncher, bits
 from test_cuda_misaligned import assert_guarded, at_offset, offsets
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels import cuda
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda import backend
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 
 KINDS = list(corpus.SUMMED.values())
 
@@ -102,7 +102,7 @@ def test_codes_of_any_content(kernel: Kernel) -> None:
             assert torch.equal(bits(found), bits(wanted)) and wanted.isfinite().all()
 
 
-def test_the_observer_is_told_of_each_tensor(launches: list[cuda.Launch]) -> None:
+def test_the_observer_is_told_of_each_tensor(launches: list[backend.Launch]) -> None:
     route, tensor = CudaRoute(emulation.launcher(), "cpu"), test_zfp._finite(300, torch.bfloat16, 1)
     codes, back = torch.zeros(code_bytes(300, 8), dtype=torch.uint8), torch.empty_like(tensor)
     route.encode_zfp(tensor, 8, codes)

@@ -18,10 +18,10 @@ from builds import Binary, Change
 from ds_zipccl import codecs, kernels
 from ds_zipccl.codecs import factors, lowrank
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.native_lowrank import NativeLowRank
+from ds_zipccl.kernels.cpp.lowrank import NativeLowRank
 
 FOLDERS = {"csrc": build.CSRC, "fuzz": Path(asan.__file__).parent}
-SOURCES: dict[str, tuple[str, ...]] = {"csrc/cpu/lowrank.cpp": (), "fuzz/lowrank_alone.cpp": ()}
+SOURCES: dict[str, tuple[str, ...]] = {"csrc/cpu/lossy/lowrank.cpp": (), "fuzz/lowrank_alone.cpp": ()}
 
 
 def _library(changes: Mapping[str, tuple[Change, ...]]) -> NativeLowRank:
@@ -88,7 +88,7 @@ def _threads() -> None:
     test_lowrank.test_threads_and_flushed_denormals_change_no_product()
 
 
-CODE, CALLS = "cpu/lowrank.h", "cpu/lowrank.cpp"
+CODE, CALLS = "cpu/lossy/lowrank.h", "cpu/lossy/lowrank.cpp"
 LATER = "sums[i][v] = sums[i][v] + p[uint64_t(i) * rank + k] * q[v];"
 BACKWARDS = LATER.replace("rank + k", "rank + rank - k").replace("q[v]", "at_end[v]")
 BACKWARDS = (

@@ -25,7 +25,8 @@ import tiers
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels import build, native
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.cpp import backend
 
 #: Bit-identity tests by name, run as pytest would run them.
 IDENTITY: dict[str, Callable[[], None]] = {
@@ -68,7 +69,7 @@ class Plant:
     changes: dict[str, str]
     check: Callable[[], None]
 
-    def route(self, folder: Path) -> native.NativeRoute:
+    def route(self, folder: Path) -> backend.NativeRoute:
         """The C++ route with the mistake in it."""
         csrc = folder / "csrc"
         shutil.copytree(build.CSRC, csrc)
@@ -80,7 +81,7 @@ class Plant:
         flags = tuple("-O0" if flag == "-O3" else flag for flag in build.CPU.flags)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "CSRC", csrc)
-            return native.NativeRoute(ctypes.CDLL(str(build.build(dataclasses.replace(build.CPU, flags=flags)))))
+            return backend.NativeRoute(ctypes.CDLL(str(build.build(dataclasses.replace(build.CPU, flags=flags)))))
 
 
 def _tail_sizes() -> None:
@@ -112,12 +113,12 @@ PLANTS = {
         test_delta.test_every_block_takes_the_fewest_bytes,
     ),
     "a scale of 0 where the mean is as good": Plant(
-        "cpu/change_encode.h",
+        "cpu/delta/change_encode.h",
         {"mean.tail <= change.plain.tail": "mean.tail < change.plain.tail"},
         test_delta.test_every_block_takes_the_fewest_bytes,
     ),
     "a scale that is not the shorter tail's": Plant(
-        "cpu/change_encode.h",
+        "cpu/delta/change_encode.h",
         {"mean.tail <= change.plain.tail": "mean.tail <= change.plain.tail + 1"},
         test_delta.test_every_block_takes_the_fewest_bytes,
     ),
@@ -127,12 +128,14 @@ PLANTS = {
         test_delta.test_every_block_takes_the_fewest_bytes,
     ),
     "a level counts for less": Plant(
-        "cpu/change_decode.h",
+        "cpu/delta/change_decode.h",
         {"level == 4 ? ~0ull : 0": "level == 5 ? ~0ull : 0"},
         lambda: test_delta.test_every_texture_and_every_change("auto", corpus.FP16, "long_steps"),
     ),
     "a table where a list is as short": Plant(
-        "cpu/delta_chunk.h", {"if (table < bytes) return table": "if (table <= bytes) return table"}, _list_as_short
+        "cpu/delta/delta_chunk.h",
+        {"if (table < bytes) return table": "if (table <= bytes) return table"},
+        _list_as_short,
     ),
     "the larger parameter of a list": Plant(
         "common/change_list.cuh",
@@ -143,22 +146,22 @@ PLANTS = {
         lambda: test_gap_list.test_shares_of_changed_words("auto", "bf16", "one", 1, 1),
     ),
     "ones in the padding of a list": Plant(
-        "cpu/delta_list.h",
+        "cpu/delta/delta_list.h",
         {"if (peek_bits(copy, at)) return BLOCK": "if (false) return BLOCK"},
         lambda: test_gap_list.test_lists_that_contradict_themselves("a one too many in the padding", "auto"),
     ),
     "rows with equal samples are not looked for": Plant(
-        "cpu/rows.cpp",
+        "cpu/rows/rows.cpp",
         {"sources[i] = int32_t(finder.enter_whole(first + i));": "sources[i] = int32_t(first + i);"},
         lambda: test_row_kernels.test_rows_that_differ_in_one_byte_alone("auto", 96),
     ),
     "rows that do not lie side by side are taken for such": Plant(
-        "cpu/rows.cpp",
+        "cpu/rows/rows.cpp",
         {"uint64_t(l_.rows[last] - l_.rows[i]) == last - i": "uint64_t(l_.rows[last] - l_.rows[i]) >= last - i"},
         lambda: test_row_kernels.test_literals_without_a_copy("auto", "bf16", 64),
     ),
     "a row frame without its head": Plant(
-        "cpu/row_frame.cpp",
+        "cpu/rows/row_frame.cpp",
         {"head = first * width - begin;": "head = 0;"},
         lambda: test_golden_rows.test_golden_row_frame("rows_bf16", "auto", False),
     ),

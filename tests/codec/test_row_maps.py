@@ -1,4 +1,4 @@
-"""Maps of row frames in C++ (csrc/cpu/row_map.cpp), beside those of numpy, and under AddressSanitizer and UBSan."""
+"""Maps of row frames in C++ (csrc/cpu/rows/row_map.cpp), beside those of numpy, and under AddressSanitizer and UBSan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from builds import Binary, Change
 from ds_zipccl import codecs, kernels
 from ds_zipccl.codecs import row_map
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels import build, native
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.cpp import backend
 
 pytestmark = pytest.mark.skipif(bool(kernels.why()["native"]), reason="no C++ route here")
 NUMPY = "numba"  # a route that leaves maps to numpy
@@ -125,7 +126,7 @@ def test_a_frame_without_repeats_asks_for_no_map(monkeypatch: pytest.MonkeyPatch
     def never(*_: object) -> None:
         raise AssertionError("a map was asked for")
 
-    monkeypatch.setattr(native.NativeRoute, "pack_repeats", never)
+    monkeypatch.setattr(backend.NativeRoute, "pack_repeats", never)
     words = torch.arange(1 << 12, dtype=torch.float32)
     assert _frames(words, 64, [1 << 12], "native", "raw") == [None]
     words[64:128] = words[:64]  # the control
@@ -138,7 +139,7 @@ def test_a_frame_without_repeats_asks_for_no_map(monkeypatch: pytest.MonkeyPatch
 
 def _fuzzer(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Path:
     folders = {"csrc": build.CSRC, "fuzz": Path(asan.__file__).parent}
-    sources: dict[str, tuple[str, ...]] = {"fuzz/fuzz_maps.cpp": (), "csrc/cpu/row_map.cpp": ()}
+    sources: dict[str, tuple[str, ...]] = {"fuzz/fuzz_maps.cpp": (), "csrc/cpu/rows/row_map.cpp": ()}
     try:
         return Binary("fuzz_maps", folders, sources, ("-O1", *asan.FLAGS), changes=changes or {}).path()
     except build.BuildError as error:
@@ -157,7 +158,7 @@ def test_damaged_maps_under_sanitizers() -> None:
     assert min(int(words[1]), int(words[3])) > 2000, result.stdout
 
 
-#: A proof in csrc/cpu/row_map.cpp, and text in its place that proves nothing.
+#: A proof in csrc/cpu/rows/row_map.cpp, and text in its place that proves nothing.
 PROOFS = {
     "if (repeats == m->repeats) return 1;": "",
     "distance > i + m->reach || ": "",
@@ -169,6 +170,6 @@ PROOFS = {
 
 @pytest.mark.parametrize("proof", tiers.mostly_full(PROOFS, [*PROOFS][:1], "each has a program of its own to compile"))
 def test_a_missing_proof_is_seen(proof: str) -> None:
-    result = _run(_fuzzer({"csrc/cpu/row_map.cpp": ((proof, PROOFS[proof]),)}))
+    result = _run(_fuzzer({"csrc/cpu/rows/row_map.cpp": ((proof, PROOFS[proof]),)}))
     assert result.returncode != 0
     assert "FAILED" in result.stdout or "AddressSanitizer" in result.stderr or "terminate" in result.stderr, result

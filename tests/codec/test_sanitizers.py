@@ -46,8 +46,8 @@ def test_a_hundred_thousand_damaged_payloads(levels: list[str]) -> None:
 #: A proof of the decoders, the file it is in, and text in its place that proves nothing.
 CHECKS = {
     "if (tail + entry.tail_bytes > bytes) return BLOCK;": ("cpu/decode.h", ""),
-    "if (escapes_at + count * sizeof(Word) != bytes) return BLOCK;": ("cpu/change_decode.h", ""),
-    "if (last >= of) return BLOCK;": ("cpu/delta_list.h", ""),
+    "if (escapes_at + count * sizeof(Word) != bytes) return BLOCK;": ("cpu/delta/change_decode.h", ""),
+    "if (last >= of) return BLOCK;": ("cpu/delta/delta_list.h", ""),
 }
 
 

@@ -15,7 +15,8 @@ import pytest
 from places import ROOT
 
 from ds_zipccl.cli import report
-from ds_zipccl.kernels import build, trust
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.build import trust
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can plant files of another user")

@@ -23,7 +23,7 @@ from places import TESTS
 from ds_zipccl import kernels
 from ds_zipccl.codecs import decompress, project
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.native_zfp import NativeZfp
+from ds_zipccl.kernels.cpp.zfp import NativeZfp
 from ds_zipccl.lossy import Zfp
 
 FOLDERS = {"csrc": build.CSRC, "fuzz": Path(asan.__file__).parent}
@@ -51,7 +51,7 @@ zfp_route = test_zfp.zfp_route
 
 def _library(changes: Mapping[str, tuple[Change, ...]]) -> NativeZfp:
     """ZFP alone, with mistakes in it."""
-    sources: dict[str, tuple[str, ...]] = {"csrc/cpu/zfp.cpp": (), "fuzz/zfp_alone.cpp": ()}
+    sources: dict[str, tuple[str, ...]] = {"csrc/cpu/lossy/zfp.cpp": (), "fuzz/zfp_alone.cpp": ()}
     flags = ("-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread")
     return NativeZfp(ctypes.CDLL(str(Binary("zfp", FOLDERS, sources, flags, ("-shared",), changes).path())))
 
@@ -59,7 +59,7 @@ def _library(changes: Mapping[str, tuple[Change, ...]]) -> NativeZfp:
 def _fuzzed(changes: Mapping[str, tuple[Change, ...]], cases: int) -> subprocess.CompletedProcess[str]:
     sources: dict[str, tuple[str, ...]] = {
         "fuzz/fuzz_zfp.cpp": (),
-        "csrc/cpu/zfp.cpp": (),
+        "csrc/cpu/lossy/zfp.cpp": (),
         "fuzz/zfp_alone.cpp": (),
     }
     try:
@@ -119,7 +119,7 @@ def _threads() -> None:
 
 
 BLOCK = "common/zfp_block.cuh"
-CODES = "cpu/zfp.cpp"
+CODES = "cpu/lossy/zfp.cpp"
 PLANTS = {
     # Encoder and decoder agree with each other, only not with the published stream.
     "another negabinary": Plant(BLOCK, "kNegabinary = 0xaaaaaaaau", "kNegabinary = 0x55555555u", _streams),

@@ -16,8 +16,8 @@ ALLOWED = {"reports.py": ("describe",)}
 KNOWN = (
     *sorted(DEVICE.glob("*.py")),
     PACKAGE / "tensors.py",
-    PACKAGE / "kernels/frame_calls.py",
-    PACKAGE / "kernels/cuda.py",
+    PACKAGE / "kernels/cuda/frames.py",
+    PACKAGE / "kernels/cuda/backend.py",
 )
 FILES = [file for file in sorted(DEVICE.glob("*.py")) if file.name != "verdict.py"]
 #: Files with the methods ``enqueue``, which are on the device too.

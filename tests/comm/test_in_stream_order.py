@@ -13,7 +13,7 @@ import torch
 from ds_zipccl.comm.device import verdict
 from ds_zipccl.comm.device.lanes import Lanes
 from ds_zipccl.comm.device.reports import Reports
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.ops import OPS
 
 CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}

@@ -18,7 +18,7 @@ from ds_zipccl.comm.host_staging import HostStaging
 from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 
 BLOCK, NUMEL = 128, 5000
 MODES = (world.Modes(), *world.ALL_MODES)

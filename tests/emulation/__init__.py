@@ -11,7 +11,7 @@ from pathlib import Path
 from builds import Binary, Change
 
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 
 #: ZIPCCL_PARTS with the kernels of every dtype, of bfloat16 alone, of bytes, of hashes and the search for rows, of rounded words, of scaled
 #: payloads and of ZFP.

@@ -33,7 +33,9 @@ def fuzzer(optimization: str = "-O0", changes: Mapping[str, tuple[Change, ...]] 
     Compiling takes longer than a hundred thousand mutations: -O0 is for short runs.
     """
     codec = {f"csrc/{name}": flags for name, flags in build.CPU.objects}
-    codec["csrc/cpu/rows.cpp"] += ("-O2",)  # where lambdas are inlined, memory that has gone out of scope is noticed
+    codec["csrc/cpu/rows/rows.cpp"] += (
+        "-O2",
+    )  # where lambdas are inlined, memory that has gone out of scope is noticed
     return Binary(
         "fuzz",
         {"csrc": build.CSRC, "fuzz": Path(__file__).parent},

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/row_calls.h"
+#include "cpu/rows/row_calls.h"
 #include "drawn.h"
 
 struct ZipcclSegment {  // as in cpu/chunks.h

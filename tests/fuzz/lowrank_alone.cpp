@@ -1,5 +1,5 @@
-// The functions that cpu/lowrank.cpp takes from a level, so that it links without the levels: it compiles in seconds.
-#include "cpu/lowrank.h"
+// The functions that cpu/lossy/lowrank.cpp takes from a level, so that it links without the levels: it compiles in seconds.
+#include "cpu/lossy/lowrank.h"
 #include "cpu/sum.h"
 
 namespace {

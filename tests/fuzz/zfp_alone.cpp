@@ -1,4 +1,4 @@
-// The additions that cpu/zfp.cpp takes from a level, so that it links without the levels: it compiles in a second.
+// The additions that cpu/lossy/zfp.cpp takes from a level, so that it links without the levels: it compiles in a second.
 #include <string.h>
 
 #include "common/float_values.cuh"

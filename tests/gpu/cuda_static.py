@@ -25,8 +25,9 @@ from places import ROOT
 from ds_zipccl import kernels
 from ds_zipccl.cli.tables import Column, Table, write_json
 from ds_zipccl.codecs import compress, compress_bound
-from ds_zipccl.kernels import build, cuda, cupy_kernels
-from ds_zipccl.kernels.rounded_calls import TRIMMED
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.cuda import backend, cupy_kernels
+from ds_zipccl.kernels.cuda.rounded import TRIMMED
 from ds_zipccl.lossy import Round
 
 RESULTS = ROOT / "docs" / "results" / "cuda_static.json"
@@ -114,9 +115,9 @@ def resources(report: str) -> dict[str, dict[str, int]]:
 
 def dynamic_shared(kernel: str) -> int:
     """Bytes of shared memory with which the route launches the kernel."""
-    what = max((name for name in cuda.SHARED_BYTES if kernel.startswith(f"zipccl_{name}")), key=len)
-    itemsize = next((dtype.itemsize for dtype, kind in cuda.DTYPES.items() if f"_{kind}" in kernel), 1)
-    return cuda.SHARED_BYTES[what][itemsize]
+    what = max((name for name in backend.SHARED_BYTES if kernel.startswith(f"zipccl_{name}")), key=len)
+    itemsize = next((dtype.itemsize for dtype, kind in backend.DTYPES.items() if f"_{kind}" in kernel), 1)
+    return backend.SHARED_BYTES[what][itemsize]
 
 
 # ---- issue slots -----------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def gaussian(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.where(x.float() == 0, torch.ones(ELEMENTS), x.float()).to(dtype)
 
 
-class WholeChunks(cuda.CudaRoute):
+class WholeChunks(backend.CudaRoute):
     """The route with the launches of large messages, whose chunks are not cut."""
 
     def _split(self, what: str, itemsize: int, chunks: int, device: torch.device) -> int:
@@ -169,7 +170,7 @@ def few_changed(numbers: torch.Tensor) -> torch.Tensor:
     return numbers + units.to(numbers.dtype)
 
 
-def run_delta(route: cuda.CudaRoute, plain: kernels.Route, new: torch.Tensor, base: torch.Tensor) -> None:
+def run_delta(route: backend.CudaRoute, plain: kernels.Route, new: torch.Tensor, base: torch.Tensor) -> None:
     """Code ``new`` against ``base`` and back, in blocks of 1024.
 
     Raises:
@@ -183,7 +184,7 @@ def run_delta(route: cuda.CudaRoute, plain: kernels.Route, new: torch.Tensor, ba
     assert torch.equal(out.view(torch.uint8), new.view(torch.uint8)), base.dtype
 
 
-def run_rounded(route: cuda.CudaRoute, plain: kernels.LossyRoute, words: torch.Tensor) -> None:
+def run_rounded(route: backend.CudaRoute, plain: kernels.LossyRoute, words: torch.Tensor) -> None:
     """Code ``words`` of :data:`MANTISSA` bits and back, and round them alone, in blocks of 1024.
 
     Raises:
@@ -210,7 +211,7 @@ def run_all(launcher: sass.SassLauncher) -> None:
         AssertionError: a result differs from that of the CPU's route.
     """
     route, plain = WholeChunks(launcher, "cpu"), kernels.route("native")
-    for dtype, kind in cuda.DTYPES.items():
+    for dtype, kind in backend.DTYPES.items():
         words = gaussian(dtype)
         for code in ("wide", "cascade"):  # the slots of a decoder are those of the last
             frame = compress(words, code, block=1024, shaped=False, checksum=False, route="native")
@@ -218,9 +219,9 @@ def run_all(launcher: sass.SassLauncher) -> None:
             route.encode_frames([words], code, 1024, [slot])
             assert torch.equal(slot[: frame.numel()], frame), (kind, code)
             launcher.counts.pop(f"zipccl_decode_{kind}", None)
-            out, status = torch.empty_like(words), cuda.new_status(words.device)
+            out, status = torch.empty_like(words), backend.new_status(words.device)
             route.decode_frames([frame], 1024, [out], status)
-            cuda.raise_failure(status)
+            backend.raise_failure(status)
             assert torch.equal(out.view(torch.uint8), words.view(torch.uint8)), (kind, code)
         if dtype.itemsize == 1:
             continue
@@ -232,9 +233,9 @@ def run_all(launcher: sass.SassLauncher) -> None:
             launcher.counts.pop(f"zipccl_encode_{kind}_delta", None)
             launcher.counts.pop(f"zipccl_decode_{kind}_delta", None)
             run_delta(route, plain, new, base)
-        sums, status = torch.empty_like(base), cuda.new_status(base.device)
+        sums, status = torch.empty_like(base), backend.new_status(base.device)
         route.decode_sum_frames([frame] * SUMMANDS, 1024, dtype, sums, status)
-        cuda.raise_failure(status)
+        backend.raise_failure(status)
         assert torch.equal(sums, (words.float() * SUMMANDS).to(dtype)), kind
         sources, factors = torch.arange(ROWS, dtype=torch.int32).flip(0), torch.linspace(0.5, 1.5, ROWS)
         predictions = [torch.empty_like(words) for _ in range(2)]

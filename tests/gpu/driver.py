@@ -27,7 +27,8 @@ import where
 from places import TESTS
 from step_runner import end_tree
 
-from ds_zipccl.kernels import build, capabilities
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.build import capabilities
 
 HERE = Path(__file__).parent
 #: Sanitizers; the cases that each watches, and options of the driver. Those that look at memory need an allocation for each buffer. Two

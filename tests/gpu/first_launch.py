@@ -12,7 +12,7 @@ import torch
 import where
 
 from ds_zipccl.codecs import compress, compress_bound
-from ds_zipccl.kernels.cuda import new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import new_status, raise_failure
 
 #: Kernels that are started at least: encoders and decoders of five dtypes and of differences, sums, the hash.
 LEAST = 25

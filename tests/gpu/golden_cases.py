@@ -22,7 +22,7 @@ from test_golden import CASES, FOLDER
 
 from ds_zipccl import frame as framing
 from ds_zipccl.codecs import compress, region_hash
-from ds_zipccl.kernels import jobs
+from ds_zipccl.kernels.cuda import jobs
 
 MAGIC = b"ZCCASES1"
 #: Name, kind, dtype of the format, bytes of a word, block, code, number of parts, log2 of an element's words, zero, number of words, hash

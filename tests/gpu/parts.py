@@ -39,7 +39,7 @@ def _nvcc() -> Any:
 
 
 def _cupy() -> Any:
-    from ds_zipccl.kernels import cupy_kernels
+    from ds_zipccl.kernels.cuda import cupy_kernels
 
     return cupy_kernels.cupy()
 

@@ -11,7 +11,7 @@ import torch
 import where
 
 from ds_zipccl.codecs import compress_bound
-from ds_zipccl.kernels.cuda import CudaRoute, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import CudaRoute, new_status, raise_failure
 
 FIRST_LAUNCH = Path(__file__).with_name("first_launch.py")
 ROUTES = ("native", "cupy")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 
 
 class Where(Protocol):

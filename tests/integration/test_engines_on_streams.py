@@ -27,7 +27,7 @@ from programs import launch, reference
 from torch import nn
 
 from ds_zipccl.comm import topology
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.ops import OPS
 
 SECTION = {"enabled": True, "mode": "always", "min_bytes": 1024, "nccl": "on", "nccl_min_bytes": 4096}

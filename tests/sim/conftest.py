@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import wire
 from sim import launcher
 

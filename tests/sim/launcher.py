@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from sim.device import mine
 from sim.tensor import DeviceTensor, PinnedTensor
 
@@ -17,7 +17,7 @@ _told = threading.local()
 
 
 def observe(launch: Any) -> None:
-    """Keep what ``ds_zipccl.kernels.cuda`` says about the launch that follows: the tensors that it reads and writes."""
+    """Keep what ``ds_zipccl.kernels.cuda.backend`` says about the launch that follows: the tensors that it reads and writes."""
     _told.launch = launch
 
 

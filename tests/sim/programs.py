@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import devices, tensors
-from ds_zipccl.kernels.cuda import new_status
+from ds_zipccl.kernels.cuda.backend import new_status
 from sim.launcher import kernel
 
 HEADER = 32

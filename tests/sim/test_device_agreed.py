@@ -17,7 +17,7 @@ from ds_zipccl.comm import Agreed
 from ds_zipccl.comm.device import agreed as agreements
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import device, world

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.device import gather
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters

@@ -16,7 +16,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import agreed, bases
 from ds_zipccl.comm.device.lanes import Lanes
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import world

@@ -18,7 +18,7 @@ from ds_zipccl.comm.device import calibration, choice, clock
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import device_profile, group_state, resolve_group
 from ds_zipccl.config import ConfigError, ZipcclConfig
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import step_rules
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.device_rules import DeviceProfile

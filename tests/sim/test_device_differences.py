@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm.delta import in_place_base, on_device
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import world

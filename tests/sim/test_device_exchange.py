@@ -20,7 +20,7 @@ from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import exchange as rules
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason

@@ -17,8 +17,8 @@ from ds_zipccl.comm.device.lanes import Lanes, lanes_of
 from ds_zipccl.comm.device.reports import Reports
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.kernels.cuda import CudaRoute
-from ds_zipccl.kernels.frame_calls import FrameCalls
+from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.frames import FrameCalls
 from sim import communicator, nccl, world
 from sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared
 from sim.device import mine

@@ -10,7 +10,7 @@ import moves
 import pytest
 import torch
 
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.telemetry import counters
 from sim import world
 

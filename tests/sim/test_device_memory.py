@@ -13,7 +13,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm.device.lanes import Lanes, lanes_of
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from sim import device, random_programs, world
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0, reduction="fp32")

@@ -20,7 +20,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane, Lanes, Slab
 from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from sim import mistakes, random_programs
 
 RAW = random_programs.CONFIGS[-1]

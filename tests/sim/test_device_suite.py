@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters

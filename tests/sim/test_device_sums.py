@@ -22,7 +22,7 @@ from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums as device_sums
 from ds_zipccl.comm.device.lanes import Lane, Lanes
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.cuda import CudaRoute, Own
+from ds_zipccl.kernels.cuda.backend import CudaRoute, Own
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters

@@ -21,7 +21,7 @@ from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ConfigError, ZipcclConfig
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from ds_zipccl import codecs, devices, tensors
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels.cuda import CudaRoute
-from ds_zipccl.kernels.jobs import GatherTable, Parameter
-from ds_zipccl.kernels.status import new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
+from ds_zipccl.kernels.cuda.status import new_status, raise_failure
 from sim import world
 from sim.device import mine
 from sim.mistakes import noticed

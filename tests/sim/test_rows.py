@@ -10,7 +10,7 @@ import torch
 
 from ds_zipccl import codecs, frame
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from sim import world
 from sim.mistakes import noticed
 

@@ -23,7 +23,7 @@ from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.comm import side_stream
 from ds_zipccl.comm.device import lanes
 from ds_zipccl.kernels import Route
-from ds_zipccl.kernels import cuda as kernels_cuda
+from ds_zipccl.kernels.cuda import backend as kernels_cuda
 from sim import cuda, device
 from sim.communicator import Communicator
 from sim.device import Counters, Gpu

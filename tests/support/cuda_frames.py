@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from ds_zipccl import codecs
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 
 Kernel = tuple[CudaRoute, torch.device]
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ import torch
 
 from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.comm import host_staging, side_stream
-from ds_zipccl.kernels.cuda import Launcher
+from ds_zipccl.kernels.cuda.backend import Launcher
 
 POISON = 0xA5
 

@@ -11,8 +11,8 @@ import emulation
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels import cuda_launchers
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda import launchers
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.kernels.lossy_protocol import ScaledCodec
 
 
@@ -196,8 +196,8 @@ class OnDevice:
 #: The CUDA kernels, emulated and, on a machine with a GPU, on the GPU: routes for tests alone.
 FOR_TESTS: dict[str, Callable[[], kernels.Route]] = {"emulated": emulation.load}
 if torch.cuda.is_available():
-    FOR_TESTS["cuda-native"] = lambda: OnDevice(cuda_launchers.load_native())
-    FOR_TESTS["cuda-cupy"] = lambda: OnDevice(cuda_launchers.load_cupy())
+    FOR_TESTS["cuda-native"] = lambda: OnDevice(launchers.load_native())
+    FOR_TESTS["cuda-cupy"] = lambda: OnDevice(launchers.load_cupy())
 kernels.ROUTES["cpu"] |= FOR_TESTS
 
 

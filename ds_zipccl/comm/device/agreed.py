@@ -32,7 +32,7 @@ from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.verdict import agree
 from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.frame import HEADER_BYTES
-from ds_zipccl.kernels.jobs import MAX_JOBS
+from ds_zipccl.kernels.cuda.jobs import MAX_JOBS
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 

@@ -18,7 +18,7 @@ from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.verdict import agree
 from ds_zipccl.comm.group_state import group_nodes
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.jobs import GatherTable, Parameter
+from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.device_rules import DeviceProfile, Topology
 

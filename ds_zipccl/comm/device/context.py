@@ -12,7 +12,7 @@ from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.device.lanes import Lane, lanes_of
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.cuda import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaRoute
 
 
 class DeviceContext(Call):

@@ -17,8 +17,8 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.verdict import agree
 from ds_zipccl.frame import HEADER_BYTES
-from ds_zipccl.kernels.frame_calls import frame_bytes
-from ds_zipccl.kernels.jobs import GatherTable, Parameter
+from ds_zipccl.kernels.cuda.frames import frame_bytes
+from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
 from ds_zipccl.policy import wire
 
 

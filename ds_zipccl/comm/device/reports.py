@@ -10,7 +10,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.comm.device.lanes import Lanes
 from ds_zipccl.frame import FrameError, FrameErrorCode
-from ds_zipccl.kernels.status import NO_FAILURE, failure_of
+from ds_zipccl.kernels.cuda.status import NO_FAILURE, failure_of
 
 #: Status words of a device (seed: more than a model has kinds of gathers). Later kinds share the last word.
 _WORDS = 4096

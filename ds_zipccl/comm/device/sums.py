@@ -22,7 +22,7 @@ from ds_zipccl.comm.device.levels import Levels, exchange
 from ds_zipccl.comm.device.verdict import agree
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import HEADER_BYTES
-from ds_zipccl.kernels.cuda import Own
+from ds_zipccl.kernels.cuda.backend import Own
 from ds_zipccl.kernels.sums import settle_nans
 from ds_zipccl.policy import wire
 

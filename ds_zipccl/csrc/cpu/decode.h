@@ -172,7 +172,7 @@ Status read_tail(Entry& entry) {
   }
 }
 
-// Decoder of the modes of a delta payload (cpu/delta_chunk.h) in a payload without a base: they are unknown there.
+// Decoder of the modes of a delta payload (cpu/delta/delta_chunk.h) in a payload without a base: they are unknown there.
 struct NoBase {
   static constexpr uint32_t last_mode = WIDE;
   template <typename F, typename Lanes>

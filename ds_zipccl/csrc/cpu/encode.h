@@ -287,7 +287,7 @@ struct Workspace {
   // One block's worst case past the end: a tail is measured before it is known to lose against RAW.
   alignas(64) uint8_t tails[kChunkBlocks * kMaxBlock * 4 + 8 * kMaxBlock];
   alignas(64) uint8_t table[kChunkBlocks * 4];
-  alignas(64) uint8_t rounded[kChunkBlocks * kMaxBlock * 4];  // cpu/rounded.h
+  alignas(64) uint8_t rounded[kChunkBlocks * kMaxBlock * 4];  // cpu/lossy/rounded.h
   Block blocks[kChunkBlocks];
 };
 static_assert(sizeof(Workspace) <= kZipcclWorkspace, "callers provide that much");

@@ -42,21 +42,21 @@ struct ZipcclLevel {
   using DeltaDecode = int32_t(const uint8_t* chunk, uint64_t bytes, bool list, const uint8_t* base, uint32_t numel, uint32_t block,
                               uint8_t* words);
   using HashBlocks = void(const uint64_t (*keys)[128], const uint8_t* data, uint64_t first, uint64_t blocks, uint64_t* sums);  // cpu/hash.h
-  // cpu/rows.h; factors are the bits of floats.
+  // cpu/rows/rows.h; factors are the bits of floats.
   using RowFactor = uint32_t(const uint8_t* source, const uint8_t* row, uint64_t width);
   using PredictRow = void(const uint8_t* source, uint64_t width, uint32_t factor, uint8_t* out);
 
-  using AddSquares = void(const uint8_t* words, const uint8_t* values, uint64_t numel, double* sums);  // cpu/squares.h
+  using AddSquares = void(const uint8_t* words, const uint8_t* values, uint64_t numel, double* sums);  // cpu/lossy/squares.h
 
-  // cpu/rounded.h: as Encode, of words rounded to `mantissa` bits.
+  // cpu/lossy/rounded.h: as Encode, of words rounded to `mantissa` bits.
   using EncodeRounded = uint32_t(const uint8_t* const* blocks, uint32_t numel, uint32_t block, uint32_t mantissa, void* workspace,
                                  ZipcclPart* parts, const uint8_t* soon, const uint8_t* const* next);
   using RoundWords = void(const uint8_t* words, uint64_t numel, uint32_t mantissa, uint8_t* out);
-  // cpu/scaled.h: groups in a row. The number of groups with codes, or kGroupStays; a FrameErrorCode.
+  // cpu/lossy/scaled.h: groups in a row. The number of groups with codes, or kGroupStays; a FrameErrorCode.
   using EncodeScaled = uint64_t(const uint8_t* words, uint64_t numel, const ZipcclScaling& scaling, uint8_t* scales, uint8_t* codes);
   using DecodeScaled = int32_t(const uint8_t* scales, const uint8_t* codes, uint64_t numel, const ZipcclScaling& scaling, uint8_t* words);
   using ProjectScaled = void(const uint8_t* words, uint64_t numel, const ZipcclScaling& scaling, uint8_t* out);
-  // cpu/lowrank.h
+  // cpu/lossy/lowrank.h
   using Multiply = void(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t rows, uint64_t n, uint8_t* out,
                         uint64_t row_bytes);
   using Orthonormalize = void(float* columns, uint64_t n, uint32_t rank, double* room);

@@ -1,7 +1,7 @@
 // Payload decoder for CUDA: a block of threads takes a chunk, or a part of a chunk of a small message, its warps the blocks. Parts know
 // nothing of each other: each reads the table of its chunk. A LIST is one part, whatever the cut.
 #pragma once
-#include "cuda/decode_list.cuh"
+#include "cuda/delta/decode_list.cuh"
 
 namespace zipccl {
 namespace {

@@ -10,7 +10,7 @@
 // Against a base, the words of the whole chunk decide its form. Each owner of a part reads all of them and comes to the same decision; a
 // chunk without a table is then written by the owner of its first part alone, and the other owners end.
 #pragma once
-#include "cuda/encode_list.cuh"
+#include "cuda/delta/encode_list.cuh"
 
 namespace zipccl {
 namespace {

@@ -10,7 +10,7 @@
 #ifndef ZIPCCL_PARTS
 #define ZIPCCL_PARTS 255
 #endif
-#include "cuda/lossy_kernels.cuh"
+#include "cuda/lossy/lossy_kernels.cuh"
 
 // The encoders of differences need many registers, more of them on later architectures. sm_120 has shared memory for two blocks only.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
@@ -126,7 +126,7 @@ ZIPCCL_KERNEL(4) zipccl_find_rows(const zipccl::FindRows job) {
   ZIPCCL_EACH_1(each) ZIPCCL_EACH_2(each) ZIPCCL_EACH_4(each) ZIPCCL_EACH_8(each) ZIPCCL_EACH_16(each) \
   ZIPCCL_EACH_LOSSY(each)
 
-// The shared memory that kernels/cuda.py asks for suffices.
+// The shared memory that kernels/cuda/backend.py asks for suffices.
 #define ZIPCCL_FITS(What, F, bytes) static_assert(sizeof(zipccl::What##Shared<zipccl::F>) <= (bytes), "SHARED_BYTES")
 ZIPCCL_FITS(Encode, E4m3, 30720);
 ZIPCCL_FITS(Encode, Byte, 30720);

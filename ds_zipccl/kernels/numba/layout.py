@@ -53,7 +53,7 @@ def _kernel_folder() -> str:
     """Return the folder in which numba keeps compiled code; "" if no folder can be trusted or written to.
 
     Each content of these files has a folder of its own, because numba does not notice a change in a function of another file.
-    NUMBA_CACHE_DIR does not count: numba runs the code in its folder, so the folder must pass :mod:`ds_zipccl.kernels.trust`.
+    NUMBA_CACHE_DIR does not count: numba runs the code in its folder, so the folder must pass :mod:`ds_zipccl.kernels.build.trust`.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):

@@ -1,0 +1,62 @@
+// Payloads of row frames that have no scaled rows, in one call (FORMAT.md 2.6).
+#include <string.h>
+
+#include "cpu/rows/row_calls.h"
+
+namespace {
+
+constexpr uint64_t kHeaderBytes = 32, kFieldsBytes = 32;
+
+uint64_t pad16(uint64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+void put32(uint8_t* to, uint64_t value) {
+  const uint32_t word = uint32_t(value);
+  memcpy(to, &word, 4);
+}
+
+}  // namespace
+
+// Writes the payload of the frame of the `numel` words from `begin` on to `out`, which has `room` bytes, those of an ordinary payload at
+// least. Looks for repeats in rows that have not been seen. Returns the payload's bytes; 0 where a row frame is not worth while, and 1 where
+// its literals are to be raw.
+extern "C" uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, uint64_t numel, uint8_t* out, uint64_t room,
+                                     int32_t threads) {
+  ZipcclSearch& search = segment->search;
+  const uint64_t width = segment->width, first = (begin + width - 1) / width, last = (begin + numel) / width;
+  if (last > search.first) {
+    ZipcclSearch here = search;
+    here.sources += here.first;
+    here.count = last - here.first;
+    segment->repeats += zipccl_find_rows(&here, threads);
+    search.first = last;
+  }
+  if (first >= last || !segment->repeats) return 0;
+  ZipcclRepeats rows = {search.data, width, segment->itemsize, first, last - first, search.sources, segment->literals, out + kFieldsBytes,
+                        room - kFieldsBytes, 0, 0, 0};
+  zipccl_pack_repeats(&rows);
+  if ((numel - rows.repeats * width) * segment->itemsize < segment->raw_below) return 1;
+  const uint64_t at = kFieldsBytes + pad16((rows.count + rows.repeats * rows.bits + 7) / 8);
+  const uint64_t saved = (rows.repeats - rows.plain) * search.row_bytes;
+  if (double(at + kHeaderBytes) >= segment->worth * double(saved)) return 0;
+
+  const uint64_t head = first * width - begin;
+  memset(out, 0, kFieldsBytes);
+  put32(out, width);
+  put32(out + 4, head);
+  put32(out + 8, rows.repeats);
+  out[16] = uint8_t(rows.bits);
+  // The words are read alone.
+  const ZipcclLiterals literals = {const_cast<uint8_t*>(search.data) + begin * segment->itemsize, numel, width, head, rows.literals,
+                                   rows.count - rows.repeats};
+  uint8_t* const nested = out + at;
+  uint8_t* const payload = nested + kHeaderBytes;
+  const uint64_t coded =
+      segment->mantissa ? zipccl_encode_rounded_rows(&literals, segment->dtype, segment->mantissa, segment->block, payload, threads)
+                        : zipccl_encode_rows(&literals, segment->dtype, segment->code, segment->block, payload, threads);
+  const uint64_t of_header[2] = {numel - rows.repeats * width, kHeaderBytes + coded};
+  memcpy(nested, segment->nested, sizeof segment->nested);
+  memcpy(nested + sizeof segment->nested, of_header, sizeof of_header);
+  const uint64_t end = at + kHeaderBytes + coded;
+  memset(out + end, 0, pad16(end) - end);
+  return pad16(end);
+}

@@ -1,0 +1,1 @@
+"""The C++ kernel backend, a plain C interface called through ctypes."""
