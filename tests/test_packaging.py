@@ -142,7 +142,7 @@ else:
     raise AssertionError("this machine has DeepSpeed")
 from dataclasses import replace
 import torch, ds_zipccl
-from ds_zipccl.kernels import shipped
+from ds_zipccl.kernels.build import shipped
 from ds_zipccl.kernels import build
 from ds_zipccl import kernels
 x = torch.randn(5000).bfloat16()

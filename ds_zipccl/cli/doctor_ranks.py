@@ -226,7 +226,7 @@ def measure() -> LinkProfile:
     """
     import torch.distributed as dist
 
-    from ds_zipccl.comm import calibration
+    from ds_zipccl.comm.host import calibration
 
     try:
         return median([calibration.measure() for _ in range(CALIBRATIONS)])

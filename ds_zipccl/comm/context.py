@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm import host_staging
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.repeats import Repeats
+from ds_zipccl.comm.host import staging
+from ds_zipccl.comm.host.repeats.memory import Repeats
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
@@ -94,7 +94,7 @@ class OpContext(Call):
         self.repeats: Repeats | None = None
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.transport = state.transport(self.device, group)
-        self.staging = host_staging.staging(device, config.route, self.transport.capabilities.host_only)
+        self.staging = staging.staging(device, config.route, self.transport.capabilities.host_only)
         self._tag = state.next_tag() if tag is None else tag
         if sums and state.sum_switches is None and state.backend("cpu") == state.backend(self.device):
             state.sum_switches = self.transport.ask_sum_switches()

@@ -19,9 +19,9 @@ from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.device import choice, exchange
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
+from ds_zipccl.comm.host.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.request import Request, TensorKind
-from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec

@@ -12,22 +12,22 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm import work
-from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import Call, OpContext, Told, packed, unpacked
 from ds_zipccl.comm.decision import Choice, open_context, open_device_context
-from ds_zipccl.comm.device import verdict
+from ds_zipccl.comm.device import sizes
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.stream_work import StreamWork
+from ds_zipccl.comm.device.streams import Lane
 from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.host.buffer_pool import POOL
+from ds_zipccl.comm.host.pipeline import abandon
+from ds_zipccl.comm.host.repeats.memory import Repeats, Words
+from ds_zipccl.comm.host.side_stream import SideStream
+from ds_zipccl.comm.host.tuner import CallTimer
 from ds_zipccl.comm.reduction_order import reduce_op_name
-from ds_zipccl.comm.repeats import Repeats, Words
 from ds_zipccl.comm.request import DeviceSchedule, Request, Schedule
-from ds_zipccl.comm.schedules.pipeline import abandon
 from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
-from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
-from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
@@ -235,7 +235,7 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
         return handle
     handle.wait()
     if shadow is not None:
-        _compare(ctx, shadow, request.outputs, lambda text: dict(enumerate(verdict.tell(ctx, text))))
+        _compare(ctx, shadow, request.outputs, lambda text: dict(enumerate(sizes.tell(ctx, text))))
     return handle if request.async_op else None
 
 

@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ds_zipccl import codecs
 from ds_zipccl.comm import topology, work
-from ds_zipccl.comm.calibration import measure
-from ds_zipccl.comm.repeats import RepeatMemory
-from ds_zipccl.comm.row_memory import RowMemory
+from ds_zipccl.comm.host.calibration import measure
+from ds_zipccl.comm.host.repeats.memory import RepeatMemory
+from ds_zipccl.comm.host.rows.memory import RowMemory
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS, TRANSPORTS
 from ds_zipccl.comm.transport.protocol import (
     BODY_TAGS,

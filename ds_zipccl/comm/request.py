@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.repeats import Places
+from ds_zipccl.comm.host.repeats.memory import Places
 from ds_zipccl.comm.shadow_check import Plain, Tolerance
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
@@ -65,7 +65,7 @@ class Request:
         kind: place of an exchange in a layer of experts, equal on all ranks: "dispatch", "combine", "dispatch.bwd" or "combine.bwd";
         "replicated": a sum of tensors that may be the same on all ranks; "" otherwise.
         plain: torch.distributed's collective, on the tensors that are its arguments.
-        lossy: the codec that may change the values in the message, see :mod:`ds_zipccl.comm.lossy_frames`; None: no value changes.
+        lossy: the codec that may change the values in the message, see :mod:`ds_zipccl.comm.lossy.frames`; None: no value changes.
     Differences that are allowed between schedules and ``plain``:
         problem: the reason why the arguments cannot be sent; "" if they can.
         plain_fits: the plain collective takes all arguments that ours takes.
@@ -76,7 +76,7 @@ class Request:
         nodes: the ranks of each node if the operation is a sum in two levels, see :mod:`ds_zipccl.comm.reduction_order`.
         plain_sums: the sum is the plain collective's own, so that the call passes.
         based: ranks may hold an earlier result. ``token`` tells that result from others, equally on all ranks; None where no value does.
-    Repeats, see :mod:`ds_zipccl.comm.repeats`:
+    Repeats, see :mod:`ds_zipccl.comm.host.repeats.memory`:
         again: the call may repeat messages of a forward pass.
         places: the segments of the first exchanges of our schedule; None where they are not kept.
     """

@@ -24,21 +24,11 @@ from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
-from ds_zipccl.integration import (
-    hook_points,
-    lossy_calls,
-    moe_calls,
-    passing,
-    replicated,
-    start_line,
-    torch_calls,
-    untraced,
-    zero_buckets,
-    zero_epochs,
-    zero_gathers,
-)
+from ds_zipccl.integration import hook_points, moe_calls, passing, replicated, start_line, torch_calls, untraced
 from ds_zipccl.integration.job import Job, overriding_section
-from ds_zipccl.integration.powersgd import PowerSum
+from ds_zipccl.integration.lossy import calls
+from ds_zipccl.integration.lossy.powersgd import PowerSum
+from ds_zipccl.integration.zero import buckets, gathers, versions
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import PassReason
@@ -95,7 +85,7 @@ def _collective(name: str) -> Callable[..., Any]:
 def _coded(name: str) -> Callable[..., Any]:
     """Return the coded method for one collective."""
     plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
-    point_to_point, announces = OPS[name].point_to_point, name in lossy_calls.OPERATIONS
+    point_to_point, announces = OPS[name].point_to_point, name in calls.OPERATIONS
     own = next((at for at, key in enumerate(parameters) if key.startswith("input")), 0)
 
     @functools.wraps(plain)
@@ -109,15 +99,11 @@ def _coded(name: str) -> Callable[..., Any]:
         config = self.job.config
         assert config is not None  # only the coded method asks
         more: dict[str, Any] = {"config": config, "role": role}
-        if (
-            announces
-            and config.lossy_roles
-            and (codec := lossy_calls.taken(config, role, name, values[own], op)) is not None
-        ):
+        if announces and config.lossy_roles and (codec := calls.taken(config, role, name, values[own], op)) is not None:
             if isinstance(codec, PowerSum):
                 if not given.get("async_op"):
                     return codec.run(values[0], op, values[2], config, role)
-                lossy_calls.stays_exact(role, name, codec.codec, "asynchronous")
+                calls.stays_exact(role, name, codec.codec, "asynchronous")
             else:
                 more["lossy"] = codec
         if point_to_point:
@@ -130,7 +116,7 @@ def _coded(name: str) -> Callable[..., Any]:
         if name == "all_reduce" and (owners := slice_owners(self.job, *values, role=role)):
             return comm.reduce_to_owners(values[0], owners, *values[1:3], **more)
         if (name, role) == _PARAMETER_GATHER:
-            if zero_gathers.is_secondary(values[0].device, values[2]):
+            if gathers.is_secondary(values[0].device, values[2]):
                 sent = sent_to_peers(_nbytes(values[0]), values[2])
                 counters.record_pass(role, name, sent, PassReason.SECONDARY.value)
                 return plain(self, *values)
@@ -174,11 +160,11 @@ def gather_parameters(job: Job, output: torch.Tensor, group: Any) -> dict[str, A
     """
     if job.stepping in (1, 2):
         return {"base": comm.IN_PLACE}
-    params = zero_gathers.take_parameters(output, group)
-    parts = zero_epochs.parts_of(params, output.dtype)
+    params = gathers.take_parameters(output, group)
+    parts = versions.parts_of(params, output.dtype)
     if parts and not tensors.is_traced(type(output)):
         return {"parts": parts}
-    return {"base": zero_gathers.base_of(params, output.dtype), "agreed": zero_epochs.agreed_of(params)}
+    return {"base": gathers.base_of(params, output.dtype), "agreed": versions.agreed_of(params)}
 
 
 def slice_owners(job: Job, tensor: torch.Tensor, op: Any, group: Any, async_op: bool, *, role: str) -> Owners | None:
@@ -186,7 +172,7 @@ def slice_owners(job: Job, tensor: torch.Tensor, op: Any, group: Any, async_op: 
 
     Sums of ZeRO-1 and ZeRO-2 whose owners are not known are counted.
     """
-    owned, reason = zero_buckets.take_owners(tensor, op, group, async_op)
+    owned, reason = buckets.take_owners(tensor, op, group, async_op)
     assert job.config is not None  # only the coded method asks
     if job.config.owner_only == "off":
         return None
@@ -244,7 +230,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             else:
                 find_nodes()  # sums depend on the nodes, and must not depend on the mode
         settled = self._settle(config)
-        unhooked = lossy_calls.unhooked(config)
+        unhooked = calls.unhooked(config)
         if torch.distributed.get_rank() == 0:
             nodes = group_nodes(resolve_group(None))
             covered = start_line.coverage(config, settled)

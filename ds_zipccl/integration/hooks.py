@@ -13,31 +13,17 @@ from typing import Any
 import torch
 from deepspeed.comm.torch import TorchBackend
 
-from ds_zipccl.comm import repeats
 from ds_zipccl.comm.device import choice
-from ds_zipccl.comm.device.lanes import lanes_of
-from ds_zipccl.comm.device.verdict import finish
+from ds_zipccl.comm.device.sizes import finish
+from ds_zipccl.comm.device.streams import lanes_of
+from ds_zipccl.comm.host.repeats import memory
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
-from ds_zipccl.integration import (
-    bypassed,
-    comms_logging,
-    fused_embedding,
-    hook_points,
-    lossy_calls,
-    lossy_checkpoints,
-    lossy_state,
-    moe_calls,
-    pipeline_calls,
-    powersgd,
-    replicated,
-    roles,
-    zero_buckets,
-    zero_epochs,
-    zero_gathers,
-)
+from ds_zipccl.integration import bypassed, comms_logging, hook_points, moe_calls, replicated, roles
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.bypassed import Facts
 from ds_zipccl.integration.job import Job, overriding_section
+from ds_zipccl.integration.lossy import calls, checkpoints, fused_embedding, pipeline, powersgd, state
+from ds_zipccl.integration.zero import buckets, gathers, versions
 from ds_zipccl.telemetry import monitor, table
 
 #: DeepSpeed's class, by name, that stands for the optimizer of ZeRO-3 where nothing is trained.
@@ -92,42 +78,42 @@ def _say_not_adopted(backend: Any, param_dict: Mapping[str, Any]) -> None:
 def adopt_engine(module: ModuleType) -> None:
     """Surround the methods of ``DeepSpeedEngine``, and of its subclass the pipeline engine, that :data:`_AROUND` names."""
     _surround(module, "DeepSpeedEngine", _AROUND)
-    lossy_calls.watch(module)
+    calls.watch(module)
     fused_embedding.watch_reductions(module)
 
 
 def adopt_zero3(module: ModuleType) -> None:
     """Learn the parameters of ZeRO-3's gathers, and their changes, from ``deepspeed.runtime.zero.partition_parameters``."""
-    zero_gathers.watch_gathers(module)
-    zero_epochs.watch_partitions(getattr(module, "Init", None), getattr(module, "GatheredParameters", None))
+    gathers.watch_gathers(module)
+    versions.watch_partitions(getattr(module, "Init", None), getattr(module, "GatheredParameters", None))
 
 
 def adopt_stage3(module: ModuleType) -> None:
     """Learn of changes of ZeRO-3's parameters, of its gradients and of its passes, from ``deepspeed.runtime.zero.stage3``."""
     optimizer = getattr(module, "DeepSpeedZeroOptimizer_Stage3", None)
-    zero_epochs.watch_optimizer(optimizer)
-    zero_epochs.watch_passes(getattr(module, "DeepSpeedZeRoOffload", None))
+    versions.watch_optimizer(optimizer)
+    versions.watch_passes(getattr(module, "DeepSpeedZeRoOffload", None))
     roles.watch_muon(optimizer, "DeepSpeedZeroOptimizer_Stage3._apply_muon_to_accumulated_grads")
-    lossy_calls.watch(module)
+    calls.watch(module)
 
 
 def adopt_zero12(module: ModuleType) -> None:
     """Learn the gradient buckets of ZeRO-1 and ZeRO-2, and their owners, from ``deepspeed.runtime.zero.stage_1_and_2``."""
     optimizer = getattr(module, "DeepSpeedZeroOptimizer", None)
-    zero_buckets.watch_buckets(optimizer)
+    buckets.watch_buckets(optimizer)
     roles.watch_muon(optimizer, "DeepSpeedZeroOptimizer._apply_muon_updates_cpu_offload")
-    lossy_calls.watch(module)
+    calls.watch(module)
 
 
 def adopt_auto_tp(module: ModuleType) -> None:
     """Learn the sums of AutoTP's layers from ``deepspeed.module_inject.layers``."""
-    lossy_calls.watch(module)
+    calls.watch(module)
 
 
 def adopt_pipeline(module: ModuleType) -> None:
     """Learn the sends between the stages of a pipeline, and its batches, from ``deepspeed.runtime.pipe.engine``."""
     _surround(module, "PipelineEngine", _AROUND_PIPELINE)
-    lossy_calls.watch(module)
+    calls.watch(module)
     fused_embedding.watch(module)
 
 
@@ -206,13 +192,13 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
         powersgd.adopt(engine, optimizer)
     if config is None or engine.zero_optimization_stage() != 3:
         return optimizer
-    zero_epochs.begin(optimizer, engine.module.named_parameters(), config, engine.device)
+    versions.begin(optimizer, engine.module.named_parameters(), config, engine.device)
     if config.zero3_base != "off" and not hook_points.lacking("bases"):
-        engine.ds_zipccl_bases, said = zero_gathers.allocate_bases(
+        engine.ds_zipccl_bases, said = gathers.allocate_bases(
             engine.module.parameters(),
             config,
             engine.device,
-            zero_epochs.agreed_of,
+            versions.agreed_of,
             trains=type(optimizer).__name__ != _WITHOUT_STEPS,
         )
         if said and torch.distributed.get_rank() == 0:
@@ -228,10 +214,10 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     # Read before the step: at its end the scheduler sets the rates of the next step.
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
     try:
-        with job.step(engine.zero_optimization_stage()), lossy_state.stepping(engine, job.config.lossy_roles):
+        with job.step(engine.zero_optimization_stage()), state.stepping(engine, job.config.lossy_roles):
             result = original()
     finally:  # also where the step fails on this rank alone: the other ranks forget too
-        repeats.forget()
+        memory.forget()
     choice.end_step(engine)
     if job.step_log is not None:
         job.step_log.write(engine.global_steps, rates)
@@ -247,22 +233,22 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
 def _save_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
     """Save the state of lossy codecs with a checkpoint."""
     if config := _lossy_config():
-        lossy_checkpoints.save(engine, config, lossy_checkpoints.arguments(original))
+        checkpoints.save(engine, config, checkpoints.arguments(original))
     return original()
 
 
 def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
     """Surround the load of a checkpoint, which changes all parameters."""
-    with zero_epochs.changing(engine.optimizer):
+    with versions.changing(engine.optimizer):
         found = original()
     if config := _lossy_config():
-        lossy_checkpoints.load(engine, config, lossy_checkpoints.arguments(original), found[0] is not None)
+        checkpoints.load(engine, config, checkpoints.arguments(original), found[0] is not None)
     return found
 
 
 def _save_weights(engine: Any, original: Callable[[], Any]) -> Any:
     """Surround a save of ZeRO-3's weights in one file, which gathers them module by module."""
-    with zero_epochs.saving(engine.optimizer):
+    with versions.saving(engine.optimizer):
         return original()
 
 
@@ -275,7 +261,7 @@ def _lossy_config() -> ZipcclConfig | None:
 def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
     """Count the micro-batches of a pipeline from 0, also where the batch before has failed; in jobs with lossy roles."""
     if _lossy_config():
-        pipeline_calls.begin_batch(engine)
+        pipeline.begin_batch(engine)
     return original()
 
 
@@ -291,19 +277,19 @@ def _start_pipeline(engine: Any, original: Callable[[], Any]) -> Any:
 def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
     """Forget the state of a pipeline's links: tensors of other shapes follow."""
     if _lossy_config():
-        pipeline_calls.forget_shapes(engine)
+        pipeline.forget_shapes(engine)
     return original()
 
 
 def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     """Free the bases and the kept messages with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
     a device."""
-    repeats.forget()
-    zero_epochs.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
+    memory.forget()
+    versions.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
     if getattr(engine, "ds_zipccl_bases", None):
         finish(lanes_of(engine.device))
     engine.ds_zipccl_bases = None
-    lossy_state.forget(engine)
+    state.forget(engine)
     return original()
 
 

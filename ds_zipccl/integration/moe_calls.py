@@ -9,7 +9,8 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from ds_zipccl.integration import hook_points, lossy_calls
+from ds_zipccl.integration import hook_points
+from ds_zipccl.integration.lossy import calls
 from ds_zipccl.integration.untraced import untraced_frame
 
 #: Kinds of the exchanges in the forward of a MoE layer, in the order of DeepSpeed's calls.
@@ -84,13 +85,13 @@ def _watch_exchange(exchanges: Any) -> None:
         with _running(f"{found}.bwd" if found else "", None), _announced(found, "backward"):
             return backward(ctx, *args)
 
-    exchanges.forward = staticmethod(lossy_calls.marked(watched_forward))
-    exchanges.backward = staticmethod(lossy_calls.marked(watched_backward))
+    exchanges.forward = staticmethod(calls.marked(watched_forward))
+    exchanges.backward = staticmethod(calls.marked(watched_backward))
 
 
 def _announced(found: str, direction: str) -> AbstractContextManager[None]:
     """Announce the exchange of a kind to lossy codecs, if the kind is known."""
-    return lossy_calls.exchange(direction) if found else nullcontext()
+    return calls.exchange(direction) if found else nullcontext()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A coarse net for convergence: a GPT of 0.5M parameters on bytes, with and without lossy messages, from one seed and on the same data.
 
-Ranks communicate through ds_zipccl.comm; gradients of layers are summed by ds_zipccl.comm.low_rank_sum, gradients between stages go as the
+Ranks communicate through ds_zipccl.comm; gradients of layers are summed by low_rank_sum, gradients between stages go as the
 hooks of the pipeline engine send them. Mistakes that cost accuracy are among the trainings. A small model says nothing about large ones:
 the net only catches codecs that are plainly broken.
 """

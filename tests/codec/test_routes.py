@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_zipccl import kernels
-from ds_zipccl.comm import frames
+from ds_zipccl.comm.host import frames
 
 
 def works() -> Any:

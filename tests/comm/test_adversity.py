@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm import buffer_pool, work
-from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
+from ds_zipccl.comm import work
+from ds_zipccl.comm.bases import shared
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.delta import shared_base
-from ds_zipccl.comm.schedules import pipeline
+from ds_zipccl.comm.host import buffer_pool, pipeline
+from ds_zipccl.comm.host.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
 from ds_zipccl.telemetry import counters
@@ -62,7 +62,7 @@ def test_engines_in_turn_choose_alike() -> None:
 def one_address(rank: int, ranks: int) -> None:
     """The mistake of old, planted: one rank finds a new base where an old one was, the other does not."""
     seen = iter(range(1000))
-    shared_base.SharedBase.token = lambda self: 7 if rank else next(seen)
+    shared.SharedBase.token = lambda self: 7 if rank else next(seen)
     engines_in_turn(rank, ranks)
 
 
@@ -107,7 +107,7 @@ def closed_to_one(rank: int, ranks: int) -> list[int]:
                 raise comm.CommError("closed")
             told.extend(peers)
 
-    shared_base.Exchange = Deaf
+    shared.Exchange = Deaf
     kept.filled = True
     link = OpContext(
         "all_gather_into_tensor", dist.group.WORLD, ALWAYS, "dp", "cascade", torch.device("cpu"), with_base=True

@@ -17,9 +17,9 @@ from levels import CountingTransport, Nodes, nodes_of
 from moves import CODED
 
 from ds_zipccl import comm
-from ds_zipccl.comm.buffer_pool import POOL
-from ds_zipccl.comm.schedules import all_to_all_by_node
-from ds_zipccl.comm.schedules.pipeline import Exchange
+from ds_zipccl.comm.host import exchange_by_node
+from ds_zipccl.comm.host.buffer_pool import POOL
+from ds_zipccl.comm.host.pipeline import Exchange
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules, wire
@@ -77,7 +77,7 @@ def by_node(rank: int, ranks: int, nodes: Nodes, seeds: range, plant: Callable[[
     levels.pretend(nodes)
     small_fragments()
     went = []
-    real = all_to_all_by_node.exchange_by_node
+    real = exchange_by_node.exchange_by_node
     comm.ops.all_to_all.exchange_by_node = lambda *args: (went.append(1), real(*args))
     if plant is not None:
         plant()
@@ -111,30 +111,30 @@ def test_every_bit_arrives_among_six(nodes: Nodes) -> None:
 
 def wrong_part() -> None:
     """Planted: the parts of a stream are cut one element too late."""
-    part = all_to_all_by_node._Stream.part
+    part = exchange_by_node._Stream.part
 
     def late(self: Any, at: int, step: int) -> tuple[slice, slice]:
         here, there = part(self, at, step)
         moved = slice(here.start + 1, here.stop + 1) if not at and here.stop < self.numel(step) else here
         return moved, there
 
-    all_to_all_by_node._Stream.part = late  # type: ignore[method-assign]
+    exchange_by_node._Stream.part = late  # type: ignore[method-assign]
 
 
 def wrong_order() -> None:
     """Planted: a forwarder sends its streams in another order than its neighbors expect."""
-    init = all_to_all_by_node._NodeExchange.__init__
+    init = exchange_by_node._NodeExchange.__init__
 
     def turned(self: Any, *args: Any) -> None:
         init(self, *args)
         self._carried.reverse()
 
-    all_to_all_by_node._NodeExchange.__init__ = turned  # type: ignore[method-assign]
+    exchange_by_node._NodeExchange.__init__ = turned  # type: ignore[method-assign]
 
 
 def input_written() -> None:
     """Planted: an input is read where the output has been written already."""
-    all_to_all_by_node.detached = lambda sources, written, homes: sources
+    exchange_by_node.detached = lambda sources, written, homes: sources
 
 
 @pytest.mark.full(reason="mistakes that no other test needs")
@@ -332,7 +332,7 @@ def test_ordinary_frames_where_the_counterpart_keeps_nothing(count: int, config:
 
 def nothing_kept() -> None:
     """Planted: a counterpart takes the memory in front of a fragment for the earlier rows, without having kept them."""
-    place = all_to_all_by_node._NodeExchange._place
+    place = exchange_by_node._NodeExchange._place
 
     def lost(self: Any, stream: Any, step: int) -> Any:
         there, earlier = place(self, stream, step)
@@ -340,7 +340,7 @@ def nothing_kept() -> None:
             earlier.zero_()
         return there, earlier
 
-    all_to_all_by_node._NodeExchange._place = lost  # type: ignore[method-assign]
+    exchange_by_node._NodeExchange._place = lost  # type: ignore[method-assign]
 
 
 @pytest.mark.full(reason="a mistake that no other test needs")

@@ -12,7 +12,7 @@ import ranks as runner
 import torch
 
 from ds_zipccl import comm
-from ds_zipccl.comm.buffer_pool import POOL, BufferPool, PooledBuffers
+from ds_zipccl.comm.host.buffer_pool import POOL, BufferPool, PooledBuffers
 from ds_zipccl.config import ZipcclConfig
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ import torch
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import compress
-from ds_zipccl.comm.schedules import byte_words
+from ds_zipccl.comm.host import byte_words
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 

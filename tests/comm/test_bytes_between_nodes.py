@@ -18,7 +18,7 @@ from sums import CODED, bell
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import comm
-from ds_zipccl.comm.buffer_pool import POOL
+from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.telemetry import counters
 
 FP32 = replace(CODED, reduction="fp32")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.benchmarks.comm import cases, launch
 from ds_zipccl.benchmarks.links import link, namespaces
-from ds_zipccl.comm import calibration, tuner
 from ds_zipccl.comm.decision import decision_memory
 from ds_zipccl.comm.group_state import group_state, link_profile
+from ds_zipccl.comm.host import calibration, tuner
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from ds_zipccl.comm import tuner
-from ds_zipccl.comm.tuner import CallTimer, agreed_seconds
+from ds_zipccl.comm.host import tuner
+from ds_zipccl.comm.host.tuner import CallTimer, agreed_seconds
 from ds_zipccl.comm.work import CommError
 
 INF, NAN = math.inf, math.nan

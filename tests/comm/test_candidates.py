@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_nodes, group_state, link_profile
+from ds_zipccl.comm.host import gather, pipeline, sums
 from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
-from ds_zipccl.comm.schedules import gather, pipeline, reduce_scatter
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import cost_model, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason, candidates
@@ -96,7 +96,7 @@ class Speeds:
             time.sleep(self.ours)
             pump(*args)
 
-        for module in (all_reduce, all_to_all, broadcast, gather, reduce_scatter, reduce_to_owners):
+        for module in (all_reduce, all_to_all, broadcast, gather, sums, reduce_to_owners):
             monkeypatch.setattr(module, "run_pipeline", slow)
 
     def call(self, plain: Callable[[], Any], ours: Callable[..., Any]) -> tuple[str, Any]:

@@ -19,8 +19,8 @@ from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.decision import _mixture, _remembered, decide, decision_memory
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
+from ds_zipccl.comm.host.tuner import Tuner, TunersBySize
 from ds_zipccl.comm.request import Request, TensorKind
-from ds_zipccl.comm.tuner import Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters

@@ -15,8 +15,9 @@ from tiers import mostly_full
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
-from ds_zipccl.comm import frames, topology
-from ds_zipccl.comm.delta import epochs
+from ds_zipccl.comm import topology
+from ds_zipccl.comm.bases import versions
+from ds_zipccl.comm.host import frames
 
 
 def frozen(rank: int, ranks: int, kind: str, later: bool) -> None:
@@ -159,11 +160,11 @@ def edited_without_steps(rank: int, ranks: int) -> None:
     """A program without steps looks after some copies of a base, and a program that asks for it at once."""
     one = Rank(rank, ranks)
     one.settle()
-    assert all(one.gather(0, 2) == ({"": 1}, 0) for _ in range(2 * epochs.COPIES))
+    assert all(one.gather(0, 2) == ({"": 1}, 0) for _ in range(2 * versions.COPIES))
     if rank == 1:
         by_data(one)
     with pytest.raises(comm.CommError, match="p2: the shard of"):
-        for _ in range(epochs.COPIES + 1):
+        for _ in range(versions.COPIES + 1):
             one.start([2])[2].wait()
     one.kept[2].forget()
     one.gather(2)
@@ -265,7 +266,7 @@ def damaged_copy(rank: int, ranks: int) -> None:
     with pytest.raises(
         comm.CommError, match=r"p0: the copies that ranks gather from are not the same any more \(a rank holds"
     ):
-        for _ in range(epochs.AUDITS):
+        for _ in range(versions.AUDITS):
             one.start([0])[2].wait()
             one.step()
 
@@ -302,7 +303,7 @@ def by_node(rank: int, ranks: int) -> None:
         one.slots[0].memory[0, 7] = 77
     dist.barrier()
     with pytest.raises(comm.CommError, match="p0: the copies that ranks gather from"):
-        for _ in range(epochs.AUDITS):
+        for _ in range(versions.AUDITS):
             one.start([0])[2].wait()
             one.step()
 
@@ -359,12 +360,12 @@ def test_planted(case: str) -> None:
 
 
 def unseen(rank: int, ranks: int) -> None:
-    epochs.same_words = lambda shard, row: True
+    versions.same_words = lambda shard, row: True
     edited_between_steps(rank, ranks)
 
 
 def unseen_by_shadow(rank: int, ranks: int) -> None:
-    epochs.same_words = lambda shard, row: True
+    versions.same_words = lambda shard, row: True
     one = Rank(rank, ranks, config=replace(CONFIG, check="shadow"))
     one.settle()
     if rank == 1:
@@ -387,12 +388,12 @@ def test_words_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
     if dtype.is_floating_point:
         row[:2] = torch.tensor([float("nan"), 0.0])
     shard = row.clone()
-    assert epochs.same_words(shard, row) and epochs.same_words(shard[:0], row[:0])
-    assert not epochs.same_words(shard[:-1], row)
+    assert versions.same_words(shard, row) and versions.same_words(shard[:0], row[:0])
+    assert not versions.same_words(shard[:-1], row)
     if dtype.is_floating_point:
         shard[1] = -0.0
-        assert not epochs.same_words(shard, row)
+        assert not versions.same_words(shard, row)
         shard[1] = 0.0
-    assert epochs.same_words(shard.double(), row) and epochs.same_words(torch.stack([row, row], 1)[:, 0], row)
+    assert versions.same_words(shard.double(), row) and versions.same_words(torch.stack([row, row], 1)[:, 0], row)
     shard.view(torch.uint8)[-1] ^= 1
-    assert not epochs.same_words(shard, row) and not epochs.same_words(shard.double(), row)
+    assert not versions.same_words(shard, row) and not versions.same_words(shard.double(), row)

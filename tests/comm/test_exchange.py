@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import ds_zipccl
-from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.schedules import gather, pipeline
-from ds_zipccl.comm.schedules.by_node import NodeGather
-from ds_zipccl.comm.schedules.pipeline import Exchange, abandon, open_exchange
+from ds_zipccl.comm.host import gather, pipeline
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host.gather_by_node import NodeGather
+from ds_zipccl.comm.host.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.policy import wire
 
 NUMEL = 100

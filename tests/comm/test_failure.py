@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm import frames
+from ds_zipccl.comm.host import frames
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, tuner_rules
 

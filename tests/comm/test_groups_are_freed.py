@@ -21,8 +21,8 @@ from kept import Rank
 
 from ds_zipccl import comm
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.ops import p2p_known
-from ds_zipccl.comm.schedules import pipeline
+from ds_zipccl.comm.host import pipeline
+from ds_zipccl.comm.host.p2p import known
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Round
 
@@ -76,7 +76,7 @@ def refused(rank: int) -> None:
     to_peer(side, rank)
     state = group_state(None)
     assert state is not None
-    p2p_known.inbox(state, 0).copies(1 - rank).drop((torch.int64, NUMEL))
+    known.inbox(state, 0).copies(1 - rank).drop((torch.int64, NUMEL))
     handle = comm.isend(side(), 1 - rank, config=CODED)
     with contextlib.suppress(comm.CommError):
         comm.recv(torch.zeros_like(side()), 1 - rank, config=CODED)

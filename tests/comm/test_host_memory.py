@@ -22,7 +22,7 @@ from test_shared_base import FULL, SHARDS, Trainer
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.delta import host_memory, shared_base
+from ds_zipccl.comm.bases import host_memory, shared
 
 MIB = 1 << 20
 
@@ -246,7 +246,7 @@ def fitting(rank: int, ranks: int) -> list[Any]:
     found = []
     for share in (whole, 300 * ranks * 1_000, 129 * ranks * 1_000, 1_000, 0, -5):
         mine = share if rank == 1 else share // 2 + 1_000_000
-        found.append(shared_base.choose_fitting(shards, mine, dist.group.WORLD))
+        found.append(shared.choose_fitting(shards, mine, dist.group.WORLD))
     return found
 
 

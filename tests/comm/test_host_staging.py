@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm, kernels
-from ds_zipccl.comm import host_staging
-from ds_zipccl.comm.host_staging import HostStaging
+from ds_zipccl.comm.host import staging
+from ds_zipccl.comm.host.staging import HostStaging
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -28,9 +28,9 @@ DEVICES = ["cpu", "cpu without kernels", "cuda", "cuda without kernels"]
 def _stage(where: str) -> str:
     """Let frames of this device go through the host; its type."""
     device, _, without = where.partition(" ")
-    host_staging.STAGED = {device}
+    staging.STAGED = {device}
     if without:
-        host_staging._frame_kernels = lambda device, route: None
+        staging._frame_kernels = lambda device, route: None
     elif device == "cpu":
         kernels.ROUTES = {"cpu": {"emulated": emulation.load}}
     return device

@@ -1,4 +1,4 @@
-"""The host waits for a device in :mod:`ds_zipccl.comm.device.verdict` alone: read from the code, so that every path counts."""
+"""The host waits for a device in :mod:`ds_zipccl.comm.device.sizes` alone: read from the code, so that every path counts."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
-from ds_zipccl.comm import frames
-from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.delta import in_place_base, negotiation
+from ds_zipccl.comm.bases import in_place, negotiation
+from ds_zipccl.comm.host import frames
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
@@ -147,7 +147,7 @@ def replaced(rank: int, ranks: int) -> None:
         trainer.whole = trainer.whole.clone()
         assert trainer.gather() == {FULL: 1}
     assert trainer.gather() == {"": 1}
-    (sent,) = in_place_base.IN_PLACE._sent.values()
+    (sent,) = in_place.IN_PLACE._sent.values()
     assert len(sent) == 1
 
 
@@ -226,7 +226,7 @@ class Group:
     """Stands for one."""
 
 
-def remembered(base: in_place_base.InPlaceBase, link: Any, *outputs: torch.Tensor) -> list[bool]:
+def remembered(base: in_place.InPlaceBase, link: Any, *outputs: torch.Tensor) -> list[bool]:
     """Of which outputs, each of two shards, what was sent is known."""
     found = []
     for output in outputs:
@@ -238,13 +238,13 @@ def remembered(base: in_place_base.InPlaceBase, link: Any, *outputs: torch.Tenso
 
 
 @pytest.fixture
-def base(monkeypatch: pytest.MonkeyPatch) -> in_place_base.InPlaceBase:
+def base(monkeypatch: pytest.MonkeyPatch) -> in_place.InPlaceBase:
     """A base of which the counters do not know: they go on to tell of the base of this process."""
-    monkeypatch.setattr(in_place_base.counters, "count_memory", lambda what, nbytes: None)
-    return in_place_base.InPlaceBase()
+    monkeypatch.setattr(in_place.counters, "count_memory", lambda what, nbytes: None)
+    return in_place.InPlaceBase()
 
 
-def test_what_is_remembered_of_each_place(base: in_place_base.InPlaceBase) -> None:
+def test_what_is_remembered_of_each_place(base: in_place.InPlaceBase) -> None:
     """Several outputs at a time, side by side too; what is written over another is all that is known of that memory."""
     link = SimpleNamespace(group=Group(), rank=1)
     memory, elsewhere = torch.arange(400.0).bfloat16(), torch.zeros(100).bfloat16()
@@ -262,7 +262,7 @@ def test_what_is_remembered_of_each_place(base: in_place_base.InPlaceBase) -> No
     assert base._nbytes() == across.nbytes // 2 + elsewhere.nbytes // 2 + third.nbytes // 2
 
 
-def test_what_was_sent_is_a_copy_of_the_own_shard(base: in_place_base.InPlaceBase) -> None:
+def test_what_was_sent_is_a_copy_of_the_own_shard(base: in_place.InPlaceBase) -> None:
     link = SimpleNamespace(group=Group(), rank=1)
     output = torch.arange(10.0).bfloat16()
     base.end(link, output.chunk(2), None)

@@ -10,9 +10,9 @@ import ranks as runner
 import shim
 import torch
 
-from ds_zipccl.comm.device import verdict
-from ds_zipccl.comm.device.lanes import Lanes
+from ds_zipccl.comm.device import sizes
 from ds_zipccl.comm.device.reports import Reports
+from ds_zipccl.comm.device.streams import Lanes
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.ops import OPS
 
@@ -58,5 +58,5 @@ def test_memory_that_is_kept_is_written_in_any_mode() -> None:
     """Verdicts are in inference mode and outside; a tensor of inference mode could be written only there."""
     lanes = Lanes(torch.device("cpu"))
     with torch.inference_mode():
-        kept = [verdict._host(lanes, 5000), Reports(lanes.device).words, lanes._new(64).memory]
+        kept = [sizes._host(lanes, 5000), Reports(lanes.device).words, lanes._new(64).memory]
     assert not any(one.is_inference() for one in kept)

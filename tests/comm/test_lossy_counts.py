@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ds_zipccl.comm import request
-from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.lossy_frames import LossyFrames
-from ds_zipccl.comm.squares import squares_of
-from ds_zipccl.integration.pipeline_calls import _Link
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.lossy.frames import LossyFrames
+from ds_zipccl.comm.lossy.squared_error import squares_of
+from ds_zipccl.integration.lossy.pipeline import _Link
 from ds_zipccl.lossy import Int, LossyCodec, LowRank, TacoFp8
 from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters, table

@@ -16,9 +16,10 @@ from sums import CODED
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import project
-from ds_zipccl.comm import frames, group_state, lossy_frames, reduction_order
+from ds_zipccl.comm import group_state, reduction_order
+from ds_zipccl.comm.host import frames, pipeline
+from ds_zipccl.comm.lossy import frames as lossy_frames
 from ds_zipccl.comm.ops import all_reduce
-from ds_zipccl.comm.schedules import pipeline
 from ds_zipccl.lossy import Round
 
 

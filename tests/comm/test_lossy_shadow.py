@@ -17,7 +17,7 @@ from sums import CODED
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import project
-from ds_zipccl.comm import lossy_frames
+from ds_zipccl.comm.lossy import frames
 from ds_zipccl.lossy import Round
 
 SIZE = 30_000
@@ -82,10 +82,10 @@ def test_what_the_codec_explains_passes() -> None:
 
 def coarser() -> None:
     """Frames carry values with one bit less than was asked for."""
-    lossy_frames.compress = lambda flat, codec, **settings: good(flat, Round(codec.mantissa - 1), **settings)
+    frames.compress = lambda flat, codec, **settings: good(flat, Round(codec.mantissa - 1), **settings)
 
 
-good = lossy_frames.compress
+good = frames.compress
 
 
 def alarm(rank: int, ranks: int, plant: Callable[[], None] | None, complaint: str) -> None:
@@ -126,8 +126,8 @@ def sent_exactly(rank: int, ranks: int) -> None:
     config = replace(CODED, check="shadow")
     if rank == 0:
         comm.send(mine, 1, config=config, lossy=Round(3))
-        lossy_frames.project = lambda flat, codec, **more: project(flat, Round(2), **more)
-        lossy_frames.compress = lambda flat, codec, **settings: good(flat, Round(2), **settings)
+        frames.project = lambda flat, codec, **more: project(flat, Round(2), **more)
+        frames.compress = lambda flat, codec, **settings: good(flat, Round(2), **settings)
         comm.send(mine, 1, config=config, lossy=Round(3))
         return
     got = torch.empty_like(mine)

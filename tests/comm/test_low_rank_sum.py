@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ds_zipccl.codecs import lowrank
-from ds_zipccl.comm import low_rank_sum
-from ds_zipccl.comm.low_rank_sum import Matrix
+from ds_zipccl.comm.lossy import low_rank_sum
+from ds_zipccl.comm.lossy.low_rank_sum import Matrix
 
 RANKS, STEPS, RANK = 3, 12, 4
 #: Rows and columns of the matrices, each behind a gap of so many other elements.

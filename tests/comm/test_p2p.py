@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm import decision
-from ds_zipccl.comm.ops import p2p, p2p_message
+from ds_zipccl.comm.host.p2p import message as p2p_message
+from ds_zipccl.comm.ops import p2p
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission

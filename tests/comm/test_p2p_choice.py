@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.ops import p2p_choice, p2p_message
+from ds_zipccl.comm.host.p2p import choice, message
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import send_rules
@@ -29,14 +29,14 @@ SLOW = 0.06  # seconds
 def ways() -> Counter[bool]:
     """Count the ways of the sends of this rank from now on, uncoded or not."""
     seen: Counter[bool] = Counter()
-    next_way = p2p_choice.next_way
+    next_way = choice.next_way
 
-    def noted(*arguments: Any) -> p2p_choice.Way:
+    def noted(*arguments: Any) -> choice.Way:
         way = next_way(*arguments)
         seen[way.uncoded] += 1
         return way
 
-    p2p_choice.next_way = noted  # type: ignore[assignment]
+    choice.next_way = noted  # type: ignore[assignment]
     return seen
 
 
@@ -63,33 +63,33 @@ def _plant(what: str) -> None:
     """Make a way slow for this receiver, or its reports useless."""
     name = {"coded": "_take_frames", "uncoded": "_take_bytes"}.get(what)
     if name is not None:
-        take = getattr(p2p_message.Incoming, name)
+        take = getattr(message.Incoming, name)
 
         def slow(*arguments: Any) -> None:
             time.sleep(SLOW)
             take(*arguments)
 
-        setattr(p2p_message.Incoming, name, slow)
+        setattr(message.Incoming, name, slow)
         return
-    send = p2p_choice.report
+    send = choice.report
 
     def report(ctx: Any, peer: int, number: int, seconds: float) -> None:
         if what == "nonsense":
             send(ctx, peer, number, (math.nan, math.inf, -1.0, 0.0)[number % 4])
         elif what == "another number":
-            content = p2p_choice._LAYOUT.pack(p2p_choice._MAGIC, number + 1, seconds)
+            content = choice._LAYOUT.pack(choice._MAGIC, number + 1, seconds)
             _raw_report(ctx, peer, number, content + struct.pack("<I", zlib.crc32(content)))
         elif what == "checksum":
-            _raw_report(ctx, peer, number, p2p_choice._LAYOUT.pack(p2p_choice._MAGIC, number, seconds) + bytes(4))
+            _raw_report(ctx, peer, number, choice._LAYOUT.pack(choice._MAGIC, number, seconds) + bytes(4))
 
     assert what in ("lost", "nonsense", "another number", "checksum")
-    p2p_choice.report = report
+    choice.report = report
 
 
 def _raw_report(ctx: Any, peer: int, number: int, content: bytes) -> None:
     buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    handle = ctx.transport.post_send(buffer, peer, p2p_choice.TagRange.REPORT + number)
-    p2p_choice._of(ctx.state).reports.append((handle, buffer))
+    handle = ctx.transport.post_send(buffer, peer, choice.TagRange.REPORT + number)
+    choice._of(ctx.state).reports.append((handle, buffer))
 
 
 @pytest.mark.parametrize("numel", [40_000, pytest.param(300_000, marks=pytest.mark.full(reason="as of one fragment"))])

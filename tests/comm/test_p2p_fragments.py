@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.buffer_pool import POOL
-from ds_zipccl.comm.ops import p2p_message
-from ds_zipccl.comm.ops.p2p_message import ANNOUNCEMENT_BYTES, Announcement, Body, parse_announcement
+from ds_zipccl.comm.host.buffer_pool import POOL
+from ds_zipccl.comm.host.p2p import message
+from ds_zipccl.comm.host.p2p.message import ANNOUNCEMENT_BYTES, Announcement, Body, parse_announcement
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -104,13 +104,13 @@ def matching(rank: int, ranks: int) -> None:
 
 def _slowly() -> None:
     """Let other threads run between two fragments of a send."""
-    post = p2p_message.Outgoing._send
+    post = message.Outgoing._send
 
-    def slow(self: p2p_message.Outgoing, flat: torch.Tensor, tag: int) -> None:
+    def slow(self: message.Outgoing, flat: torch.Tensor, tag: int) -> None:
         time.sleep(1e-3)
         post(self, flat, tag)
 
-    p2p_message.Outgoing._send = slow  # type: ignore[method-assign]
+    message.Outgoing._send = slow  # type: ignore[method-assign]
 
 
 def _send_many(rank: int, thread: int) -> None:
@@ -189,12 +189,12 @@ def test_bad_announcements_are_refused(case: str) -> None:
 
 def _damage(what: str) -> None:
     """Damage what this rank sends: the announcement, or the third frame of the body."""
-    calls, pack, compress = [0], Announcement.pack, p2p_message.FrameCoder.compress
+    calls, pack, compress = [0], Announcement.pack, message.FrameCoder.compress
 
     def damaged_pack(self: Announcement, buffer: torch.Tensor) -> torch.Tensor:
         return pack(self._replace(numel=self.numel + 1), buffer)
 
-    def damaged_frame(self: p2p_message.FrameCoder, flat: torch.Tensor, *more: object) -> torch.Tensor:
+    def damaged_frame(self: message.FrameCoder, flat: torch.Tensor, *more: object) -> torch.Tensor:
         frame = compress(self, flat, *more)  # type: ignore[arg-type]
         calls[0] += 1
         if calls[0] == 3:
@@ -204,7 +204,7 @@ def _damage(what: str) -> None:
     if what == "announcement":
         Announcement.pack = damaged_pack  # type: ignore[method-assign]
     else:
-        p2p_message.FrameCoder.compress = damaged_frame  # type: ignore[method-assign]
+        message.FrameCoder.compress = damaged_frame  # type: ignore[method-assign]
 
 
 def one_refusal(rank: int, ranks: int, what: str) -> str:
@@ -244,13 +244,13 @@ def lost(rank: int, ranks: int, role: str) -> None:
 def _leave_after(frames: int) -> None:
     """Let this rank exit at its frame number ``frames``, sent or received."""
     name = ("compress", "decompress")[dist.get_rank()]
-    left, original = [frames], getattr(p2p_message.FrameCoder, name)
+    left, original = [frames], getattr(message.FrameCoder, name)
 
     def exits(*arguments: object, **more: object) -> object:
         left[0] -= 1
         return original(*arguments, **more) if left[0] else os._exit(3)
 
-    setattr(p2p_message.FrameCoder, name, exits)
+    setattr(message.FrameCoder, name, exits)
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from moves import colliding
 
 from ds_zipccl import comm
-from ds_zipccl.comm.ops import p2p_known, p2p_message
-from ds_zipccl.comm.ops.p2p_known import Latest
+from ds_zipccl.comm.host.p2p import known, message
+from ds_zipccl.comm.host.p2p.known import Latest
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy.admission import SIDE_DTYPES
 from ds_zipccl.telemetry import counters
@@ -128,14 +128,14 @@ def test_both_sides_stay_in_step(seed: int) -> None:
 def threads(rank: int, ranks: int) -> None:
     """Two threads send tensors of one kind on one channel; the receiver takes them in the order of arrival. Posting is slow, so that a
     thread without a lock would look at what it remembers while the other one posts."""
-    post = p2p_message.Outgoing._post_first
+    post = message.Outgoing._post_first
 
-    def slow(self: p2p_message.Outgoing) -> object:
+    def slow(self: message.Outgoing) -> object:
         announcement = post(self)
         time.sleep(1e-3)
         return announcement
 
-    p2p_message.Outgoing._post_first = slow  # type: ignore[method-assign,assignment]
+    message.Outgoing._post_first = slow  # type: ignore[method-assign,assignment]
     first, second = side(torch.int64, 9000, 1), side(torch.int64, 9000, 2)
     if rank == 0:
         workers = [
@@ -169,7 +169,7 @@ def apart(rank: int, ranks: int) -> str:
         comm.send(mask, 1, config=CODED)
         return ""
     found = []
-    copies = p2p_known.inbox(comm.group_state.group_state(None), 0).copies(0)
+    copies = known.inbox(comm.group_state.group_state(None), 0).copies(0)
     kind = (torch.bool, 40000)
     for change in (lambda: copies.put(kind, ~mask, 1 << 20), lambda: copies.drop(kind)):
         change()

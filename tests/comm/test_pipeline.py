@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.buffer_pool import POOL
+from ds_zipccl.comm.host import gather, pipeline
+from ds_zipccl.comm.host import sums as reduce_scatter
+from ds_zipccl.comm.host.buffer_pool import POOL
+from ds_zipccl.comm.host.pipeline import detached
 from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
-from ds_zipccl.comm.schedules import gather, pipeline, reduce_scatter
-from ds_zipccl.comm.schedules.pipeline import detached
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import wire
 

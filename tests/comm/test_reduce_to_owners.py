@@ -19,9 +19,9 @@ from moves import flip_a_bit
 from sums import CODED, MIB, assert_same_sums, bell, other_order, sizes_for, wild
 
 from ds_zipccl import comm
+from ds_zipccl.comm.host import sums
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners, spans_of
-from ds_zipccl.comm.schedules import reduce_scatter
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model, tuner_rules
 from ds_zipccl.telemetry import counters
@@ -133,13 +133,13 @@ def test_the_same_in_pieces(ranks: int) -> None:
 
 def grid_of_the_shard() -> None:
     """From now on the position in the own shard counts, instead of the one in the message."""
-    build = reduce_scatter.ShardAdder.__init__
+    build = sums.ShardAdder.__init__
 
     def wrong(self: Any, ctx: Any, exchange: Any, shards: Any, reduction: Any, spans: Any, chunk: int) -> None:
         numel = sum(span.stop - span.start for span in spans)
         build(self, ctx, exchange, shards, reduction, [slice(0, numel)], chunk)
 
-    reduce_scatter.ShardAdder.__init__ = wrong  # type: ignore[method-assign]
+    sums.ShardAdder.__init__ = wrong  # type: ignore[method-assign]
 
 
 def shifted_by_one() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_zipccl.comm.repeats import Places, RepeatMemory, Words
+from ds_zipccl.comm.host.repeats.memory import Places, RepeatMemory, Words
 
 FORWARD = Words(torch.float32, "cpu")
 NBYTES = 1 << 16

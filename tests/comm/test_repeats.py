@@ -16,10 +16,10 @@ from test_rows_in_messages import in_fragments, posted, rows_like
 
 from ds_zipccl import comm
 from ds_zipccl.codecs.known import FRAME_BYTES
-from ds_zipccl.comm import repeats
-from ds_zipccl.comm.frames import FrameCoder
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.schedules.repeated import RepeatedSegments
+from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.host.repeats import memory as repeats
+from ds_zipccl.comm.host.repeats.exchange import RepeatedSegments
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
 from ds_zipccl.policy import repeat_rules

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.schedules import replicated
+from ds_zipccl.comm.host import replicated
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.telemetry import counters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_zipccl.comm.row_memory import MapKey, RowBackoff, RowMemory, RowPairs
+from ds_zipccl.comm.host.rows.memory import MapKey, RowBackoff, RowMemory, RowPairs
 from ds_zipccl.policy import row_rules
 
 

@@ -19,10 +19,10 @@ from tiers import mostly_full
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.codecs import row_segment
-from ds_zipccl.comm.frames import FrameCoder
-from ds_zipccl.comm.row_memory import RowMemory, RowPairs
-from ds_zipccl.comm.schedules import pipeline
-from ds_zipccl.comm.schedules.sent_rows import SentRows
+from ds_zipccl.comm.host import pipeline
+from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.host.rows.memory import RowMemory, RowPairs
+from ds_zipccl.comm.host.rows.sent import SentRows
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
 from ds_zipccl.policy import wire

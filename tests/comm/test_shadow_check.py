@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import FrameError, comm, compress
-from ds_zipccl.comm import frames
-from ds_zipccl.comm.buffer_pool import POOL
+from ds_zipccl.comm.host import frames
+from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameErrorCode

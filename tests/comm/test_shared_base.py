@@ -14,10 +14,11 @@ from kept import refusing
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
-from ds_zipccl.comm import frames, topology, tuner
-from ds_zipccl.comm.delta import host_memory, negotiation
-from ds_zipccl.comm.delta.shared_base import BaseSlot
+from ds_zipccl.comm import topology
+from ds_zipccl.comm.bases import host_memory, negotiation
+from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.host import frames, tuner
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, tuner_rules
 from ds_zipccl.telemetry import counters

@@ -16,13 +16,15 @@ from lazy_device import LazyRuntime
 
 import ds_zipccl
 from ds_zipccl import comm, tensors
-from ds_zipccl.comm import execution, host_staging, side_stream
-from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
+from ds_zipccl.comm import execution
 from ds_zipccl.comm.decision import Choice
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host_staging import HostStaging
+from ds_zipccl.comm.host import side_stream
+from ds_zipccl.comm.host import staging as host_staging
+from ds_zipccl.comm.host.buffer_pool import POOL, PooledBuffers
+from ds_zipccl.comm.host.side_stream import SideStream
+from ds_zipccl.comm.host.staging import HostStaging
 from ds_zipccl.comm.request import Request
-from ds_zipccl.comm.side_stream import SideStream
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig

@@ -12,10 +12,11 @@ from sim import launcher, streams, world
 from sim.device import mine
 
 from ds_zipccl.codecs import region_hash
-from ds_zipccl.comm import host_staging, side_stream
-from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.host_staging import HostStaging
-from ds_zipccl.comm.side_stream import SideStream
+from ds_zipccl.comm.host import side_stream
+from ds_zipccl.comm.host import staging as host_staging
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host.side_stream import SideStream
+from ds_zipccl.comm.host.staging import HostStaging
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels.cuda.backend import CudaRoute

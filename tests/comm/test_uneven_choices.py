@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tiers import mostly_full
 
 from ds_zipccl import comm
-from ds_zipccl.comm import tuner
+from ds_zipccl.comm.host import tuner
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
 from ds_zipccl.telemetry.table import render

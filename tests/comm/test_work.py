@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm import work
-from ds_zipccl.comm.device.lanes import lanes_of
 from ds_zipccl.comm.device.stream_work import StreamWork
+from ds_zipccl.comm.device.streams import lanes_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.config import ZipcclConfig

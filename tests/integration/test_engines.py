@@ -18,7 +18,7 @@ import torch
 from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, Model, bits, rank_program
 from programs import launch, reference
 
-from ds_zipccl.comm.delta import negotiation
+from ds_zipccl.comm.bases import negotiation
 
 CODED = '{"enabled": true, "mode": "always", "reduction": "match", "min_bytes": 4096}'
 OFF = "0"

@@ -25,7 +25,7 @@ from test_engines_zero3 import ZERO3
 from tiers import mostly_full
 
 from ds_zipccl.comm import CommError
-from ds_zipccl.integration import zero_epochs
+from ds_zipccl.integration.zero import versions
 from ds_zipccl.policy.admission import PassReason
 
 SECTION = {
@@ -72,7 +72,7 @@ def autocast(lab: Lab) -> None:
     """Shards of 32 bits, gathered in 16."""
     options = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     engine = start(lab, **options)
-    assert all(one.dtype is torch.bfloat16 for one in zero_epochs.agreed_of([engine.module.head.weight]))
+    assert all(one.dtype is torch.bfloat16 for one in versions.agreed_of([engine.module.head.weight]))
     lab.train(engine, 3)
     lab.ends("3 steps", {})
 
@@ -204,7 +204,7 @@ def planted(engine: Any) -> None:
 
     weight = engine.module.layers[1].weight
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_epochs, "forget", lambda params: None)
+        patch.setattr(versions, "forget", lambda params: None)
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
             weight.data.copy_(noise(weight.data, 7))
 

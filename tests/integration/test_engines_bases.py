@@ -19,7 +19,7 @@ from test_engines_frozen import Quantised
 from tiers import mostly_full
 
 from ds_zipccl.comm import CommError
-from ds_zipccl.comm.device import bases
+from ds_zipccl.comm.bases import proof
 
 CASES = ("trained", "frozen", "edited", "checkpoint", "skipped")
 PROGRAM = str(agreed.__file__)
@@ -59,16 +59,16 @@ class Counting:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.proofs = self.copies = 0
 
-        def proof_of(*arguments: Any, original: Any = bases.proof_of) -> Any:
+        def proof_of(*arguments: Any, original: Any = proof.proof_of) -> Any:
             self.proofs += 1
             return original(*arguments)
 
-        def lay_out(found: Any, *arguments: Any, original: Any = bases.lay_out) -> Any:
+        def lay_out(found: Any, *arguments: Any, original: Any = proof.lay_out) -> Any:
             self.copies += len(found)
             return original(found, *arguments)
 
-        patch.setattr(bases, "proof_of", proof_of)
-        patch.setattr(bases, "lay_out", lay_out)
+        patch.setattr(proof, "proof_of", proof_of)
+        patch.setattr(proof, "lay_out", lay_out)
 
     def ends(self, lab: Lab, phase: str) -> None:
         lab.ends(phase, {})

@@ -15,8 +15,8 @@ from programs import launch, reference
 from tiers import mostly_full
 
 from ds_zipccl.comm import CommError, topology
-from ds_zipccl.comm.delta import epochs
-from ds_zipccl.integration import zero_gathers
+from ds_zipccl.comm.bases import versions
+from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
 #: (zero3_base, mode) of the runs. With auto frozen parameters have bases, otherwise all parameters have.
@@ -34,7 +34,7 @@ ZERO3 = {
     "stage3_max_reuse_distance": 0,
     "stage3_prefetch_bucket_size": 200_000,
 }
-MISS, VERSION = epochs.CHANGED, epochs.VERSION
+MISS, VERSION = versions.CHANGED, versions.VERSION
 
 
 class Frozen(Model):
@@ -238,7 +238,7 @@ def by_node(lab: Lab) -> None:
     """Two nodes of two ranks: DeepSpeed's secondary shards, and our bases, are those of a node."""
     topology.here = lambda: f"node {lab.rank // 2}"
     HPZ(lab)
-    slot = zero_gathers.slot_of(lab.engines[0].module.layers[0].weight)
+    slot = gathers.slot_of(lab.engines[0].module.layers[0].weight)
     lab.losses.append("" if slot is None else f"{slot.mates}")
 
 
@@ -265,7 +265,7 @@ def swapped(lab: Lab) -> None:
     engine = start(lab)
     lab.train(engine, 2)
     ends(lab, "before", "nothing was gathered there")
-    slots = [zero_gathers.slot_of(layer.weight) for layer in engine.module.layers]
+    slots = [gathers.slot_of(layer.weight) for layer in engine.module.layers]
     if lab.rank == 1 and slots[0] is not None:
         slots[0].version += 1
     lab.train(engine)

@@ -15,7 +15,7 @@ from programs import launch, reference
 from test_engines_zero3 import ZERO3
 from torch import nn
 
-from ds_zipccl.integration import zero_gathers
+from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
 SECTION = {"enabled": True, "mode": "always", "min_bytes": 4096}
@@ -42,7 +42,7 @@ def ends(lab: Lab, phase: str) -> None:
 
 def held(engine: Any) -> list[str]:
     """Names of the parameters that have a base."""
-    return [name for name, one in engine.module.named_parameters() if zero_gathers.slot_of(one) is not None]
+    return [name for name, one in engine.module.named_parameters() if gathers.slot_of(one) is not None]
 
 
 def some(lab: Lab) -> None:

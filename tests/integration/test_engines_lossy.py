@@ -57,24 +57,24 @@ def watch(mistake: str) -> None:
     from deepspeed.comm.torch import TorchBackend
 
     from ds_zipccl.comm import topology
-    from ds_zipccl.comm.frames import FrameCoder
-    from ds_zipccl.integration import lossy_calls
+    from ds_zipccl.comm.host.frames import FrameCoder
     from ds_zipccl.integration.backend import ZipcclBackend
+    from ds_zipccl.integration.lossy import calls
     from ds_zipccl.ops import OPS
 
     topology.secret = lambda: bytes(16)  # frames have hashes, and those of two jobs are compared
-    original = lossy_calls.taken
+    original = calls.taken
 
     def taken(config: Any, role: str, *args: Any) -> Any:
         found = original(config, role, *args)
         seen[f"{role} announced"] += found is not None
         return config.lossy_of(role) if mistake == "unannounced" else found
 
-    lossy_calls.taken = taken
+    calls.taken = taken
     if mistake == "padding":
         unready = functools.cached_property(lambda self: setattr(self, "left", self.detail()[0]))  # None
-        unready.__set_name__(lossy_calls._Announcement, "ready")
-        lossy_calls._Announcement.ready = unready
+        unready.__set_name__(calls._Announcement, "ready")
+        calls._Announcement.ready = unready
 
     def compare(role: str, result: torch.Tensor, exact: torch.Tensor) -> None:
         same = torch.equal(*(one.flatten().view(torch.uint8) for one in (result, exact)))

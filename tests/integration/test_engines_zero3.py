@@ -14,8 +14,8 @@ import torch.distributed as dist
 from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, bits, rank_program
 from programs import launch, reference
 
-from ds_zipccl.comm.delta import epochs, negotiation
-from ds_zipccl.integration import zero_gathers
+from ds_zipccl.comm.bases import negotiation, versions
+from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
 CODED = {
@@ -156,13 +156,13 @@ def stale(lab: Lab, *, proven: bool) -> None:
     engine = start(lab)
     lab.train(engine, 2)
     lab.ends("before", [DIFFERENCE, FIRST])
-    if lab.rank == 1 and (base := zero_gathers.slot_of(engine.module.head.weight)) is not None:
+    if lab.rank == 1 and (base := gathers.slot_of(engine.module.head.weight)) is not None:
         sign = -(1 << 15)  # no rounding hides a wrong sign, and no decoder sees it
         base.memory[0, 3].view(torch.int16).bitwise_xor_(sign)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if not proven:
-            for module in (negotiation, epochs):
+            for module in (negotiation, versions):
                 patch.setattr(module, "region_hash", lambda region: bytes(16))
         lab.train(engine)
         lab.ends("after", [DIFFERENCE, OTHER] if proven and lab.rank == 0 else [DIFFERENCE])

@@ -11,8 +11,8 @@ import pytest
 from backend_programs import PRELUDE, launch
 
 from ds_zipccl.config import ConfigError, parse_section
-from ds_zipccl.integration import fused_embedding
 from ds_zipccl.integration.job import Job
+from ds_zipccl.integration.lossy import fused_embedding
 from ds_zipccl.policy.pipeline_rules import sharing_ranks
 
 ON = '{"mode": "always", "min_bytes": 1024, "fused_embedding": true}'

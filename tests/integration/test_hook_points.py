@@ -193,10 +193,10 @@ def test_parameters(function: Any, first: tuple[str, ...], named: tuple[str, ...
 def test_places_of_lossy_codecs_with_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start-up line about lossy roles names the place, and the place announces nothing."""
     from ds_zipccl.config import parse_section
-    from ds_zipccl.integration import lossy_calls
+    from ds_zipccl.integration.lossy import calls
 
     codec = {"codec": "round", "mantissa": 3}
-    sites = [site for site in lossy_calls.SITES if site.first]
+    sites = [site for site in calls.SITES if site.first]
     assert len(sites) == 6
     for site in sites:
         role = site.roles[0]
@@ -212,10 +212,10 @@ def test_places_of_lossy_codecs_with_other_parameters(monkeypatch: pytest.Monkey
                 patch.setitem(table, key, named)
             else:
                 patch.setattr(holder, last, planted)
-            lossy_calls.watch(module)
+            calls.watch(module)
             known = f"{site.name} as this package knows it"
-            assert known in lossy_calls.missing(config)[role]
-            assert f"no {known}" in lossy_calls.unhooked(config)[role]
+            assert known in calls.missing(config)[role]
+            assert f"no {known}" in calls.unhooked(config)[role]
 
 
 def test_tied_gradients_are_not_fused_where_a_name_is_missing(
@@ -225,7 +225,7 @@ def test_tied_gradients_are_not_fused_where_a_name_is_missing(
     from types import SimpleNamespace
 
     from ds_zipccl.config import parse_section
-    from ds_zipccl.integration import fused_embedding
+    from ds_zipccl.integration.lossy import fused_embedding
 
     monkeypatch.setattr(hook_points, "_unfit", {})
     monkeypatch.setattr(fused_embedding.dist, "get_rank", lambda: 0)

@@ -13,8 +13,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from ds_zipccl.config import ZipcclConfig, environment_section, parse_section
-from ds_zipccl.integration import lossy_calls, moe_calls, pipeline_calls
-from ds_zipccl.integration.lossy_calls import announced, taken
+from ds_zipccl.integration import moe_calls
+from ds_zipccl.integration.lossy import calls as lossy_calls
+from ds_zipccl.integration.lossy import pipeline
+from ds_zipccl.integration.lossy.calls import announced, taken
 from ds_zipccl.lossy import Round
 
 CODEC = {"codec": "round", "mantissa": 3}
@@ -156,12 +158,12 @@ def test_a_stage_announces_activations_and_not_the_mask() -> None:
             pipe_buffers=buffers, has_bool_tensors=masked, has_attention_mask=False, is_grad_partitioned=False
         )
 
-    assert pipeline_calls.activations(stage(x, False), buffer_id=0) == 1
-    assert pipeline_calls.activations(stage((x, x), False), buffer_id=0) == 2
-    assert pipeline_calls.activations(stage((torch.arange(3), x), False), buffer_id=0) == 1, "sizes of a shared tensor"
-    assert pipeline_calls.activations(stage((x, mask.half()), True), buffer_id=0) == 1
-    assert pipeline_calls.gradients(stage((x, mask), True), buffer_id=0) == 1
-    assert pipeline_calls.gradients(stage(x, False), buffer_id=0) == 1
+    assert pipeline.activations(stage(x, False), buffer_id=0) == 1
+    assert pipeline.activations(stage((x, x), False), buffer_id=0) == 2
+    assert pipeline.activations(stage((torch.arange(3), x), False), buffer_id=0) == 1, "sizes of a shared tensor"
+    assert pipeline.activations(stage((x, mask.half()), True), buffer_id=0) == 1
+    assert pipeline.gradients(stage((x, mask), True), buffer_id=0) == 1
+    assert pipeline.gradients(stage(x, False), buffer_id=0) == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -228,7 +230,7 @@ def test_positions_that_a_stage_sends_are_no_activations() -> None:
     hidden, positions, more = torch.ones(4, requires_grad=True), torch.arange(4.0), torch.ones(3, requires_grad=True)
 
     def announced_of(outputs: Any, **engine: Any) -> list[bool]:
-        ready = pipeline_calls.is_activation(types.SimpleNamespace(pipe_buffers={"outputs": [outputs]}, **engine), 0)
+        ready = pipeline.is_activation(types.SimpleNamespace(pipe_buffers={"outputs": [outputs]}, **engine), 0)
         return [ready(tensor, SETTINGS) for tensor in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
     assert announced_of((hidden, positions, more)) == [True, False, True]

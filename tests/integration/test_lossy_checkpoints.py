@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ds_zipccl.config import parse_section
-from ds_zipccl.integration import lossy_checkpoints, lossy_state
+from ds_zipccl.integration.lossy import checkpoints, state
 
 CONFIG = parse_section(
     {
@@ -35,28 +35,28 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
     fake = types.SimpleNamespace(
         get_rank=lambda: 1, get_world_size=lambda: 2, get_process_group_ranks=lambda group: [1]
     )
-    monkeypatch.setattr(lossy_checkpoints, "dist", fake)
-    monkeypatch.setattr(lossy_checkpoints, "resolve_group", lambda group: group)
+    monkeypatch.setattr(checkpoints, "dist", fake)
+    monkeypatch.setattr(checkpoints, "resolve_group", lambda group: group)
     engine = Engine()
-    entry = lossy_state.state_of("pp", KEY, (6, 4), torch.bfloat16, 2, lossy_state.owner_of(engine))
+    entry = state.state_of("pp", KEY, (6, 4), torch.bfloat16, 2, state.owner_of(engine))
     entry.error, entry.factor = torch.randn(6, 4), torch.randn(4, 2)
-    lossy_checkpoints.save(engine, CONFIG, {"save_dir": str(tmp_path), "tag": None})
-    yield lossy_checkpoints.file_of(str(tmp_path), "global_step7"), lossy_checkpoints._job(engine, CONFIG)
-    lossy_state.forget(engine)
+    checkpoints.save(engine, CONFIG, {"save_dir": str(tmp_path), "tag": None})
+    yield checkpoints.file_of(str(tmp_path), "global_step7"), checkpoints._job(engine, CONFIG)
+    state.forget(engine)
 
 
 def test_a_file_has_the_state(saved: tuple[Path, dict[str, Any]]) -> None:
     path, job = saved
     assert path.name == "ds_zipccl_rank1.safetensors" and not list(path.parent.glob("*.tmp"))
-    ((role, key, entry),) = lossy_checkpoints._read(path, job)
+    ((role, key, entry),) = checkpoints._read(path, job)
     assert (role, key, entry.kind) == ("pp", KEY, ((6, 4), torch.bfloat16, 2))
     assert entry.error is not None and entry.error.shape == (6, 4)
     assert entry.factor is not None and entry.factor.shape == (4, 2)
 
 
 def refused(path: Path, job: dict[str, Any], why: str) -> None:
-    with pytest.raises(lossy_checkpoints._Refused, match=why):
-        list(lossy_checkpoints._read(path, job))
+    with pytest.raises(checkpoints._Refused, match=why):
+        list(checkpoints._read(path, job))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_file_that_contradicts_itself_is_refused(saved: tuple[Path, dict[str, 
     entry = {"role": "pp", "key": list(KEY), "shape": [6, 4], "dtype": "bfloat16", "ranks": 2}
     said, tensors = {**job, "entries": [entry]}, {"0.error": torch.zeros(6, 4), "0.factor": torch.zeros(4, 2)}
     save_file(tensors, path, {"ds_zipccl": json.dumps(said)})
-    assert len(list(lossy_checkpoints._read(path, job))) == 1
+    assert len(list(checkpoints._read(path, job))) == 1
     change(said, tensors)
     save_file(tensors, path, {"ds_zipccl": json.dumps(said)})
     refused(path, job, why)
@@ -136,7 +136,7 @@ def test_damaged_and_missing_files_are_refused(saved: tuple[Path, dict[str, Any]
 
 
 OTHER = "cannot be read: too short"
-NOT_LOADED = lossy_checkpoints._NOT_LOADED
+NOT_LOADED = checkpoints._NOT_LOADED
 MODULE, WITHOUT_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
 #: Whether this rank has loaded, the reason of rank 1, and arguments; then the error that this rank has after the load (1 before, 2 in the
 #: file), the texts that it has told, and a part of its line.
@@ -154,7 +154,7 @@ LOADS: dict[str, tuple[bool, str, dict[str, Any], list[float], list[str], str]] 
 
 
 def first_errors(owner: int) -> list[float]:
-    return [float(entry.error[0, 0]) for _, _, entry in lossy_state.entries_of(owner) if entry.error is not None]
+    return [float(entry.error[0, 0]) for _, _, entry in state.entries_of(owner) if entry.error is not None]
 
 
 @pytest.mark.usefixtures("saved")
@@ -170,26 +170,26 @@ def test_all_ranks_take_their_state_or_none(
         told.append(text)
         return {0: text, 1: other}
 
-    monkeypatch.setattr(lossy_checkpoints.topology, "tell", tell)
-    monkeypatch.setattr(lossy_checkpoints.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints.topology, "tell", tell)
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     engine = Engine()
-    owner = lossy_state.owner_of(engine)
-    entry = lossy_state.state_of("pp", KEY, (6, 4), torch.bfloat16, 2, owner)
+    owner = state.owner_of(engine)
+    entry = state.state_of("pp", KEY, (6, 4), torch.bfloat16, 2, owner)
     entry.error = torch.full((6, 4), 2.0)
-    lossy_checkpoints.save(engine, CONFIG, {"save_dir": str(tmp_path), "tag": "last"})
+    checkpoints.save(engine, CONFIG, {"save_dir": str(tmp_path), "tag": "last"})
     entry.error = torch.ones(6, 4)
     load = {"load_dir": str(tmp_path), "tag": "last", "load_module_only": False, "load_optimizer_states": True}
-    lossy_checkpoints.load(engine, CONFIG, load | given, loaded)
+    checkpoints.load(engine, CONFIG, load | given, loaded)
     said = capsys.readouterr().out
     assert (first_errors(owner), told) == (left, wanted)
     assert line in said and bool(line) == bool(said)
-    lossy_checkpoints.load(engine, CONFIG, load | {"tag": "absent"}, True)
+    checkpoints.load(engine, CONFIG, load | {"tag": "absent"}, True)
     assert first_errors(owner) == [] and "cannot be read" in told[-1] and "cannot be read" in capsys.readouterr().out
-    lossy_state.forget(engine)
+    state.forget(engine)
 
 
 def test_codecs_without_state_ask_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossy_checkpoints.topology, "tell", None)
+    monkeypatch.setattr(checkpoints.topology, "tell", None)
     config = parse_section({"enabled": True, "lossy": True, "roles": {"pp": {"codec": "round"}}})
     for loaded in (False, True):
-        lossy_checkpoints.load(Engine(), config, {"load_module_only": False, "load_optimizer_states": True}, loaded)
+        checkpoints.load(Engine(), config, {"load_module_only": False, "load_optimizer_states": True}, loaded)

@@ -23,8 +23,8 @@ from places import TESTS
 from tiny_llama import LlamaLab, digest, frozen, gathered, llama, section, with_adapters
 
 from ds_zipccl.comm import CommError
-from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.delta import epochs, negotiation
+from ds_zipccl.comm.bases import negotiation, versions
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.telemetry import counters
 
 # ---- changes of a weight -------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def blind_gather(ctx: Any, own: torch.Tensor, places: Any, base: Any) -> None:
 
 #: Each makes a frozen weight that has changed look unchanged, to agreements or to gathers by messages.
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "agreements": (epochs, "same_words", lambda *tensors: True),
+    "agreements": (versions, "same_words", lambda *tensors: True),
     "gathers": (negotiation, "gather", blind_gather),
 }
 
@@ -229,7 +229,7 @@ def test_no_bit_is_wrong(plain: Run, tmp_path: Path) -> None:
     run = coded(tmp_path, *CASES)
     assert {case: wrong(plain, run, case) for case in CASES} == {case: set() for case in CASES}
     for rank in run["between steps"]:
-        missed = {phase["phase"] for phase in rank["phases"] if phase["differences"].get(epochs.CHANGED)}
+        missed = {phase["phase"] for phase in rank["phases"] if phase["differences"].get(versions.CHANGED)}
         assert missed == SILENT
 
 

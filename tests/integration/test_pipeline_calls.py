@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from ds_zipccl.codecs import decompress, lowrank
-from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.config import parse_section
-from ds_zipccl.integration import hooks, lossy_state, pipeline_calls
+from ds_zipccl.integration import hooks
+from ds_zipccl.integration.lossy import pipeline
+from ds_zipccl.integration.lossy import state as lossy_state
 from ds_zipccl.lossy import LowRank
 from ds_zipccl.policy.pipeline_rules import compresses
 from ds_zipccl.role_settings import RoleSettings
@@ -87,7 +89,7 @@ def test_the_rule_is_that_of_the_schedule(stages: int) -> None:
 
 
 def link(error: str, rank: int = RANK, owner: int = 0) -> Any:
-    return pipeline_calls._Link(RoleSettings(LowRank(rank), error=error, when="backward"), KEY, WIDTH, 2, owner)
+    return pipeline._Link(RoleSettings(LowRank(rank), error=error, when="backward"), KEY, WIDTH, 2, owner)
 
 
 def gradient(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -152,7 +154,7 @@ def test_lazy_forgets_at_the_step_and_lazy_run_does_not(stepping: Stepping) -> N
 
 def of_unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """E from the factors before they are rounded."""
-    original = pipeline_calls._Link._step
+    original = pipeline._Link._step
 
     def step(self: Any, given: torch.Tensor, shape: Any, state: Any, *more: Any) -> Any:
         matrix = given.float() + (0 if state.error is None else state.error)
@@ -162,14 +164,14 @@ def of_unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
         state.error = matrix - p @ q.t()
         return found
 
-    monkeypatch.setattr(pipeline_calls._Link, "_step", step)
+    monkeypatch.setattr(pipeline._Link, "_step", step)
 
 
 def changed_error(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
     """E is ``change`` of the right one and of the one before."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        original = pipeline_calls._Link._step
+        original = pipeline._Link._step
 
         def step(self: Any, given: torch.Tensor, shape: Any, state: Any, *more: Any) -> Any:
             before = torch.zeros_like(given) if state.error is None else state.error
@@ -177,7 +179,7 @@ def changed_error(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) 
             state.error = change(state.error, before)
             return found
 
-        monkeypatch.setattr(pipeline_calls._Link, "_step", step)
+        monkeypatch.setattr(pipeline._Link, "_step", step)
 
     return plant
 
@@ -281,8 +283,8 @@ class Engine:
 
 
 def asked(engine: Any, settings: RoleSettings) -> list[Any]:
-    ready = pipeline_calls.of_gradients(engine, 0)
-    return [ready(one, settings) for one in pipeline_calls._sent_for(engine, 0)]
+    ready = pipeline.of_gradients(engine, 0)
+    return [ready(one, settings) for one in pipeline._sent_for(engine, 0)]
 
 
 @pytest.fixture
@@ -294,7 +296,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_micro_batches_count_from_0_in_every_batch() -> None:
     engine, settings = Engine(), RoleSettings(LowRank(RANK), send="epilogue", when="backward")
     for sends in (3, 2, 3):  # the second batch fails after two sends
-        pipeline_calls.begin_batch(engine)
+        pipeline.begin_batch(engine)
         found = [bool(asked(engine, settings)[0]) for _ in range(sends)]
         assert found == [False, False, True][:sends]
     other = Engine(micro_batches=1)
@@ -317,9 +319,9 @@ def test_a_slice_of_a_gradient_keeps_the_width_of_its_rows(together: bool) -> No
     engine, settings = Engine(micro_batches=1), RoleSettings(LowRank(RANK), error="lazy", when="backward")
     engine.is_grad_partitioned = True
     engine.pipe_buffers["inputs"] = [(gradient(0), torch.ones(3)) if together else gradient(0)]
-    assert pipeline_calls.gradients(engine, 0) == 1
+    assert pipeline.gradients(engine, 0) == 1
     part = gradient(0).flatten()[: ROWS * WIDTH // 2]
-    made: Any = pipeline_calls.of_gradients(engine, 0)(part, settings)
+    made: Any = pipeline.of_gradients(engine, 0)(part, settings)
     found = made.factored(part, "send", "auto")
     assert found.values.shape == part.shape and found.p.shape == (ROWS // 2, RANK)
     assert made.factored(part[: 7 * WIDTH + 1], "send", "auto") is None, "no rows"
@@ -337,7 +339,7 @@ def test_rho_is_the_cosine_of_the_last_two_inputs() -> None:
     engine, settings = Engine(), RoleSettings(LowRank(RANK), send="all", error="lazy", when="backward")
     inputs = [gradient(one) for one in range(3)]
     inputs[2] = 0.6 * inputs[1] + 0.8 * inputs[0] * inputs[1].norm() / inputs[0].norm()
-    pipeline_calls.begin_batch(engine)
+    pipeline.begin_batch(engine)
     for one in inputs:
         engine.pipe_buffers["inputs"] = [one]
         asked(engine, settings)
@@ -356,11 +358,11 @@ def test_shapes_that_change_leave_no_state() -> None:
     def kept() -> list[bool]:
         return [(owner, "pp", KEY) in lossy_state._entries for owner in owners]
 
-    for forget in (pipeline_calls.begin_batch, pipeline_calls.forget_shapes, lossy_state.forget):
+    for forget in (pipeline.begin_batch, pipeline.forget_shapes, lossy_state.forget):
         for owner in owners:
             link("lazy_run", owner=owner).factored(gradient(0), "send", "auto")
         engine.dynamic_shape = False
-        pipeline_calls.begin_batch(engine)
+        pipeline.begin_batch(engine)
         assert kept() == [True, True]
         engine.dynamic_shape = True
         forget(engine)

@@ -64,7 +64,7 @@ def train(
     from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule
 
-    from ds_zipccl.integration import lossy_checkpoints, lossy_state
+    from ds_zipccl.integration.lossy import checkpoints, state
 
     use(pp, **{key: one for key, one in section.items() if key != "fp32"})
     middle = [Middle, Middle, Middle, Poisoned if poisoned else Middle, Middle, Middle]
@@ -94,28 +94,28 @@ def train(
             engine.save_checkpoint(str(folder))
             engine.destroy()
             if missing and lab.rank == 1:
-                lossy_checkpoints.file_of(str(folder), f"global_step{STEPS - 1}").unlink()
+                checkpoints.file_of(str(folder), f"global_step{STEPS - 1}").unlink()
             engine = lab.start(build(), 0, **more)
             engine.load_checkpoint(str(folder))
         lab.losses.append(engine.train_batch(data).item().hex())
         skipped.append(engine.skipped_steps)
-        kept.append(sum(one.error is not None for one in lossy_state._entries.values()))
+        kept.append(sum(one.error is not None for one in state._entries.values()))
     lab.more |= {"stage": engine.stage_id, "lossy": counters.lossy(), "skipped": skipped, "kept": kept}
     Poisoned.step = 0
 
 
 def one_more(lab: Lab) -> None:
     """The planted mistake: a stage counts one send too many to its epilogue."""
-    from ds_zipccl.integration import pipeline_calls
+    from ds_zipccl.integration.lossy import pipeline
 
-    right = pipeline_calls.compresses
-    with mock.patch.object(pipeline_calls, "compresses", lambda *given: right(*given[:3], given[3] + 1)):
+    right = pipeline.compresses
+    with mock.patch.object(pipeline, "compresses", lambda *given: right(*given[:3], given[3] + 1)):
         train(lab, {})
 
 
 def nan_to_zero(lab: Lab) -> None:
     """The planted mistake: what is not finite becomes zero."""
-    from ds_zipccl.integration.pipeline_calls import _Link
+    from ds_zipccl.integration.lossy.pipeline import _Link
 
     right = _Link._step
 
@@ -131,7 +131,7 @@ def messages(lab: Lab) -> None:
     from ds_zipccl import comm
     from ds_zipccl.comm.ops import p2p
     from ds_zipccl.config import parse_section
-    from ds_zipccl.integration import lossy_state, pipeline_calls
+    from ds_zipccl.integration.lossy import pipeline, state
     from ds_zipccl.lossy import LowRank
     from ds_zipccl.policy.admission import Decision, PassReason
     from ds_zipccl.role_settings import RoleSettings
@@ -149,8 +149,8 @@ def messages(lab: Lab) -> None:
     found = {}
     for way, more in ways.items():
         config, digests = parse_section(SECTION | {"roles": {}} | more), []
-        lossy_state.drop(0)
-        link = pipeline_calls._Link(RoleSettings(LowRank(8), error="lazy_run"), (0, "backward", 0), width, 2, 0)
+        state.drop(0)
+        link = pipeline._Link(RoleSettings(LowRank(8), error="lazy_run"), (0, "backward", 0), width, 2, 0)
         for call in range(calls):
             x = torch.randn(rows, width, generator=torch.Generator().manual_seed(call)).bfloat16()
             if call == 3:
@@ -164,7 +164,7 @@ def messages(lab: Lab) -> None:
             if lab.rank == 0:
                 digests.append([hashlib.sha256(got.view(torch.uint8).numpy()).hexdigest(), torch.equal(got, x)])
         found[way] = digests
-    lossy_state.drop(0)
+    state.drop(0)
     lab.more["found"] = found
     train(lab, None)
 
@@ -172,11 +172,12 @@ def messages(lab: Lab) -> None:
 def resumed(lab: Lab, kept: str) -> None:
     """Train on with a new engine from a checkpoint of the step before the last. ``kept``: "all", or "no state" for the planted mistake, or
     "a file is missing", of rank 1."""
-    from ds_zipccl.integration import lossy_checkpoints
+
+    from ds_zipccl.integration.lossy import checkpoints
 
     folder = Path(sys.argv[1], "checkpoint")
     if kept == "no state":
-        with mock.patch.object(lossy_checkpoints, "load", lambda *given: None):
+        with mock.patch.object(checkpoints, "load", lambda *given: None):
             train(lab, {"send": "all", "error": "lazy_run"}, folder=folder, fp32=True)
         return
     train(lab, {"send": "all", "error": "lazy_run"}, folder=folder, fp32=True, missing=kept == "a file is missing")

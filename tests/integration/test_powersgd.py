@@ -23,9 +23,10 @@ from parallel import Lab, rank_program, sha256
 from programs import launch
 from test_parallel import Layered
 
-from ds_zipccl.comm.low_rank_sum import Matrix
+from ds_zipccl.comm.lossy.low_rank_sum import Matrix
 from ds_zipccl.config import ConfigError, parse_section
-from ds_zipccl.integration import backend, lossy_calls, powersgd
+from ds_zipccl.integration import backend
+from ds_zipccl.integration.lossy import calls, powersgd
 from ds_zipccl.telemetry import counters
 
 RANK, STEPS = 4, 4
@@ -49,7 +50,7 @@ class Sums:
         self.changed, self.hashes = 0, hashlib.sha256()
 
     def watch(self) -> Any:
-        from ds_zipccl.integration.powersgd import PowerSum
+        from ds_zipccl.integration.lossy.powersgd import PowerSum
 
         original = PowerSum.run
 
@@ -74,8 +75,8 @@ def trained(lab: Lab, zero: Any, overflow: int = -1, **more: Any) -> None:
     """Train; in step ``overflow`` one rank has a gradient that is not finite."""
     from deepspeed.accelerator import get_accelerator
 
-    from ds_zipccl.integration import lossy_state
-    from ds_zipccl.integration.powersgd import PowerSum
+    from ds_zipccl.integration.lossy import state
+    from ds_zipccl.integration.lossy.powersgd import PowerSum
     from ds_zipccl.telemetry import counters
 
     get_accelerator().is_fp16_supported = lambda: True  # torch computes fp16 on CPUs all the same
@@ -91,7 +92,7 @@ def trained(lab: Lab, zero: Any, overflow: int = -1, **more: Any) -> None:
 
     model.words.weight.register_hook(hook)
     engine = lab.start(model, zero, gradient_clipping=0.0, **more)
-    owner = lossy_state.owner_of(engine)
+    owner = state.owner_of(engine)
     entries: list[int] = []
     batches = engine.gradient_accumulation_steps()
     for step in range(STEPS):  # the hook reads the step
@@ -100,14 +101,14 @@ def trained(lab: Lab, zero: Any, overflow: int = -1, **more: Any) -> None:
             lab.losses.append(loss.item().hex())
             engine.backward(loss)
             engine.step()
-        held = lossy_state.entries_of(owner)
+        held = state.entries_of(owner)
         entries.append(sum(entry.error is not None for _, _, entry in held))
         if step == overflow:
             sums.missing.clear()
             sums.given.clear()
     PowerSum.run = original  # type: ignore[method-assign]
     left = {}
-    for _, key, entry in lossy_state.entries_of(owner):
+    for _, key, entry in state.entries_of(owner):
         error = entry.error.double().flatten()
         dist.all_reduce(error)
         scale = lab.more.get("unit", 1.0)
@@ -126,7 +127,7 @@ def trained(lab: Lab, zero: Any, overflow: int = -1, **more: Any) -> None:
 
 def resumed(lab: Lab, zero: Any, **more: Any) -> None:
     """Refuse ZeRO-3. Train, with a checkpoint in the middle. A second engine repeats the second half, and a third one without the state."""
-    from ds_zipccl.integration import lossy_checkpoints
+    from ds_zipccl.integration.lossy import checkpoints
 
     def model() -> torch.nn.Module:
         torch.manual_seed(1)
@@ -152,7 +153,7 @@ def resumed(lab: Lab, zero: Any, **more: Any) -> None:
         if run == "again":
             dist.barrier()
             if lab.rank == 1:  # one rank's file alone: all start anew
-                lossy_checkpoints.file_of(folder, f"global_step{half}").unlink()
+                checkpoints.file_of(folder, f"global_step{half}").unlink()
             dist.barrier()
         if run != "without the state":
             engine.destroy()
@@ -331,8 +332,8 @@ def test_sums_that_stay_exact_are_counted_with_the_reason(monkeypatch: pytest.Mo
     ]
     for name, ready, flat, why in sums:
         counters.reset()
-        with lossy_calls.announced(("dp",), (name,), detail=lambda one=ready: (1, one)):  # type: ignore[misc]
-            assert lossy_calls.taken(config, "dp", name, flat, dist.ReduceOp.SUM) is None
+        with calls.announced(("dp",), (name,), detail=lambda one=ready: (1, one)):  # type: ignore[misc]
+            assert calls.taken(config, "dp", name, flat, dist.ReduceOp.SUM) is None
         found = [(one["op"], one["codec"], one["frames"], one["exact"]) for one in counters.lossy()]
         assert found == ([(name, "powersgd rank 4", 1, {why: 1})] if why else [])
 
@@ -342,7 +343,7 @@ def test_a_sum_that_nobody_waits_for_is_counted(monkeypatch: pytest.MonkeyPatch)
     config = parse_section(json.loads(section()))
     settings = config.lossy_roles["dp"]
     power = powersgd.PowerSum(settings, settings.codec, [], 5, 0)
-    monkeypatch.setattr(lossy_calls, "taken", lambda *args: power)
+    monkeypatch.setattr(calls, "taken", lambda *args: power)
     monkeypatch.setattr(powersgd.PowerSum, "run", lambda *args: "ran")
     monkeypatch.setattr(backend.comm, "all_reduce", lambda *args, **kwargs: "exact")
     job = types.SimpleNamespace(config=config, role_of=lambda *args: "dp")

@@ -24,7 +24,7 @@ PROGRAM = (
 import hashlib
 from torch import nn
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from ds_zipccl.integration import powersgd
+from ds_zipccl.integration.lossy import powersgd
 deepspeed.init_distributed()
 run, sums = powersgd.PowerSum.run, [0]
 

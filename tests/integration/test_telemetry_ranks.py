@@ -16,7 +16,7 @@ from backend_programs import succeed
 from places import ROOT
 from torch.profiler import ProfilerActivity, profile
 
-from ds_zipccl.comm.device.lanes import Lane, lanes_of
+from ds_zipccl.comm.device.streams import Lane, lanes_of
 from ds_zipccl.telemetry import comms_log, counters, monitor, ranges
 
 RANGES = {"ds_zipccl.encode", "ds_zipccl.wire", "ds_zipccl.decode"}

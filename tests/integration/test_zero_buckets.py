@@ -9,20 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.integration import zero_buckets
-from ds_zipccl.integration.zero_buckets import Bucket
+from ds_zipccl.integration.zero import buckets
+from ds_zipccl.integration.zero.buckets import Bucket
 
 DATA, OTHER = object(), object()  # groups
 OWNED = [(600, frozenset({0})), (400, frozenset({1, 2}))]
 BUCKET = Bucket(DATA, OWNED)  # type: ignore[arg-type]
-UNKNOWN = (None, zero_buckets.UNKNOWN)
+UNKNOWN = (None, buckets.UNKNOWN)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    zero_buckets._next.set(None)
+    buckets._next.set(None)
     yield
-    zero_buckets._next.set(None)
+    buckets._next.set(None)
 
 
 #: Elements, reduce op, group and async_op of calls that do not fit the bucket.
@@ -44,17 +44,17 @@ def test_a_call_that_is_not_of_the_bucket(call: str) -> None:
     """The call gets the full sums, and the owners are forgotten for later calls too."""
     numel, *more = CALLS[call]
     assert not BUCKET.fits(torch.empty(numel), *more)
-    zero_buckets._next.set(BUCKET)
-    assert zero_buckets.take_owners(torch.empty(numel), *more) == UNKNOWN
-    assert zero_buckets.take_owners(*RIGHT) == UNKNOWN
+    buckets._next.set(BUCKET)
+    assert buckets.take_owners(torch.empty(numel), *more) == UNKNOWN
+    assert buckets.take_owners(*RIGHT) == UNKNOWN
 
 
 def test_a_bucket_is_for_one_call() -> None:
-    assert zero_buckets.take_owners(*RIGHT) == UNKNOWN
-    zero_buckets._next.set(BUCKET)
-    assert zero_buckets.take_owners(*RIGHT) == (OWNED, "")
-    assert zero_buckets._next.get() is None
-    assert zero_buckets.take_owners(*RIGHT) == UNKNOWN, "of the same size, but another's"
+    assert buckets.take_owners(*RIGHT) == UNKNOWN
+    buckets._next.set(BUCKET)
+    assert buckets.take_owners(*RIGHT) == (OWNED, "")
+    assert buckets._next.get() is None
+    assert buckets.take_owners(*RIGHT) == UNKNOWN, "of the same size, but another's"
 
 
 class Optimizer:
@@ -69,7 +69,7 @@ class Optimizer:
         """DeepSpeed's method."""
         if fail:
             raise RuntimeError("as planted")
-        return zero_buckets._next.get()
+        return buckets._next.get()
 
 
 NAME = "allreduce_and_copy_with_multiple_ranks"
@@ -79,7 +79,7 @@ SMALL_BUCKET = [torch.empty(20, 30), torch.empty(400)]
 @pytest.fixture
 def optimizer() -> Any:
     watched = type("Watched", (Optimizer,), {NAME: getattr(Optimizer, NAME)})
-    zero_buckets.watch_buckets(watched)
+    buckets.watch_buckets(watched)
     return watched()
 
 
@@ -88,12 +88,12 @@ def test_what_is_known_of_a_bucket(optimizer: Any) -> None:
     assert reduce(SMALL_BUCKET, bucket_ranks=[0, frozenset({1, 2})]) == BUCKET
     assert reduce(SMALL_BUCKET, None, OTHER, [0, frozenset({1, 2})]) == Bucket(OTHER, OWNED)  # type: ignore[arg-type]
     assert reduce(SMALL_BUCKET) is None, "no owners"
-    assert zero_buckets._next.get() is None, "afterwards nothing is known"
+    assert buckets._next.get() is None, "afterwards nothing is known"
     with pytest.raises(ValueError, match="zip"):
         reduce(SMALL_BUCKET, bucket_ranks=[0])
     with pytest.raises(RuntimeError, match="as planted"):
         reduce(SMALL_BUCKET, bucket_ranks=[0, 1], fail=True)
-    assert zero_buckets._next.get() is None
+    assert buckets._next.get() is None
 
 
 def test_zenflow_keeps_its_sums_whole(optimizer: Any) -> None:
@@ -104,11 +104,11 @@ def test_zenflow_keeps_its_sums_whole(optimizer: Any) -> None:
 
 def test_watching_twice_is_watching_once() -> None:
     watched = type("Watched", (Optimizer,), {NAME: getattr(Optimizer, NAME)})
-    zero_buckets.watch_buckets(watched)
+    buckets.watch_buckets(watched)
     once = getattr(watched, NAME)
     assert once is not getattr(Optimizer, NAME) and once.__doc__ == "DeepSpeed's method."
-    zero_buckets.watch_buckets(watched)
+    buckets.watch_buckets(watched)
     assert getattr(watched, NAME) is once
     bare = type("Bare", (), {})
-    zero_buckets.watch_buckets(bare)
+    buckets.watch_buckets(bare)
     assert not hasattr(bare, NAME)

@@ -14,9 +14,10 @@ from torch import nn
 
 from ds_zipccl import comm
 from ds_zipccl.comm import Keeper
-from ds_zipccl.comm.delta.shared_base import BaseSlot
+from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import zero_epochs, zero_gathers
+from ds_zipccl.integration.zero import gathers
+from ds_zipccl.integration.zero import versions as zero_epochs
 
 ON = ZipcclConfig(enabled=True, nccl="on")
 GPU = torch.device("cuda")
@@ -117,7 +118,7 @@ class Ranks:
         monkeypatch.setattr(comm, "agree_sizes", self._agree)
         monkeypatch.setattr(comm, "check_frames", lambda device, group, config: self.checked.append(group))
         monkeypatch.setattr(zero_epochs, "group_state", self._state)
-        monkeypatch.setattr(zero_gathers, "_gathered_dtype", lambda param, shard: torch.bfloat16)
+        monkeypatch.setattr(gathers, "_gathered_dtype", lambda param, shard: torch.bfloat16)
 
     def _agree(self, parameters: Any, group: Any, config: Any) -> int:
         missing = [one for one, _ in parameters if one._kind is None]

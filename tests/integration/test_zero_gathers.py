@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ds_zipccl.comm import Agreed, CommError
-from ds_zipccl.comm.delta.shared_base import BaseSlot
+from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import zero_gathers
+from ds_zipccl.integration.zero import gathers
 from ds_zipccl.policy.admission import STREAM_BACKENDS, PassReason
 
 DATA, OTHER = object(), object()  # groups
@@ -22,9 +22,9 @@ ON = ZipcclConfig(enabled=True, zero3_base="device")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    zero_gathers._wanted.set(None)
+    gathers._wanted.set(None)
     yield
-    zero_gathers._wanted.set(None)
+    gathers._wanted.set(None)
 
 
 def parameter(number: int, group: Any = DATA, *, persist: bool = False, numel: int = 100, **more: Any) -> Any:
@@ -42,9 +42,9 @@ class Memory:
         members = SimpleNamespace(
             size=size, backend=lambda device: backend, streams=lambda device: backend in STREAM_BACKENDS
         )
-        monkeypatch.setattr(zero_gathers, "group_state", lambda group: None if group is None else members)
-        monkeypatch.setattr(zero_gathers, "group_size", lambda group: -1 if group is None else size)
-        monkeypatch.setattr(zero_gathers.comm, "allocate_bases", self.keep)
+        monkeypatch.setattr(gathers, "group_state", lambda group: None if group is None else members)
+        monkeypatch.setattr(gathers, "group_size", lambda group: -1 if group is None else size)
+        monkeypatch.setattr(gathers.comm, "allocate_bases", self.keep)
 
     def keep(self, shards: Any, kind: str, group: Any, device: Any) -> list[BaseSlot]:
         self.asked.append((shards, kind, group, device.type))
@@ -63,13 +63,13 @@ def test_memory_is_for_what_is_freed_after_use(monkeypatch: pytest.MonkeyPatch) 
     memory = Memory(monkeypatch)
     first, second, third = parameter(0), parameter(2), parameter(4, OTHER)
     stays, whole = parameter(1, persist=True), torch.nn.Parameter(torch.zeros(3))
-    kept, said = zero_gathers.allocate_bases([first, stays, second, whole, third], ON, CPU)
+    kept, said = gathers.allocate_bases([first, stays, second, whole, third], ON, CPU)
     assert memory.asked == [([SHARD, SHARD], "device", DATA, "cpu"), ([SHARD], "device", OTHER, "cpu")]
-    assert [zero_gathers.slot_of(one) for one in (first, second, third)] == kept
-    assert zero_gathers.slot_of(stays) is None and zero_gathers.slot_of(whole) is None
+    assert [gathers.slot_of(one) for one in (first, second, third)] == kept
+    assert gathers.slot_of(stays) is None and gathers.slot_of(whole) is None
     assert said == f"{3 * 400 / 1e6:.1f} MB, on every rank"
     del kept
-    assert zero_gathers.slot_of(first) is None, "it goes with whoever holds the list"
+    assert gathers.slot_of(first) is None, "it goes with whoever holds the list"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_no_memory_for_what_would_be_no_difference(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     change, said = REFUSED[why]
     memory = Memory(monkeypatch)
-    assert zero_gathers.allocate_bases([parameter(0)], replace(ON, **change), CPU) == ([], said) and not memory.asked
+    assert gathers.allocate_bases([parameter(0)], replace(ON, **change), CPU) == ([], said) and not memory.asked
 
 
 def test_no_memory_where_nothing_is_sent_as_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +95,13 @@ def test_no_memory_where_nothing_is_sent_as_a_difference(monkeypatch: pytest.Mon
         ({"backend": "nccl"}, "cuda", "; no differences on cuda over nccl: nccl is off"),
     ):
         memory = Memory(monkeypatch, **more)  # type: ignore[arg-type]
-        assert zero_gathers.allocate_bases([parameter(0)], ON, torch.device(device)) == (
+        assert gathers.allocate_bases([parameter(0)], ON, torch.device(device)) == (
             [],
             f"0.0 MB, on every rank{skipped}",
         )
         assert not memory.asked
     memory = Memory(monkeypatch)
-    assert zero_gathers.allocate_bases([parameter(0, None)], ON, CPU)[0] == [] and not memory.asked, (
+    assert gathers.allocate_bases([parameter(0, None)], ON, CPU)[0] == [] and not memory.asked, (
         "a group that others are in"
     )
 
@@ -110,16 +110,16 @@ def test_bases_in_the_order_of_streams_are_held_with_agreed_sizes(monkeypatch: p
     memory, on = Memory(monkeypatch, backend="nccl"), replace(ON, nccl="on")
     cuda, params = torch.device("cuda"), [parameter(0), parameter(1)]
     agreed = [Agreed("first", 100), Agreed("second", 100)]
-    kept, said = zero_gathers.allocate_bases(params, on, cuda, lambda params: agreed)
+    kept, said = gathers.allocate_bases(params, on, cuda, lambda params: agreed)
     assert [one._base and one._base() for one in agreed] == kept and len(kept) == 2 and "no differences" not in said
-    kept, said = zero_gathers.allocate_bases(params, on, cuda, lambda params: ())
+    kept, said = gathers.allocate_bases(params, on, cuda, lambda params: ())
     assert not kept and said.endswith("no differences on cuda over nccl: no sizes are agreed on with this optimizer")
     assert len(memory.asked) == 1
 
 
 def test_what_a_node_shares_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     Memory(monkeypatch, size=4, mates=3)
-    kept, said = zero_gathers.allocate_bases([parameter(0, numel=1_000_000)], ON, CPU)
+    kept, said = gathers.allocate_bases([parameter(0, numel=1_000_000)], ON, CPU)
     assert said == "8.0 MB, shared by the 3 ranks of a node" and len(kept) == 1
 
 
@@ -148,12 +148,12 @@ def automatic(
                 chosen.append(number)
         return chosen, limit
 
-    monkeypatch.setattr(zero_gathers, "choose_fitting", fitting or first_that_fit)
-    monkeypatch.setattr(zero_gathers, "group_nodes", lambda group: [[0, 1]])
-    monkeypatch.setattr(zero_gathers, "resolve_group", lambda group: DATA)
-    monkeypatch.setattr(zero_gathers.dist, "get_rank", lambda: 0)
-    kept, said = zero_gathers.allocate_bases(params, config, device, agreed_of, trains=trains)
-    return made.asked, [param for param in params if zero_gathers.slot_of(param) in kept], said
+    monkeypatch.setattr(gathers, "choose_fitting", fitting or first_that_fit)
+    monkeypatch.setattr(gathers, "group_nodes", lambda group: [[0, 1]])
+    monkeypatch.setattr(gathers, "resolve_group", lambda group: DATA)
+    monkeypatch.setattr(gathers.dist, "get_rank", lambda: 0)
+    kept, said = gathers.allocate_bases(params, config, device, agreed_of, trains=trains)
+    return made.asked, [param for param in params if gathers.slot_of(param) in kept], said
 
 
 def frozen(number: int, **more: Any) -> Any:
@@ -192,7 +192,7 @@ def test_an_allocation_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     _, have, said = automatic(monkeypatch, [frozen(0)])
     assert not have and said.endswith("for 1 frozen parameters of 0.0 MB: 0.0 MB of memory cannot be had: as planted")
     with pytest.raises(CommError, match="as planted"):
-        zero_gathers.allocate_bases([frozen(0)], replace(AUTO, zero3_base="host"), CPU)
+        gathers.allocate_bases([frozen(0)], replace(AUTO, zero3_base="host"), CPU)
 
 
 @pytest.mark.parametrize("why", REFUSED)
@@ -206,9 +206,9 @@ def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -
     """On NCCL groups whose gathers pass as long as the job runs, unless the mode is always."""
     agreed, reasons = [Agreed("first", 100)], [PassReason.INSIDE_NODE, None]
     more: dict[str, Any] = {"device": torch.device("cuda"), "backend": "nccl", "agreed_of": lambda params: agreed}
-    monkeypatch.setattr(zero_gathers.choice, "never_coded", lambda op, group, device: reasons.pop(0))
+    monkeypatch.setattr(gathers.choice, "never_coded", lambda op, group, device: reasons.pop(0))
     gains = [True, False]
-    monkeypatch.setattr(zero_gathers.choice, "host_bases_gain", lambda group, device: gains.pop(0))
+    monkeypatch.setattr(gathers.choice, "host_bases_gain", lambda group, device: gains.pop(0))
     on = replace(AUTO, nccl="on")
     asked, _, said = automatic(monkeypatch, [frozen(0)], on, **more)
     assert not asked and said.endswith("0.0 MB: gathers on cuda over nccl pass: inside one node")
@@ -226,7 +226,7 @@ def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("mib", "shares"), [(0, [50, 40]), (64, [12, 2])])
 def test_groups_share_the_limit(monkeypatch: pytest.MonkeyPatch, mib: int, shares: list[int]) -> None:
     """A limit of the user counts the bases of earlier engines, here 20 MiB a rank; these have left less memory available anyhow."""
-    monkeypatch.setattr(zero_gathers.host_memory, "available", lambda: 400 << 20)
+    monkeypatch.setattr(gathers.host_memory, "available", lambda: 400 << 20)
     held, asked = [20 << 20], []
 
     def fitting(shards: Any, share: int, group: Any, device: Any) -> tuple[list[int], int]:
@@ -234,7 +234,7 @@ def test_groups_share_the_limit(monkeypatch: pytest.MonkeyPatch, mib: int, share
         held[0] += 10 << 20
         return [0], share
 
-    monkeypatch.setattr(zero_gathers, "held_share", lambda: held[0])
+    monkeypatch.setattr(gathers, "held_share", lambda: held[0])
     params = [frozen(0), frozen(1, group=OTHER)]
     automatic(monkeypatch, params, replace(AUTO, zero3_base_mib=mib), fitting=fitting)
     assert asked == shares
@@ -242,15 +242,18 @@ def test_groups_share_the_limit(monkeypatch: pytest.MonkeyPatch, mib: int, share
 
 def test_the_limit_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has its part of a quarter of the available memory, or of the limit of the user, if the node has that and some more."""
-    monkeypatch.setattr(zero_gathers.host_memory, "available", lambda: 800 << 20)
-    monkeypatch.setattr(zero_gathers, "resolve_group", lambda group: DATA)
-    monkeypatch.setattr(zero_gathers, "group_size", lambda group: 8)
-    monkeypatch.setattr(zero_gathers.dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(gathers.host_memory, "available", lambda: 800 << 20)
+    monkeypatch.setattr(gathers, "resolve_group", lambda group: DATA)
+    monkeypatch.setattr(gathers, "group_size", lambda group: 8)
+    monkeypatch.setattr(gathers.dist, "get_rank", lambda: 5)
     for nodes, ranks in (([[0, 1, 2, 3], [4, 5]], 2), ([], 8)):
-        monkeypatch.setattr(zero_gathers, "group_nodes", lambda group, nodes=nodes: nodes)
-        assert [
-            zero_gathers._share(replace(AUTO, zero3_base_mib=mib)) * ranks >> 20 for mib in (0, 8, 640, 10_000)
-        ] == [200, 8, 640, 700]
+        monkeypatch.setattr(gathers, "group_nodes", lambda group, nodes=nodes: nodes)
+        assert [gathers._share(replace(AUTO, zero3_base_mib=mib)) * ranks >> 20 for mib in (0, 8, 640, 10_000)] == [
+            200,
+            8,
+            640,
+            700,
+        ]
 
 
 @pytest.fixture
@@ -258,15 +261,15 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """DeepSpeed asks two ranks for three parameters, of 100, 100 and 300 elements per rank."""
     Memory(monkeypatch)
     params = [parameter(number, numel=numel) for number, numel in enumerate((100, 100, 300))]
-    kept, _ = zero_gathers.allocate_bases(params, ON, CPU)
-    zero_gathers._wanted.set(list(params))
+    kept, _ = gathers.allocate_bases(params, ON, CPU)
+    gathers._wanted.set(list(params))
     yield kept
     del kept
 
 
 def of(numel: int, group: Any = DATA, dtype: torch.dtype = torch.bfloat16) -> list[BaseSlot] | None:
-    params = zero_gathers.take_parameters(torch.empty(2 * numel, dtype=dtype), group)
-    base = zero_gathers.base_of(params, dtype)
+    params = gathers.take_parameters(torch.empty(2 * numel, dtype=dtype), group)
+    base = gathers.base_of(params, dtype)
     return None if base is None else list(base._slots)
 
 
@@ -291,12 +294,12 @@ def test_nobody_has_asked() -> None:
 
 
 def test_a_gather_of_parameters_without_memory_has_no_base(wanted: list[BaseSlot]) -> None:
-    asked = zero_gathers._wanted.get()
+    asked = gathers._wanted.get()
     assert asked is not None
     asked.insert(1, parameter(9, numel=50))
-    params = zero_gathers.take_parameters(torch.empty(2 * 550, dtype=torch.bfloat16), DATA)
+    params = gathers.take_parameters(torch.empty(2 * 550, dtype=torch.bfloat16), DATA)
     assert [param.ds_id for param in params] == [0, 9, 1, 2] and not asked
-    assert zero_gathers.base_of(params, torch.bfloat16) is None
+    assert gathers.base_of(params, torch.bfloat16) is None
 
 
 def test_who_asks_is_watched() -> None:
@@ -306,7 +309,7 @@ def test_who_asks_is_watched() -> None:
     class Init:
         def _convert_to_deepspeed_param(self, param: Any) -> None:
             def all_gather_coalesced(params: Any, fail: bool = False) -> str:
-                asked = zero_gathers._wanted.get()
+                asked = gathers._wanted.get()
                 seen.append(None if asked is None else [one.ds_id for one in asked])
                 assert [one.ds_id for one in params] == [3, 1, 2]
                 if fail:
@@ -316,27 +319,25 @@ def test_who_asks_is_watched() -> None:
             param.all_gather_coalesced = all_gather_coalesced
 
         def _all_gather(self, param_list: Any, async_op: bool = False) -> str:
-            asked = zero_gathers._wanted.get()
+            asked = gathers._wanted.get()
             seen.append(None if asked is None else [one.ds_id for one in asked])
             assert [one.ds_id for one in param_list] == [3, 1, 2]
             return "one by one"
 
     module = SimpleNamespace(Init=Init)
-    before = zero_gathers._gathered_dtype
-    zero_gathers.watch_gathers(module)  # type: ignore[arg-type]
+    before = gathers._gathered_dtype
+    gathers.watch_gathers(module)  # type: ignore[arg-type]
     once = Init._convert_to_deepspeed_param
-    zero_gathers.watch_gathers(module)  # type: ignore[arg-type]
-    assert Init._convert_to_deepspeed_param is once and zero_gathers._gathered_dtype is before
+    gathers.watch_gathers(module)  # type: ignore[arg-type]
+    assert Init._convert_to_deepspeed_param is once and gathers._gathered_dtype is before
     params = [parameter(number) for number in (3, 1, 2)]
     Init()._convert_to_deepspeed_param(params[0])
     assert params[0].all_gather_coalesced(iter(params)) == "handle"
-    assert zero_gathers._wanted.get() is None
+    assert gathers._wanted.get() is None
     with pytest.raises(RuntimeError, match="as planted"):
         params[0].all_gather_coalesced(params, fail=True)
-    assert zero_gathers._wanted.get() is None and seen == [[1, 2, 3]] * 2
+    assert gathers._wanted.get() is None and seen == [[1, 2, 3]] * 2
     for param, status in zip(params, ("NOT_AVAILABLE", "AVAILABLE", "NOT_AVAILABLE"), strict=True):
         param.ds_status = SimpleNamespace(name=status)
     assert Init()._all_gather(iter(params)) == "one by one"
-    assert zero_gathers._wanted.get() is None and seen[2:] == [[3, 2]], (
-        "in the order of the call, those not gathered yet"
-    )
+    assert gathers._wanted.get() is None and seen[2:] == [[3, 2]], "in the order of the call, those not gathered yet"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ds_zipccl import devices
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.device import context, lanes
+from ds_zipccl.comm.device import context, streams
 from ds_zipccl.comm.group_state import group_nodes, resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import Route
@@ -160,7 +160,7 @@ def limits(budget: int) -> Iterator[None]:
 
     patched = [
         (wire, "FRAGMENT_UNIT", 512), (wire, "DEVICE_FRAGMENT_BYTES", 1 << 12), (wire, "RAW_BELOW_BYTES", 64),
-        (lanes, "_GRAIN", 1 << 10), (context.DeviceContext, "__init__", open_small), (counters, "record_pass", note),
+        (streams, "_GRAIN", 1 << 10), (context.DeviceContext, "__init__", open_small), (counters, "record_pass", note),
     ]  # fmt: skip
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     try:

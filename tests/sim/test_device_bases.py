@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.device import agreed, bases
-from ds_zipccl.comm.device.lanes import Lanes
+from ds_zipccl.comm.bases import agreed, proof
+from ds_zipccl.comm.device.streams import Lanes
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
@@ -248,11 +248,11 @@ def test_a_base_that_is_gone(route: CudaRoute) -> None:
 
 
 def _no_proof(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(bases, "holds", lambda words: True)
+    patch.setattr(proof, "holds", lambda words: True)
 
 
 def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(bases, "keep", lambda based, ctx: None)
+    patch.setattr(proof, "keep", lambda based, ctx: None)
 
 
 def _stale_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -261,19 +261,19 @@ def _stale_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nobody_looks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(bases, "watch", lambda *args: None)
+    patch.setattr(proof, "watch", lambda *args: None)
 
 
 def _early_read(patch: pytest.MonkeyPatch) -> None:
     """Nothing orders the lane that reads a base after the lane that has written it. Ranks are threads, each of which leaves out its own."""
-    keep, order, rank = bases.keep, Lanes.order, threading.local()
+    keep, order, rank = proof.keep, Lanes.order, threading.local()
 
     def unordered(*call: Any) -> None:
         rank.keeps = True
         keep(*call)
         rank.keeps = False
 
-    patch.setattr(bases, "keep", unordered)
+    patch.setattr(proof, "keep", unordered)
     patch.setattr(Lanes, "order", lambda *lanes: None if getattr(rank, "keeps", False) else order(*lanes))
 
 
@@ -292,19 +292,19 @@ def test_a_mistake_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch,
 
 def _unordered_writes(patch: pytest.MonkeyPatch) -> None:
     """Nothing tells a rank that its mates have written."""
-    keep = bases.keep
+    keep = proof.keep
 
     def hasty(based: Any, ctx: Any) -> None:
         transport, ctx.transport = ctx.transport, SimpleNamespace(max=lambda words: None)
         keep(based, ctx)
         ctx.transport = transport
 
-    patch.setattr(bases, "keep", hasty)
+    patch.setattr(proof, "keep", hasty)
 
 
 def _late_read(patch: pytest.MonkeyPatch) -> None:
     """Shared memory is read by a lane that the gather's collective does not follow."""
-    patch.setattr(bases, "lane_of", lambda base, ctx: bases.Lane.DECODE)
+    patch.setattr(proof, "lane_of", lambda base, ctx: proof.Lane.DECODE)
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.delta import in_place_base, on_device
+from ds_zipccl.comm.bases import in_place, on_device
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
@@ -142,7 +142,7 @@ def renewed(rank: int, ranks: int) -> None:
     part = trainer.whole[: ranks * (SHARD - 9)]
     wanted = torch.full((SHARD - 9,), float(rank)).bfloat16().to(f"cuda:{rank}")
     trainer.api.all_gather_into_tensor(part, wanted, None, False, base=comm.IN_PLACE, role="zero_param")
-    spans = [one.span for one in in_place_base.IN_PLACE._sent[dist.group.WORLD].values()]
+    spans = [one.span for one in in_place.IN_PLACE._sent[dist.group.WORLD].values()]
     assert sum(trainer.whole.data_ptr() in span for span in spans) == 1, "one copy for a place"
     trainer.gather()
 
@@ -159,8 +159,8 @@ def test_what_ranks_hold(route: CudaRoute, program: Callable[..., Any], reasons:
 
 def test_copies_go_with_the_output(route: CudaRoute) -> None:
     def kept(address: int) -> bool:
-        in_place_base.IN_PLACE._nbytes()  # drops copies whose output is gone
-        return any(address in one.span for one in in_place_base.IN_PLACE._sent[dist.group.WORLD].values())
+        in_place.IN_PLACE._nbytes()  # drops copies whose output is gone
+        return any(address in one.span for one in in_place.IN_PLACE._sent[dist.group.WORLD].values())
 
     def program(rank: int, ranks: int) -> None:
         Trainer(rank, ranks).gather()  # torch keeps the arguments of the first call that makes an operation known
@@ -187,9 +187,9 @@ def _equal_hashes(patch: pytest.MonkeyPatch) -> None:
 
 def _own_region(patch: pytest.MonkeyPatch) -> None:
     """The base is the own shard in the output, which has its new words already."""
-    begin = in_place_base.InPlaceBase.begin
+    begin = in_place.InPlaceBase.begin
     patch.setattr(
-        in_place_base.InPlaceBase,
+        in_place.InPlaceBase,
         "begin",
         lambda self, ctx, places, *more: None if begin(self, ctx, places, *more) is None else places[ctx.rank],
     )

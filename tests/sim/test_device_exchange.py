@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ds_zipccl.comm.device import exchange as on_device
-from ds_zipccl.comm.device import verdict
-from ds_zipccl.comm.device.lanes import Lane, Lanes
+from ds_zipccl.comm.device import sizes as verdict
+from ds_zipccl.comm.device.streams import Lane, Lanes
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.comm.transport.nccl import NcclTransport

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm.device import exchange, gather
-from ds_zipccl.comm.device.lanes import Lanes, lanes_of
 from ds_zipccl.comm.device.reports import Reports
+from ds_zipccl.comm.device.streams import Lanes, lanes_of
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaRoute

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.device.lanes import Lanes, lanes_of
 from ds_zipccl.comm.device.reports import reports_of
+from ds_zipccl.comm.device.streams import Lanes, lanes_of
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 from sim import device, random_programs, world

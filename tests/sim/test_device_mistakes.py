@@ -15,10 +15,10 @@ import torch
 from places import PACKAGE
 from pytest import MonkeyPatch
 
-from ds_zipccl.comm.device import verdict
+from ds_zipccl.comm.device import sizes as verdict
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.lanes import Lane, Lanes, Slab
 from ds_zipccl.comm.device.stream_work import StreamWork
+from ds_zipccl.comm.device.streams import Lane, Lanes, Slab
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 from sim import mistakes, random_programs

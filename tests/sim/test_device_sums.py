@@ -20,7 +20,7 @@ from levels import Nodes, nodes_of
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums as device_sums
-from ds_zipccl.comm.device.lanes import Lane, Lanes
+from ds_zipccl.comm.device.streams import Lane, Lanes
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaRoute, Own
 from ds_zipccl.policy import wire

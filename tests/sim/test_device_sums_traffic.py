@@ -17,7 +17,7 @@ from levels import Nodes, nodes_of
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums
-from ds_zipccl.comm.device.lanes import lanes_of
+from ds_zipccl.comm.device.streams import lanes_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ConfigError, ZipcclConfig

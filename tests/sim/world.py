@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from ds_zipccl import devices, kernels, tensors
-from ds_zipccl.comm import side_stream
-from ds_zipccl.comm.device import lanes
+from ds_zipccl.comm.device import streams
+from ds_zipccl.comm.host import side_stream
 from ds_zipccl.kernels import Route
 from ds_zipccl.kernels.cuda import backend as kernels_cuda
 from sim import cuda, device
@@ -281,7 +281,7 @@ def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
         kernels.ROUTES["cuda"] = routes
         devices.RUNTIMES["cuda"] = torch.cuda
         # Streams and slabs that the package keeps for a runtime hold the machine, and its memory.
-        lanes._lanes.pop(runtime, None)
+        streams._lanes.pop(runtime, None)
         for key in [key for key in side_stream._idle if key[0] is runtime]:
             del side_stream._idle[key]
         torch._C._distributed_c10d._set_thread_isolation_mode(False)

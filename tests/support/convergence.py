@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import lowrank
-from ds_zipccl.comm.low_rank_sum import Matrix, low_rank_sum
+from ds_zipccl.comm.lossy.low_rank_sum import Matrix, low_rank_sum
 from ds_zipccl.config import parse_section
-from ds_zipccl.integration import lossy_state, pipeline_calls
+from ds_zipccl.integration.lossy import pipeline, state
 from ds_zipccl.lossy import LossyCodec, LowRank
 from ds_zipccl.role_settings import RoleSettings
 
@@ -278,7 +278,7 @@ def in_a_pipeline(rank: int, ranks: int, plan: Plan, steps: int) -> float:
     engine = Stage(rank, ranks)
     for step in range(steps):
         optimizer.zero_grad()
-        pipeline_calls.begin_batch(engine)
+        pipeline.begin_batch(engine)
         passed = [onward(tokens) for tokens in batch(step).chunk(MICRO_BATCHES)]
         engine.pipe_buffers["inputs"] = [x for x, _ in passed]
         for number, (x, out) in enumerate(passed):
@@ -292,7 +292,7 @@ def in_a_pipeline(rank: int, ranks: int, plan: Plan, steps: int) -> float:
                 _send_back(engine, number, x, plan.settings)
         optimizer.step()
         if plan.settings is not None and plan.settings.error == "lazy":
-            lossy_state.end_step(lossy_state.owner_of(engine), "pp")
+            state.end_step(state.owner_of(engine), "pp")
     with torch.no_grad():
         _, loss = onward(judged())
         loss = loss.clone() if rank == ranks - 1 else torch.zeros(())
@@ -305,7 +305,7 @@ def _send_back(engine: Stage, number: int, x: Tensor, settings: RoleSettings | N
     assert x.grad is not None
     lossy: Any = None
     if settings is not None:
-        ready = pipeline_calls.of_gradients(engine, number)(x.grad, settings)
+        ready = pipeline.of_gradients(engine, number)(x.grad, settings)
         lossy = (settings.codec if ready is True else ready) or None
     comm.send(x.grad, engine.prev_stage, config=ALWAYS, role="pp", lossy=lossy)
 

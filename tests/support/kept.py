@@ -11,14 +11,19 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import Keeper, Kept, Part
-from ds_zipccl.comm.delta import epochs
+from ds_zipccl.comm.bases import versions
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 #: Elements of a shard: of many bytes, too few for differences, of an odd number of bytes.
 SHARDS = (40_000, 1_000, 70_001)
-FULL, MISS, VERSION, OTHER = "nothing was gathered there", epochs.CHANGED, epochs.VERSION, "a rank holds something else"
+FULL, MISS, VERSION, OTHER = (
+    "nothing was gathered there",
+    versions.CHANGED,
+    versions.VERSION,
+    "a rank holds something else",
+)
 
 
 def refusing(numel: int) -> Callable[..., torch.Tensor]:
@@ -44,7 +49,7 @@ class Rank:
         config: ZipcclConfig = CONFIG,
         dtype: torch.dtype = torch.bfloat16,
         sizes: Sequence[int] = SHARDS,
-        copies: int = epochs.COPIES,
+        copies: int = versions.COPIES,
     ) -> None:
         self.rank, self.ranks, self.config, self.dtype, self.sizes = rank, ranks, config, dtype, sizes
         self.shards = [self._words(number, shard, rank) for number, shard in enumerate(sizes)]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ds_zipccl import devices, kernels, tensors
-from ds_zipccl.comm import host_staging, side_stream
+from ds_zipccl.comm.host import side_stream, staging
 from ds_zipccl.kernels.cuda.backend import Launcher
 
 POISON = 0xA5
@@ -135,9 +135,9 @@ def install(patch: pytest.MonkeyPatch) -> LazyRuntime:
     patch.setattr(tensors, "empty", poisoned(tensors.empty))
     patch.setattr(tensors, "pinned", poisoned(tensors.pinned))
     patch.setattr(tensors, "filled", filled)
-    patch.setattr(host_staging, "_copy", queued(host_staging._copy))
-    patch.setattr(host_staging, "add", queued(host_staging.add))
-    patch.setattr(host_staging, "STAGED", {"cpu"})
-    host_staging._frame_kernels.cache_clear()
+    patch.setattr(staging, "_copy", queued(staging._copy))
+    patch.setattr(staging, "add", queued(staging.add))
+    patch.setattr(staging, "STAGED", {"cpu"})
+    staging._frame_kernels.cache_clear()
     side_stream._idle.clear()
     return runtime

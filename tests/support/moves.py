@@ -12,7 +12,7 @@ import corpus
 import torch
 
 from ds_zipccl import comm
-from ds_zipccl.comm import frames
+from ds_zipccl.comm.host import frames
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 

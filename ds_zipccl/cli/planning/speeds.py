@@ -87,7 +87,7 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
 
 def measured(dtype: str) -> Speeds:
     """Speeds of one thread of this machine; takes about 0.2 s, and longer if the kernels are not built yet."""
-    from ds_zipccl.comm import calibration
+    from ds_zipccl.comm.host import calibration
 
     profile = calibration.coding_profile(((1.0, 1.0),), calibration.coding_seconds())
     about = f"this machine's CPU, one thread, {DATA} bfloat16, measured now (--profile FILE for others); ratio of {DATA} {dtype}"
@@ -96,7 +96,7 @@ def measured(dtype: str) -> Speeds:
 
 def measured_differences() -> tuple[float, float]:
     """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included; takes about 0.1 s."""
-    from ds_zipccl.comm import calibration
+    from ds_zipccl.comm.host import calibration
 
     before, after = _step(_NUMEL // 2, "bfloat16")
     encode, decode = calibration.difference_seconds(before, after)
@@ -105,8 +105,8 @@ def measured_differences() -> tuple[float, float]:
 
 def measured_copies() -> tuple[float, float]:
     """Bytes a second that one thread of this machine copies out of a base into new memory, and compares with it; takes about 0.1 s."""
-    from ds_zipccl.comm import calibration
-    from ds_zipccl.comm.delta.epochs import same_words
+    from ds_zipccl.comm.bases.versions import same_words
+    from ds_zipccl.comm.host import calibration
 
     base, _ = _step(2 * _NUMEL, "bfloat16")
     copy, compare = calibration.copy_seconds(base, same_words)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs import compress_bound
-from ds_zipccl.comm.calibration import in_rounds
 from ds_zipccl.comm.device.clock import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.lanes import Lane
-from ds_zipccl.comm.device.verdict import agree
+from ds_zipccl.comm.device.sizes import agree
+from ds_zipccl.comm.device.streams import Lane
 from ds_zipccl.comm.group_state import group_nodes
+from ds_zipccl.comm.host.calibration import in_rounds
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
 from ds_zipccl.policy import wire

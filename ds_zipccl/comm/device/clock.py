@@ -10,8 +10,8 @@ import torch
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.lanes import Lane
-from ds_zipccl.comm.device.verdict import agree
+from ds_zipccl.comm.device.sizes import agree
+from ds_zipccl.comm.device.streams import Lane
 
 #: Nanoseconds of a span that is not known: larger than any other.
 _UNKNOWN = 1 << 62

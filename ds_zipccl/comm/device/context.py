@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ds_zipccl import kernels
 from ds_zipccl.comm.context import Call
-from ds_zipccl.comm.device.lanes import Lane, lanes_of
 from ds_zipccl.comm.device.reports import reports_of
+from ds_zipccl.comm.device.streams import Lane, lanes_of
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 

@@ -18,8 +18,8 @@ from ds_zipccl import tensors
 from ds_zipccl.codecs import compress_bound
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import encoded_sizes
-from ds_zipccl.comm.device.lanes import Lane
-from ds_zipccl.comm.device.verdict import agree, exchange_words
+from ds_zipccl.comm.device.sizes import agree, exchange_words
+from ds_zipccl.comm.device.streams import Lane
 from ds_zipccl.comm.group_state import GroupState, device_profile, group_nodes, group_state, resolve_group
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.policy import exchange as rules

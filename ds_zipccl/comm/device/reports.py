@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.device.lanes import Lanes
+from ds_zipccl.comm.device.streams import Lanes
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels.cuda.status import NO_FAILURE, failure_of
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import devices
-from ds_zipccl.comm.device.lanes import Lane, Lanes
+from ds_zipccl.comm.device.streams import Lane, Lanes
 from ds_zipccl.comm.work import CommError
 
 

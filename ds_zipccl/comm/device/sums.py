@@ -17,9 +17,9 @@ from ds_zipccl import tensors
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
-from ds_zipccl.comm.device.lanes import Lane
 from ds_zipccl.comm.device.levels import Levels, exchange
-from ds_zipccl.comm.device.verdict import agree
+from ds_zipccl.comm.device.sizes import agree
+from ds_zipccl.comm.device.streams import Lane
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.backend import Own

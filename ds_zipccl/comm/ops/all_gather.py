@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
+from ds_zipccl.comm.bases import agreed as agreements
+from ds_zipccl.comm.bases import negotiation
+from ds_zipccl.comm.bases.agreed import Agreed
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
-from ds_zipccl.comm.delta import negotiation
-from ds_zipccl.comm.device import agreed as agreements
 from ds_zipccl.comm.device import gather as on_device
-from ds_zipccl.comm.device.agreed import Agreed
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
-from ds_zipccl.comm.device.lanes import Lane
+from ds_zipccl.comm.device.streams import Lane
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.repeats import is_again
+from ds_zipccl.comm.host.gather import gather
+from ds_zipccl.comm.host.repeats.exchange import gathered_shards
+from ds_zipccl.comm.host.repeats.memory import is_again
 from ds_zipccl.comm.request import Request, lossy_here
-from ds_zipccl.comm.schedules.gather import gather
-from ds_zipccl.comm.schedules.repeated import gathered_shards
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec

@@ -16,14 +16,14 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.levels import levels_of
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.host.gather import open_gather
+from ds_zipccl.comm.host.pipeline import Fragments, run_pipeline
+from ds_zipccl.comm.host.repeats.exchange import gathered_shards, summed_shards
+from ds_zipccl.comm.host.repeats.memory import Places, is_again
+from ds_zipccl.comm.host.replicated import sum_alike
+from ds_zipccl.comm.host.sums import open_adder
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.repeats import Places, is_again
 from ds_zipccl.comm.request import Request, lossy_here
-from ds_zipccl.comm.schedules.gather import open_gather
-from ds_zipccl.comm.schedules.pipeline import Fragments, run_pipeline
-from ds_zipccl.comm.schedules.reduce_scatter import open_adder
-from ds_zipccl.comm.schedules.repeated import gathered_shards, summed_shards
-from ds_zipccl.comm.schedules.replicated import sum_alike
 from ds_zipccl.comm.shadow_check import Plain
 from ds_zipccl.comm.spans import cut, length
 from ds_zipccl.comm.work import JoinedWork

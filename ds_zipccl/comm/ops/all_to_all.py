@@ -16,13 +16,13 @@ from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
-from ds_zipccl.comm.frames import Rows, rows_of
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.repeats import is_again
+from ds_zipccl.comm.host.exchange_by_node import exchange_by_node
+from ds_zipccl.comm.host.frames import Rows, rows_of
+from ds_zipccl.comm.host.pipeline import Fragments, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.host.repeats.exchange import segments_of
+from ds_zipccl.comm.host.repeats.memory import is_again
 from ds_zipccl.comm.request import Request, lossy_here
-from ds_zipccl.comm.schedules.all_to_all_by_node import exchange_by_node
-from ds_zipccl.comm.schedules.pipeline import Fragments, detached, open_exchange, run_pipeline
-from ds_zipccl.comm.schedules.repeated import segments_of
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.policy import admission

@@ -13,9 +13,9 @@ from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.execution import execute, is_small, pass_small
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
+from ds_zipccl.comm.host import byte_words
+from ds_zipccl.comm.host.pipeline import Fragments, open_exchange, run_pipeline
 from ds_zipccl.comm.request import Request
-from ds_zipccl.comm.schedules import byte_words
-from ds_zipccl.comm.schedules.pipeline import Fragments, open_exchange, run_pipeline
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 
 

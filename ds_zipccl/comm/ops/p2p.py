@@ -16,18 +16,19 @@ import torch.distributed as dist
 
 from ds_zipccl import codecs, tensors
 from ds_zipccl.comm import work
-from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide_message
 from ds_zipccl.comm.execution import logical_order
-from ds_zipccl.comm.factors import Factored, Factoring
 from ds_zipccl.comm.group_state import group_rank, group_state, is_member, resolve_group
-from ds_zipccl.comm.lossy_frames import project_alone
-from ds_zipccl.comm.ops import p2p_choice, p2p_known
-from ds_zipccl.comm.ops.p2p_known import Receipt
-from ds_zipccl.comm.ops.p2p_message import Incoming, Outgoing
+from ds_zipccl.comm.host.buffer_pool import POOL
+from ds_zipccl.comm.host.p2p import choice
+from ds_zipccl.comm.host.p2p import known as p2p_known
+from ds_zipccl.comm.host.p2p.known import Receipt
+from ds_zipccl.comm.host.p2p.message import Incoming, Outgoing
+from ds_zipccl.comm.host.pipeline import abandon
+from ds_zipccl.comm.lossy.factors import Factored, Factoring
+from ds_zipccl.comm.lossy.frames import project_alone
 from ds_zipccl.comm.request import lossy_here
-from ds_zipccl.comm.schedules.pipeline import abandon
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.comm.work import PostedWork, Work
@@ -161,9 +162,7 @@ def _send(
         if config.check == "shadow":
             carried = flat.clone() if codec is None else codecs.project(flat, codec)
             beside = dist.isend(carried, to, group, TagRange.SHADOW + tag)
-        message = Outgoing(
-            ctx, flat, peer, bounded, p2p_choice.next_way(ctx, peer, flat, factored is not None), factored
-        )
+        message = Outgoing(ctx, flat, peer, bounded, choice.next_way(ctx, peer, flat, factored is not None), factored)
         known = p2p_known.remembers(flat.dtype, flat.numel(), tag, config)
         with _kept_on_error(message):
             message.post(p2p_known.sent_channel(ctx.state, peer, tag) if known else None)

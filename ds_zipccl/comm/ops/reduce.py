@@ -13,9 +13,9 @@ from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
+from ds_zipccl.comm.host.sums import reduce_scatter
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
 from ds_zipccl.comm.request import Request, lossy_here
-from ds_zipccl.comm.schedules.reduce_scatter import reduce_scatter
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 

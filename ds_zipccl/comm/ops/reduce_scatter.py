@@ -17,11 +17,11 @@ from ds_zipccl.comm.device.levels import levels_of
 from ds_zipccl.comm.device.sums import Part
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.host.repeats.exchange import summed_shards
+from ds_zipccl.comm.host.repeats.memory import is_again
+from ds_zipccl.comm.host.sums import reduce_scatter as scatter_sums
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.repeats import is_again
 from ds_zipccl.comm.request import Request, lossy_here
-from ds_zipccl.comm.schedules.reduce_scatter import reduce_scatter as scatter_sums
-from ds_zipccl.comm.schedules.repeated import summed_shards
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec

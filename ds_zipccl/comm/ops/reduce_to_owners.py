@@ -22,11 +22,11 @@ from ds_zipccl.comm.device.levels import levels_of
 from ds_zipccl.comm.device.sums import Part
 from ds_zipccl.comm.execution import execute, is_small, memory_order, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size, group_streams, is_member
+from ds_zipccl.comm.host.pipeline import Fragments, SpanView, open_exchange, run_pipeline
+from ds_zipccl.comm.host.sums import open_adder
 from ds_zipccl.comm.ops.all_reduce import ReduceScatterGather
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic
 from ds_zipccl.comm.request import Request, Schedule, lossy_here
-from ds_zipccl.comm.schedules.pipeline import Fragments, SpanView, open_exchange, run_pipeline
-from ds_zipccl.comm.schedules.reduce_scatter import open_adder
 from ds_zipccl.comm.spans import common, cut, length
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig

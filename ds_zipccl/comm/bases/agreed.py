@@ -1,0 +1,319 @@
+"""Sizes of frames that ranks agree on ahead: gathers whose parameters have agreed sizes need no wait of the host.
+
+Frames are frames of parameters, not of the messages in which parameters travel: any set of parameters can be gathered in one message. Sizes
+hold as long as no rank changes its shard. This time is an *epoch* of the parameter. Whatever changes shards ends epochs by
+:meth:`Agreed.forget`, on all ranks at the same point of the program: a rank with sizes and a rank without would call different collectives.
+
+A shard that is written to within an epoch is no wrong word: the encoder codes the words that are there. A frame that does not fit its slot
+has a flag in its header. Decoders on all other ranks refuse such a frame, write NaN, and report. The next verdict of any operation stops
+all ranks, and names the parameter; :func:`check` is such a verdict, for the moment before words are final.
+
+A parameter may have a base, see :mod:`.bases`. The agreement then has the sizes of differences and the proof too. The first gather of an
+epoch sends differences, or full frames where the proof fails, and the base keeps the result. Later gathers of the epoch send nothing: they
+copy the base. Each rank compares its own shard with the base, and reports a change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Hashable, Sequence
+from enum import Enum
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ds_zipccl.comm.bases import proof
+from ds_zipccl.comm.bases.proof import Base
+from ds_zipccl.comm.device import gather
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Piece, Plan, Shard
+from ds_zipccl.comm.device.sizes import agree
+from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.group_state import GroupState
+from ds_zipccl.frame import HEADER_BYTES
+from ds_zipccl.kernels.cuda.jobs import MAX_JOBS
+from ds_zipccl.policy import wire
+from ds_zipccl.telemetry import counters
+
+#: Layouts of gathers that are kept (admission: programs repeat their gathers; epochs end, and so do the layouts).
+_PLANS = 1024
+#: Gathers that copy bases between two verdicts (seed: more than a training step has; a program without steps looks as often as this).
+COPIES_UNCHECKED = 4096
+
+
+class _Kind(NamedTuple):
+    """Everything but its words on which the sizes of a parameter's frames depend. Equal on all ranks."""
+
+    group: GroupState
+    dtype: torch.dtype
+    codec: str
+    block: int
+    budget: int
+
+    def pieces(self, numel: int) -> list[Piece]:
+        """Return the pieces of a parameter."""
+        return gather.pieces_of([[numel]], self.dtype.itemsize, self.group.size, self.budget)
+
+    def codes(self, piece: Piece, way: Way) -> bool:
+        """Return whether the size of a piece's frame depends on its words. Smaller pieces go raw, and those of dtypes that are coded as
+        differences alone go raw without a base."""
+        large = piece.numel * self.dtype.itemsize >= wire.RAW_BELOW_BYTES
+        return large and (way is Way.DELTA or self.codec != "raw")
+
+
+class Way(Enum):
+    """How a gather gives a parameter: by frames without a base, by differences, or as a copy of the base."""
+
+    FULL = "full"
+    DELTA = "delta"
+    COPY = "copy"
+
+
+class Agreed:
+    """The sizes of the frames of one parameter, on which the ranks of a group have agreed.
+
+    Every rank of the group has such an object for its own shard. Calls are equal on all ranks, in program order.
+
+    Args:
+        name: of the parameter, for messages.
+        numel: elements of a rank's shard, equal on all ranks.
+        dtype: in which shards are gathered; None: that of the shards.
+    """
+
+    __slots__ = ("_base", "_kind", "_reason", "deltas", "dtype", "kept", "name", "numel", "sizes", "version")
+
+    def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None) -> None:
+        self.name, self.numel, self.dtype = name, numel, dtype
+        #: Bytes of the largest frame of each piece, while the epoch lasts.
+        self.sizes: Sequence[int] = ()
+        #: A number of this process that no other agreement has; 0 before the first.
+        self.version = 0
+        #: The same for differences; None where the ranks do not all hold the base.
+        self.deltas: Sequence[int] | None = None
+        #: The version whose gather the base holds; 0: none.
+        self.kept = 0
+        self._kind: _Kind | None = None
+        self._base: weakref.ref[Base] | None = None
+        self._reason = proof.NOTHING_THERE
+
+    def hold(self, base: Base) -> None:
+        """Have a base, as long as it lives. All ranks of the group call. Differences must be wanted, see :class:`.ZipcclConfig`."""
+        self._base, self.kept, self.deltas = weakref.ref(base), 0, None
+
+    def base_of(self, kind: _Kind) -> Base | None:
+        """Return the base of gathers of a kind, None if there is none."""
+        found = None if self._base is None else self._base()
+        if found is None or not self.numel or found.memory.dtype is not kind.dtype:
+            return None
+        return found if found.memory.shape == (kind.group.size, self.numel) else None
+
+    def forget(self) -> None:
+        """End the epoch. All ranks of the group call, before one of them uses the changed shard."""
+        self._kind = None
+
+    def holds(self, kind: _Kind) -> bool:
+        """Return whether there are agreed sizes for gathers of a kind."""
+        return self._kind == kind
+
+    def _agreed(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None = None) -> None:
+        """Begin an epoch. ``deltas`` None: nothing was kept, or the proof has failed."""
+        self._reason = proof.SOMETHING_ELSE if self.kept and deltas is None else proof.NOTHING_THERE
+        self._kind, self.sizes, self.deltas, self.version = kind, sizes, deltas, next(_versions)
+
+    def way(self) -> Way:
+        """Return the way of the next gather, of a parameter with a base."""
+        return Way.COPY if self.kept == self.version else Way.FULL if self.deltas is None else Way.DELTA
+
+    def keep(self, ctx: DeviceContext, way: Way) -> None:
+        """Note that the base holds the words of this epoch, by a gather of this way."""
+        self.kept = self.version
+        counters.record_difference(ctx.role, ctx.op, self._reason if way is Way.FULL else "")
+
+
+_versions = itertools.count(1)
+#: Groups that have gathered by agreed sizes since their last verdict here, with the gathers that have copied bases.
+_unchecked: WeakKeyDictionary[GroupState, int] = WeakKeyDictionary()
+#: Versions and ways of the parameters of a gather -> its layouts. A version has one kind and one list of sizes for each way.
+_plans: dict[tuple[tuple[int, Way], ...], Sequence[tuple[Way, Plan]]] = {}
+
+
+def agree_all(
+    ctx: DeviceContext, found: Sequence[tuple[Agreed, torch.Tensor]], dtype: torch.dtype | None = None
+) -> int:
+    """Agree on the sizes of parameters without agreed sizes; one wait of the host, or none where nothing is to be agreed on.
+
+    The encoder reads the shards, and writes headers alone. Bases are read too, for the proof. The host has waited for this when the call
+    returns.
+
+    Args:
+        found: parameters with the own shards, flat, on the device, ready on the current stream; in an order that is equal on all ranks.
+        dtype: of the gather; None: that of each parameter.
+
+    Returns:
+        The number of parameters without agreed sizes before the call.
+    """
+    missing = [(one, words, _kind(ctx, dtype or one.dtype or words.dtype)) for one, words in found]
+    missing = [(one, words, kind) for one, words, kind in missing if not one.holds(kind)]
+    if not missing:
+        return 0
+    held = [one.base_of(kind) if one.kept else None for one, _, kind in missing]
+    if any(held):
+        ctx.lanes.order(Lane.DECODE, Lane.ENCODE)  # earlier gathers have written the bases
+    labels: list[Hashable] = []
+    asked: list[torch.Tensor] = []
+    for dtype, way in itertools.product(dict.fromkeys(kind.dtype for *_, kind in missing), (Way.FULL, Way.DELTA)):
+        coded: list[tuple[torch.Tensor, Base | None, Piece]] = []
+        for number, ((one, words, kind), base) in enumerate(zip(missing, held, strict=True)):
+            if kind.dtype is dtype and (way is Way.FULL or base is not None):
+                some = [piece for piece in kind.pieces(one.numel) if kind.codes(piece, way)]
+                coded += [(words, base if way is Way.DELTA else None, piece) for piece in some]
+                labels += [(way, number, piece.start) for piece in some]
+        if coded:
+            asked.append(_sizes(ctx, coded, dtype))
+    for number, base in enumerate(held):
+        if base is not None:
+            asked.append(proof.proof_of(base, number, ctx))
+            labels += [(number, word) for word in range(proof.PROOF_WORDS)]
+    answer = dict(zip(labels, _verdict(ctx, asked), strict=True)) if asked else {}
+    for number, (one, _, kind) in enumerate(missing):
+        full, delta = (
+            [
+                answer.get((way, number, piece.start), piece.numel * kind.dtype.itemsize + HEADER_BYTES)
+                for piece in kind.pieces(one.numel)
+            ]
+            for way in (Way.FULL, Way.DELTA)
+        )
+        proven = held[number] is not None and proof.holds([answer[number, word] for word in range(proof.PROOF_WORDS)])
+        one._agreed(kind, full, delta if proven else None)
+    return len(missing)
+
+
+def _sizes(
+    ctx: DeviceContext, pieces: Sequence[tuple[torch.Tensor, Base | None, Piece]], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of pieces of shards in a dtype, all with a base or all without.
+
+    Words that are copied, from another dtype or from a base in host memory, are copied as many at a time as the memory for frames allows.
+    That memory belongs to the encoding lane.
+    """
+    copied = any(words.dtype is not dtype or (base and proof.is_away(base, ctx)) for words, base, _ in pieces)
+    most = ctx.budget // 2 // dtype.itemsize if copied else sum(piece.numel for *_, piece in pieces)
+    found = []
+    with ctx.lanes.on(Lane.ENCODE):
+        first = 0
+        while first < len(pieces):
+            last, numel = first, 0
+            while last < len(pieces) and last - first < MAX_JOBS and (last == first or numel < most):
+                numel += pieces[last][2].numel
+                last += 1
+            words = [gather.part_of(own, piece).to(dtype) for own, _, piece in pieces[first:last]]
+            lasts = [gather.part_of(proof.own_words(base, ctx), piece) for _, base, piece in pieces[first:last] if base]
+            found.append(gather.encoded_sizes(ctx, words, lasts or None))
+            first = last
+        return torch.cat(found)
+
+
+def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor, parameters: Sequence[Agreed]) -> None:
+    """Gather shards of parameters, which lie end to end in ``own``, with agreed sizes: no wait of the host.
+
+    Where a parameter has none, there is one wait; then all parameters of the gather have agreed sizes. See
+    :func:`.gather.gather` for ``own`` and ``whole``.
+    """
+    shard = Shard(own, whole, [one.numel for one in parameters], [one.name for one in parameters])
+    kind = _kind(ctx, own.dtype)
+    if not own.numel() or (ctx.codec == "raw" and not any(one.base_of(kind) for one in parameters)):
+        gather.gather(ctx, [shard])
+        return
+    if not all(one.holds(kind) for one in parameters):
+        agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)), own.dtype)
+    copies = _unchecked.setdefault(ctx.state, 0)
+    if copies >= COPIES_UNCHECKED:
+        check(ctx)
+    held = [one.base_of(kind) for one in parameters]
+    if any(held):
+        _gather_with_bases(ctx, shard, parameters, held)
+    else:
+        ((_, plan),) = _plans_of(ctx, shard, parameters, [Way.FULL] * len(parameters))
+        gather.gather_planned(ctx, [shard], plan)
+
+
+def _gather_with_bases(
+    ctx: DeviceContext, shard: Shard, parameters: Sequence[Agreed], held: Sequence[Base | None]
+) -> None:
+    shards = shard.own.split(list(shard.sizes))
+    rows = shard.whole.view(ctx.size, -1).split(list(shard.sizes), 1)
+    ways = [Way.FULL if base is None else one.way() for one, base in zip(parameters, held, strict=True)]
+    based = [(number, base) for number, base in enumerate(held) if base is not None]
+    read = [(number, base) for number, base in based if ways[number] is not Way.FULL]
+    laid_out = proof.lay_out([(base, rows[number]) for number, base in read], ctx)
+    lasts = {number: last for (number, _), last in zip(read, laid_out, strict=True)}
+    for way, plan in _plans_of(ctx, shard, parameters, ways):
+        words = [_last_of(lasts[piece.parameter], piece, shard) for piece in plan.pieces] if way is Way.DELTA else None
+        gather.send_planned(ctx, [shard], plan, words)
+    gather.put_own(ctx, [shard])
+    sent = [(number, base) for number, base in based if ways[number] is not Way.COPY]
+    proof.keep([(base, rows[number]) for number, base in sent], ctx)
+    for number, _ in based:
+        parameters[number].keep(ctx, ways[number])
+    copied = [number for number, way in enumerate(ways) if way is Way.COPY]
+    if copied:
+        _unchecked[ctx.state] = _unchecked.get(ctx.state, 0) + 1
+        lane = proof.lane_of(read[0][1], ctx)
+        some = [lasts[number] for number in copied], [shards[number] for number in copied]
+        proof.watch(lane, *some, [shard.names[number] for number in copied], ctx)
+
+
+def _plans_of(
+    ctx: DeviceContext, shard: Shard, parameters: Sequence[Agreed], ways: Sequence[Way]
+) -> Sequence[tuple[Way, Plan]]:
+    """Return the layouts of what a gather sends, by the way in which parameters are sent."""
+    key = tuple((one.version, way) for one, way in zip(parameters, ways, strict=True))
+    plans = _plans.get(key)
+    if plans is None:
+        if len(_plans) >= _PLANS:
+            _plans.clear()
+        pieces = gather.pieces_of([shard.sizes], shard.own.element_size(), ctx.size, ctx.budget)
+        found = []
+        for way in (Way.FULL, Way.DELTA):
+            some = [piece for piece in pieces if ways[piece.parameter] is way]
+            sizes = [
+                size for one, its in zip(parameters, ways, strict=True) if its is way
+                for size in (one.sizes if way is Way.FULL else one.deltas or ())
+            ]  # fmt: skip
+            if some:
+                # words that go as they are would meet the bases in the output
+                partial = way is Way.DELTA or len(some) < len(pieces)
+                found.append((way, gather.plan_of(ctx, [shard], some, sizes, partial=partial)))
+        plans = _plans[key] = found
+    return plans
+
+
+def _last_of(last: torch.Tensor, piece: Piece, shard: Shard) -> torch.Tensor:
+    """Return the words of a piece in the last shard of its parameter."""
+    begin = piece.start - sum(shard.sizes[: piece.parameter])
+    return last[begin : begin + piece.numel]
+
+
+def is_checked(group: GroupState) -> bool:
+    """Return whether no gather by agreed sizes has followed the group's last verdict; equal on all ranks."""
+    return group not in _unchecked
+
+
+def check(ctx: DeviceContext) -> None:
+    """Raise if a rank has refused a frame so far. A collective of the group; one wait of the host.
+
+    Raises:
+        CommError: a frame was refused, on whatever group of the device. All ranks raise.
+    """
+    _verdict(ctx, [])
+
+
+def _verdict(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
+    _unchecked.pop(ctx.state, None)
+    return agree(ctx, words)
+
+
+def _kind(ctx: DeviceContext, dtype: torch.dtype) -> _Kind:
+    return _Kind(ctx.state, dtype, ctx.codec, ctx.config.block, ctx.budget)

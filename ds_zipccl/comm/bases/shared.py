@@ -1,0 +1,298 @@
+"""A base for gathers into new memory, such as ZeRO-3's: a copy of the gathered tensor, for each rank or for all ranks of a node."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_zipccl import devices, tensors
+from ds_zipccl.comm import topology
+from ds_zipccl.comm.bases import host_memory
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.device import gather as device_gather
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.gather import Shard
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host.pipeline import Exchange, abandon, open_exchange
+from ds_zipccl.comm.work import CommError
+from ds_zipccl.telemetry import counters
+
+#: Shards begin at multiples of this many bytes (seed: a cache line).
+ALIGNMENT = 64
+#: The exchange after those of the gather itself.
+_DONE = 3
+
+#: The memory in use that :func:`allocate_bases` has allocated, with its bytes and the number of ranks that share it.
+_pools: list[tuple[StorageWeakRef, int, int]] = []
+counters.count_memory("copies of gathered parameters", lambda: sum(size for _, size, _ in _alive()))
+
+
+def _alive() -> list[tuple[StorageWeakRef, int, int]]:
+    return [one for one in _pools if not one[0].expired()]
+
+
+def held_share() -> int:
+    """Return this rank's part of the memory in use: the bytes divided by the number of ranks that share them."""
+    return sum(size // mates for _, size, mates in _alive())
+
+
+@dataclass(eq=False)
+class BaseSlot:
+    """Memory for the shards of one tensor. ``memory`` is ``[ranks, numel]``; all ranks in ``mates``, this rank included, share it.
+
+    ``filled``: the slot holds the result of a gather. ``serial``: the slot's number in the group, equal on all ranks. ``shared``: some
+    ranks of the group share memory; equal on all ranks. ``asked``: the number of gathers that were asked to fill the slot, equal on all
+    ranks at the same point of the program. ``version``: the number of the gather that has filled the slot.
+    """
+
+    memory: torch.Tensor
+    mates: Sequence[int]
+    serial: int
+    filled: bool = False
+    shared: bool = False
+    asked: int = 0
+    version: int = 0
+
+
+class SharedBase:
+    """A :class:`ds_zipccl.comm.Base` for one gather of several tensors laid end to end. Each tensor has its own :class:`BaseSlot`.
+
+    All ranks make the object for a gather at the same point of the program. Two gathers in flight should not be of the same tensor: their
+    results would be right, but few of their shards differences.
+    """
+
+    def __init__(self, slots: Sequence[BaseSlot]) -> None:
+        self._slots = slots
+        for slot in slots:
+            slot.asked += 1
+        self._versions = [slot.asked for slot in slots]
+
+    def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
+        """See :class:`ds_zipccl.comm.Base`."""
+        if not all(slot.filled for slot in self._slots):
+            return None
+        last = buffers.empty(places[ctx.rank].numel(), places[ctx.rank].dtype, places[ctx.rank].device)
+        for rank, place in enumerate(places):
+            for part, memory in self._parts(last if rank == ctx.rank else place, rank):
+                part.copy_(memory)
+        return last
+
+    def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
+        """See :class:`ds_zipccl.comm.Base`. All ranks of a node have read the old contents before, for the hash."""
+        sizes = [slot.memory.shape[1] for slot in self._slots]
+        self.keep(ctx, [place.split(sizes) for place in places])
+
+    def keep(self, ctx: OpContext, shards: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Hold the flat tensor ``shards[rank][number]`` in slot ``number``. Each rank of a node writes some of the shards, and no rank
+        reads the old contents any more. Blocks until all shards are written."""
+        mates = self._slots[0].mates
+        for rank, parts in enumerate(shards):
+            writer = rank if rank in mates else mates[rank % len(mates)]
+            if writer == ctx.rank:
+                for part, slot in zip(parts, self._slots, strict=True):
+                    slot.memory[rank].copy_(part)
+        words = {mate: tensors.filled(1, 0, torch.uint8) for mate in self._mates(ctx)}
+        with open_exchange(ctx, _DONE, control=True) as exchange:
+            for mate, word in words.items():
+                exchange.post_recv(mate, word)
+            for mate in words:
+                exchange.send(_written(True), mate)
+            for mate, word in words.items():
+                exchange.recv(mate, word)
+        for slot, version in zip(self._slots, self._versions, strict=True):
+            slot.filled, slot.version = all(bool(word) for word in words.values()), version
+
+    def abandon(self, ctx: OpContext) -> None:
+        """See :class:`ds_zipccl.comm.Base`. This rank tells its mates that it writes nothing, so that they do not wait for its writes."""
+        for slot in self._slots:
+            slot.filled = False
+        abandon(exchange := Exchange(ctx, _DONE, control=True))
+        for mate in self._mates(ctx):
+            # a mate whose connection is closed knows already; every other mate gets the message, and its own message a receive
+            with suppress(RuntimeError, ValueError):
+                exchange.post_recv(mate, _written(False))
+            with suppress(RuntimeError, ValueError):
+                exchange.send(_written(False), mate)
+
+    def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
+        """See :class:`ds_zipccl.comm.Base`. The shard goes in full."""
+        device_gather.gather(ctx, [shard])
+
+    def token(self) -> Hashable:
+        """See :class:`ds_zipccl.comm.Base`."""
+        return self._slots[0].serial
+
+    def _mates(self, ctx: OpContext) -> list[int]:
+        """Return the ranks that write to the same memory, without this rank."""
+        return [mate for mate in self._slots[0].mates if mate != ctx.rank]
+
+    def _parts(self, shard: torch.Tensor, rank: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parts of a rank's shard, one for each tensor, each with its memory."""
+        sizes = [slot.memory.shape[1] for slot in self._slots]
+        return [(part, slot.memory[rank]) for part, slot in zip(shard.split(sizes), self._slots, strict=True)]
+
+
+def _written(done: bool) -> torch.Tensor:
+    """Return the message to a mate: whether this rank has written its part of the memory."""
+    return tensors.filled(1, done, torch.uint8)
+
+
+#: Serial numbers of each group's slots. They live as long as the group, so that a new group counts afresh on all ranks.
+_serials: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+@tensors.undisturbed()
+def allocate_bases(
+    shards: Sequence[tuple[int, torch.dtype]], kind: str, group: dist.ProcessGroup, device: torch.device | str = "cpu"
+) -> list[BaseSlot]:
+    """Return memory for the gathered contents of several tensors, one slot for each tensor.
+
+    A collective: every rank calls with the same shards and kind, and blocks. Takes ``ranks * numel * itemsize`` bytes a tensor, rounded up.
+
+    Args:
+        shards: (elements, dtype) of each tensor's shard, equal on every rank of the group.
+        kind: "host": memory of the host, one copy for all ranks of a node; its pages are locked if ``device`` is another one. "device":
+            memory of ``device``, a copy for each rank.
+        device: the device of the gathers.
+
+    Raises:
+        CommError: some node has no room for the memory, or its ranks cannot share memory.
+    """
+    if not shards:
+        return []
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    nodes = _nodes(group) if kind == "host" else [[one] for one in range(ranks)]
+    device = torch.device(device)
+    mates = next(node for node in nodes if rank in node)
+    shared = len(nodes) < ranks
+    sizes = _sizes(shards, ranks)
+    pool = _shared(sum(sizes), mates, group, kind, device)
+    _pools[:] = [*_alive(), (StorageWeakRef(pool.untyped_storage()), sum(sizes), len(mates))]
+    serials = _serials.setdefault(group, itertools.count())
+    found = []
+    for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
+        memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)
+        found.append(BaseSlot(memory, mates, next(serials), shared=shared))
+    return found
+
+
+@tensors.undisturbed()
+def choose_fitting(
+    shards: Sequence[tuple[int, torch.dtype]], share: int, group: dist.ProcessGroup, device: torch.device | str = "cpu"
+) -> tuple[list[int], int]:
+    """Choose the tensors to which :func:`allocate_bases` gives host memory: the largest first, as many as fit.
+
+    A collective: every rank calls with the same shards, and blocks.
+
+    Args:
+        share: bytes by which this rank may make the memory of its node smaller. The ranks of a node bring their shares together, and the
+            poorest node counts.
+
+    Returns:
+        The numbers of the chosen tensors, ascending, and the bytes that the group may take on a node; equal on all ranks.
+    """
+    rank = dist.get_rank(group)
+    mates = next(node for node in _nodes(group) if rank in node)
+    wire = _wire(group, torch.device(device))
+    least = tensors.of_numbers([max(0, share) * len(mates)], torch.int64).to(wire)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    left = limit = int(least.cpu())
+    sizes, chosen = _sizes(shards, dist.get_world_size(group)), []
+    for number in sorted(range(len(shards)), key=lambda number: -sizes[number]):
+        if sizes[number] <= left:
+            left -= sizes[number]
+            chosen.append(number)
+    return sorted(chosen), limit
+
+
+def _nodes(group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the ranks that share host memory. A collective; blocks."""
+    return topology.by_node(group, topology.find(group, host_memory.place()))
+
+
+def _sizes(shards: Sequence[tuple[int, torch.dtype]], ranks: int) -> list[int]:
+    """Return the bytes of each tensor's memory."""
+    return [-(-ranks * numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in shards]
+
+
+def _shared(
+    nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, kind: str, device: torch.device
+) -> torch.Tensor:
+    """Return memory of a kind that all ranks in ``mates`` share. A collective of the group. An error leaves nothing behind."""
+    wire = _wire(group, device)
+    leads, several = dist.get_rank(group) == mates[0], len(mates) > 1
+    own = bytes(host_memory.ADDRESS_BYTES)
+    with ExitStack() as opened:
+        with _agreeing(nbytes, group, wire):
+            if kind == "host" and leads and nbytes > (available := host_memory.available()):
+                raise OSError(f"this node has {available / 1e6:.1f} MB available")
+            if several and leads:
+                descriptor, address = host_memory.create(nbytes)
+                opened.callback(os.close, descriptor)
+                own = address.packed()
+        packed = tensors.of_buffer(bytearray(own)).to(wire)
+        addresses = [tensors.empty(len(own), torch.uint8, wire) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(addresses, packed, group)
+        with _agreeing(nbytes, group, wire):
+            if several and not leads:
+                found = host_memory.Address.unpacked(bytes(addresses[mates[0]].tolist()))
+                descriptor = host_memory.open_shared(found, nbytes)
+                opened.callback(os.close, descriptor)
+        with _agreeing(nbytes, group, wire):
+            if several:
+                memory = _locked(_Mapping(descriptor, nbytes), device)
+            elif kind == "host" and device.type != "cpu":
+                memory = _locked(_Mapping(-1, nbytes), device)
+            else:
+                memory = tensors.empty(nbytes, torch.uint8, device)
+    return memory
+
+
+def _wire(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return a device whose tensors the group takes."""
+    state = group_state(group)
+    return tensors.CPU if state is not None and state.backend("cpu") else device
+
+
+class _Mapping(mmap.mmap):
+    """Mapped memory whose pages may be locked for a device."""
+
+    unlock: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
+def _locked(mapping: _Mapping, device: torch.device) -> torch.Tensor:
+    memory = tensors.of_buffer(mapping)
+    mapping.unlock = devices.lock_pages(memory, device)
+    return memory
+
+
+@contextmanager
+def _agreeing(nbytes: int, group: dist.ProcessGroup, wire: torch.device) -> Iterator[None]:
+    """Run the body on all ranks, and raise CommError on all ranks if it fails on one. A collective; blocks."""
+    problem = ""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:  # of the file system, torch and mmap
+        problem = str(error)
+    good = tensors.of_numbers([not problem], torch.uint8).to(wire)
+    dist.all_reduce(good, dist.ReduceOp.MIN, group)
+    if not good.cpu():
+        raise CommError(
+            f"{nbytes / 1e6:.1f} MB of memory for gathered parameters cannot be had: "
+            f"{problem or 'another rank has the reason'}; "
+            'give the node more memory, or set another "zero3_base"'
+        )

@@ -1,0 +1,287 @@
+"""All-to-alls by node. All that a rank sends to another node goes to one rank there in a single segment, and is handed on inside the node.
+
+Rank i of a node is the counterpart of rank i of every other node. A rank sends its counterpart the segments for all ranks of the
+counterpart's node, laid end to end in the order of the ranks. The counterpart decompresses each fragment, and forwards to its neighbors
+their parts in raw frames: links inside a node are fast, and coding would only take time there. Segments for the own node go straight.
+
+So the codec sees the segments for all ranks of a node as one: a row that goes to several ranks of a node enters the node once. A rank sends
+a message to each other node instead of to each rank there. Row frames refer to earlier rows of the segment. So the counterpart keeps the
+received part of a segment, up to ``staging_mib`` for all other nodes together; larger segments go in ordinary frames.
+A rank knows only the sizes of its own segments. The ranks of a node tell each other the sizes that they expect. A sender tells its
+counterpart the sizes of the parts, which must be those that the ranks of the node expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_zipccl import tensors
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host.frames import Rows
+from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline
+
+#: Exchanges in flight, which share the memory for frames: between nodes, inside the node, and the parts that are forwarded.
+_EXCHANGES = 3
+
+
+def exchange_by_node(
+    ctx: OpContext,
+    whole: torch.Tensor,
+    leaving: Sequence[int],
+    outputs: Sequence[torch.Tensor],
+    even: bool,
+    rows: Rows | None = None,
+    exact: bool = False,
+) -> None:
+    """Send the segments of ``whole``, ``leaving[r]`` elements to rank r, and write the segment from rank r to ``outputs[r]``. Blocks.
+
+    All tensors are flat. All nodes of ``ctx.nodes`` have the same number of ranks. ``even``: all segments of all ranks are equal. ``rows``:
+    see :func:`.frames.rows_of`. ``exact``: this rank sends values as they are, whatever the operation allows. Segments are
+    laid end to end, so that a lossy codec must round each value by itself.
+
+    Raises:
+        CommError: as any exchange; and a rank sends other sizes than the ranks of this node expect.
+    """
+    # a fragment of an output is written before the same elements of the input are sent: no source may share memory with it
+    (whole,) = detached([whole], outputs, [whole[:0]])
+    sources = whole.split(list(leaving))
+    outputs[ctx.rank].copy_(sources[ctx.rank])
+    buffers = PooledBuffers()
+    with (
+        open_exchange(ctx, 0, control=True, uncoded=True) as control,
+        open_exchange(ctx, 1, rows=rows, exact=exact) as across,
+        open_exchange(ctx, 2, uncoded=True, exact=exact) as inside,
+        open_exchange(ctx, 3, control=True, uncoded=True) as onward,
+    ):
+        sizes = _Sizes(ctx, control, sources, outputs, even)
+        _NodeExchange(ctx, sizes, across, inside, onward, whole, sources, outputs, buffers, rows).run()
+        sizes.verify()
+    buffers.release()
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The parts that rank ``source`` of another node sends to the ranks of this node, ``sizes`` elements each, laid end to end in fragments
+    of ``fragment`` elements. Rank ``carrier`` of this node receives the stream."""
+
+    source: int
+    carrier: int
+    sizes: Sequence[int]
+    fragment: int
+
+    @property
+    def steps(self) -> int:
+        """Return the number of fragments."""
+        return -(-sum(self.sizes) // self.fragment)
+
+    def numel(self, step: int) -> int:
+        """Return the elements of a fragment; 0 beyond the last fragment."""
+        return max(0, min(self.fragment, sum(self.sizes) - step * self.fragment))
+
+    def part(self, at: int, step: int) -> tuple[slice, slice]:
+        """Return the elements of part ``at`` in a fragment, as a slice of the fragment and as a slice of the part."""
+        begin, before = step * self.fragment, sum(self.sizes[:at])
+        first = max(begin, before)
+        last = max(first, min(begin + self.fragment, before + self.sizes[at]))
+        return slice(first - begin, last - begin), slice(first - before, last - before)
+
+
+class _Sizes:
+    """The sizes of the segments that arrive in this node. The constructor blocks until the neighbors have told the sizes that they expect.
+
+    ``coming[i][r]``: elements from rank r to rank i of this node.
+    """
+
+    def __init__(
+        self,
+        ctx: OpContext,
+        control: Exchange,
+        sources: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        even: bool,
+    ) -> None:
+        self._ctx, self._control = ctx, control
+        self.node = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
+        seat, at = self.node.index(ctx.rank), list(ctx.nodes).index(self.node)
+        #: Every rank begins with another node, so that not all frames enter one node at a time.
+        self.others = [*ctx.nodes[at + 1 :], *ctx.nodes[:at]]
+        self.counterparts = [ranks[seat] for ranks in self.others]
+        own = [output.numel() for output in outputs]
+        self._told: dict[int, torch.Tensor] = {}  # counterpart -> the sizes of its parts
+        if even:
+            self.coming: Sequence[Sequence[int]] = [own] * len(self.node)
+            return
+        numbers = tensors.of_numbers(own, torch.int64).to(outputs[0].device)
+        told = {rank: torch.empty_like(numbers) for rank in self.node if rank != ctx.rank}
+        self._told = {rank: torch.empty_like(numbers[: len(self.node)]) for rank in self.counterparts}
+        for rank, place in (*told.items(), *self._told.items()):
+            control.post_recv(rank, place)
+        control.send(numbers, *told)
+        for ranks, counterpart in zip(self.others, self.counterparts, strict=True):
+            parts = tensors.of_numbers([sources[rank].numel() for rank in ranks], torch.int64)
+            control.send(parts.to(numbers.device), counterpart)
+        self.coming = [own if rank == ctx.rank else control.recv(rank, told[rank]).tolist() for rank in self.node]
+        for rank, found in zip(self.node, self.coming, strict=True):
+            sent = sources[rank].numel()
+            if min(found) < 0 or found[ctx.rank] != sent:
+                raise ctx.error(
+                    f"global rank {ctx.global_rank(rank)} expects segments of {found} elements, and {sent} elements are for it; give split "
+                    f"sizes that agree"
+                )
+
+    def verify(self) -> None:
+        """Wait for the sizes that the counterparts send, and compare them with the sizes that the ranks of this node expect. A second call
+        does nothing.
+
+        Raises:
+            CommError: a counterpart sends other sizes.
+        """
+        while self._told:
+            rank, place = self._told.popitem()
+            sent = self._control.recv(rank, place).tolist()
+            wanted = [coming[rank] for coming in self.coming]
+            if sent != wanted:
+                raise self._ctx.error(
+                    f"global rank {self._ctx.global_rank(rank)} sends segments of {sent} elements to the ranks of this node, which "
+                    f"expect {wanted}; give split sizes that agree"
+                )
+
+
+class _NodeExchange:
+    """The steps of an all-to-all by node, see :meth:`run`."""
+
+    def __init__(
+        self,
+        ctx: OpContext,
+        sizes: _Sizes,
+        across: Exchange,
+        inside: Exchange,
+        onward: Exchange,
+        whole: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        buffers: PooledBuffers,
+        rows: Rows | None,
+    ) -> None:
+        self._ctx, self._sizes, self._outputs = ctx, sizes, outputs
+        self._across, self._inside, self._onward = across, inside, onward
+        self._neighbors = [rank for rank in sizes.node if rank != ctx.rank]
+        segments = [_laid(whole, sources, ranks) for ranks in sizes.others]
+        self._leaving = Fragments(ctx, segments, _EXCHANGES)
+        # only segments that the counterpart keeps
+        self._rows = across.search_rows(
+            {
+                counterpart: segment
+                for counterpart, segment in zip(sizes.counterparts, segments, strict=True)
+                if self._is_kept(segment.numel())
+            }
+        )
+        self._straight = Fragments(ctx, [sources[rank] for rank in self._neighbors], _EXCHANGES)
+        self._straight_in = Fragments(ctx, [outputs[rank] for rank in self._neighbors], _EXCHANGES)
+        streams = [
+            self._stream(ranks[seat], carrier) for ranks in sizes.others for seat, carrier in enumerate(sizes.node)
+        ]
+        self._carried = [stream for stream in streams if stream.carrier == ctx.rank]
+        # in the order in which their carrier sends: that of the nodes after this node, which is equal on all ranks of a node
+        self._handed = [stream for stream in streams if stream.carrier != ctx.rank]
+        self._steps = max(
+            self._leaving.steps,
+            self._straight.steps,
+            self._straight_in.steps,
+            *(stream.steps for stream in streams),
+        )
+        kept = {
+            stream.source: buffers.empty(sum(stream.sizes), whole.dtype, whole.device)
+            for stream in self._carried
+            if rows is not None and self._is_kept(sum(stream.sizes))
+        }
+        #: What has been received of a stream, where row frames may refer to it.
+        self._kept: dict[int, torch.Tensor] = kept
+        most = max((stream.numel(0) for stream in self._carried if stream.source not in kept), default=0)
+        self._fragment = buffers.empty(most, whole.dtype, whole.device)  # one at a time: parts are copied into frames
+
+    def _is_kept(self, numel: int) -> bool:
+        """Return whether the receiver of a segment of ``numel`` elements keeps all of it, equally on both sides."""
+        return numel * self._outputs[0].element_size() * len(self._sizes.others) <= self._ctx.config.staging_mib << 20
+
+    def _place(self, stream: _Stream, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the memory for a fragment, and the kept elements in front of it."""
+        numel, kept = stream.numel(step), self._kept.get(stream.source)
+        if kept is None:
+            return self._fragment[:numel], None
+        begin = min(step * stream.fragment, kept.numel())
+        return kept[begin : begin + numel], kept[:begin]
+
+    def _stream(self, source: int, carrier: int) -> _Stream:
+        sizes = [coming[source] for coming in self._sizes.coming]
+        numel, itemsize = sum(sizes), self._outputs[0].element_size()
+        return _Stream(source, carrier, sizes, self._ctx.fragment_numel(numel, itemsize, _EXCHANGES))
+
+    def run(self) -> None:
+        """Run the exchange; blocks until the outputs are written and all frames are posted."""
+        run_pipeline(self._steps, self._post, self._forward, self._take)
+        if self._rows is not None:
+            self._rows.release()
+
+    def _post(self, step: int) -> None:
+        """Post the receives between nodes, the receives inside the node, and the own sends of a step."""
+        self._across.next_step()
+        self._inside.next_step()
+        if step:
+            self._expect(step)
+            self._send(step)
+        else:  # the sizes arrive while the first fragments are compressed; gloo ends a process that gets more than it expects
+            self._send(step)
+            self._sizes.verify()
+            self._expect(step)
+
+    def _expect(self, step: int) -> None:
+        for stream in self._carried:
+            self._across.post_recv(stream.source, self._place(stream, step)[0])
+        for neighbor, place in zip(self._neighbors, self._straight_in.at(step), strict=True):
+            self._inside.post_recv(neighbor, place)
+
+    def _send(self, step: int) -> None:
+        by_rank = [tensors.empty(0, torch.uint8)] * self._ctx.size
+        for counterpart, fragment in zip(self._sizes.counterparts, self._leaving.at(step), strict=True):
+            by_rank[counterpart] = fragment
+        self._across.send_each(by_rank, self._sizes.counterparts, self._rows)
+        for neighbor, fragment in zip(self._neighbors, self._straight.at(step), strict=True):
+            self._inside.send(fragment, neighbor)
+
+    def _forward(self, step: int) -> None:
+        """Take the frames of a step: the own parts go to the outputs, other parts to the neighbors."""
+        self._onward.next_step()
+        own = self._sizes.node.index(self._ctx.rank)
+        for stream in self._handed:
+            self._onward.post_recv(stream.carrier, self._outputs[stream.source][stream.part(own, step)[1]])
+        for neighbor, place in zip(self._neighbors, self._straight_in.at(step), strict=True):
+            self._inside.recv(neighbor, place)
+        for stream in self._carried:
+            place, earlier = self._place(stream, step)
+            fragment = self._across.recv(stream.source, place, earlier=earlier)
+            for at, rank in enumerate(self._sizes.node):
+                here, there = stream.part(at, step)
+                if rank == self._ctx.rank:
+                    self._outputs[stream.source][there].copy_(fragment[here])
+                else:
+                    self._onward.send(fragment[here], rank)
+
+    def _take(self, step: int) -> None:
+        """Take the parts that the neighbors have forwarded."""
+        own = self._sizes.node.index(self._ctx.rank)
+        for stream in self._handed:
+            self._onward.recv(stream.carrier, self._outputs[stream.source][stream.part(own, step)[1]])
+
+
+def _laid(whole: torch.Tensor, sources: Sequence[torch.Tensor], ranks: Sequence[int]) -> torch.Tensor:
+    """Return the segments of ``whole`` for ``ranks``, laid end to end: a view where the ranks follow each other, otherwise a copy."""
+    first, last = ranks[0], ranks[-1]
+    if list(ranks) != list(range(first, last + 1)):
+        return torch.cat([sources[rank] for rank in ranks])
+    begin = sum(source.numel() for source in sources[:first])
+    return whole[begin : begin + sum(sources[rank].numel() for rank in ranks)]

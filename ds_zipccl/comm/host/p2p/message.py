@@ -1,0 +1,331 @@
+"""One tensor between two ranks: a frame on the caller's tag, or an announcement on the caller's tag and a body on a tag of its own.
+
+A message has one part on the caller's tag, whatever its size, so that receives are matched as those of plain sends: in order, by tag, from
+any rank. A tensor of one fragment is that part: a frame. A larger tensor is announced: the announcement names the kind of the body and the
+number of the send, which gives the tag of the body. No two messages share such a tag, so that threads, further messages of the caller's
+tag and receives from any rank need no agreement. The announcement leaves before the first fragment is compressed: the receiver posts the
+body meanwhile.
+
+The sender alone chooses the kind of a message, because the first bytes name the kind. All that arrives is checked before use.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import codecs
+from ds_zipccl.codecs import bits, known
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.group_state import region_hash
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.host.p2p import choice
+from ds_zipccl.comm.host.p2p import known as p2p_known
+from ds_zipccl.comm.host.p2p.choice import Way
+from ds_zipccl.comm.host.p2p.known import Receipt, SentChannel
+from ds_zipccl.comm.host.pipeline import run_pipeline
+from ds_zipccl.comm.lossy.factors import Factored
+from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
+from ds_zipccl.frame import DTYPE_IDS
+from ds_zipccl.policy import wire
+from ds_zipccl.telemetry import ranges
+
+_MAGIC = b"ZCAN"
+#: magic, version, kind of the body, dtype, whether a report is asked for, number of the send, zero, elements.
+_LAYOUT = struct.Struct("<4s4BIIQ")
+_VERSION = 1
+#: Bytes of an announcement (admission: as many as a header of a frame, so that any receive buffer holds one).
+ANNOUNCEMENT_BYTES = 32
+
+
+class Body(IntEnum):
+    """The kind of a body: a frame for each fragment; the bytes of the tensor, in one piece, straight into the receiver's tensor; or one
+    frame of the whole tensor, for factors, which have no fragments."""
+
+    FRAMES = 0
+    BYTES = 1
+    FRAME = 2
+
+
+class Announcement(NamedTuple):
+    """``number``: of the send on its rank, below BODY_TAGS. ``report``: the sender wants the receiver's time."""
+
+    body: Body
+    dtype: torch.dtype
+    numel: int
+    number: int
+    report: bool = False
+
+    @property
+    def tag(self) -> int:
+        """The tag of the body."""
+        return TagRange.BODY + self.number
+
+    def pack(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Write the announcement to the start of ``buffer``, 1-D uint8 in host memory, and return its bytes."""
+        view = buffer.numpy().data
+        view[:ANNOUNCEMENT_BYTES] = bytes(ANNOUNCEMENT_BYTES)
+        _LAYOUT.pack_into(
+            view, 0, _MAGIC, _VERSION, self.body, DTYPE_IDS[self.dtype], self.report, self.number, 0, self.numel
+        )  # fmt: skip
+        return buffer[:ANNOUNCEMENT_BYTES]
+
+
+def is_announcement(part: torch.Tensor) -> bool:
+    """Return whether the bytes that arrived on the caller's tag are an announcement."""
+    return bytes(part[: len(_MAGIC)].numpy()) == _MAGIC
+
+
+def parse_announcement(part: torch.Tensor, dtype: torch.dtype, numel: int) -> Announcement:
+    """Return the announcement in the first bytes of ``part``, for a receiver of ``numel`` elements of ``dtype``.
+
+    Raises:
+        ValueError: a field is not one that :meth:`Announcement.pack` writes, or the sender's tensor is of another dtype or size.
+    """
+    content = bytes(part[:ANNOUNCEMENT_BYTES].numpy())
+    _, version, body, dtype_id, report, number, zero, announced = _LAYOUT.unpack_from(content)
+    if version != _VERSION:
+        raise ValueError(f"version {version}, wanted {_VERSION}: use the same ds_zipccl on all ranks")
+    if body not in tuple(Body) or number >= BODY_TAGS or report > 1 or zero or any(content[_LAYOUT.size :]):
+        raise ValueError(f"got the bytes {content.hex()}, no announcement has them")
+    if dtype_id != DTYPE_IDS[dtype] or announced != numel:
+        raise ValueError(
+            f"it is for {announced} elements of dtype number {dtype_id}, wanted {numel} {dtype} (number {DTYPE_IDS[dtype]}): "
+            f"send and receive tensors of one dtype and size"
+        )
+    return Announcement(Body(body), dtype, numel, number, bool(report))
+
+
+def fragment_numel(ctx: OpContext, numel: int, itemsize: int) -> int:
+    """Return the elements of each fragment of a send of ``numel`` elements, equal on both sides. The last fragment may be shorter."""
+    return wire.fragment_numel(numel, itemsize, 2, ctx.config.staging_mib << 20)
+
+
+class _Posted(NamedTuple):
+    handle: dist.Work
+    buffers: PooledBuffers
+
+
+class _Expected(NamedTuple):
+    handle: dist.Work
+    buffer: torch.Tensor
+    buffers: PooledBuffers
+
+
+class Outgoing:
+    """A tensor that goes to rank ``peer`` of the group. ``flat``: flat and contiguous, on the context's device. The context's first tag is
+    that of the message.
+
+    ``way``: coded or not; a send whose time counts for later ones is announced, whatever its size. ``bounded``: posting blocks until the
+    frames of more than two pipeline depths ago are sent, so that memory for them is bounded, and ``flat`` stays as it is until :meth:`wait`
+    has returned. Otherwise posting does not block on the peer, and ``flat`` may be overwritten as soon as :meth:`post` has returned.
+    ``factored``: factors whose product ``flat`` is. A coded message carries them.
+    """
+
+    def __init__(
+        self,
+        ctx: OpContext,
+        flat: torch.Tensor,
+        peer: int,
+        bounded: bool,
+        way: Way,
+        factored: Factored | None = None,
+    ) -> None:
+        self._ctx, self._flat, self._peer, self._bounded, self._way = ctx, flat, peer, bounded, way
+        self._coder = FrameCoder(ctx, way.uncoded)
+        self._factored = None if way.uncoded or ctx.codec == "raw" else factored
+        self._piece = fragment_numel(ctx, flat.numel(), flat.element_size())
+        self._posted: deque[_Posted] = deque()
+
+    def post(self, channel: SentChannel | None) -> None:
+        """Post all parts of the message. ``channel``: that of a tensor that both sides remember."""
+        flat = self._flat
+        self._ctx.count(flat.nbytes, 0)
+        if channel is None:
+            self._post_rest(self._post_first())
+            return
+        kind, digest = (flat.dtype, flat.numel()), region_hash(flat, route=self._ctx.config.route)
+        with channel.lock:
+            if channel.hashes.get(kind) == digest:
+                rest = None
+                buffer = (buffers := PooledBuffers()).take(known.FRAME_BYTES)
+                self._post(codecs.known_frame(*kind, digest, buffer), self._ctx.tag(0), buffers)
+            else:
+                rest = self._post_first()
+            channel.hashes.put(kind, digest, p2p_known.limit(self._ctx.config))
+        self._post_rest(rest)
+
+    def _post_first(self) -> Announcement | None:
+        """Post the part on the caller's tag. Return the announcement of a body that is to follow, None without one."""
+        flat, ctx, trial = self._flat, self._ctx, self._way.trial
+        if flat.numel() <= self._piece and trial is None:
+            self._send(flat, ctx.tag(0))
+            return None
+        number = ctx.state.next_body()
+        announcement = Announcement(self._body_kind(), flat.dtype, flat.numel(), number, trial is not None)
+        if trial is not None:
+            trial.expect(ctx.transport, self._peer, number, self._way.uncoded)
+        buffer = (buffers := PooledBuffers()).take(ANNOUNCEMENT_BYTES)
+        self._post(announcement.pack(buffer), ctx.tag(0), buffers)
+        return announcement
+
+    def _body_kind(self) -> Body:
+        if self._factored is not None:
+            return Body.FRAME
+        uncoded = self._way.uncoded or (self._ctx.codec == "raw" and self._flat.dtype != torch.bool)
+        whole = (
+            uncoded and self._ctx.staging is None and not self._coder.lossy
+        )  # projected values would need memory for all
+        return Body.BYTES if whole else Body.FRAMES
+
+    def _post_rest(self, announcement: Announcement | None) -> None:
+        if announcement is None:
+            return
+        if announcement.body == Body.BYTES:
+            buffers, content = PooledBuffers(), self._flat.view(torch.uint8)
+            if not self._bounded:
+                content = buffers.take(content.nbytes).copy_(content)
+            self._post(content, announcement.tag, buffers)
+            return
+        for fragment in self._flat.split(self._flat.numel() if announcement.body == Body.FRAME else self._piece):
+            while self._bounded and len(self._posted) > 2 * wire.PIPELINE_DEPTH:
+                self._retire(None)
+            self._send(fragment, announcement.tag)
+
+    def _send(self, flat: torch.Tensor, tag: int) -> None:
+        buffers, frame = PooledBuffers(), None
+        if self._factored is not None:
+            with ranges.inside(ranges.ENCODE):
+                frame = self._factored.frame(self._ctx.config.block, self._coder.route, buffers)
+        elif flat.dtype == torch.bool and self._ctx.staging is None:
+            with ranges.inside(ranges.ENCODE):
+                frame = codecs.bits_frame(flat, buffers.take(bits.frame_bytes(flat.numel())))
+        self._post(self._coder.compress(flat, buffers) if frame is None else frame, tag, buffers)
+
+    def _post(self, part: torch.Tensor, tag: int, buffers: PooledBuffers) -> None:
+        self._posted.append(_Posted(self._ctx.transport.post_send(part, self._peer, tag), buffers))
+        self._ctx.count(0, part.nbytes)
+
+    def _retire(self, timeout: timedelta | None) -> None:
+        """Block until the oldest part is sent, and take its memory back."""
+        wait(self._posted[0].handle, timeout)
+        self._posted.popleft().buffers.release()
+
+    def wait(self, timeout: timedelta | None) -> None:
+        """Block until all parts are sent. ``timeout`` is that of each part."""
+        while self._posted:
+            self._retire(timeout)
+
+
+class Incoming:
+    """A tensor that arrives, from rank ``peer`` of the group or, where that is None, from any rank. The constructor posts the receive of
+    the part on the context's first tag; it does not block."""
+
+    def __init__(self, ctx: OpContext, numel: int, dtype: torch.dtype, peer: int | None) -> None:
+        self._ctx, self._numel, self._dtype, self._peer = ctx, numel, dtype, peer
+        self._coder = FrameCoder(ctx)
+        self._piece = fragment_numel(ctx, numel, dtype.itemsize)
+        self._buffers = PooledBuffers()
+        self._part = (
+            self._buffers.take(max(ANNOUNCEMENT_BYTES, known.FRAME_BYTES))
+            if self._fragmented
+            else self._coder.recv_buffer(numel, dtype, self._buffers)
+        )
+        self._handle = ctx.transport.post_recv(self._part, peer, ctx.tag(0))
+        self._body: deque[_Expected] = (
+            deque()
+        )  # an attribute: gloo may still write to the buffers of a body that has failed
+
+    @property
+    def may_have_body(self) -> bool:
+        """Whether the sender may announce a body: it then needs this rank before the program here waits for the tensor."""
+        return self._fragmented or choice.is_chosen(self._ctx)
+
+    @property
+    def _fragmented(self) -> bool:
+        return self._numel > self._piece
+
+    def source(self) -> int:
+        """Return the group rank of the sender, after :meth:`wait`."""
+        return self._handle._source_rank() if self._peer is None else self._peer
+
+    def wait(self, timeout: timedelta | None) -> None:
+        """Block until the part on the caller's tag has arrived."""
+        wait(self._handle, timeout)
+        self._arrived = time.perf_counter()
+
+    def write(self, out: torch.Tensor, receipt: Receipt | None = None) -> None:
+        """Write the tensor to flat ``out``, after :meth:`wait`; blocks until a body has arrived. ``receipt``: the place of the receive of
+        a tensor that both sides remember.
+
+        Raises:
+            CommError: an announcement or a frame is refused, or the sender or the transport failed.
+        """
+        source = self.source()
+        if receipt is not None:
+            receipt.take_turn(source)
+        self._write(out, source, None if receipt is None else receipt.copy(source))
+        if receipt is not None:
+            receipt.keep(source, out)
+        self._buffers.release()
+
+    def _write(self, out: torch.Tensor, source: int, last: torch.Tensor | None) -> None:
+        ctx = self._ctx
+        if not is_announcement(self._part):
+            self._coder.decompress(self._part, source, out, last)
+        else:
+            try:
+                announcement = parse_announcement(self._part, self._dtype, self._numel)
+            except ValueError as error:
+                refused = f"announcement from global rank {ctx.global_rank(source)} refused: {error}"
+                raise ctx.error(refused) from error
+            with ctx.naming("receiving from", source):
+                self._take_body(announcement, source, out)
+            if announcement.report:
+                choice.report(ctx, source, announcement.number, time.perf_counter() - self._arrived)
+
+    def _take_body(self, announcement: Announcement, source: int, out: torch.Tensor) -> None:
+        if announcement.body == Body.BYTES:
+            self._take_bytes(announcement.tag, source, out.view(torch.uint8))
+        else:
+            piece = self._numel if announcement.body == Body.FRAME else self._piece
+            self._take_frames(announcement.tag, source, out.split(piece))
+
+    def _take_frames(self, tag: int, source: int, fragments: Sequence[torch.Tensor]) -> None:
+        def post(step: int) -> None:
+            buffer = self._coder.recv_buffer(fragments[step].numel(), self._dtype, buffers := PooledBuffers())
+            self._post(buffer, source, tag, buffers)
+
+        def take(step: int) -> None:
+            wait(self._body[0].handle, None)
+            self._coder.decompress(self._body[0].buffer, source, fragments[step])
+            self._body.popleft().buffers.release()
+
+        run_pipeline(len(fragments), post, take)
+
+    def _take_bytes(self, tag: int, source: int, out: torch.Tensor) -> None:
+        buffers = PooledBuffers()
+        buffer = out if self._ctx.staging is None else buffers.take_pinned(out.numel())
+        self._post(buffer, source, tag, buffers)
+        wait(self._body[0].handle, None)
+        if buffer is not out:
+            out.copy_(buffer)
+        self._body.popleft().buffers.release()
+
+    def _post(self, buffer: torch.Tensor, source: int, tag: int, buffers: PooledBuffers) -> None:
+        self._body.append(_Expected(self._ctx.transport.post_recv(buffer, source, tag), buffer, buffers))
+
+
+def wait(handle: dist.Work, timeout: timedelta | None) -> None:
+    """Wait for a handle of the transport; the group's own timeout counts where ``timeout`` is None."""
+    with ranges.inside(ranges.WIRE):
+        handle.wait() if timeout is None else handle.wait(timeout)

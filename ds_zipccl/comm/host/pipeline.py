@@ -1,0 +1,352 @@
+"""Exchanges of frames in fragments: while one fragment is on the wire, the next one is compressed and an earlier one decompressed.
+
+Sender and receiver cut a tensor at the same elements (:func:`ds_zipccl.policy.wire.fragment_numel`), and each fragment becomes a frame.
+Work goes in steps (:func:`run_pipeline`): step i posts fragment i and takes fragment i - PIPELINE_DEPTH. Consider a rank at the lowest
+step of all ranks: its peers have already posted the messages that the rank waits for. So no ranks wait in a circle. The pipeline depth
+bounds the memory of a rank; the size of the message does not matter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import tensors
+from ds_zipccl.codecs.known import FRAME_BYTES, known_frame
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host.frames import FrameCoder, Rows
+from ds_zipccl.comm.host.repeats.exchange import RepeatedSegments
+from ds_zipccl.comm.host.rows.sent import SentRows
+from ds_zipccl.comm.spans import length, within
+from ds_zipccl.frame import parse
+from ds_zipccl.policy import wire
+from ds_zipccl.telemetry import ranges
+
+#: Failed exchanges that are kept (seed). Their handles hold connections open that other ranks may still use. Dropping a handle first takes
+#: its buffer back from gloo, so that gloo does not write to freed memory; the connection is unusable afterwards.
+ABANDONED = 8
+_abandoned: deque[object] = deque(maxlen=ABANDONED)
+
+
+def run_pipeline(steps: int, *stages: Callable[[int], None]) -> None:
+    """Call every stage with steps 0 to ``steps`` - 1. Each stage runs PIPELINE_DEPTH steps after the stage before it."""
+    depth = wire.PIPELINE_DEPTH
+    for step in range(steps + depth * (len(stages) - 1)):
+        for number, stage in enumerate(stages):
+            if 0 <= step - depth * number < steps:
+                stage(step - depth * number)
+
+
+class SpanView:
+    """Spans of a flat tensor laid end to end, with the methods of a flat tensor that :class:`Fragments` uses. A fragment is made at each
+    access: a view if the fragment lies in one span, otherwise a copy."""
+
+    def __init__(self, flat: torch.Tensor, spans: Sequence[slice]) -> None:
+        self._flat, self._spans = flat, spans
+        self.element_size = flat.element_size
+
+    def numel(self) -> int:
+        """Return the number of elements of all spans."""
+        return sum(map(length, self._spans))
+
+    def split(self, numel: int) -> Sequence[torch.Tensor]:
+        """Return fragments of ``numel`` elements; the last fragment may be shorter."""
+        return _SpanFragments(self._flat, self._spans, numel, -(-self.numel() // numel))
+
+
+class _SpanFragments(Sequence[torch.Tensor]):
+    def __init__(self, flat: torch.Tensor, spans: Sequence[slice], numel: int, count: int) -> None:
+        self._flat, self._spans, self._numel, self._count = flat, spans, numel, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, step: int) -> torch.Tensor:  # type: ignore[override]
+        parts = [self._flat[span] for span in within(self._spans, step * self._numel, (step + 1) * self._numel)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Fragments(list[Sequence[torch.Tensor]]):
+    """The fragments of flat tensors. ``exchanges``: exchanges in flight, which share the memory for frames."""
+
+    def __init__(self, ctx: OpContext, flats: Sequence[torch.Tensor | SpanView], exchanges: int = 1) -> None:
+        super().__init__(
+            flat.split(ctx.fragment_numel(flat.numel(), flat.element_size(), exchanges)) if flat.numel() else ()
+            for flat in flats
+        )
+        self.steps = max(map(len, self), default=0)
+
+    def at(self, step: int) -> list[torch.Tensor]:
+        """Return fragment ``step`` of every tensor; an empty tensor where a tensor has fewer fragments."""
+        return [fragments[step] if step < len(fragments) else tensors.empty(0, torch.uint8) for fragments in self]
+
+
+class _Posted(NamedTuple):
+    peer: int
+    handle: dist.Work
+    frame: torch.Tensor
+    buffers: PooledBuffers
+
+
+@contextmanager
+def open_exchange(
+    ctx: OpContext,
+    index: int = 0,
+    *,
+    control: bool = False,
+    uncoded: bool = False,
+    rows: Rows | None = None,
+    exact: bool = False,
+) -> Iterator[Exchange]:
+    """Open an exchange; leaving blocks until every send is done. After an error the exchange waits for nothing and raises at once.
+
+    ``control``: the messages are not part of the tensors, and plain collectives do not send them; they count as wire bytes only.
+    ``uncoded``, ``rows``, ``exact``: see :class:`ds_zipccl.comm.host.frames.FrameCoder`; control messages are exact.
+    """
+    exchange = Exchange(ctx, index, control, uncoded, rows, exact or control)
+    try:
+        yield exchange
+        exchange.flush()
+    except BaseException:
+        abandon(exchange)
+        raise
+
+
+def abandon(exchange: object) -> None:
+    """Keep the object that has the handles of a failed exchange. The last :data:`ABANDONED` such objects are kept."""
+    _abandoned.append(exchange)
+
+
+class Exchange:
+    """The frames of one tag. Frames of one pair of ranks arrive in the order of sending; empty tensors are not sent."""
+
+    def __init__(
+        self,
+        ctx: OpContext,
+        index: int,
+        control: bool,
+        uncoded: bool = False,
+        rows: Rows | None = None,
+        exact: bool = False,
+    ) -> None:
+        self._ctx, self._coder, self._control, self._rows = ctx, FrameCoder(ctx, uncoded, rows, exact), control, rows
+        self._repeated = RepeatedSegments(ctx.repeats, index, self._coder) if ctx.repeats is not None else None
+        self._tag = ctx.tag(index)
+        self._sends: deque[list[_Posted]] = deque([[]])
+        self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
+
+    def set_coder(self, coder: FrameCoder) -> None:
+        """Make and read the frames by ``coder``."""
+        self._coder = coder
+
+    def next_step(self) -> None:
+        """Begin a step of sends. Blocks until the frames of more than two pipeline depths ago are sent, and takes their memory back."""
+        while len(self._sends) > 2 * wire.PIPELINE_DEPTH:
+            self._retire()
+        self._sends.append([])
+
+    def post_recv(self, peer: int, out: torch.Tensor) -> None:
+        """Post the receive of the frame that :meth:`recv` will decompress into flat ``out``. Does not block, and does not write ``out``."""
+        if out.numel():
+            buffer = self._coder.recv_buffer(out.numel(), out.dtype, buffers := PooledBuffers())
+            with self._ctx.naming("receiving from", peer):
+                handle = self._ctx.transport.post_recv(buffer, peer, self._tag)
+            self._receives[peer].append(_Posted(peer, handle, buffer, buffers))
+
+    def announce(self, fragments: Sequence[torch.Tensor], *peers: int) -> None:
+        """Begin a segment for each of ``peers``, before its first fragment is sent. All fragments hold their words now. In an operation
+        whose segments are kept, every segment is announced; otherwise nothing happens."""
+        some = [fragment for fragment in fragments if fragment.numel()]
+        if self._repeated is not None and some:
+            self._repeated.announce(some, peers)
+
+    def goes_as_hashes(self, peer: int) -> bool:
+        """Return whether the announced segment for ``peer`` repeats one that the peer keeps, so that its fragments go as hashes."""
+        return self._repeated is not None and self._repeated.goes_as_hashes(peer)
+
+    def send(
+        self,
+        flat: torch.Tensor,
+        *peers: int,
+        base: torch.Tensor | None = None,
+        own_place: torch.Tensor | None = None,
+    ) -> None:
+        """Compress ``flat`` once and post the frame to every peer. With ``base``, which all peers hold, the frame is a difference.
+        ``flat`` may be overwritten afterwards. ``own_place``: see :meth:`ds_zipccl.comm.host.frames.FrameCoder.compress`."""
+        if flat.numel():
+            peers = tuple(peer for peer in peers if not self._send_hash(flat, peer))
+        if flat.numel() and peers:
+            frame = self._coder.compress(flat, buffers := PooledBuffers(), base, own_place)
+            self._post(frame, flat.nbytes, peers, buffers)
+
+    def search_rows(self, segments: Mapping[int, torch.Tensor]) -> SentRows | None:
+        """Search the segments that go to peers for rows that need not travel; None where the exchange has no rows. ``segments``: as for
+        :class:`ds_zipccl.comm.host.rows.sent.SentRows`."""
+        if not self._rows:
+            return None
+        with ranges.inside(ranges.ENCODE):
+            return SentRows(self._ctx, self._coder, self._rows, segments)
+
+    def send_each(self, flats: Sequence[torch.Tensor], peers: Sequence[int], rows: SentRows | None = None) -> None:
+        """Send ``flats[peer]`` to each of ``peers``, in this order. Small tensors are compressed in one call, large tensors one by one.
+        ``rows``: the tensors are the next parts of its segments."""
+        chosen = [peer for peer in peers if flats[peer].numel() and not self._send_hash(flats[peer], peer)]
+        if rows is not None:
+            chosen = [peer for peer in chosen if not self._send_rows(rows, flats[peer], peer)]
+        if wire.encode_together([flats[peer].nbytes for peer in chosen]):
+            frames = self._coder.compress_each([flats[peer] for peer in chosen], buffers := PooledBuffers())
+            for peer, frame in zip(chosen, frames, strict=True):
+                self._post(frame, flats[peer].nbytes, [peer], buffers)
+        else:
+            for peer in chosen:
+                self.send(flats[peer], peer)
+
+    def _send_hash(self, flat: torch.Tensor, peer: int) -> bool:
+        """Send the hash of the next fragment of a segment that goes as hashes; return False where the fragment goes in full."""
+        digest = None if self._repeated is None else self._repeated.next_hash(peer)
+        if digest is None:
+            return False
+        buffers = PooledBuffers()
+        frame = known_frame(flat.dtype, flat.numel(), digest, buffers.take(FRAME_BYTES))
+        self._post(frame, flat.nbytes, [peer], buffers)
+        return True
+
+    def _send_rows(self, rows: SentRows, flat: torch.Tensor, peer: int) -> bool:
+        """Send the next part of a segment as a row frame; return False where an ordinary frame is as good."""
+        frame = rows.frame(peer, flat, buffers := PooledBuffers())
+        if frame is not None:
+            rows.note_found()
+        if frame is not None and wire.compare_rows(flat.nbytes, self._coder.lossy, self._coder.rounded):
+            ordinary = self._coder.compress(flat, others := PooledBuffers())
+            if ordinary.nbytes <= frame.nbytes:
+                buffers.release()
+                self._post(ordinary, flat.nbytes, [peer], others)
+                return True
+            others.release()
+        if frame is None:
+            buffers.release()
+            return False
+        self._post(frame, flat.nbytes, [peer], buffers)
+        return True
+
+    def _post(self, frame: torch.Tensor, nbytes: int, peers: Sequence[int], buffers: PooledBuffers) -> None:
+        for peer in peers:
+            with self._ctx.naming("sending to", peer):
+                handle = self._ctx.transport.post_send(frame, peer, self._tag)
+            self._sends[-1].append(_Posted(peer, handle, frame, buffers))
+            self._ctx.count(0 if self._control else nbytes, frame.nbytes)
+
+    def recv(
+        self, peer: int, out: torch.Tensor, base: torch.Tensor | None = None, earlier: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Decompress the next frame of ``peer`` into flat ``out`` and return ``out``; blocks until the frame arrives. ``base``: the base of
+        a frame that is a difference. ``earlier``: the received part of the segment, directly in front of ``out`` in memory."""
+        if out.numel():
+            with self._arrived(peer) as posted:
+                if self._repeated is None:
+                    self._coder.decompress(posted.frame, peer, out, base, earlier)
+                else:
+                    self._repeated.decompress(posted.frame, peer, out, earlier)
+        return out
+
+    def forward(self, peer: int, out: torch.Tensor, to: Exchange, peers: Sequence[int]) -> None:
+        """As :meth:`recv` with the contents of ``out`` as the base. Then post the unchanged frame to ``peers``, in exchange ``to``."""
+        if out.numel():
+            with self._arrived(peer, keep=True) as posted:
+                self._coder.decompress(posted.frame, peer, out, out)
+            frame = posted.frame[: parse(posted.frame).frame_bytes]
+            to._post(frame, out.nbytes, peers, posted.buffers)
+
+    def recv_add(self, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        """Add the next frame of ``peer``, whose dtype is ``dtype``, to flat ``sums`` of that dtype or float32. Blocks until the frame
+        arrives."""
+        if sums.numel():
+            with self._arrived(peer) as posted:
+                add = self._coder.decompress_add if self._repeated is None else self._repeated.decompress_add
+                add(posted.frame, peer, dtype, sums)
+
+    def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add flat ``values`` of this rank to flat ``sums`` of the same dtype or float32."""
+        self._coder.add(values, sums)
+
+    @contextmanager
+    def _arrived(self, peer: int, keep: bool = False) -> Iterator[_Posted]:
+        """Wait for the next frame of ``peer``. Its memory goes back afterwards unless ``keep``."""
+        posted = self._receives[peer][0]
+        with ranges.inside(ranges.WIRE, self._ctx.naming("receiving from", peer)):
+            posted.handle.wait()
+        self._receives[peer].popleft()
+        yield posted
+        if not keep:
+            posted.buffers.release()
+
+    def flush(self) -> None:
+        """Block until every send is done."""
+        while self._sends:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Block until the sends of the oldest step are done, and take their memory back."""
+        for posted in self._sends[0]:
+            with ranges.inside(ranges.WIRE, self._ctx.naming("sending to", posted.peer)):
+                posted.handle.wait()
+        for posted in self._sends.popleft():
+            posted.buffers.release()
+
+
+class Received:
+    """:class:`ds_zipccl.comm.reduction_order.Contributions`: ``own``, the contribution of ``rank``, and the frames of its peers."""
+
+    def __init__(self, rank: int, exchange: Exchange, own: torch.Tensor) -> None:
+        self._exchange, self.rank, self.own = exchange, rank, own
+
+    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
+        return self.own if rank == self.rank else self._exchange.recv(rank, into)
+
+    def add(self, rank: int, sums: torch.Tensor) -> None:
+        if rank == self.rank:
+            self._exchange.add(self.own, sums)
+        else:
+            self._exchange.recv_add(rank, self.own.dtype, sums)
+
+    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
+        self._exchange.add(taken, sums)
+
+
+def send_own(
+    exchange: Exchange, leaving: Fragments, bases: Fragments, step: int, peers: Sequence[int], places: Fragments
+) -> None:
+    """Send the own fragments of a step to ``peers``, as differences if ``bases`` has a tensor. Only a single tensor may have a base.
+    ``places``: the own places, which get the values of lossy frames, so that all ranks have the same."""
+    base = next(iter(bases.at(step)), None)
+    for fragment, place in zip(leaving.at(step), places.at(step), strict=True):
+        exchange.announce([fragment], *peers)
+        exchange.send(fragment, *peers, base=base, own_place=place)
+
+
+def detached(
+    sources: Sequence[torch.Tensor], written: Sequence[torch.Tensor], homes: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Return ``sources``, with copies of those that share memory with tensors in ``written``, which are written during the sends.
+
+    Source i may be exactly ``homes[i]`` without a copy: a fragment of ``homes[i]`` is written only after the same fragment is compressed.
+    """
+    spans = {_span(flat) for flat in written if flat.numel()}
+
+    def shared(flat: torch.Tensor, home: torch.Tensor) -> bool:
+        begin, end = _span(flat)
+        return any(begin < last and first < end for first, last in spans - ({_span(home)} & {(begin, end)}))
+
+    return [
+        flat.clone() if flat.numel() and shared(flat, home) else flat for flat, home in zip(sources, homes, strict=True)
+    ]
+
+
+def _span(flat: torch.Tensor) -> tuple[int, int]:
+    return flat.data_ptr(), flat.data_ptr() + flat.nbytes

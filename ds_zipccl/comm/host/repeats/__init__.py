@@ -1,0 +1,1 @@
+"""Messages of a forward pass that recomputations repeat."""

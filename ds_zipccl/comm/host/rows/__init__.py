@@ -1,0 +1,1 @@
+"""Rows of expert messages that repeat earlier rows."""

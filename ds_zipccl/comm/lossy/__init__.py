@@ -1,0 +1,1 @@
+"""Frames and sums whose values a lossy codec changes."""

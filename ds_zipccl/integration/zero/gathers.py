@@ -1,0 +1,341 @@
+"""Parameters of gathers, for ZeRO-3: the call of a gather into new memory does not tell its parameters. Their bases."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm
+from ds_zipccl.comm.bases import host_memory
+from ds_zipccl.comm.bases.agreed import Agreed
+from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
+from ds_zipccl.comm.device import choice
+from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import hook_points
+from ds_zipccl.policy import admission
+
+#: Parameters that DeepSpeed has asked for and not gathered yet, in its order.
+_wanted: ContextVar[list[Any] | None] = ContextVar("ds_zipccl_wanted", default=None)
+#: Attribute of a parameter: a weak reference to its base. DeepSpeed keeps parameters after their engine is gone, and a base is larger than
+#: the parameter's own memory.
+BASE = "ds_zipccl_base"
+#: With ``zero3_base`` auto: the part of the available memory that bases take without a limit of the user (admission: the rest is for the
+#: program, which may grow), and the part that stays free whatever the limit is.
+AUTO_PART, LEFT_PART = 4, 8
+
+
+def _gathered_dtype(param: Any, shard: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a shard is gathered. DeepSpeed's own function, if there is one, replaces this one: it knows autocast."""
+    return shard.dtype
+
+
+def gathered_dtype(param: Any) -> torch.dtype:
+    """Return the dtype in which the parameter's shards are gathered."""
+    return _gathered_dtype(param, param.ds_tensor)
+
+
+def watch_gathers(module: ModuleType) -> None:
+    """Note the parameters that DeepSpeed asks for before each gather. Repeating the call does nothing.
+
+    DeepSpeed lays the shards of several parameters end to end and gathers them into new memory, or gathers one after the other.
+
+    Args:
+        module: ``deepspeed.runtime.zero.partition_parameters``.
+    """
+    global _gathered_dtype
+    _gathered_dtype = hook_points.fitting("get_allgather_dtype", module) or _gathered_dtype
+    init: Any = getattr(module, "Init", None)
+    original = hook_points.fitting("Init._convert_to_deepspeed_param", init)
+    one_by_one = hook_points.fitting("Init._all_gather", init)
+    if original is not None and not hasattr(original, "ds_zipccl"):
+        init._convert_to_deepspeed_param = _noting_coalesced(original)
+    if one_by_one is not None and not hasattr(one_by_one, "ds_zipccl"):
+        init._all_gather = _noting_single(one_by_one)
+
+
+def _noting_coalesced(original: Callable[..., None]) -> Callable[..., None]:
+    """Return the method that converts a parameter, whose gathers of several parameters then note them."""
+
+    @functools.wraps(original)
+    def _convert_to_deepspeed_param(self: Any, param: Any) -> None:
+        original(self, param)
+        gather = param.all_gather_coalesced
+
+        @functools.wraps(gather)
+        def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            params = list(params)
+            with _wanting(sorted(params, key=lambda one: one.ds_id)):
+                return gather(params, *args, **kwargs)
+
+        param.all_gather_coalesced = all_gather_coalesced
+
+    _convert_to_deepspeed_param.ds_zipccl = True  # type: ignore[attr-defined]
+    return _convert_to_deepspeed_param
+
+
+def _noting_single(one_by_one: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method that gathers one parameter after the other, and that notes them."""
+
+    @functools.wraps(one_by_one)
+    def _all_gather(self: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        params = list(param_list)
+        with _wanting([param for param in params if param.ds_status.name == "NOT_AVAILABLE"]):
+            return one_by_one(self, params, *args, **kwargs)
+
+    _all_gather.ds_zipccl = True  # type: ignore[attr-defined]
+    return _all_gather
+
+
+@contextlib.contextmanager
+def _wanting(params: list[Any]) -> Iterator[None]:
+    token = _wanted.set(params)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def allocate_bases(
+    parameters: Iterable[Any],
+    config: ZipcclConfig,
+    device: torch.device,
+    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]] = lambda params: (),
+    *,
+    trains: bool = True,
+) -> tuple[list[BaseSlot], str]:
+    """Allocate a base for each parameter that ZeRO-3 frees after use; with ``zero3_base`` auto for those of them that are frozen and fit.
+    A collective of all groups of these parameters; blocks.
+
+    Args:
+        agreed_of: returns the agreed sizes of parameters, or nothing if one of them has none. In groups in the order of streams bases are
+            held with the sizes.
+        trains: the engine has an optimizer; otherwise all its parameters are frozen.
+
+    Returns:
+        The bases, which live as long as the caller holds the list, and a sentence for the user; "" where there is nothing to say.
+
+    Raises:
+        CommError: see :func:`ds_zipccl.comm.allocate_bases`; not with ``zero3_base`` auto.
+    """
+    auto = config.zero3_base == "auto"
+    groups: dict[dist.ProcessGroup, list[Any]] = {}
+    for param in parameters:
+        if hasattr(param, "ds_id") and not param.ds_persist and not (auto and not _is_kept(param, trains)):
+            groups.setdefault(param.ds_process_group, []).append(param)
+    useful = [(group, params) for group, params in groups.items() if group_size(group) > 1]
+    if auto:
+        return _for_frozen(useful, config, device, agreed_of, trains) if useful else ([], "")
+    useless = _never_differs(config)
+    if useless:
+        return [], f"not used, as {useless}"
+    bases: list[BaseSlot] = []
+    skipped = ""
+    for group, params in useful:
+        some, reason = _usable(params, group, config, device, agreed_of)
+        skipped = f"; {reason}" if reason else skipped
+        if some:
+            bases += _allocate(some, config.zero3_base, group, device, agreed_of)
+    return bases, f"{_size(bases)}{skipped}"
+
+
+def _is_kept(param: Any, trains: bool) -> bool:
+    """Return whether ``zero3_base`` auto keeps a parameter: a frozen one that is in memory. Users of NVMe have no memory to spare."""
+    return not (trains and param.requires_grad) and getattr(param.ds_tensor, "final_location", None) != "nvme"
+
+
+def _for_frozen(
+    groups: Sequence[tuple[dist.ProcessGroup, Sequence[Any]]],
+    config: ZipcclConfig,
+    device: torch.device,
+    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]],
+    trains: bool,
+) -> tuple[list[BaseSlot], str]:
+    """Allocate bases in host memory for frozen parameters, as far as the limit allows. See :func:`allocate_bases`.
+
+    Memory of the device would hold the whole model on every rank, which ZeRO-3 avoids.
+    """
+    share, before = _share(config), 0 if config.zero3_base_mib else held_share()
+    bases: list[BaseSlot] = []
+    reasons: list[str] = []
+    wanted = nbytes = 0
+    for group, params in groups:
+        shards = [_shard_of(param) for param in params]
+        wanted += len(params)
+        nbytes += group_size(group) * sum(numel * dtype.itemsize for numel, dtype in shards)
+        some, reason = _usable(params, group, config, device, agreed_of)
+        members = group_state(group)
+        if some and not trains and members is not None and members.streams(device.type):
+            some, reason = [], "no optimizer step checks copies of bases there"
+        reasons.append(reason)
+        if some:
+            shards = [_shard_of(param) for param in some]
+            chosen, limit = choose_fitting(shards, share - (held_share() - before), group, device)
+            if len(chosen) < len(some):
+                reasons.append(f"{limit / 1e6:.1f} MB are allowed on a node, see zero3_base_mib")
+            try:
+                bases += _allocate([some[number] for number in chosen], "host", group, device, agreed_of)
+            except comm.CommError as error:  # on all ranks of the group
+                reasons.append(str(error))
+    reasons = list(filter(None, dict.fromkeys(reasons)))
+    why = f": {'; '.join(reasons)}" if reasons else ""
+    if not bases:
+        return [], f"nothing for {wanted} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
+    count = f"{wanted}" if len(bases) == wanted else f"{len(bases)} of {wanted}"
+    return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
+
+
+def _share(config: ZipcclConfig) -> int:
+    """Return the bytes that the bases of this rank may take: the part of this rank in the limit of its node."""
+    available = host_memory.available()
+    limit = available // AUTO_PART
+    if config.zero3_base_mib:
+        limit = min(config.zero3_base_mib << 20, available - available // LEFT_PART)
+    nodes, rank = group_nodes(resolve_group(None)), dist.get_rank()
+    return limit // next((len(node) for node in nodes if rank in node), group_size(None))
+
+
+def _never_differs(config: ZipcclConfig) -> str:
+    """Return why the config lets no gather of parameters send differences; "" if it does not."""
+    never = {
+        "delta": config.delta == "off",
+        "codec": config.codec == "raw",
+        "mode": config.mode_of("zero_param") == "never",
+    }
+    reasons = ", ".join(key for key, holds in never.items() if holds)
+    return f"no gather would send differences: see {reasons}" if reasons else ""
+
+
+def _usable(
+    params: Sequence[Any],
+    group: dist.ProcessGroup,
+    config: ZipcclConfig,
+    device: torch.device,
+    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]],
+) -> tuple[list[Any], str]:
+    """Return the parameters whose gathers would use a base, and why those of other parameters would not; "" if there are none.
+
+    A base in host memory is faster to read than gloo on any link, also inside a node. On groups in the order of streams measured speeds
+    decide: where moves pass for as long as the job runs, such as inside a node, nothing would read a base, and a network may be faster than
+    the bus to host memory.
+    """
+    members = group_state(group)
+    assert members is not None  # its size is known
+    backend, streams = members.backend(device.type), members.streams(device.type)
+    where = f"on {device.type} over {backend}"
+    dtypes = admission.difference_dtypes(device.type, backend)
+    reason = _never_differs(config)
+    if not reason and not dtypes:
+        reason = f"no differences {where}{': nccl is off' if streams and config.nccl == 'off' else ' yet'}"
+    if not reason and streams:
+        reason = _passes(params, group, config, device, agreed_of, where)
+    if reason:
+        return [], reason
+    some = [param for param in params if gathered_dtype(param) in dtypes]
+    others = dict.fromkeys(str(gathered_dtype(param)).removeprefix("torch.") for param in params)
+    for dtype in dtypes:
+        others.pop(str(dtype).removeprefix("torch."), None)
+    return some, f"no differences of {', '.join(others)} {where}" if others else ""
+
+
+def _passes(
+    params: Sequence[Any],
+    group: dist.ProcessGroup,
+    config: ZipcclConfig,
+    device: torch.device,
+    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]],
+    where: str,
+) -> str:
+    """Return why the gathers of a group in the order of streams use no base; "" if they do."""
+    if not agreed_of(params):
+        off = config.nccl == "off"
+        return f"no differences {where}: {'nccl is off' if off else 'no sizes are agreed on with this optimizer'}"
+    if config.zero3_base == "auto" and config.mode_of("zero_param") == "auto":
+        passes = choice.never_coded("all_gather_into_tensor", group, device.type)
+        if passes is not None:
+            return f"gathers {where} pass: {passes.value}"
+        if not choice.host_bases_gain(group, device.type):
+            return f"the network is faster than host memory {where}"
+    return ""
+
+
+def _allocate(
+    params: Sequence[Any],
+    kind: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]],
+) -> list[BaseSlot]:
+    """Allocate bases of a kind for parameters of one group. A collective of the group; blocks."""
+    found = comm.allocate_bases([_shard_of(param) for param in params], kind, group, device)
+    for param, base in zip(params, found, strict=True):
+        setattr(param, BASE, weakref.ref(base))
+    for one, base in zip(agreed_of(params), found, strict=False):  # as many, or none
+        one.hold(base)
+    return found
+
+
+def _shard_of(param: Any) -> tuple[int, torch.dtype]:
+    """Return the elements of a parameter's shard, and the dtype in which it is gathered."""
+    return param.ds_tensor.ds_numel, gathered_dtype(param)
+
+
+def _size(bases: Sequence[BaseSlot]) -> str:
+    nbytes = sum(base.memory.nbytes for base in bases)
+    mates = max((len(base.mates) for base in bases), default=1)
+    where = f"shared by the {mates} ranks of a node" if mates > 1 else "on every rank"
+    return f"{nbytes / 1e6:.1f} MB, {where}"
+
+
+def take_parameters(output: torch.Tensor, group: dist.ProcessGroup | None) -> Sequence[Any]:
+    """Return the parameters of a gather into ``output``, in the order of their shards; none if they are not known.
+
+    Args:
+        output: ``[ranks * numel]``, the shards of the parameters of each rank end to end.
+    """
+    wanted, members = _wanted.get(), group_state(group)
+    if not wanted or members is None:
+        return ()
+    numel = output.numel() // members.size
+    gathered = [param for param in wanted if param.ds_process_group is group and gathered_dtype(param) == output.dtype]
+    if _shard_numel(gathered) != numel:
+        gathered = gathered[:1]  # one gather per parameter
+    if _shard_numel(gathered) != numel:
+        return ()
+    taken = {id(param) for param in gathered}
+    wanted[:] = [param for param in wanted if id(param) not in taken]
+    return gathered
+
+
+def is_secondary(device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Return whether the parameters that are awaited are gathered from secondary shards over ``group``, in the order of streams.
+
+    Such groups are inside a node (``zero_hpz_partition_size``). The host need not wait there for sizes.
+    """
+    wanted, members = _wanted.get(), group_state(group)
+    if not wanted or members is None or not members.streams(device.type):
+        return False
+    return wanted[0].ds_secondary_tensor is not None and wanted[0].ds_zero_param_process_group is group
+
+
+def base_of(params: Sequence[Any], dtype: torch.dtype) -> comm.SharedBase | None:
+    """Return the base of a gather of these parameters in a dtype, None if one of them has none."""
+    bases = [base for param in params if (base := slot_of(param)) is not None and base.memory.dtype == dtype]
+    return comm.SharedBase(bases) if bases and len(bases) == len(params) else None
+
+
+def _shard_numel(params: Iterable[Any]) -> int:
+    return sum(param.ds_tensor.ds_numel for param in params)
+
+
+def slot_of(param: Any) -> BaseSlot | None:
+    reference = getattr(param, BASE, None)
+    return None if reference is None else reference()

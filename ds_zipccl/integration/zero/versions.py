@@ -1,0 +1,407 @@
+"""Epochs of ZeRO-3's parameters, for gathers with agreed sizes and gathers from bases: what changes shards, and when ranks agree anew.
+
+Every change that DeepSpeed has a function for is a call of all ranks of the parameter's group. Such a call ends the epochs of its
+parameters. In groups in the order of streams an optimizer step is followed by an agreement on sizes, so that no later gather waits. A
+change behind our back, by a write to ``param.ds_tensor``, is noticed where a frame does not fit: then all ranks stop before the next step.
+
+In groups that exchange messages the first gather after a step agrees on the parameters whose bases hold their words, see
+:mod:`ds_zipccl.comm.bases.versions`. A write between two steps is noticed there, and a write in a step before the optimizer step.
+
+No step follows an evaluation, so that the first gather of each of its forward passes agrees: a pass of modules in eval mode, or without
+gradients. So does the first gather of the training that follows. A pass is a call of a module outside of calls of other modules of
+the engine and outside of backward passes: a call of the model, or of a part of it, such as each token of ``generate``. Its first gather
+decides, for gathers are calls of all ranks. This relies on them to gather in calls in the same modes, as programs do that run the same
+lines on all ranks. A rank may make more calls that gather nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ds_zipccl import comm
+from ds_zipccl.comm import Keeper, Kept, Part
+from ds_zipccl.comm.bases.agreed import Agreed
+from ds_zipccl.comm.bases.versions import COPIES
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import hook_points
+from ds_zipccl.integration.zero import gathers
+from ds_zipccl.policy import admission
+
+#: Attribute of a parameter: its agreed sizes. DeepSpeed's parameters have attributes of their engine too.
+_AGREED = "ds_zipccl_agreed"
+#: Attribute of a parameter: the epochs of its base, in a group that exchanges messages.
+_KEPT = "ds_zipccl_kept"
+#: Attribute of an optimizer, and of each of its parameters: the epochs of all of them.
+_EPOCHS = "ds_zipccl_epochs"
+#: Classes, by name, that change parameters in ways that are known here. Other subclasses may change them in the background; SuperOffload's
+#: processes change the optimizer's own copies, and its step the shards.
+_KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3", "DeepSpeedZeRoOffload")
+
+
+class Epochs:
+    """The parameters of one engine, all of them in the order of their numbers, which is the same on all ranks, by partition group.
+
+    ``streams``: the groups in the order of streams. ``steps``: the engine has optimizer steps, before which bases are checked. Without
+    steps each pass is an evaluation, and the keepers count copies.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Any]],
+        config: ZipcclConfig,
+        device: torch.device,
+        streams: Container[Any],
+        steps: bool,
+    ) -> None:
+        self._config, self._device = config, device
+        self.parameters = [param for _, param in named]
+        groups: dict[Any, list[tuple[str, Any]]] = {}
+        for name, param in named:
+            groups.setdefault(param.ds_process_group, []).append((name, param))
+        # The largest first: its ranks learn of failures in smaller groups at once.
+        ordered = sorted(groups.items(), key=lambda item: -_size(item[0]))
+        self._groups = [(group, [param for _, param in some]) for group, some in ordered if group in streams]
+        self._keepers: list[Keeper] = []
+        self._outermost: Any = None  # the module whose call is the pass that runs now
+        #: Outermost modules -> handles of the hooks that tell the end of their calls.
+        self.left: dict[Any, Any] = {}
+        self._passes = self._gathered = 0  # passes that have begun here, and the last of them that has gathered
+        self._evaluates = False  # the pass that has begun last
+        self._stepping = False  # a training pass has gathered since the last step
+        #: Parameters are gathered for a save, which has agreed on all of them.
+        self.saving = False
+        for group, some in ordered:
+            if group in streams:
+                for name, param in some:
+                    setattr(param, _AGREED, Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param)))
+                continue
+            keeper = Keeper(group, config, copies=COPIES if steps else 1)
+            self._keepers.append(keeper)
+            for name, param in some:
+                setattr(param, _KEPT, _kept(name, param, keeper))
+        self._steps = steps and bool(self._keepers)
+
+    def forget(self) -> None:
+        """End the epochs of all parameters."""
+        forget(self.parameters)
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """Note that a call of a module begins. The outermost one outside of a backward pass is a pass. Does not block."""
+        nested = self._outermost not in (None, module)  # a call that was not seen to end ends with the next one
+        if nested or not self._steps or torch._C._current_graph_task_id() != -1:
+            return
+        if module not in self.left:
+
+            def leave(*call: Any) -> None:
+                self._outermost = None
+
+            self.left[module] = module.register_forward_hook(leave, always_call=True)
+        self._outermost, self._passes = module, self._passes + 1
+        self._evaluates = not (module.training and torch.is_grad_enabled())
+
+    def begin_gather(self) -> None:
+        """Let a gather agree anew if it is the first one of an evaluation's pass, or the first one of training after it. Does not block."""
+        if self._outermost is None or self._gathered == self._passes:
+            return
+        self._gathered = self._passes
+        for keeper in self._keepers:
+            if self._evaluates or not (keeper.steps or self._stepping):
+                keeper.refresh()
+            keeper.steps = not self._evaluates
+        self._stepping |= not self._evaluates
+
+    def refresh(self) -> None:
+        """Let the next gather agree on all parameters with bases. Does not block."""
+        for keeper in self._keepers:
+            keeper.refresh()
+
+    def check(self) -> None:
+        """Raise CommError if a frame was refused, or a parameter was written to within its epoch. A collective of every group that has
+        gathered by agreed sizes, or from bases."""
+        for group, _ in self._groups:
+            comm.check_frames(self._device, group, config=self._config)
+        for keeper in self._keepers:
+            keeper.check()
+
+    def check_frames(self, among: Sequence[Any]) -> None:
+        """Raise CommError if a frame was refused. A collective of every group of these parameters that has gathered by agreed sizes."""
+        groups = {param.ds_process_group for param in among}
+        for group, _ in self._groups:
+            if group in groups:
+                comm.check_frames(self._device, group, config=self._config)
+
+    def agree(self) -> None:
+        """Agree on the sizes of parameters that have none and whose shards can be read now. A collective; a host wait for each group.
+
+        On bases the next gather agrees.
+        """
+        self.refresh()
+        self._stepping = False
+        for keeper in self._keepers:
+            keeper.steps = False  # until a training pass gathers
+        for group, params in self._groups:
+            ready = [param for param in params if self._ready(param)]
+            shards = [(getattr(param, _AGREED), param.ds_tensor.detach().view(-1)) for param in ready]
+            comm.agree_sizes(shards, group, config=self._config)
+
+    def _ready(self, param: Any) -> bool:
+        """Return whether the words that the next gather sends are on the device now. Equal on all ranks.
+
+        A parameter that stays gathered is gathered once a step, within the step.
+        """
+        shard = param.ds_tensor
+        on_device = shard.device.type == self._device.type and shard.final_location != "nvme"
+        return on_device and not param.ds_persist
+
+
+def _size(group: Any) -> int:
+    """Return the number of ranks of a group. DeepSpeed 0.19.0 and before do not note it at the parameters."""
+    members = group_state(group)
+    return 0 if members is None else members.size
+
+
+def _kept(name: str, param: Any, keeper: Keeper) -> Kept:
+    """Return the epochs of a parameter's base. They do not keep the parameter alive, as the parameter keeps them."""
+    found = weakref.ref(param)
+
+    def shard() -> torch.Tensor | None:
+        one = found()
+        return None if one is None else one.ds_tensor.detach()
+
+    return Kept(name, shard, lambda: gathers.slot_of(found()), keeper)
+
+
+def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig, device: torch.device) -> None:
+    """Begin the epochs of an engine's parameters, and agree on sizes in groups in the order of streams. A collective.
+
+    Args:
+        optimizer: of ZeRO-3. For an optimizer that may change parameters in the background nothing happens, nor where a DeepSpeed lacks
+            a function whose changes must be learned.
+        named: all parameters of the engine with their names.
+    """
+    named = list(named)
+    for _, param in named:
+        _drop(param)  # what an earlier engine of the module has left
+    known = type(optimizer).__name__ in _KNOWN and not getattr(optimizer, "zenflow", False)
+    if known and hasattr(optimizer, "step"):
+        watch_optimizer(type(optimizer))  # SuperOffload has a step of its own
+    if not known or hook_points.lacking("epochs"):
+        return
+
+    found, streams = [], set()
+    for name, param in named:
+        members = group_state(param.ds_process_group) if hasattr(param, "ds_id") else None
+        if members is None or members.size == 1:
+            continue
+        if members.streams(device.type):
+            streams.add(param.ds_process_group)
+            takes_part = config.nccl != "off"
+        else:
+            takes_part = bool(admission.difference_dtypes(device.type, members.backend(device.type)))
+            takes_part &= param.ds_tensor.final_location != "nvme"  # a shard on disk cannot be compared
+        if takes_part:
+            found.append((name, param))
+    if found:
+        steps = hasattr(optimizer, "step")  # engines that only evaluate have another object in its place
+        epochs = Epochs(sorted(found, key=lambda one: int(one[1].ds_id)), config, device, streams, steps)
+        for one in (optimizer, _offload(optimizer), *epochs.parameters):
+            setattr(one, _EPOCHS, epochs)
+        epochs.agree()
+
+
+def end(optimizer: Any) -> None:
+    """End the epochs of an engine's parameters for good, before their bases go. All ranks call."""
+    if (epochs := getattr(optimizer, _EPOCHS, None)) is None:
+        return
+    for handle in epochs.left.values():
+        handle.remove()
+    for one in {optimizer, _offload(optimizer)}:
+        vars(one).pop(_EPOCHS, None)
+    for param in epochs.parameters:
+        if getattr(param, _EPOCHS, None) is epochs:  # a later engine may have begun others
+            _drop(param)
+
+
+def _offload(optimizer: Any) -> Any:
+    """Return the object of ZeRO-3 that fetches parameters; it stands for the optimizer where nothing is trained."""
+    return getattr(optimizer, "parameter_offload", optimizer)
+
+
+def _drop(param: Any) -> None:
+    for name in (_AGREED, _KEPT, _EPOCHS, gathers.BASE):
+        vars(param).pop(name, None)
+
+
+def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
+    """Return the agreed sizes of the parameters of a gather, or nothing if one of them takes no part."""
+    found = [one for param in params if (one := getattr(param, _AGREED, None)) is not None]
+    return found if len(found) == len(params) else ()
+
+
+def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
+    """Return the parameters of a gather in a dtype as parts of it, or nothing if none of them has a base that fits the gather."""
+    kept = [getattr(param, _KEPT, None) for param in params]
+    if not any(one is not None and one.slot() is not None for one in kept):
+        return ()
+    found = []
+    for param, one in zip(params, kept, strict=True):
+        numel, slot = param.ds_tensor.ds_numel, None if one is None else one.slot()
+        fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
+        found.append(Part(numel, one if fits else None))
+    if not any(part.kept is not None for part in found):
+        return ()
+    for some in _by_epochs(params):
+        getattr(some[0], _EPOCHS).begin_gather()
+    return found
+
+
+def forget(params: Iterable[Any]) -> None:
+    """End the epochs of parameters. All ranks of their groups call."""
+    for param in params:
+        for name in (_AGREED, _KEPT):
+            one = getattr(param, name, None)
+            if one is not None:
+                one.forget()
+
+
+@contextlib.contextmanager
+def changing(optimizer: Any) -> Iterator[None]:
+    """Surround a change of any of an optimizer's parameters, during which parameters may be gathered; then agree anew. A collective."""
+    epochs = getattr(optimizer, _EPOCHS, None)
+    if epochs is None:
+        yield
+        return
+    epochs.forget()
+    yield
+    epochs.forget()
+    epochs.agree()
+
+
+@contextlib.contextmanager
+def saving(optimizer: Any) -> Iterator[None]:
+    """Surround a save of all parameters, one after the other: all of them are agreed on at once. All ranks call."""
+    epochs = getattr(optimizer, _EPOCHS, None)
+    if epochs is None:
+        yield
+        return
+    epochs.refresh()
+    epochs.saving = True
+    try:
+        yield
+    finally:
+        epochs.saving = False
+
+
+def watch_partitions(init: Any, gathered: Any) -> None:
+    """Let partitions of changed parameters, such as those of ``GatheredParameters``, and conversions to partitioned parameters end epochs.
+    Where a program gets gathered parameters to read or to save, all their frames were accepted.
+
+    Repeating the call does nothing.
+
+    Args:
+        init: ``deepspeed.zero.Init``.
+        gathered: ``deepspeed.zero.GatheredParameters``.
+    """
+
+    def partition(original: Callable[..., Any], self: Any, param_list: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("has_been_updated", args[1] if len(args) > 1 else False):
+            forget(param_list)
+        return original(self, param_list, *args, **kwargs)
+
+    def convert(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
+        _drop(param)
+        return original(self, param, *args, **kwargs)
+
+    def enter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = self.params if self.enabled else ()
+        for one in params:  # a program that reads parameters gets the words that are there now
+            kept = getattr(one, _KEPT, None)
+            if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, _EPOCHS).saving:
+                kept.refresh()
+        result = original(self, *args, **kwargs)
+        for some in _by_epochs(params):
+            getattr(some[0], _EPOCHS).check_frames(some)
+        return result
+
+    _surround("GatheredParameters.__enter__", gathered, enter)
+    _surround("Init._partition", init, partition)
+    _surround("Init._convert_to_deepspeed_param", init, convert)
+
+
+def _by_epochs(params: Iterable[Any]) -> Iterable[Sequence[Any]]:
+    """Return the parameters that have epochs, by engine."""
+    found: dict[int, list[Any]] = {}
+    for param in params:
+        if hasattr(param, _EPOCHS):
+            found.setdefault(id(getattr(param, _EPOCHS)), []).append(param)
+    return found.values()
+
+
+def watch_passes(offload: Any) -> None:
+    """Note forward passes in ``DeepSpeedZeRoOffload``, whose methods fetch the parameters of modules. Repeating the call does nothing."""
+
+    def fetch(original: Callable[..., Any], self: Any, sub_module: Any, *args: Any, **kwargs: Any) -> Any:
+        epochs = getattr(self, _EPOCHS, None)
+        if epochs is not None:
+            epochs.enter(sub_module)
+        return original(self, sub_module, *args, **kwargs)
+
+    _surround("DeepSpeedZeRoOffload.pre_sub_module_forward_function", offload, fetch)
+
+
+def watch_optimizer(kind: Any) -> None:
+    """Let the methods of ZeRO-3's optimizer that change parameters end epochs. Repeating the call does nothing.
+
+    Args:
+        kind: ``DeepSpeedZeroOptimizer_Stage3``, or its subclass.
+    """
+
+    def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        epochs = getattr(self, _EPOCHS, None)
+        if epochs is None:
+            return original(self, *args, **kwargs)
+        epochs.check()
+        trained = [param for group in self.fp16_groups for param in group]
+        forget(trained)  # the step itself gathers parameters that stay gathered
+        result = original(self, *args, **kwargs)
+        forget(trained)
+        epochs.agree()
+        return result
+
+    def load(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        with changing(self):
+            return original(self, *args, **kwargs)
+
+    def set_param(
+        original: Callable[..., Any], self: Any, value: Any, param: Any, optim_state_key: Any = None, **kwargs: Any
+    ) -> Any:
+        # The optimizer's copy has 32 bits. A shard of 16 bits changes with the next step; one of 32 bits is that copy.
+        if optim_state_key is None and param.ds_tensor.dtype is torch.float32:
+            forget([param])
+        return original(self, value, param, optim_state_key, **kwargs)
+
+    _surround("DeepSpeedZeroOptimizer_Stage3.step", kind, step)
+    _surround("DeepSpeedZeroOptimizer_Stage3.load_state_dict", kind, load)
+    # set_local_hp_param is no call of all ranks: it counts as a write to the shard.
+    _surround("DeepSpeedZeroOptimizer_Stage3.set_full_hp_param", kind, set_param)
+
+
+def _surround(point: str, kind: Any, around: Callable[..., Any]) -> None:
+    """Let ``around`` be called in place of the method of ``kind`` at a hook point, with the method as its first argument."""
+    original = hook_points.fitting(point, kind)
+    if original is None or hasattr(original, "ds_zipccl_epochs"):
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    method.ds_zipccl_epochs = True  # type: ignore[attr-defined]
+    setattr(kind, point.rpartition(".")[2], method)
