@@ -24,7 +24,6 @@ class Budget(NamedTuple):
 #: Folder -> its budget; the files of the folder itself are not those of a folder named beside it.
 BUDGETS = {
     "ds_zipccl": Budget(1_500, 1_450),
-    "ds_zipccl/bench": Budget(6_800, 0),
     "ds_zipccl/cli": Budget(1_920, 3_000),
     "ds_zipccl/codecs": Budget(3_240, 2_900),
     "ds_zipccl/comm": Budget(12_020, 9_800),
