@@ -17,7 +17,7 @@ from ds_zipccl.comm.decision import Choice, open_context, open_device_context
 from ds_zipccl.comm.device import sizes
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.stream_work import StreamWork
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.comm.host.pipeline import abandon
@@ -218,19 +218,19 @@ def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
     with torch.inference_mode(), tensors.undisturbed():
         ctx = open_device_context(request, choice.decision)
         ctx.kind = request.kind
-        inputs, outputs = _flat_on_lane(ctx, request)
+        inputs, outputs = _flat_on_stream(ctx, request)
         try:
             schedule.enqueue(ctx, inputs, outputs)
-            with ctx.lanes.on(Lane.DECODE):
+            with ctx.streams.on(Stage.DECODE):
                 _copy_back(outputs, request.outputs)
         except BaseException:
-            ctx.lanes.abandon([*inputs, *outputs, *request.inputs, *request.outputs])
+            ctx.streams.abandon([*inputs, *outputs, *request.inputs, *request.outputs])
             raise
-        event = ctx.lanes.record(Lane.DECODE)
+        event = ctx.streams.record(Stage.DECODE)
     keep = [*inputs, *outputs, *request.inputs, *request.outputs]
-    handle = StreamWork(ctx.where(), ctx.lanes, event, request.outputs, keep)
+    handle = StreamWork(ctx.where(), ctx.streams, event, request.outputs, keep)
     logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
-    counters.record(request.role, request.op, logical, ctx.wire_bytes, ctx.lanes.nbytes(), kind=request.kind)
+    counters.record(request.role, request.op, logical, ctx.wire_bytes, ctx.streams.nbytes(), kind=request.kind)
     if request.async_op and shadow is None:
         return handle
     handle.wait()
@@ -299,19 +299,19 @@ def _problem(call: Call, error: BaseException) -> str:
     return str(error).removeprefix(f"{call.where()}: ").strip() or repr(error)
 
 
-def _flat_on_lane(ctx: DeviceContext, request: Request) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _flat_on_stream(ctx: DeviceContext, request: Request) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the inputs and outputs of a request, flat.
 
-    Copies are memory of a lane, so that they can be freed when any stream has waited: the caller's stream may be another one than the
+    Copies are memory of a stream, so that they can be freed when any stream has waited: the caller's stream may be another one than the
     stream that waits, and would then use their memory again too early.
     """
     order = memory_order if request.memory_order else logical_order
-    with ctx.lanes.on(Lane.DECODE):
+    with ctx.streams.on(Stage.DECODE):
         inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
     pairs = zip((*inputs, *outputs), (*request.inputs, *request.outputs), strict=True)
     if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in pairs):
-        for lane in (Lane.ENCODE, Lane.WIRE):
-            ctx.lanes.order(Lane.DECODE, lane)
+        for stage in (Stage.ENCODE, Stage.WIRE):
+            ctx.streams.order(Stage.DECODE, stage)
     return inputs, outputs
 
 

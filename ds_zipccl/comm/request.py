@@ -46,7 +46,8 @@ class DeviceSchedule(Protocol):
     """A schedule that has another algorithm over collectives in the order of a device's streams."""
 
     def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Put the work on the lanes, the last of it on the decoding lane; the host waits at most for a verdict. Tensors as for ``run``."""
+        """Put the work on the streams, the last of it on the decoding stream; the host waits at most for an agreement. Tensors as for
+        ``run``."""
         ...
 
 

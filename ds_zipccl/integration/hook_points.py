@@ -1,7 +1,7 @@
 """The names of DeepSpeed and torch that this package replaces or wraps, and the parameters that it relies on.
 
 A name that is missing, or that takes other parameters, is left as it is. The traffic that the name stands for then stays as DeepSpeed sends
-it, and rank 0 says so in a line at the start. The places that a lossy codec needs are in :data:`.lossy_calls.SITES`.
+it, and rank 0 says so in a line at the start. The places that a lossy codec needs are in :data:`.lossy.calls.SITES`.
 """
 
 from __future__ import annotations

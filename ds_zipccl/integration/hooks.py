@@ -15,7 +15,7 @@ from deepspeed.comm.torch import TorchBackend
 
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.sizes import finish
-from ds_zipccl.comm.device.streams import lanes_of
+from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.host.repeats import memory
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
 from ds_zipccl.integration import bypassed, comms_logging, hook_points, moe_calls, replicated, roles
@@ -287,7 +287,7 @@ def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     memory.forget()
     versions.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
     if getattr(engine, "ds_zipccl_bases", None):
-        finish(lanes_of(engine.device))
+        finish(streams_of(engine.device))
     engine.ds_zipccl_bases = None
     state.forget(engine)
     return original()

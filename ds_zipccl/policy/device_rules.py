@@ -26,8 +26,8 @@ NVLINK, PCIE = 370e9, 22e9
 HOST_BUS = 50e9
 #: Bytes of words a second of the codec (seed: the goal of the kernels on an H100; measured at the start of a job).
 CODEC = 1e12
-#: Seconds (seed): launches of an operation's pieces; a verdict, for which the host waits; messages of an exchange between ranks.
-LAUNCH_S, VERDICT_S, EXCHANGE_S = 30e-6, 80e-6, 50e-6
+#: Seconds (seed): launches of an operation's pieces; an agreement, for which the host waits; messages of an exchange between ranks.
+LAUNCH_S, AGREEMENT_S, EXCHANGE_S = 30e-6, 80e-6, 50e-6
 #: Pieces of an operation, as :data:`ds_zipccl.policy.wire.DEVICE_FRAGMENTS`.
 PIECES = 4
 #: Least bytes of a piece where there are several, as :data:`ds_zipccl.policy.wire.DEVICE_FRAGMENT_BYTES`.
@@ -39,8 +39,8 @@ CLEARLY = 1.05
 #: Bytes a second of a node's network cards above which moves are plain (seed: between 8 x 200 Gbit/s, where gathers gain, and 8 x 400
 #: Gbit/s, where decoding takes as much of the computing as the shorter gathers give).
 FAST_NODE = 250e9
-#: An exchange must gain this many verdicts (seed: computing waits for the experts, and the host for the verdict).
-VERDICTS_GAINED = 3.0
+#: An exchange must gain this many agreements (seed: computing waits for the experts, and the host for the agreement).
+AGREEMENTS_GAINED = 3.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DeviceProfile:
     """The speeds of the slowest rank of a group, in bytes a second, and its delays in seconds.
 
     ``network``: all network cards of a node together, each way. ``inside``: one rank, to the ranks of its node. ``encode``, ``decode``:
-    words of one rank. ``launch``, ``verdict``, ``exchange``: see :data:`LAUNCH_S`.
+    words of one rank. ``launch``, ``agreement``, ``exchange``: see :data:`LAUNCH_S`.
 
     Raises:
         ValueError: a number is not finite or not above 0.
@@ -84,7 +84,7 @@ class DeviceProfile:
     encode: float = CODEC
     decode: float = CODEC
     launch: float = LAUNCH_S
-    verdict: float = VERDICT_S
+    agreement: float = AGREEMENT_S
     exchange: float = EXCHANGE_S
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ def coded_seconds(
     Args:
         kind, nbytes: as for :func:`plain_seconds`.
         ratio: words over frames, that of bf16 if None.
-        waits: verdicts of a gather: 0 where sizes are agreed ahead, otherwise 1. Sums and exchanges always have one.
+        waits: agreements of a gather: 0 where sizes are agreed ahead, otherwise 1. Sums and exchanges always have one.
         two_levels: sums go inside the nodes first where :attr:`Topology.levels` is true; otherwise by an exchange of all ranks.
         pieces: pieces of the operation.
     """
@@ -125,8 +125,8 @@ def coded_seconds(
     encode, decode = coding_seconds(kind, nbytes, topology, profile, two_levels=two_levels)
     if kind == GATHER:
         wire = _ring_wire(nbytes, topology, profile) / ratio
-        return profile.launch + waits * profile.verdict + _pipeline((encode, wire, decode), pieces)
-    fixed = profile.launch + profile.verdict + profile.exchange
+        return profile.launch + waits * profile.agreement + _pipeline((encode, wire, decode), pieces)
+    fixed = profile.launch + profile.agreement + profile.exchange
     if kind == ALL_TO_ALL:  # in one piece
         return fixed + encode + decode + _all_to_all_wire(nbytes, topology, profile, ratio)
     if two_levels:
@@ -206,5 +206,5 @@ def _break_even(kind: str, topology: Topology, profile: DeviceProfile, waits: in
 
     fixed = coded(0.0)
     a_byte = (plain_seconds(kind, NOMINAL_BYTES, topology, profile) - (coded(NOMINAL_BYTES) - fixed)) / NOMINAL_BYTES
-    wanted = (VERDICTS_GAINED - 1) * profile.verdict if kind == ALL_TO_ALL else 0.0
+    wanted = (AGREEMENTS_GAINED - 1) * profile.agreement if kind == ALL_TO_ALL else 0.0
     return (fixed + wanted) / a_byte if a_byte > 0 else math.inf

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_zipccl.policy import wire
-from ds_zipccl.policy.device_rules import VERDICTS_GAINED, DeviceProfile
+from ds_zipccl.policy.device_rules import AGREEMENTS_GAINED, DeviceProfile
 
-#: Without a measured link: a coded call must send this many bytes less between nodes (seed: some verdicts at 10 GB/s a rank).
+#: Without a measured link: a coded call must send this many bytes less between nodes (seed: some agreements at 10 GB/s a rank).
 LEAST_SAVED_BYTES = 5 << 20
-#: Plain calls after a coded one that did not pay (seed: one useless verdict in so many calls costs little).
+#: Plain calls after a coded one that did not pay (seed: one useless agreement in so many calls costs little).
 PLAIN_CALLS = 31
 #: Sizes of steps among which the ranks choose: 1, 2, 4, ... frames of a pair of ranks (seed: up to a segment of some GiB).
 STEP_SIZES = 16
 
 
 def pays(nbytes: float, coded: float, each: int, profile: DeviceProfile | None) -> bool:
-    """Return whether coding an exchange saves more than VERDICTS_GAINED verdicts, one of which it waits for.
+    """Return whether coding an exchange saves more than VERDICTS_GAINED agreements, one of which it waits for.
 
     Args:
         nbytes: most bytes of words that a rank sends to ranks of other nodes.
@@ -27,7 +27,7 @@ def pays(nbytes: float, coded: float, each: int, profile: DeviceProfile | None) 
     if profile is None:
         return nbytes - coded >= LEAST_SAVED_BYTES
     coding = profile.launch + nbytes / profile.encode + nbytes / profile.decode
-    return (nbytes - coded) * each / profile.network - coding > VERDICTS_GAINED * profile.verdict
+    return (nbytes - coded) * each / profile.network - coding > AGREEMENTS_GAINED * profile.agreement
 
 
 def between_nodes(nodes: Sequence[Sequence[int]], ranks: int) -> float:

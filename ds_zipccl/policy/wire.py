@@ -112,7 +112,7 @@ def even(numels: Sequence[int]) -> bool:
 
 
 def device_sum_numel(numel: int, itemsize: int, rows: int, budget: int) -> int:
-    """Return the elements of a part that are summed with one verdict. ``rows``: parts of ``numel`` elements that a rank holds meanwhile.
+    """Return the elements of a part that are summed with one agreement. ``rows``: parts of ``numel`` elements that a rank holds meanwhile.
 
     The rows fit half of the ``budget``.
     """

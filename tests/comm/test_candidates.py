@@ -291,8 +291,8 @@ def by_nodes(rank: int, ranks: int, nodes: int) -> list[str]:
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 2), (6, 3)])
 def test_gathers_by_node(ranks: int, nodes: int) -> None:
-    seats = ranks // nodes
-    everyone, chosen = ranks - 1, (nodes - 1) + (seats - 1) * nodes  # frames that a rank sends
+    local_ranks = ranks // nodes
+    everyone, chosen = ranks - 1, (nodes - 1) + (local_ranks - 1) * nodes  # frames that a rank sends
     for calls in runner.run(by_nodes, ranks, nodes):
         calls_each = tuner_rules.TRIAL_CALLS
         assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each

@@ -292,7 +292,7 @@ def by_node(rank: int, ranks: int) -> None:
     """Two nodes of two ranks, each of which has one copy: an edit on one rank is a miss of all, and copies are compared by hash."""
     topology.here = lambda: "left" if rank < 2 else "right"
     one = Rank(rank, ranks)
-    assert one.slots[0].mates == ([0, 1] if rank < 2 else [2, 3])
+    assert one.slots[0].node_ranks == ([0, 1] if rank < 2 else [2, 3])
     one.settle()
     if rank == 3:
         by_data(one)

@@ -189,7 +189,7 @@ def in_namespace(rank: int, folder: str) -> None:
     trainer.gather(0, 2)
     trainer.step()
     assert trainer.gather(0, 2) == {"": 1}
-    print(os.getpid() == 1, list(trainer.kept[0].mates))
+    print(os.getpid() == 1, list(trainer.kept[0].node_ranks))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -9,19 +9,22 @@ import host_waits
 import pytest
 from places import PACKAGE
 
-DEVICE = PACKAGE / "comm/device"
+DEVICE, BASES = PACKAGE / "comm/device", PACKAGE / "comm/bases"
+#: Bases whose work is on streams.
+ON_DEVICE = [BASES / f"{name}.py" for name in ("agreed", "on_device", "proof")]
 #: File -> functions that may wait: errors have been found then.
 ALLOWED = {"reports.py": ("describe",)}
 #: Modules whose annotations say which functions and attributes are tensors.
 KNOWN = (
     *sorted(DEVICE.glob("*.py")),
+    *ON_DEVICE,
     PACKAGE / "tensors.py",
     PACKAGE / "kernels/cuda/frames.py",
     PACKAGE / "kernels/cuda/backend.py",
 )
-FILES = [file for file in sorted(DEVICE.glob("*.py")) if file.name != "verdict.py"]
+FILES = [file for file in [*sorted(DEVICE.glob("*.py")), *ON_DEVICE] if file.name != "sizes.py"]
 #: Files with the methods ``enqueue``, which are on the device too.
-OPS = sorted((PACKAGE / "comm/ops").glob("*.py"))
+OPS = [*sorted((PACKAGE / "comm/ops").glob("*.py")), BASES / "agreement.py", BASES / "gather.py"]
 
 #: Mistakes, each a line of a function with these arguments.
 ARGUMENTS = "ctx: DeviceContext, words: torch.Tensor, many: Sequence[torch.Tensor], shard: Shard, piece: Piece"
@@ -31,7 +34,7 @@ MISTAKES = [
     "words.cpu()",
     "words.to('cpu')",
     "torch.cuda.synchronize()",
-    "ctx.lanes.record(Lane.WIRE).synchronize()",
+    "ctx.streams.record(Stage.WIRE).synchronize()",
     "words.nonzero()",
     "return bool(words)",
     "return int(words[3])",
@@ -50,7 +53,7 @@ MISTAKES = [
     "for number, (one, other) in enumerate(zip(many, many)):\n        int(one)",
     "sizes = encoded_sizes(ctx, many)\n    return max(sizes)",
     "sizes = encoded_sizes(ctx, many)\n    return range(sizes[0])",
-    "with ctx.lanes.slab(3, 4) as slab:\n        return int(slab[0])",
+    "with ctx.streams.staging(3, 4) as staging:\n        return int(staging[0])",
     "raise ctx.error(f'got {words}')",
 ]
 #: Code that reads nothing of a device.
@@ -58,7 +61,7 @@ RIGHT = [
     "return int(words.numel()) if words.numel() else 0",
     "if words.shape[0] > 3: return",
     "if many: return bool(many)",
-    "return bool(ctx.lanes.record(Lane.WIRE).query())",
+    "return bool(ctx.streams.record(Stage.WIRE).query())",
     "if shard.own.data_ptr() == words.data_ptr(): return",
     "if words is None: return",
     "return [one for one in many if one.numel()]",
@@ -88,7 +91,7 @@ def test_enqueueing_does_not_wait(known: host_waits.Known, file: Path) -> None:
 
 def test_what_waits_is_seen(known: host_waits.Known) -> None:
     """The two places where the host waits."""
-    assert host_waits.waits(tree(DEVICE / "verdict.py"), known)
+    assert host_waits.waits(tree(DEVICE / "sizes.py"), known)
     assert host_waits.waits(tree(DEVICE / "reports.py"), known)
     assert any("def enqueue" in file.read_text() for file in OPS)
 

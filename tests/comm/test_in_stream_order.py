@@ -12,7 +12,7 @@ import torch
 
 from ds_zipccl.comm.device import sizes
 from ds_zipccl.comm.device.reports import Reports
-from ds_zipccl.comm.device.streams import Lanes
+from ds_zipccl.comm.device.streams import Streams
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.ops import OPS
 
@@ -42,8 +42,8 @@ def wrong_words() -> None:
     """From now on the first element of every gathered tensor has a wrong bit."""
     decode = CudaRoute.decode_gather
 
-    def wrong(self: CudaRoute, slab: torch.Tensor, table: Any, outs: Any, *more: Any, **named: Any) -> None:
-        decode(self, slab, table, outs, *more, **named)
+    def wrong(self: CudaRoute, staging: torch.Tensor, table: Any, outs: Any, *more: Any, **named: Any) -> None:
+        decode(self, staging, table, outs, *more, **named)
         outs[0].view(torch.uint8)[:1] ^= 1
 
     CudaRoute.decode_gather = wrong  # type: ignore[method-assign]
@@ -55,8 +55,8 @@ def test_a_wrong_bit_is_noticed() -> None:
 
 
 def test_memory_that_is_kept_is_written_in_any_mode() -> None:
-    """Verdicts are in inference mode and outside; a tensor of inference mode could be written only there."""
-    lanes = Lanes(torch.device("cpu"))
+    """Agreements are in inference mode and outside; a tensor of inference mode could be written only there."""
+    streams = Streams(torch.device("cpu"))
     with torch.inference_mode():
-        kept = [sizes._host(lanes, 5000), Reports(lanes.device).words, lanes._new(64).memory]
+        kept = [sizes._host(streams, 5000), Reports(streams.device).words, streams._new(64).memory]
     assert not any(one.is_inference() for one in kept)

@@ -128,7 +128,7 @@ def other_order_of_nodes() -> None:
 
     def wrong(self: Any, ctx: Any, *more: Any) -> None:
         build(self, ctx, *more)
-        self._seat = self._seat[::-1]
+        self._local_rank = self._local_rank[::-1]
 
     sums_by_node.NodeAdder.__init__ = wrong  # type: ignore[method-assign]
 
@@ -356,7 +356,7 @@ def garbage(rank: int, ranks: int, group: dist.ProcessGroup, op: str) -> None:
 
 @pytest.mark.parametrize("op", ["reduce_scatter_tensor", "all_reduce"])
 def test_damaged_frames_raise(tmp_path: Path, op: str) -> None:
-    """Frames of rank 1, to its neighbor in the node and to the rank of its seat in the other node."""
+    """Frames of rank 1, to its neighbor in the node and to the rank of its local rank in the other node."""
     said = test_failure.survive(tmp_path, garbage, 4, op)
     assert sorted(said) == [0, 1, 2, 3]
     assert "frame from global rank 1 refused: VERSION: " in said[0] and all(said[rank] for rank in (2, 3)), said

@@ -86,7 +86,7 @@ def by_node(rank: int, ranks: int) -> None:
     """Two nodes of two ranks: each pair has one copy, and shards may come by way of the other rank of a node."""
     topology.here = lambda: "left" if rank < 2 else "right"
     trainer = Trainer(rank, ranks, "host")
-    assert [kept.mates for kept in trainer.kept] == [[0, 1] if rank < 2 else [2, 3]] * len(SHARDS)
+    assert [kept.node_ranks for kept in trainer.kept] == [[0, 1] if rank < 2 else [2, 3]] * len(SHARDS)
     for nodes in ([], [[0, 1], [2, 3]]):
         group_state(None).nodes = nodes
         trainer.gather(0, 2)
@@ -120,7 +120,7 @@ def edited(rank: int, ranks: int) -> None:
 def mistaken(rank: int, ranks: int) -> None:
     """A rank takes the copy of another tensor, then one whose last gather it has missed."""
     trainer = Trainer(rank, ranks, "device")
-    trainer.kept.append(BaseSlot(trainer.kept[0].memory.clone(), trainer.kept[0].mates, 99))
+    trainer.kept.append(BaseSlot(trainer.kept[0].memory.clone(), trainer.kept[0].node_ranks, 99))
     trainer.masters.append(trainer.masters[0] + 1)
     trainer.gather(0)
     trainer.gather(3)
@@ -173,7 +173,7 @@ def in_a_container(rank: int, ranks: int) -> int:
     trainer.gather(0, 2)
     trainer.step()
     assert trainer.gather(0, 2) == {"": 1}
-    return len(trainer.kept[0].mates)
+    return len(trainer.kept[0].node_ranks)
 
 
 def test_containers_of_one_host_have_copies_of_their_own() -> None:

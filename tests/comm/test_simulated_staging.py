@@ -123,7 +123,7 @@ def waits_without(number: int) -> Any:
         (waits_without(2), ("status.py", "copy")),
         (waits_without(7), ("copy", "torch neg")),
     ],
-    ids=["caller", "headers", "verdicts", "end"],
+    ids=["caller", "headers", "agreements", "end"],
 )
 def test_a_dropped_wait_is_noticed(
     route: CudaRoute, monkeypatch: pytest.MonkeyPatch, plant: Any, places: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The choice between plain and coded moves by times of whole steps: it finds the better arm, ignores noise, and costs little."""
+"""The choice between plain and coded moves by times of whole steps: it finds the better schedule, ignores noise, and costs little."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Step = Callable[[int], float]
 
 
 class Job:
-    """A job whose steps take the seconds of its arm, times a noise."""
+    """A job whose steps take the seconds of its schedule, times a noise."""
 
     def __init__(self, start: str, plain: Step, coded: Step, noise: Callable[[int], float]) -> None:
         self.tuner = StepTuner(start)
         self._seconds = {PLAIN: plain, CODED: coded}
         self._noise = noise
         self._times: list[float] = []
-        self.arms: list[str] = []
+        self.schedules: list[str] = []
         self.chosen: list[str] = []
         self.agreements: list[int] = []
         self.spent = 0.0
 
     def run(self, steps: int) -> Job:
         for _ in range(steps):
-            number = len(self.arms)
-            self.arms.append(self.tuner.arm)
-            seconds = self._seconds[self.tuner.arm](number) * self._noise(number)
+            number = len(self.schedules)
+            self.schedules.append(self.tuner.schedule)
+            seconds = self._seconds[self.tuner.schedule](number) * self._noise(number)
             self.spent += seconds
             timed, agree = self.tuner.end_step()
             if timed:
@@ -96,7 +96,7 @@ def test_trials_cost_little(slower: float) -> None:
     before = job.spent
     job.run(20_000)
     assert job.tuner.chosen == CODED and (job.spent - before) / 20_000 <= 1.0 + step_rules.PROBE_SHARE
-    assert job.arms[100:].count(PLAIN) > 0 and len(job.agreements) < 40
+    assert job.schedules[100:].count(PLAIN) > 0 and len(job.agreements) < 40
 
 
 def test_a_change_of_the_network_is_found() -> None:
@@ -110,7 +110,7 @@ def test_a_change_of_the_network_is_found() -> None:
 
 
 def test_a_probe_alone_switches_nothing() -> None:
-    """A probe that finds the other arm better is followed by a whole trial."""
+    """A probe that finds the other schedule better is followed by a whole trial."""
     job = Job(PLAIN, lambda step: 1.0, lambda step: 1.1, lambda step: 1.0).run(100)
     while job.tuner.end_step().timed is False:  # up to the probe
         pass
@@ -139,7 +139,7 @@ def test_arms_follow_step_numbers_and_agreed_times_alone() -> None:
     rng = random.Random(5)
     timed = 0
     for _ in range(5000):
-        assert one.arm == two.arm
+        assert one.schedule == two.schedule
         ended = one.end_step()
         assert ended == two.end_step()
         timed += ended.timed

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.comm import work
 from ds_zipccl.comm.device.stream_work import StreamWork
-from ds_zipccl.comm.device.streams import lanes_of
+from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.config import ZipcclConfig
@@ -209,7 +209,7 @@ def test_a_future_that_is_asked_for_late_is_done() -> None:
 def test_handles_are_those_of_torch() -> None:
     """Programs ask for the type, and torch's own functions too."""
     posted = work.PostedWork("send", [], lambda timeout: None, lambda: 0)
-    on_streams = StreamWork("trial", lanes_of(torch.device("cpu")), None, [], [])
+    on_streams = StreamWork("trial", streams_of(torch.device("cpu")), None, [], [])
     for handle in (work.done("trial", []), posted, work.JoinedWork("trial", [], []), on_streams):
         assert isinstance(handle, dist.Work)
         assert handle.wait() and handle.is_completed() and handle.is_success() and handle.exception() is None

@@ -183,7 +183,7 @@ def stopped(lab: Lab, by: Callable[[Any], None]) -> None:
     lab.ends("before", {})
     by(engine)
     before = engines.sha256(engine.module)
-    with pytest.raises(CommError) as raised:  # the verdict of a coded sum comes first, where there is one
+    with pytest.raises(CommError) as raised:  # the agreement of a coded sum comes first, where there is one
         lab.backward(engine)
         engine.step()
     lab.losses.append(str(raised.value))

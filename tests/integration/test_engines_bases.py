@@ -37,7 +37,7 @@ def written(lab: Lab, between_batches: bool) -> None:
         with torch.no_grad():
             engine.module.layers[1].weight.ds_tensor.mul_(0.5)
     before = engines.sha256(engine.module)
-    with pytest.raises(CommError) as raised:  # the verdict of a coded sum comes first, where there is one
+    with pytest.raises(CommError) as raised:  # the agreement of a coded sum comes first, where there is one
         for _ in range(1 if between_batches else 2):
             lab.backward(engine)
             engine.step()

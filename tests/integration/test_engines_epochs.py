@@ -239,7 +239,7 @@ def by_node(lab: Lab) -> None:
     topology.here = lambda: f"node {lab.rank // 2}"
     HPZ(lab)
     slot = gathers.slot_of(lab.engines[0].module.layers[0].weight)
-    lab.losses.append("" if slot is None else f"{slot.mates}")
+    lab.losses.append("" if slot is None else f"{slot.node_ranks}")
 
 
 def written(lab: Lab) -> None:

@@ -223,8 +223,8 @@ def flip_a_bit() -> None:
     """From now on the first element of every gathered tensor has a wrong bit."""
     decode = CudaRoute.decode_gather
 
-    def wrong(self: CudaRoute, slab: torch.Tensor, table: Any, outs: Any, *more: Any, **named: Any) -> None:
-        decode(self, slab, table, outs, *more, **named)
+    def wrong(self: CudaRoute, staging: torch.Tensor, table: Any, outs: Any, *more: Any, **named: Any) -> None:
+        decode(self, staging, table, outs, *more, **named)
         first = outs if isinstance(outs, torch.Tensor) else outs[0]
         first.view(torch.uint8)[:1] ^= 1
 

@@ -191,9 +191,9 @@ def test_every_backend_has_a_job_of_its_own(backend: ModuleType) -> None:
 def test_only_a_step_of_zero_1_and_2_gathers_in_place(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of steps, as when a checkpoint is saved, and in those of ZeRO-3 only what was asked for is known."""
     given: list[tuple[Any, Any]] = []
-    monkeypatch.setattr(backend.zero_gathers, "take_parameters", lambda *call: given.append(call) or ["weight"])
-    monkeypatch.setattr(backend.zero_gathers, "base_of", lambda params, dtype: f"base of {params} in {dtype}")
-    monkeypatch.setattr(backend.zero_epochs, "agreed_of", lambda params: f"sizes of {params}")
+    monkeypatch.setattr(backend.gathers, "take_parameters", lambda *call: given.append(call) or ["weight"])
+    monkeypatch.setattr(backend.gathers, "base_of", lambda params, dtype: f"base of {params} in {dtype}")
+    monkeypatch.setattr(backend.versions, "agreed_of", lambda params: f"sizes of {params}")
     output = torch.empty(4)
     found = {stage: backend.gather_parameters(Job(stepping=stage), output, DATA) for stage in (0, 1, 2, 3)}
     known = {"base": "base of ['weight'] in torch.float32", "agreed": "sizes of ['weight']"}
@@ -219,7 +219,7 @@ SUMS: dict[str, tuple[tuple[str, str, set[int], int, Any], Any, bool]] = {
 def test_sums_that_go_to_all_ranks_are_counted(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     (owner_only, role, stages, numel, known), taken, told = SUMS[case]
     counted: list[Any] = []
-    monkeypatch.setattr(backend.zero_buckets, "take_owners", lambda tensor, op, group, async_op: known)
+    monkeypatch.setattr(backend.buckets, "take_owners", lambda tensor, op, group, async_op: known)
     monkeypatch.setattr(backend.counters, "record_whole", lambda *args: counted.append(args))
     config = ZipcclConfig(enabled=True, min_bytes=4000, owner_only=owner_only)  # type: ignore[arg-type]
     asked = Job(config=config, zero_stages=frozenset(stages))

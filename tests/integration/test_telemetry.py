@@ -16,7 +16,7 @@ from ds_zipccl.telemetry.step_log import StepLog
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(counters, "memory", dict)  # other tests of the process have slabs
+    monkeypatch.setattr(counters, "memory", dict)  # other tests of the process have staging buffers
     counters.reset()
     yield
     counters.reset()

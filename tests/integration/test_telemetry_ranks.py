@@ -16,7 +16,7 @@ from backend_programs import succeed
 from places import ROOT
 from torch.profiler import ProfilerActivity, profile
 
-from ds_zipccl.comm.device.streams import Lane, lanes_of
+from ds_zipccl.comm.device.streams import Stage, streams_of
 from ds_zipccl.telemetry import comms_log, counters, monitor, ranges
 
 RANGES = {"ds_zipccl.encode", "ds_zipccl.wire", "ds_zipccl.decode"}
@@ -38,13 +38,13 @@ def names(found: Any) -> set[str]:
     return {event.key for event in found.key_averages()} & RANGES
 
 
-def test_each_lane_of_a_device_is_a_range() -> None:
-    lanes = lanes_of(torch.device("cpu"))
-    assert {ranges.RANGES[lane.value] for lane in Lane} == RANGES
-    for lane in Lane:
-        with profile(activities=[ProfilerActivity.CPU]) as found, lanes.on(lane):
+def test_each_stream_of_a_device_is_a_range() -> None:
+    streams = streams_of(torch.device("cpu"))
+    assert {ranges.RANGES[stage.value] for stage in Stage} == RANGES
+    for stage in Stage:
+        with profile(activities=[ProfilerActivity.CPU]) as found, streams.on(stage):
             torch.zeros(1)
-        assert names(found) == {f"ds_zipccl.{lane.value}"}
+        assert names(found) == {f"ds_zipccl.{stage.value}"}
 
 
 def test_without_a_profiler_there_is_no_range() -> None:

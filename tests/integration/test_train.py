@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import tiers
-from places import EXAMPLES, PACKAGE
+from places import EXAMPLES, PACKAGE, ROOT
 from programs import launch, reference
 
 EXAMPLE = EXAMPLES / "train_gpt.py"
@@ -40,7 +40,7 @@ AUTO = '{"enabled": true, "min_bytes": 4096, "delta": "auto"}'
 ROLES = {"zero1": {"dp", "zero_grad", "zero_param"}, "moe": {"dp", "zero_grad", "zero_param", "ep"}}
 ROLES |= dict.fromkeys(("zero2", "zero3", "zero2 overlap", "zero3 overlap"), ROLES["zero1"])
 #: Sources of the results of a plain run: the example, its settings, and counters of nothing.
-COUNTED = (EXAMPLES, PACKAGE / "telemetry", PACKAGE / "bench" / "train_trial.py")
+COUNTED = (EXAMPLES, PACKAGE / "telemetry", ROOT / "benchmarks" / "train" / "trial.py")
 STEPS = 4
 STEP_LOG = "steps.jsonl"
 

@@ -36,9 +36,11 @@ def parameter(number: int, group: Any = DATA, *, persist: bool = False, numel: i
 class Memory:
     """Stands for comm.allocate_bases on groups of two ranks over gloo."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 2, backend: str = "gloo", mates: int = 1) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, size: int = 2, backend: str = "gloo", node_ranks: int = 1
+    ) -> None:
         self.asked: list[tuple[Any, ...]] = []
-        self._size, self._mates = size, mates
+        self._size, self._node_ranks = size, node_ranks
         members = SimpleNamespace(
             size=size, backend=lambda device: backend, streams=lambda device: backend in STREAM_BACKENDS
         )
@@ -49,7 +51,7 @@ class Memory:
     def keep(self, shards: Any, kind: str, group: Any, device: Any) -> list[BaseSlot]:
         self.asked.append((shards, kind, group, device.type))
         return [
-            BaseSlot(torch.zeros(self._size, numel, dtype=dtype), range(self._mates), serial)
+            BaseSlot(torch.zeros(self._size, numel, dtype=dtype), range(self._node_ranks), serial)
             for serial, (numel, dtype) in enumerate(shards)
         ]
 
@@ -118,7 +120,7 @@ def test_bases_in_the_order_of_streams_are_held_with_agreed_sizes(monkeypatch: p
 
 
 def test_what_a_node_shares_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    Memory(monkeypatch, size=4, mates=3)
+    Memory(monkeypatch, size=4, node_ranks=3)
     kept, said = gathers.allocate_bases([parameter(0, numel=1_000_000)], ON, CPU)
     assert said == "8.0 MB, shared by the 3 ranks of a node" and len(kept) == 1
 
@@ -163,7 +165,7 @@ def frozen(number: int, **more: Any) -> Any:
 def test_by_itself_only_frozen_parameters_have_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """In host memory. Not for those that stay gathered, and nothing is said of a model that trains all its parameters."""
     params = [frozen(0), parameter(1), frozen(2), frozen(3, persist=True), torch.nn.Parameter(torch.zeros(3), False)]
-    asked, have, said = automatic(monkeypatch, params, mates=2)
+    asked, have, said = automatic(monkeypatch, params, node_ranks=2)
     assert asked == [([SHARD, SHARD], "host", DATA, "cpu")] and have == [params[0], params[2]]
     assert said == "0.0 MB, shared by the 2 ranks of a node, for 2 frozen parameters"
     assert automatic(monkeypatch, [parameter(0), frozen(1, persist=True)]) == ([], [], "")

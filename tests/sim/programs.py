@@ -84,7 +84,7 @@ class Handle:
 
 
 class Gatherer:
-    """Coded gathers with three streams and one slab: encode, wire and decode overlap between calls."""
+    """Coded gathers with three streams and one staging buffer: encode, wire and decode overlap between calls."""
 
     def __init__(self, rank: int, ranks: int, codec: Any, mistake: str, numel: int) -> None:
         self.rank, self.ranks, self.codec, self.mistake, self.numel = rank, ranks, codec, mistake, numel
@@ -94,7 +94,7 @@ class Gatherer:
         self.runtime = runtime
         self.encoding, self.decoding = runtime.Stream(self.device), runtime.Stream(self.device)
         self.wire = runtime.Stream(self.device, priority=-1)
-        self.slab = tensors.empty(ranks * slot_bytes(numel), torch.uint8, self.device)
+        self.staging = tensors.empty(ranks * slot_bytes(numel), torch.uint8, self.device)
         self.ready = runtime.current_stream(self.device).record_event()
         self.last_used: Any = self.ready
 
@@ -102,10 +102,10 @@ class Gatherer:
         """Start a gather into ``output``, flat, of all ranks' words; no host wait."""
         right, runtime = self.mistake, self.runtime
         caller = runtime.current_stream(self.device)
-        slots = list(self.slab.view(self.ranks, -1).unbind())
+        slots = list(self.staging.view(self.ranks, -1).unbind())
         if right != "encoder does not wait for the caller":
             self.encoding.wait_event(caller.record_event())
-        if right != "slab reused before its last reader":
+        if right != "staging buffer reused before its last reader":
             self.encoding.wait_event(self.last_used)
         with runtime.stream(self.encoding):
             self.codec.encode_frames([words], "cascade", 1024, [slots[self.rank]])  # <encode>
@@ -119,7 +119,7 @@ class Gatherer:
         elif right != "wire does not wait for the encoder":
             self.wire.wait_event(encoded)
         with runtime.stream(self.wire if right != "swapped streams" else self.decoding):
-            dist.all_gather_into_tensor(self.slab, slots[self.rank])  # <gather>
+            dist.all_gather_into_tensor(self.staging, slots[self.rank])  # <gather>
         gathered = self.wire.record_event()
         if right != "decoder does not wait for the wire":
             self.decoding.wait_event(gathered)
@@ -159,7 +159,7 @@ def gathers(rank: int, ranks: int, codec: Any, mistake: str = "", calls: int = 3
         assert torch.equal(doubled.cpu(), wanted)
 
 
-def verdict(rank: int, ranks: int, mistake: str = "") -> int:
+def agreement(rank: int, ranks: int, mistake: str = "") -> int:
     """The largest of a word of each rank, on the host: one host wait."""
     device = torch.device("cuda", rank)
     runtime = devices.runtime(device)

@@ -4,8 +4,8 @@ Every stream and every host is an actor with a clock: the number of the last acc
 record of an event keeps the clock of its stream; a wait takes it over; a launch comes after everything that its host has waited for. Two
 accesses of one byte, one of them a write, must be ordered. This is the model of torch's own sanitizer (torch.cuda._sanitizer, "CUDA
 Stream Sanitizer" in torch's documentation). Two things differ. The sanitizer knows tensors by the address of their first element, and so
-takes a slab and a slot in it for different memory; here every byte counts. The sanitizer forgets freed memory; here a reuse of freed
-memory is one more access, so that a free before the last reader shows. ``test_races.py`` compares both on programs without views.
+takes a staging buffer and a slot in it for different memory; here every byte counts. The sanitizer forgets freed memory; here a reuse of
+freed memory is one more access, so that a free before the last reader shows. ``test_races.py`` compares both on programs without views.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ CONFIGS = (_CODED, _CODED, replace(_CODED, codec="wide", block=256), replace(_CO
 RANKS = {2: 4, 3: 2, 4: 3, 8: 1}
 #: Elements of a rank's part: around the borders of blocks, chunks and slots.
 SIZES = (0, 1, 2, 7, 255, 256, 257, 1000, 1023, 1025, 2048, 4095, 4097, 5000)
-#: Bytes of the slabs of a rank: so few that slabs are used again while they are in flight.
+#: Bytes of the staging buffers of a rank: so few that staging buffers are used again while they are in flight.
 BUDGETS = (1 << 14, 1 << 16, 1 << 20)
 ARENA_BYTES = 24 << 20
 
@@ -147,7 +147,7 @@ def compare(desk: Desk, coded: bool, got: torch.Tensor, want: torch.Tensor) -> N
 
 @contextlib.contextmanager
 def limits(budget: int) -> Iterator[None]:
-    """Limits of the package so small that short messages are cut, coded, and wait for slabs; and notes of calls that pass."""
+    """Limits of the package so small that short messages are cut, coded, and wait for staging buffers; and notes of calls that pass."""
     opened, record = context.DeviceContext.__init__, counters.record_pass
 
     def open_small(self: Any, *arguments: Any, **named: Any) -> None:
@@ -218,6 +218,6 @@ def run(
             outcome = world.run(program, ranks, seed, nodes, strict, names, configs, **options)
         except Exception as error:
             repeat = f"python tests/sim/soak.py --first {seed} --ranks {ranks} 1"
-            said = f"seed {seed}, nodes {nodes}, {budget} bytes of slabs, {modes}; again by: {repeat}"
+            said = f"seed {seed}, nodes {nodes}, {budget} bytes of staging buffers, {modes}; again by: {repeat}"
             raise Failure(f"{type(error).__name__}: {error}\n{said}") from error
     return sum(outcome.values, Counter())

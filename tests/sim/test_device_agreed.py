@@ -261,7 +261,7 @@ def test_edits_give_the_right_bits_or_stop_all_ranks(route: CudaRoute, ranks: in
 
 
 def groups(rank: int, ranks: int) -> str:
-    """Pairs of ranks have a parameter of their own, such as experts. One shard is written to; the verdict of all ranks follows."""
+    """Pairs of ranks have a parameter of their own, such as experts. One shard is written to; the agreement of all ranks follows."""
     pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
     pair, model = pairs[rank // 2], Model(rank, ranks, 2)
     expert, shard = Agreed("expert.weight", 4000), weights(rank, 4000, 9).to(model.device)

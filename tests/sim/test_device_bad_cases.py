@@ -130,7 +130,7 @@ def test_groups_of_two_backends(route: CudaRoute) -> None:
 
 
 def two_groups(rank: int, ranks: int) -> None:
-    """Operations of two groups in flight at once, whose lanes are the same."""
+    """Operations of two groups in flight at once, whose streams are the same."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = pairs[rank // 2]
     api, pending = moves.coded(**CODED), []

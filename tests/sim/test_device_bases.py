@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases import agreed, proof
-from ds_zipccl.comm.device.streams import Lanes
+from ds_zipccl.comm.device.streams import Streams
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
@@ -265,8 +265,9 @@ def _nobody_looks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _early_read(patch: pytest.MonkeyPatch) -> None:
-    """Nothing orders the lane that reads a base after the lane that has written it. Ranks are threads, each of which leaves out its own."""
-    keep, order, rank = proof.keep, Lanes.order, threading.local()
+    """Nothing orders the stream that reads a base after the stream that has written it. Ranks are threads, each of which leaves out its
+    own."""
+    keep, order, rank = proof.keep, Streams.order, threading.local()
 
     def unordered(*call: Any) -> None:
         rank.keeps = True
@@ -274,7 +275,7 @@ def _early_read(patch: pytest.MonkeyPatch) -> None:
         rank.keeps = False
 
     patch.setattr(proof, "keep", unordered)
-    patch.setattr(Lanes, "order", lambda *lanes: None if getattr(rank, "keeps", False) else order(*lanes))
+    patch.setattr(Streams, "order", lambda *streams: None if getattr(rank, "keeps", False) else order(*streams))
 
 
 @pytest.mark.full
@@ -291,7 +292,7 @@ def test_a_mistake_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch,
 
 
 def _unordered_writes(patch: pytest.MonkeyPatch) -> None:
-    """Nothing tells a rank that its mates have written."""
+    """Nothing tells a rank that the peers on its node have written."""
     keep = proof.keep
 
     def hasty(based: Any, ctx: Any) -> None:
@@ -303,8 +304,8 @@ def _unordered_writes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _late_read(patch: pytest.MonkeyPatch) -> None:
-    """Shared memory is read by a lane that the gather's collective does not follow."""
-    patch.setattr(proof, "lane_of", lambda base, ctx: proof.Lane.DECODE)
+    """Shared memory is read by a stream that the gather's collective does not follow."""
+    patch.setattr(proof, "stage_of", lambda base, ctx: proof.Stage.DECODE)
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The choice between plain and coded moves on the simulated GPU: calibration, static rules, and arms that switch by whole steps."""
+"""The choice between plain and coded moves on the simulated GPU: calibration, static rules, and schedules that switch by whole steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sim import streams, world
 
 AUTO: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "auto"}
 #: 100 Gbit/s a node, and no delays: coding gains at any size.
-SLOW = DeviceProfile(network=12e9, launch=1e-12, verdict=1e-12, exchange=1e-12)
+SLOW = DeviceProfile(network=12e9, launch=1e-12, agreement=1e-12, exchange=1e-12)
 #: 8 x 400 Gbit/s.
 FAST = DeviceProfile(network=380e9)
 NUMEL = 3000
@@ -96,19 +96,19 @@ def codes() -> bool:
 
 
 def steps(rank: int, ranks: int, count: int) -> Any:
-    """The arm of each step, and what was settled."""
+    """The schedule of each step, and what was settled."""
     found = settled(rank, 2)
     api = moves.coded(**AUTO)
-    engine, arms = Engine(), []
+    engine, schedules = Engine(), []
     for number in range(count):
-        arms.append(a_gather(rank, ranks, api, number))
-        assert arms[-1] == codes()
+        schedules.append(a_gather(rank, ranks, api, number))
+        assert schedules[-1] == codes()
         choice.end_step(engine)
-    return arms, found
+    return schedules, found
 
 
 class FakeClock:
-    """Clocks of the ranks; each mark is a step later, and a step of an arm takes its own time."""
+    """Clocks of the ranks; each mark is a step later, and a step of a schedule takes its own time."""
 
     def __init__(self, seconds: Callable[[int, bool], float]) -> None:
         self._seconds = seconds
@@ -142,11 +142,11 @@ def test_all_ranks_switch_at_one_step(route: CudaRoute, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(choice, "mark", FakeClock(seconds).mark)
     outcome = world.run(steps, ranks, TRIAL + 5, route=route)
-    (arms, found), *others = outcome.values
-    assert found.reason is None and all(one == (arms, found) for one in others)
-    assert all(arms[: step_rules.WARMUP_STEPS]) and not any(arms[TRIAL:])
+    (schedules, found), *others = outcome.values
+    assert found.reason is None and all(one == (schedules, found) for one in others)
+    assert all(schedules[: step_rules.WARMUP_STEPS]) and not any(schedules[TRIAL:])
     (row,) = [row for row in counters.rows() if row["calls"]]
-    assert row["reasons"] == {PassReason.STEPS_ARE_FASTER.value: ranks * arms.count(False)}
+    assert row["reasons"] == {PassReason.STEPS_ARE_FASTER.value: ranks * schedules.count(False)}
     ((what, (text, _)),) = row["choices"].items()
     assert what == "moves by whole steps" and text.startswith(
         f"plain from step {TRIAL + 1} on (plain 1100 ms, coded 1300 ms)"
@@ -158,8 +158,8 @@ def test_frames_stay_where_they_are_faster(route: CudaRoute, monkeypatch: pytest
     with_profile(monkeypatch, SLOW)
     monkeypatch.setattr(choice, "mark", FakeClock(lambda rank, coded: 0.8 if coded else 1.0).mark)
     outcome = world.run(steps, 2, TRIAL + 5, route=route)
-    arms = outcome.values[0][0]
-    assert outcome.values[1][0] == arms and all(arms[TRIAL:]) and not all(arms)
+    schedules = outcome.values[0][0]
+    assert outcome.values[1][0] == schedules and all(schedules[TRIAL:]) and not all(schedules)
 
 
 def decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +197,12 @@ def test_marks_of_the_device_cost_no_wait(route: CudaRoute, monkeypatch: pytest.
 
 def marks_alone(rank: int, ranks: int, count: int) -> list[bool]:
     settled(rank, 2)
-    engine, arms = Engine(), []
+    engine, schedules = Engine(), []
     for _ in range(count):
-        arms.append(codes())
+        schedules.append(codes())
         torch.ones(10, device=f"cuda:{rank}").mul_(2)
         choice.end_step(engine)
-    return arms
+    return schedules
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def shares(rank: int, ranks: int) -> list[Any]:
 
 
 def test_groups_have_rules_of_their_own(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of one seat have their part of the network, and nothing to hide behind a ring inside the node."""
+    """The ranks of one local rank have their part of the network, and nothing to hide behind a ring inside the node."""
     with_profile(monkeypatch, replace(FAST, network=300e9))
     found = world.run(shares, 4, route=route).values
     assert found == [[PassReason.NETWORK_IS_FASTER, PassReason.INSIDE_NODE, None]] * 4

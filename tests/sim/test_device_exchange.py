@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ds_zipccl.comm.device import exchange as on_device
-from ds_zipccl.comm.device import sizes as verdict
-from ds_zipccl.comm.device.streams import Lane, Lanes
+from ds_zipccl.comm.device import sizes as agreement
+from ds_zipccl.comm.device.streams import Stage, Streams
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.comm.transport.nccl import NcclTransport
@@ -47,7 +47,7 @@ def exchanges(
         for later in (False, True):
             before = len(mine().counters.waits)
             outputs, wanted = move(api, inputs, rank, later)
-            assert settings.get("check") == "shadow" or len(mine().counters.waits) == before  # verdicts poll
+            assert settings.get("check") == "shadow" or len(mine().counters.waits) == before  # agreements poll
             for got, want in zip(outputs, wanted, strict=True):
                 corpus.assert_same_bits(got.cpu(), want.cpu())
 
@@ -66,7 +66,7 @@ def test_exchanges(route: CudaRoute, ranks: int) -> None:
         assert_coded(2 * ranks * len(sizes) * len(moves.MOVES["all_to_all"]))
         for row in counters.rows():
             nothing = ranks * 2 * 2 * sum(size < ranks for size in sizes) if row["op"] == "all_to_all_single" else 0
-            assert row["host_waits"] == row["calls"] - nothing  # equal segments of no element need no verdict
+            assert row["host_waits"] == row["calls"] - nothing  # equal segments of no element need no agreement
 
 
 def with_nodes(rank: int, ranks: int, sizes: Sequence[int], nodes: Any, settings: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], settings: dic
 
 
 def test_auto(route: CudaRoute) -> None:
-    """Coded where three verdicts are saved; otherwise one call in 32 of those of which ranks know nothing ahead."""
+    """Coded where three agreements are saved; otherwise one call in 32 of those of which ranks know nothing ahead."""
     counters.reset()
     even, uneven = [(2048, True)] * 2, [(2048, False)] * 34
     plain = world.run(lone, 2, [*even, *uneven], {}, False, route=route)
@@ -259,7 +259,7 @@ def damaged(rank: int, ranks: int) -> str:
     try:
         moves.coded(**CODED).all_to_all_single(target, source, sizes, [sizes[rank]] * 2)
     except CommError as error:
-        assert mine().allocator.live - before < 1 << 16  # no slab was made
+        assert mine().allocator.live - before < 1 << 16  # no staging buffer was made
         return str(error)
     return ""
 
@@ -293,23 +293,23 @@ def test_wrong_numbers_are_refused(route: CudaRoute, monkeypatch: pytest.MonkeyP
 
 @contextlib.contextmanager
 def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
-    order, take = Lanes.order, Lanes._take
+    order, take = Streams.order, Streams._take
     with monkeypatch.context() as patch:
         if " -> " in name:
-            dropped = tuple(Lane(one) for one in name.split(" -> "))
-            patch.setattr(Lanes, "order", lambda self, *pair: None if pair == dropped else order(self, *pair))
+            dropped = tuple(Stage(one) for one in name.split(" -> "))
+            patch.setattr(Streams, "order", lambda self, *pair: None if pair == dropped else order(self, *pair))
         elif name == "caller":
-            patch.setattr(Lanes, "begin", lambda self: None)
-        elif name == "verdict":
-            patch.setattr(verdict, "_wait", lambda ctx, event: None)
-        elif name == "slab":
+            patch.setattr(Streams, "begin", lambda self: None)
+        elif name == "agreement":
+            patch.setattr(agreement, "_wait", lambda ctx, event: None)
+        elif name == "staging":
 
-            def hasty(self: Lanes, *sizes: int) -> Any:
-                for slab in self._slabs:
-                    slab.last = None  # nobody waits for its last use
+            def hasty(self: Streams, *sizes: int) -> Any:
+                for staging in self._buffers:
+                    staging.last = None  # nobody waits for its last use
                 return take(self, *sizes)
 
-            patch.setattr(Lanes, "_take", hasty)
+            patch.setattr(Streams, "_take", hasty)
         elif name == "in place":
             patch.setattr(on_device, "_apart", lambda ctx, sources, targets: sources)
         elif name == "plain on one rank":
@@ -320,11 +320,11 @@ def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
 
 
 MISTAKES = (
-    "slab",
+    "staging",
     "encode -> wire",
     "wire -> decode",
     "caller",
-    "verdict",
+    "agreement",
     "in place",
     "plain on one rank",
     "decode -> encode",
@@ -356,7 +356,7 @@ def thrice(rank: int, ranks: int) -> None:
 def test_planted_mistakes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     with planted(monkeypatch, name), pytest.raises(AssertionError):  # a fault, or wrong words
         for seed in range(FEW):
-            world.run(*((in_steps, 3) if name == "slab" else (thrice, 2)), seed=seed, route=route)
+            world.run(*((in_steps, 3) if name == "staging" else (thrice, 2)), seed=seed, route=route)
 
 
 def test_without_mistakes(route: CudaRoute) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.device import exchange, gather
 from ds_zipccl.comm.device.reports import Reports
-from ds_zipccl.comm.device.streams import Lanes, lanes_of
+from ds_zipccl.comm.device.streams import Streams, streams_of
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaRoute
@@ -45,7 +45,7 @@ def refused(rank: int, ranks: int, case: str, behind: str) -> tuple[int, str]:
 @pytest.mark.parametrize("behind", [pytest.param("gather", marks=pytest.mark.full(reason="one is enough")), "uneven"])
 @every_case
 def test_damaged_frame(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: str, behind: str) -> None:
-    """A byte of the frame of rank 0 changes on its way to the last rank: all ranks raise at the next verdict, and none hangs."""
+    """A byte of the frame of rank 0 changes on its way to the last rank: all ranks raise at the next agreement, and none hangs."""
     original, damaged = communicator._exchange, []
 
     def flip(gpu: Any, calls: Any) -> None:
@@ -140,7 +140,7 @@ def test_rank_that_never_comes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch
 
 
 def broken(rank: int, ranks: int, case: str) -> str:
-    """Rank 1 fails between its verdict and the words. Returns the error of each rank."""
+    """Rank 1 fails between its agreement and the words. Returns the error of each rank."""
     host, wanted = prepared(case, rank, ranks, 3000, 0)
     given = torch.stack([host, host], 1).to(f"cuda:{rank}")[:, 0]
     output = torch.empty(len(wanted), dtype=host.dtype, device=given.device)
@@ -200,7 +200,7 @@ def test_failed_operation_keeps_its_tensors(route: CudaRoute, monkeypatch: pytes
     for seed in range(2):
         calls[:] = 0, 0
         world.run(abandoned, 2, case, seed=seed, route=route)
-    monkeypatch.setattr(Lanes, "abandon", lambda self, keep: None)
+    monkeypatch.setattr(Streams, "abandon", lambda self, keep: None)
     with pytest.raises(Fault, match="race"):
         for seed in range(6):
             calls[:] = 0, 0
@@ -208,7 +208,7 @@ def test_failed_operation_keeps_its_tensors(route: CudaRoute, monkeypatch: pytes
 
 
 def impatient(rank: int, ranks: int) -> str:
-    """Uncoded frames need no verdict. Returns what the handle says while the other rank does not come."""
+    """Uncoded frames need no agreement. Returns what the handle says while the other rank does not come."""
     device = torch.device("cuda", rank)
     given, output = torch.ones(4096, device=device), torch.empty(ranks * 4096, device=device)
     if rank:
@@ -238,7 +238,7 @@ def dropped(rank: int, ranks: int, case: str) -> list[int]:
         assert all((one == 7).all().item() for one in fresh)
         del fresh
         torch.cuda.synchronize()
-        lanes_of(device).sweep()
+        streams_of(device).sweep()
         live.append(mine().allocator.live)
     return live
 
@@ -247,7 +247,7 @@ def dropped(rank: int, ranks: int, case: str) -> list[int]:
 def test_dropped_handles(route: CudaRoute, case: str) -> None:
     for seed in range(3):
         for live in world.run(dropped, 2, case, seed=seed, route=route).values:
-            assert len(set(live[3:])) == 1  # three slabs, then nothing more
+            assert len(set(live[3:])) == 1  # three staging buffers, then nothing more
 
 
 def waited_elsewhere(rank: int, ranks: int, case: str) -> None:
@@ -288,7 +288,7 @@ def repeated(rank: int, ranks: int, case: str, calls: int, mode: str) -> None:
 @pytest.mark.full(reason="the largest messages of these tests; test_slabs is short")
 @every_case
 def test_memory(route: CudaRoute, case: str) -> None:
-    """Flat from the first calls on, and no more than the plain collective's, staging_mib and two slabs."""
+    """Flat from the first calls on, and no more than the plain collective's, staging_mib and two staging buffers."""
 
     def peaks(calls: int, mode: str) -> list[int]:
         outcome = world.run(repeated, 2, case, calls, mode, seed=3, route=route)
@@ -297,32 +297,32 @@ def test_memory(route: CudaRoute, case: str) -> None:
     plain, few, many = peaks(1, "never"), peaks(2, "always"), peaks(3, "always")
     # the smallest blocks, 512 bytes each, depend on the moment; other tests count live bytes exactly
     assert all(after <= before + 4096 for before, after in zip(few, many, strict=True)), (few, many)
-    slab = (1 << 20) // 3
-    most = (1 << 20) + 2 * slab
+    staging = (1 << 20) // 3
+    most = (1 << 20) + 2 * staging
     assert all(before < after <= before + most for before, after in zip(plain, many, strict=True)), (plain, many)
 
 
-def slabs(rank: int, ranks: int) -> list[int]:
-    """Slabs of several sizes, one in the other, larger than the budget. Returns the bytes of all slabs after each."""
-    lanes, grain, found = lanes_of(torch.device("cuda", rank)), 1 << 16, []
+def staging_buffers(rank: int, ranks: int) -> list[int]:
+    """Staging buffers of several sizes, one in the other, larger than the budget. Returns the bytes of all staging buffers after each."""
+    streams, grain, found = streams_of(torch.device("cuda", rank)), 1 << 16, []
     for size in (100_000, 100_000, 100_000, 100_000, 300_000, 900_000, 100_000):
-        with lanes.slab(size, 1 << 20) as outer, lanes.slab(100_000, 1 << 20) as inner:
+        with streams.staging(size, 1 << 20) as outer, streams.staging(100_000, 1 << 20) as inner:
             assert outer.data_ptr() >= inner.data_ptr() + len(inner) or inner.data_ptr() >= outer.data_ptr() + size
             outer.fill_(1), inner.fill_(2)
-        found.append(lanes.nbytes())
+        found.append(streams.nbytes())
     del outer, inner
-    with pytest.raises(ValueError, match="planted"), lanes.slab(5 << 20, 1 << 20):
+    with pytest.raises(ValueError, match="planted"), streams.staging(5 << 20, 1 << 20):
         raise ValueError("planted")
-    with lanes.slab(5 << 20, 1 << 20):
-        found.append(lanes.nbytes())
+    with streams.staging(5 << 20, 1 << 20):
+        found.append(streams.nbytes())
     assert mine().allocator.peak < (5 << 20) + grain  # the others were freed before
     return found
 
 
-def test_slabs(route: CudaRoute) -> None:
+def test_staging_buffers(route: CudaRoute) -> None:
     grain = 1 << 16
     small, middle, large = 2 * grain, 5 * grain, 14 * grain
-    (found,) = world.run(slabs, 1, route=route).values
+    (found,) = world.run(staging_buffers, 1, route=route).values
     assert found[:4] == [2 * small, 3 * small, 3 * small, 3 * small]
     assert found[4] == 3 * small + middle and found[5] == small + large <= 1 << 20
     assert found[-1] == 5 << 20  # a single one may be larger than the budget, and replaces all others

@@ -1,4 +1,4 @@
-"""Memory of the simulated GPU over many steps of training: it does not grow, and coding needs no more than its slabs."""
+"""Memory of the simulated GPU over many steps of training: it does not grow, and coding needs no more than its staging buffers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm.device.reports import reports_of
-from ds_zipccl.comm.device.streams import Lanes, lanes_of
+from ds_zipccl.comm.device.streams import Streams, streams_of
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 from sim import device, random_programs, world
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0, reduction="fp32")
 PLAIN = ZipcclConfig(enabled=False)
-#: Bytes of the words in which decoders report, and of small temporaries: headers, work space, verdicts.
+#: Bytes of the words in which decoders report, and of small temporaries: headers, work space, agreements.
 REPORTS, SMALL = 8 * 4096, 16 << 10
 
 
@@ -70,38 +70,38 @@ def train(
         STEPS[number % len(STEPS)](weights, config)
         if number in looks:
             torch.cuda.synchronize()
-            gpu, lanes = device.mine(), lanes_of(place)
-            lanes.sweep()
+            gpu, streams = device.mine(), streams_of(place)
+            streams.sweep()
             found.append(
                 {
                     "reserved": gpu.allocator.used().numel(),
                     "live": gpu.allocator.live,
-                    "slabs": lanes.nbytes(),
-                    "left": len(lanes._left),
+                    "staging_buffers": streams.nbytes(),
+                    "left": len(streams._left),
                 }
-                | {"names": len(reports_of(lanes)._names), "peak": gpu.allocator.peak}
+                | {"names": len(reports_of(streams)._names), "peak": gpu.allocator.peak}
             )
     return found
 
 
 def leaking(patch: pytest.MonkeyPatch) -> None:
-    """Every slab is new, and none is given back."""
+    """Every staging buffer is new, and none is given back."""
 
-    def take(self: Lanes, nbytes: int, budget: int) -> Any:
-        self._slabs.append(self._new(nbytes))
-        return self._slabs[-1]
+    def take(self: Streams, nbytes: int, budget: int) -> Any:
+        self._buffers.append(self._new(nbytes))
+        return self._buffers[-1]
 
-    patch.setattr(Lanes, "_take", take)
+    patch.setattr(Streams, "_take", take)
 
 
 def flat(route: CudaRoute, steps: int) -> bool:
-    """Whether memory is after all steps as it was when the slabs had taken their budget."""
+    """Whether memory is after all steps as it was when the staging buffers had taken their budget."""
     modes = world.Modes(races=False)
     with random_programs.limits(1 << 13):
         ran = world.run(
             train, 2, CODED, (300,), (24, steps), route=route, modes=modes, arena_bytes=32 << 20, timeout=400
         )
-    assert all(before["slabs"] > 0 for before, _ in ran.values), "or nothing was coded"
+    assert all(before["staging_buffers"] > 0 for before, _ in ran.values), "or nothing was coded"
     return all(before == after for before, after in ran.values)
 
 
@@ -117,11 +117,12 @@ def test_a_leak_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("budget", [1 << 16, 1 << 18])
 def test_the_peak(route: CudaRoute, budget: int) -> None:
-    """Over plain communication coding needs the budget and two slabs. A slab has at most a third of the budget, rounded up."""
+    """Over plain communication coding needs the budget and two staging buffers. A staging buffer has at most a third of the budget,
+    rounded up."""
     sizes, peaks = (20_000, 9_000, 20_000), {}
     for config in (PLAIN, CODED):
         with random_programs.limits(budget):
             outcome = world.run(train, 2, config, sizes, (4,), route=route)
         peaks[config.enabled] = max(counts.peak_bytes for counts in outcome.counters)
-    slab = budget // 3 + (budget // 3 >> 3) + 1024
-    assert 0 < peaks[True] - peaks[False] - REPORTS - SMALL <= budget + 2 * slab
+    staging = budget // 3 + (budget // 3 >> 3) + 1024
+    assert 0 < peaks[True] - peaks[False] - REPORTS - SMALL <= budget + 2 * staging

@@ -15,10 +15,10 @@ import torch
 from places import PACKAGE
 from pytest import MonkeyPatch
 
-from ds_zipccl.comm.device import sizes as verdict
+from ds_zipccl.comm.device import sizes as agreement
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.stream_work import StreamWork
-from ds_zipccl.comm.device.streams import Lane, Lanes, Slab
+from ds_zipccl.comm.device.streams import Stage, StagingBuffer, Streams
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 from sim import mistakes, random_programs
@@ -29,17 +29,15 @@ FEW = 60
 #: Orders that no program can miss, and the reason.
 TWICE = {
     (
-        "lanes",
-        "self.order(lane, Lane.DECODE)",
-    ): "schedules order all lanes into the decoding one; this is for those that fail",
-    ("verdict", "lanes.order(Lane.WIRE, Lane.ENCODE)"): "the host has waited for the wire meanwhile",
+        "streams",
+        "self.order(stage, Stage.DECODE)",
+    ): "schedules order all streams into the decoding one; this is for those that fail",
+    ("sizes", "streams.order(Stage.WIRE, Stage.ENCODE)"): "the host has waited for the wire meanwhile",
 }
 #: File, and function or "" for all of them -> why no random program comes to its orders.
 UNDRAWN = {
-    ("agreed", ""): "sizes agreed ahead are a call of their own: test_device_agreed.py, test_device_bases.py",
-    ("bases", ""): "as above",
     ("calibration", ""): "of speeds, whose words nothing reads",
-    ("verdict", "finish"): "for the end of an engine",
+    ("sizes", "finish"): "for the end of an engine",
     ("exchange", "_apart"): "for exchanges in place: test_device_exchange.py",
     ("exchange", "exchange_even"): "as above",
     ("sums", "plain_to_owners"): "sums of the backend have no order of their own to compare with: test_device_sums.py",
@@ -48,14 +46,14 @@ UNDRAWN = {
 }
 #: Orders that matter in rare programs: what these draw from.
 RARE: dict[tuple[str, str], dict[str, Any]] = {
-    ("gather", "ctx.lanes.order(Lane.ENCODE, Lane.WIRE)"): {"names": ["gather list"], "configs": [RAW]},
-    ("all_gather", "ctx.lanes.order(Lane.DECODE, Lane.ENCODE)"): {"names": ["gather list"], "configs": [RAW]},
+    ("gather", "ctx.streams.order(Stage.ENCODE, Stage.WIRE)"): {"names": ["gather list"], "configs": [RAW]},
+    ("all_gather", "ctx.streams.order(Stage.DECODE, Stage.ENCODE)"): {"names": ["gather list"], "configs": [RAW]},
 }
 
 
 @dataclass(frozen=True)
 class Order:
-    """A call in which a lane waits for another one: its file, line and text."""
+    """A call in which a stream waits for another one: its file, line and text."""
 
     file: Path
     line: int
@@ -79,7 +77,7 @@ def orders() -> Iterator[Order]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "order":
                 text = ast.unparse(node)
-                if "Lane." in text and (file.stem, text) not in TWICE and id(node) not in undrawn:
+                if "Stage." in text and (file.stem, text) not in TWICE and id(node) not in undrawn:
                     yield Order(file, node.lineno, text)
 
 
@@ -95,15 +93,15 @@ def noticed(route: CudaRoute, **drawn: Any) -> str:
 
 @pytest.mark.full(reason="many seeds")
 @pytest.mark.parametrize("place", orders(), ids=str)
-def test_a_lane_that_does_not_wait(route: CudaRoute, monkeypatch: MonkeyPatch, place: Order) -> None:
-    order = Lanes.order
+def test_a_stream_that_does_not_wait(route: CudaRoute, monkeypatch: MonkeyPatch, place: Order) -> None:
+    order = Streams.order
 
-    def forgetful(self: Lanes, first: Lane, second: Lane) -> None:
+    def forgetful(self: Streams, first: Stage, second: Stage) -> None:
         caller = sys._getframe(1)
         if (caller.f_code.co_filename, caller.f_lineno) != (str(place.file), place.line):
             order(self, first, second)
 
-    monkeypatch.setattr(Lanes, "order", forgetful)
+    monkeypatch.setattr(Streams, "order", forgetful)
     noticed(route, **RARE.get((place.file.stem, place.text), {}))
 
 
@@ -115,39 +113,39 @@ def test_orders_are_found() -> None:
 
 
 def no_begin(patch: MonkeyPatch) -> None:
-    """No lane waits for the caller."""
-    patch.setattr(Lanes, "begin", lambda self: None)
+    """No stream waits for the caller."""
+    patch.setattr(Streams, "begin", lambda self: None)
 
 
 def no_join(patch: MonkeyPatch) -> None:
     """The caller does not wait for the operation."""
-    patch.setattr(Lanes, "join", lambda self, event: None)
+    patch.setattr(Streams, "join", lambda self, event: None)
 
 
-def slab_early(patch: MonkeyPatch) -> None:
-    """A slab is used again before its last use has ended."""
-    taken = Lanes._take
+def staging_early(patch: MonkeyPatch) -> None:
+    """A staging buffer is used again before its last use has ended."""
+    taken = Streams._take
 
-    def take(self: Lanes, nbytes: int, budget: int) -> Slab:
-        for slab in self._slabs:
-            slab.last = None
+    def take(self: Streams, nbytes: int, budget: int) -> StagingBuffer:
+        for staging in self._buffers:
+            staging.last = None
         return taken(self, nbytes, budget)
 
-    patch.setattr(Lanes, "_take", take)
+    patch.setattr(Streams, "_take", take)
 
 
-def slab_freed_early(patch: MonkeyPatch) -> None:
-    """The memory of a slab goes back to the allocator before its last use has ended."""
+def staging_freed_early(patch: MonkeyPatch) -> None:
+    """The memory of a staging buffer goes back to the allocator before its last use has ended."""
 
-    def take(self: Lanes, nbytes: int, budget: int) -> Slab:
-        self._slabs.clear()
-        slab = self._new(nbytes)
-        self._slabs.append(slab)
+    def take(self: Streams, nbytes: int, budget: int) -> StagingBuffer:
+        self._buffers.clear()
+        staging = self._new(nbytes)
+        self._buffers.append(staging)
         for stream in self._streams.values():
-            stream.wait_event(slab.last)
-        return slab
+            stream.wait_event(staging.last)
+        return staging
 
-    patch.setattr(Lanes, "_take", take)
+    patch.setattr(Streams, "_take", take)
 
 
 def nothing_kept(patch: MonkeyPatch) -> None:
@@ -162,14 +160,14 @@ def nothing_kept(patch: MonkeyPatch) -> None:
     patch.setattr(StreamWork, "__init__", make)
 
 
-def unread_verdict(patch: MonkeyPatch) -> None:
-    """The host reads the verdict before it has arrived."""
-    patch.setattr(verdict, "_wait", lambda ctx, event: None)
+def unread_agreement(patch: MonkeyPatch) -> None:
+    """The host reads the agreement before it has arrived."""
+    patch.setattr(agreement, "_wait", lambda ctx, event: None)
 
 
 def wrong_size(patch: MonkeyPatch) -> None:
     """One rank has understood another size than the others."""
-    agree = verdict.agree
+    agree = agreement.agree
 
     def misunderstood(ctx: DeviceContext, words: Any) -> list[int]:
         return [size + (4096 if ctx.rank == 1 else 0) for size in agree(ctx, words)]
@@ -181,12 +179,12 @@ def wrong_size(patch: MonkeyPatch) -> None:
 
 def same_stream(patch: MonkeyPatch) -> None:
     """The decoder works on the encoder's stream."""
-    on = Lanes.on
-    patch.setattr(Lanes, "on", lambda self, lane: on(self, Lane.ENCODE if lane is Lane.DECODE else lane))
+    on = Streams.on
+    patch.setattr(Streams, "on", lambda self, stage: on(self, Stage.ENCODE if stage is Stage.DECODE else stage))
 
 
 PLANTS: dict[Callable[[MonkeyPatch], None], str] = {
-    no_begin: "race", no_join: "race", slab_early: "race", slab_freed_early: "race", nothing_kept: "race", unread_verdict: "race",
+    no_begin: "race", no_join: "race", staging_early: "race", staging_freed_early: "race", nothing_kept: "race", unread_agreement: "race",
     wrong_size: "would hang", same_stream: "race",
 }  # fmt: skip
 

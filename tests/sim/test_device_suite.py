@@ -83,7 +83,7 @@ def one_call(rank: int, ranks: int, name: str, nodes: Any) -> tuple[int, int]:
     ("name", "each"), [(name, 1) for name in CODED] + [(name, 2) for name in CODED if name in SUMS]
 )
 def test_host_waits(route: CudaRoute, name: str, each: int) -> None:
-    """On two nodes of ``each`` ranks. The verdict alone waits, by looking at an event; no call blocks."""
+    """On two nodes of ``each`` ranks. The agreement alone waits, by looking at an event; no call blocks."""
     nodes = levels.nodes_of(2, each)
     ranks = sum(map(len, nodes))
     for waits, looks in world.run(one_call, ranks, name, nodes, route=route).values:

@@ -20,7 +20,7 @@ from levels import Nodes, nodes_of
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums as device_sums
-from ds_zipccl.comm.device.streams import Lane, Lanes
+from ds_zipccl.comm.device.streams import Stage, Streams
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaRoute, Own
 from ds_zipccl.policy import wire
@@ -37,7 +37,7 @@ SIZES = (0, 1, 7, 2051)
 
 
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several verdicts a sum, and several fragments a verdict."""
+    """Several agreements a sum, and several fragments an agreement."""
     monkeypatch.setattr(wire, "device_sum_numel", lambda *more: 256)
     monkeypatch.setattr(wire, "device_sum_fragment", lambda *more: 100)
 
@@ -264,15 +264,15 @@ def own_words_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_sums._Summing, "_add", wrong)
 
 
-def without_order(first: Lane, second: Lane) -> Callable[[pytest.MonkeyPatch], None]:
+def without_order(first: Stage, second: Stage) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        order = Lanes.order
+        order = Streams.order
 
-        def wrong(self: Lanes, one: Lane, other: Lane) -> None:
+        def wrong(self: Streams, one: Stage, other: Stage) -> None:
             if (one, other) != (first, second):
                 order(self, one, other)
 
-        monkeypatch.setattr(Lanes, "order", wrong)
+        monkeypatch.setattr(Streams, "order", wrong)
 
     return plant
 
@@ -280,10 +280,10 @@ def without_order(first: Lane, second: Lane) -> Callable[[pytest.MonkeyPatch], N
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "nodes in another order": nodes_in_another_order,
     "own words elsewhere": own_words_elsewhere,
-    "encoded -> sent": without_order(Lane.ENCODE, Lane.WIRE),
-    "node sums -> encoded": without_order(Lane.WIRE, Lane.ENCODE),
-    "received -> added": without_order(Lane.WIRE, Lane.DECODE),
-    "sums -> gathered": without_order(Lane.DECODE, Lane.ENCODE),
+    "encoded -> sent": without_order(Stage.ENCODE, Stage.WIRE),
+    "node sums -> encoded": without_order(Stage.WIRE, Stage.ENCODE),
+    "received -> added": without_order(Stage.WIRE, Stage.DECODE),
+    "sums -> gathered": without_order(Stage.DECODE, Stage.ENCODE),
 }
 
 

@@ -17,7 +17,7 @@ from levels import Nodes, nodes_of
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums
-from ds_zipccl.comm.device.streams import lanes_of
+from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ConfigError, ZipcclConfig
@@ -151,9 +151,9 @@ def test_waits_of_the_host_and_groups(route: CudaRoute) -> None:
     waits = {row["op"]: row["host_waits"] / row["calls"] for row in counters.rows()}
     assert waits == {"reduce_scatter_tensor": 1, "all_reduce": 2, "reduce_to_owners": 1}
     assert outcome.values == [1] * 4  # the default group: levels have no groups of their own
-    for (
-        seen
-    ) in outcome.counters:  # the program's own copy waits; of ours nothing does, because a verdict looks at its event
+    for seen in (
+        outcome.counters
+    ):  # the program's own copy waits; of ours nothing does, because an agreement looks at its event
         assert len(seen.waits) == 1 and "pageable" in seen.waits[0][0]
 
 
@@ -169,7 +169,7 @@ def bounded(rank: int, ranks: int) -> tuple[int, int]:
         comm.reduce_to_owners(
             mine, [(100_000, (owner,)) for owner in (0, 1, 0, 2)], config=ZipcclConfig(**{**PLAIN, "staging_mib": 1})
         )
-        peaks.append(lanes_of(mine.device).nbytes())
+        peaks.append(streams_of(mine.device).nbytes())
     return peaks[0], peaks[1]
 
 
@@ -180,16 +180,16 @@ def test_memory_is_bounded(route: CudaRoute) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 8, 64])
-@pytest.mark.parametrize("seats", [1, 8])
-def test_sizes_of_pieces(nodes: int, seats: int) -> None:
+@pytest.mark.parametrize("local_ranks", [1, 8])
+def test_sizes_of_pieces(nodes: int, local_ranks: int) -> None:
     """Node sums take half of the budget, and three fragments the rest, wherever a fragment can be so small."""
     for mib in (1, 64, 256):
-        budget, rows = mib << 20, nodes + seats
+        budget, rows = mib << 20, nodes + local_ranks
         summing: Any = SimpleNamespace(
             _packed=True, _dtype=torch.bfloat16, _rows=rows, _ctx=SimpleNamespace(budget=budget)
         )
         whole = budget // 2 // rows // 2 // sums._ALIGNED * sums._ALIGNED
-        assert sums._Summing.step(summing, whole - 1) == whole, "one piece, and so one verdict"
+        assert sums._Summing.step(summing, whole - 1) == whole, "one piece, and so one agreement"
         for numel in (1, 1000, 10**6, 10**9):
             step = wire.device_sum_numel(numel, 2, rows, budget)
             assert 1 <= step <= max(numel, wire.FRAGMENT_UNIT)

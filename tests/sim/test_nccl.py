@@ -199,13 +199,13 @@ def members_differ(rank: int, ranks: int) -> None:
 
 
 def input_at_wrong_slot(rank: int, ranks: int) -> None:
-    slab = filled(rank, 8, 1)
-    dist.all_gather_into_tensor(slab, slab[4 * (1 - rank) : 4 * (1 - rank) + 4])  # <slot>
+    staging = filled(rank, 8, 1)
+    dist.all_gather_into_tensor(staging, staging[4 * (1 - rank) : 4 * (1 - rank) + 4])  # <slot>
 
 
 def output_overlaps_input(rank: int, ranks: int) -> None:
-    slab = filled(rank, 8, 1)
-    dist.all_to_all_single(slab[2:6], slab[:4])  # <overlap>
+    staging = filled(rank, 8, 1)
+    dist.all_to_all_single(staging[2:6], staging[:4])  # <overlap>
 
 
 def strided(rank: int, ranks: int) -> None:

@@ -88,8 +88,8 @@ def parameters(rank: int, ranks: int, route: CudaRoute, numels: tuple[int, ...],
 
     streams = [runtime.Stream(device) for _ in range(3)]
     encoding, wire, decoding = streams
-    slab = tensors.empty(table.part_bytes * ranks, torch.uint8, device)
-    part = slab[rank * table.part_bytes : (rank + 1) * table.part_bytes]
+    staging = tensors.empty(table.part_bytes * ranks, torch.uint8, device)
+    part = staging[rank * table.part_bytes : (rank + 1) * table.part_bytes]
     outs = [tensors.empty(ranks * numel, torch.bfloat16, device) for numel in numels]
     for out, shard in zip(outs, shards, strict=True):
         out.view(ranks, -1)[rank].copy_(shard)
@@ -105,10 +105,10 @@ def parameters(rank: int, ranks: int, route: CudaRoute, numels: tuple[int, ...],
         if waits:
             wire.wait_event(encoding.record_event())
         with runtime.stream(wire):
-            dist.all_gather_into_tensor(slab, part)
+            dist.all_gather_into_tensor(staging, part)
         decoding.wait_event(wire.record_event())
         with runtime.stream(decoding):
-            route.decode_gather(slab, table, outs, rank, status)
+            route.decode_gather(staging, table, outs, rank, status)
         done = decoding.record_event()
     caller.wait_event(done)
     found = len(device_waits()) - before

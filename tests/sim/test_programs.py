@@ -22,7 +22,7 @@ def test_right_programs(ranks: int, seeds: int) -> None:
         options: dict[str, Any] = {"seed": seed, "modes": world.ALL_MODES[seed % len(world.ALL_MODES)]}
         world.run(programs.gathers, ranks, programs.StubCodec(), **options)
         world.run(programs.sums, ranks, programs.StubCodec(), **options)
-        got = world.run(programs.verdict, ranks, "polled" if seed % 2 else "", **options)
+        got = world.run(programs.agreement, ranks, "polled" if seed % 2 else "", **options)
         assert got.values == [9 + ranks] * ranks
 
 
@@ -39,7 +39,7 @@ def test_emulated_kernels(seeds: int) -> None:
 
 RACES = {
     "encoder does not wait for the caller": ("words", "encode"),
-    "slab reused before its last reader": ("encode", "gather"),
+    "staging buffer reused before its last reader": ("encode", "gather"),
     "event waited before it is recorded": ("encode", "gather", "unrecorded"),
     "event recorded on the wrong stream": ("encode", "gather"),
     "wire does not wait for the encoder": ("encode", "gather"),
@@ -78,18 +78,18 @@ def test_wrong_values_of_gathers(mistake: str) -> None:
     assert any(wrong(seed) for seed in range(60))
 
 
-VERDICTS = {
+AGREEMENTS = {
     "side stream without wait": ("word", "reduce"),
     "host read without a wait": ("to host", "host read"),
     "host writes a buffer in flight": ("to host", "host write"),
 }
 
 
-@pytest.mark.parametrize("mistake", VERDICTS)
-def test_races_of_verdicts(mistake: str) -> None:
-    fault = noticed(programs.verdict, 2, mistake)
+@pytest.mark.parametrize("mistake", AGREEMENTS)
+def test_races_of_agreements(mistake: str) -> None:
+    fault = noticed(programs.agreement, 2, mistake)
     assert fault.kind == "race"
-    for marker in VERDICTS[mistake]:
+    for marker in AGREEMENTS[mistake]:
         assert line("programs.py", marker) in str(fault), fault
 
 
@@ -100,11 +100,11 @@ def test_counts_that_differ_on_a_pair() -> None:
 
 
 def test_host_waits_and_bytes() -> None:
-    """A gather has no host wait of its own; a verdict has one; sums have one and send frames of the agreed size."""
+    """A gather has no host wait of its own; an agreement has one; sums have one and send frames of the agreed size."""
     codec = programs.StubCodec()
     waits = [reason for reason, _ in world.run(programs.gathers, 2, codec).counters[0].waits]
     assert len(waits) == 6 and all("pageable" in reason for reason in waits)  # each call's words, and its result
-    ((reason, place),) = world.run(programs.verdict, 2).counters[1].waits
+    ((reason, place),) = world.run(programs.agreement, 2).counters[1].waits
     assert "Event.synchronize" in reason and "programs.py" in str(place)
     counters = world.run(programs.sums, 4, codec).counters[2]
     assert sum("Event.synchronize" in reason for reason, _ in counters.waits) == 1

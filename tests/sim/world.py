@@ -280,8 +280,8 @@ def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
             setattr(owner, name, value)
         kernels.ROUTES["cuda"] = routes
         devices.RUNTIMES["cuda"] = torch.cuda
-        # Streams and slabs that the package keeps for a runtime hold the machine, and its memory.
-        streams._lanes.pop(runtime, None)
+        # Streams and staging buffers that the package keeps for a runtime hold the machine, and its memory.
+        streams._streams.pop(runtime, None)
         for key in [key for key in side_stream._idle if key[0] is runtime]:
             del side_stream._idle[key]
         torch._C._distributed_c10d._set_thread_isolation_mode(False)

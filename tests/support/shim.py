@@ -1,7 +1,7 @@
 """Groups in stream order on CPUs: gloo under a backend name of its own, on which the package runs its schedules of NCCL groups.
 
-The schedules, their sizes and verdicts, and the emulated CUDA kernels are those of GPUs; the backend's collectives are gloo's. A CPU has no
-streams, so that all work is done when a call returns: :mod:`sim` is for the order of streams.
+The schedules, their sizes and agreements, and the emulated CUDA kernels are those of GPUs; the backend's collectives are gloo's. A CPU
+has no streams, so that all work is done when a call returns: :mod:`sim` is for the order of streams.
 """
 
 from __future__ import annotations

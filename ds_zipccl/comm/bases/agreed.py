@@ -5,8 +5,8 @@ hold as long as no rank changes its shard. This time is an *epoch* of the parame
 :meth:`Agreed.forget`, on all ranks at the same point of the program: a rank with sizes and a rank without would call different collectives.
 
 A shard that is written to within an epoch is no wrong word: the encoder codes the words that are there. A frame that does not fit its slot
-has a flag in its header. Decoders on all other ranks refuse such a frame, write NaN, and report. The next verdict of any operation stops
-all ranks, and names the parameter; :func:`check` is such a verdict, for the moment before words are final.
+has a flag in its header. Decoders on all other ranks refuse such a frame, write NaN, and report. The next agreement of any operation stops
+all ranks, and names the parameter; :func:`check` is such an agreement, for the moment before words are final.
 
 A parameter may have a base, see :mod:`.bases`. The agreement then has the sizes of differences and the proof too. The first gather of an
 epoch sends differences, or full frames where the proof fails, and the base keeps the result. Later gathers of the epoch send nothing: they
@@ -30,7 +30,7 @@ from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Piece, Plan, Shard
 from ds_zipccl.comm.device.sizes import agree
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import MAX_JOBS
@@ -39,7 +39,7 @@ from ds_zipccl.telemetry import counters
 
 #: Layouts of gathers that are kept (admission: programs repeat their gathers; epochs end, and so do the layouts).
 _PLANS = 1024
-#: Gathers that copy bases between two verdicts (seed: more than a training step has; a program without steps looks as often as this).
+#: Gathers that copy bases between two agreements (seed: more than a training step has; a program without steps looks as often as this).
 COPIES_UNCHECKED = 4096
 
 
@@ -133,7 +133,7 @@ class Agreed:
 
 
 _versions = itertools.count(1)
-#: Groups that have gathered by agreed sizes since their last verdict here, with the gathers that have copied bases.
+#: Groups that have gathered by agreed sizes since their last agreement here, with the gathers that have copied bases.
 _unchecked: WeakKeyDictionary[GroupState, int] = WeakKeyDictionary()
 #: Versions and ways of the parameters of a gather -> its layouts. A version has one kind and one list of sizes for each way.
 _plans: dict[tuple[tuple[int, Way], ...], Sequence[tuple[Way, Plan]]] = {}
@@ -160,7 +160,7 @@ def agree_all(
         return 0
     held = [one.base_of(kind) if one.kept else None for one, _, kind in missing]
     if any(held):
-        ctx.lanes.order(Lane.DECODE, Lane.ENCODE)  # earlier gathers have written the bases
+        ctx.streams.order(Stage.DECODE, Stage.ENCODE)  # earlier gathers have written the bases
     labels: list[Hashable] = []
     asked: list[torch.Tensor] = []
     for dtype, way in itertools.product(dict.fromkeys(kind.dtype for *_, kind in missing), (Way.FULL, Way.DELTA)):
@@ -176,7 +176,7 @@ def agree_all(
         if base is not None:
             asked.append(proof.proof_of(base, number, ctx))
             labels += [(number, word) for word in range(proof.PROOF_WORDS)]
-    answer = dict(zip(labels, _verdict(ctx, asked), strict=True)) if asked else {}
+    answer = dict(zip(labels, _agreement(ctx, asked), strict=True)) if asked else {}
     for number, (one, _, kind) in enumerate(missing):
         full, delta = (
             [
@@ -196,12 +196,12 @@ def _sizes(
     """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of pieces of shards in a dtype, all with a base or all without.
 
     Words that are copied, from another dtype or from a base in host memory, are copied as many at a time as the memory for frames allows.
-    That memory belongs to the encoding lane.
+    That memory belongs to the encoding stream.
     """
     copied = any(words.dtype is not dtype or (base and proof.is_away(base, ctx)) for words, base, _ in pieces)
     most = ctx.budget // 2 // dtype.itemsize if copied else sum(piece.numel for *_, piece in pieces)
     found = []
-    with ctx.lanes.on(Lane.ENCODE):
+    with ctx.streams.on(Stage.ENCODE):
         first = 0
         while first < len(pieces):
             last, numel = first, 0
@@ -260,9 +260,9 @@ def _gather_with_bases(
     copied = [number for number, way in enumerate(ways) if way is Way.COPY]
     if copied:
         _unchecked[ctx.state] = _unchecked.get(ctx.state, 0) + 1
-        lane = proof.lane_of(read[0][1], ctx)
+        stage = proof.stage_of(read[0][1], ctx)
         some = [lasts[number] for number in copied], [shards[number] for number in copied]
-        proof.watch(lane, *some, [shard.names[number] for number in copied], ctx)
+        proof.watch(stage, *some, [shard.names[number] for number in copied], ctx)
 
 
 def _plans_of(
@@ -297,7 +297,7 @@ def _last_of(last: torch.Tensor, piece: Piece, shard: Shard) -> torch.Tensor:
 
 
 def is_checked(group: GroupState) -> bool:
-    """Return whether no gather by agreed sizes has followed the group's last verdict; equal on all ranks."""
+    """Return whether no gather by agreed sizes has followed the group's last agreement; equal on all ranks."""
     return group not in _unchecked
 
 
@@ -307,10 +307,10 @@ def check(ctx: DeviceContext) -> None:
     Raises:
         CommError: a frame was refused, on whatever group of the device. All ranks raise.
     """
-    _verdict(ctx, [])
+    _agreement(ctx, [])
 
 
-def _verdict(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
+def _agreement(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
     _unchecked.pop(ctx.state, None)
     return agree(ctx, words)
 

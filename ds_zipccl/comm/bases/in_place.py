@@ -15,7 +15,7 @@ from ds_zipccl.comm.bases import on_device
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.telemetry import counters
 
@@ -78,12 +78,12 @@ class InPlaceBase:
         """See :class:`.negotiation.Base`."""
 
     def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
-        """See :class:`.negotiation.Base`. The copy of the own shard is memory of the device, written on the decoding lane. After a verdict
-        that raised there is no copy."""
+        """See :class:`.negotiation.Base`. The copy of the own shard is memory of the device, written on the decoding stream. After an
+        agreement that raised there is no copy."""
         places = shard.whole.split(shard.own.numel())
         last = self.begin(ctx, places)
         reason = on_device.gather(ctx, shard, last)
-        with ctx.lanes.on(Lane.DECODE):
+        with ctx.streams.on(Stage.DECODE):
             self.end(ctx, places, last)
         counters.record_difference(ctx.role, ctx.op, reason)
 

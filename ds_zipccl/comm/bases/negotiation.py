@@ -44,7 +44,7 @@ class Base(Protocol):
         ...
 
     def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
-        """Put a gather on the lanes of a device whose frames stay there; the host waits at most for a verdict."""
+        """Put a gather on the streams of a device whose frames stay there; the host waits at most for an agreement."""
         ...
 
     def token(self) -> Hashable:
@@ -53,8 +53,8 @@ class Base(Protocol):
 
 
 def gather(ctx: OpContext, own: torch.Tensor, places: Sequence[torch.Tensor], base: Base) -> None:
-    """Send ``own`` to every rank, and write the tensor of rank r to ``places[r]``, as :func:`.schedules.gather.gather` does with one flat
-    shard. Blocks."""
+    """Send ``own`` to every rank, and write the tensor of rank r to ``places[r]``, as :func:`ds_zipccl.comm.host.gather.gather` does with
+    one flat shard. Blocks."""
     try:
         # begin() writes the base to the places, and the own tensor may share memory with a place
         (own,) = detached([own], places, [places[ctx.rank]])

@@ -1,7 +1,7 @@
 """Bases on a device: the words of an earlier gather, and the proof that all ranks hold them.
 
 The proof of a region is the largest hash of any rank and the largest inverted hash, which shows the least hash: they are equal if all
-ranks hold equal words. A verdict carries them next to the sizes of frames. A proof reads the region once.
+ranks hold equal words. An agreement carries them next to the sizes of frames. A proof reads the region once.
 
 A :class:`Base` of a parameter lies on the device, a copy for each rank, or in host memory, a copy for all ranks of a node. Host memory is
 read and written by copies in stream order. The ranks of a node write different shards. Their writes follow the gather's own collective,
@@ -18,7 +18,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.codecs.known import key_words
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import hash_key
 
 #: Words of a proof of one region: both halves of the hash, each followed by the inverted half.
@@ -30,11 +30,11 @@ NOTHING_THERE, SOMETHING_ELSE = "nothing was gathered there", "a rank holds some
 
 
 def proof(ctx: DeviceContext, regions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the words that prove, after :func:`.verdict.agree`, that all ranks hold equal regions: int64 on the device.
+    """Return the words that prove, after :func:`ds_zipccl.comm.device.sizes.agree`, that all ranks hold equal regions: int64 on the device.
 
-    Reads all regions, on the encoding lane: as many bytes as they have.
+    Reads all regions, on the encoding stream: as many bytes as they have.
     """
-    with ctx.lanes.on(Lane.ENCODE):
+    with ctx.streams.on(Stage.ENCODE):
         hashes = tensors.empty(2 * len(regions), torch.int64, ctx.device)
         ctx.route.hash_regions(regions, hashes, key_words(hash_key()))
         return torch.stack([hashes, ~hashes], dim=1).view(-1)
@@ -48,52 +48,52 @@ def holds(words: Sequence[int]) -> bool:
 class Base(Protocol):
     """The memory of one parameter's base. The bases of a group are alike, but for their sizes.
 
-    ``memory``: ``[ranks, numel]``, the shards of all ranks. ``mates``: the group ranks that share the memory, this rank among them.
-    ``shared``: some ranks of the group share memory; equal on all ranks, also on those without mates.
+    ``memory``: ``[ranks, numel]``, the shards of all ranks. ``node_ranks``: the group ranks that share the memory, this rank among them.
+    ``shared``: some ranks of the group share memory; equal on all ranks, also on those that share none.
     """
 
     @property
     def memory(self) -> torch.Tensor: ...
 
     @property
-    def mates(self) -> Sequence[int]: ...
+    def node_ranks(self) -> Sequence[int]: ...
 
     @property
     def shared(self) -> bool: ...
 
 
 def own_words(base: Base, ctx: DeviceContext) -> torch.Tensor:
-    """Return this rank's shard of the last gather, on the device, ready on the encoding lane: the memory itself, or a copy."""
-    with ctx.lanes.on(Lane.ENCODE):
+    """Return this rank's shard of the last gather, on the device, ready on the encoding stream: the memory itself, or a copy."""
+    with ctx.streams.on(Stage.ENCODE):
         return _on_device(base.memory[ctx.rank], ctx)
 
 
 def proof_of(base: Base, number: int, ctx: DeviceContext) -> torch.Tensor:
     """Return the proof of a whole base; of several ranks that share the memory one reads it. ``number`` tells bases apart."""
-    with ctx.lanes.on(Lane.ENCODE):
-        if base.mates[number % len(base.mates)] == ctx.rank:
+    with ctx.streams.on(Stage.ENCODE):
+        if base.node_ranks[number % len(base.node_ranks)] == ctx.rank:
             return proof(ctx, [_on_device(base.memory.view(-1), ctx)])
         return tensors.filled(PROOF_WORDS, _LEAST, torch.int64, ctx.device)
 
 
-def lane_of(base: Base, ctx: DeviceContext) -> Lane:
-    """Return the lane that reads a base for an output.
+def stage_of(base: Base, ctx: DeviceContext) -> Stage:
+    """Return the stream that reads a base for an output.
 
-    Shared memory is read on the encoding lane: the gather's own collective follows the read, and the writes of all ranks follow the
+    Shared memory is read on the encoding stream: the gather's own collective follows the read, and the writes of all ranks follow the
     collective.
     """
-    return Lane.ENCODE if is_away(base, ctx) or base.shared else Lane.DECODE
+    return Stage.ENCODE if is_away(base, ctx) or base.shared else Stage.DECODE
 
 
 def lay_out(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> list[torch.Tensor]:
-    """Copy the shards of all other ranks from each base to the rows of an output. The decoding lane follows.
+    """Copy the shards of all other ranks from each base to the rows of an output. The decoding stream follows.
 
     Returns:
-        This rank's shards of the last gather, on the device, ready on :func:`lane_of`; without a copy on every lane.
+        This rank's shards of the last gather, on the device, ready on :func:`stage_of`; without a copy on every stream.
     """
     own = []
     for base, rows in bases:
-        with ctx.lanes.on(lane_of(base, ctx)):
+        with ctx.streams.on(stage_of(base, ctx)):
             if is_away(base, ctx):  # a copy of several rows at once would have a temporary
                 for rank, (row, words) in enumerate(zip(rows, base.memory, strict=True)):
                     if rank != ctx.rank:
@@ -103,38 +103,43 @@ def lay_out(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> l
                 rows[ctx.rank + 1 :].copy_(base.memory[ctx.rank + 1 :])
             own.append(_on_device(base.memory[ctx.rank], ctx))
     if bases:
-        ctx.lanes.order(Lane.ENCODE, Lane.DECODE)
+        ctx.streams.order(Stage.ENCODE, Stage.DECODE)
     return own
 
 
 def keep(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> None:
-    """Copy the rows of an output, the shards of all ranks, to each base: on the decoding lane, after the gather has given them."""
-    with ctx.lanes.on(Lane.DECODE):
+    """Copy the rows of an output, the shards of all ranks, to each base: on the decoding stream, after the gather has given them."""
+    with ctx.streams.on(Stage.DECODE):
         for base, rows in bases:
-            count, place = len(base.mates), list(base.mates).index(ctx.rank)
+            count, place = len(base.node_ranks), list(base.node_ranks).index(ctx.rank)
             part = slice(place * ctx.size // count, (place + 1) * ctx.size // count)
             words = rows[part].contiguous() if is_away(base, ctx) else rows[part]
             base.memory[part].copy_(words, non_blocking=True)
     if any(base.shared for base, _ in bases):
-        ctx.lanes.order(Lane.DECODE, Lane.WIRE)
-        with ctx.lanes.on(Lane.WIRE):
+        ctx.streams.order(Stage.DECODE, Stage.WIRE)
+        with ctx.streams.on(Stage.WIRE):
             ctx.transport.max(tensors.filled(1, 0, torch.int64, ctx.device))
-        for lane in (Lane.ENCODE, Lane.DECODE):
-            ctx.lanes.order(Lane.WIRE, lane)
-    elif any(lane_of(base, ctx) is Lane.ENCODE for base, _ in bases):
-        ctx.lanes.order(Lane.DECODE, Lane.ENCODE)
+        for stage in (Stage.ENCODE, Stage.DECODE):
+            ctx.streams.order(Stage.WIRE, stage)
+    elif any(stage_of(base, ctx) is Stage.ENCODE for base, _ in bases):
+        ctx.streams.order(Stage.DECODE, Stage.ENCODE)
 
 
 def watch(
-    lane: Lane, lasts: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], names: Sequence[str], ctx: DeviceContext
+    stage: Stage,
+    lasts: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    names: Sequence[str],
+    ctx: DeviceContext,
 ) -> None:
-    """Report the parameters whose shards are not the words of their last gather any more. Reads both on a lane; the next verdict raises."""
-    with ctx.lanes.on(lane):
+    """Report the parameters whose shards are not the words of their last gather any more. Reads both on a stream; the next agreement
+    raises."""
+    with ctx.streams.on(stage):
         hashes = tensors.empty(4 * len(lasts), torch.int64, ctx.device)
         ctx.route.hash_regions([*lasts, *shards], hashes, key_words(hash_key()))
         last, now = hashes.view(2, -1, 2)
         ctx.reports.note_changes(ctx.where(), names, (last != now).any(1))
-    ctx.lanes.order(lane, Lane.DECODE)
+    ctx.streams.order(stage, Stage.DECODE)
 
 
 def is_away(base: Base, ctx: DeviceContext) -> bool:

@@ -43,12 +43,12 @@ def _alive() -> list[tuple[StorageWeakRef, int, int]]:
 
 def held_share() -> int:
     """Return this rank's part of the memory in use: the bytes divided by the number of ranks that share them."""
-    return sum(size // mates for _, size, mates in _alive())
+    return sum(size // node_ranks for _, size, node_ranks in _alive())
 
 
 @dataclass(eq=False)
 class BaseSlot:
-    """Memory for the shards of one tensor. ``memory`` is ``[ranks, numel]``; all ranks in ``mates``, this rank included, share it.
+    """Memory for the shards of one tensor. ``memory`` is ``[ranks, numel]``; all ranks in ``node_ranks``, this rank included, share it.
 
     ``filled``: the slot holds the result of a gather. ``serial``: the slot's number in the group, equal on all ranks. ``shared``: some
     ranks of the group share memory; equal on all ranks. ``asked``: the number of gathers that were asked to fill the slot, equal on all
@@ -56,7 +56,7 @@ class BaseSlot:
     """
 
     memory: torch.Tensor
-    mates: Sequence[int]
+    node_ranks: Sequence[int]
     serial: int
     filled: bool = False
     shared: bool = False
@@ -95,34 +95,35 @@ class SharedBase:
     def keep(self, ctx: OpContext, shards: Sequence[Sequence[torch.Tensor]]) -> None:
         """Hold the flat tensor ``shards[rank][number]`` in slot ``number``. Each rank of a node writes some of the shards, and no rank
         reads the old contents any more. Blocks until all shards are written."""
-        mates = self._slots[0].mates
+        node_ranks = self._slots[0].node_ranks
         for rank, parts in enumerate(shards):
-            writer = rank if rank in mates else mates[rank % len(mates)]
+            writer = rank if rank in node_ranks else node_ranks[rank % len(node_ranks)]
             if writer == ctx.rank:
                 for part, slot in zip(parts, self._slots, strict=True):
                     slot.memory[rank].copy_(part)
-        words = {mate: tensors.filled(1, 0, torch.uint8) for mate in self._mates(ctx)}
+        words = {peer: tensors.filled(1, 0, torch.uint8) for peer in self._node_ranks(ctx)}
         with open_exchange(ctx, _DONE, control=True) as exchange:
-            for mate, word in words.items():
-                exchange.post_recv(mate, word)
-            for mate in words:
-                exchange.send(_written(True), mate)
-            for mate, word in words.items():
-                exchange.recv(mate, word)
+            for peer, word in words.items():
+                exchange.post_recv(peer, word)
+            for peer in words:
+                exchange.send(_written(True), peer)
+            for peer, word in words.items():
+                exchange.recv(peer, word)
         for slot, version in zip(self._slots, self._versions, strict=True):
             slot.filled, slot.version = all(bool(word) for word in words.values()), version
 
     def abandon(self, ctx: OpContext) -> None:
-        """See :class:`ds_zipccl.comm.Base`. This rank tells its mates that it writes nothing, so that they do not wait for its writes."""
+        """See :class:`ds_zipccl.comm.Base`. This rank tells the peers on its node that it writes nothing, so that they do not wait for
+        its writes."""
         for slot in self._slots:
             slot.filled = False
         abandon(exchange := Exchange(ctx, _DONE, control=True))
-        for mate in self._mates(ctx):
+        for peer in self._node_ranks(ctx):
             # a mate whose connection is closed knows already; every other mate gets the message, and its own message a receive
             with suppress(RuntimeError, ValueError):
-                exchange.post_recv(mate, _written(False))
+                exchange.post_recv(peer, _written(False))
             with suppress(RuntimeError, ValueError):
-                exchange.send(_written(False), mate)
+                exchange.send(_written(False), peer)
 
     def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
         """See :class:`ds_zipccl.comm.Base`. The shard goes in full."""
@@ -132,9 +133,9 @@ class SharedBase:
         """See :class:`ds_zipccl.comm.Base`."""
         return self._slots[0].serial
 
-    def _mates(self, ctx: OpContext) -> list[int]:
+    def _node_ranks(self, ctx: OpContext) -> list[int]:
         """Return the ranks that write to the same memory, without this rank."""
-        return [mate for mate in self._slots[0].mates if mate != ctx.rank]
+        return [peer for peer in self._slots[0].node_ranks if peer != ctx.rank]
 
     def _parts(self, shard: torch.Tensor, rank: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return the parts of a rank's shard, one for each tensor, each with its memory."""
@@ -173,16 +174,16 @@ def allocate_bases(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     nodes = _nodes(group) if kind == "host" else [[one] for one in range(ranks)]
     device = torch.device(device)
-    mates = next(node for node in nodes if rank in node)
+    node_ranks = next(node for node in nodes if rank in node)
     shared = len(nodes) < ranks
     sizes = _sizes(shards, ranks)
-    pool = _shared(sum(sizes), mates, group, kind, device)
-    _pools[:] = [*_alive(), (StorageWeakRef(pool.untyped_storage()), sum(sizes), len(mates))]
+    pool = _shared(sum(sizes), node_ranks, group, kind, device)
+    _pools[:] = [*_alive(), (StorageWeakRef(pool.untyped_storage()), sum(sizes), len(node_ranks))]
     serials = _serials.setdefault(group, itertools.count())
     found = []
     for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
         memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)
-        found.append(BaseSlot(memory, mates, next(serials), shared=shared))
+        found.append(BaseSlot(memory, node_ranks, next(serials), shared=shared))
     return found
 
 
@@ -202,9 +203,9 @@ def choose_fitting(
         The numbers of the chosen tensors, ascending, and the bytes that the group may take on a node; equal on all ranks.
     """
     rank = dist.get_rank(group)
-    mates = next(node for node in _nodes(group) if rank in node)
+    node_ranks = next(node for node in _nodes(group) if rank in node)
     wire = _wire(group, torch.device(device))
-    least = tensors.of_numbers([max(0, share) * len(mates)], torch.int64).to(wire)
+    least = tensors.of_numbers([max(0, share) * len(node_ranks)], torch.int64).to(wire)
     dist.all_reduce(least, dist.ReduceOp.MIN, group)
     left = limit = int(least.cpu())
     sizes, chosen = _sizes(shards, dist.get_world_size(group)), []
@@ -226,11 +227,11 @@ def _sizes(shards: Sequence[tuple[int, torch.dtype]], ranks: int) -> list[int]:
 
 
 def _shared(
-    nbytes: int, mates: Sequence[int], group: dist.ProcessGroup, kind: str, device: torch.device
+    nbytes: int, node_ranks: Sequence[int], group: dist.ProcessGroup, kind: str, device: torch.device
 ) -> torch.Tensor:
-    """Return memory of a kind that all ranks in ``mates`` share. A collective of the group. An error leaves nothing behind."""
+    """Return memory of a kind that all ranks in ``node_ranks`` share. A collective of the group. An error leaves nothing behind."""
     wire = _wire(group, device)
-    leads, several = dist.get_rank(group) == mates[0], len(mates) > 1
+    leads, several = dist.get_rank(group) == node_ranks[0], len(node_ranks) > 1
     own = bytes(host_memory.ADDRESS_BYTES)
     with ExitStack() as opened:
         with _agreeing(nbytes, group, wire):
@@ -245,7 +246,7 @@ def _shared(
         dist.all_gather(addresses, packed, group)
         with _agreeing(nbytes, group, wire):
             if several and not leads:
-                found = host_memory.Address.unpacked(bytes(addresses[mates[0]].tolist()))
+                found = host_memory.Address.unpacked(bytes(addresses[node_ranks[0]].tolist()))
                 descriptor = host_memory.open_shared(found, nbytes)
                 opened.callback(os.close, descriptor)
         with _agreeing(nbytes, group, wire):

@@ -179,7 +179,7 @@ class Kept:
         0 where all ranks share the memory."""
         slot = self.slot()
         self._turn += 1
-        if slot is None or len(slot.mates) == len(slot.memory):
+        if slot is None or len(slot.node_ranks) == len(slot.memory):
             return 0
         words = slot.memory.view(-1).view(torch.uint8)
         most = words.numel() if whole or not self._proven else max(-(-words.numel() // AUDITS), AUDIT_BYTES)

@@ -1,4 +1,4 @@
-"""The measurement of a group in stream order: its network, the ranks of a node, the codec and a verdict; equal on all ranks."""
+"""The measurement of a group in stream order: its network, the ranks of a node, the codec and an agreement; equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_zipccl.codecs import compress_bound
 from ds_zipccl.comm.device.clock import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_nodes
 from ds_zipccl.comm.host.calibration import in_rounds
 from ds_zipccl.config import ZipcclConfig
@@ -38,8 +38,8 @@ _LEAST_S = 1e-6
 
 #: (bytes, seconds), in rising order of bytes.
 Points = list[tuple[float, float]]
-#: A call to be timed, and its lane.
-Work = tuple[Lane, Callable[[], None]]
+#: A call to be timed, and its stream.
+Work = tuple[Stage, Callable[[], None]]
 
 
 @tensors.undisturbed()
@@ -59,7 +59,7 @@ def measure(group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
         "network": (1 - 1 / Topology.of(nodes).nodes) * speed(_points(ctx, SIZES, _gathering)),
         "encode": speed(_points(ctx, CODED_BYTES, _encoding)),
         "decode": speed(_points(ctx, CODED_BYTES, _decoding)),
-        "verdict": _verdict_seconds(ctx),
+        "agreement": _agreement_seconds(ctx),
     }
     if max(map(len, nodes)) > 1:
         found["inside"] = speed(_points(ctx, SIZES, _inside))
@@ -78,16 +78,16 @@ def _points(
     """Return seconds by size, equal on all ranks, for sizes that do not take long."""
 
     def called(size: int) -> tuple[float, float]:
-        with make(ctx, size) as (lane, work):
-            seconds = _seconds(ctx, lane, work)
+        with make(ctx, size) as (stage, work):
+            seconds = _seconds(ctx, stage, work)
         return seconds, _CALLS * seconds
 
     return in_rounds(sizes, called, _BUDGET_S)
 
 
-def _seconds(ctx: DeviceContext, lane: Lane, work: Callable[[], None]) -> float:
+def _seconds(ctx: DeviceContext, stage: Stage, work: Callable[[], None]) -> float:
     spans = []
-    with ctx.lanes.on(lane):
+    with ctx.streams.on(stage):
         for _ in range(_CALLS):
             first = mark(ctx.device)
             work()
@@ -101,7 +101,7 @@ def _median(ctx: DeviceContext, spans: Sequence[Span]) -> float:
     return max(_LEAST_S, statistics.median(agreed[1:]))
 
 
-def _verdict_seconds(ctx: DeviceContext) -> float:
+def _agreement_seconds(ctx: DeviceContext) -> float:
     host = torch.device("cpu")
     spans = []
     for _ in range(_CALLS):
@@ -114,9 +114,9 @@ def _verdict_seconds(ctx: DeviceContext) -> float:
 @contextmanager
 def _gathering(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
     part = nbytes // ctx.size
-    with ctx.lanes.slab(part * ctx.size, ctx.budget) as whole:
+    with ctx.streams.staging(part * ctx.size, ctx.budget) as whole:
         own = whole[ctx.rank * part : (ctx.rank + 1) * part]
-        yield Lane.WIRE, lambda: ctx.transport.all_gather(whole, own)
+        yield Stage.WIRE, lambda: ctx.transport.all_gather(whole, own)
 
 
 @contextmanager
@@ -125,9 +125,9 @@ def _inside(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
     peers = [rank for rank in next(ranks for ranks in group_nodes(ctx.group) if ctx.rank in ranks) if rank != ctx.rank]
     sizes = [nbytes // len(peers) if rank in peers else 0 for rank in range(ctx.size)]
     half = sum(sizes)
-    with ctx.lanes.slab(max(1, 2 * half), ctx.budget) as memory:
+    with ctx.streams.staging(max(1, 2 * half), ctx.budget) as memory:
         sent, received = memory[:half], memory[half : 2 * half]
-        yield Lane.WIRE, lambda: ctx.transport.all_to_all(received, sent, sizes, sizes)
+        yield Stage.WIRE, lambda: ctx.transport.all_to_all(received, sent, sizes, sizes)
 
 
 class _Coding:
@@ -137,13 +137,13 @@ class _Coding:
         self._ctx, dtype = ctx, torch.bfloat16
         slot = wire.slot_bytes(compress_bound(nbytes // dtype.itemsize, dtype, ctx.codec))
         words, self._part, out = (
-            memory.enter_context(ctx.lanes.slab(size, ctx.budget)) for size in (nbytes, slot, nbytes)
+            memory.enter_context(ctx.streams.staging(size, ctx.budget)) for size in (nbytes, slot, nbytes)
         )
         self._words, self._out = words.view(dtype), out.view(dtype)
         self._table = GatherTable((Parameter(self._words.numel(), slot),), dtype, ctx.config.block, 1)
         drawn = tensors.empty(min(_DRAWN, self._words.numel()), torch.float32)
         drawn.normal_(generator=torch.Generator().manual_seed(0))
-        with ctx.lanes.on(Lane.ENCODE):
+        with ctx.streams.on(Stage.ENCODE):
             self._words.view(-1, drawn.numel()).copy_(drawn.to(dtype).to(ctx.device))
 
     def encode(self) -> None:
@@ -157,14 +157,14 @@ class _Coding:
 @contextmanager
 def _encoding(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
     with ExitStack() as memory:
-        yield Lane.ENCODE, _Coding(ctx, nbytes, memory).encode
+        yield Stage.ENCODE, _Coding(ctx, nbytes, memory).encode
 
 
 @contextmanager
 def _decoding(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
     with ExitStack() as memory:
         coding = _Coding(ctx, nbytes, memory)
-        with ctx.lanes.on(Lane.ENCODE):
+        with ctx.streams.on(Stage.ENCODE):
             coding.encode()
-        ctx.lanes.order(Lane.ENCODE, Lane.DECODE)
-        yield Lane.DECODE, coding.decode
+        ctx.streams.order(Stage.ENCODE, Stage.DECODE)
+        yield Stage.DECODE, coding.decode

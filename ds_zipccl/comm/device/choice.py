@@ -61,7 +61,7 @@ class Settled:
             parts.insert(
                 1,
                 f"{found.network / 1e9:.3g} GB/s between nodes, {inside}coding {found.encode / 1e9:.3g} and {found.decode / 1e9:.3g} GB/s, "
-                f"a verdict {1e6 * found.verdict:.0f} us",
+                f"an agreement {1e6 * found.agreement:.0f} us",
             )
         if self.one_queue:
             parts.append(f"no overlap of coded calls with computing, as {_QUEUES} is 1: unset it")
@@ -249,7 +249,7 @@ class Steps:
         self._last = now
         if agree:
             self._decide()
-        self.codes_now = self._tuner.arm == step_rules.CODED
+        self.codes_now = self._tuner.schedule == step_rules.CODED
 
     def _decide(self) -> None:
         group = resolve_group(None)

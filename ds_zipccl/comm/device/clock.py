@@ -11,7 +11,7 @@ import torch
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 
 #: Nanoseconds of a span that is not known: larger than any other.
 _UNKNOWN = 1 << 62
@@ -45,14 +45,14 @@ def mark(device: torch.device) -> Any:
 
 
 def agreed_seconds(ctx: DeviceContext, nanoseconds: Sequence[int]) -> list[float]:
-    """Return the seconds of the slowest rank for each time, infinite where a rank does not know its own. A verdict.
+    """Return the seconds of the slowest rank for each time, infinite where a rank does not know its own. An agreement.
 
     Raises:
-        CommError: as :func:`.verdict.agree`.
+        CommError: as :func:`.sizes.agree`.
     """
     host = tensors.pinned(8 * len(nanoseconds)).view(torch.int64)
     host.copy_(tensors.of_numbers(list(nanoseconds), torch.int64))
-    with ctx.lanes.on(Lane.ENCODE):
+    with ctx.streams.on(Stage.ENCODE):
         words = tensors.empty(len(nanoseconds), torch.int64, ctx.device)
         words.copy_(host, non_blocking=True)
     return [found / 1e9 if found < _UNKNOWN else float("inf") for found in agree(ctx, [words])]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ds_zipccl import kernels
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.device.reports import reports_of
-from ds_zipccl.comm.device.streams import Lane, lanes_of
+from ds_zipccl.comm.device.streams import Stage, streams_of
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaRoute
 
@@ -18,7 +18,8 @@ from ds_zipccl.kernels.cuda.backend import CudaRoute
 class DeviceContext(Call):
     """One operation of this rank whose frames stay on ``device``.
 
-    ``codec``: of frames without a base. ``with_base``: frames may be differences. ``route``: the kernels. ``budget``: bytes of all slabs.
+    ``codec``: of frames without a base. ``with_base``: frames may be differences. ``route``: the kernels. ``budget``: bytes of all
+    staging buffers.
     """
 
     def __init__(
@@ -36,14 +37,14 @@ class DeviceContext(Call):
         self.codec, self.device, self.with_base = codec, device, with_base
         self.transport = self.state.collective_transport(device.type, group)
         self.route = cast(CudaRoute, kernels.route(kernels.preferred(config.route, device.type), device.type))
-        self.lanes = lanes_of(device)
-        self.reports = reports_of(self.lanes)
+        self.streams = streams_of(device)
+        self.reports = reports_of(self.streams)
         self.budget = config.staging_mib << 20
-        self.lanes.sweep()
-        self.lanes.begin()
+        self.streams.sweep()
+        self.streams.begin()
 
     def copy(self, source: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy words on the decoding lane, unless they are in their place."""
+        """Copy words on the decoding stream, unless they are in their place."""
         if source.data_ptr() != place.data_ptr():
-            with self.lanes.on(Lane.DECODE):
+            with self.streams.on(Stage.DECODE):
                 place.copy_(source)

@@ -19,7 +19,7 @@ from ds_zipccl.codecs import compress_bound
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import encoded_sizes
 from ds_zipccl.comm.device.sizes import agree, exchange_words
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import GroupState, device_profile, group_nodes, group_state, resolve_group
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.policy import exchange as rules
@@ -128,17 +128,17 @@ def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor
     sizes = [HEADER_BYTES + source.nbytes]
     if ctx.codec != "raw":
         found = encoded_sizes(ctx, [part for peer in afar for part in source.split(numel)[peer].split(piece)])
-        with ctx.lanes.on(Lane.ENCODE):
+        with ctx.streams.on(Stage.ENCODE):
             most = found.view(len(afar), -1).amax(0)
         sizes = agree(ctx, [most])
         nbytes = int(source.nbytes * rules.between_nodes(group_nodes(ctx.group), ctx.size))
         _note(ctx, source.dtype, source.numel(), nbytes, nbytes * sum(sizes) / (numel * source.itemsize))
     largest = max(sizes)
     if not wire.shrinks(min(piece, numel) * source.itemsize, largest):
-        ctx.lanes.order(Lane.ENCODE, Lane.WIRE)
-        with ctx.lanes.on(Lane.WIRE):
+        ctx.streams.order(Stage.ENCODE, Stage.WIRE)
+        with ctx.streams.on(Stage.WIRE):
             ctx.transport.all_to_all(target, source)
-        ctx.lanes.order(Lane.WIRE, Lane.DECODE)
+        ctx.streams.order(Stage.WIRE, Stage.DECODE)
         ctx.count(source.nbytes // ctx.size * (ctx.size - 1), source.nbytes // ctx.size * (ctx.size - 1))
         return
     frames = [largest if peer in afar else 0 for peer in range(ctx.size)]
@@ -193,9 +193,9 @@ def _apart(
 
     if not any(map(shared, sources)):
         return sources
-    with ctx.lanes.on(Lane.DECODE):  # the last lane that reads the copies
+    with ctx.streams.on(Stage.DECODE):  # the last stream that reads the copies
         copies = [flat.clone() if shared(flat) else flat for flat in sources]
-    ctx.lanes.order(Lane.DECODE, Lane.ENCODE)
+    ctx.streams.order(Stage.DECODE, Stage.ENCODE)
     return copies
 
 
@@ -208,7 +208,7 @@ def _afar(ctx: DeviceContext) -> list[int]:
 
 def _frames(ctx: DeviceContext, sources: Sequence[torch.Tensor], afar: Sequence[int], piece: int) -> torch.Tensor:
     """Return, int64 on the device, a row for each rank: the most bytes of a frame for that rank, and the bytes of all frames."""
-    with ctx.lanes.on(Lane.ENCODE):
+    with ctx.streams.on(Stage.ENCODE):
         zero = tensors.filled(1, 0, torch.int64, ctx.device)
         if not afar:
             return zero.expand(ctx.size, 2)
@@ -263,19 +263,19 @@ def _step(ctx: DeviceContext, leaving: Sequence[_Segment], coming: Sequence[_Seg
     )
     sent_sizes, received_sizes = ([sum(slot.nbytes for slot in slots) for slots in all_] for all_ in (sent, received))
     leaves, comes = sum(sent_sizes), sum(received_sizes)
-    lanes, block = ctx.lanes, ctx.config.block
-    with lanes.slab(leaves + comes, ctx.budget) as slab:
-        outgoing, incoming = slab[:leaves], slab[leaves:]
+    streams, block = ctx.streams, ctx.config.block
+    with streams.staging(leaves + comes, ctx.budget) as staging:
+        outgoing, incoming = staging[:leaves], staging[leaves:]
         filled = _cut(outgoing, sent)
-        with lanes.on(Lane.ENCODE):
+        with streams.on(Stage.ENCODE):
             for raw, code in ((False, ctx.codec), (True, "raw")):
                 some = [(slot.words, place) for slot, place in filled if slot.raw == raw]
                 ctx.route.encode_frames([words for words, _ in some], code, block, [place for _, place in some])
-        lanes.order(Lane.ENCODE, Lane.WIRE)
-        with lanes.on(Lane.WIRE):
+        streams.order(Stage.ENCODE, Stage.WIRE)
+        with streams.on(Stage.WIRE):
             ctx.transport.all_to_all(incoming, outgoing, received_sizes, sent_sizes)
-        lanes.order(Lane.WIRE, Lane.DECODE)
-        with lanes.on(Lane.DECODE):
+        streams.order(Stage.WIRE, Stage.DECODE)
+        with streams.on(Stage.DECODE):
             got = _cut(incoming, received)
             report = ctx.reports.word(ctx.where(), _names(ctx, received))
             ctx.route.decode_frames([place for _, place in got], block, [slot.words for slot, _ in got], report)

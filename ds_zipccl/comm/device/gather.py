@@ -15,7 +15,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.frames import frame_bytes
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
@@ -78,8 +78,8 @@ def pieces_of(numels: Sequence[Sequence[int]], itemsize: int, ranks: int, budget
 def encoded_sizes(
     ctx: DeviceContext, words: Sequence[torch.Tensor], bases: Sequence[torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Return the bytes of each frame, int64 on the device. Reads all words, on the encoding lane; writes no frame."""
-    with ctx.lanes.on(Lane.ENCODE):
+    """Return the bytes of each frame, int64 on the device. Reads all words, on the encoding stream; writes no frame."""
+    with ctx.streams.on(Stage.ENCODE):
         headers = tensors.empty(HEADER_BYTES * len(words), torch.uint8, ctx.device)
         code = ctx.codec if bases is None else "delta"
         ctx.route.frame_sizes(words, code, ctx.config.block, headers, bases)
@@ -97,7 +97,7 @@ def part_of(words: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def gather(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
-    """Gather the shards; one wait of the host. Puts the rest of the work on the lanes."""
+    """Gather the shards; one wait of the host. Puts the rest of the work on the streams."""
     pieces = pieces_of([shard.sizes for shard in shards], shards[0].own.element_size(), ctx.size, ctx.budget)
     sizes = agree(ctx, [encoded_sizes(ctx, words_of(shards, pieces))]) if pieces and ctx.codec != "raw" else None
     gather_agreed(ctx, shards, pieces, sizes)
@@ -116,7 +116,7 @@ def gather_agreed(
 
     Args:
         lasts: the words of each piece that this rank sent in the last gather. The frames are then differences, and the places of all other
-            ranks in each ``whole`` hold the words of that gather. The encoding lane reads ``lasts``.
+            ranks in each ``whole`` hold the words of that gather. The encoding stream reads ``lasts``.
     """
     gather_planned(ctx, shards, plan_of(ctx, shards, pieces, sizes), lasts)
 
@@ -165,12 +165,12 @@ def send_planned(
 ) -> None:
     """Gather the pieces of a plan, but for the own ones."""
     if not plan.fragments and plan.pieces:
-        ctx.lanes.order(Lane.ENCODE, Lane.WIRE)
-        with ctx.lanes.on(Lane.WIRE):
+        ctx.streams.order(Stage.ENCODE, Stage.WIRE)
+        with ctx.streams.on(Stage.WIRE):
             for shard in shards:
                 ctx.transport.all_gather(shard.whole, shard.own)
                 ctx.count(0, shard.own.nbytes * (ctx.size - 1))
-        ctx.lanes.order(Lane.WIRE, Lane.DECODE)
+        ctx.streams.order(Stage.WIRE, Stage.DECODE)
     for fragment in plan.fragments:
         part = slice(fragment.first, fragment.last)
         _fragment(ctx, shards, plan.pieces[part], fragment, None if lasts is None else lasts[part])
@@ -216,19 +216,19 @@ def _fragment(
     fragment: Fragment,
     lasts: Sequence[torch.Tensor] | None,
 ) -> None:
-    table, lanes = fragment.table, ctx.lanes
+    table, streams = fragment.table, ctx.streams
     part_bytes = table.part_bytes
-    with lanes.slab(part_bytes * ctx.size, ctx.budget) as slab:
-        part = slab[ctx.rank * part_bytes : (ctx.rank + 1) * part_bytes]
-        with lanes.on(Lane.ENCODE):
+    with streams.staging(part_bytes * ctx.size, ctx.budget) as staging:
+        part = staging[ctx.rank * part_bytes : (ctx.rank + 1) * part_bytes]
+        with streams.on(Stage.ENCODE):
             code = ctx.codec if lasts is None else "delta"
             ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=lasts)
-        lanes.order(Lane.ENCODE, Lane.WIRE)
-        with lanes.on(Lane.WIRE):
-            ctx.transport.all_gather(slab, part)
-        lanes.order(Lane.WIRE, Lane.DECODE)
-        with lanes.on(Lane.DECODE):
+        streams.order(Stage.ENCODE, Stage.WIRE)
+        with streams.on(Stage.WIRE):
+            ctx.transport.all_gather(staging, part)
+        streams.order(Stage.WIRE, Stage.DECODE)
+        with streams.on(Stage.DECODE):
             outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
             status = ctx.reports.word(ctx.where(), fragment.names)
-            ctx.route.decode_gather(slab, table, outs, ctx.rank, status, bases=None if lasts is None else outs)
+            ctx.route.decode_gather(staging, table, outs, ctx.rank, status, bases=None if lasts is None else outs)
     ctx.count(0, part_bytes * (ctx.size - 1))

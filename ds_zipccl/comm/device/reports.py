@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.device.streams import Lanes
+from ds_zipccl.comm.device.streams import Streams
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels.cuda.status import NO_FAILURE, failure_of
 
@@ -76,10 +76,10 @@ class Reports:
         return "; ".join(said)
 
 
-_reports: WeakKeyDictionary[Lanes, Reports] = WeakKeyDictionary()
+_reports: WeakKeyDictionary[Streams, Reports] = WeakKeyDictionary()
 
 
-def reports_of(lanes: Lanes) -> Reports:
-    """Return the reports of the device of ``lanes``."""
-    found = _reports.get(lanes)
-    return _reports.setdefault(lanes, Reports(lanes.device)) if found is None else found
+def reports_of(streams: Streams) -> Reports:
+    """Return the reports of the device of ``streams``."""
+    found = _reports.get(streams)
+    return _reports.setdefault(streams, Reports(streams.device)) if found is None else found

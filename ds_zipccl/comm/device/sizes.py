@@ -12,38 +12,38 @@ import torch
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm.context import packed, unpacked
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.streams import Lane, Lanes
+from ds_zipccl.comm.device.streams import Stage, Streams
 from ds_zipccl.telemetry import counters
 
-#: Looks at an event before the host sleeps between two looks, and seconds of the sleep (seed: a verdict takes some 100 us).
+#: Looks at an event before the host sleeps between two looks, and seconds of the sleep (seed: an agreement takes some 100 us).
 _LOOKS, _SLEEP_S = 2000, 2e-5
 
 #: Reports in a message (admission: the first of many tell enough).
 _TEXTS = 3
 
-#: Page-locked words of the host. The host has read a verdict before the next one begins.
-_hosts: WeakKeyDictionary[Lanes, torch.Tensor] = WeakKeyDictionary()
+#: Page-locked words of the host. The host has read an agreement before the next one begins.
+_hosts: WeakKeyDictionary[Streams, torch.Tensor] = WeakKeyDictionary()
 
 
 def agree(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
     """Return the largest value over all ranks of each word. A collective of the group; the host waits, at most the group's timeout.
 
     Args:
-        words: int64 tensors of the device, flat, made by work on the encoding lane; read one after the other.
+        words: int64 tensors of the device, flat, made by work on the encoding stream; read one after the other.
 
     Raises:
         CommError: a rank has refused a frame of an earlier operation, or did not come within the timeout. All ranks raise.
     """
-    lanes = ctx.lanes
-    with lanes.on(Lane.ENCODE):
-        lanes.order(Lane.DECODE, Lane.ENCODE)  # for the reports; earlier decoders only delay
+    streams = ctx.streams
+    with streams.on(Stage.ENCODE):
+        streams.order(Stage.DECODE, Stage.ENCODE)  # for the reports; earlier decoders only delay
         flat = torch.cat([ctx.reports.failed(), *words])
-        lanes.order(Lane.ENCODE, Lane.WIRE)
-    with lanes.on(Lane.WIRE):
+        streams.order(Stage.ENCODE, Stage.WIRE)
+    with streams.on(Stage.WIRE):
         ctx.transport.max(flat)
-        host = _copy_to_host(lanes, flat)
-        arrived = lanes.record(Lane.WIRE)
-    lanes.order(Lane.WIRE, Lane.ENCODE)  # the memory of `flat`, and work that follows the verdict
+        host = _copy_to_host(streams, flat)
+        arrived = streams.record(Stage.WIRE)
+    streams.order(Stage.WIRE, Stage.ENCODE)  # the memory of `flat`, and work that follows the agreement
     _wait(ctx, arrived)
     failed, *agreed = host.tolist()
     _raise_refused(ctx, failed)
@@ -57,26 +57,26 @@ def exchange_words(
     A collective of the group; the host waits, at most the group's timeout.
 
     Args:
-        found: int64 matrix of the device with the first words of each row, made by work on the encoding lane.
+        found: int64 matrix of the device with the first words of each row, made by work on the encoding stream.
         numbers: the further words of each row; rows of all ranks have one length.
 
     Raises:
         CommError: as for :func:`agree`.
     """
-    lanes, ranks = ctx.lanes, ctx.size
-    with lanes.on(Lane.ENCODE):
-        lanes.order(Lane.DECODE, Lane.ENCODE)
-        known = _to_device(lanes, numbers)
+    streams, ranks = ctx.streams, ctx.size
+    with streams.on(Stage.ENCODE):
+        streams.order(Stage.DECODE, Stage.ENCODE)
+        known = _to_device(streams, numbers)
         rows = torch.cat([ctx.reports.failed().expand(ranks, 1), found, known], 1)
-        both = tensors.empty(2 * rows.numel(), torch.int64, lanes.device)
+        both = tensors.empty(2 * rows.numel(), torch.int64, streams.device)
         sent, received = both.split(rows.numel())
         sent.view(rows.shape).copy_(rows)
-        lanes.order(Lane.ENCODE, Lane.WIRE)
-    with lanes.on(Lane.WIRE):
+        streams.order(Stage.ENCODE, Stage.WIRE)
+    with streams.on(Stage.WIRE):
         ctx.transport.all_to_all(received, sent)
-        host = _copy_to_host(lanes, both)
-        arrived = lanes.record(Lane.WIRE)
-    lanes.order(Lane.WIRE, Lane.ENCODE)
+        host = _copy_to_host(streams, both)
+        arrived = streams.record(Stage.WIRE)
+    streams.order(Stage.WIRE, Stage.ENCODE)
     _wait(ctx, arrived)
     told, heard = host.view(2, ranks, -1).tolist()
     _raise_refused(ctx, any(row[0] for row in heard))
@@ -89,24 +89,24 @@ def _raise_refused(ctx: DeviceContext, failed: bool | int) -> None:
         raise ctx.error(f"{_everyones(ctx)}; words of refused frames are NaN; stop the job on all ranks")
 
 
-def _host(lanes: Lanes, numel: int) -> torch.Tensor:
+def _host(streams: Streams, numel: int) -> torch.Tensor:
     """Return page-locked words: the first half for words that come from the device, the second half for words that go there."""
-    host = _hosts.get(lanes)
+    host = _hosts.get(streams)
     if host is None or host.numel() < 2 * numel:
         with torch.inference_mode(False):  # written in inference mode and outside
-            host = _hosts[lanes] = tensors.pinned(16 * max(1024, 2 * numel)).view(torch.int64)
+            host = _hosts[streams] = tensors.pinned(16 * max(1024, 2 * numel)).view(torch.int64)
     return host
 
 
-def _to_device(lanes: Lanes, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return a matrix of the device; does not wait. The host has read the verdict of earlier words, so that these have left the host."""
+def _to_device(streams: Streams, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return a matrix of the device; does not wait. The host has read the agreement of earlier words, so that these have left the host."""
     words = tensors.of_numbers(numbers, torch.int64)
-    if devices.runtime(lanes.device) is None:
+    if devices.runtime(streams.device) is None:
         return words
-    host = _host(lanes, words.numel())
+    host = _host(streams, words.numel())
     waiting = host[host.numel() // 2 :][: words.numel()]
     waiting.copy_(words.view(-1))
-    there = tensors.empty(words.numel(), torch.int64, lanes.device)
+    there = tensors.empty(words.numel(), torch.int64, streams.device)
     there.copy_(waiting, non_blocking=True)
     return there.view(words.shape)
 
@@ -124,30 +124,30 @@ def tell(ctx: DeviceContext, text: str) -> list[str]:
     Raises:
         CommError: a rank did not come within the timeout.
     """
-    lanes = ctx.lanes
-    with lanes.on(Lane.WIRE):
+    streams = ctx.streams
+    with streams.on(Stage.WIRE):
         own = tensors.of_buffer(packed(text)).view(torch.int64).to(ctx.device)
         whole = tensors.empty(own.numel() * ctx.size, torch.int64, ctx.device)
         ctx.transport.all_gather(whole, own)
-        host = _copy_to_host(lanes, whole)
-        arrived = lanes.record(Lane.WIRE)
+        host = _copy_to_host(streams, whole)
+        arrived = streams.record(Stage.WIRE)
     _wait(ctx, arrived)
     return [unpacked(part.view(torch.uint8)) for part in host[: whole.numel()].view(ctx.size, -1)]
 
 
-def _copy_to_host(lanes: Lanes, flat: torch.Tensor) -> torch.Tensor:
-    if devices.runtime(lanes.device) is None:
+def _copy_to_host(streams: Streams, flat: torch.Tensor) -> torch.Tensor:
+    if devices.runtime(streams.device) is None:
         return flat
-    host = _host(lanes, flat.numel())[: flat.numel()]
+    host = _host(streams, flat.numel())[: flat.numel()]
     host.copy_(flat, non_blocking=True)
     return host
 
 
-def finish(lanes: Lanes) -> None:
-    """Wait on the host for the work that is on the lanes of a device now, before memory is freed that only this work knows."""
-    for lane in (Lane.ENCODE, Lane.WIRE):
-        lanes.order(lane, Lane.DECODE)
-    event = lanes.record(Lane.DECODE)
+def finish(streams: Streams) -> None:
+    """Wait on the host for the work that is on the streams of a device now, before memory is freed that only this work knows."""
+    for stage in (Stage.ENCODE, Stage.WIRE):
+        streams.order(stage, Stage.DECODE)
+    event = streams.record(Stage.DECODE)
     while event is not None and not event.query():
         time.sleep(_SLEEP_S)
 

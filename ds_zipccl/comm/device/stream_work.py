@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import devices
-from ds_zipccl.comm.device.streams import Lane, Lanes
+from ds_zipccl.comm.device.streams import Stage, Streams
 from ds_zipccl.comm.work import CommError
 
 
@@ -23,10 +23,10 @@ class StreamWork(dist.Work):
     """
 
     def __init__(
-        self, name: str, lanes: Lanes, event: Any, outputs: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]
+        self, name: str, streams: Streams, event: Any, outputs: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]
     ) -> None:
         super().__init__()
-        self._name, self._lanes, self._event = name, lanes, event
+        self._name, self._streams, self._event = name, streams, event
         self._outputs, self._keep = list(outputs), tuple(keep)
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
@@ -44,7 +44,7 @@ class StreamWork(dist.Work):
                         f"{self._name} is not done after {timeout}; it is still running and can be waited for again"
                     )
                 time.sleep(1e-4)
-        self._lanes.join(self._event)
+        self._streams.join(self._event)
         self._keep = ()
         return True
 
@@ -65,7 +65,7 @@ class StreamWork(dist.Work):
         return self.is_completed()
 
     def exception(self) -> None:
-        """Return None: a refused frame stops a later operation, see :mod:`.verdict`."""
+        """Return None: a refused frame stops a later operation, see :mod:`.sizes`."""
 
     def result(self) -> list[torch.Tensor]:
         """Return the output tensors, after :meth:`wait`."""
@@ -75,10 +75,10 @@ class StreamWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the output tensors, completed in the order of streams; always the same future. Does not block."""
         if self._future is None:
-            streams = devices.runtime(self._lanes.device) is not None
-            self._future = torch.futures.Future(devices=[self._lanes.device] if streams else [])
-            with self._lanes.on(Lane.DECODE):
-                self._lanes.join(self._event)
+            streams = devices.runtime(self._streams.device) is not None
+            self._future = torch.futures.Future(devices=[self._streams.device] if streams else [])
+            with self._streams.on(Stage.DECODE):
+                self._streams.join(self._event)
                 self._future.set_result(self._outputs)
         return self._future
 
@@ -88,4 +88,4 @@ class StreamWork(dist.Work):
 
     def __del__(self) -> None:
         if self._keep:
-            self._lanes.leave(self._event, self._keep)
+            self._streams.leave(self._event, self._keep)

@@ -13,13 +13,14 @@ import torch
 from ds_zipccl import devices, tensors
 from ds_zipccl.telemetry import counters, ranges
 
-#: Slabs are multiples of an eighth of the power of two below their size, and of this many bytes (seed: few sizes, so that slabs fit again).
+#: Staging buffers are multiples of an eighth of the power of two below their size, and of this many bytes (seed: few sizes, so that
+#: staging buffers fit again).
 _GRAIN = 1 << 16
-#: Slabs of one size (seed: one is encoded, one on the wire, one decoded).
+#: Staging buffers of one size (seed: one is encoded, one on the wire, one decoded).
 _TURNS = 3
 
 
-class Lane(Enum):
+class Stage(Enum):
     """The work of a stream: encoding, the backend's collectives, decoding."""
 
     ENCODE = "encode"
@@ -27,50 +28,52 @@ class Lane(Enum):
     DECODE = "decode"
 
 
-class Slab:
+class StagingBuffer:
     """Memory for the frames of one fragment. ``last``: the event after its last use; None before the first use, and without streams."""
 
     def __init__(self, memory: torch.Tensor, last: Any) -> None:
         self.memory, self.last, self.held = memory, last, True
 
 
-class Lanes:
-    """The three streams of a device, one for each :class:`Lane`; nothing for a device without streams, whose work is done at once.
+class Streams:
+    """The three streams of a device, one for each :class:`Stage`; nothing for a device without streams, whose work is done at once.
 
-    All groups of a device share its lanes: their collectives then never run side by side, which NCCL does not promise to allow. The
+    All groups of a device share its streams: their collectives then never run side by side, which NCCL does not promise to allow. The
     wire has a high priority, so that its kernels get multiprocessors before the tail of a decoder.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._runtime = device, devices.runtime(device)
-        self._slabs: list[Slab] = []
+        self._buffers: list[StagingBuffer] = []
         self._left: list[tuple[Any, Sequence[torch.Tensor]]] = []
         if self._runtime is not None:
             with self._runtime.device(device):
-                priority = {Lane.WIRE: -1}
-                self._streams = {lane: self._runtime.Stream(device, priority=priority.get(lane, 0)) for lane in Lane}
-                self._owner = self._runtime.Stream(device)  # slabs are allocated and freed under this stream
+                priority = {Stage.WIRE: -1}
+                self._streams = {
+                    stage: self._runtime.Stream(device, priority=priority.get(stage, 0)) for stage in Stage
+                }
+                self._owner = self._runtime.Stream(device)  # staging buffers are allocated and freed under this stream
 
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """Return a context in which the lane is the calling thread's current stream; a range while a profiler runs."""
-        stream = nullcontext() if self._runtime is None else self._runtime.stream(self._streams[lane])
-        return ranges.inside(ranges.RANGES[lane.value], stream)
+    def on(self, stage: Stage) -> AbstractContextManager[Any]:
+        """Return a context in which the stream is the calling thread's current stream; a range while a profiler runs."""
+        stream = nullcontext() if self._runtime is None else self._runtime.stream(self._streams[stage])
+        return ranges.inside(ranges.RANGES[stage.value], stream)
 
     def begin(self) -> None:
-        """Let all lanes wait for the work that the caller has put on its current stream."""
+        """Let all streams wait for the work that the caller has put on its current stream."""
         if self._runtime is not None:
             called = self._runtime.current_stream(self.device).record_event()
             for stream in self._streams.values():
                 stream.wait_event(called)
 
-    def order(self, first: Lane, second: Lane) -> None:
-        """Let the second lane wait for the work that is on the first lane now."""
+    def order(self, first: Stage, second: Stage) -> None:
+        """Let the second stream wait for the work that is on the first stream now."""
         if self._runtime is not None:
             self._streams[second].wait_event(self._streams[first].record_event())
 
-    def record(self, lane: Lane) -> Any:
-        """Return an event after the work that is on the lane now; None without streams."""
-        return None if self._runtime is None else self._streams[lane].record_event()
+    def record(self, stage: Stage) -> Any:
+        """Return an event after the work that is on the stream now; None without streams."""
+        return None if self._runtime is None else self._streams[stage].record_event()
 
     def join(self, event: Any) -> None:
         """Let the calling thread's current stream wait for an event of :meth:`record`."""
@@ -78,59 +81,60 @@ class Lanes:
             self._runtime.current_stream(self.device).wait_event(event)
 
     @contextmanager
-    def slab(self, nbytes: int, budget: int) -> Iterator[torch.Tensor]:
-        """Give memory of ``nbytes``, uint8. All lanes wait for its last use; its use ends with the work on all lanes at the end.
+    def staging(self, nbytes: int, budget: int) -> Iterator[torch.Tensor]:
+        """Give memory of ``nbytes``, uint8. All streams wait for its last use; its use ends with the work on all streams at the end.
 
-        A reused slab bounds the memory: the device waits, not the host. ``budget``: bytes of all slabs; a single slab may be larger.
+        A reused staging buffer bounds the memory: the device waits, not the host. ``budget``: bytes of all staging buffers; a single
+        one may be larger.
         """
         found = self._take(nbytes, budget)
         try:
             yield found.memory[:nbytes]
         finally:
             if self._runtime is not None:
-                for lane in (Lane.ENCODE, Lane.WIRE):
-                    self.order(lane, Lane.DECODE)
-                found.last = self.record(Lane.DECODE)
+                for stage in (Stage.ENCODE, Stage.WIRE):
+                    self.order(stage, Stage.DECODE)
+                found.last = self.record(Stage.DECODE)
             found.held = False
 
-    def _take(self, nbytes: int, budget: int) -> Slab:
+    def _take(self, nbytes: int, budget: int) -> StagingBuffer:
         grain = max(_GRAIN, (1 << max(nbytes - 1, 1).bit_length() - 1) // 8)
         size = -(-nbytes // grain) * grain
-        alike = [slab for slab in self._slabs if size <= slab.memory.numel() <= 2 * size]
-        fits = [slab for slab in alike if not slab.held]
+        alike = [staging for staging in self._buffers if size <= staging.memory.numel() <= 2 * size]
+        fits = [staging for staging in alike if not staging.held]
         if fits and (len(alike) >= _TURNS or self.nbytes() + size > budget):
             found = fits[0]  # used least recently
-            self._slabs.remove(found)
+            self._buffers.remove(found)
             found.held = True
         else:
-            while self.nbytes() + size > budget and self._free():  # slabs of other sizes make room
+            while self.nbytes() + size > budget and self._free():  # staging buffers of other sizes make room
                 self._give_back(self._free()[0])
             found = self._new(size)
-        self._slabs.append(found)
+        self._buffers.append(found)
         if self._runtime is not None and found.last is not None:
             for stream in self._streams.values():
                 stream.wait_event(found.last)
         return found
 
-    def _new(self, size: int) -> Slab:
+    def _new(self, size: int) -> StagingBuffer:
         with torch.inference_mode(False):  # written in inference mode and outside
             if self._runtime is None:
-                return Slab(tensors.empty(size, torch.uint8, self.device), None)
+                return StagingBuffer(tensors.empty(size, torch.uint8, self.device), None)
             with self._runtime.stream(self._owner):
-                return Slab(tensors.empty(size, torch.uint8, self.device), self._owner.record_event())
+                return StagingBuffer(tensors.empty(size, torch.uint8, self.device), self._owner.record_event())
 
-    def _free(self) -> list[Slab]:
-        return [slab for slab in self._slabs if not slab.held]
+    def _free(self) -> list[StagingBuffer]:
+        return [staging for staging in self._buffers if not staging.held]
 
-    def _give_back(self, slab: Slab) -> None:
-        """Give a slab back to the allocator: later allocations of the owner's stream follow the slab's last use."""
-        self._slabs.remove(slab)
-        if self._runtime is not None and slab.last is not None:
-            self._owner.wait_event(slab.last)
+    def _give_back(self, staging: StagingBuffer) -> None:
+        """Give a staging buffer back to the allocator: later allocations of the owner's stream follow the staging buffer's last use."""
+        self._buffers.remove(staging)
+        if self._runtime is not None and staging.last is not None:
+            self._owner.wait_event(staging.last)
 
     def nbytes(self) -> int:
-        """Return the bytes of all slabs."""
-        return sum(slab.memory.numel() for slab in self._slabs)
+        """Return the bytes of all staging buffers."""
+        return sum(staging.memory.numel() for staging in self._buffers)
 
     def leave(self, event: Any, keep: Sequence[torch.Tensor]) -> None:
         """Keep tensors until the event is done: those of a handle that nobody waited for, or of an operation that failed."""
@@ -138,10 +142,10 @@ class Lanes:
             self._left.append((event, keep))
 
     def abandon(self, keep: Sequence[torch.Tensor]) -> None:
-        """Keep the tensors of an operation that failed until the work that it has put on the lanes is done; does not wait."""
-        for lane in (Lane.ENCODE, Lane.WIRE):
-            self.order(lane, Lane.DECODE)
-        self.leave(self.record(Lane.DECODE), keep)
+        """Keep the tensors of an operation that failed until the work that it has put on the streams is done; does not wait."""
+        for stage in (Stage.ENCODE, Stage.WIRE):
+            self.order(stage, Stage.DECODE)
+        self.leave(self.record(Stage.DECODE), keep)
 
     def sweep(self) -> None:
         """Drop tensors that were left, as far as their work is done; does not wait."""
@@ -150,24 +154,24 @@ class Lanes:
         self._left.extend(kept)  # a handle that has died meanwhile has left its tensors there
 
 
-#: runtime -> device -> lanes.
-_lanes: WeakKeyDictionary[Any, dict[torch.device, Lanes]] = WeakKeyDictionary()
-#: Lanes of devices without streams.
-_plain: dict[torch.device, Lanes] = {}
+#: runtime -> device -> streams.
+_streams: WeakKeyDictionary[Any, dict[torch.device, Streams]] = WeakKeyDictionary()
+#: Streams of devices without streams.
+_plain: dict[torch.device, Streams] = {}
 
 
-def lanes_of(device: torch.device) -> Lanes:
-    """Return the lanes of a device. The first call allocates streams."""
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a device. The first call allocates streams."""
     runtime = devices.runtime(device)
-    table = _plain if runtime is None else _lanes.setdefault(runtime, {})
+    table = _plain if runtime is None else _streams.setdefault(runtime, {})
     found = table.get(device)
     if found is None:
-        found = table[device] = Lanes(device)
+        found = table[device] = Streams(device)
         found.sweep()
     return found
 
 
 counters.count_memory(
-    "slabs of frames",
-    lambda: sum(lanes.nbytes() for table in (_plain, *_lanes.values()) for lanes in table.values()),
+    "staging buffers of frames",
+    lambda: sum(streams.nbytes() for table in (_plain, *_streams.values()) for streams in table.values()),
 )

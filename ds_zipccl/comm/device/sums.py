@@ -1,8 +1,8 @@
 """Sums on a device in two levels: inside a node by plain words, between nodes by frames. Both are added in fp32, in rank and node order.
 
 The ranks of a node give each other plain words, because links inside a node are fast. Each rank then has the node's sum of the parts of its
-seat, rounded once, and sends the sums of other nodes' parts in frames. Words that do not shrink go raw by the same steps: the bits of a sum
-never depend on how well words compress.
+local rank, rounded once, and sends the sums of other nodes' parts in frames. Words that do not shrink go raw by the same steps: the bits
+of a sum never depend on how well words compress.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.levels import Levels, exchange
 from ds_zipccl.comm.device.sizes import agree
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.backend import Own
@@ -65,7 +65,7 @@ class Part:
 
 
 def reduce_scatter(ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int = 1) -> None:
-    """Write the sum of the parts of this rank of all ranks, divided by ``divisor``, to ``out``. Puts the work on the lanes.
+    """Write the sum of the parts of this rank of all ranks, divided by ``divisor``, to ``out``. Puts the work on the streams.
 
     The host waits once, and once more for each further half of the budget that node sums take. ``parts[r]`` is the part of rank r; its
     number of elements is equal on all ranks. ``out`` may be the own part; otherwise it shares no memory with the parts.
@@ -80,13 +80,13 @@ def reduce_scatter(ctx: DeviceContext, levels: Levels, parts: Sequence[Part], ou
 
 
 def all_reduce(ctx: DeviceContext, levels: Levels, whole: Sequence[torch.Tensor], divisor: int = 1) -> None:
-    """Replace flat tensors by their sums over all ranks, divided by ``divisor``. Puts the work on the lanes; the host waits twice.
+    """Replace flat tensors by their sums over all ranks, divided by ``divisor``. Puts the work on the streams; the host waits twice.
 
     Each rank sums a shard of each tensor, and the shards are gathered. The last rank sums the elements that are left over, too.
     """
     if not sum(map(len, whole)):
         return
-    ranks, rank, lanes = ctx.size, ctx.rank, ctx.lanes
+    ranks, rank, streams = ctx.size, ctx.rank, ctx.streams
     sizes = [flat.numel() // ranks // _ALIGNED * _ALIGNED for flat in whole]
     parts = [
         Part(
@@ -105,26 +105,26 @@ def all_reduce(ctx: DeviceContext, levels: Levels, whole: Sequence[torch.Tensor]
     ]
     left = [flat[ranks * size :] for flat, size in zip(whole, sizes, strict=True)]
     count = sum(map(len, left))
-    with lanes.on(Lane.DECODE):  # the elements that are left over; those of the last rank alone are sums
+    with streams.on(Stage.DECODE):  # the elements that are left over; those of the last rank alone are sums
         own, of_all = (tensors.empty(numel, whole[0].dtype, ctx.device) for numel in (count, count * ranks))
         Part(*((flat, slice(0, len(flat))) for flat in left)).pack(own)
-    lanes.order(Lane.DECODE, Lane.ENCODE)
+    streams.order(Stage.DECODE, Stage.ENCODE)
     if count:
         shards.append(Shard(own, of_all, [count]))
     gather.gather(ctx, shards)
-    with lanes.on(Lane.DECODE):
+    with streams.on(Stage.DECODE):
         for flat, sums in zip(left, of_all[count * (ranks - 1) :].split([len(flat) for flat in left]), strict=True):
             flat.copy_(sums)
 
 
 def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
-    """Replace the own part by the backend's own sum over all ranks. Other parts are undefined afterwards. Puts the work on the lanes; the
+    """Replace the own part by the backend's own sum over all ranks. Other parts are undefined afterwards. Puts the work on the streams; the
     host does not wait.
 
     This sends half of the bytes of an all-reduce: in a reduce-scatter of parts that are padded to the longest one, where all are nearly
     as long, otherwise in a reduce for each rank that has a part. ``parts[r]`` is the part of rank r; no two share memory.
     """
-    lanes, own = ctx.lanes, parts[ctx.rank]
+    streams, own = ctx.streams, parts[ctx.rank]
     numels = [part.numel for part in parts]
     longest, scatter = max(numels), wire.even(numels)
     if not longest:
@@ -132,9 +132,9 @@ def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
     itemsize, joined = _dtype_of(parts).itemsize, _joined(parts)
     ctx.count(0, sum(numels) * itemsize * (ctx.size - 1) // ctx.size)
     if scatter and joined is not None:
-        with lanes.on(Lane.WIRE):
+        with streams.on(Stage.WIRE):
             ctx.transport.reduce_scatter(own.views()[0], joined, op)
-        lanes.order(Lane.WIRE, Lane.DECODE)
+        streams.order(Stage.WIRE, Stage.DECODE)
         return
     rows = ctx.size if scatter else 1
     step = wire.device_sum_fragment(longest, itemsize, rows, ctx.budget)
@@ -145,43 +145,43 @@ def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
         else:
             for owner, part in enumerate(cut):
                 _reduced(ctx, part, owner, op)
-    lanes.order(Lane.WIRE, Lane.DECODE)
+    streams.order(Stage.WIRE, Stage.DECODE)
 
 
 def _scattered(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
-    longest, lanes = max(part.numel for part in parts), ctx.lanes
+    longest, streams = max(part.numel for part in parts), ctx.streams
     dtype = _dtype_of(parts)
-    with lanes.slab(longest * ctx.size * dtype.itemsize, ctx.budget) as slab:
-        rows = slab.view(dtype).view(ctx.size, longest)
-        with lanes.on(Lane.ENCODE):
+    with streams.staging(longest * ctx.size * dtype.itemsize, ctx.budget) as staging:
+        rows = staging.view(dtype).view(ctx.size, longest)
+        with streams.on(Stage.ENCODE):
             for row, part in zip(rows, parts, strict=True):
                 part.pack(row)
-        lanes.order(Lane.ENCODE, Lane.WIRE)
-        with lanes.on(Lane.WIRE):
+        streams.order(Stage.ENCODE, Stage.WIRE)
+        with streams.on(Stage.WIRE):
             ctx.transport.reduce_scatter(rows[ctx.rank], rows.view(-1), op)
-        lanes.order(Lane.WIRE, Lane.DECODE)
-        with lanes.on(Lane.DECODE):
+        streams.order(Stage.WIRE, Stage.DECODE)
+        with streams.on(Stage.DECODE):
             parts[ctx.rank].unpack(rows[ctx.rank])
 
 
 def _reduced(ctx: DeviceContext, part: Part, owner: int, op: Any) -> None:
-    lanes = ctx.lanes
+    streams = ctx.streams
     if len(part.pieces) < 2:
-        with lanes.on(Lane.WIRE):
+        with streams.on(Stage.WIRE):
             for view in part.views():
                 ctx.transport.reduce(view, owner, op)
         return
     dtype = _dtype_of([part])
-    with lanes.slab(part.numel * dtype.itemsize, ctx.budget) as slab:
-        words = slab.view(dtype)
-        with lanes.on(Lane.ENCODE):
+    with streams.staging(part.numel * dtype.itemsize, ctx.budget) as staging:
+        words = staging.view(dtype)
+        with streams.on(Stage.ENCODE):
             part.pack(words)
-        lanes.order(Lane.ENCODE, Lane.WIRE)
-        with lanes.on(Lane.WIRE):
+        streams.order(Stage.ENCODE, Stage.WIRE)
+        with streams.on(Stage.WIRE):
             ctx.transport.reduce(words, owner, op)
-        lanes.order(Lane.WIRE, Lane.DECODE)
+        streams.order(Stage.WIRE, Stage.DECODE)
         if owner == ctx.rank:
-            with lanes.on(Lane.DECODE):
+            with streams.on(Stage.DECODE):
                 part.unpack(words)
 
 
@@ -203,19 +203,19 @@ def _joined(parts: Sequence[Part]) -> torch.Tensor | None:
 
 
 class _Summing:
-    """One sum of parts. ``of_seat``: for each node, the part of the rank that has this rank's seat there."""
+    """One sum of parts. ``of_local_rank``: for each node, the part of the rank that has this rank's local rank there."""
 
     def __init__(self, ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int) -> None:
         self._ctx, self._levels, self._parts, self._out, self._divisor = ctx, levels, parts, out, divisor
-        self._of_seat = [parts[ranks[levels.seat]] for ranks in levels.nodes]
+        self._of_local_rank = [parts[ranks[levels.local_rank]] for ranks in levels.nodes]
         self._dtype = _dtype_of(parts)
-        self._nodes, self._seats = len(levels.nodes), len(levels.nodes[0])
-        # equal on all ranks, as the verdicts that follow from it
-        self._packed = self._seats > 1 or any(len(part.pieces) > 1 for part in parts)
-        self._rows = self._nodes + (2 * self._seats if self._seats > 1 else 0)
+        self._nodes, self._local_ranks = len(levels.nodes), len(levels.nodes[0])
+        # equal on all ranks, as the agreements that follow from it
+        self._packed = self._local_ranks > 1 or any(len(part.pieces) > 1 for part in parts)
+        self._rows = self._nodes + (2 * self._local_ranks if self._local_ranks > 1 else 0)
 
     def step(self, longest: int) -> int:
-        """Return the elements of each part that are summed with one verdict."""
+        """Return the elements of each part that are summed with one agreement."""
         if not self._packed:
             return longest
         return wire.device_sum_numel(
@@ -223,7 +223,7 @@ class _Summing:
         )
 
     def sum(self, begin: int, end: int) -> None:
-        """Sum elements ``begin`` to ``end`` of each part, with one verdict."""
+        """Sum elements ``begin`` to ``end`` of each part, with one agreement."""
         with self._node_sums(begin, end) as sums:
             step = self._fragment_numel(end - begin)
             starts = range(0, end - begin, step)
@@ -239,33 +239,33 @@ class _Summing:
 
     @contextmanager
     def _node_sums(self, begin: int, end: int) -> Iterator[list[torch.Tensor]]:
-        """Give this node's sum of the part of each rank of this seat; flat. In one level: the parts themselves."""
-        cut = [part.cut(begin, end) for part in self._of_seat]
+        """Give this node's sum of the part of each rank of this local rank; flat. In one level: the parts themselves."""
+        cut = [part.cut(begin, end) for part in self._of_local_rank]
         if not self._packed:
             yield [part.views()[0] if part.numel else self._nothing() for part in cut]
             return
-        lanes, ctx = self._ctx.lanes, self._ctx
+        streams, ctx = self._ctx.streams, self._ctx
         numel = -(-(end - begin) // _ALIGNED) * _ALIGNED
-        with lanes.slab(self._rows * numel * self._dtype.itemsize, ctx.budget) as slab:
-            rows = slab.view(self._dtype).view(self._rows, numel)
+        with streams.staging(self._rows * numel * self._dtype.itemsize, ctx.budget) as staging:
+            rows = staging.view(self._dtype).view(self._rows, numel)
             scratch = rows[self._nodes :].view(-1)
-            with lanes.on(Lane.WIRE):
+            with streams.on(Stage.WIRE):
                 for ranks, part, row in zip(self._levels.nodes, cut, rows, strict=False):
-                    if self._seats == 1:
+                    if self._local_ranks == 1:
                         part.pack(row)
                     else:
                         self._sum_inside([self._parts[rank].cut(begin, end) for rank in ranks], row, scratch)
-            lanes.order(Lane.WIRE, Lane.ENCODE)
+            streams.order(Stage.WIRE, Stage.ENCODE)
             yield [row[: part.numel] for part, row in zip(cut, rows, strict=False)]
 
     def _nothing(self) -> torch.Tensor:
-        with self._ctx.lanes.on(Lane.ENCODE):
+        with self._ctx.streams.on(Stage.ENCODE):
             return tensors.empty(0, self._dtype, self._ctx.device)
 
     def _sum_inside(self, parts: Sequence[Part], sums: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Write this node's sum of the part of this rank's seat to ``sums``. ``parts``: those of the ranks of one node, any node."""
+        """Write this node's sum of the part of this rank's local rank to ``sums``. ``parts``: those of the ranks of one node, any node."""
         ctx, numels = self._ctx, [part.numel for part in parts]
-        own = numels[self._levels.seat]
+        own = numels[self._levels.local_rank]
         if not any(numels):
             return
         plain = (sum(numels) - own) * self._dtype.itemsize
@@ -275,12 +275,12 @@ class _Summing:
             sent = scratch[: sum(numels)]
             for part, place in zip(parts, sent.split(numels), strict=True):
                 part.pack(place)
-        received = scratch[len(scratch) // 2 :][: self._seats * own]
-        exchange(ctx, self._levels.mates, received, sent, [own] * self._seats, numels)
+        received = scratch[len(scratch) // 2 :][: self._local_ranks * own]
+        exchange(ctx, self._levels.node_ranks, received, sent, [own] * self._local_ranks, numels)
         if own:
-            status = ctx.reports.word(f"{ctx.where()}, inside a node")  # a word of this lane alone
+            status = ctx.reports.word(f"{ctx.where()}, inside a node")  # a word of this stream alone
             ctx.route.decode_sum_frames(
-                received.view(self._seats, own), ctx.config.block, self._dtype, sums[:own], status
+                received.view(self._local_ranks, own), ctx.config.block, self._dtype, sums[:own], status
             )
 
     def _agreed(self, words: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
@@ -288,15 +288,15 @@ class _Summing:
         ctx, me, fragments = self._ctx, self._levels.node, len(words[0])
         if ctx.codec == "raw":
             return [[0] * fragments for _ in words]
-        with ctx.lanes.on(Lane.ENCODE):
-            sizes = tensors.filled(self._nodes * self._seats * fragments, 0, torch.int64, ctx.device)
-            of_seat = sizes.view(self._nodes, self._seats, fragments)[:, self._levels.seat]
+        with ctx.streams.on(Stage.ENCODE):
+            sizes = tensors.filled(self._nodes * self._local_ranks * fragments, 0, torch.int64, ctx.device)
+            of_local_rank = sizes.view(self._nodes, self._local_ranks, fragments)[:, self._levels.local_rank]
             theirs = [one for node, some in enumerate(words) if node != me for one in some]
             found = gather.encoded_sizes(ctx, theirs).view(self._nodes - 1, fragments)
-            of_seat[:me].copy_(found[:me])
-            of_seat[me + 1 :].copy_(found[me:])
+            of_local_rank[:me].copy_(found[:me])
+            of_local_rank[me + 1 :].copy_(found[me:])
         agreed = agree(ctx, [sizes])
-        firsts = range(self._levels.seat * fragments, len(agreed), self._seats * fragments)
+        firsts = range(self._levels.local_rank * fragments, len(agreed), self._local_ranks * fragments)
         return [
             [self._slot(one.nbytes, agreed[first + number]) for number, one in enumerate(some)]
             for first, some in zip(firsts, words, strict=True)
@@ -307,22 +307,24 @@ class _Summing:
 
     def _fragment(self, words: Sequence[torch.Tensor], sizes: Sequence[int], place: Part) -> None:
         """Send ``words[i]`` to node i, in a slot of ``sizes[i]`` bytes or raw, and write the sum of what arrives and the own words."""
-        ctx, lanes, me = self._ctx, self._ctx.lanes, self._levels.node
-        # A seat may have no words here; its ranks take part all the same, because the exchange is one of the whole group.
+        ctx, streams, me = self._ctx, self._ctx.streams, self._levels.node
+        # A local rank may have no words here; its ranks take part all the same, because the exchange is one of the whole group.
         rooms = [size or wire.slot_bytes(one.nbytes) for one, size in zip(words, sizes, strict=True)]
         own, arriving = words[me], rooms[me] * self._nodes
         apart = self._divisor > 1 and self._dtype is not torch.float32
         floats = wire.slot_bytes(own.numel() * 4) if apart else 0
-        with lanes.slab(sum(rooms) + arriving + floats, ctx.budget) as slab:
-            sent, received, total = slab.split([sum(rooms), arriving, floats])
-            with lanes.on(Lane.ENCODE):
+        with streams.staging(sum(rooms) + arriving + floats, ctx.budget) as staging:
+            sent, received, total = staging.split([sum(rooms), arriving, floats])
+            with streams.on(Stage.ENCODE):
                 self._encode(words, sizes, sent.split(rooms))
-            lanes.order(Lane.ENCODE, Lane.WIRE)
-            with lanes.on(Lane.WIRE):  # the own slot travels too, and is not read: summands lie at a regular distance
+            streams.order(Stage.ENCODE, Stage.WIRE)
+            with streams.on(
+                Stage.WIRE
+            ):  # the own slot travels too, and is not read: summands lie at a regular distance
                 exchange(ctx, self._levels.peers, received, sent, [rooms[me]] * self._nodes, rooms)
-            lanes.order(Lane.WIRE, Lane.DECODE)
+            streams.order(Stage.WIRE, Stage.DECODE)
             if own.numel():
-                with lanes.on(Lane.DECODE):
+                with streams.on(Stage.DECODE):
                     matrix = received.view(self._nodes, rooms[me])
                     if not sizes[me]:
                         matrix = matrix.view(self._dtype)[:, : own.numel()]

@@ -106,10 +106,10 @@ class _Sizes:
     ) -> None:
         self._ctx, self._control = ctx, control
         self.node = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
-        seat, at = self.node.index(ctx.rank), list(ctx.nodes).index(self.node)
+        local_rank, at = self.node.index(ctx.rank), list(ctx.nodes).index(self.node)
         #: Every rank begins with another node, so that not all frames enter one node at a time.
         self.others = [*ctx.nodes[at + 1 :], *ctx.nodes[:at]]
-        self.counterparts = [ranks[seat] for ranks in self.others]
+        self.counterparts = [ranks[local_rank] for ranks in self.others]
         own = [output.numel() for output in outputs]
         self._told: dict[int, torch.Tensor] = {}  # counterpart -> the sizes of its parts
         if even:
@@ -183,7 +183,9 @@ class _NodeExchange:
         self._straight = Fragments(ctx, [sources[rank] for rank in self._neighbors], _EXCHANGES)
         self._straight_in = Fragments(ctx, [outputs[rank] for rank in self._neighbors], _EXCHANGES)
         streams = [
-            self._stream(ranks[seat], carrier) for ranks in sizes.others for seat, carrier in enumerate(sizes.node)
+            self._stream(ranks[local_rank], carrier)
+            for ranks in sizes.others
+            for local_rank, carrier in enumerate(sizes.node)
         ]
         self._carried = [stream for stream in streams if stream.carrier == ctx.rank]
         # in the order in which their carrier sends: that of the nodes after this node, which is equal on all ranks of a node

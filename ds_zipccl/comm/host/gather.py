@@ -1,4 +1,4 @@
-"""Gathers: every rank sends its shard to every other rank, in fragments; or by node, see :mod:`.by_node`."""
+"""Gathers: every rank sends its shard to every other rank, in fragments; or by node, see :mod:`.gather_by_node`."""
 
 from __future__ import annotations
 

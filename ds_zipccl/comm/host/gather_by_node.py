@@ -22,7 +22,8 @@ class NodeGather:
         self._neighbors = [rank for rank in mine if rank != ctx.rank]
         # rank of this node -> the ranks of other nodes whose shards it receives and forwards
         self._through = {
-            rank: [ranks[seat] for ranks in ctx.nodes if ranks is not mine] for seat, rank in enumerate(mine)
+            rank: [ranks[local_rank] for ranks in ctx.nodes if ranks is not mine]
+            for local_rank, rank in enumerate(mine)
         }
         self._received = self._through[ctx.rank]
 

@@ -1,5 +1,5 @@
 """Sums of shards: every rank sends each peer its shard, and adds the shards that arrive for its own place; or in two levels, see
-:mod:`.reduce_by_node`."""
+:mod:`.sums_by_node`."""
 
 from __future__ import annotations
 

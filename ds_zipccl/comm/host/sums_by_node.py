@@ -1,8 +1,8 @@
-"""Sums in two levels: inside each node in raw frames, then between the ranks of one seat in coded frames.
+"""Sums in two levels: inside each node in raw frames, then between the ranks of one local rank in coded frames.
 
-Rank l of a node has seat l. It first sums, for every node i, the shard of rank l of node i over its own node. Then the ranks of a seat send
-each other these sums of nodes: the elements of a shard enter a node once for each other node, in one frame. Links inside a node are fast,
-and coding would only take time there.
+Rank l of a node has local rank l. It first sums, for every node i, the shard of rank l of node i over its own node. Then the ranks of a
+local rank send each other these sums of nodes: the elements of a shard enter a node once for each other node, in one frame. Links inside
+a node are fast, and coding would only take time there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_zipccl.comm.spans import within
 
 
 class NodeAdder:
-    """As :class:`.reduce_scatter.ShardAdder`, in two levels; :mod:`ds_zipccl.comm.reduction_order` has the order of the sum.
+    """As :class:`.sums.ShardAdder`, in two levels; :mod:`ds_zipccl.comm.reduction_order` has the order of the sum.
 
     ``inside`` and ``between``: the exchanges inside the node and between the nodes.
     """
@@ -38,10 +38,10 @@ class NodeAdder:
         self._shards, self._reduction, self._spans = shards, reduction, spans
         at = next(number for number, ranks in enumerate(ctx.nodes) if ctx.rank in ranks)
         self._node = ctx.nodes[at]
-        self._seat = [ranks[self._node.index(ctx.rank)] for ranks in ctx.nodes]
+        self._local_rank = [ranks[self._node.index(ctx.rank)] for ranks in ctx.nodes]
         #: All nodes, the own one last: every rank begins with another node, so that not all frames enter one node at a time.
         self._turns = [*ctx.nodes[at + 1 :], *ctx.nodes[: at + 1]]
-        self._seat_in_turn = [*self._seat[at + 1 :], *self._seat[: at + 1]]
+        self._seat_in_turn = [*self._local_rank[at + 1 :], *self._local_rank[: at + 1]]
         #: Steps that are posted: own contributions to the sums of this node, as in ``_seat_in_turn``.
         self._posted: deque[list[torch.Tensor]] = deque()
         #: Steps that are added in the node: the own fragment, its sum over the node, and the memory of the sum.
@@ -62,13 +62,13 @@ class NodeAdder:
             for rank in self._seat_in_turn:
                 self._inside.post_recv(neighbor, fragments[rank])
         for neighbor in neighbors:
-            seat = self._node.index(neighbor)
+            local_rank = self._node.index(neighbor)
             for ranks in self._turns:
-                self._inside.send(fragments[ranks[seat]], neighbor)
+                self._inside.send(fragments[ranks[local_rank]], neighbor)
         self._posted.append([fragments[rank] for rank in self._seat_in_turn])
 
     def _add_in_node(self, step: int) -> None:
-        """Add the frames of the neighbors for every rank of the seat, and send each rank the sum of this node."""
+        """Add the frames of the neighbors for every rank of the local rank, and send each rank the sum of this node."""
         self._between.next_step()
         *others, own = self._posted.popleft()
         *peers, _ = self._seat_in_turn
@@ -95,10 +95,10 @@ class NodeAdder:
         begin, self._taken = self._taken, self._taken + out.numel()
         if out.numel():
             flushing = self._ctx.flushing_ranks()
-            # the first rank of a node decides: a sum must not depend on the seat that makes it
-            flushes = {rank: flushing[ranks[0]] for rank, ranks in zip(self._seat, self._ctx.nodes, strict=True)}
+            # the first rank of a node decides: a sum must not depend on the local rank that makes it
+            flushes = {rank: flushing[ranks[0]] for rank, ranks in zip(self._local_rank, self._ctx.nodes, strict=True)}
             received = Received(self._ctx.rank, self._between, total)
-            add_in_fp32(received, self._seat, out, flushes, self._reduction.divisor)
+            add_in_fp32(received, self._local_rank, out, flushes, self._reduction.divisor)
         buffers.release()
         return out, within(self._spans, begin, self._taken)
 

@@ -18,7 +18,7 @@ from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.device import gather as on_device
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
-from ds_zipccl.comm.device.streams import Lane
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.host.gather import gather
@@ -39,9 +39,9 @@ class _GatherLists:
 
     def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         (own,) = inputs
-        with ctx.lanes.on(Lane.DECODE):  # NCCL's gather of a list has a temporary too
+        with ctx.streams.on(Stage.DECODE):  # NCCL's gather of a list has a temporary too
             whole = tensors.empty(own.numel() * ctx.size, own.dtype, own.device)
-            ctx.lanes.order(Lane.DECODE, Lane.ENCODE)
+            ctx.streams.order(Stage.DECODE, Stage.ENCODE)
         on_device.gather(ctx, [Shard(own, whole, [own.numel()])])
         for place, part in zip(outputs, equal_shards(whole, ctx.size), strict=True):
             ctx.copy(part, place)

@@ -1,7 +1,7 @@
 """send, recv, isend, irecv: a message for each tensor, matched by peer and the caller's tag, in order.
 
-Sender and receiver of a compressed message must have the same dtype, size and config, as with collectives. :mod:`.p2p_message` has its
-parts.
+Sender and receiver of a compressed message must have the same dtype, size and config, as with collectives.
+:mod:`ds_zipccl.comm.host.p2p.message` has its parts.
 """
 
 from __future__ import annotations

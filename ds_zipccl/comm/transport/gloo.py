@@ -20,7 +20,7 @@ from ds_zipccl.comm.transport.protocol import Capabilities, SumSwitches, timeout
 #: gloo's largest segment, in bytes (admission: part of the geometry of gloo's rings).
 _SEGMENT_BYTES = 1 << 20
 #: Elements for each rank in the all-reduce that asks for denormals; the bit pattern of each element, a denormal float.
-_LANES, _DENORMAL = 64, 1 << 22
+_STREAMS, _DENORMAL = 64, 1 << 22
 
 
 class GlooTransport:
@@ -88,8 +88,8 @@ class Denormals:
     @tensors.undisturbed()
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_world_size(group)
-        self._cuts = cut(_LANES * ranks, all_reduce_chunk(_LANES * ranks, 4, ranks), ranks)
-        self._answer = tensors.filled(_LANES * ranks, 0, torch.float32)
+        self._cuts = cut(_STREAMS * ranks, all_reduce_chunk(_STREAMS * ranks, 4, ranks), ranks)
+        self._answer = tensors.filled(_STREAMS * ranks, 0, torch.float32)
         self._answer.view(torch.int32)[self._cuts[dist.get_rank(group)]] = _DENORMAL
         self._handle: dist.Work | None = dist.all_reduce(self._answer, group=group, async_op=True)
         self._flushing: list[bool] = []

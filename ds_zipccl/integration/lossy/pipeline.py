@@ -139,7 +139,7 @@ def _compare_inputs(engine: Any, progress: _Progress, inputs: torch.Tensor, last
 class _Link(Factoring):
     """Makes the factors of one gradient that a stage sends: the tensor of ``key``, the peer's rank, the direction, and the number among the
     gradients of a micro-batch. Rows of its matrix have ``width`` elements. ``ranks``: of the job.
-    ``owner``: the number of the engine, see :mod:`lossy_state`."""
+    ``owner``: the number of the engine, see :mod:`.state`."""
 
     settings: RoleSettings
     key: tuple[int, str, int]

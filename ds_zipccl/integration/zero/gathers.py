@@ -290,8 +290,8 @@ def _shard_of(param: Any) -> tuple[int, torch.dtype]:
 
 def _size(bases: Sequence[BaseSlot]) -> str:
     nbytes = sum(base.memory.nbytes for base in bases)
-    mates = max((len(base.mates) for base in bases), default=1)
-    where = f"shared by the {mates} ranks of a node" if mates > 1 else "on every rank"
+    node_ranks = max((len(base.node_ranks) for base in bases), default=1)
+    where = f"shared by the {node_ranks} ranks of a node" if node_ranks > 1 else "on every rank"
     return f"{nbytes / 1e6:.1f} MB, {where}"
 
 

@@ -1,4 +1,4 @@
-"""The lossy functions of the C++ route; see :mod:`.native`."""
+"""The lossy functions of the C++ route; see :mod:`.backend`."""
 
 from __future__ import annotations
 
