@@ -229,6 +229,14 @@ def test_folders_stay_within_their_budgets() -> None:
     assert now["ds_zipccl/csrc"] > 5000 and now["ds_zipccl"] > 500, "files of every kind are counted"
 
 
+def test_folders_are_not_crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert size.crowded() == {}
+    for number in range(size.MAX_FILES + 1):
+        (tmp_path / f"{number}.py").touch()
+    monkeypatch.setattr(size, "ROOT", tmp_path)
+    assert size.crowded([tmp_path]) == {".": size.MAX_FILES + 1}
+
+
 @pytest.mark.parametrize(
     ("path", "folder"),
     [
@@ -237,6 +245,8 @@ def test_folders_stay_within_their_budgets() -> None:
         ("ds_zipccl/new/room.py", "ds_zipccl"),
         ("ds_zipccl/csrc/cuda/hash.cuh", "ds_zipccl/csrc"),
         ("tests/size.py", "tests"),
+        ("benchmarks/comm/trial.py", "benchmarks"),
+        ("benchmarks/tests/test_link.py", "tests"),
         ("ds_zipccl/FORMAT.md", ""),
         ("docs/generate.py", ""),
     ],

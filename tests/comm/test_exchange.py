@@ -13,7 +13,7 @@ import torch
 import ds_zipccl
 from ds_zipccl.comm.host import gather, pipeline
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
-from ds_zipccl.comm.host.gather_by_node import NodeGather
+from ds_zipccl.comm.host.gather import NodeGather
 from ds_zipccl.comm.host.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.policy import wire
 

@@ -20,7 +20,7 @@ from sums import CODED
 from ds_zipccl import comm
 from ds_zipccl.codecs import project
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host import exchange_by_node, gather_by_node
+from ds_zipccl.comm.host import exchange_by_node, gather
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec, Round
 from ds_zipccl.policy.cost_model import LinkProfile
@@ -91,7 +91,7 @@ def on_nodes(rank: int, ranks: int) -> list[str]:
         setattr(place, name, noted)
 
     noting(exchange_by_node._NodeExchange, "run")
-    noting(gather_by_node.NodeGather, "send")
+    noting(gather.NodeGather, "send")
     levels.pretend([[0, 2], [1, 3]])
     for codec in CODECS:
         everyone = [with_specials(peer, 40_000, torch.bfloat16) for peer in range(ranks)]
