@@ -38,7 +38,7 @@ SUBJECTS = {
     "policy": ("comm", "cli"),
     "comm": ("comm",),
     "comm/device": ("sim", "comm"),
-    "comm/delta": ("comm", "integration"),
+    "comm/bases": ("comm", "integration"),
     "integration": ("integration",),
 }
 PACKAGE = Path("ds_zipccl")
