@@ -7,7 +7,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 
-import lossy_routes
 import mutations
 import pytest
 import test_lowrank
@@ -83,7 +82,7 @@ def test_damaged_low_rank_frames(count: int) -> None:
     rng = random.Random(count)
     generic = [kind for kind in mutations.KINDS if kind.name in ANY_FRAME]
     bases, codes, passed = _bases(), Counter(), Counter()
-    usable = lossy_routes.usable("multiply")
+    usable = variants.usable(variants.CPP)
     for turn in range(count):
         base, name = rng.choice(bases), rng.choice([*KINDS, "any"])
         if name == "any":

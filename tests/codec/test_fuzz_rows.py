@@ -153,9 +153,13 @@ def test_damaged_row_frames(count: int) -> None:
         receiver = receivers[at] if numel > SMALL or rng.random() < 0.8 else None
         tensor = torch.frombuffer(frame, dtype=torch.uint8)
         every = (
-            variants.usable()
+            variants.usable(variants.COMPILED)
             if turn % RARELY == 0
-            else [v for v in variants.usable() if v.level in ("", variants.SHORTEST) and v.route != "emulated"]
+            else [
+                v
+                for v in variants.usable(variants.COMPILED)
+                if v.level in ("", variants.SHORTEST) and v.route != "emulated"
+            ]
         )
         answers = []
         for variant in every:

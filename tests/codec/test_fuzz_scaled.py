@@ -7,7 +7,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 
-import lossy_routes
 import mutations
 import pytest
 import test_fuzz
@@ -90,7 +89,7 @@ def test_damaged_scaled_frames(count: int) -> None:
     generic = [kind for kind in mutations.KINDS if kind.name in ANY_FRAME]
     assert len(generic) == len(ANY_FRAME)
     bases, codes, passed = _bases(), Counter(), Counter()
-    usable = lossy_routes.usable("decode_scaled")
+    usable = variants.usable(variants.COMPILED)
     for turn in range(count):
         base, name = rng.choice(bases), rng.choice([*KINDS, "any"])
         if name == "any":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 
-import lossy_routes
 import pytest
 import torch
+import variants
 from corpus import assert_same_bits
 from test_lowrank import factors, frame_of
 
@@ -87,7 +87,7 @@ REFUSED = {
 def test_refused_payloads(case: str) -> None:
     at, form, value, code = REFUSED[case]
     frame = _damaged(at, form, value)
-    for variant in lossy_routes.usable("multiply"):
+    for variant in variants.usable(variants.CPP):
         with variant.in_use() as route:
             for call in (decompress, lambda frame, route: decompress_add(frame, torch.zeros(2000), route=route)):
                 with pytest.raises(FrameError) as caught:
@@ -112,7 +112,7 @@ def test_raw_factors_are_read_and_values_that_are_not_finite_refused() -> None:
     for place, value in ((p, torch.inf), (q, torch.nan), (q, 2.0**126)):
         before = float(place[3, 2])
         place[3, 2] = value
-        for variant in lossy_routes.usable("multiply"):
+        for variant in variants.usable(variants.CPP):
             with variant.in_use() as route, pytest.raises(FrameError, match=r"BLOCK: .* not finite"):
                 decompress(torch.frombuffer(_raw(p, q), dtype=torch.uint8), route=route)
         place[3, 2] = before

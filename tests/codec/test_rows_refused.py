@@ -10,11 +10,14 @@ import from_format
 import from_format_rows
 import pytest
 import torch
+import variants
 
 import ds_zipccl
 from ds_zipccl import codecs
 from ds_zipccl import frame as framing
 from ds_zipccl.frame import FrameErrorCode
+
+route = variants.each(variants.COMPILED)
 
 
 def bf16_bytes(words: list[int]) -> bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 
-import lossy_routes
 import pytest
 import torch
+import variants
 from test_frame import Raw
 from test_scaled import gaussian
 
@@ -15,11 +15,7 @@ from ds_zipccl import codecs
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.lossy import Int, LossyCodec, TacoFp8
 
-
-@pytest.fixture(autouse=True)
-def _kernels(request: pytest.FixtureRequest) -> None:
-    if "route" in request.fixturenames:
-        lossy_routes.need(request.getfixturevalue("route"), "decode_scaled")
+route = variants.each(variants.COMPILED)
 
 
 @dataclass(frozen=True)
