@@ -16,10 +16,10 @@ import from_format_scaled
 import numpy as np
 import pytest
 import test_lowrank
+import test_refused_rows_and_lossy
 import test_rounded
 import test_row_kernels
 import test_rows
-import test_rows_refused
 import test_scaled
 import test_zfp
 import tiers
@@ -292,7 +292,7 @@ PROOFS = {"a source in front of the history": _no_sources, "a repeat of a repeat
 @pytest.mark.parametrize("case", PROOFS)
 def test_a_missing_proof_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
-        test_rows_refused.test_refused_with_its_code(case, "native")
+        test_refused_rows_and_lossy.test_rows_are_refused_with_their_code(case, "native")
 
     check()
     monkeypatch.setattr(row_map, "read_map", PROOFS[case])
