@@ -22,7 +22,7 @@ from ds_zipccl import codecs, kernels, tensors
 from ds_zipccl import frame as framing
 from ds_zipccl.codecs import decompress, decompress_add, lowrank
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode
-from ds_zipccl.lossy import Int, LossyCodec, TacoFp8, Zfp
+from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 
 route = variants.each(variants.COMPILED)
 
@@ -497,3 +497,27 @@ def test_wrong_fields_of_zfp_are_refused(route: str, into: str) -> None:
                 decompress(received, None if into == "new" else torch.zeros(40), route=route)
         wanted = {code, FrameErrorCode.MISMATCH} if into != "new" else {code}
         assert caught.value.code in wanted, name
+
+
+# --- a route without the kernels
+
+
+def test_numba_says_that_it_lacks_the_kernels() -> None:
+    """Frames of these codecs are written, read and projected by other routes alone; the message names the function."""
+    words = torch.randn(512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows, pair = words.repeat(4), factors(30, 40, 3)
+    calls: dict[str, Callable[[], object]] = {
+        "find_rows": lambda: ds_zipccl.compress(rows, row_width=512, route="numba"),
+        "copy_rows|find_rows": lambda: decompress(ds_zipccl.compress(rows, row_width=512), route="numba"),
+        "multiply": lambda: decompress(frame_of(*pair, torch.bfloat16), route="numba"),
+        "orthonormalize": lambda: lowrank.orthonormalize(torch.ones(3, 1), route="numba"),
+    }
+    for codec, name in ((Round(3), "rounded"), (TacoFp8(), "scaled"), (Int(), "scaled"), (Zfp(8), "zfp")):
+        frame = codecs.compress(words, codec, lossy=True)
+        assert frame[5] > CodecId.DELTA
+        calls[f"encode_{name}"] = lambda codec=codec: codecs.compress(words, codec, lossy=True, route="numba")
+        calls[f"decode_{name}"] = lambda frame=frame: decompress(frame, route="numba")
+        calls["round_words|project_"] = lambda codec=codec: codecs.project(words, codec, route="numba")
+        for function in [*calls]:
+            with pytest.raises(kernels.RouteUnavailable, match=rf"numba: it has no ({function})"):
+                calls.pop(function)()
