@@ -102,11 +102,4 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-@pytest.fixture(params=variants.ALL, ids=str)
-def route(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Name of a CPU route, once for every instruction set it has; skips, with the reason, what cannot run here."""
-    reason = request.param.why_not()
-    if reason:
-        pytest.skip(f"{request.param} is not usable here: {reason}")
-    with request.param.in_use() as name:
-        yield name
+route = variants.each(variants.ALL)

@@ -110,7 +110,7 @@ class ZipcclConfig:
     rows: Annotated[
         Literal["auto", "off"],
         "auto: expert traffic (role ep) carries a row that occurs several times in a message to a rank once, and rows that are "
-        "multiples of others as differences. off: all rows travel.",
+        "multiples of others as differences. off: all rows travel, as on all ranks where one rank lacks the C++ kernels.",
     ] = "auto"
     delta: Annotated[
         Literal["auto", "off"],
@@ -161,8 +161,8 @@ class ZipcclConfig:
     ] = 64
     route: Annotated[
         Literal["auto", "native", "numba", "cupy"],
-        "Kernels: native (C++ and CUDA, compiled at first use), numba (CPU tensors), cupy (CUDA tensors, needs no compiler), or auto: "
-        "the first that works. Tensors of a device that has no route of this name take auto.",
+        "Kernels: native (C++ and CUDA, compiled at first use), numba (CPU tensors; no repeated rows, no lossy codecs), cupy (CUDA "
+        "tensors, needs no compiler), or auto: the first that works. Tensors of a device that has no route of this name take auto.",
     ] = "auto"
     lossy: Annotated[
         bool,

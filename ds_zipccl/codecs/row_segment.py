@@ -247,7 +247,7 @@ class RowSegment:
             return
         data, row_bytes = self._words.view(torch.uint8), self._width * self._words.itemsize
         found = self._found[self._known : end]
-        kernel = kernels.route(self._route, self._words.device.type)
+        kernel = kernels.row_route(self._route, self._words.device.type)
         self.repeats += kernel.find_rows(data, row_bytes, self._known, found, self._table)
         if self._words.device.type != "cpu":
             self._sources[self._known : end] = found.cpu().numpy()
@@ -292,7 +292,7 @@ class RowSegment:
         there, base = self._gathered[:numel], self._predicted[:numel]
         matrix = row_moves.matrix(self._words, self._width)
         torch.index_select(matrix, 0, row_list(places, device), out=row_moves.matrix(there, self._width))
-        kernel = kernels.route(self._route, device.type)
+        kernel = kernels.row_route(self._route, device.type)
         kernel.predict_rows(self._words, self._width, row_list(sources, device), factors, base)
         return there, base
 
@@ -307,7 +307,7 @@ class RowSegment:
         if not len(places):
             return np.zeros(0, dtype=bool), tensors.empty(0, torch.float32)
         device = self._words.device
-        kernel = kernels.route(self._route, device.type)
+        kernel = kernels.row_route(self._route, device.type)
         factors = kernel.row_factors(self._words, self._width, row_list(places, device), row_list(sources, device))
         kept = (factors != 0).cpu().numpy()  # on the host, as the number of factors is
         return kept, factors.index_select(0, row_list(np.flatnonzero(kept), device))

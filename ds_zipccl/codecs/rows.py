@@ -120,7 +120,7 @@ def _encode_literals(
 def _coded(words: torch.Tensor, literal: torch.Tensor, fields: Fields, literals: Literals, room: torch.Tensor) -> int:
     width, head, block, device = fields.width, fields.head, literals.block, words.device.type
     if not literals.mantissa:
-        kernel = kernels.route(literals.route, device)
+        kernel = kernels.row_route(literals.route, device)
         return kernel.encode_rows(words, width, head, literal, literals.code, block, room)
     rounding = kernels.lossy_route(literals.route, device, "encode_rounded_rows")
     return rounding.encode_rounded_rows(words, width, head, literal, literals.mantissa, block, room)
@@ -212,7 +212,7 @@ def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words:
     fields, rows, literals = parsed.fields, parsed.rows, parsed.literals
     width, head, device = fields.width, fields.head, words.device
     literal = row_list(rows.literals, device)
-    kernel = kernels.route(route, device.type)
+    kernel = kernels.row_route(route, device.type)
     if literals.spec is RAW:
         item = words.itemsize
         row_moves.spread(literals.payload, words.view(torch.uint8), width * item, head * item, literal)
@@ -238,7 +238,7 @@ def _decode_literals(literals: Nested, words: torch.Tensor, fields: Fields, lite
     if literals.spec is ROUNDED:
         kernels.lossy_route(route, words.device.type, "decode_rounded_rows").decode_rounded_rows(*where)
     else:
-        kernels.route(route, words.device.type).decode_rows(*where)
+        kernels.row_route(route, words.device.type).decode_rows(*where)
 
 
 def _decode_repeats(

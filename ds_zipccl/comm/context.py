@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
+from ds_zipccl import kernels
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import staging
 from ds_zipccl.comm.host.repeats.memory import Repeats
@@ -70,6 +73,7 @@ class OpContext(Call):
     Args:
         tag: first tag; the group's next tags if None.
         sums: the operation adds. The first such operation of a group asks how the backend of each rank adds.
+        rows: row frames may carry the operation's tensors. The first such operation of a group asks which ranks have their kernels.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class OpContext(Call):
         nodes: Sequence[Sequence[int]] = (),
         with_base: bool = False,
         sums: bool = False,
+        rows: bool = False,
         lossy: LossyCodec | None = None,
     ) -> None:
         super().__init__(op, group, config, role)
@@ -99,6 +104,11 @@ class OpContext(Call):
         if sums and state.sum_switches is None and state.backend("cpu") == state.backend(self.device):
             state.sum_switches = self.transport.ask_sum_switches()
         self._sum_switches = state.sum_switches
+        if rows and self.staging is None and config.route not in state.row_kernels:
+            kernel_backend = kernels.preferred(config.route, self.device)
+            lacking = kernels.lacking(functools.partial(kernels.row_route, kernel_backend, self.device))
+            state.row_kernels[config.route] = topology.ToldTexts(group, lacking)
+        self._row_kernels = state.row_kernels.get(config.route) if rows else None
         self.backoff = state.backoff(op, role, lossy is not None)
 
     def tag(self, index: int) -> int:
@@ -131,6 +141,18 @@ class OpContext(Call):
             return [False] * self.size
         with self.naming("asking whether ranks flush denormals"):
             return self._sum_switches.flushing_ranks()
+
+    def has_row_kernels(self) -> bool:
+        """Return whether all ranks can make and read row frames: a rank without them must not be sent one. Equal on all ranks. Blocks until
+        all ranks have begun their first operation that may have rows.
+
+        Raises:
+            CommError: a rank did not begin one within the timeout of the store.
+        """
+        if self._row_kernels is None:
+            return False
+        with self.naming("asking which ranks have kernels of row frames"):
+            return not any(self._row_kernels.all().values())
 
     def global_rank(self, peer: int) -> int:
         """Return the global rank of ``peer``, a rank of this group."""

@@ -26,7 +26,7 @@ from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, cost_model, send_rules, tuner_rules
+from ds_zipccl.policy import admission, cost_model, row_rules, send_rules, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
@@ -169,6 +169,7 @@ def open_context(request: Request, decision: Decision) -> OpContext:
         nodes=group_nodes(group) if decision.by_node else (),
         with_base=decision.with_base,
         sums=decision.frames and request.reduce_op is not None,
+        rows=row_rules.may_have_rows(request.config, request.op, request.role, decision.codec),
         lossy=decision.lossy,
     )
 

@@ -70,6 +70,8 @@ class GroupState:
         #: Of groups in stream order, by device and backend.
         self.device_profiles: dict[tuple[str, str], DeviceProfile] = {}
         self.sum_switches: SumSwitches | None = None
+        #: By the name of the kernel backend: why ranks lack the kernels of row frames. Asked by the first operation that may have rows.
+        self.row_kernels: dict[str, topology.ToldTexts] = {}
         self.hash_key: bytes | None = None  # of the default group
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import os
 import socket
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,19 +44,39 @@ def find(group: dist.ProcessGroup, place: str = "") -> dict[int, int]:
     return {rank: numbers.setdefault(name, len(numbers)) for rank, name in names.items()}
 
 
+class ToldTexts:
+    """The texts that all ranks of a group tell each other. Texts go through the rendezvous store, because a group of one backend may take
+    no CPU tensors. Every rank makes this object at the same call of the group; making waits for no other rank."""
+
+    def __init__(self, group: dist.ProcessGroup, text: str) -> None:
+        prefix = f"{_PREFIX}/{group.group_name}/{next(_rounds.setdefault(group, itertools.count()))}"
+        self._keys = {rank: f"{prefix}/{rank}" for rank in dist.get_process_group_ranks(group)}
+        _get_default_store().set(self._keys[dist.get_rank()], text)
+        self._texts: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> dict[int, str]:
+        """Return a map from global rank to the text of that rank. Blocks until all have told theirs; may be called again, from any thread.
+
+        Raises:
+            RuntimeError: a rank did not tell its text within the timeout of the store.
+        """
+        with self._lock:
+            if not self._texts:
+                found = _get_default_store().multi_get(list(self._keys.values()))
+                self._texts = {
+                    rank: said.decode(errors="replace") for rank, said in zip(self._keys, found, strict=True)
+                }
+        return self._texts
+
+
 def tell(group: dist.ProcessGroup, text: str) -> dict[int, str]:
-    """Return a map from global rank to the text that this rank has given. Texts go through the rendezvous store, because a group of one
-    backend may take no CPU tensors. Every rank of the group calls, and blocks until all have called.
+    """Return :meth:`ToldTexts.all` of a text that this rank tells. Every rank of the group calls, and blocks until all have called.
 
     Raises:
         RuntimeError: a rank did not call within the timeout of the store.
     """
-    prefix = f"{_PREFIX}/{group.group_name}/{next(_rounds.setdefault(group, itertools.count()))}"
-    ranks = dist.get_process_group_ranks(group)
-    store = _get_default_store()
-    store.set(f"{prefix}/{dist.get_rank()}", text)
-    found = store.multi_get([f"{prefix}/{rank}" for rank in ranks])
-    return {rank: said.decode(errors="replace") for rank, said in zip(ranks, found, strict=True)}
+    return ToldTexts(group, text).all()
 
 
 def secret() -> bytes:

@@ -54,8 +54,10 @@ _DEFAULTS = {
     "output_split_sizes": None,
     "input_split_sizes": None,
 }
-#: Lossy codecs whose kernels numba lacks -> a function of theirs.
-_COMPILED_ONLY = {"zfp": "encode_zfp"}
+#: A lossy function that the C++ kernels have, and numba lacks.
+_LOSSY_FUNCTION = "encode_rounded"
+#: What to do about ranks without C++ kernels.
+_REMEDY = "install a C++ compiler or a wheel of ds_zipccl with its library"
 #: Operation and role of ZeRO's parameter gathers.
 _PARAMETER_GATHER = ("all_gather_into_tensor", "zero_param")
 
@@ -217,7 +219,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             return
         _load_kernels(config)
         _check_codecs(config)
-        config = _only_with_kernels(config)
+        config = _only_with_kernels(_only_with_rows(config))
         untraced.skip_frames()
         self.job.untraced = {name: untraced.outside_graphs(getattr(type(self), name).coded) for name in COLLECTIVES}
         self.job.config = config
@@ -292,12 +294,14 @@ def _load_kernels(config: ZipcclConfig) -> None:
 def _without(load: Callable[[], object]) -> dict[int, str]:
     """Return the ranks on which ``load`` finds no kernels, with their reasons: the other ranks would wait for them. A collective of all
     ranks; blocks."""
-    reason = ""
-    try:
-        load()
-    except kernels.RouteUnavailable as error:
-        reason = str(error)
-    return {rank: said for rank, said in topology.tell(resolve_group(None), reason).items() if said}
+    told = topology.tell(resolve_group(None), kernels.lacking(load))
+    return {rank: said for rank, said in told.items() if said}
+
+
+def _ranks_lack(missing: Mapping[int, str], what: str) -> str:
+    """Return a sentence about the ranks of :func:`_without`, with the reason of the first."""
+    rank, said = next(iter(missing.items()))
+    return f"ranks {sorted(missing)} {what}; rank {rank}: {said}"
 
 
 def _check_codecs(config: ZipcclConfig) -> None:
@@ -306,15 +310,28 @@ def _check_codecs(config: ZipcclConfig) -> None:
     Raises:
         RouteUnavailable: a rank lacks them, on all ranks.
     """
-    names = {found.codec.name for found in config.lossy_roles.values()} if config.lossy else set()
-    for function in [_COMPILED_ONLY[name] for name in sorted(names & set(_COMPILED_ONLY))]:
-        route = functools.partial(kernels.lossy_route, kernels.preferred(config.route, "cpu"), "cpu", function)
-        if missing := _without(route):
-            rank, said = next(iter(missing.items()))
-            raise kernels.RouteUnavailable(
-                f"ranks {sorted(missing)} lack a lossy codec of the roles; rank {rank}: {said}; install a C++ compiler or a wheel of "
-                "ds_zipccl with its library, or name another codec"
-            )
+    if not config.lossy or not config.lossy_roles:
+        return
+    missing = _without(lambda: kernels.lossy_route(kernels.preferred(config.route, "cpu"), "cpu", _LOSSY_FUNCTION))
+    if missing:
+        raise kernels.RouteUnavailable(
+            f"{_ranks_lack(missing, 'lack the lossy codecs of the roles')}; {_REMEDY}, or name no lossy codec"
+        )
+
+
+def _only_with_rows(config: ZipcclConfig) -> ZipcclConfig:
+    """Return the config with ``rows`` off if a rank has no kernels of row frames. A collective of all ranks where expert traffic may be
+    coded; blocks."""
+    if config.rows == "off" or config.mode_of("ep") == "never":
+        return config
+    missing = _without(lambda: kernels.row_route(kernels.preferred(config.route, "cpu"), "cpu"))
+    if not missing:
+        return config
+    if torch.distributed.get_rank() == 0:
+        print(
+            f"[ds_zipccl] rows is off: {_ranks_lack(missing, 'have no kernels of row frames')}; {_REMEDY}", flush=True
+        )
+    return replace(config, rows="off")
 
 
 def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
@@ -327,8 +344,7 @@ def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
     if not missing:
         return config
     if state.rank == 0:
-        first, said = next(iter(missing.items()))
-        print(f"[ds_zipccl] nccl is off: ranks {sorted(missing)} have no kernels; rank {first}: {said}", flush=True)
+        print(f"[ds_zipccl] nccl is off: {_ranks_lack(missing, 'have no kernels')}", flush=True)
     return replace(config, nccl="off")
 
 

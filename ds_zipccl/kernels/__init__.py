@@ -13,18 +13,21 @@ from ds_zipccl.kernels.cpp import backend
 from ds_zipccl.kernels.cuda import launchers
 from ds_zipccl.kernels.lossy_protocol import LossyRoute
 from ds_zipccl.kernels.numba import backend as numba_route
-from ds_zipccl.kernels.protocol import Route
+from ds_zipccl.kernels.protocol import Route, RowRoute
 
 __all__ = [
     "ROUTES",
     "LossyRoute",
     "Route",
     "RouteUnavailable",
+    "RowRoute",
     "adder",
     "compiled",
+    "lacking",
     "lossy_route",
     "preferred",
     "route",
+    "row_route",
     "tried",
     "why",
 ]
@@ -102,6 +105,16 @@ def route(name: str = "auto", device: str = "cpu") -> Route:
     return _first(name, device, "")
 
 
+def row_route(name: str, device: str) -> RowRoute:
+    """Return the named route, or for "auto" the first that can run and has the functions of row frames; may build it.
+
+    Raises:
+        RouteUnavailable: none can run here, or none has the functions; the message has every reason.
+        ValueError: no route of that name.
+    """
+    return cast(RowRoute, _first(name, device, "find_rows"))
+
+
 def lossy_route(name: str, device: str, function: str) -> LossyRoute:
     """Return the named route, or for "auto" the first that can run and has ``function``, a name of :class:`LossyRoute`; may build it.
 
@@ -110,6 +123,15 @@ def lossy_route(name: str, device: str, function: str) -> LossyRoute:
         ValueError: no route of that name.
     """
     return cast(LossyRoute, _first(name, device, function))
+
+
+def lacking(load: Callable[[], object]) -> str:
+    """Return the reason why ``load`` finds no kernels here; "" where it finds them."""
+    try:
+        load()
+    except RouteUnavailable as error:
+        return str(error)
+    return ""
 
 
 def _first(name: str, device: str, function: str) -> Route:

@@ -56,6 +56,10 @@ class Route(Protocol):
         """Return both halves of the hash of ``data`` (uint8; FORMAT.md section 5) with a key of two u64."""
         ...
 
+
+class RowRoute(Route, Protocol):
+    """A route with the functions of row frames (:func:`ds_zipccl.kernels.row_route`)."""
+
     def find_rows(
         self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
     ) -> int:

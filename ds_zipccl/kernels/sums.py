@@ -39,13 +39,6 @@ def add(values: torch.Tensor, sums: torch.Tensor) -> None:
     settle_nans(sums)
 
 
-def round_to(values: torch.Tensor, words: torch.Tensor) -> None:
-    """Write finite float32 ``values``, rounded to the dtype of ``words``, to ``words``; of float16 none becomes infinite."""
-    if words.dtype == torch.float16:
-        values = values.clamp(-65504.0, 65504.0)
-    words.copy_(values)
-
-
 def divide(sums: torch.Tensor, count: int) -> None:
     """Divide flat ``sums`` by ``count``; each quotient is rounded to their dtype."""
     for part in _serially(sums):

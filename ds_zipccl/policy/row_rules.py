@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.ops import OPS
+
 #: Rows of fewer bytes are not searched (seed: a search costs as much as coding 64 bytes, and a distance takes some of them).
 LEAST_ROW_BYTES = 64
 #: Most bytes that a search takes for each row of a segment.
@@ -33,6 +36,11 @@ WORTH_REMEMBERING = 32
 _BLOCKS = (128, 256, 512)
 #: Least block that a sender of expert traffic may choose.
 LEAST_BLOCK = _BLOCKS[0]
+
+
+def may_have_rows(config: ZipcclConfig, op: str, role: str, codec: str) -> bool:
+    """Return whether row frames may carry an operation's tensors, where all ranks have their kernels; equal on all ranks."""
+    return role == "ep" and OPS[op].traffic == "all_to_all" and config.rows != "off" and codec != "raw"
 
 
 def block(configured: int, width: int, kind: str) -> int:

@@ -11,7 +11,7 @@ import arm
 import corpus
 import pytest
 import test_golden
-import test_golden_rounded
+import test_golden_rows_and_lossy
 import torch
 import variants
 
@@ -55,8 +55,8 @@ def _case(name: str, words: torch.Tensor, base: torch.Tensor | None, kept: int, 
 def _golden() -> Iterator[bytes | None]:
     for name, (tensor, arguments) in test_golden.CASES.items():
         yield _case(name, tensor, arguments.get("base"), 0, tensor)
-    for name, (_, _, _, kept, _) in test_golden_rounded.CASES.items():
-        words = test_golden_rounded._words(name)
+    for name, (_, _, _, kept, _) in test_golden_rows_and_lossy.ROUNDED.items():
+        words = test_golden_rows_and_lossy.rounded_words(name)
         yield _case(name, words, None, kept, codecs.project(words, Round(kept)))
 
 

@@ -135,10 +135,10 @@ def pairs(dtype: torch.dtype, width: int) -> tuple[torch.Tensor, torch.Tensor, t
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("width", [1, 40, 1000])
 def test_factors(kernel: Kernel, dtype: torch.dtype, width: int) -> None:
-    """Bit for bit those of the reference, whose sums have the same order; 0 where there is none."""
+    """Bit for bit those of the C++ route, whose sums have the same order; 0 where there is none."""
     route, device = kernel
     memory, rows, sources = pairs(dtype, width)
-    wanted = kernels.route("numba").row_factors(memory, width, rows, sources)
+    wanted = kernels.row_route("native", "cpu").row_factors(memory, width, rows, sources)
     got = route.row_factors(memory.to(device), width, rows.to(device), sources.to(device))
     assert torch.equal(bits(got), bits(wanted)), (got, wanted)
     assert (wanted == 0).any() and (wanted != 0).any()
@@ -156,7 +156,7 @@ def test_predictions(kernel: Kernel, dtype: torch.dtype) -> None:
     sources = torch.tensor([4, 0, 1, 1, 3, 2, 2], dtype=torch.int32)
     factors = torch.tensor([1.0, -0.37, 3e-38, -3e38, 1.5, 2.0**-126, 0.9999999])
     wanted = torch.empty(len(sources) * width, dtype=dtype)
-    kernels.route("numba").predict_rows(memory, width, sources, factors, wanted)
+    kernels.row_route("native", "cpu").predict_rows(memory, width, sources, factors, wanted)
     out, around = slot(wanted.nbytes, device)
     route.predict_rows(memory.to(device), width, sources.to(device), factors.to(device), out.view(dtype))
     assert torch.equal(bits(out), bits(wanted))

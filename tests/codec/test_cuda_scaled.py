@@ -52,8 +52,8 @@ def group_bytes(codec: TacoFp8 | Int) -> int:
 
 
 def scaled(kernel: Kernel | None, tensor: torch.Tensor, codec: TacoFp8 | Int, shift: int = 0) -> Scaled:
-    """All that a route makes of words, the numba route if it is None. ``shift``: bytes of the codes from an aligned address."""
-    route = kernels.lossy_route("numba", "cpu", "encode_scaled") if kernel is None else kernel[0]
+    """All that a route makes of words, the C++ route if it is None. ``shift``: bytes of the codes from an aligned address."""
+    route = kernels.lossy_route("native", "cpu", "encode_scaled") if kernel is None else kernel[0]
     device = CPU if kernel is None else kernel[1]
     groups, size = -(-tensor.numel() // codec.group), group_bytes(codec)
     scales = torch.zeros(groups, dtype=torch.int16 if isinstance(codec, Int) else torch.uint8, device=device)
@@ -68,7 +68,7 @@ def scaled(kernel: Kernel | None, tensor: torch.Tensor, codec: TacoFp8 | Int, sh
 
 
 def check(kernel: Kernel, tensor: torch.Tensor, codec: TacoFp8 | Int, shift: int = 0) -> None:
-    """Demand the scales, codes and values of the numba route."""
+    """Demand the scales, codes and values of the C++ route."""
     route, device = kernel
     wanted, found = scaled(None, tensor, codec), scaled(kernel, tensor, codec, shift)
     assert found.coded == wanted.coded

@@ -1,10 +1,9 @@
 """Frames of earlier versions: every route still writes exactly these bytes and reads them.
 
 tests/golden/<name>.bin is the frame of CASES[name]; <name>_crc32.bin is the same frame with the checksum that encoders no longer write, for
-decoders alone; former_version_1.bin is a frame that ds_zipccl 0.1 wrote, which is refused; rows_*, known_* and bits_* are those of
-test_golden_rows.py, rounded_* of test_golden_rounded.py, scaled_* of test_golden_scaled.py, lowrank_* of test_lowrank.py, zfp_* of
-test_zfp_planted.py and zfp_reference.py. After a deliberate change of the format, written down in FORMAT.md:
-``pytest tests/codec/test_golden.py --update-golden``.
+decoders alone; former_version_1.bin is a frame that ds_zipccl 0.1 wrote, which is refused; rows_*, rounded_*, scaled_*, lowrank_* and zfp_*
+are those of test_golden_rows_and_lossy.py, zfp_reference.bin is that of zfp_reference.py. After a deliberate change of the format, written
+down in FORMAT.md: ``pytest tests/codec/test_golden.py tests/codec/test_golden_rows_and_lossy.py --update-golden``.
 """
 
 from __future__ import annotations
@@ -14,11 +13,7 @@ from pathlib import Path
 import corpus
 import from_format
 import pytest
-import test_golden_rounded
-import test_golden_rows
-import test_golden_scaled
-import test_lowrank
-import test_zfp_planted
+import test_golden_rows_and_lossy
 import torch
 from corpus import assert_same_bits
 from places import TESTS
@@ -121,6 +116,8 @@ CRC32_CASES = [
     name for name, (_, arguments) in CASES.items() if arguments.get("checksum", True) and "base" not in arguments
 ]
 FORMER = "former_version_1"
+KEPT, BOOLS = torch.arange(-40, 60, dtype=torch.int64), torch.arange(77) % 5 < 2
+KEPT_AND_BITS = ("known_int64", "bits_bool")
 
 
 def _path(name: str) -> Path:
@@ -169,17 +166,28 @@ def test_a_frame_of_version_1_is_refused(route: str) -> None:
     assert (framing.parse(old).dtype, framing.parse(old).numel) == (tensor.dtype, tensor.numel())
 
 
+def test_golden_known_and_bits_frames(route: str, update: set[str] | None) -> None:
+    known = codecs.known_frame(
+        KEPT.dtype, 100, ds_zipccl.region_hash(KEPT, route=route), torch.zeros(48, dtype=torch.uint8)
+    )
+    bits = codecs.bits_frame(BOOLS, torch.zeros(99, dtype=torch.uint8))
+    for name, frame, wanted in zip(KEPT_AND_BITS, (known, bits), (KEPT, BOOLS), strict=True):
+        assert frame is not None
+        if update is not None and name not in update:
+            _path(name).write_bytes(frame.numpy().tobytes())
+            update.add(name)
+        golden = torch.frombuffer(bytearray(_path(name).read_bytes()), dtype=torch.uint8)
+        assert torch.equal(frame, golden) and torch.equal(codecs.decompress(golden, base=KEPT, route=route), wanted)
+
+
 def test_the_folder_holds_these_and_no_more() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
     names = {
         *CASES,
         *(f"{name}_crc32" for name in CRC32_CASES),
         FORMER,
-        *test_golden_rows.NAMES,
-        *test_golden_rounded.CASES,
-        *test_golden_scaled.NAMES,
-        *test_lowrank.GOLDEN,
-        *test_zfp_planted.GOLDEN,
+        *test_golden_rows_and_lossy.CASES,
+        *KEPT_AND_BITS,
         "zfp_reference",
     }
     assert set(files) == {_path(name).name for name in names}

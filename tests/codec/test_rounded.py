@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import tiers
 import torch
+import variants
 
 from ds_zipccl import codecs
 from ds_zipccl import frame as framing
 from ds_zipccl.frame import CodecId
 from ds_zipccl.lossy import Round
 
+route = variants.each(variants.COMPILED)
 KINDS = corpus.SUMMED
 MANTISSAS = range(1, 7)
 

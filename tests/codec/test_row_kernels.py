@@ -7,12 +7,14 @@ import from_format_rows
 import numpy as np
 import pytest
 import torch
+import variants
 from corpus import assert_same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds_zipccl import kernels
 
+route = variants.each(variants.COMPILED)
 FLOATS = corpus.SUMMED
 #: Bits of factors: ones, near the borders of the exponent, with all and no bits of the significand, and of both signs.
 FACTORS = np.array(
@@ -37,7 +39,7 @@ def found(data: np.ndarray, row_bytes: int, cuts: list[int], route: str) -> tupl
     repeats = 0
     flat = torch.from_numpy(data)
     for begin, end in zip([0, *cuts], [*cuts, count], strict=True):
-        repeats += kernels.route(route).find_rows(flat, row_bytes, begin, sources[begin:end], table)
+        repeats += kernels.row_route(route, "cpu").find_rows(flat, row_bytes, begin, sources[begin:end], table)
     return sources.tolist(), repeats
 
 
@@ -127,7 +129,9 @@ def test_factors_are_those_of_32_lanes(route: str, name: str, width: int) -> Non
     words[7] = 0
     flat = words.reshape(-1)
     pairs = [(row, source) for row in range(12) for source in range(row)]
-    got = kernels.route(route).row_factors(flat, width, ints([row for row, _ in pairs]), ints([s for _, s in pairs]))
+    got = kernels.row_route(route, "cpu").row_factors(
+        flat, width, ints([row for row, _ in pairs]), ints([s for _, s in pairs])
+    )
     assert got.dtype == torch.float32
     with np.errstate(all="ignore"):
         values = words.float().numpy()
@@ -159,7 +163,9 @@ def predictions(words: np.ndarray, factors: np.ndarray, kind: corpus.Float, widt
     flat = corpus.tensor(words, kind)
     out = torch.zeros(len(factors) * width, dtype=kind.dtype)
     sources = ints([i % (len(words) // width) for i in range(len(factors))])
-    kernels.route(route).predict_rows(flat, width, sources, torch.from_numpy(factors.view(np.float32).copy()), out)
+    kernels.row_route(route, "cpu").predict_rows(
+        flat, width, sources, torch.from_numpy(factors.view(np.float32).copy()), out
+    )
     return out.view(torch.uint8).numpy().view(kind.word).reshape(-1, width)
 
 
@@ -201,7 +207,7 @@ def test_predictions_of_every_width(route: str, name: str, width: int) -> None:
     flat = torch.cat([corpus.tensor(words, kind)[:1], corpus.tensor(words, kind)])[1:]
     out = torch.zeros(3 * width + 40, dtype=kind.dtype)
     factors = torch.tensor([0.5, -3.7, 1.0])
-    kernels.route(route).predict_rows(flat, width, ints([6, 0, 3]), factors, out[: 3 * width])
+    kernels.row_route(route, "cpu").predict_rows(flat, width, ints([6, 0, 3]), factors, out[: 3 * width])
     bits = factors.numpy().view(np.uint32).tolist()
     rows = [rounded(words.reshape(7, width)[s], bits[i], kind) for i, s in enumerate((6, 0, 3))]
     assert_same_bits(out, torch.cat([corpus.tensor(np.concatenate(rows), kind), torch.zeros(40, dtype=kind.dtype)]))
@@ -215,7 +221,7 @@ def test_predictions_of_every_width(route: str, name: str, width: int) -> None:
 def test_literals_without_a_copy(route: str, name: str, width: int) -> None:
     """The payload of literals is that of the same words side by side, and comes back to its places and to no other."""
     kind = corpus.FLOATS[name]
-    kernel = kernels.route(route)
+    kernel = kernels.row_route(route, "cpu")
     rng = np.random.default_rng(width)
     for head, count, tail, share in (
         (0, 40, 0, 0.5),
@@ -250,5 +256,5 @@ def test_copied_rows(route: str, dtype: torch.dtype) -> None:
         rows, sources = [7, 8, 20, 49], [3, 3, 19, 0]
         for row, source in zip(rows, sources, strict=True):
             wanted_rows[row * width : (row + 1) * width] = words[source * width : (source + 1) * width]
-        kernels.route(route).copy_rows(words, width, ints(rows), ints(sources))
+        kernels.row_route(route, "cpu").copy_rows(words, width, ints(rows), ints(sources))
         assert_same_bits(words, wanted_rows)

@@ -20,7 +20,7 @@ from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cpp import backend
 
 pytestmark = pytest.mark.skipif(bool(kernels.why()["native"]), reason="no C++ route here")
-NUMPY = "numba"  # a route that leaves maps to numpy
+NUMPY = "emulated"  # a route that leaves maps to numpy
 
 
 def _segments(draw: np.random.Generator) -> tuple[torch.Tensor, int, list[int]]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import corpus
 import from_format_scaled
-import lossy_routes
 import numpy as np
 import pytest
 import tiers
 import torch
+import variants
 from corpus import assert_same_bits
 from from_format_scaled import Settings
 
@@ -35,10 +35,7 @@ CODECS: dict[str, TacoFp8 | Int] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _kernels(request: pytest.FixtureRequest) -> None:
-    if "route" in request.fixturenames:
-        lossy_routes.need(request.getfixturevalue("route"), "encode_scaled")
+route = variants.each(variants.COMPILED)
 
 
 def settings(codec: TacoFp8 | Int) -> Settings:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 
-import lossy_routes
 import pytest
 import torch
+import variants
 
 from ds_zipccl import codecs
 from ds_zipccl.codecs.scaled import FIELDS
@@ -34,10 +34,10 @@ def _frame(words: torch.Tensor, route: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("empty", EMPTY)
 def test_chunks_give_what_the_whole_gives(empty: str) -> None:
-    words, wanted = _words(empty), _frame(_words(empty), "numba")
+    words, wanted = _words(empty), _frame(_words(empty), "emulated")
     assert wanted[HEADER_BYTES + 3] & 2, "the payload has stage 2"
-    values = codecs.project(words, CODEC, route="numba")
-    for variant in lossy_routes.usable("encode_scaled"):
+    values = codecs.project(words, CODEC, route="emulated")
+    for variant in variants.usable(variants.COMPILED):
         with variant.in_use() as route:
             assert torch.equal(_frame(words, route), wanted)
             assert torch.equal(codecs.decompress(wanted, route=route).view(torch.int16), values.view(torch.int16))
@@ -51,7 +51,7 @@ def test_chunks_give_what_the_whole_gives(empty: str) -> None:
 def test_a_failure_of_stage_2_comes_before_a_code_that_is_no_number() -> None:
     """A chunk in front has such a code; the index of a later chunk is wrong."""
     words = _words("none")
-    frame = _frame(words, "numba")
+    frame = _frame(words, "emulated")
     at = HEADER_BYTES + FIELDS.size + pad16(-(-words.numel() // CODEC.group))
     code = torch.full((words.numel() + 9,), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     stage_2 = codecs.compress(code, "cascade", block=128, shaped=False, checksum=False)[HEADER_BYTES:]
@@ -60,7 +60,7 @@ def test_a_failure_of_stage_2_comes_before_a_code_that_is_no_number() -> None:
     struct.pack_into("<Q", bad.numpy(), 24, bad.numel())
     broken = bad.clone()
     broken[at + 13] ^= 0x40
-    for variant in lossy_routes.usable("decode_scaled"):
+    for variant in variants.usable(variants.COMPILED):
         for damaged, wanted in ((bad, FrameErrorCode.BLOCK), (broken, FrameErrorCode.INDEX)):
             with variant.in_use() as route, pytest.raises(FrameError) as error:
                 codecs.decompress(damaged, torch.empty_like(words), route=route)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lossy_calls import CODECS, EVERYTHING, api, normal, same, with_specials
 
-from ds_zipccl.codecs import compress, decompress, decompress_add
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
@@ -73,21 +72,6 @@ def any_way(rank: int, ranks: int) -> None:
 @pytest.mark.full(reason="large messages")
 def test_any_way_gives_the_same() -> None:
     runner.run(any_way, 2)
-
-
-def by_numba(rank: int, ranks: int) -> None:
-    everyone = [with_specials(peer, SIZE, torch.bfloat16) for peer in range(ranks)]
-    for call in (lossy_calls.all_reduce, lossy_calls.exchange):
-        got, wanted = call(api(CODECS[0], route="numba"), everyone, rank, CODECS[0], dist.ReduceOp.SUM, False)
-        same(got, wanted)
-
-
-@pytest.mark.full(reason="numba compiles for minutes")
-def test_the_numba_route_gives_the_same() -> None:
-    values = normal(0, SIZE, torch.bfloat16)
-    frame = compress(values, CODECS[0], lossy=True, route="numba")  # compiled once, not by each rank
-    decompress_add(frame, decompress(frame, route="numba").float(), route="numba")
-    runner.run(by_numba, 2, timeout=300)
 
 
 def in_mode_auto(rank: int, ranks: int) -> list[list[str]]:

@@ -320,6 +320,31 @@ def test_rows_off() -> None:
     runner.run(switched_off, 2)
 
 
+def mixed_kernels(rank: int, ranks: int, without: int) -> int:
+    """Rank ``without`` has no C++ kernels. The first operations of the group, some of them asynchronous; returns its row frames."""
+    if rank == without:
+        kernels.ROUTES["cpu"].pop("native")
+    rows = [[rows_like(300, 256, torch.bfloat16, a, 100)] * ranks for a in range(ranks)]
+    source, wanted = torch.cat(rows[rank]), torch.cat([line[rank] for line in rows])
+    with posted() as frames:
+        outputs = [torch.zeros_like(wanted) for _ in range(2)]
+        handles = [comm.all_to_all_single(out, source, async_op=True, config=CODED, role="ep") for out in outputs]
+        for handle, output in zip(handles, outputs, strict=True):
+            handle.wait()
+            assert torch.equal(output.view(torch.uint8), wanted.view(torch.uint8))
+        for kind, way in (("dispatch", 0), ("combine.bwd", 2)):
+            exchange(rank, rows, kind, CODED, way)
+        assert CodecId.EXPONENT in {parse(frame).codec for frame in frames} or without < 0
+        return row_frames(frames)
+
+
+@pytest.mark.parametrize("without", [-1, 1])
+def test_a_rank_without_a_compiler_gets_no_row_frame(without: int) -> None:
+    """Ranks agree by themselves, without DeepSpeed; with kernels on all ranks, row frames travel."""
+    sent = runner.run(mixed_kernels, 3, without)
+    assert not any(sent) if without >= 0 else all(sent)
+
+
 def blocks(rank: int, ranks: int) -> None:
     """Gradients go in blocks of one row; words that do not shrink fit the receiver's memory too."""
     for width, kind, block in (

@@ -1,7 +1,5 @@
 """A pytest plugin (``-p no_skips``): a skipped test fails, because a test that did not run says nothing; and the figures of the run.
 
-Tests of lossy codecs, which have no CUDA kernels, stay skipped.
-
 Tests of a CUDA route that the step "build" could not build are left out: each would build it again. That step has failed, and the figures
 have their number.
 
@@ -14,7 +12,6 @@ from collections import Counter
 from collections.abc import Generator
 
 import figures
-import lossy_routes
 import pytest
 
 _counts: Counter[str] = Counter()
@@ -45,8 +42,7 @@ def pytest_runtest_makereport(
     report = yield
     if report.skipped:
         reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if lossy_routes.MISSING not in reason:
-            report.outcome, report.longrepr = "failed", f"not run, so not passed: {reason}"
+        report.outcome, report.longrepr = "failed", f"not run, so not passed: {reason}"
     if call.excinfo is not None and call.excinfo.errisinstance(figures.Late):
         _counts["late"] += 1
     figures.alive()

@@ -103,27 +103,51 @@ def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) ->
         backend._load_kernels(DEFAULT)
 
 
-def without_a_compiler(rank: int, size: int) -> list[str]:
-    """Rank 1 has numba alone; what each of two lossy configs raises."""
-    if rank:
+#: What a rank with numba alone says of the functions that its kernels lack.
+NUMBA_ALONE = "rank 1: no kernels for cpu tensors here. numba: it has no "
+
+
+def without_a_compiler(rank: int, size: int, missing: bool) -> tuple[list[str], str]:
+    """Rank 1 has numba alone if ``missing``; what each lossy config raises, and the value of ``rows`` that all ranks use."""
+    if rank and missing:
         kernels.ROUTES["cpu"].pop("native")
     said = []
-    for codec in ({"codec": "zfp", "rate": 8}, {"codec": "int", "bits": 8}):
-        config = ZipcclConfig(enabled=True, lossy=True, roles={"dp": codec})
+    for codec in (
+        {"codec": "round", "mantissa": 3}, {"codec": "int", "bits": 8}, {"codec": "taco_fp8"}, {"codec": "zfp", "rate": 8},
+    ):  # fmt: skip
         try:
-            backend._check_codecs(config)
+            backend._check_codecs(ZipcclConfig(enabled=True, lossy=True, roles={"dp": codec}))
             said.append("")
         except kernels.RouteUnavailable as error:
             said.append(str(error))
-    return said
+    backend._check_codecs(DEFAULT)
+    never = replace(DEFAULT, roles={"ep": "never"})
+    assert backend._only_with_rows(never) == never
+    return said, backend._only_with_rows(DEFAULT).rows
 
 
-def test_one_rank_without_a_codec_refuses_the_role_everywhere() -> None:
-    """ZFP has no kernels of numba; the ranks that have a compiler would wait for the rank without one."""
-    answers = ranks.run(without_a_compiler, 2)
-    assert answers[0] == answers[1] and not answers[0][1]
-    assert answers[0][0].startswith(
-        "ranks [1] lack a lossy codec of the roles; rank 1: no kernels for cpu tensors here. numba: "
+def test_one_rank_without_a_compiler_refuses_lossy_roles_everywhere() -> None:
+    """And sends no row frames: the ranks that have a compiler would wait for the rank without one."""
+    answers = ranks.run(without_a_compiler, 2, True)
+    assert answers[0] == answers[1]
+    said, rows = answers[0]
+    assert rows == "off" and len(said) == 4
+    for text in said:
+        assert text.startswith(f"ranks [1] lack the lossy codecs of the roles; {NUMBA_ALONE}")
+        assert text.endswith(
+            "; install a C++ compiler or a wheel of ds_zipccl with its library, or name no lossy codec"
+        )
+    assert ranks.run(without_a_compiler, 2, False) == [([""] * 4, "auto")] * 2
+
+
+def test_the_line_about_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(backend, "_without", lambda load: {1: "no compiler", 3: "another reason"})
+    for rank in (1, 0):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert backend._only_with_rows(DEFAULT) == replace(DEFAULT, rows="off")
+    assert capsys.readouterr().out == (
+        "[ds_zipccl] rows is off: ranks [1, 3] have no kernels of row frames; rank 1: no compiler; install a C++ compiler or a wheel of "
+        "ds_zipccl with its library\n"
     )
 
 

@@ -22,6 +22,31 @@ def product(p: np.ndarray, q: np.ndarray, dtype: int) -> list[int]:
     return narrowed(total.reshape(-1), dtype)
 
 
+def orthonormal(columns: np.ndarray) -> np.ndarray:
+    """Columns made orthonormal as the power iteration does: modified Gram-Schmidt, twice, in float64. It is no part of a frame; all ranks
+    must get the same bits."""
+    rank = columns.shape[1]
+    wide = columns.T.astype(np.float64)
+    lengths = [math.sqrt(_scalar_product(column, column)) for column in wide]
+    for j in range(rank):
+        for earlier in (*wide[:j], *wide[:j]):
+            wide[j] -= _scalar_product(earlier, wide[j]) * earlier
+        length = math.sqrt(_scalar_product(wide[j], wide[j]))
+        wide[j] = 0.0 if length <= lengths[j] * 2.0**-30 else wide[j] / length
+    return np.ascontiguousarray(wide.T.astype(np.float32))
+
+
+def _scalar_product(a: np.ndarray, b: np.ndarray) -> float:
+    """The sum of the products of 16 lanes, added pairwise at last."""
+    lanes = np.zeros(16)
+    for at in range(0, len(a), 16):
+        products = a[at : at + 16] * b[at : at + 16]
+        lanes[: len(products)] += products
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return float(lanes[0])
+
+
 def decode(frame: bytes) -> tuple[int, tuple[int, ...] | None, list[int]]:
     """dtype id, shape, and words of a valid low-rank frame."""
     magic, version, codec, dtype, flags, ndim, log2, _, _, _, numel, size = struct.unpack_from("<4s8BIQQ", frame)

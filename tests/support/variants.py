@@ -6,8 +6,10 @@ import contextlib
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import emulation
+import pytest
 import torch
 
 from ds_zipccl import kernels
@@ -242,13 +244,29 @@ PORTABLE = "scalar"
 #: The level with the shortest registers that this machine may have, for tests that take one.
 SHORTEST = (PORTABLE, *LEVELS.get(platform.machine(), ()))[-1]
 
-ALL = (
-    *(Variant("native", level) for level in (*LEVELS.get(platform.machine(), ()), PORTABLE)),
-    Variant("numba"),
-    *map(Variant, FOR_TESTS),
-)
+CPP = tuple(Variant("native", level) for level in (*LEVELS.get(platform.machine(), ()), PORTABLE))
+#: Those with row frames and lossy codecs; low-rank frames have the first of these alone.
+COMPILED = (*CPP, *map(Variant, FOR_TESTS))
+ALL = (*CPP, Variant("numba"), *map(Variant, FOR_TESTS))
+#: One of each route that has no kernels of several instruction sets to compare.
+ONCE = (Variant("native"), *map(Variant, FOR_TESTS))
 
 
-def usable() -> list[Variant]:
+def usable(kinds: Sequence[Variant] = ALL) -> list[Variant]:
     """Return the variants that can run here, for tests that compare them with each other."""
-    return [variant for variant in ALL if not variant.why_not()]
+    return [variant for variant in kinds if not variant.why_not()]
+
+
+def each(kinds: Sequence[Variant]) -> Any:
+    """Return a fixture: the name of a CPU route, once for each of ``kinds``; skips, with the reason, what cannot run here. A file whose
+    codec has other routes than ``ALL`` defines its ``route`` by this."""
+
+    @pytest.fixture(params=kinds, ids=str)
+    def route(request: pytest.FixtureRequest) -> Iterator[str]:
+        reason = request.param.why_not()
+        if reason:
+            pytest.skip(f"{request.param} is not usable here: {reason}")
+        with request.param.in_use() as name:
+            yield name
+
+    return route

@@ -39,8 +39,11 @@ class Rows(NamedTuple):
 
 
 def rows_of(ctx: OpContext, width: int, kind: str) -> Rows | None:
-    """Return the rows of an operation whose senders may choose frames by rows, equally on all ranks but for the width; None otherwise."""
-    if ctx.role != "ep" or ctx.config.rows == "off" or ctx.codec == "raw":
+    """Return the rows of an operation whose senders may choose frames by rows, equally on all ranks but for the width; None otherwise.
+    Blocks in the first operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
+    if not row_rules.may_have_rows(ctx.config, ctx.op, ctx.role, ctx.codec):
+        return None
+    if ctx.staging is None and not ctx.has_row_kernels():
         return None
     return Rows(width if ctx.staging is None else 0, kind)
 

@@ -10,18 +10,15 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels import row_moves
-from ds_zipccl.kernels.numba.lossy import NumbaLossy
-from ds_zipccl.kernels.numba.lowrank_backend import NumbaLowRank
 from ds_zipccl.kernels.numba.words import WORDS, array
 from ds_zipccl.kernels.sums import add
 
 
-class NumbaRoute(NumbaLossy, NumbaLowRank):
-    """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`."""
+class NumbaRoute:
+    """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`. It has no row frames and no lossy codecs."""
 
-    def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType, rows: ModuleType) -> None:
-        self._encoder, self._decoder, self._hasher, self._rows = encoder, decoder, hasher, rows
+    def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType) -> None:
+        self._encoder, self._decoder, self._hasher = encoder, decoder, hasher
         self._modes = {"cascade": encoder.CASCADE, "wide": encoder.WIDE}
 
     def encode(
@@ -60,48 +57,6 @@ class NumbaRoute(NumbaLossy, NumbaLowRank):
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         add(words, sums)
 
-    def find_rows(
-        self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
-    ) -> int:
-        return int(self._rows.find_rows(data.numpy(), row_bytes, first, sources.numpy(), table.numpy()))
-
-    def row_factors(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        factors = tensors.empty(len(rows), torch.float32)
-        self._rows.row_factors(words.float().numpy(), width, rows.numpy(), sources.numpy(), factors.numpy())
-        return factors
-
-    def predict_rows(
-        self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        exponent, mantissa, _ = WORDS[words.dtype]
-        bits = factors.view(torch.uint8).numpy().view(np.uint32)
-        self._rows.predict_rows(array(words), width, sources.numpy(), bits, exponent, mantissa, array(out))
-
-    def encode_rows(
-        self,
-        words: torch.Tensor,
-        width: int,
-        head: int,
-        rows: torch.Tensor,
-        code: str,
-        block: int,
-        out: torch.Tensor,
-    ) -> int:
-        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype)
-        row_moves.gather(words, width, head, rows, literals)
-        return self.encode([literals], code, block, [out])[0]
-
-    def decode_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
-    ) -> None:
-        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype)
-        self.decode(payload, block, literals)
-        row_moves.spread(literals, words, width, head, rows)
-
-    def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
-        matrix = row_moves.matrix(words, width)
-        matrix.index_copy_(0, rows.long(), matrix.index_select(0, sources))
-
 
 def load() -> NumbaRoute:
     """Return the route; imports numba (about a second).
@@ -109,6 +64,6 @@ def load() -> NumbaRoute:
     Raises:
         ImportError: numba is not installed.
     """
-    from ds_zipccl.kernels.numba import decode, encode, region_hash, rows
+    from ds_zipccl.kernels.numba import decode, encode, region_hash
 
-    return NumbaRoute(encode, decode, region_hash, rows)
+    return NumbaRoute(encode, decode, region_hash)

@@ -133,7 +133,7 @@ class SentRows:
         columns = row_moves.matrix(words, width)[:, :: max(1, width // row_rules.TRIAL_WORDS)]
         chosen = columns.index_select(0, torch.cat([pairs.sources, pairs.rows]))
         few, part = chosen.shape[1], chosen.view(words.dtype).view(-1)
-        kernel = kernels.route(self._coder.route, "cpu")
+        kernel = kernels.row_route(self._coder.route, "cpu")
         numbers = _numbers(2 * count)
         sources, rows = numbers[:count], numbers[count:]
         factors = kernel.row_factors(part, few, rows, sources)
