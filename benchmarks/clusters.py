@@ -15,9 +15,11 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from ds_zipccl.cli import tables
-from ds_zipccl.cli.planning import device
-from ds_zipccl.cli.planning.step import PLAIN, TOTAL
-from ds_zipccl.cli.planning.step_time import FLOPS, Computing, StepTime, step_time
+from ds_zipccl.cli.planning import rows as planning
+from ds_zipccl.cli.planning import speeds
+from ds_zipccl.cli.planning.operations import PLAIN, TOTAL
+from ds_zipccl.cli.planning.rows import FLOPS, Computing, StepTime, step_time
+from ds_zipccl.cli.planning.schedules import DeviceSchedules
 from ds_zipccl.cli.tables import Column
 
 #: The model is off where a cell of plain ZeRO-3 differs by more than this share.
@@ -108,8 +110,8 @@ class Model:
     def step(self, cell: Cell, fit: Fit, share: float = 1.0) -> StepTime:
         """Return the time of a plain step, in which ``share`` of the bytes travels."""
         args = argparse.Namespace(**self._args | {"params": cell.params, "path": fit.path})
-        network = device.network(f"{cell.links}x100gbit/node")
-        rows = device.step(args, network, device.codec("assumed-1.0", args.dtype))
+        network = speeds.network(f"{cell.links}x100gbit/node")
+        rows = planning.step(DeviceSchedules(args, network, speeds.device_codec("assumed-1.0", args.dtype)))
         seconds = next(row["ms"] for row in rows if (row["what"], row["variant"]) == (TOTAL, PLAIN)) / 1e3
         return step_time(Computing(fit.tflops, cell.tokens).seconds(cell.params, 1), share * seconds, 0.0, 0.0)
 

@@ -15,7 +15,7 @@ from typing import Any
 from measured import picture, provenance, results, table
 
 from ds_zipccl.__main__ import PROGRAM, parse
-from ds_zipccl.cli.planning.device import ASSUMED, NETWORKS, network
+from ds_zipccl.cli.planning.speeds import ASSUMED, NETWORKS, network
 from ds_zipccl.policy.device_rules import (
     GATHER,
     NOMINAL_BYTES,

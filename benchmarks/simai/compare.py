@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 from ds_zipccl.__main__ import parse
 from ds_zipccl.cli import tables
-from ds_zipccl.cli.planning import device
-from ds_zipccl.cli.planning.step import ITEMSIZE, PLAIN, TOTAL, sizes, traffic
+from ds_zipccl.cli.planning import rows as planned
+from ds_zipccl.cli.planning import speeds
+from ds_zipccl.cli.planning.operations import PLAIN, TOTAL, operations, traffic
+from ds_zipccl.cli.planning.schedules import DeviceSchedules
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.device_rules import NVLINK, RDMA_REACH
 
@@ -65,11 +67,10 @@ class Message(NamedTuple):
 
 def messages(args: argparse.Namespace) -> list[Message]:
     """Return the plain operations of a step."""
-    item = ITEMSIZE[args.dtype]
     return [
         Message(line.op, nbytes, line.times * count)
         for line in traffic(args)
-        for nbytes, count in sizes(int(args.params * item), line.bucket * item)
+        for nbytes, count in operations(args, line)
     ]
 
 
@@ -129,7 +130,7 @@ def _ours(words: str) -> float:
     """Milliseconds of plain communication of a step."""
     args = parse(shlex.split(words))
     (network,) = args.network
-    rows = device.step(args, network, device.codec("assumed-1.0", args.dtype))
+    rows = planned.step(DeviceSchedules(args, network, speeds.device_codec("assumed-1.0", args.dtype)))
     return float(next(row["ms"] for row in rows if (row["what"], row["variant"]) == (TOTAL, PLAIN)))
 
 

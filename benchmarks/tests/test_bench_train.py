@@ -166,7 +166,7 @@ def test_bench_train_rows_are_medians_and_quotients() -> None:
 
 def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from ds_zipccl.benchmarks.plots import train
+    from ds_zipccl.benchmarks import plots
     from ds_zipccl.cli import ToolError
 
     times = {("plain", "loopback"): (300, 60), ("coded", "loopback"): (310, 70), ("plain", "1gbit"): (600, 360)}
@@ -178,8 +178,8 @@ def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         for (variant, link), (step, comm) in times.items()
     ]
     figures: list[Any] = []
-    monkeypatch.setattr(train.pyplot, "close", figures.append)
-    train.save(str(tmp_path / "out.png"), drawn)
+    monkeypatch.setattr(plots.pyplot, "close", figures.append)
+    plots.trainings(str(tmp_path / "out.png"), drawn)
     (figure,) = figures
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert [axes.get_title(loc="left") for axes in figure.axes] == [f"{m}, 4 ranks" for m in ("zero2", "zero3", "moe")]
@@ -192,7 +192,7 @@ def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         texts = [text.get_text() for text in axes.texts]
         assert "400 ms · 1.50x, communication 2.40x" in texts and "600 ms" in texts and "360" in texts
     with pytest.raises(ToolError, match="cannot write /nowhere"):
-        train.save("/nowhere/out.png", drawn)
+        plots.trainings("/nowhere/out.png", drawn)
 
 
 def test_bench_train_sees_what_is_wrong() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks import clusters
-from ds_zipccl.cli.planning import device
-from ds_zipccl.cli.planning.step_time import Computing, behind, step_time
+from ds_zipccl.cli.planning import schedules
+from ds_zipccl.cli.planning.rows import Computing, step_time
+from ds_zipccl.cli.planning.speeds import behind
 
 ROOT = Path(__file__).resolve().parents[2]
 #: (Links, tokens) -> TFLOPs of plain ZeRO-3 and of ZeRO++, read from the bars of 138B a second time.
@@ -72,7 +73,7 @@ def test_the_results_are_those_of_this_release(tmp_path: Path) -> None:
 def test_a_wrong_model_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the path, no speed of computing brings all cells within 10 %; nor is a wrong figure fitted away."""
     with monkeypatch.context() as patched:
-        patched.setattr(device, "behind", lambda network, path: network)
+        patched.setattr(schedules, "behind", lambda network, path: network)
         planned(tmp_path, "--clusters", status=1)
     wrong = [cell._replace(plain=24) if cell.links == 8 else cell for cell in clusters.FITTED]
     monkeypatch.setattr(clusters, "FITTED", wrong)

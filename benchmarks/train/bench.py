@@ -150,7 +150,7 @@ def main(args: argparse.Namespace) -> int:
             raise ToolError(f"the row {ZEROPP} is of ZeRO-3: leave it out with --workload {workload}")
     scripts = {workload: find_script(args.script, workload) for workload in args.workload}
     if args.plot:
-        from ds_zipccl.benchmarks.plots import train  # before hours of measuring: matplotlib may be missing
+        from ds_zipccl.benchmarks import plots  # before hours of measuring: matplotlib may be missing
     for line in backend.lines(args.ranks):
         say(line)
     table, written, verdicts = Table(_columns(args, backend)), [], []
@@ -182,7 +182,7 @@ def main(args: argparse.Namespace) -> int:
         more = {"verdicts": verdicts, "steps": args.steps, "skip": args.skip, "size": args.size, "repeat": args.repeat}
         write_json(args.json, written, args.command, **more, **backend.about(max(args.ranks)))
     if args.plot and written:
-        train.save(args.plot, written)
+        plots.trainings(args.plot, written)
     return int(any(judged["problems"] for judged in verdicts))
 
 

@@ -39,7 +39,7 @@ from ds_zipccl.cli.tables import Column
 if TYPE_CHECKING:
     import torch
 
-    from ds_zipccl.benchmarks.plots.exponents import Histograms
+    from ds_zipccl.benchmarks.plots import Histograms
     from ds_zipccl.cli.files import Loader
 
 DEFAULT_SPEC = data.Spec("normal")
@@ -122,7 +122,7 @@ def _columns(name_width: int) -> tuple[Column, ...]:
 
 
 def _drawing(block: int) -> Histograms:
-    from ds_zipccl.benchmarks.plots.exponents import Histograms
+    from ds_zipccl.benchmarks.plots import Histograms
 
     return Histograms(block)
 

@@ -45,7 +45,7 @@ from ds_zipccl.benchmarks.train import doctor_check
 from ds_zipccl.cli import ToolError, doctor_ranks, tables
 from ds_zipccl.cli.doctor_ranks import AgreedError, Ranks
 from ds_zipccl.cli.planning import user_job
-from ds_zipccl.cli.planning.step import TOTAL
+from ds_zipccl.cli.planning.operations import TOTAL
 from ds_zipccl.cli.tables import Column
 
 COLUMNS = (

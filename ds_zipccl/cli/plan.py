@@ -75,52 +75,43 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_zipccl.benchmarks import clusters, data
 from ds_zipccl.benchmarks.codec import lossy as lossy_trial
 from ds_zipccl.benchmarks.comm import validate
 from ds_zipccl.benchmarks.links import link
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.planning import device, speeds, whole_step
-from ds_zipccl.cli.planning.step import (
+from ds_zipccl.cli.planning import rows, speeds
+from ds_zipccl.cli.planning.operations import (
     CHANGED,
     COPIED,
-    EXPONENTS,
     GRADIENTS,
     ITEMSIZE,
     LIVE,
     LOSSY,
     SWITCHES,
     TOTAL,
-    Coding,
-    answer,
     base_memory,
-    chosen,
-    copies,
-    default_config,
-    differences,
-    host_base,
-    lossy,
-    points,
-    step,
     traffic,
-)
+)  # fmt: skip
+from ds_zipccl.cli.planning.schedules import OWNERS, Coding, DeviceSchedules, HostSchedules, about_lossy, codings
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 
-COLUMNS = (
+_COMMON = (
     Column("what", width=20),
     Column("op", width=14),
     Column("calls", ",d", 7),
     Column("variant", width=7),
     Column("how", width=11),
-    Column("wire_gb", ".2f", 9),
-    Column("ms", ".1f", 10),
-    Column("speedup", ".2f"),
 )
+_TIMES = (Column("ms", ".1f", 10), Column("speedup", ".2f"))
+HOST_COLUMNS = (*_COMMON, Column("wire_gb", ".2f", 9), *_TIMES)
+DEVICE_COLUMNS = (Column("network", width=17), *_COMMON, *_TIMES)
 
 #: Keys of the section that are options, and their meaning.
 _ABOUT = {
@@ -146,9 +137,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)"
     )
     parser.add_argument(
-        "--network", nargs="*", type=device.network, metavar="NET",
+        "--network", nargs="*", type=speeds.network, metavar="NET",
         help="speed of the network: [CARDSx]RATE[-tcp]/node, all network cards of a node together, or RATE[-tcp]/gpu, the part of one GPU; "
-        "on NCCL several, and no value: " + " ".join(device.NETWORKS),
+        "on NCCL several, and no value: " + " ".join(speeds.NETWORKS),
     )  # fmt: skip
     parser.add_argument(
         "--link", nargs="+", type=link.parse, metavar="LINK", help="with --validate: network between the ranks"
@@ -188,13 +179,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bucket", type=tables.count(1e15), metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
-    device.add_arguments(parser)
+    parser.add_argument(
+        "--gpu-profile", metavar="NAME",
+        help=f"with --backend nccl: {' '.join(speeds.ASSUMED)}, or a file of bench codec --device cuda --json "
+        "(docs/results/cuda.json where it exists, else assumed-1.0)",
+    )  # fmt: skip
+    rows.add_arguments(parser)
     parser.add_argument(
         "--clusters",
         action="store_true",
         help="compare the model of whole steps with published runs; of other options only --json counts",
     )
     validate.add_arguments(parser)
+
+
+class _Groups(NamedTuple):
+    """The groups of a job on each network, by its name. ``more``: further keys of ``--json``."""
+
+    found: dict[str, rows.Schedules]
+    columns: Sequence[Column]
+    more: dict[str, Any]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -204,27 +208,60 @@ def main(args: argparse.Namespace) -> int:
     if args.clusters:
         return clusters.main(args)
     _check(args)
-    if args.backend == "nccl":
-        return device.main(args)
+    nccl = args.backend == "nccl"
+    work = rows.computing(args) if nccl else None
+    if args.plot:
+        from ds_zipccl.benchmarks import plots  # before the model: matplotlib may be missing
+
+    groups = _on_nccl(args) if nccl else _on_gloo(args)
+    planned = [row for each in groups.found.values() for row in rows.step(each)]
+    table = tables.Table(groups.columns)
+    for row in planned:
+        if (len(groups.found) == 1 or row["what"] == TOTAL) and row["variant"] != OWNERS:
+            table.add(row)
+    for remark in _remarks(args, planned):
+        tables.say(remark)
+    more = groups.more
+    if work is not None:
+        more["steps"] = list(rows.whole_steps(args, planned, work))
+        tables.say()
+        table = tables.Table(rows.WHOLE_COLUMNS)
+        for row in more["steps"]:
+            table.add(row)
+    more["answers"] = [rows.answer(where, each) for where, each in groups.found.items()]
+    for line in more["answers"]:
+        tables.say(line)
+    if work is not None and args.plot:
+        more["scaling"] = list(_scaling(args, groups.found.values(), work))
+        plots.scaling(args.plot, more["scaling"])
+    if args.json:
+        tables.write_json(args.json, planned, args.command, **more)
+    return 0
+
+
+def _on_gloo(args: argparse.Namespace) -> _Groups:
+    """Print the speeds of hosts, and return the groups on gloo."""
     if not args.profile:
         tables.complain("# measuring this machine's CPU; the first time this builds kernels, which takes a while")
     found = speeds.read(args.profile, args.dtype) if args.profile else speeds.measured(args.dtype)
     if args.ratio:
         found = replace(found, ratio=args.ratio, about=f"{found.about}, overruled by --ratio")
-    traffics = traffic(args)
-    codings = {EXPONENTS: Coding(replace(found.profile, transfer=points(args, found)), found.ratio)}
-    profile = codings[EXPONENTS].profile
+    profile = found.profile
+    if args.network:
+        profile = replace(profile, transfer=args.network[0].points(args.gpus_per_node, args.latency / 1e6))
+    exponents = Coding(profile, found.ratio)
     tables.say(f"speeds: {found.about}")
-    tables.say(f"        {_about(codings[EXPONENTS], 'add')}")
+    tables.say(f"        {_about(exponents, 'add')}")
     if args.gradients is not None:
-        codings[LOSSY], about = lossy(args, codings[EXPONENTS])
-        tables.say(f"        lossy gradients: {about}")
-    codings |= {CHANGED: differences(args, profile), COPIED: copies(args, profile)}
-    if any(line.coding == CHANGED for line in traffics):
-        tables.say(f"        changed parameters: {_about(codings[CHANGED])}")
-    if any(line.coding == COPIED for line in traffics):
-        tables.say(f"        copies of a base: {codings[COPIED].profile.copy / 1e9:.1f} GB/s")
-    if args.profile and any(line.coding in (CHANGED, COPIED) for line in traffics):
+        tables.say(f"        lossy gradients: {about_lossy(args, exponents)}")
+    wanted = [*([LOSSY] if args.gradients is not None else []), CHANGED, COPIED]
+    coded = codings(args, exponents, wanted)
+    used = {line.coding for line in traffic(args)}
+    if CHANGED in used:
+        tables.say(f"        changed parameters: {_about(coded[CHANGED])}")
+    if COPIED in used:
+        tables.say(f"        copies of a base: {coded[COPIED].profile.copy / 1e9:.1f} GB/s")
+    if args.profile and used & {CHANGED, COPIED}:
         tables.say(
             f"        {args.profile} has no speeds of differences and copies: planned as fast as exponents, which flatters them"
         )
@@ -232,35 +269,25 @@ def main(args: argparse.Namespace) -> int:
         tables.say(line)
     where = args.network[0].text if args.network else args.profile
     tables.say(f"network: {where}, gloo: {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU\n")
-    rows = list(chosen(step(args, traffics, codings)))
-    table = tables.Table(COLUMNS)
-    for row in rows:
-        table.add(row)
-    if args.gradients is not None and (remark := _lossy_loss(rows)):
-        tables.say(remark)
-    said = _answer(where, args, codings, rows)
-    tables.say(said)
-    if args.json:
-        more = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about, "answers": [said]}
-        if args.gradients is not None:
-            more["gradients"] = str(args.gradients)
-        changed = codings[CHANGED]
-        more[CHANGED] = {"encode": changed.profile.encode, "decode": changed.profile.decode, "ratio": changed.ratio}
-        tables.write_json(args.json, rows, args.command, **more)
-    return 0
+    changed = coded[CHANGED]
+    more: dict[str, Any] = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about}
+    if args.gradients is not None:
+        more["gradients"] = str(args.gradients)
+    more[CHANGED] = {"encode": changed.profile.encode, "decode": changed.profile.decode, "ratio": changed.ratio}
+    return _Groups({where: HostSchedules(args, coded)}, HOST_COLUMNS, more)
 
 
-def _answer(where: str, args: argparse.Namespace, codings: dict[str, Coding], rows: list[dict[str, Any]]) -> str:
-    """The answer for a user; ``rows``: those of ``args``."""
-
-    def coded_ms(options: argparse.Namespace) -> float:
-        *_, total = chosen(step(options, traffic(options), codings))
-        return float(total["ms"])
-
-    plain, coded = (row["ms"] for row in rows if row["what"] == TOTAL)
-    based = host_base(args)
-    others = [(args, coded), *([(based, coded_ms(based))] if based else [])]
-    return answer(where, plain, coded_ms(default_config(args)), others)
+def _on_nccl(args: argparse.Namespace) -> _Groups:
+    """Print the speeds of devices, and return the NCCL groups on every network."""
+    networks = args.network or [speeds.network(text) for text in speeds.NETWORKS]
+    codec = speeds.device_codec(args.gpu_profile, args.dtype)
+    tables.say("model of NCCL groups: no GPU has run these schedules yet")
+    tables.say(f"codec: {codec.about}")
+    for line in base_memory(args):
+        tables.say(line)
+    found: dict[str, rows.Schedules] = {each.text: DeviceSchedules(args, each, codec) for each in networks}
+    # "Computed" is the word of the documentation for figures of a model.
+    return _Groups(found, DEVICE_COLUMNS, {"codec": codec._asdict(), "made": "Computed"})
 
 
 def _about(coding: Coding, *more: str) -> str:
@@ -268,11 +295,25 @@ def _about(coding: Coding, *more: str) -> str:
     return f"{named} GB/s; ratio {coding.ratio:.3f}"
 
 
-def _lossy_loss(rows: list[dict[str, Any]]) -> str:
-    """A remark where lossy gradients, which no mode passes, take longer than plain ones; "" where they do not."""
-    loses = any(row["what"] == GRADIENTS and row["speedup"] < 1 for row in rows)
-    said = 'lossy gradients take longer than plain ones, and "auto" does not pass them: take the codec out'
-    return said if loses else ""
+def _remarks(args: argparse.Namespace, planned: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if args.backend == "gloo":
+        if args.gradients is not None and any(row["what"] == GRADIENTS and row["speedup"] < 1 for row in planned):
+            yield 'lossy gradients take longer than plain ones, and "auto" does not pass them: take the codec out'
+        return
+    if any(line.coded_op for line in traffic(args)) and not args.round_robin:
+        yield "few ranks own a bucket that is smaller than the model: round_robin_gradients is faster, see --round-robin"
+    if args.tflops is None:
+        yield "these are times of communication alone; --tflops and --tokens add computing, and a step is sped up less"
+
+
+def _scaling(
+    args: argparse.Namespace, groups: Iterable[rows.Schedules], work: rows.Computing
+) -> Iterator[dict[str, Any]]:
+    """The whole steps of fewer GPUs, for the picture."""
+    for gpus in rows.counts(args):
+        fewer = argparse.Namespace(**vars(args) | {"gpus": gpus})
+        for each in groups:
+            yield from rows.whole_steps(fewer, list(rows.step(replace(each, args=fewer))), work)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -285,7 +326,7 @@ def _check(args: argparse.Namespace) -> None:
             "a delay goes into --latency US"
         )
     if args.backend == "gloo":
-        whole_step.refuse(args)
+        rows.refuse(args)
         _check_gloo(args)
     elif args.network is None or args.profile:
         raise ToolError(

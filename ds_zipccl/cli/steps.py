@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``steps``; always 0."""
     if args.plot:
-        from ds_zipccl.benchmarks.plots import steps as plot_steps  # before reading: matplotlib may be missing
+        from ds_zipccl.benchmarks import plots  # before reading: matplotlib may be missing
     logs = {path: read(path, args.from_step) for path in args.files}
     columns = (Column("file", width=max(map(len, logs))), Column("role", width=15), Column("steps", ",d", 7))
     table, found = tables.Table((*columns, *(Column(name, ".3f", 7) for name in _RATIOS))), []
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         tables.write_json(args.json, found, args.command, differences=reasons)
     if args.plot:
-        plot_steps.save(args.plot, logs)
+        plots.ratios(args.plot, logs)
     return 0
 
 

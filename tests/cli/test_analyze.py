@@ -168,30 +168,28 @@ def test_plot_is_a_picture(tmp_path: Path) -> None:
 
 def test_plot_knows_the_format() -> None:
     pytest.importorskip("matplotlib")
-    from ds_zipccl.benchmarks.plots import exponents as plot_exponents
+    from ds_zipccl.benchmarks import plots
 
     for mode, named in from_format.NAMED.items():
         tiers = {3 - k: tier for tier, ks in enumerate(named) for k in ks if k != "zero"}
-        assert {distance: plot_exponents._tier(mode, distance) for distance in range(-14, 6)} == {
+        assert {distance: plots._tier(mode, distance) for distance in range(-14, 6)} == {
             distance: tiers.get(distance) for distance in range(-14, 6)
         }
-    drawing = plot_exponents.Histograms(512)
+    drawing = plots.Histograms(512)
     tensor = torch.cat([data.spec("normal:0.01").make(5120, "bfloat16"), torch.zeros(512, dtype=torch.bfloat16)])
     drawing.add(tensor, codecs.compress(tensor, block=512))
     counts = drawing._found[torch.bfloat16]
-    assert counts.plain.sum() == 5632 and counts.plain[0] == 512
+    assert counts.fields.sum() == 5632 and counts.fields[0] == 512
     aligned = counts.aligned[from_format.CASCADE]
     assert aligned.sum() == 5120
-    assert (
-        aligned[plot_exponents._REACH - 3 : plot_exponents._REACH].sum() > 0.7 * 5120
-    )  # the three commonest binades of a Gaussian
+    assert aligned[plots._REACH - 3 : plots._REACH].sum() > 0.7 * 5120  # the three commonest binades of a Gaussian
     modes = {"FILL": 1, "RAW": 0, "CASCADE": 10, "SPARSE": 0, "WIDE": 0}
-    assert dict(zip(plot_exponents.MODES, counts.modes, strict=True)) == modes
+    assert dict(zip(plots.MODES, counts.modes, strict=True)) == modes
 
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "ds_zipccl.benchmarks.plots.exponents", raising=False)
+    monkeypatch.delitem(sys.modules, "ds_zipccl.benchmarks.plots", raising=False)
     assert main(["analyze", "-", "--numel", "4K", "--plot", "x.png"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 

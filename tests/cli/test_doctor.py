@@ -21,8 +21,8 @@ from ds_zipccl.benchmarks.train import doctor_check
 from ds_zipccl.cli import ToolError, doctor_ranks
 from ds_zipccl.cli.doctor_ranks import RankReport
 from ds_zipccl.cli.planning import job as job_plan
+from ds_zipccl.cli.planning import operations as step_plan
 from ds_zipccl.cli.planning import speeds, user_job
-from ds_zipccl.cli.planning import step as step_plan
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import LinkProfile, predict
 

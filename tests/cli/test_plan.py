@@ -12,7 +12,7 @@ from places import ROOT
 from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks.comm import trial, validate
 from ds_zipccl.cli.planning import speeds
-from ds_zipccl.cli.planning.step import TOTAL
+from ds_zipccl.cli.planning.operations import TOTAL
 from ds_zipccl.codecs import compress
 from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile, predict
 

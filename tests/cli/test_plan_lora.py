@@ -12,7 +12,7 @@ from test_plan import GATHER, fast, planned
 from ds_zipccl.__main__ import main
 from ds_zipccl.cli.planning import job as job_plan
 from ds_zipccl.cli.planning import speeds, user_job
-from ds_zipccl.cli.planning.step import TOTAL
+from ds_zipccl.cli.planning.operations import TOTAL
 from ds_zipccl.policy.cost_model import predict
 
 __all__ = ["fast"]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.cli.planning import device as device_plan
-from ds_zipccl.cli.planning.device import BASE_SPEED, COPY, HASH
-from ds_zipccl.cli.planning.step import TOTAL
+from ds_zipccl.cli.planning import speeds
+from ds_zipccl.cli.planning.operations import TOTAL
+from ds_zipccl.cli.planning.schedules import BASE_SPEED, COPY, HASH
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 from ds_zipccl.policy.device_rules import (
     GATHER,
@@ -156,11 +156,11 @@ def test_measured_codecs_take_the_place_of_assumed_ones(
         on_nccl(tmp_path, "--network", "400gbit/node", *words)
         return dict(json.loads((tmp_path / "plan.json").read_text())["codec"])
 
-    monkeypatch.setattr(device_plan, "MEASURED", tmp_path / "nothing.json")
+    monkeypatch.setattr(speeds, "MEASURED", tmp_path / "nothing.json")
     assert codec()["about"] == codec("--gpu-profile", "assumed-1.0")["about"]
     assert codec("--gpu-profile", "assumed-0.5")["encode"] == 0.5e12
     assert codec("--gpu-profile", str(path))["decode"] == 1.1e12
-    monkeypatch.setattr(device_plan, "MEASURED", path)
+    monkeypatch.setattr(speeds, "MEASURED", path)
     found = codec()
     assert (found["encode"], found["decode"]) == (0.9e12, 1.1e12)
     capsys.readouterr()

@@ -107,13 +107,13 @@ def test_plot_of_a_log_without_traffic(tmp_path: Path) -> None:
 
 def test_plot(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    from ds_zipccl.benchmarks.plots import steps as plot_steps
+    from ds_zipccl.benchmarks import plots
 
     twice, without = tmp_path / "twice.jsonl", tmp_path / "without.jsonl"
     twice.write_text(2 * log.read_text())
     without.write_text(json.dumps({key: GOOD[key] for key in ("step", "roles", "differences")}))
     figures: list[Any] = []
-    monkeypatch.setattr(plot_steps.pyplot, "close", figures.append)
+    monkeypatch.setattr(plots.pyplot, "close", figures.append)
     out = tmp_path / "out.png"
     assert main(["steps", *map(str, (log, twice, without)), "--plot", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
@@ -130,7 +130,7 @@ def test_plot(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [up for _, up in rates[0].lines[0].get_xydata().tolist()] == [0.1 * step for step in range(1, 21)]
     assert first.get_yscale() == "log"
     with pytest.raises(ToolError, match="cannot write /nowhere"):
-        plot_steps.save("/nowhere/out.png", {"run": steps.read(str(log))})
+        plots.ratios("/nowhere/out.png", {"run": steps.read(str(log))})
 
 
 def changed(**parts: Any) -> str:

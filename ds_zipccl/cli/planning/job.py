@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ds_zipccl.cli import ToolError, files
 from ds_zipccl.cli.planning import speeds
-from ds_zipccl.cli.planning.step import (
-    CHANGED,
-    COPIED,
-    EXPONENTS,
-    GRADIENTS,
-    HOW,
-    LOSSY,
-    TOTAL,
-    Coding,
-    StepTraffic,
-    copies,
-    differences,
-    lossy,
-    step,
-    traffic,
-)
+from ds_zipccl.cli.planning.operations import COPIED, GRADIENTS, TOTAL, StepTraffic
+from ds_zipccl.cli.planning.schedules import Coding, HostSchedules, codings
 from ds_zipccl.cli.planning.user_job import UserJob
-from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import bypassed
 from ds_zipccl.policy import admission, lossy_sizes
 from ds_zipccl.policy.admission import Message, PassReason
@@ -140,17 +124,11 @@ def predict(
         profile=None,
         bucket=None,
     )
-    lines = [_admitted(line, args, job, device) for line in traffic(args, job.buckets)]
-    codings = {EXPONENTS: Coding(profile, found.values)}
-    if any(line.coding == CHANGED for line, _, _ in lines):
-        codings[CHANGED] = differences(args, profile)
-    if any(line.coding == COPIED for line, _, _ in lines):
-        codings[COPIED] = copies(args, profile)
-    if any(line.coding == LOSSY for line, _, _ in lines):
-        codings[LOSSY], _ = lossy(args, codings[EXPONENTS])
-    rows = step(args, [line for line, _, _ in lines], codings, "gloo")
-    pairs = zip(lines, (list(both) for _, both in groupby(rows, key=lambda row: row["what"])), strict=True)
-    planned = [_chosen(config, role, reason, *both) for (_, role, reason), both in pairs]
+    groups = HostSchedules(args, {}, "gloo", job.buckets)
+    lines = groups.lines()
+    wanted = {line.coding for line in lines}
+    groups = replace(groups, codings=codings(args, Coding(profile, found.values), wanted))
+    planned = [_chosen(groups, line, job, device) for line in lines]
     total = {key: sum(row[key] for row in planned) for key in ("plain_ms", "coded_ms", "ms")}
     empty = {"what": TOTAL, "op": "", "role": "", "choice": "", "reason": ""}
     return [*planned, empty | total | {"speedup": total["plain_ms"] / total["ms"]}]
@@ -161,30 +139,25 @@ def step_speedup(total: dict[str, Any], computing_ms: float) -> float:
     return float((computing_ms + total["plain_ms"]) / (computing_ms + total["ms"]))
 
 
-def _admitted(line: StepTraffic, args: argparse.Namespace, job: UserJob, device: str) -> tuple[StepTraffic, str, str]:
-    """The line, its role, and the reason why admission lets its messages pass; "" where they may be coded."""
-    gradients = line.what == GRADIENTS
+def _chosen(groups: HostSchedules, line: StepTraffic, job: UserJob, device: str) -> dict[str, Any]:
+    """The row of a line: its schedules, and the one that admission and the mode of its role choose."""
+    gradients, config = line.what == GRADIENTS, job.config
     role = "zero_grad" if gradients else "zero_param"
     message = Message(
         op=_OPS[line.coded_op or line.op],
         dtype=getattr(torch, job.dtype),
-        numel=min(round(line.part * args.params), line.bucket),
-        ranks=args.gpus,
+        numel=min(round(line.part * groups.args.params), line.bucket),
+        ranks=groups.args.gpus,
         device=device,
         backend="gloo",
         role=role,
         reduce_op="SUM" if gradients else None,
-        plain_sums=gradients and job.config.reduction == "plain",
+        plain_sums=gradients and config.reduction == "plain",
     )
-    return line, role, admission.admit(message, job.config).reason
-
-
-def _chosen(
-    config: ZipcclConfig, role: str, reason: str, plain: dict[str, Any], coded: dict[str, Any]
-) -> dict[str, Any]:
-    """The row of a line, from its plain and its coded row of ``plan``."""
+    reason = admission.admit(message, config).reason
+    plain, coded = groups.plain_row(line), groups.coded_row(line)
     # Mode "auto" passes lossy roles on to no other schedule, because results must not depend on timings; copies have none beside them.
-    how = "copies" if coded["how"] == HOW[COPIED] else "coded"
+    how = "copies" if line.coding == COPIED else "coded"
     times = {how: coded["ms"]}
     if role not in config.lossy_roles and how == "coded":
         times["plain"] = plain["ms"]
@@ -200,7 +173,7 @@ def _chosen(
     if choice == "plain" and not reason:
         reason = PassReason.PLAIN_IS_FASTER.value + ", as predicted"
     return {
-        "what": coded["what"],
+        "what": line.what,
         "op": coded["op"],
         "role": role,
         "plain_ms": plain["ms"],

@@ -1,13 +1,17 @@
-"""Speeds and ratio of the codec for ``plan``: from a file of measurements, or measured on this machine."""
+"""The speeds that ``plan`` reckons with: of networks as the user names them, and of codecs from a file, assumed, or measured here."""
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_zipccl.benchmarks import data
 from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.policy import device_rules
 from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
 
 if TYPE_CHECKING:
@@ -21,6 +25,19 @@ CALL_S = 50e-6
 _NUMEL = 1 << 20  # elements of the tensor whose ratio is measured
 #: Deviation of a step / deviation of the weights (seed: bf16 then shrinks by DELTA_RATIO, as measured in trainings).
 _STEP = 0.008
+
+
+#: The networks of a node that ``--network`` without values stands for.
+NETWORKS = (
+    "8x400gbit/node", "8x200gbit/node", "8x100gbit/node", "400gbit/node", "200gbit/node", "100gbit/node", "25gbit-tcp/node",
+    "10gbit-tcp/node",
+)  # fmt: skip
+#: Unit of a rate -> bytes a second.
+_BYTES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
+#: Names of ``--gpu-profile`` -> bytes of words a second that are assumed for encoding and for decoding.
+ASSUMED = {"assumed-0.5": 0.5e12, "assumed-1.0": device_rules.CODEC, "assumed-1.5": 1.5e12}
+#: Measured figures of a checkout; they take the place of assumed ones.
+MEASURED = Path(__file__).parents[3] / "docs" / "results" / "cuda.json"
 
 
 @dataclass(frozen=True)
@@ -139,3 +156,77 @@ def normal_ratio(dtype: str) -> float:
 
     tensor = data.Spec(DATA).make(_NUMEL, dtype)
     return tensor.nbytes / compress(tensor, CODEC, shaped=False, checksum=False).nbytes
+
+
+# ---- networks and codecs of devices ------------------------------------------------------------------
+
+
+class Network(NamedTuple):
+    """A network as the user typed it: ``rate``, bytes a second each way of ``whose``, a "node" with all of its network cards or a "gpu";
+    ``reach``: part of it that NCCL's collectives reach."""
+
+    text: str
+    rate: float
+    whose: str
+    reach: float
+
+    def of_node(self, gpus_per_node: int) -> float:
+        """Bytes a second each way of a node."""
+        return self.rate * (gpus_per_node if self.whose == "gpu" else 1)
+
+    def of_gpu(self, gpus_per_node: int) -> float:
+        """Bytes a second each way of one GPU, which shares its node's network cards with the others."""
+        return self.of_node(gpus_per_node) / gpus_per_node
+
+    def points(self, gpus_per_node: int, latency: float) -> Points:
+        """Seconds of a message of one GPU by its bytes; ``latency``: of a small one."""
+        rate = self.of_gpu(gpus_per_node)
+        return tuple((size, latency + size / rate) for size in (1.0, 1e9))
+
+
+class DeviceCodec(NamedTuple):
+    """Bytes of words a second of one GPU, and their source for the user."""
+
+    encode: float
+    decode: float
+    about: str
+
+
+def network(text: str) -> Network:
+    """``[CARDSx]RATE[-tcp]/node`` or ``.../gpu`` (argparse type).
+
+    Raises:
+        ArgumentTypeError: the text is not a network, or does not say whose rate it is; says how to write it.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)([mg]bit)(-tcp)?(?:/(node|gpu))?", text)
+    if match is None or not float(match[2]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a network; write [CARDSx]RATE[-tcp]/node or RATE[-tcp]/gpu: {', '.join(NETWORKS)} or 1gbit/gpu"
+        )
+    if match[5] is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} does not say whose rate it is: write {text}/node for all cards of a node, or {text}/gpu for the part of one GPU"
+        )
+    rate = int(match[1] or 1) * float(match[2]) * _BYTES[match[3]]
+    return Network(text, rate, match[5], device_rules.TCP_REACH if match[4] else device_rules.RDMA_REACH)
+
+
+def device_codec(name: str | None, dtype: str) -> DeviceCodec:
+    """The codec of ``--gpu-profile``: a name of :data:`ASSUMED`, or a file of ``bench codec --device cuda --json``.
+
+    Raises:
+        ToolError: the file cannot be read, or has no row for the dtype.
+    """
+    name = name or (str(MEASURED) if MEASURED.exists() else "assumed-1.0")
+    if name in ASSUMED:
+        about = f"{ASSUMED[name] / 1e12:.1f} TB/s, assumed: no GPU has measured it"
+        return DeviceCodec(ASSUMED[name], ASSUMED[name], about)
+    found = read(name, dtype).profile
+    about = f"encode {found.encode / 1e12:.2f}, decode {found.decode / 1e12:.2f} TB/s, measured in {name}"
+    return DeviceCodec(found.encode, found.decode, about)
+
+
+def behind(network: float, path: float) -> float:
+    """Return the bytes a second of a node whose bytes pass ``network``, then ``path`` between the network cards and the GPUs, and not both
+    at once. An infinite ``path`` costs nothing."""
+    return 1 / (1 / network + 1 / path)

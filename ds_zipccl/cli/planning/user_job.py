@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zipccl.cli import ToolError
-from ds_zipccl.cli.planning.step import BUCKET, LIVE, PREFETCH, Buckets
+from ds_zipccl.cli.planning.operations import BUCKET, LIVE, PREFETCH, Buckets
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 
 #: DeepSpeed's word for a value that its caller fills in.

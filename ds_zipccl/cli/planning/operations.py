@@ -1,0 +1,144 @@
+"""The operations of a training step of ZeRO, as DeepSpeed issues them: ``plan``, ``doctor`` and the comparisons predict their times."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+#: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size;
+#: stage3_max_live_parameters and stage3_max_reuse_distance.
+BUCKET, PREFETCH, LIVE = 500_000_000, 50_000_000, 1_000_000_000
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+GRADIENTS, TOTAL = "gradients", "total"
+FROZEN = ("frozen, forward", "frozen, backward")
+#: Codings: of values alone; against the values of the last gather, which have changed since; copies of a base of values that have not, for
+#: which nothing is sent; of rounded values.
+EXPONENTS, CHANGED, COPIED, LOSSY = "exponents", "changed", "copied", "lossy"
+PLAIN, CODED = "plain", "coded"
+#: Coding of a line -> the word of the column ``how``.
+HOW = {EXPONENTS: CODED, CHANGED: "differences", COPIED: "copies", LOSSY: LOSSY}
+#: Keys of the section that are options of ``plan``: values, the default first.
+SWITCHES = {
+    "owner_only": ("auto", "off"),
+    "delta": ("auto", "off"),
+    "zero3_base": ("auto", "off", "host", "device"),
+}
+#: Agreements on the copies of a step: before the first one, and before the optimizer step (how-it-works.md).
+_AGREEMENTS = 2
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """One line of a step: ``part`` of the parameters moves ``times`` times by ``op``, in operations of ``bucket`` elements at most.
+
+    ``coded_op``: operation of the coded variants, ``op`` if empty. ``coding``: of the coded variants. ``slower``: factor on the
+    predicted time of ``coded_op``. ``agreements``: of all ranks on the copies of this line and of later ones.
+    """
+
+    what: str
+    op: str
+    bucket: int
+    times: int
+    coded_op: str = ""
+    coding: str = EXPONENTS
+    slower: float = 1.0
+    part: float = 1.0
+    agreements: int = 0
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Elements of an operation at most: of the reductions of gradients, of the gathers of ZeRO-1 and ZeRO-2, of those of ZeRO-3.
+
+    ``kept``: elements that ZeRO-3 keeps from the forward pass for the backward pass, and does not gather again.
+    """
+
+    reduce: int = BUCKET
+    gather: int = BUCKET
+    prefetch: int = PREFETCH
+    kept: int = 0
+
+
+def default_config(args: argparse.Namespace) -> argparse.Namespace:
+    """Return ``args`` with the default of every key of the section."""
+    defaults = {key: choices[0] for key, choices in SWITCHES.items()}
+    return argparse.Namespace(**vars(args) | defaults | {"gradients": None})
+
+
+def host_base(args: argparse.Namespace) -> argparse.Namespace | None:
+    """Return ``args`` with the base that pays in full fine-tuning, or None where it is no choice or the user has made one."""
+    if args.zero != 3 or args.zero3_base != "auto" or args.delta != "auto":
+        return None
+    return argparse.Namespace(**vars(args) | {"zero3_base": "host"})
+
+
+def trained(args: argparse.Namespace) -> float:
+    """Return the part of the parameters that is trained."""
+    return 1.0 if args.trainable is None else float(args.trainable / args.params)
+
+
+def traffic(args: argparse.Namespace, buckets: Buckets | None = None) -> list[StepTraffic]:
+    """Return the lines of a step; gradients are coded lossily where ``args`` name a codec for them. ``buckets``: DeepSpeed's defaults if
+    None, with ``args.live`` elements kept."""
+    lines = [line for line in _traffic(args, buckets or Buckets(kept=args.live)) if line.part > 0]
+    coding = EXPONENTS if args.gradients is None else LOSSY
+    return [replace(line, coding=coding) if line.what == GRADIENTS else line for line in lines]
+
+
+def _traffic(args: argparse.Namespace, buckets: Buckets) -> Iterator[StepTraffic]:
+    micro, part = args.accumulation, trained(args)
+    if args.zero < 3:
+        owners, slower = ("reduce_scatter", _crowding(args, buckets)) if args.owner_only == "auto" else ("", 1.0)
+        times = micro if args.zero == 2 else 1
+        coding = CHANGED if args.delta == "auto" else EXPONENTS
+        yield StepTraffic(GRADIENTS, "all_reduce", buckets.reduce, times, coded_op=owners, slower=slower, part=part)
+        yield StepTraffic("parameters", "all_gather", buckets.gather, 1, coding=coding, part=part)
+        return
+    again = 1 - min(1.0, buckets.kept / args.params)
+    keeps = args.zero3_base if args.delta == "auto" else "off"
+    frozen = COPIED if keeps != "off" else EXPONENTS
+    gather = StepTraffic("", "all_gather", buckets.prefetch, micro)
+    yield replace(gather, what=FROZEN[0], coding=frozen, part=1 - part, agreements=_AGREEMENTS)
+    yield replace(gather, what=FROZEN[1], coding=frozen, part=(1 - part) * again)
+    if keeps in ("auto", "off"):
+        yield replace(gather, what="parameters, forward", part=part)
+        yield replace(gather, what="parameters, backward", part=part * again)
+    else:
+        times = 2 * micro - 1
+        left = part * (micro * (1 + again) - 1) / times
+        yield replace(gather, what="parameters, first", times=1, coding=CHANGED, part=part)
+        yield replace(gather, what="parameters, again", times=times, coding=COPIED, part=left, agreements=_AGREEMENTS)
+    yield StepTraffic(GRADIENTS, "reduce_scatter", buckets.reduce, micro, part=part)
+
+
+def base_memory(args: argparse.Namespace) -> Iterator[str]:
+    """Yield a line about the memory of ``zero3_base``, where ZeRO-3 may keep parameters."""
+    if args.zero < 3 or args.zero3_base == "off" or args.delta == "off":
+        return
+    frozen = args.params * (1 - trained(args))
+    kept = frozen if args.zero3_base == "auto" else args.params
+    size = f"{kept * ITEMSIZE[args.dtype] / 1e9:.4g} GB"
+    auto = f"memory: zero3_base auto keeps {frozen:.4g} frozen parameters: {size} of every node, at most a quarter of its free memory"
+    yield {
+        "auto": auto
+        if frozen
+        else "memory: zero3_base auto keeps frozen parameters; all are trained here, see --trainable",
+        "host": f"memory: zero3_base host takes {size} of every node",
+        "device": f"memory: zero3_base device takes {size} of every GPU",
+    }[args.zero3_base]
+
+
+def _crowding(args: argparse.Namespace, buckets: Buckets) -> float:
+    """Factor on the time of a reduce-scatter whose sums go on to the few owners of a bucket; 1 if all ranks own equally much."""
+    elements = buckets.reduce if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
+    owners = args.gpus * (1.0 if args.round_robin else min(1.0, elements / (args.params * trained(args))))
+    return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
+
+
+def operations(args: argparse.Namespace, line: StepTraffic) -> list[tuple[int, int]]:
+    """Return (bytes, count) of the operations that move the elements of a line once."""
+    itemsize = ITEMSIZE[args.dtype]
+    total = round(line.part * args.params) * itemsize
+    bucket = line.bucket * itemsize if args.bucket is None else args.bucket
+    return [(size, count) for size, count in ((bucket, total // bucket), (total % bucket, 1)) if size and count]

@@ -1,0 +1,248 @@
+"""Rows and answers of ``plan``: the operations of a step with their schedules, their totals, and whole steps with computing."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli.planning.operations import CODED, PLAIN, SWITCHES, TOTAL, default_config, host_base, operations
+from ds_zipccl.cli.planning.schedules import DeviceSchedules, HostSchedules
+from ds_zipccl.cli.tables import Column
+
+#: A time that is shorter by less than the first factor is no gain (seed: the error of the model); the second names a further key.
+GAIN, WORTH = 1.02, 1.1
+#: Keys of the rows that the total row adds up.
+SUMMED = ("calls", "wire_gb", "ms", "exponents_ms", "codec_ms")
+Schedules = HostSchedules | DeviceSchedules
+
+
+def step(found: Schedules) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a step, one for each line and variant, columns as in ``plan --help``. Then totals; the last is that of the job."""
+    totals: dict[str, dict[str, Any]] = {}
+    for line in found.lines():
+        calls = line.times * sum(count for _, count in operations(found.args, line))
+        chosen = found.chosen(line)
+        for variant, times in chosen.items():
+            row = found.names | {"what": line.what, "op": "", "calls": calls, "variant": variant} | times
+            yield row | {"speedup": chosen[PLAIN]["ms"] / row["ms"]}
+            empty = {key: None for key in row if key == "ratio"} | {key: 0 for key in SUMMED if key in row}
+            total = totals.setdefault(variant, row | {"what": TOTAL, "op": "", "how": ""} | empty)
+            for key in SUMMED:
+                if key in row:
+                    total[key] += row[key]
+    for total in totals.values():
+        yield total | {"speedup": totals[PLAIN]["ms"] / total["ms"]}
+
+
+def answer(where: str, found: Schedules) -> str:
+    """Return the answer for a user in one sentence. ``where``: the network. The default config does not code NCCL groups."""
+    args, nccl = found.args, found.args.backend == "nccl"
+
+    def takes(ms: float) -> str:
+        return f"{ms / 1e3:.3g} s ({plain / ms:.3g} times less)" if plain > GAIN * ms else "as long"
+
+    def totals(options: argparse.Namespace) -> dict[str, float]:
+        rows = step(replace(found, args=options))
+        return {row["variant"]: float(row["ms"]) for row in rows if row["what"] == TOTAL}
+
+    plain = totals(args)[PLAIN]
+    best = plain if nccl else totals(default_config(args))[CODED]
+    parts = [f"communication takes {plain / 1e3:.3g} s a step uncoded", f"with the default config {takes(best)}"]
+    if nccl:
+        parts[1] += " (NCCL groups pass uncoded)"
+    based = host_base(args)
+    for options in (args, based) if based else (args,):
+        ms = totals(options)[CODED]
+        keys = ['"nccl": "on"'] if nccl else []
+        keys += [
+            f'"{key}": "{getattr(options, key)}"'
+            for key, (usual, *_) in SWITCHES.items()
+            if getattr(options, key) != usual
+        ]
+        keys += [f"gradients by {args.gradients}"] if args.gradients is not None else []
+        if keys and (options is args or best > WORTH * ms):
+            parts.append(f"with {' and '.join(keys)} {takes(ms)}")
+            best = min(best, ms)
+    return f"answer, {where}: {', '.join(parts)}"
+
+
+# ---- whole steps ---------------------------------------------------------------------------------------
+
+#: Floating point operations for a parameter and a token: 2 forward, 4 backward, and 2 where activations are computed again.
+FLOPS = 8.0
+
+
+@dataclass(frozen=True)
+class Computing:
+    """The computing of one GPU.
+
+    ``tflops``: 1e12 operations a second that the GPU reaches while it computes. ``tokens``: those of one GPU in a micro-batch. ``flops``:
+    operations for a parameter and a token. ``overlap``: share of the computing, 0 to 1, during which communication goes on.
+
+    Raises:
+        ValueError: a number is outside its range.
+    """
+
+    tflops: float
+    tokens: float
+    flops: float = FLOPS
+    overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        above = {name: getattr(self, name) for name in ("tflops", "tokens", "flops")}
+        if not all(0 < value < math.inf for value in above.values()) or not 0 <= self.overlap <= 1:
+            raise ValueError(
+                f"wanted are tflops, tokens and flops above 0 and finite, and overlap from 0 to 1; got {above}, overlap {self.overlap}"
+            )
+
+    def operations(self, params: float, micro: int) -> float:
+        """Return the operations of one GPU in a step of ``micro`` micro-batches."""
+        return self.flops * params * self.tokens * micro
+
+    def seconds(self, params: float, micro: int) -> float:
+        """Return the seconds that one GPU computes in a step of ``micro`` micro-batches."""
+        return self.operations(params, micro) / (1e12 * self.tflops)
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step, which add up: ``computing``; ``delayed``, by which the codec slows computing down; ``exposed`` communication."""
+
+    computing: float
+    delayed: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self)
+
+    @property
+    def share(self) -> float:
+        """The share of the step in which GPUs only communicate."""
+        return self.exposed / self.total
+
+
+def step_time(computing: float, communication: float, coding: float, overlap: float) -> StepTime:
+    """Return the time of a step.
+
+    Args:
+        computing: seconds.
+        communication: seconds of all operations, one after the other; coding that the wire does not hide is part of them.
+        coding: seconds that the kernels of the codec take of a GPU.
+        overlap: share of the computing during which communication goes on.
+
+    Communication is hidden up to ``overlap`` of the computing. Coding that runs during hidden communication takes its time from computing,
+    because both want the same multiprocessors.
+    """
+    hidden = min(communication, overlap * computing)
+    delayed = coding * hidden / communication if communication else 0.0
+    return StepTime(computing, delayed, communication - hidden)
+
+
+WHOLE_COLUMNS = (
+    Column("network", width=17),
+    Column("variant", width=7),
+    Column("ms", ".1f", 10),
+    Column("codec_ms", ".1f", 10),
+    Column("computing_ms", ".1f", 10),
+    Column("step_ms", ".1f", 10),
+    Column("exposed", ".0%"),
+    Column("tflops", ".1f"),
+    Column("step_speedup", ".2f"),
+)
+
+
+class Option(NamedTuple):
+    """An option of ``plan`` on NCCL groups: its type, its default, its placeholder and its meaning."""
+
+    type: Any
+    default: Any
+    metavar: str
+    about: str
+
+
+#: Name -> option.
+OPTIONS = {
+    "path": Option(
+        float, math.inf, "GBPS", "1e9 bytes a second between network cards and GPUs of a node, which bytes pass in turn (no limit)"
+    ),
+    "hop": Option(float, 0.0, "US", "microseconds that an operation takes more for every further node (0)"),
+    "tflops": Option(float, None, "T", "1e12 operations a second of a GPU that computes: adds the time of the whole step"),
+    "tokens": Option(tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
+    "flops": Option(float, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where no activations are computed again)"),
+    "overlap": Option(float, 0.0, "S", "share of the computing that hides communication (0)"),
+    "plot": Option(str, None, "PNG", "draw the time of a step for up to --gpus GPUs (needs matplotlib)"),
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``plan`` for whole steps."""
+    for name, option in OPTIONS.items():
+        parser.add_argument(
+            f"--{name}",
+            type=option.type,
+            default=option.default,
+            metavar=option.metavar,
+            help=f"with --backend nccl: {option.about}",
+        )
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Refuse the options of whole steps.
+
+    Raises:
+        ToolError: there is one.
+    """
+    given = [f"--{name}" for name, option in OPTIONS.items() if getattr(args, name) != option.default]
+    if given:
+        raise ToolError(f"{', '.join(given)}: the time of a whole step is planned for NCCL groups alone")
+
+
+def computing(args: argparse.Namespace) -> Computing | None:
+    """Return the computing that the options describe, or None where they leave it out.
+
+    Raises:
+        ToolError: an option is out of range, or lacks another option.
+    """
+    if not args.path > 0 or not 0 <= args.hop < math.inf:
+        raise ToolError(f"--path must be above 0 and --hop at least 0, got {args.path:g} and {args.hop:g}")
+    if args.tflops is None and args.tokens is None and args.plot is None:
+        return None
+    if args.tflops is None or args.tokens is None:
+        raise ToolError(f"the time of a step wants --tflops and --tokens, got {args.tflops} and {args.tokens}")
+    try:
+        return Computing(args.tflops, args.tokens, args.flops, args.overlap)
+    except ValueError as error:
+        raise ToolError(str(error)) from error
+
+
+def whole_steps(
+    args: argparse.Namespace, communication: Sequence[dict[str, Any]], work: Computing
+) -> Iterator[dict[str, Any]]:
+    """The totals of ``communication`` with the time of the whole step, columns as in ``plan --help``. ``communication``: the rows of
+    ``args.gpus`` GPUs, plain ones first."""
+    busy = work.seconds(args.params, args.accumulation)
+    plain: dict[str, float] = {}
+    for row in communication:
+        if row["what"] == TOTAL:
+            time = step_time(busy, row["ms"] / 1e3, row["codec_ms"] / 1e3, work.overlap)
+            plain.setdefault(row["network"], time.total)
+            yield row | {
+                "gpus": args.gpus,
+                "computing_ms": 1e3 * busy,
+                "step_ms": 1e3 * time.total,
+                "exposed": time.share,
+                "tflops": work.operations(args.params, args.accumulation) / time.total / 1e12,
+                "step_speedup": plain[row["network"]] / time.total,
+            }
+
+
+def counts(args: argparse.Namespace) -> list[int]:
+    """Numbers of GPUs of the picture: two nodes, four, eight and so on, and all."""
+    nodes = args.gpus // args.gpus_per_node
+    doubled = (2**power for power in range(1, nodes.bit_length()))
+    return [args.gpus_per_node * count for count in sorted({*doubled, nodes})]

@@ -1,0 +1,347 @@
+"""The schedules that an operation of a step may take, and their milliseconds: on gloo groups by the speeds of hosts, on NCCL groups by
+those of devices. Both tables list the plain schedule first and name the one that a job chooses "coded"."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ds_zipccl.cli import ToolError
+from ds_zipccl.cli.planning import speeds
+from ds_zipccl.cli.planning.operations import (
+    CHANGED,
+    CODED,
+    COPIED,
+    EXPONENTS,
+    FROZEN,
+    HOW,
+    ITEMSIZE,
+    LOSSY,
+    PLAIN,
+    Buckets,
+    StepTraffic,
+    operations,
+    traffic,
+    trained,
+)
+from ds_zipccl.cli.planning.speeds import DeviceCodec, Network, behind
+from ds_zipccl.ops import TRAFFIC
+from ds_zipccl.policy.cost_model import LinkProfile, against_base, predict
+from ds_zipccl.policy.device_rules import (
+    GATHER,
+    HOST_BUS,
+    RATIO,
+    SUM,
+    DeviceProfile,
+    Topology,
+    coded_seconds,
+    coding_seconds,
+    host_bases_gain,
+    moves_may_gain,
+    plain_seconds,
+    sums_of,
+)
+from ds_zipccl.policy.lossy_sizes import expected
+
+Row = dict[str, Any]
+
+
+# ---- hosts, gloo -------------------------------------------------------------------------------------
+
+
+class Coding(NamedTuple):
+    """Speeds of codec and link, and the ratio."""
+
+    profile: LinkProfile
+    ratio: float
+
+
+def codings(args: argparse.Namespace, exponents: Coding, wanted: Iterable[str]) -> dict[str, Coding]:
+    """Return the codings of the names ``wanted`` and of exponents. Speeds are measured, or with ``--profile`` those of the profile.
+
+    Raises:
+        ToolError: the lossy codec of gradients sends more than no codec.
+    """
+    found, profile = {EXPONENTS: exponents}, exponents.profile
+    for name in wanted:
+        if name == LOSSY:
+            found[name] = Coding(profile, 8 * ITEMSIZE[args.dtype] / _lossy_bits(args, exponents)[0])
+        elif name == CHANGED:
+            speed = (profile.encode, profile.decode) if args.profile else speeds.measured_differences()
+            copies = 2 if args.zero == 3 else 0  # ZeRO-1 and ZeRO-2 gather onto the base itself
+            ratio = args.delta_ratio or speeds.delta_ratio(args.dtype)
+            found[name] = Coding(against_base(profile, *speed, copies), ratio)
+        elif name == COPIED:  # `copy` is the speed of a copy, `encode` that of a comparison
+            copy, compare = (profile.copy, profile.encode) if args.profile else speeds.measured_copies()
+            found[name] = Coding(replace(profile, copy=copy, encode=compare), 1.0)
+    return found
+
+
+def about_lossy(args: argparse.Namespace, exponents: Coding) -> str:
+    """Return a line about the codec of gradients that ``args`` name.
+
+    Raises:
+        ToolError: it sends more than no codec.
+    """
+    bits, error = _lossy_bits(args, exponents)
+    lossless = 8 * ITEMSIZE[args.dtype] / exponents.ratio
+    return (
+        f"{args.gradients}: {bits:.2f} bits a value instead of {lossless:.2f}, relative L2 error {error:.3g} a rounding; "
+        "as fast as exponents"
+    )
+
+
+def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, float]:
+    """Bits per value and relative error of lossy gradients."""
+    lossless = 8 * ITEMSIZE[args.dtype] / exponents.ratio
+    found = expected(args.gradients, args.dtype, lossless)
+    if found.bits >= lossless:
+        raise ToolError(
+            f"{args.gradients} takes {found.bits:.2f} bits a value, without loss it is {lossless:.2f}: leave --gradients out"
+        )
+    return found.bits, found.error
+
+
+@dataclass(frozen=True)
+class HostSchedules:
+    """Schedules on gloo groups. ``plain``: that of torch, one of :data:`ds_zipccl.policy.cost_model.VARIANTS`. ``buckets``: DeepSpeed's
+    defaults if None."""
+
+    args: argparse.Namespace
+    codings: dict[str, Coding]
+    plain: str = PLAIN
+    buckets: Buckets | None = None
+
+    @property
+    def names(self) -> Row:
+        return {}
+
+    def lines(self) -> list[StepTraffic]:
+        return traffic(self.args, self.buckets)
+
+    def chosen(self, line: StepTraffic) -> dict[str, Row]:
+        """As mode "auto" chooses: the fastest schedule, and ``how`` names it. Copies and lossy lines are not chosen by times."""
+        plain, coded = self.plain_row(line), self.coded_row(line)
+        if line.coding not in (COPIED, LOSSY):
+            if coded["exponents_ms"] < coded["ms"]:
+                coded |= {"how": CODED, "ms": coded["exponents_ms"]}
+            if plain["ms"] < coded["ms"]:
+                coded |= {key: plain[key] for key in ("op", "how", "ratio", "wire_gb", "ms")}
+        return {PLAIN: plain, CODED: coded}
+
+    def plain_row(self, line: StepTraffic) -> Row:
+        """The schedule of torch."""
+        # Gathers of large frozen weights run side by side; gloo then takes no longer than a ring (measured with LoRA on shaped links).
+        schedule = PLAIN if line.what in FROZEN else self.plain
+        coding = Coding(self.codings[EXPONENTS].profile, 1.0)
+        ms = line.times * self._ms(line, line.op, schedule, coding)
+        return self._row(line, line.op, PLAIN, 1.0, self._sent(line, line.op, PLAIN), ms, ms)
+
+    def coded_row(self, line: StepTraffic) -> Row:
+        """Our schedule with the coding of the line; ``exponents_ms``: without a base and without loss."""
+        op, coding = line.coded_op or line.op, self.codings[line.coding]
+        times = line.times * line.slower
+        if line.coding == COPIED:
+            exponents_ms = times * self._ms(line, op, CODED, coding)
+            return self._row(line, op, HOW[COPIED], None, 0.0, self._copies_ms(line, coding.profile), exponents_ms)
+        ms, exponents_ms = (times * self._ms(line, op, CODED, one) for one in (coding, self.codings[EXPONENTS]))
+        return self._row(
+            line, op, HOW[line.coding], coding.ratio, self._sent(line, op, CODED) / coding.ratio, ms, exponents_ms
+        )
+
+    def _row(
+        self, line: StepTraffic, op: str, how: str, ratio: float | None, sent: float, ms: float, exponents_ms: float
+    ) -> Row:
+        wire_gb = line.times * sent * self._nbytes(line) / 1e9
+        return {"op": op, "how": how, "ratio": ratio, "wire_gb": wire_gb, "ms": ms, "exponents_ms": exponents_ms}
+
+    def _nbytes(self, line: StepTraffic) -> int:
+        return sum(size * count for size, count in operations(self.args, line))
+
+    def _ranks(self, op: str, schedule: str) -> tuple[int, float, float]:
+        """The ranks that share a part of the tensor, this part, and the part of the sent bytes that leaves the node. Plain operations and
+        coded gathers go by nodes, the GPUs with the same place in all nodes together; our sums, with the bits of gloo's, from each GPU to
+        each other one."""
+        gpus, per_node = self.args.gpus, self.args.gpus_per_node
+        if schedule == CODED and TRAFFIC[op].sums:
+            return gpus, 1.0, (gpus - per_node) / (gpus - 1)
+        return gpus // per_node, 1 / per_node, 1.0
+
+    def _sent(self, line: StepTraffic, op: str, schedule: str) -> float:
+        """The part of the tensor that a rank sends between nodes."""
+        ranks, part, crossing = self._ranks(op, schedule)
+        return TRAFFIC[op].plain(ranks) * crossing * part
+
+    def _ms(self, line: StepTraffic, op: str, schedule: str, coding: Coding) -> float:
+        """Milliseconds of the operations of a line, once; only the bytes that leave the node use the link, the rest is free."""
+        ranks, part, crossing = self._ranks(op, schedule)
+        points = tuple((size / crossing, seconds) for size, seconds in coding.profile.transfer)
+        profile = replace(coding.profile, transfer=points)
+        return 1e3 * sum(
+            count * predict(op, schedule, size * part, ranks, profile, coding.ratio)
+            for size, count in operations(self.args, line)
+        )
+
+    def _copies_ms(self, line: StepTraffic, profile: LinkProfile) -> float:
+        """Milliseconds of gathers that copy a base, whose own shard is compared at each copy and at each agreement."""
+        nbytes, calls = self._nbytes(line), line.times * sum(count for _, count in operations(self.args, line))
+        shard: float = nbytes / self.args.gpus
+        comparing = shard / profile.encode
+        seconds = calls * profile.call + line.times * (nbytes / profile.copy + comparing)
+        return 1e3 * (seconds + line.agreements * (profile.alpha + comparing))
+
+
+# ---- devices, NCCL -----------------------------------------------------------------------------------
+
+#: Bytes a second that the hashes of a base read (seed: each word once, at the speed of an H100's memory).
+HASH = 4e12
+#: Bytes a second of a copy on a GPU (seed: both ways of an H100's memory).
+COPY = HASH / 2
+#: Speed of the codec with a base, in parts of its speed without (seed: by the bytes of memory that it moves, 4.3 and 3.4 a bf16 word).
+BASE_SPEED = 0.79
+#: Kinds of the model that an operation consists of.
+_KINDS = {"all_gather": (GATHER,), "reduce_scatter": (SUM,), "all_reduce": (SUM, GATHER)}
+OWNERS = "owners"
+#: Part of the ranks from which on a bucket counts as owned by all: their parts are padded to equal ones.
+_EVEN = 0.9
+
+
+@dataclass(frozen=True)
+class DeviceSchedules:
+    """Schedules on NCCL groups of one network."""
+
+    args: argparse.Namespace
+    network: Network
+    codec: DeviceCodec
+
+    @property
+    def names(self) -> Row:
+        return {"network": self.network.text}
+
+    @cached_property
+    def topology(self) -> Topology:
+        return Topology(self.args.gpus // self.args.gpus_per_node, self.args.gpus_per_node)
+
+    @cached_property
+    def profile(self) -> DeviceProfile:
+        speed = behind(self.network.reach * self.network.of_node(self.args.gpus_per_node), 1e9 * self.args.path)
+        return DeviceProfile(speed, encode=self.codec.encode, decode=self.codec.decode)
+
+    @cached_property
+    def sums(self) -> str:
+        return sums_of(self.topology, self.profile)
+
+    @cached_property
+    def moves_gain(self) -> bool:
+        return moves_may_gain(self.topology, self.profile)
+
+    def lines(self) -> list[StepTraffic]:
+        found = traffic(self.args)
+        if self.args.zero3_base == "auto" and not host_bases_gain(self.topology, self.profile):
+            return [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in found]
+        return found
+
+    def chosen(self, line: StepTraffic) -> dict[str, Row]:
+        """As a job chooses its schedules. ZeRO-1 and ZeRO-2 have a variant more: gradients to their owners only, by NCCL."""
+        hops = (self.topology.nodes - 1) * self.args.hop / 1e6
+        owners = self.args.zero < 3 and self.args.owner_only == "auto"
+        rows = {}
+        for variant in (PLAIN, *((OWNERS,) if owners else ()), CODED):
+            op = line.op if variant == PLAIN else line.coded_op or line.op
+            seconds = coding = 0.0
+            for nbytes, count in operations(self.args, line):
+                busy = 0.0
+                if variant == CODED:
+                    one, busy = self._job(line, op, nbytes)
+                elif op == line.coded_op:
+                    one = self._to_owners(nbytes)
+                else:
+                    one = self._plain(op, nbytes)
+                seconds += line.times * count * (hops + one)
+                coding += line.times * count * busy
+            how = HOW[line.coding] if coding else PLAIN
+            rows[variant] = {"op": op, "how": how, "ms": 1e3 * seconds, "codec_ms": 1e3 * coding}
+        return rows
+
+    def _ratio(self, kind: str, coding: str) -> float:
+        if coding == CHANGED:
+            return float(self.args.delta_ratio or speeds.delta_ratio(self.args.dtype))
+        return float(
+            self.args.ratio or (RATIO[kind] if self.args.dtype == "bfloat16" else speeds.normal_ratio(self.args.dtype))
+        )
+
+    def _plain(self, op: str, nbytes: float) -> float:
+        return sum(plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])
+
+    def _to_owners(self, nbytes: float) -> float:
+        """Seconds of a sum for its owners by NCCL: a reduce-scatter where all ranks own equally much, otherwise a reduce for each owner,
+        whose words pass every node."""
+        ring = self._plain("reduce_scatter", nbytes)
+        nodes = self.topology.nodes
+        return ring if self._owned(nbytes) >= _EVEN else ring * nodes / (nodes - 1)
+
+    def _owned(self, nbytes: float) -> float:
+        """The part of the ranks that own something of a bucket: all of them with round-robin, otherwise those whose parameters it has."""
+        return 1.0 if self.args.round_robin else min(1.0, nbytes / ITEMSIZE[self.args.dtype] / self._trained())
+
+    def _trained(self) -> float:
+        return float(self.args.params * trained(self.args))
+
+    def _straight(self, nbytes: float) -> bool:
+        """Whether our sums go to the owners of a bucket alone; otherwise few nodes own it, and it is all-reduced."""
+        from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
+
+        nodes, left = self.topology.nodes, nbytes / ITEMSIZE[self.args.dtype]
+        most = left / nodes if self.args.round_robin else self._trained() / nodes
+        owned = [int(min(most, max(0.0, left - node * most))) for node in range(nodes)]
+        return wire.straight_to_owners(owned, sum(owned))
+
+    def _coded(self, line: StepTraffic, kind: str, nbytes: float) -> float:
+        """Seconds of one operation by our schedule. The gathers of ZeRO-3 need no agreement on sizes; a base is proven by its hash."""
+        if line.coding == COPIED:  # nothing is sent: the words come from the base
+            return self.profile.launch + self._copied(nbytes)
+        ratio = self._ratio(kind, line.coding)
+        waits = 0 if self.args.zero == 3 else 1
+        profile, proof = self.profile, 0.0
+        if line.coding != EXPONENTS:
+            profile = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
+            proof = nbytes / HASH + self._copies(nbytes)
+        return proof + coded_seconds(kind, nbytes, self.topology, profile, ratio, waits=waits)
+
+    def _copied(self, nbytes: float) -> float:
+        """Seconds in which unchanged words come from their base."""
+        return nbytes / (COPY if self.args.zero3_base == "device" else HOST_BUS)
+
+    def _copies(self, nbytes: float) -> float:
+        """Seconds of the copies out of the base of ZeRO-3 and back. ZeRO-1 and ZeRO-2 gather onto the base itself."""
+        if (
+            self.args.zero3_base == "host"
+        ):  # read by every rank, read for the proof and written by the ranks of a node together
+            return nbytes / HOST_BUS * (1 + 2 / self.topology.each)
+        return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
+
+    def _job(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float]:
+        """Seconds of one operation as a job chooses its schedules, and those that its kernels take of a GPU; 0 where nothing is coded."""
+        owners = op == line.coded_op
+        if owners and self.sums == "plain":
+            return self._to_owners(nbytes), 0.0
+        kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
+        seconds = kernels = 0.0
+        for kind in kinds:
+            plain = plain_seconds(kind, nbytes, self.topology, self.profile)
+            ours = self._coded(line, kind, nbytes)
+            # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
+            takes = self.sums == "fp32" if kind == SUM or len(kinds) > 1 else self.moves_gain and ours < plain
+            seconds += ours if takes else plain
+            kernels += self._kernels(line, kind, nbytes) if takes else 0.0
+        return seconds, kernels
+
+    def _kernels(self, line: StepTraffic, kind: str, nbytes: float) -> float:
+        """Seconds of the codec's kernels in one coded operation. Unchanged parameters are copied from the base instead."""
+        if line.coding == COPIED:
+            return self._copied(nbytes)
+        both = sum(coding_seconds(kind, nbytes, self.topology, self.profile))
+        return both if line.coding == EXPONENTS else both / BASE_SPEED + nbytes / HASH + self._copies(nbytes)
