@@ -21,7 +21,7 @@ from ds_zipccl.policy.device_rules import (
     RDMA_REACH,
     SUM,
     TCP_REACH,
-    VERDICT_S,
+    AGREEMENT_S,
     DeviceProfile,
     Topology,
     coded_seconds,
@@ -43,7 +43,7 @@ DESIGN = {
     "10gbit-tcp/node": ("38.3", "24.5", "38.3", "25.5", "8.6"),
 }
 #: Seconds of the host waits of 280 gathers: the design reckoned with them, and the gathers of ZeRO-3 no longer have them.
-WAITS = 280 * VERDICT_S
+WAITS = 280 * AGREEMENT_S
 
 
 def on_nccl(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
