@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import peers
-from ds_zipccl.benchmarks.codec.trial import PEER_ROUTE, run, usable_routes
+from ds_zipccl.benchmarks.codec.trial import PEER_ROUTE, run, spoil, usable_routes
 from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.tables import Column
 
@@ -54,12 +54,7 @@ class _Pair:
         }
 
     def prepare(self) -> None:
-        """Fill the output with the complement of every bit."""
-        import torch
-
-        from ds_zipccl.cli.exponents import words
-
-        torch.bitwise_not(words(self._words), out=words(self._back))
+        spoil(self._back, self._words)
         self._result = self._back
 
     def result(self) -> torch.Tensor:

@@ -128,12 +128,12 @@ def errors(tensor: torch.Tensor, wanted: torch.Tensor) -> dict[str, float | None
     values, found = tensor.double().flatten(), wanted.double().flatten()
     finite = values.isfinite()
     values, error = values[finite], (found[finite] - values[finite]).abs()
-    squares = float(values.square().sum())
+    energy = float(values.square().sum())
     size = values.abs()
-    small = (size > 0) & (size < SMALL * (squares / max(values.numel(), 1)) ** 0.5)
+    small = (size > 0) & (size < SMALL * (energy / max(values.numel(), 1)) ** 0.5)
     shares = error[small] / size[small]
     return {
-        "error": (float(error.square().sum()) / squares) ** 0.5 if squares else None,
+        "error": (float(error.square().sum()) / energy) ** 0.5 if energy else None,
         "small_error": float(torch.mean(shares)) if shares.numel() else None,
     }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks import data
-from ds_zipccl.benchmarks.codec.trial import IDLE_S, calls_of, seconds_of, usable_routes, wrong_of
+from ds_zipccl.benchmarks.codec.trial import IDLE_S, calls_of, seconds_of, spoil, usable_routes, wrong_of
 from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.tables import Column
 
@@ -68,14 +68,6 @@ class RowTrial:
     def coded_bytes(self, name: str) -> int:
         """Bytes of all frames, "rows" or "plain"."""
         return sum(frame.numel() for frame in self._frames[name])
-
-    def spoil(self) -> None:
-        """Fill the output with the complement of every bit."""
-        import torch
-
-        from ds_zipccl.cli.exponents import words
-
-        torch.bitwise_not(words(self._words), out=words(self.back))
 
     def plain_encode(self) -> None:
         self._frames["plain"] = [self._plain(start, end, out) for (start, end), out in self._places("plain")]
@@ -201,7 +193,7 @@ def _measure(words: torch.Tensor, trial: RowTrial, repeats: int) -> tuple[dict[s
     times: dict[str, list[float]] = {name: [] for name in _STEPS}
     for _ in range(repeats):
         for name in _STEPS:
-            trial.spoil()
+            spoil(trial.back, words)
             if torch.get_num_threads() > 1:
                 time.sleep(IDLE_S)
             times[name].append(seconds_of(steps[name], calls[name]))

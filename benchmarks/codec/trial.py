@@ -45,7 +45,7 @@ class Trial(Protocol):
     """One coder and one tensor.
 
     ``prepare``: untimed, before an encode; makes ``result`` wrong until the next decode. ``repeatable``: one ``prepare`` serves any
-    number of encodes. ``more``: by name, further ways to decode, each with an untimed call before it.
+    number of encodes. ``more``: by name, further decoders, each with an untimed call before it.
     """
 
     repeatable: bool
@@ -162,6 +162,15 @@ def peers_of(args: argparse.Namespace) -> Iterator[Coder]:
         yield Coder(PEER_ROUTE, name, partial(peers.PeerTrial, name=name, threads=args.threads), peer.takes)
 
 
+def spoil(back: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Fill the output of a trial with the complement of every bit."""
+    import torch
+
+    from ds_zipccl.cli.exponents import words
+
+    torch.bitwise_not(words(tensor), out=words(back))
+
+
 class FrameTrial:
     """One of our codecs and one tensor."""
 
@@ -180,12 +189,7 @@ class FrameTrial:
         self._frame = self._out
 
     def prepare(self) -> None:
-        """Fill the output with the complement of every bit."""
-        import torch
-
-        from ds_zipccl.cli.exponents import words
-
-        torch.bitwise_not(words(self._tensor), out=words(self._back))
+        spoil(self._back, self._tensor)
 
     def encode(self) -> None:
         from ds_zipccl import codecs
@@ -237,7 +241,7 @@ def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> It
 def run(
     tensor: torch.Tensor, trial: Trial, repeats: int, wanted: torch.Tensor | None = None
 ) -> tuple[dict[str, float], int]:
-    """Speeds in GB/s of memcpy, encode, decode and the trial's further ways to decode; most wrong elements after any timing.
+    """Speeds in GB/s of memcpy, encode, decode and the trial's further decoders; most wrong elements after any timing.
 
     ``wanted``: what the tensor is decoded to; None: itself.
     """

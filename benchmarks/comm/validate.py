@@ -18,7 +18,6 @@ from typing import Any
 
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.comm import cases as comm_cases
-from ds_zipccl.benchmarks.comm import launch
 from ds_zipccl.benchmarks.comm.cases import Calibration, Case
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.cli import tables
@@ -75,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         cases.insert(0, Calibration(args.timeout))
         with namespaces.joined(spec, ranks) as network:
             name = f"plan --validate, {ranks} ranks, {link.name(spec)}"
-            first, *found = tables.progress(launch.launch(ranks, cases, network), name, launch.rows_of(cases))
+            first, *found = tables.progress(comm_cases.launch(ranks, cases, network), name, comm_cases.rows_of(cases))
         profiles.append({"ranks": ranks, "link": link.name(spec), "profile": first})
         profile = LinkProfile.from_json(first)
         tables.say(_about(profiles[-1], profile))
@@ -85,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
                 table.add(row)
     if args.json:
         tables.write_json(args.json, rows, args.command, profiles=profiles, repeats=args.repeats)
-    return _verdict(rows)
+    return _judge(rows)
 
 
 def _about(entry: dict[str, Any], profile: LinkProfile) -> str:
@@ -114,7 +113,7 @@ def _compared(found: list[dict[str, Any]], profile: LinkProfile) -> list[dict[st
     return rows
 
 
-def _verdict(rows: list[dict[str, Any]]) -> int:
+def _judge(rows: list[dict[str, Any]]) -> int:
     bad = [row for row in rows if not 1 - TOLERANCE <= row["off"] <= 1 + TOLERANCE]
     gloos = [row for row in bad if row["variant"] == "plain"]
     plain = sum(row["variant"] == "plain" for row in rows)

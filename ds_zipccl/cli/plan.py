@@ -2,7 +2,7 @@
 
     plan --params 7e9 --trainable 20e6 --gpus 16 --gpus-per-node 8 --network 10gbit-tcp/node
 
-The answer is the last line: seconds of communication of a step uncoded, with the default config, and with the keys that gain more.
+The answer is the last line: seconds of communication of a plain step, with the default config, and with the keys that gain more.
 
 --network is the speed of the network between nodes, each way: 8x100gbit/node has all network cards of a node together, 100gbit/gpu the part
 of one GPU. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%. Groups are NCCL's unless --backend is
@@ -33,9 +33,9 @@ ZeRO-3 keeps --live parameters from the forward pass for the backward pass, and 
 
 Columns (also the keys of the rows in --json):
 
-* variant: plain: uncompressed, by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This
+* variant: plain: by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This
   estimate of the rings is optimistic. coded: as a job in mode auto chooses: gathers by nodes, sums from every GPU to every other one, or
-  uncoded where that is faster.
+  plain where that is faster.
 * how: plain, coded, differences, copies (of a base) or lossy.
 * calls: operations per step. wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 * only in --json: ratio: of the coding. exponents_ms: the time without differences. answers: the last line.
@@ -50,12 +50,12 @@ traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows
 NCCL groups on GPUs are coded with "nccl": "on" (formulas: ds_zipccl/policy/device_rules.py). Their plan is a model: no GPU has run these
 schedules yet. plain: NCCL's rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers coded where
 that is faster. The speed of the codec is assumed until docs/results/cuda.json has a measured one. With several networks only totals are
-shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, uncoded. speedup is that of the
+shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain. speedup is that of the
 communication alone.
 
 A step is sped up less than its communication. --tflops and --tokens add the computing of a GPU, and a table of whole steps. --overlap is
 the share of the computing during which communication goes on. Coding during hidden communication delays computing by as long as its
-kernels run. --path slows a node's network down by a second way that every byte takes, --hop lets an operation take longer with every node.
+kernels run. --path slows a node's network down by a second path that every byte takes, --hop lets an operation take longer with every node.
 Columns: ms: communication; codec_ms: kernels of the codec; computing_ms: without delays; step_ms: all; exposed: share of the step in which
 GPUs only communicate; tflops: of one GPU over the step; step_speedup: plain step_ms / step_ms. --plot draws step_ms by network and
 number of GPUs, from two nodes to --gpus; --json has these points as "scaling".
@@ -270,7 +270,7 @@ def _on_gloo(args: argparse.Namespace) -> _Groups:
     where = args.network[0].text if args.network else args.profile
     tables.say(f"network: {where}, gloo: {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU\n")
     changed = coded[CHANGED]
-    more: dict[str, Any] = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about}
+    more: dict[str, Any] = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about, "answers": []}
     if args.gradients is not None:
         more["gradients"] = str(args.gradients)
     more[CHANGED] = {"encode": changed.profile.encode, "decode": changed.profile.decode, "ratio": changed.ratio}

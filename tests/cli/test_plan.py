@@ -354,12 +354,12 @@ def test_validate_and_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("variant", "factor", "status"), [("raw", 1.25, 1), ("coded", 0.75, 1), ("coded", 1.15, 0), ("plain", 3, 0)]
 )
-def test_the_verdict(variant: str, factor: float, status: int) -> None:
+def test_the_judgement(variant: str, factor: float, status: int) -> None:
     rows = [{"variant": name, "off": 1.0, "wrong": 0} for name in ("plain", "raw", "coded")]
     rows.append({"variant": variant, "off": factor, "wrong": 0})
-    assert validate._verdict(rows) == status
+    assert validate._judge(rows) == status
     rows[0]["wrong"] = 1
-    assert validate._verdict(rows) == 1
+    assert validate._judge(rows) == 1
 
 
 def off_part(rank: int, *more: Any) -> None:
