@@ -116,9 +116,7 @@ def rows(cases: list[Source], able: list[LossyCoder], block: int, repeats: int) 
                 continue
             row |= {"bits": 8 * trial.coded_bytes / tensor.numel(), "ratio": tensor.nbytes / trial.coded_bytes}
             row |= errors(tensor, wanted)
-            row |= {f"{name}_gbps": speeds[name] for name in ("encode", "decode", "memcpy")}
-            row |= {f"{name}_memcpy": speeds[name] / speeds["memcpy"] for name in ("encode", "decode")}
-            yield row | {"wrong": wrong}
+            yield row | codec_trial.figures(speeds) | {"wrong": wrong}
 
 
 def errors(tensor: torch.Tensor, wanted: torch.Tensor) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -216,7 +216,6 @@ class FrameTrial:
 def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Rows of one tensor, one for each coder; the tensor is made once."""
     from ds_zipccl.cli.exponents import Fields, exponents
-    from ds_zipccl.frame import FrameError
 
     tensor = source.load()
     floating = tensor.is_floating_point()
@@ -224,18 +223,29 @@ def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> It
     for coder in coders:
         row: dict[str, Any] = {"route": coder.route, "codec": coder.codec, "dtype": source.dtype, "data": source.name}
         row |= {"numel": source.numel, "ratio": None, "entropy_ratio": bound}
-        speeds: dict[str, float] = {}
         trial = coder.begin(tensor)
-        try:
-            speeds, wrong = run(tensor, trial, repeats)
+        about = f"{coder.route} {coder.codec} {source.dtype} {source.name}"
+        speeds, wrong = accepted(about, source.numel, partial(run, tensor, trial, repeats))
+        if speeds:
             row["ratio"] = tensor.nbytes / trial.coded_bytes
-        except FrameError as error:
-            tables.complain(f"{coder.route} {coder.codec} {source.dtype} {source.name}: own frame refused: {error}")
-            wrong = source.numel
-        row |= {f"{name}_gbps": speeds.get(name) for name in ("encode", "decode", "memcpy")}
-        for name in ("encode", "decode"):
-            row[f"{name}_memcpy"] = speeds[name] / speeds["memcpy"] if speeds else None
-        yield row | {"wrong": wrong}
+        yield row | figures(speeds) | {"wrong": wrong}
+
+
+def accepted(about: str, numel: int, call: Callable[[], tuple[dict[str, float], int]]) -> tuple[dict[str, float], int]:
+    """Speeds and wrong elements of a call; no speeds and ``numel`` wrong elements if a decoder refuses our own frame, which is told."""
+    from ds_zipccl.frame import FrameError
+
+    try:
+        return call()
+    except FrameError as error:
+        tables.complain(f"{about}: own frame refused: {error}")
+        return {}, numel
+
+
+def figures(speeds: Mapping[str, float], names: Sequence[str] = ("encode", "decode")) -> dict[str, float | None]:
+    """Columns of the speeds of ``names`` and of memcpy, in GB/s, and of their quotients; None where nothing was measured."""
+    found = {f"{name}_gbps": speeds.get(name) for name in (*names, "memcpy")}
+    return found | {f"{name}_memcpy": speeds[name] / speeds["memcpy"] if speeds else None for name in names}
 
 
 def run(

@@ -55,12 +55,11 @@ LOSSY_COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``analyze``."""
-    parser.add_argument("file", metavar="FILE", help="safetensors or torch file; - for synthetic data (--data)")
-    parser.add_argument("--data", nargs="+", type=data.spec, metavar="D", help="data sets for -, see below (normal)")
-    parser.add_argument(
-        "--numel", type=data.numel, default=1 << 20, metavar="N", help="elements of synthetic data (1M)"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("file", metavar="FILE", help="safetensors or torch file; - for synthetic data (--data)")
+    option("--data", nargs="+", type=data.spec, metavar="D", help="data sets for -, see below (normal)")
+    option("--numel", type=data.numel, default=1 << 20, metavar="N", help="elements of synthetic data (1M)")
+    option(
         "--dtype",
         nargs="+",
         type=data.dtype,
@@ -68,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="bf16 fp16 fp32 of synthetic data (bf16)",
     )
-    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
-    parser.add_argument("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
-    parser.add_argument(
+    option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
+    option("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
+    option(
         "--lossy",
         nargs="+",
         type=partial(lossy_trial.named, ()),
@@ -78,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODEC",
         help="lossy codecs to measure too, such as round:3 (names and settings as in bench codec) (none)",
     )
-    parser.add_argument("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here too")
+    option("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
+    option("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()
 
 

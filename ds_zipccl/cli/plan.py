@@ -123,38 +123,35 @@ _ABOUT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan``."""
-    parser.add_argument("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 70e9")
-    parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
-    parser.add_argument("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
-    parser.add_argument("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 70e9")
+    option("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
+    option("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
+    option("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
+    option(
         "--trainable",
         type=tables.count(1e15),
         metavar="P",
         help="parameters that are trained, such as 20e6 with LoRA (all)",
     )
-    parser.add_argument(
-        "--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)"
-    )
-    parser.add_argument(
+    option("--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)")
+    option(
         "--network", nargs="*", type=speeds.network, metavar="NET",
         help="speed of the network: [CARDSx]RATE[-tcp]/node, all network cards of a node together, or RATE[-tcp]/gpu, the part of one GPU; "
         "on NCCL several, and no value: " + " ".join(speeds.NETWORKS),
     )  # fmt: skip
-    parser.add_argument(
-        "--link", nargs="+", type=link.parse, metavar="LINK", help="with --validate: network between the ranks"
-    )
-    parser.add_argument("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
-    parser.add_argument(
+    option("--link", nargs="+", type=link.parse, metavar="LINK", help="with --validate: network between the ranks")
+    option("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
+    option(
         "--profile",
         metavar="FILE",
         help="file of plan --validate --json or bench codec --json with the speeds (this CPU)",
     )
-    parser.add_argument("--ratio", type=float, metavar="R", help="ratio of the coding (measured on normal values)")
+    option("--ratio", type=float, metavar="R", help="ratio of the coding (measured on normal values)")
     for key, choices in SWITCHES.items():
-        option = f"--{key.replace('_', '-')}"
-        parser.add_argument(option, choices=choices, default=choices[0], help=f"{_ABOUT[key]} ({choices[0]})")
-    parser.add_argument(
+        about = f"{_ABOUT[key]} ({choices[0]})"
+        option(f"--{key.replace('_', '-')}", choices=choices, default=choices[0], help=about)
+    option(
         "--live",
         type=_live,
         default=LIVE,
@@ -163,29 +160,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "last module (1e9)",
     )
     spread = "ZeRO-1/2: round_robin_gradients is true, so that all ranks own equal parts of every bucket"
-    parser.add_argument("--round-robin", action="store_true", help=spread)
-    parser.add_argument("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
-    parser.add_argument(
+    option("--round-robin", action="store_true", help=spread)
+    option("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
+    option(
         "--gradients",
         type=partial(lossy_trial.named, ()),
         metavar="CODEC",
         help="gradients by a lossy codec, such as round:3 (names and settings as in bench codec) (lossless)",
     )
-    parser.add_argument(
-        "--accumulation", type=tables.count(1e6), default=1, metavar="K", help="micro-batches per step (1)"
-    )
-    parser.add_argument("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
-    parser.add_argument(
-        "--bucket", type=tables.count(1e15), metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the rows here too")
-    parser.add_argument(
+    option("--accumulation", type=tables.count(1e6), default=1, metavar="K", help="micro-batches per step (1)")
+    option("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
+    option("--bucket", type=tables.count(1e15), metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)")
+    option("--json", metavar="FILE", help="write the rows here too")
+    option(
         "--gpu-profile", metavar="NAME",
         help=f"with --backend nccl: {' '.join(speeds.ASSUMED)}, or a file of bench codec --device cuda --json "
         "(docs/results/cuda.json where it exists, else assumed-1.0)",
     )  # fmt: skip
     rows.add_arguments(parser)
-    parser.add_argument(
+    option(
         "--clusters",
         action="store_true",
         help="compare the model of whole steps with published runs; of other options only --json counts",
