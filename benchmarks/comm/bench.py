@@ -40,7 +40,8 @@ import argparse
 import itertools
 
 from ds_zipccl.benchmarks import data
-from ds_zipccl.benchmarks.comm.cases import Calibration, Case, check, launch, rows_of
+from ds_zipccl.benchmarks.comm.cases import Calibration, Case, check
+from ds_zipccl.benchmarks.comm.launch import launch, rows_of
 from ds_zipccl.benchmarks.comm.variants import VARIANTS
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend

@@ -1,26 +1,15 @@
-"""Cases of ``bench comm`` and ``plan --validate``, and the processes that measure them: started, watched, and none left behind."""
+"""Cases of ``bench comm`` and ``plan --validate``, their sizes and their bandwidths."""
 
 from __future__ import annotations
 
 import argparse
-import queue
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.links import link
-from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.benchmarks.links.namespaces import Network
 from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import TRAFFIC
-
-if TYPE_CHECKING:
-    from torch.multiprocessing.spawn import ProcessContext
-
-GOODBYE_S = 60  # seconds for the processes to end after their last row
 
 
 @dataclass(frozen=True)
@@ -83,71 +72,3 @@ def check(args: argparse.Namespace) -> None:
     for dtype in args.dtype:
         if not args.data.has(dtype):
             raise ToolError(f"{args.data.name} exists in {', '.join(data.DATA[args.data.name].dtypes)}, not in {dtype}")
-
-
-def launch(
-    ranks: int, cases: list[Case | Calibration], network: Network | None, backend: Backend = BACKENDS["gloo"]
-) -> Iterator[dict[str, Any]]:
-    """Start the processes, give their rows as they come, and leave no process behind.
-
-    Raises:
-        ToolError: a process failed, or no row came for as long as a case may take.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.multiprocessing import get_context
-    from torch.multiprocessing.spawn import spawn
-
-    from ds_zipccl.benchmarks.comm.trial import take_part
-
-    # The store lives in this process, on a port that the system chose: no other program can take the port in between.
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=cases[0].timeout), wait_for_workers=False)
-    results = get_context("spawn").Queue()
-    context = spawn(take_part, (ranks, network, store.port, cases, results, backend), nprocs=ranks, join=False)
-    try:
-        for _ in range(rows_of(cases)):
-            yield _next(results, context, cases[0].timeout)
-        deadline = time.monotonic() + GOODBYE_S
-        while not _ended(context, timeout=1):
-            if time.monotonic() > deadline:
-                raise ToolError(f"all rows are there, but the processes do not end within {GOODBYE_S} s")
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
-
-
-def rows_of(cases: list[Case | Calibration]) -> int:
-    """Number of rows that :func:`launch` gives."""
-    return sum(len(case.variants) if isinstance(case, Case) else 1 for case in cases)
-
-
-def _next(results: Any, context: ProcessContext, timeout: float) -> dict[str, Any]:
-    """The next row; blocks for ``timeout`` seconds at most.
-
-    Raises:
-        ToolError: a process failed, or no row came.
-    """
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        try:
-            row: dict[str, Any] = results.get(timeout=0.2)
-            return row
-        except queue.Empty:
-            _ended(context, timeout=0)
-    raise ToolError(
-        f"no result for {timeout:g} s; all processes are killed. A larger --timeout, or a smaller --numel, may help"
-    )
-
-
-def _ended(context: ProcessContext, timeout: float) -> bool:
-    """Whether all processes have ended well; waits up to ``timeout`` seconds until one ends.
-
-    Raises:
-        ToolError: a process failed; torch kills the remaining ones.
-    """
-    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
-
-    try:
-        return bool(context.join(timeout=timeout))
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        raise ToolError(f"a rank failed: {str(error).strip()}") from error

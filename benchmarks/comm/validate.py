@@ -18,6 +18,7 @@ from typing import Any
 
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.comm import cases as comm_cases
+from ds_zipccl.benchmarks.comm import launch
 from ds_zipccl.benchmarks.comm.cases import Calibration, Case
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.cli import tables
@@ -74,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
         cases.insert(0, Calibration(args.timeout))
         with namespaces.joined(spec, ranks) as network:
             name = f"plan --validate, {ranks} ranks, {link.name(spec)}"
-            first, *found = tables.progress(comm_cases.launch(ranks, cases, network), name, comm_cases.rows_of(cases))
+            first, *found = tables.progress(launch.launch(ranks, cases, network), name, launch.rows_of(cases))
         profiles.append({"ranks": ranks, "link": link.name(spec), "profile": first})
         profile = LinkProfile.from_json(first)
         tables.say(_about(profiles[-1], profile))

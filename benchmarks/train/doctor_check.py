@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ds_zipccl.benchmarks.comm.cases import Calibration, Case, launch
+from ds_zipccl.benchmarks.comm import launch
+from ds_zipccl.benchmarks.comm.cases import Calibration, Case
 from ds_zipccl.benchmarks.comm.validate import TOLERANCE
 from ds_zipccl.benchmarks.comm.variants import VARIANTS
 from ds_zipccl.benchmarks.links import link, namespaces
@@ -83,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _profile(network: Network | None) -> LinkProfile:
     cases: list[Case | Calibration] = [Calibration(60)] * doctor_ranks.CALIBRATIONS
-    return doctor_ranks.median([LinkProfile.from_json(one) for one in launch(RANKS, cases, network)])
+    return doctor_ranks.median([LinkProfile.from_json(one) for one in launch.launch(RANKS, cases, network)])
 
 
 def _compared(

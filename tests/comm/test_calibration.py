@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.benchmarks.comm import cases
+from ds_zipccl.benchmarks.comm import cases, launch
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.comm.decision import decision_memory
 from ds_zipccl.comm.group_state import group_state, link_profile
@@ -161,7 +161,7 @@ def test_bandwidth_of_a_known_link(rate: str) -> None:
     spec = link.parse(rate)
     assert spec is not None
     with namespaces.shaped(spec, 2) as network:  # three times, for a machine that does other things too
-        found = list(cases.launch(2, [cases.Calibration(60)] * 3, network))
+        found = list(launch.launch(2, [cases.Calibration(60)] * 3, network))
     assert time.perf_counter() - start < 30
     wanted = spec.rate / 8
     profiles = [LinkProfile.from_json(row) for row in found]
