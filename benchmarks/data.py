@@ -52,10 +52,10 @@ def _laplace(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torch
 
 
 def _student_t3(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torch.Tensor:
-    squares = x.new_zeros(x.shape)
+    squared = x.new_zeros(x.shape)
     for _ in range(3):
-        squares += x.new_empty(x.shape).normal_(generator=generator).square_()
-    return _normal(x, sigma, generator).div_((squares / 3).sqrt_())
+        squared += x.new_empty(x.shape).normal_(generator=generator).square_()
+    return _normal(x, sigma, generator).div_((squared / 3).sqrt_())
 
 
 def _sparse20(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torch.Tensor:

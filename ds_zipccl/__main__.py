@@ -35,7 +35,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
         "whole training runs, plain and compressed, whose bits must be equal",
     ),
     ("bench", "sync"): (
-        "benchmarks.sync.bench",
+        "benchmarks.sync",
         "bytes and speed of weight sync, beside pairs of index and value and XOR with zstd",
     ),
     ("steps",): ("cli.steps", "ratios over a training, from its step logs"),

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_zipccl.benchmarks.codec import cuda_coders, floors
+from ds_zipccl.benchmarks.codec import floors
 from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.tables import Column
 
@@ -49,6 +49,11 @@ COLUMNS = (
     Column("pair_us", ".1f"), Column("wrong", "d"),
 )  # fmt: skip
 
+#: Algorithms of nvCOMP, with their options for 16-bit floats.
+PEERS: dict[str, dict[str, str]] = {
+    "nvcomp-ans": {"algorithm": "ANS", "data_type": "<f2"},
+    "nvcomp-bitcomp": {"algorithm": "Bitcomp", "data_type": "<u2"},
+}
 #: Tensors of one call, for the time of Python; small, so that the device is never late.
 PYTHON_TENSORS, PYTHON_NUMEL, PYTHON_CALLS = (1, 20), 4096, 40
 #: Ranks of the gather whose time of Python is measured.
@@ -137,6 +142,83 @@ class FrameCoder:
         return self._tensors[buffer]
 
 
+class LossyCoder:
+    """A lossy codec, by ``compress`` and ``decompress`` with buffers of the caller."""
+
+    eager = True
+
+    def __init__(self, tensors: Sequence[torch.Tensor], route: str, codec: LossyCodec, block: int) -> None:
+        import torch
+
+        from ds_zipccl import codecs
+
+        like = tensors[0]
+        bound = codecs.compress_bound(like.numel(), like.dtype, codec, lossy=True, block=block)
+        self._tensors, self._codec, self._route, self._block = tensors, codec, route, block
+        self._places = [torch.empty(bound, dtype=torch.uint8, device=like.device) for _ in tensors]
+        self._frames = self._places.copy()
+        self._outs = [torch.empty_like(tensor) for tensor in tensors]
+
+    def encode(self, buffer: int) -> None:
+        from ds_zipccl import codecs
+
+        self._frames[buffer] = codecs.compress(
+            self._tensors[buffer], self._codec, lossy=True, block=self._block, shaped=False, checksum=False, route=self._route,
+            out=self._places[buffer],
+        )  # fmt: skip
+
+    def decode(self, buffer: int) -> None:
+        from ds_zipccl import codecs
+
+        codecs.decompress(self._frames[buffer], out=self._outs[buffer], route=self._route)
+
+    def coded_bytes(self) -> int:
+        return self._frames[0].numel()
+
+    def result(self, buffer: int) -> torch.Tensor:
+        return self._outs[buffer]
+
+    def wanted(self, buffer: int) -> torch.Tensor:
+        from ds_zipccl import codecs
+
+        return codecs.project(self._tensors[buffer], self._codec, route=self._route)
+
+
+class NvcompCoder:
+    """nvCOMP through its Python interface, which allocates the results."""
+
+    eager = True
+
+    def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
+        import torch
+        from nvidia import nvcomp
+
+        stream = torch.cuda.current_stream().cuda_stream
+        self._codec = nvcomp.Codec(**PEERS[name], cuda_stream=stream)
+        self._tensors = tensors
+        self._inputs = [nvcomp.as_array(tensor.view(torch.int16)) for tensor in tensors]
+        self._coded: list[Any] = [None] * len(tensors)
+        self._decoded: list[Any] = [None] * len(tensors)
+
+    def encode(self, buffer: int) -> None:
+        self._coded[buffer] = self._codec.encode(self._inputs[buffer])
+
+    def decode(self, buffer: int) -> None:
+        self._decoded[buffer] = self._codec.decode(self._coded[buffer])
+
+    def coded_bytes(self) -> int:
+        return int(self._coded[0].buffer_size)
+
+    def result(self, buffer: int) -> torch.Tensor:
+        import torch
+
+        like = self._tensors[buffer]
+        return torch.as_tensor(self._decoded[buffer], device=like.device).view(torch.uint8).view(like.dtype)
+
+    def wanted(self, buffer: int) -> torch.Tensor:
+        return self._tensors[buffer]
+
+
 def main(args: argparse.Namespace) -> int:
     """Run ``bench codec --device cuda``; 1 if any element came back wrong or a row of ours failed, 3 if only a floor was missed, else 0."""
     import torch
@@ -200,24 +282,37 @@ def _cases(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[Case]
     codecs = [codec for codec in args.codec if codec != "raw"]
     pairs = [(route, codec) for route in usable for codec in codecs]
     for route, codec in pairs.copy():
-        if not isinstance(codec, str) and (reason := cuda_coders.why_not(codec, route, DEVICE)):
+        if not isinstance(codec, str) and (reason := _why_not(codec, route, DEVICE)):
             left_out[f"{route} {codec}"] = reason
             pairs.remove((route, codec))
 
     def ours(route: str, codec: str | LossyCodec, dtype: str, mib: int, block: int, offset: int = 0) -> Case:
-        coder: Any = FrameCoder if isinstance(codec, str) else cuda_coders.LossyCoder
+        coder: Any = FrameCoder if isinstance(codec, str) else LossyCoder
         return Case(route, str(codec), dtype, mib, block, partial(coder, route=route, codec=codec, block=block), offset)
 
-    names = list(cuda_coders.PEERS) if args.peers is not None and _nvcomp(left_out) else []
+    names = list(PEERS) if args.peers is not None and _nvcomp(left_out) else []
     for dtype in args.dtype:
         for mib in args.mib:
             for name in names:
-                yield Case("peer", name, dtype, mib, args.block, partial(cuda_coders.NvcompCoder, name=name))
+                yield Case("peer", name, dtype, mib, args.block, partial(NvcompCoder, name=name))
             yield from (ours(route, codec, dtype, mib, args.block) for route, codec in pairs)
         if args.floors:
             for codec in [codec for codec in codecs if isinstance(codec, str)]:
                 yield ours(usable[0], codec, dtype, floors.BIG, floors.BLOCK, floors.MISALIGNED)
                 yield ours(usable[0], codec, dtype, floors.BIG, 128)
+
+
+def _why_not(codec: LossyCodec, route: str, device: str) -> str:
+    """Why a route has no rows of a lossy codec, "" if it has."""
+    import torch
+
+    from ds_zipccl import codecs, kernels
+
+    try:
+        codecs.project(torch.ones(8, device=device), codec, route=route)
+    except kernels.RouteUnavailable as error:
+        return str(error)
+    return ""
 
 
 def _nvcomp(left_out: dict[str, str]) -> bool:
@@ -316,12 +411,12 @@ def _gather_calls(tensors: Sequence[torch.Tensor], route: str) -> tuple[Callable
     table = GatherTable(parameters, like.dtype, 1024, PYTHON_RANKS)
     part = torch.zeros(table.part_bytes, dtype=torch.uint8, device=DEVICE)
     calls.encode_gather(tensors, "cascade", table, part)
-    slab = part.repeat(PYTHON_RANKS)
+    staging = part.repeat(PYTHON_RANKS)
     outs = [torch.empty(PYTHON_RANKS * tensor.numel(), dtype=like.dtype, device=DEVICE) for tensor in tensors]
     status = new_status(like.device)
     return (
         lambda: calls.encode_gather(tensors, "cascade", table, part),
-        lambda: calls.decode_gather(slab, table, outs, 0, status),
+        lambda: calls.decode_gather(staging, table, outs, 0, status),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import peers
-from ds_zipccl.benchmarks.codec.trial import PEER_ROUTE, run, usable_routes
+from ds_zipccl.benchmarks.codec.trial import PEER_ROUTE, accepted, figures, run, spoil, usable_routes
 from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.tables import Column
 
@@ -54,12 +54,7 @@ class _Pair:
         }
 
     def prepare(self) -> None:
-        """Fill the output with the complement of every bit."""
-        import torch
-
-        from ds_zipccl.cli.exponents import words
-
-        torch.bitwise_not(words(self._words), out=words(self._back))
+        spoil(self._back, self._words)
         self._result = self._back
 
     def result(self) -> torch.Tensor:
@@ -201,7 +196,6 @@ def pairs(args: argparse.Namespace) -> list[tuple[data.Pair, str, int]]:
 def rows(cases: list[tuple[data.Pair, str, int]], able: list[Coder], repeats: int) -> Iterator[dict[str, Any]]:
     """A row for each case and coder; the words and their base are made once."""
     from ds_zipccl.cli.exponents import differing
-    from ds_zipccl.frame import FrameError
 
     for pair, dtype, numel in cases:
         words, base = pair.make(numel, dtype)
@@ -209,13 +203,8 @@ def rows(cases: list[tuple[data.Pair, str, int]], able: list[Coder], repeats: in
         shared |= {"ratio": None, "bound": bound(words, base)}
         for route, codec, begin in able:
             row: dict[str, Any] = {"route": route, "codec": codec} | shared
-            speeds: dict[str, float] = {}
-            trial, wrong = begin(words, base), numel
-            try:
-                speeds, wrong = run(words, trial, repeats)
+            trial = begin(words, base)
+            speeds, wrong = accepted(f"{route} {codec} {dtype} {pair}", numel, partial(run, words, trial, repeats))
+            if speeds:
                 row["ratio"] = words.nbytes / max(trial.coded_bytes, 1)
-            except FrameError as error:
-                tables.complain(f"{route} {codec} {dtype} {pair}: own frame refused: {error}")
-            row |= {f"{name}_gbps": speeds.get(name) for name in (*_TIMED, "memcpy")}
-            row |= {f"{name}_memcpy": speeds[name] / speeds["memcpy"] if speeds else None for name in _TIMED}
-            yield row | {"wrong": wrong}
+            yield row | figures(speeds, _TIMED) | {"wrong": wrong}

@@ -84,20 +84,20 @@ def _quotient(
 
 def _floors() -> list[Floor]:
     found = []
-    for key, way in (("encode_gbps", "encode"), ("decode_gbps", "decode")):
+    for key, step in (("encode_gbps", "encode"), ("decode_gbps", "decode")):
         for codec, rate in (("wide", 1100), ("cascade", 1000)):
-            found.append(Floor(f"{codec} {way}, {BIG} MiB", rate, "GB/s", _figure(codec, BIG, key)))
-            found.append(Floor(f"{codec} {way}, {MIDDLE} MiB", 400, "GB/s", _figure(codec, MIDDLE, key), mib=MIDDLE))
+            found.append(Floor(f"{codec} {step}, {BIG} MiB", rate, "GB/s", _figure(codec, BIG, key)))
+            found.append(Floor(f"{codec} {step}, {MIDDLE} MiB", 400, "GB/s", _figure(codec, MIDDLE, key), mib=MIDDLE))
 
             def crooked(rows: Rows, codec: str = codec, key: str = key) -> float | None:
                 return _value(rows, codec, BIG, key, offset=MISALIGNED)
 
-            name = f"{codec} {way}, misaligned words / aligned words"
+            name = f"{codec} {step}, misaligned words / aligned words"
             found.append(Floor(name, 0.5, "", _quotient(crooked, _figure(codec, BIG, key)), anywhere=True))
         peer = _figure("nvcomp-ans", BIG, key)
         found.append(
             Floor(
-                f"cascade / nvCOMP ANS, {way}", 3, "", _quotient(_figure("cascade", BIG, key), peer), True, True, True
+                f"cascade / nvCOMP ANS, {step}", 3, "", _quotient(_figure("cascade", BIG, key), peer), True, True, True
             )
         )
     sums = _figure("cascade", BIG, "sum_moved")

@@ -116,9 +116,7 @@ def rows(cases: list[Source], able: list[LossyCoder], block: int, repeats: int) 
                 continue
             row |= {"bits": 8 * trial.coded_bytes / tensor.numel(), "ratio": tensor.nbytes / trial.coded_bytes}
             row |= errors(tensor, wanted)
-            row |= {f"{name}_gbps": speeds[name] for name in ("encode", "decode", "memcpy")}
-            row |= {f"{name}_memcpy": speeds[name] / speeds["memcpy"] for name in ("encode", "decode")}
-            yield row | {"wrong": wrong}
+            yield row | codec_trial.figures(speeds) | {"wrong": wrong}
 
 
 def errors(tensor: torch.Tensor, wanted: torch.Tensor) -> dict[str, float | None]:
@@ -128,12 +126,12 @@ def errors(tensor: torch.Tensor, wanted: torch.Tensor) -> dict[str, float | None
     values, found = tensor.double().flatten(), wanted.double().flatten()
     finite = values.isfinite()
     values, error = values[finite], (found[finite] - values[finite]).abs()
-    squares = float(values.square().sum())
+    energy = float(values.square().sum())
     size = values.abs()
-    small = (size > 0) & (size < SMALL * (squares / max(values.numel(), 1)) ** 0.5)
+    small = (size > 0) & (size < SMALL * (energy / max(values.numel(), 1)) ** 0.5)
     shares = error[small] / size[small]
     return {
-        "error": (float(error.square().sum()) / squares) ** 0.5 if squares else None,
+        "error": (float(error.square().sum()) / energy) ** 0.5 if energy else None,
         "small_error": float(torch.mean(shares)) if shares.numel() else None,
     }
 

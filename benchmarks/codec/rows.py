@@ -7,11 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks import data
-from ds_zipccl.benchmarks.codec.trial import IDLE_S, calls_of, seconds_of, usable_routes, wrong_of
-from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.benchmarks.codec.trial import IDLE_S, accepted, calls_of, seconds_of, spoil, usable_routes, wrong_of
+from ds_zipccl.cli import ToolError
 from ds_zipccl.cli.tables import Column
 
 if TYPE_CHECKING:
@@ -68,14 +69,6 @@ class RowTrial:
     def coded_bytes(self, name: str) -> int:
         """Bytes of all frames, "rows" or "plain"."""
         return sum(frame.numel() for frame in self._frames[name])
-
-    def spoil(self) -> None:
-        """Fill the output with the complement of every bit."""
-        import torch
-
-        from ds_zipccl.cli.exponents import words
-
-        torch.bitwise_not(words(self._words), out=words(self.back))
 
     def plain_encode(self) -> None:
         self._frames["plain"] = [self._plain(start, end, out) for (start, end), out in self._places("plain")]
@@ -160,21 +153,17 @@ def count(args: argparse.Namespace, found: list[Case]) -> int:
 def _row(
     case: Case, words: torch.Tensor, sources: torch.Tensor | None, route: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    from ds_zipccl.frame import FrameError
     from ds_zipccl.policy import wire
 
     fragment = wire.fragment_numel(words.numel(), words.itemsize, 2, STAGING_BYTES)
     trial = RowTrial(words, case.width, sources, fragment, route, args.block)
     row: dict[str, Any] = {"route": route, "dtype": case.dtype, "data": str(case.rows), "width": case.width}
     row |= {"numel": case.numel, "fragments": trial.fragments, "ratio": None, "plain_ratio": None}
-    speeds: dict[str, float] = {}
-    try:
-        speeds, wrong = _measure(words, trial, args.repeats)
+    about = f"{route} {case.dtype} {case.rows}"
+    speeds, wrong = accepted(about, case.numel, partial(_measure, words, trial, args.repeats))
+    if speeds:
         row["ratio"] = words.nbytes / trial.coded_bytes("rows")
         row["plain_ratio"] = words.nbytes / trial.coded_bytes("plain")
-    except FrameError as error:
-        tables.complain(f"{route} {case.dtype} {case.rows}: own frame refused: {error}")
-        wrong = case.numel
     row |= {f"{name}_gbps": speeds.get(name) for name in (*_STEPS[1:], "memcpy")}
     for name, by in (("encode", "plain"), ("decode", "plain"), ("encode", "memcpy"), ("decode", "memcpy")):
         other = f"plain_{name}" if by == "plain" else by
@@ -201,7 +190,7 @@ def _measure(words: torch.Tensor, trial: RowTrial, repeats: int) -> tuple[dict[s
     times: dict[str, list[float]] = {name: [] for name in _STEPS}
     for _ in range(repeats):
         for name in _STEPS:
-            trial.spoil()
+            spoil(trial.back, words)
             if torch.get_num_threads() > 1:
                 time.sleep(IDLE_S)
             times[name].append(seconds_of(steps[name], calls[name]))

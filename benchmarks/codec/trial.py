@@ -6,7 +6,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ class Trial(Protocol):
     """One coder and one tensor.
 
     ``prepare``: untimed, before an encode; makes ``result`` wrong until the next decode. ``repeatable``: one ``prepare`` serves any
-    number of encodes. ``more``: by name, further ways to decode, each with an untimed call before it.
+    number of encodes. ``more``: by name, further decoders, each with an untimed call before it.
     """
 
     repeatable: bool
@@ -162,6 +162,15 @@ def peers_of(args: argparse.Namespace) -> Iterator[Coder]:
         yield Coder(PEER_ROUTE, name, partial(peers.PeerTrial, name=name, threads=args.threads), peer.takes)
 
 
+def spoil(back: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Fill the output of a trial with the complement of every bit."""
+    import torch
+
+    from ds_zipccl.cli.exponents import words
+
+    torch.bitwise_not(words(tensor), out=words(back))
+
+
 class FrameTrial:
     """One of our codecs and one tensor."""
 
@@ -180,12 +189,7 @@ class FrameTrial:
         self._frame = self._out
 
     def prepare(self) -> None:
-        """Fill the output with the complement of every bit."""
-        import torch
-
-        from ds_zipccl.cli.exponents import words
-
-        torch.bitwise_not(words(self._tensor), out=words(self._back))
+        spoil(self._back, self._tensor)
 
     def encode(self) -> None:
         from ds_zipccl import codecs
@@ -212,7 +216,6 @@ class FrameTrial:
 def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Rows of one tensor, one for each coder; the tensor is made once."""
     from ds_zipccl.cli.exponents import Fields, exponents
-    from ds_zipccl.frame import FrameError
 
     tensor = source.load()
     floating = tensor.is_floating_point()
@@ -220,24 +223,35 @@ def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> It
     for coder in coders:
         row: dict[str, Any] = {"route": coder.route, "codec": coder.codec, "dtype": source.dtype, "data": source.name}
         row |= {"numel": source.numel, "ratio": None, "entropy_ratio": bound}
-        speeds: dict[str, float] = {}
         trial = coder.begin(tensor)
-        try:
-            speeds, wrong = run(tensor, trial, repeats)
+        about = f"{coder.route} {coder.codec} {source.dtype} {source.name}"
+        speeds, wrong = accepted(about, source.numel, partial(run, tensor, trial, repeats))
+        if speeds:
             row["ratio"] = tensor.nbytes / trial.coded_bytes
-        except FrameError as error:
-            tables.complain(f"{coder.route} {coder.codec} {source.dtype} {source.name}: own frame refused: {error}")
-            wrong = source.numel
-        row |= {f"{name}_gbps": speeds.get(name) for name in ("encode", "decode", "memcpy")}
-        for name in ("encode", "decode"):
-            row[f"{name}_memcpy"] = speeds[name] / speeds["memcpy"] if speeds else None
-        yield row | {"wrong": wrong}
+        yield row | figures(speeds) | {"wrong": wrong}
+
+
+def accepted(about: str, numel: int, call: Callable[[], tuple[dict[str, float], int]]) -> tuple[dict[str, float], int]:
+    """Speeds and wrong elements of a call; no speeds and ``numel`` wrong elements if a decoder refuses our own frame, which is told."""
+    from ds_zipccl.frame import FrameError
+
+    try:
+        return call()
+    except FrameError as error:
+        tables.complain(f"{about}: own frame refused: {error}")
+        return {}, numel
+
+
+def figures(speeds: Mapping[str, float], names: Sequence[str] = ("encode", "decode")) -> dict[str, float | None]:
+    """Columns of the speeds of ``names`` and of memcpy, in GB/s, and of their quotients; None where nothing was measured."""
+    found = {f"{name}_gbps": speeds.get(name) for name in (*names, "memcpy")}
+    return found | {f"{name}_memcpy": speeds[name] / speeds["memcpy"] if speeds else None for name in names}
 
 
 def run(
     tensor: torch.Tensor, trial: Trial, repeats: int, wanted: torch.Tensor | None = None
 ) -> tuple[dict[str, float], int]:
-    """Speeds in GB/s of memcpy, encode, decode and the trial's further ways to decode; most wrong elements after any timing.
+    """Speeds in GB/s of memcpy, encode, decode and the trial's further decoders; most wrong elements after any timing.
 
     ``wanted``: what the tensor is decoded to; None: itself.
     """

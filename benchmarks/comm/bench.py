@@ -5,12 +5,12 @@ Columns (also the keys of the rows in ``--json``):
 * ``op``, ``dtype``; ``numel``: elements of the whole tensor (output of a gather, input of a scatter), a multiple of ``ranks``.
 * ``ranks``, ``nodes``, ``link``: number of processes; number of nodes that share out the processes in blocks; network between the
   nodes. On ``loopback`` there is one node. With ``--link`` there is one node per rank, or as many as ``--nodes`` says.
-* ``variant``: ``plain``: the collective of torch.distributed. ``raw``: our schedule, uncompressed. ``coded``: our schedule,
-  compressed. ``auto``: the fastest of these three, which calls before the timed ones find out.
+* ``variant``: ``plain``: the collective of torch.distributed. ``raw``: our schedule with the codec raw. ``coded``: our
+  schedule, compressed. ``auto``: the fastest of these three, which calls before the timed ones find out.
 * ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants take turns.
 * ``algbw``, ``busbw``: algorithm and bus bandwidth as in nccl-tests, in GB/s (1e9 bytes a second). algbw is the size of the whole
   tensor / ``time_us``. busbw is algbw x (n-1)/n for all_gather, reduce_scatter and all_to_all, x 2(n-1)/n for all_reduce, x 1 for
-  broadcast, with n ranks. Both count uncompressed bytes: a compressed row can show more than the link carries.
+  broadcast, with n ranks. Both count logical bytes: a coded row can show more than the link carries.
 * ``logical_bytes``: bytes that a rank sends under a bandwidth-optimal schedule without compression.
 * ``wire_bytes``: bytes that the busiest rank sent, headers included. The bytes of gloo's own schedules cannot be seen from
   outside: the plain row has ``logical_bytes`` in both columns, and so has ``auto`` where gloo is fastest. The source of a broadcast
@@ -123,7 +123,7 @@ def _operations(args: argparse.Namespace, backend: Backend) -> list[str]:
         args.op = coded
     if others := [op for op in args.op if op not in coded]:
         raise ToolError(
-            f"--op {others[0]} passes uncoded on {args.backend} groups, so that there is nothing to compare; it has {', '.join(coded)}"
+            f"--op {others[0]} passes plain on {args.backend} groups, so that there is nothing to compare; it has {', '.join(coded)}"
         )
     if backend.streams and "auto" in args.variants:
         raise ToolError(

@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
                 table.add(row)
     if args.json:
         tables.write_json(args.json, rows, args.command, profiles=profiles, repeats=args.repeats)
-    return _verdict(rows)
+    return _judge(rows)
 
 
 def _about(entry: dict[str, Any], profile: LinkProfile) -> str:
@@ -114,7 +114,7 @@ def _compared(found: list[dict[str, Any]], profile: LinkProfile) -> list[dict[st
     return rows
 
 
-def _verdict(rows: list[dict[str, Any]]) -> int:
+def _judge(rows: list[dict[str, Any]]) -> int:
     bad = [row for row in rows if not 1 - TOLERANCE <= row["off"] <= 1 + TOLERANCE]
     gloos = [row for row in bad if row["variant"] == "plain"]
     plain = sum(row["variant"] == "plain" for row in rows)

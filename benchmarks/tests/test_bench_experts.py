@@ -19,7 +19,7 @@ EXAMPLE = EXAMPLES / "train_moe.py"
 
 def test_exchanges_of_experts_are_counted_from_the_second_step_on() -> None:
     from ds_zipccl.benchmarks.train import volume
-    from ds_zipccl.benchmarks.train.results import rows, verdict
+    from ds_zipccl.benchmarks.train.results import judge, rows
     from ds_zipccl.benchmarks.train.trial import Training
 
     kinds = {"ep dispatch": (60, 20, 0), "ep combine": (20, 10, 20), "tp replicated": (9, 9, 9)}
@@ -32,7 +32,7 @@ def test_exchanges_of_experts_are_counted_from_the_second_step_on() -> None:
     training = Training(EXAMPLE, "moe", ranks=2, steps=3)
     plain, coded = rows(training, runs, skip=1)
     assert (plain["role_ms"], plain["ep_ms"]) == ({"dp": 0.5, "ep": 3.0}, 3.0) and "ep_ms" not in coded
-    assert verdict(training, runs)["experts"] == {"plain": {}, "coded": found}
+    assert judge(training, runs)["experts"] == {"plain": {}, "coded": found}
 
 
 @pytest.mark.full(reason="half a minute of two trainings in two variants each")

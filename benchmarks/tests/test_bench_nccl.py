@@ -117,7 +117,7 @@ def test_what_cannot_be_measured(words: str, said: str, capsys: pytest.CaptureFi
 def test_options_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(backends.BACKENDS, "nccl", Backend("shim", streams=True))
     for words, said in (
-        ("--op broadcast", "--op broadcast passes uncoded on nccl groups"),
+        ("--op broadcast", "--op broadcast passes plain on nccl groups"),
         ("--variants auto", "take bench train --backend nccl"),
         ("--iterations 0", "--iterations must be at least 1, got 0"),
     ):

@@ -1,4 +1,4 @@
-"""``bench train``: rows, verdicts and pictures of trainings, and the stopwatch of the example."""
+"""``bench train``: rows, judgements of runs and pictures of trainings, and the stopwatch of the example."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_bench_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], request
         assert 0.5 < row["comm_ms"] < row["step_ms"]
         assert row["speedup"] == pytest.approx(plain["step_ms"] / row["step_ms"])
         assert row["comm_speedup"] == pytest.approx(plain["comm_ms"] / row["comm_ms"])
-    (verdict,) = content["verdicts"]
-    assert verdict["ratio_coded"] == {"coded": pytest.approx(3.3, abs=0.4)}
-    assert verdict["ratio_coded"]["coded"] > coded["logical_bytes"] / coded["wire_bytes"] > 1
+    (judged,) = content["verdicts"]
+    assert judged["ratio_coded"] == {"coded": pytest.approx(3.3, abs=0.4)}
+    assert judged["ratio_coded"]["coded"] > coded["logical_bytes"] / coded["wire_bytes"] > 1
     assert "bits: equal" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -117,7 +117,7 @@ def logged() -> list[Step]:
 
 def test_volume_is_counted_from_the_second_step_on() -> None:
     from ds_zipccl.benchmarks.train import volume
-    from ds_zipccl.benchmarks.train.results import rows, verdict
+    from ds_zipccl.benchmarks.train.results import judge, rows
     from ds_zipccl.benchmarks.train.trial import Training
 
     assert volume.unit_bytes(100, 4) == 150
@@ -142,7 +142,7 @@ def test_volume_is_counted_from_the_second_step_on() -> None:
         (10, pytest.approx(1.1)),
         (4, 2.25),
     ]
-    judged = verdict(training, runs)
+    judged = judge(training, runs)
     assert judged["volume"]["coded"] == wanted and (judged["parameters"], judged["trained"]) == (100, 10)
     assert judged["deviation"] == {"largest": 0.5, "last": 0.25} and judged["problems"] == []
 
@@ -263,20 +263,20 @@ def test_frozen_and_slowly_changing_parameters(workload: str, tmp_path: Path) ->
     assert main([*words.split(), "--set", "zero3_base=host", "min_bytes=1024"]) == 0
     content = json.loads(file.read_text())
     plain, *lossy, coded = content["rows"]
-    (verdict,) = content["verdicts"]
+    (judged,) = content["verdicts"]
     assert plain["params_sha256"] == coded["params_sha256"] and plain["gather_ratio"] == 1
-    assert coded["step_m"] == pytest.approx(statistics.fmean(verdict["volume"]["coded"]["sent_m"]))
+    assert coded["step_m"] == pytest.approx(statistics.fmean(judged["volume"]["coded"]["sent_m"]))
     # The tiny models stay gathered from the forward to the backward pass: a gather, and gradients of the trained part.
     if workload == "lora":
-        assert set(verdict["hashes"]) == {"adapters_sha256", "merged_sha256"}
-        assert verdict["trained"] < 0.01 * verdict["parameters"]
+        assert set(judged["hashes"]) == {"adapters_sha256", "merged_sha256"}
+        assert judged["trained"] < 0.01 * judged["parameters"]
         assert plain["step_m"] == pytest.approx(1, abs=0.01) and coded["gather_ratio"] > 50
     else:
-        assert verdict["trained"] == verdict["parameters"] and plain["step_m"] == pytest.approx(2, abs=0.01)
+        assert judged["trained"] == judged["parameters"] and plain["step_m"] == pytest.approx(2, abs=0.01)
         assert coded["gather_ratio"] > 5 and coded["step_m"] < 1
         (zeropp,) = lossy  # one node: 8-bit weights, gradients in full
         assert zeropp["gather_ratio"] == pytest.approx(2, abs=0.05) and zeropp["step_m"] == pytest.approx(1.5, abs=0.05)
-        assert zeropp["params_sha256"] != plain["params_sha256"] and 0 < verdict["deviation"]["largest"] < 0.1
+        assert zeropp["params_sha256"] != plain["params_sha256"] and 0 < judged["deviation"]["largest"] < 0.1
 
 
 def test_kernels_of_zeropp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,17 @@ TIMES = ("exchange_ms", "quiet_ms", "of_plain", "of_coded")
 
 
 def test_lossy_runs_are_compared_with_each_other() -> None:
-    from ds_zipccl.benchmarks.train.results import verdict
+    from ds_zipccl.benchmarks.train.results import judge
     from ds_zipccl.benchmarks.train.trial import Training
 
     training = Training(EXAMPLE, "tp", ranks=2, steps=3)
     off = {"losses": [value.hex() for value in (2.0, 1.25, 1.25)], "params_sha256": "lossy"}
     runs = {"plain": [results(sent=None)], "raw": [results(**off)], "coded": [results(**off)]}
-    judged = verdict(training, runs, lossy=True)
+    judged = judge(training, runs, lossy=True)
     assert judged["problems"] == [] and judged["lossy"] == {"largest": 0.25, "last": 0.0}
-    assert verdict(training, runs)["problems"], "without a lossy role the bits of the plain run are wanted"
+    assert judge(training, runs)["problems"], "without a lossy role the bits of the plain run are wanted"
     runs["coded"] = [results(**off | {"params_sha256": "other"})]
-    assert verdict(training, runs, lossy=True)["problems"] == ["coded run: parameters differ from the first raw run's"]
+    assert judge(training, runs, lossy=True)["problems"] == ["coded run: parameters differ from the first raw run's"]
 
 
 @pytest.mark.full(reason="two trainings with transformers")
@@ -75,7 +75,7 @@ def test_variants_with_settings_of_their_own(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_variant_that_changes_values_is_compared_with_itself() -> None:
-    from ds_zipccl.benchmarks.train.results import rows, verdict
+    from ds_zipccl.benchmarks.train.results import judge, rows
     from ds_zipccl.benchmarks.train.trial import Training
 
     training = Training(EXAMPLE, "tp", ranks=2, steps=3)
@@ -86,7 +86,7 @@ def test_a_variant_that_changes_values_is_compared_with_itself() -> None:
         "coded": [results(**times[1])],
         "tp=round:3": [results(**off, **times[2]), results(**off, **times[2])],
     }
-    judged = verdict(training, runs)
+    judged = judge(training, runs)
     assert judged["problems"] == [] and judged["changed"] == {"tp=round:3": {"largest": 0.25, "last": 0.0}}
     found = {row["variant"]: [row[key] for key in TIMES] for row in rows(training, runs, skip=1)}
     assert found == {
@@ -95,7 +95,7 @@ def test_a_variant_that_changes_values_is_compared_with_itself() -> None:
         "tp=round:3": [11.75, 10.5, 10.5 / 40.5, 10.5 / 20.5],
     }
     runs["tp=round:3"][1] = results(**off | {"params_sha256": "other", "replicas_equal": False})
-    assert verdict(training, runs)["problems"] == [
+    assert judge(training, runs)["problems"] == [
         "tp=round:3 run: parameters differ from the first tp=round:3 run's",
         "tp=round:3 run: ranks ended with different parameters",
     ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import content
 from safetensors.torch import save_file
 
 from ds_zipccl.__main__ import main
@@ -15,10 +15,6 @@ from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import peers
 
 DTYPES = ("bf16", "fp16", "fp32", "e4m3", "e5m2")
-
-
-def content(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.p
   as ``--options '--stages N'`` says, whose first and last one share an embedding.
 * ``ranks``, ``nodes``, ``link``: number of processes; number of nodes that share out the processes in blocks; network between the
   nodes. On ``loopback`` there is one node. With ``--link`` there is one node per rank, or as many as ``--nodes`` says.
-* ``variant``: ``plain``: ds_zipccl is off (``DS_ZIPCCL=0``). ``raw``: our schedules, uncompressed. ``coded``: our schedules,
-  compressed. ``auto``: the fastest of these three for a message, which 25 blocking calls of its kind find out, or 85 asynchronous
-  ones. These three have ``reduction: match``, which promises the bits of the plain run, and the keys of ``--set``. ``zeropp``: DeepSpeed's
-  ZeRO++ (8-bit weights, 4-bit gradients, second copies of the weights inside nodes of several ranks), on CPUs with torch's arithmetic in
-  place of its CUDA kernels. It is lossy: a line below the rows says how far its losses are from the plain ones. Its gradients are of
-  4 bits from two nodes on.
+* ``variant``: ``plain``: ds_zipccl is off (``DS_ZIPCCL=0``). ``raw``: our schedules with the codec raw. ``coded``: our schedules,
+  compressed. ``auto``: the fastest of these three for a message, which 25 blocking calls of its kind find out, or 85 asynchronous ones.
+  These three have ``reduction: match``, which promises the bits of the plain run, and the keys of ``--set``. ``zeropp``: DeepSpeed's ZeRO++
+  (8-bit weights, 4-bit gradients, second copies of the weights inside nodes of several ranks), on CPUs with torch's arithmetic in place of
+  its CUDA kernels. It is lossy: a line below the rows says how far its losses are from the plain ones. Its gradients are of 4 bits from two
+  nodes on.
 * ``step_ms``: median of rank 0's steps, without the first ``--skip``.
 * ``comm_ms``: median over the same steps of the time in which rank 0 stood still for communication: in calls of collectives and in
   ``wait()`` of their handles. The delays of other ranks are in it. Communication that overlaps with computing is not.
@@ -31,14 +31,14 @@ Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.p
 * ``ep_ms``: the same as ``comm_ms`` for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
 * ``epilogue_ms``, ``reductions_ms``, of ``pipeline``: median times of the first stage from the end of its last forward pass to its
   optimizer step, and in sums of gradients: of the shared embedding, and over ranks of the same stage.
-* ``logical_bytes``: bytes that bandwidth-optimal uncompressed schedules of DeepSpeed's operations send, per rank (mean) and run. All
+* ``logical_bytes``: bytes that bandwidth-optimal plain schedules of DeepSpeed's operations send, per rank (mean) and run. All
   traffic counts, from initialization to the gather of the final parameters, also calls that passed through.
 * ``wire_bytes``: the same with coded calls at the bytes that they sent, headers included. With ZeRO-1 and ZeRO-2 even raw frames
   send less, because gradients go to their owners only. The plain row has ``logical_bytes`` here: the bytes of the plain backend's
   own schedules cannot be seen from outside.
 * ``gather_ratio``: bytes of the plain gathers of parameters / bytes sent for them, from the second step on, on rank 0.
 * ``step_m``: bytes that rank 0 sends in a step, mean from the second step on, in units of the model: M is 2 bytes x elements x (n - 1) / n
-  on n ranks. Where every parameter is gathered twice, plain ZeRO-3 sends 3 M. The verdicts of the JSON file have it by step (``volume``).
+  on n ranks. Where every parameter is gathered twice, plain ZeRO-3 sends 3 M. The JSON file has it by step (``volume`` in ``verdicts``).
 * ``loss_last``: mean over ranks; "-" if it is not finite.
 * ``params_sha256``: hash of all final parameters of all ranks (the table shows 16 digits). The bits of ``lora`` are equal only if the
   hashes of its adapters and of its merged weights are too.
@@ -79,7 +79,7 @@ from typing import Any, NoReturn
 from ds_zipccl.benchmarks.comm.variants import VARIANTS, changes, find
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.benchmarks.train.results import ZEROPP, rows, verdict
+from ds_zipccl.benchmarks.train.results import ZEROPP, judge, rows
 from ds_zipccl.benchmarks.train.trial import WORKLOADS, Results, Training, find_script, run
 from ds_zipccl.cli import ToolError
 from ds_zipccl.cli.tables import Column, Table, complain, say, write_json
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--options", type=shlex.split, default=[], metavar="TEXT", help=further)
     option("--script", type=Path, metavar="FILE", help="training script (default: the package's own)")
     option("--timeout", type=float, default=1800, metavar="S", help="seconds for one run (default: 1800)")
-    option("--json", metavar="FILE", help="write rows and verdicts here")
+    option("--json", metavar="FILE", help="write rows and judgements of runs here")
     option("--plot", metavar="PNG", help="draw computing and communication of a step (needs matplotlib)")
 
 
@@ -153,7 +153,7 @@ def main(args: argparse.Namespace) -> int:
         from ds_zipccl.benchmarks import plots  # before hours of measuring: matplotlib may be missing
     for line in backend.lines(args.ranks):
         say(line)
-    table, written, verdicts = Table(_columns(args, backend)), [], []
+    table, written, judgements = Table(_columns(args, backend)), [], []
     for workload, ranks, spec in itertools.product(args.workload, args.ranks, args.link):
         options = tuple(args.options)
         training = Training(
@@ -177,17 +177,23 @@ def main(args: argparse.Namespace) -> int:
         for problem in judged["problems"]:
             complain(f"{where}: {problem}")
         written += found
-        verdicts.append(judged)
+        judgements.append(judged)
     if args.json:
-        more = {"verdicts": verdicts, "steps": args.steps, "skip": args.skip, "size": args.size, "repeat": args.repeat}
+        more = {
+            "verdicts": judgements,
+            "steps": args.steps,
+            "skip": args.skip,
+            "size": args.size,
+            "repeat": args.repeat,
+        }
         write_json(args.json, written, args.command, **more, **backend.about(max(args.ranks)))
     if args.plot and written:
         plots.trainings(args.plot, written)
-    return int(any(judged["problems"] for judged in verdicts))
+    return int(any(judged["problems"] for judged in judgements))
 
 
 def _measure(training: Training, args: argparse.Namespace, lossy: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows and verdict of one configuration; a failed run is a problem in the verdict and gives no rows."""
+    """Rows and judgement of one configuration; a failed run is a problem in the judgement and gives no rows."""
     runs: dict[str, list[Results]] = {
         variant: []
         for variant in dict.fromkeys(("plain", ZEROPP, *VARIANTS, *args.variants))  # what others do comes first
@@ -204,7 +210,7 @@ def _measure(training: Training, args: argparse.Namespace, lossy: bool) -> tuple
                 runs[variant].append(run(replace(training, options=options), variant, section, network))
     except ToolError as error:
         return [], training.place | {"ratio_coded": {}, "problems": [str(error)]}
-    return rows(training, runs, args.skip), training.place | verdict(training, runs, lossy)
+    return rows(training, runs, args.skip), training.place | judge(training, runs, lossy)
 
 
 def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums: bool = True) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Rows and verdict of one configuration of ``bench train``, from the results of its runs."""
+"""Rows and judgement of one configuration of ``bench train``, from the results of its runs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _mean(values: list[float] | None) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def verdict(training: Training, runs: Runs, lossy: bool = False) -> dict[str, Any]:
+def judge(training: Training, runs: Runs, lossy: bool = False) -> dict[str, Any]:
     """Ratio over compressed calls alone, size of the model, its trained part, hashes of further weights, counters, volume by step and
     exchanges of experts of every variant, how far the losses of lossy variants are from the plain ones, and the problems.
 

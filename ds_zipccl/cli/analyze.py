@@ -26,15 +26,15 @@ The exit status is 1 if any element is wrong.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import lossy as lossy_trial
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.lossy_rows import LOSSY_COLUMNS, lossy_rows
 from ds_zipccl.cli.tables import Column
+from ds_zipccl.lossy import LossyCodec
 
 if TYPE_CHECKING:
     import torch
@@ -43,16 +43,23 @@ if TYPE_CHECKING:
     from ds_zipccl.cli.files import Loader
 
 DEFAULT_SPEC = data.Spec("normal")
+LOSSY_COLUMNS = (
+    Column("codec", width=30),
+    Column("lossless", ".2f"),
+    Column("bits", ".2f", 6),
+    Column("error", ".4f", 7),
+    Column("small_error", ".4f"),
+    Column("wrong", "d"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``analyze``."""
-    parser.add_argument("file", metavar="FILE", help="safetensors or torch file; - for synthetic data (--data)")
-    parser.add_argument("--data", nargs="+", type=data.spec, metavar="D", help="data sets for -, see below (normal)")
-    parser.add_argument(
-        "--numel", type=data.numel, default=1 << 20, metavar="N", help="elements of synthetic data (1M)"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("file", metavar="FILE", help="safetensors or torch file; - for synthetic data (--data)")
+    option("--data", nargs="+", type=data.spec, metavar="D", help="data sets for -, see below (normal)")
+    option("--numel", type=data.numel, default=1 << 20, metavar="N", help="elements of synthetic data (1M)")
+    option(
         "--dtype",
         nargs="+",
         type=data.dtype,
@@ -60,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="bf16 fp16 fp32 of synthetic data (bf16)",
     )
-    parser.add_argument("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
-    parser.add_argument("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
-    parser.add_argument(
+    option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
+    option("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
+    option(
         "--lossy",
         nargs="+",
         type=partial(lossy_trial.named, ()),
@@ -70,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODEC",
         help="lossy codecs to measure too, such as round:3 (names and settings as in bench codec) (none)",
     )
-    parser.add_argument("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here too")
+    option("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
+    option("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()
 
 
@@ -90,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
         tensor = load()
         rows.append(_row(name, tensor, args.block, args.route, drawing))
         table.add(rows[-1])
-        lossy += lossy_rows(name, tensor, args.lossy, rows[-1]["ratio"], args.block, args.route)
+        lossy += _lossy_rows(name, tensor, args.lossy, rows[-1]["ratio"], args.block, args.route)
     rows.append(_total(rows))
     table.add(rows[-1])
     if lossy:
@@ -206,3 +213,35 @@ def _total(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "bound": sums["logical_bytes"] / sums["bound_bytes"] if sums["logical_bytes"] else 1.0,
         "ratio": sums["logical_bytes"] / sums["frame_bytes"] if sums["logical_bytes"] else 1.0,
     }
+
+
+def _lossy_rows(
+    name: str, tensor: torch.Tensor, wanted: Sequence[LossyCodec], ratio: float, block: int, route: str
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each codec, none for a tensor that no lossy codec takes. ``ratio``: of the lossless frame."""
+    import torch
+
+    from ds_zipccl import codecs
+
+    if tensor.dtype not in codecs.LOSSY_DTYPES or tensor.layout != torch.strided or not tensor.numel():
+        return
+    tensor = tensor.detach().contiguous()
+    for codec in wanted:
+        frame = codecs.compress(tensor, codec, lossy=True, block=block, shaped=False, checksum=False, route=route)
+        rounded = codecs.project(tensor, codec, route=route)
+        yield {
+            "name": name,
+            "codec": str(codec),
+            "lossless": 8 * tensor.element_size() / ratio,
+            "bits": 8 * frame.numel() / tensor.numel(),
+            **lossy_trial.errors(tensor, rounded),
+            "wrong": wrong(tensor, rounded, codecs.decompress(frame, route=route)),
+        }
+
+
+def wrong(tensor: torch.Tensor, rounded: torch.Tensor, decoded: torch.Tensor) -> int:
+    """Return the number of decoded elements that are not the rounded ones, and of values that were not finite and have changed."""
+    from ds_zipccl.cli.exponents import differing
+
+    lost = ~tensor.isfinite().flatten()
+    return differing(decoded, rounded) + differing(rounded.flatten()[lost], tensor.flatten()[lost])

@@ -15,7 +15,7 @@ Lines:
 * job: the traffic that will be coded here, values that the config leaves open, and features whose traffic bypasses the package.
 * expected: a table with a line for each kind of traffic of a step, by the model of ``plan`` with this config, this link and ``--params``.
   plain_ms: gloo's own schedules. coded_ms: ours, compressed. choice: the schedule of the mode of the role, by which ms follows; reason:
-  why a line passes. Mode auto also has uncoded frames, which are not predicted.
+  why a line passes. Mode auto also has raw frames, which are not predicted.
 
 Roles other than zero_param and zero_grad depend on the layers of the model and are not predicted. The ratio is that of ``--sample``,
 tensors as the job sends them, else of normal values; the ratio of differences is 4 unless ``--delta-ratio`` says otherwise. The step is

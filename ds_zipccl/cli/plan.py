@@ -2,7 +2,7 @@
 
     plan --params 7e9 --trainable 20e6 --gpus 16 --gpus-per-node 8 --network 10gbit-tcp/node
 
-The answer is the last line: seconds of communication of a step uncoded, with the default config, and with the keys that gain more.
+The answer is the last line: seconds of communication of a plain step, with the default config, and with the keys that gain more.
 
 --network is the speed of the network between nodes, each way: 8x100gbit/node has all network cards of a node together, 100gbit/gpu the part
 of one GPU. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%. Groups are NCCL's unless --backend is
@@ -33,9 +33,9 @@ ZeRO-3 keeps --live parameters from the forward pass for the backward pass, and 
 
 Columns (also the keys of the rows in --json):
 
-* variant: plain: uncompressed, by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This
+* variant: plain: by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This
   estimate of the rings is optimistic. coded: as a job in mode auto chooses: gathers by nodes, sums from every GPU to every other one, or
-  uncoded where that is faster.
+  plain where that is faster.
 * how: plain, coded, differences, copies (of a base) or lossy.
 * calls: operations per step. wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 * only in --json: ratio: of the coding. exponents_ms: the time without differences. answers: the last line.
@@ -50,12 +50,12 @@ traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows
 NCCL groups on GPUs are coded with "nccl": "on" (formulas: ds_zipccl/policy/device_rules.py). Their plan is a model: no GPU has run these
 schedules yet. plain: NCCL's rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers coded where
 that is faster. The speed of the codec is assumed until docs/results/cuda.json has a measured one. With several networks only totals are
-shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, uncoded. speedup is that of the
+shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain. speedup is that of the
 communication alone.
 
 A step is sped up less than its communication. --tflops and --tokens add the computing of a GPU, and a table of whole steps. --overlap is
 the share of the computing during which communication goes on. Coding during hidden communication delays computing by as long as its
-kernels run. --path slows a node's network down by a second way that every byte takes, --hop lets an operation take longer with every node.
+kernels run. --path slows a node's network down by a second path that every byte takes, --hop lets an operation take longer with every node.
 Columns: ms: communication; codec_ms: kernels of the codec; computing_ms: without delays; step_ms: all; exposed: share of the step in which
 GPUs only communicate; tflops: of one GPU over the step; step_speedup: plain step_ms / step_ms. --plot draws step_ms by network and
 number of GPUs, from two nodes to --gpus; --json has these points as "scaling".
@@ -123,38 +123,35 @@ _ABOUT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan``."""
-    parser.add_argument("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 70e9")
-    parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
-    parser.add_argument("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
-    parser.add_argument("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 70e9")
+    option("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
+    option("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
+    option("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
+    option(
         "--trainable",
         type=tables.count(1e15),
         metavar="P",
         help="parameters that are trained, such as 20e6 with LoRA (all)",
     )
-    parser.add_argument(
-        "--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)"
-    )
-    parser.add_argument(
+    option("--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)")
+    option(
         "--network", nargs="*", type=speeds.network, metavar="NET",
         help="speed of the network: [CARDSx]RATE[-tcp]/node, all network cards of a node together, or RATE[-tcp]/gpu, the part of one GPU; "
         "on NCCL several, and no value: " + " ".join(speeds.NETWORKS),
     )  # fmt: skip
-    parser.add_argument(
-        "--link", nargs="+", type=link.parse, metavar="LINK", help="with --validate: network between the ranks"
-    )
-    parser.add_argument("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
-    parser.add_argument(
+    option("--link", nargs="+", type=link.parse, metavar="LINK", help="with --validate: network between the ranks")
+    option("--latency", type=float, default=10, metavar="US", help="microseconds of a small message (10)")
+    option(
         "--profile",
         metavar="FILE",
         help="file of plan --validate --json or bench codec --json with the speeds (this CPU)",
     )
-    parser.add_argument("--ratio", type=float, metavar="R", help="ratio of the coding (measured on normal values)")
+    option("--ratio", type=float, metavar="R", help="ratio of the coding (measured on normal values)")
     for key, choices in SWITCHES.items():
-        option = f"--{key.replace('_', '-')}"
-        parser.add_argument(option, choices=choices, default=choices[0], help=f"{_ABOUT[key]} ({choices[0]})")
-    parser.add_argument(
+        about = f"{_ABOUT[key]} ({choices[0]})"
+        option(f"--{key.replace('_', '-')}", choices=choices, default=choices[0], help=about)
+    option(
         "--live",
         type=_live,
         default=LIVE,
@@ -163,29 +160,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "last module (1e9)",
     )
     spread = "ZeRO-1/2: round_robin_gradients is true, so that all ranks own equal parts of every bucket"
-    parser.add_argument("--round-robin", action="store_true", help=spread)
-    parser.add_argument("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
-    parser.add_argument(
+    option("--round-robin", action="store_true", help=spread)
+    option("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
+    option(
         "--gradients",
         type=partial(lossy_trial.named, ()),
         metavar="CODEC",
         help="gradients by a lossy codec, such as round:3 (names and settings as in bench codec) (lossless)",
     )
-    parser.add_argument(
-        "--accumulation", type=tables.count(1e6), default=1, metavar="K", help="micro-batches per step (1)"
-    )
-    parser.add_argument("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
-    parser.add_argument(
-        "--bucket", type=tables.count(1e15), metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the rows here too")
-    parser.add_argument(
+    option("--accumulation", type=tables.count(1e6), default=1, metavar="K", help="micro-batches per step (1)")
+    option("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
+    option("--bucket", type=tables.count(1e15), metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)")
+    option("--json", metavar="FILE", help="write the rows here too")
+    option(
         "--gpu-profile", metavar="NAME",
         help=f"with --backend nccl: {' '.join(speeds.ASSUMED)}, or a file of bench codec --device cuda --json "
         "(docs/results/cuda.json where it exists, else assumed-1.0)",
     )  # fmt: skip
     rows.add_arguments(parser)
-    parser.add_argument(
+    option(
         "--clusters",
         action="store_true",
         help="compare the model of whole steps with published runs; of other options only --json counts",
@@ -270,7 +263,7 @@ def _on_gloo(args: argparse.Namespace) -> _Groups:
     where = args.network[0].text if args.network else args.profile
     tables.say(f"network: {where}, gloo: {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU\n")
     changed = coded[CHANGED]
-    more: dict[str, Any] = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about}
+    more: dict[str, Any] = {"profile": profile.to_json(), "ratio": found.ratio, "speeds": found.about, "answers": []}
     if args.gradients is not None:
         more["gradients"] = str(args.gradients)
     more[CHANGED] = {"encode": changed.profile.encode, "decode": changed.profile.decode, "ratio": changed.ratio}

@@ -31,12 +31,11 @@ _RATIOS = ("mean", "min", "max", "ratio", "first", "middle", "last")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``steps``."""
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help='file that "step_log" names in the section of a training'
-    )
-    parser.add_argument("--from-step", type=int, default=0, metavar="A", help="first step that counts (0)")
-    parser.add_argument("--plot", metavar="PNG", help="draw ratios and learning rate over the steps (needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here too")
+    option = parser.add_argument
+    option("files", nargs="+", metavar="FILE", help='file that "step_log" names in the section of a training')
+    option("--from-step", type=int, default=0, metavar="A", help="first step that counts (0)")
+    option("--plot", metavar="PNG", help="draw ratios and learning rate over the steps (needs matplotlib)")
+    option("--json", metavar="FILE", help="write the rows here too")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -217,7 +217,7 @@ def prune_candidates(
 ) -> tuple[Decision, ...]:
     """Return the schedules worth a trial: the plain collective, and the frames that no other frames clearly beat. Without a measured
     profile, all schedules are worth a trial. Schedules of a sum in two levels differ only between nodes, so only this level counts: the
-    ranks of a local rank, one of each node, sum their part of the message."""
+    ranks with one local rank, one of each node, sum their part of the message."""
     traffic = OPS[message.op].traffic
     if profile is None or not traffic or message.nbytes is None:
         return tuple(candidates)

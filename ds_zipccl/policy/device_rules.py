@@ -26,7 +26,7 @@ NVLINK, PCIE = 370e9, 22e9
 HOST_BUS = 50e9
 #: Bytes of words a second of the codec (seed: the goal of the kernels on an H100; measured at the start of a job).
 CODEC = 1e12
-#: Seconds (seed): launches of an operation's pieces; an agreement, for which the host waits; messages of an exchange between ranks.
+#: Seconds (seed): launches of an operation's pieces; a size agreement, for which the host waits; messages of an exchange between ranks.
 LAUNCH_S, AGREEMENT_S, EXCHANGE_S = 30e-6, 80e-6, 50e-6
 #: Pieces of an operation, as :data:`ds_zipccl.policy.wire.DEVICE_FRAGMENTS`.
 PIECES = 4
@@ -39,7 +39,7 @@ CLEARLY = 1.05
 #: Bytes a second of a node's network cards above which moves are plain (seed: between 8 x 200 Gbit/s, where gathers gain, and 8 x 400
 #: Gbit/s, where decoding takes as much of the computing as the shorter gathers give).
 FAST_NODE = 250e9
-#: An exchange must gain this many agreements (seed: computing waits for the experts, and the host for the agreement).
+#: An exchange must gain this many agreements on sizes (seed: computing waits for the experts, and the host for the agreement).
 AGREEMENTS_GAINED = 3.0
 
 

@@ -16,7 +16,7 @@ STEP_SIZES = 16
 
 
 def pays(nbytes: float, coded: float, each: int, profile: DeviceProfile | None) -> bool:
-    """Return whether coding an exchange saves more than VERDICTS_GAINED agreements, one of which it waits for.
+    """Return whether coding an exchange saves more than AGREEMENTS_GAINED agreements, one of which it waits for.
 
     Args:
         nbytes: most bytes of words that a rank sends to ranks of other nodes.

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
-from ds_zipccl.cli import lossy_rows
+from ds_zipccl.cli import analyze
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.lossy_sizes import expected
@@ -141,6 +141,6 @@ def test_analyze_measures_lossy_codecs(tmp_path: Path, capsys: pytest.CaptureFix
 def test_wrong_values_are_seen() -> None:
     x = torch.tensor([3.0, 4.0, 0.0, 0.01, math.nan, math.inf])
     y = torch.tensor([3.0, 4.0, 0.0, 0.02, math.nan, math.inf])
-    assert lossy_rows.wrong(x, y, y) == 0 and lossy_rows.wrong(x, y, x) == 1
+    assert analyze.wrong(x, y, y) == 0 and analyze.wrong(x, y, x) == 1
     lost = torch.where(x.isfinite(), x, torch.zeros(()))
-    assert lossy_rows.wrong(x, lost, lost) == 2, "values that were not finite must stay"
+    assert analyze.wrong(x, lost, lost) == 2, "values that were not finite must stay"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import assert_refused, content
 from places import ROOT
 
 from ds_zipccl.__main__ import main
@@ -19,10 +20,6 @@ from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile, predict
 FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
 CODEC = str(ROOT / "docs/results/codec.json")
 WORDS = "plan --params 1e9 --gpus 16 --gpus-per-node 4 --backend gloo --network 10gbit/gpu --live 0".split()
-
-
-def content(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
 
 
 @pytest.fixture
@@ -304,11 +301,7 @@ def test_cuda_rows_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        assert main([*WORDS, *words]) == 2
-    except SystemExit as left:
-        assert left.code == 2
-    assert message in capsys.readouterr().err
+    assert_refused([*WORDS, *words], message, capsys)
 
 
 @pytest.mark.parametrize(("old", "new"), [("raw_bytes", "logical_bytes"), ("mode", "workload")])
@@ -354,12 +347,12 @@ def test_validate_and_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("variant", "factor", "status"), [("raw", 1.25, 1), ("coded", 0.75, 1), ("coded", 1.15, 0), ("plain", 3, 0)]
 )
-def test_the_verdict(variant: str, factor: float, status: int) -> None:
+def test_the_judgement(variant: str, factor: float, status: int) -> None:
     rows = [{"variant": name, "off": 1.0, "wrong": 0} for name in ("plain", "raw", "coded")]
     rows.append({"variant": variant, "off": factor, "wrong": 0})
-    assert validate._verdict(rows) == status
+    assert validate._judge(rows) == status
     rows[0]["wrong"] = 1
-    assert validate._verdict(rows) == 1
+    assert validate._judge(rows) == 1
 
 
 def off_part(rank: int, *more: Any) -> None:

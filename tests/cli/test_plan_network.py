@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import assert_refused
 
 from ds_zipccl.__main__ import main
 from ds_zipccl.cli.planning import speeds
@@ -184,8 +185,4 @@ def test_measured_codecs_take_the_place_of_assumed_ones(
 def test_nonsense_about_nccl_groups_is_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        assert main([*NODES, *words]) == 2
-    except SystemExit as left:
-        assert left.code == 2
-    assert message in capsys.readouterr().err
+    assert_refused([*NODES, *words], message, capsys)

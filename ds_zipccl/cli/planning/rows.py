@@ -154,41 +154,25 @@ WHOLE_COLUMNS = (
     Column("tflops", ".1f"),
     Column("step_speedup", ".2f"),
 )
-
-
-class Option(NamedTuple):
-    """An option of ``plan`` on NCCL groups: its type, its default, its placeholder and its meaning."""
-
-    type: Any
-    default: Any
-    metavar: str
-    about: str
-
-
-#: Name -> option.
-OPTIONS = {
-    "path": Option(
+#: Option of ``plan`` on NCCL groups -> its type, its default, its placeholder and its meaning.
+OPTIONS: dict[str, tuple[Any, Any, str, str]] = {
+    "path": (
         float, math.inf, "GBPS", "1e9 bytes a second between network cards and GPUs of a node, which bytes pass in turn (no limit)"
     ),
-    "hop": Option(float, 0.0, "US", "microseconds that an operation takes more for every further node (0)"),
-    "tflops": Option(float, None, "T", "1e12 operations a second of a GPU that computes: adds the time of the whole step"),
-    "tokens": Option(tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
-    "flops": Option(float, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where no activations are computed again)"),
-    "overlap": Option(float, 0.0, "S", "share of the computing that hides communication (0)"),
-    "plot": Option(str, None, "PNG", "draw the time of a step for up to --gpus GPUs (needs matplotlib)"),
+    "hop": (float, 0.0, "US", "microseconds that an operation takes more for every further node (0)"),
+    "tflops": (float, None, "T", "1e12 operations a second of a GPU that computes: adds the time of the whole step"),
+    "tokens": (tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
+    "flops": (float, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where no activations are computed again)"),
+    "overlap": (float, 0.0, "S", "share of the computing that hides communication (0)"),
+    "plot": (str, None, "PNG", "draw the time of a step for up to --gpus GPUs (needs matplotlib)"),
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan`` for whole steps."""
-    for name, option in OPTIONS.items():
-        parser.add_argument(
-            f"--{name}",
-            type=option.type,
-            default=option.default,
-            metavar=option.metavar,
-            help=f"with --backend nccl: {option.about}",
-        )
+    for name, (kind, default, metavar, about) in OPTIONS.items():
+        described = f"with --backend nccl: {about}"
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=described)
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -197,7 +181,7 @@ def refuse(args: argparse.Namespace) -> None:
     Raises:
         ToolError: there is one.
     """
-    given = [f"--{name}" for name, option in OPTIONS.items() if getattr(args, name) != option.default]
+    given = [f"--{name}" for name, (_, default, *_) in OPTIONS.items() if getattr(args, name) != default]
     if given:
         raise ToolError(f"{', '.join(given)}: the time of a whole step is planned for NCCL groups alone")
 

@@ -1,21 +1,116 @@
-"""Ways to send weights that changed a little, for ``bench sync``: ours, and the two that are in use."""
+"""``bench sync``: bytes and speed of weight sync, beside pairs of index and value and beside XOR with zstd.
+
+Every row sends bfloat16 weights, of which ``changed`` percent of the words moved by one unit since the message before, each word
+by itself. Columns (also the keys of the rows in ``--json``):
+
+* ``changed``: percent of the words. ``way``: "sync" is ``ds_zipccl.sync``; "pairs" has a u32 index and a u16 value for each changed word;
+  "xor_zstd1" is XOR with the base and zstd at level 1.
+* ``ratio``: bytes of the weights / bytes of the message. ``times``: bytes of the message / bytes of sync's.
+* ``pack_gbps``, ``apply_gbps``: 1e9 bytes of weights a second, medians, on ``--threads`` threads, the copy of the base included. The
+  schedules take turns. sync also hashes all words on both sides, and decodes twice, so that a message is applied whole or not at all;
+  the others prove nothing.
+* ``pack_memcpy``, ``apply_memcpy``: the speeds / the speed of ``Tensor.copy_`` of the same weights.
+* ``wrong``: words that arrived with other bits.
+
+The exit status is 1 if any word is wrong.
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli.tables import Column
+
 if TYPE_CHECKING:
     import torch
 
 State = dict[str, "torch.Tensor"]
 
+COLUMNS = (
+    Column("changed", "g"),
+    Column("way", width=9),
+    Column("ratio", ".1f", 7),
+    Column("times", ".2f", 6),
+    Column("pack_gbps", ".2f"),
+    Column("apply_gbps", ".2f"),
+    Column("pack_memcpy", ".3f"),
+    Column("apply_memcpy", ".3f"),
+    Column("wrong", "d"),
+)
 
-class Way(Protocol):
-    """A way to send a state to a receiver that has the one before. ``begin``: both sides have the state."""
+
+def _percent(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 100:
+        raise argparse.ArgumentTypeError(f"a part of the words is 0 to 100 percent, got {text!r}")
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``bench sync``."""
+    option = parser.add_argument
+    option(
+        "--changed", nargs="+", type=_percent, default=[0.1, 1, 2, 3, 5, 20], metavar="P", help="percent (0.1 to 20)"
+    )
+    option("--mib", type=int, default=64, metavar="M", help="MiB of weights (64)")
+    option("--threads", type=int, default=1, metavar="N", help="threads to measure with (1)")
+    option("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
+    option("--json", metavar="FILE", help="write the rows here too")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``bench sync``; 1 if any word came back wrong, else 0."""
+    import torch
+
+    for option in ("mib", "threads", "repeats"):
+        if getattr(args, option) < 1:
+            raise ToolError(f"--{option} must be at least 1, got {getattr(args, option)}")
+    schedules: dict[str, Schedule] = {"sync": Ours(), "pairs": Pairs()}
+    try:
+        schedules["xor_zstd1"] = XorZstd(args.threads)
+    except ImportError as error:
+        tables.complain(f"xor_zstd1 left out: {error}; pip install zstandard")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    table, rows = tables.Table(COLUMNS), []
+    try:
+        for changed in tables.progress(args.changed, "bench sync"):
+            found = measure(list(schedules.values()), args.mib, changed / 100, args.repeats)
+            state = weights(args.mib)
+            total = sum(tensor.nbytes for tensor in state.values())
+            copy = copied(state, args.repeats)
+            for schedule, times in zip(schedules, found, strict=True):
+                pack, apply = statistics.median(times.pack), statistics.median(times.apply)
+                row = {
+                    "changed": changed, "way": schedule, "ratio": total / times.size if times.size else None,
+                    "times": times.size / found[0].size, "pack_gbps": total / pack / 1e9,
+                    "apply_gbps": total / apply / 1e9, "pack_memcpy": copy / pack, "apply_memcpy": copy / apply,
+                    "memcpy_gbps": total / copy / 1e9, "wrong": times.wrong,
+                }  # fmt: skip
+                rows.append(row)
+                table.add(row)
+    finally:
+        torch.set_num_threads(threads)
+    if args.json:
+        settings = {"threads": args.threads, "mib": args.mib, "repeats": args.repeats}
+        tables.write_json(args.json, rows, args.command, **settings, zstandard=tables.version("zstandard"))
+    wrong = sum(row["wrong"] for row in rows)
+    if wrong:
+        tables.complain(f"{wrong} words came back with other bits than they had")
+    return 1 if wrong else 0
+
+
+class Schedule(Protocol):
+    """A schedule to send a state to a receiver that has the one before. ``begin``: both sides have the state."""
 
     def begin(self, state: State) -> None: ...
     def pack(self, state: State) -> Any: ...
@@ -25,7 +120,7 @@ class Way(Protocol):
     def received(self) -> State: ...
 
 
-class OurWay:
+class Ours:
     """``ds_zipccl.sync``: with the hash of every word, and a receiver that changes after all of it is proven."""
 
     def begin(self, state: State) -> None:
@@ -49,7 +144,7 @@ class OurWay:
 
 
 class _Copies:
-    """Both sides of a way without proof: a copy of the weights each, changed in place."""
+    """Both sides of a schedule without proof: a copy of the weights each, changed in place."""
 
     def begin(self, state: State) -> None:
         self._base = {name: tensor.clone() for name, tensor in state.items()}
@@ -148,24 +243,25 @@ def stepped(state: State, changed: float) -> State:
     return found
 
 
-def measure(ways: Sequence[Way], mib: int, changed: float, repeats: int) -> list[Times]:
-    """The times of each way over the same states; the ways take turns, step by step."""
+def measure(schedules: Sequence[Schedule], mib: int, changed: float, repeats: int) -> list[Times]:
+    """The times of each schedule over the same states; the schedules take turns, step by step."""
     import torch
 
     state = weights(mib)
-    for way in ways:
-        way.begin(state)
-    found = [Times([], [], 0, 0) for _ in ways]
+    for schedule in schedules:
+        schedule.begin(state)
+    found = [Times([], [], 0, 0) for _ in schedules]
     for _ in range(repeats + 1):  # the first one also fills caches and memory
         state = stepped(state, changed)
-        for index, way in enumerate(ways):
-            message, packed = timed(way.pack, state)
-            _, applied = timed(way.apply, message)
+        for index, schedule in enumerate(schedules):
+            message, packed = timed(schedule.pack, state)
+            _, applied = timed(schedule.apply, message)
             wrong = sum(
-                int((way.received[name].view(torch.int16) != state[name].view(torch.int16)).sum()) for name in state
+                int((schedule.received[name].view(torch.int16) != state[name].view(torch.int16)).sum())
+                for name in state
             )
             old = found[index]
-            found[index] = Times([*old.pack, packed], [*old.apply, applied], way.size(message), old.wrong + wrong)
+            found[index] = Times([*old.pack, packed], [*old.apply, applied], schedule.size(message), old.wrong + wrong)
     return [Times(each.pack[1:], each.apply[1:], each.size, each.wrong) for each in found]
 
 

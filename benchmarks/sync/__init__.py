@@ -1,1 +1,0 @@
-"""``bench sync``: weight sync."""

@@ -1,0 +1,229 @@
+"""``bench codec`` of words with a base, of rows that follow from others, and of lossy codecs: their data, rows and refused options."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import assert_refused, content
+
+from ds_zipccl import codecs
+from ds_zipccl.__main__ import main
+from ds_zipccl.benchmarks import data
+from ds_zipccl.benchmarks.codec import delta, lossy, rows
+from ds_zipccl.lossy import Int, Round, TacoFp8, Zfp
+
+WORDS = ["bench", "codec", "--route", "native", "--dtype", "bf16", "--repeats", "1", "--codec"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data", "changed:1%"], "add --codec delta"),
+        (["--data", "changed:1", "--codec", "delta"], "percentage"),
+        (["--data", "changed:101%", "--codec", "delta"], "percentage"),
+        (["--data", "adamw:2", "--codec", "delta"], "a rate"),
+        (["--data", "normal", "--codec", "delta"], "has no base"),
+        (["--codec", "delta", "raw"], "name it alone"),
+        (["--codec", "delta", "--dtype", "e4m3"], "bf16, fp16 and fp32"),
+        (["--codec", "delta", "--peers", "lz4"], "codes no differences"),
+        (["--peers", "pairs"], "add --codec delta"),
+        (["--data", "repeated:10%"], "add --codec rows"),
+        (["--data", "repeated:10", "--codec", "rows"], "percentage"),
+        (["--data", "scaled:101%", "--codec", "rows"], "percentage"),
+        (["--data", "normal", "--codec", "rows"], "no rows that follow"),
+        (["--codec", "rows", "raw"], "name it alone"),
+        (["--codec", "rows", "--width", "0"], "at least 1"),
+        (["--codec", "rows", "--device", "cuda"], "cpu alone"),
+        (["--codec", "rund"], "no codec 'rund'; the lossy ones are round, taco_fp8, int, zfp"),
+        (["--codec", "round:7"], "mantissa of round must be 1 to 6, got '7'"),
+        (["--codec", "round:3:4"], "the settings of round are mantissa, each once"),
+        (["--codec", "int:8:bits=6"], "the settings of int are bits, group, hadamard, each once"),
+        (["--codec", "round", "delta"], "name it alone"),
+        (["--codec", "round", "--peers", "lz4"], "--peers are lossless"),
+        (["--codec", "round", "--data", "changed:1%"], "add --codec delta"),
+        (["--codec", "round", "--dtype", "e4m3", "--data", "normal"], "no tensor of a dtype that lossy codecs take"),
+    ],
+)
+def test_bad_requests_say_what_to_do(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(["bench", "codec", *words], message, capsys)
+
+
+# ---- words with a base ---------------------------------------------------------------------------------
+
+
+def _orders(tensor: torch.Tensor) -> torch.Tensor:
+    """Words as numbers in the order of the floats."""
+    words = tensor.view(torch.int16).long() & 0xFFFF
+    return torch.where(words >= 0x8000, 0xFFFF - words, words + 0x8000)
+
+
+def test_pairs_are_what_their_names_say() -> None:
+    words, base = data.Pair("changed", 3.0).make(1 << 18, "bfloat16")
+    moved = (_orders(words) - _orders(base)).abs()
+    share = float((moved > 0).float().mean())
+    assert share == pytest.approx(0.03, rel=0.05)
+    assert set(moved.unique().tolist()) == {0, 1, 2}
+    assert float((moved == 2).float().mean()) == pytest.approx(0.015 * share, rel=0.3)
+    assert base.float().std() == pytest.approx(0.02, rel=0.01)
+    words, base = data.Pair("changed", 0.0).make(1000, "float32")
+    assert torch.equal(words, base)
+
+    changed = []
+    for rate in (1e-3, 1e-4, 1e-5):
+        words, base = data.Pair("adamw", rate).make(1 << 16, "bfloat16")
+        changed.append(float((words != base).float().mean()))
+    assert changed[0] > 0.8 > changed[1] > 0.2 > changed[2] > 0.02
+
+
+def test_rows_of_differences_are_true(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard", reason="pip install ds-zipccl[bench]")
+    path = tmp_path / "delta.json"
+    names = ["changed:0%", "changed:5%", "adamw:0.0003"]
+    assert main([*WORDS, "delta", "--numel", "128K", "--data", *names, "--peers", "--json", str(path)]) == 0
+    found = content(path)
+    assert [(row["data"], row["codec"]) for row in found["rows"]] == [
+        (name, codec) for name in names for codec in ("delta", "xor_zstd1", "pairs")
+    ]
+    assert list(found["peers"]) == ["zstandard"]
+    for row in found["rows"]:
+        assert list(row) == [column.key for column in delta.COLUMNS]
+        assert row["wrong"] == 0
+        pair = data.codec_spec(row["data"])
+        assert isinstance(pair, data.Pair) and str(pair) == row["data"]
+        words, base = pair.make(row["numel"], row["dtype"])
+        moved = _orders(words) - _orders(base)
+        changes = int((moved != 0).sum())
+        assert row["changed"] == changes / row["numel"]
+        shares = [count / row["numel"] for count in Counter(moved.tolist()).values()]
+        entropy = -sum(share * log2(share) for share in shares)
+        assert row["bound"] == (pytest.approx(16 / entropy) if entropy else None)
+        if row["codec"] == "delta":
+            frame = codecs.compress(words, "delta", base=base, shaped=False, checksum=False)
+            assert row["ratio"] == words.nbytes / frame.nbytes
+        if row["codec"] == "pairs":
+            assert row["ratio"] == words.nbytes / max(1, 6 * changes)
+        for name in ("encode", "decode", "in_place"):
+            assert row[f"{name}_memcpy"] == pytest.approx(row[f"{name}_gbps"] / row["memcpy_gbps"])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_wrong_elements_of_each_decoder_count(in_place: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right = codecs.decompress
+
+    def flips_two(frame: torch.Tensor, out: torch.Tensor, base: torch.Tensor, **more: Any) -> torch.Tensor:
+        right(frame, out, base=base, **more)
+        if (out is base) == in_place:
+            out.view(torch.int16)[[3, 900]] ^= 1
+        return out
+
+    monkeypatch.setattr(codecs, "decompress", flips_two)
+    path = tmp_path / "wrong.json"
+    assert main([*WORDS, "delta", "--numel", "4K", "--data", "changed:5%", "--json", str(path)]) == 1
+    assert [row["wrong"] for row in content(path)["rows"]] == [2]
+
+
+# ---- rows that follow from others ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("percent", [0.0, 30.0, 100.0])
+def test_rows_are_what_their_names_say(percent: float) -> None:
+    width, numel = 48, 48 * 200 + 7
+    words, sources = data.RowSet("repeated", percent).make(numel, width, "bfloat16")
+    matrix, own = words[: 48 * 200].view(200, 48), torch.arange(200)
+    copies = sources != own
+    assert int(copies.sum()) == min(199, round(2 * percent))
+    assert bool((sources[copies] < own[copies]).all())
+    assert torch.equal(matrix[sources.long()], matrix)
+    first = {tuple(row): i for i, row in reversed(list(enumerate(matrix.view(torch.int16).tolist())))}
+    assert [first[tuple(row)] for row in matrix.view(torch.int16).tolist()] == sources.tolist()
+
+    words, sources = data.RowSet("scaled", percent).make(numel, width, "float32")
+    matrix = words[: 48 * 200].view(200, 48)
+    factors = matrix / matrix[sources.long()]
+    assert bool((factors.max(1).values - factors.min(1).values < 1e-5).all())
+    assert int((factors[:, 0] < 1).sum()) >= round(2 * percent) - 1
+
+
+def test_rows_of_row_frames_are_true(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    names = ["repeated:0%", "repeated:50%", "scaled:50%"]
+    assert main([*WORDS, "rows", "--numel", "640K", "--width", "200", "--data", *names, "--json", str(path)]) == 0
+    none, half, scaled = content(path)["rows"]
+    for row, name in zip((none, half, scaled), names, strict=True):
+        assert list(row) == [column.key for column in rows.COLUMNS]
+        assert (row["data"], row["width"], row["fragments"], row["wrong"]) == (name, 200, 2, 0)
+        assert row["encode_plain"] == pytest.approx(row["encode_gbps"] / row["plain_encode_gbps"])
+    assert none["ratio"] == none["plain_ratio"]
+    assert half["ratio"] == pytest.approx(2 * half["plain_ratio"], rel=0.02)
+    assert scaled["ratio"] > 1.6 * scaled["plain_ratio"]
+
+
+def test_a_wrong_element_of_a_row_frame_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = codecs.decompress
+
+    def wrong(frame: torch.Tensor, out: torch.Tensor, **options: object) -> torch.Tensor:
+        good(frame, out, **options)  # type: ignore[arg-type]
+        out.view(torch.int16)[-1] ^= 1
+        return out
+
+    monkeypatch.setattr(codecs, "decompress", wrong)
+    assert main([*WORDS, "rows", "--numel", "64K", "--width", "256", "--data", "repeated:50%"]) == 1
+    assert "1 elements came back with other bits" in capsys.readouterr().err
+
+
+# ---- lossy codecs ----------------------------------------------------------------------------------------
+
+NAMES = {
+    "round": Round(),
+    "round:1": Round(1),
+    "round:mantissa=6": Round(6),
+    "taco_fp8": TacoFp8(),
+    "taco_fp8:64:false": TacoFp8(64, False),
+    "taco_fp8:hadamard=false": TacoFp8(hadamard=False),
+    "int:6": Int(6),
+    "int:4:group=32:hadamard=true": Int(4, 32, True),
+    "zfp:rate=12": Zfp(12),
+}
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_names_with_settings(text: str) -> None:
+    assert lossy.codec(text) == NAMES[text]
+
+
+def test_rows_of_lossy_codecs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lossy.json"
+    words = ["bench", "codec", "--numel", "64K", "--dtype", "bf16", "fp32", "--data", "normal", "--route", "native"]
+    words += ["--repeats", "1", "--codec", "cascade", "round:3", "round:1", "--json", str(path)]
+    assert main(words) == 0
+    found = {(row["dtype"], row["codec"]): row for row in content(path)["rows"]}
+    assert len(found) == 6 and all(row["wrong"] == 0 and row["encode_gbps"] > 0 for row in found.values())
+    for dtype, mantissa in (("bfloat16", 7), ("float32", 23)):
+        exact = found[dtype, "cascade"]
+        assert (exact["error"], exact["small_error"]) == (0, 0)
+        for k in (3, 1):
+            row = found[dtype, f"round mantissa {k}"]
+            assert row["bits"] == pytest.approx(exact["bits"] - mantissa + k, abs=0.1)
+            assert row["error"] == pytest.approx(0.212 * 2.0**-k, rel=0.04)
+            assert row["small_error"] == pytest.approx(0.175 * 2.0**-k, rel=0.06)
+            assert row["ratio"] == pytest.approx(8 * (2 if dtype == "bfloat16" else 4) / row["bits"])
+    right = codecs.project
+    monkeypatch.setattr(codecs, "project", lambda *of, **more: right(*of, **more) + 1)  # what should arrive
+    assert main(words) == 1
+    assert "elements came back with other bits" in capsys.readouterr().err
+
+
+def test_errors_are_of_finite_values() -> None:
+    values = torch.tensor([3.0, -4.0, 0.1, 0.0, float("nan"), float("inf")])
+    found = lossy.errors(values, torch.tensor([3.0, -4.5, 0.05, 0.0, float("nan"), float("inf")]))
+    assert found["error"] == pytest.approx((0.2525 / 25.01) ** 0.5) and found["small_error"] == pytest.approx(0.5)
+    assert lossy.errors(torch.zeros(3), torch.zeros(3)) == {"error": None, "small_error": None}
