@@ -16,13 +16,13 @@ from ds_zipccl.cli.planning.operations import TOTAL
 from ds_zipccl.cli.planning.schedules import BASE_SPEED, COPY, HASH
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 from ds_zipccl.policy.device_rules import (
+    AGREEMENT_S,
     GATHER,
     HOST_BUS,
     LAUNCH_S,
     RDMA_REACH,
     SUM,
     TCP_REACH,
-    AGREEMENT_S,
     DeviceProfile,
     Topology,
     coded_seconds,
