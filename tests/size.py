@@ -26,14 +26,14 @@ BUDGETS = {
     "ds_zipccl": Budget(1_500, 1_450),
     "ds_zipccl/cli": Budget(1_920, 3_000),
     "ds_zipccl/codecs": Budget(3_240, 2_900),
-    "ds_zipccl/comm": Budget(12_020, 9_800),
+    "ds_zipccl/comm": Budget(12_060, 9_800),
     "ds_zipccl/csrc": Budget(10_150, 10_050),
     "ds_zipccl/integration": Budget(4_700, 3_700),
-    "ds_zipccl/kernels": Budget(6_060, 5_200),
+    "ds_zipccl/kernels": Budget(5_420, 5_200),
     "ds_zipccl/policy": Budget(1_560, 1_350),
     "ds_zipccl/sync": Budget(1_270, 1_250),
     "ds_zipccl/telemetry": Budget(890, 900),
-    "tests": Budget(65_300, 56_000),
+    "tests": Budget(62_840, 56_000),
 }
 
 
