@@ -18,8 +18,7 @@ from ds_zipccl.codecs.rows import LITERALS, Literals, Scratch, row_list
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, PayloadSpec
 from ds_zipccl.frame import DELTA_WORDS, HEADER_BYTES, CodecId, Header
 from ds_zipccl.kernels import row_moves
-from ds_zipccl.kernels.cpp.backend import NativeRoute
-from ds_zipccl.kernels.cpp.rows import RowFrames
+from ds_zipccl.kernels.cpp.backend import CppBackend, RowFrames
 
 #: Rows that :meth:`RowSegment.trial` tries (seed: enough to tell scaled copies from other rows).
 TRIAL_ROWS = 24
@@ -207,7 +206,7 @@ class RowSegment:
         self._find(last)
         return first < last and (self.repeats > 0 or self._candidates is not None)
 
-    def _in_one_call(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: NativeRoute) -> int:
+    def _in_one_call(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: CppBackend) -> int:
         """:meth:`payload` where no row has a candidate, and literals are coded; 0 for None. ``RowFrames.RAW``: they are to be raw."""
         block, dtype, form = spec.block(self._block), self._words.dtype, self._form(spec)
         exponent.check_bound(self._words, bound := form.payload_bound(end - begin, dtype, block), exponent.MAX_PAYLOAD)
@@ -219,15 +218,15 @@ class RowSegment:
             header = bytearray(HEADER_BYTES)
             framing.pack(Header(form.frame_id, dtype, 0, HEADER_BYTES, block), tensors.of_buffer(header))
             literals = self._scratch(self._rows, torch.int32, self._words.device)
-            self._frames = spec, compiled.row_frames(
-                self._words, self._width, self._found, self._table, literals, bytes(header[:16]), spec.name, block, self._raw_below,
-                self._worth_of, self._rounded,
+            self._frames = spec, RowFrames(
+                compiled, self._words, self._width, self._found, self._table, literals, bytes(header[:16]), spec.name, block,
+                self._raw_below, self._worth_of, self._rounded,
             )  # fmt: skip
         size, self._known, self.repeats = self._frames[1].payload(begin, end - begin, out, self._known, self.repeats)
         return size
 
     def _repeats_alone(
-        self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: NativeRoute
+        self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: CppBackend
     ) -> int | None:
         """:meth:`payload` where no row has a candidate and literals are raw, by the C++ route."""
         width = self._width

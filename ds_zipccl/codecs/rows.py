@@ -19,7 +19,7 @@ from ds_zipccl.codecs.row_map import FIELDS_BYTES, MOST_ROWS, Fields, RowMap, co
 from ds_zipccl.codecs.spec import PayloadSpec, any_size
 from ds_zipccl.frame import DTYPE_IDS, HEADER_BYTES, CodecId, FrameErrorCode, Header, pad16
 from ds_zipccl.kernels import row_moves
-from ds_zipccl.kernels.cpp.backend import NativeRoute
+from ds_zipccl.kernels.cpp.backend import CppBackend
 
 #: Gives a flat tensor of so many elements of a dtype on a device, contents undefined.
 Scratch = Callable[[int, torch.dtype, torch.device], torch.Tensor]
@@ -241,9 +241,7 @@ def _decode_literals(literals: Nested, words: torch.Tensor, fields: Fields, lite
         kernels.route(route, words.device.type).decode_rows(*where)
 
 
-def _decode_repeats(
-    payload: torch.Tensor, earlier: int, words: torch.Tensor, compiled: NativeRoute, route: str
-) -> bool:
+def _decode_repeats(payload: torch.Tensor, earlier: int, words: torch.Tensor, compiled: CppBackend, route: str) -> bool:
     """Decode a payload without scaled rows, and with a literal frame that is not raw, if nothing in it contradicts itself."""
     start = payload[:FIELDS_BYTES].numpy().tobytes()
     fields = row_map.read_fields(start, words.numel(), words.dtype, payload.numel())

@@ -1,4 +1,4 @@
-"""Rounded literals of row frames by routes whose kernels take words side by side; see :class:`ds_zipccl.kernels.LossyRoute`."""
+"""Rounded literals of row frames by backends whose kernels take words side by side; see :class:`ds_zipccl.kernels.LossyBackend`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RoundedRows(abc.ABC):
         block: int,
         out: torch.Tensor,
     ) -> int:
-        """See :meth:`ds_zipccl.kernels.LossyRoute.encode_rounded_rows`."""
+        """See :meth:`ds_zipccl.kernels.LossyBackend.encode_rounded_rows`."""
         literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
         row_moves.gather(words, width, head, rows, literals)
         return self.encode_rounded([literals], mantissa, block, [out])[0][0]
@@ -40,7 +40,7 @@ class RoundedRows(abc.ABC):
     def decode_rounded_rows(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
     ) -> None:
-        """See :meth:`ds_zipccl.kernels.LossyRoute.decode_rounded_rows`."""
+        """See :meth:`ds_zipccl.kernels.LossyBackend.decode_rounded_rows`."""
         literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
         self.decode_rounded(payload, block, literals)
         row_moves.spread(literals, words, width, head, rows)

@@ -18,16 +18,18 @@ from builds import Binary, Change
 from ds_zipccl import codecs, kernels
 from ds_zipccl.codecs import factors, lowrank
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cpp.lowrank import NativeLowRank
+from ds_zipccl.kernels.cpp.backend import CppBackend
+from ds_zipccl.kernels.cpp.interface import SIGNATURES
 
 FOLDERS = {"csrc": build.CSRC, "fuzz": Path(asan.__file__).parent}
 SOURCES: dict[str, tuple[str, ...]] = {"csrc/cpu/lossy/lowrank.cpp": (), "fuzz/lowrank_alone.cpp": ()}
 
 
-def _library(changes: Mapping[str, tuple[Change, ...]]) -> NativeLowRank:
+def _library(changes: Mapping[str, tuple[Change, ...]]) -> CppBackend:
     """The low-rank functions alone, with mistakes in them."""
     flags = ("-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread")
-    return NativeLowRank(ctypes.CDLL(str(Binary("lowrank", FOLDERS, SOURCES, flags, ("-shared",), changes).path())))
+    names = [name for name in SIGNATURES if name.startswith(("zipccl_multiply", "zipccl_orthonormalize"))]
+    return CppBackend(ctypes.CDLL(str(Binary("lowrank", FOLDERS, SOURCES, flags, ("-shared",), changes).path())), names)
 
 
 def _fuzzed(changes: Mapping[str, tuple[Change, ...]], cases: int) -> subprocess.CompletedProcess[str]:

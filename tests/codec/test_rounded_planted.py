@@ -46,7 +46,7 @@ PLANTS: dict[str, Rounding] = {
 class Rounds:
     """A route whose words of 16 bits are rounded in its own way, before its encoder sees them."""
 
-    def __init__(self, rounding: Rounding, good: kernels.LossyRoute) -> None:
+    def __init__(self, rounding: Rounding, good: kernels.LossyBackend) -> None:
         self._rounding, self._good = rounding, good
         self.decode_rounded, self.decode_rounded_add = good.decode_rounded, good.decode_rounded_add
 

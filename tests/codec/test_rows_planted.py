@@ -30,7 +30,12 @@ class Wrong:
 
 
 def by_hash(
-    good: kernels.Route, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
+    good: kernels.KernelBackend,
+    data: torch.Tensor,
+    row_bytes: int,
+    first: int,
+    sources: torch.Tensor,
+    table: torch.Tensor,
 ) -> int:
     """Takes rows with equal first bytes for equal rows."""
     rows = data[: len(data) // row_bytes * row_bytes].view(-1, row_bytes).clone()
@@ -39,7 +44,7 @@ def by_hash(
 
 
 def nearest(
-    good: kernels.Route,
+    good: kernels.KernelBackend,
     words: torch.Tensor,
     width: int,
     sources: torch.Tensor,
@@ -51,13 +56,15 @@ def nearest(
     out.copy_((rows.float() * factors[:, None]).to(words.dtype).view(-1))
 
 
-def last_row(good: kernels.Route, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
+def last_row(
+    good: kernels.KernelBackend, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor
+) -> None:
     """Forgets the last copy."""
     good.copy_rows(words, width, rows[:-1], sources[:-1])
 
 
 def no_head(
-    good: kernels.Route,
+    good: kernels.KernelBackend,
     payload: torch.Tensor,
     block: int,
     words: torch.Tensor,
@@ -71,7 +78,7 @@ def no_head(
 
 
 def next_block(
-    good: kernels.Route,
+    good: kernels.KernelBackend,
     payload: torch.Tensor,
     block: int,
     words: torch.Tensor,
@@ -90,7 +97,7 @@ def next_block(
 
 
 def lanes_of_16(
-    good: kernels.Route, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor
+    good: kernels.KernelBackend, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor
 ) -> torch.Tensor:
     """Adds in float32."""
     values = words[: len(words) // width * width].view(-1, width).float()

@@ -12,7 +12,7 @@ import test_scaled
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels.lossy_protocol import LossyRoute, ScaledCodec
+from ds_zipccl.kernels.protocol import LossyBackend, ScaledCodec
 from ds_zipccl.lossy import Int
 
 
@@ -28,7 +28,7 @@ class Wrong:
 
 
 def without_factor(
-    good: LossyRoute, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor
+    good: LossyBackend, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor
 ) -> None:
     """Forgets 2^-group_log2 after the inverse transform."""
     good.decode_scaled(scales, codes, codec, words)
@@ -37,7 +37,7 @@ def without_factor(
 
 
 def with_epsilon(
-    good: LossyRoute, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
+    good: LossyBackend, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
 ) -> int | None:
     """Takes groups whose mean square is below 1e-6 for zero."""
     groups = words.view(-1, codec.group)
@@ -46,14 +46,14 @@ def with_epsilon(
 
 
 def no_nan(
-    good: LossyRoute, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
+    good: LossyBackend, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
 ) -> int | None:
     """Makes zeros of NaN and infinity."""
     return good.encode_scaled(words.nan_to_num(0.0, 0.0, 0.0), codec, scales, codes)
 
 
 def nearest_scale(
-    good: LossyRoute, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
+    good: LossyBackend, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
 ) -> int | None:
     """Rounds the scale of integers to the nearest: a maximum may be above m."""
     coded = good.encode_scaled(words, codec, scales, codes)

@@ -23,7 +23,8 @@ from places import TESTS
 from ds_zipccl import kernels
 from ds_zipccl.codecs import decompress, project
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cpp.zfp import NativeZfp
+from ds_zipccl.kernels.cpp.backend import CppBackend
+from ds_zipccl.kernels.cpp.interface import SIGNATURES
 from ds_zipccl.lossy import Zfp
 
 FOLDERS = {"csrc": build.CSRC, "fuzz": Path(asan.__file__).parent}
@@ -49,11 +50,12 @@ def test_golden_frame(zfp_route: str, name: str, request: pytest.FixtureRequest)
 zfp_route = test_zfp.zfp_route
 
 
-def _library(changes: Mapping[str, tuple[Change, ...]]) -> NativeZfp:
+def _library(changes: Mapping[str, tuple[Change, ...]]) -> CppBackend:
     """ZFP alone, with mistakes in it."""
     sources: dict[str, tuple[str, ...]] = {"csrc/cpu/lossy/zfp.cpp": (), "fuzz/zfp_alone.cpp": ()}
     flags = ("-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread")
-    return NativeZfp(ctypes.CDLL(str(Binary("zfp", FOLDERS, sources, flags, ("-shared",), changes).path())))
+    names = [name for name in SIGNATURES if name.startswith("zipccl_zfp")]
+    return CppBackend(ctypes.CDLL(str(Binary("zfp", FOLDERS, sources, flags, ("-shared",), changes).path())), names)
 
 
 def _fuzzed(changes: Mapping[str, tuple[Change, ...]], cases: int) -> subprocess.CompletedProcess[str]:

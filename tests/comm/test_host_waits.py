@@ -16,7 +16,7 @@ ALLOWED = {"reports.py": ("describe",)}
 KNOWN = (
     *sorted(DEVICE.glob("*.py")),
     PACKAGE / "tensors.py",
-    PACKAGE / "kernels/cuda/frames.py",
+    PACKAGE / "kernels/cuda/jobs.py",
     PACKAGE / "kernels/cuda/backend.py",
 )
 FILES = [file for file in sorted(DEVICE.glob("*.py")) if file.name != "verdict.py"]

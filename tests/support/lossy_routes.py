@@ -14,7 +14,7 @@ MISSING = "without kernels of this lossy codec"
 
 
 def has(route: str, function: str) -> bool:
-    """Whether the route can run here and has that function of :class:`ds_zipccl.kernels.LossyRoute`."""
+    """Whether the route can run here and has that function of :class:`ds_zipccl.kernels.LossyBackend`."""
     try:
         kernels.lossy_route(route, "cpu", function)
     except kernels.RouteUnavailable:

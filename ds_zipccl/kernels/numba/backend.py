@@ -1,4 +1,4 @@
-"""The numba route: numba compiles the reference on the machine, without a C++ compiler. One thread."""
+"""The numba backend: numba compiles the reference on the machine, without a C++ compiler. One thread."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ds_zipccl.kernels.numba.words import WORDS, array
 from ds_zipccl.kernels.sums import add
 
 
-class NumbaRoute(NumbaLossy, NumbaLowRank):
-    """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`."""
+class NumbaBackend(NumbaLossy, NumbaLowRank):
+    """Kernel backend over the reference kernels; see :class:`ds_zipccl.kernels.KernelBackend`."""
 
     def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType, rows: ModuleType) -> None:
         self._encoder, self._decoder, self._hasher, self._rows = encoder, decoder, hasher, rows
@@ -103,12 +103,12 @@ class NumbaRoute(NumbaLossy, NumbaLowRank):
         matrix.index_copy_(0, rows.long(), matrix.index_select(0, sources))
 
 
-def load() -> NumbaRoute:
-    """Return the route; imports numba (about a second).
+def load() -> NumbaBackend:
+    """Return the backend; imports numba (about a second).
 
     Raises:
         ImportError: numba is not installed.
     """
     from ds_zipccl.kernels.numba import decode, encode, region_hash, rows
 
-    return NumbaRoute(encode, decode, region_hash, rows)
+    return NumbaBackend(encode, decode, region_hash, rows)

@@ -1,4 +1,4 @@
-"""The lossy functions of the numba route; their kernels are imported, and numba with them, at the first call."""
+"""The lossy functions of the numba backend; their kernels are imported, and numba with them, at the first call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_zipccl.kernels.sums import add
 
 
 class NumbaLossy(NumbaScaled, RoundedRows):
-    """:class:`ds_zipccl.kernels.LossyRoute` over the reference kernels."""
+    """:class:`ds_zipccl.kernels.LossyBackend` over the reference kernels."""
 
     def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
         from ds_zipccl.kernels.numba import rounded

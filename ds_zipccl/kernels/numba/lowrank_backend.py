@@ -1,4 +1,4 @@
-"""Low-rank payloads of the numba route; its kernels are imported, and numba with them, at the first call."""
+"""Low-rank payloads of the numba backend; its kernels are imported, and numba with them, at the first call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_zipccl.kernels.sums import add, flushing, round_to
 
 
 class NumbaLowRank:
-    """A part of :class:`ds_zipccl.kernels.LossyRoute` over the reference kernels."""
+    """A part of :class:`ds_zipccl.kernels.LossyBackend` over the reference kernels."""
 
     def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor) -> None:
         from ds_zipccl.kernels.numba import lowrank

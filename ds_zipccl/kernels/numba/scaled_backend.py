@@ -1,4 +1,4 @@
-"""The functions of the numba route for scaled payloads."""
+"""The functions of the numba backend for scaled payloads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels.lossy_protocol import ScaledCodec
+from ds_zipccl.kernels.protocol import ScaledCodec
 from ds_zipccl.kernels.sums import add, flushing, round_to
 from ds_zipccl.lossy import Int
 
 
 class NumbaScaled:
-    """A part of :class:`ds_zipccl.kernels.LossyRoute` over the reference kernels."""
+    """A part of :class:`ds_zipccl.kernels.LossyBackend` over the reference kernels."""
 
     def encode_scaled(
         self, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
