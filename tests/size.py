@@ -25,7 +25,7 @@ class Budget(NamedTuple):
 BUDGETS = {
     "ds_zipccl": Budget(1_500, 1_450),
     "ds_zipccl/cli": Budget(1_920, 3_000),
-    "ds_zipccl/codecs": Budget(3_240, 2_900),
+    "ds_zipccl/codecs": Budget(3_200, 2_900),
     "ds_zipccl/comm": Budget(12_020, 9_800),
     "ds_zipccl/csrc": Budget(10_240, 10_050),
     "ds_zipccl/integration": Budget(4_700, 3_700),

@@ -14,7 +14,7 @@ import torch
 from builds import Binary, Change
 
 from ds_zipccl import codecs, kernels
-from ds_zipccl.codecs import row_map
+from ds_zipccl.codecs import rows as row_map
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cpp import backend

@@ -13,7 +13,7 @@ import test_rows_refused
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.codecs import row_map
+from ds_zipccl.codecs import rows as row_map
 from ds_zipccl.frame import FrameError
 
 

@@ -60,7 +60,7 @@ with kernel_cache():
 
     @jit
     def find_rows(data, row_bytes, first, sources, table):
-        """See :meth:`ds_zipccl.kernels.Route.find_rows`.
+        """See :meth:`ds_zipccl.kernels.KernelBackend.find_rows`.
 
         The table is open: a row looks from the place of its hash on for its equal or an empty place. Equal rows take the same way, so a row
         always meets the first row with its bytes. Rows with equal samples and different bytes would make the ways long; after a few of
@@ -92,7 +92,7 @@ with kernel_cache():
 
     @jit
     def row_factors(values, width, rows, sources, factors):
-        """See :meth:`ds_zipccl.kernels.Route.row_factors`; ``values``: the words as float32."""
+        """See :meth:`ds_zipccl.kernels.KernelBackend.row_factors`; ``values``: the words as float32."""
         products = np.empty(_LANES, dtype=np.float64)
         squares = np.empty(_LANES, dtype=np.float64)
         for i in range(len(rows)):
@@ -142,7 +142,7 @@ with kernel_cache():
 
     @jit
     def predict_rows(words, width, sources, factors, exponent, mantissa, out):
-        """See :meth:`ds_zipccl.kernels.Route.predict_rows`; ``factors``: their bits."""
+        """See :meth:`ds_zipccl.kernels.KernelBackend.predict_rows`; ``factors``: their bits."""
         for i in range(len(sources)):
             factor = np.int64(factors[i])
             for j in range(width):
