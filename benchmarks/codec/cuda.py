@@ -402,10 +402,10 @@ def _gather_calls(tensors: Sequence[torch.Tensor], route: str) -> tuple[Callable
     import torch
 
     from ds_zipccl import codecs, kernels
-    from ds_zipccl.kernels.cuda.backend import FrameCalls, GatherTable, Parameter, new_status
+    from ds_zipccl.kernels.cuda.backend import CudaBackend, GatherTable, Parameter, new_status
 
     like, calls = tensors[0], kernels.route(route, DEVICE)
-    assert isinstance(calls, FrameCalls)
+    assert isinstance(calls, CudaBackend)
     room = codecs.compress_bound(like.numel(), like.dtype, "cascade", block=1024)
     parameters = [Parameter(tensor.numel(), -(-room // 16) * 16) for tensor in tensors]
     table = GatherTable(parameters, like.dtype, 1024, PYTHON_RANKS)

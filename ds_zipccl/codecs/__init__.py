@@ -8,11 +8,10 @@ from ds_zipccl.codecs.api import (
     compress_segments,
     decompress,
     decompress_add,
+    project,
     region_hash,
 )
-from ds_zipccl.codecs.bits import bits_frame
-from ds_zipccl.codecs.known import known_frame
-from ds_zipccl.codecs.lossy_api import project
+from ds_zipccl.codecs.known import bits_frame, known_frame
 from ds_zipccl.codecs.memory import DEVICES
 from ds_zipccl.codecs.registry import BASE_CODECS, CODEC_SPECS, CODECS, CODED_DTYPES
 from ds_zipccl.codecs.row_segment import RowSegment

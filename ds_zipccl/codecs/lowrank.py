@@ -15,7 +15,6 @@ import torch
 from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import api, exponent, factors, memory
-from ds_zipccl.codecs.lossy_api import project
 from ds_zipccl.codecs.spec import LOSSY_DTYPES
 from ds_zipccl.frame import CodecId, Header
 from ds_zipccl.lossy import Round
@@ -37,9 +36,9 @@ def first_factor(columns: int, rank: int, seed: int) -> torch.Tensor:
 
 
 def orthonormalize(columns: torch.Tensor, *, route: str = "auto") -> None:
-    """Make the columns of a contiguous float32 CPU tensor [n, r] orthonormal, in place; blocks. All routes give the same bits.
+    """Make the columns of a contiguous float32 CPU tensor [n, r] orthonormal, in place; blocks. All kernel backends give the same bits.
 
-    A column that the columns in front of it span becomes zeros: see :meth:`ds_zipccl.kernels.LossyRoute.orthonormalize`. The columns must
+    A column that the columns in front of it span becomes zeros: see :meth:`ds_zipccl.kernels.LossyBackend.orthonormalize`. The columns must
     be finite; otherwise they are undefined afterwards.
 
     Raises:
@@ -111,7 +110,7 @@ def power_step(matrix: torch.Tensor, q: torch.Tensor, *, route: str = "auto") ->
 def round_factors(p: torch.Tensor, q: torch.Tensor, *, route: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
     """Factors rounded to :data:`FACTOR_BITS` mantissa bits, as frames should carry them: new tensors; blocks."""
     codec = Round(FACTOR_BITS)
-    return project(p, codec, route=route), project(q, codec, route=route)
+    return api.project(p, codec, route=route), api.project(q, codec, route=route)
 
 
 def product(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor, *, route: str = "auto") -> torch.Tensor:

@@ -15,11 +15,10 @@ from typing import Any, overload
 
 import torch
 
-from ds_zipccl.codecs.bits import BITS
 from ds_zipccl.codecs.delta import DELTA
 from ds_zipccl.codecs.exponent import CASCADE, WIDE
 from ds_zipccl.codecs.factors import LOWRANK
-from ds_zipccl.codecs.known import KNOWN
+from ds_zipccl.codecs.known import BITS, KNOWN
 from ds_zipccl.codecs.raw import RAW
 from ds_zipccl.codecs.rounded import ROUNDED, rounded_spec
 from ds_zipccl.codecs.rows import ROWS
@@ -49,7 +48,7 @@ LOSSY_SPECS: dict[type[LossyCodec], Callable[[Any], LossySpec]] = {
     Int: scaled_spec,
     Zfp: zfp_spec,
 }
-#: Formats that only lossy codecs, :mod:`.lowrank`, :mod:`.row_segment`, :mod:`.known` and :mod:`.bits` write.
+#: Formats that only lossy codecs, :mod:`.lowrank`, :mod:`.row_segment` and :mod:`.known` write.
 _OTHERS: tuple[PayloadSpec, ...] = (ROUNDED, SCALED, LOWRANK, ZFP1, ROWS, KNOWN, BITS)
 #: Codec byte of a frame -> the format that decodes it; codecs of one byte decode alike.
 DECODERS: dict[CodecId, PayloadSpec] = {spec.frame_id: spec for spec in (*reversed(CODEC_SPECS.values()), *_OTHERS)}

@@ -7,19 +7,17 @@ import torch
 
 from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs import exponent, row_map, rows
+from ds_zipccl.codecs import exponent, rows
 from ds_zipccl.codecs.delta import DELTA
 from ds_zipccl.codecs.memory import admit, frame_room, keep_apart, span, write_header
 from ds_zipccl.codecs.raw import RAW
 from ds_zipccl.codecs.registry import spec_for
 from ds_zipccl.codecs.rounded import ROUNDED
-from ds_zipccl.codecs.row_map import MOST_ROWS, RowMap
-from ds_zipccl.codecs.rows import LITERALS, Literals, Scratch, row_list
+from ds_zipccl.codecs.rows import LITERALS, MOST_ROWS, Literals, RowMap, Scratch, row_list
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, PayloadSpec
 from ds_zipccl.frame import DELTA_WORDS, HEADER_BYTES, CodecId, Header
 from ds_zipccl.kernels import row_moves
-from ds_zipccl.kernels.cpp.backend import NativeRoute
-from ds_zipccl.kernels.cpp.rows import RowFrames
+from ds_zipccl.kernels.cpp.backend import CppBackend, RowFrames
 
 #: Rows that :meth:`RowSegment.trial` tries (seed: enough to tell scaled copies from other rows).
 TRIAL_ROWS = 24
@@ -182,7 +180,7 @@ class RowSegment:
         if compiled is not None and self._candidates is None:
             return self._repeats_alone(begin, end, out, RAW, compiled)
         rows_of, factors = self._map(first, last, spec)
-        fields = row_map.fields_of(rows_of, end - begin, self._width, first * self._width - begin)
+        fields = rows.fields_of(rows_of, end - begin, self._width, first * self._width - begin)
         if fields.literal_numel * self._words.itemsize < self._raw_below:
             spec = RAW
         if not self._worth(first, rows_of, fields, spec):
@@ -207,7 +205,7 @@ class RowSegment:
         self._find(last)
         return first < last and (self.repeats > 0 or self._candidates is not None)
 
-    def _in_one_call(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: NativeRoute) -> int:
+    def _in_one_call(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: CppBackend) -> int:
         """:meth:`payload` where no row has a candidate, and literals are coded; 0 for None. ``RowFrames.RAW``: they are to be raw."""
         block, dtype, form = spec.block(self._block), self._words.dtype, self._form(spec)
         exponent.check_bound(self._words, bound := form.payload_bound(end - begin, dtype, block), exponent.MAX_PAYLOAD)
@@ -219,24 +217,24 @@ class RowSegment:
             header = bytearray(HEADER_BYTES)
             framing.pack(Header(form.frame_id, dtype, 0, HEADER_BYTES, block), tensors.of_buffer(header))
             literals = self._scratch(self._rows, torch.int32, self._words.device)
-            self._frames = spec, compiled.row_frames(
-                self._words, self._width, self._found, self._table, literals, bytes(header[:16]), spec.name, block, self._raw_below,
-                self._worth_of, self._rounded,
+            self._frames = spec, RowFrames(
+                compiled, self._words, self._width, self._found, self._table, literals, bytes(header[:16]), spec.name, block,
+                self._raw_below, self._worth_of, self._rounded,
             )  # fmt: skip
         size, self._known, self.repeats = self._frames[1].payload(begin, end - begin, out, self._known, self.repeats)
         return size
 
     def _repeats_alone(
-        self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: NativeRoute
+        self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: CppBackend
     ) -> int | None:
-        """:meth:`payload` where no row has a candidate and literals are raw, by the C++ route."""
+        """:meth:`payload` where no row has a candidate and literals are raw, by the C++ backend."""
         width = self._width
         first, last = -(-begin // width), end // width
         literal, bits, _ = compiled.pack_repeats(
-            self._words, width, first, last - first, self._found, out[row_map.FIELDS_BYTES :]
+            self._words, width, first, last - first, self._found, out[rows.FIELDS_BYTES :]
         )
         repeats = last - first - len(literal)
-        fields = row_map.Fields(end - begin, width, first * width - begin, repeats, 0, bits, 0)
+        fields = rows.Fields(end - begin, width, first * width - begin, repeats, 0, bits, 0)
         if not self._saves(fields, repeats):
             return None
         return rows.encode_repeats(self._words[begin:end], literal, fields, self._literals(spec), out)
@@ -312,7 +310,7 @@ class RowSegment:
         kept = (factors != 0).cpu().numpy()  # on the host, as the number of factors is
         return kept, factors.index_select(0, row_list(np.flatnonzero(kept), device))
 
-    def _worth(self, first: int, found: RowMap, fields: row_map.Fields, literals: CodecSpec) -> bool:
+    def _worth(self, first: int, found: RowMap, fields: rows.Fields, literals: CodecSpec) -> bool:
         """Whether a row frame is likely to be smaller than the ordinary one."""
         useful = fields.repeats
         if useful and literals is not RAW:
@@ -325,7 +323,7 @@ class RowSegment:
             useful -= int(plain[of_each].sum())
         return self._saves(fields, useful + fields.scaled)
 
-    def _saves(self, fields: row_map.Fields, useful: int) -> bool:
+    def _saves(self, fields: rows.Fields, useful: int) -> bool:
         """Whether leaving out ``useful`` rows saves more than the other parts of a row frame cost."""
         return fields.literals_at + HEADER_BYTES < self._worth_of * useful * self._width * self._words.itemsize
 

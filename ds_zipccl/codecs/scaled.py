@@ -16,7 +16,7 @@ from ds_zipccl.codecs.exponent import CASCADE
 from ds_zipccl.codecs.raw import RAW
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec, any_size
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header, pad16
-from ds_zipccl.kernels.lossy_protocol import ScaledCodec
+from ds_zipccl.kernels.protocol import ScaledCodec
 from ds_zipccl.lossy import GROUPS, Int, TacoFp8
 
 #: kind, bits, group_log2, flags, zeros, code_bytes

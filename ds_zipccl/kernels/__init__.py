@@ -1,4 +1,7 @@
-"""Kernels of the codecs: one table, device type -> routes in order of preference. All routes give the same bytes."""
+"""Kernels of the codecs: one table, device type -> kernel backends in order of preference. All backends give the same bytes.
+
+The argument ``route`` names a backend.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,17 @@ from typing import cast
 import torch
 
 from ds_zipccl.kernels import sums as plain_sums
-from ds_zipccl.kernels.cpp import backend
-from ds_zipccl.kernels.cuda import launchers
-from ds_zipccl.kernels.lossy_protocol import LossyRoute
-from ds_zipccl.kernels.numba import backend as numba_route
-from ds_zipccl.kernels.protocol import Route, RowRoute
+from ds_zipccl.kernels.cpp import backend as cpp
+from ds_zipccl.kernels.cuda import load as cuda
+from ds_zipccl.kernels.numba import backend as numba
+from ds_zipccl.kernels.protocol import KernelBackend, LossyBackend, RowBackend
 
 __all__ = [
     "ROUTES",
-    "LossyRoute",
-    "Route",
+    "KernelBackend",
+    "LossyBackend",
     "RouteUnavailable",
-    "RowRoute",
+    "RowBackend",
     "adder",
     "compiled",
     "lacking",
@@ -34,33 +36,33 @@ __all__ = [
 
 
 class RouteUnavailable(RuntimeError):
-    """No kernels can run here; the message has the reason of each route."""
+    """No kernels can run here; the message has the reason of each backend."""
 
 
-#: device type -> name -> loader, in order of preference. A loader returns a Route or raises with the reason.
-ROUTES: dict[str, dict[str, Callable[[], Route]]] = {
-    "cpu": {"native": backend.load, "numba": numba_route.load},
-    "cuda": {"native": launchers.load_native, "cupy": launchers.load_cupy},
+#: device type -> name -> loader, in order of preference. A loader returns a KernelBackend or raises with the reason.
+ROUTES: dict[str, dict[str, Callable[[], KernelBackend]]] = {
+    "cpu": {"native": cpp.load, "numba": numba.load},
+    "cuda": {"native": cuda.load_native, "cupy": cuda.load_cupy},
 }
 
-_loaded: dict[tuple[str, str], Route | str] = {}
+_loaded: dict[tuple[str, str], KernelBackend | str] = {}
 _locks: dict[tuple[str, str], threading.Lock] = {}
 
 
-def _load(device: str, name: str) -> Route | str:
-    """Return the route, or the reason why it cannot run; tried once per process."""
+def _load(device: str, name: str) -> KernelBackend | str:
+    """Return the backend, or the reason why it cannot run; tried once per process."""
     key = (device, name)
-    with _locks.setdefault(key, threading.Lock()):  # of its own, because loading a route may take a minute
+    with _locks.setdefault(key, threading.Lock()):  # of its own, because loading a backend may take a minute
         if key not in _loaded:
             try:
                 _loaded[key] = ROUTES[device][name]()
-            except Exception as error:  # a route that does not load, for any reason, gives way to the next one
+            except Exception as error:  # a backend that does not load, for any reason, gives way to the next one
                 _loaded[key] = f"{type(error).__name__}: {error}"
         return _loaded[key]
 
 
 def adder(route_name: str, device: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return a function that adds flat words to flat sums as :meth:`Route.add` does: the route's, or torch's where there are no kernels."""
+    """Return a function that adds flat words to flat sums as :meth:`KernelBackend.add` does: that of a backend, or torch's."""
     try:
         return route(route_name, device).add
     except RouteUnavailable:
@@ -68,61 +70,61 @@ def adder(route_name: str, device: str) -> Callable[[torch.Tensor, torch.Tensor]
 
 
 def why(device: str = "cpu", only: str | None = None) -> dict[str, str]:
-    """Return, for every route of ``device`` in order, "" or the reason why it cannot run here. Loads (and builds) the routes. ``only``: the
-    route of that name alone."""
+    """Return, for every backend of ``device`` in order, "" or the reason why it cannot run here. Loads (and builds) the backends. ``only``:
+    the backend of that name alone."""
     names = [name for name in ROUTES.get(device, {}) if only in (None, name)]
     return {name: found if isinstance(found := _load(device, name), str) else "" for name in names}
 
 
 def tried(device: str) -> dict[str, str]:
-    """Return :func:`why` for those routes of ``device`` that this process has loaded, or tried to load, so far."""
+    """Return :func:`why` for those backends of ``device`` that this process has loaded, or tried to load, so far."""
     known = {name: _loaded.get((device, name)) for name in ROUTES.get(device, {})}
     return {name: found if isinstance(found, str) else "" for name, found in known.items() if found is not None}
 
 
 def preferred(name: str, device: str) -> str:
-    """Return the route of a config for tensors of ``device``: "auto" where only other devices have a route ``name``."""
+    """Return the name of the backend of a config for tensors of ``device``: "auto" where only other devices have a backend ``name``."""
     return name if name in ROUTES.get(device, {}) else "auto"
 
 
-def compiled(name: str, device: str) -> backend.NativeRoute | None:
-    """Return the route of that name if it is the C++ route for CPU tensors, which does more than a route has to; else None.
+def compiled(name: str, device: str) -> cpp.CppBackend | None:
+    """Return the backend of that name if it is the C++ backend, which does more than a backend has to; else None.
 
     Raises:
         RouteUnavailable: as :func:`route`.
     """
     found = route(name, device)
-    return found if isinstance(found, backend.NativeRoute) else None
+    return found if isinstance(found, cpp.CppBackend) else None
 
 
-def route(name: str = "auto", device: str = "cpu") -> Route:
-    """Return the named route, or for "auto" the first that can run; the first call may build it (seconds).
+def route(name: str = "auto", device: str = "cpu") -> KernelBackend:
+    """Return the named backend, or for "auto" the first that can run; the first call may build it (seconds).
 
     Raises:
         RouteUnavailable: none can run here; the message has every reason.
-        ValueError: no route of that name.
+        ValueError: no backend of that name.
     """
     return _first(name, device, "")
 
 
-def row_route(name: str, device: str) -> RowRoute:
-    """Return the named route, or for "auto" the first that can run and has the functions of row frames; may build it.
+def row_route(name: str, device: str) -> RowBackend:
+    """Return the named backend, or for "auto" the first that can run and has the functions of row frames; may build it.
 
     Raises:
         RouteUnavailable: none can run here, or none has the functions; the message has every reason.
-        ValueError: no route of that name.
+        ValueError: no backend of that name.
     """
-    return cast(RowRoute, _first(name, device, "find_rows"))
+    return cast(RowBackend, _first(name, device, "find_rows"))
 
 
-def lossy_route(name: str, device: str, function: str) -> LossyRoute:
-    """Return the named route, or for "auto" the first that can run and has ``function``, a name of :class:`LossyRoute`; may build it.
+def lossy_route(name: str, device: str, function: str) -> LossyBackend:
+    """Return the named backend, or for "auto" the first that can run and has ``function``, a name of :class:`LossyBackend`; may build it.
 
     Raises:
         RouteUnavailable: none can run here, or none has the function; the message has every reason.
-        ValueError: no route of that name.
+        ValueError: no backend of that name.
     """
-    return cast(LossyRoute, _first(name, device, function))
+    return cast(LossyBackend, _first(name, device, function))
 
 
 def lacking(load: Callable[[], object]) -> str:
@@ -134,8 +136,8 @@ def lacking(load: Callable[[], object]) -> str:
     return ""
 
 
-def _first(name: str, device: str, function: str) -> Route:
-    """The first route by that name that can run and has ``function``, where one is named."""
+def _first(name: str, device: str, function: str) -> KernelBackend:
+    """Return the first backend by that name that can run and has ``function``, where one is named."""
     table = ROUTES.get(device, {})
     if name != "auto" and name not in table:
         raise ValueError(f"no route {name!r} for device {device!r}; known routes: {', '.join(('auto', *table))}")

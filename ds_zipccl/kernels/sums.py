@@ -1,4 +1,4 @@
-"""Sums in torch, for devices and routes without a kernel that adds, and the denormal switch of threads."""
+"""Sums in torch, for devices and backends without a kernel that adds, and the denormal switch of threads."""
 
 from __future__ import annotations
 

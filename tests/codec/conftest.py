@@ -10,20 +10,21 @@ import variants
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import backend
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda import launches as cuda_launches
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 
 
 @pytest.fixture(params=["emulated", "cuda-native", "cuda-cupy"])
-def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[CudaRoute, torch.device]]:
+def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[CudaBackend, torch.device]]:
     if reason := variants.Variant(request.param).why_not():
         pytest.skip(f"{request.param} is not usable here: {reason}")
     found = kernels.route(request.param)
-    yield (found, torch.device("cpu")) if isinstance(found, CudaRoute) else (found.route, torch.device("cuda", 0))
+    yield (found, torch.device("cpu")) if isinstance(found, CudaBackend) else (found.route, torch.device("cuda", 0))
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[backend.Launch]]:
     """Every launch of the test, as the observer was told of it."""
     seen: list[backend.Launch] = []
-    monkeypatch.setattr(backend, "observer", seen.append)
+    monkeypatch.setattr(cuda_launches, "observer", seen.append)
     yield seen

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_frames import CPU, NoLauncher
 
-from ds_zipccl.kernels.cuda.backend import CudaRoute, GatherTable, Own, Parameter, new_status
+from ds_zipccl.kernels.cuda.backend import CudaBackend, GatherTable, Own, Parameter, new_status
 
 BF16, BYTES = torch.bfloat16, torch.uint8
 
@@ -43,7 +43,7 @@ def good() -> dict[str, Any]:
 
 
 #: call -> how it is called with the arguments above.
-CALLS: dict[str, Callable[[CudaRoute, dict[str, Any]], None]] = {
+CALLS: dict[str, Callable[[CudaBackend, dict[str, Any]], None]] = {
     "encode_frames": lambda r, a: r.encode_frames(a["words"], a["code"], a["block"], a["slots"], a["overflows"]),
     "decode_frames": lambda r, a: r.decode_frames(a["slots"], a["block"], a["words"], a["status"]),
     "encode_delta_frames": lambda r, a: r.encode_delta_frames(
@@ -134,7 +134,7 @@ WRONG: list[tuple[str, str, Any, str]] = [
 def test_good_arguments_are_launched() -> None:
     for call in CALLS:
         launcher = NoLauncher()
-        CALLS[call](CudaRoute(launcher, "cpu"), good())
+        CALLS[call](CudaBackend(launcher, "cpu"), good())
         assert len(launcher.names) == 1, call
 
 
@@ -144,7 +144,7 @@ def test_good_arguments_are_launched() -> None:
 def test_a_wrong_argument(call: str, name: str, value: Any, message: str) -> None:
     launcher = NoLauncher()
     with pytest.raises(ValueError, match=message):
-        CALLS[call](CudaRoute(launcher, "cpu"), {**good(), name: value})
+        CALLS[call](CudaBackend(launcher, "cpu"), {**good(), name: value})
     assert not launcher.names
 
 
@@ -152,7 +152,7 @@ def test_a_wrong_argument(call: str, name: str, value: Any, message: str) -> Non
 def test_tensors_of_the_host_are_not_for_cuda(call: str) -> None:
     launcher = NoLauncher()
     with pytest.raises(ValueError, match=r"these kernels work on cuda tensors; copy it there with \.to\(\)"):
-        CALLS[call](CudaRoute(launcher), good())
+        CALLS[call](CudaBackend(launcher), good())
     assert not launcher.names
 
 

@@ -13,7 +13,7 @@ from places import TESTS
 
 from ds_zipccl.cli.tables import read_json
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cuda import backend, cupy_kernels, jobs, launchers
+from ds_zipccl.kernels.cuda import cupy_kernels, interface, jobs, launchers
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_resources() -> None:
     assert cuda_static.RESULTS.exists(), f"no {cuda_static.RESULTS}; run `make cuda-static`"
     before, now = read_json(str(cuda_static.RESULTS))["rows"], cuda_static.rows((HOPPER,))
     names = {
-        (name.removeprefix("zipccl_"), f"sm_{each}") for name in backend.KERNELS for each in cuda_static.ARCHITECTURES
+        (name.removeprefix("zipccl_"), f"sm_{each}") for name in interface.KERNELS for each in cuda_static.ARCHITECTURES
     }
     assert {(row["kernel"], row["architecture"]) for row in before} == names, "run `make cuda-static`"
     of_hopper = {name for name in names if name[1] == f"sm_{HOPPER}"}
@@ -101,8 +101,8 @@ def test_the_builders_library_explains_itself(nvcc: tuple[str], monkeypatch: pyt
     with pytest.raises(RuntimeError, match="the library of the CUDA kernels lacks zipccl_encode_fp16_cascade, "):
         launchers.LibraryLauncher(library)
     library.zipccl_cuda_kernel.restype = ctypes.c_void_p
-    there = {name: kernel for name, kernel in backend.KERNELS.items() if library.zipccl_cuda_kernel(name.encode())}
-    assert {"zipccl_decode_bf16", "zipccl_zfp_decode_bf16"} < there.keys() < backend.KERNELS.keys()
+    there = {name: kernel for name, kernel in interface.KERNELS.items() if library.zipccl_cuda_kernel(name.encode())}
+    assert {"zipccl_decode_bf16", "zipccl_zfp_decode_bf16"} < there.keys() < interface.KERNELS.keys()
     monkeypatch.setattr(launchers, "KERNELS", there)
     launcher = launchers.LibraryLauncher(library)
     with pytest.raises(RuntimeError, match=r"(there is no current device|was not loaded on device 0): .*driver"):

@@ -11,8 +11,8 @@ import torch
 from cuda_frames import CPU, NoLauncher, words
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_zipccl.kernels.cuda import backend, frames, jobs
-from ds_zipccl.kernels.cuda.backend import CudaRoute, GatherTable, Own, Parameter, frame_bytes, new_status
+from ds_zipccl.kernels.cuda import backend, jobs, launches
+from ds_zipccl.kernels.cuda.backend import CudaBackend, GatherTable, Own, Parameter, frame_bytes, new_status
 
 
 class HostWords(TorchDispatchMode):
@@ -28,7 +28,7 @@ class HostWords(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def every_call(route: CudaRoute) -> None:
+def every_call(route: CudaBackend) -> None:
     """All calls that must not wait."""
     segments, base = [words(torch.bfloat16, 3000)], [words(torch.bfloat16, 3000, 1)]
     slots = [torch.zeros(8192, dtype=torch.uint8)]
@@ -53,7 +53,7 @@ def every_call(route: CudaRoute) -> None:
 def test_no_call_brings_a_word_to_the_host() -> None:
     launcher = NoLauncher()
     with HostWords() as seen:
-        every_call(CudaRoute(launcher, "cpu"))
+        every_call(CudaBackend(launcher, "cpu"))
     assert len(launcher.names) == 12
     assert seen.found == []
     with HostWords() as seen:
@@ -62,15 +62,16 @@ def test_no_call_brings_a_word_to_the_host() -> None:
 
 
 def test_no_source_of_a_call_asks_a_tensor() -> None:
-    """Also on paths that the calls above do not take. ``region_hash`` and the payload calls, which wait, are elsewhere in their class."""
-    wait = {"_encode_payloads", "_decode_payload", "region_hash"}
+    """Also on paths that the calls above do not take. ``region_hash`` and the payload calls, which wait, are in the same classes."""
+    wait = {"encode_payloads", "decode_payload", "region_hash"}
+    wait |= {"find_rows", "encode_rounded", "encode_scaled", "decode_scaled", "encode_zfp"}
     asked = []
     for source in (
-        frames.FrameCalls,
         jobs.GatherTable,
         jobs.regular_summands,
         jobs.listed_summands,
-        backend.CudaRoute,
+        backend.CudaBackend,
+        launches.Launches,
     ):
         for node in ast.walk(ast.parse(inspect.getsource(source))):
             if isinstance(node, ast.FunctionDef) and node.name not in wait:
@@ -85,7 +86,7 @@ def test_no_source_of_a_call_asks_a_tensor() -> None:
 
 def test_python_time_of_a_gather() -> None:
     """20 parameters over 64 ranks: at most 150 microseconds of Python (the best of some; a launch that does nothing)."""
-    route, ranks = CudaRoute(NoLauncher(), "cpu"), 64
+    route, ranks = CudaBackend(NoLauncher(), "cpu"), 64
     parameters = [Parameter(1000 + number, 4096) for number in range(20)]
     table = GatherTable(parameters, torch.bfloat16, 1024, ranks)
     outs = [torch.zeros(parameter.numel * ranks, dtype=torch.bfloat16) for parameter in parameters]

@@ -17,11 +17,11 @@ from cuda_frames import GUARD, frame_of, slot, words
 
 from ds_zipccl.codecs import compress, compress_bound, decompress
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, parse
-from ds_zipccl.kernels.cuda.backend import NO_FAILURE, CudaRoute, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import NO_FAILURE, CudaBackend, new_status, raise_failure
 
 
 @pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.FLOATS.values()], ids=corpus.FLOATS)
-def test_frames_in_slots(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype) -> None:
+def test_frames_in_slots(kernel: tuple[CudaBackend, torch.device], dtype: torch.dtype) -> None:
     """Whole frames, header included, equal those of the CPU; more jobs than a launch takes, some of them empty."""
     route, device = kernel
     tensors = [words(dtype, numel, numel) for numel in (0, 1, 5000, 16384, 16385, *range(3, 300, 4))]
@@ -43,7 +43,7 @@ def test_frames_in_slots(kernel: tuple[CudaRoute, torch.device], dtype: torch.dt
 
 
 @pytest.mark.parametrize("code", ["cascade", "wide"])
-def test_slots_that_are_too_small(kernel: tuple[CudaRoute, torch.device], code: str) -> None:
+def test_slots_that_are_too_small(kernel: tuple[CudaBackend, torch.device], code: str) -> None:
     """The header shows an overflow, a counter counts it, and the kernel writes inside the slot alone, however small the slot."""
     route, device = kernel
     tensor = words(torch.bfloat16, 40_000)
@@ -75,7 +75,7 @@ def test_slots_that_are_too_small(kernel: tuple[CudaRoute, torch.device], code: 
 
 @pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.SUMMED.values()], ids=corpus.SUMMED)
 @pytest.mark.parametrize("fp32_sums", [False, True], ids=["rounded", "fp32"])
-def test_sums(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype, fp32_sums: bool) -> None:
+def test_sums(kernel: tuple[CudaBackend, torch.device], dtype: torch.dtype, fp32_sums: bool) -> None:
     """fp32, in the order of the frames, rounded once; raw frames among them."""
     route, device = kernel
     for count, numel, block in ((1, 5000, 1024), (3, 20_000, 1024), (48, 1200, 256)):
@@ -100,7 +100,7 @@ def test_sums(kernel: tuple[CudaRoute, torch.device], dtype: torch.dtype, fp32_s
         assert (memory[:32] == GUARD).all() and (memory[32 + wanted.nbytes :] == GUARD).all()
 
 
-def test_short_slots_are_refused(kernel: tuple[CudaRoute, torch.device]) -> None:
+def test_short_slots_are_refused(kernel: tuple[CudaBackend, torch.device]) -> None:
     """A slot without room for a header, even one without a byte, which has no address; also where no words are wanted."""
     route, device = kernel
     at, _ = slot(64, device)
@@ -114,7 +114,7 @@ def test_short_slots_are_refused(kernel: tuple[CudaRoute, torch.device]) -> None
             assert out.isnan().all()
 
 
-def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaRoute, torch.device]) -> None:
+def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaBackend, torch.device]) -> None:
     """The kernels read the header and refuse every frame that the host's parser and decoders refuse; they write inside the output alone."""
     route, device = kernel
     rng = random.Random(5)
@@ -170,10 +170,10 @@ def trial(seed: int, launcher: emulation.EmulatedLauncher) -> None:
     """Frames of several chunks with every mode in them, and a sum, with threads in the order of ``seed``; whole chunks and parts."""
     launcher.seed(seed)
     for multiprocessors in (1, 8):
-        _round_trips(CudaRoute(launcher, "cpu", multiprocessors))
+        _round_trips(CudaBackend(launcher, "cpu", multiprocessors))
 
 
-def _round_trips(route: CudaRoute) -> None:
+def _round_trips(route: CudaBackend) -> None:
     tensor = words(torch.bfloat16, 5 * 2048 + 77, 1)
     tensor[1000:1500] = 0
     tensor[3000:3300] *= torch.exp(torch.randn(300, generator=torch.Generator().manual_seed(2)) * 9)

@@ -21,7 +21,7 @@ from places import ROOT
 
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import cupy_kernels, jobs, launchers
-from ds_zipccl.kernels.cuda.backend import KERNELS, SHARED_BYTES, THREADS
+from ds_zipccl.kernels.cuda.interface import KERNELS, SHARED_BYTES, THREADS
 
 FAKE = Path(__file__).parent.parent / "support" / "fake_cuda.cpp"
 
@@ -91,7 +91,7 @@ def fake_device(fake: Fake) -> int:
     return device.value
 
 
-LAUNCHERS: dict[str, Callable[[Fake], launchers._Loading]] = {
+LAUNCHERS: dict[str, Callable[[Fake], launchers.Loading]] = {
     "native": lambda fake: launchers.LibraryLauncher(fake.library),
     **({"cupy": _cupy} if FAKE_DRIVER in os.environ else {}),
 }
@@ -99,7 +99,7 @@ over_cupy = pytest.mark.skipif(FAKE_DRIVER not in os.environ, reason="runs in th
 
 
 @pytest.fixture(params=LAUNCHERS)
-def launcher(request: pytest.FixtureRequest, fake: Fake) -> launchers._Loading:
+def launcher(request: pytest.FixtureRequest, fake: Fake) -> launchers.Loading:
     return LAUNCHERS[request.param](fake)
 
 
@@ -123,7 +123,7 @@ def empty_launches(device: int, stream: int) -> list[str]:
     ]
 
 
-def test_every_kernel_is_loaded_and_launched_before_it_is_needed(fake: Fake, launcher: launchers._Loading) -> None:
+def test_every_kernel_is_loaded_and_launched_before_it_is_needed(fake: Fake, launcher: launchers.Loading) -> None:
     launcher.load(7)
     said = fake.said()
     allowed = [line for line in said if line.startswith("allow")]
@@ -134,7 +134,7 @@ def test_every_kernel_is_loaded_and_launched_before_it_is_needed(fake: Fake, lau
     assert fake.said() == [], "once a device"
 
 
-def test_launches_pass_their_parameters_by_value(fake: Fake, launcher: launchers._Loading) -> None:
+def test_launches_pass_their_parameters_by_value(fake: Fake, launcher: launchers.Loading) -> None:
     launcher.load(0)
     fake.said()
     for name, kernel in KERNELS.items():
@@ -146,7 +146,7 @@ def test_launches_pass_their_parameters_by_value(fake: Fake, launcher: launchers
         assert fake.said() == [f"launch {name} device 0 {wanted}"], "one call a launch: nothing is set again"
 
 
-def test_another_device_is_loaded_before_its_first_launch(fake: Fake, launcher: launchers._Loading) -> None:
+def test_another_device_is_loaded_before_its_first_launch(fake: Fake, launcher: launchers.Loading) -> None:
     launcher.load(0)
     fake.said()
     fake.library.fake_device(1)
@@ -161,7 +161,7 @@ def test_another_device_is_loaded_before_its_first_launch(fake: Fake, launcher: 
     assert getattr(launcher, "asked", [(9, 0), (12, 0)]) == [(9, 0), (12, 0)], "code for each device's capability"
 
 
-def test_threads_without_a_context_can_launch(fake: Fake, launcher: launchers._Loading) -> None:
+def test_threads_without_a_context_can_launch(fake: Fake, launcher: launchers.Loading) -> None:
     launcher.load(0)
     errors: list[BaseException] = []
 
@@ -177,7 +177,7 @@ def test_threads_without_a_context_can_launch(fake: Fake, launcher: launchers._L
     assert not errors
 
 
-def test_refusals_name_the_kernel(fake: Fake, launcher: launchers._Loading) -> None:
+def test_refusals_name_the_kernel(fake: Fake, launcher: launchers.Loading) -> None:
     launcher.load(0)
     with pytest.raises(RuntimeError, match=r"^zipccl_hash was not started: .*invalid argument$"):
         launcher.launch("zipccl_hash", (1, 1), 1 << 20, jobs.HashJobs(), 0)
@@ -187,7 +187,7 @@ def test_refusals_name_the_kernel(fake: Fake, launcher: launchers._Loading) -> N
         launcher.launch("zipccl_no", (1, 1), 0, jobs.HashJobs(), 0)
 
 
-def test_a_failed_load_is_tried_again(fake: Fake, launcher: launchers._Loading) -> None:
+def test_a_failed_load_is_tried_again(fake: Fake, launcher: launchers.Loading) -> None:
     fake.library.fake_fail(1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="zipccl_encode_bf16_cascade was not started"):
@@ -228,7 +228,7 @@ def test_the_table_of_kernels_has_shared_memory_and_threads_of_each() -> None:
     }  # fmt: skip
     text = cupy_kernels.source()
     (warps,) = re.findall(r"kWarps = (\d+),", text)
-    assert set(THREADS.values()) == {32 * int(warps)}
+    assert 32 * int(warps) == THREADS
 
 
 #: Launches each kernel on no work, in a process of its own, which a kernel that works on null pointers ends.
@@ -236,7 +236,7 @@ EMPTY = """
 import sys
 sys.path[:0] = {path!r}
 import emulation
-from ds_zipccl.kernels.cuda.backend import KERNELS
+from ds_zipccl.kernels.cuda.interface import KERNELS
 launcher = emulation.launcher({changes!r})
 for name, kernel in KERNELS.items():
     print(name, flush=True)

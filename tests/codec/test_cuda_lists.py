@@ -18,7 +18,7 @@ from cuda_frames import CPU, GUARD, Kernel, bits, frame_of, pad, slot
 from ds_zipccl import codecs
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels.cuda.backend import (
-    CudaRoute,
+    CudaBackend,
     GatherTable,
     Parameter,
     failure_of,
@@ -66,7 +66,7 @@ def forms(frame: torch.Tensor, words: int, block: int = BLOCK) -> list[str]:
 
 
 def coded(
-    route: CudaRoute, device: torch.device, tensors: list[torch.Tensor], bases: list[torch.Tensor], block: int = BLOCK
+    route: CudaBackend, device: torch.device, tensors: list[torch.Tensor], bases: list[torch.Tensor], block: int = BLOCK
 ) -> list[torch.Tensor]:
     """Their frames, after proof that they are those of the CPU, and that they give the tensors apart from the bases and in place."""
     wanted = [frame_of(tensor, "delta", block, base) for tensor, base in zip(tensors, bases, strict=True)]
@@ -307,7 +307,7 @@ def trial(seed: int, launcher: emulation.EmulatedLauncher) -> None:
     mixed[2 * CHUNK : 3 * CHUNK] = base[2 * CHUNK : 3 * CHUNK] * 1.02
     cases.append((mixed, base))
     for multiprocessors in (1, 8):
-        coded(CudaRoute(launcher, "cpu", multiprocessors), CPU, [one for one, _ in cases], [one for _, one in cases])
+        coded(CudaBackend(launcher, "cpu", multiprocessors), CPU, [one for one, _ in cases], [one for _, one in cases])
     forms_seen = forms(frame_of(mixed, "delta", BLOCK, base), mixed.numel())
     assert forms_seen == ["SAME", "LIST", "TABLE", "LIST"]
 

@@ -9,7 +9,7 @@ import torch
 from cuda_frames import GUARD, frame_of
 
 from ds_zipccl.codecs import compress, compress_bound
-from ds_zipccl.kernels.cuda.backend import CudaRoute, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import CudaBackend, new_status, raise_failure
 
 #: Whole blocks, parts of blocks, more than a chunk, and sizes whose raw payload ends within a word of memory.
 NUMELS = (1, 3, 1023, 1024, 1027, 5 * 1024, 17 * 1024 + 517)
@@ -35,7 +35,7 @@ def assert_guarded(memory: torch.Tensor, inside: torch.Tensor) -> None:
 
 
 def check(
-    route: CudaRoute, device: torch.device, kind: corpus.Float, numels: tuple[int, ...] = NUMELS, block: int = 1024
+    route: CudaBackend, device: torch.device, kind: corpus.Float, numels: tuple[int, ...] = NUMELS, block: int = 1024
 ) -> None:
     for numel in numels:
         tensor = corpus.tensor(corpus.mixed(numel, kind, block, numel), kind)
@@ -65,7 +65,7 @@ def check(
 
 
 def check_sums(
-    route: CudaRoute, device: torch.device, tensor: torch.Tensor, frames: list[torch.Tensor], block: int
+    route: CudaBackend, device: torch.device, tensor: torch.Tensor, frames: list[torch.Tensor], block: int
 ) -> None:
     wanted = tensor.float() + tensor.float()
     for sums_dtype in {tensor.dtype, torch.float32}:
@@ -82,16 +82,16 @@ def check_sums(
 
 
 @pytest.mark.parametrize("kind", corpus.FLOATS.values(), ids=corpus.FLOATS)
-def test_words_at_any_address(kernel: tuple[CudaRoute, torch.device], kind: corpus.Float) -> None:
+def test_words_at_any_address(kernel: tuple[CudaBackend, torch.device], kind: corpus.Float) -> None:
     check(*kernel, kind)
 
 
-def test_small_blocks_at_any_address(kernel: tuple[CudaRoute, torch.device]) -> None:
+def test_small_blocks_at_any_address(kernel: tuple[CudaBackend, torch.device]) -> None:
     check(*kernel, corpus.BF16, (700, 2048 + 129), 128)
 
 
 @pytest.mark.parametrize("kind", [corpus.BF16, corpus.FP32], ids=["bf16", "fp32"])
-def test_differences_at_any_address(kernel: tuple[CudaRoute, torch.device], kind: corpus.Float) -> None:
+def test_differences_at_any_address(kernel: tuple[CudaBackend, torch.device], kind: corpus.Float) -> None:
     """Words and base at different addresses; CHANGE blocks and others."""
     route, device = kernel
     numel = 3 * 1024 + 517
@@ -141,8 +141,8 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
     file, good, bad, kind = MISTAKES[mistake]
     program = f"""
 import corpus, emulation, test_cuda_misaligned, torch
-from ds_zipccl.kernels.cuda.backend import CudaRoute
-route = CudaRoute(emulation.launcher({{{file!r}: ({(good, bad)!r},)}}, {PARTS[kind]}), "cpu")
+from ds_zipccl.kernels.cuda.backend import CudaBackend
+route = CudaBackend(emulation.launcher({{{file!r}: ({(good, bad)!r},)}}, {PARTS[kind]}), "cpu")
 test_cuda_misaligned.check(route, torch.device("cpu"), corpus.FLOATS[{kind!r}])
 """
     planted.assert_noticed(program, ("AssertionError",), seconds=240)

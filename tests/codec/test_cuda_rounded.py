@@ -15,7 +15,7 @@ from ds_zipccl import kernels
 from ds_zipccl.codecs.rounded import payload_bound
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels.cuda import backend
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 
 TRIMMED = [corpus.BF16, corpus.FLOATS["fp16"]]
 
@@ -83,7 +83,7 @@ def test_more_segments_than_a_launch_takes(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("multiprocessors", [1, 8])
 def test_whole_chunks_and_parts(multiprocessors: int) -> None:
-    route = CudaRoute(emulation.launcher(), "cpu", multiprocessors)
+    route = CudaBackend(emulation.launcher(), "cpu", multiprocessors)
     tensor = words(torch.bfloat16, 40_000, 4)
     tensor[20_000:30_000][torch.rand(10_000, generator=torch.Generator().manual_seed(3)) < 0.3] = -0.0
     check((route, CPU), [tensor, words(torch.bfloat16, 700, 5)], 3, 1024)
@@ -153,7 +153,7 @@ def test_refused_payloads(kernel: Kernel) -> None:
 
 
 def test_the_observer_is_told_of_each_tensor(launches: list[backend.Launch]) -> None:
-    route, tensor = CudaRoute(emulation.launcher(), "cpu"), words(torch.bfloat16, 700)
+    route, tensor = CudaBackend(emulation.launcher(), "cpu"), words(torch.bfloat16, 700)
     out = places_of([tensor], 128, CPU)
     ((size, _),) = route.encode_rounded([tensor], 3, 128, out)
     route.decode_rounded(out[0][:size], 128, tensor)
@@ -167,7 +167,7 @@ def test_the_observer_is_told_of_each_tensor(launches: list[backend.Launch]) -> 
 
 def test_wrong_arguments_are_refused_before_a_launch() -> None:
     launcher = NoLauncher()
-    route, tensor = CudaRoute(launcher, "cpu"), torch.zeros(300, dtype=torch.bfloat16)
+    route, tensor = CudaBackend(launcher, "cpu"), torch.zeros(300, dtype=torch.bfloat16)
     out = places_of([tensor], 128, CPU)
     for refused in (
         lambda: route.round_words(tensor, 7, tensor),
@@ -193,7 +193,7 @@ def trial(seed: int, launcher: emulation.EmulatedLauncher) -> None:
     launcher.seed(seed)
     tensor = corpus.tensor(corpus.mixed(5 * 2048 + 77, corpus.BF16, 128, 1), corpus.BF16)
     for multiprocessors in (1, 8):
-        check((CudaRoute(launcher, "cpu", multiprocessors), CPU), [tensor, tensor[:700]], 3, 128)
+        check((CudaBackend(launcher, "cpu", multiprocessors), CPU), [tensor, tensor[:700]], 3, 128)
 
 
 def test_any_order_of_threads() -> None:

@@ -13,7 +13,7 @@ from cuda_frames import GUARD, Kernel, bits, slot, words
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import backend
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -90,7 +90,7 @@ def test_equal_samples_and_other_words(kernel: Kernel, row_bytes: int) -> None:
 def test_no_order_of_emulated_threads_counts() -> None:
     """Seeds decide which warp comes first to a slot; little room lets blocks start one after the other, in any order."""
     launcher = emulation.launcher()
-    route = CudaRoute(launcher, "cpu")
+    route = CudaBackend(launcher, "cpu")
     rows = torch.cat([some_rows(100, 64, 3), some_rows(1, 64, 4).repeat(40, 1)]).view(-1)
     same = alike(20, 512).view(-1)
     for seed in range(6):
@@ -108,7 +108,7 @@ def test_forced_collisions(hashed: str) -> None:
     launcher = emulation.launcher(
         {"cuda/rows.cuh": ((text[hashed], changed[hashed]),)}, emulation.BF16 | emulation.HASH
     )
-    route = CudaRoute(launcher, "cpu")
+    route = CudaBackend(launcher, "cpu")
     for rows, row_bytes in ((some_rows(60, 64), 64), (alike(20, 512), 512)):
         sources, _ = found((route, torch.device("cpu")), rows.view(-1), row_bytes, [30])
         assert sources == first_of_equals(rows.view(-1), row_bytes)

@@ -17,7 +17,7 @@ from cuda_frames import CPU, frame_of, pad, words
 from places import PYTHONPATH, ROOT
 
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cuda.backend import CudaRoute, GatherTable, Own, Parameter, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import CudaBackend, GatherTable, Own, Parameter, new_status, raise_failure
 
 SECONDS = 1500
 
@@ -64,7 +64,7 @@ def test_the_emulated_tests_are_clean(file: str, environment: dict[str, str]) ->
 
 def trial() -> None:
     """Every kind of kernel once, on tensors without room around them."""
-    route = CudaRoute(emulation.launcher(_planted()), "cpu")
+    route = CudaBackend(emulation.launcher(_planted()), "cpu")
     tensor = words(torch.bfloat16, 3001)
     memory = torch.empty(3002, dtype=torch.bfloat16)
     memory[1:] = tensor

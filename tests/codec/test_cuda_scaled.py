@@ -14,7 +14,7 @@ from test_cuda_misaligned import assert_guarded, at_offset, offsets
 from ds_zipccl import kernels
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels.cuda import backend
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.lossy import Int, TacoFp8
 
 KINDS = list(corpus.SUMMED.values())
@@ -147,7 +147,7 @@ def test_refused_codes(kernel: Kernel) -> None:
 
 
 def test_the_observer_is_told_of_each_tensor(launches: list[backend.Launch]) -> None:
-    route, codec = CudaRoute(emulation.launcher(), "cpu"), TacoFp8(128, True)
+    route, codec = CudaBackend(emulation.launcher(), "cpu"), TacoFp8(128, True)
     tensor, scales, codes = (
         words(300, torch.bfloat16),
         torch.zeros(3, dtype=torch.uint8),
@@ -166,7 +166,7 @@ def test_the_observer_is_told_of_each_tensor(launches: list[backend.Launch]) -> 
 
 def test_wrong_arguments_are_refused_before_a_launch() -> None:
     launcher = NoLauncher()
-    route, tensor, codec = CudaRoute(launcher, "cpu"), torch.zeros(300), TacoFp8(128, True)
+    route, tensor, codec = CudaBackend(launcher, "cpu"), torch.zeros(300), TacoFp8(128, True)
     scales, codes = torch.ones(3, dtype=torch.uint8), torch.zeros(384, dtype=torch.uint8)
     for refused in (
         lambda: route.encode_scaled(tensor, codec, scales[:2], codes),
@@ -194,6 +194,6 @@ def test_any_order_of_threads() -> None:
         for seed in range(6):
             launcher.seed(seed)
             for codec in (TacoFp8(32, True), Int(6, 512, True)):
-                check((CudaRoute(launcher, "cpu"), CPU), words(3001, torch.bfloat16, seed), codec)
+                check((CudaBackend(launcher, "cpu"), CPU), words(3001, torch.bfloat16, seed), codec)
     finally:
         launcher.seed(0)

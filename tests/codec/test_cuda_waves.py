@@ -16,7 +16,7 @@ from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import waves
-from ds_zipccl.kernels.cuda.backend import DTYPES, CudaRoute, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import DTYPES, CudaBackend, new_status, raise_failure
 
 H100 = 132
 MIB = 1 << 20
@@ -98,7 +98,7 @@ def trial(seed: int, launcher: emulation.EmulatedLauncher, dtype: torch.dtype = 
     tensors[-1][2000:3000] = 0
     bound = [compress_bound(tensor.numel(), dtype, block=128) for tensor in tensors]
     for multiprocessors in (1, 8, 20):
-        route = CudaRoute(noted, "cpu", multiprocessors)
+        route = CudaBackend(noted, "cpu", multiprocessors)
         slots = [slot(size, tensors[0].device) for size in bound]
         overflows = torch.zeros(1, dtype=torch.int32)
         route.encode_frames(tensors, "cascade", 128, [at for at, _ in slots], overflows)
@@ -148,7 +148,7 @@ def test_a_change_in_parts(launcher: emulation.EmulatedLauncher) -> None:
     for multiprocessors in (1, 20):
         launcher.residents(1)
         noted = Recording(launcher)
-        route = CudaRoute(noted, "cpu", multiprocessors)
+        route = CudaBackend(noted, "cpu", multiprocessors)
         out = torch.full((compress_bound(9000, torch.bfloat16, block=256),), GUARD, dtype=torch.uint8)
         payloads.append(out[: route.encode_delta(tensor, base, 256, out)])
         back = torch.empty_like(tensor)

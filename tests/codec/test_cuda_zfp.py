@@ -12,7 +12,7 @@ from test_cuda_misaligned import assert_guarded, at_offset, offsets
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import backend
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 
 KINDS = list(corpus.SUMMED.values())
 
@@ -103,7 +103,7 @@ def test_codes_of_any_content(kernel: Kernel) -> None:
 
 
 def test_the_observer_is_told_of_each_tensor(launches: list[backend.Launch]) -> None:
-    route, tensor = CudaRoute(emulation.launcher(), "cpu"), test_zfp._finite(300, torch.bfloat16, 1)
+    route, tensor = CudaBackend(emulation.launcher(), "cpu"), test_zfp._finite(300, torch.bfloat16, 1)
     codes, back = torch.zeros(code_bytes(300, 8), dtype=torch.uint8), torch.empty_like(tensor)
     route.encode_zfp(tensor, 8, codes)
     route.decode_zfp(codes, 8, back)
@@ -118,7 +118,7 @@ def test_the_observer_is_told_of_each_tensor(launches: list[backend.Launch]) -> 
 def test_wrong_arguments_are_refused_before_a_launch() -> None:
     launcher = NoLauncher()
     route, tensor, codes = (
-        CudaRoute(launcher, "cpu"),
+        CudaBackend(launcher, "cpu"),
         torch.zeros(300),
         torch.zeros(code_bytes(300, 8), dtype=torch.uint8),
     )
@@ -145,6 +145,6 @@ def test_any_order_of_threads() -> None:
     try:
         for seed in range(6):
             launcher.seed(seed)
-            check((CudaRoute(launcher, "cpu"), CPU), test_zfp._finite(3001, torch.float16, seed), 5 + seed)
+            check((CudaBackend(launcher, "cpu"), CPU), test_zfp._finite(3001, torch.float16, seed), 5 + seed)
     finally:
         launcher.seed(0)

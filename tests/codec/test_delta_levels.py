@@ -60,7 +60,7 @@ def _cases() -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
                 yield block, *_case(dtype, numel, share, span, seed)
 
 
-def _payload(route: kernels.Route, words: torch.Tensor, base: torch.Tensor, block: int) -> torch.Tensor:
+def _payload(route: kernels.KernelBackend, words: torch.Tensor, base: torch.Tensor, block: int) -> torch.Tensor:
     # RAW blocks are the worst case, with 4 bytes a block for the table and 20 a chunk for the index and paddings.
     blocks = -(-words.numel() // block)
     out = torch.full((words.nbytes + 64 * blocks + 4096,), 0xA5, dtype=torch.uint8)

@@ -45,9 +45,9 @@ def test_a_known_tensor_is_its_hash(route: str, dtype: torch.dtype) -> None:
 def test_bools_travel_as_bits() -> None:
     for numel in (0, 1, 7, 8, 9, 1000, 4096):
         words = torch.from_numpy(corpus.hashes(numel, 4) % np.uint64(3) == 0)
-        buffer = torch.full((codecs.bits.frame_bytes(numel) + 8,), 0xA5, dtype=torch.uint8)
+        buffer = torch.full((codecs.known.bits_frame_bytes(numel) + 8,), 0xA5, dtype=torch.uint8)
         frame = codecs.bits_frame(words, buffer)
-        assert frame is not None and frame.numel() == 32 + -(-numel // 8) == codecs.bits.frame_bytes(numel)
+        assert frame is not None and frame.numel() == 32 + -(-numel // 8) == codecs.known.bits_frame_bytes(numel)
         assert (buffer[frame.numel() :] == 0xA5).all()
         assert frame.numpy().tobytes()[32:] == from_format._plane(words.int().tolist())
         assert torch.equal(codecs.decompress(frame), words)

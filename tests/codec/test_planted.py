@@ -42,7 +42,7 @@ IDENTITY: dict[str, Callable[[], None]] = {
 class OneBit:
     """A route whose decoder gets one bit of one word wrong: the last word, its lowest bit."""
 
-    def __init__(self, good: kernels.Route) -> None:
+    def __init__(self, good: kernels.KernelBackend) -> None:
         self._good = good
         self.encode = good.encode
 
@@ -69,7 +69,7 @@ class Plant:
     changes: dict[str, str]
     check: Callable[[], None]
 
-    def route(self, folder: Path) -> backend.NativeRoute:
+    def route(self, folder: Path) -> backend.CppBackend:
         """The C++ route with the mistake in it."""
         csrc = folder / "csrc"
         shutil.copytree(build.CSRC, csrc)
@@ -81,7 +81,7 @@ class Plant:
         flags = tuple("-O0" if flag == "-O3" else flag for flag in build.CPU.flags)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "CSRC", csrc)
-            return backend.NativeRoute(ctypes.CDLL(str(build.build(dataclasses.replace(build.CPU, flags=flags)))))
+            return backend.CppBackend(ctypes.CDLL(str(build.build(dataclasses.replace(build.CPU, flags=flags)))))
 
 
 def _tail_sizes() -> None:

@@ -28,12 +28,13 @@ from builds import Binary, Change
 from corpus import assert_same_bits
 
 from ds_zipccl import codecs, kernels
-from ds_zipccl.codecs import factors, lowrank, row_map
+from ds_zipccl.codecs import factors, lowrank
+from ds_zipccl.codecs import rows as row_codec
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cpp.lowrank import NativeLowRank
-from ds_zipccl.kernels.cpp.zfp import NativeZfp
-from ds_zipccl.kernels.lossy_protocol import ScaledCodec
+from ds_zipccl.kernels.cpp.backend import CppBackend
+from ds_zipccl.kernels.cpp.interface import SIGNATURES
+from ds_zipccl.kernels.protocol import ScaledCodec
 from ds_zipccl.lossy import Int
 
 #: The C++ route, whatever functions a test takes.
@@ -261,15 +262,15 @@ def test_right_kernels_in_the_same_place_pass(calls: dict[str, Any], monkeypatch
 
 # --- proofs, and the codec written from the document
 
-_read_map = row_map.read_map
+_read_map = row_codec.read_map
 
 
-def _no_sources(fields: row_map.Fields, data: np.ndarray, reach: int) -> row_map.RowMap:
+def _no_sources(fields: row_codec.Fields, data: np.ndarray, reach: int) -> row_codec.RowMap:
     """As if the receiver held any number of rows."""
-    return _read_map(fields, data, row_map.MOST_ROWS)
+    return _read_map(fields, data, row_codec.MOST_ROWS)
 
 
-def _unmarked(fields: row_map.Fields, data: np.ndarray, reach: int) -> row_map.RowMap:
+def _unmarked(fields: row_codec.Fields, data: np.ndarray, reach: int) -> row_codec.RowMap:
     """The map of a frame without the proof that sources are not repeated: as read if every row were in front."""
     bits = np.unpackbits(data, bitorder="little")
     repeated = np.flatnonzero(bits[: fields.rows])
@@ -280,7 +281,7 @@ def _unmarked(fields: row_map.Fields, data: np.ndarray, reach: int) -> row_map.R
     at = fields.rows + len(others)
     distances = [int(bits[at + 3 * i : at + 3 * i + 3] @ (1, 2, 4)) + 1 for i in range(len(repeated))]
     literals = np.setdiff1d(others, scaled)
-    return row_map.RowMap(
+    return row_codec.RowMap(
         literals, repeated, repeated - distances, scaled, scaled - 1 - int(bits[at + 3 * len(repeated)])
     )
 
@@ -295,7 +296,7 @@ def test_a_missing_proof_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) 
         test_refused_rows_and_lossy.test_rows_are_refused_with_their_code(case, "native")
 
     check()
-    monkeypatch.setattr(row_map, "read_map", PROOFS[case])
+    monkeypatch.setattr(row_codec, "read_map", PROOFS[case])
     with pytest.raises((AssertionError, pytest.fail.Exception, RuntimeError)):
         check()
 
@@ -366,18 +367,22 @@ def test_mistakes_in_the_factors_are_noticed(name: str, monkeypatch: pytest.Monk
 # --- the C++ code of low-rank frames and ZFP
 
 FOLDERS = {"csrc": build.CSRC, "fuzz": Path(asan.__file__).parent}
-#: Codec -> its functions over a library that has these alone.
-CALLS = {"lowrank": NativeLowRank, "zfp": NativeZfp}
+#: Codec -> the functions of its file.
+CALLS = {
+    "lowrank": ("zipccl_multiply", "zipccl_multiply_add", "zipccl_orthonormalize"),
+    "zfp": tuple(name for name in SIGNATURES if name.startswith("zipccl_zfp")),
+}
 
 
 def _sources(codec: str) -> dict[str, tuple[str, ...]]:
     return {f"csrc/cpu/lossy/{codec}.cpp": (), f"fuzz/{codec}_alone.cpp": ()}
 
 
-def _library(codec: str, changes: Mapping[str, tuple[Change, ...]]) -> NativeLowRank | NativeZfp:
+def _library(codec: str, changes: Mapping[str, tuple[Change, ...]]) -> CppBackend:
     """The functions of a codec alone, with mistakes in them."""
     flags = ("-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-pthread")
-    return CALLS[codec](ctypes.CDLL(str(Binary(codec, FOLDERS, _sources(codec), flags, ("-shared",), changes).path())))
+    path = Binary(codec, FOLDERS, _sources(codec), flags, ("-shared",), changes).path()
+    return CppBackend(ctypes.CDLL(str(path)), CALLS[codec])
 
 
 def _fuzzed(codec: str, changes: Mapping[str, tuple[Change, ...]], cases: int) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ import torch
 from builds import Binary, Change
 
 from ds_zipccl import codecs, kernels
-from ds_zipccl.codecs import row_map
+from ds_zipccl.codecs import rows as row_map
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cpp import backend
@@ -126,7 +126,7 @@ def test_a_frame_without_repeats_asks_for_no_map(monkeypatch: pytest.MonkeyPatch
     def never(*_: object) -> None:
         raise AssertionError("a map was asked for")
 
-    monkeypatch.setattr(backend.NativeRoute, "pack_repeats", never)
+    monkeypatch.setattr(backend.CppBackend, "pack_repeats", never)
     words = torch.arange(1 << 12, dtype=torch.float32)
     assert _frames(words, 64, [1 << 12], "native", "raw") == [None]
     words[64:128] = words[:64]  # the control

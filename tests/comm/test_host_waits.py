@@ -19,7 +19,7 @@ KNOWN = (
     *sorted(DEVICE.glob("*.py")),
     *ON_DEVICE,
     PACKAGE / "tensors.py",
-    PACKAGE / "kernels/cuda/frames.py",
+    PACKAGE / "kernels/cuda/jobs.py",
     PACKAGE / "kernels/cuda/backend.py",
 )
 FILES = [file for file in [*sorted(DEVICE.glob("*.py")), *ON_DEVICE] if file.name != "sizes.py"]

@@ -13,7 +13,7 @@ import torch
 from ds_zipccl.comm.device import sizes
 from ds_zipccl.comm.device.reports import Reports
 from ds_zipccl.comm.device.streams import Streams
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.ops import OPS
 
 CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
@@ -40,13 +40,13 @@ def test_every_bit_arrives(ranks: int) -> None:
 
 def wrong_words() -> None:
     """From now on the first element of every gathered tensor has a wrong bit."""
-    decode = CudaRoute.decode_gather
+    decode = CudaBackend.decode_gather
 
-    def wrong(self: CudaRoute, staging: torch.Tensor, table: Any, outs: Any, *more: Any, **named: Any) -> None:
+    def wrong(self: CudaBackend, staging: torch.Tensor, table: Any, outs: Any, *more: Any, **named: Any) -> None:
         decode(self, staging, table, outs, *more, **named)
         outs[0].view(torch.uint8)[:1] ^= 1
 
-    CudaRoute.decode_gather = wrong  # type: ignore[method-assign]
+    CudaBackend.decode_gather = wrong  # type: ignore[method-assign]
 
 
 def test_a_wrong_bit_is_noticed() -> None:

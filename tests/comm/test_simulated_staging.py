@@ -19,14 +19,14 @@ from ds_zipccl.comm.host.side_stream import SideStream
 from ds_zipccl.comm.host.staging import HostStaging
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 
 BLOCK, NUMEL = 128, 5000
 MODES = (world.Modes(), *world.ALL_MODES)
 
 
 @pytest.fixture
-def route() -> Iterator[CudaRoute]:
+def route() -> Iterator[CudaBackend]:
     host_staging._frame_kernels.cache_clear()
     yield launcher.route()
     host_staging._frame_kernels.cache_clear()
@@ -72,7 +72,7 @@ def round_trips(rank: int, ranks: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seeds", [10, pytest.param(60, marks=pytest.mark.full(reason="more seeds"))])
-def test_no_seed_finds_a_race(route: CudaRoute, seeds: int) -> None:
+def test_no_seed_finds_a_race(route: CudaBackend, seeds: int) -> None:
     for seed in range(seeds):
         got = world.run(round_trips, 1, seed=seed, modes=MODES[seed % len(MODES)], route=route)
         assert got.values == [[(2, 3), (2, 3), (1, 2)]]
@@ -98,7 +98,7 @@ def hashes(rank: int, ranks: int) -> int:
 
 
 @pytest.mark.parametrize("seeds", [2, pytest.param(10, marks=pytest.mark.full(reason="more seeds"))])
-def test_hashes(route: CudaRoute, seeds: int) -> None:
+def test_hashes(route: CudaBackend, seeds: int) -> None:
     for seed in range(seeds):
         assert world.run(hashes, 1, seed=seed, modes=MODES[seed % len(MODES)], route=route).values == [2]
 
@@ -126,7 +126,7 @@ def waits_without(number: int) -> Any:
     ids=["caller", "headers", "agreements", "end"],
 )
 def test_a_dropped_wait_is_noticed(
-    route: CudaRoute, monkeypatch: pytest.MonkeyPatch, plant: Any, places: tuple[str, ...]
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, plant: Any, places: tuple[str, ...]
 ) -> None:
     plant(monkeypatch)
     with pytest.raises(world.Fault) as fault:

@@ -11,7 +11,7 @@ from pathlib import Path
 from builds import Binary, Change
 
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 
 #: ZIPCCL_PARTS with the kernels of every dtype, of bfloat16 alone, of bytes, of hashes and the search for rows, of rounded words, of scaled
 #: payloads and of ZFP.
@@ -95,6 +95,6 @@ def launcher(changes: Mapping[str, tuple[Change, ...]] | None = None, parts: int
     return EmulatedLauncher(ctypes.CDLL(str(binary(changes, parts).path())))
 
 
-def load() -> CudaRoute:
+def load() -> CudaBackend:
     """The route, for CPU tensors: of few multiprocessors, so that small messages are cut and larger ones are not."""
-    return CudaRoute(launcher(), "cpu", MULTIPROCESSORS)
+    return CudaBackend(launcher(), "cpu", MULTIPROCESSORS)

@@ -4,7 +4,6 @@
 #pragma once
 #include <fstream>
 
-extern "C" void zipccl_hash(const void* data, uint64_t bytes, const uint64_t* key, uint64_t* out, int32_t threads);
 const uint64_t no_key[2] = {0, 0};
 
 namespace {

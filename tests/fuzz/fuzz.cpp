@@ -12,40 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu/rows/row_calls.h"
+#include "cpu/interface.h"
 #include "drawn.h"
-
-struct ZipcclSegment {  // as in cpu/chunks.h
-  const void* words;
-  uint64_t numel;
-  void* out;
-  uint64_t bytes;
-};
-extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads);
-extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
-                                 int32_t threads);
-extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
-                                     int32_t fp32_sums, int32_t threads);
-extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uint64_t numel, void* out, int32_t dtype, uint32_t block,
-                                        int32_t threads);
-extern "C" int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* base, void* words, uint64_t numel, int32_t dtype,
-                                       uint32_t block, int32_t threads);
-extern "C" void zipccl_round_words(const void* words, uint64_t numel, int32_t dtype, uint32_t mantissa, void* out, int32_t threads);
-extern "C" void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block,
-                                      uint64_t* untrimmed, int32_t threads);
-extern "C" int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
-                                         int32_t threads);
-extern "C" int32_t zipccl_decode_rounded_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype,
-                                             uint32_t block, int32_t fp32_sums, int32_t threads);
-extern "C" int32_t zipccl_decode_rounded_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype,
-                                              uint32_t block, int32_t threads);
-extern "C" int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
-                                      int32_t threads);
-extern "C" void zipccl_row_factors(const uint8_t* words, int32_t dtype, uint64_t width, const int32_t* rows, const int32_t* sources,
-                                   uint64_t count, uint32_t* factors, int32_t threads);
-extern "C" void zipccl_predict_rows(const uint8_t* words, int32_t dtype, uint64_t width, const int32_t* sources, const uint32_t* factors,
-                                    uint64_t count, uint8_t* out, int32_t threads);
-extern "C" int32_t zipccl_force_level(const char* name);
 
 namespace {
 

@@ -9,13 +9,8 @@
 
 #include <vector>
 
+#include "cpu/interface.h"
 #include "drawn.h"
-
-extern "C" void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
-                                uint8_t* words, int32_t threads);
-extern "C" void zipccl_multiply_add(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m,
-                                    int32_t dtype, uint8_t* sums, int32_t fp32_sums, int32_t threads);
-extern "C" void zipccl_orthonormalize(float* columns, uint64_t n, uint32_t rank, double* room);
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/rows/row_calls.h"
+#include "cpu/interface.h"
 #include "drawn.h"
 
 namespace {

@@ -1,18 +1,6 @@
 // Scaled payloads for fuzz.cpp, which includes this file behind its own functions: scales and codes in memory of exactly their size.
 #pragma once
 
-struct ZipcclScaling {  // as in cpu/level.h
-  uint32_t integers, bits, log2, hadamard;
-};
-extern "C" uint64_t zipccl_scaled_encode(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint8_t* scales,
-                                         uint8_t* codes, int32_t threads);
-extern "C" int32_t zipccl_scaled_decode(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype,
-                                        const ZipcclScaling* scaling, uint8_t* words, int32_t threads);
-extern "C" int32_t zipccl_scaled_add(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
-                                     uint8_t* sums, int32_t fp32_sums, int32_t threads);
-extern "C" void zipccl_scaled_project(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint8_t* out,
-                                      int32_t threads);
-
 namespace {
 
 std::string text(const Exact& from, uint64_t size) { return size ? std::string(reinterpret_cast<char*>(from.data), size) : std::string(); }

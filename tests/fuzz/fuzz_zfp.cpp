@@ -6,13 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cpu/interface.h"
 #include "drawn.h"
-
-extern "C" int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads);
-extern "C" void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads);
-extern "C" void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* sums, int32_t fp32_sums,
-                                      int32_t threads);
-extern "C" void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads);
 
 namespace {
 

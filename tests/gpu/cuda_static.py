@@ -26,8 +26,8 @@ from ds_zipccl import kernels
 from ds_zipccl.cli.tables import Column, Table, write_json
 from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.cuda import backend, cupy_kernels
-from ds_zipccl.kernels.cuda.rounded import TRIMMED
+from ds_zipccl.kernels.cuda import backend, cupy_kernels, interface, launches
+from ds_zipccl.kernels.cuda.jobs import TRIMMED
 from ds_zipccl.lossy import Round
 
 RESULTS = ROOT / "docs" / "results" / "cuda_static.json"
@@ -115,9 +115,9 @@ def resources(report: str) -> dict[str, dict[str, int]]:
 
 def dynamic_shared(kernel: str) -> int:
     """Bytes of shared memory with which the route launches the kernel."""
-    what = max((name for name in backend.SHARED_BYTES if kernel.startswith(f"zipccl_{name}")), key=len)
+    what = max((name for name in interface.SHARED_BYTES if kernel.startswith(f"zipccl_{name}")), key=len)
     itemsize = next((dtype.itemsize for dtype, kind in backend.DTYPES.items() if f"_{kind}" in kernel), 1)
-    return backend.SHARED_BYTES[what][itemsize]
+    return interface.SHARED_BYTES[what][itemsize]
 
 
 # ---- issue slots -----------------------------------------------------------------------------------------------------
@@ -151,10 +151,10 @@ def gaussian(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.where(x.float() == 0, torch.ones(ELEMENTS), x.float()).to(dtype)
 
 
-class WholeChunks(backend.CudaRoute):
-    """The route with the launches of large messages, whose chunks are not cut."""
+class WholeChunks(launches.Launches):
+    """The launches of large messages, whose chunks are not cut."""
 
-    def _split(self, what: str, itemsize: int, chunks: int, device: torch.device) -> int:
+    def split(self, what: str, itemsize: int, chunks: int, device: torch.device) -> int:
         return 0
 
 
@@ -170,7 +170,7 @@ def few_changed(numbers: torch.Tensor) -> torch.Tensor:
     return numbers + units.to(numbers.dtype)
 
 
-def run_delta(route: backend.CudaRoute, plain: kernels.Route, new: torch.Tensor, base: torch.Tensor) -> None:
+def run_delta(route: backend.CudaBackend, plain: kernels.KernelBackend, new: torch.Tensor, base: torch.Tensor) -> None:
     """Code ``new`` against ``base`` and back, in blocks of 1024.
 
     Raises:
@@ -184,7 +184,7 @@ def run_delta(route: backend.CudaRoute, plain: kernels.Route, new: torch.Tensor,
     assert torch.equal(out.view(torch.uint8), new.view(torch.uint8)), base.dtype
 
 
-def run_rounded(route: backend.CudaRoute, plain: kernels.LossyRoute, words: torch.Tensor) -> None:
+def run_rounded(route: backend.CudaBackend, plain: kernels.LossyBackend, words: torch.Tensor) -> None:
     """Code ``words`` of :data:`MANTISSA` bits and back, and round them alone, in blocks of 1024.
 
     Raises:
@@ -210,7 +210,8 @@ def run_all(launcher: sass.SassLauncher) -> None:
     Raises:
         AssertionError: a result differs from that of the CPU's route.
     """
-    route, plain = WholeChunks(launcher, "cpu"), kernels.route("native")
+    route, plain = backend.CudaBackend(launcher, "cpu"), kernels.route("native")
+    route._launches = WholeChunks(launcher, "cpu", None)
     for dtype, kind in backend.DTYPES.items():
         words = gaussian(dtype)
         for code in ("wide", "cascade"):  # the slots of a decoder are those of the last

@@ -53,7 +53,7 @@ def main(name: str) -> int:
         torch.full((3,), -1, dtype=dtype, device=device).tolist()
     new_status(device).item()
     route = where.HERE.route(name)  # which loads its kernels
-    route._launcher = recorder = Recorder(route._launcher)
+    route._launches._launcher = recorder = Recorder(route._launches._launcher)
     (stream,) = where.HERE.streams(1)
     halves = []
     with where.HERE.spinning() as held, where.HERE.on(stream):

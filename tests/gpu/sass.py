@@ -357,7 +357,7 @@ def translate(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 class SassLauncher:
-    """Launcher of :class:`ds_zipccl.kernels.cuda.backend.CudaRoute` for CPU tensors: runs the blocks of a kernel one after the other."""
+    """Launcher of :class:`ds_zipccl.kernels.cuda.backend.CudaBackend` for CPU tensors: runs the blocks of a kernel one after the other."""
 
     def __init__(self, listing: str, cubin: bytes, architecture: int) -> None:
         self.codes = parse(listing)

@@ -11,7 +11,7 @@ import torch
 import where
 
 from ds_zipccl.codecs import compress_bound
-from ds_zipccl.kernels.cuda.backend import CudaRoute, new_status, raise_failure
+from ds_zipccl.kernels.cuda.backend import CudaBackend, new_status, raise_failure
 
 FIRST_LAUNCH = Path(__file__).with_name("first_launch.py")
 ROUTES = ("native", "cupy")
@@ -20,7 +20,7 @@ ROUNDS, FIRST_SECONDS = 20, 50
 
 
 @pytest.fixture(params=[f"cuda-{name}" for name in ROUTES])
-def route(request: pytest.FixtureRequest) -> CudaRoute:
+def route(request: pytest.FixtureRequest) -> CudaBackend:
     if where.missing():
         pytest.skip(where.missing())
     return where.HERE.route(request.param.removeprefix("cuda-"))
@@ -47,7 +47,7 @@ def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return all(torch.equal(a, b) for a, b in pieces)
 
 
-def test_two_streams_at_once(route: CudaRoute) -> None:
+def test_two_streams_at_once(route: CudaBackend) -> None:
     """Different data and dtypes; the host waits once, at the end."""
     sets = [
         [words(where.HERE.size(numel), dtype, seed) for seed in range(3)]
@@ -77,7 +77,7 @@ def test_two_streams_at_once(route: CudaRoute) -> None:
             assert same_bits(sums, (tensor.float() + tensor.float()).to(tensor.dtype))
 
 
-def test_one_multiprocessor_is_free(route: CudaRoute) -> None:
+def test_one_multiprocessor_is_free(route: CudaBackend) -> None:
     """A chunk waits for earlier chunks only, so all kernels end on one multiprocessor, while the others are held."""
     tensor = words(where.HERE.size(40_000_001), torch.bfloat16, 5)
     slot, out, sums = slot_for(tensor), torch.empty_like(tensor), torch.empty_like(tensor)
@@ -118,7 +118,7 @@ def test_first_launches_behind_a_spinning_kernel(name: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "numel"), [(torch.bfloat16, 2_200_000_123), (torch.float8_e4m3fn, (1 << 32) + 4099)], ids=["bf16", "e4m3"]
 )
-def test_more_than_4_gib(route: CudaRoute, dtype: torch.dtype, numel: int) -> None:
+def test_more_than_4_gib(route: CudaBackend, dtype: torch.dtype, numel: int) -> None:
     """More bytes than 32 bits count, and more elements."""
     numel = where.HERE.size(numel)
     tile = words(min(numel, 1 << 26), dtype, 9).view(torch.uint8)
@@ -136,7 +136,7 @@ def test_more_than_4_gib(route: CudaRoute, dtype: torch.dtype, numel: int) -> No
     assert same_bits(out, tensor)
 
 
-def test_capture_and_replay(route: CudaRoute) -> None:
+def test_capture_and_replay(route: CudaBackend) -> None:
     """A graph codes what its input holds when it is replayed."""
     inputs = [words(where.HERE.size(1_000_003), torch.bfloat16, seed) for seed in range(4)]
     static, slot, out = inputs[0].clone(), slot_for(inputs[0]), torch.empty_like(inputs[0])

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 
 
 class Where(Protocol):
@@ -21,7 +21,7 @@ class Where(Protocol):
     device: torch.device
     backend: str
 
-    def route(self, name: str) -> CudaRoute:
+    def route(self, name: str) -> CudaBackend:
         """The route over the kernels of csrc/cuda."""
         ...
 
@@ -57,7 +57,7 @@ class Where(Protocol):
 class OnGpu:
     device, backend = torch.device("cuda"), "nccl"
 
-    def route(self, name: str) -> CudaRoute:
+    def route(self, name: str) -> CudaBackend:
         found: Any = kernels.route(name, "cuda")
         return found  # type: ignore[no-any-return]
 
@@ -97,7 +97,7 @@ class OnCpu:
 
     device, backend = torch.device("cpu"), "shim"
 
-    def route(self, name: str) -> CudaRoute:
+    def route(self, name: str) -> CudaBackend:
         import emulation
 
         return emulation.load()

@@ -27,7 +27,7 @@ from programs import launch, reference
 from torch import nn
 
 from ds_zipccl.comm import topology
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.ops import OPS
 
 SECTION = {"enabled": True, "mode": "always", "min_bytes": 1024, "nccl": "on", "nccl_min_bytes": 4096}
@@ -221,14 +221,14 @@ def test_a_wrong_bit_shows(two: tuple[Run, Run], tmp_path: Path) -> None:
 
 def flip_a_bit() -> None:
     """From now on the first element of every gathered tensor has a wrong bit."""
-    decode = CudaRoute.decode_gather
+    decode = CudaBackend.decode_gather
 
-    def wrong(self: CudaRoute, staging: torch.Tensor, table: Any, outs: Any, *more: Any, **named: Any) -> None:
+    def wrong(self: CudaBackend, staging: torch.Tensor, table: Any, outs: Any, *more: Any, **named: Any) -> None:
         decode(self, staging, table, outs, *more, **named)
         first = outs if isinstance(outs, torch.Tensor) else outs[0]
         first.view(torch.uint8)[:1] ^= 1
 
-    CudaRoute.decode_gather = wrong  # type: ignore[method-assign]
+    CudaBackend.decode_gather = wrong  # type: ignore[method-assign]
 
 
 @pytest.mark.full

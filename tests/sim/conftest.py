@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from sim import launcher
 
@@ -18,7 +18,7 @@ def no_gpu() -> None:
 
 
 @pytest.fixture(scope="session")
-def route() -> CudaRoute:
+def route() -> CudaBackend:
     """The package's CUDA kernels, emulated, for runs of the simulator."""
     kernels.route()  # the CPU's route is built, if at all, before a rank needs it
     return launcher.route()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from sim.device import mine
 from sim.tensor import DeviceTensor, PinnedTensor
 
@@ -17,7 +17,7 @@ _told = threading.local()
 
 
 def observe(launch: Any) -> None:
-    """Keep what ``ds_zipccl.kernels.cuda.backend`` says about the launch that follows: the tensors that it reads and writes."""
+    """Keep what ``ds_zipccl.kernels.cuda.launches`` says about the launch that follows: the tensors that it reads and writes."""
     _told.launch = launch
 
 
@@ -41,11 +41,11 @@ class SimulatedLauncher:
         gpu.launch("kernel", kernel, body, reads, writes)
 
 
-def route() -> CudaRoute:
+def route() -> CudaBackend:
     """The package's CUDA kernels, emulated, behind the route of CUDA tensors."""
     import emulation
 
-    return CudaRoute(SimulatedLauncher(emulation.launcher()), multiprocessors=emulation.MULTIPROCESSORS)
+    return CudaBackend(SimulatedLauncher(emulation.launcher()), multiprocessors=emulation.MULTIPROCESSORS)
 
 
 def kernel(

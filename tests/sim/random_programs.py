@@ -25,7 +25,7 @@ from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import context, streams
 from ds_zipccl.comm.group_state import group_nodes, resolve_group
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels import Route
+from ds_zipccl.kernels import KernelBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import world
@@ -193,7 +193,7 @@ def _any_modes(draw: random.Random) -> world.Modes:
 
 def run(
     seed: int,
-    route: Route,
+    route: KernelBackend,
     ranks: int | None = None,
     names: Sequence[str] = tuple(DRAWN),
     configs: Sequence[ZipcclConfig] = CONFIGS,

@@ -17,7 +17,7 @@ from ds_zipccl.comm import Agreed
 from ds_zipccl.comm.bases import agreed as agreements
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import device, world
@@ -140,7 +140,7 @@ def steps(
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full(reason="slower"))])
-def test_steps(route: CudaRoute, ranks: int) -> None:
+def test_steps(route: CudaBackend, ranks: int) -> None:
     for seed, modes in enumerate(world.ALL_MODES):
         counters.reset()
         dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
@@ -159,7 +159,7 @@ def late(rank: int, ranks: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full(reason="slower"))])
-def test_the_first_gathers_agree(route: CudaRoute, ranks: int) -> None:
+def test_the_first_gathers_agree(route: CudaBackend, ranks: int) -> None:
     for seed, modes in enumerate(world.ALL_MODES):
         counters.reset()
         world.run(late, ranks, seed, seed=seed, modes=modes, route=route)
@@ -183,13 +183,13 @@ def unasked(rank: int, ranks: int) -> tuple[int, int]:
     return found
 
 
-def test_the_host_asks_the_device_nothing(route: CudaRoute) -> None:
+def test_the_host_asks_the_device_nothing(route: CudaBackend) -> None:
     for seed, modes in enumerate(world.ALL_MODES):
         assert world.run(unasked, 3, seed=seed, modes=modes, route=route).values == [(0, 0)] * 3
 
 
 @pytest.mark.full
-def test_gathers_in_another_dtype(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathers_in_another_dtype(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of 32 bits that are gathered in 16, as with autocast; the memory for the conversion is small and used again."""
     monkeypatch.setattr(agreements, "MAX_JOBS", 1)
     for seed, modes in enumerate(world.ALL_MODES):
@@ -199,7 +199,7 @@ def test_gathers_in_another_dtype(route: CudaRoute, monkeypatch: pytest.MonkeyPa
         assert rows == {"all_gather_into_tensor": 0, "agreement": 7 * 2}
 
 
-def test_fragments_and_pieces(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fragments_and_pieces(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of several frames, in several messages."""
     monkeypatch.setattr(wire, "device_piece_numel", lambda *call: 1024)
     monkeypatch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
@@ -247,7 +247,7 @@ def edits(rank: int, ranks: int, seed: int) -> Seen:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full(reason="slower"))])
-def test_edits_give_the_right_bits_or_stop_all_ranks(route: CudaRoute, ranks: int) -> None:
+def test_edits_give_the_right_bits_or_stop_all_ranks(route: CudaBackend, ranks: int) -> None:
     stopped = 0
     seeds = 24 if ranks > 2 else 12
     for seed in range(seeds):
@@ -277,7 +277,7 @@ def groups(rank: int, ranks: int) -> str:
     return str(raised.value)
 
 
-def test_all_ranks_learn_of_a_failure_in_a_small_group(route: CudaRoute) -> None:
+def test_all_ranks_learn_of_a_failure_in_a_small_group(route: CudaBackend) -> None:
     for text in world.run(groups, 4, route=route).values:
         assert "expert.weight of group rank 1 refused" in text and "layers" not in text
 
@@ -303,7 +303,7 @@ def planted(rank: int, ranks: int, who: tuple[int, ...]) -> str:
     return ""
 
 
-def test_a_stale_epoch_is_noticed(route: CudaRoute) -> None:
+def test_a_stale_epoch_is_noticed(route: CudaBackend) -> None:
     for seed in range(4):
         said = world.run(planted, 2, (0, 1), seed=seed, route=route).values
         assert all("layers.3.weight of group rank 0 refused" in text for text in said), said
@@ -312,7 +312,7 @@ def test_a_stale_epoch_is_noticed(route: CudaRoute) -> None:
             world.run(planted, 2, (1,), seed=seed, route=route)
 
 
-def test_a_stale_layout_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_layout_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agreements that get one version all, so that a gather finds the layout of another epoch."""
     monkeypatch.setattr(agreements, "_versions", itertools.repeat(1))
     monkeypatch.setattr(agreements, "_plans", {})
@@ -328,7 +328,7 @@ def unequal(rank: int, ranks: int) -> None:
     assert all(model.gather([3, 4])())
 
 
-def test_sizes_of_one_rank_are_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_one_rank_are_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that do not agree: each takes its own sizes."""
     world.run(unequal, 2, route=route)
     maximum = NcclTransport.max

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.device import gather
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -38,7 +38,7 @@ def captured(rank: int, ranks: int, case: str) -> None:
 
 
 @every_case
-def test_capture(route: CudaRoute, case: str) -> None:
+def test_capture(route: CudaBackend, case: str) -> None:
     """The plain collective is in the graph, and its replay sends what is in the tensors then."""
     counters.reset()
     world.run(captured, 2, case, route=route)
@@ -59,7 +59,7 @@ def coalesced(rank: int, ranks: int, case: str) -> None:
 
 
 @every_case
-def test_coalescing_manager(route: CudaRoute, case: str) -> None:
+def test_coalescing_manager(route: CudaBackend, case: str) -> None:
     counters.reset()
     world.run(coalesced, 2, case, route=route)
     assert reasons() == {PassReason.COALESCED.value: 4}
@@ -74,7 +74,7 @@ def alone(rank: int, ranks: int) -> None:
         once(case, 0, 1, group=groups[rank])
 
 
-def test_groups_of_one(route: CudaRoute) -> None:
+def test_groups_of_one(route: CudaBackend) -> None:
     counters.reset()
     world.run(alone, 2, route=route)
     assert reasons() == {PassReason.ONE_RANK.value: 4}
@@ -107,7 +107,7 @@ def passing_groups(rank: int, ranks: int, rounds: int) -> tuple[int, int]:
 
 
 @pytest.mark.full(reason="slow; test_two_groups_at_once has groups in the short tier")
-def test_groups_come_and_go(route: CudaRoute) -> None:
+def test_groups_come_and_go(route: CudaBackend) -> None:
     few, many = (world.run(passing_groups, 3, rounds, seed=5, route=route).values for rounds in (4, 8))
     assert [states for states, _ in many] == [0, 0, 0]
     assert [live for _, live in many] == [live for _, live in few]
@@ -123,7 +123,7 @@ def mixed(rank: int, ranks: int) -> None:
     assert (state.backend("cpu"), state.backend("cuda")) == ("gloo", "nccl")
 
 
-def test_groups_of_two_backends(route: CudaRoute) -> None:
+def test_groups_of_two_backends(route: CudaBackend) -> None:
     counters.reset()
     world.run(mixed, 2, route=route)
     assert not reasons()
@@ -147,7 +147,7 @@ def two_groups(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("modes", [HARD, world.Modes(one_queue=True)])
-def test_two_groups_at_once(route: CudaRoute, modes: world.Modes) -> None:
+def test_two_groups_at_once(route: CudaBackend, modes: world.Modes) -> None:
     """With CUDA_DEVICE_MAX_CONNECTIONS=1 too."""
     for seed in range(2):
         world.run(two_groups, 4, seed=seed, modes=modes, route=route)
@@ -177,7 +177,7 @@ def odd_tensors(rank: int, ranks: int, case: str) -> None:
 
 
 @every_case
-def test_odd_tensors(route: CudaRoute, case: str) -> None:
+def test_odd_tensors(route: CudaBackend, case: str) -> None:
     for seed, modes in enumerate((world.Modes(declared=True), HARD)):
         world.run(odd_tensors, 2 + seed, case, seed=seed, modes=modes, route=route)
 

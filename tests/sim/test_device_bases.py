@@ -16,7 +16,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases import agreed, proof
 from ds_zipccl.comm.device.streams import Streams
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import world
@@ -73,7 +73,7 @@ def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype, kind: str) -> No
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["device", "host"])
-def test_steps(route: CudaRoute, ranks: int, kind: str) -> None:
+def test_steps(route: CudaBackend, ranks: int, kind: str) -> None:
     modes = list(enumerate(world.ALL_MODES))
     for seed, mode in {2: modes[-1:], 3: modes[:4], 4: modes[4:]}[ranks]:
         counters.reset()
@@ -85,7 +85,7 @@ def test_steps(route: CudaRoute, ranks: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [[[0], [1]], [[0, 1], [2]]], ids=str)
-def test_host_memory_of_nodes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, nodes: list[list[int]]) -> None:
+def test_host_memory_of_nodes(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nodes: list[list[int]]) -> None:
     """A rank that is alone on its node shares no memory, and takes part in the collectives of ranks that do."""
     monkeypatch.setattr(topology, "by_node", lambda *call: nodes)
     for seed in range(3):
@@ -101,7 +101,7 @@ def twice(rank: int, ranks: int, seed: int) -> None:
     assert all(second()) and all(first())
 
 
-def test_a_base_is_written_before_it_is_read(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_is_written_before_it_is_read(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "by_node", lambda *call: [[0], [1]])
     for seed in range(3):
         world.run(twice, 2, seed, seed=seed, route=route)
@@ -117,7 +117,7 @@ def never_stepping(rank: int, ranks: int) -> str:
     return str(raised.value)
 
 
-def test_a_program_without_steps_looks_too(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_steps_looks_too(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreed, "COPIES_UNCHECKED", 3)
     for said in world.run(never_stepping, 2, route=route).values:
         assert "gathered before, and changed since" in said
@@ -125,7 +125,7 @@ def test_a_program_without_steps_looks_too(route: CudaRoute, monkeypatch: pytest
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["device", "host"])
-def test_fragments_and_pieces(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_fragments_and_pieces(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Parameters of several frames, in several messages."""
     monkeypatch.setattr(wire, "device_piece_numel", lambda *call: 1024)
     monkeypatch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
@@ -133,7 +133,7 @@ def test_fragments_and_pieces(route: CudaRoute, monkeypatch: pytest.MonkeyPatch,
     world.run(steps, 2, 1, torch.bfloat16, kind, seed=1, modes=world.ALL_MODES[-1], route=route)
 
 
-def test_nothing_is_sent_twice(route: CudaRoute) -> None:
+def test_nothing_is_sent_twice(route: CudaBackend) -> None:
     """Bytes on the wire: in full, as differences after a step, none within an epoch, and none of a frozen parameter ever again."""
     everything, frozen = list(range(len(SIZES))), [0, 3]
 
@@ -173,7 +173,7 @@ def _bit(model: Based) -> None:
     model.slots[2].memory[0, 5:6].view(torch.int16).bitwise_xor_(1)
 
 
-def test_a_base_that_differs(route: CudaRoute) -> None:
+def test_a_base_that_differs(route: CudaBackend) -> None:
     """One bit of one rank's base: that parameter goes in full on all ranks, once."""
     counters.reset()
     world.run(broken, 2, _bit, route=route)
@@ -191,7 +191,7 @@ def changed(rank: int, ranks: int, later: bool) -> None:
         model.step(1) if later else comm.check_frames(model.device, config=CONFIG)
 
 
-def test_a_change_within_an_epoch_stops_the_job(route: CudaRoute) -> None:
+def test_a_change_within_an_epoch_stops_the_job(route: CudaBackend) -> None:
     for later in (False, True):
         world.run(changed, 2, later, route=route)
 
@@ -209,11 +209,11 @@ def refused(rank: int, ranks: int) -> None:
         comm.check_frames(model.device, config=CONFIG)
 
 
-def test_a_refused_difference_stops_the_job(route: CudaRoute) -> None:
+def test_a_refused_difference_stops_the_job(route: CudaBackend) -> None:
     world.run(refused, 2, route=route)
 
 
-def test_other_words_altogether(route: CudaRoute) -> None:
+def test_other_words_altogether(route: CudaBackend) -> None:
     """Words that do not shrink, against bases that tell nothing."""
 
     def program(rank: int, ranks: int) -> None:
@@ -230,7 +230,7 @@ def test_other_words_altogether(route: CudaRoute) -> None:
     world.run(program, 2, route=route)
 
 
-def test_a_base_that_is_gone(route: CudaRoute) -> None:
+def test_a_base_that_is_gone(route: CudaBackend) -> None:
     """Bases go with their engine; its parameters may be gathered still."""
 
     def program(rank: int, ranks: int) -> None:
@@ -282,7 +282,7 @@ def _early_read(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "mistake", [_no_proof, _nothing_kept, _stale_epoch, _nobody_looks, _early_read], ids=lambda one: one.__name__
 )
-def test_a_mistake_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]) -> None:
+def test_a_mistake_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]) -> None:
     mistake(monkeypatch)
     with pytest.raises((AssertionError, world.Fault, pytest.fail.Exception, comm.CommError)):
         test_a_base_that_differs(route)
@@ -311,7 +311,7 @@ def _late_read(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("mistake", [_unordered_writes, _late_read], ids=lambda one: one.__name__)
 def test_a_mistake_with_shared_memory_is_noticed(
-    route: CudaRoute, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]
 ) -> None:
     """No detector sees memory of two ranks: some order of their work gives wrong words."""
     mistake(monkeypatch)

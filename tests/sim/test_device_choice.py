@@ -18,7 +18,7 @@ from ds_zipccl.comm.device import calibration, choice, clock
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import device_profile, group_state, resolve_group
 from ds_zipccl.config import ConfigError, ZipcclConfig
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import step_rules
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.device_rules import DeviceProfile
@@ -61,7 +61,7 @@ def measured(rank: int, ranks: int, nodes: int) -> Any:
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full), (2, 1)])
-def test_all_ranks_measure_the_same(route: CudaRoute, ranks: int, nodes: int) -> None:
+def test_all_ranks_measure_the_same(route: CudaBackend, ranks: int, nodes: int) -> None:
     for seed, modes in enumerate((world.Modes(), world.ALL_MODES[-1])):
         outcome = world.run(measured, ranks, nodes, seed=seed, modes=modes, route=route)
         assert len(set(outcome.values)) == 1
@@ -133,7 +133,7 @@ TRIAL = (
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_all_ranks_switch_at_one_step(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """The last rank is slower with frames, and it decides; to the other ranks frames look faster."""
     with_profile(monkeypatch, SLOW)
 
@@ -154,7 +154,7 @@ def test_all_ranks_switch_at_one_step(route: CudaRoute, monkeypatch: pytest.Monk
 
 
 @pytest.mark.full
-def test_frames_stay_where_they_are_faster(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_stay_where_they_are_faster(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     with_profile(monkeypatch, SLOW)
     monkeypatch.setattr(choice, "mark", FakeClock(lambda rank, coded: 0.8 if coded else 1.0).mark)
     outcome = world.run(steps, 2, TRIAL + 5, route=route)
@@ -172,7 +172,7 @@ def decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "agreed_seconds", own)
 
 
-def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     with_profile(monkeypatch, SLOW)
     decides_alone(monkeypatch)
 
@@ -184,7 +184,7 @@ def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaRoute, monkeypa
         world.run(steps, 2, TRIAL + 5, route=route)
 
 
-def test_marks_of_the_device_cost_no_wait(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_of_the_device_cost_no_wait(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wait of the host for a trial, and nothing else waits; in every mode of the machine."""
     with_profile(monkeypatch, SLOW)
     for seed, modes in enumerate((world.Modes(), world.ALL_MODES[-1])):
@@ -218,7 +218,7 @@ def marks_alone(rank: int, ranks: int, count: int) -> list[bool]:
     ],
 )
 def test_static_rules(
-    route: CudaRoute,
+    route: CudaBackend,
     monkeypatch: pytest.MonkeyPatch,
     nodes: int,
     profile: DeviceProfile,
@@ -233,7 +233,7 @@ def test_static_rules(
 
 
 @pytest.mark.parametrize(("nodes", "mode"), [(2, "auto"), (2, "always"), (1, "auto")])
-def test_one_hardware_queue(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, nodes: int, mode: str) -> None:
+def test_one_hardware_queue(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nodes: int, mode: str) -> None:
     """CUDA_DEVICE_MAX_CONNECTIONS is 1 on one rank: moves in mode auto are plain on all ranks, and the start-up line says why."""
     with_profile(monkeypatch, SLOW)
     told = choice.tell
@@ -259,7 +259,7 @@ def static(rank: int, ranks: int, nodes: int, settings: dict[str, Any]) -> bool:
     return coded
 
 
-def test_without_nodes_moves_are_coded(route: CudaRoute) -> None:
+def test_without_nodes_moves_are_coded(route: CudaBackend) -> None:
     """Plain torch.distributed."""
     assert world.run(unknown, 2, route=route).values == [True, True]
 
@@ -269,7 +269,7 @@ def unknown(rank: int, ranks: int) -> bool:
     return a_gather(rank, ranks, moves.coded(**AUTO), 0)
 
 
-def test_match_is_refused(route: CudaRoute) -> None:
+def test_match_is_refused(route: CudaBackend) -> None:
     world.run(matched, 3, route=route)
     world.run(matched, 2, route=route)
 
@@ -293,14 +293,14 @@ def shares(rank: int, ranks: int) -> list[Any]:
     return [choice.never_coded("all_gather_into_tensor", one, "cuda") for one in mine]
 
 
-def test_groups_have_rules_of_their_own(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_have_rules_of_their_own(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of one local rank have their part of the network, and nothing to hide behind a ring inside the node."""
     with_profile(monkeypatch, replace(FAST, network=300e9))
     found = world.run(shares, 4, route=route).values
     assert found == [[PassReason.NETWORK_IS_FASTER, PassReason.INSIDE_NODE, None]] * 4
 
 
-def test_marks_that_were_not_made_or_reached_are_unknown(route: CudaRoute) -> None:
+def test_marks_that_were_not_made_or_reached_are_unknown(route: CudaBackend) -> None:
     world.run(unknown_marks, 2, route=route)
 
 
@@ -338,7 +338,7 @@ def engines(rank: int, ranks: int, order: str) -> list[int]:
     return numbers
 
 
-def test_the_steps_of_one_engine_count(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_of_one_engine_count(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     with_profile(monkeypatch, SLOW)
     assert world.run(engines, 2, "abab" * 2, route=route).values[0] == [1, 1, 2, 2, 3, 3, 4, 4]
     other = "b" * choice._OTHER_STEPS

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.comm.bases import in_place, on_device
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from sim import world
@@ -51,7 +51,9 @@ class Trainer:
         corpus.assert_same_bits(self.whole.cpu(), wanted)
 
 
-def counted(ranks: int, seed: int, mode: world.Modes, route: CudaRoute, program: Callable[..., Any]) -> dict[str, Any]:
+def counted(
+    ranks: int, seed: int, mode: world.Modes, route: CudaBackend, program: Callable[..., Any]
+) -> dict[str, Any]:
     """Run a program, and return the counts of its gathers."""
     counters.reset()
     world.run(program, ranks, seed=seed, modes=mode, route=route)
@@ -71,14 +73,14 @@ MODES = list(enumerate(world.ALL_MODES))
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
-def test_steps(route: CudaRoute, ranks: int) -> None:
+def test_steps(route: CudaBackend, ranks: int) -> None:
     for seed, mode in [MODES[ranks], MODES[-1]] if ranks == 2 else MODES:
         row = counted(ranks, seed, mode, route, steps)
         assert row["differences"] == {FULL: ranks, "": 3 * ranks}
 
 
 @pytest.mark.full
-def test_fragments_and_pieces(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fragments_and_pieces(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of several frames, in several messages; an encoder reads the own shard while a decoder writes the others."""
     monkeypatch.setattr(wire, "device_piece_numel", lambda *call: 2048)
     monkeypatch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
@@ -87,7 +89,7 @@ def test_fragments_and_pieces(route: CudaRoute, monkeypatch: pytest.MonkeyPatch)
         assert row["differences"] == {FULL: 2, "": 6}
 
 
-def test_bytes(route: CudaRoute) -> None:
+def test_bytes(route: CudaBackend) -> None:
     """A difference is 2.5 times smaller than a frame without a base, and next to nothing where nothing has changed."""
 
     def sent(program: Callable[..., Any]) -> float:
@@ -152,12 +154,12 @@ def renewed(rank: int, ranks: int) -> None:
     [(edited, {FULL: 1, OTHER: 2, "": 1}), (renewed, {FULL: 4, "": 1})],
     ids=["edited", "renewed"],
 )
-def test_what_ranks_hold(route: CudaRoute, program: Callable[..., Any], reasons: dict[str, int]) -> None:
+def test_what_ranks_hold(route: CudaBackend, program: Callable[..., Any], reasons: dict[str, int]) -> None:
     row = counted(2, 5, world.Modes(), route, program)
     assert row["differences"] == {reason: 2 * count for reason, count in reasons.items()}
 
 
-def test_copies_go_with_the_output(route: CudaRoute) -> None:
+def test_copies_go_with_the_output(route: CudaBackend) -> None:
     def kept(address: int) -> bool:
         in_place.IN_PLACE._nbytes()  # drops copies whose output is gone
         return any(address in one.span for one in in_place.IN_PLACE._sent[dist.group.WORLD].values())
@@ -182,7 +184,7 @@ def _no_proof(patch: pytest.MonkeyPatch) -> None:
 
 
 def _equal_hashes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CudaRoute, "hash_regions", lambda self, regions, out, key: out.zero_())
+    patch.setattr(CudaBackend, "hash_regions", lambda self, regions, out, key: out.zero_())
 
 
 def _own_region(patch: pytest.MonkeyPatch) -> None:
@@ -197,7 +199,7 @@ def _own_region(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("mistake", [_no_proof, _equal_hashes, _own_region], ids=lambda one: one.__name__)
-def test_a_mistake_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]) -> None:
+def test_a_mistake_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]) -> None:
     mistake(monkeypatch)
     with pytest.raises(AssertionError):
         test_what_ranks_hold(route, edited, {FULL: 1, OTHER: 2, "": 1})

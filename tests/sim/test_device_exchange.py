@@ -20,7 +20,7 @@ from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import exchange as rules
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
@@ -58,7 +58,7 @@ def assert_coded(calls: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_exchanges(route: CudaRoute, ranks: int) -> None:
+def test_exchanges(route: CudaBackend, ranks: int) -> None:
     sizes = (0, 1, 7, 9001)
     for seed, modes in enumerate(world.ALL_MODES[ranks % 2 :: 3]):
         counters.reset()
@@ -74,14 +74,14 @@ def with_nodes(rank: int, ranks: int, sizes: Sequence[int], nodes: Any, settings
 
 
 @pytest.mark.parametrize("nodes", [PAIRS, ((0, 2), (1, 3)), ((0,), (1, 2, 3)), ((0, 1, 2, 3),)])
-def test_nodes(route: CudaRoute, nodes: Any) -> None:
+def test_nodes(route: CudaBackend, nodes: Any) -> None:
     counters.reset()
     world.run(with_nodes, 4, (1, 9001), nodes, {}, seed=len(nodes[0]), route=route)
     assert_coded(4 * 4 * 2 * 2)
 
 
 @pytest.mark.full(reason="the short tier has other seeds of the same programs")
-def test_many_seeds(route: CudaRoute) -> None:
+def test_many_seeds(route: CudaBackend) -> None:
     for seed, ranks in itertools.product(range(3), (2, 3, 4)):
         modes = world.ALL_MODES[2 * seed + ranks % 2]
         codec = ("cascade", "wide", "raw")[seed % 3]
@@ -109,7 +109,7 @@ def in_steps(rank: int, ranks: int) -> tuple[int, int]:
     return before, mine().counters.collectives["all_to_all"] - before
 
 
-def test_steps(route: CudaRoute) -> None:
+def test_steps(route: CudaBackend) -> None:
     """The even one has a frame of each pair in a step. The skewed one has few busy pairs: four frames of a pair go together."""
     even, pieces = (
         -(-60_000 // rules.even_piece(60_000, 2, 3, 1 << 20)),
@@ -155,7 +155,7 @@ def counted(rank: int, ranks: int, nodes: Any, uneven: bool) -> int:
 
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("nodes", [PAIRS, ((0,), (1,), (2,), (3,))])
-def test_bytes_between_nodes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, nodes: Any, uneven: bool) -> None:
+def test_bytes_between_nodes(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nodes: Any, uneven: bool) -> None:
     monkeypatch.setitem(COLLECTIVE_TRANSPORTS, "nccl", Counting)
     Counting.between = Counting.inside = 0
     words = sum(world.run(counted, 4, nodes, uneven, route=route).values)
@@ -187,7 +187,7 @@ def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], settings: dic
     return coded
 
 
-def test_auto(route: CudaRoute) -> None:
+def test_auto(route: CudaBackend) -> None:
     """Coded where three agreements are saved; otherwise one call in 32 of those of which ranks know nothing ahead."""
     counters.reset()
     even, uneven = [(2048, True)] * 2, [(2048, False)] * 34
@@ -273,7 +273,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_numbers_are_refused(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_wrong_numbers_are_refused(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     column, value = WRONG[name]
     original = communicator._exchange
 
@@ -353,12 +353,12 @@ def thrice(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_planted_mistakes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_planted_mistakes(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     with planted(monkeypatch, name), pytest.raises(AssertionError):  # a fault, or wrong words
         for seed in range(FEW):
             world.run(*((in_steps, 3) if name == "staging" else (thrice, 2)), seed=seed, route=route)
 
 
-def test_without_mistakes(route: CudaRoute) -> None:
+def test_without_mistakes(route: CudaBackend) -> None:
     for seed in range(3):
         world.run(thrice, 2, seed=seed, route=route)

@@ -17,8 +17,7 @@ from ds_zipccl.comm.device.reports import Reports
 from ds_zipccl.comm.device.streams import Streams, streams_of
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.kernels.cuda.backend import CudaRoute
-from ds_zipccl.kernels.cuda.frames import FrameCalls
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from sim import communicator, nccl, world
 from sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared
 from sim.device import mine
@@ -44,7 +43,7 @@ def refused(rank: int, ranks: int, case: str, behind: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("behind", [pytest.param("gather", marks=pytest.mark.full(reason="one is enough")), "uneven"])
 @every_case
-def test_damaged_frame(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: str, behind: str) -> None:
+def test_damaged_frame(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str, behind: str) -> None:
     """A byte of the frame of rank 0 changes on its way to the last rank: all ranks raise at the next agreement, and none hangs."""
     original, damaged = communicator._exchange, []
 
@@ -78,7 +77,7 @@ def checked(rank: int, ranks: int, case: str) -> str:
 
 
 @every_case
-def test_a_wrong_bit_that_one_rank_sees(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_a_wrong_bit_that_one_rank_sees(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """All ranks learn of the outcome of a check before any raises, so that none waits in the next call."""
     assert world.run(checked, 3, case, modes=HARD, route=route).values == ["", "", ""]
     compare = Shadow.compare
@@ -95,7 +94,7 @@ def test_a_wrong_bit_that_one_rank_sees(route: CudaRoute, monkeypatch: pytest.Mo
 
 
 @every_case
-def test_overflow_in_a_slot(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_overflow_in_a_slot(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Slots too small for what is in them, as if a tensor had changed after the sizes were agreed."""
 
     def tight(size: int) -> int:
@@ -133,7 +132,7 @@ def absent(rank: int, ranks: int, case: str) -> tuple[str, float]:
 
 
 @every_case
-def test_rank_that_never_comes(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_rank_that_never_comes(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     monkeypatch.setattr(nccl, "TIMEOUT", timedelta(seconds=0.2))
     for error, seconds in world.run(absent, 3, case, modes=PATIENT, route=route).values[:2]:
         assert "did not come within 0:00:00.2" in error and 0.2 <= seconds < 20
@@ -155,11 +154,11 @@ def broken(rank: int, ranks: int, case: str) -> str:
 
 
 @every_case
-def test_error_in_the_middle(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_error_in_the_middle(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """The rank has its own error at once, the others raise after the timeout: no host blocks, and no memory is used after its end."""
     monkeypatch.setattr(nccl, "TIMEOUT", timedelta(seconds=0.2))
     name, calls = ("encode_gather" if case == "gather" else "encode_frames"), [0]
-    encode = getattr(FrameCalls, name)
+    encode = getattr(CudaBackend, name)
 
     def fails(*arguments: Any, **more: Any) -> None:
         calls[0] += mine().rank == 1
@@ -167,7 +166,7 @@ def test_error_in_the_middle(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, 
             raise MemoryError("planted")
         encode(*arguments, **more)
 
-    monkeypatch.setattr(FrameCalls, name, fails)
+    monkeypatch.setattr(CudaBackend, name, fails)
     got = world.run(broken, 3, case, modes=PATIENT, route=route).values
     assert got == ["CommError", "MemoryError", "CommError"]
 
@@ -186,9 +185,9 @@ def abandoned(rank: int, ranks: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["gather", "exchange"])
-def test_failed_operation_keeps_its_tensors(route: CudaRoute, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_failed_operation_keeps_its_tensors(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     name = "encode_gather" if case == "gather" else "encode_frames"
-    encode, calls = getattr(FrameCalls, name), [0, 0]
+    encode, calls = getattr(CudaBackend, name), [0, 0]
 
     def fails(*arguments: Any, **more: Any) -> None:
         calls[mine().rank] += 1
@@ -196,7 +195,7 @@ def test_failed_operation_keeps_its_tensors(route: CudaRoute, monkeypatch: pytes
             raise MemoryError("planted")
         encode(*arguments, **more)
 
-    monkeypatch.setattr(FrameCalls, name, fails)
+    monkeypatch.setattr(CudaBackend, name, fails)
     for seed in range(2):
         calls[:] = 0, 0
         world.run(abandoned, 2, case, seed=seed, route=route)
@@ -220,7 +219,7 @@ def impatient(rank: int, ranks: int) -> str:
     return str(caught.value)
 
 
-def test_wait_with_a_timeout(route: CudaRoute) -> None:
+def test_wait_with_a_timeout(route: CudaBackend) -> None:
     assert "is not done after 0:00:00.1" in world.run(impatient, 2, modes=PATIENT, route=route).values[0]
 
 
@@ -244,7 +243,7 @@ def dropped(rank: int, ranks: int, case: str) -> list[int]:
 
 
 @every_case
-def test_dropped_handles(route: CudaRoute, case: str) -> None:
+def test_dropped_handles(route: CudaBackend, case: str) -> None:
     for seed in range(3):
         for live in world.run(dropped, 2, case, seed=seed, route=route).values:
             assert len(set(live[3:])) == 1  # three staging buffers, then nothing more
@@ -271,7 +270,7 @@ def waited_elsewhere(rank: int, ranks: int, case: str) -> None:
 
 
 @every_case
-def test_handles_wait_on_any_stream(route: CudaRoute, case: str) -> None:
+def test_handles_wait_on_any_stream(route: CudaBackend, case: str) -> None:
     for seed in range(3):
         world.run(waited_elsewhere, 2, case, seed=seed, route=route)
 
@@ -287,7 +286,7 @@ def repeated(rank: int, ranks: int, case: str, calls: int, mode: str) -> None:
 
 @pytest.mark.full(reason="the largest messages of these tests; test_slabs is short")
 @every_case
-def test_memory(route: CudaRoute, case: str) -> None:
+def test_memory(route: CudaBackend, case: str) -> None:
     """Flat from the first calls on, and no more than the plain collective's, staging_mib and two staging buffers."""
 
     def peaks(calls: int, mode: str) -> list[int]:
@@ -319,7 +318,7 @@ def staging_buffers(rank: int, ranks: int) -> list[int]:
     return found
 
 
-def test_staging_buffers(route: CudaRoute) -> None:
+def test_staging_buffers(route: CudaBackend) -> None:
     grain = 1 << 16
     small, middle, large = 2 * grain, 5 * grain, 14 * grain
     (found,) = world.run(staging_buffers, 1, route=route).values

@@ -10,7 +10,7 @@ import moves
 import pytest
 import torch
 
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
 from sim import world
 
@@ -33,7 +33,7 @@ def machines() -> set[int]:
     return {id(one) for one in gc.get_objects() if type(one) is world.Machine}
 
 
-def test_a_run_leaves_no_memory_behind(route: CudaRoute) -> None:
+def test_a_run_leaves_no_memory_behind(route: CudaBackend) -> None:
     """A process of tests makes thousands of machines; one that cannot fork any more fails in other tests."""
     before = machines()
     world.run(gathers, 2, route=route)
@@ -42,7 +42,7 @@ def test_a_run_leaves_no_memory_behind(route: CudaRoute) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gathers(route: CudaRoute, ranks: int) -> None:
+def test_gathers(route: CudaBackend, ranks: int) -> None:
     counters.reset()
     for seed, modes in enumerate((world.ALL_MODES[0], world.ALL_MODES[-1])):  # the other modes: random programs
         world.run(gathers, ranks, seed=seed, modes=modes, route=route)

@@ -13,7 +13,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.comm.device.streams import Streams, streams_of
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from sim import device, random_programs, world
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0, reduction="fp32")
@@ -94,7 +94,7 @@ def leaking(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Streams, "_take", take)
 
 
-def flat(route: CudaRoute, steps: int) -> bool:
+def flat(route: CudaBackend, steps: int) -> bool:
     """Whether memory is after all steps as it was when the staging buffers had taken their budget."""
     modes = world.Modes(races=False)
     with random_programs.limits(1 << 13):
@@ -106,17 +106,17 @@ def flat(route: CudaRoute, steps: int) -> bool:
 
 
 @pytest.mark.parametrize("steps", [60, pytest.param(400, marks=pytest.mark.full(reason="many steps"))])
-def test_memory_is_flat(route: CudaRoute, steps: int) -> None:
+def test_memory_is_flat(route: CudaBackend, steps: int) -> None:
     assert flat(route, steps)
 
 
-def test_a_leak_is_noticed(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     leaking(monkeypatch)
     assert not flat(route, 40)
 
 
 @pytest.mark.parametrize("budget", [1 << 16, 1 << 18])
-def test_the_peak(route: CudaRoute, budget: int) -> None:
+def test_the_peak(route: CudaBackend, budget: int) -> None:
     """Over plain communication coding needs the budget and two staging buffers. A staging buffer has at most a third of the budget,
     rounded up."""
     sizes, peaks = (20_000, 9_000, 20_000), {}

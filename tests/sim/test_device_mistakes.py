@@ -20,7 +20,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.device.streams import Stage, StagingBuffer, Streams
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from sim import mistakes, random_programs
 
 RAW = random_programs.CONFIGS[-1]
@@ -81,7 +81,7 @@ def orders() -> Iterator[Order]:
                     yield Order(file, node.lineno, text)
 
 
-def noticed(route: CudaRoute, **drawn: Any) -> str:
+def noticed(route: CudaBackend, **drawn: Any) -> str:
     """The text of the first failure; ``drawn`` is of :func:`sim.random_programs.run`."""
     for seed in range(FEW):
         try:
@@ -93,7 +93,7 @@ def noticed(route: CudaRoute, **drawn: Any) -> str:
 
 @pytest.mark.full(reason="many seeds")
 @pytest.mark.parametrize("place", orders(), ids=str)
-def test_a_stream_that_does_not_wait(route: CudaRoute, monkeypatch: MonkeyPatch, place: Order) -> None:
+def test_a_stream_that_does_not_wait(route: CudaBackend, monkeypatch: MonkeyPatch, place: Order) -> None:
     order = Streams.order
 
     def forgetful(self: Streams, first: Stage, second: Stage) -> None:
@@ -190,7 +190,9 @@ PLANTS: dict[Callable[[MonkeyPatch], None], str] = {
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_a_mistake_is_noticed(route: CudaRoute, monkeypatch: MonkeyPatch, plant: Callable[[MonkeyPatch], None]) -> None:
+def test_a_mistake_is_noticed(
+    route: CudaBackend, monkeypatch: MonkeyPatch, plant: Callable[[MonkeyPatch], None]
+) -> None:
     plant(monkeypatch)
     said = noticed(route)
     assert PLANTS[plant] in said or "elements are wrong" in said, said
@@ -214,7 +216,7 @@ def swapped(rank: int, ranks: int, sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(3000, 9000), (3000, 3000), (100, 20_000)])
-def test_another_order_on_a_rank(route: CudaRoute, sizes: tuple[int, int]) -> None:
+def test_another_order_on_a_rank(route: CudaBackend, sizes: tuple[int, int]) -> None:
     """NCCL would hang, or words are not those of the call: a rank refuses the frames, or finds other words in them."""
     with pytest.raises((AssertionError, CommError)):
         mistakes.world.run(swapped, 2, sizes, route=route)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -23,7 +23,7 @@ SHORT, FULL = range(30), range(30, 60)
 
 
 @pytest.mark.parametrize("seeds", [SHORT, pytest.param(FULL, marks=pytest.mark.full(reason="more seeds"))], ids=str)
-def test_random_programs(route: CudaRoute, seeds: range) -> None:
+def test_random_programs(route: CudaBackend, seeds: range) -> None:
     calls: Counter[str] = Counter()
     for seed in seeds:
         calls += random_programs.run(seed, route)
@@ -82,7 +82,7 @@ def one_call(rank: int, ranks: int, name: str, nodes: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("name", "each"), [(name, 1) for name in CODED] + [(name, 2) for name in CODED if name in SUMS]
 )
-def test_host_waits(route: CudaRoute, name: str, each: int) -> None:
+def test_host_waits(route: CudaBackend, name: str, each: int) -> None:
     """On two nodes of ``each`` ranks. The agreement alone waits, by looking at an event; no call blocks."""
     nodes = levels.nodes_of(2, each)
     ranks = sum(map(len, nodes))

@@ -22,7 +22,7 @@ from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums as device_sums
 from ds_zipccl.comm.device.streams import Stage, Streams
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.cuda.backend import CudaRoute, Own
+from ds_zipccl.kernels.cuda.backend import CudaBackend, Own
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -127,7 +127,7 @@ NODES: dict[str, Nodes] = {
 
 
 @pytest.mark.parametrize("name", tiers.mostly_full(NODES, ["3x1", "2x2"], "other nodes are in the short tier"))
-def test_bits_are_those_of_the_documented_order(route: CudaRoute, name: str) -> None:
+def test_bits_are_those_of_the_documented_order(route: CudaBackend, name: str) -> None:
     nodes = NODES[name]
     ranks = sum(map(len, nodes))
     counters.reset()
@@ -140,7 +140,7 @@ def test_bits_are_those_of_the_documented_order(route: CudaRoute, name: str) -> 
 
 
 @pytest.mark.parametrize("name", tiers.mostly_full(["2x2", "3x1"], ["2x2"], "the same code in one level"))
-def test_the_same_in_pieces(route: CudaRoute, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_in_pieces(route: CudaBackend, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces(monkeypatch)
     nodes = NODES[name]
     counters.reset()
@@ -169,7 +169,7 @@ def incompressible(rank: int, ranks: int, nodes: Nodes, texture: str) -> tuple[f
     return want[: size // 2].numpy().tobytes()  # type: ignore[return-value]
 
 
-def test_bits_do_not_depend_on_how_well_words_compress(route: CudaRoute) -> None:
+def test_bits_do_not_depend_on_how_well_words_compress(route: CudaBackend) -> None:
     for nodes in (nodes_of(3, 1), nodes_of(2, 2)):
         ranks = sum(map(len, nodes))
         dense = world.run(incompressible, ranks, nodes, "dense", route=route).values
@@ -197,7 +197,7 @@ def as_nccl(rank: int, ranks: int, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("reduction", tiers.mostly_full(["auto", "match", "plain"], ["auto"], "the same sums"))
-def test_two_ranks_have_the_bits_of_nccl(route: CudaRoute, reduction: str) -> None:
+def test_two_ranks_have_the_bits_of_nccl(route: CudaBackend, reduction: str) -> None:
     world.run(as_nccl, 2, {**ALWAYS, "reduction": reduction}, route=route)
 
 
@@ -221,7 +221,7 @@ def plain_owners(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int]) -> N
 @pytest.mark.parametrize(
     "ranks", [2, pytest.param(4, marks=pytest.mark.full(reason="two ranks are in the short tier"))]
 )
-def test_plain_sums_for_owners(route: CudaRoute, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_sums_for_owners(route: CudaBackend, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for in_pieces in (False, True):
         if in_pieces:
             pieces(monkeypatch)
@@ -288,7 +288,7 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("mistake", tiers.mostly_full(MISTAKES, list(MISTAKES)[:3], "the others are like these"))
-def test_planted_mistakes_are_noticed(route: CudaRoute, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_mistakes_are_noticed(route: CudaBackend, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MISTAKES[mistake](monkeypatch)
     nodes = NODES["2x2" if "->" in mistake else "3x1"]
     with pytest.raises((AssertionError, world.Fault)):

@@ -21,7 +21,7 @@ from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ConfigError, ZipcclConfig
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -98,7 +98,7 @@ def sent_between(
 
 
 def totals(
-    route: CudaRoute, nodes: int, each: int, some: dict[str, dict[str, Any]], calls: Sequence[str]
+    route: CudaBackend, nodes: int, each: int, some: dict[str, dict[str, Any]], calls: Sequence[str]
 ) -> dict[str, float]:
     modes = world.Modes(races=False)
     of_ranks = world.run(
@@ -113,7 +113,7 @@ RAW = {**ALWAYS, "codec": "raw"}
 @pytest.mark.parametrize(
     ("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="two nodes are in the short tier"))]
 )
-def test_no_more_bytes_between_nodes_than_a_ring(route: CudaRoute, nodes: int, each: int) -> None:
+def test_no_more_bytes_between_nodes_than_a_ring(route: CudaBackend, nodes: int, each: int) -> None:
     found, ranks = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS, "plain": PLAIN}, list(CALLS)), nodes * each
     for name in CALLS:
         ring = nodes * (ranks - 1) / ranks * 2 * NUMEL * (1 if name.startswith("reduce_scatter") else 2)
@@ -125,7 +125,7 @@ def test_no_more_bytes_between_nodes_than_a_ring(route: CudaRoute, nodes: int, e
 
 
 @pytest.mark.full(reason="shows that the test before it can fail")
-def test_one_level_sends_more_than_a_ring(route: CudaRoute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_level_sends_more_than_a_ring(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "levels", lambda nodes: False)
     found = totals(route, 2, 4, {"raw": RAW}, ["reduce_scatter_tensor"])
     assert found["raw reduce_scatter_tensor"] > 2.2 * 2 * 7 / 8 * 2 * NUMEL
@@ -145,7 +145,7 @@ def waiting(rank: int, ranks: int) -> int:
     return len(machine().communicators)
 
 
-def test_waits_of_the_host_and_groups(route: CudaRoute) -> None:
+def test_waits_of_the_host_and_groups(route: CudaBackend) -> None:
     counters.reset()
     outcome = world.run(waiting, 4, modes=world.Modes(races=False), route=route)
     waits = {row["op"]: row["host_waits"] / row["calls"] for row in counters.rows()}
@@ -174,7 +174,7 @@ def bounded(rank: int, ranks: int) -> tuple[int, int]:
 
 
 @pytest.mark.full(reason="400,000 elements are many for the emulated kernels")
-def test_memory_is_bounded(route: CudaRoute) -> None:
+def test_memory_is_bounded(route: CudaBackend) -> None:
     for first, second in world.run(bounded, 4, modes=world.Modes(races=False), route=route).values:
         assert 0 < first <= second <= 1 << 20
 
@@ -231,7 +231,7 @@ def reasons(rank: int, ranks: int, nodes: Nodes, settings: dict[str, Any], devic
         ("not ascending", AUTO, "fp32", False),
     ],
 )
-def test_what_is_summed_by_whom(route: CudaRoute, nodes: str, settings: Any, device_sums: str, coded: bool) -> None:
+def test_what_is_summed_by_whom(route: CudaBackend, nodes: str, settings: Any, device_sums: str, coded: bool) -> None:
     counters.reset()
     ranks = sum(map(len, NODES[nodes]))
     world.run(reasons, ranks, NODES[nodes], settings, device_sums, route=route)
@@ -240,7 +240,7 @@ def test_what_is_summed_by_whom(route: CudaRoute, nodes: str, settings: Any, dev
     assert all(found == (set() if coded else {PassReason.PLAIN_SUMS.value}) for found in passed.values()) and passed
 
 
-def test_match_is_refused(route: CudaRoute) -> None:
+def test_match_is_refused(route: CudaBackend) -> None:
     settings = {**ALWAYS, "reduction": "match"}
     with pytest.raises(ConfigError, match=r"no order is promised by NCCL itself.*match is for gloo"):
         world.run(reasons, 3, nodes_of(3, 1), settings, route=route)
@@ -263,7 +263,7 @@ def in_subgroups(rank: int, ranks: int) -> int:
     return len(machine().communicators)
 
 
-def test_subgroups(route: CudaRoute) -> None:
+def test_subgroups(route: CudaBackend) -> None:
     for seed in range(4):
         outcome = world.run(in_subgroups, 8, seed=seed, modes=world.ALL_MODES[seed], route=route)
     assert max(outcome.values) == 5  # those of the program

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ds_zipccl import codecs, devices, tensors
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
 from ds_zipccl.kernels.cuda.status import new_status, raise_failure
 from sim import world
@@ -46,7 +46,7 @@ def compressed(rank: int, ranks: int) -> None:
                 codecs.decompress(frame)
 
 
-def test_codecs(route: CudaRoute) -> None:
+def test_codecs(route: CudaBackend) -> None:
     for seed in range(3):
         world.run(compressed, 1, seed=seed, route=route)
 
@@ -71,7 +71,7 @@ def test_state_and_tensors() -> None:
     world.run(known, 3)
 
 
-def parameters(rank: int, ranks: int, route: CudaRoute, numels: tuple[int, ...], waits: bool) -> int:
+def parameters(rank: int, ranks: int, route: CudaBackend, numels: tuple[int, ...], waits: bool) -> int:
     """A ZeRO-3 gather of several parameters: sizes agreed once, then gathers without a host wait, in place. Returns
     the host waits of the gathers."""
     device = torch.device("cuda", rank)
@@ -124,7 +124,7 @@ def device_waits() -> list[object]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gathers_of_agreed_sizes(route: CudaRoute, ranks: int) -> None:
+def test_gathers_of_agreed_sizes(route: CudaBackend, ranks: int) -> None:
     for seed in range(3):
         assert world.run(parameters, ranks, route, (300, 17, 1500), True, seed=seed).values == [0] * ranks
     fault = noticed(parameters, ranks, route, (300, 17), False)

@@ -10,7 +10,7 @@ import torch
 
 from ds_zipccl import codecs, frame
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from sim import world
 from sim.mistakes import noticed
 
@@ -72,11 +72,11 @@ def segments(rank: int, ranks: int, waits: bool = True) -> None:
 
 
 @pytest.mark.parametrize("seed", tiers.mostly_full(range(3), (0,), "four seconds each"))
-def test_segments(route: CudaRoute, seed: int) -> None:
+def test_segments(route: CudaBackend, seed: int) -> None:
     world.run(segments, 1, seed=seed, route=route)
 
 
-def test_kernels_for_rows_are_work_of_a_stream(route: CudaRoute) -> None:
+def test_kernels_for_rows_are_work_of_a_stream(route: CudaBackend) -> None:
     fault = noticed(segments, 1, False, route=route)
     assert fault.kind == "race" and "zipccl_find_rows" in str(fault), fault
 
@@ -109,5 +109,5 @@ def refused(rank: int, ranks: int) -> None:
     assert raised.value.code == FrameErrorCode.ROWS
 
 
-def test_bad_maps_are_refused(route: CudaRoute) -> None:
+def test_bad_maps_are_refused(route: CudaBackend) -> None:
     world.run(refused, 1, route=route)

@@ -22,8 +22,8 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.comm.device import streams
 from ds_zipccl.comm.host import side_stream
-from ds_zipccl.kernels import Route
-from ds_zipccl.kernels.cuda import backend as kernels_cuda
+from ds_zipccl.kernels import KernelBackend
+from ds_zipccl.kernels.cuda import launches
 from sim import cuda, device
 from sim.communicator import Communicator
 from sim.device import Counters, Gpu
@@ -145,7 +145,7 @@ def run(
     modes: Modes = Modes(),
     arena_bytes: int = ARENA_BYTES,
     trace: Callable[[str], None] | None = None,
-    route: Route | None = None,
+    route: KernelBackend | None = None,
     timeout: float = 120.0,
 ) -> Outcome:
     """Run ``function(rank, ranks, *arguments)`` on each rank, each with a GPU ``cuda:rank`` and the default group of "nccl".
@@ -239,7 +239,7 @@ class _Runtime:
 
 
 @contextlib.contextmanager
-def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
+def _installed(machine: Machine, route: KernelBackend | None) -> Iterator[None]:
     """Replace torch.cuda's streams, torch's memory of GPUs, torch.distributed's groups and the package's kernels for GPUs."""
     _guard()
     constructors = _Constructors(torch._C._VariableFunctions)
@@ -256,7 +256,7 @@ def _installed(machine: Machine, route: Route | None) -> Iterator[None]:
         (torch, "tensor", constructors.tensor),
         (c10d, "_world", multi_threaded_pg.ThreadLocalWorld()),
         (c10d, "default_pg_nccl_timeout", c10d.default_pg_timeout),
-        (kernels_cuda, "observer", observe),
+        (launches, "observer", observe),
         (torch.cuda.nccl, "version", lambda: NCCL_VERSION),
         *((torch.cuda, name, getattr(cuda, name)) for name in cuda.REPLACED),
     ]

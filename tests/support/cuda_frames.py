@@ -7,9 +7,9 @@ import ctypes
 import torch
 
 from ds_zipccl import codecs
-from ds_zipccl.kernels.cuda.backend import CudaRoute
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 
-Kernel = tuple[CudaRoute, torch.device]
+Kernel = tuple[CudaBackend, torch.device]
 CPU = torch.device("cpu")
 
 GUARD = 0x5C

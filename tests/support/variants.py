@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from ds_zipccl import kernels
-from ds_zipccl.kernels.cuda import launchers
-from ds_zipccl.kernels.cuda.backend import CudaRoute
-from ds_zipccl.kernels.lossy_protocol import ScaledCodec
+from ds_zipccl.kernels.cuda import load
+from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.kernels.protocol import ScaledCodec
 
 
 class OnDevice:
     """A CUDA route for CPU tensors, so that the tests of every route are its tests too."""
 
-    def __init__(self, route: CudaRoute) -> None:
+    def __init__(self, route: CudaBackend) -> None:
         self.route = route
 
     def encode(
@@ -196,10 +196,10 @@ class OnDevice:
 
 
 #: The CUDA kernels, emulated and, on a machine with a GPU, on the GPU: routes for tests alone.
-FOR_TESTS: dict[str, Callable[[], kernels.Route]] = {"emulated": emulation.load}
+FOR_TESTS: dict[str, Callable[[], kernels.KernelBackend]] = {"emulated": emulation.load}
 if torch.cuda.is_available():
-    FOR_TESTS["cuda-native"] = lambda: OnDevice(launchers.load_native())
-    FOR_TESTS["cuda-cupy"] = lambda: OnDevice(launchers.load_cupy())
+    FOR_TESTS["cuda-native"] = lambda: OnDevice(load.load_native())
+    FOR_TESTS["cuda-cupy"] = lambda: OnDevice(load.load_cupy())
 kernels.ROUTES["cpu"] |= FOR_TESTS
 
 

@@ -17,8 +17,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.frame import HEADER_BYTES
-from ds_zipccl.kernels.cuda.frames import frame_bytes
-from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
+from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter, frame_bytes
 from ds_zipccl.policy import wire
 
 

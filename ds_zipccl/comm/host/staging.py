@@ -21,7 +21,8 @@ from ds_zipccl.codecs.registry import spec_for
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.side_stream import SideStream
 from ds_zipccl.frame import HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pack, pad16, parse
-from ds_zipccl.kernels.cuda.backend import NO_FAILURE, CudaRoute, raise_failure
+from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.kernels.cuda.status import NO_FAILURE, raise_failure
 from ds_zipccl.kernels.sums import add
 
 #: Device types whose frames go through host memory.
@@ -36,13 +37,13 @@ _STATUS_WORDS = 64
 
 
 @functools.cache
-def _frame_kernels(device: str, route: str) -> CudaRoute | None:
+def _frame_kernels(device: str, route: str) -> CudaBackend | None:
     """Return the kernels that make and read whole frames on a device type; None without such kernels. The first call may build them."""
     try:
         found = kernels.route(kernels.preferred(route, device), device)
     except kernels.RouteUnavailable:
         return None
-    return found if isinstance(found, CudaRoute) else None
+    return found if isinstance(found, CudaBackend) else None
 
 
 class HostStaging:

@@ -19,7 +19,7 @@ def squares_of(flat: torch.Tensor, values: torch.Tensor, route: str) -> tuple[fl
     """Return the sum of the squares of ``values`` - ``flat``, and of those of ``flat``, over the finite elements of ``flat``, added in
     fp64."""
     if fused := kernels.compiled(route, flat.device.type):
-        return fused.squares(flat, values)
+        return fused.squared_error(flat, values)
     of_error = of_values = 0.0
     for sent, arrived in zip(flat.split(_PART), values.split(_PART), strict=True):
         wide = sent.float()

@@ -8,7 +8,7 @@
 #include "cpu/lossy/rounded.h"
 #include "cpu/rows/rows.h"
 #include "cpu/lossy/scaled.h"
-#include "cpu/lossy/squares.h"
+#include "cpu/lossy/squared_error.h"
 #include "cpu/sum.h"
 #include "cpu/delta/change_avx512.h"
 

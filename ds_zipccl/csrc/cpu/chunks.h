@@ -17,14 +17,6 @@
 #include <emmintrin.h>
 #endif
 
-// One payload to be encoded: numel words to `out`, which must hold the bound of its payload; `bytes` is the result.
-struct ZipcclSegment {
-  const void* words;
-  uint64_t numel;
-  void* out;
-  uint64_t bytes;
-};
-
 namespace zipccl {
 namespace {
 

@@ -1,6 +1,7 @@
 // The level in use: chosen once, by the instructions of the CPU; tests may force a lower level.
 #include <string.h>
 
+#include "cpu/interface.h"
 #include "cpu/level.h"
 
 namespace {
@@ -38,11 +39,9 @@ const ZipcclLevel* chosen = best();
 
 const ZipcclLevel& zipccl_chosen() { return *chosen; }
 
-// Name of the level in use.
-extern "C" const char* zipccl_level() { return chosen->name; }
+const char* zipccl_level() { return chosen->name; }
 
-// Uses the named level from now on, or the best one for "auto". Returns 0, or 1 where it does not exist or the CPU lacks it.
-extern "C" int32_t zipccl_force_level(const char* name) {
+int32_t zipccl_force_level(const char* name) {
   if (!strcmp(name, "auto")) {
     chosen = best();
     return 0;

@@ -2,11 +2,11 @@
 #include "cpu/hash.h"
 
 #include "cpu/chunks.h"
+#include "cpu/interface.h"
 
 using namespace zipccl;
 
-// Hash of `bytes` bytes with the two u64 of `key`: two u64 to `hash`.
-extern "C" void zipccl_hash(const void* data, uint64_t bytes, const uint64_t* key, uint64_t* hash, int32_t threads) {
+void zipccl_hash(const void* data, uint64_t bytes, const uint64_t* key, uint64_t* hash, int32_t threads) {
   constexpr uint64_t kBytes = 8 * kHashWords, kPiece = 64;  // of a block; blocks that a thread takes at a time
   ZipcclLevel::HashBlocks* const hash_blocks = zipccl_chosen().hash;
   const uint8_t* const from = static_cast<const uint8_t*>(data);

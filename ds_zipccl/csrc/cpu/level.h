@@ -46,7 +46,7 @@ struct ZipcclLevel {
   using RowFactor = uint32_t(const uint8_t* source, const uint8_t* row, uint64_t width);
   using PredictRow = void(const uint8_t* source, uint64_t width, uint32_t factor, uint8_t* out);
 
-  using AddSquares = void(const uint8_t* words, const uint8_t* values, uint64_t numel, double* sums);  // cpu/lossy/squares.h
+  using AddSquaredError = void(const uint8_t* words, const uint8_t* values, uint64_t numel, double* sums);  // cpu/lossy/squared_error.h
 
   // cpu/lossy/rounded.h: as Encode, of words rounded to `mantissa` bits.
   using EncodeRounded = uint32_t(const uint8_t* const* blocks, uint32_t numel, uint32_t block, uint32_t mantissa, void* workspace,
@@ -78,7 +78,7 @@ struct ZipcclLevel {
   EncodeScaled* encode_scaled[ZIPCCL_FP32 + 1];
   DecodeScaled* decode_scaled[ZIPCCL_FP32 + 1];
   ProjectScaled* project_scaled[ZIPCCL_FP32 + 1];
-  AddSquares* add_squares[ZIPCCL_FP32 + 1];
+  AddSquaredError* add_squared_error[ZIPCCL_FP32 + 1];
   Multiply* multiply[ZIPCCL_FP32 + 1];
   Orthonormalize* orthonormalize;
 };
@@ -132,6 +132,6 @@ const ZipcclLevel& zipccl_chosen();
       ZIPCCL_SCALED(encode_scaled, LANES),                                                                                \
       ZIPCCL_SCALED(decode_scaled, LANES),                                                                                \
       ZIPCCL_SCALED(project_scaled, LANES),                                                                               \
-      ZIPCCL_ROWS(add_squares),                                                                                           \
+      ZIPCCL_ROWS(add_squared_error),                                                                                     \
       ZIPCCL_ROWS(lowrank::multiply),                                                                                     \
       zipccl::lowrank::orthonormalize}

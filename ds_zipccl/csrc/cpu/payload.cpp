@@ -1,10 +1,10 @@
 // The C interface of the exponent codec on the CPU: whole payloads (FORMAT.md section 2).
 #include "cpu/chunks.h"
+#include "cpu/interface.h"
 
 using namespace zipccl;
 
-// Encodes `count` segments of `dtype` with `code` (0 cascade, 1 wide).
-extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads) {
+void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::Encode* const encode_chunk = zipccl_chosen().encode[type][code];
   const uint64_t chunk_bytes = uint64_t(block) * kChunkBlocks * kItemsize[type];
@@ -15,22 +15,18 @@ extern "C" void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t d
                   });
 }
 
-// Decodes a payload of `bytes` bytes to numel words of `dtype`. Returns 0 or a FrameErrorCode; the words are then undefined.
-extern "C" int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
-                                 int32_t threads) {
+int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   return decode_payload(zipccl_chosen().decode[type], payload, bytes, words, numel, kItemsize[type], block, threads);
 }
 
-// Decodes a payload and adds it to numel sums: of `dtype` (1 to 3) itself, each rounded to it, or floats if `fp32_sums`.
-extern "C" int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
-                                     int32_t fp32_sums, int32_t threads) {
+int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block, int32_t fp32_sums,
+                          int32_t threads) {
   const ZipcclType type = type_of(dtype);
   return add_payload(zipccl_chosen().add[type][fp32_sums != 0], payload, bytes, sums, numel, kItemsize[type], block, fp32_sums, threads);
 }
 
-// Adds numel words of `dtype` (1 to 3) to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
-extern "C" void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t fp32_sums, int32_t threads) {
+void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t fp32_sums, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][fp32_sums != 0];
   const uint64_t itemsize = kItemsize[type], sum_size = fp32_sums ? 4 : itemsize, part = kBytesPerThread / itemsize;
@@ -43,17 +39,15 @@ extern "C" void zipccl_add(const void* words, uint64_t numel, void* sums, int32_
   });
 }
 
-// The squares of values - words, and those of words, summed over the numel words of `dtype` (1 to 3) that are finite: two sums. They depend
-// on no number of threads.
-extern "C" void zipccl_squares(const void* words, const void* values, uint64_t numel, int32_t dtype, double* sums, int32_t threads) {
+void zipccl_squared_error(const void* words, const void* values, uint64_t numel, int32_t dtype, double* sums, int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  ZipcclLevel::AddSquares* const add_squares = zipccl_chosen().add_squares[type];
+  ZipcclLevel::AddSquaredError* const add_squared_error = zipccl_chosen().add_squared_error[type];
   const uint64_t itemsize = kItemsize[type], part = kBytesPerThread / itemsize;
   std::vector<double> parts(2 * ((numel + part - 1) / part));
   std::atomic<uint64_t> ticket{0};
   on_threads(useful_threads(threads, numel * itemsize), [&] {
     for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;)
-      add_squares(static_cast<const uint8_t*>(words) + first * itemsize, static_cast<const uint8_t*>(values) + first * itemsize,
+      add_squared_error(static_cast<const uint8_t*>(words) + first * itemsize, static_cast<const uint8_t*>(values) + first * itemsize,
                   std::min(numel - first, part), &parts[2 * (first / part)]);
   });
   sums[0] = sums[1] = 0;

@@ -1,8 +1,9 @@
-// The kernels behind a plain C interface. Functions return 0 or a cudaError_t, and mean the current device.
+// The kernels behind the C interface of cuda/interface.h.
 //
 // The build compiles this file once for each part of the kernels; the one with part 1 has the interface.
 #include <string.h>
 
+#include "cuda/interface.h"
 #include "cuda/kernels.cuh"
 
 namespace zipccl_launch {
@@ -32,19 +33,16 @@ const struct Listed : Part {
 }  // namespace
 
 #if ZIPCCL_PARTS & 1
-// The kernel of that name, null if there is none.
-extern "C" const void* zipccl_cuda_kernel(const char* name) {
+const void* zipccl_cuda_kernel(const char* name) {
   for (const Part* part = parts; part; part = part->next)
     for (const Kernel* kernel = part->begin; kernel < part->end; ++kernel)
       if (!strcmp(kernel->name, name)) return kernel->entry;
   return nullptr;
 }
 
-extern "C" int32_t zipccl_cuda_device(int32_t* device) { return cudaGetDevice(device); }
+int32_t zipccl_cuda_device(int32_t* device) { return cudaGetDevice(device); }
 
-// Loads a kernel, and allows launches with `shared` bytes of shared memory. CUDA otherwise loads kernels when they are first launched; then
-// it waits for the device, which never ends beside a kernel that waits for another rank.
-extern "C" int32_t zipccl_cuda_load(const void* kernel, uint32_t shared) {
+int32_t zipccl_cuda_load(const void* kernel, uint32_t shared) {
   cudaFuncAttributes attributes;
   cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
   if (!status) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
@@ -54,12 +52,10 @@ extern "C" int32_t zipccl_cuda_load(const void* kernel, uint32_t shared) {
   return status;
 }
 
-// Puts a kernel with `params`, the struct that is its parameter, on a stream, as a grid of x times y blocks of threads; does not wait.
-extern "C" int32_t zipccl_cuda_start(const void* kernel, uint32_t x, uint32_t y, uint32_t threads, uint32_t shared, const void* params,
-                                     void* stream) {
+int32_t zipccl_cuda_start(const void* kernel, uint32_t x, uint32_t y, uint32_t threads, uint32_t shared, const void* params, void* stream) {
   void* arguments[] = {const_cast<void*>(params)};
   return cudaLaunchKernel(kernel, dim3(x, y), dim3(threads), arguments, shared, static_cast<cudaStream_t>(stream));
 }
 
-extern "C" const char* zipccl_cuda_error(int32_t status) { return cudaGetErrorString(cudaError_t(status)); }
+const char* zipccl_cuda_error(int32_t status) { return cudaGetErrorString(cudaError_t(status)); }
 #endif

@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "lib"
 
 
 def library() -> Path | None:
-    """Return the library of the C++ route for this CPU that lies in the package, None where there is none.
+    """Return the library of the C++ backend for this CPU that lies in the package, None where there is none.
 
     Its name has the content of sources and flags. So a library of other sources, or one with flags that differ, is not taken.
     """

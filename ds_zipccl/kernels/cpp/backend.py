@@ -1,141 +1,65 @@
-"""The C++ route: a plain C interface called through ctypes, which releases the interpreter lock."""
+"""The C++ kernel backend: csrc/cpu through ctypes, which releases the interpreter lock."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.frame import DTYPE_IDS
+from ds_zipccl.frame import DTYPE_IDS, FrameError
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.build import shipped
-from ds_zipccl.kernels.cpp.lossy import NativeLossy, Segment, check
-from ds_zipccl.kernels.cpp.lowrank import NativeLowRank
-from ds_zipccl.kernels.cpp.rows import RowFrames, Search
-from ds_zipccl.kernels.cpp.scaled import NativeScaled
-from ds_zipccl.kernels.cpp.zfp import NativeZfp
+from ds_zipccl.kernels.c_functions import bind
+from ds_zipccl.kernels.cpp.interface import (
+    CODES,
+    GROUP_STAYS,
+    SIGNATURES,
+    TILE,
+    Literals,
+    Map,
+    Repeats,
+    RowSegment,
+    Scaling,
+    Search,
+    Segment,
+)  # fmt: skip
+from ds_zipccl.kernels.protocol import ScaledCodec
+from ds_zipccl.lossy import Int, TacoFp8
 
 
-class _Literals(ctypes.Structure):
-    """ZipcclLiterals of csrc/cpu/rows/row_calls.h."""
-
-    _fields_ = [
-        ("words", ctypes.c_void_p),
-        ("numel", ctypes.c_uint64),
-        ("width", ctypes.c_uint64),
-        ("head", ctypes.c_uint64),
-        ("rows", ctypes.c_void_p),
-        ("count", ctypes.c_uint64),
-    ]
-
-
-class _Repeats(ctypes.Structure):
-    """ZipcclRepeats of csrc/cpu/rows/row_calls.h."""
-
-    _fields_ = [
-        ("words", ctypes.c_void_p),
-        ("width", ctypes.c_uint64),
-        ("itemsize", ctypes.c_uint64),
-        ("first", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
-        ("sources", ctypes.c_void_p),
-        ("literals", ctypes.c_void_p),
-        ("map", ctypes.c_void_p),
-        ("room", ctypes.c_uint64),
-        ("repeats", ctypes.c_uint64),
-        ("plain", ctypes.c_uint64),
-        ("bits", ctypes.c_uint64),
-    ]
-
-
-class _Map(ctypes.Structure):
-    """ZipcclMap of csrc/cpu/rows/row_calls.h."""
-
-    _fields_ = [
-        ("map", ctypes.c_void_p),
-        ("count", ctypes.c_uint64),
-        ("repeats", ctypes.c_uint64),
-        ("bits", ctypes.c_uint64),
-        ("reach", ctypes.c_uint64),
-        ("literals", ctypes.c_void_p),
-        ("repeated", ctypes.c_void_p),
-        ("sources", ctypes.c_void_p),
-    ]
-
-
-#: code -> its number in ZipcclCode of csrc/cpu/level.h.
-_CODES = {"cascade": 0, "wide": 1}
-
-
-class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
-    """Route over the library of csrc/cpu; see :class:`ds_zipccl.kernels.Route`.
+class CppBackend:
+    """Kernel backend over the library of csrc/cpu; see :class:`ds_zipccl.kernels.KernelBackend` and
+    :class:`ds_zipccl.kernels.LossyBackend`.
 
     Tensors of a few MiB and more are spread over ``torch.get_num_threads()`` threads.
+
+    Args:
+        names: the functions that the library has.
     """
 
     #: Bits that count in the hashes of rows; fewer in tests, so that hashes collide.
     hash_mask = (1 << 64) - 1
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        NativeLossy.__init__(self, library)
-        NativeScaled.__init__(self, library)
-        NativeZfp.__init__(self, library)
-        NativeLowRank.__init__(self, library)
-        pointer, u64, i32, u32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32
-        self._encode = library.zipccl_encode
-        self._encode.argtypes, self._encode.restype = [pointer, u32, i32, i32, u32, i32], None
-        self._decode = library.zipccl_decode
-        self._decode.argtypes, self._decode.restype = [pointer, u64, pointer, u64, i32, u32, i32], i32
-        self._decode_add = library.zipccl_decode_add
-        self._decode_add.argtypes, self._decode_add.restype = [pointer, u64, pointer, u64, i32, u32, i32, i32], i32
-        self._add = library.zipccl_add
-        self._add.argtypes, self._add.restype = [pointer, u64, pointer, i32, i32, i32], None
-        self._encode_delta = library.zipccl_delta_encode
-        self._encode_delta.argtypes, self._encode_delta.restype = [pointer, pointer, u64, pointer, i32, u32, i32], u64
-        self._decode_delta = library.zipccl_delta_decode
-        self._decode_delta.argtypes, self._decode_delta.restype = (
-            [pointer, u64, pointer, pointer, u64, i32, u32, i32],
-            i32,
-        )
-        self._hash = library.zipccl_hash
-        self._hash.argtypes, self._hash.restype = [pointer, u64, pointer, pointer, i32], None
-        self._find_rows = library.zipccl_find_rows
-        self._find_rows.argtypes, self._find_rows.restype = [pointer, i32], u64
-        self._encode_rows = library.zipccl_encode_rows
-        self._encode_rows.argtypes, self._encode_rows.restype = [pointer, i32, i32, u32, pointer, i32], u64
-        self._decode_rows = library.zipccl_decode_rows
-        self._decode_rows.argtypes, self._decode_rows.restype = [pointer, u64, pointer, i32, u32, i32], i32
-        self._encode_rounded_rows = library.zipccl_encode_rounded_rows
-        self._encode_rounded_rows.argtypes = [pointer, i32, u32, u32, pointer, i32]
-        self._encode_rounded_rows.restype = u64
-        self._decode_rounded_rows = library.zipccl_decode_rounded_rows
-        self._decode_rounded_rows.argtypes = [pointer, u64, pointer, i32, u32, i32]
-        self._decode_rounded_rows.restype = i32
-        self._pack_repeats = library.zipccl_pack_repeats
-        self._pack_repeats.argtypes, self._pack_repeats.restype = [pointer], None
-        self._unpack_repeats = library.zipccl_unpack_repeats
-        self._unpack_repeats.argtypes, self._unpack_repeats.restype = [pointer], i32
-        self._row_frame = library.zipccl_row_frame
-        self._row_frame.argtypes, self._row_frame.restype = [pointer, u64, u64, pointer, u64, i32], u64
-        self._copy_rows = library.zipccl_copy_rows
-        self._copy_rows.argtypes, self._copy_rows.restype = [pointer, u64, pointer, pointer, u64, i32], None
-        self._row_factors = library.zipccl_row_factors
-        self._row_factors.argtypes = [pointer, i32, u64, pointer, pointer, u64, pointer, i32]
-        self._row_factors.restype = None
-        self._predict_rows = library.zipccl_predict_rows
-        self._predict_rows.argtypes = [pointer, i32, u64, pointer, pointer, u64, pointer, i32]
-        self._predict_rows.restype = None
-        self._level = library.zipccl_level
-        self._level.argtypes, self._level.restype = [], ctypes.c_char_p
-        self._force = library.zipccl_force_level
-        self._force.argtypes, self._force.restype = [ctypes.c_char_p], i32
+    def __init__(self, library: ctypes.CDLL, names: Iterable[str] = SIGNATURES) -> None:
+        self._functions = bind(library, SIGNATURES, names)
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        """Call a function with a number of threads, which comes last. Tensors go as their addresses, dtypes as their numbers."""
+        numbers = (value if type(value) is int else _number(value) for value in arguments)
+        return self._functions[name](*numbers, torch.get_num_threads())  # type: ignore[no-any-return]
+
+    def _decode(self, name: str, *arguments: Any) -> None:
+        """Call a function that returns 0, or the FrameErrorCode of a payload that contradicts itself."""
+        if status := self._call(name, *arguments):
+            raise FrameError(status, "the payload contradicts itself")
 
     @property
     def level(self) -> str:
         """Instruction set in use: avx512, avx2, neon or scalar."""
-        return str(self._level().decode())
+        return str(self._functions["zipccl_level"]().decode())
 
     def force_level(self, name: str) -> None:
         """Use the named level from now on in this process ("auto": the best level); for tests.
@@ -143,61 +67,40 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
         Raises:
             ValueError: there is no such level, or this CPU lacks it.
         """
-        if self._force(name.encode()):
+        if self._functions["zipccl_force_level"](name.encode()):
             raise ValueError(f"level {name!r} is unknown or not supported by this CPU; in use: {self.level}")
+
+    # --- words, and words against a base
 
     def encode(
         self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
     ) -> list[int]:
-        pairs = zip(segments, outs, strict=True)
-        array = (Segment * len(segments))(*(Segment(w.data_ptr(), w.numel(), out.data_ptr(), 0) for w, out in pairs))
-        dtype = DTYPE_IDS[segments[0].dtype]
-        self._encode(ctypes.addressof(array), len(array), dtype, _CODES[code], block, torch.get_num_threads())
+        array = _segments(segments, outs)
+        self._call("zipccl_encode", array, len(array), segments[0].dtype, CODES[code], block)
         return [segment.bytes for segment in array]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        check(
-            self._decode(
-                payload.data_ptr(), payload.numel(), words.data_ptr(), words.numel(), DTYPE_IDS[words.dtype], block,
-                torch.get_num_threads(),
-            )
-        )  # fmt: skip
+        self._decode("zipccl_decode", payload, payload.numel(), words, words.numel(), words.dtype, block)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         fp32_sums = sums.dtype != dtype
-        check(
-            self._decode_add(
-                payload.data_ptr(), payload.numel(), sums.data_ptr(), sums.numel(), DTYPE_IDS[dtype], block, fp32_sums,
-                torch.get_num_threads(),
-            )
-        )  # fmt: skip
+        self._decode("zipccl_decode_add", payload, payload.numel(), sums, sums.numel(), dtype, block, fp32_sums)
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
-        threads, fp32_sums = torch.get_num_threads(), sums.dtype != words.dtype
-        self._add(words.data_ptr(), words.numel(), sums.data_ptr(), DTYPE_IDS[words.dtype], fp32_sums, threads)
+        self._call("zipccl_add", words, words.numel(), sums, words.dtype, sums.dtype != words.dtype)
 
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
-        return int(
-            self._encode_delta(
-                words.data_ptr(), base.data_ptr(), words.numel(), out.data_ptr(), DTYPE_IDS[words.dtype], block,
-                torch.get_num_threads(),
-            )
-        )  # fmt: skip
+        return self._call("zipccl_delta_encode", words, base, words.numel(), out, words.dtype, block)
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        check(
-            self._decode_delta(
-                payload.data_ptr(), payload.numel(), base.data_ptr(), words.data_ptr(), words.numel(),
-                DTYPE_IDS[words.dtype], block, torch.get_num_threads(),
-            )
-        )  # fmt: skip
+        self._decode("zipccl_delta_decode", payload, payload.numel(), base, words, words.numel(), words.dtype, block)
 
     def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        halves, keys = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 2)(*key)
-        self._hash(
-            data.data_ptr(), data.numel(), ctypes.addressof(keys), ctypes.addressof(halves), torch.get_num_threads()
-        )
+        halves = (ctypes.c_uint64 * 2)()
+        self._call("zipccl_hash", data, data.numel(), (ctypes.c_uint64 * 2)(*key), halves)
         return halves[0], halves[1]
+
+    # --- rows
 
     def find_rows(
         self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
@@ -206,65 +109,44 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
             data.data_ptr(), row_bytes, first, sources.numel(), sources.data_ptr(), table.data_ptr(), table.numel(),
             self.hash_mask,
         )  # fmt: skip
-        return int(self._find_rows(ctypes.addressof(search), torch.get_num_threads()))
+        return self._call("zipccl_find_rows", search)
 
     def encode_rows(
         self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor
     ) -> int:
-        literals, dtype = _literals(words, width, head, rows), DTYPE_IDS[words.dtype]
-        threads = torch.get_num_threads()
-        return int(self._encode_rows(ctypes.addressof(literals), dtype, _CODES[code], block, out.data_ptr(), threads))
+        literals = _literals(words, width, head, rows)
+        return self._call("zipccl_encode_rows", literals, words.dtype, CODES[code], block, out)
 
     def decode_rows(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
     ) -> None:
         literals = _literals(words, width, head, rows)
-        check(
-            self._decode_rows(
-                payload.data_ptr(), payload.numel(), ctypes.addressof(literals), DTYPE_IDS[words.dtype], block,
-                torch.get_num_threads(),
-            )
-        )  # fmt: skip
+        self._decode("zipccl_decode_rows", payload, payload.numel(), literals, words.dtype, block)
 
     def encode_rounded_rows(
         self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, mantissa: int, block: int, out: torch.Tensor
     ) -> int:  # fmt: skip
-        literals, dtype = _literals(words, width, head, rows), DTYPE_IDS[words.dtype]
-        threads, at = torch.get_num_threads(), ctypes.addressof(literals)
-        return int(self._encode_rounded_rows(at, dtype, mantissa, block, out.data_ptr(), threads))
+        literals = _literals(words, width, head, rows)
+        return self._call("zipccl_encode_rounded_rows", literals, words.dtype, mantissa, block, out)
 
     def decode_rounded_rows(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
     ) -> None:
         literals = _literals(words, width, head, rows)
-        check(
-            self._decode_rounded_rows(
-                payload.data_ptr(), payload.numel(), ctypes.addressof(literals), DTYPE_IDS[words.dtype], block,
-                torch.get_num_threads(),
-            )
-        )  # fmt: skip
+        self._decode("zipccl_decode_rounded_rows", payload, payload.numel(), literals, words.dtype, block)
 
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
-        self._copy_rows(
-            words.data_ptr(), width * words.itemsize, rows.data_ptr(), sources.data_ptr(), rows.numel(),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        self._call("zipccl_copy_rows", words, width * words.itemsize, rows, sources, rows.numel())
 
     def row_factors(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         factors = tensors.empty(rows.numel(), torch.float32)
-        self._row_factors(
-            words.data_ptr(), DTYPE_IDS[words.dtype], width, rows.data_ptr(), sources.data_ptr(), rows.numel(),
-            factors.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+        self._call("zipccl_row_factors", words, words.dtype, width, rows, sources, rows.numel(), factors)
         return factors
 
     def predict_rows(
         self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
     ) -> None:
-        self._predict_rows(
-            words.data_ptr(), DTYPE_IDS[words.dtype], width, sources.data_ptr(), factors.data_ptr(), sources.numel(),
-            out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+        self._call("zipccl_predict_rows", words, words.dtype, width, sources, factors, sources.numel(), out)
 
     def pack_repeats(
         self, words: torch.Tensor, width: int, first: int, count: int, sources: torch.Tensor, map_room: torch.Tensor
@@ -281,24 +163,12 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
             The literals (int32, from row ``first`` on), the bits of a distance, and how many repeated rows have more than one word.
         """
         literals = tensors.empty(count, torch.int32)
-        rows = _Repeats(
+        rows = Repeats(
             words.data_ptr(), width, words.itemsize, first, count, sources.data_ptr(), literals.data_ptr(),
             map_room.data_ptr(), map_room.numel(), 0, 0, 0,
         )  # fmt: skip
-        self._pack_repeats(ctypes.addressof(rows))
+        self._functions["zipccl_pack_repeats"](ctypes.byref(rows))
         return literals[: count - rows.repeats], rows.bits, rows.repeats - rows.plain
-
-    def row_frames(
-        self, words: torch.Tensor, width: int, sources: torch.Tensor, table: torch.Tensor, literals: torch.Tensor, nested: bytes, code: str,
-        block: int, raw_below: int, worth: float, mantissa: int,
-    ) -> RowFrames:  # fmt: skip
-        """Return the coder of row frames without scaled rows, see :class:`~ds_zipccl.kernels.cpp.rows.RowFrames`."""
-        return RowFrames(
-            self._payload, self.hash_mask, words, width, sources, table, literals, nested, _CODES[code], block, raw_below, worth, mantissa
-        )  # fmt: skip
-
-    def _payload(self, segment: int, begin: int, numel: int, out: int, room: int) -> int:
-        return int(self._row_frame(segment, begin, numel, out, room, torch.get_num_threads()))
 
     def unpack_repeats(
         self, data: torch.Tensor, count: int, repeats: int, bits: int, reach: int
@@ -316,20 +186,222 @@ class NativeRoute(NativeLossy, NativeScaled, NativeZfp, NativeLowRank):
         """
         numbers = tensors.empty(count + repeats, torch.int32)
         literals, repeated, sources = numbers.split((count - repeats, repeats, repeats))
-        row_map = _Map(
+        row_map = Map(
             data.data_ptr(), count, repeats, bits, reach, literals.data_ptr(), repeated.data_ptr(), sources.data_ptr()
         )
-        return None if self._unpack_repeats(ctypes.addressof(row_map)) else (literals, repeated, sources)
+        return (
+            None if self._functions["zipccl_unpack_repeats"](ctypes.byref(row_map)) else (literals, repeated, sources)
+        )
+
+    def row_frame(self, segment: RowSegment, begin: int, numel: int, out: torch.Tensor) -> int:
+        """Write the payload of a row frame, as :meth:`RowFrames.payload` says; ``segment`` holds the state of the frames."""
+        return self._call("zipccl_row_frame", segment, begin, numel, out, out.numel())
+
+    # --- lossy codecs
+
+    def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
+        self._call("zipccl_round_words", words, words.numel(), words.dtype, mantissa, out)
+
+    def encode_rounded(
+        self, segments: Sequence[torch.Tensor], mantissa: int, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[tuple[int, int]]:
+        array, untrimmed = _segments(segments, outs), (ctypes.c_uint64 * len(segments))()
+        self._call("zipccl_encode_rounded", array, len(array), segments[0].dtype, mantissa, block, untrimmed)
+        return [(segment.bytes, size) for segment, size in zip(array, untrimmed, strict=True)]
+
+    def decode_rounded(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        self._decode("zipccl_decode_rounded", payload, payload.numel(), words, words.numel(), words.dtype, block)
+
+    def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        fp32_sums = sums.dtype != dtype
+        self._decode("zipccl_decode_rounded_add", payload, payload.numel(), sums, sums.numel(), dtype, block, fp32_sums)
+
+    def squared_error(self, words: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
+        """Return the sum of the squares of ``values`` - ``words``, and of those of ``words``, over the finite ``words``, added in fp64.
+
+        Args:
+            words, values: bfloat16, float16 or float32, flat, of one length.
+        """
+        sums = (ctypes.c_double * 2)()
+        self._call("zipccl_squared_error", words, values, words.numel(), words.dtype, sums)
+        return sums[0], sums[1]
+
+    def encode_scaled(
+        self, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
+    ) -> int | None:
+        coded = self._call("zipccl_scaled_encode", words, words.numel(), words.dtype, _scaling(codec), scales, codes)
+        return None if coded == GROUP_STAYS else coded
+
+    def decode_scaled(self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor) -> None:
+        self._decode("zipccl_scaled_decode", scales, codes, words.numel(), words.dtype, _scaling(codec), words)
+
+    def decode_scaled_add(
+        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, dtype: torch.dtype, sums: torch.Tensor
+    ) -> None:
+        scaling, fp32_sums = _scaling(codec), sums.dtype != dtype
+        self._decode("zipccl_scaled_add", scales, codes, sums.numel(), dtype, scaling, sums, fp32_sums)
+
+    def encode_scaled_staged(
+        self,
+        words: torch.Tensor,
+        codec: TacoFp8,
+        block: int,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        payload: torch.Tensor,
+    ) -> int | None:
+        """As :meth:`encode_scaled`, and write the codes with stage 2 to ``payload`` too.
+
+        Args:
+            block: codes in a block of stage 2.
+            payload: uint8, as many bytes as the longest stage 2 of all codes.
+
+        Returns:
+            The bytes of stage 2 where all groups have codes; 0 where one has none, and all outputs are undefined; None as
+            :meth:`encode_scaled`.
+        """
+        numel, dtype, scaling = words.numel(), words.dtype, _scaling(codec)
+        size = self._call("zipccl_scaled_encode_staged", words, numel, dtype, scaling, block, scales, codes, payload)
+        return None if size == GROUP_STAYS else size
+
+    def decode_scaled_staged(
+        self, scales: torch.Tensor, payload: torch.Tensor, block: int, codec: ScaledCodec, words: torch.Tensor
+    ) -> None:
+        """As :meth:`decode_scaled`, of codes with stage 2 in blocks of ``block`` codes."""
+        numel, dtype, scaling = words.numel(), words.dtype, _scaling(codec)
+        size = payload.numel()
+        self._decode("zipccl_scaled_decode_staged", scales, payload, size, block, numel, dtype, scaling, words)
+
+    def decode_scaled_staged_add(
+        self,
+        scales: torch.Tensor,
+        payload: torch.Tensor,
+        block: int,
+        codec: ScaledCodec,
+        dtype: torch.dtype,
+        sums: torch.Tensor,
+    ) -> None:
+        """As :meth:`decode_scaled_add`, of codes with stage 2 in blocks of ``block`` codes."""
+        numel, size, fp32_sums = sums.numel(), payload.numel(), sums.dtype != dtype
+        scaling = _scaling(codec)
+        self._decode("zipccl_scaled_add_staged", scales, payload, size, block, numel, dtype, scaling, sums, fp32_sums)
+
+    def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
+        self._call("zipccl_scaled_project", words, words.numel(), words.dtype, _scaling(codec), out)
+
+    def encode_zfp(self, words: torch.Tensor, rate: int, codes: torch.Tensor) -> bool:
+        return bool(self._call("zipccl_zfp_encode", words, words.numel(), words.dtype, rate, codes))
+
+    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
+        self._call("zipccl_zfp_decode", codes, words.numel(), words.dtype, rate, words)
+
+    def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        self._call("zipccl_zfp_decode_add", codes, sums.numel(), dtype, rate, sums, sums.dtype != dtype)
+
+    def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
+        self._call("zipccl_zfp_project", words, words.numel(), words.dtype, rate, out)
+
+    def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor) -> None:
+        columns = _columns(q)
+        stride, rank = columns.shape[1], p.shape[1]
+        self._call("zipccl_multiply", p, columns, stride, rank, len(p), len(q), words.dtype, words)
+
+    def multiply_add(self, p: torch.Tensor, q: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        columns, fp32_sums = _columns(q), sums.dtype != dtype
+        stride, rank = columns.shape[1], p.shape[1]
+        self._call("zipccl_multiply_add", p, columns, stride, rank, len(p), len(q), dtype, sums, fp32_sums)
+
+    def orthonormalize(self, columns: torch.Tensor) -> None:
+        rows, rank = columns.shape
+        room = tensors.empty(rank * (rows + 1), torch.float64)
+        self._functions["zipccl_orthonormalize"](columns.data_ptr(), rows, rank, room.data_ptr())
 
 
-def _literals(words: torch.Tensor, width: int, head: int, rows: torch.Tensor) -> _Literals:
-    return _Literals(words.data_ptr(), words.numel(), width, head, rows.data_ptr(), rows.numel())
+class RowFrames:
+    """Payloads of the row frames of a segment, in order, without scaled rows, with literals of one code: a call for each frame.
+
+    Args:
+        backend: the kernels.
+        words: the segment, flat. This tensor and the next ones are used for as long as the object is.
+        width: elements of a row.
+        sources: int32, one for each row: of all rows, as ``find_rows`` writes them.
+        table: as ``find_rows`` takes it.
+        literals: int32, one for each row, contents undefined.
+        nested: the first 16 bytes of the header of a frame of literals.
+        code, block: of the literals.
+        raw_below: literals of fewer bytes are raw.
+        worth: share of the bytes of its repeated rows that a row frame saves, at least.
+        mantissa: bits to which literals are rounded, 0: they stay as they are.
+    """
+
+    #: :meth:`payload` gives this where literals are to be raw, and has written nothing that counts.
+    RAW = 1
+
+    def __init__(
+        self, backend: CppBackend, words: torch.Tensor, width: int, sources: torch.Tensor, table: torch.Tensor, literals: torch.Tensor,
+        nested: bytes, code: str, block: int, raw_below: int, worth: float, mantissa: int,
+    ) -> None:  # fmt: skip
+        self._backend, self._held = backend, (words, sources, table, literals)
+        search = Search(
+            words.data_ptr(), width * words.itemsize, 0, 0, sources.data_ptr(), table.data_ptr(), table.numel(), backend.hash_mask
+        )  # fmt: skip
+        self._state = RowSegment(
+            search, 0, width, words.itemsize, raw_below, worth, literals.data_ptr(), (ctypes.c_uint8 * 16)(*nested),
+            DTYPE_IDS[words.dtype], CODES[code], block, mantissa,
+        )  # fmt: skip
+
+    def payload(self, begin: int, numel: int, out: torch.Tensor, known: int, repeats: int) -> tuple[int, int, int]:
+        """Write the payload of the frame of ``numel`` elements from ``begin`` on to ``out``; blocks.
+
+        Args:
+            out: uint8, the bound of an ordinary payload, or more.
+            known: rows of which ``sources`` are known.
+            repeats: rows among them that repeat earlier ones.
+
+        Returns:
+            Bytes of the payload, 0 where a row frame is not worth while, or :attr:`RAW`; then ``known`` and ``repeats`` from now on.
+        """
+        state = self._state
+        state.search.first, state.repeats = known, repeats
+        size = self._backend.row_frame(state, begin, numel, out)
+        return size, state.search.first, state.repeats
 
 
-def load() -> NativeRoute:
-    """Return the route; builds its library (seconds) unless the cache has it.
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, torch.dtype):
+        return DTYPE_IDS[value]
+    return ctypes.byref(value) if isinstance(value, ctypes.Structure) else value
+
+
+def _segments(segments: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> ctypes.Array[Segment]:
+    pairs = zip(segments, outs, strict=True)
+    return (Segment * len(segments))(*(Segment(w.data_ptr(), w.numel(), out.data_ptr(), 0) for w, out in pairs))
+
+
+def _literals(words: torch.Tensor, width: int, head: int, rows: torch.Tensor) -> Literals:
+    return Literals(words.data_ptr(), words.numel(), width, head, rows.data_ptr(), rows.numel())
+
+
+def _scaling(codec: ScaledCodec) -> Scaling:
+    bits = codec.bits if isinstance(codec, Int) else 8
+    return Scaling(isinstance(codec, Int), bits, codec.group.bit_length() - 1, codec.hadamard)
+
+
+def _columns(q: torch.Tensor) -> torch.Tensor:
+    """The transpose of ``q``, its rows as long as kernels read them."""
+    size, rank = q.shape
+    stride = -(-size // TILE) * TILE
+    columns = tensors.filled(rank * stride, 0.0, torch.float32).view(rank, stride)
+    columns[:, :size].copy_(q.t())
+    return columns
+
+
+def load() -> CppBackend:
+    """Return the backend; builds its library (seconds) unless the cache has it.
 
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    return NativeRoute(ctypes.CDLL(str(shipped.library() or build.build(build.CPU))))
+    return CppBackend(ctypes.CDLL(str(shipped.library() or build.build(build.CPU))))

@@ -1,122 +1,45 @@
-"""The CUDA routes: one set of kernels (csrc/cuda), started by a launcher over a library of nvcc or functions of CuPy.
+"""The CUDA kernel backend: one set of kernels (csrc/cuda), started by a library of nvcc or by CuPy.
 
-All work goes on the device's current torch stream. The calls of :class:`ds_zipccl.kernels.Route` wait for it. The calls that take whole
-frames or write hashes never wait, and never bring a word to the host.
+All work goes on the device's current torch stream. The calls of :class:`ds_zipccl.kernels.KernelBackend` wait for it, unless their
+docstrings say that they do not. The calls that take whole frames or write hashes never wait, and never bring a word to the host.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ds_zipccl import devices, tensors
-from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS
-from ds_zipccl.kernels.cuda import arguments, jobs, lossy
-from ds_zipccl.kernels.cuda.frames import FrameCalls, frame_bytes
-from ds_zipccl.kernels.cuda.jobs import DTYPES, SUMMED, GatherTable, Parameter
-from ds_zipccl.kernels.cuda.lossy import LossyCalls
-from ds_zipccl.kernels.cuda.rows import RowCalls
+from ds_zipccl import tensors
+from ds_zipccl.frame import CHUNK_BLOCKS, DTYPE_IDS, HEADER_BYTES
+from ds_zipccl.kernels import row_moves
+from ds_zipccl.kernels.cuda import arguments, jobs
+from ds_zipccl.kernels.cuda.jobs import DTYPES, SUMMED, TRIMMED, GatherTable, Parameter, frame_bytes
+from ds_zipccl.kernels.cuda.launchers import Launcher
+from ds_zipccl.kernels.cuda.launches import Launch, Launches, observed
 from ds_zipccl.kernels.cuda.status import NO_FAILURE, Failure, failure_of, new_status, raise_failure
+from ds_zipccl.kernels.protocol import ScaledCodec
 from ds_zipccl.kernels.sums import add
 
 __all__ = [
-    "DTYPES", "NO_FAILURE", "CudaRoute", "Failure", "FrameCalls", "GatherTable", "Launch", "Launcher", "Own", "Parameter", "failure_of",
+    "DTYPES", "NO_FAILURE", "CudaBackend", "Failure", "GatherTable", "Launch", "Launcher", "Own", "Parameter", "failure_of",
     "frame_bytes", "new_status", "raise_failure",
 ]  # fmt: skip
-#: kernel -> itemsize -> bytes of shared memory; cuda/kernels.cuh asserts that they suffice.
-SHARED_BYTES: dict[str, Mapping[int, int]] = {
-    "encode": {1: 30720, 2: 47104, 4: 79872},
-    "decode": {1: 25088, 2: 33280, 4: 49664},
-    "decode_sum": {2: 50176, 4: 66560},
-    "hash": {1: 0},
-    "find_rows": {1: 0},
-    "row_sums": {2: 0, 4: 0},
-    "predict_rows": {2: 0, 4: 0},
-    **{family.what: family.shared_bytes for family in lossy.KERNELS if family.shared_bytes is not None},
-}
-#: kernel -> threads of a block: kThreads of cuda/warp.cuh.
-THREADS = dict.fromkeys(SHARED_BYTES, 256)
-#: Most blocks of threads that hash; each takes 8 KiB at a time.
+#: Codes of :meth:`CudaBackend.encode_frames`. A raw frame is the header and the words.
+CODES = ("cascade", "wide", "raw")
+MANTISSAS = range(1, 7)
+#: Most blocks of threads of a launch that hashes; each takes 8 KiB at a time.
 HASH_GRID = 1024
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """The facts that a launcher needs of a kernel."""
-
-    #: Threads of a block.
-    threads: int
-    #: Most bytes of shared memory of a launch.
-    shared_bytes: int
-    #: The struct that is its parameter. A launch with zeros does nothing.
-    params: type[ctypes.Structure]
-
-
-def _kernels() -> Iterator[tuple[str, Kernel]]:
-    of_a_kind: list[tuple[str, str, type[ctypes.Structure]]] = [
-        ("encode", "_cascade", jobs.EncodeJobs), ("encode", "_wide", jobs.EncodeJobs), ("decode", "", jobs.DecodeJobs),
-        ("encode", "_delta", jobs.EncodeJobs), ("decode", "_delta", jobs.DecodeJobs), ("decode_sum", "", jobs.SumJob),
-        ("row_sums", "", jobs.RowPairs), ("predict_rows", "", jobs.RowPairs),
-    ]  # fmt: skip
-    for dtype, kind in DTYPES.items():
-        for what, suffix, params in of_a_kind if dtype.itemsize > 1 else of_a_kind[:3]:
-            yield f"zipccl_{what}_{kind}{suffix}", Kernel(THREADS[what], SHARED_BYTES[what][dtype.itemsize], params)
-    for what, suffix, params in of_a_kind[3:5]:
-        yield f"zipccl_{what}_u8{suffix}", Kernel(THREADS[what], SHARED_BYTES[what][1], params)
-    for what, params in (("hash", jobs.HashJobs), ("find_rows", jobs.FindRows)):
-        yield f"zipccl_{what}", Kernel(THREADS[what], SHARED_BYTES[what][1], params)
-    for family in lossy.KERNELS:
-        for dtype in family.dtypes:
-            name, shared_bytes = (
-                f"zipccl_{family.what}_{DTYPES[dtype]}{family.suffix}",
-                SHARED_BYTES[family.what][dtype.itemsize],
-            )
-            yield name, Kernel(THREADS[family.what], shared_bytes, family.params)
-
-
-#: Every kernel of csrc/cuda/kernels.cuh.
-KERNELS = dict(_kernels())
-
-
-class Launcher(Protocol):
-    """Starts a kernel of :data:`KERNELS` by name."""
-
-    def launch(
-        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
-    ) -> None:
-        """Put a grid of ``grid[0]`` times ``grid[1]`` blocks of the kernel's threads on ``stream`` of the current device; does not wait.
-
-        ``params`` is read before this call returns, and may be written over afterwards. The memory that it names stays allocated by the
-        rules of a stream alone: the caller may free a tensor at once, because only later work of the same stream gets its memory.
-
-        Raises:
-            RuntimeError: the driver refused.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A launch, as the observer is told of it."""
-
-    kernel: str
-    device: torch.device
-    #: The number of the stream, ``cuda_stream`` in torch; 0 for a device without streams.
-    stream: int
-    #: Tensors that the kernel reads alone.
-    reads: Sequence[torch.Tensor]
-    #: Tensors that the kernel writes, or reads and writes; temporaries of the call are among them.
-    writes: Sequence[torch.Tensor]
-
-
-#: Called by the launching thread just before each launch, so that a detector of races sees launches that do not go through torch.
-observer: Callable[[Launch], None] | None = None
+#: Most blocks of threads of a launch on rows, or of a lossy codec, and the rows, groups, words or values that each takes at a time.
+_GRID = 2048
+_ROWS_OF_BLOCK = _WARPS = 8
+_WORDS_OF_ROUNDING, _WORDS_OF_ZFP = 2048, 1024
+#: Bytes that a lane reads of rows at a time, best first.
+_UNITS = (16, 4, 2, 1)
+#: Kernels read and write codes and planes by words of so many bytes.
+_ALIGNED = 4
 
 
 class Own(NamedTuple):
@@ -126,46 +49,197 @@ class Own(NamedTuple):
     at: int
 
 
-class CudaRoute(FrameCalls, RowCalls, LossyCalls):
-    """Route for CUDA tensors; see :class:`ds_zipccl.kernels.Route`. :class:`FrameCalls` has its calls for whole frames, and the rules of
-    memory, streams and lifetime; :class:`RowCalls` those for rows, :class:`LossyCalls` those of lossy codecs.
+class CudaBackend:
+    """Kernel backend for CUDA tensors; see :class:`ds_zipccl.kernels.KernelBackend` and :class:`ds_zipccl.kernels.LossyBackend`, of which
+    it lacks the functions of codecs without CUDA kernels. Schedules are made of these calls:
 
-    ``multiprocessors``: their number; None: that of the tensors' device.
+    =========================  ======================================================================================
+    ``encode_frames``          segments to flat frames in slots
+    ``decode_frames``          flat frames in slots to tensors
+    ``encode_delta_frames``    the same, against bases
+    ``decode_delta_frames``
+    ``encode_gather``          own shards to this rank's part of a slab
+    ``decode_gather``          the slots of all ranks to the gathered parameters, in one launch
+    ``decode_sum_frames``      frames, or plain words, and own words to their sum
+    ``frame_sizes``            headers alone: the bytes that frames would have
+    ``hash_regions``           hashes to a tensor of the device
+    =========================  ======================================================================================
+
+    None of them waits for the device or brings a word to the host. A launch takes 48 jobs; a call with more of them is several launches.
+
+    *Dtypes.* The codes "cascade" and "wide" take those of :data:`.jobs.DTYPES`, "delta" and "raw" every dtype of a frame.
+    A gather's table says the dtype; differences of any but bfloat16, float16 and float32 are those of its bytes (FORMAT.md 1.1).
+
+    *Memory.* Segments, outputs, bases and own words start at any address of an element; slots, slabs and payloads start at multiples of 16
+    bytes. Every tensor is contiguous and on one device. A wrong tensor is refused before the launch with a ValueError. Tensors that a call
+    writes must not overlap each other or what the call reads, unless the call says so: this is not checked.
+
+    *Streams.* A call puts its work on the stream that is current for the tensors' device in the calling thread, and returns. Its inputs are
+    ready when earlier work of this stream is done; its outputs are ready for later work of this stream. With several streams the caller
+    orders them with events.
+
+    *Lifetime.* Work space (``16 + 8 * chunks`` bytes of zeros for an encoding launch, and 8 for each part of a chunk where chunks are cut
+    as :mod:`ds_zipccl.kernels.cuda.waves` says; 24 bytes for each hash) is allocated under that
+    stream and freed before the call returns. The allocator gives it to later work of the same stream alone. For a caller's tensor the
+    same holds only if it was allocated under this stream. Else keep a reference until the stream of the allocation has waited for an event
+    of this stream. A captured graph must keep its tensors; its replays write to the same work space, which the graph's pool keeps.
+
+    *Refused frames.* Decoding calls take a status word from :func:`ds_zipccl.kernels.cuda.status.new_status`, in which the kernels keep the
+    first failure; several calls may share it. Words or sums that a refused frame should have given are NaN (all bits set), so that no
+    wrong word passes for a right one.
     """
 
     def __init__(self, launcher: Launcher, device_type: str = "cuda", multiprocessors: int | None = None) -> None:
-        super().__init__(device_type, multiprocessors)
-        self._launcher = launcher
+        self._launches = Launches(launcher, device_type, multiprocessors)
 
-    # --- payloads; these calls wait for the device
+    # --- frames
 
-    def encode(
-        self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
-    ) -> list[int]:
-        return self._encode_payloads(segments, None, code, block, outs)
+    def encode_frames(
+        self,
+        segments: Sequence[torch.Tensor],
+        code: str,
+        block: int,
+        slots: Sequence[torch.Tensor],
+        overflows: torch.Tensor | None = None,
+    ) -> None:
+        """Code each segment as a flat frame into its slot (uint8, at least the header's 32 bytes, of any such size).
 
-    def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
-        return self._encode_payloads([words], [base], "delta", block, [out])[0]
+        A frame that does not fit leaves its header, with the overflow flag and the true ``frame_bytes``, and writes nothing outside its
+        slot. ``overflows`` (int32, one element; pinned host memory or memory of the device) counts such frames.
+        """
+        arguments.choice("code", code, CODES)
+        self._encode_slots(segments, None, code, block, slots, overflows)
 
-    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        self._decode_payload(payload, None, block, words)
+    def encode_delta_frames(
+        self,
+        segments: Sequence[torch.Tensor],
+        bases: Sequence[torch.Tensor],
+        block: int,
+        slots: Sequence[torch.Tensor],
+        overflows: torch.Tensor | None = None,
+    ) -> None:
+        """Code each segment against its base as :meth:`encode_frames` does."""
+        self._encode_slots(segments, bases, "delta", block, slots, overflows)
 
-    def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        self._decode_payload(payload, [base], block, words)
+    def frame_sizes(
+        self,
+        segments: Sequence[torch.Tensor],
+        code: str,
+        block: int,
+        headers: torch.Tensor,
+        bases: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Write the header of each segment's frame, as :meth:`encode_frames` would into a slot of 32 bytes, to a row of ``headers``.
 
-    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        values = tensors.empty(sums.numel(), dtype, sums.device)
-        self.decode(payload, block, values)
-        self.add(values, sums)
+        ``headers``: uint8, a row of 32 bytes for each segment. The headers have the overflow flag; :func:`frame_bytes` shows the sizes.
+        Each word is read, and nothing but headers is written. ``bases`` are for the code "delta".
+        """
+        arguments.choice("code", code, (*CODES, "delta"))
+        rows = self._launches.segment_rows(segments, bases, code, block)
+        if not segments:
+            return
+        device = segments[0].device
+        (at,), (size,) = arguments.slots([headers], "headers", HEADER_BYTES, device)
+        arguments.as_many("bytes of headers", size, "segments", len(segments), HEADER_BYTES)
+        rows["header"] = at + HEADER_BYTES * np.arange(len(segments))
+        rows["payload"] = rows["header"] + HEADER_BYTES
+        self._launches.encode(rows, segments[0], code, block, None, [*segments, *(bases or ())], [headers])
 
-    def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
-        add(words, sums)
+    def decode_frames(
+        self, slots: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], status: torch.Tensor
+    ) -> None:
+        """Decode the flat frame in each slot, raw or coded in blocks of ``block``, to its ``outs``.
 
-    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        halves = tensors.empty(2, torch.int64, data.device)
-        self.hash_regions([data], halves, key)
-        first, second = (half & (1 << 64) - 1 for half in halves.tolist())
-        return first, second
+        ``status``: int64, one element, :data:`NO_FAILURE` before; see :func:`raise_failure`.
+        """
+        self._decode_slots(slots, None, block, outs, status)
+
+    def decode_delta_frames(
+        self,
+        slots: Sequence[torch.Tensor],
+        bases: Sequence[torch.Tensor],
+        block: int,
+        outs: Sequence[torch.Tensor],
+        status: torch.Tensor,
+    ) -> None:
+        """Decode frames against bases as :meth:`decode_frames` does; ``outs`` may be the bases."""
+        self._decode_slots(slots, bases, block, outs, status)
+
+    def encode_gather(
+        self,
+        segments: Sequence[torch.Tensor],
+        code: str,
+        table: GatherTable,
+        part: torch.Tensor,
+        overflows: torch.Tensor | None = None,
+        bases: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Code this rank's shards, a segment for each parameter of the table, into ``part``: its part of the slab, uint8.
+
+        Parameters that the table says are raw get raw frames, whatever the code. Other arguments and slots that are too small are as for
+        :meth:`encode_frames`; ``bases`` are for the code "delta".
+        """
+        arguments.choice("code", code, (*CODES, "delta"))
+        arguments.as_many("segments", len(segments), "parameters", table.count)
+        device = self._launches.device(segments[0])
+        rows = table.encode_rows.copy()
+        rows["words"] = arguments.addresses(segments, "segment", table.dtype, device)
+        for number, (words, numel) in enumerate(zip(segments, table.numels, strict=True)):
+            if words.numel() != numel:
+                raise ValueError(
+                    f"segment {number}: got {words.numel()} words, the table has {numel}; make a table for these shards"
+                )
+        if bases is not None:
+            arguments.frames(table.numels, table.dtype.itemsize, table.block, delta=True)
+        (at,), _ = arguments.slots([part], "part", table.part_bytes, device)
+        rows["header"] += at
+        rows["payload"] += at
+        if code == "raw":
+            rows["raw"] = 1
+        self._launches.put_bases(rows, bases, code, table.dtype, device, table.numels)
+        self._launches.encode(
+            rows, segments[0], code, table.block, overflows, [*segments, *(bases or ())], [part], table.items
+        )
+
+    def decode_gather(
+        self,
+        slab: torch.Tensor,
+        table: GatherTable,
+        outs: Sequence[torch.Tensor] | torch.Tensor,
+        skip: int | None,
+        status: torch.Tensor,
+        bases: Sequence[torch.Tensor] | torch.Tensor | None = None,
+    ) -> None:
+        """Decode the frames of all ranks but ``skip`` to the gathered parameters, in one launch for each 48 parameters.
+
+        Args:
+            slab: uint8, the parts of all ranks in the order of the ranks.
+            outs: an output for each parameter, or a single one for all; the table says where in it the shards begin.
+            skip: the rank whose shards are in their places already, mostly the own one; None: no rank.
+            status: as for :meth:`decode_frames`; a failure names the rank, and the parameter as the frame.
+            bases: for differences, with the layout of ``outs``; may be ``outs``.
+        """
+        device = self._launches.device(slab)
+        if skip is not None and not 0 <= skip < table.ranks:
+            raise ValueError(f"got rank {skip} to skip, the table has {table.ranks} ranks; give one of them, or None")
+        (at,), _ = arguments.slots([slab], "slab", table.part_bytes * table.ranks, device)
+        rows = table.decode_rows.copy()
+        rows["header"] += at
+        rows["payload"] += at
+        rows["words"] = table.addresses(outs, "output", device)
+        if bases is not None:
+            arguments.frames(table.numels, table.dtype.itemsize, table.block, delta=True)
+            rows["base"] = table.addresses(bases, "base", device)
+        reads, writes = [slab], []
+        if observed():
+            # Shards of the rank to skip are neither read nor written: an encoder may read them meanwhile.
+            writes = table.shards(outs, skip)
+            reads += [] if bases is None else table.shards(bases, skip)
+        params = jobs.DecodeJobs(
+            rank_bytes=table.part_bytes, ranked=1, skip=jobs.NONE if skip is None else skip, dtype=DTYPE_IDS[table.dtype], block=table.block
+        )  # fmt: skip
+        ranks = table.ranks - (skip is not None)
+        self._launches.decode(rows, table.items, params, ranks, table.dtype, bases is not None, status, reads, writes)
 
     def decode_sum_frames(
         self,
@@ -190,7 +264,7 @@ class CudaRoute(FrameCalls, RowCalls, LossyCalls):
         """
         arguments.choice("sums of", dtype, SUMMED)
         arguments.choice("sums in", sums.dtype, (dtype, torch.float32))
-        numel, device = sums.numel(), self._device(sums)
+        numel, device = sums.numel(), self._launches.device(sums)
         arguments.frames([numel], dtype.itemsize, block)
         (out,) = arguments.addresses([sums], "sums", sums.dtype, device)
         job = jobs.SumJob(
@@ -216,15 +290,15 @@ class CudaRoute(FrameCalls, RowCalls, LossyCalls):
             raise ValueError("got no summand; give slots, or own words")
         if numel:
             chunks = -(-numel // (block * CHUNK_BLOCKS))
-            job.split = self._split("decode_sum", dtype.itemsize, chunks, device)
+            job.split = self._launches.split("decode_sum", dtype.itemsize, chunks, device)
             grid = (chunks << job.split, 1)
-            self._launch("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job, device, reads, [sums, status])
+            self._launches.launch("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job, device, reads, [sums, status])
 
     def hash_regions(self, regions: Sequence[torch.Tensor], out: torch.Tensor, key: tuple[int, int] = (0, 0)) -> None:
         """Write both halves of each region's hash (FORMAT.md section 5) to ``out``: int64, two elements for each region."""
         if not regions:
             return
-        device = self._device(regions[0])
+        device = self._launches.device(regions[0])
         arguments.as_many("elements of hashes", out.numel(), "regions", len(regions), 2)
         (result,) = arguments.addresses([out], "hashes", torch.int64, device)
         rows = jobs.table(
@@ -241,97 +315,380 @@ class CudaRoute(FrameCalls, RowCalls, LossyCalls):
             work = tensors.filled(3 * len(part), 0, torch.int64, device)
             params = jobs.HashJobs(work=work.data_ptr(), result=result + 16 * first, key=key)
             jobs.fill(params, jobs.HASH, part)
-            self._launch("hash", "", 1, (grid, 1), params, device, regions, [out, work])
+            self._launches.launch("hash", "", 1, (grid, 1), params, device, regions, [out, work])
 
-    def _encode_payloads(
+    def _encode_slots(
         self,
         segments: Sequence[torch.Tensor],
         bases: Sequence[torch.Tensor] | None,
         code: str,
         block: int,
-        outs: Sequence[torch.Tensor],
-    ) -> list[int]:
-        sizes = tensors.empty(len(segments), torch.int64, segments[0].device)
-        rows, places = self._payload_rows(segments, bases, code, block, outs, sizes)
-        self._encode(rows, segments[0], code, block, None, [*segments, *(bases or ())], [*places, sizes])
-        result: list[int] = sizes.tolist()
-        arguments.return_payloads(places, outs, result)
-        return result
-
-    def _payload_rows(
-        self,
-        segments: Sequence[torch.Tensor],
-        bases: Sequence[torch.Tensor] | None,
-        code: str,
-        block: int,
-        outs: Sequence[torch.Tensor],
-        sizes: torch.Tensor,
-    ) -> tuple[jobs.Rows, list[torch.Tensor]]:
-        """Return rows for payloads of segments, and where they are written: ``outs``, or memory that is aligned. ``sizes``: for theirs."""
-        rows = self._segments(segments, bases, code, block)
-        places = [
-            out if out.data_ptr() % 16 == 0 else tensors.empty(out.numel(), out.dtype, out.device) for out in outs
-        ]
-        rows["payload"], rows["capacity"] = arguments.slots(places, "payload", 0, segments[0].device)
-        rows["bytes"] = sizes.data_ptr() + 8 * np.arange(len(segments), dtype=np.uint64)
-        return rows, places
-
-    def _decode_payload(
-        self,
-        payload: torch.Tensor,
-        bases: Sequence[torch.Tensor] | None,
-        block: int,
-        words: torch.Tensor,
-        suffix: str = "",
+        slots: Sequence[torch.Tensor],
+        overflows: torch.Tensor | None,
     ) -> None:
-        if payload.data_ptr() % 16:
-            payload = payload.clone()
-        status, device = new_status(words.device), self._device(words)
-        arguments.frames([words.numel()], words.itemsize, block)
+        arguments.as_many("slots", len(slots), "segments", len(segments))
+        rows = self._launches.segment_rows(segments, bases, code, block)
+        if not segments:
+            return
+        at, sizes = arguments.slots(slots, "slot", HEADER_BYTES, segments[0].device)
+        rows["header"] = at
+        rows["payload"] = rows["header"] + HEADER_BYTES
+        rows["capacity"] = np.array(sizes, np.uint64) - HEADER_BYTES
+        self._launches.encode(rows, segments[0], code, block, overflows, [*segments, *(bases or ())], slots)
+
+    def _decode_slots(
+        self,
+        slots: Sequence[torch.Tensor],
+        bases: Sequence[torch.Tensor] | None,
+        block: int,
+        outs: Sequence[torch.Tensor],
+        status: torch.Tensor,
+    ) -> None:
+        arguments.as_many("outputs", len(outs), "slots", len(slots))
+        if not slots:
+            return
+        dtype, device = outs[0].dtype, self._launches.device(outs[0])
+        arguments.choice("dtype", dtype, DTYPE_IDS)
+        at, sizes = arguments.slots(slots, "slot", 0, device)
+        numels = [words.numel() for words in outs]
+        arguments.frames(numels, dtype.itemsize, block, bases is not None)
+        words = jobs.words_of(dtype, bases is not None or dtype not in DTYPES)
         rows = jobs.table(
             jobs.DECODE,
             {
-                "payload": arguments.addresses([payload], "payload", torch.uint8, device),
-                "bytes": payload.numel(),
-                "words": arguments.addresses([words], "output", words.dtype, device),
-                "base": 0 if bases is None else arguments.addresses(bases, "base", words.dtype, device),
-                "numel": words.numel() * jobs.words_of(words.dtype, bases is not None).per_element,
+                # An empty slot has no address, and no header stands for a payload alone. The kernels read nothing of an empty slot.
+                "header": [place or HEADER_BYTES for place in at],
+                "bytes": sizes,
+                "words": arguments.addresses(outs, "output", dtype, device),
+                "numel": [numel * words.per_element for numel in numels],
             },
-            1,
+            len(slots),
         )
-        params = jobs.DecodeJobs(block=block, dtype=DTYPE_IDS[words.dtype], skip=jobs.NONE)
+        rows["payload"] = rows["header"] + HEADER_BYTES
+        if bases is not None:
+            rows["base"] = arguments.bases(bases, numels, "output", dtype, device)
+        params = jobs.DecodeJobs(block=block, dtype=DTYPE_IDS[dtype], skip=jobs.NONE)
         items = jobs.items_of(rows["numel"], block)
-        reads = [payload, *(bases or ())]
-        self._decode(rows, items, params, 1, words.dtype, bases is not None, status, reads, [words], suffix)
-        raise_failure(status)
+        self._launches.decode(rows, items, params, 1, dtype, bases is not None, status, [*slots, *(bases or ())], outs)
 
-    def _is_observed(self) -> bool:
-        return observer is not None
+    # --- payloads; these calls wait for the device
 
-    def _launch(
+    def encode(
+        self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[int]:
+        return self._launches.encode_payloads(segments, None, code, block, outs)
+
+    def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
+        return self._launches.encode_payloads([words], [base], "delta", block, [out])[0]
+
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        self._launches.decode_payload(payload, None, block, words)
+
+    def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        self._launches.decode_payload(payload, [base], block, words)
+
+    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        values = tensors.empty(sums.numel(), dtype, sums.device)
+        self.decode(payload, block, values)
+        self.add(values, sums)
+
+    def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
+        add(words, sums)
+
+    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        halves = tensors.empty(2, torch.int64, data.device)
+        self.hash_regions([data], halves, key)
+        first, second = (half & (1 << 64) - 1 for half in halves.tolist())
+        return first, second
+
+    # --- rows; these calls wait for the device where they return a number
+
+    def find_rows(
+        self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
+    ) -> int:
+        """Here an entry of the table is the first of some equal rows, plus one."""
+        device, count, slots = self._launches.device(data), sources.numel(), table.numel()
+        (at,) = arguments.addresses([data], "rows", torch.uint8, device)
+        (names, entries) = arguments.addresses([sources, table], "sources or table", torch.int32, device)
+        if row_bytes < 1 or first < 0 or data.numel() < (first + count) * row_bytes:
+            raise ValueError(
+                f"got {data.numel()} bytes for rows {first} to {first + count} of {row_bytes} bytes; give the whole segment from row 0 on"
+            )
+        if slots < 2 * (first + count) or slots & (slots - 1) or slots > 1 << 31:
+            raise ValueError(
+                f"got a table of {slots} entries for {first + count} rows, wanted a power of two, at least twice as many; make it larger"
+            )
+        if not count:
+            return 0
+        repeats = tensors.filled(1, 0, torch.int32, device)
+        unit = next(unit for unit in _UNITS if not (at | row_bytes) % unit)
+        job = jobs.FindRows(
+            data=at, row_bytes=row_bytes, sources=names, table=entries, repeats=repeats.data_ptr(), first=first, count=count,
+            mask=slots - 1, unit=unit,
+        )  # fmt: skip
+        for naming in (False, True):
+            job.naming = naming
+            self._launches.launch("find_rows", "", 1, _grid(count), job, device, [data], [sources, table, repeats])
+        return int(repeats.item())
+
+    def row_factors(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """Does not wait."""
+        sums = tensors.empty(2 * rows.numel(), torch.float64, words.device)
+        (numbers,) = arguments.addresses([rows], "rows", torch.int32, self._launches.device(words))
+        arguments.as_many("rows", rows.numel(), "sources", sources.numel())
+        self._pairs("row_sums", words, width, sources, sums, [rows], rows=numbers)
+        ab, aa = sums.view(-1, 2).unbind(1)
+        factors = (ab / aa).to(torch.float32)
+        usable = factors.isfinite() & (factors.abs() >= torch.finfo(torch.float32).tiny)
+        return factors.masked_fill(~usable, 0.0)
+
+    def predict_rows(
+        self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Does not wait."""
+        device = self._launches.device(words)
+        (numbers,) = arguments.addresses([factors], "factors", torch.float32, device)
+        arguments.addresses([out], "output", words.dtype, device)
+        arguments.as_many("factors", factors.numel(), "sources", sources.numel())
+        arguments.as_many("words of predictions", out.numel(), "sources", sources.numel(), width)
+        self._pairs("predict_rows", words, width, sources, out, [factors], factors=numbers)
+
+    def encode_rows(
+        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor
+    ) -> int:
+        return self.encode([_gathered(words, width, head, rows)], code, block, [out])[0]
+
+    def decode_rows(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    ) -> None:
+        """The literals are copied from one place at last."""
+        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
+        self.decode(payload, block, literals)
+        row_moves.spread(literals, words, width, head, rows)
+
+    def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        """Does not wait."""
+        matrix = row_moves.matrix(words, width)
+        matrix.index_copy_(0, rows.long(), matrix.index_select(0, sources))
+
+    def _pairs(
         self,
         what: str,
-        kind: str,
-        itemsize: int,
-        grid: tuple[int, int],
-        params: ctypes.Structure,
-        device: torch.device,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        words: torch.Tensor,
+        width: int,
+        sources: torch.Tensor,
+        out: torch.Tensor,
+        more: Sequence[torch.Tensor],
+        **numbers: int,
     ) -> None:
-        kernel = "_".join(filter(None, ("zipccl", what, kind)))
-        with _current(device) as stream:
-            if observer is not None:
-                observer(Launch(kernel, device, stream, reads, writes))
-            self._launcher.launch(kernel, grid, SHARED_BYTES[what][itemsize], params, stream)
+        """Launch a kernel of :class:`jobs.RowPairs`; the numbers of rows are not checked."""
+        arguments.choice("rows of", words.dtype, SUMMED)
+        device = self._launches.device(words)
+        (at,) = arguments.addresses([words], "words", words.dtype, device)
+        (places,) = arguments.addresses([sources], "sources", torch.int32, device)
+        if width < 1:
+            raise ValueError(f"got rows of {width} words, wanted at least 1; give the width of a row")
+        count, itemsize = sources.numel(), words.itemsize
+        if count:
+            job = jobs.RowPairs(words=at, width=width, sources=places, out=out.data_ptr(), count=count, **numbers)
+            self._launches.launch(
+                what, DTYPES[words.dtype], itemsize, _grid(count), job, device, [words, sources, *more], [out]
+            )
+
+    # --- rounded words and payloads (FORMAT.md 2.9)
+
+    def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
+        device = self._launches.device(words)
+        arguments.choice("words of", words.dtype, SUMMED)
+        arguments.choice("mantissa", mantissa, MANTISSAS)
+        arguments.as_many("words of output", out.numel(), "words", words.numel())
+        at, to = arguments.addresses([words, out], "words or output", words.dtype, device)
+        if not words.numel():
+            return
+        job = jobs.RoundJob(words=at, out=to, numel=words.numel(), mantissa=mantissa)
+        grid = min(-(-words.numel() // _WORDS_OF_ROUNDING), _GRID), 1
+        self._launches.launch("round", DTYPES[words.dtype], words.itemsize, grid, job, device, [words], [out])
+
+    def encode_rounded(
+        self, segments: Sequence[torch.Tensor], mantissa: int, block: int, outs: Sequence[torch.Tensor]
+    ) -> list[tuple[int, int]]:
+        """Sizes without trims are read off the payloads."""
+        arguments.choice("words of", segments[0].dtype, SUMMED)
+        arguments.choice("mantissa", mantissa, MANTISSAS)
+        count, dtype = len(segments), segments[0].dtype
+        sizes = tensors.filled(2 * count, 0, torch.int64, segments[0].device)
+        rows, places = self._launches.payload_rows(segments, None, "rounded", block, outs, sizes)
+        self._launches.encode(rows, segments[0], "rounded", block, None, segments, [*places, sizes], mantissa=mantissa)
+        if dtype in TRIMMED:
+            self._count_untrimmed(rows, segments[0], block, places, sizes)
+        found: list[int] = sizes.tolist()
+        arguments.return_payloads(places, outs, found[:count])
+        return list(zip(found[:count], found[count if dtype in TRIMMED else 0 :], strict=False))
+
+    def _count_untrimmed(
+        self, rows: jobs.Rows, like: torch.Tensor, block: int, places: Sequence[torch.Tensor], sizes: torch.Tensor
+    ) -> None:
+        """Write the sizes without trims of payloads, of which ``rows`` are the encoder's, to the second half of ``sizes``."""
+        columns = {name: rows[name] for name in ("payload", "bytes", "numel", "capacity")}
+        columns["untrimmed"] = rows["bytes"] + np.uint64(8 * len(rows))
+        table = jobs.table(jobs.UNTRIMMED, columns, len(rows))
+        for _, part, chunks in jobs.launches(table, jobs.items_of(table["numel"], block)):
+            params = jobs.UntrimmedJobs(block=block)
+            jobs.fill(params, jobs.UNTRIMMED, part)
+            grid = -(-chunks // _WARPS), 1
+            self._launches.launch(
+                "untrimmed", DTYPES[like.dtype], like.itemsize, grid, params, like.device, places, [sizes]
+            )
+
+    def decode_rounded(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        arguments.choice("rounded payloads of", words.dtype, TRIMMED)
+        self._launches.decode_payload(payload, None, block, words, "_rounded")
+
+    def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        values = tensors.empty(sums.numel(), dtype, sums.device)
+        self.decode_rounded(payload, block, values)
+        self.add(values, sums)
+
+    def encode_rounded_rows(
+        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, mantissa: int, block: int, out: torch.Tensor
+    ) -> int:  # fmt: skip
+        return self.encode_rounded([_gathered(words, width, head, rows)], mantissa, block, [out])[0][0]
+
+    def decode_rounded_rows(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    ) -> None:
+        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
+        self.decode_rounded(payload, block, literals)
+        row_moves.spread(literals, words, width, head, rows)
+
+    # --- scaled payloads (FORMAT.md 2.10)
+
+    def encode_scaled(
+        self, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
+    ) -> int | None:
+        device, job = self._launches.device(words), jobs.scaled_job(words, codec)
+        groups, size = scales.numel(), jobs.group_bytes(codec)
+        jobs.as_many_groups(groups, words.numel(), codec)
+        arguments.as_many("bytes of codes", codes.numel(), "groups", groups, size)
+        (job.words,) = arguments.addresses([words], "words", words.dtype, device)
+        (job.scales,) = arguments.addresses([scales], "scales", jobs.scale_dtype(codec), device)
+        arguments.addresses([codes], "codes", torch.uint8, device)
+        all_codes = codes if codes.data_ptr() % _ALIGNED == 0 else tensors.empty(codes.numel(), torch.uint8, device)
+        stays = tensors.filled(1, 0, torch.int64, device)
+        job.codes, job.status = all_codes.data_ptr(), stays.data_ptr()
+        self._start_scaled("encode", words.dtype, job, groups, device, [words], [scales, all_codes, stays])
+        if stays.item():
+            return None
+        coded = int(torch.count_nonzero(scales))
+        if coded < groups:  # those without codes leave gaps
+            codes[: coded * size].view(coded, size).copy_(all_codes.view(groups, size)[scales != 0])
+        elif all_codes is not codes:
+            codes.copy_(all_codes)
+        return coded
+
+    def decode_scaled(self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor) -> None:
+        """Raises:
+        FrameError: a code is no number.
+        """
+        device, job = self._launches.device(words), jobs.scaled_job(words, codec)
+        groups = scales.numel()
+        jobs.as_many_groups(groups, words.numel(), codec)
+        coded = int(torch.count_nonzero(scales))
+        arguments.as_many("bytes of codes", codes.numel(), "groups with codes", coded, jobs.group_bytes(codec))
+        (job.out,) = arguments.addresses([words], "output", words.dtype, device)
+        (job.scales,) = arguments.addresses([scales], "scales", jobs.scale_dtype(codec), device)
+        arguments.addresses([codes], "codes", torch.uint8, device)
+        if codes.data_ptr() % _ALIGNED:
+            codes = codes.clone()
+        places = None if coded == groups else torch.cumsum(scales != 0, 0)
+        status = new_status(device)
+        job.codes, job.status = codes.data_ptr(), status.data_ptr()
+        job.places = 0 if places is None else places.data_ptr()
+        reads = [scales, codes, *([] if places is None else [places])]
+        self._start_scaled("decode", words.dtype, job, groups, device, reads, [words, status])
+        raise_failure(status)
+
+    def decode_scaled_add(
+        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, dtype: torch.dtype, sums: torch.Tensor
+    ) -> None:
+        values = tensors.empty(sums.numel(), dtype, sums.device)
+        self.decode_scaled(scales, codes, codec, values)
+        self.add(values, sums)
+
+    def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
+        device, job = self._launches.device(words), jobs.scaled_job(words, codec)
+        arguments.as_many("words of output", out.numel(), "words", words.numel())
+        job.words, job.out = arguments.addresses([words, out], "words or output", words.dtype, device)
+        self._start_scaled("project", words.dtype, job, -(-words.numel() // codec.group), device, [words], [out])
+
+    def _start_scaled(
+        self,
+        what: str,
+        dtype: torch.dtype,
+        job: jobs.ScaledJob,
+        groups: int,
+        device: torch.device,
+        reads: list[torch.Tensor],
+        writes: list[torch.Tensor],
+    ) -> None:
+        if groups:
+            grid = min(-(-groups // _WARPS), _GRID), 1
+            self._launches.launch(f"scaled_{what}", DTYPES[dtype], dtype.itemsize, grid, job, device, reads, writes)
+
+    # --- ZFP (FORMAT.md 2.11)
+
+    def encode_zfp(self, words: torch.Tensor, rate: int, codes: torch.Tensor) -> bool:
+        device = self._launches.device(words)
+        jobs.check_zfp(words, rate, codes)
+        (at,) = arguments.addresses([words], "words", words.dtype, device)
+        arguments.addresses([codes], "codes", torch.uint8, device)
+        place = codes if codes.data_ptr() % _ALIGNED == 0 else tensors.empty(codes.numel(), torch.uint8, device)
+        infinite = tensors.filled(1, 0, torch.int64, device)
+        job = jobs.ZfpJob(words=at, codes=place.data_ptr(), status=infinite.data_ptr(), numel=words.numel(), rate=rate)
+        self._start_zfp("encode", words, job, [words], [place, infinite])
+        if place is not codes:
+            codes.copy_(place)
+        return not infinite.item()
+
+    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
+        device = self._launches.device(words)
+        jobs.check_zfp(words, rate, codes)
+        (out,) = arguments.addresses([words], "output", words.dtype, device)
+        arguments.addresses([codes], "codes", torch.uint8, device)
+        if codes.data_ptr() % _ALIGNED:
+            codes = codes.clone()
+        job = jobs.ZfpJob(out=out, codes=codes.data_ptr(), numel=words.numel(), rate=rate)
+        self._start_zfp("decode", words, job, [codes], [words])
+
+    def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
+        values = tensors.empty(sums.numel(), dtype, sums.device)
+        self.decode_zfp(codes, rate, values)
+        self.add(values, sums)
+
+    def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
+        device = self._launches.device(words)
+        arguments.choice("ZFP of", words.dtype, SUMMED)
+        arguments.choice("rate", rate, jobs.ZFP_RATES)
+        arguments.as_many("words of output", out.numel(), "words", words.numel())
+        at, to = arguments.addresses([words, out], "words or output", words.dtype, device)
+        self._start_zfp("project", words, jobs.ZfpJob(words=at, out=to, numel=words.numel(), rate=rate), [words], [out])
+
+    def _start_zfp(
+        self, what: str, words: torch.Tensor, job: jobs.ZfpJob, reads: list[torch.Tensor], writes: list[torch.Tensor]
+    ) -> None:
+        if words.numel():
+            grid = min(-(-words.numel() // _WORDS_OF_ZFP), _GRID), 1
+            self._launches.launch(
+                f"zfp_{what}", DTYPES[words.dtype], words.itemsize, grid, job, words.device, reads, writes
+            )
 
 
-@contextlib.contextmanager
-def _current(device: torch.device) -> Iterator[int]:
-    """Make the device current and give its current stream."""
-    runtime = devices.runtime(device)
-    if runtime is None:  # the tests' emulation
-        yield 0
-        return
-    with runtime.device(device):
-        yield runtime.current_stream(device).cuda_stream
+def _grid(rows: int) -> tuple[int, int]:
+    return min(-(-rows // _ROWS_OF_BLOCK), _GRID), 1
+
+
+def _gathered(words: torch.Tensor, width: int, head: int, rows: torch.Tensor) -> torch.Tensor:
+    """The literals of ``words``, copied to one place, because the kernels take words side by side."""
+    literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
+    row_moves.gather(words, width, head, rows, literals)
+    return literals

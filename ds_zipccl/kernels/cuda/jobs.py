@@ -15,6 +15,8 @@ import torch
 
 from ds_zipccl.frame import CHUNK_BLOCKS, DELTA_WORDS, DTYPE_IDS, HEADER_BYTES
 from ds_zipccl.kernels.cuda import arguments
+from ds_zipccl.kernels.protocol import ScaledCodec
+from ds_zipccl.lossy import Int
 
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
@@ -22,6 +24,9 @@ DTYPES = {
 }  # fmt: skip
 #: The dtypes whose frames kernels add.
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+#: The dtypes with rounded payloads: exponent payloads of float32 have trims already.
+TRIMMED = (torch.bfloat16, torch.float16)
+ZFP_RATES = range(3, 33)
 #: Jobs of one launch: kMaxJobs and kMaxFrames of the kernels.
 MAX_JOBS = 48
 #: Ranks of one call: a row of the grid for each, and 16 bits in a status word.
@@ -91,8 +96,36 @@ class RowPairs(ctypes.Structure):
     ]  # fmt: skip
 
 
+class RoundJob(ctypes.Structure):
+    _fields_ = [("words", _u64), ("out", _u64), ("numel", _u64), ("mantissa", _u32)]
+
+
+class UntrimmedJob(ctypes.Structure):
+    _fields_ = [
+        ("payload", _u64), ("bytes", _u64), ("untrimmed", _u64), ("numel", _u64), ("capacity", _u64), ("first_item", _u32),
+        ("unused", _u32),
+    ]  # fmt: skip
+
+
+class UntrimmedJobs(ctypes.Structure):
+    _fields_ = [("job", UntrimmedJob * MAX_JOBS), ("count", _u32), ("block", _u32)]
+
+
+class ScaledJob(ctypes.Structure):
+    _fields_ = [
+        ("words", _u64), ("out", _u64), ("scales", _u64), ("codes", _u64), ("places", _u64), ("status", _u64), ("numel", _u64),
+        ("integers", _u32), ("bits", _u32), ("log2", _u32), ("hadamard", _u32),
+    ]  # fmt: skip
+
+
+class ZfpJob(ctypes.Structure):
+    _fields_ = [
+        ("words", _u64), ("out", _u64), ("codes", _u64), ("status", _u64), ("numel", _u64), ("rate", _u32),
+    ]  # fmt: skip
+
+
 #: Rows of the tables, as numpy sees the jobs.
-ENCODE, DECODE, HASH = np.dtype(EncodeJob), np.dtype(DecodeJob), np.dtype(HashJob)
+ENCODE, DECODE, HASH, UNTRIMMED = map(np.dtype, (EncodeJob, DecodeJob, HashJob, UntrimmedJob))
 
 
 class Words(NamedTuple):
@@ -161,7 +194,7 @@ class Parameter(NamedTuple):
 
 
 class GatherTable:
-    """The layout of a gather of ``parameters`` over ``ranks``, for :meth:`FrameCalls.encode_gather` and ``decode_gather``.
+    """The layout of a gather of ``parameters`` over ``ranks``, for :meth:`CudaBackend.encode_gather` and ``decode_gather``.
 
     The slab is the parts of all ranks, in the order of the ranks. A part is the slots of the parameters, in their order, without gaps.
     A table is never written to after it is made: keep it as long as the sizes of slots hold, and use it from any thread.
@@ -288,3 +321,46 @@ def listed_summands(job: SumJob, slots: Sequence[torch.Tensor], own_at: int | No
         )
     job.count = len(found)
     job.frame[: len(found)], job.capacity[: len(found)] = found, sizes
+
+
+def scaled_job(words: torch.Tensor, codec: ScaledCodec) -> ScaledJob:
+    arguments.choice("scaled payloads of", words.dtype, SUMMED)
+    bits = codec.bits if isinstance(codec, Int) else 8
+    log2 = codec.group.bit_length() - 1
+    return ScaledJob(
+        numel=words.numel(), integers=isinstance(codec, Int), bits=bits, log2=log2, hadamard=codec.hadamard
+    )
+
+
+def scale_dtype(codec: ScaledCodec) -> torch.dtype:
+    return torch.int16 if isinstance(codec, Int) else torch.uint8
+
+
+def group_bytes(codec: ScaledCodec) -> int:
+    """Bytes of the codes of a group."""
+    return codec.group * codec.bits // 8 if isinstance(codec, Int) else codec.group
+
+
+def as_many_groups(scales: int, numel: int, codec: ScaledCodec) -> None:
+    arguments.as_many("scales", scales, f"groups of {codec.group} words", -(-numel // codec.group))
+
+
+def check_zfp(words: torch.Tensor, rate: int, codes: torch.Tensor) -> None:
+    """Accept words and as many codes as they have.
+
+    Raises:
+        ValueError: they have others.
+    """
+    arguments.choice("ZFP of", words.dtype, SUMMED)
+    arguments.choice("rate", rate, ZFP_RATES)
+    wanted = -(-4 * rate * -(-words.numel() // 4) // 64)
+    arguments.as_many("bytes of codes", codes.numel(), "words of codes", wanted, 8)
+
+
+def frame_bytes(slots: torch.Tensor) -> torch.Tensor:
+    """Return the ``frame_bytes`` of the headers that the rows of ``slots`` begin with, as a view: int64 on the same device.
+
+    ``slots``: uint8, a matrix whose rows begin at multiples of 8 bytes: headers of :meth:`CudaBackend.frame_sizes`, or slots. A header with
+    the overflow flag has the size that the frame would have had.
+    """
+    return slots[:, 24:32].view(torch.int64)[:, 0]

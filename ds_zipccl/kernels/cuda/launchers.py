@@ -9,16 +9,33 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from ds_zipccl.kernels import build
-from ds_zipccl.kernels.build import capabilities
+from ds_zipccl.kernels.c_functions import bind
 from ds_zipccl.kernels.cuda import cupy_kernels
-from ds_zipccl.kernels.cuda.backend import KERNELS, CudaRoute
+from ds_zipccl.kernels.cuda.interface import KERNELS, SIGNATURES
 
 
-class _Loading:
+class Launcher(Protocol):
+    """Starts a kernel of :data:`KERNELS` by name."""
+
+    def launch(
+        self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        """Put a grid of ``grid[0]`` times ``grid[1]`` blocks of the kernel's threads on ``stream`` of the current device; does not wait.
+
+        ``params`` is read before this call returns, and may be written over afterwards. The memory that it names stays allocated by the
+        rules of a stream alone: the caller may free a tensor at once, because only later work of the same stream gets its memory.
+
+        Raises:
+            RuntimeError: the driver refused.
+        """
+        ...
+
+
+class Loading:
     """The part of a launcher that loads the kernels, once on each device."""
 
     def __init__(self) -> None:
@@ -66,26 +83,19 @@ class _Loading:
         raise NotImplementedError
 
 
-class LibraryLauncher(_Loading):
-    """Launcher over the C interface of csrc/cuda/launch.cu."""
+class LibraryLauncher(Loading):
+    """Launcher over the C interface of csrc/cuda/interface.h."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
-        pointer, u32, i32 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32
-        find = library.zipccl_cuda_kernel
-        find.argtypes, find.restype = [ctypes.c_char_p], pointer
+        functions = bind(library, SIGNATURES, SIGNATURES)
+        self._find_device, self._load_kernel = functions["zipccl_cuda_device"], functions["zipccl_cuda_load"]
+        self._start_kernel, self._error = functions["zipccl_cuda_start"], functions["zipccl_cuda_error"]
+        find = functions["zipccl_cuda_kernel"]
         self._entries: dict[str, int] = {name: find(name.encode()) for name in KERNELS}
         missing = [name for name, entry in self._entries.items() if not entry]
         if missing:
             raise RuntimeError(f"the library of the CUDA kernels lacks {', '.join(missing)}")
-        self._find_device = library.zipccl_cuda_device
-        self._find_device.argtypes, self._find_device.restype = [ctypes.POINTER(i32)], i32
-        self._load_kernel = library.zipccl_cuda_load
-        self._load_kernel.argtypes, self._load_kernel.restype = [pointer, u32], i32
-        self._start_kernel = library.zipccl_cuda_start
-        self._start_kernel.argtypes, self._start_kernel.restype = [pointer, u32, u32, u32, u32, pointer, pointer], i32
-        self._error = library.zipccl_cuda_error
-        self._error.argtypes, self._error.restype = [i32], ctypes.c_char_p
 
     def _check(self, status: int, what: str) -> None:
         if status:
@@ -93,7 +103,7 @@ class LibraryLauncher(_Loading):
 
     def _device(self) -> int:
         device = ctypes.c_int32()
-        self._check(self._find_device(device), "there is no current device")
+        self._check(self._find_device(ctypes.byref(device)), "there is no current device")
         return device.value
 
     def _load(self, device: int) -> None:
@@ -110,7 +120,7 @@ class LibraryLauncher(_Loading):
         self._check(status, f"{kernel} was not started")
 
 
-class CupyLauncher(_Loading):
+class CupyLauncher(Loading):
     """Launcher over modules that CuPy compiles for each device.
 
     Args:
@@ -142,39 +152,3 @@ class CupyLauncher(_Loading):
     ) -> None:
         self._use(device)
         self._functions[device].launch(kernel, grid, KERNELS[kernel].threads, shared_bytes, params, stream)
-
-
-def load_native() -> CudaRoute:
-    """Return the route over the library of nvcc; builds it (up to a minute) unless the cache has it. Waits for the current stream.
-
-    Raises:
-        BuildError: there is no nvcc, nvcc failed, or the devices are too old.
-        RuntimeError: torch sees no device, or the kernels do not load.
-    """
-    _need_device()
-    return _loaded(LibraryLauncher(ctypes.CDLL(str(build.build(build.cuda(capabilities.architectures()))))))
-
-
-def load_cupy() -> CudaRoute:
-    """Return the route over CuPy; compiles (up to a minute) unless the cache has the kernels. Waits for the current stream.
-
-    Raises:
-        BuildError: there is no CuPy that fits torch, its NVRTC failed, or the device is too old.
-        RuntimeError: torch sees no device, or the kernels do not load.
-    """
-    _need_device()
-    return _loaded(CupyLauncher(cupy_kernels.cupy().cuda.runtime.setDevice))
-
-
-def _loaded(launcher: _Loading) -> CudaRoute:
-    """Return the route over ``launcher``, with the kernels loaded on the current device."""
-    torch.cuda.init()
-    stream = torch.cuda.current_stream()
-    launcher.load(stream.cuda_stream)
-    stream.synchronize()  # an error of a launch shall be the reason why there is no such route
-    return CudaRoute(launcher)
-
-
-def _need_device() -> None:
-    if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no CUDA device" if torch.version.cuda else "this torch is built without CUDA")

@@ -1,1 +1,1 @@
-"""The numba route: the readable reference of every payload."""
+"""The numba kernel backend: the readable reference of every payload."""

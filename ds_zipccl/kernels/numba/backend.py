@@ -1,4 +1,4 @@
-"""The numba route: numba compiles the reference on the machine, without a C++ compiler. One thread."""
+"""The numba backend: numba compiles the reference on the machine, without a C++ compiler. One thread."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ds_zipccl.kernels.numba.words import WORDS, array
 from ds_zipccl.kernels.sums import add
 
 
-class NumbaRoute:
-    """Route over the reference kernels; see :class:`ds_zipccl.kernels.Route`. It has no row frames and no lossy codecs."""
+class NumbaBackend:
+    """Kernel backend over the reference kernels; see :class:`ds_zipccl.kernels.KernelBackend`. It has no row frames and no lossy codecs."""
 
     def __init__(self, encoder: ModuleType, decoder: ModuleType, hasher: ModuleType) -> None:
         self._encoder, self._decoder, self._hasher = encoder, decoder, hasher
@@ -58,12 +58,12 @@ class NumbaRoute:
         add(words, sums)
 
 
-def load() -> NumbaRoute:
-    """Return the route; imports numba (about a second).
+def load() -> NumbaBackend:
+    """Return the backend; imports numba (about a second).
 
     Raises:
         ImportError: numba is not installed.
     """
     from ds_zipccl.kernels.numba import decode, encode, region_hash
 
-    return NumbaRoute(encode, decode, region_hash)
+    return NumbaBackend(encode, decode, region_hash)

@@ -1,4 +1,4 @@
-"""The readable reference of the payloads of FORMAT.md section 2, in numba; also the route for machines without a compiler.
+"""The readable reference of the payloads of FORMAT.md section 2, in numba; also the backend for machines without a compiler.
 
 This file has the tables and sizes that encoder and decoder share. :mod:`.encode` and :mod:`.decode` are the two; :mod:`.delta` codes the
 blocks that have a base, :mod:`.gap_list` the chunks in which little changed. Words are numpy uint8, uint16 or uint32 arrays, payloads are

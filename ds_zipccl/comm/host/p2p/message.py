@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import codecs
-from ds_zipccl.codecs import bits, known
+from ds_zipccl.codecs import known
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
@@ -208,7 +208,7 @@ class Outgoing:
                 frame = self._factored.frame(self._ctx.config.block, self._coder.route, buffers)
         elif flat.dtype == torch.bool and self._ctx.staging is None:
             with ranges.inside(ranges.ENCODE):
-                frame = codecs.bits_frame(flat, buffers.take(bits.frame_bytes(flat.numel())))
+                frame = codecs.bits_frame(flat, buffers.take(known.bits_frame_bytes(flat.numel())))
         self._post(self._coder.compress(flat, buffers) if frame is None else frame, tag, buffers)
 
     def _post(self, part: torch.Tensor, tag: int, buffers: PooledBuffers) -> None:

@@ -1,5 +1,6 @@
 // The C interface of the delta codec on the CPU: whole payloads (FORMAT.md 2.3).
 #include "cpu/chunks.h"
+#include "cpu/interface.h"
 
 using namespace zipccl;
 
@@ -14,10 +15,8 @@ struct Segment {
 
 }  // namespace
 
-// Encodes numel words of `dtype` (1 to 3, or 6: bytes) against as many at `base` to `out`, which must hold payload_bound()
-// (codecs/delta.py) bytes. Returns the payload's bytes.
-extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uint64_t numel, void* out, int32_t dtype, uint32_t block,
-                                        int32_t threads) {
+uint64_t zipccl_delta_encode(const void* words, const void* base, uint64_t numel, void* out, int32_t dtype, uint32_t block,
+                             int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::DeltaEncode* const encode_chunk = zipccl_chosen().delta_encode[type];
   Segment one = {static_cast<const uint8_t*>(words), static_cast<const uint8_t*>(base), numel, out, 0};
@@ -28,10 +27,8 @@ extern "C" uint64_t zipccl_delta_encode(const void* words, const void* base, uin
   return one.bytes;
 }
 
-// Decodes a payload of `bytes` bytes against numel words of `dtype` (1 to 3, or 6: bytes) at `base` to `words`, which are the same memory
-// or apart from it. Returns 0 or a FrameErrorCode; the words are then undefined.
-extern "C" int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* base, void* words, uint64_t numel, int32_t dtype,
-                                       uint32_t block, int32_t threads) {
+int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* base, void* words, uint64_t numel, int32_t dtype,
+                            uint32_t block, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::DeltaDecode* const decode_chunk = zipccl_chosen().delta_decode[type];
   const uint32_t itemsize = kItemsize[type];

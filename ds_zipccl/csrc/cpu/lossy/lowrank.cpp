@@ -1,5 +1,6 @@
 // The C interface of low-rank payloads on the CPU (FORMAT.md 2.12): products of factors, and orthonormal columns.
 #include "cpu/chunks.h"
+#include "cpu/interface.h"
 #include "cpu/denormals.h"
 
 using namespace zipccl;
@@ -20,10 +21,8 @@ void each_rows(uint64_t n, uint64_t row_bytes, int32_t threads, Each each) {
 
 }  // namespace
 
-// Writes the product of n rows of `rank` floats at `p` with m columns, as words of `dtype` (1 to 3). `columns`: `rank` rows of `stride`
-// floats, m up to a multiple of kZipcclTile.
-extern "C" void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
-                                uint8_t* words, int32_t threads) {
+void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
+                     uint8_t* words, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::Multiply* const multiply = zipccl_chosen().multiply[type];
   const uint64_t row_bytes = m * kItemsize[type];
@@ -33,10 +32,8 @@ extern "C" void zipccl_multiply(const float* p, const float* columns, uint64_t s
   });
 }
 
-// The same, added to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`. Words are added as zipccl_add adds them: with the
-// denormals of this thread.
-extern "C" void zipccl_multiply_add(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m,
-                                    int32_t dtype, uint8_t* sums, int32_t fp32_sums, int32_t threads) {
+void zipccl_multiply_add(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
+                         uint8_t* sums, int32_t fp32_sums, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::Multiply* const multiply = zipccl_chosen().multiply[type];
   ZipcclLevel::AddWords* const add = zipccl_chosen().add_words[type][fp32_sums != 0];
@@ -57,8 +54,7 @@ extern "C" void zipccl_multiply_add(const float* p, const float* columns, uint64
   });
 }
 
-// Makes the `rank` columns of n rows at `columns` orthonormal, in place; `room`: rank (n + 1) doubles.
-extern "C" void zipccl_orthonormalize(float* columns, uint64_t n, uint32_t rank, double* room) {
+void zipccl_orthonormalize(float* columns, uint64_t n, uint32_t rank, double* room) {
   ZipcclLevel::Orthonormalize* const orthonormalize = zipccl_chosen().orthonormalize;
   const Denormals on;
   orthonormalize(columns, n, rank, room);

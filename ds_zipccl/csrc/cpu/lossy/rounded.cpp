@@ -1,5 +1,6 @@
 // The C interface of rounded payloads on the CPU (FORMAT.md 2.9).
 #include "cpu/chunks.h"
+#include "cpu/interface.h"
 #include "common/bits.h"
 #include "common/rounding.cuh"
 
@@ -43,8 +44,7 @@ uint64_t untrimmed_bytes(const uint8_t* payload, uint64_t numel, uint32_t block)
 
 }  // namespace
 
-// Rounds numel words of `dtype` (1 to 3) to `mantissa` bits, to `out`, which may be `words`.
-extern "C" void zipccl_round_words(const void* words, uint64_t numel, int32_t dtype, uint32_t mantissa, void* out, int32_t threads) {
+void zipccl_round_words(const void* words, uint64_t numel, int32_t dtype, uint32_t mantissa, void* out, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::RoundWords* const round_words = zipccl_chosen().round_words[type];
   const uint64_t itemsize = kItemsize[type], part = kBytesPerThread / itemsize;
@@ -56,10 +56,8 @@ extern "C" void zipccl_round_words(const void* words, uint64_t numel, int32_t dt
   });
 }
 
-// Encodes `count` segments of `dtype` (1 to 3), rounded to `mantissa` bits; those of dtype 3 to exponent payloads. `untrimmed` gets the
-// bytes of the exponent payload of each, which counts RAW blocks of the rounded payload as RAW.
-extern "C" void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block,
-                                      uint64_t* untrimmed, int32_t threads) {
+void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block, uint64_t* untrimmed,
+                           int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::EncodeRounded* const encode_chunk = zipccl_chosen().encode_rounded[type];
   const uint64_t chunk_bytes = uint64_t(block) * kChunkBlocks * kItemsize[type];
@@ -76,17 +74,14 @@ extern "C" void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, i
   }
 }
 
-// Decodes a rounded payload of `bytes` bytes to numel words of `dtype` (1 or 2). Returns 0 or a FrameErrorCode; the words are then
-// undefined.
-extern "C" int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
-                                         int32_t threads) {
+int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
+                              int32_t threads) {
   const ZipcclType type = type_of(dtype);
   return decode_payload(zipccl_chosen().decode_rounded[type], payload, bytes, words, numel, kItemsize[type], block, threads);
 }
 
-// Decodes a rounded payload and adds it to numel sums: of `dtype` (1 or 2) itself, each rounded to it, or floats if `fp32_sums`.
-extern "C" int32_t zipccl_decode_rounded_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype,
-                                             uint32_t block, int32_t fp32_sums, int32_t threads) {
+int32_t zipccl_decode_rounded_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
+                                  int32_t fp32_sums, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   return add_payload(zipccl_chosen().add_rounded[type][fp32_sums != 0], payload, bytes, sums, numel, kItemsize[type], block, fp32_sums,
                      threads);

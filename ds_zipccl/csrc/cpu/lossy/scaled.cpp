@@ -1,6 +1,7 @@
 // The C interface of scaled payloads on the CPU (FORMAT.md 2.10): scales and codes of whole tensors. Callers have proven the scales, and
 // that there are as many codes as the scales say.
 #include "cpu/chunks.h"
+#include "cpu/interface.h"
 #include "cpu/denormals.h"
 
 using namespace zipccl;
@@ -136,10 +137,8 @@ struct Decoder {
 
 }  // namespace
 
-// Writes the scales of numel words of `dtype` (1 to 3), one for each group, and the codes of those groups whose scale is not zero; `codes`
-// has room for those of all groups. Returns the number of groups with codes, or kGroupStays.
-extern "C" uint64_t zipccl_scaled_encode(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint8_t* scales,
-                                         uint8_t* codes, int32_t threads) {
+uint64_t zipccl_scaled_encode(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint8_t* scales,
+                              uint8_t* codes, int32_t threads) {
   const ZipcclScaling s = *scaling;
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::EncodeScaled* const encode = zipccl_chosen().encode_scaled[type];
@@ -162,11 +161,8 @@ extern "C" uint64_t zipccl_scaled_encode(const uint8_t* words, uint64_t numel, i
   return total;
 }
 
-// Encodes as zipccl_scaled_encode does, and the codes (E4M3) to a payload with stage 2 in blocks of `block` codes; `payload` has room for its
-// bound. Chunks of codes are encoded while they are in the cache. Returns the bytes of the payload; kGroupStays; or 0 where a group has no
-// codes, so that those of later groups would have other places: all outputs are then undefined.
-extern "C" uint64_t zipccl_scaled_encode_staged(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
-                                                uint32_t block, uint8_t* scales, uint8_t* codes, uint8_t* payload, int32_t threads) {
+uint64_t zipccl_scaled_encode_staged(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint32_t block,
+                                     uint8_t* scales, uint8_t* codes, uint8_t* payload, int32_t threads) {
   const ZipcclScaling s = *scaling;
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::EncodeScaled* const encode = zipccl_chosen().encode_scaled[type];
@@ -192,41 +188,36 @@ extern "C" uint64_t zipccl_scaled_encode_staged(const uint8_t* words, uint64_t n
   return ended == going ? segment.bytes : ended.load();
 }
 
-// Decodes to numel words of `dtype`. Returns 0 or a FrameErrorCode.
-extern "C" int32_t zipccl_scaled_decode(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype,
-                                        const ZipcclScaling* scaling, uint8_t* words, int32_t threads) {
+int32_t zipccl_scaled_decode(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
+                             uint8_t* words, int32_t threads) {
   const Decoder decoder(*scaling, dtype, false, words);
   return each_part(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
                    [&](auto... part) { return decoder.words(part...); });
 }
 
-// Decodes and adds to numel sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
-extern "C" int32_t zipccl_scaled_add(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
-                                     uint8_t* sums, int32_t fp32_sums, int32_t threads) {
+int32_t zipccl_scaled_add(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
+                          uint8_t* sums, int32_t fp32_sums, int32_t threads) {
   const Decoder decoder(*scaling, dtype, fp32_sums != 0, sums);
   return each_part(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
                    [&](auto... part) { return decoder.sums(part...); });
 }
 
-// As zipccl_scaled_decode, of codes with stage 2: a payload of `bytes` bytes in blocks of `block` codes, E4M3.
-extern "C" int32_t zipccl_scaled_decode_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
-                                               int32_t dtype, const ZipcclScaling* scaling, uint8_t* words, int32_t threads) {
+int32_t zipccl_scaled_decode_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
+                                    int32_t dtype, const ZipcclScaling* scaling, uint8_t* words, int32_t threads) {
   const Decoder decoder(*scaling, dtype, false, words);
   return each_staged_part(payload, bytes, scales, numel, numel * decoder.itemsize, *scaling, block, threads,
                           [&](auto... part) { return decoder.words(part...); });
 }
 
-// As zipccl_scaled_add, of codes with stage 2.
-extern "C" int32_t zipccl_scaled_add_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
-                                            int32_t dtype, const ZipcclScaling* scaling, uint8_t* sums, int32_t fp32_sums, int32_t threads) {
+int32_t zipccl_scaled_add_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
+                                 int32_t dtype, const ZipcclScaling* scaling, uint8_t* sums, int32_t fp32_sums, int32_t threads) {
   const Decoder decoder(*scaling, dtype, fp32_sums != 0, sums);
   return each_staged_part(payload, bytes, scales, numel, numel * decoder.itemsize, *scaling, block, threads,
                           [&](auto... part) { return decoder.sums(part...); });
 }
 
-// Writes the decoded values of numel words of `dtype` to `out`, which may be `words`; groups that stay as they are, as they are.
-extern "C" void zipccl_scaled_project(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint8_t* out,
-                                      int32_t threads) {
+void zipccl_scaled_project(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint8_t* out,
+                           int32_t threads) {
   const ZipcclType type = type_of(dtype);
   const uint64_t itemsize = kItemsize[type];
   ZipcclLevel::ProjectScaled* const project = zipccl_chosen().project_scaled[type];

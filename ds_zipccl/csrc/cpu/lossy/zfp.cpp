@@ -3,6 +3,7 @@
 #include "common/bits.h"
 #include "common/zfp_block.cuh"
 #include "cpu/chunks.h"
+#include "cpu/interface.h"
 
 using namespace zipccl;
 
@@ -139,9 +140,7 @@ void each_part(uint64_t numel, uint32_t itemsize, uint32_t rate, int32_t threads
 
 }  // namespace
 
-// Encodes numel words of `dtype` (1 to 3) with `rate` bits each (3 to 32) to `out`: 8 bytes for every 64 bits begun. Returns 1 if all words
-// are finite; otherwise 0, and `out` is undefined.
-extern "C" int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads) {
+int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads) {
   const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
   std::atomic<bool> finite{true};
   each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
@@ -150,17 +149,15 @@ extern "C" int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32
   return finite.load();
 }
 
-// Decodes codes, of which there are as many bytes as zipccl_zfp_encode writes.
-extern "C" void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads) {
+void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads) {
   const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
   each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
     kFunctions[type].decode(codes + bytes, n, rate, words + first * itemsize);
   });
 }
 
-// The same, added to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
-extern "C" void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* sums, int32_t fp32_sums,
-                                      int32_t threads) {
+void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* sums, int32_t fp32_sums,
+                           int32_t threads) {
   const uint32_t type = type_of(dtype), itemsize = kItemsize[type], sum_size = fp32_sums ? 4 : itemsize;
   ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][fp32_sums != 0];
   each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
@@ -173,9 +170,7 @@ extern "C" void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int3
   });
 }
 
-// The words that zipccl_zfp_decode gives for codes of `words`; of four words among which is a NaN or an infinity, these words. `out` may be
-// `words`.
-extern "C" void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads) {
+void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads) {
   const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
   each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t) {
     kFunctions[type].project(words + first * itemsize, n, rate, out + first * itemsize);

@@ -1,7 +1,7 @@
 // Payloads of row frames that have no scaled rows, in one call (FORMAT.md 2.6).
 #include <string.h>
 
-#include "cpu/rows/row_calls.h"
+#include "cpu/interface.h"
 
 namespace {
 
@@ -16,11 +16,7 @@ void put32(uint8_t* to, uint64_t value) {
 
 }  // namespace
 
-// Writes the payload of the frame of the `numel` words from `begin` on to `out`, which has `room` bytes, those of an ordinary payload at
-// least. Looks for repeats in rows that have not been seen. Returns the payload's bytes; 0 where a row frame is not worth while, and 1 where
-// its literals are to be raw.
-extern "C" uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, uint64_t numel, uint8_t* out, uint64_t room,
-                                     int32_t threads) {
+uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, uint64_t numel, uint8_t* out, uint64_t room, int32_t threads) {
   ZipcclSearch& search = segment->search;
   const uint64_t width = segment->width, first = (begin + width - 1) / width, last = (begin + numel) / width;
   if (last > search.first) {

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "common/bits.h"
-#include "cpu/rows/row_calls.h"
+#include "cpu/interface.h"
 
 using namespace zipccl;
 
@@ -20,9 +20,8 @@ bool looks_plain(const uint8_t* row, uint64_t width, uint64_t itemsize) {
 
 }  // namespace
 
-// Writes the literals and the map of a frame without scaled rows (FORMAT.md 2.6), with its padding; no map where it has no room. Loops
-// without branches on repeats, which come in any order; the rows in `literals` are from the front literal rows, from the back others.
-extern "C" void zipccl_pack_repeats(ZipcclRepeats* r) {
+// Loops without branches on repeats, which come in any order; the rows in `literals` are from the front literal rows, from the back others.
+void zipccl_pack_repeats(ZipcclRepeats* r) {
   const int32_t* const sources = r->sources + r->first;
   const int32_t base = int32_t(r->first);
   uint64_t literals = 0, back = r->count;
@@ -63,8 +62,7 @@ extern "C" void zipccl_pack_repeats(ZipcclRepeats* r) {
   memset(end, 0, uint64_t(r->map + padded - end));
 }
 
-// Reads the map of a frame without scaled rows. Returns 0, or 1 where the map contradicts itself, its numbers or the rows in front.
-extern "C" int32_t zipccl_unpack_repeats(const ZipcclMap* m) {
+int32_t zipccl_unpack_repeats(const ZipcclMap* m) {
   const auto marked = [&](uint64_t row) { return m->map[row / 8] >> row % 8 & 1; };
   uint64_t literals = 0, repeats = 0;
   for (uint64_t i = 0; i < m->count; ++i) {

@@ -2,8 +2,8 @@
 // whole rows here and there. The callers have checked that every row lies in its memory.
 #include "common/bits.h"
 #include "cpu/chunks.h"
+#include "cpu/interface.h"
 #include "cpu/hash.h"
-#include "cpu/rows/row_calls.h"
 
 using namespace zipccl;
 
@@ -227,9 +227,7 @@ int32_t decode_literals(ZipcclLevel::Decode* decode_chunk, const void* payload, 
 
 }  // namespace
 
-// Writes to `sources` the number of the first row that each row equals, its own where there is none before it. Returns how many rows equal
-// an earlier one.
-extern "C" uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads) {
+uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads) {
   const Finder finder(*search);
   threads = useful_threads(threads, search->count * search->row_bytes);
   const uint64_t tile = threads > 1 ? search->count : kTile;
@@ -263,10 +261,7 @@ extern "C" uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads
   return repeats;
 }
 
-// Encodes the literals, of `dtype`, with `code` to `out`, which must hold payload_bound() (codecs/exponent.py) bytes. Returns the payload's
-// bytes.
-extern "C" uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out,
-                                       int32_t threads) {
+uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::Encode* const encode_chunk = zipccl_chosen().encode[type][code];
   return encode_literals(*literals, type, block, out, threads,
@@ -274,10 +269,8 @@ extern "C" uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t d
                              const uint8_t** next) { return encode_chunk(blocks, numel, block, workspace, parts, soon, next); });
 }
 
-// As zipccl_encode_rows, of literals of `dtype` (1 to 3) rounded to `mantissa` bits; `out` must hold payload_bound() of codecs/rounded.py. The
-// payload is rounded, of dtype 3 an exponent payload.
-extern "C" uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, int32_t dtype, uint32_t mantissa, uint32_t block, void* out,
-                                               int32_t threads) {
+uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, int32_t dtype, uint32_t mantissa, uint32_t block, void* out,
+                                    int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::EncodeRounded* const encode_chunk = zipccl_chosen().encode_rounded[type];
   return encode_literals(*literals, type, block, out, threads,
@@ -285,32 +278,26 @@ extern "C" uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, i
                              const uint8_t** next) { return encode_chunk(blocks, numel, block, mantissa, workspace, parts, soon, next); });
 }
 
-// Decodes a payload of `bytes` bytes to the places of the literals, of `dtype`. Returns 0 or a FrameErrorCode; the literals are then
-// undefined, all other words as before.
-extern "C" int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
-                                      int32_t threads) {
+int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
+                           int32_t threads) {
   const ZipcclType type = type_of(dtype);
   return decode_literals(zipccl_chosen().decode[type], payload, bytes, *literals, type, block, threads);
 }
 
-// As zipccl_decode_rows, of a rounded payload, of `dtype` 1 or 2.
-extern "C" int32_t zipccl_decode_rounded_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype,
-                                              uint32_t block, int32_t threads) {
+int32_t zipccl_decode_rounded_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
+                                   int32_t threads) {
   const ZipcclType type = type_of(dtype);
   return decode_literals(zipccl_chosen().decode_rounded[type], payload, bytes, *literals, type, block, threads);
 }
 
-// Copies `count` rows of `row_bytes`: row sources[i] at `data` to row rows[i]. No row is both.
-extern "C" void zipccl_copy_rows(uint8_t* data, uint64_t row_bytes, const int32_t* rows, const int32_t* sources, uint64_t count,
-                                 int32_t threads) {
+void zipccl_copy_rows(uint8_t* data, uint64_t row_bytes, const int32_t* rows, const int32_t* sources, uint64_t count, int32_t threads) {
   each_row(count, row_bytes, threads, [&](uint64_t i) {
     memcpy(data + uint64_t(rows[i]) * row_bytes, data + uint64_t(sources[i]) * row_bytes, row_bytes);
   });
 }
 
-// Writes the factor from row sources[i] to row rows[i], of `width` words of `dtype` (1 to 3), to factors[i]; 0 where there is none.
-extern "C" void zipccl_row_factors(const uint8_t* words, int32_t dtype, uint64_t width, const int32_t* rows, const int32_t* sources,
-                                   uint64_t count, uint32_t* factors, int32_t threads) {
+void zipccl_row_factors(const uint8_t* words, int32_t dtype, uint64_t width, const int32_t* rows, const int32_t* sources, uint64_t count,
+                        uint32_t* factors, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::RowFactor* const factor = zipccl_chosen().row_factor[type];
   const uint64_t row_bytes = width * kItemsize[type];
@@ -319,9 +306,8 @@ extern "C" void zipccl_row_factors(const uint8_t* words, int32_t dtype, uint64_t
   });
 }
 
-// Predicts `count` rows of `width` words of `dtype` (1 to 3) from rows `sources` and `factors`, one behind the other to `out`.
-extern "C" void zipccl_predict_rows(const uint8_t* words, int32_t dtype, uint64_t width, const int32_t* sources, const uint32_t* factors,
-                                    uint64_t count, uint8_t* out, int32_t threads) {
+void zipccl_predict_rows(const uint8_t* words, int32_t dtype, uint64_t width, const int32_t* sources, const uint32_t* factors,
+                         uint64_t count, uint8_t* out, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::PredictRow* const predict = zipccl_chosen().predict_row[type];
   const uint64_t row_bytes = width * kItemsize[type];

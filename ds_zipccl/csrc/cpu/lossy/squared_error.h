@@ -7,7 +7,7 @@ namespace {
 
 // Adds the squares of values - words to sums[0], and those of words to sums[1], over the n words that are finite.
 template <typename F>
-void add_squares(const uint8_t* words, const uint8_t* values, uint64_t n, double* sums) {
+void add_squared_error(const uint8_t* words, const uint8_t* values, uint64_t n, double* sums) {
   using Word = typename F::Word;
   constexpr uint32_t lanes = 16;
   double of_error[lanes] = {}, of_words[lanes] = {};  // apart, so that a compiler may use vectors
