@@ -38,7 +38,7 @@ Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.p
   own schedules cannot be seen from outside.
 * ``gather_ratio``: bytes of the plain gathers of parameters / bytes sent for them, from the second step on, on rank 0.
 * ``step_m``: bytes that rank 0 sends in a step, mean from the second step on, in units of the model: M is 2 bytes x elements x (n - 1) / n
-  on n ranks. Where every parameter is gathered twice, plain ZeRO-3 sends 3 M. The JSON file has it by step (``volume`` in ``verdicts``).
+  on n ranks. Where every parameter is gathered twice, plain ZeRO-3 sends 3 M. The JSON file has it by step (``volume``).
 * ``loss_last``: mean over ranks; "-" if it is not finite.
 * ``params_sha256``: hash of all final parameters of all ranks (the table shows 16 digits). The bits of ``lora`` are equal only if the
   hashes of its adapters and of its merged weights are too.

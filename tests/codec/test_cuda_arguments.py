@@ -19,7 +19,7 @@ BF16, BYTES = torch.bfloat16, torch.uint8
 
 def good() -> dict[str, Any]:
     """Arguments of every call, all of them right."""
-    slab = torch.zeros(2 * 8192, dtype=BYTES)
+    staging = torch.zeros(2 * 8192, dtype=BYTES)
     return {
         "words": [torch.zeros(300, dtype=BF16)],
         "base": [torch.ones(300, dtype=BF16)],
@@ -28,12 +28,12 @@ def good() -> dict[str, Any]:
         "block": 1024,
         "status": new_status(CPU),
         "overflows": torch.zeros(1, dtype=torch.int32),
-        "slab": slab,
-        "part": slab[:8192],
+        "staging": staging,
+        "part": staging[:8192],
         "outs": [torch.zeros(600, dtype=BF16)],
         "table": GatherTable([Parameter(300, 8192)], BF16, 1024, 2),
         "skip": 0,
-        "rows": slab.view(2, 8192),
+        "rows": staging.view(2, 8192),
         "own": Own(torch.zeros(300, dtype=BF16), 0),
         "sums": torch.zeros(300, dtype=BF16),
         "dtype": BF16,
@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[CudaBackend, dict[str, Any]], None]] = {
         a["slots"], a["base"], a["block"], a["words"], a["status"]
     ),
     "encode_gather": lambda r, a: r.encode_gather(a["words"], a["code"], a["table"], a["part"], a["overflows"]),
-    "decode_gather": lambda r, a: r.decode_gather(a["slab"], a["table"], a["outs"], a["skip"], a["status"]),
+    "decode_gather": lambda r, a: r.decode_gather(a["staging"], a["table"], a["outs"], a["skip"], a["status"]),
     "decode_sum_frames": lambda r, a: r.decode_sum_frames(
         a["slots"], a["block"], a["dtype"], a["sums"], a["status"], a["own"]
     ),
@@ -106,8 +106,8 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("encode_gather", "code", "delta", "got no bases for code delta"),
     ("encode_gather", "part", torch.zeros(8176, dtype=BYTES), "part 0: .* 8192 bytes.*got 8176"),
     ("encode_gather", "part", torch.zeros(8193, dtype=BYTES)[1:], "part 0: frames start at multiples of 16"),
-    ("decode_gather", "slab", torch.zeros(8192, dtype=BYTES), "slab 0: .* 16384 bytes.*got 8192"),
-    ("decode_gather", "slab", elsewhere(torch.zeros(16384, dtype=BYTES)), "these kernels work on cpu tensors"),
+    ("decode_gather", "staging", torch.zeros(8192, dtype=BYTES), "staging 0: .* 16384 bytes.*got 8192"),
+    ("decode_gather", "staging", elsewhere(torch.zeros(16384, dtype=BYTES)), "these kernels work on cpu tensors"),
     ("decode_gather", "outs", [torch.zeros(599, dtype=BF16)], "output 0: got 599 words, the shards of 2 ranks end at word 600"),
     ("decode_gather", "outs", torch.zeros(599, dtype=BF16), "output 0: got 599 words"),
     ("decode_gather", "outs", [torch.zeros(600, dtype=torch.float16)], "output 0: got torch.float16"),

@@ -30,7 +30,7 @@ SUMMED = [kind.dtype for kind in corpus.SUMMED.values()]
 
 
 class Gather:
-    """Shards of ``ranks`` ranks, encoded into one slab by every rank in turn."""
+    """Shards of ``ranks`` ranks, encoded into one staging buffer by every rank in turn."""
 
     def __init__(
         self, kernel: Kernel, dtype: torch.dtype, parameters: list[Parameter], ranks: int, bases: bool = False
@@ -43,7 +43,7 @@ class Gather:
             for rank in range(ranks)
         ]
         self.bases = [[changed(shard) for shard in shards] for shards in self.shards]
-        self.slab = torch.full((self.table.part_bytes * ranks,), GUARD, dtype=torch.uint8, device=self.device)
+        self.staging = torch.full((self.table.part_bytes * ranks,), GUARD, dtype=torch.uint8, device=self.device)
         for rank in range(ranks):
             self.route.encode_gather(
                 [shard.to(self.device) for shard in self.shards[rank]],
@@ -54,7 +54,7 @@ class Gather:
             )
 
     def part(self, rank: int) -> torch.Tensor:
-        return self.slab[rank * self.table.part_bytes :][: self.table.part_bytes]
+        return self.staging[rank * self.table.part_bytes :][: self.table.part_bytes]
 
     def slot(self, rank: int, number: int) -> torch.Tensor:
         before = sum(parameter.slot_bytes for parameter in self.parameters[:number])
@@ -86,10 +86,10 @@ def test_a_gather_is_one_launch(kernel: Kernel, dtype: torch.dtype, launches: li
     memories = [slot(need * dtype.itemsize, gather.device) for need in gather.table.needs]
     outs, status = [at.view(dtype) for at, _ in memories], new_status(gather.device)
     launches.clear()
-    gather.route.decode_gather(gather.slab, gather.table, outs, 3, status)
+    gather.route.decode_gather(gather.staging, gather.table, outs, 3, status)
     raise_failure(status)
     assert [launch.kernel for launch in launches] == [f"zipccl_decode_{backend.DTYPES[dtype]}"]
-    assert [id(one) for one in launches[0].reads] == [id(gather.slab)]
+    assert [id(one) for one in launches[0].reads] == [id(gather.staging)]
     spans = [out[gather.span(rank, number)] for number, out in enumerate(outs) for rank in (0, 1, 2, 4)]
     written = [(one.data_ptr(), one.nbytes) for one in launches[0].writes]
     assert written == [(one.data_ptr(), one.nbytes) for one in (*spans, status)], "and nothing of the rank to skip"
@@ -111,7 +111,7 @@ def test_one_output_for_all_parameters(kernel: Kernel, launches: list[backend.La
     gather = Gather(kernel, torch.bfloat16, parameters, ranks=3)
     out = torch.empty(3 * sum(numels), dtype=torch.bfloat16, device=gather.device)
     launches.clear()
-    gather.route.decode_gather(gather.slab, gather.table, out, None, status := new_status(gather.device))
+    gather.route.decode_gather(gather.staging, gather.table, out, None, status := new_status(gather.device))
     raise_failure(status)
     assert len(launches) == 2
     assert torch.equal(bits(out), bits(torch.cat([shard for shards in gather.shards for shard in shards])))
@@ -123,7 +123,7 @@ def test_a_gather_of_differences_in_place(kernel: Kernel) -> None:
     outs = [torch.cat([gather.bases[rank][number] for rank in range(3)]).to(gather.device) for number in range(2)]
     wanted = frame_of(gather.shards[1][0], "delta", BLOCK, gather.bases[1][0])
     assert torch.equal(gather.slot(1, 0)[: wanted.numel()].cpu(), wanted)
-    gather.route.decode_gather(gather.slab, gather.table, outs, 0, status := new_status(gather.device), bases=outs)
+    gather.route.decode_gather(gather.staging, gather.table, outs, 0, status := new_status(gather.device), bases=outs)
     raise_failure(status)
     for number, out in enumerate(outs):
         shards = [gather.bases[0][number], gather.shards[1][number], gather.shards[2][number]]
@@ -139,7 +139,7 @@ def test_a_refused_frame_of_a_gather(kernel: Kernel) -> None:
     small = Gather(kernel, torch.bfloat16, [Parameter(5000, 64)], ranks=1)  # its header says that it did not fit
     outs = [torch.zeros(need, dtype=torch.bfloat16, device=gather.device) for need in gather.table.needs]
     status = new_status(gather.device)
-    gather.route.decode_gather(gather.slab, gather.table, outs, None, status)
+    gather.route.decode_gather(gather.staging, gather.table, outs, None, status)
     assert failure_of(int(status.item())) == Failure(2, 1, 0, FrameErrorCode.BLOCK)
     with pytest.raises(FrameError, match="frame 1 of rank 2 is wrong, in chunk 0") as raised:
         raise_failure(status)
@@ -153,7 +153,7 @@ def test_a_refused_frame_of_a_gather(kernel: Kernel) -> None:
                 wanted[: 16 * BLOCK] = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)
             assert torch.equal(bits(got), bits(wanted)), (rank, number)
     out, status = torch.zeros(5000, dtype=torch.bfloat16, device=gather.device), new_status(gather.device)
-    small.route.decode_gather(small.slab, small.table, [out], None, status)
+    small.route.decode_gather(small.staging, small.table, [out], None, status)
     assert failure_of(int(status.item())) == Failure(0, 0, 0, FrameErrorCode.OVERFLOWED)
     assert out.isnan().all()
 
@@ -175,7 +175,7 @@ def test_a_gather_of_one_rank_launches_nothing(kernel: Kernel, launches: list[ba
     gather = Gather(kernel, torch.bfloat16, [Parameter(100, 512)], ranks=1)
     launches.clear()
     out = torch.zeros(100, dtype=torch.bfloat16, device=gather.device)
-    gather.route.decode_gather(gather.slab, gather.table, [out], 0, new_status(gather.device))
+    gather.route.decode_gather(gather.staging, gather.table, [out], 0, new_status(gather.device))
     assert not launches
 
 

@@ -34,17 +34,17 @@ def every_call(route: CudaBackend) -> None:
     slots = [torch.zeros(8192, dtype=torch.uint8)]
     status, count = new_status(CPU), torch.zeros(1, dtype=torch.int32)
     table = GatherTable([Parameter(3000, 8192)], torch.bfloat16, 1024, 2)
-    slab, out = torch.zeros(2 * 8192, dtype=torch.uint8), torch.zeros(6000, dtype=torch.bfloat16)
+    staging, out = torch.zeros(2 * 8192, dtype=torch.uint8), torch.zeros(6000, dtype=torch.bfloat16)
     route.encode_frames(segments, "cascade", 1024, slots, count)
     route.decode_frames(slots, 1024, segments, status)
     route.encode_delta_frames(segments, base, 1024, slots, count)
     route.decode_delta_frames(slots, base, 1024, segments, status)
-    route.encode_gather(segments, "cascade", table, slab[:8192], count)
-    route.encode_gather(segments, "delta", table, slab[8192:], count, base)
-    route.decode_gather(slab, table, [out], 0, status)
-    route.decode_gather(slab, table, out, 0, status, out)
+    route.encode_gather(segments, "cascade", table, staging[:8192], count)
+    route.encode_gather(segments, "delta", table, staging[8192:], count, base)
+    route.decode_gather(staging, table, [out], 0, status)
+    route.decode_gather(staging, table, out, 0, status, out)
     route.decode_sum_frames(slots, 1024, torch.bfloat16, segments[0], status, Own(base[0], 0))
-    route.decode_sum_frames(slab.view(2, 8192), 1024, torch.bfloat16, segments[0], status)
+    route.decode_sum_frames(staging.view(2, 8192), 1024, torch.bfloat16, segments[0], status)
     route.frame_sizes(segments, "wide", 1024, headers := torch.zeros(32, dtype=torch.uint8))
     frame_bytes(headers.view(1, 32)).max()
     route.hash_regions(segments, torch.zeros(2, dtype=torch.int64))
@@ -91,11 +91,11 @@ def test_python_time_of_a_gather() -> None:
     table = GatherTable(parameters, torch.bfloat16, 1024, ranks)
     outs = [torch.zeros(parameter.numel * ranks, dtype=torch.bfloat16) for parameter in parameters]
     shards = [out[: parameter.numel] for out, parameter in zip(outs, parameters, strict=True)]
-    slab, status = torch.zeros(table.part_bytes * ranks, dtype=torch.uint8), new_status(CPU)
-    part = slab[: table.part_bytes]
+    staging, status = torch.zeros(table.part_bytes * ranks, dtype=torch.uint8), new_status(CPU)
+    part = staging[: table.part_bytes]
 
     def gather() -> None:
         route.encode_gather(shards, "cascade", table, part)
-        route.decode_gather(slab, table, outs, 0, status)
+        route.decode_gather(staging, table, outs, 0, status)
 
     assert min(timeit.repeat(gather, number=10, repeat=50)) / 10 < 150e-6

@@ -170,9 +170,9 @@ def test_a_gather_of_any_dtype(kernel: Kernel, dtype: torch.dtype) -> None:
         for i, (numel, size) in enumerate(zip(numels, room, strict=True))
     ]
     table = GatherTable(parameters, dtype, BLOCK, 3)
-    slab = torch.zeros(3 * table.part_bytes, dtype=torch.uint8, device=device)
+    staging = torch.zeros(3 * table.part_bytes, dtype=torch.uint8, device=device)
     for rank, row in enumerate(cases):
-        part = slab[rank * table.part_bytes :][: table.part_bytes]
+        part = staging[rank * table.part_bytes :][: table.part_bytes]
         shards, bases = [tensor.to(device) for tensor, _ in row], [base.to(device) for _, base in row]
         route.encode_gather(shards, "delta", table, part, bases=bases)
         wanted = frame_of(row[0][0], "delta", BLOCK, row[0][1])
@@ -180,7 +180,7 @@ def test_a_gather_of_any_dtype(kernel: Kernel, dtype: torch.dtype) -> None:
         wanted = frame_of(row[1][0], "raw")
         assert torch.equal(part[room[0] :][: wanted.numel()].cpu(), wanted)
     out = torch.cat([base for row in cases for _, base in row]).to(device)
-    route.decode_gather(slab, table, out, 1, status := new_status(device), bases=out)
+    route.decode_gather(staging, table, out, 1, status := new_status(device), bases=out)
     raise_failure(status)
     wanted = [[base if rank == 1 else tensor for tensor, base in row] for rank, row in enumerate(cases)]
     assert torch.equal(bits(out), bits(torch.cat([one for row in wanted for one in row])))

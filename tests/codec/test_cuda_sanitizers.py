@@ -70,10 +70,10 @@ def trial() -> None:
     memory[1:] = tensor
     route.hash_regions([memory[1:], tensor], torch.empty(4, dtype=torch.int64))
     frame = frame_of(tensor, block=128)
-    slab = torch.zeros((50, pad(frame.numel())), dtype=torch.uint8)
-    slab[:, : frame.numel()] = frame
+    staging = torch.zeros((50, pad(frame.numel())), dtype=torch.uint8)
+    staging[:, : frame.numel()] = frame
     sums, status = tensor.clone(), new_status(CPU)
-    route.decode_sum_frames(slab, 128, torch.bfloat16, sums, status, Own(sums, 3))
+    route.decode_sum_frames(staging, 128, torch.bfloat16, sums, status, Own(sums, 3))
     table = GatherTable([Parameter(3001, pad(frame.numel()))], torch.bfloat16, 128, 3)
     part = torch.empty(table.part_bytes, dtype=torch.uint8)
     route.encode_gather([tensor], "cascade", table, part)

@@ -43,7 +43,7 @@ def assert_same_sums(got: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_sums_of_rows(
     kernel: Kernel, dtype: torch.dtype, count: int, own: int | None, kind: str, launches: list[backend.Launch]
 ) -> None:
-    """Any number of rows of a slab, in one launch, with own words in their place; rounded once, and as floats, and in place."""
+    """Any number of rows of a staging buffer, in one launch, with own words in their place; rounded once, and as floats, and in place."""
     route, device = kernel
     numel = 2500 if count < 10 else 700  # blocks for a second turn of the warps, and chunks
     summands = [words(dtype, numel, seed) * (1 + seed % 5) for seed in range(count)]
@@ -54,11 +54,11 @@ def test_sums_of_rows(
     summands[-1][4:9] = special
     summands[0][4:9] = special.flip(0)
     if kind == "frames":
-        slab = torch.zeros((count, pad(slot_bytes(numel, dtype), 512)), dtype=torch.uint8)
-        for number, (row, summand) in enumerate(zip(slab, summands, strict=True)):
+        staging = torch.zeros((count, pad(slot_bytes(numel, dtype), 512)), dtype=torch.uint8)
+        for number, (row, summand) in enumerate(zip(staging, summands, strict=True)):
             frame = frame_of(summand, ("cascade", "wide", "raw")[number % 3], BLOCK)
             row[: frame.numel()] = frame
-        slots = slab.to(device)[:, : slot_bytes(numel, dtype)]
+        slots = staging.to(device)[:, : slot_bytes(numel, dtype)]
     else:
         slots = torch.zeros((count, numel + 5), dtype=dtype)
         slots[:, :numel] = torch.stack(summands)
@@ -101,15 +101,15 @@ def test_a_refused_summand(kernel: Kernel, numel: int) -> None:
     """Its number is that among all summands, past the first group too; its sums are NaN, and those of other chunks are right."""
     route, device = kernel
     summands = [words(torch.bfloat16, numel, seed) for seed in range(80)]
-    slab = torch.zeros((80, slot_bytes(numel, torch.bfloat16)), dtype=torch.uint8)
-    for row, summand in zip(slab, summands, strict=True):
+    staging = torch.zeros((80, slot_bytes(numel, torch.bfloat16)), dtype=torch.uint8)
+    for row, summand in zip(staging, summands, strict=True):
         frame = frame_of(summand, "cascade", BLOCK)
         row[: frame.numel()] = frame
-    second = int(slab[77][32:].view(torch.int32)[1]) * 16 + 32
-    slab[77][second : second + 40] = 255  # the table of the second chunk
+    second = int(staging[77][32:].view(torch.int32)[1]) * 16 + 32
+    staging[77][second : second + 40] = 255  # the table of the second chunk
     sums = torch.zeros(numel, dtype=torch.bfloat16, device=device)
     own = Own(summands[5].to(device), 5)
-    route.decode_sum_frames(slab.to(device), BLOCK, torch.bfloat16, sums, status := new_status(device), own)
+    route.decode_sum_frames(staging.to(device), BLOCK, torch.bfloat16, sums, status := new_status(device), own)
     assert failure_of(int(status.item())) == Failure(None, 77, 1, FrameErrorCode.BLOCK)
     wanted = in_order(summands, torch.bfloat16)
     assert_same_sums(sums[:2048], wanted[:2048])

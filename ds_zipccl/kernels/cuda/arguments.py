@@ -42,7 +42,7 @@ def slots(
     for number, (at, size) in enumerate(zip(found, sizes, strict=True)):
         if at % 16:
             raise ValueError(
-                f"{name} {number}: frames start at multiples of 16 bytes, got address {at:#x}; cut the slab at such offsets"
+                f"{name} {number}: frames start at multiples of 16 bytes, got address {at:#x}; cut the staging buffer at such offsets"
             )
         if size < least_bytes:
             raise ValueError(

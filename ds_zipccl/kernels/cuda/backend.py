@@ -58,7 +58,7 @@ class CudaBackend:
     ``decode_frames``          flat frames in slots to tensors
     ``encode_delta_frames``    the same, against bases
     ``decode_delta_frames``
-    ``encode_gather``          own shards to this rank's part of a slab
+    ``encode_gather``          own shards to this rank's part of a staging buffer
     ``decode_gather``          the slots of all ranks to the gathered parameters, in one launch
     ``decode_sum_frames``      frames, or plain words, and own words to their sum
     ``frame_sizes``            headers alone: the bytes that frames would have
@@ -70,9 +70,9 @@ class CudaBackend:
     *Dtypes.* The codes "cascade" and "wide" take those of :data:`.jobs.DTYPES`, "delta" and "raw" every dtype of a frame.
     A gather's table says the dtype; differences of any but bfloat16, float16 and float32 are those of its bytes (FORMAT.md 1.1).
 
-    *Memory.* Segments, outputs, bases and own words start at any address of an element; slots, slabs and payloads start at multiples of 16
-    bytes. Every tensor is contiguous and on one device. A wrong tensor is refused before the launch with a ValueError. Tensors that a call
-    writes must not overlap each other or what the call reads, unless the call says so: this is not checked.
+    *Memory.* Segments, outputs, bases and own words start at any address of an element; slots, staging buffers and payloads start at
+    multiples of 16 bytes. Every tensor is contiguous and on one device. A wrong tensor is refused before the launch with a ValueError.
+    Tensors that a call writes must not overlap each other or what the call reads, unless the call says so: this is not checked.
 
     *Streams.* A call puts its work on the stream that is current for the tensors' device in the calling thread, and returns. Its inputs are
     ready when earlier work of this stream is done; its outputs are ready for later work of this stream. With several streams the caller
@@ -174,7 +174,7 @@ class CudaBackend:
         overflows: torch.Tensor | None = None,
         bases: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Code this rank's shards, a segment for each parameter of the table, into ``part``: its part of the slab, uint8.
+        """Code this rank's shards, a segment for each parameter of the table, into ``part``: its part of the staging buffer, uint8.
 
         Parameters that the table says are raw get raw frames, whatever the code. Other arguments and slots that are too small are as for
         :meth:`encode_frames`; ``bases`` are for the code "delta".
@@ -203,7 +203,7 @@ class CudaBackend:
 
     def decode_gather(
         self,
-        slab: torch.Tensor,
+        staging: torch.Tensor,
         table: GatherTable,
         outs: Sequence[torch.Tensor] | torch.Tensor,
         skip: int | None,
@@ -213,16 +213,16 @@ class CudaBackend:
         """Decode the frames of all ranks but ``skip`` to the gathered parameters, in one launch for each 48 parameters.
 
         Args:
-            slab: uint8, the parts of all ranks in the order of the ranks.
+            staging: uint8, the parts of all ranks in the order of the ranks.
             outs: an output for each parameter, or a single one for all; the table says where in it the shards begin.
             skip: the rank whose shards are in their places already, mostly the own one; None: no rank.
             status: as for :meth:`decode_frames`; a failure names the rank, and the parameter as the frame.
             bases: for differences, with the layout of ``outs``; may be ``outs``.
         """
-        device = self._launches.device(slab)
+        device = self._launches.device(staging)
         if skip is not None and not 0 <= skip < table.ranks:
             raise ValueError(f"got rank {skip} to skip, the table has {table.ranks} ranks; give one of them, or None")
-        (at,), _ = arguments.slots([slab], "slab", table.part_bytes * table.ranks, device)
+        (at,), _ = arguments.slots([staging], "staging", table.part_bytes * table.ranks, device)
         rows = table.decode_rows.copy()
         rows["header"] += at
         rows["payload"] += at
@@ -230,7 +230,7 @@ class CudaBackend:
         if bases is not None:
             arguments.frames(table.numels, table.dtype.itemsize, table.block, delta=True)
             rows["base"] = table.addresses(bases, "base", device)
-        reads, writes = [slab], []
+        reads, writes = [staging], []
         if observed():
             # Shards of the rank to skip are neither read nor written: an encoder may read them meanwhile.
             writes = table.shards(outs, skip)

@@ -183,7 +183,7 @@ class Parameter(NamedTuple):
 
     #: Words of a rank's shard.
     numel: int
-    #: Bytes of its slot in each rank's part of the slab: a multiple of 16, at least the header's 32.
+    #: Bytes of its slot in each rank's part of the staging buffer: a multiple of 16, at least the header's 32.
     slot_bytes: int
     #: Words from the shard of a rank to that of the next rank in the output; None: ``numel``.
     stride: int | None = None
@@ -196,8 +196,8 @@ class Parameter(NamedTuple):
 class GatherTable:
     """The layout of a gather of ``parameters`` over ``ranks``, for :meth:`CudaBackend.encode_gather` and ``decode_gather``.
 
-    The slab is the parts of all ranks, in the order of the ranks. A part is the slots of the parameters, in their order, without gaps.
-    A table is never written to after it is made: keep it as long as the sizes of slots hold, and use it from any thread.
+    The staging buffer is the parts of all ranks, in the order of the ranks. A part is the slots of the parameters, in their order,
+    without gaps. A table is never written to after it is made: keep it as long as the sizes of slots hold, and use it from any thread.
 
     Raises:
         ValueError: a size is impossible; the message names the parameter.
@@ -233,7 +233,7 @@ class GatherTable:
         ends, numels = np.cumsum(sizes, dtype=np.uint64), np.array(self.numels, np.uint64) * np.uint64(per_element)
         strides = np.array(self.strides, np.uint64) * np.uint64(per_element)
         slots = ends - sizes
-        #: Bytes of a rank's part of the slab.
+        #: Bytes of a rank's part of the staging buffer.
         self.part_bytes = int(ends[-1])
         self.starts: Rows = np.array(starts, np.uint64)
         self.items = items_of(numels, block)
@@ -297,7 +297,7 @@ def regular_summands(job: SumJob, matrix: torch.Tensor, dtype: torch.dtype, devi
     ):  # fmt: skip
         raise ValueError(
             f"summands: got {arguments.describe(matrix)}, wanted a matrix on {device} of uint8 with rows at multiples of 16 bytes, or of "
-            f"{dtype}, whose rows do not overlap; cut it out of one slab"
+            f"{dtype}, whose rows do not overlap; cut it out of one staging buffer"
         )
     if plain:
         arguments.as_many("words in a row", matrix.shape[1], "sums", job.numel)
@@ -317,7 +317,7 @@ def listed_summands(job: SumJob, slots: Sequence[torch.Tensor], own_at: int | No
         sizes.insert(own_at, 0)
     if len(found) > MAX_JOBS:
         raise ValueError(
-            f"got {len(found)} summands in a list, at most {MAX_JOBS}; put the slots into one slab and give it as a matrix"
+            f"got {len(found)} summands in a list, at most {MAX_JOBS}; put the slots into one staging buffer and give it as a matrix"
         )
     job.count = len(found)
     job.frame[: len(found)], job.capacity[: len(found)] = found, sizes
