@@ -1,6 +1,6 @@
 """Real ZeRO-3 engines whose gathers have agreed sizes, on groups in stream order on CPUs (tests/support/shim.py).
 
-Waits of the host are counted by phase. A change of parameters by a function of DeepSpeed ends epochs; a change behind our back gives the
+Waits of the host are counted by phase. A change of parameters by a function of DeepSpeed ends versions; a change behind our back gives the
 right bits, or stops all ranks before the next optimizer step.
 """
 
@@ -199,7 +199,7 @@ def direct_write(engine: Any) -> None:
 
 
 def planted(engine: Any) -> None:
-    """Epochs that no change ends, on all ranks."""
+    """Versions that no change ends, on all ranks."""
     import deepspeed
 
     weight = engine.module.layers[1].weight

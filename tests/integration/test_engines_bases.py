@@ -26,7 +26,7 @@ PROGRAM = str(agreed.__file__)
 
 
 def written(lab: Lab, between_batches: bool) -> None:
-    """A direct write to a shard of rank 1 stops all ranks before the step: before the first gather of an epoch its difference is larger
+    """A direct write to a shard of rank 1 stops all ranks before the step: before the first gather of a version its difference is larger
     than agreed; between two batches of a step, after a gather, no rank gets the words."""
     engine = agreed.start(lab, gradient_accumulation_steps=2)
     lab.train(engine, 1)

@@ -162,7 +162,7 @@ def test_muon_everywhere(tmp_path: Path) -> None:
 @pytest.mark.full(reason="DeepSpeed compiles its Adam")
 @pytest.mark.parametrize("backend", ["", shim.NAME])
 def test_super_offload(tmp_path: Path, backend: str) -> None:
-    """Its shards change in its steps alone: gathers have epochs, with agreements or with agreed sizes."""
+    """Its shards change in its steps alone: gathers have versions, with agreements or with agreed sizes."""
     if backend:
         shim.build()
     section = ON_STREAMS if backend else HOST
@@ -176,7 +176,7 @@ def test_super_offload(tmp_path: Path, backend: str) -> None:
 
 @pytest.mark.full(reason="DeepSpeed compiles its Adam")
 def test_zenflow(tmp_path: Path) -> None:
-    """It changes parameters in backward passes: no epochs, each gather proves its bases."""
+    """It changes parameters in backward passes: no versions, each gather proves its bases."""
     for case, run in train_all(tmp_path, *(name for name in CASES if name.startswith("zenflow"))).items():
         for (phase,) in (rank["phases"] for rank in run):
             assert set(calls(phase, "zero_param")) == {"all_gather_into_tensor"} and calls(phase, "zero_grad"), case

@@ -191,7 +191,7 @@ def test_parameters(function: Any, first: tuple[str, ...], named: tuple[str, ...
 
 
 def test_places_of_lossy_codecs_with_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start-up line about lossy roles names the place, and the place announces nothing."""
+    """The start-up line about lossy roles names the place, and the place gives no hint."""
     from ds_zipccl.config import parse_section
     from ds_zipccl.integration.lossy import calls
 
@@ -282,7 +282,7 @@ def train(section, stage):
         built.backward(loss)
         built.step()
     if section is not None:  # no agreement may begin, as changes of parameters are not learned
-        assert not any(hasattr(param, "ds_zipccl_epochs") for param in built.module.parameters())
+        assert not any(hasattr(param, "ds_zipccl_versions") for param in built.module.parameters())
     built.destroy()
     return losses
 

@@ -268,7 +268,7 @@ def test_a_frame_has_the_values_of_the_sender(dtype: torch.dtype) -> None:
 
 
 class Engine:
-    """As much of a pipeline engine as the announcements ask for."""
+    """As much of a pipeline engine as the hints ask for."""
 
     def __init__(self, stage_id: int = 1, num_stages: int = 2, micro_batches: int = 3) -> None:
         self.stage_id, self.num_stages, self.micro_batches, self.prev_stage = (

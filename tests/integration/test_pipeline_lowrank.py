@@ -224,7 +224,7 @@ def check_epilogue(ranks: list[dict[str, Any]], micro_batches: int = MICRO_BATCH
 
 def check_changed(ranks: list[dict[str, Any]]) -> None:
     found = totals(ranks)
-    assert found["pp changed"] == found["pp announced"] > 0, found
+    assert found["pp changed"] == found["pp hinted"] > 0, found
     assert found["pp exact"] >= STEPS * MICRO_BATCHES * (len(ranks) - 1), "activations"
     assert not [name for name in found if name.endswith("changed") and not name.startswith("pp")], found
 

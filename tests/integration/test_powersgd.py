@@ -332,8 +332,8 @@ def test_sums_that_stay_exact_are_counted_with_the_reason(monkeypatch: pytest.Mo
     ]
     for name, ready, flat, why in sums:
         counters.reset()
-        with calls.announced(("dp",), (name,), detail=lambda one=ready: (1, one)):  # type: ignore[misc]
-            assert calls.taken(config, "dp", name, flat, dist.ReduceOp.SUM) is None
+        with calls.hint(("dp",), (name,), detail=lambda one=ready: (1, one)):  # type: ignore[misc]
+            assert calls.take_hint(config, "dp", name, flat, dist.ReduceOp.SUM) is None
         found = [(one["op"], one["codec"], one["frames"], one["exact"]) for one in counters.lossy()]
         assert found == ([(name, "powersgd rank 4", 1, {why: 1})] if why else [])
 
@@ -343,7 +343,7 @@ def test_a_sum_that_nobody_waits_for_is_counted(monkeypatch: pytest.MonkeyPatch)
     config = parse_section(json.loads(section()))
     settings = config.lossy_roles["dp"]
     power = powersgd.PowerSum(settings, settings.codec, [], 5, 0)
-    monkeypatch.setattr(calls, "taken", lambda *args: power)
+    monkeypatch.setattr(calls, "take_hint", lambda *args: power)
     monkeypatch.setattr(powersgd.PowerSum, "run", lambda *args: "ran")
     monkeypatch.setattr(backend.comm, "all_reduce", lambda *args, **kwargs: "exact")
     job = types.SimpleNamespace(config=config, role_of=lambda *args: "dp")

@@ -246,7 +246,7 @@ def test_lossy_roles_on_coded_nccl_groups_are_exact() -> None:
     assert said == f"{BY_CONFIG}; bit-exact all the same: cuda tensors over nccl, as no lossy kernels on cuda"
 
 
-def test_lossy_roles_whose_calls_cannot_be_announced() -> None:
+def test_lossy_roles_whose_calls_cannot_have_a_hint() -> None:
     unhooked = {"tp": "this DeepSpeed has no A.forward", "pp": "not in the config"}
     clause = "some calls of tp, as this DeepSpeed has no A.forward"
     said = lines.lossy_line([Group(2, GLOO)], "cpu", LOSSY, unhooked)
