@@ -2,8 +2,8 @@
 
 An all-to-all itself does not tell whether rows go to experts or come back, forward or backward. Sums of AutoEP + AutoTP folding may have
 the same tensor on all ranks of the tensor group: in the backward of the gather that restores routed rows, each rank holds the same
-gradient, and after the backward pass the same gradients of parameters that are not split. DeepSpeed adds both over the tensor group all the same,
-to have the sum of equal parts.
+gradient, and after the backward pass the same gradients of parameters that are not split. DeepSpeed adds both over the tensor group all
+the same, to have the sum of equal parts.
 """
 
 from __future__ import annotations
