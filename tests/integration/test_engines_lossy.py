@@ -21,7 +21,7 @@ import test_moe
 import test_parallel
 import torch
 import torch.distributed as dist
-from parallel import STEPS, Lab, assert_trained, rank_program
+from parallel import STEPS, Lab, assert_trained, in_fp16, poison, rank_program
 from programs import launch
 
 ROUND = {"codec": "round", "mantissa": 1}
@@ -236,23 +236,11 @@ def shard(parameter: Any, lab: Lab) -> torch.Tensor:
 
 def planted(lab: Lab, value: float) -> None:
     """ZeRO-2 in fp16; in the second step one rank has a gradient that is not finite."""
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True  # torch computes fp16 on CPUs all the same
-    model = test_parallel.Layered([torch.nn.Linear(64, 64)])
-    step = 0
-
-    def hook(grad: torch.Tensor) -> torch.Tensor:
-        if step == 1 and lab.rank == 1:
-            grad = grad.clone()
-            grad.view(-1)[5] = value  # rank 0 owns the first parameters
-        return grad
-
-    model.words.weight.register_hook(hook)
-    more = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-    engine = lab.start(model, 2, gradient_clipping=0.0, **more)
+    model, step = test_parallel.Layered([torch.nn.Linear(64, 64)]), 0
+    poison(model.words.weight, value, lambda: step == 1 and lab.rank == 1)
+    engine = lab.start(model, 2, gradient_clipping=0.0, **in_fp16())
     skipped, hashes = [], []
-    for step in range(STEPS):  # the hook reads the step
+    for step in range(STEPS):  # poison() asks for the step
         loss = engine(lab.tokens(step))
         lab.losses.append(loss.item().hex())
         engine.backward(loss)

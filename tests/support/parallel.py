@@ -189,6 +189,26 @@ def rank_program(cases: Cases) -> None:
     dist.destroy_process_group()
 
 
+def in_fp16() -> dict[str, Any]:
+    """The config of an engine in fp16, which torch computes on CPUs all the same."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    return {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+
+
+def poison(weight: torch.Tensor, value: float, now: Callable[[], bool]) -> None:
+    """Let a value of the gradient of a weight be another one where ``now`` says so."""
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        if now():
+            grad = grad.clone()
+            grad.view(-1)[5] = value  # rank 0 owns the first parameters
+        return grad
+
+    weight.register_hook(hook)
+
+
 def plant_wrong_bit() -> None:
     """Make the codec flip the lowest bit of the first element of each message it decodes in this process."""
     import dataclasses
