@@ -28,7 +28,7 @@ BUDGETS = {
     "ds_zipccl/codecs": Budget(3_240, 2_900),
     "ds_zipccl/comm": Budget(12_020, 9_800),
     "ds_zipccl/csrc": Budget(10_150, 10_050),
-    "ds_zipccl/integration": Budget(4_700, 3_700),
+    "ds_zipccl/integration": Budget(4_640, 3_700),
     "ds_zipccl/kernels": Budget(6_060, 5_200),
     "ds_zipccl/policy": Budget(1_560, 1_350),
     "ds_zipccl/sync": Budget(1_270, 1_250),
