@@ -24,8 +24,6 @@ _TORCH_CALLS = (
 )  # fmt: skip
 NAMES = [*hook_points.POINTS, *(f"distributed.{name}" for name in _TORCH_CALLS)]
 NAMES = list(dict.fromkeys(NAMES))  # another test may have imported the direct calls of torch already
-#: Names without which nothing is coded: the line is a warning at the import.
-ESSENTIAL = ("TorchBackend", "cdb", "configure")
 
 
 def planted(this: Any, *args: Any, **kwargs: Any) -> Any:
