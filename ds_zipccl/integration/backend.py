@@ -24,8 +24,8 @@ from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
-from ds_zipccl.integration import hook_points, moe_calls, passing, replicated, start_line, torch_calls, untraced
-from ds_zipccl.integration.job import Job, overriding_section
+from ds_zipccl.integration import hook_points, moe_calls, start_line, torch_calls
+from ds_zipccl.integration.job import BYPASSED, Bypass, Job, overriding_section
 from ds_zipccl.integration.lossy import calls
 from ds_zipccl.integration.lossy.powersgd import PowerSum
 from ds_zipccl.integration.zero import buckets, gathers, versions
@@ -65,7 +65,7 @@ _PARAMETER_GATHER = ("all_gather_into_tensor", "zero_param")
 def _collective(name: str) -> Callable[..., Any]:
     """Return the backend's method for one collective: DeepSpeed's own until a section switches coding on, then the coded one."""
     plain, coded = getattr(TorchBackend, name), _coded(name)
-    may_pass = name in passing.SENT
+    may_bypass = name in BYPASSED
 
     @functools.wraps(plain)
     def method(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def _collective(name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self.job.untraced[name](self, *args, **kwargs)
-        if may_pass and self.job.passing is not None and self.job.passing.takes(name, args, kwargs):
+        if may_bypass and self.job.bypass is not None and self.job.bypass.takes(name, args, kwargs):
             return plain(self, *args, **kwargs)
         if not self.job.config.torch_distributed:
             return coded(self, *args, **kwargs)
@@ -87,7 +87,7 @@ def _collective(name: str) -> Callable[..., Any]:
 def _coded(name: str) -> Callable[..., Any]:
     """Return the coded method for one collective."""
     plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
-    point_to_point, announces = OPS[name].point_to_point, name in calls.OPERATIONS
+    point_to_point, may_have_hint = OPS[name].point_to_point, name in calls.OPERATIONS
     own = next((at for at, key in enumerate(parameters) if key.startswith("input")), 0)
 
     @functools.wraps(plain)
@@ -101,7 +101,11 @@ def _coded(name: str) -> Callable[..., Any]:
         config = self.job.config
         assert config is not None  # only the coded method asks
         more: dict[str, Any] = {"config": config, "role": role}
-        if announces and config.lossy_roles and (codec := calls.taken(config, role, name, values[own], op)) is not None:
+        if (
+            may_have_hint
+            and config.lossy_roles
+            and (codec := calls.take_hint(config, role, name, values[own], op)) is not None
+        ):
             if isinstance(codec, PowerSum):
                 if not given.get("async_op"):
                     return codec.run(values[0], op, values[2], config, role)
@@ -128,7 +132,7 @@ def _coded(name: str) -> Callable[..., Any]:
         if name == "all_to_all_single":
             more["kind"] = moe_calls.kind()
         if name == "all_reduce":
-            more["replicated"] = replicated.expected()
+            more["replicated"] = moe_calls.replicated()
         return run(*values, **more)
 
     return coded
@@ -220,8 +224,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         _load_kernels(config)
         _check_codecs(config)
         config = _only_with_kernels(_only_with_rows(config))
-        untraced.skip_frames()
-        self.job.untraced = {name: untraced.outside_graphs(getattr(type(self), name).coded) for name in COLLECTIVES}
+        hook_points.skip_frames()
+        self.job.untraced = {name: hook_points.outside_graphs(getattr(type(self), name).coded) for name in COLLECTIVES}
         self.job.config = config
         if config.torch_distributed:
             torch_calls.wrap(self.job)
@@ -250,7 +254,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         """Settle sums and moves of groups in stream order; None where the job has none that is coded. A collective; blocks."""
         settled = choice.settle(config, _device())
         if settled is not None and not any(config.mode_of(role) == "always" for role in ROLES):
-            self.job.passing = passing.Passing(self.job.role_of, settled.device)
+            self.job.bypass = Bypass(self.job.role_of, settled.device)
         return settled
 
     def batch_isend_irecv(self, p2p_op_list: list[Any]) -> list[Any]:

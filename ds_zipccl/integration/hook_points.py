@@ -14,14 +14,21 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ds_zipccl.integration.untraced import untraced_frame
+import torch
+
 from ds_zipccl.ops import OPS
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 #: The own collective of this package, which no backend of DeepSpeed has.
 _OWN = "reduce_to_owners"
 _ABSENT = object()
+_NO_GRAPH = (
+    "ds_zipccl codes collectives outside of compiled graphs: compile without fullgraph=True, or run with DS_ZIPCCL=0"
+)
+_functions: list[Callable[..., Any]] = []
+_skipping = False
 
 
 @dataclass(frozen=True)
@@ -53,16 +60,16 @@ _MOE = "deepspeed.moe.sharded_moe"
 _AUTO_EP = "deepspeed.module_inject.auto_ep_layer"
 
 _NOTHING = "nothing is coded"
-_NO_SIZES = "gathers of ZeRO-3 are coded without agreed sizes and without differences by epochs"
+_NO_SIZES = "gathers of ZeRO-3 are coded without agreed sizes and without differences by versions"
 _NO_FUSING = "no gradients of tied layers are fused"
 _EXACT = "all roles stay exact"
 _NO_KINDS = "exchanges of experts are coded without their kinds"
 _WHOLE = "its sums are coded as sums of different tensors"
 _NO_MUON = "Muon's gathers of gradients and momenta have the roles of other gathers"
 
-#: Features that a name may guard. "epochs": agreements on ZeRO-3's parameters, which need to learn of all changes. "bases": bases of
+#: Features that a name may guard. "versions": agreements on ZeRO-3's parameters, which need to learn of all changes. "bases": bases of
 #: ZeRO-3's gathers. "fused": sums of tied gradients at once. "lossy": lossy codecs.
-GUARDS = ("epochs", "bases", "fused", "lossy")
+GUARDS = ("versions", "bases", "fused", "lossy")
 
 _TABLE = (
     HookPoint(_COMM, "TorchBackend", _NOTHING, ()),
@@ -111,7 +118,7 @@ _TABLE = (
         "DeepSpeedEngine.load_checkpoint",
         f"{_NO_SIZES}, and {_EXACT}",
         ("self", "load_dir", "tag"),
-        guards=("epochs", "lossy"),
+        guards=("versions", "lossy"),
     ),
     HookPoint(
         _ENGINE,
@@ -131,7 +138,7 @@ _TABLE = (
         "get_allgather_dtype",
         _NO_SIZES,
         ("param", "param_ds_tensor"),
-        guards=("epochs", "bases"),
+        guards=("versions", "bases"),
         optional=True,
     ),
     HookPoint(
@@ -139,7 +146,7 @@ _TABLE = (
         "Init._convert_to_deepspeed_param",
         "gathers of ZeRO-3 are coded without bases and agreed sizes",
         ("self", "param"),
-        guards=("epochs", "bases"),
+        guards=("versions", "bases"),
     ),
     HookPoint(
         _PARTITION,
@@ -152,24 +159,24 @@ _TABLE = (
         "Init._partition",
         _NO_SIZES,
         ("self", "param_list", "force", "has_been_updated"),
-        guards=("epochs",),
+        guards=("versions",),
     ),
-    HookPoint(_PARTITION, "GatheredParameters.__enter__", _NO_SIZES, guards=("epochs",)),
+    HookPoint(_PARTITION, "GatheredParameters.__enter__", _NO_SIZES, guards=("versions",)),
     HookPoint(
         _STAGE3,
         "DeepSpeedZeRoOffload.pre_sub_module_forward_function",
         _NO_SIZES,
         ("self", "sub_module"),
-        guards=("epochs",),
+        guards=("versions",),
     ),
-    HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", _NO_SIZES, guards=("epochs",)),
-    HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.load_state_dict", _NO_SIZES, guards=("epochs",)),
+    HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", _NO_SIZES, guards=("versions",)),
+    HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.load_state_dict", _NO_SIZES, guards=("versions",)),
     HookPoint(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
         _NO_SIZES,
         ("self", "value", "param", "optim_state_key"),
-        guards=("epochs",),
+        guards=("versions",),
         optional=True,
     ),
     HookPoint(
@@ -311,3 +318,37 @@ def _release(owner: str) -> str:
         return f"{name} {importlib.metadata.version(package)}"
     except importlib.metadata.PackageNotFoundError:
         return f"this {name}"
+
+
+# ---- functions that torch.compile does not trace
+#
+# Ranks compile a frame again at different times, because their tensors have different sizes, and one rank may give up before the others do.
+# A function that decides which messages travel must therefore run alike in compiled programs and in others.
+
+
+def untraced_frame(function: _F) -> _F:
+    """Return ``function``, which :func:`skip_frames` covers. Functions that it calls may be compiled."""
+    _functions.append(function)
+    if _skipping:
+        _skip(function)
+    return function
+
+
+def skip_frames() -> None:
+    """Keep torch.compile out of all functions of :func:`untraced_frame` from now on. Imports torch's compiler, which takes seconds: only
+    jobs that code messages call."""
+    global _skipping
+    _skipping = True
+    for function in _functions:
+        _skip(function)
+
+
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` for a traced program: the graph breaks there, and the call runs as in other programs."""
+    disable = torch.compiler.disable
+    why = {"reason": _NO_GRAPH} if "reason" in inspect.signature(disable).parameters else {}  # torch 2.7 and later
+    return disable(function, **why)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _skip(function: Callable[..., Any]) -> None:
+    torch.compiler.disable(function, recursive=False)  # marks the code of the function, and returns the function itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,13 +19,13 @@ from ds_zipccl.comm.device.sizes import finish
 from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.host.repeats import memory
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
-from ds_zipccl.integration import bypassed, comms_logging, hook_points, moe_calls, replicated, roles
+from ds_zipccl.integration import bypassed, hook_points, moe_calls, roles
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.bypassed import Facts
 from ds_zipccl.integration.job import Job, overriding_section
 from ds_zipccl.integration.lossy import calls, checkpoints, fused_embedding, pipeline, powersgd, state
 from ds_zipccl.integration.zero import buckets, gathers, versions
-from ds_zipccl.telemetry import monitor, table
+from ds_zipccl.telemetry import comms_log, monitor, table
 
 #: DeepSpeed's class, by name, that stands for the optimizer of ZeRO-3 where nothing is trained.
 _WITHOUT_STEPS = "DeepSpeedZeRoOffload"
@@ -37,7 +38,7 @@ def adopt_comm(module: Any) -> None:
             warnings.warn(line, RuntimeWarning, stacklevel=2)
         return
     module.TorchBackend = ZipcclBackend
-    comms_logging.watch(module)
+    watch_comms_logger(module)
     if type(module.cdb) is TorchBackend:
         ZipcclBackend.adopt(module.cdb)
     if hasattr(module.configure, "ds_zipccl"):
@@ -73,6 +74,44 @@ def _say_not_adopted(backend: Any, param_dict: Mapping[str, Any]) -> None:
     if section is not None and parse_section(section).enabled and torch.distributed.get_rank() == 0:
         for line in bypassed.lines(Facts(backend=getattr(backend, "name", ""))):
             print(f"[ds_zipccl] {line}", flush=True)
+
+
+def watch_comms_logger(module: ModuleType) -> None:
+    """Let ``log_summary()`` and ``reset_log()`` of ``deepspeed.comm`` serve :mod:`ds_zipccl.telemetry.comms_log` too: the summary has
+    logical and wire bytes of coded calls. Repeating does nothing.
+
+    Args:
+        module: ``deepspeed.comm.comm``.
+    """
+    logger = getattr(module, "comms_logger", None)
+    log_all, reset_data = (
+        hook_points.fitting("comms_logger.log_all", logger),
+        hook_points.fitting("comms_logger.reset_data", logger),
+    )
+    if logger is None or log_all is None or reset_data is None or hasattr(log_all, "ds_zipccl"):
+        return
+    signature = inspect.signature(log_all)
+
+    @functools.wraps(log_all)
+    def summarize(*args: Any, **kwargs: Any) -> Any:
+        found = log_all(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        text = comms_log.render() if given.arguments["print_log"] else ""
+        if text:
+            print(text, flush=True)
+        coded = comms_log.summary()
+        if coded and isinstance(found, dict):
+            found[comms_log.KEY] = coded
+        return found
+
+    @functools.wraps(reset_data)
+    def reset(*args: Any, **kwargs: Any) -> Any:
+        comms_log.reset()
+        return reset_data(*args, **kwargs)
+
+    summarize.ds_zipccl = True  # type: ignore[attr-defined]
+    logger.log_all, logger.reset_data = summarize, reset
 
 
 def adopt_engine(module: ModuleType) -> None:
@@ -129,12 +168,12 @@ def adopt_auto_ep(module: ModuleType) -> None:
 
 def adopt_folded_rows(module: ModuleType) -> None:
     """Learn the sums of equal tensors in ``deepspeed.moe.ep_tp_dispatch``."""
-    replicated.watch_rows(module)
+    moe_calls.watch_rows(module)
 
 
 def adopt_folding(module: ModuleType) -> None:
     """Learn the sums of equal tensors in ``deepspeed.module_inject.auto_ep_folding``."""
-    replicated.watch_gradients(module)
+    moe_calls.watch_gradients(module)
 
 
 def say_late() -> None:

@@ -1,8 +1,15 @@
-"""Kinds of expert all-to-alls: the call itself does not tell whether rows go to experts or come back, forward or backward."""
+"""Calls of MoE layers: kinds of expert all-to-alls, and sums of equal tensors.
+
+An all-to-all itself does not tell whether rows go to experts or come back, forward or backward. Sums of AutoEP + AutoTP folding may have
+the same tensor on all ranks of the tensor group: in the backward of the gather that restores routed rows, each rank holds the same
+gradient, and after the backward pass the same gradients of parameters that are not split. DeepSpeed adds both over the tensor group all
+the same, to have the sum of equal parts.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -11,7 +18,6 @@ from typing import Any
 
 from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.lossy import calls
-from ds_zipccl.integration.untraced import untraced_frame
 
 #: Kinds of the exchanges in the forward of a MoE layer, in the order of DeepSpeed's calls.
 _FORWARD = ("dispatch", "combine")
@@ -22,6 +28,8 @@ _KEPT = "ds_zipccl_kind"
 _next: ContextVar[Iterator[str] | None] = ContextVar("ds_zipccl_moe_next", default=None)
 #: Kind of the exchange that is running.
 _kind: ContextVar[str] = ContextVar("ds_zipccl_moe_kind", default="")
+#: Whether the sum that is running is one of equal tensors.
+_replicated: ContextVar[bool] = ContextVar("ds_zipccl_replicated", default=False)
 
 
 def kind() -> str:
@@ -63,7 +71,7 @@ def _watch_forward(layers: Any) -> None:
             return original(self, *args, **kwargs)
 
     forward.ds_zipccl = True  # type: ignore[attr-defined]
-    layers.forward = untraced_frame(forward)
+    layers.forward = hook_points.untraced_frame(forward)
 
 
 def _watch_exchange(exchanges: Any) -> None:
@@ -76,21 +84,21 @@ def _watch_exchange(exchanges: Any) -> None:
             return forward(ctx, *args, **kwargs)  # the native backward is a forward too, and its kind is set
         found = next(coming, "")
         setattr(ctx, _KEPT, found)
-        with _running(found, None), _announced(found, "forward"):
+        with _running(found, None), _hint(found, "forward"):
             return forward(ctx, *args, **kwargs)
 
     @functools.wraps(backward)
     def watched_backward(ctx: Any, *args: Any) -> Any:
         found = getattr(ctx, _KEPT, "")
-        with _running(f"{found}.bwd" if found else "", None), _announced(found, "backward"):
+        with _running(f"{found}.bwd" if found else "", None), _hint(found, "backward"):
             return backward(ctx, *args)
 
     exchanges.forward = staticmethod(calls.marked(watched_forward))
     exchanges.backward = staticmethod(calls.marked(watched_backward))
 
 
-def _announced(found: str, direction: str) -> AbstractContextManager[None]:
-    """Announce the exchange of a kind to lossy codecs, if the kind is known."""
+def _hint(found: str, direction: str) -> AbstractContextManager[None]:
+    """Give lossy codecs a hint of the exchange of a kind, if the kind is known."""
     return calls.exchange(direction) if found else nullcontext()
 
 
@@ -102,3 +110,30 @@ def _running(found: str, coming: Iterator[str] | None) -> Iterator[None]:
     finally:
         _kind.reset(tokens[0])
         _next.reset(tokens[1])
+
+
+def replicated() -> bool:
+    """Return whether the running sum is one whose tensor is probably the same on all ranks; equal on all ranks."""
+    return _replicated.get()
+
+
+def watch_rows(module: ModuleType) -> None:
+    """Note the sums in the backward of ``_AllGatherVariableRows``, of ``deepspeed.moe.ep_tp_dispatch``. Repeating does nothing, nor does a
+    module without the name."""
+    gather = getattr(module, "_AllGatherVariableRows", None)
+    original = hook_points.fitting("_AllGatherVariableRows.backward", gather)
+    if gather is not None and original is not None and not hasattr(original, "ds_zipccl"):
+        gather.backward = staticmethod(hook_points.running(original, _replicated, True))
+
+
+def watch_gradients(module: ModuleType) -> None:
+    """Note the sums in ``reduce_autoep_folding_gradient``, of ``deepspeed.module_inject.auto_ep_folding``. Repeating does nothing, nor does
+    a module without the name."""
+    name = "reduce_autoep_folding_gradient"
+    original: Any = hook_points.fitting(name, module)
+    if original is None or hasattr(original, "ds_zipccl"):
+        return
+    noted = hook_points.running(original, _replicated, True)
+    for holder in (module, sys.modules.get("deepspeed.runtime.engine")):  # the engine may have copied the name already
+        if getattr(holder, name, None) is original:
+            setattr(holder, name, noted)

@@ -141,7 +141,7 @@ def lossy_line(
 
     Args:
         device: the type of device of the model's tensors.
-        unhooked: role -> why some of DeepSpeed's calls of the role cannot be announced.
+        unhooked: role -> why some of DeepSpeed's calls of the role cannot have a hint.
     """
     if not config.lossy:
         return ""

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl import comm
-from ds_zipccl.integration import hook_points, passing, untraced
+from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.hook_points import HookPoint
-from ds_zipccl.integration.job import Job
+from ds_zipccl.integration.job import BYPASSED, Job
 
 #: Modules whose calls are part of a collective that was seen already, or not for this module.
 _WITHIN = ("ds_zipccl.", "deepspeed.comm.", "torch.")
@@ -99,16 +99,15 @@ def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         values = [given[key] for key in parameters]
         plain = functools.partial(original, *args, **kwargs)
         with seen():
-            if op in passing.SENT and _job.passing is not None and _job.passing.takes(op, values, {}):
+            if op in BYPASSED and _job.bypass is not None and _job.bypass.takes(op, values, {}):
                 return plain()
             return run(*values, config=_job.config, role=role, uncompressed_call=plain)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return untraced.outside_graphs(coded)(
-                *args, **kwargs
-            )  # on all ranks, those included that have stopped compiling
+            # on all ranks, those included that have stopped compiling
+            return hook_points.outside_graphs(coded)(*args, **kwargs)
         if _state.inside or _caller().startswith(_WITHIN):
             return original(*args, **kwargs)
         return coded(*args, **kwargs)

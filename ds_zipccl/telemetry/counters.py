@@ -292,7 +292,7 @@ def lossy() -> list[Lossy]:
             op=op,
             codec=one.codec,
             frames=one.frames,
-            error=lossy_counts.error(one.squares),
+            error=lossy_counts.error(one.squared_error),
             kept=lossy_counts.error(one.kept),
             alike=lossy_counts.mean(one.alike),
             exact=dict(one.exact),

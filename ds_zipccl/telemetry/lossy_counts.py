@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-Squares = tuple[float, float]  # sums of squared errors and of squared values
+SquaredError = tuple[float, float]  # sums of squared errors and of squared values
 
 
 @dataclass
@@ -20,18 +20,18 @@ class LossyCounts:
 
     codec: str = ""
     frames: int = 0
-    squares: Squares = (0.0, 0.0)
-    kept: Squares = (0.0, 0.0)
-    alike: Squares = (0.0, 0.0)
+    squared_error: SquaredError = (0.0, 0.0)
+    kept: SquaredError = (0.0, 0.0)
+    alike: tuple[float, float] = (0.0, 0.0)
     exact: Counter[str] = field(default_factory=Counter)
 
 
 class Sums(NamedTuple):
     """Sums of one role, as in :class:`LossyCounts`."""
 
-    squares: Squares = (0.0, 0.0)
-    kept: Squares = (0.0, 0.0)
-    alike: Squares = (0.0, 0.0)
+    squared_error: SquaredError = (0.0, 0.0)
+    kept: SquaredError = (0.0, 0.0)
+    alike: tuple[float, float] = (0.0, 0.0)
 
 
 _counts: dict[tuple[str, str], LossyCounts] = {}
@@ -46,27 +46,27 @@ def record_lossy(role: str, op: str, codec: str, frames: int) -> None:
         counts.frames += frames
 
 
-def record_error(role: str, op: str, codec: str, squares_of_error: float, squares: float) -> None:
+def record_error(role: str, op: str, codec: str, squared_error: float, squared_values: float) -> None:
     """Add a sampled frame to the error of a role and operation.
 
     Args:
-        squares_of_error: sum of (value - what its frame decodes to) squared, over the values of the frame.
-        squares: sum of the squares of these values. A frame with a sum that is not finite is not counted.
+        squared_error: sum of (value - what its frame decodes to) squared, over the values of the frame.
+        squared_values: sum of the squares of these values. A frame with a sum that is not finite is not counted.
     """
-    if math.isfinite(squares_of_error) and math.isfinite(squares):
+    if math.isfinite(squared_error) and math.isfinite(squared_values):
         with _lock:
             counts = _counts.setdefault((role, op), LossyCounts())
             counts.codec = codec
-            counts.squares = _sum(counts.squares, (squares_of_error, squares))
+            counts.squared_error = _sum(counts.squared_error, (squared_error, squared_values))
 
 
-def record_kept(role: str, op: str, squares_of_error: float, squares: float) -> None:
+def record_kept(role: str, op: str, squared_error: float, squared_values: float) -> None:
     """Add an error that is kept for a later message: the sum of its squares, and that of the values that the program sent. Sums that are
     not finite are not counted."""
-    if math.isfinite(squares_of_error) and math.isfinite(squares):
+    if math.isfinite(squared_error) and math.isfinite(squared_values):
         with _lock:
             counts = _counts.setdefault((role, op), LossyCounts())
-            counts.kept = _sum(counts.kept, (squares_of_error, squares))
+            counts.kept = _sum(counts.kept, (squared_error, squared_values))
 
 
 def record_alike(role: str, op: str, cosine: float) -> None:
@@ -94,23 +94,27 @@ def sums_of_roles() -> dict[str, Sums]:
     found: dict[str, Sums] = {}
     for (role, _), one in snapshot().items():
         sums = found.get(role, Sums())
-        found[role] = Sums(_sum(sums.squares, one.squares), _sum(sums.kept, one.kept), _sum(sums.alike, one.alike))
+        found[role] = Sums(
+            _sum(sums.squared_error, one.squared_error), _sum(sums.kept, one.kept), _sum(sums.alike, one.alike)
+        )
     return found
 
 
-def error(squares: Squares) -> float | None:
+def error(squared: SquaredError) -> float | None:
     """Return the relative L2 error, the root of the squared errors over the squared values; None without a value that is not zero."""
-    return math.sqrt(max(0.0, squares[0]) / squares[1]) if squares[1] > 0 else None
+    return math.sqrt(max(0.0, squared[0]) / squared[1]) if squared[1] > 0 else None
 
 
-def mean(alike: Squares) -> float | None:
+def mean(alike: tuple[float, float]) -> float | None:
     """Return the mean of cosines, from their sum and number; None without any."""
     return alike[0] / alike[1] if alike[1] > 0 else None
 
 
 def errors_between(before: Mapping[str, Sums], now: Mapping[str, Sums]) -> dict[str, float]:
     """Return the error of each role that was sampled between two results of :func:`sums_of_roles`."""
-    found = {role: error(_since(sums.squares, before.get(role, Sums()).squares)) for role, sums in now.items()}
+    found = {
+        role: error(_since(sums.squared_error, before.get(role, Sums()).squared_error)) for role, sums in now.items()
+    }
     return {role: one for role, one in found.items() if one is not None}
 
 
@@ -132,9 +136,9 @@ def clear() -> None:
         _counts.clear()
 
 
-def _sum(one: Squares, other: Squares) -> Squares:
+def _sum(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
     return one[0] + other[0], one[1] + other[1]
 
 
-def _since(now: Squares, before: Squares) -> Squares:
+def _since(now: tuple[float, float], before: tuple[float, float]) -> tuple[float, float]:
     return now[0] - before[0], now[1] - before[1]

@@ -13,7 +13,7 @@ import torch
 from ds_zipccl.comm import request
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.lossy.frames import LossyFrames
-from ds_zipccl.comm.lossy.squared_error import squares_of
+from ds_zipccl.comm.lossy.squared_error import squared_error
 from ds_zipccl.integration.lossy.pipeline import _Link
 from ds_zipccl.lossy import Int, LossyCodec, LowRank, TacoFp8
 from ds_zipccl.role_settings import RoleSettings
@@ -81,5 +81,5 @@ def test_squares_are_those_of_the_finite_words(dtype: torch.dtype, route: str) -
     kept = words.double().isfinite()
     error = (values.double() - words.double())[kept]
     wanted = float(error.square().sum()), float(words.double()[kept].square().sum())
-    assert squares_of(words, values, route) == pytest.approx(wanted, rel=1e-6)
-    assert squares_of(words[:0], values[:0], route) == (0.0, 0.0)
+    assert squared_error(words, values, route) == pytest.approx(wanted, rel=1e-6)
+    assert squared_error(words[:0], values[:0], route) == (0.0, 0.0)

@@ -80,7 +80,7 @@ def one_backoff() -> None:
     group_state.GroupState.backoff = lambda self, op, role, lossy: backoff(self, op, role, False)  # type: ignore[method-assign]
 
 
-def unannounced_call() -> None:
+def unhinted_call() -> None:
     """A call that names no codec is lossy."""
     all_reduce.lossy_here = lambda lossy, *more: lossy or Round(1)  # type: ignore[assignment]
 
@@ -130,8 +130,8 @@ PLANTS: dict[str, tuple[Callable[[], None], Callable[[Any], Any], str]] = {
         "words differ",
     ),
     "one backoff for all frames": (one_backoff, test_lossy_bytes.check_neighbours, "frames of lossless calls differ"),
-    "a call that was not announced": (
-        unannounced_call,
+    "a call without a hint": (
+        unhinted_call,
         lambda plant: runner.run(unnamed_calls_are_exact, 2, plant),
         "AssertionError: lossy=None",
     ),

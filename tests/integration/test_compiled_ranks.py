@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import moe_calls, torch_calls, untraced
+from ds_zipccl.integration import hook_points, moe_calls, torch_calls
 from ds_zipccl.integration.job import Job
 
 pytestmark = pytest.mark.full(reason="torch's compiler takes seconds to load")
@@ -59,7 +59,7 @@ def traced_without_kinds(layers: Any) -> None:
 def kinds(rank: int, ranks: int, mistaken: bool) -> list[str]:
     """The kinds of a compiled layer. The sizes of rank 1 change from call to call, until torch.compile gives up."""
     seen: list[str] = []
-    untraced.skip_frames()
+    hook_points.skip_frames()
     layer = layer_of_experts(seen)
     if mistaken:
         traced_without_kinds(type(layer))

@@ -7,7 +7,6 @@ parameters of the last gather.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 import pytest
 import tiers
 import torch
-from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, Model, bits, rank_program
-from programs import launch, reference
+from engines import DIFFERENCE, FIRST, OTHER, Lab, Model, Trained, bits, rank_program, train_each
 
 from ds_zipccl.comm.bases import negotiation
 
-CODED = '{"enabled": true, "mode": "always", "reduction": "match", "min_bytes": 4096}'
-OFF = "0"
+SECTION = '{"enabled": true, "mode": "always", "reduction": "match", "min_bytes": 4096}'
+CODED, OFF = "coded", "off"
 
 # ---- cases ---------------------------------------------------------------------------------------------------------
 
@@ -45,10 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def plain_steps(lab: Lab, name: str) -> None:
     engine = lab.engine(**SETTINGS[name])
     assert (type(engine.optimizer).__name__ == "BF16_Optimizer") == (name == "bf16 optimizer")
-    lab.train(engine)
-    lab.ends("first", {FIRST: 1})
-    lab.train(engine, 3)
-    lab.ends("later", {DIFFERENCE: 3})
+    lab.train_phase(engine, 1, "first", {FIRST: 1})
+    lab.train_phase(engine, 3, "later", {DIFFERENCE: 3})
 
 
 def groups(model: Model) -> list[dict[str, Any]]:
@@ -63,8 +59,7 @@ def groups(model: Model) -> list[dict[str, Any]]:
 def parameter_groups(lab: Lab, name: str) -> None:
     engine = lab.engine(groups=groups, **SETTINGS[name])
     for steps, expected in ((1, {FIRST: 2}), (2, {DIFFERENCE: 4})):
-        lab.train(engine, steps)
-        lab.ends(f"{steps} steps", expected)
+        lab.train_phase(engine, steps, f"{steps} steps", expected)
 
 
 def whole(engine: Any) -> torch.Tensor:
@@ -78,22 +73,18 @@ def checkpoint(lab: Lab, name: str) -> None:
     engine = lab.engine(**SETTINGS[name])
     lab.train(engine, 2)
     engine.save_checkpoint(lab.folder / "saved", tag="two")
-    lab.train(engine, 2)
-    lab.ends("trained", {FIRST: 1, DIFFERENCE: 3})
+    lab.train_phase(engine, 2, "trained", {FIRST: 1, DIFFERENCE: 3})
     engine.load_checkpoint(lab.folder / "saved", tag="two")
     lab.ends("loaded", {})
-    lab.train(engine)
-    lab.ends("after an earlier state", {OTHER: 1})
+    lab.train_phase(engine, 1, "after an earlier state", {OTHER: 1})
     lab.train(engine)
     engine.save_checkpoint(lab.folder / "saved", tag="four")
     engine.load_checkpoint(lab.folder / "saved", tag="four")
-    lab.train(engine)
-    lab.ends("after the present state", {DIFFERENCE: 2})
+    lab.train_phase(engine, 1, "after the present state", {DIFFERENCE: 2})
     other = lab.engine(seed=2, **SETTINGS[name])
     other.load_checkpoint(lab.folder / "saved", tag="four")
     lab.ends("loaded into a new engine", {})
-    lab.train(other, 2)
-    lab.ends("resumed there", {FIRST: 1, DIFFERENCE: 1})
+    lab.train_phase(other, 2, "resumed there", {FIRST: 1, DIFFERENCE: 1})
 
 
 def several_engines(lab: Lab) -> None:
@@ -105,8 +96,7 @@ def several_engines(lab: Lab) -> None:
     del first, second, engine  # references would keep their memory
     for turn in range(3):
         lab.destroy()
-        lab.train(lab.engine(seed=3), 3)
-        lab.ends(f"new {turn}", {FIRST: 1, DIFFERENCE: 2})
+        lab.train_phase(lab.engine(seed=3), 3, f"new {turn}", {FIRST: 1, DIFFERENCE: 2})
 
 
 def beside_zero3(lab: Lab) -> None:
@@ -114,13 +104,10 @@ def beside_zero3(lab: Lab) -> None:
     zero3 = lab.engine(seed=2, zero={"stage": 3, "stage3_param_persistence_threshold": 0})
     zero2 = lab.engine()
     for expected in ({FIRST: 1}, {DIFFERENCE: 1}, {DIFFERENCE: 1}):
-        lab.train(zero2)
-        lab.ends("ZeRO-2", expected)
-        lab.train(zero3)
-        lab.ends("ZeRO-3", {})
+        lab.train_phase(zero2, 1, "ZeRO-2", expected)
+        lab.train_phase(zero3, 1, "ZeRO-3", {})
     lab.engine(seed=3, zero={"stage": 0})
-    lab.train(zero2)
-    lab.ends("ZeRO-2 beside a later engine without ZeRO", {DIFFERENCE: 1})
+    lab.train_phase(zero2, 1, "ZeRO-2 beside a later engine without ZeRO", {DIFFERENCE: 1})
 
 
 def without_gradients(lab: Lab, name: str) -> None:
@@ -130,8 +117,7 @@ def without_gradients(lab: Lab, name: str) -> None:
     lab.ends("in full", {FIRST: 1})
     lab.train(engine, 2, scale=0.0)
     lab.ends("the same again", {DIFFERENCE: 2})
-    lab.train(engine)
-    lab.ends("moved", {DIFFERENCE: 1})
+    lab.train_phase(engine, 1, "moved", {DIFFERENCE: 1})
     for _ in range(2):
         lab.backward(engine)
         engine.zero_grad()
@@ -145,13 +131,11 @@ def without_gradients(lab: Lab, name: str) -> None:
 def overflow(lab: Lab, name: str) -> None:
     """One rank has an infinite loss at one step: every rank skips the step and its gather."""
     engine = lab.engine(**SETTINGS[name])
-    lab.train(engine, 2)
-    lab.ends("before", {FIRST: 1, DIFFERENCE: 1})
+    lab.train_phase(engine, 2, "before", {FIRST: 1, DIFFERENCE: 1})
     for turn in range(2):
         lab.train(engine, scale=math.inf if lab.rank == turn else 1.0)
     lab.ends("skipped", {})
-    lab.train(engine, 2)
-    lab.ends("after", {DIFFERENCE: 2})
+    lab.train_phase(engine, 2, "after", {DIFFERENCE: 2})
     assert engine.skipped_steps == 2 and engine.global_steps == 6
 
 
@@ -160,38 +144,31 @@ def out_of_step(lab: Lab, name: str) -> None:
     engine = lab.engine(**SETTINGS[name])
     lab.train(engine)
     before = whole(engine).clone()
-    lab.train(engine, 2)
-    lab.ends("before", {FIRST: 1, DIFFERENCE: 2})
+    lab.train_phase(engine, 2, "before", {FIRST: 1, DIFFERENCE: 2})
     last = lab.rank == lab.ranks - 1
     if last:
         whole(engine).copy_(before)
-    lab.train(engine)
-    lab.ends("after", {DIFFERENCE: 1} if last else {OTHER: 1})
-    lab.train(engine)
-    lab.ends("later", {DIFFERENCE: 1})
+    lab.train_phase(engine, 1, "after", {DIFFERENCE: 1} if last else {OTHER: 1})
+    lab.train_phase(engine, 1, "later", {DIFFERENCE: 1})
     if last:
         whole(engine).chunk(lab.ranks)[
             lab.rank
         ].zero_()  # DeepSpeed overwrites it from its own weights before the gather
-    lab.train(engine)
-    lab.ends("own shard edited", {DIFFERENCE: 1})
+    lab.train_phase(engine, 1, "own shard edited", {DIFFERENCE: 1})
 
 
 def edited_by_all(lab: Lab, name: str) -> None:
     """Every rank edits all parameters through the module. The next step loses the edit, or the optimizer's refreshed weights keep it."""
     engine = lab.engine(**SETTINGS[name])
-    lab.train(engine, 2)
-    lab.ends("before", {FIRST: 1, DIFFERENCE: 1})
+    lab.train_phase(engine, 2, "before", {FIRST: 1, DIFFERENCE: 1})
     for keep in (False, True):
         with torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.data.mul_(0.875)
         if keep:
             engine.optimizer.refresh_fp32_params()
-        lab.train(engine)
-        lab.ends(f"edited, {keep=}", {OTHER: 1})
-        lab.train(engine)
-        lab.ends(f"later, {keep=}", {DIFFERENCE: 1})
+        lab.train_phase(engine, 1, f"edited, {keep=}", {OTHER: 1})
+        lab.train_phase(engine, 1, f"later, {keep=}", {DIFFERENCE: 1})
     engine.optimizer.update_lp_params()  # a gather outside of a step goes without a base
     lab.ends("gathered again", {})
 
@@ -199,17 +176,14 @@ def edited_by_all(lab: Lab, name: str) -> None:
 def one_bit(lab: Lab, *, proven: bool) -> None:
     """One rank's copy of another rank's shard differs in a bit. The proof finds it, or misses it where all hashes are planted as equal."""
     engine = lab.engine()
-    lab.train(engine, 2)
-    lab.ends("before", {FIRST: 1, DIFFERENCE: 1})
+    lab.train_phase(engine, 2, "before", {FIRST: 1, DIFFERENCE: 1})
     if lab.rank == 1:
         whole(engine)[1000].view(torch.int16).bitwise_xor_(1)
     with pytest.MonkeyPatch.context() as patch:
         if not proven:
             patch.setattr(negotiation, "region_hash", lambda region: bytes(16))
-        lab.train(engine)
-        lab.ends("after", {OTHER: 1} if proven and lab.rank == 0 else {DIFFERENCE: 1})
-        lab.train(engine)
-        lab.ends("later", {DIFFERENCE: 1})
+        lab.train_phase(engine, 1, "after", {OTHER: 1} if proven and lab.rank == 0 else {DIFFERENCE: 1})
+        lab.train_phase(engine, 1, "later", {DIFFERENCE: 1})
 
 
 CASES: dict[str, Callable[[Lab], None]] = {name: functools.partial(plain_steps, name=name) for name in SETTINGS}
@@ -232,24 +206,12 @@ SHORT = [(2, name) for name in (
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
-Trained = Callable[[int, str, str], list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return a function (ranks, DS_ZIPCCL, case) -> results of each rank. All cases are launched once, even if one fails."""
-    runs = {}
     run = tiers.asked(request, "ranks", "case") | ({*SHORT} if tiers.without_parameters(request) else set())
-    for ranks, zipccl in itertools.product((2, 3), (OFF, CODED)):
-        cases = [name for count, name in RUN if count == ranks and (count, name) in run]
-        if not cases:
-            continue
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        if zipccl == OFF:
-            runs[ranks, zipccl] = reference(__file__, ranks, folder, *cases, sources=SOURCES)
-        else:
-            runs[ranks, zipccl] = launch(__file__, ranks, folder, *cases, DS_ZIPCCL=zipccl)
-    return lambda ranks, zipccl, case: runs[ranks, zipccl][case]
+    runs = [(ranks, CODED, case) for ranks, case in RUN if (ranks, case) in run]
+    return train_each(__file__, tmp_path_factory.mktemp, runs, {CODED: SECTION})
 
 
 def some(runs: Sequence[tuple[int, str]]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Real ZeRO-3 engines whose gathers have agreed sizes, on groups in stream order on CPUs (tests/support/shim.py).
 
-Waits of the host are counted by phase. A change of parameters by a function of DeepSpeed ends epochs; a change behind our back gives the
+Waits of the host are counted by phase. A change of parameters by a function of DeepSpeed ends versions; a change behind our back gives the
 right bits, or stops all ranks before the next optimizer step.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 import engines
 import pytest
 import shim
+import tiers
 import torch
 import torch.distributed as dist
 from engines import SOURCES, Lab, Model, bits, rank_program
-from programs import launch, reference
+from programs import launch, plain_and_coded
 from test_engines_zero3 import ZERO3
-from tiers import mostly_full
 
 from ds_zipccl.comm import CommError
 from ds_zipccl.integration.zero import versions
@@ -50,8 +50,7 @@ def start(lab: Lab, groups: Callable[[Model], Any] = Model.parameters, **config:
 
 def trained(lab: Lab) -> None:
     engine = start(lab, gradient_accumulation_steps=2)
-    lab.train(engine, 3)
-    lab.ends("3 steps", {})
+    lab.train_phase(engine, 3, "3 steps", {})
     engine.eval()
     with torch.no_grad():
         lab.losses.append(engine(torch.arange(32).view(2, 16)).item().hex())
@@ -59,13 +58,11 @@ def trained(lab: Lab) -> None:
 
 
 def one_by_one(lab: Lab) -> None:
-    lab.train(start(lab, zero={"allgather_sequential": True}), 3)
-    lab.ends("3 steps", {})
+    lab.train_phase(start(lab, zero={"allgather_sequential": True}), 3, "3 steps", {})
 
 
 def hpz(lab: Lab) -> None:
-    lab.train(start(lab, zero={"zero_hpz_partition_size": 2}), 3)
-    lab.ends("3 steps", {})
+    lab.train_phase(start(lab, zero={"zero_hpz_partition_size": 2}), 3, "3 steps", {})
 
 
 def autocast(lab: Lab) -> None:
@@ -73,8 +70,7 @@ def autocast(lab: Lab) -> None:
     options = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     engine = start(lab, **options)
     assert all(one.dtype is torch.bfloat16 for one in versions.agreed_of([engine.module.head.weight]))
-    lab.train(engine, 3)
-    lab.ends("3 steps", {})
+    lab.train_phase(engine, 3, "3 steps", {})
 
 
 def frozen(lab: Lab) -> None:
@@ -83,11 +79,9 @@ def frozen(lab: Lab) -> None:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     engine = start(lab, groups)
-    lab.train(engine, 2)
-    lab.ends("2 steps", {})
+    lab.train_phase(engine, 2, "2 steps", {})
     change(lab, [engine.module.embedding.weight])
-    lab.train(engine, 2)
-    lab.ends("changed", {})
+    lab.train_phase(engine, 2, "changed", {})
 
 
 def change(lab: Lab, weights: list[Any]) -> None:
@@ -102,11 +96,9 @@ def change(lab: Lab, weights: list[Any]) -> None:
 def edited(lab: Lab) -> None:
     """Weights become words that do not shrink, between steps and between batches of a step."""
     engine = start(lab, gradient_accumulation_steps=2)
-    lab.train(engine, 1)
-    lab.ends("1 step", {})
+    lab.train_phase(engine, 1, "1 step", {})
     change(lab, [engine.module.layers[0].weight])
-    lab.train(engine, 1)
-    lab.ends("edited between steps", {})
+    lab.train_phase(engine, 1, "edited between steps", {})
     lab.backward(engine)
     engine.step()
     change(lab, [engine.module.layers[1].weight, engine.module.layers[2].weight])
@@ -126,8 +118,7 @@ def set_fp32(lab: Lab) -> None:
     shard = torch.empty(second.ds_tensor.ds_numel)
     safe_set_local_fp32_param(second, noise(shard, 4 + lab.rank))
     lab.ends("set", {})
-    lab.train(engine, 2)
-    lab.ends("2 steps", {})
+    lab.train_phase(engine, 2, "2 steps", {})
 
 
 def checkpoint(lab: Lab) -> None:
@@ -137,23 +128,19 @@ def checkpoint(lab: Lab) -> None:
     engine.save_checkpoint(lab.folder / "saved", tag="one")
     lab.ends("saved", {})
     other = start(lab, seed=2)
-    lab.train(other, 1)
-    lab.ends("another", {})
+    lab.train_phase(other, 1, "another", {})
     other.load_checkpoint(lab.folder / "saved", tag="one")
     lab.ends("loaded", {})
-    lab.train(other, 1)
-    lab.ends("trained", {})
+    lab.train_phase(other, 1, "trained", {})
 
 
 def skipped(lab: Lab) -> None:
     engine = start(lab)
-    lab.train(engine, 1)
-    lab.ends("1 step", {})
+    lab.train_phase(engine, 1, "1 step", {})
     for turn in range(2):
         lab.train(engine, scale=math.inf if lab.rank == turn else 1.0)
     lab.ends("2 skipped", {})
-    lab.train(engine, 1)
-    lab.ends("1 step more", {})
+    lab.train_phase(engine, 1, "1 step more", {})
     assert engine.skipped_steps == 2
 
 
@@ -168,24 +155,27 @@ def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
 def written(lab: Lab) -> None:
     """A direct write whose frame still fits."""
     engine = start(lab)
-    lab.train(engine, 1)
-    lab.ends("before", {})
+    lab.train_phase(engine, 1, "before", {})
     with torch.no_grad():
         engine.module.layers[0].weight.ds_tensor.mul_(0.5)
-    lab.train(engine, 1)
-    lab.ends("after", {})
+    lab.train_phase(engine, 1, "after", {})
 
 
 def stopped(lab: Lab, by: Callable[[Any], None]) -> None:
     """A change that is not seen on rank 1, or on all ranks, whose frames do not fit: no rank takes the step."""
     engine = start(lab)
-    lab.train(engine, 1)
-    lab.ends("before", {})
+    lab.train_phase(engine, 1, "before", {})
     by(engine)
+    assert_no_step(lab, engine)
+
+
+def assert_no_step(lab: Lab, engine: Any, batches: int = 1) -> None:
+    """All ranks stop in the next batches, before a step; the error is the last loss."""
     before = engines.sha256(engine.module)
     with pytest.raises(CommError) as raised:  # the agreement of a coded sum comes first, where there is one
-        lab.backward(engine)
-        engine.step()
+        for _ in range(batches):
+            lab.backward(engine)
+            engine.step()
     lab.losses.append(str(raised.value))
     assert engines.sha256(engine.module) == before
     lab.ends("after", {})
@@ -199,7 +189,7 @@ def direct_write(engine: Any) -> None:
 
 
 def planted(engine: Any) -> None:
-    """Epochs that no change ends, on all ranks."""
+    """Versions that no change ends, on all ranks."""
     import deepspeed
 
     weight = engine.module.layers[1].weight
@@ -255,29 +245,26 @@ SHORT = ("trained", "edited")
 Run = dict[str, list[dict[str, Any]]]
 
 
-def on_streams(folder: Path, ranks: int, *cases: str, section: Any = SECTION) -> Run:
-    return launch(__file__, ranks, folder, *cases, DS_ZIPCCL=json.dumps(section), BACKEND=shim.NAME)
+def on_streams(**more: Any) -> dict[str, str]:
+    """The environment of coded runs; ``more``: keys of the section."""
+    shim.build()
+    return {"DS_ZIPCCL": json.dumps(SECTION | more), "BACKEND": shim.NAME}
 
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """Plain and coded results of those cases on two ranks that were asked for."""
-    shim.build()
-    asked = {
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.path == request.path and isinstance(item, pytest.Function) and "two" in item.fixturenames
-    }
-    cases = [name for name in CASES if name in asked]
-    plain = reference(__file__, 2, tmp_path_factory.mktemp("plain"), *cases, sources=SOURCES)
-    return plain, on_streams(tmp_path_factory.mktemp("coded"), 2, *cases)
+    cases = [name for name in CASES if (name,) in tiers.asked(request, "case")]
+    return plain_and_coded(__file__, 2, tmp_path_factory.mktemp("two"), *cases, sources=SOURCES, **on_streams())
 
 
 def waited(rows: dict[str, Any], name: str) -> int:
     return int(rows[name]["host_waits"]) if name in rows else 0
 
 
-@pytest.mark.parametrize("case", mostly_full([name for name in CASES if name != "hpz"], SHORT, "others are alike"))
+@pytest.mark.parametrize(
+    "case", tiers.mostly_full([name for name in CASES if name != "hpz"], SHORT, "others are alike")
+)
 def test_agreed_sizes_change_no_bit_and_gathers_do_not_wait(two: tuple[Run, Run], case: str) -> None:
     plain, coded = two
     assert bits(coded[case]) == bits(plain[case])
@@ -291,10 +278,9 @@ def test_agreed_sizes_change_no_bit_and_gathers_do_not_wait(two: tuple[Run, Run]
 @pytest.mark.full
 def test_secondary_gathers_pass(tmp_path: Path) -> None:
     """Four ranks with secondary shards in pairs: backward passes gather inside a pair."""
-    shim.build()
-    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
-    coded = on_streams(tmp_path / "coded", 4, "hpz", section={**SECTION, "roles": {"zero_grad": "never"}})
-    assert bits(coded["hpz"]) == bits(reference(__file__, 4, tmp_path / "plain", "hpz", sources=SOURCES)["hpz"])
+    environment = on_streams(roles={"zero_grad": "never"})
+    plain, coded = plain_and_coded(__file__, 4, tmp_path, "hpz", sources=SOURCES, **environment)
+    assert bits(coded["hpz"]) == bits(plain["hpz"])
     for rank in coded["hpz"]:
         row = rank["phases"][-1]["rows"][GATHERS]
         assert row["calls"] and not row["host_waits"] and row["reasons"][PassReason.SECONDARY.value]
@@ -303,8 +289,7 @@ def test_secondary_gathers_pass(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("case", ALONE)
 def test_all_ranks_stop(tmp_path: Path, case: str) -> None:
-    shim.build()
-    run = on_streams(tmp_path, 3 if case == "direct write" else 2, case)[case]
+    run = launch(__file__, 3 if case == "direct write" else 2, tmp_path, case, **on_streams())[case]
     said = [rank["losses"][-1] for rank in run]
     for rank, text in enumerate(said):
         assert "layers.1.weight of group rank" in text and "larger than agreed" in text, f"rank {rank}: {text}"
@@ -313,6 +298,4 @@ def test_all_ranks_stop(tmp_path: Path, case: str) -> None:
 
 
 if __name__ == "__main__":
-    for _name, _value in SIZES.items():
-        setattr(engines, _name, _value)
-    rank_program(CASES | ALONE, os.environ.get("BACKEND"))
+    rank_program(CASES | ALONE, os.environ.get("BACKEND"), sizes=SIZES)

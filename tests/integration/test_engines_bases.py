@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import engines
 import pytest
-import shim
 import test_engines_agreed as agreed
+import test_engines_frozen as frozen
 import torch
 from engines import SOURCES, Lab, bits, rank_program
-from programs import launch, reference
-from test_engines_frozen import Quantised
+from programs import launch, plain_and_coded
 from tiers import mostly_full
 
-from ds_zipccl.comm import CommError
 from ds_zipccl.comm.bases import proof
 
 CASES = ("trained", "frozen", "edited", "checkpoint", "skipped")
 PROGRAM = str(agreed.__file__)
 
 
-def written(lab: Lab, between_batches: bool) -> None:
-    """A direct write to a shard of rank 1 stops all ranks before the step: before the first gather of an epoch its difference is larger
-    than agreed; between two batches of a step, after a gather, no rank gets the words."""
-    engine = agreed.start(lab, gradient_accumulation_steps=2)
-    lab.train(engine, 1)
-    if between_batches:
+def written(lab: Lab, steps: int = 1, batches: int = 0, groups: Any = engines.Model.parameters, **config: Any) -> None:
+    """A direct write to a shard of rank 1 stops all ranks before the step: before the first gather of a version its difference is larger
+    than agreed; between two batches of a step, after a gather, no rank gets the words. After it no rank gets those of a frozen shard."""
+    engine = agreed.start(lab, groups, **config)
+    lab.train(engine, steps)
+    for _ in range(batches):
         lab.backward(engine)
         engine.step()
     if lab.rank == 1:
         with torch.no_grad():
             engine.module.layers[1].weight.ds_tensor.mul_(0.5)
-    before = engines.sha256(engine.module)
-    with pytest.raises(CommError) as raised:  # the agreement of a coded sum comes first, where there is one
-        for _ in range(1 if between_batches else 2):
-            lab.backward(engine)
-            engine.step()
-    lab.losses.append(str(raised.value))
-    assert engines.sha256(engine.module) == before
-    lab.ends("after", {})
+    agreed.assert_no_step(lab, engine, engine.gradient_accumulation_steps() - batches)
 
 
 def freeze(model: engines.Model) -> Any:
@@ -94,20 +84,8 @@ def partly_frozen(lab: Lab) -> None:
 
 def inference(lab: Lab) -> None:
     """Without an optimizer all parameters are frozen, but no step checks copies of bases: there are none."""
-    import deepspeed
-
     with pytest.MonkeyPatch.context() as patch:
-        counting = Counting(patch)
-        torch.manual_seed(1)
-        config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {**agreed.ZERO3}}
-        engine, *_ = deepspeed.initialize(model=engines.Model(), config=config)
-        lab.engines.append(engine)
-        engine.eval()
-        for phase in ("first", "later"):
-            with torch.no_grad():
-                for _ in range(3):
-                    lab.losses.append(engine(torch.arange(32).view(2, 16)).item().hex())
-            counting.ends(lab, phase)
+        frozen.inference(lab, Counting(patch).ends)
 
 
 def quantised(lab: Lab) -> None:
@@ -115,7 +93,7 @@ def quantised(lab: Lab) -> None:
     trained = lambda model: [parameter for parameter in model.parameters() if parameter.requires_grad]  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         counting = Counting(patch)
-        engine = agreed.start(lab, trained, make=Quantised)
+        engine = agreed.start(lab, trained, make=frozen.Quantised)
         lab.train(engine, 1)
         counting.ends(lab, "1 step")
         lab.train(engine, 2)
@@ -124,28 +102,6 @@ def quantised(lab: Lab) -> None:
         engine.load_checkpoint(lab.folder / "saved", tag="three")
         lab.train(engine, 2)
         counting.ends(lab, "loaded")
-
-
-def written_frozen(lab: Lab) -> None:
-    """A direct write to a frozen shard of rank 1 after two steps: no rank takes another step."""
-    engine = agreed.start(lab, freeze)
-    lab.train(engine, 2)
-    if lab.rank == 1:
-        with torch.no_grad():
-            engine.module.layers[1].weight.ds_tensor.mul_(0.5)
-    before = engines.sha256(engine.module)
-    with pytest.raises(CommError) as raised:
-        lab.backward(engine)
-        engine.step()
-    lab.losses.append(str(raised.value))
-    assert engines.sha256(engine.module) == before
-    lab.ends("after", {})
-
-
-def coded(program: str, folder: Path, ranks: int, kind: str, *cases: str) -> agreed.Run:
-    shim.build()
-    section = json.dumps({**agreed.SECTION, "zero3_base": kind})
-    return launch(program, ranks, folder, *cases, DS_ZIPCCL=section, BACKEND=shim.NAME)
 
 
 def check(plain: agreed.Run, run: agreed.Run, case: str) -> None:
@@ -165,9 +121,7 @@ def check(plain: agreed.Run, run: agreed.Run, case: str) -> None:
 @pytest.mark.parametrize("kind", mostly_full(["device", "host"], ["host"], "the other is alike"))
 def test_bases_change_no_bit(tmp_path: Path, kind: str) -> None:
     cases = CASES[:1] if kind == "host" else CASES
-    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
-    run = coded(PROGRAM, tmp_path / "coded", 2, kind, *cases)
-    plain = reference(PROGRAM, 2, tmp_path / "plain", *cases, sources=SOURCES)
+    plain, run = plain_and_coded(PROGRAM, 2, tmp_path, *cases, sources=SOURCES, **agreed.on_streams(zero3_base=kind))
     for case in cases:
         check(plain, run, case)
 
@@ -175,9 +129,10 @@ def test_bases_change_no_bit(tmp_path: Path, kind: str) -> None:
 @pytest.mark.full(reason="the test above has frozen parameters with bases of all")
 def test_frozen_parameters_are_copies_of_their_bases(tmp_path: Path) -> None:
     """By default: no wait and no word on the wire after the first gather, and no proof of a base but after an event."""
-    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
-    run = coded(__file__, tmp_path / "coded", 2, "auto", *FROZEN)
-    plain = reference(__file__, 2, tmp_path / "plain", *FROZEN, sources=(*SOURCES, Path(PROGRAM)))
+    sources = (*SOURCES, Path(PROGRAM), Path(frozen.__file__))
+    plain, run = plain_and_coded(
+        __file__, 2, tmp_path, *FROZEN, sources=sources, **agreed.on_streams(zero3_base="auto")
+    )
     said = (tmp_path / "coded/rank0.txt").read_text()
     for case, count in (("partly_frozen", 4), ("inference", 5), ("quantised", 1)):
         assert bits(run[case]) == bits(plain[case])
@@ -205,18 +160,12 @@ def test_frozen_parameters_are_copies_of_their_bases(tmp_path: Path) -> None:
 
 
 #: Case -> program, zero3_base, words of the error.
+_TWO = {"gradient_accumulation_steps": 2}
+_CHANGED = "layers.1.weight: gathered before, and changed since"
 WRITTEN = {
-    "between batches": (
-        functools.partial(written, between_batches=True),
-        "host",
-        "layers.1.weight: gathered before, and changed since",
-    ),
-    "between steps": (
-        functools.partial(written, between_batches=False),
-        "host",
-        "layers.1.weight of group rank 1 refused",
-    ),
-    "frozen": (written_frozen, "auto", "layers.1.weight: gathered before, and changed since"),
+    "between batches": (functools.partial(written, batches=1, **_TWO), "host", _CHANGED),
+    "between steps": (functools.partial(written, **_TWO), "host", "layers.1.weight of group rank 1 refused"),
+    "frozen": (functools.partial(written, steps=2, groups=freeze), "auto", _CHANGED),
 }
 FROZEN = {case.__name__: case for case in (partly_frozen, inference, quantised)}
 
@@ -225,11 +174,10 @@ FROZEN = {case.__name__: case for case in (partly_frozen, inference, quantised)}
 @pytest.mark.parametrize("case", WRITTEN)
 def test_a_direct_write_stops_all_ranks(tmp_path: Path, case: str) -> None:
     _, kind, said = WRITTEN[case]
-    for rank in coded(__file__, tmp_path, 2, kind, case)[case]:
+    for rank in launch(__file__, 2, tmp_path, case, **agreed.on_streams(zero3_base=kind))[case]:
         assert said in rank["losses"][-1]
 
 
 if __name__ == "__main__":
-    for _name, _value in agreed.SIZES.items():
-        setattr(engines, _name, _value)
-    rank_program(FROZEN | {name: program for name, (program, *_) in WRITTEN.items()}, os.environ.get("BACKEND"))
+    programs = FROZEN | {name: program for name, (program, *_) in WRITTEN.items()}
+    rank_program(programs, os.environ.get("BACKEND"), sizes=agreed.SIZES)

@@ -11,7 +11,7 @@ import engines
 import pytest
 import torch
 from engines import SOURCES, Lab, Model, bits, rank_program
-from programs import launch, reference
+from programs import plain_and_coded
 from test_engines_zero3 import ZERO3
 from torch import nn
 
@@ -40,6 +40,12 @@ def ends(lab: Lab, phase: str) -> None:
     lab.phases[-1]["memory"] = counters.memory().get("copies of gathered parameters", 0)
 
 
+def train(lab: Lab, engine: Any, steps: int, phase: str) -> None:
+    """Take steps, and end a phase."""
+    lab.train(engine, steps)
+    ends(lab, phase)
+
+
 def held(engine: Any) -> list[str]:
     """Names of the parameters that have a base."""
     return [name for name, one in engine.module.named_parameters() if gathers.slot_of(one) is not None]
@@ -50,22 +56,19 @@ def some(lab: Lab) -> None:
     engine = start(lab, lambda model: [model.embedding, model.layers[0], model.layers[1]])
     ends(lab, "made")
     lab.phases[-1]["held"] = held(engine)
-    lab.train(engine, 2)
-    ends(lab, "2 steps")
-    lab.train(engine, 2)
-    ends(lab, "4 steps")
+    train(lab, engine, 2, "2 steps")
+    train(lab, engine, 2, "4 steps")
     lab.destroy()
     ends(lab, "destroyed")
 
 
 def none(lab: Lab) -> None:
     engine = start(lab, lambda model: [])
-    lab.train(engine, 2)
-    ends(lab, "2 steps")
+    train(lab, engine, 2, "2 steps")
     lab.phases[-1]["held"] = held(engine)
 
 
-def inference(lab: Lab) -> None:
+def inference(lab: Lab, ends: Callable[[Lab, str], None] = ends) -> None:
     """An engine without an optimizer: no parameter is marked as frozen, and none is ever trained."""
     import deepspeed
 
@@ -104,16 +107,13 @@ def quantised(lab: Lab) -> None:
     """A frozen layer of int8 between layers that are trained, checkpointed and loaded."""
     engine = start(lab, lambda model: [model.layers[1]], make=Quantised)
     assert engine.module.layers[1].weight.dtype is torch.int8
-    lab.train(engine, 2)
-    ends(lab, "2 steps")
+    train(lab, engine, 2, "2 steps")
     lab.phases[-1]["held"] = held(engine)
-    lab.train(engine, 2)
-    ends(lab, "4 steps")
+    train(lab, engine, 2, "4 steps")
     engine.save_checkpoint(lab.folder / "saved", tag="four")
     lab.train(engine)
     engine.load_checkpoint(lab.folder / "saved", tag="four")
-    lab.train(engine, 2)
-    ends(lab, "loaded")
+    train(lab, engine, 2, "loaded")
 
 
 CASES: dict[str, Callable[[Lab], None]] = {case.__name__: case for case in (some, none, inference, quantised)}
@@ -126,10 +126,9 @@ Run = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run, str]:
     """Results of plain and of coded engines, and the text of rank 0 of these."""
-    plain = reference(__file__, 2, tmp_path_factory.mktemp("plain"), *CASES, sources=SOURCES)
-    folder = tmp_path_factory.mktemp("coded")
-    coded = launch(__file__, 2, folder, *CASES, DS_ZIPCCL=json.dumps(SECTION))
-    return plain, coded, (folder / "rank0.txt").read_text()
+    folder = tmp_path_factory.mktemp("runs")
+    found = plain_and_coded(__file__, 2, folder, *CASES, sources=SOURCES, DS_ZIPCCL=json.dumps(SECTION))
+    return *found, (folder / "coded/rank0.txt").read_text()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -170,17 +169,13 @@ def test_nothing_goes_in_full_after_the_first_gather(runs: tuple[Run, Run, str])
 @pytest.mark.full(reason="the choice has tests without engines")
 def test_as_many_as_the_limit_allows(tmp_path: Path) -> None:
     """1 MiB holds the embedding, and no layer beside it."""
-    plain = reference(__file__, 2, tmp_path, "some", sources=SOURCES)
-    (folder := tmp_path / "limited").mkdir()
-    limited = launch(__file__, 2, folder, "some", DS_ZIPCCL=json.dumps({**SECTION, "zero3_base_mib": 1}))
+    limit = json.dumps({**SECTION, "zero3_base_mib": 1})
+    plain, limited = plain_and_coded(__file__, 2, tmp_path, "some", sources=SOURCES, DS_ZIPCCL=limit)
     assert bits(limited["some"]) == bits(plain["some"])
     assert all(rank["phases"][0]["held"] == ["embedding.weight"] for rank in limited["some"])
-    assert "for 1 of 3 frozen parameters: 1.0 MB are allowed on a node, see zero3_base_mib" in (
-        folder / "rank0.txt"
-    ).read_text().replace("\n", " ")
+    said = (tmp_path / "coded/rank0.txt").read_text().replace("\n", " ")
+    assert "for 1 of 3 frozen parameters: 1.0 MB are allowed on a node, see zero3_base_mib" in said
 
 
 if __name__ == "__main__":
-    for _name, _value in SIZES.items():
-        setattr(engines, _name, _value)
-    rank_program(CASES)
+    rank_program(CASES, sizes=SIZES)

@@ -1,4 +1,4 @@
-"""Lossy roles on real engines: DeepSpeed's announced calls change, and nothing else does.
+"""Lossy roles on real engines: DeepSpeed's calls with a hint change, and nothing else does.
 
 The program of a rank watches every call of the backend: the plain backend runs the call too, on copies, and the results are compared. On
 two ranks the exact result of a sum does not depend on an order.
@@ -21,7 +21,7 @@ import test_moe
 import test_parallel
 import torch
 import torch.distributed as dist
-from parallel import STEPS, Lab, assert_trained, rank_program
+from parallel import STEPS, Lab, assert_trained, in_fp16, poison, rank_program
 from programs import launch
 
 ROUND = {"codec": "round", "mantissa": 1}
@@ -35,7 +35,7 @@ def section(*roles: str, codec: Any = ROUND, **more: Any) -> str:
 
 # ---- watching ------------------------------------------------------------------------------------------------------
 
-#: Counts of this rank: "ROLE announced" calls, "ROLE changed" results, "ROLE exact" results.
+#: Counts of this rank: "ROLE hinted" calls, "ROLE changed" results, "ROLE exact" results.
 seen: Counter[str] = Counter()
 #: Sum of the hashes of all frames of a role: threads may make them in any order.
 frames: Counter[str] = Counter()
@@ -52,7 +52,7 @@ _TAG = 9
 def watch(mistake: str) -> None:
     """Count and compare all calls of this process from now on.
 
-    ``mistake``: "unannounced": calls need no announcement; "padding": padding is not zeroed; anything else: none.
+    ``mistake``: "unhinted": calls need no hint; "padding": padding is not zeroed; anything else: none.
     """
     from deepspeed.comm.torch import TorchBackend
 
@@ -63,18 +63,18 @@ def watch(mistake: str) -> None:
     from ds_zipccl.ops import OPS
 
     topology.secret = lambda: bytes(16)  # frames have hashes, and those of two jobs are compared
-    original = calls.taken
+    original = calls.take_hint
 
-    def taken(config: Any, role: str, *args: Any) -> Any:
+    def take_hint(config: Any, role: str, *args: Any) -> Any:
         found = original(config, role, *args)
-        seen[f"{role} announced"] += found is not None
-        return config.lossy_of(role) if mistake == "unannounced" else found
+        seen[f"{role} hinted"] += found is not None
+        return config.lossy_of(role) if mistake == "unhinted" else found
 
-    calls.taken = taken
+    calls.take_hint = take_hint
     if mistake == "padding":
         unready = functools.cached_property(lambda self: setattr(self, "left", self.detail()[0]))  # None
-        unready.__set_name__(calls._Announcement, "ready")
-        calls._Announcement.ready = unready
+        unready.__set_name__(calls._Hint, "ready")
+        calls._Hint.ready = unready
 
     def compare(role: str, result: torch.Tensor, exact: torch.Tensor) -> None:
         same = torch.equal(*(one.flatten().view(torch.uint8) for one in (result, exact)))
@@ -236,23 +236,11 @@ def shard(parameter: Any, lab: Lab) -> torch.Tensor:
 
 def planted(lab: Lab, value: float) -> None:
     """ZeRO-2 in fp16; in the second step one rank has a gradient that is not finite."""
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True  # torch computes fp16 on CPUs all the same
-    model = test_parallel.Layered([torch.nn.Linear(64, 64)])
-    step = 0
-
-    def hook(grad: torch.Tensor) -> torch.Tensor:
-        if step == 1 and lab.rank == 1:
-            grad = grad.clone()
-            grad.view(-1)[5] = value  # rank 0 owns the first parameters
-        return grad
-
-    model.words.weight.register_hook(hook)
-    more = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-    engine = lab.start(model, 2, gradient_clipping=0.0, **more)
+    model, step = test_parallel.Layered([torch.nn.Linear(64, 64)]), 0
+    poison(model.words.weight, value, lambda: step == 1 and lab.rank == 1)
+    engine = lab.start(model, 2, gradient_clipping=0.0, **in_fp16())
     skipped, hashes = [], []
-    for step in range(STEPS):  # the hook reads the step
+    for step in range(STEPS):  # poison() asks for the step
         loss = engine(lab.tokens(step))
         lab.losses.append(loss.item().hex())
         engine.backward(loss)
@@ -298,24 +286,24 @@ def totals(ranks: list[dict[str, Any]], key: str = "seen") -> Counter[str]:
 FULL = pytest.mark.full(reason="launches of seconds; the short tier has tensor parallelism and ZeRO-2")
 
 
-def check_announced(ranks: list[dict[str, Any]], role: str, announced: int) -> None:
-    """As many messages changed as were announced, all of one role."""
+def check_hinted(ranks: list[dict[str, Any]], role: str, hinted: int) -> None:
+    """As many messages changed as had a hint, all of one role."""
     assert_trained(ranks)
     found = totals(ranks)
-    assert found[f"{role} announced"] == found[f"{role} changed"] == announced, found
-    assert sum(count for name, count in found.items() if name.endswith("changed")) == announced, found
+    assert found[f"{role} hinted"] == found[f"{role} changed"] == hinted, found
+    assert sum(count for name, count in found.items() if name.endswith("changed")) == hinted, found
 
 
-def test_announced_sums_change_and_all_else_of_their_groups_is_exact(tmp_path: Path) -> None:
+def test_hinted_sums_change_and_all_else_of_their_groups_is_exact(tmp_path: Path) -> None:
     ranks, zero2 = run(tmp_path, section("tp", "zero_grad", owner_only="off"), "tp", "zero2")
     # A layer has two sums in the forward and five in the backward, the head one in the backward, on each of two ranks.
-    check_announced(ranks, "tp", 2 * STEPS * (7 * test_parallel.LAYERS + 1))
+    check_hinted(ranks, "tp", 2 * STEPS * (7 * test_parallel.LAYERS + 1))
     after = totals(ranks, "after")
     assert after["tp exact"] >= 2 * (3 + 5 * test_parallel.LAYERS + 1), after  # losses, weights, a user's own sum
     assert set(after) == {"tp exact"}, after
     assert all(rank["of losses"] >= 3 for rank in ranks)
     assert all(rank["hooks"] == STEPS for rank in zero2)
-    check_announced(zero2, "zero_grad", 2 * STEPS)
+    check_hinted(zero2, "zero_grad", 2 * STEPS)
     assert totals(zero2)["zero_grad exact"] >= 2 * (STEPS + 1), "a user's own sums"
 
 
@@ -335,20 +323,20 @@ def test_announced_sums_change_and_all_else_of_their_groups_is_exact(tmp_path: P
     ],
     ids=["models", "gradients"],
 )
-def test_announced_messages_change_and_no_others(tmp_path: Path, role_of: dict[str, str]) -> None:
+def test_hinted_messages_change_and_no_others(tmp_path: Path, role_of: dict[str, str]) -> None:
     found = run(tmp_path, section(*role_of.values(), owner_only="off"), *role_of)
     for (name, role), ranks in zip(role_of.items(), found, strict=True):
-        announced = totals(ranks)[f"{role} announced"]
-        assert announced >= 2 * STEPS, name
-        check_announced(ranks, role, announced)
+        hinted = totals(ranks)[f"{role} hinted"]
+        assert hinted >= 2 * STEPS, name
+        check_hinted(ranks, role, hinted)
 
 
 @FULL
-def test_a_call_that_is_lossy_without_an_announcement_is_seen(tmp_path: Path) -> None:
-    tp, zero2 = run(tmp_path, section("tp", "zero_grad", owner_only="off"), "tp", "zero2", mode="unannounced")
+def test_a_call_that_is_lossy_without_a_hint_is_seen(tmp_path: Path) -> None:
+    tp, zero2 = run(tmp_path, section("tp", "zero_grad", owner_only="off"), "tp", "zero2", mode="unhinted")
     assert totals(tp, "after")["tp changed"]
     found = totals(zero2)
-    assert found["zero_grad changed"] > found["zero_grad announced"]
+    assert found["zero_grad changed"] > found["zero_grad hinted"]
 
 
 @FULL

@@ -23,7 +23,7 @@ import test_engines_zero3 as zero3
 import tiers
 import torch
 from engines import ADAM, SOURCES, Lab, Model, bits, rank_program
-from programs import launch, reference
+from programs import launch, plain_and_coded, reference
 from torch import nn
 
 from ds_zipccl.comm import topology
@@ -73,15 +73,13 @@ def split(model: Model) -> Any:
 
 def experts(lab: Lab, stage: int, **more: Any) -> None:
     engine = lab.engine(make=Experts, groups=split, zero={"stage": stage}, **more)
-    lab.train(engine, 3)
-    lab.ends("trained", {})
+    lab.train_phase(engine, 3, "trained", {})
 
 
 def options(lab: Lab, **zero: Any) -> None:
     """Train with options of the section ``zero_optimization``."""
     more = zero3.ZERO3 if zero["stage"] == 3 else {}
-    lab.train(lab.engine(zero={**more, **zero}), 3)
-    lab.ends("trained", {})
+    lab.train_phase(lab.engine(zero={**more, **zero}), 3, "trained", {})
 
 
 def set_from_outside(lab: Lab) -> None:
@@ -89,20 +87,17 @@ def set_from_outside(lab: Lab) -> None:
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
     engine = zero3.start(lab, "accumulating")
-    lab.train(engine, 2)
-    lab.ends("before", {})
+    lab.train_phase(engine, 2, "before", {})
     for weight in (engine.module.head.weight, engine.module.layers[0].weight):
         safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight) * 0.5)
-    lab.train(engine)
-    lab.ends("set between steps", {})
+    lab.train_phase(engine, 1, "set between steps", {})
     for batch in range(engine.gradient_accumulation_steps()):
         lab.backward(engine)
         engine.step()
         if batch == 1:
             weight = engine.module.layers[1].weight
             safe_set_full_fp32_param(weight, torch.randn(weight.ds_shape, generator=torch.Generator().manual_seed(5)))
-    lab.train(engine)
-    lab.ends("set between batches", {})
+    lab.train_phase(engine, 1, "set between batches", {})
 
 
 def frozen(lab: Lab) -> None:
@@ -113,8 +108,7 @@ def frozen(lab: Lab) -> None:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     engine = zero3.start(lab, groups=trained)
-    lab.train(engine, 3)
-    lab.ends("trained", {})
+    lab.train_phase(engine, 3, "trained", {})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -157,21 +151,18 @@ ON_TWO = [
 ]
 
 
-def on_streams(folder: Path, ranks: int, *cases: str, section: str = CODED, node: int = 1, **more: str) -> Run:
-    """Results of the ranks by case, over the schedules of NCCL groups; ``node``: ranks of a node."""
-    return launch(
-        __file__, ranks, folder, *cases, DS_ZIPCCL=section, BACKEND=shim.NAME, RANKS_OF_NODE=str(node), **more
-    )
+def on_streams(section: str = CODED, node: int = 1) -> dict[str, str]:
+    """The environment of the schedules of NCCL groups; ``node``: ranks of a node."""
+    shim.build()
+    return {"DS_ZIPCCL": section, "BACKEND": shim.NAME, "RANKS_OF_NODE": str(node)}
 
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """Plain and coded results of those cases on two ranks that were asked for."""
-    shim.build()
     asked = tiers.asked(request, "case")
     cases = [name for name in CASES if (name,) in asked or name in SHORT]
-    plain = reference(__file__, 2, tmp_path_factory.mktemp("plain"), *cases, sources=WITH)
-    return plain, on_streams(tmp_path_factory.mktemp("coded"), 2, *cases)
+    return plain_and_coded(__file__, 2, tmp_path_factory.mktemp("two"), *cases, sources=WITH, **on_streams())
 
 
 @pytest.mark.parametrize("case", ON_TWO)
@@ -215,7 +206,7 @@ def test_a_wrong_bit_shows(two: tuple[Run, Run], tmp_path: Path) -> None:
     """Negative proof: one wrong bit in a gather of one rank changes the results."""
     for case in ("zero2", "zero3 plain"):
         (tmp_path / case).mkdir()
-        wrong = on_streams(tmp_path / case, 2, case, PLANT="1")
+        wrong = launch(__file__, 2, tmp_path / case, case, **on_streams(), PLANT="1")
         assert bits(wrong[case]) != bits(two[0][case])
 
 
@@ -233,10 +224,7 @@ def flip_a_bit() -> None:
 
 @pytest.mark.full
 def test_four_ranks_move_as_plain(tmp_path: Path) -> None:
-    shim.build()
-    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
-    plain = reference(__file__, 4, tmp_path / "plain", *MOVED, sources=WITH)
-    coded = on_streams(tmp_path / "coded", 4, *MOVED, section=MOVES)
+    plain, coded = plain_and_coded(__file__, 4, tmp_path, *MOVED, sources=WITH, **on_streams(MOVES))
     for case in MOVED:
         assert bits(coded[case]) == bits(plain[case]), case
         assert sum(row["calls"] for row in rows(coded[case])[GATHERS]) > 0, case
@@ -246,22 +234,19 @@ def test_four_ranks_move_as_plain(tmp_path: Path) -> None:
 @pytest.mark.parametrize("node", SUMMED)
 @pytest.mark.skipif(not all(has_schedule(name) for name in (OWNERS, SCATTERS)), reason="sums have no schedule yet")
 def test_four_ranks_sum_in_the_documented_order(tmp_path: Path, node: int) -> None:
-    shim.build()
     (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
     plain = reference(__file__, 4, tmp_path / "plain", *BY_HOST, sources=WITH)
     for stage in sums.STAGES:
         one, other = (bits(plain[f"{stage} {order}"]) for order in SUMMED.values())
         assert one != other, "or the orders would not have been told apart"
-    coded = on_streams(tmp_path / "coded", 4, *IN_ORDER, node=node)
+    coded = launch(__file__, 4, tmp_path / "coded", *IN_ORDER, **on_streams(node=node))
     for stage in sums.STAGES:
         assert bits(coded[f"{stage} in order"]) == bits(plain[f"{stage} {SUMMED[node]}"]), stage
 
 
 if __name__ == "__main__":
-    for _name, _value in SIZES.items():
-        setattr(engines, _name, _value)
     if "RANKS_OF_NODE" in os.environ:
         topology.here = lambda: str(int(os.environ["RANK"]) // int(os.environ["RANKS_OF_NODE"]))
     if "PLANT" in os.environ and os.environ["RANK"] == "1":
         flip_a_bit()
-    rank_program(CASES | BY_HOST | IN_ORDER, os.environ.get("BACKEND"))
+    rank_program(CASES | BY_HOST | IN_ORDER, os.environ.get("BACKEND"), sizes=SIZES)

@@ -17,7 +17,7 @@ import pytest
 import shim
 import torch
 from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, Model, bits, rank_program
-from programs import launch, reference
+from programs import plain_and_coded
 from test_engines_zero3 import ZERO3
 
 HOST = '{"enabled": true, "mode": "always", "min_bytes": 1024, "reduction": "match", "zero3_base": "host"}'
@@ -31,10 +31,8 @@ WHOLE = {"reduce_scatter": False}  # Muon asks ZeRO-3 for it
 def train(lab: Lab, **config: Any) -> Any:
     """Train for two phases. With the second one, parameters have bases."""
     engine = lab.engine(**config)
-    lab.train(engine)
-    lab.ends("first", [])
-    lab.train(engine, 3)
-    lab.ends("later", [])
+    lab.train_phase(engine, 1, "first", [])
+    lab.train_phase(engine, 3, "later", [])
     return engine
 
 
@@ -123,10 +121,9 @@ MUON: dict[str, dict[str, int]] = {
 
 def train_all(folder: Path, *cases: str, section: str = HOST, backend: str = "") -> dict[str, list[dict[str, Any]]]:
     """Return the results of coded runs, whose bits are those of plain runs."""
-    (folder / "plain").mkdir(), (folder / "coded").mkdir()
     sources = (Path(__file__).with_name("test_engines_zero3.py"), *SOURCES)
-    wanted = reference(__file__, 2, folder / "plain", *cases, sources=sources)
-    coded = launch(__file__, 2, folder / "coded", *cases, timeout=600, DS_ZIPCCL=section, BACKEND=backend)
+    environment = {"DS_ZIPCCL": section, "BACKEND": backend}
+    wanted, coded = plain_and_coded(__file__, 2, folder, *cases, sources=sources, timeout=600, **environment)
     for case in cases:
         assert bits(coded[case]) == bits(wanted[case]), case
         assert len(set(coded[case][0]["losses"])) > 2, "or nothing was trained"
@@ -162,7 +159,7 @@ def test_muon_everywhere(tmp_path: Path) -> None:
 @pytest.mark.full(reason="DeepSpeed compiles its Adam")
 @pytest.mark.parametrize("backend", ["", shim.NAME])
 def test_super_offload(tmp_path: Path, backend: str) -> None:
-    """Its shards change in its steps alone: gathers have epochs, with agreements or with agreed sizes."""
+    """Its shards change in its steps alone: gathers have versions, with agreements or with agreed sizes."""
     if backend:
         shim.build()
     section = ON_STREAMS if backend else HOST
@@ -176,7 +173,7 @@ def test_super_offload(tmp_path: Path, backend: str) -> None:
 
 @pytest.mark.full(reason="DeepSpeed compiles its Adam")
 def test_zenflow(tmp_path: Path) -> None:
-    """It changes parameters in backward passes: no epochs, each gather proves its bases."""
+    """It changes parameters in backward passes: no versions, each gather proves its bases."""
     for case, run in train_all(tmp_path, *(name for name in CASES if name.startswith("zenflow"))).items():
         for (phase,) in (rank["phases"] for rank in run):
             assert set(calls(phase, "zero_param")) == {"all_gather_into_tensor"} and calls(phase, "zero_grad"), case

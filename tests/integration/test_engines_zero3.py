@@ -11,8 +11,7 @@ import pytest
 import tiers
 import torch
 import torch.distributed as dist
-from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, bits, rank_program
-from programs import launch, reference
+from engines import DIFFERENCE, FIRST, OTHER, Lab, Trained, bits, rank_program, train_each
 
 from ds_zipccl.comm.bases import negotiation, versions
 from ds_zipccl.integration.zero import gathers
@@ -61,8 +60,7 @@ def steps(lab: Lab, name: str) -> None:
     lab.ends(
         "first", [FIRST] if name == "hpz" else [DIFFERENCE, FIRST]
     )  # hpZ's backward passes gather by its own shards
-    lab.train(engine, 3)
-    lab.ends("later", [DIFFERENCE])
+    lab.train_phase(engine, 3, "later", [DIFFERENCE])
 
 
 def edited(lab: Lab) -> None:
@@ -70,15 +68,13 @@ def edited(lab: Lab) -> None:
     import deepspeed
 
     engine = start(lab)
-    lab.train(engine, 2)
-    lab.ends("before", [DIFFERENCE, FIRST])
+    lab.train_phase(engine, 2, "before", [DIFFERENCE, FIRST])
     weights = [engine.module.head.weight, *(layer.weight for layer in engine.module.layers)]
     with deepspeed.zero.GatheredParameters(weights, modifier_rank=0):
         if lab.rank == 0:
             for weight in weights:
                 weight.data.mul_(0.5)
-    lab.train(engine, 2)
-    lab.ends("after", [DIFFERENCE])
+    lab.train_phase(engine, 2, "after", [DIFFERENCE])
 
 
 def checkpoint(lab: Lab) -> None:
@@ -86,15 +82,12 @@ def checkpoint(lab: Lab) -> None:
     engine = start(lab)
     lab.train(engine, 2)
     engine.save_checkpoint(lab.folder / "saved", tag="two")
-    lab.train(engine, 2)
-    lab.ends("trained", [DIFFERENCE, FIRST])
+    lab.train_phase(engine, 2, "trained", [DIFFERENCE, FIRST])
     engine.load_checkpoint(lab.folder / "saved", tag="two")
-    lab.train(engine)
-    lab.ends("loaded", [DIFFERENCE])
+    lab.train_phase(engine, 1, "loaded", [DIFFERENCE])
     other = start(lab, seed=2)
     other.load_checkpoint(lab.folder / "saved", tag="two")
-    lab.train(other, 2)
-    lab.ends("resumed in a new engine", [DIFFERENCE, FIRST])
+    lab.train_phase(other, 2, "resumed in a new engine", [DIFFERENCE, FIRST])
 
 
 def several_engines(lab: Lab) -> None:
@@ -103,13 +96,11 @@ def several_engines(lab: Lab) -> None:
     for engine in (first, second, first, second, second, first):
         lab.train(engine)
     lab.ends("in turn", [DIFFERENCE, FIRST])
-    lab.train(second)
-    lab.ends("later", [DIFFERENCE])
+    lab.train_phase(second, 1, "later", [DIFFERENCE])
     both = counters.memory().get("copies of gathered parameters", 0)
     del first, second, engine
     lab.destroy()
-    lab.train(start(lab, seed=3), 2)
-    lab.ends("new", [DIFFERENCE, FIRST])
+    lab.train_phase(start(lab, seed=3), 2, "new", [DIFFERENCE, FIRST])
     assert 2 * counters.memory().get("copies of gathered parameters", 0) == both
 
 
@@ -117,8 +108,7 @@ def made_anew(lab: Lab) -> None:
     """Engines come and go while schedules compete: ranks must agree, whatever memory the new engines find."""
     for seed in range(6):
         engine = start(lab, seed=seed)
-        lab.train(engine, 4)
-        lab.ends(f"engine {seed}", [])
+        lab.train_phase(engine, 4, f"engine {seed}", [])
         del engine
         lab.destroy()
 
@@ -126,36 +116,31 @@ def made_anew(lab: Lab) -> None:
 def overflow(lab: Lab) -> None:
     """One rank has an infinite loss at one step: every rank skips the step, and the next gathers find unchanged parameters."""
     engine = start(lab)
-    lab.train(engine, 2)
-    lab.ends("before", [DIFFERENCE, FIRST])
+    lab.train_phase(engine, 2, "before", [DIFFERENCE, FIRST])
     for turn in range(2):
         lab.train(engine, scale=math.inf if lab.rank == turn else 1.0)
     lab.ends("skipped", [DIFFERENCE])
-    lab.train(engine, 2)
-    lab.ends("after", [DIFFERENCE])
+    lab.train_phase(engine, 2, "after", [DIFFERENCE])
     assert engine.skipped_steps == 2
 
 
 def evaluated(lab: Lab) -> None:
     """Forward passes between steps, without a backward pass and in another order of layers, gather parameters in other combinations."""
     engine = start(lab)
-    lab.train(engine, 2)
-    lab.ends("before", [DIFFERENCE, FIRST])
+    lab.train_phase(engine, 2, "before", [DIFFERENCE, FIRST])
     engine.eval()
     with torch.no_grad():
         for _ in range(2):
             lab.losses.append(engine(torch.arange(32).view(2, 16)).item().hex())
     engine.train()
     lab.ends("evaluated", [DIFFERENCE])
-    lab.train(engine, 2)
-    lab.ends("after", [DIFFERENCE])
+    lab.train_phase(engine, 2, "after", [DIFFERENCE])
 
 
 def stale(lab: Lab, *, proven: bool) -> None:
     """One rank's copy of another rank's shard differs in a bit: the shard goes in full, or not where all hashes are planted as equal."""
     engine = start(lab)
-    lab.train(engine, 2)
-    lab.ends("before", [DIFFERENCE, FIRST])
+    lab.train_phase(engine, 2, "before", [DIFFERENCE, FIRST])
     if lab.rank == 1 and (base := gathers.slot_of(engine.module.head.weight)) is not None:
         sign = -(1 << 15)  # no rounding hides a wrong sign, and no decoder sees it
         base.memory[0, 3].view(torch.int16).bitwise_xor_(sign)
@@ -164,10 +149,8 @@ def stale(lab: Lab, *, proven: bool) -> None:
         if not proven:
             for module in (negotiation, versions):
                 patch.setattr(module, "region_hash", lambda region: bytes(16))
-        lab.train(engine)
-        lab.ends("after", [DIFFERENCE, OTHER] if proven and lab.rank == 0 else [DIFFERENCE])
-        lab.train(engine)
-        lab.ends("later", [DIFFERENCE])
+        lab.train_phase(engine, 1, "after", [DIFFERENCE, OTHER] if proven and lab.rank == 0 else [DIFFERENCE])
+        lab.train_phase(engine, 1, "later", [DIFFERENCE])
 
 
 CASES: dict[str, Callable[[Lab], None]] = {name: functools.partial(steps, name=name) for name in SETTINGS}
@@ -193,26 +176,12 @@ SHORT += [(2, "device", name) for name in ("plain", "overflow", STALE, UNPROVEN)
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
-Trained = Callable[[int, str, str], list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return a function (ranks, "off", "host", "device" or "auto", case) -> results of each rank. All cases are launched once."""
-    runs = {}
     run = tiers.asked(request, "ranks", "kind", "case") | ({*SHORT} if tiers.without_parameters(request) else set())
-    for ranks, kind in ((2, "off"), (2, "host"), (2, "device"), (2, "auto"), (4, "off"), (4, "host")):
-        cases = dict.fromkeys(
-            each[2] for each in RUN + RUN_AUTO if each in run and each[0] == ranks and kind in ("off", each[1])
-        )
-        if not cases:
-            continue
-        folder = tmp_path_factory.mktemp(f"{kind}{ranks}")
-        if kind == "off":
-            runs[ranks, kind] = reference(__file__, ranks, folder, *cases, sources=SOURCES)
-        else:
-            runs[ranks, kind] = launch(__file__, ranks, folder, *cases, DS_ZIPCCL=CODED[kind])
-    return lambda ranks, kind, case: runs[ranks, kind][case]
+    runs = [one for one in sorted(RUN + RUN_AUTO, key=lambda one: one[0]) if one in run]
+    return train_each(__file__, tmp_path_factory.mktemp, runs, CODED)
 
 
 def some(runs: Sequence[tuple[int, str, str]]) -> list[Any]:

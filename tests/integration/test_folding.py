@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_zipccl.integration import replicated
+from ds_zipccl.integration import moe_calls
 
 
 def modules() -> tuple[Any, Any, list[bool]]:
@@ -19,16 +19,16 @@ def modules() -> tuple[Any, Any, list[bool]]:
     class Gather(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-            found.append(replicated.expected())
+            found.append(moe_calls.replicated())
             return tensor.clone()
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            found.append(replicated.expected())
+            found.append(moe_calls.replicated())
             return gradient
 
     def reduce(gradient: torch.Tensor, *, tp_group: Any) -> str:
-        found.append(replicated.expected())
+        found.append(moe_calls.replicated())
         if tp_group is None:
             raise ValueError("as planted")
         return "sum"
@@ -40,12 +40,12 @@ def modules() -> tuple[Any, Any, list[bool]]:
 
 def test_the_backward_of_gathered_rows() -> None:
     rows, _, found = modules()
-    replicated.watch_rows(rows)
+    moe_calls.watch_rows(rows)
     before = rows._AllGatherVariableRows.backward
-    replicated.watch_rows(rows)
+    moe_calls.watch_rows(rows)
     assert rows._AllGatherVariableRows.backward is before
     rows._AllGatherVariableRows.apply(torch.ones(3, requires_grad=True)).sum().backward()
-    assert found == [False, True] and not replicated.expected()
+    assert found == [False, True] and not moe_calls.replicated()
 
 
 def test_gradients_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,17 +54,17 @@ def test_gradients_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "reduce_autoep_folding_gradient"
     engine = SimpleNamespace(**{name: getattr(gradients, name)})
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", engine)  # type: ignore[arg-type]
-    replicated.watch_gradients(gradients)
-    replicated.watch_gradients(gradients)
+    moe_calls.watch_gradients(gradients)
+    moe_calls.watch_gradients(gradients)
     for module in (gradients, engine):
         assert getattr(module, name)(torch.ones(3), tp_group=1) == "sum"
         with pytest.raises(ValueError, match="as planted"):
             getattr(module, name)(torch.ones(3), tp_group=None)
-    assert found == [True] * 4 and not replicated.expected()
+    assert found == [True] * 4 and not moe_calls.replicated()
 
 
 def test_a_deepspeed_without_the_names() -> None:
     empty = ModuleType("empty")
-    replicated.watch_rows(empty)
-    replicated.watch_gradients(empty)
+    moe_calls.watch_rows(empty)
+    moe_calls.watch_gradients(empty)
     assert not {"_AllGatherVariableRows", "reduce_autoep_folding_gradient"} & set(vars(empty))

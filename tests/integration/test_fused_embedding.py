@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from backend_programs import PRELUDE, launch
+from backend_programs import found
 
 from ds_zipccl.config import ConfigError, parse_section
 from ds_zipccl.integration.job import Job
@@ -17,9 +16,7 @@ from ds_zipccl.policy.pipeline_rules import sharing_ranks
 
 ON = '{"mode": "always", "min_bytes": 1024, "fused_embedding": true}'
 #: Two stages of two ranks each. Per case: the gradients at the optimizer step in two sums and in one, and the bytes of the sums.
-PROGRAM = (
-    PRELUDE
-    + """
+PROGRAM = """
 import hashlib
 from torch import nn
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -96,18 +93,14 @@ except ConfigError as error:
 print("FOUND", json.dumps(found), flush=True)
 leave()
 """
-)
 
 
 @pytest.mark.full(reason="one launch of four ranks with eight engines, 15 s")
 def test_one_sum(tmp_path: Path) -> None:
-    ended = launch(tmp_path, PROGRAM, ranks=4, DS_ZIPCCL=ON)
-    for status, text in ended:
-        assert status == 0, text
-    found: list[dict[str, Any]] = [json.loads(text.split("FOUND ", 1)[1].splitlines()[0]) for _, text in ended]
+    everyone, (text, *_) = found(tmp_path, PROGRAM, ranks=4, DS_ZIPCCL=ON)
     bounds = {"fp32": 1e-6, "bf16": 2**-7, "fp32 in bf16": 2**-7}
     for case, bound in bounds.items():
-        results = [one[case] for one in found]
+        results = [one[case] for one in everyone]
         assert len({one["digest"] for one in results}) == 1, f"{case}: the same bits on all ranks"
         for result in results:
             assert result["error"] <= bound, f"{case}: as in two sums"
@@ -115,9 +108,9 @@ def test_one_sum(tmp_path: Path) -> None:
             # two sums: 2V(D-1)/D + V; one: 2V(2D-1)/(2D), with D = 2; DeepSpeed sums over stages in the gradient's own dtype
             wider = result["weight"] if case == "fp32 in bf16" else 0
             assert result["saved"] == pytest.approx(result["weight"] * (2 - 1.5) + wider), f"{case}: bytes"
-    assert all("ZeRO-1" in one["refused"] and "fused_embedding" in one["refused"] for one in found)
-    assert "fused_embedding: 'words' of stages 0, 1: one sum over 4 ranks" in ended[0][1]
-    assert "fused_embedding: has no effect: no two stages share a tied layer" in ended[0][1]
+    assert all("ZeRO-1" in one["refused"] and "fused_embedding" in one["refused"] for one in everyone)
+    assert "fused_embedding: 'words' of stages 0, 1: one sum over 4 ranks" in text
+    assert "fused_embedding: has no effect: no two stages share a tied layer" in text
 
 
 def coordinates(tensor: int, stages: int, data: int) -> list[dict[str, int]]:

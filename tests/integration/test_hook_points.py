@@ -24,8 +24,6 @@ _TORCH_CALLS = (
 )  # fmt: skip
 NAMES = [*hook_points.POINTS, *(f"distributed.{name}" for name in _TORCH_CALLS)]
 NAMES = list(dict.fromkeys(NAMES))  # another test may have imported the direct calls of torch already
-#: Names without which nothing is coded: the line is a warning at the import.
-ESSENTIAL = ("TorchBackend", "cdb", "configure")
 
 
 def planted(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,16 +119,31 @@ def test_all_names_fit(name: str, lines: dict[str, str]) -> None:
     assert said == [] and hook_points._unfit == {}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_missing_name_is_said(name: str, lines: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+#: Names whose parameters count.
+CALLED = [name for name in NAMES if getattr(hook_points.POINTS.get(name), "first", True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [*((name, remove) for name in NAMES), *((name, replace) for name in CALLED)]
+)
+def test_a_name_that_does_not_fit_is_said(
+    name: str, change: Any, lines: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing name, and one with other parameters, whose function stays as it is."""
     point = hook_points.POINTS[name]
-    remove(point, monkeypatch)
+    change(point, monkeypatch)
     said, again = hook(point)
-    wanted = f"[ds_zipccl] {release(point)} has no {name} in {point.owner}: {point.without}; training goes on"
-    assert said.count(wanted) == (0 if point.optional else 1), said
+    wanted = ", ".join((*point.first, *point.named))
+    another = f"has another {name}, got the parameters (this, args, kwargs), wanted ({wanted})"
+    problem, fits = (f"has no {name}", point.optional) if change is remove else (another, False)
+    line = f"[ds_zipccl] {release(point)} {problem} in {point.owner}: {point.without}; training goes on"
+    assert said.count(line) == (0 if fits else 1), said
     for guard in hook_points.GUARDS:
-        expected = guard in point.guards and not point.optional
-        assert (f"has no {name}" in hook_points.lacking(guard)) == expected
+        assert (problem in hook_points.lacking(guard)) == (guard in point.guards and not fits)
+    if change is replace:
+        _, owner, parts = owner_of(point)
+        left = owner[key_of(owner, parts[-1])] if isinstance(owner, dict) else getattr(owner, parts[-1])
+        assert left is planted
     if again is not None:
         check_backend(again, name)
 
@@ -142,25 +155,6 @@ def check_backend(again: ModuleType, name: str) -> None:
     assert last not in own and last not in offered
     others = {*OPS, "batch_isend_irecv"} - {last, "reduce_to_owners"}
     assert others <= set(own)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if getattr(hook_points.POINTS.get(name), "first", True)])
-def test_other_parameters_are_said(name: str, lines: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function stays as it is."""
-    point = hook_points.POINTS[name]
-    replace(point, monkeypatch)
-    said, again = hook(point)
-    wanted = ", ".join((*point.first, *point.named))
-    problem = f"has another {name}, got the parameters (this, args, kwargs), wanted ({wanted})"
-    line = f"[ds_zipccl] {release(point)} {problem} in {point.owner}: {point.without}; training goes on"
-    assert said.count(line) == 1, said
-    for guard in point.guards:
-        assert problem in hook_points.lacking(guard)
-    _, owner, parts = owner_of(point)
-    left = owner[key_of(owner, parts[-1])] if isinstance(owner, dict) else getattr(owner, parts[-1])
-    assert left is planted
-    if again is not None:
-        check_backend(again, name)
 
 
 def test_a_line_comes_once_and_a_note_goes(lines: dict[str, str]) -> None:
@@ -191,7 +185,7 @@ def test_parameters(function: Any, first: tuple[str, ...], named: tuple[str, ...
 
 
 def test_places_of_lossy_codecs_with_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start-up line about lossy roles names the place, and the place announces nothing."""
+    """The start-up line about lossy roles names the place, and the place gives no hint."""
     from ds_zipccl.config import parse_section
     from ds_zipccl.integration.lossy import calls
 
@@ -282,7 +276,7 @@ def train(section, stage):
         built.backward(loss)
         built.step()
     if section is not None:  # no agreement may begin, as changes of parameters are not learned
-        assert not any(hasattr(param, "ds_zipccl_epochs") for param in built.module.parameters())
+        assert not any(hasattr(param, "ds_zipccl_versions") for param in built.module.parameters())
     built.destroy()
     return losses
 

@@ -1,4 +1,4 @@
-"""Announcements of the calls that a lossy codec may change: in one process, with DeepSpeed's own functions."""
+"""Hints of the calls that a lossy codec may change: in one process, with DeepSpeed's own functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_zipccl.config import ZipcclConfig, environment_section, parse_section
 from ds_zipccl.integration import moe_calls
 from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy import pipeline
-from ds_zipccl.integration.lossy.calls import announced, taken
+from ds_zipccl.integration.lossy.calls import hint, take_hint
 from ds_zipccl.lossy import Round
 
 CODEC = {"codec": "round", "mantissa": 3}
@@ -32,27 +32,25 @@ X = torch.zeros(4)
 SETTINGS = TP.lossy_roles["tp"]
 
 
-# ---- announcements
+# ---- hints
 
 
-def test_nothing_is_taken_without_an_announcement() -> None:
-    assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
+def summed() -> Any:
+    """What a sum over a tensor group gets."""
+    return take_hint(TP, "tp", "all_reduce", X, ReduceOp.SUM)
 
 
-def test_an_announcement_holds_for_one_call() -> None:
-    with announced(["tp"], ["all_reduce"], "forward"):
-        assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) == Round(3)
-        assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
-    assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
-
-
-def test_an_announcement_that_was_not_used_ends_with_its_block() -> None:
-    with announced(["tp"], ["all_reduce"], "forward"):
+def test_a_hint_holds_for_one_call_in_its_block() -> None:
+    assert summed() is None
+    with hint(["tp"], ["all_reduce"], "forward"):
+        assert summed() == Round(3)
+        assert summed() is None
+    with hint(["tp"], ["all_reduce"], "forward"):
         pass
-    assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
-    with pytest.raises(RuntimeError), announced(["tp"], ["all_reduce"]):
+    assert summed() is None, "a hint that was not used"
+    with pytest.raises(RuntimeError), hint(["tp"], ["all_reduce"]):
         raise RuntimeError
-    assert taken(TP, "tp", "all_reduce", X, ReduceOp.SUM) is None
+    assert summed() is None
 
 
 @pytest.mark.parametrize(
@@ -67,27 +65,27 @@ def test_an_announcement_that_was_not_used_ends_with_its_block() -> None:
 )
 def test_other_calls_stay_exact(role: str, name: str, dtype: torch.dtype, op: Any) -> None:
     config = section(tp=CODEC, zero_grad=CODEC)
-    with announced(["tp"], ["all_reduce"]):
-        assert taken(config, role, name, X.to(dtype), op) is None
-    with announced(["tp"], ["all_reduce"]):
-        assert taken(config, "tp", "all_reduce", X, ReduceOp.SUM)
+    with hint(["tp"], ["all_reduce"]):
+        assert take_hint(config, role, name, X.to(dtype), op) is None
+    with hint(["tp"], ["all_reduce"]):
+        assert take_hint(config, "tp", "all_reduce", X, ReduceOp.SUM)
 
 
 def test_other_threads_stay_exact() -> None:
     found: list[Any] = []
-    with announced(["tp"], ["all_reduce"]):
-        thread = threading.Thread(target=lambda: found.append(taken(TP, "tp", "all_reduce", X)))
+    with hint(["tp"], ["all_reduce"]):
+        thread = threading.Thread(target=lambda: found.append(take_hint(TP, "tp", "all_reduce", X)))
         thread.start()
         thread.join()
-        assert taken(TP, "tp", "all_reduce", X)
+        assert take_hint(TP, "tp", "all_reduce", X)
     assert found == [None]
 
 
 def test_when_names_the_direction() -> None:
     config = section(tp=CODEC | {"when": "backward"})
     for direction, wanted in {"forward": None, "backward": Round(3)}.items():
-        with announced(["tp"], ["all_reduce"], direction):
-            assert taken(config, "tp", "all_reduce", X) == wanted
+        with hint(["tp"], ["all_reduce"], direction):
+            assert take_hint(config, "tp", "all_reduce", X) == wanted
 
 
 @pytest.mark.parametrize(
@@ -96,8 +94,8 @@ def test_when_names_the_direction() -> None:
 def test_nothing_is_lossy_unless_named_twice(given: dict[str, Any]) -> None:
     config = parse_section(given)
     for role in LOSSY:
-        with announced([role], ["all_reduce"]):
-            assert taken(config, role, "all_reduce", X) is None
+        with hint([role], ["all_reduce"]):
+            assert take_hint(config, role, "all_reduce", X) is None
 
 
 # ---- DeepSpeed's functions
@@ -105,16 +103,16 @@ def test_nothing_is_lossy_unless_named_twice(given: dict[str, Any]) -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The operations and directions that the module of AutoTP's layers announces, where each call is taken."""
+    """The operations and directions that the module of AutoTP's layers has hints of, where each call is taken."""
     from deepspeed.module_inject import layers
 
     calls: list[tuple[str, str]] = []
 
     def call(name: str) -> Callable[..., Any]:
         def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            found = lossy_calls._announcement.get()
+            found = lossy_calls._hint.get()
             way = found.direction if found else ""
-            calls.append((name, way if taken(TP, "tp", name, tensor, ReduceOp.SUM) else "exact"))
+            calls.append((name, way if take_hint(TP, "tp", name, tensor, ReduceOp.SUM) else "exact"))
             return types.SimpleNamespace(wait=lambda: None)
 
         return run
@@ -127,7 +125,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return calls
 
 
-def test_layers_of_auto_tp_announce_their_sums(seen: list[tuple[str, str]]) -> None:
+def test_layers_of_auto_tp_give_hints_of_their_sums(seen: list[tuple[str, str]]) -> None:
     from deepspeed.module_inject import layers
 
     x = torch.randn(3, 4, requires_grad=True)
@@ -149,7 +147,7 @@ def test_gathers_and_scatters_of_a_head_and_inference_stay_exact(seen: list[tupl
     assert seen == [(name, "exact") for name in ("all_gather_into_tensor", "all_reduce", "inference_all_reduce")]
 
 
-def test_a_stage_announces_activations_and_not_the_mask() -> None:
+def test_a_stage_gives_hints_of_activations_and_not_the_mask() -> None:
     x, mask = torch.zeros(2), torch.zeros(2, dtype=torch.bool)
 
     def stage(outputs: Any, masked: bool) -> Any:
@@ -229,21 +227,21 @@ def test_positions_that_a_stage_sends_are_no_activations() -> None:
     """Of the tensors of a tuple, those through which gradients flow; and the part of a tensor that ranks share out."""
     hidden, positions, more = torch.ones(4, requires_grad=True), torch.arange(4.0), torch.ones(3, requires_grad=True)
 
-    def announced_of(outputs: Any, **engine: Any) -> list[bool]:
+    def hints_of(outputs: Any, **engine: Any) -> list[bool]:
         ready = pipeline.is_activation(types.SimpleNamespace(pipe_buffers={"outputs": [outputs]}, **engine), 0)
         return [ready(tensor, SETTINGS) for tensor in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
-    assert announced_of((hidden, positions, more)) == [True, False, True]
-    assert announced_of(torch.ones(4)) == [True]
+    assert hints_of((hidden, positions, more)) == [True, False, True]
+    assert hints_of(torch.ones(4)) == [True]
     sizes, part = torch.ones(3, dtype=torch.int64), torch.ones(2)
-    assert announced_of((sizes, part, positions), is_pipe_partitioned=True) == [False, True, False]
+    assert hints_of((sizes, part, positions), is_pipe_partitioned=True) == [False, True, False]
 
 
 def test_a_job_without_lossy_roles_asks_a_place_for_nothing() -> None:
     def detail() -> Any:
         raise AssertionError("the place was asked")
 
-    with announced(["tp"], ["all_reduce"], "forward", detail):
-        assert taken(section(), "tp", "all_reduce", X, ReduceOp.SUM) is None
+    with hint(["tp"], ["all_reduce"], "forward", detail):
+        assert take_hint(section(), "tp", "all_reduce", X, ReduceOp.SUM) is None
         with pytest.raises(AssertionError, match="was asked"):
-            taken(TP, "tp", "all_reduce", X, ReduceOp.SUM)
+            take_hint(TP, "tp", "all_reduce", X, ReduceOp.SUM)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron import Grid
 from parallel import (
     BATCH,
     CONTEXT,
@@ -19,7 +20,6 @@ from parallel import (
     VOCABULARY,
     WIDTH,
     Lab,
-    Mpu,
     Trained,
     assert_trained,
     bits,
@@ -128,7 +128,7 @@ def auto_tp(lab: Lab, zero: int = 1, size: int = 2, **more: Any) -> None:
 class Domino(nn.Module):
     """DeepSpeed's Domino transformer, called as a layer."""
 
-    def __init__(self, mpu: Mpu, intra: bool) -> None:
+    def __init__(self, mpu: Grid, intra: bool) -> None:
         from deepspeed.runtime.domino import async_linear
         from deepspeed.runtime.domino.transformer import DominoTransformer, ModelType
 
@@ -153,7 +153,7 @@ class Domino(nn.Module):
 
 
 def domino(lab: Lab, intra: bool) -> None:
-    mpu = Mpu(lab.rank, lab.ranks)
+    mpu = Grid(2)
     lab.start(Layered([Domino(mpu, intra)]), 1, mpu=mpu)
     lab.train(lambda step: (lab.tokens(step, lab.rank // 2),))
 

@@ -34,10 +34,8 @@ def adapters(lab: LlamaLab) -> None:
     """Two adapters: trained, merged and unmerged between steps, switched, saved and loaded."""
     engine = lab.start(with_adapters(llama(), "one", "two"))
     model = engine.module
-    lab.train(engine)
-    lab.phase("first step")
-    lab.train(engine, 2)
-    lab.phase("steady")
+    lab.train_phase(engine, 1, "first step")
+    lab.train_phase(engine, 2, "steady")
     targets = [param for name, param in model.named_parameters() if "q_proj" in name or "v_proj" in name]
     with gathered(targets):
         model.merge_adapter()
@@ -45,24 +43,20 @@ def adapters(lab: LlamaLab) -> None:
     lab.phase("merged")
     with gathered(targets):
         model.unmerge_adapter()
-    lab.train(engine)
-    lab.phase("unmerged")
+    lab.train_phase(engine, 1, "unmerged")
     model.set_adapter("two")
     for name, param in model.named_parameters():
         param.requires_grad_("lora" in name)  # both adapters stay parameters of the optimizer
-    lab.train(engine, 2)
-    lab.phase("steady: switched")
+    lab.train_phase(engine, 2, "steady: switched")
     with gathered(model.parameters(), rank=None):
         if lab.rank == 0:
             model.save_pretrained(lab.folder)
     dist.barrier()
-    lab.train(engine)
-    lab.phase("steady: saved", of_files(lab.folder))
+    lab.train_phase(engine, 1, "steady: saved", of_files(lab.folder))
     with gathered([param for name, param in model.named_parameters() if ".one." in name]):
         set_peft_model_state_dict(model, load_peft_weights(str(lab.folder / "two"), device="cpu"), adapter_name="one")
     model.set_adapter("one")
-    lab.train(engine)
-    lab.phase("steady: loaded")
+    lab.train_phase(engine, 1, "steady: loaded")
 
 
 def coalesced(lab: LlamaLab) -> None:
@@ -70,27 +64,21 @@ def coalesced(lab: LlamaLab) -> None:
     engine = lab.start(
         with_adapters(llama()), zero={"stage3_param_persistence_threshold": 0}, gradient_accumulation_steps=2
     )
-    lab.train(engine)
-    lab.phase("first step")
-    lab.train(engine, 2)
-    lab.phase("steady: mixed")
+    lab.train_phase(engine, 1, "first step")
+    lab.train_phase(engine, 2, "steady: mixed")
 
 
 def quantised(lab: LlamaLab) -> None:
     """Frozen weights of int8 and uint8, with and without adapters; a weight of each dtype is changed between steps."""
     engine = lab.start(with_adapters(quantise(llama())))
-    lab.train(engine)
-    lab.phase("first step")
-    lab.train(engine, 2)
-    lab.phase("steady")
+    lab.train_phase(engine, 1, "first step")
+    lab.train_phase(engine, 2, "steady")
     for name, dtype in (("k_proj.weight", torch.int8), ("down_proj.weight", torch.uint8)):
         with gathered([weight := frozen(engine, f"1.self_attn.{name}" if "k_" in name else f"1.mlp.{name}")]):
             assert weight.dtype is dtype
             weight.data[:3] += 1
-    lab.train(engine)
-    lab.phase("changed")
-    lab.train(engine)
-    lab.phase("steady: changed")
+    lab.train_phase(engine, 1, "changed")
+    lab.train_phase(engine, 1, "steady: changed")
 
 
 def evaluated(lab: LlamaLab) -> None:
@@ -98,8 +86,7 @@ def evaluated(lab: LlamaLab) -> None:
     to directly between two evaluations."""
     zero = {"overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True}
     engine = lab.start(with_adapters(llama(tie_word_embeddings=True), checkpointing=False), zero=zero)
-    lab.train(engine, 2)
-    lab.phase("two steps")
+    lab.train_phase(engine, 2, "two steps")
 
     def generate() -> str:
         tokens = torch.arange(4).view(1, 4) + lab.rank
@@ -118,11 +105,9 @@ def evaluated(lab: LlamaLab) -> None:
             frozen(engine, name).ds_tensor.data.mul_(1.5)
         words += generate()
     lab.phase("written and generated", words)
-    lab.train(engine)
-    lab.phase("steady: trained")
+    lab.train_phase(engine, 1, "steady: trained")
     assert engine.save_16bit_model(str(lab.folder), "pytorch_model.bin")
-    lab.train(engine, 2)
-    lab.phase("steady: saved", of_files(lab.folder))
+    lab.train_phase(engine, 2, "steady: saved", of_files(lab.folder))
 
 
 def checkpoint(lab: LlamaLab) -> None:
@@ -136,30 +121,23 @@ def checkpoint(lab: LlamaLab) -> None:
         if "mlp" in name:
             with gathered([param], rank=1):
                 param.data.normal_(std=0.02, generator=loaded)
-    lab.train(engine)
-    lab.phase("loaded into frozen weights")
-    lab.train(engine)
-    lab.phase("steady: loaded")
+    lab.train_phase(engine, 1, "loaded into frozen weights")
+    lab.train_phase(engine, 1, "steady: loaded")
     engine.load_checkpoint(str(lab.folder))
-    lab.train(engine)
-    lab.phase("back")
-    lab.train(engine)
-    lab.phase("steady: back")
+    lab.train_phase(engine, 1, "back")
+    lab.train_phase(engine, 1, "steady: back")
 
 
 def dora(lab: LlamaLab) -> None:
     """peft gathers base weights in each forward pass, as if to change them."""
     engine = lab.start(with_adapters(llama(), use_dora=True))
-    lab.train(engine)
-    lab.phase("first step")
-    lab.train(engine, 2)
-    lab.phase("steady")
+    lab.train_phase(engine, 1, "first step")
+    lab.train_phase(engine, 2, "steady")
 
 
 def zero2(lab: LlamaLab) -> None:
     engine = lab.start(with_adapters(llama()), zero={"stage": 2})
-    lab.train(engine, 3)
-    lab.phase("three steps")
+    lab.train_phase(engine, 3, "three steps")
 
 
 CASES: dict[str, Callable[[LlamaLab], None]] = {

@@ -5,9 +5,10 @@ Between steps a change costs a full gather. In the middle of a step a change may
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,7 @@ def start(lab: LlamaLab, **config: Any) -> Any:
     engine = lab.start(with_adapters(llama(num_hidden_layers=1)), **config)
     for name in CHANGES:
         lab.watch(engine, name)
-    lab.train(engine, 2)
-    lab.phase("two steps")
+    lab.train_phase(engine, 2, "two steps")
     return engine
 
 
@@ -104,43 +104,46 @@ def between_steps(lab: LlamaLab) -> None:
         weight = frozen(engine, f"{name}.weight")
         with torch.no_grad():
             change(weight, lab.rank == 1)
-        lab.train(engine)
-        lab.phase(change.__name__)
-    lab.train(engine)
-    lab.phase("after")
+        lab.train_phase(engine, 1, change.__name__)
+    lab.train_phase(engine, 1, "after")
 
 
-def in_a_step(lab: LlamaLab, name: str, in_a_batch: bool) -> None:
-    """A change comes between the batches of a step, or between the forward and the backward pass of its second batch.
-
-    Nothing is prefetched: plain DeepSpeed reads a shard while the program changes it, if a gather is in flight then.
-    """
-    engine = start(lab, gradient_accumulation_steps=2, zero={"stage3_prefetch_bucket_size": 0})
-    lab.backward(engine)
-    engine.step()
+@contextlib.contextmanager
+def may_stop(lab: LlamaLab, engine: Any) -> Iterator[None]:
+    """Surround the rest of a step. Its error ends the case, without the losses and words that the error makes void."""
     trained = [param for param in engine.module.parameters() if param.requires_grad]
     before, losses, seen = digest(trained), len(lab.losses), len(lab.seen)
     try:
+        yield
+    except CommError as error:
+        assert digest(trained) == before
+        del lab.losses[losses:], lab.seen[seen:]
+        lab.phase("stopped", str(error))
+
+
+#: Nothing is prefetched: plain DeepSpeed reads a shard while the program changes it, if a gather is in flight then.
+TWO_BATCHES: dict[str, Any] = {"gradient_accumulation_steps": 2, "zero": {"stage3_prefetch_bucket_size": 0}}
+
+
+def in_a_step(lab: LlamaLab, name: str, in_a_batch: bool) -> None:
+    """A change comes between the batches of a step, or between the forward and the backward pass of its second batch."""
+    engine = start(lab, **TWO_BATCHES)
+    lab.backward(engine)
+    engine.step()
+    with may_stop(lab, engine):
         loss = lab.loss(engine) if in_a_batch else None
         with torch.no_grad():
             CHANGES[name](frozen(engine, f"{name}.weight"), lab.rank == 1)
         engine.backward(lab.loss(engine) if loss is None else loss)
         engine.step()
-    except CommError as error:
-        assert digest(trained) == before
-        stop(lab, error, losses, seen)
-        return
-    lab.phase("changed")
-    lab.train(engine)
-    lab.phase("after")
+        lab.phase("changed")
+        lab.train_phase(engine, 1, "after")
 
 
 def for_a_batch(lab: LlamaLab, name: str) -> None:
     """Other words for one loss in the middle of a step, and then the same words as before."""
-    engine = start(lab, gradient_accumulation_steps=2, zero={"stage3_prefetch_bucket_size": 0})
-    trained = [param for param in engine.module.parameters() if param.requires_grad]
-    before, losses, seen = digest(trained), len(lab.losses), len(lab.seen)
-    try:
+    engine = start(lab, **TWO_BATCHES)
+    with may_stop(lab, engine):
         lab.backward(engine)
         engine.step()
         words = frozen(engine, f"{name}.weight").ds_tensor.data
@@ -151,17 +154,7 @@ def for_a_batch(lab: LlamaLab, name: str) -> None:
         if lab.rank == 1:
             words.copy_(saved)
         engine.step()
-    except CommError as error:
-        assert digest(trained) == before
-        stop(lab, error, losses, seen)
-        return
-    lab.phase("changed")
-
-
-def stop(lab: LlamaLab, error: CommError, losses: int, seen: int) -> None:
-    """End a case after an error, without the losses and words that the error makes void."""
-    del lab.losses[losses:], lab.seen[seen:]
-    lab.phase("stopped", str(error))
+        lab.phase("changed")
 
 
 CASES: dict[str, Callable[[LlamaLab], None]] = {

@@ -19,6 +19,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
+pytestmark = pytest.mark.full(reason="test_hf.py runs the same libraries, test_peft.py the same adapters")
+
 STEPS = 4
 #: The least ratio of the bytes of frozen weights that plain DeepSpeed sends to those that are sent.
 LEAST = 200
@@ -62,7 +64,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     return plain["results"], coded["results"], log
 
 
-@pytest.mark.full(reason="test_hf.py runs the same libraries, test_peft.py the same adapters")
 @pytest.mark.parametrize("script", ["trainer", "accelerate 3", "accelerate 2"])
 def test_bits_are_those_of_plain_deepspeed(runs: Any, script: str) -> None:
     plain, coded = (results[script] for results in runs[:2])
@@ -71,7 +72,6 @@ def test_bits_are_those_of_plain_deepspeed(runs: Any, script: str) -> None:
     assert all(one["plain"] == one["sent"] for one in plain["steps"])
 
 
-@pytest.mark.full(reason="test_hf.py runs the same libraries, test_peft.py the same adapters")
 @pytest.mark.parametrize("script", ["trainer", "accelerate 3"])
 def test_frozen_weights_send_a_proof_from_the_second_step_on(runs: Any, script: str) -> None:
     first, *later = runs[1][script]["steps"]
@@ -79,12 +79,10 @@ def test_frozen_weights_send_a_proof_from_the_second_step_on(runs: Any, script: 
     assert later and all(one["plain"] >= LEAST * one["sent"] > 0 for one in later), later
 
 
-@pytest.mark.full(reason="test_hf.py runs the same libraries, test_peft.py the same adapters")
 def test_a_batch_and_a_save_have_an_agreement_each(runs: Any) -> None:
     assert runs[1]["trainer"]["agreements"] == AGREEMENTS
 
 
-@pytest.mark.full(reason="test_hf.py runs the same libraries, test_peft.py the same adapters")
 def test_the_step_log_has_each_step(runs: Any) -> None:
     steps = [line["step"] for line in runs[2]]
     assert steps[:STEPS] == list(range(1, STEPS + 1)) and len(steps) > STEPS

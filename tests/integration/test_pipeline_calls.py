@@ -267,15 +267,11 @@ def test_a_frame_has_the_values_of_the_sender(dtype: torch.dtype) -> None:
 
 
 class Engine:
-    """As much of a pipeline engine as the announcements ask for."""
+    """As much of a pipeline engine as the hints ask for."""
 
     def __init__(self, stage_id: int = 1, num_stages: int = 2, micro_batches: int = 3) -> None:
-        self.stage_id, self.num_stages, self.micro_batches, self.prev_stage = (
-            stage_id,
-            num_stages,
-            micro_batches,
-            stage_id - 1,
-        )
+        self.stage_id, self.prev_stage, self.num_stages = stage_id, stage_id - 1, num_stages
+        self.micro_batches = micro_batches
         self.grid = types.SimpleNamespace(stage_to_global=lambda stage_id: 10 + stage_id)
         self.is_grad_partitioned = self.dynamic_shape = False
         self.pipe_buffers: dict[str, list[Any]] = {"inputs": [gradient(0)]}

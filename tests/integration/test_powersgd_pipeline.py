@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from backend_programs import PRELUDE, launch
+from backend_programs import found
 
 ON = json.dumps(
     {
@@ -18,9 +18,7 @@ ON = json.dumps(
     }
 )
 #: Two stages of two ranks each. Per case: hashes of the shared weight and of the others after the last step, and the sums by PowerSGD.
-PROGRAM = (
-    PRELUDE
-    + """
+PROGRAM = """
 import hashlib
 from torch import nn
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -71,19 +69,15 @@ found["fused bf16"] = train(  # last: later sums would have the role of ZeRO
 print("FOUND", json.dumps(found), flush=True)
 leave()
 """
-)
 
 
 @pytest.mark.full(reason="one launch of four ranks")
 def test_weights_that_stages_share_stay_equal(tmp_path: Path) -> None:
-    ended = launch(tmp_path, PROGRAM, ranks=4, DS_ZIPCCL=ON)
-    for status, text in ended:
-        assert status == 0, text
-    found = [json.loads(text.split("FOUND ", 1)[1].splitlines()[0]) for _, text in ended]
+    results, _ = found(tmp_path, PROGRAM, ranks=4, DS_ZIPCCL=ON)
     for case in ("right", "fused", "planted", "fused bf16"):
         for stage in (0, 1):
-            ranks = [one[case] for one in found if one[case]["stage"] == stage]
+            ranks = [one[case] for one in results if one[case]["stage"] == stage]
             assert len(ranks) == 2 and len({one["others"] for one in ranks}) == 1, "replicas"
             assert all((one["sums"] > 0) == (stage == 0) for one in ranks), "the first stage alone"
-        copies = {one[case]["shared"] for one in found}
-        assert (len(copies) == 1) == (case != "planted"), (case, found)
+        copies = {one[case]["shared"] for one in results}
+        assert (len(copies) == 1) == (case != "planted"), (case, results)

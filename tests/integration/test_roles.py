@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -66,20 +65,21 @@ def test_the_default_group_is_nobodys(groups: SimpleNamespace) -> None:
     """None, the default group, is not the group of a kind of which DeepSpeed knows no group."""
     assert roles.role_of("all_reduce", None, True, {None: "tp"}) == "zero_grad"
     assert roles.role_of("all_reduce", OTHER, True, {TENSOR: "tp"}) == "zero_grad"
-    groups.mpu = SimpleNamespace(get_model_parallel_group=lambda: None, get_sequence_parallel_group=lambda: None)
+    groups.mpu = Named(model=None, sequence=None)
     assert roles.role_of("all_reduce", None, True) == "zero_grad"
 
 
-MPUS: dict[str, Callable[[], object]] = {
-    "get_tensor_model_parallel_group": lambda: TENSOR,
-    "get_model_parallel_group": lambda: TENSOR,
-    "get_slice_parallel_group": lambda: TENSOR,
-}
+class Named:
+    """An mpu whose groups have the attributes' names."""
+
+    def __init__(self, **groups: object) -> None:
+        for name, group in groups.items():
+            setattr(self, f"get_{name}_parallel_group", lambda group=group: group)
 
 
-@pytest.mark.parametrize("name", MPUS)
+@pytest.mark.parametrize("name", ["tensor_model", "model", "slice"])
 def test_the_tensor_group_of_an_mpu(groups: SimpleNamespace, name: str) -> None:
-    groups.mpu = SimpleNamespace(**{name: MPUS[name]})
+    groups.mpu = Named(**{name: TENSOR})
     assert roles.role_of("all_reduce", TENSOR, True) == "tp" and roles.role_of("all_reduce", OTHER, True) == "zero_grad"
     assert roles.role_of("isend", TENSOR, True) == "pp", "sends are of pipelines whatever their group"
     assert roles.role_of("all_to_all", TENSOR, True) == "tp"
@@ -87,25 +87,18 @@ def test_the_tensor_group_of_an_mpu(groups: SimpleNamespace, name: str) -> None:
 
 def test_a_tensor_group_of_deepspeed_beside_that_of_an_mpu(groups: SimpleNamespace) -> None:
     groups._TENSOR_MODEL_PARALLEL_GROUP = TENSOR
-    groups.mpu = SimpleNamespace(get_tensor_model_parallel_group=lambda: OTHER, get_data_parallel_group=lambda: DATA)
+    groups.mpu = Named(tensor_model=OTHER, data=DATA)
     assert roles.role_of("all_gather", TENSOR, True) == roles.role_of("all_gather", OTHER, True) == "tp"
     assert roles.role_of("all_gather", DATA, True) == "dp"
 
 
 def test_the_more_exact_name_of_an_mpu_counts(groups: SimpleNamespace) -> None:
     """Ulysses' mpu calls its sequence group model parallel too; a pipeline's grid has a group of the whole model."""
-    groups.mpu = SimpleNamespace(
-        get_sequence_parallel_group=lambda: SEQUENCE, get_model_parallel_group=lambda: SEQUENCE
-    )
+    groups.mpu = Named(sequence=SEQUENCE, model=SEQUENCE)
     assert roles.role_of("all_to_all_single", SEQUENCE, True) == "sp"
     for ranks, role in ((1, "pp"), (2, "tp")):
         tensor = SimpleNamespace(size=lambda ranks=ranks: ranks)
-        groups.mpu = SimpleNamespace(
-            get_slice_parallel_group=lambda tensor=tensor: tensor,
-            get_model_parallel_group=lambda: OTHER,
-            get_pipe_parallel_group=lambda: PIPE,
-            get_data_parallel_group=lambda: TENSOR,
-        )
+        groups.mpu = Named(slice=tensor, model=OTHER, pipe=PIPE, data=TENSOR)
         assert [roles.role_of("all_reduce", group, True) for group in (OTHER, PIPE)] == [role, "pp"]
         assert roles.role_of("all_to_all_single", TENSOR, True) == "zero_grad"
         assert roles.role_of("broadcast", TENSOR, True) == "dp"
@@ -125,7 +118,7 @@ def test_sequence_groups(groups: SimpleNamespace, monkeypatch: pytest.MonkeyPatc
     """The sequence group is that of an mpu, or that of Ulysses."""
     monkeypatch.setitem(sys.modules, ULYSSES, SimpleNamespace(_SEQUENCE_PARALLEL_GROUP=SEQUENCE))
     assert roles.role_of("all_gather", SEQUENCE, True) == "sp" and roles.role_of("all_gather", OTHER, True) == "dp"
-    groups.mpu = SimpleNamespace(get_sequence_parallel_group=lambda: OTHER)
+    groups.mpu = Named(sequence=OTHER)
     assert roles.role_of("all_gather", OTHER, True) == roles.role_of("all_gather", SEQUENCE, True) == "sp"
 
 
@@ -147,14 +140,6 @@ def layers(rank: int, ranks: int) -> list[bool]:
 def test_groups_of_layers() -> None:
     assert runner.run(layers, 1) == [[True] * 2]
     assert set(roles._OF_LAYERS) == {"mp_group", "TP_group", "tp_group", "spg"}
-
-
-class Named:
-    """An mpu whose groups have the attributes' names."""
-
-    def __init__(self, **groups: object) -> None:
-        for name, group in groups.items():
-            setattr(self, f"get_{name}_parallel_group", lambda group=group: group)
 
 
 def twins(rank: int, ranks: int) -> list[str]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from backend_programs import PRELUDE, succeed
+from backend_programs import succeed
 
 ON = '{"mode": "always"}'
-START = (
-    PRELUDE
-    + """
+START = """
 from ds_zipccl.telemetry import counters
 deepspeed.init_distributed()
 for stage, precision in ((0, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp32")):
@@ -37,7 +35,6 @@ for stage, precision in ((0, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp32")):
         assert row["logical_bytes"] >= 2 * 512 * 500 * itemsize and row["ratio"] > least, (stage, precision, row)
 leave()
 """
-)
 
 
 @pytest.mark.full(reason="four engines, 8 s; tests/comm has the same broadcasts")

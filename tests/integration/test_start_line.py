@@ -139,30 +139,28 @@ CLAUSES: dict[str, tuple[str, list[Group], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CLAUSES)
-def test_clauses(case: str) -> None:
-    device, groups, said = CLAUSES[case]
-    assert describe(groups, device, DEFAULT) == said
+#: The same with nccl on, for cuda.
+ON_CLAUSES: dict[str, tuple[list[Group], str]] = {
+    "several nodes": (
+        [Group(2, NCCL), Group(4, BOTH, nodes=2), Group(1, NCCL)],
+        "codes cuda tensors over nccl (2 groups)",
+    ),
+    "one node": (
+        [Group(16, NCCL, nodes=2), Group(8, NCCL, nodes=1), Group(8, NCCL, nodes=1)],
+        "codes cuda tensors over nccl; not coded: cuda tensors go over nccl (2 groups) inside one node, without a network",
+    ),
+    "MPI": ([Group(2, {"cuda": "mpi"})], f"nothing will be coded: cuda tensors go over mpi, {NO_SCHEDULE}"),
+    "one node, and gloo": (
+        [Group(8, BOTH, nodes=1)],
+        "no cuda tensor will be coded: cuda tensors go over nccl inside one node, without a network; codes cpu tensors over gloo",
+    ),
+}
+ALL_CLAUSES = [(DEFAULT, *one) for one in CLAUSES.values()] + [(ON, "cuda", *one) for one in ON_CLAUSES.values()]
 
 
-@pytest.mark.parametrize(
-    ("groups", "said"),
-    [
-        ([Group(2, NCCL), Group(4, BOTH, nodes=2), Group(1, NCCL)], "codes cuda tensors over nccl (2 groups)"),
-        (
-            [Group(16, NCCL, nodes=2), Group(8, NCCL, nodes=1), Group(8, NCCL, nodes=1)],
-            "codes cuda tensors over nccl; not coded: cuda tensors go over nccl (2 groups) inside one node, without a network",
-        ),
-        ([Group(2, {"cuda": "mpi"})], f"nothing will be coded: cuda tensors go over mpi, {NO_SCHEDULE}"),
-        (
-            [Group(8, BOTH, nodes=1)],
-            "no cuda tensor will be coded: cuda tensors go over nccl inside one node, without a network; codes cpu tensors over gloo",
-        ),
-    ],
-    ids=["several nodes", "one node", "MPI", "one node, and gloo"],
-)
-def test_clauses_with_nccl_on(groups: list[Group], said: str) -> None:
-    assert describe(groups, "cuda", ON) == said
+@pytest.mark.parametrize(("config", "device", "groups", "said"), ALL_CLAUSES, ids=[*CLAUSES, *ON_CLAUSES])
+def test_clauses(config: ZipcclConfig, device: str, groups: list[Group], said: str) -> None:
+    assert describe(groups, device, config) == said
 
 
 FAST = PassReason.NETWORK_IS_FASTER
@@ -246,7 +244,7 @@ def test_lossy_roles_on_coded_nccl_groups_are_exact() -> None:
     assert said == f"{BY_CONFIG}; bit-exact all the same: cuda tensors over nccl, as no lossy kernels on cuda"
 
 
-def test_lossy_roles_whose_calls_cannot_be_announced() -> None:
+def test_lossy_roles_whose_calls_cannot_have_a_hint() -> None:
     unhooked = {"tp": "this DeepSpeed has no A.forward", "pp": "not in the config"}
     clause = "some calls of tp, as this DeepSpeed has no A.forward"
     said = lines.lossy_line([Group(2, GLOO)], "cpu", LOSSY, unhooked)

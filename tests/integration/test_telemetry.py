@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,10 @@ def test_agreements_have_no_ratio() -> None:
     ]
 
 
+#: What a reader gets where nothing came since it asked.
+NOTHING: dict[str, Any] = {"roles": {}, "kinds": {}, "differences": {}, "errors": {}, "feedback": {}}
+
+
 def one_step(wire_bytes: int, reason: str) -> None:
     counters.record("zero_param", "all_gather_into_tensor", 3000, wire_bytes)
     counters.record_difference("zero_param", "all_gather_into_tensor", reason)
@@ -153,32 +158,20 @@ def one_step(wire_bytes: int, reason: str) -> None:
 
 
 def test_since_last_is_what_came_since_that_reader_asked() -> None:
-    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}, "errors": {}, "feedback": {}}
+    assert counters.since_last("a") == NOTHING
     one_step(2000, "nothing was gathered there")
     grad = {"logical_bytes": 500, "wire_bytes": 400, "passed_bytes": 200, "ratio": 700 / 600}
     param = {"logical_bytes": 3000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 1.5}
     roles = {"zero_grad": grad, "zero_param": param}
-    first = {
-        "roles": roles,
-        "kinds": {},
-        "differences": {"nothing was gathered there": 1},
-        "errors": {},
-        "feedback": {},
-    }
+    first = NOTHING | {"roles": roles, "differences": {"nothing was gathered there": 1}}
     assert counters.since_last("a") == first
     assert list(first["roles"]) == list(counters.since_last("b")["roles"])
-    assert counters.since_last("a") == {"roles": {}, "kinds": {}, "differences": {}, "errors": {}, "feedback": {}}
+    assert counters.since_last("a") == NOTHING
     one_step(500, "")
     one_step(1500, "")
     param = {"logical_bytes": 6000, "wire_bytes": 2000, "passed_bytes": 0, "ratio": 3.0}
     grad = {"logical_bytes": 1000, "wire_bytes": 800, "passed_bytes": 400, "ratio": 1400 / 1200}
-    second = {
-        "roles": {"zero_grad": grad, "zero_param": param},
-        "kinds": {},
-        "differences": {"": 2},
-        "errors": {},
-        "feedback": {},
-    }
+    second = NOTHING | {"roles": {"zero_grad": grad, "zero_param": param}, "differences": {"": 2}}
     assert counters.since_last("a") == second == counters.since_last("b")
     assert counters.since_last("c")["roles"]["zero_param"]["logical_bytes"] == 9000, "a new reader gets all"
     counters.record("dp", "send", 2, 1)

@@ -128,12 +128,12 @@ class Logger:
 
 
 def test_the_logger_is_watched_once_and_left_alone_without_coded_calls() -> None:
-    from ds_zipccl.integration import comms_logging
+    from ds_zipccl.integration import hooks
 
     module: Any = SimpleNamespace(comms_logger=Logger())
-    comms_logging.watch(module)
+    hooks.watch_comms_logger(module)
     once = module.comms_logger.log_all
-    comms_logging.watch(module)
+    hooks.watch_comms_logger(module)
     assert module.comms_logger.log_all is once and once.__doc__ == "DeepSpeed's method."
     with redirect_stdout(io.StringIO()) as said:
         assert once() is None and once(return_dict=True) == {"summary": {}}

@@ -207,6 +207,7 @@ def rank_program() -> None:
     sys.path.insert(0, str(EXAMPLE.parent))
     import torch.distributed as dist
     import train_gpt
+    from parallel import plant_wrong_bit
 
     from ds_zipccl.benchmarks.train.trial import WORKLOADS as CONFIGS
     from ds_zipccl.telemetry import counters
@@ -230,24 +231,6 @@ def rank_program() -> None:
             (args.folder / f"{mode}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def plant_wrong_bit() -> None:
-    """Make the codec flip the lowest bit of the first element of each message it decodes in this process."""
-    import dataclasses
-
-    import torch
-
-    from ds_zipccl.codecs.registry import DECODERS
-    from ds_zipccl.frame import CodecId
-
-    right = DECODERS[CodecId.EXPONENT]
-
-    def decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
-        right.decode(payload, base, block, words, route)
-        words.view(torch.int16)[0] ^= 1
-
-    DECODERS[CodecId.EXPONENT] = dataclasses.replace(right, decode=decode)
 
 
 if __name__ == "__main__":

@@ -84,9 +84,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_no_memory_for_what_would_be_no_difference(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Whether the user asks for bases, or frozen parameters would have them by themselves."""
     change, said = REFUSED[why]
     memory = Memory(monkeypatch)
     assert gathers.allocate_bases([parameter(0)], replace(ON, **change), CPU) == ([], said) and not memory.asked
+    expected = f"nothing for 1 frozen parameters of 0.0 MB: {said.removeprefix('not used, as ')}"
+    assert automatic(monkeypatch, [frozen(0)], replace(AUTO, **change)) == ([], [], expected)
 
 
 def test_no_memory_where_nothing_is_sent_as_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,13 +198,6 @@ def test_an_allocation_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     assert not have and said.endswith("for 1 frozen parameters of 0.0 MB: 0.0 MB of memory cannot be had: as planted")
     with pytest.raises(CommError, match="as planted"):
         gathers.allocate_bases([frozen(0)], replace(AUTO, zero3_base="host"), CPU)
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_nothing_by_itself_for_what_would_be_no_difference(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    change, said = REFUSED[why]
-    expected = f"nothing for 1 frozen parameters of 0.0 MB: {said.removeprefix('not used, as ')}"
-    assert automatic(monkeypatch, [frozen(0)], replace(AUTO, **change)) == ([], [], expected)
 
 
 def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,7 +303,7 @@ def planted(rank: int, ranks: int, who: tuple[int, ...]) -> str:
     return ""
 
 
-def test_a_stale_epoch_is_noticed(route: CudaBackend) -> None:
+def test_a_stale_version_is_noticed(route: CudaBackend) -> None:
     for seed in range(4):
         said = world.run(planted, 2, (0, 1), seed=seed, route=route).values
         assert all("layers.3.weight of group rank 0 refused" in text for text in said), said
@@ -313,7 +313,7 @@ def test_a_stale_epoch_is_noticed(route: CudaBackend) -> None:
 
 
 def test_a_stale_layout_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agreements that get one version all, so that a gather finds the layout of another epoch."""
+    """Agreements that get one version all, so that a gather finds the layout of another version."""
     monkeypatch.setattr(agreements, "_versions", itertools.repeat(1))
     monkeypatch.setattr(agreements, "_plans", {})
     said = world.run(planted, 2, (), route=route).values

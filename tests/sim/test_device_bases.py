@@ -1,4 +1,4 @@
-"""Bases of ZeRO-3's parameters on the simulated GPU: right bits, no wait of the host in a gather, nothing sent twice in an epoch."""
+"""Bases of ZeRO-3's parameters on the simulated GPU: right bits, no wait of the host in a gather, nothing sent twice in a version."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_host_memory_of_nodes(route: CudaBackend, monkeypatch: pytest.MonkeyPatc
 
 
 def twice(rank: int, ranks: int, seed: int) -> None:
-    """The same parameters twice in an epoch, from two streams that nothing orders."""
+    """The same parameters twice in a version, from two streams that nothing orders."""
     model = Based(rank, ranks, seed, torch.bfloat16, "host")
     before = len(mine().counters.waits)
     first, second = (model.gather([1, 2, 3, 4], True) for _ in range(2))
@@ -134,7 +134,7 @@ def test_fragments_and_pieces(route: CudaBackend, monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_sent_twice(route: CudaBackend) -> None:
-    """Bytes on the wire: in full, as differences after a step, none within an epoch, and none of a frozen parameter ever again."""
+    """Bytes on the wire: in full, as differences after a step, none within a version, and none of a frozen parameter ever again."""
     everything, frozen = list(range(len(SIZES))), [0, 3]
 
     def sent(gathering: list[list[int]], step: bool) -> int:
@@ -181,7 +181,7 @@ def test_a_base_that_differs(route: CudaBackend) -> None:
 
 
 def changed(rank: int, ranks: int, later: bool) -> None:
-    """A write to a shard behind our back, within an epoch."""
+    """A write to a shard behind our back, within a version."""
     model = Based(rank, ranks, 3)
     assert all(model.gather([1, 2, 3])())
     if rank == 0:
@@ -191,7 +191,7 @@ def changed(rank: int, ranks: int, later: bool) -> None:
         model.step(1) if later else comm.check_frames(model.device, config=CONFIG)
 
 
-def test_a_change_within_an_epoch_stops_the_job(route: CudaBackend) -> None:
+def test_a_change_within_a_version_stops_the_job(route: CudaBackend) -> None:
     for later in (False, True):
         world.run(changed, 2, later, route=route)
 
@@ -255,8 +255,8 @@ def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(proof, "keep", lambda based, ctx: None)
 
 
-def _stale_epoch(patch: pytest.MonkeyPatch) -> None:
-    """The base counts as the words of every epoch."""
+def _stale_version(patch: pytest.MonkeyPatch) -> None:
+    """The base counts as the words of every version."""
     patch.setattr(agreed.Agreed, "way", lambda self: agreed.Way.COPY if self.kept else agreed.Way.FULL)
 
 
@@ -280,13 +280,13 @@ def _early_read(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "mistake", [_no_proof, _nothing_kept, _stale_epoch, _nobody_looks, _early_read], ids=lambda one: one.__name__
+    "mistake", [_no_proof, _nothing_kept, _stale_version, _nobody_looks, _early_read], ids=lambda one: one.__name__
 )
 def test_a_mistake_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]) -> None:
     mistake(monkeypatch)
     with pytest.raises((AssertionError, world.Fault, pytest.fail.Exception, comm.CommError)):
         test_a_base_that_differs(route)
-        test_a_change_within_an_epoch_stops_the_job(route)
+        test_a_change_within_a_version_stops_the_job(route)
         test_a_base_is_written_before_it_is_read(route, monkeypatch)
         test_steps(route, 2, "device")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import programs
 
@@ -86,3 +88,9 @@ def succeed(
     for status, output in results:
         assert status == 0, output
     return [output for _, output in results]
+
+
+def found(folder: Path, program: str, ranks: int = 2, **environment: str | list[str]) -> tuple[list[Any], list[str]]:
+    """What each rank of ``PRELUDE + program`` has printed as JSON behind "FOUND", and the outputs."""
+    texts = succeed(folder, program, ranks, **environment)
+    return [json.loads(text.split("FOUND ", 1)[1].splitlines()[0]) for text in texts], texts

@@ -10,7 +10,7 @@ import gc
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import shim
 import torch
 import torch.distributed as dist
 from places import PACKAGE
+from programs import launch, reference
 from torch import nn
 
 from ds_zipccl.telemetry import counters
@@ -92,6 +93,11 @@ class Lab:
             self.backward(engine, scale)
             engine.step()
 
+    def train_phase(self, engine: Any, steps: int, phase: str, expected: dict[str, int] | list[str]) -> None:
+        """Take whole steps, and end a phase."""
+        self.train(engine, steps)
+        self.ends(phase, expected)
+
     def ends(self, phase: str, expected: dict[str, int] | list[str]) -> None:
         """End a phase. ``expected`` maps outcomes of this rank's shards to counts, or lists the outcomes, sorted."""
         rows = {f"{row['role']} {row['op']}": row for row in counters.rows()}
@@ -122,15 +128,42 @@ def bits(run: list[dict[str, Any]]) -> list[Any]:
     return [(rank["losses"], [phase["sha256"] for phase in rank["phases"]]) for rank in run]
 
 
+#: (ranks, "off" or a kind of coded runs, case) -> results of each rank.
+Trained = Callable[[int, str, str], list[dict[str, Any]]]
+
+
+def train_each(
+    program: str, folder: Callable[[str], Path], runs: Iterable[tuple[int, str, str]], sections: Mapping[str, str]
+) -> Trained:
+    """Launch all of ``runs``, and the plain runs of their cases: one launch for a number of ranks and a kind, even if a case fails.
+
+    ``folder``: makes one. ``sections``: ``DS_ZIPCCL`` of each kind.
+    """
+    runs, found = list(runs), {}
+    for ranks, kind in dict.fromkeys(pair for count, of, _ in runs for pair in ((count, "off"), (count, of))):
+        cases = dict.fromkeys(case for count, of, case in runs if count == ranks and kind in ("off", of))
+        place = folder(f"{kind}{ranks}")
+        if kind == "off":
+            found[ranks, kind] = reference(program, ranks, place, *cases, sources=SOURCES)
+        else:
+            found[ranks, kind] = launch(program, ranks, place, *cases, DS_ZIPCCL=sections[kind])
+    return lambda ranks, kind, case: found[ranks, kind][case]
+
+
 def rank_program(
-    cases: Mapping[str, Callable[[Any], None]], backend: str | None = None, make: Callable[[Path], Lab] = Lab
+    cases: Mapping[str, Callable[[Any], None]],
+    backend: str | None = None,
+    make: Callable[[Path], Lab] = Lab,
+    sizes: Mapping[str, int] | None = None,
 ) -> None:
     """Run the cases that the command line names, one after the other. Rank 0 writes the results of all ranks to CASE.json for each.
 
     ``backend``: of the default group: the name of :mod:`shim`, or None: DeepSpeed's choice for this machine. ``make``: makes the lab of a
-    case.
+    case. ``sizes``: of the model, instead of those of this file.
     """
     import deepspeed
+
+    globals().update(sizes or {})
 
     if backend == shim.NAME:
         shim.install()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import megatron
 import pytest
 import tiers
 import torch
@@ -36,7 +37,7 @@ SECTIONS = {
     "kept auto": '{"enabled": true, "min_bytes": 1024, "recompute_base": "host"}',
 }
 #: Sources of the results of a plain run, beside the test's file.
-SOURCES = (Path(__file__), EXAMPLES, PACKAGE / "telemetry")
+SOURCES = (Path(__file__), Path(megatron.__file__), EXAMPLES, PACKAGE / "telemetry")
 
 
 @dataclass
@@ -96,45 +97,6 @@ class Lab:
         return found
 
 
-class Mpu:
-    """Ranks of neighbours share tensors, as with Megatron; as much of its ``mpu`` as DeepSpeed asks for."""
-
-    def __init__(self, rank: int, ranks: int, size: int = 2) -> None:
-        tensor = [list(range(at, at + size)) for at in range(0, ranks, size)]
-        data = [list(range(at, ranks, size)) for at in range(size)]
-        self._tensor, self._data = (
-            next(
-                group for members, group in [(members, dist.new_group(members)) for members in some] if rank in members
-            )
-            for some in (tensor, data)
-        )
-        self._size, self._rank, self._ranks = size, rank, ranks
-
-    def get_tensor_model_parallel_group(self) -> Any:
-        return self._tensor
-
-    get_model_parallel_group = get_tensor_model_parallel_group
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._size
-
-    get_model_parallel_world_size = get_tensor_model_parallel_world_size
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._rank % self._size
-
-    get_model_parallel_rank = get_tensor_model_parallel_rank
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._ranks // self._size
-
-    def get_data_parallel_rank(self) -> int:
-        return self._rank // self._size
-
-
 Cases = Mapping[str, Callable[[Lab], None]]
 
 
@@ -187,6 +149,26 @@ def rank_program(cases: Cases) -> None:
             Path(folder, f"{name}.json").write_text(json.dumps(everyone))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def in_fp16() -> dict[str, Any]:
+    """The config of an engine in fp16, which torch computes on CPUs all the same."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    return {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+
+
+def poison(weight: torch.Tensor, value: float, now: Callable[[], bool]) -> None:
+    """Let a value of the gradient of a weight be another one where ``now`` says so."""
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        if now():
+            grad = grad.clone()
+            grad.view(-1)[5] = value  # rank 0 owns the first parameters
+        return grad
+
+    weight.register_hook(hook)
 
 
 def plant_wrong_bit() -> None:

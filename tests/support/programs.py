@@ -97,6 +97,22 @@ def reference(
     return dict(json.loads(builds.kept("reference", parts, make).read_text()))
 
 
+def plain_and_coded(
+    program: str,
+    ranks: int,
+    folder: Path,
+    *options: str,
+    sources: Sequence[Path] = (),
+    timeout: float = 240,
+    **environment: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the results of :func:`reference` and of :func:`launch`, in the folders "plain" and "coded" of ``folder``."""
+    plain, coded = (folder / name for name in ("plain", "coded"))
+    plain.mkdir(), coded.mkdir()
+    found = launch(program, ranks, coded, *options, timeout=timeout, **environment)
+    return reference(program, ranks, plain, *options, sources=sources), found
+
+
 def _cpu() -> str:
     """Model and instruction sets of the CPU, which decide the order of sums in torch."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

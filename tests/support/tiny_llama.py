@@ -200,6 +200,10 @@ class LlamaLab(Lab):
             self.loss(engine)
         engine.train()
 
+    def train_phase(self, engine: Any, steps: int, phase: str, *more: str) -> None:  # type: ignore[override]
+        self.train(engine, steps)
+        self.phase(phase, *more)
+
     def phase(self, name: str, *more: str) -> None:
         """End a phase: note the bytes of its gathers, the outcomes for this rank's shards, and the bits of all engines."""
         differences: dict[str, int] = {}

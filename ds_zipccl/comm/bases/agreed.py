@@ -1,16 +1,16 @@
 """Sizes of frames that ranks agree on ahead: gathers whose parameters have agreed sizes need no wait of the host.
 
 Frames are frames of parameters, not of the messages in which parameters travel: any set of parameters can be gathered in one message. Sizes
-hold as long as no rank changes its shard. This time is an *epoch* of the parameter. Whatever changes shards ends epochs by
+hold as long as no rank changes its shard. This time is a *version* of the parameter. Whatever changes shards ends versions by
 :meth:`Agreed.forget`, on all ranks at the same point of the program: a rank with sizes and a rank without would call different collectives.
 
-A shard that is written to within an epoch is no wrong word: the encoder codes the words that are there. A frame that does not fit its slot
+A shard that is written to within a version is no wrong word: the encoder codes the words that are there. A frame that does not fit its slot
 has a flag in its header. Decoders on all other ranks refuse such a frame, write NaN, and report. The next agreement of any operation stops
 all ranks, and names the parameter; :func:`check` is such an agreement, for the moment before words are final.
 
-A parameter may have a base, see :mod:`.bases`. The agreement then has the sizes of differences and the proof too. The first gather of an
-epoch sends differences, or full frames where the proof fails, and the base keeps the result. Later gathers of the epoch send nothing: they
-copy the base. Each rank compares its own shard with the base, and reports a change.
+A parameter may have a base, see :mod:`.bases`. The agreement then has the sizes of differences and the proof too. The first gather of a
+version sends differences, or full frames where the proof fails, and the base keeps the result. Later gathers of the version send nothing:
+they copy the base. Each rank compares its own shard with the base, and reports a change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ds_zipccl.kernels.cuda.jobs import MAX_JOBS
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 
-#: Layouts of gathers that are kept (admission: programs repeat their gathers; epochs end, and so do the layouts).
+#: Layouts of gathers that are kept (admission: programs repeat their gathers; versions end, and so do the layouts).
 _PLANS = 1024
 #: Gathers that copy bases between two agreements (seed: more than a training step has; a program without steps looks as often as this).
 COPIES_UNCHECKED = 4096
@@ -86,7 +86,7 @@ class Agreed:
 
     def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None) -> None:
         self.name, self.numel, self.dtype = name, numel, dtype
-        #: Bytes of the largest frame of each piece, while the epoch lasts.
+        #: Bytes of the largest frame of each piece, while the version lasts.
         self.sizes: Sequence[int] = ()
         #: A number of this process that no other agreement has; 0 before the first.
         self.version = 0
@@ -110,7 +110,7 @@ class Agreed:
         return found if found.memory.shape == (kind.group.size, self.numel) else None
 
     def forget(self) -> None:
-        """End the epoch. All ranks of the group call, before one of them uses the changed shard."""
+        """End the version. All ranks of the group call, before one of them uses the changed shard."""
         self._kind = None
 
     def holds(self, kind: _Kind) -> bool:
@@ -118,7 +118,7 @@ class Agreed:
         return self._kind == kind
 
     def _agreed(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None = None) -> None:
-        """Begin an epoch. ``deltas`` None: nothing was kept, or the proof has failed."""
+        """Begin a version. ``deltas`` None: nothing was kept, or the proof has failed."""
         self._reason = proof.SOMETHING_ELSE if self.kept and deltas is None else proof.NOTHING_THERE
         self._kind, self.sizes, self.deltas, self.version = kind, sizes, deltas, next(_versions)
 
@@ -127,7 +127,7 @@ class Agreed:
         return Way.COPY if self.kept == self.version else Way.FULL if self.deltas is None else Way.DELTA
 
     def keep(self, ctx: DeviceContext, way: Way) -> None:
-        """Note that the base holds the words of this epoch, by a gather of this way."""
+        """Note that the base holds the words of this version, by a gather of this way."""
         self.kept = self.version
         counters.record_difference(ctx.role, ctx.op, self._reason if way is Way.FULL else "")
 

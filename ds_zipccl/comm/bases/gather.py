@@ -27,7 +27,7 @@ from ds_zipccl.telemetry import counters
 
 
 class Part(NamedTuple):
-    """A parameter of a gather: the elements of a shard, and its epochs; None: it has no base that fits the gather."""
+    """A parameter of a gather: the elements of a shard, and its versions; None: it has no base that fits the gather."""
 
     numel: int
     kept: Kept | None = None
@@ -47,7 +47,8 @@ def gather_parts(
     """``torch.distributed.all_gather_into_tensor`` of flat CPU tensors whose shards lie end to end, one for each of ``parts``.
 
     Settled parameters are copied from their bases before the call returns. All others go together in one gather, which fills the bases of
-    those that have one, whatever its schedule is. The first call after an event that ends epochs waits for one small message of all ranks.
+    those that have one, whatever its schedule is. The first call after an event that ends versions waits for one small message of all
+    ranks.
 
     Raises:
         CommError: a settled parameter was written to, or see :func:`.execution.execute`.

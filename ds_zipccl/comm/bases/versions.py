@@ -1,4 +1,4 @@
-"""Epochs of ZeRO-3's parameters on groups that exchange messages: times in which a parameter's base holds its words.
+"""Versions of ZeRO-3's parameters on groups that exchange messages: times in which a parameter's base holds its words.
 
 A *settled* parameter is gathered by a local copy of its base: no message, no hash. Which parameters are settled decides which collectives
 run, so that it may follow only from values that all ranks have agreed on:
@@ -89,10 +89,10 @@ class Kept:
         self._state = _State.STALE
         self._used = False  # the base was copied since it was filled
         self._in_step = False  # one of the copies since the last comparison is part of a step; equal on all ranks
-        #: The base was copied, in this epoch or an earlier one, and no comparison came since; equal on all ranks.
+        #: The base was copied, in this version or an earlier one, and no comparison came since; equal on all ranks.
         self.unchecked = False
         self._broken = False  # the own shard was not the base's when other ranks copied the base
-        self._told = False  # all ranks were stopped for this parameter in its epoch; equal on all ranks
+        self._told = False  # all ranks were stopped for this parameter in its version; equal on all ranks
         self._proven = False  # the base was hashed whole since it was filled
         self._turn = 0
         self._filling: weakref.ref[Work] | None = None
@@ -109,7 +109,7 @@ class Kept:
         return self._state is _State.FILLED
 
     def forget(self) -> None:
-        """End the epoch: the shard changes. Copies that were wrong are still told, if they were not told before. Does not block."""
+        """End the version: the shard changes. Copies that were wrong are still told, if they were not told before. Does not block."""
         self._state, self.copies = _State.STALE, 0
         if self._told:
             self._told = self._broken = self.unchecked = False
@@ -120,7 +120,7 @@ class Kept:
             self._state = _State.FILLED
 
     def settle(self) -> None:
-        """Begin an epoch, after an agreement."""
+        """Begin a version, after an agreement."""
         self._state, self._proven = _State.SETTLED, True
         self.checked()
 
@@ -161,7 +161,7 @@ class Kept:
     def claim(self, rank: int) -> int:
         """Return what this rank says of its base: not negative if the base's own row has the words of the own shard. Blocks.
 
-        After the end of an epoch the shard may have other words; only copies that were made before may be wrong.
+        After the end of a version the shard may have other words; only copies that were made before may be wrong.
         """
         if self._broken:
             return _BROKEN
@@ -243,7 +243,7 @@ class Keeper:
         """Settle all parameters that were filled, if one of ``wanted`` is among them. A collective then; blocks.
 
         Raises:
-            CommError: a parameter was written to within an epoch, or the transport failed. All ranks raise.
+            CommError: a parameter was written to within a version, or the transport failed. All ranks raise.
         """
         if any(one.copies >= self.copies for one in wanted):
             self.refresh()
@@ -274,7 +274,7 @@ class Keeper:
         """Raise if a parameter has changed since its base was copied. A collective if a base was copied since the last one; blocks.
 
         Raises:
-            CommError: a parameter was written to within an epoch, or the transport failed. All ranks raise.
+            CommError: a parameter was written to within a version, or the transport failed. All ranks raise.
         """
         found = [one for one in self.parameters if one.unchecked]
         if not found:

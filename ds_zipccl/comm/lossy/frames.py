@@ -13,7 +13,7 @@ from ds_zipccl.codecs import compress, compress_bound, decompress, project
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
-from ds_zipccl.comm.lossy.squared_error import squares_of
+from ds_zipccl.comm.lossy.squared_error import squared_error
 from ds_zipccl.frame import HEADER_BYTES, CodecId, Header, pack, parse
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8
 from ds_zipccl.telemetry import counters
@@ -43,8 +43,8 @@ class LossyFrames:
         if next(self._numbers) % SAMPLED == 0:
             scratch = PooledBuffers()
             values = decompress(frame, scratch.empty(flat.numel(), flat.dtype, flat.device), route=self._route)
-            squares = squares_of(flat, values, self._route)
-            counters.record_error(self._ctx.role, self._ctx.op, str(self._codec), *squares)
+            sums = squared_error(flat, values, self._route)
+            counters.record_error(self._ctx.role, self._ctx.op, str(self._codec), *sums)
             if own_place is not None:
                 own_place.copy_(values)
             scratch.release()
@@ -66,8 +66,8 @@ class LossyFrames:
         counters.record_lossy(self._ctx.role, self._ctx.op, str(self._codec), 1)
         if next(self._numbers) % SAMPLED == 0:
             scratch = PooledBuffers()
-            squares = squares_of(flat, self.carried(flat, scratch), self._route)
-            counters.record_error(self._ctx.role, self._ctx.op, str(self._codec), *squares)
+            sums = squared_error(flat, self.carried(flat, scratch), self._route)
+            counters.record_error(self._ctx.role, self._ctx.op, str(self._codec), *sums)
             scratch.release()
 
     def carried(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
@@ -117,5 +117,5 @@ def project_alone(
     values = project(tensor, codec, route=route)
     counters.record_lossy(role, op, str(codec), 1)
     if next(state.lossy_numbers(op, role)) % SAMPLED == 0:
-        counters.record_error(role, op, str(codec), *squares_of(tensor.reshape(-1), values.reshape(-1), route))
+        counters.record_error(role, op, str(codec), *squared_error(tensor.reshape(-1), values.reshape(-1), route))
     return values

@@ -31,8 +31,8 @@ class Matrix:
     ``start``: index of the first element. ``error``: fp32 [rows, columns], None for zeros. ``factor``: fp32 [columns, rank], with the same
     bits on all ranks. ``keeps``: whether the error is kept.
 
-    After a sum, ``arrived`` tells whether the matrix went as factors. ``squares``: of the part of this rank's matrix outside of the common
-    directions, of this rank's matrix, of the kept error, and of this rank's matrix without the former error.
+    After a sum, ``arrived`` tells whether the matrix went as factors. ``squared_error``: of the part of this rank's matrix outside of the
+    common directions, of this rank's matrix, of the kept error, and of this rank's matrix without the former error.
     """
 
     start: int
@@ -42,7 +42,7 @@ class Matrix:
     error: torch.Tensor | None = None
     keeps: bool = True
     arrived: bool = field(default=False, init=False)
-    squares: tuple[float, float, float, float] = field(default=(0.0, 0.0, 0.0, 0.0), init=False)
+    squared_error: tuple[float, float, float, float] = field(default=(0.0, 0.0, 0.0, 0.0), init=False)
 
     @property
     def end(self) -> int:
@@ -82,7 +82,7 @@ def low_rank_sum(flat: torch.Tensor, matrices: Sequence[Matrix], ranks: int, exa
                 lowrank.orthonormalize(p, route=route)
                 torch.mm(words.t(), p, out=q)
                 own = sum_of_squares(words)
-                matrix.squares = (max(0.0, own - sum_of_squares(q)), own, 0.0, 0.0)
+                matrix.squared_error = (max(0.0, own - sum_of_squares(q)), own, 0.0, 0.0)
         exact_sum(whole)
         for matrix, p, q in zip(matrices, lefts, rights, strict=True):
             matrix.arrived = matrix.arrived and lowrank.bounded(p, q) and _in_range(p, q, flat.dtype, route)
@@ -150,4 +150,4 @@ def _deliver(
     matrix.factor = lowrank.revived(factors[1])
     matrix.error = words.sub_(place.float(), alpha=1 / ranks) if matrix.keeps else None
     kept = sum_of_squares(matrix.error) if matrix.error is not None else 0.0
-    matrix.squares = (*matrix.squares[:2], kept, given)
+    matrix.squared_error = (*matrix.squared_error[:2], kept, given)

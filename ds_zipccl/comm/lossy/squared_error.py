@@ -1,4 +1,4 @@
-"""Sums of squares, of which the figures of error are made. All calls block."""
+"""Sums of squared errors and values, of which the figures of error are made. All calls block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sum_of_squares(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
-def squares_of(flat: torch.Tensor, values: torch.Tensor, route: str) -> tuple[float, float]:
+def squared_error(flat: torch.Tensor, values: torch.Tensor, route: str) -> tuple[float, float]:
     """Return the sum of the squares of ``values`` - ``flat``, and of those of ``flat``, over the finite elements of ``flat``, added in
     fp64."""
     if fused := kernels.compiled(route, flat.device.type):
@@ -23,12 +23,12 @@ def squares_of(flat: torch.Tensor, values: torch.Tensor, route: str) -> tuple[fl
     of_error = of_values = 0.0
     for sent, arrived in zip(flat.split(_PART), values.split(_PART), strict=True):
         wide = sent.float()
-        squares = [sum_of_squares(arrived.float() - wide), sum_of_squares(wide)]
-        if not sum(squares) < float("inf"):  # also NaN
+        sums = [sum_of_squares(arrived.float() - wide), sum_of_squares(wide)]
+        if not sum(sums) < float("inf"):  # also NaN
             finite = sent.isfinite()
-            squares = [
+            sums = [
                 sum_of_squares((arrived.double() - sent.double())[finite]),
                 sum_of_squares(sent.double()[finite]),
             ]
-        of_error, of_values = of_error + squares[0], of_values + squares[1]
+        of_error, of_values = of_error + sums[0], of_values + sums[1]
     return of_error, of_values

@@ -2,7 +2,7 @@
 
 Operation and group do not tell enough. Over a tensor-parallel group travel sums of activations, and also sums of a cross-entropy, and
 weights that are gathered to be saved. In a job with ZeRO every ``all_reduce`` has the role of gradients, a user's own metric too. So each
-place announces the calls that it is about to make, and the backend asks for the announcement. A call without an announcement stays exact.
+place gives a hint of the calls that it is about to make, and the backend asks for the hint. A call without a hint stays exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.lossy import pipeline, powersgd
 from ds_zipccl.integration.lossy.powersgd import PowerSum
-from ds_zipccl.integration.untraced import untraced_frame
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
@@ -36,12 +35,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Gets the tensor that is about to be sent, and the settings of its role; returns whether the call may be changed, what makes factors of
 #: the tensor, the sum to make in place of the call, or the reason, to be counted, why the call stays exact.
 Ready = Callable[[torch.Tensor, RoleSettings], "bool | str | Factoring | PowerSum"]
-#: Attribute of a function of DeepSpeed that announces its calls.
+#: Attribute of a function of DeepSpeed that gives a hint of its calls.
 _MARK = "ds_zipccl_lossy"
 
 
 @dataclass(eq=False)
-class _Announcement:
+class _Hint:
     """The next calls of one of ``ops`` with floating-point tensors, if they have one of ``roles``. ``detail`` returns their number and
     the function that is asked before each; it is called once, at the first of them, in jobs with lossy roles alone."""
 
@@ -59,17 +58,18 @@ class _Announcement:
     left: int = 0
 
 
-_announcement: ContextVar[_Announcement | None] = ContextVar("ds_zipccl_announcement", default=None)
+_hint: ContextVar[_Hint | None] = ContextVar("ds_zipccl_hint", default=None)
 
 
 @contextmanager
-def announced(
+def hint(
     roles: Sequence[str],
     ops: Sequence[str],
     direction: str = "",
     detail: Callable[[], tuple[int, Ready | None]] = lambda: (1, None),
 ) -> Iterator[None]:
-    """Announce the calls that this thread makes in the ``with`` block. Calls beyond their number, and calls of other threads, stay exact.
+    """Give a hint of the calls that this thread makes in the ``with`` block. Calls beyond their number, and calls of other threads, stay
+    exact.
 
     Args:
         roles: the roles that the calls may have.
@@ -78,18 +78,18 @@ def announced(
         detail: returns the number of the calls, and a function that is called with the tensor of each call before the call, or None. Calls
             whose tensors are not of :data:`DTYPES`, such as sizes sent ahead, do not count. A job without lossy roles does not ask.
     """
-    token = _announcement.set(_Announcement(tuple(roles), tuple(ops), direction, detail))
+    token = _hint.set(_Hint(tuple(roles), tuple(ops), direction, detail))
     try:
         yield
     finally:
-        _announcement.reset(token)
+        _hint.reset(token)
 
 
-def taken(
+def take_hint(
     config: ZipcclConfig, role: str, name: str, tensor: torch.Tensor, op: Any = None
 ) -> LossyCodec | Factoring | PowerSum | None:
-    """Return the codec of a call that was announced, what makes factors of its tensor, or the sum to make in its place, and use up the
-    announcement; None for a call that must stay exact.
+    """Return the codec of a call with a hint, what makes factors of its tensor, or the sum to make in its place, and use up the hint;
+    None for a call that must stay exact.
 
     All ranks run one program, so that ranks of one collective get one answer. Does not block.
 
@@ -99,7 +99,7 @@ def taken(
         tensor: the tensor to send, or to sum.
         op: the operation of a sum; None for other calls.
     """
-    found = _announcement.get() if config.lossy_roles else None
+    found = _hint.get() if config.lossy_roles else None
     if found is None or name not in found.ops or tensor.dtype not in DTYPES or hook_points.lacking("lossy"):
         return None
     ready = found.ready
@@ -124,7 +124,7 @@ def stays_exact(role: str, name: str, codec: LossyCodec, why: str) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """A function of DeepSpeed whose calls are announced.
+    """A function of DeepSpeed whose calls have a hint.
 
     ``name``: "Class.method", or a function. ``table``: attribute of the class, a dict of functions that the class calls instead of its
     methods. ``count``: number of the calls, from the arguments. ``ready``: from the arguments. ``first``: names of the leading
@@ -224,20 +224,20 @@ SITES = (
         ("self", "buffer_id"),
     ),
 )
-#: Further places, of the role ``ep``: module and class of the exchanges that :mod:`.moe_calls` announces.
+#: Further places, of the role ``ep``: module and class of the exchanges of which :mod:`.moe_calls` gives a hint.
 _EXCHANGES = (("deepspeed.moe.sharded_moe", "_AllToAll"), ("deepspeed.module_inject.auto_ep_layer", "_AllToAllV"))
-#: Operations of announced calls.
+#: Operations of calls with a hint.
 OPERATIONS = frozenset({_EXCHANGE, *(op for site in SITES for op in site.ops)})
 
 
 def exchange(direction: str) -> AbstractContextManager[None]:
-    """Announce the exchange of rows that a MoE layer is about to make."""
-    return announced(("ep",), (_EXCHANGE,), direction)
+    """Give a hint of the exchange of rows that a MoE layer is about to make."""
+    return hint(("ep",), (_EXCHANGE,), direction)
 
 
 def watch(module: ModuleType) -> None:
-    """Let the functions of ``module`` in :data:`SITES` announce their calls. Repeating does nothing; a name that is missing, or that takes
-    other parameters, is left out, and :func:`missing` has the name."""
+    """Let the functions of ``module`` in :data:`SITES` give a hint of their calls. Repeating does nothing; a name that is missing, or that
+    takes other parameters, is left out, and :func:`missing` has the name."""
     for site in SITES:
         if site.module == module.__name__:
             _watch(module, site)
@@ -252,38 +252,38 @@ def _watch(module: ModuleType, site: Site) -> None:
         table = getattr(holder, site.table, {})
         for key, function in table.items():
             if getattr(function, "__name__", "") == name and _fits(function, site):
-                table[key] = _announcing(function, site)
+                table[key] = _hinting(function, site)
         return
     function = inspect.getattr_static(holder, name, None)
     static = isinstance(function, staticmethod)
     function = function.__func__ if isinstance(function, staticmethod) else function
     if function is not None and _fits(function, site):
-        announcing = _announcing(function, site)
-        setattr(holder, name, staticmethod(announcing) if static else announcing)
+        hinting = _hinting(function, site)
+        setattr(holder, name, staticmethod(hinting) if static else hinting)
 
 
 def _fits(function: Callable[..., Any], site: Site) -> bool:
-    """Return whether a function is to announce its calls: not one that does already, nor one with other parameters."""
+    """Return whether a function is to give a hint of its calls: not one that does already, nor one with other parameters."""
     return not hasattr(function, _MARK) and not hook_points.misfit(function, site.first)
 
 
-def _announcing(original: Callable[..., Any], site: Site) -> Callable[..., Any]:
+def _hinting(original: Callable[..., Any], site: Site) -> Callable[..., Any]:
     @functools.wraps(original)
-    def announcing(*args: Any, **kwargs: Any) -> Any:
+    def hinting(*args: Any, **kwargs: Any) -> Any:
         def detail() -> tuple[int, Ready | None]:
             ready = site.ready(*args, **kwargs) if site.ready is not None else None
             return site.count(*args, **kwargs), ready
 
-        with announced(site.roles, site.ops, site.direction, detail):
+        with hint(site.roles, site.ops, site.direction, detail):
             return original(*args, **kwargs)
 
-    return marked(announcing)
+    return marked(hinting)
 
 
 def marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, from now on one that announces its calls."""
+    """Return ``function``, from now on one that gives a hint of its calls."""
     setattr(function, _MARK, True)
-    return untraced_frame(function)
+    return hook_points.untraced_frame(function)
 
 
 def missing(config: ZipcclConfig) -> dict[str, list[str]]:
@@ -296,13 +296,13 @@ def missing(config: ZipcclConfig) -> dict[str, list[str]]:
         places = [(site.module, site.name, site.table) for site in SITES if role in site.roles]
         if role == "ep":
             places = [(module, f"{name}.forward", "") for module, name in _EXCHANGES]
-        if names := [text for place in places if (text := _unannounced(*place))]:
+        if names := [text for place in places if (text := _without_hint(*place))]:
             found[role] = names
     return found
 
 
-def _unannounced(module: str, name: str, table: str) -> str:
-    """Return the name of a place whose calls are not announced, with the reason where the name is there; "" where they are."""
+def _without_hint(module: str, name: str, table: str) -> str:
+    """Return the name of a place whose calls have no hint, with the reason where the name is there; "" where they are."""
     try:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
     except ImportError:
@@ -317,7 +317,7 @@ def _unannounced(module: str, name: str, table: str) -> str:
 
 
 def unhooked(config: ZipcclConfig) -> dict[str, str]:
-    """Return, for each role with a lossy codec whose calls cannot all be announced, the reason, as a clause of the start-up line."""
+    """Return, for each role with a lossy codec whose calls cannot all have a hint, the reason, as a clause of the start-up line."""
     found = {role: f"this DeepSpeed has no {', no '.join(names)}" for role, names in missing(config).items()}
     lacking = hook_points.lacking("lossy")  # after the modules of the roles are imported
     return {role: lacking for role in config.lossy_roles} if lacking else found

@@ -186,10 +186,10 @@ class _Link(Factoring):
         lowrank.product(*rounded, values, route=route)
         missing = matrix - values
         entry.factor, entry.error = q, missing if self.settings.error != "off" else None
-        squares = [sum_of_squares(one) for one in (missing, matrix, given.float())]
-        counters.record_error(ROLE, op, str(self), squares[0], squares[1])
+        missed, own, sent = (sum_of_squares(one) for one in (missing, matrix, given.float()))
+        counters.record_error(ROLE, op, str(self), missed, own)
         if self.settings.error != "off":
-            counters.record_kept(ROLE, op, squares[0], squares[2])
+            counters.record_kept(ROLE, op, missed, sent)
         return Factored(*rounded, values.view(shape))
 
 

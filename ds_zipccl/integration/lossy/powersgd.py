@@ -30,7 +30,7 @@ from ds_zipccl.telemetry import counters
 
 #: A parameter and its gradient.
 Gradient = tuple[torch.nn.Parameter, torch.Tensor]
-#: Tells whether the tensor of an announced sum may be changed, or returns the sum to make in its place, or why the sum stays exact.
+#: Tells whether the tensor of a sum with a hint may be changed, or returns the sum to make in its place, or why the sum stays exact.
 Ready = Callable[[torch.Tensor, RoleSettings], "bool | str | PowerSum"]
 _OP = "all_reduce"
 #: Optimizer of ZeRO-1 or ZeRO-2 -> its engine.
@@ -63,7 +63,7 @@ def adopt(engine: Any, optimizer: Any) -> None:
     _engines[optimizer] = ref(engine)
 
 
-# ---- the places that announce their sums: see ds_zipccl.integration.lossy.calls.SITES
+# ---- the places that give a hint of their sums: see ds_zipccl.integration.lossy.calls.SITES
 
 
 def of_zero_bucket(optimizer: Any, bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Ready:
@@ -248,7 +248,7 @@ class PowerSum:
             if not matrix.arrived:
                 counters.record_exact(role, _OP, "not finite", 1)
                 continue
-            missed, own, kept, given = matrix.squares
+            missed, own, kept, given = matrix.squared_error
             counters.record_error(role, _OP, str(self.codec), missed, own)
             if matrix.keeps:
                 counters.record_kept(role, _OP, kept, given)

@@ -1,6 +1,6 @@
-"""Epochs of ZeRO-3's parameters, for gathers with agreed sizes and gathers from bases: what changes shards, and when ranks agree anew.
+"""Versions of ZeRO-3's parameters, for gathers with agreed sizes and gathers from bases: what changes shards, and when ranks agree anew.
 
-Every change that DeepSpeed has a function for is a call of all ranks of the parameter's group. Such a call ends the epochs of its
+Every change that DeepSpeed has a function for is a call of all ranks of the parameter's group. Such a call ends the versions of its
 parameters. In groups in the order of streams an optimizer step is followed by an agreement on sizes, so that no later gather waits. A
 change behind our back, by a write to ``param.ds_tensor``, is noticed where a frame does not fit: then all ranks stop before the next step.
 
@@ -36,16 +36,16 @@ from ds_zipccl.policy import admission
 
 #: Attribute of a parameter: its agreed sizes. DeepSpeed's parameters have attributes of their engine too.
 _AGREED = "ds_zipccl_agreed"
-#: Attribute of a parameter: the epochs of its base, in a group that exchanges messages.
+#: Attribute of a parameter: the versions of its base, in a group that exchanges messages.
 _KEPT = "ds_zipccl_kept"
-#: Attribute of an optimizer, and of each of its parameters: the epochs of all of them.
-_EPOCHS = "ds_zipccl_epochs"
+#: Attribute of an optimizer, and of each of its parameters: the versions of all of them.
+_VERSIONS = "ds_zipccl_versions"
 #: Classes, by name, that change parameters in ways that are known here. Other subclasses may change them in the background; SuperOffload's
 #: processes change the optimizer's own copies, and its step the shards.
 _KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3", "DeepSpeedZeRoOffload")
 
 
-class Epochs:
+class Versions:
     """The parameters of one engine, all of them in the order of their numbers, which is the same on all ranks, by partition group.
 
     ``streams``: the groups in the order of streams. ``steps``: the engine has optimizer steps, before which bases are checked. Without
@@ -89,7 +89,7 @@ class Epochs:
         self._steps = steps and bool(self._keepers)
 
     def forget(self) -> None:
-        """End the epochs of all parameters."""
+        """End the versions of all parameters."""
         forget(self.parameters)
 
     def enter(self, module: torch.nn.Module) -> None:
@@ -123,7 +123,7 @@ class Epochs:
             keeper.refresh()
 
     def check(self) -> None:
-        """Raise CommError if a frame was refused, or a parameter was written to within its epoch. A collective of every group that has
+        """Raise CommError if a frame was refused, or a parameter was written to within its version. A collective of every group that has
         gathered by agreed sizes, or from bases."""
         for group, _ in self._groups:
             comm.check_frames(self._device, group, config=self._config)
@@ -168,7 +168,7 @@ def _size(group: Any) -> int:
 
 
 def _kept(name: str, param: Any, keeper: Keeper) -> Kept:
-    """Return the epochs of a parameter's base. They do not keep the parameter alive, as the parameter keeps them."""
+    """Return the versions of a parameter's base. They do not keep the parameter alive, as the parameter keeps them."""
     found = weakref.ref(param)
 
     def shard() -> torch.Tensor | None:
@@ -179,7 +179,7 @@ def _kept(name: str, param: Any, keeper: Keeper) -> Kept:
 
 
 def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig, device: torch.device) -> None:
-    """Begin the epochs of an engine's parameters, and agree on sizes in groups in the order of streams. A collective.
+    """Begin the versions of an engine's parameters, and agree on sizes in groups in the order of streams. A collective.
 
     Args:
         optimizer: of ZeRO-3. For an optimizer that may change parameters in the background nothing happens, nor where a DeepSpeed lacks
@@ -192,7 +192,7 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
     known = type(optimizer).__name__ in _KNOWN and not getattr(optimizer, "zenflow", False)
     if known and hasattr(optimizer, "step"):
         watch_optimizer(type(optimizer))  # SuperOffload has a step of its own
-    if not known or hook_points.lacking("epochs"):
+    if not known or hook_points.lacking("versions"):
         return
 
     found, streams = [], set()
@@ -210,22 +210,22 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
             found.append((name, param))
     if found:
         steps = hasattr(optimizer, "step")  # engines that only evaluate have another object in its place
-        epochs = Epochs(sorted(found, key=lambda one: int(one[1].ds_id)), config, device, streams, steps)
-        for one in (optimizer, _offload(optimizer), *epochs.parameters):
-            setattr(one, _EPOCHS, epochs)
-        epochs.agree()
+        versions = Versions(sorted(found, key=lambda one: int(one[1].ds_id)), config, device, streams, steps)
+        for one in (optimizer, _offload(optimizer), *versions.parameters):
+            setattr(one, _VERSIONS, versions)
+        versions.agree()
 
 
 def end(optimizer: Any) -> None:
-    """End the epochs of an engine's parameters for good, before their bases go. All ranks call."""
-    if (epochs := getattr(optimizer, _EPOCHS, None)) is None:
+    """End the versions of an engine's parameters for good, before their bases go. All ranks call."""
+    if (versions := getattr(optimizer, _VERSIONS, None)) is None:
         return
-    for handle in epochs.left.values():
+    for handle in versions.left.values():
         handle.remove()
     for one in {optimizer, _offload(optimizer)}:
-        vars(one).pop(_EPOCHS, None)
-    for param in epochs.parameters:
-        if getattr(param, _EPOCHS, None) is epochs:  # a later engine may have begun others
+        vars(one).pop(_VERSIONS, None)
+    for param in versions.parameters:
+        if getattr(param, _VERSIONS, None) is versions:  # a later engine may have begun others
             _drop(param)
 
 
@@ -235,7 +235,7 @@ def _offload(optimizer: Any) -> Any:
 
 
 def _drop(param: Any) -> None:
-    for name in (_AGREED, _KEPT, _EPOCHS, gathers.BASE):
+    for name in (_AGREED, _KEPT, _VERSIONS, gathers.BASE):
         vars(param).pop(name, None)
 
 
@@ -257,13 +257,13 @@ def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
         found.append(Part(numel, one if fits else None))
     if not any(part.kept is not None for part in found):
         return ()
-    for some in _by_epochs(params):
-        getattr(some[0], _EPOCHS).begin_gather()
+    for some in _by_versions(params):
+        getattr(some[0], _VERSIONS).begin_gather()
     return found
 
 
 def forget(params: Iterable[Any]) -> None:
-    """End the epochs of parameters. All ranks of their groups call."""
+    """End the versions of parameters. All ranks of their groups call."""
     for param in params:
         for name in (_AGREED, _KEPT):
             one = getattr(param, name, None)
@@ -274,34 +274,34 @@ def forget(params: Iterable[Any]) -> None:
 @contextlib.contextmanager
 def changing(optimizer: Any) -> Iterator[None]:
     """Surround a change of any of an optimizer's parameters, during which parameters may be gathered; then agree anew. A collective."""
-    epochs = getattr(optimizer, _EPOCHS, None)
-    if epochs is None:
+    versions = getattr(optimizer, _VERSIONS, None)
+    if versions is None:
         yield
         return
-    epochs.forget()
+    versions.forget()
     yield
-    epochs.forget()
-    epochs.agree()
+    versions.forget()
+    versions.agree()
 
 
 @contextlib.contextmanager
 def saving(optimizer: Any) -> Iterator[None]:
     """Surround a save of all parameters, one after the other: all of them are agreed on at once. All ranks call."""
-    epochs = getattr(optimizer, _EPOCHS, None)
-    if epochs is None:
+    versions = getattr(optimizer, _VERSIONS, None)
+    if versions is None:
         yield
         return
-    epochs.refresh()
-    epochs.saving = True
+    versions.refresh()
+    versions.saving = True
     try:
         yield
     finally:
-        epochs.saving = False
+        versions.saving = False
 
 
 def watch_partitions(init: Any, gathered: Any) -> None:
-    """Let partitions of changed parameters, such as those of ``GatheredParameters``, and conversions to partitioned parameters end epochs.
-    Where a program gets gathered parameters to read or to save, all their frames were accepted.
+    """Let partitions of changed parameters, such as those of ``GatheredParameters``, and conversions to partitioned parameters end
+    versions. Where a program gets gathered parameters to read or to save, all their frames were accepted.
 
     Repeating the call does nothing.
 
@@ -323,11 +323,11 @@ def watch_partitions(init: Any, gathered: Any) -> None:
         params = self.params if self.enabled else ()
         for one in params:  # a program that reads parameters gets the words that are there now
             kept = getattr(one, _KEPT, None)
-            if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, _EPOCHS).saving:
+            if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, _VERSIONS).saving:
                 kept.refresh()
         result = original(self, *args, **kwargs)
-        for some in _by_epochs(params):
-            getattr(some[0], _EPOCHS).check_frames(some)
+        for some in _by_versions(params):
+            getattr(some[0], _VERSIONS).check_frames(some)
         return result
 
     _surround("GatheredParameters.__enter__", gathered, enter)
@@ -335,12 +335,12 @@ def watch_partitions(init: Any, gathered: Any) -> None:
     _surround("Init._convert_to_deepspeed_param", init, convert)
 
 
-def _by_epochs(params: Iterable[Any]) -> Iterable[Sequence[Any]]:
-    """Return the parameters that have epochs, by engine."""
+def _by_versions(params: Iterable[Any]) -> Iterable[Sequence[Any]]:
+    """Return the parameters that have versions, by engine."""
     found: dict[int, list[Any]] = {}
     for param in params:
-        if hasattr(param, _EPOCHS):
-            found.setdefault(id(getattr(param, _EPOCHS)), []).append(param)
+        if hasattr(param, _VERSIONS):
+            found.setdefault(id(getattr(param, _VERSIONS)), []).append(param)
     return found.values()
 
 
@@ -348,31 +348,31 @@ def watch_passes(offload: Any) -> None:
     """Note forward passes in ``DeepSpeedZeRoOffload``, whose methods fetch the parameters of modules. Repeating the call does nothing."""
 
     def fetch(original: Callable[..., Any], self: Any, sub_module: Any, *args: Any, **kwargs: Any) -> Any:
-        epochs = getattr(self, _EPOCHS, None)
-        if epochs is not None:
-            epochs.enter(sub_module)
+        versions = getattr(self, _VERSIONS, None)
+        if versions is not None:
+            versions.enter(sub_module)
         return original(self, sub_module, *args, **kwargs)
 
     _surround("DeepSpeedZeRoOffload.pre_sub_module_forward_function", offload, fetch)
 
 
 def watch_optimizer(kind: Any) -> None:
-    """Let the methods of ZeRO-3's optimizer that change parameters end epochs. Repeating the call does nothing.
+    """Let the methods of ZeRO-3's optimizer that change parameters end versions. Repeating the call does nothing.
 
     Args:
         kind: ``DeepSpeedZeroOptimizer_Stage3``, or its subclass.
     """
 
     def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        epochs = getattr(self, _EPOCHS, None)
-        if epochs is None:
+        versions = getattr(self, _VERSIONS, None)
+        if versions is None:
             return original(self, *args, **kwargs)
-        epochs.check()
+        versions.check()
         trained = [param for group in self.fp16_groups for param in group]
         forget(trained)  # the step itself gathers parameters that stay gathered
         result = original(self, *args, **kwargs)
         forget(trained)
-        epochs.agree()
+        versions.agree()
         return result
 
     def load(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -396,12 +396,12 @@ def watch_optimizer(kind: Any) -> None:
 def _surround(point: str, kind: Any, around: Callable[..., Any]) -> None:
     """Let ``around`` be called in place of the method of ``kind`` at a hook point, with the method as its first argument."""
     original = hook_points.fitting(point, kind)
-    if original is None or hasattr(original, "ds_zipccl_epochs"):
+    if original is None or hasattr(original, "ds_zipccl_versions"):
         return
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return around(original, self, *args, **kwargs)
 
-    method.ds_zipccl_epochs = True  # type: ignore[attr-defined]
+    method.ds_zipccl_versions = True  # type: ignore[attr-defined]
     setattr(kind, point.rpartition(".")[2], method)

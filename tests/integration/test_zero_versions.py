@@ -1,4 +1,4 @@
-"""Epochs of ZeRO-3's parameters without engines: which parameters take part, and what ends epochs."""
+"""Versions of ZeRO-3's parameters without engines: which parameters take part, and what ends versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_zipccl.comm import Keeper
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration.zero import gathers
-from ds_zipccl.integration.zero import versions as zero_epochs
+from ds_zipccl.integration.zero import versions as zero_versions
 
 ON = ZipcclConfig(enabled=True, nccl="on")
 GPU = torch.device("cuda")
@@ -117,7 +117,7 @@ class Ranks:
         self.checked: list[Any] = []
         monkeypatch.setattr(comm, "agree_sizes", self._agree)
         monkeypatch.setattr(comm, "check_frames", lambda device, group, config: self.checked.append(group))
-        monkeypatch.setattr(zero_epochs, "group_state", self._state)
+        monkeypatch.setattr(zero_versions, "group_state", self._state)
         monkeypatch.setattr(gathers, "_gathered_dtype", lambda param, shard: torch.bfloat16)
 
     def _agree(self, parameters: Any, group: Any, config: Any) -> int:
@@ -136,14 +136,14 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    zero_epochs.watch_optimizer(DeepSpeedZeroOptimizer_Stage3)
-    zero_epochs.watch_passes(DeepSpeedZeRoOffload)
-    zero_epochs.watch_partitions(Init, GatheredParameters)
+    zero_versions.watch_optimizer(DeepSpeedZeroOptimizer_Stage3)
+    zero_versions.watch_passes(DeepSpeedZeRoOffload)
+    zero_versions.watch_partitions(Init, GatheredParameters)
     return Ranks(monkeypatch)
 
 
 def begin(optimizer: Any, *params: Any, config: ZipcclConfig = ON) -> None:
-    zero_epochs.begin(optimizer, [(f"p{one.ds_id}", one) for one in params], config, GPU)
+    zero_versions.begin(optimizer, [(f"p{one.ds_id}", one) for one in params], config, GPU)
 
 
 def live(one: Any) -> bool:
@@ -162,15 +162,15 @@ def test_all_parameters_whose_shards_are_at_hand_agree_at_once(ranks: Ranks) -> 
     named = [second, expert, *later.values(), first, *others[:2]]
     begin(DeepSpeedZeroOptimizer_Stage3(), *named)
     assert ranks.agreed == [(WORLD, ["p1", "p2"]), (EXPERTS, ["p0"])]
-    assert [zero_epochs.agreed_of([one])[0].name for one in later.values()] == ["p10", "p11", "p13"]
-    assert all(zero_epochs.agreed_of([one]) == () for one in others)
-    assert zero_epochs.agreed_of([first, others[0]]) == (), "all or none"
-    assert zero_epochs.agreed_of([first])[0].dtype is torch.bfloat16
-    assert [one.numel for one in zero_epochs.agreed_of([first, second])] == [8, 8]
+    assert [zero_versions.agreed_of([one])[0].name for one in later.values()] == ["p10", "p11", "p13"]
+    assert all(zero_versions.agreed_of([one]) == () for one in others)
+    assert zero_versions.agreed_of([first, others[0]]) == (), "all or none"
+    assert zero_versions.agreed_of([first])[0].dtype is torch.bfloat16
+    assert [one.numel for one in zero_versions.agreed_of([first, second])] == [8, 8]
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer_Stage3, SuperOffloadOptimizer_Stage3])
-def test_a_step_ends_the_epochs_of_what_it_trains(ranks: Ranks, kind: type[DeepSpeedZeroOptimizer_Stage3]) -> None:
+def test_a_step_ends_the_versions_of_what_it_trains(ranks: Ranks, kind: type[DeepSpeedZeroOptimizer_Stage3]) -> None:
     trained, frozen = param(1), param(2)
     optimizer = kind(trained)
     begin(optimizer, trained, frozen)
@@ -197,7 +197,7 @@ def test_a_refused_frame_stops_the_step(ranks: Ranks, monkeypatch: pytest.Monkey
     assert optimizer.asked == [] and live(trained)
 
 
-def test_changes_end_epochs(ranks: Ranks) -> None:
+def test_changes_end_versions(ranks: Ranks) -> None:
     first, second = param(1), param(2, dtype=torch.float32)
     optimizer = DeepSpeedZeroOptimizer_Stage3(first, second)
     begin(optimizer, first, second)
@@ -222,7 +222,7 @@ def test_changes_end_epochs(ranks: Ranks) -> None:
     assert ended(lambda: optimizer.load_state_dict("state", strict=False)) == [], "they have agreed anew"
     assert ranks.agreed[-1] == (WORLD, ["p1", "p2"])
     Init()._convert_to_deepspeed_param(first)
-    assert zero_epochs.agreed_of([first]) == ()
+    assert zero_versions.agreed_of([first]) == ()
 
 
 def test_gathered_parameters_are_checked_before_a_program_reads_them(ranks: Ranks) -> None:
@@ -239,14 +239,14 @@ def test_nothing_happens(ranks: Ranks, why: str) -> None:
     one = param(1, PLAIN if why.startswith("no") else WORLD)
     optimizer = Background(one) if why == "in the background" else DeepSpeedZeroOptimizer_Stage3(one)
     begin(optimizer, one, config=replace(ON, nccl="off") if why == "off" else ON)
-    assert zero_epochs.agreed_of([one]) == () and not ranks.agreed
-    one.ds_zipccl_agreed = SimpleNamespace(version=3, forget=lambda: pytest.fail("no epoch to end"))
+    assert zero_versions.agreed_of([one]) == () and not ranks.agreed
+    one.ds_zipccl_agreed = SimpleNamespace(version=3, forget=lambda: pytest.fail("no version to end"))
     assert Background(one).step() == optimizer.step() == "stepped" and not ranks.checked
 
 
 @pytest.fixture
 def kept(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Parameters of a gloo group on CPUs, of which the first and the second have bases, and whose epochs have begun."""
+    """Parameters of a gloo group on CPUs, of which the first and the second have bases, and whose versions have begun."""
     params = [param(number, PLAIN, device="cpu") for number in range(3)]
     slots = [BaseSlot(torch.zeros(4, 8, dtype=torch.bfloat16), [0], serial) for serial in range(2)]
     for one, slot in zip(params, slots, strict=False):
@@ -258,7 +258,7 @@ def kept(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def starts(optimizer: Any, params: Any) -> None:
     named = [(f"p{one.ds_id}", one) for one in params]
-    zero_epochs.begin(optimizer, named, replace(ON, nccl="off"), torch.device("cpu"))
+    zero_versions.begin(optimizer, named, replace(ON, nccl="off"), torch.device("cpu"))
     for one in params:
         assert not hasattr(one, "ds_zipccl_base"), "an earlier engine's"
         if hasattr(one, "slot"):
@@ -273,16 +273,16 @@ def test_parameters_with_bases_are_parts_of_gathers(ranks: Ranks, kept: list[Any
     optimizer = DeepSpeedZeroOptimizer_Stage3()
     starts(optimizer, [*kept, on_disk])
     first, _, third = kept
-    assert zero_epochs.parts_of(kept, torch.bfloat16) == [*((8, one.ds_zipccl_kept) for one in kept[:2]), (8, None)]
-    assert zero_epochs.parts_of(kept, torch.float32) == zero_epochs.parts_of([third, on_disk], torch.bfloat16) == ()
+    assert zero_versions.parts_of(kept, torch.bfloat16) == [*((8, one.ds_zipccl_kept) for one in kept[:2]), (8, None)]
+    assert zero_versions.parts_of(kept, torch.float32) == zero_versions.parts_of([third, on_disk], torch.bfloat16) == ()
     first.ds_tensor.ds_numel = 9
-    assert zero_epochs.parts_of([first], torch.bfloat16) == ()
-    zero_epochs.end(optimizer)
-    assert zero_epochs.parts_of(kept, torch.bfloat16) == () and not hasattr(optimizer, "ds_zipccl_epochs")
-    zero_epochs.end(optimizer), zero_epochs.end(None)
+    assert zero_versions.parts_of([first], torch.bfloat16) == ()
+    zero_versions.end(optimizer)
+    assert zero_versions.parts_of(kept, torch.bfloat16) == () and not hasattr(optimizer, "ds_zipccl_versions")
+    zero_versions.end(optimizer), zero_versions.end(None)
 
 
-def test_events_end_epochs_of_bases(ranks: Ranks, kept: list[Any]) -> None:
+def test_events_end_versions_of_bases(ranks: Ranks, kept: list[Any]) -> None:
     trained, frozen, _ = kept
     optimizer = DeepSpeedZeroOptimizer_Stage3(trained)
     starts(optimizer, kept)
@@ -329,7 +329,7 @@ def test_passes_of_evaluation_agree_and_others_do_not(ranks: Ranks, kept: list[A
 
     def gather() -> str:
         found = ""
-        if zero_epochs.parts_of(kept, torch.bfloat16):
+        if zero_versions.parts_of(kept, torch.bfloat16):
             found, _ = ("copy" if one.settled else "agree"), one.settle()
         return found
 
@@ -370,15 +370,15 @@ def test_passes_of_evaluation_agree_and_others_do_not(ranks: Ranks, kept: list[A
     words.register_hook(lambda grad: again.append(inner()))
     words.sum().backward()
     assert again == ["copy"], "a part that is repeated in a backward pass"
-    zero_epochs.end(optimizer)
-    assert not hasattr(offload, "ds_zipccl_epochs") and not inner._forward_hooks and not model._forward_hooks
+    zero_versions.end(optimizer)
+    assert not hasattr(offload, "ds_zipccl_versions") and not inner._forward_hooks and not model._forward_hooks
 
 
 def test_a_save_agrees_once(ranks: Ranks, kept: list[Any]) -> None:
     optimizer = DeepSpeedZeroOptimizer_Stage3()
     starts(optimizer, kept)
     one, two = (param.ds_zipccl_kept for param in kept[:2])
-    with zero_epochs.saving(optimizer), zero_epochs.saving(None):
+    with zero_versions.saving(optimizer), zero_versions.saving(None):
         assert one.filled and two.filled
         one.settle(), two.settle()
         GatheredParameters(kept).__enter__()
@@ -393,7 +393,7 @@ def test_a_later_engine_of_a_module_begins_anew(ranks: Ranks, kept: list[Any]) -
     starts(first, kept)
     before = kept[0].ds_zipccl_kept
     starts(second, kept)
-    zero_epochs.end(first)
+    zero_versions.end(first)
     assert kept[0].ds_zipccl_kept is not before and kept[0].ds_zipccl_kept.settled
     Init()._convert_to_deepspeed_param(kept[0])
-    assert zero_epochs.parts_of(kept[:1], torch.bfloat16) == ()
+    assert zero_versions.parts_of(kept[:1], torch.bfloat16) == ()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines import BATCH, CONTEXT, SOURCES, VOCABULARY, Lab, Model, bits, rank_program
-from programs import launch, reference
+from programs import launch, plain_and_coded
 from tiers import mostly_full
 
 from ds_zipccl.comm import CommError, topology
@@ -67,12 +67,16 @@ def ends(lab: Lab, phase: str, *misses: str, agreements: int | None = None) -> N
     lab.phases[-1] |= {"sent": sent, "messages": messages, "agreements": agreements}
 
 
+def train(lab: Lab, engine: Any, steps: int, *phase: str, agreements: int | None = None) -> None:
+    """Take steps, and end a phase."""
+    lab.train(engine, steps)
+    ends(lab, *phase, agreements=agreements)
+
+
 def plain(lab: Lab, make: Callable[[], Model] = Frozen, **more: Any) -> None:
     engine = start(lab, make, **more)
-    lab.train(engine, 1)
-    ends(lab, "first", "nothing was gathered there")
-    lab.train(engine, 3)
-    ends(lab, "later", agreements=3 * 2)
+    train(lab, engine, 1, "first", "nothing was gathered there")
+    train(lab, engine, 3, "later", agreements=3 * 2)
 
 
 def edited(lab: Lab) -> None:
@@ -81,20 +85,16 @@ def edited(lab: Lab) -> None:
 
     engine = start(lab)
     weights = [layer.weight for layer in engine.module.layers]
-    lab.train(engine, 2)
-    ends(lab, "before", "nothing was gathered there")
+    train(lab, engine, 2, "before", "nothing was gathered there")
     if lab.rank == 1:
         weights[1].ds_tensor.data[-3:] = 1.5
-    lab.train(engine)
-    ends(lab, "by data", MISS)
+    train(lab, engine, 1, "by data", MISS)
     if lab.rank == 0:
         with torch.no_grad():
             weights[0].ds_tensor.copy_(0.5 * weights[0].ds_tensor)
     weights[2].ds_tensor.data = weights[2].ds_tensor.data.clone().mul_(-1)
-    lab.train(engine)
-    ends(lab, "by copy", MISS)
-    lab.train(engine)
-    ends(lab, "again")
+    train(lab, engine, 1, "by copy", MISS)
+    train(lab, engine, 1, "again")
     for sign in (1, -1):  # an adapter is merged, used and unmerged
         with deepspeed.zero.GatheredParameters(weights, modifier_rank=0):
             if lab.rank == 0:
@@ -102,12 +102,10 @@ def edited(lab: Lab) -> None:
                     weight.data.add_(sign * torch.eye(len(weight), dtype=weight.dtype))
         lab.train(engine)
         evaluate(lab, engine, 1)
-    lab.train(engine)
-    ends(lab, "merged", "sends")
+    train(lab, engine, 1, "merged", "sends")
     with deepspeed.zero.GatheredParameters(weights):
         lab.losses.append(str(sum(weight.double().sum().item() for weight in weights)))
-    lab.train(engine)
-    ends(lab, "read")
+    train(lab, engine, 1, "read")
 
 
 def evaluate(lab: Lab, engine: Any, batches: int, trains: bool = False, mode: Any = torch.no_grad) -> None:
@@ -147,8 +145,7 @@ def evaluated(lab: Lab) -> None:
             words = torch.load(lab.folder / name, weights_only=True)
             lab.losses += [hashlib.sha256(one.view(torch.uint8).numpy()).hexdigest() for one in words.values()]
 
-    lab.train(engine, 3)
-    ends(lab, "before", "nothing was gathered there", "sends")
+    train(lab, engine, 3, "before", "nothing was gathered there", "sends")
     for number, (way, mode) in enumerate(WAYS.items()):
         evaluate(lab, engine, 2, *mode)
         write(number % 3, number % 2)
@@ -157,13 +154,10 @@ def evaluated(lab: Lab) -> None:
         evaluate(lab, engine, 3, *mode)
         ends(lab, f"{way}, again", "sends", agreements=3)
     write(2, 0)
-    lab.train(engine)
-    ends(lab, "a step", MISS, "sends", agreements=2 + 2)
-    lab.train(engine, 2)
-    ends(lab, "steps", "sends", agreements=2 * 2)
+    train(lab, engine, 1, "a step", MISS, "sends", agreements=2 + 2)
+    train(lab, engine, 2, "steps", "sends", agreements=2 * 2)
     evaluate(lab, engine, 2)
-    lab.train(engine, 2)
-    ends(lab, "evaluated between steps", "sends", agreements=2 + 2 * 2)
+    train(lab, engine, 2, "evaluated between steps", "sends", agreements=2 + 2 * 2)
     save("first")
     ends(lab, "saved", "sends", agreements=1)
     lab.train(engine)
@@ -188,15 +182,12 @@ def checkpoint(lab: Lab) -> None:
     with deepspeed.zero.GatheredParameters(list(engine.module.layers.parameters()), modifier_rank=0):
         if lab.rank == 0:
             engine.module.layers[1].weight.data.zero_()
-    lab.train(engine, 2)
-    ends(lab, "changed", "nothing was gathered there", "sends")
+    train(lab, engine, 2, "changed", "nothing was gathered there", "sends")
     engine.load_checkpoint(lab.folder / "saved", tag="two")
-    lab.train(engine, 2)
-    ends(lab, "loaded", "sends")
+    train(lab, engine, 2, "loaded", "sends")
     other = start(lab, seed=2)
     other.load_checkpoint(lab.folder / "saved", tag="two")
-    lab.train(other, 2)
-    ends(lab, "resumed in a new engine", "nothing was gathered there", "sends")
+    train(lab, other, 2, "resumed in a new engine", "nothing was gathered there", "sends")
 
 
 def several_engines(lab: Lab) -> None:
@@ -211,8 +202,7 @@ def several_engines(lab: Lab) -> None:
     module.layers.requires_grad_(True)
     third = start(lab, lambda: module)
     lab.train(third, 3)
-    lab.train(second)
-    ends(lab, "unfrozen", "sends")
+    train(lab, second, 1, "unfrozen", "sends")
 
 
 CASES: dict[str, Callable[[Lab], None]] = {
@@ -263,21 +253,17 @@ def written(lab: Lab) -> None:
 def swapped(lab: Lab) -> None:
     """A base has another version on one rank, and two bases have each other's words."""
     engine = start(lab)
-    lab.train(engine, 2)
-    ends(lab, "before", "nothing was gathered there")
+    train(lab, engine, 2, "before", "nothing was gathered there")
     slots = [gathers.slot_of(layer.weight) for layer in engine.module.layers]
     if lab.rank == 1 and slots[0] is not None:
         slots[0].version += 1
-    lab.train(engine)
-    ends(lab, "version", VERSION)
+    train(lab, engine, 1, "version", VERSION)
     if lab.rank == 1 and slots[1] is not None and slots[2] is not None:
         words = slots[1].memory.clone()
         slots[1].memory.copy_(slots[2].memory)
         slots[2].memory.copy_(words)
-    lab.train(engine)
-    ends(lab, "contents", MISS)
-    lab.train(engine)
-    ends(lab, "after")
+    train(lab, engine, 1, "contents", MISS)
+    train(lab, engine, 1, "after")
 
 
 PROGRAMS = CASES | {"hpz": HPZ, "hpz by node": by_node, "written": written, "swapped": swapped}
@@ -303,9 +289,7 @@ GROUPS = {
 @pytest.mark.parametrize("name", mostly_full(GROUPS, ["auto"], "more settings, more events"))
 def test_frozen_parameters_change_no_bit_and_send_nothing(tmp_path: Any, name: str) -> None:
     run, cases = GROUPS[name]
-    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
-    coded = launch(__file__, 2, tmp_path / "coded", *cases, DS_ZIPCCL=section(run))
-    wanted = reference(__file__, 2, tmp_path / "plain", *cases, sources=SOURCES)
+    wanted, coded = plain_and_coded(__file__, 2, tmp_path, *cases, sources=SOURCES, DS_ZIPCCL=section(run))
     for case in cases:
         assert bits(coded[case]) == bits(wanted[case]), case
         for number, phase in enumerate(coded[case][0]["phases"]) if run == "auto" else ():
@@ -328,9 +312,7 @@ def check(case: str, phase: dict[str, Any], ranks: list[dict[str, Any]]) -> None
 @pytest.mark.full(reason="four ranks")
 @pytest.mark.parametrize(("run", "cases"), [("auto", ("mixed", "hpz")), ("by node", ("hpz by node",))])
 def test_hpz(tmp_path: Any, run: str, cases: tuple[str, ...]) -> None:
-    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
-    coded = launch(__file__, 4, tmp_path / "coded", *cases, DS_ZIPCCL=section(run))
-    wanted = reference(__file__, 4, tmp_path / "plain", *cases, sources=SOURCES)
+    wanted, coded = plain_and_coded(__file__, 4, tmp_path, *cases, sources=SOURCES, DS_ZIPCCL=section(run))
     for number, rank in enumerate(coded["hpz by node"] if run == "by node" else ()):
         assert (
             rank["losses"].pop() == str([[0, 1], [2, 3]][number // 2])
@@ -349,11 +331,9 @@ def test_a_write_in_a_step_stops_all_ranks(tmp_path: Any) -> None:
 
 @pytest.mark.full(reason="tests/comm has it without engines")
 def test_swapped_bases(tmp_path: Any) -> None:
-    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
-    coded = launch(__file__, 2, tmp_path / "coded", "swapped", DS_ZIPCCL=section("all"))["swapped"]
-    wanted = reference(__file__, 2, tmp_path / "plain", "swapped", sources=SOURCES)["swapped"]
-    assert bits(coded) == bits(wanted)
-    for rank in coded:
+    wanted, coded = plain_and_coded(__file__, 2, tmp_path, "swapped", sources=SOURCES, DS_ZIPCCL=section("all"))
+    assert bits(coded["swapped"]) == bits(wanted["swapped"])
+    for rank in coded["swapped"]:
         for phase in rank["phases"]:
             assert set(phase["expected"]) <= set(phase["differences"]), phase
 

@@ -1,4 +1,4 @@
-"""Calls that always pass are counted as usual, and cost next to nothing."""
+"""Calls that always go plain are counted as usual, and cost next to nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 
 from ds_zipccl.comm.device import choice
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import passing
-from ds_zipccl.integration.job import Job
-from ds_zipccl.integration.passing import Passing
+from ds_zipccl.integration import job, moe_calls
+from ds_zipccl.integration.job import Bypass, Job
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
@@ -31,7 +30,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def group_of_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(passing, "group_size", lambda group: RANKS)
+    monkeypatch.setattr(job, "group_size", lambda group: RANKS)
     monkeypatch.setattr(choice, "never_coded", lambda op, group, device: PassReason.INSIDE_NODE)
     counters.reset()
     yield
@@ -39,23 +38,23 @@ def group_of_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     counters.reset()
 
 
-@pytest.mark.parametrize(("tensors", "job"), [("cpu", "cuda"), ("meta", "cpu")])
-def test_calls_on_other_devices_are_not_taken(tensors: str, job: str) -> None:
-    taken = Passing(lambda name, group: "dp", job)
+@pytest.mark.parametrize(("tensors", "device"), [("cpu", "cuda"), ("meta", "cpu")])
+def test_calls_on_other_devices_are_not_taken(tensors: str, device: str) -> None:
+    bypass = Bypass(lambda name, group: "dp", device)
     whole, part = (torch.zeros(numel, device=tensors) for numel in (RANKS * 10, 10))
-    assert not taken.takes("all_gather_into_tensor", (whole, part, Group()), {})
+    assert not bypass.takes("all_gather_into_tensor", (whole, part, Group()), {})
     assert not counters.rows()
 
 
 def test_calls_are_counted_as_usual() -> None:
-    taken = Passing(lambda name, group: "zero_param" if "gather" in name else "zero_grad", "cpu")
+    bypass = Bypass(lambda name, group: "zero_param" if "gather" in name else "zero_grad", "cpu")
     whole, part = torch.zeros(RANKS * 10, dtype=torch.bfloat16), torch.zeros(10, dtype=torch.bfloat16)
     group = Group()
-    assert taken.takes("all_gather_into_tensor", (whole, part, group, True), {})
-    assert taken.takes("all_gather_into_tensor", (), {"output_tensor": whole, "input_tensor": part, "group": group})
-    assert taken.takes("all_gather_into_tensor", (whole,), {"input_tensor": part})
-    assert taken.takes("reduce_scatter_tensor", (), {"output_tensor": part, "input_tensor": whole, "group": group})
-    assert taken.takes("all_to_all_single", (whole, whole.clone()), {})
+    assert bypass.takes("all_gather_into_tensor", (whole, part, group, True), {})
+    assert bypass.takes("all_gather_into_tensor", (), {"output_tensor": whole, "input_tensor": part, "group": group})
+    assert bypass.takes("all_gather_into_tensor", (whole,), {"input_tensor": part})
+    assert bypass.takes("reduce_scatter_tensor", (), {"output_tensor": part, "input_tensor": whole, "group": group})
+    assert bypass.takes("all_to_all_single", (whole, whole.clone()), {})
     rows = {row["op"]: row for row in counters.rows()}
     reason = PassReason.INSIDE_NODE.value
     for op, role, calls in (("all_gather_into_tensor", "zero_param", 3), ("reduce_scatter_tensor", "zero_grad", 1)):
@@ -69,11 +68,11 @@ def test_calls_are_counted_as_usual() -> None:
 
 
 def test_exchanges_of_experts_are_counted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = Passing(lambda name, group: "ep", "cpu")
+    bypass = Bypass(lambda name, group: "ep", "cpu")
     whole = torch.zeros(RANKS * 10)
     for kind in ("dispatch", "combine", "dispatch", ""):
-        monkeypatch.setattr(passing.moe_calls, "kind", lambda kind=kind: kind)
-        assert taken.takes("all_to_all_single", (whole, whole.clone()), {})
+        monkeypatch.setattr(moe_calls, "kind", lambda kind=kind: kind)
+        assert bypass.takes("all_to_all_single", (whole, whole.clone()), {})
     assert {row["kind"]: row["passed"] for row in counters.rows()} == {"": 1, "combine": 1, "dispatch": 2}
 
 
@@ -81,19 +80,19 @@ def test_calls_of_other_tensors_and_groups_go_the_usual_way(monkeypatch: pytest.
     coded = Group()
     reasons = {coded: None}
     monkeypatch.setattr(choice, "never_coded", lambda op, group, device: reasons.get(group, PassReason.INSIDE_NODE))
-    taken = Passing(lambda name, group: "dp", "cpu")
+    bypass = Bypass(lambda name, group: "dp", "cpu")
     for wrong in (torch.zeros(4, device="meta"), [torch.zeros(4)], None):
-        assert not taken.takes("all_gather_into_tensor", (wrong, wrong), {})
-    assert not taken.takes("all_gather_into_tensor", (), {})
-    assert not taken.takes("all_gather_into_tensor", (torch.zeros(4), torch.zeros(1), coded), {})
-    assert taken.takes("all_gather_into_tensor", (torch.zeros(4), torch.zeros(1), Group()), {})
+        assert not bypass.takes("all_gather_into_tensor", (wrong, wrong), {})
+    assert not bypass.takes("all_gather_into_tensor", (), {})
+    assert not bypass.takes("all_gather_into_tensor", (torch.zeros(4), torch.zeros(1), coded), {})
+    assert bypass.takes("all_gather_into_tensor", (torch.zeros(4), torch.zeros(1), Group()), {})
     assert sum(row["passed"] for row in counters.rows()) == 1
 
 
 def test_groups_are_forgotten_with_their_counts() -> None:
-    taken = Passing(lambda name, group: "dp", "cpu")
+    bypass = Bypass(lambda name, group: "dp", "cpu")
     group = Group()
-    assert taken.takes("all_gather_into_tensor", (torch.zeros(4), torch.zeros(1), group), {})
+    assert bypass.takes("all_gather_into_tensor", (torch.zeros(4), torch.zeros(1), group), {})
     alive = weakref.ref(group)
     del group
     counters.rows()
@@ -101,12 +100,12 @@ def test_groups_are_forgotten_with_their_counts() -> None:
     assert alive() is None
 
 
-def test_passing_costs_half_a_percent_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bypass_costs_half_a_percent_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """200 calls of a step of 100 ms, as DeepSpeed makes them, against DeepSpeed's backend; the best of many, as machines are shared."""
     from ds_zipccl.integration.backend import ZipcclBackend  # imports DeepSpeed: too slow for the collection of tests
 
     found = ZipcclBackend.__new__(ZipcclBackend)
-    found.job = Job(config=ZipcclConfig(enabled=True), passing=Passing(lambda name, group: "zero_param", "cpu"))
+    found.job = Job(config=ZipcclConfig(enabled=True), bypass=Bypass(lambda name, group: "zero_param", "cpu"))
     whole, part, group = torch.zeros(RANKS), torch.zeros(1), Group()
     given: dict[str, Any] = {"output_tensor": whole, "input_tensor": part, "group": group, "async_op": True}
     gather = ZipcclBackend.all_gather_into_tensor
@@ -163,7 +162,7 @@ def test_a_job_passes_calls_where_no_role_is_always_coded(
     settled: Any = SimpleNamespace(device="cpu")
     monkeypatch.setattr(choice, "settle", lambda config, device: settled)
     assert found._settle(ZipcclConfig(enabled=True, nccl="on", **settings)) is settled
-    assert (found.job.passing is not None) == passes
+    assert (found.job.bypass is not None) == passes
     monkeypatch.setattr(choice, "settle", lambda config, device: None)
     found.job = Job()
-    assert found._settle(ZipcclConfig(enabled=True)) is None and found.job.passing is None
+    assert found._settle(ZipcclConfig(enabled=True)) is None and found.job.bypass is None

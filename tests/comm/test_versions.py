@@ -136,7 +136,8 @@ def edited_in_a_step(rank: int, ranks: int) -> None:
 
 
 def away_between_comparisons(rank: int, ranks: int) -> None:
-    """Copies while the owner had other words stop all ranks, although the old words are back, or the epoch is over; until that is known."""
+    """Copies while the owner had other words stop all ranks, although the old words are back, or the version is over;
+    until that is known."""
     one = Rank(rank, ranks)
     one.settle()
     for ended in (False, True):
