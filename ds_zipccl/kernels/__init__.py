@@ -12,9 +12,9 @@ from typing import cast
 import torch
 
 from ds_zipccl.kernels import sums as plain_sums
-from ds_zipccl.kernels.cpp import backend as cpp
-from ds_zipccl.kernels.cuda import load as cuda
-from ds_zipccl.kernels.numba import backend as numba
+from ds_zipccl.kernels.cpp import backend as cpp_backend
+from ds_zipccl.kernels.cuda import load as cuda_load
+from ds_zipccl.kernels.numba import backend as numba_backend
 from ds_zipccl.kernels.protocol import KernelBackend, LossyBackend, RowBackend
 
 __all__ = [
@@ -41,8 +41,8 @@ class RouteUnavailable(RuntimeError):
 
 #: device type -> name -> loader, in order of preference. A loader returns a KernelBackend or raises with the reason.
 ROUTES: dict[str, dict[str, Callable[[], KernelBackend]]] = {
-    "cpu": {"native": cpp.load, "numba": numba.load},
-    "cuda": {"native": cuda.load_native, "cupy": cuda.load_cupy},
+    "cpu": {"native": cpp_backend.load, "numba": numba_backend.load},
+    "cuda": {"native": cuda_load.load_native, "cupy": cuda_load.load_cupy},
 }
 
 _loaded: dict[tuple[str, str], KernelBackend | str] = {}
@@ -87,14 +87,14 @@ def preferred(name: str, device: str) -> str:
     return name if name in ROUTES.get(device, {}) else "auto"
 
 
-def compiled(name: str, device: str) -> cpp.CppBackend | None:
+def compiled(name: str, device: str) -> cpp_backend.CppBackend | None:
     """Return the backend of that name if it is the C++ backend, which does more than a backend has to; else None.
 
     Raises:
         RouteUnavailable: as :func:`route`.
     """
     found = route(name, device)
-    return found if isinstance(found, cpp.CppBackend) else None
+    return found if isinstance(found, cpp_backend.CppBackend) else None
 
 
 def route(name: str = "auto", device: str = "cpu") -> KernelBackend:

@@ -45,7 +45,7 @@ def words(seed: int, numel: int = NUMEL) -> torch.Tensor:
 def frame_of(tensor: torch.Tensor, codec: str = "cascade") -> torch.Tensor:
     """By the readable kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ds_zipccl.kernels, "ROUTES", {"cpu": {"numba": ds_zipccl.kernels.numba.load}})
+        patch.setattr(ds_zipccl.kernels, "ROUTES", {"cpu": {"numba": ds_zipccl.kernels.numba_backend.load}})
         patch.setattr(ds_zipccl.kernels, "_loaded", {})
         return ds_zipccl.compress(tensor, codec, block=BLOCK, shaped=False, checksum=False)
 
