@@ -307,7 +307,7 @@ def test_mixtures_are_named() -> None:
 # ---- with ranks --------------------------------------------------------------------------------------------------------
 
 
-def mixed(rank: int, ranks: int) -> None:
+def mixed_dtypes_are_refused_before_anything_is_sent(rank: int, ranks: int) -> None:
     """One rank has a tensor of another dtype among those of a list: it says so, has sent nothing, and the next call finds all in step."""
     for config in (ALWAYS, AUTO):
         good, odd = torch.full((NUMEL,), float(rank)), torch.empty(NUMEL, dtype=torch.int32)
@@ -331,11 +331,7 @@ def mixed(rank: int, ranks: int) -> None:
         assert [float(place[-1]) for place in places] == [0.0, 1.0]
 
 
-def test_mixed_dtypes_are_refused_before_anything_is_sent() -> None:
-    runner.run(mixed, 2, timeout=30)
-
-
-def emptied_lists(rank: int, ranks: int) -> None:
+def a_callers_list_may_change_after_the_call(rank: int, ranks: int) -> None:
     """A caller empties its list of outputs after an asynchronous call, by plain (tried first) and by frames."""
     for config in (AUTO, ALWAYS):
         places = [torch.zeros(2, NUMEL).t() for _ in range(ranks)]
@@ -346,11 +342,7 @@ def emptied_lists(rank: int, ranks: int) -> None:
         assert [float(one.mean()) for one in outputs] == [1.0, 2.0]
 
 
-def test_a_callers_list_may_change_after_the_call() -> None:
-    runner.run(emptied_lists, 2)
-
-
-def outside(rank: int, ranks: int) -> None:
+def ranks_outside_the_group(rank: int, ranks: int) -> None:
     """A rank outside the group runs torch's own collective, not the call of DeepSpeed's backend, which some ranks cannot make."""
     group = dist.new_group([0])
     output, called = torch.zeros(NUMEL), []
@@ -358,10 +350,6 @@ def outside(rank: int, ranks: int) -> None:
         [output], [torch.ones(NUMEL)], group, config=AUTO, uncompressed_call=lambda: called.append(1)
     )
     assert len(called) == (rank == 0)
-
-
-def test_ranks_outside_the_group() -> None:
-    runner.run(outside, 2)
 
 
 def two_roles(rank: int, ranks: int) -> dict[tuple[str, str], tuple[int, dict[str, int]]]:
@@ -399,3 +387,12 @@ def test_everything_passes_under_torchs_own_comparison() -> None:
         assert len(found) == 13 and {"all_reduce", "all_gather", "reduce_to_owners", "recv" if rank else "send"} <= set(
             found
         )
+
+
+def test_programs() -> None:
+    runner.run_each(
+        2,
+        mixed_dtypes_are_refused_before_anything_is_sent,
+        a_callers_list_may_change_after_the_call,
+        ranks_outside_the_group,
+    )

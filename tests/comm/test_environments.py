@@ -293,7 +293,7 @@ def test_sums_flush_denormals_where_the_group_does(ranks: int, flushing: list[in
 # ---- traced programs and tensors without memory ------------------------------------------------------------------------
 
 
-def fake(rank: int, ranks: int) -> None:
+def fake_tensors_go_where_plain_ones_go(rank: int, ranks: int) -> None:
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode() as mode:
@@ -311,5 +311,5 @@ def fake(rank: int, ranks: int) -> None:
     assert real[0] == ranks
 
 
-def test_fake_tensors_go_where_plain_ones_go() -> None:
-    runner.run(fake, 2)
+def test_programs() -> None:
+    runner.run_each(2, fake_tensors_go_where_plain_ones_go)

@@ -288,7 +288,7 @@ def damaged_shared_copy(rank: int, ranks: int) -> None:
         one.step()
 
 
-def by_node(rank: int, ranks: int) -> None:
+def ranks_of_a_node_share_a_copy(rank: int, ranks: int) -> None:
     """Two nodes of two ranks, each of which has one copy: an edit on one rank is a miss of all, and copies are compared by hash."""
     topology.here = lambda: "left" if rank < 2 else "right"
     one = Rank(rank, ranks)
@@ -306,10 +306,6 @@ def by_node(rank: int, ranks: int) -> None:
         for _ in range(versions.AUDITS):
             one.start([0])[2].wait()
             one.step()
-
-
-def test_ranks_of_a_node_share_a_copy() -> None:
-    runner.run(by_node, 4)
 
 
 def refused(rank: int, ranks: int) -> None:
@@ -397,3 +393,7 @@ def test_words_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
     assert versions.same_words(shard.double(), row) and versions.same_words(torch.stack([row, row], 1)[:, 0], row)
     shard.view(torch.uint8)[-1] ^= 1
     assert not versions.same_words(shard, row) and not versions.same_words(shard.double(), row)
+
+
+def test_programs() -> None:
+    runner.run_each(4, ranks_of_a_node_share_a_copy)

@@ -18,7 +18,8 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from test_shared_base import FULL, SHARDS, Trainer
+from kept import FULL, SHARDS
+from test_bases import Sharded
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
@@ -153,17 +154,13 @@ def test_memory_that_cannot_be_had(failing: str, guilty: list[int], why: str) ->
         assert (why if rank in guilty else "another rank has the reason") in text
 
 
-def freed(rank: int, ranks: int) -> None:
-    trainer = Trainer(rank, ranks, "host")
+def the_memory_goes_with_its_last_slot(rank: int, ranks: int) -> None:
+    trainer = Sharded(rank, ranks, "host")
     trainer.gather(0)
     assert len(mapped(os.getpid())) == len(opened(os.getpid())) == 1
     assert not list(Path("/dev/shm").glob("*ds_zipccl*")), "no folder has its name"
     del trainer
     assert not mapped(os.getpid()) and not opened(os.getpid())
-
-
-def test_the_memory_goes_with_its_last_slot() -> None:
-    runner.run(freed, 2)
 
 
 def test_places_differ_where_processes_do_not_see_each_other() -> None:
@@ -185,7 +182,7 @@ STARTS: list[list[str]] = [[], [], ["--mount-proc"], ["--fork"]]
 def in_namespace(rank: int, folder: str) -> None:
     store, ranks = dist.FileStore(f"{folder}/store", len(STARTS)), len(STARTS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    trainer = Trainer(rank, ranks, "host")
+    trainer = Sharded(rank, ranks, "host")
     trainer.gather(0, 2)
     trainer.step()
     assert trainer.gather(0, 2) == {"": 1}
@@ -260,7 +257,7 @@ def test_the_largest_that_fit_are_chosen() -> None:
 
 def killed(rank: int, ranks: int, folder: Path) -> None:
     """Both ranks are killed, one after the other; the second one has the memory until then."""
-    trainer = Trainer(rank, ranks, "host")
+    trainer = Sharded(rank, ranks, "host")
     trainer.gather(0)
     (name,) = mapped(os.getpid())
     Path(folder, f"{rank}.txt").write_text(f"{os.getpid()} {name}")
@@ -295,7 +292,7 @@ def holds(file: Path, name: str) -> bool:
 
 def at_once(rank: int, ranks: int, folder: Path, job: int) -> set[str]:
     """One of two jobs of one program, which both have their memory before either goes on."""
-    trainer = Trainer(rank, ranks, "host")
+    trainer = Sharded(rank, ranks, "host")
     trainer.gather(0)
     Path(folder, f"{job} {rank}").touch()
     deadline = time.monotonic() + 60
@@ -314,3 +311,7 @@ def test_two_jobs_on_one_node_do_not_meet(tmp_path: Path) -> None:
         jobs = [pool.submit(runner.run, at_once, 2, tmp_path, job) for job in range(2)]
         (one, same), (other, alike) = (job.result() for job in jobs)
     assert one == same and other == alike and len(one) == len(other) == 1 and one != other
+
+
+def test_programs() -> None:
+    runner.run_each(2, the_memory_goes_with_its_last_slot)

@@ -15,9 +15,9 @@ import levels
 import pytest
 import ranks as runner
 import sums
-import test_failure
 import test_pipeline
 import test_reduce_to_owners as owners
+import test_work
 import tiers
 import torch
 import torch.distributed as dist
@@ -82,10 +82,6 @@ def test_sums_have_the_documented_order(nodes: int, each: int) -> None:
     runner.run(as_documented, nodes * each, nodes_of(nodes, each))
 
 
-def test_nodes_whose_ranks_do_not_follow_each_other() -> None:
-    runner.run(as_documented, 6, MIXED, (7, 20001))
-
-
 @pytest.mark.parametrize("nodes", [nodes_of(2, 2), MIXED])
 def test_the_same_in_pieces(nodes: Nodes) -> None:
     """A message of many fragments, whose levels and gather overlap."""
@@ -112,11 +108,6 @@ def sharing(rank: int, ranks: int, nodes: Nodes) -> None:
 @pytest.mark.parametrize("nodes", [nodes_of(2, 2), MIXED])
 def test_shared_memory(nodes: Nodes) -> None:
     assert min(runner.run(test_pipeline.in_small_pieces, sum(map(len, nodes)), sharing, (nodes,))) >= 8
-
-
-def test_large_messages() -> None:
-    """Real fragments: at least four of every shard."""
-    runner.run(as_documented, 4, nodes_of(2, 2), (4 * 70_001,))
 
 
 # ---- mistakes that these tests must see --------------------------------------------------------------------------------
@@ -288,10 +279,6 @@ def groups(rank: int, ranks: int) -> None:
     corpus.assert_same_bits(got, wanted)
 
 
-def test_groups() -> None:
-    runner.run(groups, 6)
-
-
 def whatever_is_chosen(rank: int, ranks: int) -> list[str]:
     """Under auto, with data that shrink and data that do not, all calls have the same order; the plain collective is never called."""
     nodes = nodes_of(2, 2)
@@ -350,23 +337,54 @@ def test_the_link_between_nodes_decides_what_is_tried() -> None:
 def garbage(rank: int, ranks: int, group: dist.ProcessGroup, op: str) -> None:
     levels.pretend(nodes_of(2, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_failure, "ALWAYS", replace(test_failure.ALWAYS, reduction="fp32"))
-        test_failure.garbage(rank, ranks, group, op)
+        patch.setattr(test_work, "ALWAYS", replace(test_work.ALWAYS, reduction="fp32"))
+        test_work.garbage(rank, ranks, group, op)
 
 
 @pytest.mark.parametrize("op", ["reduce_scatter_tensor", "all_reduce"])
 def test_damaged_frames_raise(tmp_path: Path, op: str) -> None:
     """Frames of rank 1, to its neighbor in the node and to the rank of its local rank in the other node."""
-    said = test_failure.survive(tmp_path, garbage, 4, op)
+    said = test_work.survive(tmp_path, garbage, 4, op)
     assert sorted(said) == [0, 1, 2, 3]
     assert "frame from global rank 1 refused: VERSION: " in said[0] and all(said[rank] for rank in (2, 3)), said
 
 
 def dying(rank: int, ranks: int, group: dist.ProcessGroup, op: str) -> None:
     levels.pretend(nodes_of(2, 2))
-    test_failure.dying(rank, ranks, group, op, FP32)
+    test_work.dying(rank, ranks, group, op, FP32)
 
 
 def test_a_rank_that_dies(tmp_path: Path) -> None:
-    said = test_failure.survive(tmp_path, dying, 4, "all_reduce")
+    said = test_work.survive(tmp_path, dying, 4, "all_reduce")
     assert sorted(said) == [0, 1, 2] and all(text.startswith("all_reduce (group ") for text in said.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (
+            4,
+            [
+                (
+                    as_documented,
+                    nodes_of(2, 2),
+                    (4 * 70001,),
+                )
+            ],
+        ),
+        (
+            6,
+            [
+                (
+                    as_documented,
+                    MIXED,
+                    (7, 20001),
+                ),
+                groups,
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_programs(ranks: int, cases: list[Any]) -> None:
+    runner.run_each(ranks, *cases)

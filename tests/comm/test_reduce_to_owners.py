@@ -120,10 +120,6 @@ def test_owners_have_the_bits_of_an_all_reduce(ranks: int) -> None:
     runner.run(as_all_reduce, ranks, sizes_for(ranks))
 
 
-def test_more_maps() -> None:
-    runner.run(as_all_reduce, 3, [37, 4099], 4)
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_same_in_pieces(ranks: int) -> None:
     sizes = [7, 1000, 20001]
@@ -210,10 +206,6 @@ def as_defined(rank: int, ranks: int) -> None:
     assert set(row["reasons"]) == {"role is never coded", "smaller than min_bytes", "not enabled", "dtype int32"}
 
 
-def test_as_defined() -> None:
-    runner.run(as_defined, 3)
-
-
 def complaints(rank: int, ranks: int) -> None:
     tensor = torch.ones(10)
     calls: dict[str, tuple[torch.Tensor, Owners]] = {
@@ -235,10 +227,6 @@ def complaints(rank: int, ranks: int) -> None:
     comm.reduce_to_owners(tensor[:0], [], config=CODED)
     comm.reduce_to_owners(tensor, [(10, (0, 1))], config=CODED)  # and the ranks still understand each other
     assert tensor.tolist() == [2.0] * 10
-
-
-def test_complaints() -> None:
-    runner.run(complaints, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -295,3 +283,25 @@ def test_what_is_promising() -> None:
     slow = cost_model.LinkProfile(points, encode=8e9, decode=8e9, add=8e9, copy=2e10, add_raw=1e10, call=1e-4)
     assert [str(plan) for plan in cost_model.prune_candidates(plans, message, slow)] == ["plain", "cascade frames"]
     assert cost_model.prune_candidates(plans, message, None) == plans
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, [complaints]),
+        (
+            3,
+            [
+                (
+                    as_all_reduce,
+                    [37, 4099],
+                    4,
+                ),
+                as_defined,
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_programs(ranks: int, cases: list[Any]) -> None:
+    runner.run_each(ranks, *cases)

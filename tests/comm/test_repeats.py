@@ -20,6 +20,7 @@ from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.repeats import memory as repeats
 from ds_zipccl.comm.host.repeats.exchange import RepeatedSegments
+from ds_zipccl.comm.host.repeats.memory import Places, RepeatMemory, Words
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
 from ds_zipccl.policy import repeat_rules
@@ -266,10 +267,6 @@ def frames_and_memory(rank: int, ranks: int) -> None:
             assert counters.memory()["messages kept for recomputations, at most"] > 1500 * 128
 
 
-def test_frames_and_memory() -> None:
-    runner.run(frames_and_memory, 2)
-
-
 def staged(rank: int, ranks: int, where: str) -> None:
     """Tensors of a device whose frames go through the host, with kernels and without. The emulated kernels are slow."""
     _stage(where)
@@ -398,3 +395,42 @@ def test_all_to_alls_go_flat() -> None:
             message = Message("all_to_all_single", torch.bfloat16, None, 4, "cpu", "gloo", "ep")
             found = candidates(message, config, exact=True, levels=True)
             assert any(one.by_node for one in found) == by_node and len(found) == count + (mode == "auto" and by_node)
+
+
+FORWARD = Words(torch.float32, "cpu")
+NBYTES = 1 << 16
+#: The hash of zeros: one for all dtypes.
+DIGEST = b"zeros" + bytes(11)
+
+
+def kept() -> RepeatMemory:
+    """A memory with one segment of zeros, sent and received."""
+    memory = RepeatMemory()
+    places = Places({1: [NBYTES // 4]}, {1: [NBYTES // 4]})
+    found = memory.open([places], FORWARD, 1 << 20, False, "all_reduce", 1.0)
+    for slots in (found.leaving, found.coming):
+        segment = found.begin(slots, 0, 1).kept
+        assert segment is not None
+        segment.add(DIGEST, NBYTES, torch.zeros(48, dtype=torch.uint8) if slots is found.coming else None)
+    found.end(drop=False)
+    return memory
+
+
+@pytest.mark.parametrize(
+    "words", [FORWARD, Words(torch.bfloat16, "cpu"), Words(torch.int32, "cpu"), Words(torch.float32, "cuda")], ids=str
+)
+def test_equal_bytes_of_other_words_are_no_repeat(words: Words) -> None:
+    memory = kept()
+    places = Places(*({1: [NBYTES // words.dtype.itemsize]} for _ in range(2)))
+    again = memory.open([places], words, 1 << 20, True, "all_reduce", 1.0)
+    same = words == FORWARD
+    assert again.like(1, NBYTES) is same
+    assert again.repeats(1, NBYTES, [DIGEST]) is same
+    assert (again.kept(1, NBYTES, [DIGEST]) is not None) is same
+    again.end(drop=True)
+    assert again.kept(1, NBYTES, [DIGEST]) is None, "an operation that has ended holds no frames"
+    assert memory.tally.nbytes == 48
+
+
+def test_programs() -> None:
+    runner.run_each(2, frames_and_memory)

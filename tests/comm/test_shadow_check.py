@@ -246,7 +246,7 @@ DAMAGES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def damaged(rank: int, ranks: int) -> None:
+def damaged_frames(rank: int, ranks: int) -> None:
     """A rank that sends nonsense: its peers name it, and every operation after that is as good as before."""
     for code, damage in DAMAGES.items():
 
@@ -275,11 +275,7 @@ def damaged(rank: int, ranks: int) -> None:
     comm.all_gather_into_tensor(output, filled(rank, 300, 1), config=SHADOWED)
 
 
-def test_damaged_frames() -> None:
-    runner.run(damaged, 3)
-
-
-def mismatched(rank: int, ranks: int) -> None:
+def mismatched_sizes(rank: int, ranks: int) -> None:
     """Ranks that disagree on a size learn it from the frame instead of reading beyond it."""
     api = shadowed(check="off")
     with pytest.raises(comm.CommError, match=r"MISMATCH: frame holds .* wanted"):
@@ -289,11 +285,7 @@ def mismatched(rank: int, ranks: int) -> None:
         api.all_to_all([torch.ones(5), torch.ones(5)], segments)
 
 
-def test_mismatched_sizes() -> None:
-    runner.run(mismatched, 2)
-
-
-def refusing(rank: int, ranks: int) -> None:
+def a_failed_rank_still_sends(rank: int, ranks: int) -> None:
     """A rank that fails owes its peers nothing: what it has posted still goes out, also to a peer that comes later."""
     if rank == 0:
 
@@ -317,5 +309,8 @@ def refusing(rank: int, ranks: int) -> None:
         corpus.assert_same_bits(output, torch.cat([filled(peer, 90000, 1) for peer in range(ranks)]))
 
 
-def test_a_failed_rank_still_sends() -> None:
-    runner.run(refusing, 3, timeout=40)
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, [mismatched_sizes]), (3, [damaged_frames, a_failed_rank_still_sends])], ids=str
+)
+def test_programs(ranks: int, cases: list[Any]) -> None:
+    runner.run_each(ranks, *cases)

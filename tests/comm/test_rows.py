@@ -21,11 +21,11 @@ from ds_zipccl import comm, kernels
 from ds_zipccl.codecs import row_segment
 from ds_zipccl.comm.host import pipeline
 from ds_zipccl.comm.host.frames import FrameCoder
-from ds_zipccl.comm.host.rows.memory import RowMemory, RowPairs
+from ds_zipccl.comm.host.rows.memory import MapKey, RowBackoff, RowMemory, RowPairs
 from ds_zipccl.comm.host.rows.sent import SentRows
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
-from ds_zipccl.policy import wire
+from ds_zipccl.policy import row_rules, wire
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 KINDS = ("dispatch", "combine", "combine.bwd", "dispatch.bwd", "")
@@ -196,10 +196,6 @@ def collisions(rank: int, ranks: int, plant: Callable[[pytest.MonkeyPatch], None
             exchange(rank, [[rows] * ranks] * ranks, "dispatch", CODED)
 
 
-def test_hash_collisions() -> None:
-    runner.run(collisions, 2)
-
-
 @pytest.mark.full(reason="each planted mistake starts ranks of its own")
 @pytest.mark.parametrize(
     "case, arguments, plant",
@@ -249,7 +245,7 @@ def test_a_map_of_another_segment_is_seen(plant: str) -> None:
     assert max(runner.run(layers, 2, plant)) < 1.7
 
 
-def unrepeated(rank: int, ranks: int) -> None:
+def rows_that_do_not_repeat(rank: int, ranks: int) -> None:
     """No row repeats: frames as without rows, and no search in the 15 next messages of the kind."""
     searches: list[str] = []
 
@@ -288,11 +284,7 @@ def unrepeated(rank: int, ranks: int) -> None:
         assert len(searches) == 4 * (ranks - 1)
 
 
-def test_rows_that_do_not_repeat() -> None:
-    runner.run(unrepeated, 3)
-
-
-def switched_off(rank: int, ranks: int) -> None:
+def rows_off(rank: int, ranks: int) -> None:
     """Other roles and ``rows: off`` send the frames of other roles; tensors without rows, and raw frames, have no row frames."""
     rows = [[rows_like(800, 256, torch.bfloat16, a, 100) for _ in range(ranks)] for a in range(ranks)]
     source = torch.cat(rows[rank])
@@ -316,11 +308,7 @@ def switched_off(rank: int, ranks: int) -> None:
     assert seen["sp"] == seen["off"] == seen["flat"] == seen["no width"]
 
 
-def test_rows_off() -> None:
-    runner.run(switched_off, 2)
-
-
-def blocks(rank: int, ranks: int) -> None:
+def blocks_of_a_row(rank: int, ranks: int) -> None:
     """Gradients go in blocks of one row; words that do not shrink fit the receiver's memory too."""
     for width, kind, block in (
         (256, "combine.bwd", 256),
@@ -336,10 +324,6 @@ def blocks(rank: int, ranks: int) -> None:
     dice = torch.Generator().manual_seed(3)
     noise = torch.randint(-(2**15), 2**15, (3000, 128), dtype=torch.int16, generator=dice).view(torch.bfloat16)
     exchange(rank, [[noise] * ranks] * ranks, "combine.bwd", CODED)
-
-
-def test_blocks_of_a_row() -> None:
-    runner.run(blocks, 2)
 
 
 def damaged(rank: int, ranks: int, group: dist.ProcessGroup, at: int, byte: int) -> None:
@@ -373,3 +357,48 @@ def test_damaged_row_frames(tmp_path: Path, name: str) -> None:
     at, byte, code = DAMAGED[name]
     said = survive(tmp_path, damaged, 2, at, byte)
     assert re.search(rf"frame from global rank 1 refused: ({code})", said[0]), said
+
+
+def test_backoff() -> None:
+    patient = RowBackoff(patience=2)
+    patient.note(False)
+    assert not patient.skips()
+    patient.note(True)
+    patient.note(False)
+    assert not patient.skips()
+    patient.note(False)
+    assert [patient.skips() for _ in range(16)] == [True] * 15 + [False]
+
+
+def test_memory_of_maps() -> None:
+    memory, key, other = RowMemory(), MapKey(1, 1000, 10), MapKey(2, 1000, 10)
+    maps = [RowPairs(torch.tensor([n], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)) for n in range(30)]
+    for pairs in maps:
+        memory.remember(key, pairs)
+    memory.remember(other, maps[0])
+    newest = memory.newest(key)
+    assert [int(pairs.rows) for _, pairs in newest] == list(range(29, 29 - row_rules.MAP_TRIALS, -1))
+    memory.forget(newest[0][0])
+    memory.forget(newest[0][0])
+    assert int(memory.newest(key)[0][1].rows) == 28 and len(memory.newest(other)) == 1
+    assert memory.newest(MapKey(1, 1000, 20)) == []
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_rules, "MAP_BYTES", 80)
+    memory, key = RowMemory(), MapKey(0, 100, 10)
+    pairs = RowPairs(torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
+    numbers = []
+    for _ in range(10):
+        memory.remember(key, pairs)
+        numbers.append(memory.newest(key)[0][0])
+    assert [number for number, _ in memory.newest(key)] == numbers[:-4:-1]  # 24 bytes each
+    memory.remember(key, RowPairs(*(torch.zeros(20, dtype=torch.int32),) * 2))  # more than all
+    assert memory.newest(key) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, [collisions, rows_off, blocks_of_a_row]), (3, [rows_that_do_not_repeat])], ids=str
+)
+def test_programs(ranks: int, cases: list[Any]) -> None:
+    runner.run_each(ranks, *cases)

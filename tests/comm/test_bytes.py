@@ -1,4 +1,4 @@
-"""Sends of masks and token numbers: equal tensors as hashes, bool as bits, both sides in step whatever the program does."""
+"""Tensors that are no floats: masks and token numbers in sends, as hashes and as bits, and bytes in broadcasts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import ranks as runner
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from moves import colliding
 
 from ds_zipccl import comm
+from ds_zipccl.codecs import compress
+from ds_zipccl.comm.host import byte_words
 from ds_zipccl.comm.host.p2p import known, message
 from ds_zipccl.comm.host.p2p.known import Latest
 from ds_zipccl.config import ZipcclConfig
@@ -50,7 +53,7 @@ def exchange(rank: int, tensor: torch.Tensor, config: ZipcclConfig = CODED, **mo
     return wire() - before
 
 
-def sizes(rank: int, ranks: int) -> None:
+def bytes_on_the_wire(rank: int, ranks: int) -> None:
     """Bytes on the wire of every dtype: in full, again, changed, back again; other groups, tags and sizes have their own."""
     sent = partial(exchange, rank)
     for dtype in SIDE_DTYPES:
@@ -84,10 +87,6 @@ def sizes(rank: int, ranks: int) -> None:
     assert found == (
         [32 + 240_000, KNOWN, 32 + 25000 + fragments * HEADER, KNOWN, rest, rest] if rank == 0 else [0] * 6
     ), found
-
-
-def test_bytes_on_the_wire() -> None:
-    runner.run(sizes, 2)
 
 
 def in_step(rank: int, ranks: int, seed: int) -> None:
@@ -125,7 +124,7 @@ def test_both_sides_stay_in_step(seed: int) -> None:
     runner.run(in_step, 2, seed)
 
 
-def threads(rank: int, ranks: int) -> None:
+def two_threads_on_one_channel(rank: int, ranks: int) -> None:
     """Two threads send tensors of one kind on one channel; the receiver takes them in the order of arrival. Posting is slow, so that a
     thread without a lock would look at what it remembers while the other one posts."""
     post = message.Outgoing._post_first
@@ -154,10 +153,6 @@ def threads(rank: int, ranks: int) -> None:
         seen.append(torch.equal(got, first))
         assert seen[-1] or torch.equal(got, second)
     assert sum(seen) == 40
-
-
-def test_two_threads_on_one_channel() -> None:
-    runner.run(threads, 2)
 
 
 def apart(rank: int, ranks: int) -> str:
@@ -221,7 +216,7 @@ def test_known_frames_without_a_copy_are_refused() -> None:
     assert said.count("frame from global rank 0 refused") == 2, said
 
 
-def made_to_collide(rank: int, ranks: int) -> None:
+def tokens_that_were_made_to_collide(rank: int, ranks: int) -> None:
     """Two batches of tokens whose hashes without a key are equal: the second one arrives, and not the first one again."""
     for tokens in colliding(40_000):
         if rank:
@@ -232,5 +227,106 @@ def made_to_collide(rank: int, ranks: int) -> None:
             comm.send(tokens, 1, config=CODED)
 
 
-def test_tokens_that_were_made_to_collide() -> None:
-    runner.run(made_to_collide, 2)
+#: Fragments of 128 KiB.
+PIECES = ZipcclConfig(enabled=True, mode="always", min_bytes=0, staging_mib=1)
+AUTO_PIECES = replace(PIECES, mode="auto")
+#: Content of the bytes -> least ratio.
+CONTENTS = {"bfloat16": 1.4, "float16": 1.1, "float32": 1.15, "random": 0.99, "zeros": 50.0, "numbers": 0.99}
+
+
+def content(kind: str, nbytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(nbytes)
+    numel = nbytes // 2 + 8
+    if kind == "random":
+        return torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
+    if kind == "zeros":
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    if kind == "numbers":
+        return torch.randint(0, 1 << 62, (numel,), generator=generator).view(torch.uint8)[:nbytes]
+    values = (torch.randn(numel, generator=generator) * 0.02).to(getattr(torch, kind))
+    return values.view(torch.uint8)[:nbytes].clone()
+
+
+def broadcasts(rank: int, ranks: int) -> None:
+    for kind, least in CONTENTS.items():
+        for nbytes in (0, 1, 5000, 300_002, 600_004, 300_001):
+            for offset in (0, 2, 1) if nbytes == 600_004 else (0,):
+                want = content(kind, nbytes)
+                here = offset if rank == 0 else 3 * offset % 4  # every rank has its own address
+                tensor = torch.zeros(nbytes + 8, dtype=torch.uint8)[here : here + nbytes]
+                if rank == 0:
+                    tensor.copy_(want)
+                counters.reset()
+                comm.broadcast(tensor, 0, config=PIECES)
+                assert torch.equal(tensor, want), (kind, nbytes, offset)
+                if rank == 0 and nbytes in (5000, 600_004):
+                    (row,) = counters.rows()
+                    assert row["ratio"] >= least, (kind, nbytes, row["ratio"])
+    counters.reset()
+    tensor = content("bfloat16", 300_000)
+    comm.broadcast(tensor, 0, config=replace(PIECES, codec="raw"))
+    (row,) = counters.rows()
+    assert rank != 0 or row["ratio"] < 1
+    for _ in range(15):
+        tensor = content("bfloat16", 300_000) if rank == 0 else torch.zeros(300_000, dtype=torch.uint8)
+        handle = comm.broadcast(tensor, 0, async_op=True, config=AUTO_PIECES)
+        if handle is not None:
+            handle.wait()
+        assert torch.equal(tensor, content("bfloat16", 300_000))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full(reason="as with two ranks"))])
+def test_bytes_arrive(ranks: int) -> None:
+    runner.run(broadcasts, ranks)
+
+
+def refused_words(rank: int, ranks: int, what: str) -> str:
+    """The root sends a frame of words that does not fit: of too few bytes, or damaged."""
+    tensor = content("bfloat16", 300_001 if what == "odd" else 300_000)
+
+    def wrong(self: byte_words.ByteCoder, flat: torch.Tensor, *more: object) -> torch.Tensor:
+        words = flat[:300_000].view(torch.bfloat16)
+        frame = compress(words[:-1] if what == "size" else words, shaped=False, checksum=False)
+        if what == "damage":
+            frame[40:60] = 255
+        return frame
+
+    if rank == 0:
+        byte_words.ByteCoder.compress = wrong  # type: ignore[method-assign]
+    try:
+        comm.broadcast(tensor, 0, config=replace(PIECES, staging_mib=64))
+    except comm.CommError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["size", "damage", "odd"])
+def test_wrong_frames_are_refused(what: str) -> None:
+    _, said = runner.run(refused_words, 2, what)
+    assert "frame from global rank 0 refused" in said, said
+
+
+def no_frame_is_larger_than_that_of_the_bytes(rank: int, ranks: int) -> None:
+    """A sample that shrinks a little, in the middle of bytes that do not: the frame of words is larger than the receiver's buffer."""
+    nbytes = 1 << 20
+    tensor = content("random", nbytes)
+    middle = (nbytes - byte_words.SAMPLE_BYTES) // 2
+    tensor[middle + 4096 : middle + 8192] = content("bfloat16", 4096)
+    words = compress(tensor.view(torch.bfloat16), shaped=False, checksum=False)
+    assert words.numel() > nbytes + 32, "the data of this test"
+    want = tensor.clone()
+    if rank != 0:
+        tensor.zero_()
+    comm.broadcast(tensor, 0, config=replace(PIECES, staging_mib=64))
+    assert torch.equal(tensor, want)
+    assert rank != 0 or counters.rows()[0]["wire_bytes"] == nbytes + 32
+
+
+def test_programs() -> None:
+    runner.run_each(
+        2,
+        bytes_on_the_wire,
+        two_threads_on_one_channel,
+        tokens_that_were_made_to_collide,
+        no_frame_is_larger_than_that_of_the_bytes,
+    )
