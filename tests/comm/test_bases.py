@@ -79,12 +79,7 @@ def steps(rank: int, ranks: int, kind: str) -> None:
     assert trainer.ratio > 100, "nothing has changed"
 
 
-@pytest.mark.parametrize("kind", corpus.SUMMED)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_steps(ranks: int, kind: str) -> None:
-    runner.run(steps, ranks, kind)
-
-
+@runner.together(3)
 def edited(rank: int, ranks: int) -> None:
     """One bit of one rank's copy of one shard: that shard goes in full, once; the others do not."""
     trainer = Trainer(rank, ranks)
@@ -96,6 +91,7 @@ def edited(rank: int, ranks: int) -> None:
         assert trainer.gather() == {"": 1}
 
 
+@runner.together(3)
 def workspace(rank: int, ranks: int) -> None:
     """Gathers of many sizes into the same memory: one copy is kept, as long as the memory lives."""
     buffer = torch.zeros(ranks * SHARD, dtype=torch.bfloat16)
@@ -107,6 +103,7 @@ def workspace(rank: int, ranks: int) -> None:
     assert "copies of the shards sent" not in counters.memory()
 
 
+@runner.together(3)
 def sometimes(rank: int, ranks: int) -> None:
     """With a base and without, the same message otherwise."""
     trainer = Trainer(rank, ranks)
@@ -117,6 +114,7 @@ def sometimes(rank: int, ranks: int) -> None:
     assert trainer.gather() == {"": 1}
 
 
+@runner.together(3)
 def loaded(rank: int, ranks: int) -> None:
     """A checkpoint on all ranks: nobody holds what was sent last. Then another rank's memory is new."""
     trainer = Trainer(rank, ranks)
@@ -133,6 +131,7 @@ def loaded(rank: int, ranks: int) -> None:
     assert kept is not None
 
 
+@runner.together(3)
 def skipped(rank: int, ranks: int) -> None:
     """A rank that changed its own shard and threw the change away."""
     trainer = Trainer(rank, ranks)
@@ -142,6 +141,7 @@ def skipped(rank: int, ranks: int) -> None:
     assert trainer.gather(moved=False) == {"": 1}
 
 
+@runner.together(3)
 def replaced(rank: int, ranks: int) -> None:
     """What was sent is remembered as long as the memory it was gathered to, which then may come back."""
     trainer = Trainer(rank, ranks)
@@ -154,30 +154,12 @@ def replaced(rank: int, ranks: int) -> None:
     assert len(sent) == 1
 
 
-@pytest.mark.parametrize(
-    "case", [edited, loaded, skipped, replaced, workspace, sometimes], ids=lambda case: case.__name__
-)
-def test_what_ranks_hold(case: Any) -> None:
-    runner.run(case, 3)
-
-
 def trusting(rank: int, ranks: int) -> None:
     negotiation._objection = lambda link, last, places: "" if last is not None else FULL
     edited(rank, ranks)
 
 
-def equal_hashes(rank: int, ranks: int) -> None:
-    negotiation.region_hash = lambda region: bytes(16)
-    edited(rank, ranks)
-
-
-@pytest.mark.parametrize("mistake", [trusting, equal_hashes], ids=lambda case: case.__name__)
-def test_a_missing_proof_is_noticed(mistake: Any) -> None:
-    """Differences against something else give other parameters: what these tests compare."""
-    with pytest.raises(runner.RankFailure):
-        runner.run(mistake, 3)
-
-
+@runner.together(2)
 def after_an_error(rank: int, ranks: int) -> None:
     """A refused frame ends the operation; the next gather assumes nothing."""
     trainer = Trainer(rank, ranks)
@@ -199,6 +181,7 @@ def after_an_error(rank: int, ranks: int) -> None:
     assert trainer.gather() == {FULL: 1}
 
 
+@runner.together(2)
 def where_there_are_none(rank: int, ranks: int) -> None:
     """Off, without a base, another operation, small shards, the raw codec: no differences."""
     whole = torch.randn(ranks * SHARD, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -350,6 +333,10 @@ class Sharded:
         return row["differences"]
 
 
+@runner.together(2, "host")
+@runner.together(2, "device")
+@runner.together(3, "host")
+@runner.together(3, "device")
 def shared_steps(rank: int, ranks: int, kind: str) -> None:
     trainer = Sharded(rank, ranks, kind)
     assert trainer.gather(0, 1, 2) == {FULL: 1}
@@ -366,12 +353,7 @@ def shared_steps(rank: int, ranks: int, kind: str) -> None:
     assert nbytes <= counters.memory()["copies of gathered parameters"] < nbytes + 64 * len(SHARDS)
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_shared_steps(ranks: int, kind: str) -> None:
-    runner.run(shared_steps, ranks, kind)
-
-
+@runner.together(4)
 def nodes_share_a_copy(rank: int, ranks: int) -> None:
     """Two nodes of two ranks: each pair has one copy, and shards may come by way of the other rank of a node."""
     topology.here = lambda: "left" if rank < 2 else "right"
@@ -391,6 +373,7 @@ def nodes_share_a_copy(rank: int, ranks: int) -> None:
     assert before != trainer.kept[0].memory[0, 0] == 1.0 + rank // 2 * 2
 
 
+@runner.together(3)
 def copy_edited(rank: int, ranks: int) -> None:
     """One bit of one rank's copy of one shard: that shard goes in full, once; the others do not."""
     trainer = Sharded(rank, ranks, "device")
@@ -403,6 +386,7 @@ def copy_edited(rank: int, ranks: int) -> None:
     assert trainer.gather(0, 2) == {"": 1}
 
 
+@runner.together(3)
 def mistaken(rank: int, ranks: int) -> None:
     """A rank takes the copy of another tensor, then one whose last gather it has missed."""
     trainer = Sharded(rank, ranks, "device")
@@ -424,6 +408,7 @@ def mistaken(rank: int, ranks: int) -> None:
     assert trainer.gather(0) == {"": 1}
 
 
+@runner.together(3)
 def together(rank: int, ranks: int) -> None:
     """Several gathers in flight, waited for in another order."""
     trainer = Sharded(rank, ranks, "host")
@@ -436,22 +421,20 @@ def together(rank: int, ranks: int) -> None:
     assert trainer.ratio > 100
 
 
-@pytest.mark.parametrize("case", [copy_edited, mistaken, together], ids=lambda case: case.__name__)
-def test_what_copies_hold(case: Any) -> None:
-    runner.run(case, 3)
-
-
-def equal_hashes_of_copies(rank: int, ranks: int) -> None:
+def equal_hashes(rank: int, ranks: int, edit: Any) -> None:
     negotiation.region_hash = lambda region: bytes(16)
-    copy_edited(rank, ranks)
+    edit(rank, ranks)
 
 
-def test_a_missing_proof_of_copies() -> None:
+@pytest.mark.parametrize("mistake", [(trusting,), (equal_hashes, edited), (equal_hashes, copy_edited)])
+def test_a_missing_proof_is_noticed(mistake: Any) -> None:
+    """Differences against something else give other parameters: what these tests compare."""
     with pytest.raises(runner.RankFailure, match=r"torch\.equal"):
-        runner.run(equal_hashes_of_copies, 3)
+        runner.run(mistake[0], 3, *mistake[1:])
 
 
-def in_a_container(rank: int, ranks: int) -> int:
+@runner.together(3)
+def in_a_container(rank: int, ranks: int) -> None:
     """Rank 1 has the host name and the network of the others, but cannot see their processes: the size of its group of sharers."""
     if rank == 1:
         host_memory.place = lambda: "pid:[1] user:[1] 0"
@@ -459,13 +442,10 @@ def in_a_container(rank: int, ranks: int) -> int:
     trainer.gather(0, 2)
     trainer.step()
     assert trainer.gather(0, 2) == {"": 1}
-    return len(trainer.kept[0].node_ranks)
+    assert len(trainer.kept[0].node_ranks) == (1 if rank == 1 else 2)
 
 
-def test_containers_of_one_host_have_copies_of_their_own() -> None:
-    assert runner.run(in_a_container, 3) == [2, 1, 2]
-
-
+@runner.together(2)
 def nobody_waits_for_who_has_failed(rank: int, ranks: int) -> None:
     """A rank that refuses a frame goes on to other things; the others of its node do not wait for it, and nobody counts on the copy."""
     trainer = Sharded(rank, ranks, "host")
@@ -484,8 +464,9 @@ def nobody_waits_for_who_has_failed(rank: int, ranks: int) -> None:
     assert trainer.gather(0) == {"": 1}
 
 
-def trials(rank: int, ranks: int) -> list[bool]:
-    """Of every call that was timed while differences were tried: whether it was one. Eight tensors, forward and backward."""
+@runner.together(2)
+def trials(rank: int, ranks: int) -> None:
+    """Differences are tried when there is something to differ from. Eight tensors, forward and backward."""
     config, timed = replace(CONFIG, mode="auto"), []
     start = tuner.CallTimer.start
     tuner.CallTimer.start = lambda self: (timed.append(True), start(self))
@@ -501,14 +482,10 @@ def trials(rank: int, ranks: int) -> list[bool]:
         differences = counters.rows()[0]["differences"]
         if timed and differences:
             found.append(differences == {"": 1})
-    return found
+    assert found[: tuner_rules.TRIAL_CALLS] == [True] * tuner_rules.TRIAL_CALLS
 
 
-def test_differences_are_tried_when_there_is_something_to_differ_from() -> None:
-    for found in runner.run(trials, 2):
-        assert found[: tuner_rules.TRIAL_CALLS] == [True] * tuner_rules.TRIAL_CALLS
-
-
+@runner.together(2)
 def nothing_to_keep(rank: int, ranks: int) -> None:
     assert comm.allocate_bases([], "host", dist.group.WORLD) == []
 
@@ -520,12 +497,13 @@ def storage(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return words.to(torch.uint8).view(dtype)
 
 
-def stored(rank: int, ranks: int) -> dict[str, float]:
+@runner.together(2)
+def stored(rank: int, ranks: int) -> None:
     """Gathers of integers and other words that are no floats of the format: their bytes go as differences, against a base alone.
 
     Ratios of gathers of unchanged words, and of words of which one in a hundred has changed.
     """
-    numel, found = 80_000, {}
+    numel, least = 80_000, {"first": 0.99, "unchanged": 200, "changed": 20}
     for dtype in admission.DELTA_DTYPES:
         shards = torch.stack([storage(numel, dtype, 7 + shard) for shard in range(ranks)])
         (slot,) = comm.allocate_bases([(numel, dtype)], "host", dist.group.WORLD)
@@ -544,17 +522,10 @@ def stored(rank: int, ranks: int) -> dict[str, float]:
                 assert row["reasons"] == {f"dtype {name}": 1} and not row["calls"]
                 continue
             assert row["differences"] == {FULL if kind == "first" else "": 1} and not row["reasons"]
-            found[f"{name} {kind}"] = row["ratio"]
-    return found
+            assert row["ratio"] > least[kind], (dtype, kind)
 
 
-def test_every_dtype_that_gloo_takes() -> None:
-    for found in runner.run(stored, 2):
-        for name, ratio in found.items():
-            least = {"first": 0.99, "unchanged": 200, "changed": 20}[name.split()[1]]
-            assert ratio > least, found
-
-
+@runner.together(2)
 def differences_of_integers_compete(rank: int, ranks: int) -> None:
     """Schedules compete for integers too: the plain collective, uncoded frames and differences."""
     config = replace(CONFIG, mode="auto")
@@ -567,22 +538,10 @@ def differences_of_integers_compete(rank: int, ranks: int) -> None:
         assert torch.equal(whole, wanted)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (
-            2,
-            [
-                after_an_error,
-                where_there_are_none,
-                nobody_waits_for_who_has_failed,
-                nothing_to_keep,
-                differences_of_integers_compete,
-            ],
-        ),
-        (4, [nodes_share_a_copy]),
-    ],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+for kind in corpus.SUMMED:
+    runner.together(2, kind)(steps)
+for kind in corpus.SUMMED:
+    runner.together(3, kind)(steps)
+
+
+test_programs = runner.programs(__name__)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import corpus
 import host_waits
@@ -143,6 +142,7 @@ def test_memory_is_used_again(reduction: str) -> None:
     runner.run(steady, 3, reduction)
 
 
+@runner.together(2)
 def memory_of_frames_in_flight(rank: int, ranks: int) -> None:
     """A frame's memory is not given back before the frame is out."""
     tensor = corpus.tensor(corpus.bell(300_000, corpus.BF16, 1), corpus.BF16)
@@ -353,5 +353,4 @@ def test_nothing_overlaps_nothing() -> None:
     assert ds_zipccl.decompress(frame, out) is out
 
 
-def test_programs() -> None:
-    runner.run_each(2, memory_of_frames_in_flight)
+test_programs = runner.programs(__name__)

@@ -267,19 +267,14 @@ def test_no_more_bytes_and_fewer_messages_between_nodes(nodes: int, each: int) -
         )
 
 
-def bounded(rank: int, ranks: int, numel: int) -> float:
-    """The most memory for frames and fragments, in parts of staging_mib."""
+@runner.together(4, full="large messages; a whole trial")
+def memory_is_bounded(rank: int, ranks: int) -> None:
+    """The memory for frames and fragments is little more than staging_mib."""
     levels.pretend(nodes_of(2, 2))
     POOL.peak = 0
-    source = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    source = torch.randn(16 << 20, generator=torch.Generator().manual_seed(rank)).bfloat16()
     comm.all_to_all_single(torch.empty_like(source), source, config=replace(CODED, staging_mib=6))
-    return POOL.peak / (6 << 20)
-
-
-@pytest.mark.full(reason="large messages")
-def test_memory_is_bounded() -> None:
-    for peak in runner.run(bounded, 4, 16 << 20):
-        assert 0 < peak <= 1.2
+    assert 0 < POOL.peak / (6 << 20) <= 1.2
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------------
@@ -352,7 +347,8 @@ def test_rows_that_were_not_kept_are_noticed() -> None:
         runner.run(tokens, 4, nothing_kept, EXPERTS, timeout=30)
 
 
-def chosen(rank: int, ranks: int) -> str:
+@runner.together(4, full="large messages; a whole trial")
+def chosen(rank: int, ranks: int) -> None:
     """Every schedule is tried in mode auto, by node among them, and all bits arrive."""
     levels.pretend(nodes_of(2, 2))
     small_fragments()
@@ -360,13 +356,7 @@ def chosen(rank: int, ranks: int) -> str:
     auto = replace(CODED, mode="auto")
     for _ in range(4 * sum(tuner_rules.EXCHANGE_ROUNDS) + 8):
         exchanged(rank, ranks, 4, config=auto)
-    return render()
-
-
-@pytest.mark.full(reason="a whole trial")
-def test_by_node_competes() -> None:
-    tables = runner.run(chosen, 4)
-    assert all("cascade frames by node " in table for table in tables)
+    assert "cascade frames by node " in render()
 
 
 FP32 = replace(CODED, reduction="fp32")
@@ -443,6 +433,7 @@ def test_one_level_sends_more_than_a_ring() -> None:
     assert found["reduce_scatter_tensor"][0] > 2.2 * ring("reduce_scatter_tensor", 2, 8)
 
 
+@runner.together(4)
 def what_the_counters_say(rank: int, ranks: int) -> None:
     """The counters have all that is sent, inside nodes as well; and before coding that is as much as in one level."""
     levels.pretend(nodes_of(2, 2))
@@ -456,8 +447,9 @@ def what_the_counters_say(rank: int, ranks: int) -> None:
     assert CountingTransport.between == pytest.approx(NBYTES / 4 / 1.5, rel=0.05)
 
 
-def sums_bounded(rank: int, ranks: int) -> list[float]:
-    """The most memory for frames and sums, in parts of staging_mib."""
+@runner.together(4)
+def memory_of_sums_is_bounded(rank: int, ranks: int) -> None:
+    """Frames may be a little larger than pieces, buffers are rounded up by an eighth; sums of nodes are made beside them."""
     levels.pretend(nodes_of(2, 2))
     peaks = []
     tensor = bell(rank, 12 << 20, corpus.BF16, 0)
@@ -465,17 +457,13 @@ def sums_bounded(rank: int, ranks: int) -> list[float]:
         POOL.peak = 0
         CALLS[call](tensor, ranks, config=replace(FP32, staging_mib=6))
         peaks.append(POOL.peak / (6 << 20))
-    return peaks
+    assert all(0 < peak <= 1.4 for peak in peaks), peaks
 
 
-def test_memory_of_sums_is_bounded() -> None:
-    for peaks in runner.run(sums_bounded, 4):
-        # frames may be a little larger than pieces, buffers are rounded up by an eighth; sums of nodes are made beside them
-        assert all(0 < peak <= 1.4 for peak in peaks), peaks
-
-
-def letting_go(rank: int, ranks: int, nodes: Nodes) -> list[str]:
-    """Calls after which a tensor still has memory, which only garbage collection would free."""
+@runner.together(4, nodes_of(2, 2))
+@runner.together(4, nodes_of(1, 4))
+def memory_is_let_go(rank: int, ranks: int, nodes: Nodes) -> None:
+    """No call after which a tensor still has memory, which only garbage collection would free."""
     levels.pretend(nodes)
     gc.disable()
     kept = []
@@ -485,13 +473,7 @@ def letting_go(rank: int, ranks: int, nodes: Nodes) -> list[str]:
         call(tensor, ranks, config=FP32)
         del tensor
         kept += [name] * (not memory.expired())
-    return kept
+    assert not kept
 
 
-@pytest.mark.parametrize("nodes", [nodes_of(2, 2), nodes_of(1, 4)])
-def test_memory_is_let_go(nodes: Nodes) -> None:
-    assert runner.run(letting_go, 4, nodes) == [[]] * 4
-
-
-def test_programs() -> None:
-    runner.run_each(4, what_the_counters_say)
+test_programs = runner.programs(__name__)

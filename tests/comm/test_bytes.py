@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import ranks as runner
@@ -53,6 +52,7 @@ def exchange(rank: int, tensor: torch.Tensor, config: ZipcclConfig = CODED, **mo
     return wire() - before
 
 
+@runner.together(2)
 def bytes_on_the_wire(rank: int, ranks: int) -> None:
     """Bytes on the wire of every dtype: in full, again, changed, back again; other groups, tags and sizes have their own."""
     sent = partial(exchange, rank)
@@ -124,6 +124,7 @@ def test_both_sides_stay_in_step(seed: int) -> None:
     runner.run(in_step, 2, seed)
 
 
+@runner.together(2)
 def two_threads_on_one_channel(rank: int, ranks: int) -> None:
     """Two threads send tensors of one kind on one channel; the receiver takes them in the order of arrival. Posting is slow, so that a
     thread without a lock would look at what it remembers while the other one posts."""
@@ -155,14 +156,15 @@ def two_threads_on_one_channel(rank: int, ranks: int) -> None:
     assert sum(seen) == 40
 
 
-def apart(rank: int, ranks: int) -> str:
+@runner.together(2)
+def copies_that_differ_are_refused(rank: int, ranks: int) -> None:
     """The receiver has lost its copy, or holds another one: the hash tells."""
     mask = side(torch.bool, 40000, 1)
     exchange(rank, mask)
     if rank == 0:
         comm.send(mask, 1, config=CODED)
         comm.send(mask, 1, config=CODED)
-        return ""
+        return
     found = []
     copies = known.inbox(comm.group_state.group_state(None), 0).copies(0)
     kind = (torch.bool, 40000)
@@ -172,11 +174,7 @@ def apart(rank: int, ranks: int) -> str:
             comm.recv(torch.zeros_like(mask), 0, config=CODED)
         except comm.CommError as error:
             found.append(str(error))
-    return "; ".join(found)
-
-
-def test_copies_that_differ_are_refused() -> None:
-    _, said = runner.run(apart, 2)
+    said = "; ".join(found)
     assert said.count("frame from global rank 0 refused") == 2 and "MISMATCH" in said, said
 
 
@@ -191,7 +189,8 @@ def test_the_oldest_kind_is_dropped() -> None:
     assert [latest.get(kind) for kind in kinds] == [None, 5, None], "a tensor sent again is the latest"
 
 
-def damaged(rank: int, ranks: int) -> str:
+@runner.together(2)
+def known_frames_without_a_copy_are_refused(rank: int, ranks: int) -> None:
     """A known frame that nobody may send: of floats, or for a tag that remembers nothing."""
     from ds_zipccl import codecs
     from ds_zipccl.comm.transport.protocol import TagRange
@@ -208,14 +207,10 @@ def damaged(rank: int, ranks: int) -> str:
             comm.recv(tensor, 0, None, tag, config=CODED)
         except comm.CommError as error:
             found.append(str(error))
-    return "; ".join(found)
+    assert "; ".join(found).count("frame from global rank 0 refused") == (2 if rank else 0), found
 
 
-def test_known_frames_without_a_copy_are_refused() -> None:
-    _, said = runner.run(damaged, 2)
-    assert said.count("frame from global rank 0 refused") == 2, said
-
-
+@runner.together(2)
 def tokens_that_were_made_to_collide(rank: int, ranks: int) -> None:
     """Two batches of tokens whose hashes without a key are equal: the second one arrives, and not the first one again."""
     for tokens in colliding(40_000):
@@ -280,7 +275,7 @@ def test_bytes_arrive(ranks: int) -> None:
     runner.run(broadcasts, ranks)
 
 
-def refused_words(rank: int, ranks: int, what: str) -> str:
+def wrong_frames_are_refused(rank: int, ranks: int, what: str) -> None:
     """The root sends a frame of words that does not fit: of too few bytes, or damaged."""
     tensor = content("bfloat16", 300_001 if what == "odd" else 300_000)
 
@@ -293,19 +288,13 @@ def refused_words(rank: int, ranks: int, what: str) -> str:
 
     if rank == 0:
         byte_words.ByteCoder.compress = wrong  # type: ignore[method-assign]
-    try:
         comm.broadcast(tensor, 0, config=replace(PIECES, staging_mib=64))
-    except comm.CommError as error:
-        return str(error)
-    return ""
+        return
+    with pytest.raises(comm.CommError, match="frame from global rank 0 refused"):
+        comm.broadcast(tensor, 0, config=replace(PIECES, staging_mib=64))
 
 
-@pytest.mark.parametrize("what", ["size", "damage", "odd"])
-def test_wrong_frames_are_refused(what: str) -> None:
-    _, said = runner.run(refused_words, 2, what)
-    assert "frame from global rank 0 refused" in said, said
-
-
+@runner.together(2)
 def no_frame_is_larger_than_that_of_the_bytes(rank: int, ranks: int) -> None:
     """A sample that shrinks a little, in the middle of bytes that do not: the frame of words is larger than the receiver's buffer."""
     nbytes = 1 << 20
@@ -322,11 +311,8 @@ def no_frame_is_larger_than_that_of_the_bytes(rank: int, ranks: int) -> None:
     assert rank != 0 or counters.rows()[0]["wire_bytes"] == nbytes + 32
 
 
-def test_programs() -> None:
-    runner.run_each(
-        2,
-        bytes_on_the_wire,
-        two_threads_on_one_channel,
-        tokens_that_were_made_to_collide,
-        no_frame_is_larger_than_that_of_the_bytes,
-    )
+for what in ("size", "damage", "odd"):
+    runner.together(2, what)(wrong_frames_are_refused)
+
+
+test_programs = runner.programs(__name__)

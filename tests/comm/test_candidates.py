@@ -167,6 +167,7 @@ def test_the_table_shows_choices() -> None:
     assert "plain " in lines[0] and "uncoded frames " in lines[0] and "cascade frames " in lines[0]
 
 
+@runner.together(2)
 def opposite_orders(rank: int, ranks: int) -> None:
     """Nobody waits in a circle where ranks start operations of two groups in opposite orders."""
     groups = [dist.new_group(list(range(ranks))) for _ in range(2)]
@@ -213,6 +214,7 @@ def test_incompressible_data() -> None:
         assert all(ratio > 1.4 for ratio in ratios[-20:])
 
 
+@runner.together(3)
 def every_operation(rank: int, ranks: int) -> None:
     """Every operation under auto, sizes and dtypes mixed, bits against the plain one."""
     choice = random.Random(7)
@@ -291,6 +293,7 @@ def test_gathers_by_node(ranks: int, nodes: int) -> None:
         assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each
 
 
+@runner.together(4)
 def differences_by_node(rank: int, ranks: int) -> None:
     """Differences are handed on as they are."""
     group_state(None).nodes = [[0, 1], [2, 3]]
@@ -360,6 +363,7 @@ def test_a_profile_is_of_one_device_and_backend() -> None:
     assert runner.run(profile_of_each, 2) == [[True, False, True, False, False, False]] * 2
 
 
+@runner.together(2)
 def groups_and_tensors_are_let_go(rank: int, ranks: int) -> None:
     """What is remembered of a group keeps neither the group nor tensors alive."""
     group = dist.new_group(list(range(ranks)))
@@ -535,6 +539,7 @@ def called(group: dist.ProcessGroup, later: bool) -> Any:
     return comm.all_to_all_single(out, torch.ones_like(out), rows, rows, group, later, config=AUTO)
 
 
+@runner.together(2)
 def ahead(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
     """Rank 0 runs three asynchronous calls ahead of rank 1, which first needs a message of rank 0: after every number of blocking calls."""
     if plant is not None:
@@ -571,10 +576,4 @@ def test_times_sent_too_late_are_noticed() -> None:
         runner.run(ahead, 2, told_late, timeout=6)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [(2, [opposite_orders, groups_and_tensors_are_let_go, ahead]), (3, [every_operation]), (4, [differences_by_node])],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

@@ -307,6 +307,7 @@ def test_mixtures_are_named() -> None:
 # ---- with ranks --------------------------------------------------------------------------------------------------------
 
 
+@runner.together(2)
 def mixed_dtypes_are_refused_before_anything_is_sent(rank: int, ranks: int) -> None:
     """One rank has a tensor of another dtype among those of a list: it says so, has sent nothing, and the next call finds all in step."""
     for config in (ALWAYS, AUTO):
@@ -331,6 +332,7 @@ def mixed_dtypes_are_refused_before_anything_is_sent(rank: int, ranks: int) -> N
         assert [float(place[-1]) for place in places] == [0.0, 1.0]
 
 
+@runner.together(2)
 def a_callers_list_may_change_after_the_call(rank: int, ranks: int) -> None:
     """A caller empties its list of outputs after an asynchronous call, by plain (tried first) and by frames."""
     for config in (AUTO, ALWAYS):
@@ -342,6 +344,7 @@ def a_callers_list_may_change_after_the_call(rank: int, ranks: int) -> None:
         assert [float(one.mean()) for one in outputs] == [1.0, 2.0]
 
 
+@runner.together(2)
 def ranks_outside_the_group(rank: int, ranks: int) -> None:
     """A rank outside the group runs torch's own collective, not the call of DeepSpeed's backend, which some ranks cannot make."""
     group = dist.new_group([0])
@@ -352,21 +355,19 @@ def ranks_outside_the_group(rank: int, ranks: int) -> None:
     assert len(called) == (rank == 0)
 
 
-def two_roles(rank: int, ranks: int) -> dict[tuple[str, str], tuple[int, dict[str, int]]]:
+@runner.together(2)
+def two_roles(rank: int, ranks: int) -> None:
     """One message under two roles in turn, one of which is never coded."""
     config = replace(ALWAYS, roles={"ep": "never"})
     counters.reset()
     for role in ("dp", "ep", "dp", "ep"):
         comm.all_reduce(torch.ones(NUMEL), config=config, role=role)
-    return {(row["role"], row["op"]): (row["calls"], row["reasons"]) for row in counters.rows()}
+    found = {(row["role"], row["op"]): (row["calls"], row["reasons"]) for row in counters.rows()}
+    assert found == {("dp", "all_reduce"): (2, {}), ("ep", "all_reduce"): (0, {"role is never coded": 2})}
 
 
-def test_a_message_under_two_roles() -> None:
-    wanted = {("dp", "all_reduce"): (2, {}), ("ep", "all_reduce"): (0, {"role is never coded": 2})}
-    assert runner.run(two_roles, 2) == [wanted] * 2
-
-
-def compared(rank: int, ranks: int) -> dict[str, dict[str, int]]:
+@runner.together(2)
+def compared(rank: int, ranks: int) -> None:
     """Under torch's comparison of ranks, which takes messages of other numbers for a wrong program, everything passes."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     again = dist.group.WORLD
@@ -377,22 +378,10 @@ def compared(rank: int, ranks: int) -> dict[str, dict[str, int]]:
     tensor = torch.ones(NUMEL)
     comm.send(tensor, 1, config=ALWAYS) if rank == 0 else comm.recv(tensor, 0, config=ALWAYS)
     comm.reduce_to_owners(tensor, [(NUMEL, (0,))], group=dist.new_group([0, 1]), config=ALWAYS)
-    return {row["op"]: row["reasons"] for row in counters.rows() if not row["calls"]}
-
-
-def test_everything_passes_under_torchs_own_comparison() -> None:
+    found = {row["op"]: row["reasons"] for row in counters.rows() if not row["calls"]}
     reason = "no coded schedule for backend gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL yet"
-    for rank, found in enumerate(runner.run(compared, 2)):
-        assert all(reasons == {reason: 1} for reasons in found.values()), found
-        assert len(found) == 13 and {"all_reduce", "all_gather", "reduce_to_owners", "recv" if rank else "send"} <= set(
-            found
-        )
+    assert all(reasons == {reason: 1} for reasons in found.values()), found
+    assert len(found) == 13 and {"all_reduce", "all_gather", "reduce_to_owners", "recv" if rank else "send"} <= {*found}
 
 
-def test_programs() -> None:
-    runner.run_each(
-        2,
-        mixed_dtypes_are_refused_before_anything_is_sent,
-        a_callers_list_may_change_after_the_call,
-        ranks_outside_the_group,
-    )
+test_programs = runner.programs(__name__)

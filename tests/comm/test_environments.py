@@ -293,6 +293,7 @@ def test_sums_flush_denormals_where_the_group_does(ranks: int, flushing: list[in
 # ---- traced programs and tensors without memory ------------------------------------------------------------------------
 
 
+@runner.together(2)
 def fake_tensors_go_where_plain_ones_go(rank: int, ranks: int) -> None:
     from torch._subclasses import FakeTensorMode
 
@@ -311,5 +312,4 @@ def fake_tensors_go_where_plain_ones_go(rank: int, ranks: int) -> None:
     assert real[0] == ranks
 
 
-def test_programs() -> None:
-    runner.run_each(2, fake_tensors_go_where_plain_ones_go)
+test_programs = runner.programs(__name__)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
 from kept import CONFIG, FULL, MISS, OTHER, SHARDS, VERSION, Rank, refusing
-from tiers import mostly_full
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
@@ -20,6 +18,8 @@ from ds_zipccl.comm.bases import versions
 from ds_zipccl.comm.host import frames
 
 
+@runner.together(2, "host", True)
+@runner.together(3, "device", False)
 def frozen(rank: int, ranks: int, kind: str, later: bool) -> None:
     """One message for all parameters at the first gather after a step; no other one, and no frames."""
     one = Rank(rank, ranks, kind)
@@ -32,11 +32,7 @@ def frozen(rank: int, ranks: int, kind: str, later: bool) -> None:
         one.step()
 
 
-@pytest.mark.parametrize(("ranks", "kind", "later"), [(2, "host", True), (3, "device", False)])
-def test_frozen_parameters_send_nothing(ranks: int, kind: str, later: bool) -> None:
-    runner.run(frozen, ranks, kind, later)
-
-
+@runner.together(2)
 def trained(rank: int, ranks: int) -> None:
     """A parameter that steps change goes as a difference once a step, and is copied afterwards; the others are copied."""
     one = Rank(rank, ranks)
@@ -49,6 +45,7 @@ def trained(rank: int, ranks: int) -> None:
         assert one.gather(1) == ({"": 1}, 0) and one.agreements == 0
 
 
+@runner.together(2)
 def mixed(rank: int, ranks: int) -> None:
     """Parameters without a base go beside copies, in one gather; in any order, also while bases are filled."""
     one = Rank(rank, ranks)
@@ -62,6 +59,7 @@ def mixed(rank: int, ranks: int) -> None:
     assert all(handle.wait() and torch.equal(whole, wanted) for whole, wanted, handle in reversed(two))
 
 
+@runner.together(2)
 def schedules(rank: int, ranks: int) -> None:
     """Whatever the schedule of the first gather is, it fills the bases."""
     for config, dtype in (
@@ -77,11 +75,6 @@ def schedules(rank: int, ranks: int) -> None:
         for _ in range(2):
             assert one.gather(0, 1, 2) == ({"": 1}, 0)
             one.step()
-
-
-@pytest.mark.parametrize("case", [trained, mixed, schedules], ids=lambda case: case.__name__)
-def test_gathers(case: Any) -> None:
-    runner.run(case, 2)
 
 
 # ---- edits ---------------------------------------------------------------------------------------------------------
@@ -104,6 +97,7 @@ def by_a_new_tensor(one: Rank) -> None:
 EDITS: tuple[Callable[[Rank], None], ...] = (by_data, by_copy, by_a_new_tensor)
 
 
+@runner.together(2)
 def edited_between_steps(rank: int, ranks: int) -> None:
     one = Rank(rank, ranks)
     one.settle()
@@ -116,6 +110,7 @@ def edited_between_steps(rank: int, ranks: int) -> None:
         one.step()
 
 
+@runner.together(2)
 def edited_in_a_step(rank: int, ranks: int) -> None:
     """After a copy all ranks stop before the step; again and again, until the change is made known."""
     one = Rank(rank, ranks)
@@ -135,6 +130,7 @@ def edited_in_a_step(rank: int, ranks: int) -> None:
         one.step()
 
 
+@runner.together(2, full="rarer mistakes")
 def away_between_comparisons(rank: int, ranks: int) -> None:
     """Copies while the owner had other words stop all ranks, although the old words are back, or the epoch is over; until that is known."""
     one = Rank(rank, ranks)
@@ -156,6 +152,7 @@ def away_between_comparisons(rank: int, ranks: int) -> None:
         one.settle()
 
 
+@runner.together(2, full="rarer mistakes")
 def edited_without_steps(rank: int, ranks: int) -> None:
     """A program without steps looks after some copies of a base, and a program that asks for it at once."""
     one = Rank(rank, ranks)
@@ -176,6 +173,7 @@ def edited_without_steps(rank: int, ranks: int) -> None:
     assert one.gather(2)[0] == {MISS: 1, "": 1}
 
 
+@runner.together(2)
 def edited_without_checks(rank: int, ranks: int) -> None:
     """Where no step checks copies, each gather after a copy agrees anew: an edit by one rank is a miss, never an old word."""
     one = Rank(rank, ranks, copies=1)
@@ -188,6 +186,7 @@ def edited_without_checks(rank: int, ranks: int) -> None:
     assert one.gather(0) == ({"": 1}, 0) and one.agreements == 1
 
 
+@runner.together(2)
 def edited_in_evaluation(rank: int, ranks: int) -> None:
     """Where no step follows copies, an edit after them is a miss. In a step it stops all ranks, as does an edit before a copy anywhere."""
     one = Rank(rank, ranks)
@@ -218,6 +217,7 @@ def edited_in_evaluation(rank: int, ranks: int) -> None:
         one.gather(2)
 
 
+@runner.together(2, full="rarer mistakes")
 def swapped_versions(rank: int, ranks: int) -> None:
     """A base says that another gather has filled it, or is another base with the same words."""
     one = Rank(rank, ranks, "device")
@@ -232,6 +232,7 @@ def swapped_versions(rank: int, ranks: int) -> None:
     assert one.gather(0, 2)[0] == {VERSION: 1, "": 2}
 
 
+@runner.together(2)
 def swapped_contents(rank: int, ranks: int) -> None:
     """Two bases have each other's words on one rank: misses, and right bits. After a part of the words was swapped all ranks stop: a
     comparison sees one of the bases only, but a miss has all bases hashed."""
@@ -250,6 +251,7 @@ def swapped_contents(rank: int, ranks: int) -> None:
         one.start([1])
 
 
+@runner.together(2)
 def damaged_copy(rank: int, ranks: int) -> None:
     """One bit of another rank's row, on one rank: no comparison sees it, and the hash stops all ranks. A base that was not copied since it
     was filled is only filled again."""
@@ -271,6 +273,7 @@ def damaged_copy(rank: int, ranks: int) -> None:
             one.step()
 
 
+@runner.together(2, full="rarer mistakes")
 def damaged_shared_copy(rank: int, ranks: int) -> None:
     """One bit of memory that all ranks share: its owner sees it."""
     one = Rank(rank, ranks)
@@ -288,6 +291,7 @@ def damaged_shared_copy(rank: int, ranks: int) -> None:
         one.step()
 
 
+@runner.together(4)
 def ranks_of_a_node_share_a_copy(rank: int, ranks: int) -> None:
     """Two nodes of two ranks, each of which has one copy: an edit on one rank is a miss of all, and copies are compared by hash."""
     topology.here = lambda: "left" if rank < 2 else "right"
@@ -308,6 +312,7 @@ def ranks_of_a_node_share_a_copy(rank: int, ranks: int) -> None:
             one.step()
 
 
+@runner.together(2, full="rarer mistakes")
 def refused(rank: int, ranks: int) -> None:
     """A rank that refuses a frame goes on, and the next gather goes in full for all ranks."""
     one = Rank(rank, ranks)
@@ -322,37 +327,6 @@ def refused(rank: int, ranks: int) -> None:
     dist.barrier()
     assert one.gather(0)[0] == {FULL: 2}
     assert one.gather(0) == ({"": 1}, 0)
-
-
-PLANTED = {
-    case.__name__: case
-    for case in (
-        edited_between_steps,
-        edited_in_a_step,
-        away_between_comparisons,
-        edited_without_steps,
-        edited_without_checks,
-        edited_in_evaluation,
-        swapped_versions,
-        swapped_contents,
-        damaged_copy,
-        damaged_shared_copy,
-        refused,
-    )
-}
-SHORT = (
-    "edited_between_steps",
-    "edited_without_checks",
-    "edited_in_evaluation",
-    "edited_in_a_step",
-    "swapped_contents",
-    "damaged_copy",
-)
-
-
-@pytest.mark.parametrize("case", mostly_full(PLANTED, SHORT, "rarer mistakes"))
-def test_planted(case: str) -> None:
-    runner.run(PLANTED[case], 2, timeout=40)
 
 
 def unseen(rank: int, ranks: int) -> None:
@@ -395,5 +369,4 @@ def test_words_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
     assert not versions.same_words(shard, row) and not versions.same_words(shard.double(), row)
 
 
-def test_programs() -> None:
-    runner.run_each(4, ranks_of_a_node_share_a_copy)
+test_programs = runner.programs(__name__)

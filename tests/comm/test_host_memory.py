@@ -154,6 +154,7 @@ def test_memory_that_cannot_be_had(failing: str, guilty: list[int], why: str) ->
         assert (why if rank in guilty else "another rank has the reason") in text
 
 
+@runner.together(2)
 def the_memory_goes_with_its_last_slot(rank: int, ranks: int) -> None:
     trainer = Sharded(rank, ranks, "host")
     trainer.gather(0)
@@ -313,5 +314,4 @@ def test_two_jobs_on_one_node_do_not_meet(tmp_path: Path) -> None:
     assert one == same and other == alike and len(one) == len(other) == 1 and one != other
 
 
-def test_programs() -> None:
-    runner.run_each(2, the_memory_goes_with_its_last_slot)
+test_programs = runner.programs(__name__)

@@ -6,7 +6,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -93,12 +93,8 @@ def in_another_place(rank: int, ranks: int, kind: str) -> None:
         assert torch.equal(whole.view(torch.int16), wanted.view(torch.int16)), step
 
 
-@pytest.mark.parametrize("kind", ["in place", "device", "host"])
-def test_inputs_in_other_places_with_a_base(kind: str) -> None:
-    runner.run(in_another_place, 3, kind)
-
-
-def closed_to_one(rank: int, ranks: int) -> list[int]:
+@runner.together(3)
+def closed_to_one(rank: int, ranks: int) -> None:
     """A rank that fails tells every mate, also where the connection to the first is closed."""
     (kept,) = comm.allocate_bases([(NUMEL, torch.bfloat16)], "host", dist.group.WORLD)
     told: list[int] = []
@@ -119,12 +115,7 @@ def closed_to_one(rank: int, ranks: int) -> list[int]:
         "all_gather_into_tensor", dist.group.WORLD, ALWAYS, "dp", "cascade", torch.device("cpu"), with_base=True
     )
     comm.SharedBase([kept]).abandon(link)
-    assert not kept.filled
-    return told
-
-
-def test_a_closed_connection_keeps_nobody_from_being_told() -> None:
-    assert runner.run(closed_to_one, 3) == [[1], [2], [0]]
+    assert not kept.filled and told == [(rank + 1) % ranks]
 
 
 # ---- what gloo refuses -----------------------------------------------------------------------------------------------------
@@ -174,13 +165,7 @@ def every_layout(rank: int, ranks: int, name: str, later: bool) -> None:
         assert torch.equal(by_name(name, both[rank], kind, later), wanted), (step, kind)
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["blocking", "asynchronous"])
-@pytest.mark.parametrize("name", ["all_to_all_single", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor"])
-def test_every_layout_on_every_rank(name: str, later: bool) -> None:
-    runner.run(every_layout, 2, name, later, timeout=40)
-
-
-def other_shapes(rank: int, ranks: int, later: bool) -> str:
+def shapes_that_gloo_refuses(rank: int, ranks: int, later: bool) -> None:
     """gloo wants the shapes of a gather's input and output to fit, as those of MoE's gather_tokens do not. Ours want their sizes to."""
     counters.reset()
     for step in range(3 * tuner_rules.TRIAL_CALLS + tuner_rules.DELAY_CALLS[1] + 4):
@@ -192,20 +177,15 @@ def other_shapes(rank: int, ranks: int, later: bool) -> str:
         handle = comm.all_gather_into_tensor(whole, mine, async_op=later, config=AUTO)
         handle.wait() if later else None
         assert torch.equal(whole.view(-1)[rank * NUMEL :][:NUMEL], mine)
-    return render()
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["blocking", "asynchronous"])
-def test_shapes_that_gloo_refuses(later: bool) -> None:
-    for table in runner.run(other_shapes, 2, later):
-        assert "(plain " in table, "it competes all the same"
+    assert "(plain " in render(), "it competes all the same"
 
 
 # ---- failures that pile up -------------------------------------------------------------------------------------------------
 
 
-def failing(rank: int, ranks: int) -> tuple[int, int]:
-    """Frames are refused again and again: how many exchanges are kept, and bytes of frames counted as in use."""
+@runner.together(2)
+def failures_do_not_pile_up(rank: int, ranks: int) -> None:
+    """Frames are refused again and again: few exchanges are kept, and few bytes of frames are counted as in use."""
     group = dist.new_group(list(range(ranks)))
     before = POOL._used_bytes
     for _ in range(3 * pipeline.ABANDONED):
@@ -214,12 +194,8 @@ def failing(rank: int, ranks: int) -> tuple[int, int]:
         exchange_.post_recv((rank + 1) % ranks, torch.empty(1 << 16))
         del exchange_
     gc.collect()
-    return len(pipeline._abandoned), (POOL._used_bytes - before) // (4 << 16)
-
-
-def test_failures_do_not_pile_up() -> None:
-    for kept, held in runner.run(failing, 2):
-        assert kept == pipeline.ABANDONED and held in (pipeline.ABANDONED, pipeline.ABANDONED + 1)
+    held = (POOL._used_bytes - before) // (4 << 16)
+    assert len(pipeline._abandoned) == pipeline.ABANDONED and held in (pipeline.ABANDONED, pipeline.ABANDONED + 1)
 
 
 def test_a_lost_lease_is_not_counted_and_its_memory_not_used_again() -> None:
@@ -247,6 +223,7 @@ def test_choices_of_groups_that_come_and_go_are_bounded() -> None:
 # ---- handles ---------------------------------------------------------------------------------------------------------------
 
 
+@runner.together(2)
 def handles_have_all_that_torchs_have(rank: int, ranks: int) -> None:
     tensor = own(rank, 0)
     handle = comm.all_reduce(tensor, async_op=True, config=ALWAYS)
@@ -276,6 +253,7 @@ def test_a_future_has_the_error() -> None:
         handle.get_future().wait()
 
 
+@runner.together(1)
 def idle_threads_are_few(rank: int, ranks: int) -> None:
     gate = threading.Event()
     many = [operations.start("all_reduce", [], gate.wait) for _ in range(5 * operations.IDLE_THREADS)]
@@ -333,16 +311,6 @@ def one_after_another(rank: int, ranks: int, config: ZipcclConfig) -> None:
             dist.send(tensor, 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("case", "ranks"),
-    [(far_ahead_in_opposite_orders, 2), (far_ahead_of_a_sender, 2), (one_after_another, 3)],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_nobody_waits_in_a_circle(case: Callable[..., None], ranks: int, mode: str) -> None:
-    runner.run(case, ranks, MODES[mode], timeout=40)
-
-
 def once_wrong(rank: int, ranks: int, config: ZipcclConfig) -> None:
     """A rank may correct its arguments after a ValueError: nothing has been sent."""
     for step in range(12):
@@ -396,12 +364,7 @@ def coalesced(rank: int, ranks: int, config: ZipcclConfig) -> None:
         counters.reset()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", [once_wrong, both_ways, uneven_list, coalesced], ids=lambda case: case.__name__)
-def test_calls_of_all_kinds(case: Callable[..., None], mode: str) -> None:
-    runner.run(case, 2, MODES[mode], timeout=40)
-
-
+@runner.together(3)
 def inputs_in_other_places(rank: int, ranks: int) -> None:
     """The input lies in the place of another rank's output."""
     config = MODES["always"]
@@ -428,7 +391,9 @@ def inputs_in_other_places(rank: int, ranks: int) -> None:
         assert part.eq(10 * peer + rank).all()
 
 
-def undecided(rank: int, ranks: int, kind: str) -> dict[str, Any]:
+@runner.together(2, "coalesced")
+@runner.together(2, "gathers")
+def undecided(rank: int, ranks: int, kind: str) -> None:
     """An asynchronous plain collective is timed too, whatever handle torch gives for it."""
     counters.reset()
     sizes = itertools.cycle([HALF, HALF + HALF // 3, HALF + HALF // 2])
@@ -440,16 +405,12 @@ def undecided(rank: int, ranks: int, kind: str) -> dict[str, Any]:
             got = [filled(0, ranks * size), filled(0, ranks * size)]
             comm.all_gather_coalesced(got, [filled(1, size), filled(1, size)], async_op=True, config=AUTO).wait()
     (row,) = counters.rows()
-    return row["choices"]
+    choices = row["choices"]
+    assert choices and all("plain " in latest.split("(")[1] for latest, _ in choices.values()), choices
 
 
-@pytest.mark.parametrize("kind", ["coalesced", "gathers"])
-def test_handles_of_all_kinds_are_timed(kind: str) -> None:
-    for choices in runner.run(undecided, 2, kind):
-        assert choices and all("plain " in latest.split("(")[1] for latest, _ in choices.values()), choices
-
-
-def uncoded(rank: int, ranks: int) -> list[float]:
+@runner.together(2)
+def uncoded_frames_are_no_differences(rank: int, ranks: int) -> None:
     """Where there is a base, uncoded frames are still uncoded, and coded ones no differences."""
     generator = torch.Generator().manual_seed(1)
     whole, ratios = torch.randn(2 * ranks * HALF, generator=generator).bfloat16(), []
@@ -457,14 +418,9 @@ def uncoded(rank: int, ranks: int) -> list[float]:
         counters.reset()
         comm.all_gather_into_tensor(whole, whole.chunk(ranks)[rank], config=AUTO, base=comm.IN_PLACE)
         ratios.append(counters.totals()["ratio"])
-    return ratios
-
-
-def test_uncoded_frames_are_no_differences() -> None:
     calls = tuner_rules.TRIAL_CALLS
-    for ratios in runner.run(uncoded, 2):
-        assert all(0.99 < ratio <= 1 for ratio in ratios[: 2 * calls])
-        assert all(1.3 < ratio < 1.7 for ratio in ratios[2 * calls : 3 * calls]) and min(ratios[3 * calls + 1 :]) > 50
+    assert all(0.99 < ratio <= 1 for ratio in ratios[: 2 * calls])
+    assert all(1.3 < ratio < 1.7 for ratio in ratios[2 * calls : 3 * calls]) and min(ratios[3 * calls + 1 :]) > 50
 
 
 def test_tags_repeat_in_whole_operations() -> None:
@@ -488,6 +444,7 @@ def writes(module: Any, rank: int, ranks: int, more: dict[str, Any]) -> Iterator
     yield "recv", [one], lambda: module.recv(one, 0, **more) if rank else module.send(filled(1), 1, **more)
 
 
+@runner.together(2)
 def versions_of_outputs(rank: int, ranks: int) -> None:
     """Autograd is told of as many writes as by torch's collectives: a program that runs with those runs with ours."""
     counted: list[dict[str, list[int]]] = []
@@ -503,14 +460,24 @@ def versions_of_outputs(rank: int, ranks: int) -> None:
     assert not told, told
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (1, [idle_threads_are_few]),
-        (2, [handles_have_all_that_torchs_have, versions_of_outputs]),
-        (3, [inputs_in_other_places]),
-    ],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+#: Cases of two ranks in both modes.
+IN_MODES = (far_ahead_in_opposite_orders, far_ahead_of_a_sender, once_wrong, both_ways, uneven_list, coalesced)
+LAID = ("all_to_all_single", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor")
+BOTH = (False, True)
+
+
+for case in IN_MODES:
+    for config in MODES.values():
+        runner.together(2, config)(case)
+for name in LAID:
+    for later in BOTH:
+        runner.together(2, name, later)(every_layout)
+for later in BOTH:
+    runner.together(2, later)(shapes_that_gloo_refuses)
+for kind in ("in place", "device", "host"):
+    runner.together(3, kind)(in_another_place)
+for config in MODES.values():
+    runner.together(3, config)(one_after_another)
+
+
+test_programs = runner.programs(__name__)

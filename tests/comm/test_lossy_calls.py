@@ -15,7 +15,6 @@ import levels
 import lossy_calls
 import pytest
 import ranks as runner
-import test_lossy_errors
 import torch
 import torch.distributed as dist
 from lossy_calls import CODECS, EVERYTHING, api, normal, same, with_specials
@@ -23,14 +22,12 @@ from sums import CODED
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import compress, decompress, decompress_add, project
-from ds_zipccl.comm import reduction_order, request
-from ds_zipccl.comm.group_state import GroupState, group_state
-from ds_zipccl.comm.host import exchange_by_node, frames, gather_by_node, pipeline
+from ds_zipccl.comm import request
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.host import exchange_by_node, gather_by_node
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
-from ds_zipccl.comm.lossy import frames as lossy_frames
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.lossy.squared_error import squares_of
-from ds_zipccl.comm.ops import all_reduce
 from ds_zipccl.comm.transport.gloo import GlooTransport
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration.lossy.pipeline import _Link
@@ -76,6 +73,7 @@ def test_results_are_those_of_the_definition(ranks: int) -> None:
     runner.run(by_definition, ranks)
 
 
+@runner.together(2, full="large messages")
 def any_way_gives_the_same(rank: int, ranks: int) -> None:
     """Large messages of several fragments."""
     for seed, (codec, call) in enumerate(itertools.product(CODECS, EVERYTHING)):
@@ -320,68 +318,7 @@ def test_squares_are_those_of_the_finite_words(dtype: torch.dtype, route: str) -
     assert squares_of(words[:0], values[:0], route) == (0.0, 0.0)
 
 
-def exact_owner() -> None:
-    """The owner keeps its exact sum."""
-    compress = frames.FrameCoder.compress
-
-    def without_place(self: Any, flat: torch.Tensor, buffers: Any, base: Any = None, own_place: Any = None) -> Any:
-        return compress(self, flat, buffers, base)
-
-    frames.FrameCoder.compress = without_place  # type: ignore[method-assign]
-
-
-def own_part_too() -> None:
-    """The owner rounds its own part too."""
-    make = pipeline.Received.__init__
-
-    def rounded(self: Any, rank: int, exchange: Any, own: torch.Tensor) -> None:
-        make(self, rank, exchange, project(own, Round(3)))
-
-    pipeline.Received.__init__ = rounded  # type: ignore[method-assign]
-
-
-def requantised_ring() -> None:
-    """The sum is rounded again at each hop of a ring."""
-
-    def ring(contributions: Any, ranks: Any, total: torch.Tensor, buffer: torch.Tensor, flushes: Any) -> None:
-        own = contributions.rank
-        total.zero_()
-        for rank in [*(rank for rank in ranks if rank != own), own]:
-            contributions.add(rank, total)
-            if rank != own:
-                project(total, Round(3), out=total)
-
-    reduction_order._add_in_order = ring
-
-
-def nan_to_zero() -> None:
-    """Values that are not finite become zero."""
-
-    def finite(good: Callable[..., Any]) -> Callable[..., Any]:
-        def without(flat: torch.Tensor, *more: Any, **settings: Any) -> Any:
-            return good(flat.nan_to_num(0.0, 0.0, 0.0), *more, **settings)
-
-        return without
-
-    lossy_frames.compress, lossy_frames.project = finite(lossy_frames.compress), finite(lossy_frames.project)
-
-
-def exact_raw_frames() -> None:
-    """Raw frames carry the values as they are."""
-    lossy_frames.project = lambda flat, codec, *, out, route: out.copy_(flat)
-
-
-def one_backoff() -> None:
-    """Lossless frames depend on how well lossy ones shrink."""
-    backoff = GroupState.backoff
-    GroupState.backoff = lambda self, op, role, lossy: backoff(self, op, role, False)  # type: ignore[method-assign]
-
-
-def unannounced_call() -> None:
-    """A call that names no codec is lossy."""
-    all_reduce.lossy_here = lambda lossy, *more: lossy or Round(1)  # type: ignore[assignment]
-
-
+@runner.together(2)
 def unnamed_calls_are_exact(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
     """A user's own sum is exact beside a lossy one of the same role and size."""
     if plant is not None:
@@ -393,50 +330,6 @@ def unnamed_calls_are_exact(rank: int, ranks: int, plant: Callable[[], None] | N
         found = mine.clone()
         comm.all_reduce(found, config=CODED, role="tp", lossy=lossy)
         assert torch.equal(found, total) == (lossy is None), f"lossy={lossy}"
-
-
-#: A mistake, the check that must notice, and the words of its complaint. The checks are tests by themselves, without a mistake.
-PLANTS: dict[str, tuple[Callable[[], None], Callable[[Any], Any], str]] = {
-    "the owner keeps its exact sum": (
-        exact_owner,
-        lambda plant: runner.run(test_lossy_errors.replicas, 3, plant),
-        "words differ",
-    ),
-    "the owner rounds its own part too": (
-        own_part_too,
-        lambda plant: test_lossy_errors.check_errors(2, Round(3), plant),
-        "error 0.0",
-    ),
-    "a ring that rounds at every hop": (
-        requantised_ring,
-        lambda plant: test_lossy_errors.check_errors(3, Round(3), plant),
-        "error 0.0",
-    ),
-    "NaN becomes zero": (
-        nan_to_zero,
-        lambda plant: runner.run(test_lossy_errors.not_finite, 3, plant),
-        "AssertionError: round",
-    ),
-    "raw frames with exact values": (
-        exact_raw_frames,
-        lambda plant: runner.run(by_definition, 2, plant),
-        "words differ",
-    ),
-    "one backoff for all frames": (one_backoff, check_neighbours, "frames of lossless calls differ"),
-    "a call that was not announced": (
-        unannounced_call,
-        lambda plant: runner.run(unnamed_calls_are_exact, 2, plant),
-        "AssertionError: lossy=None",
-    ),
-}
-
-
-@pytest.mark.full(reason="the tests themselves are in the short tier")
-@pytest.mark.parametrize("name", PLANTS)
-def test_a_mistake_is_seen(name: str) -> None:
-    plant, check, complaint = PLANTS[name]
-    with pytest.raises(AssertionError, match=complaint):
-        check(plant)
 
 
 #: A link that no codec can beat.
@@ -456,6 +349,7 @@ def passed_on(config: ZipcclConfig, mine: torch.Tensor, rank: int, later: bool, 
     return got
 
 
+@runner.together(2)
 def sends(rank: int, ranks: int) -> None:
     ways: list[dict[str, Any]] = [{}, {"codec": "raw"}, {"staging_mib": 1}, {"check": "shadow"}, {"mode": "auto"}]
     sizes = (1500, 60_000, 900_000)
@@ -486,6 +380,7 @@ def sends(rank: int, ranks: int) -> None:
     assert any("link faster than coding" in row["reasons"] for row in counters.rows())
 
 
+@runner.together(4, full="four ranks")
 def several_nodes(rank: int, ranks: int) -> list[str]:
     """Two nodes of two ranks. Gathers go by node; exchanges do where each value is rounded by itself; sums stay in one level."""
     used: list[str] = []
@@ -520,20 +415,11 @@ def several_nodes(rank: int, ranks: int) -> list[str]:
     return used
 
 
+@runner.together(2)
 def a_base_is_exact(rank: int, ranks: int) -> None:
     whole, own = torch.empty(4000), torch.ones(4000 // ranks)
     with pytest.raises(ValueError, match=r"got lossy=round mantissa 3 beside a base or agreed sizes"):
         api(Round()).all_gather_into_tensor(whole, own, base=comm.IN_PLACE)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (2, [unnamed_calls_are_exact, sends, a_base_is_exact]),
-        pytest.param(2, [any_way_gives_the_same], marks=pytest.mark.full(reason="large messages")),
-        pytest.param(4, [several_nodes], marks=pytest.mark.full(reason="four ranks")),
-    ],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

@@ -13,7 +13,7 @@ import corpus
 import lossy_calls
 import pytest
 import ranks as runner
-import test_lossy_planted as planted
+import test_lossy_calls
 import torch
 import torch.distributed as dist
 from lossy_calls import CODECS, api, normal
@@ -21,8 +21,13 @@ from sums import CODED
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import lowrank, project
+from ds_zipccl.comm import reduction_order
+from ds_zipccl.comm.group_state import GroupState
+from ds_zipccl.comm.host import frames as host_frames
+from ds_zipccl.comm.host import pipeline
 from ds_zipccl.comm.lossy import frames, low_rank_sum
 from ds_zipccl.comm.lossy.low_rank_sum import Matrix
+from ds_zipccl.comm.ops import all_reduce
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec, Round
 from ds_zipccl.telemetry import counters
@@ -92,6 +97,7 @@ def test_errors_of_sums_by_other_codecs(codec: LossyCodec) -> None:
     check_errors(3, codec)
 
 
+@runner.together(3)
 def replicas_are_equal(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
     """Every rank has the same bits after every all-reduce and gather, in the own part too."""
     if plant is not None:
@@ -105,6 +111,7 @@ def replicas_are_equal(rank: int, ranks: int, plant: Callable[[], None] | None =
                     corpus.assert_same_bits(got, other)
 
 
+@runner.together(3, full="the definition has such values; many tensors")
 def nothing_that_is_not_finite_disappears(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
     """What is not finite on one rank is so on every rank, and its neighbors in the tensor stay near what they were."""
     if plant is not None:
@@ -126,6 +133,7 @@ def nothing_that_is_not_finite_disappears(rank: int, ranks: int, plant: Callable
         assert torch.equal(shard.isfinite(), plain.chunk(ranks)[rank].isfinite())
 
 
+@runner.together(2)
 def calls_that_stay_exact(rank: int, ranks: int) -> None:
     """Small messages, other dtypes and reductions, one rank, a role that is never coded, and a config that is not enabled."""
     codec = Round(1)
@@ -167,6 +175,7 @@ def calls_that_stay_exact(rank: int, ranks: int) -> None:
     }
 
 
+@runner.together(2)
 def errors_are_counted(rank: int, ranks: int) -> None:
     """The sampled error of the sender is the error of one rounding; frames count."""
     mine = normal(rank, SIZE, torch.bfloat16)
@@ -198,6 +207,112 @@ def frames_that_went_exact(rank: int, ranks: int) -> None:
 )
 def test_frames_that_went_exact_are_counted() -> None:
     runner.run(frames_that_went_exact, 2)
+
+
+def exact_owner() -> None:
+    """The owner keeps its exact sum."""
+    compress = host_frames.FrameCoder.compress
+
+    def without_place(self: Any, flat: torch.Tensor, buffers: Any, base: Any = None, own_place: Any = None) -> Any:
+        return compress(self, flat, buffers, base)
+
+    host_frames.FrameCoder.compress = without_place  # type: ignore[method-assign]
+
+
+def own_part_too() -> None:
+    """The owner rounds its own part too."""
+    make = pipeline.Received.__init__
+
+    def rounded(self: Any, rank: int, exchange: Any, own: torch.Tensor) -> None:
+        make(self, rank, exchange, project(own, Round(3)))
+
+    pipeline.Received.__init__ = rounded  # type: ignore[method-assign]
+
+
+def requantised_ring() -> None:
+    """The sum is rounded again at each hop of a ring."""
+
+    def ring(contributions: Any, ranks: Any, total: torch.Tensor, buffer: torch.Tensor, flushes: Any) -> None:
+        own = contributions.rank
+        total.zero_()
+        for rank in [*(rank for rank in ranks if rank != own), own]:
+            contributions.add(rank, total)
+            if rank != own:
+                project(total, Round(3), out=total)
+
+    reduction_order._add_in_order = ring
+
+
+def nan_to_zero() -> None:
+    """Values that are not finite become zero."""
+
+    def finite(good: Callable[..., Any]) -> Callable[..., Any]:
+        def without(flat: torch.Tensor, *more: Any, **settings: Any) -> Any:
+            return good(flat.nan_to_num(0.0, 0.0, 0.0), *more, **settings)
+
+        return without
+
+    frames.compress, frames.project = finite(frames.compress), finite(frames.project)
+
+
+def exact_raw_frames() -> None:
+    """Raw frames carry the values as they are."""
+    frames.project = lambda flat, codec, *, out, route: out.copy_(flat)
+
+
+def one_backoff() -> None:
+    """Lossless frames depend on how well lossy ones shrink."""
+    backoff = GroupState.backoff
+    GroupState.backoff = lambda self, op, role, lossy: backoff(self, op, role, False)  # type: ignore[method-assign]
+
+
+def unannounced_call() -> None:
+    """A call that names no codec is lossy."""
+    all_reduce.lossy_here = lambda lossy, *more: lossy or Round(1)  # type: ignore[assignment]
+
+
+#: A mistake, the check that must notice, and the words of its complaint. The checks are tests by themselves, without a mistake.
+PLANTS: dict[str, tuple[Callable[[], None], Callable[[Any], Any], str]] = {
+    "the owner keeps its exact sum": (
+        exact_owner,
+        lambda plant: runner.run(replicas_are_equal, 3, plant),
+        "words differ",
+    ),
+    "the owner rounds its own part too": (
+        own_part_too,
+        lambda plant: check_errors(2, Round(3), plant),
+        "error 0.0",
+    ),
+    "a ring that rounds at every hop": (
+        requantised_ring,
+        lambda plant: check_errors(3, Round(3), plant),
+        "error 0.0",
+    ),
+    "NaN becomes zero": (
+        nan_to_zero,
+        lambda plant: runner.run(nothing_that_is_not_finite_disappears, 3, plant),
+        "AssertionError: round",
+    ),
+    "raw frames with exact values": (
+        exact_raw_frames,
+        lambda plant: runner.run(test_lossy_calls.by_definition, 2, plant),
+        "words differ",
+    ),
+    "one backoff for all frames": (one_backoff, test_lossy_calls.check_neighbours, "frames of lossless calls differ"),
+    "a call that was not announced": (
+        unannounced_call,
+        lambda plant: runner.run(test_lossy_calls.unnamed_calls_are_exact, 2, plant),
+        "AssertionError: lossy=None",
+    ),
+}
+
+
+@pytest.mark.full(reason="the tests themselves are in the short tier")
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_mistake_is_seen(name: str) -> None:
+    plant, check, complaint = PLANTS[name]
+    with pytest.raises(AssertionError, match=complaint):
+        check(plant)
 
 
 SMALL = 30_000
@@ -246,6 +361,7 @@ CALLS = (
 )
 
 
+@runner.together(3, full="the definition has such values; many tensors")
 def what_the_codec_explains_passes(rank: int, ranks: int) -> None:
     for seed, (fill, call, size) in enumerate(itertools.product(FILLS, CALLS, (ranks * 2, SMALL))):
         dtype = (torch.bfloat16, torch.float16, torch.float32)[seed % 3]
@@ -284,9 +400,9 @@ def alarm(rank: int, ranks: int, plant: Callable[[], None] | None, complaint: st
         *(
             pytest.param(plant, complaint, marks=pytest.mark.full(reason="mistakes"))
             for plant, complaint in (
-                (planted.own_part_too, "relative L2 error 0.0.* by round mantissa 3, at most 0.0.* is explained"),
+                (own_part_too, "relative L2 error 0.0.* by round mantissa 3, at most 0.0.* is explained"),
                 (coarser, "relative L2 error"),
-                (planted.nan_to_zero, "wanted inf"),
+                (nan_to_zero, "wanted inf"),
             )
         ),
     ],
@@ -295,6 +411,7 @@ def test_more_than_that_does_not(plant: Callable[[], None] | None, complaint: st
     runner.run(alarm, 2, plant, complaint)
 
 
+@runner.together(2, full="sends are compared bit by bit, as without a codec")
 def sends_are_compared_too(rank: int, ranks: int) -> None:
     """The receiver of a send has the very values of the codec."""
     mine = normal(0, SMALL, torch.bfloat16)
@@ -515,23 +632,4 @@ def test_mistakes_in_errors_are_seen(mistake: str, monkeypatch: pytest.MonkeyPat
             assert missing(gradients, state, results) > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (2, [calls_that_stay_exact, errors_are_counted]),
-        pytest.param(
-            2,
-            [sends_are_compared_too],
-            marks=pytest.mark.full(reason="sends are compared bit by bit, as without a codec"),
-        ),
-        (3, [replicas_are_equal]),
-        pytest.param(
-            3,
-            [nothing_that_is_not_finite_disappears, what_the_codec_explains_passes],
-            marks=pytest.mark.full(reason="the definition has such values; many tensors"),
-        ),
-    ],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

@@ -45,6 +45,7 @@ def test_a_wrong_bit_is_seen(calls: Sequence[Any]) -> None:
         runner.run(moves.moves, 2, calls, moves.flip_a_bit)
 
 
+@runner.together(3)
 def as_plain(rank: int, ranks: int) -> None:
     """The same as torch.distributed, with what it can do on gloo."""
     for seed, move in enumerate(
@@ -61,6 +62,7 @@ def as_plain(rank: int, ranks: int) -> None:
             corpus.assert_same_bits(got, want)
 
 
+@runner.together(2)
 def layouts(rank: int, ranks: int) -> None:
     """Strided inputs and outputs, 2-D tensors, leaves that require grad, inference tensors."""
     api = coded()
@@ -101,6 +103,7 @@ def layouts(rank: int, ranks: int) -> None:
         corpus.assert_same_bits(normal, wanted)
 
 
+@runner.together(4)
 def groups(rank: int, ranks: int) -> None:
     """Disjoint and overlapping groups; ranks outside; sources by global rank and by rank in the group."""
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -131,6 +134,7 @@ def groups(rank: int, ranks: int) -> None:
             api.broadcast(tensor, 0, overlap)
 
 
+@runner.together(2)
 def passes(rank: int, ranks: int) -> None:
     """What the policy does not code goes to torch.distributed, and is counted with the reason."""
     alone = [dist.new_group([peer]) for peer in range(ranks)][rank]
@@ -175,50 +179,41 @@ def passes(rank: int, ranks: int) -> None:
     assert all(row["calls"] == 0 and row["reasons"] == {"dtype int64": 1} for row in counters.rows())
 
 
-def incompressible(rank: int, ranks: int) -> float:
+@runner.together(2)
+def incompressible(rank: int, ranks: int) -> None:
     """Frames larger than what they hold."""
     for kind in corpus.SUMMED.values():
         inputs = [corpus.tensor(corpus.random_words(20001, kind, peer), kind) for peer in range(ranks)]
         outputs, wanted = moves.all_gather_into_tensor(coded(), inputs, rank, False)
         corpus.assert_same_bits(outputs[0], wanted[0])
-    return counters.totals()["ratio"]
+    assert 0.98 < counters.totals()["ratio"] < 1
 
 
-def test_incompressible() -> None:
-    assert all(0.98 < ratio < 1 for ratio in runner.run(incompressible, 2))
-
-
-def counts(rank: int, ranks: int) -> list[dict[str, Any]]:
+@runner.together(3)
+def counts(rank: int, ranks: int) -> None:
+    """Raw bytes are what the rank would have sent; the wire has what it sent, headers included."""
     api = coded()
     tensor = filled(rank, 30000, corpus.BF16, 1)
     api.all_gather_into_tensor(torch.empty(30000 * ranks, dtype=torch.bfloat16), tensor)
     api.broadcast(tensor, 1)
-    return counters.rows()
+    raw = {row["op"]: row["logical_bytes"] for row in counters.rows()}
+    assert raw == {"all_gather_into_tensor": 120000, "broadcast": 120000 * (rank == 1)}
+    for row in counters.rows():
+        assert row["calls"] == 1 and (row["wire_bytes"] > 0) == (row["logical_bytes"] > 0)
+        assert row["ratio"] == (row["logical_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0)
 
 
-def test_counts() -> None:
-    """Raw bytes are what the rank would have sent; the wire has what it sent, headers included."""
-    for rank, rows in enumerate(runner.run(counts, 3)):
-        raw = {row["op"]: row["logical_bytes"] for row in rows}
-        assert raw == {"all_gather_into_tensor": 120000, "broadcast": 120000 * (rank == 1)}
-        for row in rows:
-            assert row["calls"] == 1 and (row["wire_bytes"] > 0) == (row["logical_bytes"] > 0)
-            assert row["ratio"] == (row["logical_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0)
-
-
-def raw_codec(rank: int, ranks: int) -> int:
+@runner.together(2)
+def raw_codec(rank: int, ranks: int) -> None:
+    """codec = "raw" sends the same schedule uncoded: the tensor and a header."""
     tensor = filled(rank, 30000, corpus.BF16, 1)
     output = torch.empty(30000 * ranks, dtype=torch.bfloat16)
     coded(codec="raw").all_gather_into_tensor(output, tensor)
     corpus.assert_same_bits(output, torch.cat([filled(peer, 30000, corpus.BF16, 1) for peer in range(ranks)]))
-    return counters.rows()[0]["wire_bytes"] - counters.rows()[0]["logical_bytes"]
+    assert 0 < counters.rows()[0]["wire_bytes"] - counters.rows()[0]["logical_bytes"] <= 64
 
 
-def test_raw_frames() -> None:
-    """codec = "raw" sends the same schedule uncoded: the tensor and a header."""
-    assert all(0 < header <= 64 for header in runner.run(raw_codec, 2))
-
-
+@runner.together(2)
 def complaints(rank: int, ranks: int) -> None:
     api, four = coded(), torch.ones(4)
     calls: dict[str, Callable[[], Any]] = {
@@ -405,6 +400,7 @@ def test_every_layout_and_dtype(part: int) -> None:
     assert runner.run(every_kind, 2, names, timeout=60) == [[], []]
 
 
+@runner.together(2)
 def sparse_tensors_are_summed(rank: int, ranks: int) -> None:
     for config in CONFIGS.values():
         tensor = (torch.eye(300) * (rank + 1)).to_sparse()
@@ -458,10 +454,4 @@ def test_memory_that_is_kept_is_written_in_any_mode() -> None:
     assert not any(one.is_inference() for one in kept)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [(2, [layouts, passes, complaints, sparse_tensors_are_summed]), (3, [as_plain]), (4, [groups])],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

@@ -48,6 +48,7 @@ def filled(rank: int, size: int, seed: int) -> torch.Tensor:
     return corpus.tensor(corpus.mixed(size, kind, 128, 101 * seed + rank), kind)
 
 
+@runner.together(2)
 def back_and_forth(rank: int, ranks: int) -> None:
     for seed, size in enumerate(SIZES * 3):
         tensor = filled(0, size, seed)
@@ -68,6 +69,7 @@ def back_and_forth(rank: int, ranks: int) -> None:
     assert rows["recv"]["calls"] == len(SIZES) * 3 and rows["recv"]["wire_bytes"] == 0
 
 
+@runner.together(2)
 def order(rank: int, ranks: int) -> None:
     """In order per tag; across tags in any order; beside collectives; what was sent may be overwritten."""
     tensors = [filled(5, 3000, 3 * number) for number in range(4)]
@@ -101,6 +103,7 @@ def order(rank: int, ranks: int) -> None:
     assert total.tolist() == [4.0] * 3000
 
 
+@runner.together(3)
 def sources(rank: int, ranks: int) -> None:
     """From anybody, by rank in a group, in a group whose ranks are turned round."""
     group = dist.new_group([2, 0, 1])
@@ -132,6 +135,7 @@ def sources(rank: int, ranks: int) -> None:
         send(filled(8, 3000, 2), group=group, group_dst=members.index(0))
 
 
+@runner.together(2)
 def passes(rank: int, ranks: int) -> None:
     tensor = torch.full((5,), float(rank))
     if rank == 0:
@@ -218,6 +222,7 @@ def textured(seed: int, size: int) -> torch.Tensor:
     return pattern.repeat(-(-size // pattern.numel()))[:size].clone()
 
 
+@runner.together(2)
 def bits(rank: int, ranks: int) -> None:
     """All sizes and kinds of bodies, blocking and not, overwritten after isend; a tensor with gaps; counters."""
     logical = 0
@@ -242,6 +247,7 @@ def bits(rank: int, ranks: int) -> None:
         assert row["calls"] == 24 and row["logical_bytes"] == logical and 0 < row["wire_bytes"] < 0.99 * logical, row
 
 
+@runner.together(3)
 def matching(rank: int, ranks: int) -> None:
     """Messages of one fragment and of several on one tag, waited for in any order, from any rank, from two threads at a time."""
     sizes = [3 * PIECE, 100, 5 * PIECE, 200, 2 * PIECE, 2 * PIECE]
@@ -296,6 +302,7 @@ def _send_many(rank: int, thread: int) -> None:
         comm.send(torch.full((3 * PIECE,), 10.0 * rank + thread).bfloat16(), 0, config=PIECES)
 
 
+@runner.together(2)
 def progress_without_the_receivers_wait(rank: int, ranks: int) -> None:
     """A blocking send ends although the receiver waits for it only after a send of its own, and isend ends without any receive."""
     large, small = textured(1, 9 * PIECE), textured(2, 40000)
@@ -319,6 +326,7 @@ def progress_without_the_receivers_wait(rank: int, ranks: int) -> None:
     corpus.assert_same_bits(got, large)
 
 
+@runner.together(2)
 def memory_is_bounded(rank: int, ranks: int) -> None:
     for config in (PIECES, RAW):
         tensor = torch.zeros(1 << 22, dtype=torch.bfloat16).random_()
@@ -373,7 +381,9 @@ def _damage(what: str) -> None:
         message.FrameCoder.compress = damaged_frame  # type: ignore[method-assign]
 
 
-def one_refusal(rank: int, ranks: int, what: str) -> str:
+@runner.together(2, "announcement")
+@runner.together(2, "frame")
+def damage_is_refused(rank: int, ranks: int, what: str) -> None:
     """The receiver's error, where the sender may be left with frames that nobody takes: it does not wait for them."""
     tensor = textured(3, 5 * PIECE)
     if rank == 0:
@@ -381,19 +391,10 @@ def one_refusal(rank: int, ranks: int, what: str) -> str:
         handle = comm.isend(tensor, 1, config=PIECES)
         dist.barrier()
         del handle
-        return ""
-    try:
+        return
+    with pytest.raises(comm.CommError, match=f"{what} from global rank 0 refused"):
         comm.recv(tensor, 0, config=PIECES)
-    except comm.CommError as error:
-        dist.barrier()
-        return str(error)
-    return "nothing was refused"
-
-
-@pytest.mark.parametrize("what", ["announcement", "frame"])
-def test_damage_is_refused(what: str) -> None:
-    _, error = runner.run(one_refusal, 2, what)
-    assert f"{what} from global rank 0 refused" in error, error
+    dist.barrier()
 
 
 def lost(rank: int, ranks: int, role: str) -> None:
@@ -513,6 +514,7 @@ def test_without_reports_sends_stay_coded(what: str) -> None:
     assert not seen[True] and seen[False] and not choices, (seen, choices)
 
 
+@runner.together(2)
 def nobody_waits_for_a_report(rank: int, ranks: int) -> None:
     """60 sends before the first receive: nobody waits for a report."""
     tensors = [torch.full((100_000,), float(number)).bfloat16() for number in range(60)]
@@ -529,6 +531,7 @@ def nobody_waits_for_a_report(rank: int, ranks: int) -> None:
             assert torch.equal(got, tensor)
 
 
+@runner.together(2)
 def trials_do_not_need_the_receivers_wait(rank: int, ranks: int) -> None:
     """Both ranks wait for their sends first: a trial must not need the receiver's wait()."""
     for numel in (40_000, 300_000):
@@ -559,6 +562,7 @@ def test_noise_does_not_move_the_choice() -> None:
     assert send_rules.uncoded_is_faster(1.96, 2.0, True) and not send_rules.uncoded_is_faster(1.8, 2.0, True)
 
 
+@runner.together(2, full="it sleeps beyond a timeout")
 def the_timeout_of_a_receive_begins_with_its_wait(rank: int, ranks: int) -> None:
     """Rank 0 posts a receive long before the message, and later waits for one that never comes."""
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -580,30 +584,4 @@ def the_timeout_of_a_receive_begins_with_its_wait(rank: int, ranks: int) -> None
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (
-            2,
-            [
-                back_and_forth,
-                order,
-                passes,
-                bits,
-                progress_without_the_receivers_wait,
-                memory_is_bounded,
-                nobody_waits_for_a_report,
-                trials_do_not_need_the_receivers_wait,
-            ],
-        ),
-        pytest.param(
-            2,
-            [the_timeout_of_a_receive_begins_with_its_wait],
-            marks=pytest.mark.full(reason="it sleeps beyond a timeout"),
-        ),
-        (3, [sources, matching]),
-    ],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

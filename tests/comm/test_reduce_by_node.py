@@ -49,6 +49,8 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor[:0].new_zeros(1), tensor])[1:]
 
 
+@runner.together(4, nodes_of(2, 2), (4 * 70001,))
+@runner.together(6, MIXED, (7, 20001))
 def as_documented(
     rank: int,
     ranks: int,
@@ -250,6 +252,7 @@ def test_other_groups_sum_in_one_level(name: str) -> None:
     runner.run(one_level, 4, ONE_LEVEL[name])
 
 
+@runner.together(6)
 def groups(rank: int, ranks: int) -> None:
     """A subgroup has nodes of its own; `match` has gloo's order wherever ranks are; nodes that are found later count from then on."""
     everyone = [bell(peer, 20001, corpus.BF16, 0) for peer in range(ranks)]
@@ -359,32 +362,4 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     assert sorted(said) == [0, 1, 2] and all(text.startswith("all_reduce (group ") for text in said.values())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (
-            4,
-            [
-                (
-                    as_documented,
-                    nodes_of(2, 2),
-                    (4 * 70001,),
-                )
-            ],
-        ),
-        (
-            6,
-            [
-                (
-                    as_documented,
-                    MIXED,
-                    (7, 20001),
-                ),
-                groups,
-            ],
-        ),
-    ],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

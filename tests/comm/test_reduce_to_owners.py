@@ -89,6 +89,7 @@ def mask(owned: Owners, rank: int) -> torch.Tensor:
     return torch.cat([torch.full((numel,), rank in ranks) for numel, ranks in owned])
 
 
+@runner.together(3, [37, 4099], 4)
 def as_all_reduce(
     rank: int, ranks: int, sizes: Sequence[int], seeds: int = 1, plant: Callable[[], None] | None = None
 ) -> None:
@@ -167,6 +168,7 @@ def test_shadow_sees_a_fault() -> None:
         runner.run(shadow_sees, 3)
 
 
+@runner.together(3)
 def as_defined(rank: int, ranks: int) -> None:
     """What it says of dense tensors, fp32 sums, groups, and calls that pass."""
     mine = bell(rank, 6000, corpus.BF16, 0)
@@ -206,6 +208,7 @@ def as_defined(rank: int, ranks: int) -> None:
     assert set(row["reasons"]) == {"role is never coded", "smaller than min_bytes", "not enabled", "dtype int32"}
 
 
+@runner.together(2)
 def complaints(rank: int, ranks: int) -> None:
     tensor = torch.ones(10)
     calls: dict[str, tuple[torch.Tensor, Owners]] = {
@@ -229,17 +232,9 @@ def complaints(rank: int, ranks: int) -> None:
     assert tensor.tolist() == [2.0] * 10
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_half_as_much_is_sent(ranks: int) -> None:
-    for codec, sent in runner.run(wire_bytes, ranks)[0].items():
-        raw, wire, of_all_reduce = sent
-        assert raw == 2 * 400_000 * 2 * (ranks - 1) // ranks  # what the plain all-reduce sends
-        assert wire == pytest.approx(of_all_reduce / 2, rel=0.02), codec
-        assert raw / wire == pytest.approx(2 if codec == "raw" else 3, rel=0.03)
-
-
-def wire_bytes(rank: int, ranks: int) -> dict[str, list[int]]:
-    found = {}
+@runner.together(2)
+@runner.together(4)
+def half_as_much_is_sent(rank: int, ranks: int) -> None:
     for codec in ("raw", "cascade"):
         counters.reset()
         config = replace(CODED, codec=codec)
@@ -247,11 +242,14 @@ def wire_bytes(rank: int, ranks: int) -> dict[str, list[int]]:
         comm.reduce_to_owners(mine.clone(), balanced(random.Random(), len(mine), ranks), config=config)
         comm.all_reduce(mine, config=config)
         whole, parts = counters.rows()
-        found[codec] = [parts["logical_bytes"], parts["wire_bytes"], whole["wire_bytes"]]
-    return found
+        raw, wire = parts["logical_bytes"], parts["wire_bytes"]
+        assert rank or raw == 2 * 400_000 * 2 * (ranks - 1) // ranks  # what the plain all-reduce sends
+        assert rank or wire == pytest.approx(whole["wire_bytes"] / 2, rel=0.02), codec
+        assert rank or raw / wire == pytest.approx(2 if codec == "raw" else 3, rel=0.03)
 
 
-def competing(rank: int, ranks: int) -> dict[str, Any]:
+@runner.together(3)
+def competing(rank: int, ranks: int) -> None:
     """Every schedule is tried, with the same bits."""
     draw = random.Random(0)
     for step in range(3 * tuner_rules.TRIAL_CALLS + tuner_rules.DELAY_CALLS[0] + 3):
@@ -262,17 +260,10 @@ def competing(rank: int, ranks: int) -> dict[str, Any]:
         comm.reduce_to_owners(mine, owned, config=AUTO)
         corpus.assert_same_bits(mine[own], want[own])
     (row,) = counters.rows()
-    return row
-
-
-def test_schedules_compete() -> None:
-    for row in runner.run(competing, 3):
-        assert row["op"] == "reduce_to_owners" and "trying schedules" in row["reasons"].keys() <= {
-            "trying schedules",
-            "plain is faster",
-        }
-        assert row["passed"] >= tuner_rules.TRIAL_CALLS and row["calls"] >= 2 * tuner_rules.TRIAL_CALLS
-        assert [count for _, count in row["choices"].values()] == [1]
+    assert row["op"] == "reduce_to_owners"
+    assert "trying schedules" in row["reasons"].keys() <= {"trying schedules", "plain is faster"}
+    assert row["passed"] >= tuner_rules.TRIAL_CALLS and row["calls"] >= 2 * tuner_rules.TRIAL_CALLS
+    assert [count for _, count in row["choices"].values()] == [1]
 
 
 def test_what_is_promising() -> None:
@@ -285,23 +276,4 @@ def test_what_is_promising() -> None:
     assert cost_model.prune_candidates(plans, message, None) == plans
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (2, [complaints]),
-        (
-            3,
-            [
-                (
-                    as_all_reduce,
-                    [37, 4099],
-                    4,
-                ),
-                as_defined,
-            ],
-        ),
-    ],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

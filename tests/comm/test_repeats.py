@@ -12,7 +12,7 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from test_host_staging import _stage
-from test_rows_in_messages import in_fragments, posted, rows_like
+from test_rows import in_fragments, posted, rows_like
 
 from ds_zipccl import comm
 from ds_zipccl.codecs.known import FRAME_BYTES
@@ -246,6 +246,7 @@ def even(op: str, ranks: int, rows: int, seed: int = 1, **more: Any) -> Call:
     return Call(op, ((rows,) * ranks,) * ranks, 256, torch.bfloat16, seed, **more)
 
 
+@runner.together(2)
 def frames_and_memory(rank: int, ranks: int) -> None:
     """A repeat sends a hash for each fragment, and frees the frames; a second one goes in full."""
     memory = group_state(None).repeat_memory  # type: ignore[union-attr]
@@ -267,6 +268,8 @@ def frames_and_memory(rank: int, ranks: int) -> None:
             assert counters.memory()["messages kept for recomputations, at most"] > 1500 * 128
 
 
+@runner.together(2, "cpu", full="the short tier has the kernels, and the messages")
+@runner.together(2, "cpu without kernels", full="the short tier has the kernels, and the messages")
 def staged(rank: int, ranks: int, where: str) -> None:
     """Tensors of a device whose frames go through the host, with kernels and without. The emulated kernels are slow."""
     _stage(where)
@@ -280,26 +283,19 @@ def staged(rank: int, ranks: int, where: str) -> None:
             sends(rank, replace(call, changed=frozenset(range(ranks))), KEPT, again=True)
 
 
-@pytest.mark.full(reason="the short tier has the kernels, and the messages")
-@pytest.mark.parametrize("where", ["cpu", "cpu without kernels"])
-def test_frames_through_the_host(where: str) -> None:
-    runner.run(staged, 2, where)
-
-
-def the_oldest_go(rank: int, ranks: int) -> list[bool]:
+@runner.together(3)
+def the_oldest_go(rank: int, ranks: int) -> None:
     """Layers of 300 KiB to each peer, recomputed in reverse: with room for 1 MiB the last three repeat."""
     config = replace(KEPT, recompute_base_mib=ranks - 1)
     layers = [even("all_to_all_single", ranks, 600, seed) for seed in range(5)]
     for call in layers:
         sends(rank, call, config, again=False)
-    return [bool(known(sends(rank, call, config, again=True))) for call in reversed(layers)]
+    repeated = [bool(known(sends(rank, call, config, again=True))) for call in reversed(layers)]
+    assert repeated == [True, True, True, False, False]
 
 
-def test_the_oldest_go() -> None:
-    assert runner.run(the_oldest_go, 3) == [[True, True, True, False, False]] * 3
-
-
-def kept_or_not(rank: int, ranks: int) -> dict[str, bool]:
+@runner.together(2)
+def kept_or_not(rank: int, ranks: int) -> None:
     """Whether the repeat of a call goes as hashes."""
     other = dist.new_group(list(range(ranks)))
     call, found = even("all_to_all_single", ranks, 600), {}
@@ -330,17 +326,13 @@ def kept_or_not(rank: int, ranks: int) -> dict[str, bool]:
     sends(rank, call, KEPT, again=False)
     later = replace(call, later=True)  # asynchronous repeats keep their segment
     found["later"] = all([bool(known(sends(rank, later, KEPT, again=True))) for _ in range(2)])
-    return found
-
-
-def test_kept_or_not() -> None:
     yes = ("repeated", "as lists", "raw", "checked", "later")
-    for found in runner.run(kept_or_not, 2):
-        assert found == {name: name in yes for name in found} and len(found) == 11
+    assert found == {name: name in yes for name in found} and len(found) == 11
 
 
-def hashed(rank: int, ranks: int) -> list[int]:
-    """Gradients repeat nothing: the number of hashes for a while, for messages of a known kind, and after a repeat."""
+@runner.together(2)
+def hashed(rank: int, ranks: int) -> None:
+    """Gradients repeat nothing: whether there are hashes for a while, for messages of a known kind, and after a repeat."""
     hashes: list[torch.Tensor] = []
     whole = FrameCoder.hash
     config, forward = replace(KEPT, rows="off"), even("all_reduce", ranks, 40)
@@ -358,33 +350,23 @@ def hashed(rank: int, ranks: int) -> list[int]:
         comm.all_to_all_single(torch.empty_like(x), x, **more, kind="dispatch")
         hashes.clear()
         in_backward(lambda: comm.all_to_all_single(torch.empty_like(x), x, **more, kind="combine.bwd"))
-        return [*counts, bool(hashes)]
+        assert [*counts, bool(hashes)] == [True, False, True, False]
 
 
-def test_gradients_are_not_hashed_for_ever() -> None:
-    assert runner.run(hashed, 2) == [[True, False, True, False]] * 2
-
-
-def forged(rank: int, ranks: int, again: bool) -> str:
+@runner.together(2, True, f"hash {bytes(range(16)).hex()} of a message of the forward pass")
+@runner.together(2, False, "a known frame needs")
+def forged(rank: int, ranks: int, again: bool, said: str) -> None:
     """Rank 1 sends the hash of a message that no rank keeps."""
     call = even("all_to_all_single", ranks, 600)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(RepeatedSegments, "next_hash", lambda self, peer: bytes(range(16)))
             sends(rank, replace(call, op="all_to_all"), KEPT, again)
-            return ""
+            return
         with pytest.raises(comm.CommError) as refusal:
             sends(rank, call, KEPT, again)
-        return str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("again", "said"),
-    [(True, f"hash {bytes(range(16)).hex()} of a message of the forward pass"), (False, "a known frame needs")],
-)
-def test_a_hash_that_is_not_kept(again: bool, said: str) -> None:
-    first, _ = runner.run(forged, 2, again)
-    assert "frame from global rank 1 refused: " in first and said in first and "all_to_all_single (group" in first
+        first = str(refusal.value)
+        assert "frame from global rank 1 refused: " in first and said in first and "all_to_all_single (group" in first
 
 
 def test_all_to_alls_go_flat() -> None:
@@ -432,5 +414,4 @@ def test_equal_bytes_of_other_words_are_no_repeat(words: Words) -> None:
     assert memory.tally.nbytes == 48
 
 
-def test_programs() -> None:
-    runner.run_each(2, frames_and_memory)
+test_programs = runner.programs(__name__)

@@ -14,7 +14,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from test_failure import survive
+from test_work import survive
 from tiers import mostly_full
 
 from ds_zipccl import comm, kernels
@@ -184,6 +184,7 @@ def equal_samples_are_equal_rows(patch: pytest.MonkeyPatch) -> None:
     _finding(patch, wrong)
 
 
+@runner.together(2)
 def collisions(rank: int, ranks: int, plant: Callable[[pytest.MonkeyPatch], None] | None = None) -> None:
     """Rows that differ in one word each: whatever words a hash looks at, most rows look alike."""
     with pytest.MonkeyPatch.context() as patch:
@@ -245,6 +246,7 @@ def test_a_map_of_another_segment_is_seen(plant: str) -> None:
     assert max(runner.run(layers, 2, plant)) < 1.7
 
 
+@runner.together(3)
 def rows_that_do_not_repeat(rank: int, ranks: int) -> None:
     """No row repeats: frames as without rows, and no search in the 15 next messages of the kind."""
     searches: list[str] = []
@@ -284,6 +286,7 @@ def rows_that_do_not_repeat(rank: int, ranks: int) -> None:
         assert len(searches) == 4 * (ranks - 1)
 
 
+@runner.together(2)
 def rows_off(rank: int, ranks: int) -> None:
     """Other roles and ``rows: off`` send the frames of other roles; tensors without rows, and raw frames, have no row frames."""
     rows = [[rows_like(800, 256, torch.bfloat16, a, 100) for _ in range(ranks)] for a in range(ranks)]
@@ -308,6 +311,7 @@ def rows_off(rank: int, ranks: int) -> None:
     assert seen["sp"] == seen["off"] == seen["flat"] == seen["no width"]
 
 
+@runner.together(2)
 def blocks_of_a_row(rank: int, ranks: int) -> None:
     """Gradients go in blocks of one row; words that do not shrink fit the receiver's memory too."""
     for width, kind, block in (
@@ -397,8 +401,4 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.newest(key) == []
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, [collisions, rows_off, blocks_of_a_row]), (3, [rows_that_do_not_repeat])], ids=str
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

@@ -142,12 +142,12 @@ def test_words_that_are_no_floats_go_as_differences_alone() -> None:
     for dtype in DELTA_DTYPES:
         message = replace(PARAMETERS, dtype=dtype)
         assert admit(message, ON) == Decision(True, "raw", "", with_base=True)
-        for message, config in (
+        for one, config in (
             (replace(message, based=False), ON),
             (message, DELTA_OFF),
             (replace(message, numel=9), RAW),
         ):
-            assert admit(message, config).reason == f"dtype {str(dtype).removeprefix('torch.')}"
+            assert admit(one, config).reason == f"dtype {str(dtype).removeprefix('torch.')}"
         assert [str(one) for one in candidates(message, ON, True)] == ["plain", "uncoded frames", "delta frames"]
         there = replace(message, device="cuda", backend="nccl", numel=1 << 24)
         assert admit(there, replace(ON, nccl="on")) == Decision(True, "raw", "", with_base=True, on_device=True)

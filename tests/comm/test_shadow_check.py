@@ -246,6 +246,7 @@ DAMAGES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@runner.together(3)
 def damaged_frames(rank: int, ranks: int) -> None:
     """A rank that sends nonsense: its peers name it, and every operation after that is as good as before."""
     for code, damage in DAMAGES.items():
@@ -275,6 +276,7 @@ def damaged_frames(rank: int, ranks: int) -> None:
     comm.all_gather_into_tensor(output, filled(rank, 300, 1), config=SHADOWED)
 
 
+@runner.together(2)
 def mismatched_sizes(rank: int, ranks: int) -> None:
     """Ranks that disagree on a size learn it from the frame instead of reading beyond it."""
     api = shadowed(check="off")
@@ -285,6 +287,7 @@ def mismatched_sizes(rank: int, ranks: int) -> None:
         api.all_to_all([torch.ones(5), torch.ones(5)], segments)
 
 
+@runner.together(3)
 def a_failed_rank_still_sends(rank: int, ranks: int) -> None:
     """A rank that fails owes its peers nothing: what it has posted still goes out, also to a peer that comes later."""
     if rank == 0:
@@ -309,8 +312,4 @@ def a_failed_rank_still_sends(rank: int, ranks: int) -> None:
         corpus.assert_same_bits(output, torch.cat([filled(peer, 90000, 1) for peer in range(ranks)]))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, [mismatched_sizes]), (3, [damaged_frames, a_failed_rank_still_sends])], ids=str
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

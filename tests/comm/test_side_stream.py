@@ -207,8 +207,9 @@ def test_streams_are_used_again_but_not_by_two(runtime: LazyRuntime) -> None:
     assert runtime.current_stream() is runtime.default and len(runtime.streams) == 3
 
 
-def collectives(rank: int, ranks: int) -> list[int]:
-    """Gathers and a broadcast in flight, of tensors that the caller's stream is still to write; the waits of a gather."""
+@runner.together(3)
+def collectives(rank: int, ranks: int) -> None:
+    """Gathers and a broadcast in flight, of tensors that the caller's stream is still to write."""
     with pytest.MonkeyPatch.context() as patch:
         inputs = [words(peer) for peer in range(ranks)]
         runtime = lazy_device.install(patch)
@@ -235,14 +236,10 @@ def collectives(rank: int, ranks: int) -> list[int]:
         handle.wait()
         corpus.assert_same_bits(received, inputs[rank - 1])
         assert len(runtime.streams) == 2, "every operation made a stream"
-    return waits
+    assert waits == [3, 3], "two for the frame that is sent, one for all frames that arrive"
 
 
-def test_collectives() -> None:
-    """Two waits for the frame that is sent, one for all frames that arrive."""
-    assert runner.run(collectives, 3) == [[3, 3]] * 3
-
-
+@runner.together(2)
 def a_call_during_a_capture_is_refused(rank: int, ranks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         runtime = lazy_device.install(patch)
@@ -270,6 +267,7 @@ def a_call_during_a_capture_is_refused(rank: int, ranks: int) -> None:
         comm.all_gather_into_tensor(output, tensor, config=CODED)
 
 
+@runner.together(2)
 def copies_of_the_plain_collective(rank: int, ranks: int) -> None:
     """The plain collective on copies, as where schedules compete: the copies back are on a stream of ours, and waited for."""
     with pytest.MonkeyPatch.context() as patch:
@@ -447,5 +445,4 @@ def test_a_dropped_wait_is_noticed(
     assert fault.value.kind == "race" and all(place in str(fault.value) for place in places), fault.value
 
 
-def test_programs() -> None:
-    runner.run_each(2, a_call_during_a_capture_is_refused, copies_of_the_plain_collective)
+test_programs = runner.programs(__name__)

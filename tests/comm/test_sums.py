@@ -47,6 +47,7 @@ def test_a_fault_is_seen(op: str, plant: Callable[[], None]) -> None:
         runner.run(sums.as_gloo, 3, [20002, sums.MIB + 1], sums.SUMS[op], plant)
 
 
+@runner.together(3)
 def fp32_by_definition(rank: int, ranks: int) -> None:
     """fp32: x0 + x1 + ... in fp32, divided for AVG, rounded once."""
     for seed, kind in enumerate(corpus.SUMMED.values()):
@@ -90,6 +91,7 @@ def test_same_bits_on_all_ranks_and_with_any_codec() -> None:
     assert all(first == other for other in others)
 
 
+@runner.together(2)
 def strided(rank: int, ranks: int) -> None:
     """Tensors with gaps, of which gloo sums as many elements of memory as they have; and what it refuses."""
     for size in (1, 300):
@@ -103,6 +105,7 @@ def strided(rank: int, ranks: int) -> None:
     assert leaf.tolist() == [ranks] * 10 and leaf.requires_grad
 
 
+@runner.together(2)
 def passes_and_complaints(rank: int, ranks: int) -> None:
     tensor = torch.tensor([rank, 1.0])
     coded().all_reduce(tensor, dist.ReduceOp.MAX)
@@ -192,6 +195,7 @@ def test_grids_cover_the_message(ranks: int, itemsize: int) -> None:
             assert all(left.stop == right.start for left, right in pairwise(slices))
 
 
+@runner.together(3)
 def plain_sums_pass_on_gloo(rank: int, ranks: int) -> None:
     mine = bell(rank, 3001, corpus.BF16, 1)
     for call in ("all_reduce", "reduce_to_owners"):
@@ -292,7 +296,8 @@ def test_denormals_that_are_kept_are_seen() -> None:
         runner.run(everywhere, 3, (0, 1, 2), of_one_rank)
 
 
-def others(rank: int, ranks: int) -> list[Any]:
+@runner.together(2)
+def others(rank: int, ranks: int) -> None:
     """Calls that take no notice: of no elements, plain ones, and sums by node."""
     group, tensor = dist.group.WORLD, torch.randn(4096, generator=torch.Generator().manual_seed(1)).bfloat16()
     empty, _ = added(tensor[:0], dist.ReduceOp.SUM, group)
@@ -300,18 +305,8 @@ def others(rank: int, ranks: int) -> list[Any]:
     never = added(tensor, dist.ReduceOp.SUM, group, ZipcclConfig(enabled=True, mode="never", min_bytes=0))[1]["reasons"]
     shadow = ZipcclConfig(enabled=True, mode="always", min_bytes=0, check="shadow")
     checked, row = added(tensor, dist.ReduceOp.SUM, group, shadow)
-    return [empty.numel(), small, never, row["wire_bytes"], torch.equal(checked, 2 * tensor)]
+    assert empty.numel() == 0 and row["wire_bytes"] == HASH and torch.equal(checked, 2 * tensor)
+    assert (small, never) == ({"smaller than min_bytes": 1}, {"role is never coded": 1})
 
 
-def test_calls_that_pass_are_of_the_kind_too() -> None:
-    passed = [{"smaller than min_bytes": 1}, {"role is never coded": 1}]
-    assert runner.run(others, 2) == [[0, *passed, HASH, True]] * 2
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [(2, [strided, passes_and_complaints]), (3, [fp32_by_definition, plain_sums_pass_on_gloo])],
-    ids=str,
-)
-def test_programs(ranks: int, cases: list[Any]) -> None:
-    runner.run_each(ranks, *cases)
+test_programs = runner.programs(__name__)

@@ -78,6 +78,7 @@ def test_many_in_flight(ranks: int) -> None:
     runner.run(in_flight, ranks)
 
 
+@runner.together(2)
 def two_groups_in_opposite_orders(rank: int, ranks: int) -> None:
     """Two groups, whose operations the ranks issue and wait for in opposite orders."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
@@ -92,6 +93,7 @@ def two_groups_in_opposite_orders(rank: int, ranks: int) -> None:
             corpus.assert_same_bits(outputs[which], wanted)
 
 
+@runner.together(2)
 def several_threads(rank: int, ranks: int) -> None:
     """Each thread of the program has a group of its own."""
     groups = [dist.new_group(list(range(ranks))) for _ in range(3)]
@@ -116,6 +118,7 @@ def several_threads(rank: int, ranks: int) -> None:
     assert not wrong, wrong
 
 
+@runner.together(2)
 def tensors_live_until_done(rank: int, ranks: int) -> None:
     """Inputs and outputs that the caller drops live until the operation is done, and no longer."""
     wanted = filled(1 - rank, 50000, 1)
@@ -132,6 +135,7 @@ def tensors_live_until_done(rank: int, ranks: int) -> None:
     assert gone() is None
 
 
+@runner.together(2)
 def timeouts(rank: int, ranks: int) -> None:
     output = torch.empty(8000, dtype=torch.bfloat16)
     if rank == 0:
@@ -444,5 +448,4 @@ def test_leaving_without_goodbye(tmp_path: Path, later: str) -> None:
         assert left == (0, "done\n", "")
 
 
-def test_programs() -> None:
-    runner.run_each(2, two_groups_in_opposite_orders, several_threads, tensors_live_until_done, timeouts)
+test_programs = runner.programs(__name__)

@@ -15,10 +15,11 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from places import PYTHONPATH
 
@@ -29,6 +30,7 @@ GRACE = 2.0
 _PRELOAD = ["numpy", "torch", "torch.distributed", "torch.testing", "pytest", "ds_zipccl.comm"]
 
 
+_Case = TypeVar("_Case", bound=Callable[..., Any])
 #: A case and its arguments.
 _Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -63,6 +65,40 @@ def run_each(ranks: int, *cases: Callable[..., Any] | tuple[Any, ...], timeout: 
     """
     calls = [(case[0], case[1:]) if isinstance(case, tuple) else (case, ()) for case in cases]
     _launch(calls, ranks, timeout, "gloo")
+
+
+#: (file of tests, number of ranks, whether only the full tier runs them) -> cases and their reasons for that tier.
+_together: dict[tuple[str, int, bool], list[tuple[tuple[Any, ...], str]]] = defaultdict(list)
+
+
+def together(ranks: int, *arguments: Any, full: str = "") -> Callable[[_Case], _Case]:
+    """A case that runs with the others of its file and number of ranks, as :func:`run_each` does. ``full``: why in the full tier only."""
+
+    def noted(case: _Case) -> _Case:
+        _together[case.__module__, ranks, bool(full)].append(((case, *arguments), full))
+        return case
+
+    return noted
+
+
+def programs(module: str) -> Callable[..., None]:
+    """The test of a file that runs its cases :func:`together`, a launch for each number of ranks."""
+    import pytest
+
+    rows = []
+    for (file, ranks, full), noted in sorted(_together.items()):
+        if file == module:
+            reasons = "; ".join(dict.fromkeys(reason for _, reason in noted))
+            marks = [pytest.mark.full(reason=reasons)] if full else []
+            rows.append(
+                pytest.param(ranks, [case for case, _ in noted], marks=marks, id=f"{ranks} ranks{', full' * full}")
+            )
+
+    @pytest.mark.parametrize(("ranks", "cases"), rows)
+    def test(ranks: int, cases: list[tuple[Any, ...]]) -> None:
+        run_each(ranks, *cases)
+
+    return test
 
 
 def _launch(calls: Sequence[_Call], ranks: int, timeout: float, backend: str) -> list[Any]:
