@@ -117,7 +117,9 @@ def test_lease() -> None:
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 
 
-def steady(rank: int, ranks: int, reduction: str) -> None:
+@runner.together(3, "match")
+@runner.together(3, "fp32")
+def memory_is_used_again(rank: int, ranks: int, reduction: str) -> None:
     """The second round of the same operations takes no new memory."""
     config = replace(CODED, reduction=reduction)
     tensor = corpus.tensor(corpus.bell(300_000, corpus.BF16, rank), corpus.BF16)
@@ -135,11 +137,6 @@ def steady(rank: int, ranks: int, reduction: str) -> None:
 
     first = operations()
     assert first and operations() == first
-
-
-@pytest.mark.parametrize("reduction", ["match", "fp32"])
-def test_memory_is_used_again(reduction: str) -> None:
-    runner.run(steady, 3, reduction)
 
 
 @runner.together(2)

@@ -99,17 +99,14 @@ CROSSED = [[0, 2], [1, 3]]
 UNORDERED = [[1, 2, 5], [0, 3, 4]]
 
 
-@pytest.mark.parametrize(
-    "nodes", [nodes_of(2, 2), pytest.param(CROSSED, marks=pytest.mark.full(reason="ranks in order stay"))], ids=str
-)
-def test_every_bit_arrives(nodes: Nodes) -> None:
-    assert min(runner.run(by_node, 4, nodes, range(1, 13))) >= 12
-
-
-@pytest.mark.full(reason="groups of six ranks; four ranks stay")
-@pytest.mark.parametrize("nodes", [nodes_of(2, 3), nodes_of(3, 2), UNORDERED], ids=str)
-def test_every_bit_arrives_among_six(nodes: Nodes) -> None:
-    assert min(runner.run(by_node, 6, nodes, range(1, 9))) >= 8
+@runner.together(4, nodes_of(2, 2))
+@runner.together(4, CROSSED, full="ranks in order stay")
+@runner.together(6, nodes_of(2, 3), full="groups of six ranks; four ranks stay")
+@runner.together(6, nodes_of(3, 2), full="groups of six ranks; four ranks stay")
+@runner.together(6, UNORDERED, full="groups of six ranks; four ranks stay")
+def every_bit_arrives(rank: int, ranks: int, nodes: Nodes) -> None:
+    count = 12 if ranks == 4 else 8
+    assert by_node(rank, ranks, nodes, range(1, count + 1)) >= count
 
 
 def wrong_part() -> None:
@@ -311,21 +308,18 @@ def tokens(
     return found
 
 
-def test_a_row_enters_a_node_once() -> None:
+@runner.together(4)
+def a_row_enters_a_node_once(rank: int, ranks: int) -> None:
     """Without rows 1.5. A token that goes to both ranks of a node costs as much as one."""
-    for rank, (dispatch, gradients) in enumerate(runner.run(tokens, 4, None, EXPERTS)):
-        assert (2.7 < dispatch < 3.1 and gradients > 1.5) if rank % 2 == 0 else 1.4 < min(dispatch, gradients) < 1.6
+    dispatch, gradients = tokens(rank, ranks, None, EXPERTS)
+    assert (2.7 < dispatch < 3.1 and gradients > 1.5) if rank % 2 == 0 else 1.4 < min(dispatch, gradients) < 1.6
 
 
-@pytest.mark.full(reason="rows that go once stay")
-@pytest.mark.parametrize(
-    ("count", "config"),
-    [(1500, replace(EXPERTS, rows="off")), (6000, replace(EXPERTS, staging_mib=1))],
-    ids=["off", "larger than the memory for earlier rows"],
-)
-def test_ordinary_frames_where_the_counterpart_keeps_nothing(count: int, config: ZipcclConfig) -> None:
-    for ratios in runner.run(tokens, 4, None, config, count):
-        assert all(1.4 < ratio < 1.6 for ratio in ratios)
+@runner.together(4, 1500, replace(EXPERTS, rows="off"), full="rows that go once stay")
+@runner.together(4, 6000, replace(EXPERTS, staging_mib=1), full="rows that go once stay")
+def ordinary_frames(rank: int, ranks: int, count: int, config: ZipcclConfig) -> None:
+    """Where the counterpart keeps nothing: rows are off, or larger than the memory for earlier ones."""
+    assert all(1.4 < ratio < 1.6 for ratio in tokens(rank, ranks, None, config, count))
 
 
 def nothing_kept() -> None:

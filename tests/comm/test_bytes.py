@@ -89,6 +89,9 @@ def bytes_on_the_wire(rank: int, ranks: int) -> None:
     ), found
 
 
+@runner.together(2, 0)
+@runner.together(2, 1, full="more programs")
+@runner.together(2, 2, full="more programs")
 def in_step(rank: int, ranks: int, seed: int) -> None:
     """Random messages of three channels, more than they remember, received in any order of wait(), from any rank too."""
     choose = random.Random(seed)
@@ -115,13 +118,6 @@ def in_step(rank: int, ranks: int, seed: int) -> None:
                 handles[at].wait()
                 assert torch.equal(got[at], tensors[at]), (plan, order, at)
         dist.barrier()
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full(reason="more programs")) for seed in (1, 2))]
-)
-def test_both_sides_stay_in_step(seed: int) -> None:
-    runner.run(in_step, 2, seed)
 
 
 @runner.together(2)
@@ -242,6 +238,8 @@ def content(kind: str, nbytes: int) -> torch.Tensor:
     return values.view(torch.uint8)[:nbytes].clone()
 
 
+@runner.together(2)
+@runner.together(3, full="as with two ranks")
 def broadcasts(rank: int, ranks: int) -> None:
     for kind, least in CONTENTS.items():
         for nbytes in (0, 1, 5000, 300_002, 600_004, 300_001):
@@ -268,11 +266,6 @@ def broadcasts(rank: int, ranks: int) -> None:
         if handle is not None:
             handle.wait()
         assert torch.equal(tensor, content("bfloat16", 300_000))
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full(reason="as with two ranks"))])
-def test_bytes_arrive(ranks: int) -> None:
-    runner.run(broadcasts, ranks)
 
 
 def wrong_frames_are_refused(rank: int, ranks: int, what: str) -> None:

@@ -152,17 +152,15 @@ def test_the_faster_way_is_followed(ranks: int, later: bool) -> None:
         assert settled.count(way) >= 0.6 * len(settled), (way, first)  # the others are tried now and then
 
 
-def table(rank: int, ranks: int) -> str:
+@runner.together(2)
+def table(rank: int, ranks: int) -> None:
+    """It shows choices, with numbers that are agreed too."""
     counters.reset()
     for step in range(30):
         comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), own(rank, step), config=AUTO)
-    return render()
-
-
-def test_the_table_shows_choices() -> None:
-    first, second = runner.run(table, 2)
-    lines = [next(line for line in text.splitlines() if "from call 26 on" in line) for text in (first, second)]
-    assert lines[0] == lines[1]  # the numbers are agreed too
+    lines: list[Any] = [None] * ranks
+    dist.all_gather_object(lines, next(line for line in render().splitlines() if "from call 26 on" in line))
+    assert lines[0] == lines[1]
     assert lines[0].startswith("dp all_gather_into_tensor, bfloat16, up to 0.25 MiB, 2 ranks: ")
     assert "plain " in lines[0] and "uncoded frames " in lines[0] and "cascade frames " in lines[0]
 
@@ -181,21 +179,19 @@ def opposite_orders(rank: int, ranks: int) -> None:
         corpus.assert_same_bits(*(tensor for tensor, _ in works.values()))
 
 
-def inexact(rank: int, ranks: int) -> set[str]:
+@runner.together(2)
+@runner.together(3)
+def inexact(rank: int, ranks: int) -> None:
     """Where the plain collective would give other bits it does not compete."""
     config = replace(AUTO, reduction="fp32")
     counters.reset()
     for step in range(24):
         comm.all_reduce(own(rank, step), config=config)
-    return set(counters.rows()[0]["reasons"])
+    assert set(counters.rows()[0]["reasons"]) == ({PassReason.TRIAL.value} if ranks == 2 else set())
 
 
-def test_other_bits_do_not_compete() -> None:
-    assert runner.run(inexact, 3) == [set()] * 3
-    assert runner.run(inexact, 2) == [{PassReason.TRIAL.value}] * 2
-
-
-def incompressible(rank: int, ranks: int) -> list[float]:
+@runner.together(2)
+def incompressible(rank: int, ranks: int) -> None:
     """Frames that do not shrink go uncoded, until the data changes."""
     always = replace(AUTO, mode="always")
     words = torch.randint(-(1 << 15), 1 << 15, (NUMEL,), dtype=torch.int16).view(torch.bfloat16)
@@ -204,14 +200,9 @@ def incompressible(rank: int, ranks: int) -> list[float]:
         counters.reset()
         comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), data, config=always)
         ratios.append(counters.totals()["ratio"])
-    return ratios
-
-
-def test_incompressible_data() -> None:
-    for ratios in runner.run(incompressible, 2):
-        coded = [ratio < 0.9995 for ratio in ratios[:40]]  # an uncoded frame adds nothing but its header
-        assert sum(coded) <= 4 and coded[0]
-        assert all(ratio > 1.4 for ratio in ratios[-20:])
+    coded = [ratio < 0.9995 for ratio in ratios[:40]]  # an uncoded frame adds nothing but its header
+    assert sum(coded) <= 4 and coded[0]
+    assert all(ratio > 1.4 for ratio in ratios[-20:])
 
 
 @runner.together(3)
@@ -255,22 +246,22 @@ def test_what_cannot_win_is_not_tried() -> None:
     assert cost_model.prune_candidates(raw, MESSAGE, SLOW) == raw
 
 
-def measured(rank: int, ranks: int, profile: LinkProfile) -> dict[str, int]:
+@runner.together(2, replace(SLOW, transfer=((1.0, 1e-5), (32e6, 1.0))), {})
+@runner.together(2, FAST, {"link faster than coding": 1})
+def measured(rank: int, ranks: int, profile: LinkProfile, reasons: dict[str, int]) -> None:
     """Sends by what was measured of the link."""
     group_state(None).profiles["cpu", "gloo"] = profile
     counters.reset()
     tensor = own(0, 1)
     comm.send(tensor, 1, config=AUTO) if rank == 0 else comm.recv(tensor.zero_(), 0, config=AUTO)
     corpus.assert_same_bits(tensor, own(0, 1))
-    return counters.rows()[0]["reasons"]
+    assert counters.rows()[0]["reasons"] == reasons
 
 
-def test_sends_by_the_speed_of_the_link() -> None:
-    assert runner.run(measured, 2, replace(SLOW, transfer=((1.0, 1e-5), (32e6, 1.0)))) == [{}] * 2
-    assert runner.run(measured, 2, FAST) == [{"link faster than coding": 1}] * 2
-
-
-def by_nodes(rank: int, ranks: int, nodes: int) -> list[str]:
+@runner.together(4, 2)
+@runner.together(6, 2)
+@runner.together(6, 3)
+def by_nodes(rank: int, ranks: int, nodes: int) -> None:
     """Gathers where some ranks share a node: every schedule is tried, the bits are right, and a shard enters a node once."""
     group_state(None).nodes = [list(range(first, first + ranks // nodes)) for first in range(0, ranks, ranks // nodes)]
     calls = []
@@ -281,16 +272,9 @@ def by_nodes(rank: int, ranks: int, nodes: int) -> list[str]:
         comm.all_gather_into_tensor(got, mine, config=AUTO)
         corpus.assert_same_bits(got, torch.cat([own(peer, step) for peer in range(ranks)]))
         calls.append(counters.totals()["logical_bytes"] / mine.nbytes)
-    return calls
-
-
-@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 2), (6, 3)])
-def test_gathers_by_node(ranks: int, nodes: int) -> None:
-    local_ranks = ranks // nodes
-    everyone, chosen = ranks - 1, (nodes - 1) + (local_ranks - 1) * nodes  # frames that a rank sends
-    for calls in runner.run(by_nodes, ranks, nodes):
-        calls_each = tuner_rules.TRIAL_CALLS
-        assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each
+    everyone, chosen = ranks - 1, (nodes - 1) + (ranks // nodes - 1) * nodes  # frames that a rank sends
+    calls_each = tuner_rules.TRIAL_CALLS
+    assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each
 
 
 @runner.together(4)
@@ -309,18 +293,18 @@ def differences_by_node(rank: int, ranks: int) -> None:
     assert found == {"": 1}
 
 
-def here_and_there(rank: int, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+@runner.together(4)
+def here_and_there(rank: int, ranks: int) -> None:
     """Nodes as ranks themselves say, of a part of them, before and after they were asked."""
     part = dist.new_group([0, 2, 3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
         before = group_nodes(part) if rank != 1 else []
         comm.calibrate()
-        return before, group_nodes(part) if rank != 1 else []
+        assert before == [] and (rank == 1 or group_nodes(part) == [[0, 1], [2]])
 
 
 def test_topology() -> None:
-    assert runner.run(here_and_there, 4) == [([], [[0, 1], [2]]), ([], []), *([([], [[0, 1], [2]])] * 2)]
     assert topology.levels([[0, 2], [1, 3]]) and not topology.levels([[0, 1, 2]])
     assert not topology.levels([[0], [1]]) and not topology.levels([[0, 1], [2]])
     assert topology.here() == topology.here() != ""
@@ -330,7 +314,8 @@ def refuses(*arguments: Any, **named: Any) -> None:
     raise RuntimeError("No backend type associated with device type cpu")
 
 
-def found_without_tensors(rank: int, ranks: int) -> list[dict[int, int]]:
+@runner.together(4)
+def found_without_tensors(rank: int, ranks: int) -> None:
     """Groups that take no CPU tensors, as those of NCCL; the ranks search in their groups different numbers of times."""
     part = dist.new_group([0, 2, 3])
     with pytest.MonkeyPatch.context() as patch:
@@ -339,28 +324,20 @@ def found_without_tensors(rank: int, ranks: int) -> list[dict[int, int]]:
         patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
         found = [topology.find(part) for _ in range(2)] if rank != 1 else []
         patch.setattr(topology, "here", lambda: "moved" if rank else "right")
-        return [*found, topology.find(dist.group.WORLD, "place"), topology.find(dist.group.WORLD, str(rank))]
+        assert found == ([] if rank == 1 else [{0: 0, 2: 0, 3: 1}] * 2)
+        assert topology.find(dist.group.WORLD, "place") == {0: 0, 1: 1, 2: 1, 3: 1}
+        assert topology.find(dist.group.WORLD, str(rank)) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-def test_nodes_are_found_without_tensors() -> None:
-    everyone = [{0: 0, 1: 1, 2: 1, 3: 1}, {0: 0, 1: 1, 2: 2, 3: 3}]
-    members = [{0: 0, 2: 0, 3: 1}] * 2 + everyone
-    assert runner.run(found_without_tensors, 4) == [members, everyone, members, members]
-
-
-def profile_of_each(rank: int, ranks: int) -> list[bool]:
-    """Whether a device has a profile, where the profile of CPU tensors on gloo is known."""
+@runner.together(2)
+def profile_of_each(rank: int, ranks: int) -> None:
+    """A message of CUDA tensors is not judged by the codec of the CPU, nor by the link of another backend."""
     state, found = group_state(dist.new_group([0, 1])), []
     group_state(None).profiles["cpu", "gloo"] = SLOW
     for backends in ({"cpu": "gloo", "cuda": "nccl"}, {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}):
         state.backends = backends
         found += [link_profile(state, device) is not None for device in ("cpu", "cuda")]
-    return found
-
-
-def test_a_profile_is_of_one_device_and_backend() -> None:
-    """A message of CUDA tensors is not judged by the codec of the CPU, nor by the link of another backend."""
-    assert runner.run(profile_of_each, 2) == [[True, False, True, False, False, False]] * 2
+    assert found == [True, False, True, False, False, False]
 
 
 @runner.together(2)
@@ -482,24 +459,20 @@ def test_ranks_that_choose_by_themselves_are_noticed(plant: Callable[[int], None
     assert any(other != first for other in others)
 
 
-def waiting(rank: int, ranks: int) -> float:
-    """The seconds of gloo's own all-to-all in which nobody has anything to send, when rank 1 comes late."""
+@runner.together(3)
+def waiting(rank: int, ranks: int) -> None:
+    """gloo's own all-to-all waits for every rank even without data. So ranks may meet: no program relies on one that goes on alone."""
     dist.barrier()
     if rank == 1:
         time.sleep(0.5)
     start = time.perf_counter()
     dist.all_to_all_single(torch.empty(0, 4), torch.empty(0, 4), [0] * ranks, [0] * ranks)
-    return time.perf_counter() - start
+    assert rank == 1 or time.perf_counter() - start > 0.4
 
 
-def test_gloo_waits_for_every_rank_even_without_data() -> None:
-    """So ranks may meet: no program relies on a rank that goes on without the others."""
-    first, _, third = runner.run(waiting, 3)
-    assert min(first, third) > 0.4
-
-
-def soon(rank: int, ranks: int) -> list[tuple[int, str]]:
-    """The calls before each choice, and the choices, where the plain collective takes longer."""
+@runner.together(2)
+def soon(rank: int, ranks: int) -> None:
+    """A choice comes before step five of three layers. A step has three calls of a kind: the first agrees on the size, the others try."""
     made = []
     record = tuner.Tuner._switch
 
@@ -519,13 +492,8 @@ def soon(rank: int, ranks: int) -> list[tuple[int, str]]:
         out, rows = torch.empty(2 * ranks, WIDTH), [2] * ranks
         comm.all_to_all_single(out, torch.ones_like(out), rows, rows, config=AUTO, role="ep", kind="combine")
     assert "combine" in render() and "float32, up to 0.000244 MiB sent by a rank, 2 ranks: " in render()
-    return made
-
-
-def test_a_choice_comes_before_step_five_of_three_layers() -> None:
-    """A step has three calls of a kind: the first agrees on the size, the others try. Plain takes 20 ms longer."""
-    for calls, made in [found[0] for found in runner.run(soon, 2)]:
-        assert made != "plain" and calls == 3 * tuner_rules.EXCHANGE_ROUNDS[0] + tuner_rules.EXCHANGE_DELAY < 4 * 3
+    calls, first = made[0]
+    assert first != "plain" and calls == 3 * tuner_rules.EXCHANGE_ROUNDS[0] + tuner_rules.EXCHANGE_DELAY < 4 * 3
 
 
 #: Rows of each segment of :func:`called`.

@@ -396,18 +396,14 @@ def test_a_wrong_measurement_of_the_link_is_corrected(factor: float, followed: b
     assert tuners == 1 + followed
 
 
-def refused(rank: int, size: int) -> str:
+@runner.together(2)
+def groups_that_cannot_be_measured(rank: int, size: int) -> None:
     alone = [dist.new_group([member]) for member in range(size)][rank]
     with pytest.raises(ValueError, match="gloo"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
         calibration.measure()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"at least 2.*got 1"):
         calibration.measure(alone)
-    return str(error.value)
-
-
-def test_groups_that_cannot_be_measured() -> None:
-    assert all("at least 2" in text and "got 1" in text for text in runner.run(refused, 2))
 
 
 def test_the_tag_is_nobody_elses() -> None:
@@ -431,3 +427,6 @@ def test_bandwidth_of_a_known_link(rate: str) -> None:
     assert any(profile.bandwidth == pytest.approx(wanted, rel=0.15) for profile in profiles)
     shares = [profile.one_way for profile in profiles]
     assert max(shares) > 0.75, f"directions of a network do not share its rate; got {shares}"
+
+
+test_programs = runner.programs(__name__)

@@ -113,7 +113,12 @@ def opened(process: int) -> set[str]:
     return {name for name in found if "ds_zipccl" in name}
 
 
-def without_room(rank: int, ranks: int, failing: str) -> str:
+@runner.together(3, "full", [0], "No space left")
+@runner.together(3, "little", [0], "this node has 0.2 MB available")
+@runner.together(3, "foreign", [1], "wanted 240000 of our own")
+@runner.together(3, "renamed", [1, 2], "wanted the memory ds_zipccl-0000")
+@runner.together(3, "elsewhere", [1, 2], "No such file")
+def without_room(rank: int, ranks: int, failing: str, guilty: list[int], why: str) -> None:
     """The message of every rank where one node has no room, or where a rank finds memory that is not its own."""
 
     def refuse(*arguments: Any) -> None:
@@ -135,23 +140,9 @@ def without_room(rank: int, ranks: int, failing: str) -> str:
     with pytest.raises(comm.CommError) as caught:
         comm.allocate_bases([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
     assert not mapped(os.getpid()) and not opened(os.getpid())
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("failing", "guilty", "why"),
-    [
-        ("full", [0], "No space left"),
-        ("little", [0], "this node has 0.2 MB available"),
-        ("foreign", [1], "wanted 240000 of our own"),
-        ("renamed", [1, 2], "wanted the memory ds_zipccl-0000"),
-        ("elsewhere", [1, 2], "No such file"),
-    ],
-)
-def test_memory_that_cannot_be_had(failing: str, guilty: list[int], why: str) -> None:
-    for rank, text in enumerate(runner.run(without_room, 3, failing)):
-        assert "0.2 MB" in text and '"zero3_base"' in text
-        assert (why if rank in guilty else "another rank has the reason") in text
+    text = str(caught.value)
+    assert "0.2 MB" in text and '"zero3_base"' in text
+    assert (why if rank in guilty else "another rank has the reason") in text
 
 
 @runner.together(2)
@@ -235,8 +226,9 @@ def test_the_memory_is_nobody_elses() -> None:
     assert opened(os.getpid()) <= before
 
 
-def fitting(rank: int, ranks: int) -> list[Any]:
-    """The tensors that fit where rank 1 is another node, with less memory a rank."""
+@runner.together(3)
+def fitting(rank: int, ranks: int) -> None:
+    """The largest that fit, where rank 1 is another node, the poorest, which decides. Each size is rounded up to whole cache lines."""
     if rank == 1:
         topology.here = lambda: "poor"
     shards = [(100, torch.bfloat16), (64_000, torch.float32), (1_000, torch.int8), (64_000, torch.bfloat16)]
@@ -245,15 +237,8 @@ def fitting(rank: int, ranks: int) -> list[Any]:
     for share in (whole, 300 * ranks * 1_000, 129 * ranks * 1_000, 1_000, 0, -5):
         mine = share if rank == 1 else share // 2 + 1_000_000
         found.append(shared.choose_fitting(shards, mine, dist.group.WORLD))
-    return found
-
-
-def test_the_largest_that_fit_are_chosen() -> None:
-    """Each size is rounded up to whole cache lines. The poorest node decides for all ranks."""
-    first, *others = runner.run(fitting, 3)
-    assert [chosen for chosen, _ in first] == [[1, 2, 3], [0, 1, 2], [0, 3], [0], [], []]
-    assert [limit for _, limit in first] == [1_155_600, 900_000, 387_000, 1_000, 0, 0]
-    assert others == [first, first]
+    assert [chosen for chosen, _ in found] == [[1, 2, 3], [0, 1, 2], [0, 3], [0], [], []]
+    assert [limit for _, limit in found] == [1_155_600, 900_000, 387_000, 1_000, 0, 0]
 
 
 def killed(rank: int, ranks: int, folder: Path) -> None:

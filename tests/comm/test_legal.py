@@ -41,7 +41,8 @@ def own(rank: int, step: int, numel: int = NUMEL) -> torch.Tensor:
 # ---- bases -------------------------------------------------------------------------------------------------------------
 
 
-def engines_in_turn(rank: int, ranks: int) -> list[str]:
+@runner.together(2)
+def engines_in_turn(rank: int, ranks: int) -> None:
     """Bases come and go with their engines while the choice of a schedule goes on."""
     tensor, ways = own(rank, 0), []
     for cycle in range(12):
@@ -57,12 +58,9 @@ def engines_in_turn(rank: int, ranks: int) -> list[str]:
         gc.collect()
         if rank == 0:
             del extra
-    return ways
-
-
-def test_engines_in_turn_choose_alike() -> None:
-    first, second = runner.run(engines_in_turn, 2, timeout=60)
-    assert first == second and len(set(first)) == len(first)
+    told: list[Any] = [None] * ranks
+    dist.all_gather_object(told, ways)
+    assert told[0] == told[1] and len(set(ways)) == len(ways)
 
 
 def one_address(rank: int, ranks: int) -> None:

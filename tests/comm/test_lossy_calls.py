@@ -48,6 +48,8 @@ WAYS: tuple[dict[str, Any], ...] = (
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
 
 
+@runner.together(2)
+@runner.together(3, full="the schedules are those of 2 ranks")
 def by_definition(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
     if plant is not None:
         plant()
@@ -64,13 +66,6 @@ def by_definition(rank: int, ranks: int, plant: Callable[[], None] | None = None
             unchanged = torch.equal(exact.nan_to_num(), got.nan_to_num())
             assert unchanged == (call is lossy_calls.reduce and rank < ranks - 1), f"{call.__name__}: {unchanged}"
     assert not any(row["passed"] for row in counters.rows())
-
-
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(3, marks=pytest.mark.full(reason="the schedules are those of 2 ranks"))]
-)
-def test_results_are_those_of_the_definition(ranks: int) -> None:
-    runner.run(by_definition, ranks)
 
 
 @runner.together(2, full="large messages")
@@ -105,7 +100,8 @@ def test_the_numba_route_gives_the_same() -> None:
     runner.run(by_numba, 2, timeout=300)
 
 
-def in_mode_auto(rank: int, ranks: int) -> list[list[str]]:
+@runner.together(2, full="many calls")
+def in_mode_auto(rank: int, ranks: int) -> None:
     """Trials of all candidates, with the results of mode always; the plain collective is none of them."""
     everyone = [normal(peer, SIZE, torch.bfloat16) for peer in range(ranks)]
     codec = CODECS[0]
@@ -114,15 +110,9 @@ def in_mode_auto(rank: int, ranks: int) -> list[list[str]]:
             got, wanted = call(api(codec, AUTO), everyone, rank, codec, dist.ReduceOp.SUM, False)
             same(got, wanted)
     assert not any(row["passed"] for row in counters.rows())
-    return [[text for text, _ in row["choices"].values()] for row in counters.rows()]
-
-
-@pytest.mark.full(reason="many calls")
-def test_mode_auto_has_the_results_of_always() -> None:
-    for choices in runner.run(in_mode_auto, 2):
-        told = [text for texts in choices for text in texts]
-        assert told and all("uncoded frames" in text and "round mantissa 3 frames" in text for text in told), told
-        assert not any("plain" in text for text in told)
+    told = [text for row in counters.rows() for text, _ in row["choices"].values()]
+    assert told and all("uncoded frames" in text and "round mantissa 3 frames" in text for text in told), told
+    assert not any("plain" in text for text in told)
 
 
 LARGE, WIDTH = 480_000, 96
@@ -155,14 +145,16 @@ def sent(call: Callable[..., Any], everyone: Sequence[torch.Tensor], rank: int, 
     return sum(row["wire_bytes"] for row in counters.rows())
 
 
-def bytes_sent(rank: int, ranks: int) -> list[tuple[str, float]]:
+@runner.together(2, full="large messages")
+def bytes_sent(rank: int, ranks: int) -> None:
+    """Never more than lossless calls send."""
     calls = (
         lossy_calls.all_reduce,
         lossy_calls.reduce_scatter_tensor,
         lossy_calls.to_several_owners,
         lossy_calls.exchange,
     )
-    found = []
+    found = {}
     for dtype in (torch.bfloat16, torch.float32):
         for fill in (dense, half_empty, sparse):
             everyone = [fill(peer, dtype) for peer in range(ranks)]
@@ -171,21 +163,15 @@ def bytes_sent(rank: int, ranks: int) -> list[tuple[str, float]]:
                 for codec in CODECS:
                     if not isinstance(codec, Zfp):  # a fixed rate, for comparison only
                         share = sent(call, everyone, rank, codec) / lossless
-                        found.append((f"{call.__name__} of {fill.__name__} {dtype} by {codec}", share))
-    return found
+                        found[f"{call.__name__} of {fill.__name__} {dtype} by {codec}"] = share
+                        assert share <= MOST, found
+    assert found["exchange of dense torch.bfloat16 by round mantissa 3"] < 0.7
 
 
-@pytest.mark.full(reason="large messages")
-def test_never_more_bytes_than_lossless() -> None:
-    for found in runner.run(bytes_sent, 2):
-        for name, share in found:
-            assert share <= MOST, f"{name}: {share:.3f} of the lossless bytes"
-        dense_bf16 = {name: share for name, share in found if "of dense torch.bfloat16 by round mantissa 3" in name}
-        assert dense_bf16["exchange of dense torch.bfloat16 by round mantissa 3"] < 0.7
-
-
-def rows_sent(rank: int, ranks: int, copies: int) -> list[float]:
-    """An exchange of experts in which each row goes to a rank ``copies`` times: shares of the lossless bytes."""
+@runner.together(2, 1, 0.85, full="large messages")
+@runner.together(2, 8, MOST, full="large messages")
+def repeated_rows_travel_once(rank: int, ranks: int, copies: int, most: float) -> None:
+    """Each row goes to a rank ``copies`` times. Rows that every value of a codec repeats are left out: their lossy frames would be large."""
     width, rows = 64, 1200
     everyone = []
     for peer in range(ranks):
@@ -202,15 +188,8 @@ def rows_sent(rank: int, ranks: int, copies: int) -> list[float]:
         return sum(row["wire_bytes"] for row in counters.rows())
 
     lossless = exchanged(None)
-    return [exchanged(codec) / lossless for codec in CODECS if not isinstance(codec, Zfp)]
-
-
-@pytest.mark.full(reason="large messages")
-def test_repeated_rows_travel_once() -> None:
-    """Rows that every value of a codec repeats are left out; without that, lossy frames of them would be larger than lossless ones."""
-    for copies, most in ((1, 0.85), (8, MOST)):
-        for shares in runner.run(rows_sent, 2, copies):
-            assert max(shares) <= most, f"{copies} copies: {shares} of the lossless bytes"
+    shares = [exchanged(codec) / lossless for codec in CODECS if not isinstance(codec, Zfp)]
+    assert max(shares) <= most, f"{copies} copies: {shares} of the lossless bytes"
 
 
 def of_a_step(rank: int, ranks: int, codec: LossyCodec | None, plant: Callable[[], None] | None = None) -> list[str]:

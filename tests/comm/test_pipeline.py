@@ -52,9 +52,9 @@ def test_stages_follow_each_other() -> None:
 
 
 def in_small_pieces(
-    rank: int, ranks: int, case: Callable[..., None], arguments: tuple[Any, ...] = (), least: int = 256
+    rank: int, ranks: int, case: Callable[..., None], arguments: tuple[Any, ...] = (), least: int = 256, wanted: int = 8
 ) -> int:
-    """``case`` with pieces of ``least`` bytes and more; returns the most turns that a message took."""
+    """``case`` with pieces of ``least`` bytes and more; returns the most turns that a message took, at least ``wanted``."""
     turns = 0
 
     def counted(most: int, *stages: Callable[[int], None]) -> None:
@@ -68,21 +68,14 @@ def in_small_pieces(
         for module in (all_reduce, all_to_all, broadcast, gather, reduce_scatter, reduce_to_owners):
             patch.setattr(module, "run_pipeline", counted)
         case(rank, ranks, *arguments)
+    assert turns >= wanted, turns
     return turns
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize(
-    "case, arguments",
-    [(moves.moves, ()), (sums.as_gloo, ([1, 7, 1000, 20001],))],
-    ids=["moves", "sums"],
-)
-def test_the_same_in_pieces(case: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
-    assert min(runner.run(in_small_pieces, ranks, case, arguments)) >= 8
-
-
-def test_differences_in_pieces() -> None:
-    assert min(runner.run(in_small_pieces, 3, test_bases.steps, ("bf16",), 1 << 15)) >= 2
+for ranks in (2, 3, 4):
+    runner.together(ranks, moves.moves)(in_small_pieces)
+    runner.together(ranks, sums.as_gloo, ([1, 7, 1000, 20001],))(in_small_pieces)
+runner.together(3, test_bases.steps, ("bf16",), 1 << 15, 2)(in_small_pieces)
 
 
 def skewed(rank: int, ranks: int) -> None:
@@ -100,8 +93,10 @@ def skewed(rank: int, ranks: int) -> None:
         )
 
 
-def test_uneven_turns() -> None:
-    assert runner.run(in_small_pieces, 3, skewed)[0] > 10
+@runner.together(3)
+def uneven_turns(rank: int, ranks: int) -> None:
+    turns = in_small_pieces(rank, ranks, skewed, wanted=0)
+    assert rank or turns > 10
 
 
 def sharing(rank: int, ranks: int) -> None:
@@ -130,8 +125,7 @@ def sharing(rank: int, ranks: int) -> None:
     corpus.assert_same_bits(tail, plain)
 
 
-def test_shared_memory() -> None:
-    assert min(runner.run(in_small_pieces, 3, sharing)) >= 8
+runner.together(3, sharing)(in_small_pieces)
 
 
 def test_only_what_is_overwritten_too_early_is_copied() -> None:
@@ -172,8 +166,9 @@ def test_what_is_copied(case: str) -> None:
     assert (kept is not flat) == copied and kept.equal(flat)
 
 
-def bounded(rank: int, ranks: int) -> list[int]:
-    """The most memory for frames in each operation on 48 MiB."""
+@runner.together(3, full="ten seconds; the messages in pieces stay")
+def memory_is_bounded(rank: int, ranks: int) -> None:
+    """Frames may be a little larger than pieces, buffers are rounded up by an eighth; a sum is made beside them."""
     peaks = []
     tensor = corpus.tensor(corpus.bell(12 << 20, corpus.BF16, rank), corpus.BF16)
     operations: tuple[Callable[..., Any], ...] = (
@@ -187,14 +182,7 @@ def bounded(rank: int, ranks: int) -> list[int]:
         POOL.peak = 0
         operation(config=replace(CODED, staging_mib=6))
         peaks.append(POOL.peak)
-    return peaks
-
-
-@pytest.mark.full(reason="ten seconds; test_the_same_in_pieces stays")
-def test_memory_is_bounded() -> None:
-    for peaks in runner.run(bounded, 3):
-        # frames may be a little larger than pieces, buffers are rounded up by an eighth; a sum is made beside them
-        assert all(0 < peak <= 1.3 * (6 << 20) for peak in peaks), peaks
+    assert all(0 < peak <= 1.3 * (6 << 20) for peak in peaks), peaks
 
 
 NUMEL = 100
@@ -400,3 +388,6 @@ def test_exchanges_that_go_on_together_share_the_memory(
     gather.gather(ctx, 0, [flat()], [[place] for place in whole], base=flat())  # type: ignore[arg-type]
     assert ctx.exchanges == {exchanges} and went == [NodeGather if nodes else gather.FlatGather]
     assert whole[0].eq(1).all(), "the own shard is put into its place"
+
+
+test_programs = runner.programs(__name__)

@@ -15,15 +15,14 @@ import levels
 import pytest
 import ranks as runner
 import sums
-import test_pipeline
 import test_reduce_to_owners as owners
 import test_work
-import tiers
 import torch
 import torch.distributed as dist
 from levels import Nodes, Summed, in_one_level, in_one_level_only, in_two_levels, nodes_of
 from moves import flip_a_bit
 from sums import all_reduce_by_memory, bell, coded, wild
+from test_pipeline import in_small_pieces
 
 from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order, topology
@@ -37,8 +36,6 @@ from ds_zipccl.telemetry import counters
 
 FP32 = replace(sums.CODED, reduction="fp32")
 AUTO = ZipcclConfig(enabled=True, min_bytes=0, reduction="fp32")
-#: (nodes, ranks each)
-SHAPES = [(2, 2), (3, 2), (4, 2), (2, 4)]
 #: Nodes whose ranks do not follow each other.
 MIXED = [[0, 3], [1, 2], [4, 5]]
 SIZES = (0, 1, 2, 7, 31, 2049, 20001)
@@ -51,6 +48,12 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 @runner.together(4, nodes_of(2, 2), (4 * 70001,))
 @runner.together(6, MIXED, (7, 20001))
+@runner.together(6, MIXED, (7, 20001))
+@runner.together(4, nodes_of(2, 2), (4 * 70_001,))
+@runner.together(4, nodes_of(2, 2))
+@runner.together(6, nodes_of(3, 2))
+@runner.together(8, nodes_of(4, 2), full="eight ranks on two cores")
+@runner.together(8, nodes_of(2, 4), full="eight ranks on two cores")
 def as_documented(
     rank: int,
     ranks: int,
@@ -79,19 +82,6 @@ def as_documented(
     assert not any(row["passed"] for row in counters.rows())
 
 
-@pytest.mark.parametrize(("nodes", "each"), tiers.mostly_full(SHAPES, [(2, 2), (3, 2)], "eight ranks on two cores"))
-def test_sums_have_the_documented_order(nodes: int, each: int) -> None:
-    runner.run(as_documented, nodes * each, nodes_of(nodes, each))
-
-
-@pytest.mark.parametrize("nodes", [nodes_of(2, 2), MIXED])
-def test_the_same_in_pieces(nodes: Nodes) -> None:
-    """A message of many fragments, whose levels and gather overlap."""
-    ranks = sum(map(len, nodes))
-    turns = runner.run(test_pipeline.in_small_pieces, ranks, as_documented, (nodes, [7, 20001]))
-    assert min(turns) >= 8
-
-
 def sharing(rank: int, ranks: int, nodes: Nodes) -> None:
     """Outputs in the shard of another rank, and shards that are all the output itself."""
     levels.pretend(nodes)
@@ -105,11 +95,6 @@ def sharing(rank: int, ranks: int, nodes: Nodes) -> None:
     same = everyone[rank].clone()
     comm.reduce_scatter(same, [same] * ranks, config=FP32)
     corpus.assert_same_bits(same, total)
-
-
-@pytest.mark.parametrize("nodes", [nodes_of(2, 2), MIXED])
-def test_shared_memory(nodes: Nodes) -> None:
-    assert min(runner.run(test_pipeline.in_small_pieces, sum(map(len, nodes)), sharing, (nodes,))) >= 8
 
 
 # ---- mistakes that these tests must see --------------------------------------------------------------------------------
@@ -193,8 +178,8 @@ def all_by_all(draw: random.Random, size: int, ranks: int) -> owners.Owners:
     return [(size, range(ranks))]
 
 
-def to_owners(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int]) -> set[str]:
-    """The owners' slices have the bits of the documented order. Returns the schedules that ran."""
+def to_owners(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int]) -> None:
+    """The owners' slices have the bits of the documented order, by all schedules."""
     levels.pretend(nodes)
     used = set()
     for size, owners_of in itertools.product(sizes, (*owners.MAPS, all_by_all)):
@@ -213,43 +198,29 @@ def to_owners(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int]) -> set[
             comm.reduce_to_owners(got, owners.recut(owned, random.Random(rank)), op, config=config)
             sums.assert_same_sums(got[own], in_two_levels(everyone, nodes, average)[own], kind)
     assert not any(row["passed"] for row in counters.rows())
-    return used
-
-
-@pytest.mark.parametrize("nodes", [nodes_of(2, 2), nodes_of(2, 4), MIXED])
-def test_owners_have_the_documented_order(nodes: Nodes) -> None:
-    ranks = sum(map(len, nodes))
     # with two nodes contributions that go straight never crowd a link
-    every = {"_Straight", "_ToAll"} | ({"_ByShards"} if len(nodes) > 2 else set())
-    assert runner.run(to_owners, ranks, nodes, [1, 37, 4099]) == [every] * ranks
+    assert used == {"_Straight", "_ToAll"} | ({"_ByShards"} if len(nodes) > 2 else set()) or len(sizes) == 1
 
 
-def test_owners_in_pieces() -> None:
-    assert min(runner.run(test_pipeline.in_small_pieces, 4, to_owners, (nodes_of(2, 2), [20001]))) >= 8
+for nodes in (nodes_of(2, 2), nodes_of(2, 4), MIXED):
+    runner.together(sum(map(len, nodes)), nodes, [1, 37, 4099])(to_owners)
 
 
 # ---- groups and choices ------------------------------------------------------------------------------------------------
 
-ONE_LEVEL: dict[str, list[list[int]]] = {
-    "uneven": [[0, 1, 2], [3]],
-    "one rank a node": [[0], [1], [2], [3]],
-    "one node": [[0, 1, 2, 3]],
-    "unknown": [],
-}
 
-
+@runner.together(4, [[0, 1, 2], [3]])
+@runner.together(4, [[0], [1], [2], [3]])
+@runner.together(4, [[0, 1, 2, 3]])
+@runner.together(4, [])
 def one_level(rank: int, ranks: int, nodes: Nodes) -> None:
+    """Nodes that are uneven, have a rank each, are one or unknown."""
     levels.pretend(nodes)
     everyone = [bell(peer, 20001, corpus.BF16, 0) for peer in range(ranks)]
     assert not torch.equal(in_one_level(everyone), in_two_levels(everyone, nodes_of(2, 2)))
     got = everyone[rank].clone()
     comm.all_reduce(got, config=FP32)
     corpus.assert_same_bits(got, in_one_level(everyone))
-
-
-@pytest.mark.parametrize("name", ONE_LEVEL)
-def test_other_groups_sum_in_one_level(name: str) -> None:
-    runner.run(one_level, 4, ONE_LEVEL[name])
 
 
 @runner.together(6)
@@ -282,7 +253,8 @@ def groups(rank: int, ranks: int) -> None:
     corpus.assert_same_bits(got, wanted)
 
 
-def whatever_is_chosen(rank: int, ranks: int) -> list[str]:
+@runner.together(4)
+def whatever_is_chosen(rank: int, ranks: int) -> None:
     """Under auto, with data that shrink and data that do not, all calls have the same order; the plain collective is never called."""
     nodes = nodes_of(2, 2)
     levels.pretend(nodes)
@@ -300,13 +272,10 @@ def whatever_is_chosen(rank: int, ranks: int) -> list[str]:
         (row,) = counters.rows()
         assert not row["passed"]
         chosen += [text for text, _ in row["choices"].values()]
-    return chosen
-
-
-def test_results_do_not_depend_on_the_choice() -> None:
-    first, *others = runner.run(whatever_is_chosen, 4)
-    assert all(other == first for other in others)
-    assert "uncoded frames by node" in first[0] and "cascade frames by node" in first[0] and "plain" not in first[0]
+    told: list[Any] = [None] * ranks
+    dist.all_gather_object(told, chosen)
+    assert all(other == chosen for other in told)
+    assert "uncoded frames by node" in chosen[0] and "cascade frames by node" in chosen[0] and "plain" not in chosen[0]
 
 
 MESSAGE = Message("all_reduce", torch.bfloat16, 1 << 22, 8, "cpu", "gloo", "dp", "SUM", nodes=2)
@@ -362,4 +331,14 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     assert sorted(said) == [0, 1, 2] and all(text.startswith("all_reduce (group ") for text in said.values())
 
 
+# Messages of many fragments, whose levels and gather overlap.
+for case, *arguments in (
+    (as_documented, nodes_of(2, 2), [7, 20001]),
+    (as_documented, MIXED, [7, 20001]),
+    (sharing, nodes_of(2, 2)),
+    (sharing, MIXED),
+    (to_owners, nodes_of(2, 2), [20001]),
+):
+    ranks = sum(map(len, arguments[0]))
+    runner.together(ranks, case, tuple(arguments), file=__name__)(in_small_pieces)
 test_programs = runner.programs(__name__)

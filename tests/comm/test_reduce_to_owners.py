@@ -11,12 +11,11 @@ from typing import Any
 import corpus
 import pytest
 import ranks as runner
-import test_pipeline
-import tiers
 import torch
 import torch.distributed as dist
 from moves import flip_a_bit
 from sums import CODED, MIB, assert_same_sums, bell, other_order, sizes_for, wild
+from test_pipeline import in_small_pieces
 
 from ds_zipccl import comm
 from ds_zipccl.comm.host import sums
@@ -116,16 +115,11 @@ def as_all_reduce(
     assert not any(row["passed"] for row in counters.rows())
 
 
-@pytest.mark.parametrize("ranks", tiers.mostly_full([2, 3, 4], [2, 3], "four ranks on two cores"))
-def test_owners_have_the_bits_of_an_all_reduce(ranks: int) -> None:
-    runner.run(as_all_reduce, ranks, sizes_for(ranks))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_same_in_pieces(ranks: int) -> None:
-    sizes = [7, 1000, 20001]
-    turns = runner.run(test_pipeline.in_small_pieces, ranks, as_all_reduce, (sizes,))
-    assert min(turns) >= 8
+runner.together(2, sizes_for(2))(as_all_reduce)
+runner.together(3, sizes_for(3))(as_all_reduce)
+runner.together(4, sizes_for(4), full="four ranks on two cores")(as_all_reduce)
+for ranks in (2, 3):
+    runner.together(ranks, as_all_reduce, ([7, 1000, 20001],), file=__name__)(in_small_pieces)
 
 
 def grid_of_the_shard() -> None:

@@ -165,19 +165,12 @@ def programs(
         return sum(parse(frame).codec == CodecId.KNOWN for frame in frames)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "seed", "turns", "limit"),
-    [
-        (2, 1, 40, 1 << 16),
-        (3, 2, 40, 300),
-        *(
-            pytest.param(ranks, seed, 120, limit, marks=pytest.mark.full(reason="more of the same"))
-            for ranks, seed, limit in ((2, 3, 300), (3, 4, 900))
-        ),
-    ],
-)
-def test_random_programs(ranks: int, seed: int, turns: int, limit: int) -> None:
-    assert min(runner.run(programs, ranks, seed, turns, limit)) > turns // 4
+@runner.together(2, 1, 40, 1 << 16)
+@runner.together(3, 2, 40, 300)
+@runner.together(2, 3, 120, 300, full="more of the same")
+@runner.together(3, 4, 120, 900, full="more of the same")
+def random_programs(rank: int, ranks: int, seed: int, turns: int, limit: int) -> None:
+    assert programs(rank, ranks, seed, turns, limit) > turns // 4
 
 
 def hash_of_the_first_half(patch: pytest.MonkeyPatch, rank: int) -> None:

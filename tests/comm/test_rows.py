@@ -126,11 +126,10 @@ def at_random(rank: int, ranks: int, rounds: int, plant: Callable[[pytest.Monkey
         return row_frames(frames)
 
 
-@pytest.mark.parametrize(
-    "ranks, rounds", [(3, 12), pytest.param(4, 24, marks=pytest.mark.full(reason="more of the same"))]
-)
-def test_every_bit_arrives(ranks: int, rounds: int) -> None:
-    assert min(runner.run(at_random, ranks, rounds)) > 2 * rounds
+@runner.together(3, 12)
+@runner.together(4, 24, full="more of the same")
+def every_bit_arrives(rank: int, ranks: int, rounds: int) -> None:
+    assert at_random(rank, ranks, rounds) > 2 * rounds
 
 
 def _finding(patch: pytest.MonkeyPatch, wrong: Callable[[torch.Tensor, int, torch.Tensor], None]) -> None:
@@ -212,8 +211,11 @@ def test_mistakes_are_seen(case: Callable[..., Any], arguments: tuple[Any, ...],
         runner.run(case, 2, *arguments, plant)
 
 
-def layers(rank: int, ranks: int, plant: str) -> float:
-    """Dispatches of three layers, then their gradients in reverse; the bytes of gradients by those of the wire."""
+@runner.together(2, "")
+@runner.together(2, "with trials")
+@runner.together(2, "without a trial")
+def layers(rank: int, ranks: int, plant: str) -> None:
+    """Dispatches of three layers, then their gradients in reverse. Bits arrive by a wrong map too; only the size tells."""
     with pytest.MonkeyPatch.context() as patch, posted() as frames:
         if plant:
             patch.setattr(RowMemory, "newest", lambda self, key: [(-1, RowPairs(*wrong))])
@@ -233,17 +235,8 @@ def layers(rank: int, ranks: int, plant: str) -> float:
         for turn, segments in enumerate(reversed(sent)):
             back = [[scaled(part, turn + a) for part in line] for a, line in enumerate(segments)]
             exchange(rank, back, "combine.bwd", CODED)
-        return len(frames) * 400 * 256 * 2 / sum(frame.numel() for frame in frames)
-
-
-def test_gradients_of_repeated_rows_are_multiples() -> None:
-    assert min(runner.run(layers, 2, "")) > 2.2
-
-
-@pytest.mark.parametrize("plant", ["with trials", "without a trial"])
-def test_a_map_of_another_segment_is_seen(plant: str) -> None:
-    """Bits arrive by a wrong map too; only the size tells."""
-    assert max(runner.run(layers, 2, plant)) < 1.7
+        ratio = len(frames) * 400 * 256 * 2 / sum(frame.numel() for frame in frames)
+        assert ratio < 1.7 if plant else ratio > 2.2, ratio
 
 
 @runner.together(3)

@@ -66,6 +66,8 @@ def calls(api: Any, rank: int, ranks: int, seed: int) -> dict[str, Callable[[boo
     }
 
 
+@runner.together(2)
+@runner.together(3)
 def agrees(rank: int, ranks: int) -> None:
     for seed, reduction in enumerate(("match", "fp32", "auto")):
         api = shadowed(reduction=reduction)
@@ -85,11 +87,6 @@ def agrees(rank: int, ranks: int) -> None:
         corpus.assert_same_bits(places[0].contiguous().view(-1), tensor)
     assert all(row["calls"] == 6 and not row["passed"] for row in counters.rows() if row["op"] not in ("send", "recv"))
     assert {row["op"] for row in counters.rows()} >= set(calls(api, rank, ranks, 0))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_shadow_agrees(ranks: int) -> None:
-    runner.run(agrees, ranks)
 
 
 def flip_a_bit() -> None:

@@ -75,7 +75,9 @@ def fp32_by_definition(rank: int, ranks: int) -> None:
     assert not torch.equal(plain, other)  # or the two kinds of reduction would not have been told apart
 
 
-def same_everywhere(rank: int, ranks: int) -> list[Any]:
+@runner.together(3)
+def same_everywhere(rank: int, ranks: int) -> None:
+    """The same bits on all ranks and with any codec."""
     results = []
     for codec in ("cascade", "raw"):
         for kind in ("match", "fp32"):
@@ -83,12 +85,9 @@ def same_everywhere(rank: int, ranks: int) -> list[Any]:
             coded(codec=codec, reduction=kind).all_reduce(tensor)
             results.append(tensor)
     corpus.assert_same_bits(torch.stack(results[:2]), torch.stack(results[2:]))
-    return torch.stack(results).view(torch.int16).tolist()
-
-
-def test_same_bits_on_all_ranks_and_with_any_codec() -> None:
-    first, *others = runner.run(same_everywhere, 3)
-    assert all(first == other for other in others)
+    first = torch.stack(results)
+    dist.broadcast(first, 0)
+    corpus.assert_same_bits(torch.stack(results), first)
 
 
 @runner.together(2)
@@ -211,6 +210,7 @@ def plain_sums_pass_on_gloo(rank: int, ranks: int) -> None:
 #: Many fragments for little data.
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, staging_mib=1)
 HASH = HEADER_BYTES + 16
+SAME = "one number of ranks has the same ways of adding"
 SIZES = (1, 1003, 300_007)
 KINDS = (corpus.BF16, corpus.FP16, corpus.FP32)
 
@@ -228,6 +228,9 @@ def added(
     return found, dict(row)
 
 
+@runner.together(2, full=SAME)
+@runner.together(3, (0, 2))
+@runner.together(4, full=SAME)
 def everywhere(rank: int, ranks: int, flushing: Sequence[int] = (), plant: Callable[[], None] | None = None) -> None:
     """Add equal tensors, and tensors of which one differs in one bit, as a group whose ranks flush denormals or keep them."""
     if plant is not None:
@@ -255,16 +258,6 @@ def everywhere(rank: int, ranks: int, flushing: Sequence[int] = (), plant: Calla
             assert row["wire_bytes"] > HASH * (ranks - 1) + tensor.nbytes // 4 // ranks, row
 
 
-FULL = pytest.mark.full(reason="one number of ranks has the same ways of adding")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flushing"), [pytest.param(2, (), marks=FULL), (3, (0, 2)), pytest.param(4, (), marks=FULL)]
-)
-def test_the_bits_of_gloo(ranks: int, flushing: Sequence[int]) -> None:
-    runner.run(everywhere, ranks, flushing)
-
-
 def hash_of_the_first_half() -> None:
     whole = replicated.region_hash
     replicated.region_hash = lambda tensor: whole(tensor[: (tensor.numel() + 1) // 2])
@@ -285,15 +278,12 @@ def of_one_rank() -> None:
     replicated.Reduction.fold = lambda self, *args: fold(self, *args[:-1])  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("plant", [hash_of_the_first_half, products])
-def test_a_fault_of_equal_tensors_is_seen(plant: Callable[[], None]) -> None:
-    with pytest.raises(runner.RankFailure, match=r"words differ|wire_bytes"):
-        runner.run(everywhere, 3, (), plant)
-
-
-def test_denormals_that_are_kept_are_seen() -> None:
-    with pytest.raises(runner.RankFailure, match="words differ"):
-        runner.run(everywhere, 3, (0, 1, 2), of_one_rank)
+@pytest.mark.parametrize(
+    ("plant", "flushing"), [(hash_of_the_first_half, ()), (products, ()), (of_one_rank, (0, 1, 2))]
+)
+def test_a_fault_of_equal_tensors_is_seen(plant: Callable[[], None], flushing: Sequence[int]) -> None:
+    with pytest.raises(runner.RankFailure, match="words differ" if flushing else r"words differ|wire_bytes"):
+        runner.run(everywhere, 3, flushing, plant)
 
 
 @runner.together(2)

@@ -43,6 +43,8 @@ def filled(rank: int, size: int, seed: int) -> torch.Tensor:
     return corpus.tensor(corpus.bell(size, corpus.BF16, 101 * seed + rank), corpus.BF16)
 
 
+@runner.together(2)
+@runner.together(3)
 def in_flight(rank: int, ranks: int) -> None:
     """Thirty operations at once, waited for in another order on every rank, with sync and plain ones between."""
     groups = [None, dist.new_group(list(range(ranks))), dist.new_group([1, 0])]
@@ -71,11 +73,6 @@ def in_flight(rank: int, ranks: int) -> None:
             assert handle.is_completed() and handle.is_success() and handle.exception() is None
             assert handle.result()[0] is output
         corpus.assert_same_bits(output, wanted)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_many_in_flight(ranks: int) -> None:
-    runner.run(in_flight, ranks)
 
 
 @runner.together(2)

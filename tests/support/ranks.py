@@ -71,11 +71,15 @@ def run_each(ranks: int, *cases: Callable[..., Any] | tuple[Any, ...], timeout: 
 _together: dict[tuple[str, int, bool], list[tuple[tuple[Any, ...], str]]] = defaultdict(list)
 
 
-def together(ranks: int, *arguments: Any, full: str = "") -> Callable[[_Case], _Case]:
-    """A case that runs with the others of its file and number of ranks, as :func:`run_each` does. ``full``: why in the full tier only."""
+def together(ranks: int, *arguments: Any, full: str = "", file: str = "") -> Callable[[_Case], _Case]:
+    """A case that runs with the others of its number of ranks and its file, or of ``file``, as :func:`run_each` does.
+
+    Args:
+        full: why it runs in the full tier only.
+    """
 
     def noted(case: _Case) -> _Case:
-        _together[case.__module__, ranks, bool(full)].append(((case, *arguments), full))
+        _together[file or case.__module__, ranks, bool(full)].append(((case, *arguments), full))
         return case
 
     return noted
