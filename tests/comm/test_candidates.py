@@ -17,6 +17,7 @@ import ranks as runner
 import tiers
 import torch
 import torch.distributed as dist
+from operations import arguments
 from tiers import mostly_full
 
 from ds_zipccl import comm
@@ -212,23 +213,14 @@ def every_operation(rank: int, ranks: int) -> None:
     for _ in range(150):
         numel, dtype = ranks * choice.choice([20_000, 50_000]), choice.choice([torch.bfloat16, torch.float32])
         x = torch.randn(numel, generator=torch.Generator().manual_seed(choice.randrange(1 << 30) + rank)).to(dtype)
-        op = choice.choice(["gather", "scatter", "reduce", "all_to_all", "broadcast"])
+        op = choice.choice(
+            ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"]
+        )
         results = []
         for module, more in ((dist, {}), (comm, {"config": AUTO})):
-            y = x.clone()
-            if op == "gather":
-                y = x.new_empty(numel * ranks)
-                module.all_gather_into_tensor(y, x, **more)
-            elif op == "scatter":
-                y = x.new_empty(numel // ranks)
-                module.reduce_scatter_tensor(y, x, **more)
-            elif op == "reduce":
-                module.all_reduce(y, **more)
-            elif op == "all_to_all":
-                module.all_to_all_single(y, x, **more)
-            else:
-                module.broadcast(y, 1, **more)
-            results.append(y)
+            given = arguments(x, ranks)[op]
+            getattr(module, op)(*given, **more)
+            results.append(given[0])
         corpus.assert_same_bits(*results)
 
 

@@ -14,6 +14,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from operations import arguments
 
 from ds_zipccl import comm
 from ds_zipccl.comm import work as operations
@@ -432,13 +433,14 @@ def test_tags_repeat_in_whole_operations() -> None:
 
 def writes(module: Any, rank: int, ranks: int, more: dict[str, Any]) -> Iterator[tuple[str, list[torch.Tensor], Any]]:
     """Calls of torch.distributed or of ours, with the tensors that they write."""
-    one, all_, parts = filled(1), filled(0, ranks * HALF), [filled(0) for _ in range(ranks)]
-    yield "all_reduce", [one], lambda: module.all_reduce(one, **more)
-    yield "broadcast", [one], lambda: module.broadcast(one, 0, **more)
-    yield "reduce", [one], lambda: module.reduce(one, 0, **more)
-    yield "all_gather", parts, lambda: module.all_gather(parts, filled(1), **more)
-    yield "all_gather_into_tensor", [all_], lambda: module.all_gather_into_tensor(all_, filled(1), **more)
-    yield "reduce_scatter_tensor", [one], lambda: module.reduce_scatter_tensor(one, filled(1, ranks * HALF), **more)
+    for name in ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        given = arguments(filled(1), ranks)[name]
+        yield (
+            name,
+            given[0] if name == "all_gather" else [given[0]],
+            lambda name=name, given=given: getattr(module, name)(*given, **more),
+        )
+    one = filled(1)
     yield "recv", [one], lambda: module.recv(one, 0, **more) if rank else module.send(filled(1), 1, **more)
 
 

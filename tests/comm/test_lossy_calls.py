@@ -171,7 +171,7 @@ def bytes_sent(rank: int, ranks: int) -> None:
 @runner.together(2, 1, 0.85, full="large messages")
 @runner.together(2, 8, MOST, full="large messages")
 def repeated_rows_travel_once(rank: int, ranks: int, copies: int, most: float) -> None:
-    """Each row goes to a rank ``copies`` times. Rows that every value of a codec repeats are left out: their lossy frames would be large."""
+    """Each row goes to a rank ``copies`` times. Rows that every value of a codec repeats are left out: lossy frames of them are large."""
     width, rows = 64, 1200
     everyone = []
     for peer in range(ranks):

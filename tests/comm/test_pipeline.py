@@ -16,6 +16,7 @@ import sums
 import test_bases
 import torch
 import torch.distributed as dist
+from operations import arguments
 
 import ds_zipccl
 from ds_zipccl import comm
@@ -171,16 +172,10 @@ def memory_is_bounded(rank: int, ranks: int) -> None:
     """Frames may be a little larger than pieces, buffers are rounded up by an eighth; a sum is made beside them."""
     peaks = []
     tensor = corpus.tensor(corpus.bell(12 << 20, corpus.BF16, rank), corpus.BF16)
-    operations: tuple[Callable[..., Any], ...] = (
-        lambda **more: comm.all_reduce(tensor, **more),
-        lambda **more: comm.broadcast(tensor, 0, **more),
-        lambda **more: comm.all_to_all_single(torch.empty_like(tensor), tensor, **more),
-        lambda **more: comm.all_gather_into_tensor(tensor.repeat(ranks), tensor.clone(), **more),
-        lambda **more: comm.reduce_scatter_tensor(tensor[: len(tensor) // ranks].clone(), tensor, **more),
-    )
-    for operation in operations:
+    for name in ("all_reduce", "broadcast", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        given = arguments(tensor, ranks)[name]
         POOL.peak = 0
-        operation(config=replace(CODED, staging_mib=6))
+        getattr(comm, name)(*given, config=replace(CODED, staging_mib=6))
         peaks.append(POOL.peak)
     assert all(0 < peak <= 1.3 * (6 << 20) for peak in peaks), peaks
 
