@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import corpus
@@ -95,11 +95,7 @@ def test_threads_never_share_a_block() -> None:
                 wrong.append(mark)
             pool.give(block)
 
-    threads = [threading.Thread(target=use, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    runner.at_once(*(partial(use, mark) for mark in range(4)))
     assert not wrong
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -134,14 +133,9 @@ def two_threads_on_one_channel(rank: int, ranks: int) -> None:
     message.Outgoing._post_first = slow  # type: ignore[method-assign,assignment]
     first, second = side(torch.int64, 9000, 1), side(torch.int64, 9000, 2)
     if rank == 0:
-        workers = [
-            threading.Thread(target=lambda t=tensor: [comm.send(t, 1, config=CODED) for _ in range(40)])
-            for tensor in (first, second)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        runner.at_once(
+            *(lambda t=tensor: [comm.send(t, 1, config=CODED) for _ in range(40)] for tensor in (first, second))
+        )
         return
     seen = []
     for _ in range(80):

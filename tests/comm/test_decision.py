@@ -15,7 +15,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from operations import arguments
+from operations import Coded, arguments
 
 from ds_zipccl import FrameError, comm, compress
 from ds_zipccl.comm import decision, execution
@@ -36,11 +36,8 @@ from ds_zipccl.telemetry import counters
 SHADOWED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, check="shadow")
 
 
-def shadowed(**settings: Any) -> SimpleNamespace:
-    config = replace(SHADOWED, **settings)
-    return SimpleNamespace(
-        **{name: partial(getattr(comm, name), config=config) for name in comm.__all__ if name.islower()}
-    )
+def shadowed(**settings: Any) -> Coded:
+    return Coded(replace(SHADOWED, **settings))
 
 
 def filled(rank: int, size: int, seed: int, kind: corpus.Float = corpus.BF16) -> torch.Tensor:

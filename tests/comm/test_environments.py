@@ -14,7 +14,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from operations import arguments
+from operations import Coded, arguments
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,17 +117,6 @@ def call_of(name: str, api: Any, mine: torch.Tensor, later: bool) -> tuple[list[
     return outputs if name != "reduce" or rank == 1 else [], call
 
 
-class _Coded:
-    """ds_zipccl.comm with a config."""
-
-    def __init__(self, config: ZipcclConfig, **more: Any) -> None:
-        self._config, self._more = config, more
-
-    def __getattr__(self, name: str) -> Any:
-        more = self._more if name == "all_gather_into_tensor" else {}
-        return partial(getattr(comm, name), config=self._config, **more)
-
-
 def words(rank: int, ranks: int, kind: corpus.Float, seed: int) -> torch.Tensor:
     """Near-Gaussian numbers, a third of them so small that sums are denormal."""
     tensor = corpus.tensor(corpus.bell(ranks * NUMEL, kind, 100 * seed + rank), kind)
@@ -174,7 +163,7 @@ def under_all(rank: int, ranks: int, names: list[str]) -> int:
                     wanted = left(operation, dist, mine, environment, False)
                     bases = [None, comm.IN_PLACE] if operation == "all_gather_into_tensor" else [None]
                     for base in bases:
-                        api = _Coded(config) if base is None else _Coded(config, base=base)
+                        api = Coded(config) if base is None else Coded(config, base=base)
                         for got, want in zip(left(operation, api, mine, environment, later), wanted, strict=True):
                             try:
                                 corpus.assert_same_bits(got, want)
@@ -249,7 +238,7 @@ def fake_tensors_go_where_plain_ones_go(rank: int, ranks: int) -> None:
     with FakeTensorMode() as mode:
         tensor = mode.from_tensor(torch.randn(NUMEL))
         outcomes = []
-        for api in (dist, _Coded(ALWAYS)):
+        for api in (dist, Coded(ALWAYS)):
             try:
                 api.all_reduce(tensor)
                 outcomes.append("done")

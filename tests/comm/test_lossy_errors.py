@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import corpus
@@ -477,11 +478,7 @@ def run(given: Given, steps: int = STEPS, between: Callable[[list[list[Matrix]]]
             meeting.barrier.abort()
 
     for step in range(steps):
-        threads = [threading.Thread(target=program, args=(rank, step)) for rank in range(RANKS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        runner.at_once(*(partial(program, rank, step) for rank in range(RANKS)))
         if failed:
             raise failed[0]
         between(state)

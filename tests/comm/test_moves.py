@@ -17,6 +17,7 @@ import tiers
 import torch
 import torch.distributed as dist
 from moves import CODED, coded, filled, wait
+from operations import Coded
 
 from ds_zipccl import comm
 from ds_zipccl.comm.device import sizes
@@ -311,14 +312,6 @@ CRASHES = {
 }
 
 
-class _Coded:
-    def __init__(self, config: ZipcclConfig) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return partial(getattr(comm, name), config=self._config)
-
-
 def outcome(operation: str, api: Any, make: Callable[[], torch.Tensor]) -> tuple[str, Any]:
     """("done", what the tensors hold as text) or ("error", its type)."""
     try:
@@ -351,7 +344,7 @@ def every_kind(rank: int, ranks: int, names: list[str]) -> list[str]:
             wanted = outcome(operation, dist, KINDS[name])
             _meet(next(meetings))
             for mode, config in CONFIGS.items():
-                got = outcome(operation, _Coded(config), KINDS[name])
+                got = outcome(operation, Coded(config), KINDS[name])
                 # ours may take what gloo refuses, as long as the result is right: those are other tests' affair
                 if got != wanted and not (wanted[0] == "error" and got[0] == "done"):
                     wrong.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import struct
-import threading
 import time
 import zlib
 from collections import Counter
@@ -260,11 +259,7 @@ def matching(rank: int, ranks: int) -> None:
         assert [send(textured(90 + rank, 3 * PIECE), 0).wait() for _ in range(3)] == [True] * 3
         dist.barrier()
         _slowly()
-        threads = [threading.Thread(target=_send_many, args=(rank, thread)) for thread in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        runner.at_once(*(partial(_send_many, rank, thread) for thread in range(2)))
         return
     places = {(peer, number): torch.zeros(size).bfloat16() for peer in (1, 2) for number, size in enumerate(sizes)}
     handles = {key: irecv(place, key[0]) for key, place in places.items()}

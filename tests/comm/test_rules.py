@@ -292,27 +292,25 @@ def test_a_change_of_the_network_is_found() -> None:
     assert switches == 1
 
 
+def timed_steps(tuner: StepTuner) -> int:
+    """The number of timed steps up to the next agreement."""
+    count = 0
+    while True:
+        timed, agree = tuner.end_step()
+        count += timed
+        if agree:
+            return count
+
+
 def test_a_probe_alone_switches_nothing() -> None:
     """A probe that finds the other schedule better is followed by a whole trial."""
     job = Job(PLAIN, lambda step: 1.0, lambda step: 1.1, lambda step: 1.0).run(100)
     while job.tuner.end_step().timed is False:  # up to the probe
         pass
-    count = 1
-    while True:
-        timed, agree = job.tuner.end_step()
-        count += timed
-        if agree:
-            break
-    assert count == 2 * step_rules.PROBE_WINDOWS * step_rules.WINDOW_STEPS
+    assert 1 + timed_steps(job.tuner) == 2 * step_rules.PROBE_WINDOWS * step_rules.WINDOW_STEPS
     window = [1.0] * step_rules.WINDOW_STEPS + [0.5] * step_rules.WINDOW_STEPS
     assert not job.tuner.decide(window * step_rules.PROBE_WINDOWS) and job.tuner.chosen == PLAIN
-    count = 0
-    while True:
-        timed, agree = job.tuner.end_step()
-        count += timed
-        if agree:
-            break
-    assert count == 2 * step_rules.TRIAL_WINDOWS * step_rules.WINDOW_STEPS
+    assert timed_steps(job.tuner) == 2 * step_rules.TRIAL_WINDOWS * step_rules.WINDOW_STEPS
     assert job.tuner.decide(window * step_rules.TRIAL_WINDOWS) and job.tuner.chosen == CODED
 
 

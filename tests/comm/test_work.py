@@ -114,11 +114,7 @@ def several_threads(rank: int, ranks: int) -> None:
         except BaseException as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=use, args=(which,)) for which in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    runner.at_once(*(partial(use, which) for which in range(3)))
     assert not wrong, wrong
 
 

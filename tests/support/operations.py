@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+
+from ds_zipccl import comm
+from ds_zipccl.config import ZipcclConfig
 
 
 def arguments(mine: torch.Tensor, ranks: int) -> dict[str, tuple[Any, ...]]:
@@ -28,3 +32,14 @@ def arguments(mine: torch.Tensor, ranks: int) -> dict[str, tuple[Any, ...]]:
         "reduce_scatter": (shard, list(mine.chunk(ranks))),
         "reduce_to_owners": (mine.clone(), [(len(mine), (0,))]),
     }
+
+
+class Coded:
+    """ds_zipccl.comm with a config; ``more`` is for all_gather_into_tensor alone."""
+
+    def __init__(self, config: ZipcclConfig, **more: Any) -> None:
+        self._config, self._more = config, more
+
+    def __getattr__(self, name: str) -> Any:
+        more = self._more if name == "all_gather_into_tensor" else {}
+        return partial(getattr(comm, name), config=self._config, **more)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -136,6 +137,15 @@ def _launch(calls: Sequence[_Call], ranks: int, timeout: float, backend: str) ->
         names = ", ".join(case.__name__ for case, _ in calls)
         raise RankFailure("\n".join([f"{names} on {ranks} ranks", *failures]))
     return [answers[rank][1] for rank in range(ranks)]
+
+
+def at_once(*programs: Callable[[], object]) -> None:
+    """Run functions in threads of this process, until all have ended."""
+    threads = [threading.Thread(target=program) for program in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def whole_programs(*arguments: Sequence[str], timeout: float = 120.0) -> list[tuple[int, str, str]]:
