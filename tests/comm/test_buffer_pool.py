@@ -15,12 +15,12 @@ import pytest
 import ranks as runner
 import torch
 from corpus import assert_same_bits
+from moves import CODED
 from places import PACKAGE
 
 import ds_zipccl
 from ds_zipccl import comm
 from ds_zipccl.comm.host.buffer_pool import POOL, BufferPool, PooledBuffers
-from ds_zipccl.config import ZipcclConfig
 
 MIB = 1 << 20
 
@@ -108,9 +108,6 @@ def test_lease() -> None:
     lease.release()
     lease.release()
     assert address(POOL.take(100_001)) == address(frame)
-
-
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 
 
 @runner.together(3, "match")

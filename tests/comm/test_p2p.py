@@ -20,6 +20,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import CODED
 
 from ds_zipccl import comm
 from ds_zipccl.comm import decision
@@ -35,7 +36,6 @@ from ds_zipccl.policy import admission, send_rules
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 SIZES = (0, 1, 7, 2049, 20001)
 send, recv, isend, irecv = (
     partial(getattr(comm, name), config=CODED, role="pp") for name in ("send", "recv", "isend", "irecv")

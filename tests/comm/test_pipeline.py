@@ -16,6 +16,7 @@ import sums
 import test_bases
 import torch
 import torch.distributed as dist
+from moves import CODED
 from operations import arguments
 
 import ds_zipccl
@@ -26,10 +27,7 @@ from ds_zipccl.comm.host.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.host.gather_by_node import NodeGather
 from ds_zipccl.comm.host.pipeline import Exchange, abandon, detached, open_exchange
 from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
-from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import wire
-
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 
 
 def test_pieces_fit_the_memory() -> None:

@@ -14,6 +14,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import CODED
 from test_work import survive
 from tiers import mostly_full
 
@@ -27,7 +28,6 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
 from ds_zipccl.policy import row_rules, wire
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 KINDS = ("dispatch", "combine", "combine.bwd", "dispatch.bwd", "")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

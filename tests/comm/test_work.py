@@ -27,6 +27,7 @@ import tiers
 import torch
 import torch.distributed as dist
 from kept import Rank
+from moves import CODED
 from operations import arguments
 
 from ds_zipccl import comm
@@ -41,7 +42,6 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Round
 from ds_zipccl.policy import admission, tuner_rules
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 gather = partial(comm.all_gather_into_tensor, config=CODED)
 add = partial(comm.all_reduce, config=CODED)
 
