@@ -540,7 +540,6 @@ def differences_of_integers_compete(rank: int, ranks: int) -> None:
 
 for kind in corpus.SUMMED:
     runner.together(2, kind)(steps)
-for kind in corpus.SUMMED:
     runner.together(3, kind)(steps)
 
 
