@@ -36,7 +36,7 @@ USUAL_PYTHON, USUAL_TORCH = "3.11", "2.13.0"
 GROUPS: dict[str, tuple[str, ...]] = {
     "bits": (
         "tests/codec/test_golden.py::test_golden_frame",
-        "tests/comm/test_all_gather.py::test_every_bit_arrives",
+        "tests/comm/test_moves.py::test_every_bit_arrives",
     ),
     "ZeRO-1, ZeRO-2": tuple(
         f"tests/integration/test_engines.py::{name}[2-{case}]"

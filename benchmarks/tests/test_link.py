@@ -149,7 +149,7 @@ def test_ranks_of_one_node_do_not_use_the_link(tmp_path: Path) -> None:
 @pytest.mark.network
 @pytest.mark.alone
 @needs_network
-@pytest.mark.full(reason="ten seconds with nobody beside; test_calibration.py measures a shaped link")
+@pytest.mark.full(reason="ten seconds with nobody beside; test_cost_model.py measures a shaped link")
 def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     words = ["--op", "all_gather", "--numel", "2M", "--repeats", "3", "--ranks", "2", "3", "--json", str(path)]

@@ -1,19 +1,26 @@
-"""Staging memory: used again, never by two, bounded."""
+"""Memory: staging buffers are used again, never by two, and bounded; outputs that share memory with inputs; waits of the host."""
 
 from __future__ import annotations
 
-import threading
+import ast
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import corpus
+import host_waits
 import pytest
 import ranks as runner
 import torch
+from corpus import assert_same_bits
+from moves import CODED
+from places import PACKAGE
 
+import ds_zipccl
 from ds_zipccl import comm
 from ds_zipccl.comm.host.buffer_pool import POOL, BufferPool, PooledBuffers
-from ds_zipccl.config import ZipcclConfig
 
 MIB = 1 << 20
 
@@ -88,11 +95,7 @@ def test_threads_never_share_a_block() -> None:
                 wrong.append(mark)
             pool.give(block)
 
-    threads = [threading.Thread(target=use, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    runner.at_once(*(partial(use, mark) for mark in range(4)))
     assert not wrong
 
 
@@ -107,10 +110,9 @@ def test_lease() -> None:
     assert address(POOL.take(100_001)) == address(frame)
 
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
-
-
-def steady(rank: int, ranks: int, reduction: str) -> None:
+@runner.together(3, "match")
+@runner.together(3, "fp32")
+def memory_is_used_again(rank: int, ranks: int, reduction: str) -> None:
     """The second round of the same operations takes no new memory."""
     config = replace(CODED, reduction=reduction)
     tensor = corpus.tensor(corpus.bell(300_000, corpus.BF16, rank), corpus.BF16)
@@ -130,12 +132,8 @@ def steady(rank: int, ranks: int, reduction: str) -> None:
     assert first and operations() == first
 
 
-@pytest.mark.parametrize("reduction", ["match", "fp32"])
-def test_memory_is_used_again(reduction: str) -> None:
-    runner.run(steady, 3, reduction)
-
-
-def late(rank: int, ranks: int) -> None:
+@runner.together(2)
+def memory_of_frames_in_flight(rank: int, ranks: int) -> None:
     """A frame's memory is not given back before the frame is out."""
     tensor = corpus.tensor(corpus.bell(300_000, corpus.BF16, 1), corpus.BF16)
     if rank == 0:
@@ -152,5 +150,197 @@ def late(rank: int, ranks: int) -> None:
         corpus.assert_same_bits(got, tensor)
 
 
-def test_memory_of_frames_in_flight() -> None:
-    runner.run(late, 2)
+DEVICE, BASES = PACKAGE / "comm/device", PACKAGE / "comm/bases"
+#: Bases whose work is on streams.
+ON_DEVICE = [BASES / f"{name}.py" for name in ("agreed", "on_device", "proof")]
+#: File -> functions that may wait: errors have been found then.
+ALLOWED = {"reports.py": ("describe",)}
+#: Modules whose annotations say which functions and attributes are tensors.
+KNOWN = (
+    *sorted(DEVICE.glob("*.py")),
+    *ON_DEVICE,
+    PACKAGE / "tensors.py",
+    PACKAGE / "kernels/cuda/jobs.py",
+    PACKAGE / "kernels/cuda/backend.py",
+)
+FILES = [file for file in [*sorted(DEVICE.glob("*.py")), *ON_DEVICE] if file.name != "sizes.py"]
+#: Files with the methods ``enqueue``, which are on the device too.
+OPS = [*sorted((PACKAGE / "comm/ops").glob("*.py")), BASES / "agreement.py", BASES / "gather.py"]
+
+#: Mistakes, each a line of a function with these arguments.
+ARGUMENTS = "ctx: DeviceContext, words: torch.Tensor, many: Sequence[torch.Tensor], shard: Shard, piece: Piece"
+MISTAKES = [
+    "return words.item()",
+    "return words[0].tolist()",
+    "words.cpu()",
+    "words.to('cpu')",
+    "torch.cuda.synchronize()",
+    "ctx.streams.record(Stage.WIRE).synchronize()",
+    "words.nonzero()",
+    "return bool(words)",
+    "return int(words[3])",
+    "return float(words.sum())",
+    "return int(frame_bytes(words))",
+    "if words.any(): return",
+    "if (words > 3).all(): return",
+    "if shard.own[0] == 0: return",
+    "while words[0]: pass",
+    "return 1 if words.max() > 3 else 2",
+    "return not words[0]",
+    "return piece.numel and words[0]",
+    "assert torch.cat(many).sum() == 0",
+    "return [one for one in many if one.any()]",
+    "for one in many:\n        if one.any(): return",
+    "for number, (one, other) in enumerate(zip(many, many)):\n        int(one)",
+    "sizes = encoded_sizes(ctx, many)\n    return max(sizes)",
+    "sizes = encoded_sizes(ctx, many)\n    return range(sizes[0])",
+    "with ctx.streams.staging(3, 4) as staging:\n        return int(staging[0])",
+    "raise ctx.error(f'got {words}')",
+]
+#: Code that reads nothing of a device.
+RIGHT = [
+    "return int(words.numel()) if words.numel() else 0",
+    "if words.shape[0] > 3: return",
+    "if many: return bool(many)",
+    "return bool(ctx.streams.record(Stage.WIRE).query())",
+    "if shard.own.data_ptr() == words.data_ptr(): return",
+    "if words is None: return",
+    "return [one for one in many if one.numel()]",
+    "return max(one.nbytes for one in many)",
+    "return piece.numel > 3 and piece.start < 5",
+]
+
+
+def tree(file: Path, more: str = "") -> ast.Module:
+    return ast.parse(file.read_text() + more)
+
+
+@pytest.fixture(scope="module")
+def known() -> host_waits.Known:
+    return host_waits.Known(map(tree, KNOWN))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_schedules_do_not_wait(known: host_waits.Known, file: Path) -> None:
+    assert host_waits.waits(tree(file), known, allowed=ALLOWED.get(file.name, ())) == []
+
+
+@pytest.mark.parametrize("file", OPS, ids=lambda file: file.name)
+def test_enqueueing_does_not_wait(known: host_waits.Known, file: Path) -> None:
+    assert host_waits.waits(tree(file), known, only="enqueue") == []
+
+
+def test_what_waits_is_seen(known: host_waits.Known) -> None:
+    """The two places where the host waits."""
+    assert host_waits.waits(tree(DEVICE / "sizes.py"), known)
+    assert host_waits.waits(tree(DEVICE / "reports.py"), known)
+    assert any("def enqueue" in file.read_text() for file in OPS)
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_noticed(known: host_waits.Known, line: str) -> None:
+    mistaken = tree(DEVICE / "gather.py", f"\n\ndef planted({ARGUMENTS}):\n    {line}\n")
+    assert host_waits.waits(mistaken, known, only="planted")
+
+
+@pytest.mark.parametrize("line", RIGHT)
+def test_right_code_is_not_noticed(known: host_waits.Known, line: str) -> None:
+    right = tree(DEVICE / "gather.py", f"\n\ndef planted({ARGUMENTS}):\n    {line}\n")
+    assert host_waits.waits(right, known, only="planted") == []
+
+
+NUMEL = 5000
+SIZE = 2 * NUMEL
+BOUND = ds_zipccl.compress_bound(NUMEL, torch.bfloat16)
+#: First bytes of 2 * SIZE + 2 * BOUND bytes at which a tensor lies.
+AT = SIZE + BOUND
+
+
+def values() -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def arena(at: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory, and a tensor of NUMEL words ``at`` bytes from its start, which holds values()."""
+    memory = torch.zeros(2 * SIZE + 2 * BOUND, dtype=torch.uint8)
+    tensor = memory[at : at + SIZE].view(torch.bfloat16)
+    return memory, tensor.copy_(values())
+
+
+def refused(call: Callable[[], object], memory: torch.Tensor) -> None:
+    before = memory.clone()
+    with pytest.raises(ValueError, match=r"bytes of an output are also in an input .* pass another out") as caught:
+        call()
+    assert not isinstance(caught.value, ds_zipccl.FrameError)
+    assert torch.equal(memory, before), "something was written"
+
+
+@pytest.mark.parametrize("start", [AT - BOUND + 1, AT - 2, AT, AT + 2, AT + SIZE - 1])
+def test_compress_over_its_tensor(start: int) -> None:
+    memory, tensor = arena(AT)
+    refused(lambda: ds_zipccl.compress(tensor, out=memory[start : start + BOUND], shaped=False), memory)
+
+
+@pytest.mark.parametrize("start", [AT - BOUND, AT + SIZE])
+def test_compress_beside_its_tensor(start: int) -> None:
+    """Bytes of the buffer after the largest frame are not written, so they may be the tensor's."""
+    memory, tensor = arena(AT)
+    frame = ds_zipccl.compress(tensor, out=memory[start:], shaped=False)
+    assert_same_bits(ds_zipccl.decompress(frame), values())
+    assert_same_bits(tensor, values())
+
+
+def test_compress_over_its_base() -> None:
+    memory, base = arena(AT)
+    bound = ds_zipccl.compress_bound(NUMEL, torch.bfloat16, "delta")
+    refused(lambda: ds_zipccl.compress(values(), "delta", base=base, out=memory[AT : AT + bound], shaped=False), memory)
+
+
+def test_a_copied_tensor_does_not_count() -> None:
+    """Elements that do not lie one after the other are copied first."""
+    memory, tensor = arena(AT)
+    wanted = tensor[::2].clone()
+    assert_same_bits(ds_zipccl.decompress(ds_zipccl.compress(tensor[::2], out=memory[AT - 8 :])), wanted)
+
+
+def test_segments() -> None:
+    memory, tensor = arena(0)
+    parts = tensor.split(NUMEL // 5)
+    bound = ds_zipccl.compress_bound(NUMEL // 5, torch.bfloat16)
+    outs = [torch.empty(bound, dtype=torch.uint8) for _ in parts]
+    wanted = [frame.clone() for frame in ds_zipccl.compress_segments(parts, outs)]
+    beside = [memory[SIZE + i * bound :] for i in range(5)]
+    for frame, expected in zip(ds_zipccl.compress_segments(parts, beside), wanted, strict=True):
+        assert torch.equal(frame, expected)
+    for wrong in (memory[SIZE - 1 :], memory[: bound + 1], outs[0]):
+        own = [*outs[:3], wrong, outs[4]]
+        refused(lambda own=own: ds_zipccl.compress_segments(parts, own), memory)
+    swapped = [*outs[:4], memory[SIZE // 5 :]]  # apart from its own segment, over another one
+    refused(lambda: ds_zipccl.compress_segments([parts[4], *parts[:4]], swapped), memory)
+    repeated = [parts[0], parts[0], parts[0].new_empty(0)]
+    assert len(ds_zipccl.compress_segments(repeated, outs[:3])) == 3, "inputs may share memory, and be empty"
+
+
+@pytest.mark.parametrize("codec", ["cascade", "raw"])
+def test_decompress_over_its_frame(codec: str) -> None:
+    frame = ds_zipccl.compress(values(), codec, shaped=False)
+    memory = torch.zeros(2 * AT, dtype=torch.uint8)
+    memory[AT : AT + frame.numel()] = frame
+    frame = memory[AT : AT + frame.numel()]
+    for start in (AT - SIZE + 2, AT, AT + 64, AT + frame.numel() // 2 * 2 - 2):
+        out = memory[start : start + SIZE].view(torch.bfloat16)
+        refused(lambda out=out: ds_zipccl.decompress(frame, out), memory)
+        refused(lambda out=out: ds_zipccl.decompress_add(frame, out), memory)
+    for start in (AT - SIZE, AT + frame.numel() // 2 * 2 + 2):
+        out = memory[start : start + SIZE].view(torch.bfloat16)
+        assert_same_bits(ds_zipccl.decompress(memory[AT:], out), values())
+        assert_same_bits(ds_zipccl.decompress_add(memory[AT:], out), values() + values())
+
+
+def test_nothing_overlaps_nothing() -> None:
+    frame = ds_zipccl.compress(torch.empty(0))
+    out = frame[8:8].view(torch.float32)
+    assert ds_zipccl.decompress(frame, out) is out
+
+
+test_programs = runner.programs(__name__)

@@ -17,11 +17,13 @@ import ranks as runner
 import tiers
 import torch
 import torch.distributed as dist
+from operations import arguments
+from tiers import mostly_full
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_nodes, group_state, link_profile
-from ds_zipccl.comm.host import gather, pipeline, sums
+from ds_zipccl.comm.host import gather, pipeline, sums, tuner
 from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import cost_model, tuner_rules
@@ -151,22 +153,21 @@ def test_the_faster_way_is_followed(ranks: int, later: bool) -> None:
         assert settled.count(way) >= 0.6 * len(settled), (way, first)  # the others are tried now and then
 
 
-def table(rank: int, ranks: int) -> str:
+@runner.together(2)
+def table(rank: int, ranks: int) -> None:
+    """It shows choices, with numbers that are agreed too."""
     counters.reset()
     for step in range(30):
         comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), own(rank, step), config=AUTO)
-    return render()
-
-
-def test_the_table_shows_choices() -> None:
-    first, second = runner.run(table, 2)
-    lines = [next(line for line in text.splitlines() if "from call 26 on" in line) for text in (first, second)]
-    assert lines[0] == lines[1]  # the numbers are agreed too
+    lines: list[Any] = [None] * ranks
+    dist.all_gather_object(lines, next(line for line in render().splitlines() if "from call 26 on" in line))
+    assert lines[0] == lines[1]
     assert lines[0].startswith("dp all_gather_into_tensor, bfloat16, up to 0.25 MiB, 2 ranks: ")
     assert "plain " in lines[0] and "uncoded frames " in lines[0] and "cascade frames " in lines[0]
 
 
-def in_opposite_orders(rank: int, ranks: int) -> None:
+@runner.together(2)
+def opposite_orders(rank: int, ranks: int) -> None:
     """Nobody waits in a circle where ranks start operations of two groups in opposite orders."""
     groups = [dist.new_group(list(range(ranks))) for _ in range(2)]
     for step in range(40):
@@ -179,25 +180,19 @@ def in_opposite_orders(rank: int, ranks: int) -> None:
         corpus.assert_same_bits(*(tensor for tensor, _ in works.values()))
 
 
-def test_opposite_orders() -> None:
-    runner.run(in_opposite_orders, 2)
-
-
-def inexact(rank: int, ranks: int) -> set[str]:
+@runner.together(2)
+@runner.together(3)
+def inexact(rank: int, ranks: int) -> None:
     """Where the plain collective would give other bits it does not compete."""
     config = replace(AUTO, reduction="fp32")
     counters.reset()
     for step in range(24):
         comm.all_reduce(own(rank, step), config=config)
-    return set(counters.rows()[0]["reasons"])
+    assert set(counters.rows()[0]["reasons"]) == ({PassReason.TRIAL.value} if ranks == 2 else set())
 
 
-def test_other_bits_do_not_compete() -> None:
-    assert runner.run(inexact, 3) == [set()] * 3
-    assert runner.run(inexact, 2) == [{PassReason.TRIAL.value}] * 2
-
-
-def incompressible(rank: int, ranks: int) -> list[float]:
+@runner.together(2)
+def incompressible(rank: int, ranks: int) -> None:
     """Frames that do not shrink go uncoded, until the data changes."""
     always = replace(AUTO, mode="always")
     words = torch.randint(-(1 << 15), 1 << 15, (NUMEL,), dtype=torch.int16).view(torch.bfloat16)
@@ -206,44 +201,27 @@ def incompressible(rank: int, ranks: int) -> list[float]:
         counters.reset()
         comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), data, config=always)
         ratios.append(counters.totals()["ratio"])
-    return ratios
+    coded = [ratio < 0.9995 for ratio in ratios[:40]]  # an uncoded frame adds nothing but its header
+    assert sum(coded) <= 4 and coded[0]
+    assert all(ratio > 1.4 for ratio in ratios[-20:])
 
 
-def test_incompressible_data() -> None:
-    for ratios in runner.run(incompressible, 2):
-        coded = [ratio < 0.9995 for ratio in ratios[:40]]  # an uncoded frame adds nothing but its header
-        assert sum(coded) <= 4 and coded[0]
-        assert all(ratio > 1.4 for ratio in ratios[-20:])
-
-
-def kinds(rank: int, ranks: int) -> None:
+@runner.together(3)
+def every_operation(rank: int, ranks: int) -> None:
     """Every operation under auto, sizes and dtypes mixed, bits against the plain one."""
     choice = random.Random(7)
     for _ in range(150):
         numel, dtype = ranks * choice.choice([20_000, 50_000]), choice.choice([torch.bfloat16, torch.float32])
         x = torch.randn(numel, generator=torch.Generator().manual_seed(choice.randrange(1 << 30) + rank)).to(dtype)
-        op = choice.choice(["gather", "scatter", "reduce", "all_to_all", "broadcast"])
+        op = choice.choice(
+            ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"]
+        )
         results = []
         for module, more in ((dist, {}), (comm, {"config": AUTO})):
-            y = x.clone()
-            if op == "gather":
-                y = x.new_empty(numel * ranks)
-                module.all_gather_into_tensor(y, x, **more)
-            elif op == "scatter":
-                y = x.new_empty(numel // ranks)
-                module.reduce_scatter_tensor(y, x, **more)
-            elif op == "reduce":
-                module.all_reduce(y, **more)
-            elif op == "all_to_all":
-                module.all_to_all_single(y, x, **more)
-            else:
-                module.broadcast(y, 1, **more)
-            results.append(y)
+            given = arguments(x, ranks)[op]
+            getattr(module, op)(*given, **more)
+            results.append(given[0])
         corpus.assert_same_bits(*results)
-
-
-def test_every_operation() -> None:
-    runner.run(kinds, 3)
 
 
 SLOW = LinkProfile(((4096.0, 1e-4), (32e6, 0.26)), *(8e9,) * 5, call=5e-5)
@@ -260,22 +238,22 @@ def test_what_cannot_win_is_not_tried() -> None:
     assert cost_model.prune_candidates(raw, MESSAGE, SLOW) == raw
 
 
-def measured(rank: int, ranks: int, profile: LinkProfile) -> dict[str, int]:
+@runner.together(2, replace(SLOW, transfer=((1.0, 1e-5), (32e6, 1.0))), {})
+@runner.together(2, FAST, {"link faster than coding": 1})
+def measured(rank: int, ranks: int, profile: LinkProfile, reasons: dict[str, int]) -> None:
     """Sends by what was measured of the link."""
     group_state(None).profiles["cpu", "gloo"] = profile
     counters.reset()
     tensor = own(0, 1)
     comm.send(tensor, 1, config=AUTO) if rank == 0 else comm.recv(tensor.zero_(), 0, config=AUTO)
     corpus.assert_same_bits(tensor, own(0, 1))
-    return counters.rows()[0]["reasons"]
+    assert counters.rows()[0]["reasons"] == reasons
 
 
-def test_sends_by_the_speed_of_the_link() -> None:
-    assert runner.run(measured, 2, replace(SLOW, transfer=((1.0, 1e-5), (32e6, 1.0)))) == [{}] * 2
-    assert runner.run(measured, 2, FAST) == [{"link faster than coding": 1}] * 2
-
-
-def by_nodes(rank: int, ranks: int, nodes: int) -> list[str]:
+@runner.together(4, 2)
+@runner.together(6, 2)
+@runner.together(6, 3)
+def by_nodes(rank: int, ranks: int, nodes: int) -> None:
     """Gathers where some ranks share a node: every schedule is tried, the bits are right, and a shard enters a node once."""
     group_state(None).nodes = [list(range(first, first + ranks // nodes)) for first in range(0, ranks, ranks // nodes)]
     calls = []
@@ -286,18 +264,12 @@ def by_nodes(rank: int, ranks: int, nodes: int) -> list[str]:
         comm.all_gather_into_tensor(got, mine, config=AUTO)
         corpus.assert_same_bits(got, torch.cat([own(peer, step) for peer in range(ranks)]))
         calls.append(counters.totals()["logical_bytes"] / mine.nbytes)
-    return calls
+    everyone, chosen = ranks - 1, (nodes - 1) + (ranks // nodes - 1) * nodes  # frames that a rank sends
+    calls_each = tuner_rules.TRIAL_CALLS
+    assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 2), (6, 3)])
-def test_gathers_by_node(ranks: int, nodes: int) -> None:
-    local_ranks = ranks // nodes
-    everyone, chosen = ranks - 1, (nodes - 1) + (local_ranks - 1) * nodes  # frames that a rank sends
-    for calls in runner.run(by_nodes, ranks, nodes):
-        calls_each = tuner_rules.TRIAL_CALLS
-        assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each
-
-
+@runner.together(4)
 def differences_by_node(rank: int, ranks: int) -> None:
     """Differences are handed on as they are."""
     group_state(None).nodes = [[0, 1], [2, 3]]
@@ -313,22 +285,18 @@ def differences_by_node(rank: int, ranks: int) -> None:
     assert found == {"": 1}
 
 
-def test_differences_by_node() -> None:
-    runner.run(differences_by_node, 4)
-
-
-def here_and_there(rank: int, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+@runner.together(4)
+def here_and_there(rank: int, ranks: int) -> None:
     """Nodes as ranks themselves say, of a part of them, before and after they were asked."""
     part = dist.new_group([0, 2, 3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
         before = group_nodes(part) if rank != 1 else []
         comm.calibrate()
-        return before, group_nodes(part) if rank != 1 else []
+        assert before == [] and (rank == 1 or group_nodes(part) == [[0, 1], [2]])
 
 
 def test_topology() -> None:
-    assert runner.run(here_and_there, 4) == [([], [[0, 1], [2]]), ([], []), *([([], [[0, 1], [2]])] * 2)]
     assert topology.levels([[0, 2], [1, 3]]) and not topology.levels([[0, 1, 2]])
     assert not topology.levels([[0], [1]]) and not topology.levels([[0, 1], [2]])
     assert topology.here() == topology.here() != ""
@@ -338,7 +306,8 @@ def refuses(*arguments: Any, **named: Any) -> None:
     raise RuntimeError("No backend type associated with device type cpu")
 
 
-def found_without_tensors(rank: int, ranks: int) -> list[dict[int, int]]:
+@runner.together(4)
+def found_without_tensors(rank: int, ranks: int) -> None:
     """Groups that take no CPU tensors, as those of NCCL; the ranks search in their groups different numbers of times."""
     part = dist.new_group([0, 2, 3])
     with pytest.MonkeyPatch.context() as patch:
@@ -347,31 +316,24 @@ def found_without_tensors(rank: int, ranks: int) -> list[dict[int, int]]:
         patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
         found = [topology.find(part) for _ in range(2)] if rank != 1 else []
         patch.setattr(topology, "here", lambda: "moved" if rank else "right")
-        return [*found, topology.find(dist.group.WORLD, "place"), topology.find(dist.group.WORLD, str(rank))]
+        assert found == ([] if rank == 1 else [{0: 0, 2: 0, 3: 1}] * 2)
+        assert topology.find(dist.group.WORLD, "place") == {0: 0, 1: 1, 2: 1, 3: 1}
+        assert topology.find(dist.group.WORLD, str(rank)) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-def test_nodes_are_found_without_tensors() -> None:
-    everyone = [{0: 0, 1: 1, 2: 1, 3: 1}, {0: 0, 1: 1, 2: 2, 3: 3}]
-    members = [{0: 0, 2: 0, 3: 1}] * 2 + everyone
-    assert runner.run(found_without_tensors, 4) == [members, everyone, members, members]
-
-
-def profile_of_each(rank: int, ranks: int) -> list[bool]:
-    """Whether a device has a profile, where the profile of CPU tensors on gloo is known."""
+@runner.together(2)
+def profile_of_each(rank: int, ranks: int) -> None:
+    """A message of CUDA tensors is not judged by the codec of the CPU, nor by the link of another backend."""
     state, found = group_state(dist.new_group([0, 1])), []
     group_state(None).profiles["cpu", "gloo"] = SLOW
     for backends in ({"cpu": "gloo", "cuda": "nccl"}, {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}):
         state.backends = backends
         found += [link_profile(state, device) is not None for device in ("cpu", "cuda")]
-    return found
+    assert found == [True, False, True, False, False, False]
 
 
-def test_a_profile_is_of_one_device_and_backend() -> None:
-    """A message of CUDA tensors is not judged by the codec of the CPU, nor by the link of another backend."""
-    assert runner.run(profile_of_each, 2) == [[True, False, True, False, False, False]] * 2
-
-
-def forgotten(rank: int, ranks: int) -> None:
+@runner.together(2)
+def groups_and_tensors_are_let_go(rank: int, ranks: int) -> None:
     """What is remembered of a group keeps neither the group nor tensors alive."""
     group = dist.new_group(list(range(ranks)))
     alive = weakref.ref(group)
@@ -390,5 +352,188 @@ def forgotten(rank: int, ranks: int) -> None:
     assert alive() is None
 
 
-def test_groups_and_tensors_are_let_go() -> None:
-    runner.run(forgotten, 2)
+WIDTH = 16
+KINDS = ("dispatch", "combine", "")
+
+
+def rows_of(step: int, ranks: int, *, idle: bool) -> list[list[int]]:
+    """Rows from each rank to each rank. Sizes jump; from time to time rank 0, or all ranks, have nothing to send, to receive, or both."""
+    noise = random.Random(step)
+    scale = 40 << (2 * (step // 25 * 7 % 4) if step % 3 else 0)
+    rows = [[scale + noise.randrange(scale) for _ in range(ranks)] for _ in range(ranks)]
+    if idle and step // 10 % 4 in (1, 2):
+        rows[0] = [0] * ranks
+    if idle and step // 10 % 4 in (2, 3):
+        rows = [[0, *more] for _, *more in rows]
+    return rows if step % 29 else [[0] * ranks for _ in range(ranks)]
+
+
+def exchanged(rank: int, ranks: int, step: int, later: bool) -> None:
+    """One call, with the bits that arrive."""
+    rows = rows_of(step, ranks, idle=True)
+    source = [
+        torch.randn(sum(row) * WIDTH, generator=torch.Generator().manual_seed(100 * step + peer)).bfloat16()
+        for peer, row in enumerate(rows)
+    ]
+    leaving, coming = rows[rank], [row[rank] for row in rows]
+    out = torch.empty(sum(coming), WIDTH, dtype=torch.bfloat16)
+    handle = comm.all_to_all_single(
+        out, source[rank].view(-1, WIDTH), coming, leaving, None, later, config=AUTO, role="ep", kind=KINDS[step % 3]
+    )
+    handle.wait() if later else None
+    wanted = [
+        sent.split([count * WIDTH for count in row])[rank] for sent, row in zip(source, rows, strict=True) if sum(row)
+    ]
+    corpus.assert_same_bits(out.view(-1), torch.cat(wanted) if wanted else out.new_empty(0))
+
+
+def chosen(
+    rank: int, ranks: int, steps: int, later: str, plant: Callable[[int], None] | None = None
+) -> list[tuple[int, str, bool]]:
+    """The nominal sizes, the choices, and the timed calls of many calls. Ranks come late by turns, rank 1 always."""
+    tuner_rules.CHECK_CALLS, tuner_rules.REVIEW_CHECKS = (5, 6), (1, 2)
+    tuner_rules.DELAY_CALLS = (4, 9)
+    said: list[tuple[int, str, bool]] = []
+    next_plan = tuner.Tuner.next_plan
+
+    def noted(self: tuner.Tuner, *args: Any, **more: Any) -> Any:
+        decision, timer = next_plan(self, *args, **more)
+        said.append((self.nominal, str(decision), timer is not None))
+        return decision, timer
+
+    tuner.Tuner.next_plan = noted  # type: ignore[method-assign]
+    if plant is not None:
+        plant(rank)
+    noise = random.Random(rank)
+    for step in range(steps):
+        if rank == 1 or step % ranks == rank:
+            time.sleep(noise.random() / 500)
+        asynchronous = {"never": False, "always": True, "rank 2": rank == 2, "mixed": noise.random() < 0.3}[later]
+        exchanged(rank, ranks, step, asynchronous)
+    return said
+
+
+@pytest.mark.parametrize(
+    "later", mostly_full(["never", "always", "rank 2", "mixed"], ["rank 2"], "calls of both kinds stay")
+)
+def test_all_ranks_choose_alike(later: str) -> None:
+    first, *others = runner.run(chosen, 3, 400, later, timeout=60)
+    assert all(other == first for other in others)
+    assert {text for _, text, _ in first} == {"plain", "uncoded frames", "cascade frames"}
+    assert len({nominal for nominal, _, _ in first}) >= 3, "sizes have jumped"
+
+
+def own_size(rank: int) -> None:
+    """Planted: a rank goes by its own bytes."""
+    at = tuner.TunersBySize.at
+
+    def wrong(self: tuner.TunersBySize, opened: Any, nbytes: int, blocking: bool) -> Any:
+        tuner_rules.followed_class = lambda size, mean: tuner_rules.size_class(max(1, nbytes))
+        return at(self, opened, nbytes, blocking)
+
+    tuner.TunersBySize.at = wrong  # type: ignore[method-assign]
+
+
+def too_soon(rank: int) -> None:
+    """Planted: a rank whose calls block does not care that others do not."""
+    tuner.TunersBySize._arrived = lambda self, exchange: (  # type: ignore[method-assign]
+        self._calls == self._due + (0 if self._blocking else tuner_rules.DELAY_CALLS[1])
+    )
+
+
+@pytest.mark.full(reason="ranks that wait for each other until the timeout")
+@pytest.mark.parametrize(("plant", "later"), [(own_size, "never"), (too_soon, "rank 2")])
+def test_ranks_that_choose_by_themselves_are_noticed(plant: Callable[[int], None], later: str) -> None:
+    try:
+        first, *others = runner.run(chosen, 3, 400, later, plant, timeout=5)
+    except runner.RankFailure:
+        return
+    assert any(other != first for other in others)
+
+
+@runner.together(3)
+def waiting(rank: int, ranks: int) -> None:
+    """gloo's own all-to-all waits for every rank even without data. So ranks may meet: no program relies on one that goes on alone."""
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)
+    start = time.perf_counter()
+    dist.all_to_all_single(torch.empty(0, 4), torch.empty(0, 4), [0] * ranks, [0] * ranks)
+    assert rank == 1 or time.perf_counter() - start > 0.4
+
+
+@runner.together(2)
+def soon(rank: int, ranks: int) -> None:
+    """A choice comes before step five of three layers. A step has three calls of a kind: the first agrees on the size, the others try."""
+    made = []
+    record = tuner.Tuner._switch
+
+    def noted(self: tuner.Tuner, index: int) -> None:
+        made.append((self._calls, str(self._candidates[index])))
+        record(self, index)
+
+    tuner.Tuner._switch = noted  # type: ignore[method-assign]
+    plain = dist.all_to_all_single
+
+    def late(*args: Any, **more: Any) -> Any:
+        time.sleep(0.02)
+        return plain(*args, **more)
+
+    dist.all_to_all_single = late
+    for _ in range(40):
+        out, rows = torch.empty(2 * ranks, WIDTH), [2] * ranks
+        comm.all_to_all_single(out, torch.ones_like(out), rows, rows, config=AUTO, role="ep", kind="combine")
+    assert "combine" in render() and "float32, up to 0.000244 MiB sent by a rank, 2 ranks: " in render()
+    calls, first = made[0]
+    assert first != "plain" and calls == 3 * tuner_rules.EXCHANGE_ROUNDS[0] + tuner_rules.EXCHANGE_DELAY < 4 * 3
+
+
+#: Rows of each segment of :func:`called`.
+SEGMENT = 64
+
+
+def called(group: dist.ProcessGroup, later: bool) -> Any:
+    """One exchange of equal segments, uneven by its arguments."""
+    rows = [SEGMENT] * dist.get_world_size()
+    out = torch.empty(sum(rows), WIDTH)
+    return comm.all_to_all_single(out, torch.ones_like(out), rows, rows, group, later, config=AUTO)
+
+
+@runner.together(2)
+def ahead(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
+    """Rank 0 runs three asynchronous calls ahead of rank 1, which first needs a message of rank 0: after every number of blocking calls."""
+    if plant is not None:
+        plant()
+    for blocking in range(5, 14):
+        group = dist.new_group()
+        for _ in range(blocking):
+            called(group, False)
+        if rank == 1:
+            dist.recv(torch.empty(1), 0)
+        handles = [called(group, True) for _ in range(3)]
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+        for handle in handles:
+            handle.wait()
+        for _ in range(20):
+            called(group, False)
+
+
+def told_late() -> None:
+    """Planted: ranks that have met send their times in the next call."""
+    stop = tuner.CallTimer.stop
+
+    def silent(self: tuner.CallTimer) -> None:
+        self.on_stop = None
+        stop(self)
+
+    tuner.CallTimer.stop = silent  # type: ignore[method-assign]
+
+
+@pytest.mark.full(reason="ranks that wait for each other until the timeout")
+def test_times_sent_too_late_are_noticed() -> None:
+    with pytest.raises(runner.RankFailure):
+        runner.run(ahead, 2, told_late, timeout=6)
+
+
+test_programs = runner.programs(__name__)

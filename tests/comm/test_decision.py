@@ -1,29 +1,302 @@
-"""Who decides on a message: what is remembered of a group's messages, and which of them never share a plan or a choice."""
+"""Who decides on a message, and who checks it: plans and choices, check = "shadow", damaged frames, and what the errors say."""
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import corpus
 import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from test_shadow_check import calls, shadowed
+from operations import Coded, arguments
 
-from ds_zipccl import comm
+from ds_zipccl import FrameError, comm, compress
 from ds_zipccl.comm import decision, execution
 from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.decision import _mixture, _remembered, decide, decision_memory
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
+from ds_zipccl.comm.host import frames
+from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.comm.host.tuner import Tuner, TunersBySize
 from ds_zipccl.comm.request import Request, TensorKind
+from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.frame import FrameErrorCode
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
+
+SHADOWED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, check="shadow")
+
+
+def shadowed(**settings: Any) -> Coded:
+    return Coded(replace(SHADOWED, **settings))
+
+
+def filled(rank: int, size: int, seed: int, kind: corpus.Float = corpus.BF16) -> torch.Tensor:
+    return corpus.tensor(corpus.mixed(size, kind, 128, 101 * seed + rank), kind)
+
+
+def calls(api: Any, rank: int, ranks: int, seed: int) -> dict[str, Callable[[bool], Any]]:
+    """Every collective once; those that gloo can do, too."""
+    kind = list(corpus.SUMMED.values())[seed % 3]
+    every = arguments(filled(rank, 1200 * ranks, seed, kind), ranks)
+    del every["reduce_to_owners"]
+    return {
+        name: lambda later, call=name, given=given: getattr(api, call)(*given, async_op=later)
+        for name, given in every.items()
+    }
+
+
+@runner.together(2)
+@runner.together(3)
+def agrees(rank: int, ranks: int) -> None:
+    for seed, reduction in enumerate(("match", "fp32", "auto")):
+        api = shadowed(reduction=reduction)
+        for call in calls(api, rank, ranks, seed).values():
+            call(False)
+        handles = [call(True) for call in calls(api, rank, ranks, seed).values()]
+        for handle in reversed(handles):
+            handle.wait()
+    api, tensor = shadowed(), filled(5, 3000, 1)
+    if rank == 0:
+        works = [api.isend(tensor, 1, None, 4), api.isend(tensor, 1, None, 4)]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        places = [torch.zeros(60, 50, dtype=torch.bfloat16).t(), torch.zeros(3000, dtype=torch.bfloat16)]
+        assert api.recv(places[0], None, None, 4) == 0 and api.recv(places[1], 0, None, 4) == 0
+        corpus.assert_same_bits(places[0].contiguous().view(-1), tensor)
+    assert all(row["calls"] == 6 and not row["passed"] for row in counters.rows() if row["op"] not in ("send", "recv"))
+    assert {row["op"] for row in counters.rows()} >= set(calls(api, rank, ranks, 0))
+
+
+def flip_a_bit() -> None:
+    """From now on the first element of every decoded tensor has a wrong bit, a heavy one."""
+    decompress = frames.decompress
+
+    def wrong(frame: torch.Tensor, out: torch.Tensor, **settings: Any) -> torch.Tensor:
+        decompress(frame, out, **settings)
+        out.view(torch.uint8)[out.element_size() - 1] ^= 0x40
+        return out
+
+    add = frames.decompress_add
+
+    def wrong_sum(frame: torch.Tensor, sums: torch.Tensor, **settings: Any) -> torch.Tensor:
+        add(frame, sums, **settings)
+        sums.view(torch.uint8)[sums.element_size() - 1] ^= 0x40
+        return sums
+
+    frames.decompress, frames.decompress_add = wrong, wrong_sum
+
+
+def disagrees(rank: int, ranks: int) -> list[str]:
+    """The last rank decodes wrongly: all ranks must say so, and those with right results must name that rank."""
+    if rank == ranks - 1:
+        flip_a_bit()
+    said = []
+    for later in (False, True):
+        api = shadowed(reduction="fp32" if later else "match")
+        for name, call in calls(api, rank, ranks, 0).items():
+            if name == "broadcast":
+                call(False)  # rank 1 is the source, which decodes nothing
+                continue
+            with pytest.raises(comm.CommError) as caught:
+                handle = call(later)
+                handle.wait()
+            said.append(str(caught.value))
+            assert said[-1].startswith(f"{name} (group '0' of {ranks} ranks, role dp, global rank {rank}): "), said[-1]
+            assert "wrong in output" in said[-1], said[-1]
+            if rank == ranks - 1:
+                assert isinstance(caught.value, comm.ShadowMismatch)
+            elif not isinstance(caught.value, comm.ShadowMismatch):
+                assert "the check failed on global rank " in said[-1], said[-1]
+    tensor = torch.ones(3000)
+    if rank == 0:
+        shadowed().send(tensor, 1)
+    elif rank == 1 == ranks - 1:
+        with pytest.raises(comm.ShadowMismatch) as caught:
+            shadowed().recv(torch.empty(3000), 0)
+        said.append(str(caught.value))
+    return said
+
+
+def test_shadow_disagrees() -> None:
+    right, said = runner.run(disagrees, 2)
+    assert (len(right), len(said)) == (20, 21)
+    assert said[-1] == (
+        "recv (group '0' of 2 ranks, role dp, global rank 1): "
+        "1 of 3000 wrong in output 0, first at 0: got inf (0x7f800000), wanted 1 (0x3f800000)"
+    )
+    _, problem = said[0].split("): ")
+    assert right[0] == (
+        f"all_gather (group '0' of 2 ranks, role dp, global rank 0): the check failed on global rank 1: {problem}"
+    )
+
+
+def fails(rank: int, ranks: int, kind: str, later: bool) -> str:
+    """A rank that fails in its schedule or in its comparison tells the others, which wait for its outcome, and goes on: the next call is
+    as good as ever."""
+    compare, decompress = Shadow.compare, frames.decompress
+    if rank == 1 and kind == "comparison":
+        Shadow.compare = _raise(MemoryError("as planted"))  # type: ignore[method-assign]
+    elif rank == 1:
+        frames.decompress = _raise(FrameError(FrameErrorCode.CHECKSUM, "as planted"))
+    mine, whole = filled(rank, 900, 1), torch.empty(900 * ranks, dtype=torch.bfloat16)
+    with pytest.raises((comm.CommError, MemoryError)) as caught:
+        handle = shadowed().all_gather_into_tensor(whole, mine, None, later)
+        handle.wait()
+    Shadow.compare, frames.decompress = compare, decompress  # type: ignore[method-assign]
+    shadowed().all_gather_into_tensor(whole, mine)
+    corpus.assert_same_bits(whole, torch.cat([filled(peer, 900, 1) for peer in range(ranks)]))
+    return str(caught.value)
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    def call(*arguments: Any, **settings: Any) -> Any:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["comparison", "schedule"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_rank_that_fails_tells(kind: str, later: bool) -> None:
+    first, own, last = runner.run(fails, 3, kind, later, timeout=40)
+    assert "as planted" in own
+    assert all("the check failed on global rank 1: " in said and "as planted" in said for said in (first, last))
+
+
+def differ(tolerance: Any, got: list[float], want: list[float], terms: list[float] | None = None) -> bool:
+    """Whether the check objects to results of three ranks; ``terms`` are the sums of magnitudes, which make them bf16."""
+    dtype = torch.float32 if terms is None else torch.bfloat16
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    results = iter([want, terms])
+
+    def plain(inputs: Any, outputs: Any, later: bool) -> Any:
+        outputs[0].copy_(torch.tensor(next(results), dtype=dtype))
+        return Done()
+
+    shadow = Shadow(plain, [], [torch.zeros(len(got), dtype=dtype)], tolerance, 3)
+    try:
+        shadow.compare([torch.tensor(got, dtype=dtype)], comm.CommError)
+    except comm.ShadowMismatch:
+        return True
+    return False
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_moves_must_agree_in_every_bit() -> None:
+    assert not differ("bits", [1.0, NAN, -0.0], [1.0, NAN, -0.0])
+    assert differ("bits", [0.0], [-0.0])
+    assert differ("bits", [NAN], [-NAN])
+
+
+def test_sums_must_agree_in_every_bit_but_those_of_nan() -> None:
+    assert not differ("nan", [1.0, NAN, INF], [1.0, -NAN, INF])
+    assert differ("nan", [0.0], [-0.0])
+    assert differ("nan", [NAN], [1.0])
+    assert differ("nan", [1.0], [NAN])
+
+
+def test_rounding_bound() -> None:
+    """|got - want| <= 3 eps sum(|x|), and bf16 has eps = 1 / 128."""
+    assert not differ("rounding", [1.0, 0.0], [1.0, -0.0], [1.0, 0.0])
+    assert not differ("rounding", [1.015625], [1.0], [1.0])
+    assert differ("rounding", [1.03125], [1.0], [1.0])
+    assert not differ("rounding", [1.03125], [1.0], [2.0])
+    assert differ("rounding", [NAN], [1.0], [1.0])
+    assert not differ("rounding", [NAN, 3.0], [INF, NAN], [INF, NAN])
+    assert differ("rounding", [1e-6], [0.0], [0.0])
+
+
+DAMAGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "MAGIC": lambda frame: frame[0].add_(1),
+    "VERSION": lambda frame: frame[4].fill_(99),
+    "CODEC": lambda frame: frame[5].fill_(99),
+    "DTYPE": lambda frame: frame[6].fill_(99),
+    "MISMATCH": lambda frame: frame.copy_(compress(torch.ones(300).half(), "raw", shaped=False, checksum=False)),
+}
+
+
+@runner.together(3)
+def damaged_frames(rank: int, ranks: int) -> None:
+    """A rank that sends nonsense: its peers name it, and every operation after that is as good as before."""
+    for code, damage in DAMAGES.items():
+
+        def spoil(*arguments: Any, damage: Callable[[torch.Tensor], Any] = damage, **settings: Any) -> torch.Tensor:
+            frame = compress(*arguments, **settings)
+            damage(frame)
+            return frame
+
+        frames.compress = spoil if rank == 1 else compress
+        for later in (False, True):
+            output = torch.zeros(900, dtype=torch.bfloat16)
+            call = partial(shadowed(check="off").all_gather_into_tensor, output, filled(rank, 300, 1), None, later)
+            if rank == 1:
+                if (handle := call()) is not None:
+                    handle.wait()
+                continue
+            with pytest.raises(comm.CommError) as caught:
+                call().wait()
+            where = f"all_gather_into_tensor (group '0' of 3 ranks, role dp, global rank {rank})"
+            assert str(caught.value).startswith(f"{where}: frame from global rank 1 refused: {code}: ")
+            cause = caught.value.__cause__
+            assert isinstance(cause, FrameError) and cause.code == FrameErrorCode[code]
+        dist.barrier()
+    frames.compress = compress
+    output = torch.zeros(900, dtype=torch.bfloat16)
+    comm.all_gather_into_tensor(output, filled(rank, 300, 1), config=SHADOWED)
+
+
+@runner.together(2)
+def mismatched_sizes(rank: int, ranks: int) -> None:
+    """Ranks that disagree on a size learn it from the frame instead of reading beyond it."""
+    api = shadowed(check="off")
+    with pytest.raises(comm.CommError, match=r"MISMATCH: frame holds .* wanted"):
+        api.all_gather_into_tensor(torch.empty(2 * (100 + rank)), torch.ones(100 + rank))
+    segments = [torch.ones(5 if peer == rank else 7) for peer in range(2)]
+    with pytest.raises(comm.CommError, match=f"frame from global rank {1 - rank} refused"):
+        api.all_to_all([torch.ones(5), torch.ones(5)], segments)
+
+
+@runner.together(3)
+def a_failed_rank_still_sends(rank: int, ranks: int) -> None:
+    """A rank that fails owes its peers nothing: what it has posted still goes out, also to a peer that comes later."""
+    if rank == 0:
+
+        def refuse(*arguments: Any, **settings: Any) -> None:
+            raise FrameError(FrameErrorCode.CHECKSUM, "as planted")
+
+        frames.decompress = refuse
+    if rank == 1:
+        time.sleep(1.0)
+    output = torch.zeros(90000 * ranks, dtype=torch.bfloat16)
+    call = partial(shadowed(check="off").all_gather_into_tensor, output)
+    if rank == 0:
+        with pytest.raises(comm.CommError, match="CHECKSUM: as planted") as caught:
+            call(filled(rank, 90000, 1))
+        del caught
+        gc.collect()
+        for _ in range(4):
+            POOL.take(180_000).fill_(255)
+    else:
+        call(filled(rank, 90000, 1))
+        corpus.assert_same_bits(output, torch.cat([filled(peer, 90000, 1) for peer in range(ranks)]))
+
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
 ALWAYS = replace(AUTO, mode="always")
@@ -307,7 +580,8 @@ def test_mixtures_are_named() -> None:
 # ---- with ranks --------------------------------------------------------------------------------------------------------
 
 
-def mixed(rank: int, ranks: int) -> None:
+@runner.together(2)
+def mixed_dtypes_are_refused_before_anything_is_sent(rank: int, ranks: int) -> None:
     """One rank has a tensor of another dtype among those of a list: it says so, has sent nothing, and the next call finds all in step."""
     for config in (ALWAYS, AUTO):
         good, odd = torch.full((NUMEL,), float(rank)), torch.empty(NUMEL, dtype=torch.int32)
@@ -331,11 +605,8 @@ def mixed(rank: int, ranks: int) -> None:
         assert [float(place[-1]) for place in places] == [0.0, 1.0]
 
 
-def test_mixed_dtypes_are_refused_before_anything_is_sent() -> None:
-    runner.run(mixed, 2, timeout=30)
-
-
-def emptied_lists(rank: int, ranks: int) -> None:
+@runner.together(2)
+def a_callers_list_may_change_after_the_call(rank: int, ranks: int) -> None:
     """A caller empties its list of outputs after an asynchronous call, by plain (tried first) and by frames."""
     for config in (AUTO, ALWAYS):
         places = [torch.zeros(2, NUMEL).t() for _ in range(ranks)]
@@ -346,11 +617,8 @@ def emptied_lists(rank: int, ranks: int) -> None:
         assert [float(one.mean()) for one in outputs] == [1.0, 2.0]
 
 
-def test_a_callers_list_may_change_after_the_call() -> None:
-    runner.run(emptied_lists, 2)
-
-
-def outside(rank: int, ranks: int) -> None:
+@runner.together(2)
+def ranks_outside_the_group(rank: int, ranks: int) -> None:
     """A rank outside the group runs torch's own collective, not the call of DeepSpeed's backend, which some ranks cannot make."""
     group = dist.new_group([0])
     output, called = torch.zeros(NUMEL), []
@@ -360,25 +628,19 @@ def outside(rank: int, ranks: int) -> None:
     assert len(called) == (rank == 0)
 
 
-def test_ranks_outside_the_group() -> None:
-    runner.run(outside, 2)
-
-
-def two_roles(rank: int, ranks: int) -> dict[tuple[str, str], tuple[int, dict[str, int]]]:
+@runner.together(2)
+def two_roles(rank: int, ranks: int) -> None:
     """One message under two roles in turn, one of which is never coded."""
     config = replace(ALWAYS, roles={"ep": "never"})
     counters.reset()
     for role in ("dp", "ep", "dp", "ep"):
         comm.all_reduce(torch.ones(NUMEL), config=config, role=role)
-    return {(row["role"], row["op"]): (row["calls"], row["reasons"]) for row in counters.rows()}
+    found = {(row["role"], row["op"]): (row["calls"], row["reasons"]) for row in counters.rows()}
+    assert found == {("dp", "all_reduce"): (2, {}), ("ep", "all_reduce"): (0, {"role is never coded": 2})}
 
 
-def test_a_message_under_two_roles() -> None:
-    wanted = {("dp", "all_reduce"): (2, {}), ("ep", "all_reduce"): (0, {"role is never coded": 2})}
-    assert runner.run(two_roles, 2) == [wanted] * 2
-
-
-def compared(rank: int, ranks: int) -> dict[str, dict[str, int]]:
+@runner.together(2)
+def compared(rank: int, ranks: int) -> None:
     """Under torch's comparison of ranks, which takes messages of other numbers for a wrong program, everything passes."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     again = dist.group.WORLD
@@ -389,13 +651,10 @@ def compared(rank: int, ranks: int) -> dict[str, dict[str, int]]:
     tensor = torch.ones(NUMEL)
     comm.send(tensor, 1, config=ALWAYS) if rank == 0 else comm.recv(tensor, 0, config=ALWAYS)
     comm.reduce_to_owners(tensor, [(NUMEL, (0,))], group=dist.new_group([0, 1]), config=ALWAYS)
-    return {row["op"]: row["reasons"] for row in counters.rows() if not row["calls"]}
-
-
-def test_everything_passes_under_torchs_own_comparison() -> None:
+    found = {row["op"]: row["reasons"] for row in counters.rows() if not row["calls"]}
     reason = "no coded schedule for backend gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL yet"
-    for rank, found in enumerate(runner.run(compared, 2)):
-        assert all(reasons == {reason: 1} for reasons in found.values()), found
-        assert len(found) == 13 and {"all_reduce", "all_gather", "reduce_to_owners", "recv" if rank else "send"} <= set(
-            found
-        )
+    assert all(reasons == {reason: 1} for reasons in found.values()), found
+    assert len(found) == 13 and {"all_reduce", "all_gather", "reduce_to_owners", "recv" if rank else "send"} <= {*found}
+
+
+test_programs = runner.programs(__name__)

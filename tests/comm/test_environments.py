@@ -14,6 +14,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from operations import Coded, arguments
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -90,89 +91,30 @@ ENVIRONMENTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 # ---- operations: api is torch.distributed or ours; what is left in the tensors is compared ---------------------------
 
-
-def _wait(handle: Any) -> None:
-    if handle is not None:
-        handle.wait()
-
-
-def _new(like: torch.Tensor, numel: int) -> torch.Tensor:
-    return like.new_empty(numel)
-
-
-def all_reduce(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    return [mine], lambda: api.all_reduce(mine, async_op=later)
-
-
-def all_reduce_coalesced(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    parts = list(mine.split(mine.numel() // 2))
-    return parts, lambda: api.all_reduce_coalesced(parts, async_op=later)
-
-
-def reduce(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    return [mine] if dist.get_rank() == 1 else [], lambda: api.reduce(mine, 1, async_op=later)
-
-
-def reduce_scatter_tensor(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    out = mine.clone()[:NUMEL]
-    return [out], lambda: api.reduce_scatter_tensor(out, mine, async_op=later)
-
-
-def reduce_scatter(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    out = mine.clone()[:NUMEL]
-    return [out], lambda: api.reduce_scatter(out, list(mine.split(NUMEL)), async_op=later)
-
-
-def all_gather(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    places = [mine.clone() for _ in range(dist.get_world_size())]
-    return places, lambda: api.all_gather(places, mine, async_op=later)
-
-
-def all_gather_into_tensor(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    shard = mine.split(NUMEL)[dist.get_rank()]
-    return [mine], lambda: api.all_gather_into_tensor(mine, shard, async_op=later)
-
-
-def broadcast(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    return [mine], lambda: api.broadcast(mine, 1, async_op=later)
-
-
-def all_to_all(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    out = [part.clone() for part in mine.split(NUMEL)]
-    return out, lambda: api.all_to_all(out, list(mine.split(NUMEL)), async_op=later)
-
-
-def all_to_all_single(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    out = mine.clone()
-    return [out], lambda: api.all_to_all_single(out, mine, async_op=later)
-
-
-def send_and_receive(api: Any, mine: torch.Tensor, later: bool) -> Any:
-    out, rank, ranks = mine.clone(), dist.get_rank(), dist.get_world_size()
-
-    def exchange() -> Any:
-        handles = [api.isend(mine, (rank + 1) % ranks), api.irecv(out, (rank - 1) % ranks)]
-        for handle in handles:
-            handle.wait()
-
-    return [out], exchange
-
-
 OPERATIONS = (
-    all_reduce, all_reduce_coalesced, reduce, reduce_scatter_tensor, reduce_scatter, all_gather, all_gather_into_tensor,
-    broadcast, all_to_all, all_to_all_single, send_and_receive,
+    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter_tensor", "reduce_scatter", "all_gather",
+    "all_gather_into_tensor", "broadcast", "all_to_all", "all_to_all_single", "send_and_receive",
 )  # fmt: skip
 
 
-class _Coded:
-    """ds_zipccl.comm with a config."""
+def call_of(name: str, api: Any, mine: torch.Tensor, later: bool) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+    """The tensors that hold the result, and the call. Gathers are in place."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if name == "send_and_receive":
+        out = mine.clone()
+        return [out], lambda: [
+            handle.wait() for handle in [api.isend(mine, (rank + 1) % ranks), api.irecv(out, (rank - 1) % ranks)]
+        ]
+    in_place = name == "all_gather_into_tensor"
+    given = (mine, mine.split(NUMEL)[rank]) if in_place else arguments(mine, ranks)[name]
+    outputs = given[0] if isinstance(given[0], list) else [given[0]]
 
-    def __init__(self, config: ZipcclConfig, **more: Any) -> None:
-        self._config, self._more = config, more
+    def call() -> None:
+        handle = getattr(api, name)(*given, async_op=later)
+        if handle is not None:
+            handle.wait()
 
-    def __getattr__(self, name: str) -> Any:
-        more = self._more if name == "all_gather_into_tensor" else {}
-        return partial(getattr(comm, name), config=self._config, **more)
+    return outputs if name != "reduce" or rank == 1 else [], call
 
 
 def words(rank: int, ranks: int, kind: corpus.Float, seed: int) -> torch.Tensor:
@@ -187,12 +129,12 @@ def words(rank: int, ranks: int, kind: corpus.Float, seed: int) -> torch.Tensor:
 
 
 def left(
-    operation: Callable[..., Any], api: Any, mine: torch.Tensor, environment: Callable[..., Any], later: bool
+    operation: str, api: Any, mine: torch.Tensor, environment: Callable[..., Any], later: bool
 ) -> list[torch.Tensor]:
     """What an operation leaves, called in an environment on tensors that were made outside."""
-    outputs, call = operation(api, mine.clone(), later)
+    outputs, call = call_of(operation, api, mine.clone(), later)
     with environment():
-        _wait(call())
+        call()
     return outputs
 
 
@@ -216,19 +158,17 @@ def under_all(rank: int, ranks: int, names: list[str]) -> int:
                 for step in range(4 if mode == "auto" else 2):
                     kind = kinds[(seed + number + step) % 3] if mode != "auto" else kinds[(seed + number) % 3]
                     mine, later = words(rank, ranks, kind, seed + step), mode != "auto" and bool(step % 2)
-                    if name == "autocast" and (operation, kind) == (all_to_all, corpus.FP16):
+                    if name == "autocast" and (operation, kind) == ("all_to_all", corpus.FP16):
                         continue  # torch's own fails there
                     wanted = left(operation, dist, mine, environment, False)
-                    bases = [None, comm.IN_PLACE] if operation is all_gather_into_tensor else [None]
+                    bases = [None, comm.IN_PLACE] if operation == "all_gather_into_tensor" else [None]
                     for base in bases:
-                        api = _Coded(config) if base is None else _Coded(config, base=base)
+                        api = Coded(config) if base is None else Coded(config, base=base)
                         for got, want in zip(left(operation, api, mine, environment, later), wanted, strict=True):
                             try:
                                 corpus.assert_same_bits(got, want)
                             except AssertionError as error:
-                                raise AssertionError(
-                                    f"{operation.__name__}, {name}, {mode}, {kind}: {error}"
-                                ) from error
+                                raise AssertionError(f"{operation}, {name}, {mode}, {kind}: {error}") from error
                             compared += 1
         # the codec by itself
         frame = ds_zipccl.compress(words(rank, ranks, corpus.FP16, seed), "raw")
@@ -262,7 +202,7 @@ def test_a_patched_constructor_is_noticed() -> None:
 
 
 def before_the_group(rank: int, ranks: int, flushing: list[int]) -> None:
-    """Groups made while some ranks flush denormals, sums made while none does."""
+    """Groups made while some ranks flush denormals, sums while none does: additions are as on the rank that makes them in gloo's ring."""
     torch.set_flush_denormal(rank in flushing)
     group = dist.new_group(list(range(ranks)))
     torch.set_flush_denormal(False)
@@ -284,22 +224,21 @@ def before_the_group(rank: int, ranks: int, flushing: list[int]) -> None:
     assert not flushes_here()
 
 
-@pytest.mark.parametrize(("ranks", "flushing"), [(2, [0, 1]), (2, [1]), (3, [0, 1, 2]), (3, [1]), (3, [0, 2]), (3, [])])
-def test_sums_flush_denormals_where_the_group_does(ranks: int, flushing: list[int]) -> None:
-    """Also where ranks differ in it: each addition as on the rank that makes it in gloo's ring."""
-    runner.run(before_the_group, ranks, flushing)
+for ranks, flushing in ((2, [0, 1]), (2, [1]), (3, [0, 1, 2]), (3, [1]), (3, [0, 2]), (3, [])):
+    runner.together(ranks, flushing)(before_the_group)
 
 
 # ---- traced programs and tensors without memory ------------------------------------------------------------------------
 
 
-def fake(rank: int, ranks: int) -> None:
+@runner.together(2)
+def fake_tensors_go_where_plain_ones_go(rank: int, ranks: int) -> None:
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode() as mode:
         tensor = mode.from_tensor(torch.randn(NUMEL))
         outcomes = []
-        for api in (dist, _Coded(ALWAYS)):
+        for api in (dist, Coded(ALWAYS)):
             try:
                 api.all_reduce(tensor)
                 outcomes.append("done")
@@ -311,5 +250,4 @@ def fake(rank: int, ranks: int) -> None:
     assert real[0] == ranks
 
 
-def test_fake_tensors_go_where_plain_ones_go() -> None:
-    runner.run(fake, 2)
+test_programs = runner.programs(__name__)

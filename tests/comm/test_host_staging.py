@@ -13,15 +13,14 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import CODED
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm.host import staging
 from ds_zipccl.comm.host.staging import HostStaging
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 DEVICES = ["cpu", "cpu without kernels", "cuda", "cuda without kernels"]
 
 

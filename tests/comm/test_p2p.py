@@ -1,7 +1,13 @@
-"""send, recv, isend and irecv: bits, order, tags, sources."""
+"""Sends and receives: bits, order, tags, sources, fragments, bad announcements, lost peers, and the choice of mode auto."""
 
 from __future__ import annotations
 
+import math
+import os
+import struct
+import time
+import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -14,18 +20,22 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import CODED
 
 from ds_zipccl import comm
 from ds_zipccl.comm import decision
+from ds_zipccl.comm.host.buffer_pool import POOL
+from ds_zipccl.comm.host.p2p import choice, message
 from ds_zipccl.comm.host.p2p import message as p2p_message
+from ds_zipccl.comm.host.p2p.message import ANNOUNCEMENT_BYTES, Announcement, Body, parse_announcement
 from ds_zipccl.comm.ops import p2p
-from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
+from ds_zipccl.comm.transport.protocol import BODY_TAGS, TAGS_PER_RANGE, TagRange
+from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import admission
+from ds_zipccl.policy import admission, send_rules
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 SIZES = (0, 1, 7, 2049, 20001)
 send, recv, isend, irecv = (
     partial(getattr(comm, name), config=CODED, role="pp") for name in ("send", "recv", "isend", "irecv")
@@ -37,6 +47,7 @@ def filled(rank: int, size: int, seed: int) -> torch.Tensor:
     return corpus.tensor(corpus.mixed(size, kind, 128, 101 * seed + rank), kind)
 
 
+@runner.together(2)
 def back_and_forth(rank: int, ranks: int) -> None:
     for seed, size in enumerate(SIZES * 3):
         tensor = filled(0, size, seed)
@@ -57,10 +68,7 @@ def back_and_forth(rank: int, ranks: int) -> None:
     assert rows["recv"]["calls"] == len(SIZES) * 3 and rows["recv"]["wire_bytes"] == 0
 
 
-def test_back_and_forth() -> None:
-    runner.run(back_and_forth, 2)
-
-
+@runner.together(2)
 def order(rank: int, ranks: int) -> None:
     """In order per tag; across tags in any order; beside collectives; what was sent may be overwritten."""
     tensors = [filled(5, 3000, 3 * number) for number in range(4)]
@@ -94,10 +102,7 @@ def order(rank: int, ranks: int) -> None:
     assert total.tolist() == [4.0] * 3000
 
 
-def test_order() -> None:
-    runner.run(order, 2)
-
-
+@runner.together(3)
 def sources(rank: int, ranks: int) -> None:
     """From anybody, by rank in a group, in a group whose ranks are turned round."""
     group = dist.new_group([2, 0, 1])
@@ -129,10 +134,7 @@ def sources(rank: int, ranks: int) -> None:
         send(filled(8, 3000, 2), group=group, group_dst=members.index(0))
 
 
-def test_sources() -> None:
-    runner.run(sources, 3)
-
-
+@runner.together(2)
 def passes(rank: int, ranks: int) -> None:
     tensor = torch.full((5,), float(rank))
     if rank == 0:
@@ -147,10 +149,6 @@ def passes(rank: int, ranks: int) -> None:
     outside = dist.new_group([0])
     if rank == 1:
         assert irecv(tensor, 0, outside) is None and recv(tensor, 0, outside) == -1
-
-
-def test_passes() -> None:
-    runner.run(passes, 2)
 
 
 AUTO = replace(CODED, mode="auto")
@@ -208,3 +206,377 @@ def test_a_timeout_is_the_transports() -> None:
     p2p_message.wait(handle, None)
     p2p_message.wait(handle, timedelta(seconds=3))
     assert given == [(), (timedelta(seconds=3),)]
+
+
+#: Fragments of 128 KiB.
+PIECES = ZipcclConfig(enabled=True, mode="always", staging_mib=1)
+RAW = replace(PIECES, codec="raw")
+PIECE = 1 << 16
+LARGE = (PIECE, PIECE + 1, 3 * PIECE - 7, 11 * PIECE)
+
+
+def textured(seed: int, size: int) -> torch.Tensor:
+    """bfloat16 of all textures, other ones for each seed."""
+    pattern = corpus.tensor(corpus.mixed(20001, corpus.SUMMED["bf16"], 128, seed), corpus.SUMMED["bf16"])
+    return pattern.repeat(-(-size // pattern.numel()))[:size].clone()
+
+
+@runner.together(2)
+def bits(rank: int, ranks: int) -> None:
+    """All sizes and kinds of bodies, blocking and not, overwritten after isend; a tensor with gaps; counters."""
+    logical = 0
+    for seed, size in enumerate(LARGE):
+        for config in (PIECES, RAW):
+            want = textured(seed, size)
+            if rank == 0:
+                comm.send(want, 1, config=config)
+                scratch = want.clone()
+                work = comm.isend(scratch, 1, config=config)
+                scratch.zero_()
+                assert work.wait()
+                comm.send(want.repeat_interleave(2)[::2], 1, config=config)
+                logical += 3 * want.nbytes
+            else:
+                for kind in range(3):
+                    got = torch.zeros(size * 2, dtype=want.dtype)[::2] if kind == 2 else torch.zeros_like(want)
+                    comm.irecv(got, 0, config=config).wait() if kind == 1 else comm.recv(got, 0, config=config)
+                    corpus.assert_same_bits(got.contiguous(), want)
+    if rank == 0:
+        (row,) = counters.rows()
+        assert row["calls"] == 24 and row["logical_bytes"] == logical and 0 < row["wire_bytes"] < 0.99 * logical, row
+
+
+@runner.together(3)
+def matching(rank: int, ranks: int) -> None:
+    """Messages of one fragment and of several on one tag, waited for in any order, from any rank, from two threads at a time."""
+    sizes = [3 * PIECE, 100, 5 * PIECE, 200, 2 * PIECE, 2 * PIECE]
+    send, irecv = partial(comm.isend, config=PIECES), partial(comm.irecv, config=PIECES)
+    if rank != 0:
+        works = [send(textured(10 * rank + number, size), 0) for number, size in enumerate(sizes)]
+        for work in works:
+            work.wait()
+        dist.barrier()
+        assert [send(textured(90 + rank, 3 * PIECE), 0).wait() for _ in range(3)] == [True] * 3
+        dist.barrier()
+        _slowly()
+        runner.at_once(*(partial(_send_many, rank, thread) for thread in range(2)))
+        return
+    places = {(peer, number): torch.zeros(size).bfloat16() for peer in (1, 2) for number, size in enumerate(sizes)}
+    handles = {key: irecv(place, key[0]) for key, place in places.items()}
+    for key in sorted(handles, key=lambda key: (key[1] * 5 % 6, -key[0])):
+        assert handles[key].wait() and handles[key].source_rank() == key[0]
+        corpus.assert_same_bits(places[key], textured(10 * key[0] + key[1], sizes[key[1]]))
+    dist.barrier()
+    seen = []
+    anywhere = [torch.zeros(3 * PIECE).bfloat16() for _ in range(6)]
+    for place, work in [(place, irecv(place)) for place in anywhere]:
+        work.wait()
+        seen.append(work.source_rank())
+        corpus.assert_same_bits(place, textured(90 + seen[-1], 3 * PIECE))
+    assert sorted(seen) == [1, 1, 1, 2, 2, 2]
+    dist.barrier()
+    for number in range(20):
+        got = torch.zeros(3 * PIECE).bfloat16()
+        source = comm.recv(got, config=PIECES)
+        assert any(got.eq(10.0 * source + thread).all() for thread in range(2)), number
+
+
+def _slowly() -> None:
+    """Let other threads run between two fragments of a send."""
+    post = message.Outgoing._send
+
+    def slow(self: message.Outgoing, flat: torch.Tensor, tag: int) -> None:
+        time.sleep(1e-3)
+        post(self, flat, tag)
+
+    message.Outgoing._send = slow  # type: ignore[method-assign]
+
+
+def _send_many(rank: int, thread: int) -> None:
+    for _ in range(5):
+        comm.send(torch.full((3 * PIECE,), 10.0 * rank + thread).bfloat16(), 0, config=PIECES)
+
+
+@runner.together(2)
+def progress_without_the_receivers_wait(rank: int, ranks: int) -> None:
+    """A blocking send ends although the receiver waits for it only after a send of its own, and isend ends without any receive."""
+    large, small = textured(1, 9 * PIECE), textured(2, 40000)
+    if rank == 0:
+        comm.send(large, 1, config=PIECES)
+        got = torch.zeros_like(small)
+        comm.recv(got, 1, config=PIECES)
+        corpus.assert_same_bits(got, small)
+        work = comm.isend(large, 1, config=PIECES)
+        dist.barrier()  # the receiver posts only after this
+        work.wait()
+        return
+    got = torch.zeros_like(large)
+    work = comm.irecv(got, 0, config=PIECES)
+    comm.send(small, 0, config=PIECES)
+    work.wait()
+    corpus.assert_same_bits(got, large)
+    dist.barrier()
+    got.zero_()
+    comm.recv(got, 0, config=PIECES)
+    corpus.assert_same_bits(got, large)
+
+
+@runner.together(2)
+def memory_is_bounded(rank: int, ranks: int) -> None:
+    for config in (PIECES, RAW):
+        tensor = torch.zeros(1 << 22, dtype=torch.bfloat16).random_()
+        comm.send(tensor, 1, config=config) if rank == 0 else comm.recv(tensor, 0, config=config)
+    assert 0 < POOL.peak <= PIECES.staging_mib << 20, POOL.peak
+
+
+#: Bytes of an announcement of 200000 bfloat16 -> bytes that are refused, and words of the refusal.
+BAD: dict[str, tuple[Callable[[bytearray], None], str]] = {
+    "version": (lambda content: content.__setitem__(4, 2), "version 2"),
+    "body": (lambda content: content.__setitem__(5, 7), "no announcement has them"),
+    "dtype": (lambda content: content.__setitem__(6, 3), "one dtype and size"),
+    "report": (lambda content: content.__setitem__(7, 2), "no announcement has them"),
+    "number": (lambda content: content.__setitem__(11, 255), "no announcement has them"),
+    "reserved": (lambda content: content.__setitem__(12, 1), "no announcement has them"),
+    "size": (lambda content: content.__setitem__(16, 1), "one dtype and size"),
+    "padding": (lambda content: content.__setitem__(31, 1), "no announcement has them"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_announcements_are_refused(case: str) -> None:
+    announcement = Announcement(Body.FRAMES, torch.bfloat16, 200000, BODY_TAGS - 1)
+    part = announcement.pack(torch.full((40,), 9, dtype=torch.uint8))
+    assert part.numel() == ANNOUNCEMENT_BYTES
+    assert parse_announcement(part, torch.bfloat16, 200000) == announcement
+    assert announcement.tag < 1 << 31 and announcement.tag >= TagRange.BODY > TagRange.CALIBRATION
+    change, words = BAD[case]
+    content = bytearray(part.numpy().tobytes())
+    change(content)
+    with pytest.raises(ValueError, match=words):
+        parse_announcement(torch.frombuffer(content, dtype=torch.uint8), torch.bfloat16, 200000)
+
+
+def _damage(what: str) -> None:
+    """Damage what this rank sends: the announcement, or the third frame of the body."""
+    calls, pack, compress = [0], Announcement.pack, message.FrameCoder.compress
+
+    def damaged_pack(self: Announcement, buffer: torch.Tensor) -> torch.Tensor:
+        return pack(self._replace(numel=self.numel + 1), buffer)
+
+    def damaged_frame(self: message.FrameCoder, flat: torch.Tensor, *more: object) -> torch.Tensor:
+        frame = compress(self, flat, *more)  # type: ignore[arg-type]
+        calls[0] += 1
+        if calls[0] == 3:
+            frame[20] += 1
+        return frame
+
+    if what == "announcement":
+        Announcement.pack = damaged_pack  # type: ignore[method-assign]
+    else:
+        message.FrameCoder.compress = damaged_frame  # type: ignore[method-assign]
+
+
+@runner.together(2, "announcement")
+@runner.together(2, "frame")
+def damage_is_refused(rank: int, ranks: int, what: str) -> None:
+    """The receiver's error, where the sender may be left with frames that nobody takes: it does not wait for them."""
+    tensor = textured(3, 5 * PIECE)
+    if rank == 0:
+        _damage(what)
+        handle = comm.isend(tensor, 1, config=PIECES)
+        dist.barrier()
+        del handle
+        return
+    with pytest.raises(comm.CommError, match=f"{what} from global rank 0 refused"):
+        comm.recv(tensor, 0, config=PIECES)
+    dist.barrier()
+
+
+def lost(rank: int, ranks: int, role: str) -> None:
+    """The sender or the receiver leaves in the middle of a body; the other rank gets an error that names it."""
+    tensor, leaves = textured(4, 64 * PIECE), ("sender", "receiver").index(role)
+    if rank == leaves:
+        _leave_after(3)
+    with pytest.raises(comm.CommError, match=f"global rank {leaves}"):
+        for _ in range(50):  # the transport of the other rank may have taken all frames already
+            comm.send(tensor, 1, config=PIECES) if rank == 0 else comm.irecv(tensor, 0, config=PIECES).wait()
+    raise AssertionError("the peer left and was named")
+
+
+def _leave_after(frames: int) -> None:
+    """Let this rank exit at its frame number ``frames``, sent or received."""
+    name = ("compress", "decompress")[dist.get_rank()]
+    left, original = [frames], getattr(message.FrameCoder, name)
+
+    def exits(*arguments: object, **more: object) -> object:
+        left[0] -= 1
+        return original(*arguments, **more) if left[0] else os._exit(3)
+
+    setattr(message.FrameCoder, name, exits)
+
+
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+def test_a_lost_peer_is_named(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    monkeypatch.setattr(runner, "GRACE", 20.0)
+    with pytest.raises(runner.RankFailure, match="the peer left and was named"):
+        runner.run(lost, 2, role, timeout=30)
+
+
+MEASURED = ZipcclConfig(enabled=True, staging_mib=1)
+DELAY = 0.06  # seconds
+
+
+def ways() -> Counter[bool]:
+    """Count the ways of the sends of this rank from now on, uncoded or not."""
+    seen: Counter[bool] = Counter()
+    next_way = choice.next_way
+
+    def noted(*arguments: Any) -> choice.Way:
+        way = next_way(*arguments)
+        seen[way.uncoded] += 1
+        return way
+
+    choice.next_way = noted  # type: ignore[assignment]
+    return seen
+
+
+def choose(rank: int, ranks: int, slow: str, numel: int) -> tuple[Counter[bool], list[str]]:
+    """40 sends where one way, or the reports, are slow or bad at the receiver; the ways after the trials, and the choices."""
+    if rank == 1:
+        _plant(slow)
+    tensor = torch.randn(numel).bfloat16()
+    seen = Counter[bool]()
+    for number in range(40):
+        if number == 2 * send_rules.TRIAL_SENDS + 2:
+            seen = ways()
+        if rank == 0:
+            comm.send(tensor, 1, config=MEASURED, role="pp")
+            time.sleep(1e-3)  # for the report of the last trial
+        else:
+            got = torch.zeros_like(tensor)
+            comm.recv(got, 0, config=MEASURED, role="pp")
+            assert torch.equal(got, tensor)
+    return seen, [text for row in counters.rows() for text, _ in row["choices"].values()]
+
+
+def _plant(what: str) -> None:
+    """Make a way slow for this receiver, or its reports useless."""
+    name = {"coded": "_take_frames", "uncoded": "_take_bytes"}.get(what)
+    if name is not None:
+        take = getattr(message.Incoming, name)
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(DELAY)
+            take(*arguments)
+
+        setattr(message.Incoming, name, slow)
+        return
+    send = choice.report
+
+    def report(ctx: Any, peer: int, number: int, seconds: float) -> None:
+        if what == "nonsense":
+            send(ctx, peer, number, (math.nan, math.inf, -1.0, 0.0)[number % 4])
+        elif what == "another number":
+            content = choice._LAYOUT.pack(choice._MAGIC, number + 1, seconds)
+            _raw_report(ctx, peer, number, content + struct.pack("<I", zlib.crc32(content)))
+        elif what == "checksum":
+            _raw_report(ctx, peer, number, choice._LAYOUT.pack(choice._MAGIC, number, seconds) + bytes(4))
+
+    assert what in ("lost", "nonsense", "another number", "checksum")
+    choice.report = report
+
+
+def _raw_report(ctx: Any, peer: int, number: int, content: bytes) -> None:
+    buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    handle = ctx.transport.post_send(buffer, peer, choice.TagRange.REPORT + number)
+    choice._of(ctx.state).reports.append((handle, buffer))
+
+
+@pytest.mark.parametrize("numel", [40_000, pytest.param(300_000, marks=pytest.mark.full(reason="as of one fragment"))])
+@pytest.mark.parametrize("slow", ["coded", "uncoded"])
+def test_the_receivers_times_choose(slow: str, numel: int) -> None:
+    (seen, choices), _ = runner.run(choose, 2, slow, numel)
+    wanted = slow == "coded"
+    assert seen[wanted] == 40 - 2 * send_rules.TRIAL_SENDS - 2 and not seen[not wanted], (seen, choices)
+    (text,) = choices
+    assert text.startswith(f"{'uncoded' if wanted else 'coded'} from send"), text
+
+
+@pytest.mark.full(reason="four runs of 40 sends; the choice itself is in the short tier")
+@pytest.mark.parametrize("what", ["lost", "nonsense", "another number", "checksum"])
+def test_without_reports_sends_stay_coded(what: str) -> None:
+    (seen, choices), _ = runner.run(choose, 2, what, 300_000, timeout=60)
+    assert not seen[True] and seen[False] and not choices, (seen, choices)
+
+
+@runner.together(2)
+def nobody_waits_for_a_report(rank: int, ranks: int) -> None:
+    """60 sends before the first receive: nobody waits for a report."""
+    tensors = [torch.full((100_000,), float(number)).bfloat16() for number in range(60)]
+    if rank == 0:
+        works = [comm.isend(tensor, 1, config=MEASURED) for tensor in tensors]
+        dist.barrier()
+        for work in works:
+            work.wait()
+    else:
+        dist.barrier()
+        for tensor in tensors:
+            got = torch.zeros_like(tensor)
+            comm.recv(got, 0, config=MEASURED)
+            assert torch.equal(got, tensor)
+
+
+@runner.together(2)
+def trials_do_not_need_the_receivers_wait(rank: int, ranks: int) -> None:
+    """Both ranks wait for their sends first: a trial must not need the receiver's wait()."""
+    for numel in (40_000, 300_000):
+        for number in range(2 * send_rules.TRIAL_SENDS + 2):
+            tensor, got = torch.full((numel,), float(number)).bfloat16(), torch.zeros(numel).bfloat16()
+            sending, receiving = (
+                comm.isend(tensor, 1 - rank, config=MEASURED),
+                comm.irecv(got, 1 - rank, config=MEASURED),
+            )
+            assert sending.wait() and receiving.wait() and torch.equal(got, tensor)
+
+
+def test_trials_take_turns() -> None:
+    trials, found = {False: 0, True: 0}, ""
+    for call in range(1, 300):
+        uncoded = send_rules.next_trial(trials[False], trials[True], call)
+        found += "." if uncoded is None else "cu"[uncoded]
+        if uncoded is not None:
+            trials[uncoded] += 1
+    first, rest = found[: 2 * send_rules.TRIAL_SENDS], found[2 * send_rules.TRIAL_SENDS :]
+    assert sorted(first) == ["c"] * send_rules.TRIAL_SENDS + ["u"] * send_rules.TRIAL_SENDS
+    assert first[:6] == "cuuccu" and sorted(rest.replace(".", "")) == ["c", "c", "u", "u"], found
+
+
+def test_noise_does_not_move_the_choice() -> None:
+    assert send_rules.uncoded_is_faster(2.0, 1.9, None) and not send_rules.uncoded_is_faster(1.9, 2.0, None)
+    assert not send_rules.uncoded_is_faster(2.0, 1.96, False) and send_rules.uncoded_is_faster(2.0, 1.8, False)
+    assert send_rules.uncoded_is_faster(1.96, 2.0, True) and not send_rules.uncoded_is_faster(1.8, 2.0, True)
+
+
+@runner.together(2, full="it sleeps beyond a timeout")
+def the_timeout_of_a_receive_begins_with_its_wait(rank: int, ranks: int) -> None:
+    """Rank 0 posts a receive long before the message, and later waits for one that never comes."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    out = torch.zeros(1 << 20, dtype=torch.bfloat16)
+    if rank:
+        time.sleep(3)
+        comm.send(torch.ones_like(out), 0, group, config=MEASURED)
+        comm.recv(out, 0, group, config=MEASURED)
+        assert bool((out == 1).all())
+    else:
+        handle = comm.irecv(out, 1, group, config=MEASURED)
+        time.sleep(3.5)
+        handle.wait()
+        comm.send(out, 1, group, config=MEASURED)
+        started = time.monotonic()
+        with pytest.raises(CommError, match="not done after 0:00:02"):
+            comm.irecv(out, 1, group, config=MEASURED).wait()
+        assert time.monotonic() - started < 10
+    dist.barrier()
+
+
+test_programs = runner.programs(__name__)

@@ -1,4 +1,4 @@
-"""The order of a device's work around an operation, on a device that runs nothing before the host waits for it."""
+"""The order of a device's work around an operation, on a device that runs nothing before a host wait, and on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from lazy_device import LazyRuntime
+from sim import launcher, streams, world
+from sim.device import mine
 
 import ds_zipccl
 from ds_zipccl import comm, tensors
+from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm import execution
 from ds_zipccl.comm.decision import Choice
 from ds_zipccl.comm.group_state import group_state
@@ -29,6 +32,7 @@ from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameError
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy.admission import Decision
 
 #: Two chunks of 16 blocks and a part of one; small blocks, because the emulation is slow.
@@ -203,8 +207,9 @@ def test_streams_are_used_again_but_not_by_two(runtime: LazyRuntime) -> None:
     assert runtime.current_stream() is runtime.default and len(runtime.streams) == 3
 
 
-def collectives(rank: int, ranks: int) -> list[int]:
-    """Gathers and a broadcast in flight, of tensors that the caller's stream is still to write; the waits of a gather."""
+@runner.together(3)
+def collectives(rank: int, ranks: int) -> None:
+    """Gathers and a broadcast in flight, of tensors that the caller's stream is still to write."""
     with pytest.MonkeyPatch.context() as patch:
         inputs = [words(peer) for peer in range(ranks)]
         runtime = lazy_device.install(patch)
@@ -231,15 +236,11 @@ def collectives(rank: int, ranks: int) -> list[int]:
         handle.wait()
         corpus.assert_same_bits(received, inputs[rank - 1])
         assert len(runtime.streams) == 2, "every operation made a stream"
-    return waits
+    assert waits == [3, 3], "two for the frame that is sent, one for all frames that arrive"
 
 
-def test_collectives() -> None:
-    """Two waits for the frame that is sent, one for all frames that arrive."""
-    assert runner.run(collectives, 3) == [[3, 3]] * 3
-
-
-def during_a_capture(rank: int, ranks: int) -> None:
+@runner.together(2)
+def a_call_during_a_capture_is_refused(rank: int, ranks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         runtime = lazy_device.install(patch)
         group = dist.group.WORLD
@@ -266,11 +267,8 @@ def during_a_capture(rank: int, ranks: int) -> None:
         comm.all_gather_into_tensor(output, tensor, config=CODED)
 
 
-def test_a_call_during_a_capture_is_refused() -> None:
-    runner.run(during_a_capture, 2)
-
-
-def copied_back(rank: int, ranks: int) -> None:
+@runner.together(2)
+def copies_of_the_plain_collective(rank: int, ranks: int) -> None:
     """The plain collective on copies, as where schedules compete: the copies back are on a stream of ours, and waited for."""
     with pytest.MonkeyPatch.context() as patch:
         runtime = lazy_device.install(patch)
@@ -290,10 +288,6 @@ def copied_back(rank: int, ranks: int) -> None:
         execution._plain_in_order(request).wait()
         assert all((output == peer).all() for peer, output in enumerate(outputs))
         assert used != [runtime.default]
-
-
-def test_copies_of_the_plain_collective() -> None:
-    runner.run(copied_back, 2)
 
 
 def test_the_copies_of_a_shadow_come_first(runtime: LazyRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,3 +335,114 @@ def test_pinned_memory_is_counted() -> None:
     del buffers
     assert POOL._used_bytes == before
     assert not tensors.pinned(10).is_pinned() or torch.cuda.is_available()
+
+
+MODES = (world.Modes(), *world.ALL_MODES)
+
+
+@pytest.fixture
+def route() -> Iterator[CudaBackend]:
+    host_staging._frame_kernels.cache_clear()
+    yield launcher.route()
+    host_staging._frame_kernels.cache_clear()
+    side_stream._idle.clear()
+
+
+def same_words(error: FrameError) -> CommError:
+    return CommError(str(error))
+
+
+def round_trips(rank: int, ranks: int) -> list[tuple[int, int]]:
+    """Frames of tensors that the caller's stream writes, back into tensors that it reads; the memory is used again at once. Returns the
+    waits of the host for the frames of each codec, and for all of its work."""
+    side_stream._idle.clear()  # of the last run's GPU
+    there, counted = torch.device("cuda", rank), []
+    wanted = [words(seed) for seed in range(3)]
+    with torch.inference_mode():
+        for codec, count in (("cascade", 3), ("wide", 1), ("raw", 2)):
+            flats = [one.to(there).neg() for one in wanted[:count]]
+            for flat in flats:
+                flat.neg_()
+            outs, sums = [torch.zeros_like(flat) for flat in flats], torch.ones_like(flats[0], dtype=torch.float32)
+            staging, waits = HostStaging(there, "auto"), mine().counters.waits
+            before, buffers = len(waits), PooledBuffers()
+            with staging.working():
+                frames = staging.compress(flats, codec, BLOCK, buffers)
+                compressing = len(waits) - before
+                for frame, out in zip(frames, outs, strict=True):
+                    staging.decompress(frame, out, same_words)
+                staging.decompress_add(frames[0], torch.bfloat16, sums, same_words)
+                buffers.release()
+            counted.append((compressing, len(waits) - before))
+            for flat in flats:
+                flat.zero_()
+            for out, one in zip(outs, wanted, strict=False):
+                corpus.assert_same_bits(out.neg().neg().cpu(), one)
+            assert torch.equal(sums.cpu(), wanted[0].float() + 1)
+    return counted
+
+
+@pytest.mark.parametrize("seeds", [10, pytest.param(60, marks=pytest.mark.full(reason="more seeds"))])
+def test_no_seed_finds_a_race(route: CudaBackend, seeds: int) -> None:
+    for seed in range(seeds):
+        got = world.run(round_trips, 1, seed=seed, modes=MODES[seed % len(MODES)], route=route)
+        assert got.values == [[(2, 3), (2, 3), (1, 2)]]
+
+
+KEY = bytes(range(16))
+
+
+def hashes(rank: int, ranks: int) -> int:
+    """The hash of words whose decompression is queued; returns the waits of the host."""
+    side_stream._idle.clear()
+    there, wanted = torch.device("cuda", rank), words(1)
+    with torch.inference_mode():
+        flat = wanted.to(there)
+        out, staging, buffers = torch.zeros_like(flat), HostStaging(there, "auto"), PooledBuffers()
+        with staging.working():
+            (frame,) = staging.compress([flat], "cascade", BLOCK, buffers)
+            before = len(mine().counters.waits)
+            staging.decompress(frame, out, same_words)
+            buffers.release()
+            assert staging.hash(out, KEY) == staging.hash(flat, KEY) == region_hash(wanted, key=KEY)
+            return len(mine().counters.waits) - before
+
+
+@pytest.mark.parametrize("seeds", [2, pytest.param(10, marks=pytest.mark.full(reason="more seeds"))])
+def test_hashes(route: CudaBackend, seeds: int) -> None:
+    for seed in range(seeds):
+        assert world.run(hashes, 1, seed=seed, modes=MODES[seed % len(MODES)], route=route).values == [2]
+
+
+def no_wait_on_the_gpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(streams.Stream, "wait_event", lambda self, event: None)
+
+
+def waits_without(number: int) -> Any:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        calls, wait = iter(range(100)), SideStream.wait
+        patch.setattr(SideStream, "wait", lambda self: None if next(calls) == number else wait(self))
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    "plant, places",
+    [
+        (no_wait_on_the_gpu, ("zipccl_encode", "neg_")),
+        (waits_without(0), ("numpy", "copy")),
+        (waits_without(2), ("status.py", "copy")),
+        (waits_without(7), ("copy", "torch neg")),
+    ],
+    ids=["caller", "headers", "agreements", "end"],
+)
+def test_a_dropped_wait_is_noticed(
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, plant: Any, places: tuple[str, ...]
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(world.Fault) as fault:
+        world.run(round_trips, 1, route=route)
+    assert fault.value.kind == "race" and all(place in str(fault.value) for place in places), fault.value
+
+
+test_programs = runner.programs(__name__)

@@ -1,15 +1,17 @@
-"""Sums together: "fp32" has the bits of its definition, layouts, passes, complaints, the grid of chunks."""
+"""Sums: gloo's bits or those of the definition; layouts, passes, complaints, grids; tensors that are the same on all ranks."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import corpus
+import moves
 import pytest
 import ranks as runner
+import sums
 import torch
 import torch.distributed as dist
 from sums import (
@@ -20,14 +22,33 @@ from sums import (
 
 from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order, spans
+from ds_zipccl.comm.host import replicated
 from ds_zipccl.comm.transport import gloo
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 
-def by_definition(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_match_has_gloos_bits(ranks: int) -> None:
+    runner.run_each(ranks, *((sums.as_gloo, sums.sizes_for(ranks), calls) for calls in sums.SUMS.values()), timeout=360)
+
+
+#: (operation, mistake): reduce has a grid of its own.
+PLANTS = [(op, plant) for op in sums.SUMS for plant in (moves.flip_a_bit, sums.other_order, sums.other_grid)]
+PLANTS.remove(("reduce", sums.other_grid))
+
+
+@pytest.mark.parametrize(("op", "plant"), PLANTS)
+def test_a_fault_is_seen(op: str, plant: Callable[[], None]) -> None:
+    with pytest.raises(runner.RankFailure, match="words differ"):
+        runner.run(sums.as_gloo, 3, [20002, sums.MIB + 1], sums.SUMS[op], plant)
+
+
+@runner.together(3)
+def fp32_by_definition(rank: int, ranks: int) -> None:
     """fp32: x0 + x1 + ... in fp32, divided for AVG, rounded once."""
     for seed, kind in enumerate(corpus.SUMMED.values()):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -54,11 +75,9 @@ def by_definition(rank: int, ranks: int) -> None:
     assert not torch.equal(plain, other)  # or the two kinds of reduction would not have been told apart
 
 
-def test_fp32_by_definition() -> None:
-    runner.run(by_definition, 3)
-
-
-def same_everywhere(rank: int, ranks: int) -> list[Any]:
+@runner.together(3)
+def same_everywhere(rank: int, ranks: int) -> None:
+    """The same bits on all ranks and with any codec."""
     results = []
     for codec in ("cascade", "raw"):
         for kind in ("match", "fp32"):
@@ -66,14 +85,12 @@ def same_everywhere(rank: int, ranks: int) -> list[Any]:
             coded(codec=codec, reduction=kind).all_reduce(tensor)
             results.append(tensor)
     corpus.assert_same_bits(torch.stack(results[:2]), torch.stack(results[2:]))
-    return torch.stack(results).view(torch.int16).tolist()
+    first = torch.stack(results)
+    dist.broadcast(first, 0)
+    corpus.assert_same_bits(torch.stack(results), first)
 
 
-def test_same_bits_on_all_ranks_and_with_any_codec() -> None:
-    first, *others = runner.run(same_everywhere, 3)
-    assert all(first == other for other in others)
-
-
+@runner.together(2)
 def strided(rank: int, ranks: int) -> None:
     """Tensors with gaps, of which gloo sums as many elements of memory as they have; and what it refuses."""
     for size in (1, 300):
@@ -87,11 +104,8 @@ def strided(rank: int, ranks: int) -> None:
     assert leaf.tolist() == [ranks] * 10 and leaf.requires_grad
 
 
-def test_strided() -> None:
-    runner.run(strided, 2)
-
-
-def passes(rank: int, ranks: int) -> None:
+@runner.together(2)
+def passes_and_complaints(rank: int, ranks: int) -> None:
     tensor = torch.tensor([rank, 1.0])
     coded().all_reduce(tensor, dist.ReduceOp.MAX)
     assert tensor.tolist() == [ranks - 1, 1.0]
@@ -117,10 +131,6 @@ def passes(rank: int, ranks: int) -> None:
     for message, call in calls.items():
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_passes_and_complaints() -> None:
-    runner.run(passes, 2)
 
 
 class Given:
@@ -184,7 +194,8 @@ def test_grids_cover_the_message(ranks: int, itemsize: int) -> None:
             assert all(left.stop == right.start for left, right in pairwise(slices))
 
 
-def left_to_gloo(rank: int, ranks: int) -> None:
+@runner.together(3)
+def plain_sums_pass_on_gloo(rank: int, ranks: int) -> None:
     mine = bell(rank, 3001, corpus.BF16, 1)
     for call in ("all_reduce", "reduce_to_owners"):
         want, got = mine.clone(), mine.clone()
@@ -196,5 +207,96 @@ def left_to_gloo(rank: int, ranks: int) -> None:
     assert all(set(row["reasons"]) == {PassReason.PLAIN_SUMS.value} for row in counters.rows()) and counters.rows()
 
 
-def test_plain_sums_pass_on_gloo() -> None:
-    runner.run(left_to_gloo, 3)
+#: Many fragments for little data.
+CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, staging_mib=1)
+HASH = HEADER_BYTES + 16
+SAME = "one number of ranks has the same ways of adding"
+SIZES = (1, 1003, 300_007)
+KINDS = (corpus.BF16, corpus.FP16, corpus.FP32)
+
+
+def added(
+    tensor: torch.Tensor, op: Any, group: Any, config: ZipcclConfig = CONFIG, **more: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Sum of ``tensor``, and the row of its counters."""
+    counters.reset()
+    found = tensor.clone()
+    handle = comm.all_reduce(found, op, group, config=config, replicated=True, **more)
+    assert (handle is not None) == bool(more) and (handle is None or handle.wait())
+    (row,) = counters.rows()
+    assert row["kind"] == "replicated"
+    return found, dict(row)
+
+
+@runner.together(2, full=SAME)
+@runner.together(3, (0, 2))
+@runner.together(4, full=SAME)
+def everywhere(rank: int, ranks: int, flushing: Sequence[int] = (), plant: Callable[[], None] | None = None) -> None:
+    """Add equal tensors, and tensors of which one differs in one bit, as a group whose ranks flush denormals or keep them."""
+    if plant is not None:
+        plant()
+    torch.set_flush_denormal(rank in flushing)
+    group = dist.new_group(list(range(ranks)))
+    torch.set_flush_denormal(False)
+    for number, (kind, texture, size) in enumerate(
+        (k, t, s) for k in KINDS for t in (sums.bell, sums.wild) for s in SIZES
+    ):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            tensor = texture(0, size, kind, number)
+            want = tensor.clone()
+            dist.all_reduce(want, op, group)
+            got, row = added(tensor, op, group, **({"async_op": True} if number % 2 else {}))
+            sums.assert_same_sums(got, want, kind)
+            assert row["wire_bytes"] == HASH * (ranks - 1), row
+            assert row["logical_bytes"] == 2 * tensor.nbytes * (ranks - 1) // ranks
+            if rank == ranks - 1:
+                tensor.view(torch.uint8)[104_729 * number % tensor.nbytes] ^= 1 << number % 8
+            want = tensor.clone()
+            dist.all_reduce(want, op, group)
+            got, row = added(tensor, op, group)
+            sums.assert_same_sums(got, want, kind)
+            assert row["wire_bytes"] > HASH * (ranks - 1) + tensor.nbytes // 4 // ranks, row
+
+
+def hash_of_the_first_half() -> None:
+    whole = replicated.region_hash
+    replicated.region_hash = lambda tensor: whole(tensor[: (tensor.numel() + 1) // 2])
+
+
+def products() -> None:
+    """Multiply instead of adding again and again."""
+
+    def add(self: Any, rank: int, into: torch.Tensor) -> None:
+        into.mul_(3) if rank == 2 else None
+
+    replicated._Alike.add = add  # type: ignore[method-assign]
+
+
+def of_one_rank() -> None:
+    """Forget that ranks flush denormals."""
+    fold = replicated.Reduction.fold
+    replicated.Reduction.fold = lambda self, *args: fold(self, *args[:-1])  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("plant", "flushing"), [(hash_of_the_first_half, ()), (products, ()), (of_one_rank, (0, 1, 2))]
+)
+def test_a_fault_of_equal_tensors_is_seen(plant: Callable[[], None], flushing: Sequence[int]) -> None:
+    with pytest.raises(runner.RankFailure, match="words differ" if flushing else r"words differ|wire_bytes"):
+        runner.run(everywhere, 3, flushing, plant)
+
+
+@runner.together(2)
+def others(rank: int, ranks: int) -> None:
+    """Calls that take no notice: of no elements, plain ones, and sums by node."""
+    group, tensor = dist.group.WORLD, torch.randn(4096, generator=torch.Generator().manual_seed(1)).bfloat16()
+    empty, _ = added(tensor[:0], dist.ReduceOp.SUM, group)
+    small = added(tensor, dist.ReduceOp.SUM, group, ZipcclConfig(enabled=True, mode="always"))[1]["reasons"]
+    never = added(tensor, dist.ReduceOp.SUM, group, ZipcclConfig(enabled=True, mode="never", min_bytes=0))[1]["reasons"]
+    shadow = ZipcclConfig(enabled=True, mode="always", min_bytes=0, check="shadow")
+    checked, row = added(tensor, dist.ReduceOp.SUM, group, shadow)
+    assert empty.numel() == 0 and row["wire_bytes"] == HASH and torch.equal(checked, 2 * tensor)
+    assert (small, never) == ({"smaller than min_bytes": 1}, {"role is never coded": 1})
+
+
+test_programs = runner.programs(__name__)

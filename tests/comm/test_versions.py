@@ -1,9 +1,19 @@
-"""Parameters with kept bases: gathers without messages while all ranks hold the words, and what ends or breaks that."""
+"""Bases that are kept: gathers without messages while all ranks hold the words; the memory that the ranks of a node share."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +21,23 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from kept import CONFIG, FULL, MISS, OTHER, SHARDS, VERSION, Rank, refusing
-from tiers import mostly_full
+from test_bases import Sharded
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.bases import versions
+from ds_zipccl.comm.bases import host_memory, shared, versions
 from ds_zipccl.comm.host import frames
 
 
+def settled(rank: int, ranks: int, *kind: str, **more: Any) -> Rank:
+    one = Rank(rank, ranks, *kind, **more)
+    one.settle()
+    return one
+
+
+@runner.together(2, "host", True)
+@runner.together(3, "device", False)
 def frozen(rank: int, ranks: int, kind: str, later: bool) -> None:
     """One message for all parameters at the first gather after a step; no other one, and no frames."""
     one = Rank(rank, ranks, kind)
@@ -32,15 +50,10 @@ def frozen(rank: int, ranks: int, kind: str, later: bool) -> None:
         one.step()
 
 
-@pytest.mark.parametrize(("ranks", "kind", "later"), [(2, "host", True), (3, "device", False)])
-def test_frozen_parameters_send_nothing(ranks: int, kind: str, later: bool) -> None:
-    runner.run(frozen, ranks, kind, later)
-
-
+@runner.together(2)
 def trained(rank: int, ranks: int) -> None:
     """A parameter that steps change goes as a difference once a step, and is copied afterwards; the others are copied."""
-    one = Rank(rank, ranks)
-    one.settle()
+    one = settled(rank, ranks)
     for _ in range(3):
         one.step(2)
         found, sent = one.gather(0, 2)
@@ -49,6 +62,7 @@ def trained(rank: int, ranks: int) -> None:
         assert one.gather(1) == ({"": 1}, 0) and one.agreements == 0
 
 
+@runner.together(2)
 def mixed(rank: int, ranks: int) -> None:
     """Parameters without a base go beside copies, in one gather; in any order, also while bases are filled."""
     one = Rank(rank, ranks)
@@ -62,6 +76,7 @@ def mixed(rank: int, ranks: int) -> None:
     assert all(handle.wait() and torch.equal(whole, wanted) for whole, wanted, handle in reversed(two))
 
 
+@runner.together(2)
 def schedules(rank: int, ranks: int) -> None:
     """Whatever the schedule of the first gather is, it fills the bases."""
     for config, dtype in (
@@ -77,11 +92,6 @@ def schedules(rank: int, ranks: int) -> None:
         for _ in range(2):
             assert one.gather(0, 1, 2) == ({"": 1}, 0)
             one.step()
-
-
-@pytest.mark.parametrize("case", [trained, mixed, schedules], ids=lambda case: case.__name__)
-def test_gathers(case: Any) -> None:
-    runner.run(case, 2)
 
 
 # ---- edits ---------------------------------------------------------------------------------------------------------
@@ -104,9 +114,9 @@ def by_a_new_tensor(one: Rank) -> None:
 EDITS: tuple[Callable[[Rank], None], ...] = (by_data, by_copy, by_a_new_tensor)
 
 
+@runner.together(2)
 def edited_between_steps(rank: int, ranks: int) -> None:
-    one = Rank(rank, ranks)
-    one.settle()
+    one = settled(rank, ranks)
     for edit in EDITS:
         if rank == 1:
             edit(one)
@@ -116,10 +126,10 @@ def edited_between_steps(rank: int, ranks: int) -> None:
         one.step()
 
 
+@runner.together(2)
 def edited_in_a_step(rank: int, ranks: int) -> None:
     """After a copy all ranks stop before the step; again and again, until the change is made known."""
-    one = Rank(rank, ranks)
-    one.settle()
+    one = settled(rank, ranks)
     for edit in EDITS:
         one.gather(0, 2)
         if rank == 1:
@@ -135,11 +145,11 @@ def edited_in_a_step(rank: int, ranks: int) -> None:
         one.step()
 
 
+@runner.together(2, full="rarer mistakes")
 def away_between_comparisons(rank: int, ranks: int) -> None:
     """Copies while the owner had other words stop all ranks, although the old words are back, or the version is over;
     until that is known."""
-    one = Rank(rank, ranks)
-    one.settle()
+    one = settled(rank, ranks)
     for ended in (False, True):
         one.gather(0, 2)
         saved = one.shards[2].clone()
@@ -157,10 +167,10 @@ def away_between_comparisons(rank: int, ranks: int) -> None:
         one.settle()
 
 
+@runner.together(2, full="rarer mistakes")
 def edited_without_steps(rank: int, ranks: int) -> None:
     """A program without steps looks after some copies of a base, and a program that asks for it at once."""
-    one = Rank(rank, ranks)
-    one.settle()
+    one = settled(rank, ranks)
     assert all(one.gather(0, 2) == ({"": 1}, 0) for _ in range(2 * versions.COPIES))
     if rank == 1:
         by_data(one)
@@ -177,6 +187,7 @@ def edited_without_steps(rank: int, ranks: int) -> None:
     assert one.gather(2)[0] == {MISS: 1, "": 1}
 
 
+@runner.together(2)
 def edited_without_checks(rank: int, ranks: int) -> None:
     """Where no step checks copies, each gather after a copy agrees anew: an edit by one rank is a miss, never an old word."""
     one = Rank(rank, ranks, copies=1)
@@ -189,10 +200,10 @@ def edited_without_checks(rank: int, ranks: int) -> None:
     assert one.gather(0) == ({"": 1}, 0) and one.agreements == 1
 
 
+@runner.together(2)
 def edited_in_evaluation(rank: int, ranks: int) -> None:
     """Where no step follows copies, an edit after them is a miss. In a step it stops all ranks, as does an edit before a copy anywhere."""
-    one = Rank(rank, ranks)
-    one.settle()
+    one = settled(rank, ranks)
     one.keeper.steps = False
     for _ in range(2):
         one.gather(0, 2)
@@ -219,10 +230,10 @@ def edited_in_evaluation(rank: int, ranks: int) -> None:
         one.gather(2)
 
 
+@runner.together(2, full="rarer mistakes")
 def swapped_versions(rank: int, ranks: int) -> None:
     """A base says that another gather has filled it, or is another base with the same words."""
-    one = Rank(rank, ranks, "device")
-    one.settle()
+    one = settled(rank, ranks, "device")
     if rank == 1:
         one.slots[0].version += 1
     assert one.gather(0, 2)[0] == {VERSION: 1, "": 2}
@@ -233,11 +244,11 @@ def swapped_versions(rank: int, ranks: int) -> None:
     assert one.gather(0, 2)[0] == {VERSION: 1, "": 2}
 
 
+@runner.together(2)
 def swapped_contents(rank: int, ranks: int) -> None:
     """Two bases have each other's words on one rank: misses, and right bits. After a part of the words was swapped all ranks stop: a
     comparison sees one of the bases only, but a miss has all bases hashed."""
-    one = Rank(rank, ranks, "device", sizes=(40_000, 1_000, 40_000))
-    one.settle()
+    one = settled(rank, ranks, "device", sizes=(40_000, 1_000, 40_000))
     if rank == 1:
         kept = one.slots[0].memory.clone()
         one.slots[0].memory.copy_(one.slots[2].memory), one.slots[2].memory.copy_(kept)
@@ -251,6 +262,7 @@ def swapped_contents(rank: int, ranks: int) -> None:
         one.start([1])
 
 
+@runner.together(2)
 def damaged_copy(rank: int, ranks: int) -> None:
     """One bit of another rank's row, on one rank: no comparison sees it, and the hash stops all ranks. A base that was not copied since it
     was filled is only filled again."""
@@ -272,10 +284,10 @@ def damaged_copy(rank: int, ranks: int) -> None:
             one.step()
 
 
+@runner.together(2, full="rarer mistakes")
 def damaged_shared_copy(rank: int, ranks: int) -> None:
     """One bit of memory that all ranks share: its owner sees it."""
-    one = Rank(rank, ranks)
-    one.settle()
+    one = settled(rank, ranks)
     if rank == 0:
         one.slots[2].memory[1].view(torch.int16)[-1:].bitwise_xor_(1)
     dist.barrier()
@@ -289,7 +301,8 @@ def damaged_shared_copy(rank: int, ranks: int) -> None:
         one.step()
 
 
-def by_node(rank: int, ranks: int) -> None:
+@runner.together(4)
+def ranks_of_a_node_share_a_copy(rank: int, ranks: int) -> None:
     """Two nodes of two ranks, each of which has one copy: an edit on one rank is a miss of all, and copies are compared by hash."""
     topology.here = lambda: "left" if rank < 2 else "right"
     one = Rank(rank, ranks)
@@ -309,10 +322,7 @@ def by_node(rank: int, ranks: int) -> None:
             one.step()
 
 
-def test_ranks_of_a_node_share_a_copy() -> None:
-    runner.run(by_node, 4)
-
-
+@runner.together(2, full="rarer mistakes")
 def refused(rank: int, ranks: int) -> None:
     """A rank that refuses a frame goes on, and the next gather goes in full for all ranks."""
     one = Rank(rank, ranks)
@@ -329,37 +339,6 @@ def refused(rank: int, ranks: int) -> None:
     assert one.gather(0) == ({"": 1}, 0)
 
 
-PLANTED = {
-    case.__name__: case
-    for case in (
-        edited_between_steps,
-        edited_in_a_step,
-        away_between_comparisons,
-        edited_without_steps,
-        edited_without_checks,
-        edited_in_evaluation,
-        swapped_versions,
-        swapped_contents,
-        damaged_copy,
-        damaged_shared_copy,
-        refused,
-    )
-}
-SHORT = (
-    "edited_between_steps",
-    "edited_without_checks",
-    "edited_in_evaluation",
-    "edited_in_a_step",
-    "swapped_contents",
-    "damaged_copy",
-)
-
-
-@pytest.mark.parametrize("case", mostly_full(PLANTED, SHORT, "rarer mistakes"))
-def test_planted(case: str) -> None:
-    runner.run(PLANTED[case], 2, timeout=40)
-
-
 def unseen(rank: int, ranks: int) -> None:
     versions.same_words = lambda shard, row: True
     edited_between_steps(rank, ranks)
@@ -367,8 +346,7 @@ def unseen(rank: int, ranks: int) -> None:
 
 def unseen_by_shadow(rank: int, ranks: int) -> None:
     versions.same_words = lambda shard, row: True
-    one = Rank(rank, ranks, config=replace(CONFIG, check="shadow"))
-    one.settle()
+    one = settled(rank, ranks, config=replace(CONFIG, check="shadow"))
     if rank == 1:
         by_data(one)
     with pytest.raises(comm.CommError, match="1 of 140002 wrong") as caught:
@@ -398,3 +376,280 @@ def test_words_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
     assert versions.same_words(shard.double(), row) and versions.same_words(torch.stack([row, row], 1)[:, 0], row)
     shard.view(torch.uint8)[-1] ^= 1
     assert not versions.same_words(shard, row) and not versions.same_words(shard.double(), row)
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with 1000 MiB available, without control groups, as a folder."""
+    monkeypatch.setattr(host_memory, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(host_memory, "_CONTROL_GROUPS", tmp_path / "groups")
+    write(tmp_path / "proc/meminfo", "MemTotal: 9999999 kB\nMemFree: 5 kB\nMemAvailable:    1024000 kB\n")
+    return tmp_path
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def group(folder: Path, limit: str, used: int, version: int = 2, reclaimable: int = 0) -> None:
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    write(folder / names[0], f"{limit}\n")
+    write(folder / names[1], f"{used * MIB}\n")
+    write(folder / "memory.stat", f"anon 77\n{names[2]} {reclaimable * MIB}\nfile 99\n")
+
+
+def left() -> float:
+    return host_memory.available() / MIB
+
+
+def test_the_machine(machine: Path) -> None:
+    assert left() == 1000
+    write(machine / "proc/self/cgroup", "0::/\n")
+    assert left() == 1000, "a group without files"
+    (machine / "proc/meminfo").unlink()
+    assert left() > 100, "the machine's memory where nothing is known of its use"
+
+
+def test_every_group_above_counts(machine: Path) -> None:
+    write(machine / "proc/self/cgroup", "0::/job/step\n")
+    group(machine / "groups/job/step", "max", 5)
+    assert left() == 1000
+    group(machine / "groups/job", str(600 * MIB), 100)
+    assert left() == 500
+    group(machine / "groups/job/step", str(300 * MIB), 100)
+    assert left() == 200
+    group(machine / "groups/job/step", str(300 * MIB), 400, reclaimable=150)
+    assert left() == 50
+    group(machine / "groups/job/step", str(300 * MIB), 400)
+    assert left() == 0, "more is used than allowed"
+    group(machine, str(1), 0)
+    assert left() == 0, "no folder above the root counts"
+
+
+def test_no_folder_above_the_root_counts(machine: Path) -> None:
+    write(machine / "proc/self/cgroup", "0::/\n")
+    group(machine, str(MIB), 0)
+    assert left() == 1000
+
+
+def test_groups_of_version_1(machine: Path) -> None:
+    """In a container the process sees the path of the host, and its own group as the root."""
+    write(machine / "proc/self/cgroup", "9:cpu,cpuacct:/x\n5:memory:/docker/0123\n0::/y\n")
+    group(machine / "groups/memory", str(400 * MIB), 300, 1, reclaimable=50)
+    assert left() == 150
+    group(machine / "groups/memory", str((1 << 63) - 4096), 300, 1)
+    assert left() == 1000
+
+
+def test_here() -> None:
+    assert 0 < host_memory.available() < 1 << 50
+
+
+def mapped(process: int) -> set[str]:
+    """Names of the shared memory that a process maps."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if "/memfd:ds_zipccl-" in line}
+
+
+def opened(process: int) -> set[str]:
+    """Names of the shared memory that a process has open."""
+    found = set()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(file))
+    return {name for name in found if "ds_zipccl" in name}
+
+
+@runner.together(3, "full", [0], "No space left")
+@runner.together(3, "little", [0], "this node has 0.2 MB available")
+@runner.together(3, "foreign", [1], "wanted 240000 of our own")
+@runner.together(3, "renamed", [1, 2], "wanted the memory ds_zipccl-0000")
+@runner.together(3, "elsewhere", [1, 2], "No such file")
+def without_room(rank: int, ranks: int, failing: str, guilty: list[int], why: str) -> None:
+    """The message of every rank where one node has no room, or where a rank finds memory that is not its own."""
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if failing == "full" and rank == 0:
+        os.posix_fallocate = refuse
+    if failing == "little" and rank == 0:
+        host_memory.available = lambda: 200_000
+    if failing == "foreign" and rank == 1:
+        os.geteuid = lambda: 12345
+    if failing == "renamed" and rank == 0:
+        address = host_memory.Address.packed
+        host_memory.Address.packed = lambda self: address(self._replace(token=bytes(16)))
+    if failing == "elsewhere" and rank == 0:
+        address = host_memory.Address.packed
+        host_memory.Address.packed = lambda self: address(self._replace(descriptor=1 << 63))
+    host_memory.place = lambda: "one place"
+    with pytest.raises(comm.CommError) as caught:
+        comm.allocate_bases([(SHARDS[0], torch.bfloat16)], "host", dist.group.WORLD)
+    assert not mapped(os.getpid()) and not opened(os.getpid())
+    text = str(caught.value)
+    assert "0.2 MB" in text and '"zero3_base"' in text
+    assert (why if rank in guilty else "another rank has the reason") in text
+
+
+@runner.together(2)
+def the_memory_goes_with_its_last_slot(rank: int, ranks: int) -> None:
+    trainer = Sharded(rank, ranks, "host")
+    trainer.gather(0)
+    assert len(mapped(os.getpid())) == len(opened(os.getpid())) == 1
+    assert not list(Path("/dev/shm").glob("*ds_zipccl*")), "no folder has its name"
+    del trainer
+    assert not mapped(os.getpid()) and not opened(os.getpid())
+
+
+def test_places_differ_where_processes_do_not_see_each_other() -> None:
+    """Two interpreters here are at one place; one in a PID namespace of its own is not, and one without /proc is at no other's."""
+    program = f"import runpy; print(runpy.run_path({host_memory.__file__!r})['place']())"  # without torch
+    assert host_memory.place() == host_memory.place() == said([sys.executable, "-c", program])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_memory, "_PROC", Path("/nowhere"))
+        assert host_memory.place() != host_memory.place()
+    if os.geteuid() == 0 and shutil.which("unshare"):
+        inside = said(["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program])
+        assert inside and inside != host_memory.place()
+
+
+#: The start of each rank: two here, one that sees the processes of its PID namespace alone, and one that sees all in /proc.
+STARTS: list[list[str]] = [[], [], ["--mount-proc"], ["--fork"]]
+
+
+def in_namespace(rank: int, folder: str) -> None:
+    store, ranks = dist.FileStore(f"{folder}/store", len(STARTS)), len(STARTS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    trainer = Sharded(rank, ranks, "host")
+    trainer.gather(0, 2)
+    trainer.step()
+    assert trainer.gather(0, 2) == {"": 1}
+    print(os.getpid() == 1, list(trainer.kept[0].node_ranks))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="PID namespaces need root and unshare")
+def test_ranks_in_several_pid_namespaces_share_nothing(tmp_path: Path) -> None:
+    """Numbers of processes mean other processes there. Ranks of one namespace still share, and all gathers are right."""
+    program = "import sys, test_versions; test_versions.in_namespace(int(sys.argv[1]), sys.argv[2])"
+    become = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+    commands = []
+    for rank, options in enumerate(STARTS):
+        alone = ["unshare", "--pid", "--fork", "--kill-child", *options] if options else []
+        commands.append(["-c", become, *alone, sys.executable, "-c", program, str(rank), str(tmp_path)])
+    ended = runner.whole_programs(*commands)
+    assert [status for status, *_ in ended] == [0] * len(STARTS), ended
+    assert [text.strip() for _, text, _ in ended] == ["False [0, 1]", "False [0, 1]", "True [2]", "True [3]"]
+
+
+def said(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def test_the_memory_is_nobody_elses() -> None:
+    """Its size is sealed, its mode is 0600, no program that this one starts inherits it; another kind of file is not even opened."""
+    before = opened(os.getpid())
+    descriptor, address = host_memory.create(12345)
+    stat = os.fstat(descriptor)
+    assert (stat.st_size, stat.st_mode & 0o777, stat.st_uid) == (12345, 0o600, os.geteuid())
+    assert not os.get_inheritable(descriptor)
+    with pytest.raises(OSError):
+        os.ftruncate(descriptor, 1)
+    again = host_memory.open_shared(host_memory.Address.unpacked(address.packed()), 12345)
+    assert os.fstat(again).st_ino == stat.st_ino and not os.get_inheritable(again)
+    for wrong in (12344, 1 << 40):
+        with pytest.raises(OSError, match=f"wanted {wrong} of our own"):
+            host_memory.open_shared(address, wrong)
+    os.close(again), os.close(descriptor)
+    reader, writer = os.pipe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", lambda *arguments: pytest.fail("opening another kind of file may act on a device"))
+        for other in (reader, writer, descriptor):
+            with pytest.raises(OSError):
+                host_memory.open_shared(address._replace(descriptor=other), 12345)
+    os.close(reader), os.close(writer)
+    assert opened(os.getpid()) <= before
+
+
+@runner.together(3)
+def fitting(rank: int, ranks: int) -> None:
+    """The largest that fit, where rank 1 is another node, the poorest, which decides. Each size is rounded up to whole cache lines."""
+    if rank == 1:
+        topology.here = lambda: "poor"
+    shards = [(100, torch.bfloat16), (64_000, torch.float32), (1_000, torch.int8), (64_000, torch.bfloat16)]
+    whole = ranks * (64_000 * 6 + 200 + 1_000)
+    found = []
+    for share in (whole, 300 * ranks * 1_000, 129 * ranks * 1_000, 1_000, 0, -5):
+        mine = share if rank == 1 else share // 2 + 1_000_000
+        found.append(shared.choose_fitting(shards, mine, dist.group.WORLD))
+    assert [chosen for chosen, _ in found] == [[1, 2, 3], [0, 1, 2], [0, 3], [0], [], []]
+    assert [limit for _, limit in found] == [1_155_600, 900_000, 387_000, 1_000, 0, 0]
+
+
+def killed(rank: int, ranks: int, folder: Path) -> None:
+    """Both ranks are killed, one after the other; the second one has the memory until then."""
+    trainer = Sharded(rank, ranks, "host")
+    trainer.gather(0)
+    (name,) = mapped(os.getpid())
+    Path(folder, f"{rank}.txt").write_text(f"{os.getpid()} {name}")
+    dist.barrier()
+    if rank == 1:
+        first, _ = Path(folder, "0.txt").read_text().split(maxsplit=1)
+        while Path(f"/proc/{first}/maps").exists() and mapped(int(first)):
+            time.sleep(0.01)
+        assert torch.equal(trainer.kept[0].memory.float(), trainer.masters[0].bfloat16().float())
+        Path(folder, "alive").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
+    before = sorted(Path("/dev/shm").iterdir())
+    with pytest.raises(runner.RankFailure, match="died without a word"):
+        runner.run(killed, 2, tmp_path)
+    assert (tmp_path / "alive").exists()
+    first, second = ((tmp_path / f"{rank}.txt").read_text().split(maxsplit=1)[1] for rank in range(2))
+    assert first == second
+    left = [file for file in Path("/proc").glob("[0-9]*/maps") if holds(file, first)]
+    assert not left and not [
+        file for file in Path("/dev/shm").iterdir() if "zipccl" in file.name and file not in before
+    ]
+
+
+def holds(file: Path, name: str) -> bool:
+    with contextlib.suppress(OSError):  # the process has ended
+        return name in file.read_text()
+    return False
+
+
+def at_once(rank: int, ranks: int, folder: Path, job: int) -> set[str]:
+    """One of two jobs of one program, which both have their memory before either goes on."""
+    trainer = Sharded(rank, ranks, "host")
+    trainer.gather(0)
+    Path(folder, f"{job} {rank}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < 2 * ranks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    trainer.seed += 10 * job  # the jobs step to different words
+    for _ in range(3):
+        trainer.step()
+        assert trainer.gather(0, 2) in ({"": 1}, {FULL: 1})
+    assert trainer.gather(0, 2) == {"": 1}
+    return mapped(os.getpid())
+
+
+def test_two_jobs_on_one_node_do_not_meet(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(runner.run, at_once, 2, tmp_path, job) for job in range(2)]
+        (one, same), (other, alike) = (job.result() for job in jobs)
+    assert one == same and other == alike and len(one) == len(other) == 1 and one != other
+
+
+test_programs = runner.programs(__name__)

@@ -1,14 +1,20 @@
-"""Operations in flight: any order of waiting, many at once, handles, errors, the end of the process."""
+"""Operations in flight: any order of waiting, many at once, handles; ranks that die or send garbage; groups that are destroyed."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import os
 import random
+import signal
+import tempfile
 import textwrap
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,18 +23,25 @@ from typing import Any
 import corpus
 import pytest
 import ranks as runner
+import tiers
 import torch
 import torch.distributed as dist
+from kept import Rank
+from moves import CODED
+from operations import arguments
 
 from ds_zipccl import comm
 from ds_zipccl.comm import work
 from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.host import frames, pipeline
+from ds_zipccl.comm.host.p2p import known
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.lossy import Round
+from ds_zipccl.policy import admission, tuner_rules
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 gather = partial(comm.all_gather_into_tensor, config=CODED)
 add = partial(comm.all_reduce, config=CODED)
 
@@ -37,6 +50,8 @@ def filled(rank: int, size: int, seed: int) -> torch.Tensor:
     return corpus.tensor(corpus.bell(size, corpus.BF16, 101 * seed + rank), corpus.BF16)
 
 
+@runner.together(2)
+@runner.together(3)
 def in_flight(rank: int, ranks: int) -> None:
     """Thirty operations at once, waited for in another order on every rank, with sync and plain ones between."""
     groups = [None, dist.new_group(list(range(ranks))), dist.new_group([1, 0])]
@@ -67,12 +82,8 @@ def in_flight(rank: int, ranks: int) -> None:
         corpus.assert_same_bits(output, wanted)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_many_in_flight(ranks: int) -> None:
-    runner.run(in_flight, ranks)
-
-
-def crossed(rank: int, ranks: int) -> None:
+@runner.together(2)
+def two_groups_in_opposite_orders(rank: int, ranks: int) -> None:
     """Two groups, whose operations the ranks issue and wait for in opposite orders."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     for turn in range(5):
@@ -86,10 +97,7 @@ def crossed(rank: int, ranks: int) -> None:
             corpus.assert_same_bits(outputs[which], wanted)
 
 
-def test_two_groups_in_opposite_orders() -> None:
-    runner.run(crossed, 2)
-
-
+@runner.together(2)
 def several_threads(rank: int, ranks: int) -> None:
     """Each thread of the program has a group of its own."""
     groups = [dist.new_group(list(range(ranks))) for _ in range(3)]
@@ -106,19 +114,12 @@ def several_threads(rank: int, ranks: int) -> None:
         except BaseException as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=use, args=(which,)) for which in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    runner.at_once(*(partial(use, which) for which in range(3)))
     assert not wrong, wrong
 
 
-def test_several_threads() -> None:
-    runner.run(several_threads, 2)
-
-
-def tensors_live(rank: int, ranks: int) -> None:
+@runner.together(2)
+def tensors_live_until_done(rank: int, ranks: int) -> None:
     """Inputs and outputs that the caller drops live until the operation is done, and no longer."""
     wanted = filled(1 - rank, 50000, 1)
     source, output = filled(rank, 50000, 1), torch.empty(100000, dtype=torch.bfloat16)
@@ -134,10 +135,7 @@ def tensors_live(rank: int, ranks: int) -> None:
     assert gone() is None
 
 
-def test_tensors_live_until_done() -> None:
-    runner.run(tensors_live, 2)
-
-
+@runner.together(2)
 def timeouts(rank: int, ranks: int) -> None:
     output = torch.empty(8000, dtype=torch.bfloat16)
     if rank == 0:
@@ -151,10 +149,6 @@ def timeouts(rank: int, ranks: int) -> None:
     assert handle.wait() and handle.is_completed()
     assert handle.wait.__qualname__  # DeepSpeed reads it
     corpus.assert_same_bits(output, torch.cat([filled(peer, 4000, 1) for peer in range(ranks)]))
-
-
-def test_timeouts() -> None:
-    runner.run(timeouts, 2)
 
 
 def failures(rank: int, ranks: int) -> None:
@@ -305,3 +299,306 @@ def test_exit_without_destroy(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     for left in runner.whole_programs(*(["-c", EXIT, str(rank), store] for rank in range(2))):
         assert left == (0, "done\n", "")
+
+
+LARGE = 200_000
+ALWAYS = ZipcclConfig(enabled=True, mode="always", min_bytes=0, staging_mib=1)
+AUTO_SMALL = ZipcclConfig(enabled=True, min_bytes=0)
+MESSAGE = admission.Message("all_reduce", torch.bfloat16, LARGE, 3, "cpu", "gloo", "dp")
+TIMEOUT = 3.0  # seconds, of the group
+
+OPERATIONS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
+
+
+def survivor(rank: int, ranks: int, folder: str, case: Callable[..., Any], *arguments: Any) -> None:
+    """Run ``case`` on a group with a short timeout; leave what it raised and after how many seconds, and go without a goodbye."""
+    torch.set_num_threads(1)
+    group = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=TIMEOUT))
+    dist.barrier(group)
+    begun, said = time.monotonic(), ""
+    try:
+        case(rank, ranks, group, *arguments)
+    except comm.CommError as error:
+        said = str(error)
+    Path(folder, f"{rank}.json").write_text(json.dumps([said, time.monotonic() - begun]))
+    if case is garbage:
+        time.sleep(2 * TIMEOUT)  # a rank that leaves ends the waiting of the others: they must not need that
+    os._exit(0)
+
+
+def survive(folder: Path, case: Callable[..., Any], ranks: int, *arguments: Any) -> dict[int, str]:
+    """What the ranks that lived on have raised."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "GRACE", 4 * TIMEOUT)
+        with pytest.raises(runner.RankFailure):
+            runner.run(survivor, ranks, str(folder), case, *arguments, timeout=90)
+    found = {int(file.stem): json.loads(file.read_text()) for file in folder.glob("*.json")}
+    assert all(seconds < TIMEOUT + 4 for _, seconds in found.values()), found
+    return {rank: said for rank, (said, _) in found.items()}
+
+
+def dying(rank: int, ranks: int, group: dist.ProcessGroup, op: str, config: ZipcclConfig) -> None:
+    """The last rank is killed while operations go on."""
+    tensor = corpus.tensor(corpus.bell(LARGE, corpus.BF16, rank), corpus.BF16)
+    for step in range(1000):
+        if rank == ranks - 1 and step == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        getattr(comm, op)(*arguments(tensor, ranks)[op], group=group, config=config)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_a_rank_that_dies(tmp_path: Path, op: str) -> None:
+    said = survive(tmp_path, dying, 3, op, ALWAYS)
+    assert sorted(said) == [0, 1]
+    for rank, text in said.items():
+        assert text.startswith(f"{op} (group ") and f"of 3 ranks, role dp, global rank {rank}): " in text
+        assert "ing " in text and "global rank " in text.split("): ")[1]
+
+
+def telling(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """A rank is gone when the others tell each other what they have measured."""
+    tensor = corpus.tensor(corpus.bell(LARGE, corpus.BF16, rank), corpus.BF16)
+    trial = len(admission.candidates(MESSAGE, AUTO_SMALL, True)) * tuner_rules.TRIAL_CALLS
+    for step in range(1000):
+        if rank == ranks - 1 and step == trial:
+            os.kill(os.getpid(), signal.SIGKILL)
+        handle = comm.all_reduce(tensor, group=group, config=AUTO_SMALL, async_op=True)
+        if step < trial:
+            handle.wait()
+
+
+def test_a_rank_that_dies_while_schedules_are_chosen(tmp_path: Path) -> None:
+    said = survive(tmp_path, telling, 3)
+    assert sorted(said) == [0, 1]
+    for text in said.values():
+        assert text.startswith("all_reduce (group ") and "measured" in text
+
+
+def garbage(rank: int, ranks: int, group: dist.ProcessGroup, op: str) -> None:
+    """The frames of rank 1 are damaged on their way."""
+    send = frames.compress
+
+    def damaged(*arguments: Any, **settings: Any) -> torch.Tensor:
+        frame = send(*arguments, **settings)
+        frame[4:12] ^= 255
+        return frame
+
+    if rank == 1:
+        frames.compress = damaged
+        frames.compress_segments = lambda flats, buffers, *more, **settings: [
+            damaged(flat, ALWAYS.codec, out=buffer, shaped=False, checksum=False)
+            for flat, buffer in zip(flats, buffers, strict=True)
+        ]
+    tensor = corpus.tensor(corpus.bell(LARGE, corpus.BF16, rank), corpus.BF16)
+    getattr(comm, op)(*arguments(tensor, ranks)[op], group=group, config=ALWAYS)
+
+
+@pytest.mark.parametrize("op", tiers.mostly_full(OPERATIONS, ["all_reduce"], "six to nine seconds each"))
+def test_frames_that_are_garbage(tmp_path: Path, op: str) -> None:
+    """Those who read it name it; the others name whom they have waited for in vain, or are done."""
+    said = survive(tmp_path, garbage, 3, op)
+    assert sorted(said) == [0, 1, 2]
+    for rank in (0, 2):
+        assert "frame from global rank 1" in said[rank], said
+        assert (
+            "refused: VERSION: format version 253; this package reads version 2: use the same ds_zipccl on all ranks"
+            in said[rank]
+        )
+    assert not said[1] or "from global rank " in said[1]
+
+
+LEAVING = """
+import sys, torch, torch.distributed as dist
+from ds_zipccl import comm, policy
+from ds_zipccl.config import ZipcclConfig
+rank, store, later = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "later"
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+config = ZipcclConfig(enabled=True, min_bytes=1 << 14)
+for size in [2000, 50_000] * 20:
+    tensor = torch.ones(size)
+    work = comm.all_reduce(tensor, config=config, async_op=later)
+    work.wait() if later else None
+    assert tensor[-1] == 2
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "later", ["now", pytest.param("later", marks=pytest.mark.full(reason="ten seconds; now stays"))]
+)
+def test_leaving_without_goodbye(tmp_path: Path, later: str) -> None:
+    """The interpreter ends well without destroy_process_group(); with torch alone it aborts now and then."""
+    programs = [
+        ["-W", "ignore", "-c", LEAVING, str(rank), str(tmp_path / f"store{run}"), later]
+        for run in range(3)
+        for rank in range(2)
+    ]
+    for left in runner.whole_programs(*programs):
+        assert left == (0, "done\n", "")
+
+
+AUTO, SHADOWED = replace(CODED, mode="auto"), replace(CODED, check="shadow")
+NUMEL = 12_000
+#: Groups that are made and destroyed, one after the other, and the descriptors and threads that a run may add to the first groups'.
+CYCLES, NOISE = 50, 4
+
+
+def floats(seed: int = 0, numel: int = NUMEL) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def side(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 9, (NUMEL,), generator=torch.Generator().manual_seed(seed))
+
+
+def to_peer(make: Callable[[], torch.Tensor], rank: int, config: ZipcclConfig = CODED) -> None:
+    """Both ranks send to each other, blocking and not, twice the same. What has arrived is the program's alone."""
+    for _ in range(2):
+        got = torch.zeros_like(make())
+        handle = comm.isend(make(), 1 - rank, config=config)
+        comm.recv(got, 1 - rank, config=config)
+        handle.wait()
+        assert torch.equal(got, make())
+        waiting = comm.irecv(got, 1 - rank, config=config)
+        comm.send(make(), 1 - rank, config=config)
+        waiting.wait()
+        arrived = weakref.ref(got)
+        del handle, waiting, got
+        assert arrived() is None or config is AUTO  # there a thread has received it, which may not have let it go yet
+
+
+def dropped(rank: int) -> None:
+    """The program forgets a handle; the next receive of the channel ends it first."""
+    forgotten = torch.zeros_like(side())
+    sends = [comm.isend(side(seed), 1 - rank, config=CODED) for seed in (1, 2, 2)]
+    comm.irecv(forgotten, 1 - rank, config=CODED)
+    for _ in range(2):
+        got = torch.zeros_like(side())
+        comm.recv(got, None, config=CODED) if rank else comm.recv(got, 1 - rank, config=CODED)
+        assert torch.equal(got, side(2))
+    assert torch.equal(forgotten, side(1)) or rank  # from any rank: a channel of its own
+    for handle in sends:
+        handle.wait()
+
+
+def refused(rank: int) -> None:
+    """A receive that fails: the receiver has lost its copy. The last failed exchanges of a process are kept, see pipeline.abandon."""
+    to_peer(side, rank)
+    state = group_state(None)
+    assert state is not None
+    known.inbox(state, 0).copies(1 - rank).drop((torch.int64, NUMEL))
+    handle = comm.isend(side(), 1 - rank, config=CODED)
+    with contextlib.suppress(comm.CommError):
+        comm.recv(torch.zeros_like(side()), 1 - rank, config=CODED)
+        raise AssertionError("taken")
+    handle.wait()
+    pipeline._abandoned.clear()
+
+
+def batch(rank: int) -> None:
+    """As DeepSpeed's backend starts a batch."""
+    got = [torch.zeros_like(floats()), torch.zeros_like(side())]
+    handles = [comm.isend(tensor, 1 - rank, config=CODED) for tensor in (floats(), side())]
+    handles += [comm.irecv(tensor, 1 - rank, config=CODED) for tensor in got]
+    for handle in handles:
+        handle.wait()
+
+
+def in_place(rank: int) -> None:
+    whole = floats()
+    for _ in range(2):
+        comm.all_gather_into_tensor(whole, whole.chunk(2)[rank], config=CODED, base=comm.IN_PLACE)
+
+
+def differences(rank: int, kind: str) -> None:
+    slots = comm.allocate_bases([(NUMEL, torch.bfloat16)], kind, dist.group.WORLD)
+    for seed in (1, 1):
+        whole = torch.zeros(2 * NUMEL, dtype=torch.bfloat16)
+        base = comm.SharedBase(slots)
+        comm.all_gather_into_tensor(whole, floats(seed), None, True, config=CODED, base=base).wait()
+
+
+def kept(rank: int) -> None:
+    one = Rank(rank, 2, sizes=(NUMEL,))
+    for later in (False, True):
+        one.gather(0, later=later)
+
+
+def collective(name: str, rank: int, config: ZipcclConfig = CODED, later: bool = False, **more: Any) -> None:
+    given = arguments(floats(rank), 2)[name]
+    if later:
+        more["async_op"] = True
+    for _ in range(2):
+        handle = getattr(comm, name)(*given, config=config, **more)
+        if later:
+            handle.wait()
+
+
+COLLECTIVES = [name for name in comm.__all__ if name.startswith(("all_", "reduce", "broadcast"))]
+PROGRAMS: dict[str, Callable[[int], None]] = {
+    "p2p of side tensors": partial(to_peer, side),
+    "p2p of floats": partial(to_peer, floats),
+    "p2p in mode auto": partial(to_peer, floats, config=AUTO),
+    "p2p with a shadow": partial(to_peer, side, config=SHADOWED),
+    "a dropped handle": dropped,
+    "a refused receive": refused,
+    "batch": batch,
+    "in place": in_place,
+    "bases of the host": partial(differences, kind="host"),
+    "bases of a device": partial(differences, kind="device"),
+    "kept gathers": kept,
+    **{name: partial(collective, name) for name in COLLECTIVES},
+    **{f"{name}, async": partial(collective, name, later=True) for name in COLLECTIVES if name != "reduce_to_owners"},
+    "a sum in mode auto": partial(collective, "all_reduce", config=AUTO),
+    "a sum with a shadow": partial(collective, "all_reduce", config=SHADOWED, later=True),
+    "a lossy sum": partial(collective, "all_reduce", lossy=Round(3)),
+}
+
+
+def used() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def cycles(rank: int, ranks: int, folder: str) -> tuple[dict[str, bool], list[tuple[int, int]]]:
+    """Make a group, run a program, and destroy the group, :data:`CYCLES` times. Return for each program whether the state of its group
+    was alive afterwards, and the descriptors and threads after each cycle."""
+    dist.destroy_process_group()
+    gc.freeze()  # the collections below need not look at all of torch
+    alive, counts = {}, []
+    for number in range(CYCLES):
+        name = list(PROGRAMS)[number % len(PROGRAMS)]
+        store = dist.FileStore(f"{folder}/{number}", ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        try:
+            PROGRAMS[name](rank)
+        except BaseException as error:
+            raise AssertionError(name) from error
+        dist.barrier()
+        state = weakref.ref(group_state(None))
+        dist.destroy_process_group()
+        deadline = time.monotonic() + 2.0  # the thread of an asynchronous call may still be about to let it go
+        while gc.collect() is not None and state() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        alive[name] = alive.get(name, False) or state() is not None
+        counts.append(used())
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/last", ranks), rank=rank, world_size=ranks)
+    return alive, counts
+
+
+@pytest.fixture(scope="module")
+def ended() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return runner.run(cycles, 2, folder)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_state_ends_with_the_group(ended: Any, program: str) -> None:
+    assert [alive[program] for alive, _ in ended] == [False, False]
+
+
+def test_descriptors_and_threads_are_flat(ended: Any) -> None:
+    for _, counts in ended:
+        assert all(last <= first + NOISE for first, last in zip(counts[10], counts[-1], strict=True)), counts
+
+
+test_programs = runner.programs(__name__)

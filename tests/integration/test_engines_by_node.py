@@ -111,7 +111,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.full(reason="four ranks, three launches; comm/test_reduce_by_node.py has the sums")
+@pytest.mark.full(reason="four ranks, three launches; comm/test_owners.py has the sums")
 def test_training_has_the_bits_of_the_documented_order(runs: Runs, stage: str) -> None:
     by_host = {order: bits(runs["plain"][f"{stage} {order}"]) for order in ORDERS}
     for mode in CODED:

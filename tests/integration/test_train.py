@@ -46,7 +46,7 @@ STEP_LOG = "steps.jsonl"
 
 #: Those of the short tier: two ranks, where all trainings share a launch. The order of sums is seen with three.
 SHORT = (2,)
-MORE = "two ranks are in the short tier; test_reduce_scatter.py has sums of three"
+MORE = "two ranks are in the short tier; test_sums.py has sums of three"
 
 Trained = Callable[[int, str], dict[str, Any]]
 

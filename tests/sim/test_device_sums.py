@@ -11,7 +11,7 @@ import levels
 import numpy as np
 import pytest
 import sums
-import test_reduce_to_owners as to_owners
+import test_owners as to_owners
 import tiers
 import torch
 import torch.distributed as dist

@@ -6,17 +6,21 @@ destroy_process_group(). Processes come from a fork server that has imported tor
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from places import PYTHONPATH
 
@@ -25,6 +29,11 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKE
 #: Seconds that the other ranks have to fail too, once one has failed.
 GRACE = 2.0
 _PRELOAD = ["numpy", "torch", "torch.distributed", "torch.testing", "pytest", "ds_zipccl.comm"]
+
+
+_Case = TypeVar("_Case", bound=Callable[..., Any])
+#: A case and its arguments.
+_Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class RankFailure(AssertionError):
@@ -43,6 +52,62 @@ def run(
     Raises:
         RankFailure: with the traceback of every rank that failed.
     """
+    return [results[0] for results in _launch([(case, arguments)], ranks, timeout, backend)]
+
+
+def run_each(ranks: int, *cases: Callable[..., Any] | tuple[Any, ...], timeout: float = 120.0) -> None:
+    """As :func:`run` for one case after the other, by one launch. The first case that fails ends it.
+
+    Each case has processes and a group of its own: a rank imports the file of the test once, and forks for each case.
+
+    Args:
+        cases: ``case`` or ``(case, *arguments)``.
+        timeout: seconds of each case.
+    """
+    calls = [(case[0], case[1:]) if isinstance(case, tuple) else (case, ()) for case in cases]
+    _launch(calls, ranks, timeout, "gloo")
+
+
+#: (file of tests, number of ranks, whether only the full tier runs them) -> cases and their reasons for that tier.
+_together: dict[tuple[str, int, bool], list[tuple[tuple[Any, ...], str]]] = defaultdict(list)
+
+
+def together(ranks: int, *arguments: Any, full: str = "", file: str = "") -> Callable[[_Case], _Case]:
+    """A case that runs with the others of its number of ranks and its file, or of ``file``, as :func:`run_each` does.
+
+    Args:
+        full: why it runs in the full tier only.
+    """
+
+    def noted(case: _Case) -> _Case:
+        _together[file or case.__module__, ranks, bool(full)].append(((case, *arguments), full))
+        return case
+
+    return noted
+
+
+def programs(module: str) -> Callable[..., None]:
+    """The test of a file that runs its cases :func:`together`, a launch for each number of ranks."""
+    import pytest
+
+    rows = []
+    for (file, ranks, full), noted in sorted(_together.items()):
+        if file == module:
+            reasons = "; ".join(dict.fromkeys(reason for _, reason in noted))
+            marks = [pytest.mark.full(reason=reasons)] if full else []
+            rows.append(
+                pytest.param(ranks, [case for case, _ in noted], marks=marks, id=f"{ranks} ranks{', full' * full}")
+            )
+
+    @pytest.mark.parametrize(("ranks", "cases"), rows)
+    def test(ranks: int, cases: list[tuple[Any, ...]]) -> None:
+        run_each(ranks, *cases)
+
+    return test
+
+
+def _launch(calls: Sequence[_Call], ranks: int, timeout: float, backend: str) -> list[Any]:
+    """The results of each rank, in the order of ``calls``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
@@ -52,22 +117,35 @@ def run(
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
                 mine, theirs = context.Pipe(duplex=False)
-                what = (theirs, case, rank, ranks, arguments, os.path.join(folder, "store"), timeout, backend)
+                what = (theirs, calls, rank, ranks, os.path.join(folder, "store"), timeout, backend)
                 processes.append(context.Process(target=_rank, args=what, daemon=True))
                 processes[-1].start()
                 theirs.close()
                 pipes[mine] = rank
-            answers = _collect(pipes, timeout)
+            answers = _collect(pipes, len(calls), timeout)
     finally:
         for process in processes:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):  # it has not come as far as setsid()
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     failures = [f"rank {rank}: {text}" for rank, (good, text) in sorted(answers.items()) if not good]
     if failures:
-        raise RankFailure("\n".join([f"{case.__name__} on {ranks} ranks", *failures]))
+        names = ", ".join(case.__name__ for case, _ in calls)
+        raise RankFailure("\n".join([f"{names} on {ranks} ranks", *failures]))
     return [answers[rank][1] for rank in range(ranks)]
+
+
+def at_once(*programs: Callable[[], object]) -> None:
+    """Run functions in threads of this process, until all have ended."""
+    threads = [threading.Thread(target=program) for program in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def whole_programs(*arguments: Sequence[str], timeout: float = 120.0) -> list[tuple[int, str, str]]:
@@ -93,9 +171,10 @@ def whole_programs(*arguments: Sequence[str], timeout: float = 120.0) -> list[tu
     return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 
-def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, tuple[bool, Any]]:
-    """rank -> (True, result) or (False, reason)."""
+def _collect(pipes: dict[Connection, int], count: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+    """rank -> (True, its ``count`` results) or (False, reason)."""
     answers: dict[int, tuple[bool, Any]] = {}
+    results: dict[int, list[Any]] = {rank: [] for rank in pipes.values()}
     pending = dict(pipes)
     deadline = time.monotonic() + timeout
     while pending:
@@ -104,26 +183,51 @@ def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, tuple[bo
             answers.update({rank: (False, "did not finish") for rank in pending.values()})
             break
         for pipe in ready:
-            rank = pending.pop(pipe)
+            rank = pending[pipe]
             try:
-                answers[rank] = pipe.recv()
+                good, result = pipe.recv()
             except EOFError:
-                answers[rank] = (False, "died without a word")
-            if not answers[rank][0]:
+                good, result = False, "died without a word"
+            if good:
+                results[rank].append(result)
+                if len(results[rank]) < count:
+                    deadline = time.monotonic() + timeout
+                    continue
+                result = results[rank]
+            else:
                 deadline = min(deadline, time.monotonic() + GRACE)
+            del pending[pipe]
+            answers[rank] = (good, result)
     return answers
 
 
 def _rank(
+    pipe: Connection, calls: Sequence[_Call], rank: int, ranks: int, store: str, timeout: float, backend: str
+) -> None:
+    """Send the result of every call, or the traceback of one that fails: it is the last."""
+    os.setsid()
+    if len(calls) == 1:
+        _one(pipe, *calls[0], rank, ranks, store, timeout, backend)
+        return
+    for number, call in enumerate(calls):
+        process = os.fork()
+        if not process:
+            good = _one(pipe, *call, rank, ranks, f"{store}{number}", timeout, backend)
+            os._exit(not good)
+        if os.waitpid(process, 0)[1]:
+            return
+
+
+def _one(
     pipe: Connection,
     case: Callable[..., Any],
+    arguments: tuple[Any, ...],
     rank: int,
     ranks: int,
-    arguments: tuple[Any, ...],
     store: str,
     timeout: float,
     backend: str,
-) -> None:
+) -> bool:
     import torch
     import torch.distributed as dist
 
@@ -142,3 +246,5 @@ def _rank(
         pipe.send((True, result))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
+        return False
+    return True

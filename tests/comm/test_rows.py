@@ -14,20 +14,20 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from test_failure import survive
+from moves import CODED
+from test_work import survive
 from tiers import mostly_full
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.codecs import row_segment
 from ds_zipccl.comm.host import pipeline
 from ds_zipccl.comm.host.frames import FrameCoder
-from ds_zipccl.comm.host.rows.memory import RowMemory, RowPairs
+from ds_zipccl.comm.host.rows.memory import MapKey, RowBackoff, RowMemory, RowPairs
 from ds_zipccl.comm.host.rows.sent import SentRows
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
-from ds_zipccl.policy import wire
+from ds_zipccl.policy import row_rules, wire
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 KINDS = ("dispatch", "combine", "combine.bwd", "dispatch.bwd", "")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -126,11 +126,10 @@ def at_random(rank: int, ranks: int, rounds: int, plant: Callable[[pytest.Monkey
         return row_frames(frames)
 
 
-@pytest.mark.parametrize(
-    "ranks, rounds", [(3, 12), pytest.param(4, 24, marks=pytest.mark.full(reason="more of the same"))]
-)
-def test_every_bit_arrives(ranks: int, rounds: int) -> None:
-    assert min(runner.run(at_random, ranks, rounds)) > 2 * rounds
+@runner.together(3, 12)
+@runner.together(4, 24, full="more of the same")
+def every_bit_arrives(rank: int, ranks: int, rounds: int) -> None:
+    assert at_random(rank, ranks, rounds) > 2 * rounds
 
 
 def _finding(patch: pytest.MonkeyPatch, wrong: Callable[[torch.Tensor, int, torch.Tensor], None]) -> None:
@@ -184,6 +183,7 @@ def equal_samples_are_equal_rows(patch: pytest.MonkeyPatch) -> None:
     _finding(patch, wrong)
 
 
+@runner.together(2)
 def collisions(rank: int, ranks: int, plant: Callable[[pytest.MonkeyPatch], None] | None = None) -> None:
     """Rows that differ in one word each: whatever words a hash looks at, most rows look alike."""
     with pytest.MonkeyPatch.context() as patch:
@@ -194,10 +194,6 @@ def collisions(rank: int, ranks: int, plant: Callable[[pytest.MonkeyPatch], None
             rows[torch.arange(width), torch.arange(width)] += 1000
             rows[2 * width :] = rows[:width]
             exchange(rank, [[rows] * ranks] * ranks, "dispatch", CODED)
-
-
-def test_hash_collisions() -> None:
-    runner.run(collisions, 2)
 
 
 @pytest.mark.full(reason="each planted mistake starts ranks of its own")
@@ -215,8 +211,11 @@ def test_mistakes_are_seen(case: Callable[..., Any], arguments: tuple[Any, ...],
         runner.run(case, 2, *arguments, plant)
 
 
-def layers(rank: int, ranks: int, plant: str) -> float:
-    """Dispatches of three layers, then their gradients in reverse; the bytes of gradients by those of the wire."""
+@runner.together(2, "")
+@runner.together(2, "with trials")
+@runner.together(2, "without a trial")
+def layers(rank: int, ranks: int, plant: str) -> None:
+    """Dispatches of three layers, then their gradients in reverse. Bits arrive by a wrong map too; only the size tells."""
     with pytest.MonkeyPatch.context() as patch, posted() as frames:
         if plant:
             patch.setattr(RowMemory, "newest", lambda self, key: [(-1, RowPairs(*wrong))])
@@ -236,20 +235,12 @@ def layers(rank: int, ranks: int, plant: str) -> float:
         for turn, segments in enumerate(reversed(sent)):
             back = [[scaled(part, turn + a) for part in line] for a, line in enumerate(segments)]
             exchange(rank, back, "combine.bwd", CODED)
-        return len(frames) * 400 * 256 * 2 / sum(frame.numel() for frame in frames)
+        ratio = len(frames) * 400 * 256 * 2 / sum(frame.numel() for frame in frames)
+        assert ratio < 1.7 if plant else ratio > 2.2, ratio
 
 
-def test_gradients_of_repeated_rows_are_multiples() -> None:
-    assert min(runner.run(layers, 2, "")) > 2.2
-
-
-@pytest.mark.parametrize("plant", ["with trials", "without a trial"])
-def test_a_map_of_another_segment_is_seen(plant: str) -> None:
-    """Bits arrive by a wrong map too; only the size tells."""
-    assert max(runner.run(layers, 2, plant)) < 1.7
-
-
-def unrepeated(rank: int, ranks: int) -> None:
+@runner.together(3)
+def rows_that_do_not_repeat(rank: int, ranks: int) -> None:
     """No row repeats: frames as without rows, and no search in the 15 next messages of the kind."""
     searches: list[str] = []
 
@@ -288,11 +279,8 @@ def unrepeated(rank: int, ranks: int) -> None:
         assert len(searches) == 4 * (ranks - 1)
 
 
-def test_rows_that_do_not_repeat() -> None:
-    runner.run(unrepeated, 3)
-
-
-def switched_off(rank: int, ranks: int) -> None:
+@runner.together(2)
+def rows_off(rank: int, ranks: int) -> None:
     """Other roles and ``rows: off`` send the frames of other roles; tensors without rows, and raw frames, have no row frames."""
     rows = [[rows_like(800, 256, torch.bfloat16, a, 100) for _ in range(ranks)] for a in range(ranks)]
     source = torch.cat(rows[rank])
@@ -314,10 +302,6 @@ def switched_off(rank: int, ranks: int) -> None:
         assert bool(row_frames(frames)) == (name == "rows"), name
         seen[name] = [frame.tolist() for frame in frames]
     assert seen["sp"] == seen["off"] == seen["flat"] == seen["no width"]
-
-
-def test_rows_off() -> None:
-    runner.run(switched_off, 2)
 
 
 def mixed_kernels(rank: int, ranks: int, without: int) -> int:
@@ -345,7 +329,8 @@ def test_a_rank_without_a_compiler_gets_no_row_frame(without: int) -> None:
     assert not any(sent) if without >= 0 else all(sent)
 
 
-def blocks(rank: int, ranks: int) -> None:
+@runner.together(2)
+def blocks_of_a_row(rank: int, ranks: int) -> None:
     """Gradients go in blocks of one row; words that do not shrink fit the receiver's memory too."""
     for width, kind, block in (
         (256, "combine.bwd", 256),
@@ -361,10 +346,6 @@ def blocks(rank: int, ranks: int) -> None:
     dice = torch.Generator().manual_seed(3)
     noise = torch.randint(-(2**15), 2**15, (3000, 128), dtype=torch.int16, generator=dice).view(torch.bfloat16)
     exchange(rank, [[noise] * ranks] * ranks, "combine.bwd", CODED)
-
-
-def test_blocks_of_a_row() -> None:
-    runner.run(blocks, 2)
 
 
 def damaged(rank: int, ranks: int, group: dist.ProcessGroup, at: int, byte: int) -> None:
@@ -398,3 +379,44 @@ def test_damaged_row_frames(tmp_path: Path, name: str) -> None:
     at, byte, code = DAMAGED[name]
     said = survive(tmp_path, damaged, 2, at, byte)
     assert re.search(rf"frame from global rank 1 refused: ({code})", said[0]), said
+
+
+def test_backoff() -> None:
+    patient = RowBackoff(patience=2)
+    patient.note(False)
+    assert not patient.skips()
+    patient.note(True)
+    patient.note(False)
+    assert not patient.skips()
+    patient.note(False)
+    assert [patient.skips() for _ in range(16)] == [True] * 15 + [False]
+
+
+def test_memory_of_maps() -> None:
+    memory, key, other = RowMemory(), MapKey(1, 1000, 10), MapKey(2, 1000, 10)
+    maps = [RowPairs(torch.tensor([n], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)) for n in range(30)]
+    for pairs in maps:
+        memory.remember(key, pairs)
+    memory.remember(other, maps[0])
+    newest = memory.newest(key)
+    assert [int(pairs.rows) for _, pairs in newest] == list(range(29, 29 - row_rules.MAP_TRIALS, -1))
+    memory.forget(newest[0][0])
+    memory.forget(newest[0][0])
+    assert int(memory.newest(key)[0][1].rows) == 28 and len(memory.newest(other)) == 1
+    assert memory.newest(MapKey(1, 1000, 20)) == []
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_rules, "MAP_BYTES", 80)
+    memory, key = RowMemory(), MapKey(0, 100, 10)
+    pairs = RowPairs(torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
+    numbers = []
+    for _ in range(10):
+        memory.remember(key, pairs)
+        numbers.append(memory.newest(key)[0][0])
+    assert [number for number, _ in memory.newest(key)] == numbers[:-4:-1]  # 24 bytes each
+    memory.remember(key, RowPairs(*(torch.zeros(20, dtype=torch.int32),) * 2))  # more than all
+    assert memory.newest(key) == []
+
+
+test_programs = runner.programs(__name__)

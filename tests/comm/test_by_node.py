@@ -1,7 +1,9 @@
-"""All-to-alls by node: every bit arrives, in fewer messages and no more bytes between nodes; sizes that disagree are refused."""
+"""Messages by node: sums have the documented order, and all-to-alls every bit; fewer bytes and messages between nodes."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +15,9 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from levels import CountingTransport, Nodes, nodes_of
-from moves import CODED
+from levels import CountingTransport, Nodes, in_one_level_only, nodes_of
+from sums import CODED, bell
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import comm
 from ds_zipccl.comm.host import exchange_by_node
@@ -96,17 +99,14 @@ CROSSED = [[0, 2], [1, 3]]
 UNORDERED = [[1, 2, 5], [0, 3, 4]]
 
 
-@pytest.mark.parametrize(
-    "nodes", [nodes_of(2, 2), pytest.param(CROSSED, marks=pytest.mark.full(reason="ranks in order stay"))], ids=str
-)
-def test_every_bit_arrives(nodes: Nodes) -> None:
-    assert min(runner.run(by_node, 4, nodes, range(1, 13))) >= 12
-
-
-@pytest.mark.full(reason="groups of six ranks; four ranks stay")
-@pytest.mark.parametrize("nodes", [nodes_of(2, 3), nodes_of(3, 2), UNORDERED], ids=str)
-def test_every_bit_arrives_among_six(nodes: Nodes) -> None:
-    assert min(runner.run(by_node, 6, nodes, range(1, 9))) >= 8
+@runner.together(4, nodes_of(2, 2))
+@runner.together(4, CROSSED, full="ranks in order stay")
+@runner.together(6, nodes_of(2, 3), full="groups of six ranks; four ranks stay")
+@runner.together(6, nodes_of(3, 2), full="groups of six ranks; four ranks stay")
+@runner.together(6, UNORDERED, full="groups of six ranks; four ranks stay")
+def every_bit_arrives(rank: int, ranks: int, nodes: Nodes) -> None:
+    count = 12 if ranks == 4 else 8
+    assert by_node(rank, ranks, nodes, range(1, count + 1)) >= count
 
 
 def wrong_part() -> None:
@@ -264,19 +264,14 @@ def test_no_more_bytes_and_fewer_messages_between_nodes(nodes: int, each: int) -
         )
 
 
-def bounded(rank: int, ranks: int, numel: int) -> float:
-    """The most memory for frames and fragments, in parts of staging_mib."""
+@runner.together(4, full="large messages; a whole trial")
+def memory_is_bounded(rank: int, ranks: int) -> None:
+    """The memory for frames and fragments is little more than staging_mib."""
     levels.pretend(nodes_of(2, 2))
     POOL.peak = 0
-    source = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    source = torch.randn(16 << 20, generator=torch.Generator().manual_seed(rank)).bfloat16()
     comm.all_to_all_single(torch.empty_like(source), source, config=replace(CODED, staging_mib=6))
-    return POOL.peak / (6 << 20)
-
-
-@pytest.mark.full(reason="large messages")
-def test_memory_is_bounded() -> None:
-    for peak in runner.run(bounded, 4, 16 << 20):
-        assert 0 < peak <= 1.2
+    assert 0 < POOL.peak / (6 << 20) <= 1.2
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------------
@@ -313,21 +308,18 @@ def tokens(
     return found
 
 
-def test_a_row_enters_a_node_once() -> None:
+@runner.together(4)
+def a_row_enters_a_node_once(rank: int, ranks: int) -> None:
     """Without rows 1.5. A token that goes to both ranks of a node costs as much as one."""
-    for rank, (dispatch, gradients) in enumerate(runner.run(tokens, 4, None, EXPERTS)):
-        assert (2.7 < dispatch < 3.1 and gradients > 1.5) if rank % 2 == 0 else 1.4 < min(dispatch, gradients) < 1.6
+    dispatch, gradients = tokens(rank, ranks, None, EXPERTS)
+    assert (2.7 < dispatch < 3.1 and gradients > 1.5) if rank % 2 == 0 else 1.4 < min(dispatch, gradients) < 1.6
 
 
-@pytest.mark.full(reason="rows that go once stay")
-@pytest.mark.parametrize(
-    ("count", "config"),
-    [(1500, replace(EXPERTS, rows="off")), (6000, replace(EXPERTS, staging_mib=1))],
-    ids=["off", "larger than the memory for earlier rows"],
-)
-def test_ordinary_frames_where_the_counterpart_keeps_nothing(count: int, config: ZipcclConfig) -> None:
-    for ratios in runner.run(tokens, 4, None, config, count):
-        assert all(1.4 < ratio < 1.6 for ratio in ratios)
+@runner.together(4, 1500, replace(EXPERTS, rows="off"), full="rows that go once stay")
+@runner.together(4, 6000, replace(EXPERTS, staging_mib=1), full="rows that go once stay")
+def ordinary_frames(rank: int, ranks: int, count: int, config: ZipcclConfig) -> None:
+    """Where the counterpart keeps nothing: rows are off, or larger than the memory for earlier ones."""
+    assert all(1.4 < ratio < 1.6 for ratio in tokens(rank, ranks, None, config, count))
 
 
 def nothing_kept() -> None:
@@ -349,7 +341,8 @@ def test_rows_that_were_not_kept_are_noticed() -> None:
         runner.run(tokens, 4, nothing_kept, EXPERTS, timeout=30)
 
 
-def chosen(rank: int, ranks: int) -> str:
+@runner.together(4, full="large messages; a whole trial")
+def chosen(rank: int, ranks: int) -> None:
     """Every schedule is tried in mode auto, by node among them, and all bits arrive."""
     levels.pretend(nodes_of(2, 2))
     small_fragments()
@@ -357,10 +350,124 @@ def chosen(rank: int, ranks: int) -> str:
     auto = replace(CODED, mode="auto")
     for _ in range(4 * sum(tuner_rules.EXCHANGE_ROUNDS) + 8):
         exchanged(rank, ranks, 4, config=auto)
-    return render()
+    assert "cascade frames by node " in render()
 
 
-@pytest.mark.full(reason="a whole trial")
-def test_by_node_competes() -> None:
-    tables = runner.run(chosen, 4)
-    assert all("cascade frames by node " in table for table in tables)
+FP32 = replace(CODED, reduction="fp32")
+NUMEL = 1 << 20
+NBYTES = 2 * NUMEL
+
+
+def gaussian(rank: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "reduce_scatter_tensor": lambda x, ranks, **more: comm.reduce_scatter_tensor(
+        x.new_empty(len(x) // ranks), x, **more
+    ),
+    "reduce_scatter": lambda x, ranks, **more: comm.reduce_scatter(
+        x.new_empty(len(x) // ranks), list(x.chunk(ranks)), **more
+    ),
+    "all_reduce": lambda x, ranks, **more: comm.all_reduce(x, **more),
+    "reduce": lambda x, ranks, **more: comm.reduce(x, 1, **more),
+    "balanced": lambda x, ranks, **more: comm.reduce_to_owners(
+        x, [(len(x) // ranks, (r,)) for r in range(ranks)], **more
+    ),
+    "one owner": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), (1,))], **more),
+    "all own all": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), range(ranks))], **more),
+}
+
+
+def ring(call: str, nodes: int, ranks: int) -> float:
+    """Bytes between nodes of all ranks together, by a ring that enters each node once: a reduce-scatter sends (ranks - 1) / ranks of the
+    message over each link, an all-reduce twice as much. A reduce is a reduce-scatter, and a gather at one rank."""
+    once = nodes * (ranks - 1) / ranks * NBYTES
+    at_root = (nodes - 1) / nodes * NBYTES
+    all_reduces = ("all_reduce", "balanced", "one owner", "all own all")
+    return once + at_root if call == "reduce" else (2 if call in all_reduces else 1) * once
+
+
+def bytes_between(rank: int, ranks: int, nodes: Nodes, plant: Callable[[], None] | None = None) -> dict[str, list[int]]:
+    levels.pretend(nodes)
+    if plant is not None:
+        plant()
+    found: dict[str, list[int]] = {}
+    for (name, call), codec in itertools.product(CALLS.items(), ("raw", "cascade")):
+        CountingTransport.begin()
+        call(gaussian(rank), ranks, config=replace(FP32, codec=codec))
+        found.setdefault(name, []).append(CountingTransport.between)
+    CountingTransport.begin()
+    whole = torch.empty(NUMEL, dtype=torch.bfloat16)
+    comm.all_gather_into_tensor(whole, gaussian(7).chunk(ranks)[rank], config=FP32)
+    corpus.assert_same_bits(whole, gaussian(7))
+    found["gather"] = [CountingTransport.between]
+    return found
+
+
+def totals(nodes: int, each: int, plant: Callable[[], None] | None = None) -> dict[str, list[int]]:
+    """Bytes between nodes of all ranks: uncoded and coded sums, and a coded gather."""
+    of_ranks = runner.run(bytes_between, nodes * each, nodes_of(nodes, each), plant)
+    return {name: [sum(column) for column in zip(*(one[name] for one in of_ranks))] for name in of_ranks[0]}
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(2, 4), (4, 2)])
+def test_no_more_bytes_between_nodes_than_a_ring(nodes: int, each: int) -> None:
+    found = totals(nodes, each)
+    (gathered,) = found.pop("gather")
+    assert gathered <= ring("gather", nodes, nodes * each) / 1.4
+    for call, (uncoded, with_codec) in found.items():
+        least = ring(call, nodes, nodes * each)
+        assert 0 < uncoded <= least, (call, uncoded / least)
+        assert with_codec <= least / 1.4, (call, with_codec / least)
+
+
+def test_one_level_sends_more_than_a_ring() -> None:
+    found = totals(2, 4, in_one_level_only)
+    assert found["reduce_scatter_tensor"][0] > 2.2 * ring("reduce_scatter_tensor", 2, 8)
+
+
+@runner.together(4)
+def what_the_counters_say(rank: int, ranks: int) -> None:
+    """The counters have all that is sent, inside nodes as well; and before coding that is as much as in one level."""
+    levels.pretend(nodes_of(2, 2))
+    CountingTransport.begin()
+    counters.reset()
+    comm.reduce_scatter_tensor(torch.empty(NUMEL // 4, dtype=torch.bfloat16), gaussian(rank), config=FP32)
+    (row,) = counters.rows()
+    assert row["logical_bytes"] == NBYTES * 3 // 4
+    assert row["wire_bytes"] == CountingTransport.between + CountingTransport.inside
+    assert CountingTransport.inside == pytest.approx(NBYTES / 2, rel=1e-3)  # uncoded
+    assert CountingTransport.between == pytest.approx(NBYTES / 4 / 1.5, rel=0.05)
+
+
+@runner.together(4)
+def memory_of_sums_is_bounded(rank: int, ranks: int) -> None:
+    """Frames may be a little larger than pieces, buffers are rounded up by an eighth; sums of nodes are made beside them."""
+    levels.pretend(nodes_of(2, 2))
+    peaks = []
+    tensor = bell(rank, 12 << 20, corpus.BF16, 0)
+    for call in ("reduce_scatter_tensor", "all_reduce", "balanced"):
+        POOL.peak = 0
+        CALLS[call](tensor, ranks, config=replace(FP32, staging_mib=6))
+        peaks.append(POOL.peak / (6 << 20))
+    assert all(0 < peak <= 1.4 for peak in peaks), peaks
+
+
+@runner.together(4, nodes_of(2, 2))
+@runner.together(4, nodes_of(1, 4))
+def memory_is_let_go(rank: int, ranks: int, nodes: Nodes) -> None:
+    """No call after which a tensor still has memory, which only garbage collection would free."""
+    levels.pretend(nodes)
+    gc.disable()
+    kept = []
+    for name, call in CALLS.items():
+        tensor = gaussian(rank)
+        memory = StorageWeakRef(tensor.untyped_storage())
+        call(tensor, ranks, config=FP32)
+        del tensor
+        kept += [name] * (not memory.expired())
+    assert not kept
+
+
+test_programs = runner.programs(__name__)

@@ -1,0 +1,461 @@
+"""Policy is tables: what is coded by values that all ranks share, steps in turns, and the model of collectives on devices."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy import device_rules, step_rules, wire
+from ds_zipccl.policy.admission import (
+    CODED_REDUCE_OPS,
+    DELTA_DTYPES,
+    DELTA_SHARD_BYTES,
+    RULES,
+    Decision,
+    Message,
+    admit,
+    candidates,
+    is_small,
+)
+from ds_zipccl.policy.device_rules import (
+    ALL_TO_ALL,
+    GATHER,
+    PCIE,
+    PIECE_BYTES,
+    RDMA_REACH,
+    SUM,
+    TCP_REACH,
+    DeviceProfile,
+    Topology,
+    coded_seconds,
+    host_bases_gain,
+    least_bytes,
+    moves_may_gain,
+    plain_seconds,
+    sums_of,
+)
+from ds_zipccl.policy.step_rules import CODED, PLAIN, StepTuner, other
+from ds_zipccl.policy.tuner_rules import CHECK_CALLS, CHECK_SECONDS, check_calls
+from ds_zipccl.policy.wire import (
+    RAW_BELOW_BYTES,
+    TOGETHER_BELOW_BYTES,
+    encode_together,
+    frame_codec,
+    incompressible,
+    straight_to_owners,
+)
+
+GOOD = Message("all_reduce", torch.bfloat16, 1 << 20, 4, "cpu", "gloo", "zero_grad", "SUM")
+ON = ZipcclConfig(enabled=True)
+
+REFUSED = {
+    "not enabled": (GOOD, ZipcclConfig()),
+    "role is never coded": (GOOD, ZipcclConfig(enabled=True, roles={"zero_grad": "never"})),
+    "group of one rank": (replace(GOOD, ranks=1), ON),
+    "dtype float64": (replace(GOOD, dtype=torch.float64), ON),
+    "reduce op MAX": (replace(GOOD, reduce_op="MAX"), ON),
+    "sums are the backend's": (replace(GOOD, plain_sums=True), ON),
+    "no coded route on xpu yet": (replace(GOOD, device="xpu", backend="xccl"), ON),
+    "nccl is off": (replace(GOOD, device="cuda", backend="nccl"), ON),
+    "no coded schedule for backend mpi yet": (replace(GOOD, backend="mpi"), ON),
+    "smaller than min_bytes": (replace(GOOD, numel=32767), ON),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_each_reason(reason: str) -> None:
+    assert admit(*REFUSED[reason]) == Decision(False, "", reason)
+
+
+def test_every_rule_has_a_case() -> None:
+    used = {next(at for at, rule in enumerate(RULES) if rule(message, config)) for message, config in REFUSED.values()}
+    assert used == set(range(len(RULES)))
+
+
+@pytest.mark.parametrize("codec", ["cascade", "wide", "raw"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("reduce_op", [None, *CODED_REDUCE_OPS])
+def test_coded(codec: str, dtype: torch.dtype, reduce_op: str | None) -> None:
+    message = replace(GOOD, dtype=dtype, reduce_op=reduce_op)
+    assert admit(message, ZipcclConfig(enabled=True, codec=codec)) == Decision(True, codec, "")
+
+
+def test_a_role_that_is_not_named_is_coded() -> None:
+    assert admit(GOOD, ZipcclConfig(enabled=True, roles={"zero_grad": "always", "ep": "never"})).frames
+
+
+def test_min_bytes_is_the_first_size_coded() -> None:
+    at = replace(GOOD, numel=32768)
+    assert admit(at, ON).frames and not admit(at, ZipcclConfig(enabled=True, min_bytes=65537)).frames
+    assert admit(replace(GOOD, numel=0), ZipcclConfig(enabled=True, min_bytes=0)).frames
+
+
+def test_unknown_sizes_are_coded() -> None:
+    """An all-to-all must be decided without sizes, which ranks may see differently."""
+    assert admit(replace(GOOD, op="all_to_all_single", numel=None, reduce_op=None), ON).frames
+
+
+def test_unknown_role() -> None:
+    with pytest.raises(ValueError, match="role 'zero' of all_reduce is unknown; roles are zero_param, zero_grad"):
+        admit(replace(GOOD, role="zero"), ON)
+
+
+def test_small_segments_travel_raw() -> None:
+    assert frame_codec("wide", RAW_BELOW_BYTES) == "wide"
+    assert frame_codec("cascade", RAW_BELOW_BYTES - 1) == frame_codec("raw", RAW_BELOW_BYTES) == "raw"
+
+
+def test_small_is_a_reason_only_where_coding_is_on() -> None:
+    """What is off says so, whatever its size."""
+    assert is_small(65535, ON) and not is_small(65536, ON) and not is_small(10, ZipcclConfig())
+
+
+PARAMETERS = Message("all_gather_into_tensor", torch.bfloat16, 1 << 20, 4, "cpu", "gloo", "zero_param", based=True)
+RAW, DELTA_OFF = (ZipcclConfig(enabled=True, min_bytes=0, **more) for more in ({"codec": "raw"}, {"delta": "off"}))
+LEAST = 4 * DELTA_SHARD_BYTES // 2  # elements of four shards
+DIFFERENCES = {
+    "a base": (PARAMETERS, ON, True),
+    "no base": (replace(PARAMETERS, based=False), ON, False),
+    "switched off": (PARAMETERS, DELTA_OFF, False),
+    "raw": (PARAMETERS, RAW, False),
+    "staged": (replace(PARAMETERS, device="cuda"), ON, False),
+    "just large enough": (replace(PARAMETERS, numel=LEAST), ZipcclConfig(enabled=True, min_bytes=0), True),
+    "too small": (replace(PARAMETERS, numel=LEAST - 1), ZipcclConfig(enabled=True, min_bytes=0), False),
+    "sizes differ": (replace(PARAMETERS, numel=None), ON, False),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_what_goes_as_a_difference(case: str) -> None:
+    message, config, differs = DIFFERENCES[case]
+    assert admit(message, config) == Decision(True, config.codec, "", with_base=differs)
+
+
+def test_words_that_are_no_floats_go_as_differences_alone() -> None:
+    """Storage of quantised weights: without a base it passes, with one its other frames are raw."""
+    for dtype in DELTA_DTYPES:
+        message = replace(PARAMETERS, dtype=dtype)
+        assert admit(message, ON) == Decision(True, "raw", "", with_base=True)
+        for one, config in (
+            (replace(message, based=False), ON),
+            (message, DELTA_OFF),
+            (replace(message, numel=9), RAW),
+        ):
+            assert admit(one, config).reason == f"dtype {str(dtype).removeprefix('torch.')}"
+        assert [str(one) for one in candidates(message, ON, True)] == ["plain", "uncoded frames", "delta frames"]
+        there = replace(message, device="cuda", backend="nccl", numel=1 << 24)
+        assert admit(there, replace(ON, nccl="on")) == Decision(True, "raw", "", with_base=True, on_device=True)
+    assert admit(replace(PARAMETERS, dtype=torch.float8_e4m3fn), ON).reason == "dtype float8_e4m3fn", "gloo refuses it"
+
+
+def test_what_goes_by_node() -> None:
+    """Gathers where several nodes have several ranks each; sums by node would round otherwise."""
+    for op, levels, wanted in (("all_gather", True, True), ("all_gather", False, False), ("all_reduce", True, False)):
+        message = replace(PARAMETERS, op=op, based=False, reduce_op="SUM" if op == "all_reduce" else None)
+        assert [one.by_node for one in candidates(message, ON, True, levels)] == [False] * 3 + [True] * wanted
+        always = replace(ON, mode="always")
+        assert [one.by_node for one in candidates(message, always, True, levels)] == [wanted]
+    based = [str(one) for one in candidates(PARAMETERS, ON, True, True)]
+    assert based == ["plain", "uncoded frames", "cascade frames", "delta frames", "delta frames by node"]
+
+
+def test_slow_calls_are_checked_more_often() -> None:
+    assert check_calls(CHECK_SECONDS) == CHECK_CALLS[1] > CHECK_CALLS[0] == check_calls(1.01 * CHECK_SECONDS)
+    assert check_calls(math.inf) == CHECK_CALLS[0]
+
+
+def test_what_hardly_shrinks_is_incompressible() -> None:
+    least = 1 << 20
+    assert incompressible(least, least) and incompressible(least, int(least / 1.02))
+    assert not incompressible(least, int(least / 1.04)) and incompressible(least, 2 * least)
+    assert incompressible(RAW_BELOW_BYTES, RAW_BELOW_BYTES), "the smallest frame that is coded"
+    assert not incompressible(RAW_BELOW_BYTES - 1, RAW_BELOW_BYTES), "smaller ones tell nothing"
+
+
+def test_segments_are_encoded_together_where_all_are_small() -> None:
+    assert encode_together([RAW_BELOW_BYTES, TOGETHER_BELOW_BYTES - 1])
+    for sizes in ([], [9000], [9000, RAW_BELOW_BYTES - 1], [9000, TOGETHER_BELOW_BYTES]):
+        assert not encode_together(sizes)
+
+
+def test_owners_must_not_be_few() -> None:
+    """Straight where nearly all own as much; else every rank adds an equal shard first."""
+    for one_or_two in ([0], [8], [8, 0], [3, 5]):
+        assert straight_to_owners(one_or_two, 8)
+    assert straight_to_owners([2, 2, 2, 2], 8) and not straight_to_owners([3, 3, 2, 0], 8)
+    assert not straight_to_owners([4, 4, 0, 0], 8) and not straight_to_owners([0, 0, 8, 0], 8)
+    assert not straight_to_owners([8, 8, 8], 8)  # all own all
+    assert straight_to_owners([0, 0, 0], 8) and straight_to_owners([0, 0, 0], 0)
+
+
+#: Seconds of a step, by its number.
+Step = Callable[[int], float]
+
+
+class Job:
+    """A job whose steps take the seconds of its schedule, times a noise."""
+
+    def __init__(self, start: str, plain: Step, coded: Step, noise: Callable[[int], float]) -> None:
+        self.tuner = StepTuner(start)
+        self._seconds = {PLAIN: plain, CODED: coded}
+        self._noise = noise
+        self._times: list[float] = []
+        self.schedules: list[str] = []
+        self.chosen: list[str] = []
+        self.agreements: list[int] = []
+        self.spent = 0.0
+
+    def run(self, steps: int) -> Job:
+        for _ in range(steps):
+            number = len(self.schedules)
+            self.schedules.append(self.tuner.schedule)
+            seconds = self._seconds[self.tuner.schedule](number) * self._noise(number)
+            self.spent += seconds
+            timed, agree = self.tuner.end_step()
+            if timed:
+                self._times.append(seconds)
+            if agree:
+                self.agreements.append(number)
+                self.tuner.decide(self._times)
+                self._times = []
+            self.chosen.append(self.tuner.chosen)
+        return self
+
+
+def noises(seed: int) -> dict[str, Callable[[int], float]]:
+    """Kinds of noise, as factors."""
+    rng = random.Random(seed)
+    phase = rng.randrange(100)
+    return {
+        "normal": lambda step: max(0.5, rng.gauss(1.0, 0.05)),
+        "heavy": lambda step: rng.lognormvariate(0.0, 0.1),
+        "checkpoints": lambda step: 20.0 if (step + phase) % 50 == 0 else rng.gauss(1.0, 0.01),
+        "two kinds of batches": lambda step: rng.choice((1.0, 1.3)),
+        "slow phases": lambda step: (1.2 if (step + phase) // 40 % 2 else 1.0) * rng.gauss(1.0, 0.02),
+        "a drift": lambda step: (1.0 + 1e-4 * step) * rng.gauss(1.0, 0.01),
+    }
+
+
+@pytest.mark.parametrize("kind", noises(0))
+@pytest.mark.parametrize("start", [PLAIN, CODED])
+def test_noise_switches_nothing(kind: str, start: str) -> None:
+    """By the rules once in 4,000 trials. Of 3,000 runs with seeds from 1000 on none switched."""
+    switched = sum(
+        len(set(Job(start, lambda step: 1.0, lambda step: 1.0, noises(seed)[kind]).run(10_000).chosen)) > 1
+        for seed in range(1000, 1010)
+    )
+    assert switched == 0
+
+
+@pytest.mark.parametrize("kind", noises(0))
+@pytest.mark.parametrize("start", [PLAIN, CODED])
+@pytest.mark.parametrize("better", [PLAIN, CODED])
+def test_the_better_arm_is_found(kind: str, start: str, better: str) -> None:
+    """It takes a quarter less."""
+    seconds: dict[str, Step] = {better: lambda step: 0.75, other(better): lambda step: 1.0}
+    for seed in range(5):
+        job = Job(start, seconds[PLAIN], seconds[CODED], noises(seed)[kind]).run(4000)
+        assert job.tuner.chosen == better, seed
+        if start == better:
+            assert set(job.chosen) == {better}
+
+
+def test_a_clear_gain_is_found_in_the_first_trial() -> None:
+    job = Job(PLAIN, lambda step: 1.0, lambda step: 0.9, noises(0)["normal"]).run(100)
+    first = job.agreements[0]
+    assert first < 80 and job.chosen[first - 1 : first + 1] == [PLAIN, CODED]
+
+
+@pytest.mark.parametrize("slower", [1.1, 1.5, 2.0, 5.0])
+def test_trials_cost_little(slower: float) -> None:
+    """After the first trial, looking for a change costs at most one step in a hundred."""
+    job = Job(CODED, lambda step: slower, lambda step: 1.0, lambda step: 1.0).run(100)
+    before = job.spent
+    job.run(20_000)
+    assert job.tuner.chosen == CODED and (job.spent - before) / 20_000 <= 1.0 + step_rules.PROBE_SHARE
+    assert job.schedules[100:].count(PLAIN) > 0 and len(job.agreements) < 40
+
+
+def test_a_change_of_the_network_is_found() -> None:
+    """Coding is slower at first; after 3000 steps the network is shared with another job."""
+    job = Job(PLAIN, lambda step: 1.0 if step < 3000 else 1.5, lambda step: 1.1, noises(1)["normal"]).run(3000)
+    assert set(job.chosen) == {PLAIN}
+    job.run(3000)
+    assert job.tuner.chosen == CODED
+    switches = sum(before != after for before, after in zip(job.chosen, job.chosen[1:], strict=False))
+    assert switches == 1
+
+
+def timed_steps(tuner: StepTuner) -> int:
+    """The number of timed steps up to the next agreement."""
+    count = 0
+    while True:
+        timed, agree = tuner.end_step()
+        count += timed
+        if agree:
+            return count
+
+
+def test_a_probe_alone_switches_nothing() -> None:
+    """A probe that finds the other schedule better is followed by a whole trial."""
+    job = Job(PLAIN, lambda step: 1.0, lambda step: 1.1, lambda step: 1.0).run(100)
+    while job.tuner.end_step().timed is False:  # up to the probe
+        pass
+    assert 1 + timed_steps(job.tuner) == 2 * step_rules.PROBE_WINDOWS * step_rules.WINDOW_STEPS
+    window = [1.0] * step_rules.WINDOW_STEPS + [0.5] * step_rules.WINDOW_STEPS
+    assert not job.tuner.decide(window * step_rules.PROBE_WINDOWS) and job.tuner.chosen == PLAIN
+    assert timed_steps(job.tuner) == 2 * step_rules.TRIAL_WINDOWS * step_rules.WINDOW_STEPS
+    assert job.tuner.decide(window * step_rules.TRIAL_WINDOWS) and job.tuner.chosen == CODED
+
+
+def test_arms_follow_step_numbers_and_agreed_times_alone() -> None:
+    """Tuners with equal agreed times are in step, whatever their ranks measured."""
+    one, two = StepTuner(CODED), StepTuner(CODED)
+    rng = random.Random(5)
+    timed = 0
+    for _ in range(5000):
+        assert one.schedule == two.schedule
+        ended = one.end_step()
+        assert ended == two.end_step()
+        timed += ended.timed
+        if ended.agree:
+            times = [rng.uniform(0.5, 1.5) for _ in range(timed)]
+            assert one.decide(times) == two.decide(times)
+            timed = 0
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan, 0.0])
+def test_times_that_did_not_arrive_do_not_count(wrong: float) -> None:
+    job = Job(CODED, lambda step: 0.1, lambda step: 1.0, lambda step: wrong).run(1000)
+    assert set(job.chosen) == {CODED} and job.agreements
+    some = Job(CODED, lambda step: 0.5, lambda step: 1.0, lambda step: wrong if step % 3 == 0 else 1.0).run(100)
+    assert some.tuner.chosen == PLAIN
+
+
+EIGHT, FOUR, ONE = Topology(4, 8), Topology(4, 4), Topology(4, 1)
+S = 256e6
+
+
+def node(cards: int, gbits: float, reach: float = RDMA_REACH, **more: float) -> DeviceProfile:
+    return DeviceProfile(cards * gbits * 1e9 / 8 * reach, **more)
+
+
+#: name -> topology, profile, plain ms, gather, sums in one level, sums in two levels: at 0.5, 1.0 and 1.5 TB/s, or at 1.0 alone. The plain
+#: times follow from (n-1)/n at the slowest hop; the gains are those of the design, whose rings entered a node once, with such rings.
+TABLE: dict[str, tuple[Topology, DeviceProfile, float, tuple[float, ...], float, tuple[float, ...]]] = {
+    "8x400G": (EIGHT, node(8, 400), 0.67, (1.04, 1.21, 1.26), 0.21, (0.77, 0.78, 0.79)),
+    "8x200G": (EIGHT, node(8, 200), 1.31, (1.24, 1.32, 1.35), 0.22, (1.25, 1.26, 1.27)),
+    "8x100G": (EIGHT, node(8, 100), 2.61, (1.34, 1.39, 1.40), 0.22, (1.48, 1.49, 1.50)),
+    "400G a node": (EIGHT, node(1, 400), 5.22, (1.40, 1.42, 1.43), 0.23, (1.64, 1.65, 1.65)),
+    "100G a node": (EIGHT, node(1, 100), 20.9, (1.44, 1.45, 1.45), 0.23, (1.78, 1.78, 1.78)),
+    "25G TCP a node": (EIGHT, node(1, 25, TCP_REACH), 93.4, (1.46, 1.46, 1.46), 0.23, (1.82, 1.82, 1.82)),
+    "1 GPU, 400G": (ONE, node(1, 400), 4.04, (1.41,), 1.31, (1.31,)),
+    "1 GPU, 100G": (ONE, node(1, 100), 16.5, (1.45,), 1.39, (1.39,)),
+    "4 PCIe GPUs, 100G": (FOUR, node(1, 100, inside=PCIE), 20.2, (1.45,), 0.44, (1.47,)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_model_gives_the_table_of_the_design(name: str) -> None:
+    topology, profile, plain_ms, gathers, one_level, sums = TABLE[name]
+    plain = plain_seconds(GATHER, S, topology, profile)
+    assert plain == plain_seconds(SUM, S, topology, profile) == pytest.approx(plain_ms * 1e-3, rel=0.03)
+    codecs = (0.5e12, 1e12, 1.5e12) if len(gathers) == 3 else (1e12,)
+    for codec, gather, summed in zip(codecs, gathers, sums, strict=True):
+        found = replace(profile, encode=codec, decode=codec)
+        assert plain / coded_seconds(GATHER, S, topology, found) == pytest.approx(gather, rel=0.03)
+        assert plain / coded_seconds(SUM, S, topology, found) == pytest.approx(summed, rel=0.03)
+    flat = plain / coded_seconds(SUM, S, topology, profile, two_levels=False)
+    assert flat == pytest.approx(one_level, rel=0.04)
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(2, 8), (4, 8), (2, 2), (4, 1), (1, 8)])
+def test_a_ring_passes_its_slowest_hop(nodes: int, each: int) -> None:
+    """Every shard goes from rank to rank until all have it; the edges that leave a node are counted one by one."""
+    ranks, crossing = nodes * each, [0] * nodes
+    for first in range(ranks):
+        for sender in range(first, first + ranks - 1):
+            if sender % each == each - 1:
+                crossing[sender % ranks // each] += 1
+    profile = DeviceProfile(network=10e9, inside=1e12)
+    wanted = max(crossing) * S / ranks / profile.network if nodes > 1 else S * (ranks - 1) / ranks / profile.inside
+    assert plain_seconds(GATHER, S, Topology(nodes, each), profile) == pytest.approx(wanted)
+    sums = coded_seconds(SUM, S, Topology(nodes, each), replace(profile, encode=1e15, decode=1e15), 1.0, pieces=1 << 20)
+    if each > 1 and nodes > 1:  # in two levels, of the uncoded bytes
+        assert sums == pytest.approx(S * (nodes - 1) / nodes / profile.network, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("cards", "gbits", "least", "most"), [(8, 400, 0.98, 1.17), (8, 200, 1.17, 1.30), (8, 100, 1.30, 1.37)]
+)
+def test_exchanges_of_experts(cards: int, gbits: float, least: float, most: float) -> None:
+    """134 MB a GPU over 32 ranks."""
+    for codec, wanted in ((0.5e12, least), (1.5e12, most)):
+        profile = node(cards, gbits, encode=codec, decode=codec)
+        plain = plain_seconds(ALL_TO_ALL, 134e6, EIGHT, profile)
+        assert plain / coded_seconds(ALL_TO_ALL, 134e6, EIGHT, profile) == pytest.approx(wanted, rel=0.03)
+
+
+def test_break_even_sizes() -> None:
+    for profile, megabytes in ((node(1, 400), 20.3), (node(1, 100), 4.45), (node(1, 25, TCP_REACH), 0.97)):
+        assert least_bytes(GATHER, EIGHT, profile) == pytest.approx(megabytes * 1e6, rel=0.06)
+        assert least_bytes(GATHER, EIGHT, profile, waits=0) < 0.5 * least_bytes(GATHER, EIGHT, profile)
+        assert least_bytes(ALL_TO_ALL, EIGHT, profile) < 60e6
+    assert math.isinf(least_bytes(GATHER, EIGHT, replace(node(1, 400), decode=1e10)))
+    assert 4 * PIECE_BYTES < least_bytes(GATHER, EIGHT, node(8, 200)) < 130e6  # only in several pieces
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_break_even_size_breaks_even(waits: int) -> None:
+    profile = node(1, 400)
+    size = least_bytes(GATHER, EIGHT, profile, waits=waits)
+    coded = coded_seconds(GATHER, size, EIGHT, profile, waits=waits, pieces=1)
+    assert coded == pytest.approx(plain_seconds(GATHER, size, EIGHT, profile))
+
+
+def test_pieces_are_those_of_the_schedules() -> None:
+    """Not imported, because ``plan --help`` must not load torch."""
+    assert (device_rules.PIECES, PIECE_BYTES) == (wire.DEVICE_FRAGMENTS, wire.DEVICE_FRAGMENT_BYTES)
+
+
+def test_rules() -> None:
+    ours = {name: sums_of(row[0], row[1]) for name, row in TABLE.items()}
+    assert {name for name, kind in ours.items() if kind == "plain"} == {"8x400G"}
+    tried = {name: moves_may_gain(row[0], row[1]) for name, row in TABLE.items()}
+    assert {name for name, may in tried.items() if not may} == {"8x400G"}
+
+
+def test_bases_in_host_memory_gain_on_networks_slower_than_the_bus() -> None:
+    gains = {name: host_bases_gain(row[0], row[1]) for name, row in TABLE.items()}
+    gaining = {"100G a node", "25G TCP a node", "1 GPU, 100G", "4 PCIe GPUs, 100G"}
+    assert {name for name, gain in gains.items() if gain} == gaining
+
+
+def test_a_group_inside_a_node_is_plain() -> None:
+    for each in (2, 8):
+        assert sums_of(Topology(1, each), node(1, 1)) == "plain"
+        assert not moves_may_gain(Topology(1, each), node(1, 1))
+
+
+def test_nodes_that_are_not_even_have_plain_sums() -> None:
+    assert Topology.of([[0, 1, 2], [3, 4]]) == Topology(2, 3, even=False)
+    assert Topology.of([[0, 2], [1, 3]]) == Topology(2, 2)
+    assert sums_of(Topology(2, 3, even=False), node(1, 100)) == "plain"
+    assert moves_may_gain(Topology(2, 3, even=False), node(1, 100))
+
+
+def test_a_codec_that_is_too_slow_is_not_tried() -> None:
+    slow = replace(node(1, 400), decode=2e10)
+    assert not moves_may_gain(EIGHT, slow) and sums_of(ONE, slow) == "plain"
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan])
+def test_profiles_refuse_numbers(wrong: float) -> None:
+    with pytest.raises(ValueError, match="measure again"):
+        device_rules.DeviceProfile(network=wrong)
