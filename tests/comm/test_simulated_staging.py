@@ -8,7 +8,8 @@ from typing import Any
 import corpus
 import pytest
 import torch
-from sim import launcher, streams, world
+from on_sim import launcher, world
+from sim import streams
 from sim.device import mine
 
 from ds_zipccl.codecs import region_hash

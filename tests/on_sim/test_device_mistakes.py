@@ -14,6 +14,7 @@ import pytest
 import torch
 from places import PACKAGE
 from pytest import MonkeyPatch
+from sim import mistakes
 
 from ds_zipccl.comm.device import sizes as agreement
 from ds_zipccl.comm.device.context import DeviceContext
@@ -21,7 +22,7 @@ from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.device.streams import Stage, StagingBuffer, Streams
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaRoute
-from sim import mistakes, random_programs
+from on_sim import random_programs
 
 RAW = random_programs.CONFIGS[-1]
 #: Seeds within which a mistake must be noticed.
@@ -82,7 +83,7 @@ def orders() -> Iterator[Order]:
 
 
 def noticed(route: CudaRoute, **drawn: Any) -> str:
-    """The text of the first failure; ``drawn`` is of :func:`sim.random_programs.run`."""
+    """The text of the first failure; ``drawn`` is of :func:`on_sim.random_programs.run`."""
     for seed in range(FEW):
         try:
             random_programs.run(seed, route, **drawn)
