@@ -79,22 +79,6 @@ def here() -> Place:
 class Op:
     """An operation in a stream."""
 
-    __slots__ = (
-        "after",
-        "begin",
-        "body",
-        "can_start",
-        "done",
-        "kind",
-        "label",
-        "number",
-        "place",
-        "ready",
-        "started",
-        "stream",
-        "why",
-    )
-
     def __init__(
         self,
         kind: str,
