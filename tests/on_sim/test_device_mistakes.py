@@ -14,7 +14,6 @@ import pytest
 import torch
 from places import PACKAGE
 from pytest import MonkeyPatch
-from sim import mistakes
 
 from ds_zipccl.comm.device import sizes as agreement
 from ds_zipccl.comm.device.context import DeviceContext
@@ -22,7 +21,7 @@ from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.device.streams import Stage, StagingBuffer, Streams
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaRoute
-from on_sim import random_programs
+from on_sim import random_programs, world
 
 RAW = random_programs.CONFIGS[-1]
 #: Seeds within which a mistake must be noticed.
@@ -218,4 +217,4 @@ def swapped(rank: int, ranks: int, sizes: tuple[int, int]) -> None:
 def test_another_order_on_a_rank(route: CudaRoute, sizes: tuple[int, int]) -> None:
     """NCCL would hang, or words are not those of the call: a rank refuses the frames, or finds other words in them."""
     with pytest.raises((AssertionError, CommError)):
-        mistakes.world.run(swapped, 2, sizes, route=route)
+        world.run(swapped, 2, sizes, route=route)

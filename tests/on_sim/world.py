@@ -11,7 +11,7 @@ import torch
 from sim import mistakes, world
 from sim.scheduler import Fault
 from sim.tensor import DeviceTensor, PinnedTensor
-from sim.world import ALL_MODES, Modes, Outcome
+from sim.world import ALL_MODES, Machine, Modes, Outcome
 
 from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.comm.device import streams
@@ -20,7 +20,7 @@ from ds_zipccl.kernels import Route
 from ds_zipccl.kernels.cuda import backend as kernels_cuda
 from on_sim.launcher import observe
 
-__all__ = ["ALL_MODES", "Fault", "Modes", "Outcome", "noticed", "run"]
+__all__ = ["ALL_MODES", "Fault", "Machine", "Modes", "Outcome", "noticed", "run"]
 
 
 def run(
