@@ -33,7 +33,7 @@ BUDGETS = {
     "ds_zipccl/policy": Budget(1_560, 1_350),
     "ds_zipccl/sync": Budget(1_270, 1_250),
     "ds_zipccl/telemetry": Budget(890, 900),
-    "tests": Budget(65_300, 56_000),
+    "tests": Budget(63_000, 56_000),
 }
 
 
