@@ -63,7 +63,7 @@ soak: $(VENV)/ready
 
 # Random programs on a simulated GPU with a simulated NCCL, for seeds 0 to SEEDS - 1 on 2, 3, 4 and 8 ranks each; half an hour on two cores.
 soak-sim: $(VENV)/ready
-	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/sim/soak.py $(SEEDS)
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/on_sim/soak.py $(SEEDS)
 
 # On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and numpy; pytest, DeepSpeed and a compiled driver come
 # from there, or from the folder WHEELS. In less than ten minutes: kernels, NCCL, trainings, sanitizers, tests and measurements; with FIRST=1

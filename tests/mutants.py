@@ -37,7 +37,7 @@ SUBJECTS = {
     "codecs": ("codec",),
     "policy": ("comm", "cli"),
     "comm": ("comm",),
-    "comm/device": ("sim", "comm"),
+    "comm/device": ("on_sim", "comm"),
     "comm/bases": ("comm", "integration"),
     "integration": ("integration",),
 }

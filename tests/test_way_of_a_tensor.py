@@ -15,8 +15,8 @@ import pytest
 import ranks as runner
 import tiers
 import torch
+from on_sim import launcher, world
 from places import ROOT
-from sim import launcher, world
 
 import ds_zipccl
 from ds_zipccl import comm, kernels

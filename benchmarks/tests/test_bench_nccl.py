@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from commands import content
+from on_sim import launcher, world
 from places import PYTHONPATH, ROOT, TESTS
-from sim import launcher, world
 
 from ds_zipccl import kernels
 from ds_zipccl.__main__ import main

@@ -13,7 +13,8 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from lazy_device import LazyRuntime
-from sim import launcher, streams, world
+from on_sim import launcher, world
+from sim import streams
 from sim.device import mine
 
 import ds_zipccl

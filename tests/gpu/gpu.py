@@ -171,23 +171,8 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
     results = out / "cuda.json"
     selected = DRY_SELECTED if dry else FIRST_SELECTED if first else SELECTED
     program = (python, str(HERE / "dry_bench.py")) if dry else (python, "-m", "ds_zipccl")
-    bench = (
-        *program,
-        "bench",
-        "codec",
-        "--device",
-        "cuda",
-        "--codec",
-        "cascade",
-        "wide",
-        "round:3",
-        "--dtype",
-        "bf16",
-        "--mib",
-        *map(str, FIRST_MIB if first else MIB),
-        "--floors",
-        "--peers",
-    )
+    bench = (*program, *"bench codec --device cuda --codec cascade wide round:3 --dtype bf16 --mib".split())
+    bench += (*map(str, FIRST_MIB if first else MIB), "--floors", "--peers")
     shared = (python, str(HERE / "as_probed.py"), *program[1:], "bench")
     comm_json, train_json = out / "comm_nccl.json", out / "train_nccl.json"
     comm = (*shared, "comm", "--backend", "nccl", "--ranks", "2", "4")
@@ -258,12 +243,8 @@ def commit() -> str:
 
 def _host() -> dict[str, Any]:
     """The host, where the step "machine" could not describe it."""
-    return {
-        "system": platform.platform(),
-        "processor": "unknown",
-        "processors": os.cpu_count() or 1,
-        "memory_bytes": None,
-    }
+    facts = {"system": platform.platform(), "processor": "unknown"}
+    return {**facts, "processors": os.cpu_count() or 1, "memory_bytes": None}
 
 
 def verdict(results: Sequence[Result]) -> tuple[int, str]:

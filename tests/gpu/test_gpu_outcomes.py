@@ -276,19 +276,8 @@ def test_a_skipped_test_fails(tmp_path: Path) -> None:
 
     def pytest_(*words: str) -> tuple[int, dict[str, Any]]:
         (tmp_path / "figures.json").unlink(missing_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no_skips",
-            "--rootdir",
-            str(tmp_path),
-            *words,
-        ]
+        options = "-m pytest -q -p no:cacheprovider -p no_skips --rootdir".split()
+        command = [sys.executable, *options, str(tmp_path), *words]
         variables = {figures.VARIABLE: str(tmp_path / "figures.json"), figures.SCRATCH: str(tmp_path)}
         result = subprocess.run(
             command, cwd=tmp_path, env=environment(**variables), capture_output=True, text=True, timeout=60

@@ -102,16 +102,8 @@ def test_every_file_with_tests_on_a_gpu_is_named() -> None:
 
 
 def test_the_steps_of_nccl_share_its_tests() -> None:
-    command = [
-        sys.executable,
-        "-c",
-        COLLECT,
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/gpu/test_nccl.py",
-        "tests/gpu/test_stress.py",
-    ]
+    files = ("tests/gpu/test_nccl.py", "tests/gpu/test_stress.py")
+    command = [sys.executable, "-c", COLLECT, "-q", "-p", "no:cacheprovider", *files]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
     names = [line.rpartition("::")[2] for line in result.stdout.splitlines() if "::" in line]
     words = [STEPS[step].command[STEPS[step].command.index("-k") + 1] for step in ("nccl_one", "nccl_probe", "nccl")]

@@ -1,7 +1,7 @@
 """A GPU and an NCCL to test against without either: n ranks as threads of one process.
 
-The package's code for CUDA tensors and NCCL groups runs here unchanged: tensors say ``device.type == "cuda"``, streams and events are those
-of :data:`ds_zipccl.devices.RUNTIMES` and of ``torch.cuda``, groups those of ``torch.distributed``, kernels are ``csrc/cuda``, emulated.
+Code for CUDA tensors and NCCL groups runs here unchanged: tensors say ``device.type == "cuda"``, streams and events are those of
+``torch.cuda``, groups those of ``torch.distributed``. The simulator knows no library under test; ``on_sim/world.py`` puts one on it.
 A program that would hang, race or read freed memory on hardware fails with the places of both parties::
 
     def program(rank, ranks, numel):                   # as for tests/support/ranks.py
@@ -10,7 +10,7 @@ A program that would hang, race or read freed memory on hardware fails with the 
         return words.sum().item()
 
     for seed in range(100):
-        outcome = world.run(program, 4, 1000, seed=seed, modes=world.Modes(one_queue=True), route=launcher.route())
+        outcome = world.run(program, 4, 1000, seed=seed, modes=world.Modes(one_queue=True))
         assert outcome.values == [4000] * 4
         assert len(outcome.counters[0].waits) == 1     # the item()
 
@@ -33,17 +33,16 @@ unsupported        torch operations that change a tensor's memory, such as ``res
 =====================  ========================================================================================
 ``world.py``           ``run``, machines and their properties
 ``scheduler.py``       whose turn it is; deadlocks
-``device.py``          launches, host waits, counters
+``device.py``          launches, Python functions as kernels, host waits, counters
 ``streams.py``         streams, events, graphs, flags; ``cuda.py`` has the functions of torch.cuda
 ``memory.py``          the allocator
 ``tensor.py``          tensors of the GPU and pinned memory
 ``races.py``           vector clocks
 ``communicator.py``    collectives; ``nccl.py`` has the rules and the process group
-``launcher.py``        the package's kernels, and Python functions as kernels
 ``programs.py``        right programs, and the same with mistakes
 =====================  ========================================================================================
 
 Not simulated: time, autograd of GPU tensors, memory that the host reads without torch (through ``data_ptr`` or a numpy view that was made
-earlier: there the poison alone shows a mistake), sends and receives, threads that a rank starts, several processes. State that the package
+earlier: there the poison alone shows a mistake), sends and receives, threads that a rank starts, several processes. State that a library
 keeps in global variables is shared by all ranks.
 """

@@ -11,7 +11,7 @@ import torch
 
 from sim import memory, races
 from sim.scheduler import Op, Place, Queue, here
-from sim.tensor import DeviceTensor
+from sim.tensor import DeviceTensor, PinnedTensor
 
 #: Operations that a host may be ahead of the device before a launch blocks. CUDA documents no number; programs report about 1024.
 LAUNCH_QUEUE = 1024
@@ -308,3 +308,17 @@ def machine() -> Any:
 def mine() -> Gpu:
     """Return the GPU of the calling thread's rank."""
     return machine().mine()  # type: ignore[no-any-return]
+
+
+def kernel(
+    name: str, function: Callable[..., None], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+) -> None:
+    """Launch a Python function as a kernel on the current stream; it gets the memory of ``reads`` and ``writes`` as CPU tensors."""
+    given, taken = [memory_of(tensor) for tensor in reads], [memory_of(tensor) for tensor in writes]
+    mine().launch("kernel", name, lambda: function(given, taken), given, taken)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the CPU tensor behind a tensor of the GPU or of pinned memory."""
+    assert isinstance(tensor, (DeviceTensor, PinnedTensor)), type(tensor)
+    return tensor.inner

@@ -21,11 +21,13 @@ def line(file: str, marker: str) -> str:
     return f"sim/{file}:{number}"
 
 
-def noticed(function: Any, ranks: int, *arguments: Any, seeds: int = FEW, **options: Any) -> Fault:
+def noticed(
+    function: Any, ranks: int, *arguments: Any, seeds: int = FEW, run: Any = world.run, **options: Any
+) -> Fault:
     """The fault that one of a few seeds finds."""
     for seed in range(seeds):
         try:
-            world.run(function, ranks, *arguments, seed=seed, **options)
+            run(function, ranks, *arguments, seed=seed, **options)
         except Fault as fault:
             return fault
         except AssertionError:  # the program has noticed wrong values itself; another seed may name the reason

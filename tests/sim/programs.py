@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import devices, tensors
-from ds_zipccl.kernels.cuda.backend import new_status
-from sim.launcher import kernel
+from sim.device import kernel
 
 HEADER = 32
 
@@ -67,6 +65,11 @@ def words_of(rank: int, numel: int, call: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=generator).to(torch.bfloat16)
 
 
+def no_failure(device: torch.device) -> torch.Tensor:
+    """A new status word, as codecs take it."""
+    return torch.full((1,), -1, dtype=torch.int64, device=device)
+
+
 def slot_bytes(numel: int) -> int:
     """Room for a frame of bfloat16 words in either codec."""
     return -(-(HEADER + 4 * numel + 64) // 512) * 512
@@ -89,28 +92,25 @@ class Gatherer:
     def __init__(self, rank: int, ranks: int, codec: Any, mistake: str, numel: int) -> None:
         self.rank, self.ranks, self.codec, self.mistake, self.numel = rank, ranks, codec, mistake, numel
         self.device = torch.device("cuda", rank)
-        runtime = devices.runtime(self.device)
-        assert runtime is not None
-        self.runtime = runtime
-        self.encoding, self.decoding = runtime.Stream(self.device), runtime.Stream(self.device)
-        self.wire = runtime.Stream(self.device, priority=-1)
-        self.staging = tensors.empty(ranks * slot_bytes(numel), torch.uint8, self.device)
-        self.ready = runtime.current_stream(self.device).record_event()
+        self.encoding, self.decoding = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self.wire = torch.cuda.Stream(self.device, priority=-1)
+        self.staging = torch.empty(ranks * slot_bytes(numel), dtype=torch.uint8, device=self.device)
+        self.ready = torch.cuda.current_stream(self.device).record_event()
         self.last_used: Any = self.ready
 
     def gather(self, words: torch.Tensor, output: torch.Tensor) -> Handle:
         """Start a gather into ``output``, flat, of all ranks' words; no host wait."""
-        right, runtime = self.mistake, self.runtime
-        caller = runtime.current_stream(self.device)
+        right = self.mistake
+        caller = torch.cuda.current_stream(self.device)
         slots = list(self.staging.view(self.ranks, -1).unbind())
         if right != "encoder does not wait for the caller":
             self.encoding.wait_event(caller.record_event())
         if right != "staging buffer reused before its last reader":
             self.encoding.wait_event(self.last_used)
-        with runtime.stream(self.encoding):
+        with torch.cuda.stream(self.encoding):
             self.codec.encode_frames([words], "cascade", 1024, [slots[self.rank]])  # <encode>
             encoded = self.encoding.record_event()
-        unrecorded = runtime.Event()
+        unrecorded = torch.cuda.Event()
         if right == "event waited before it is recorded":
             self.wire.wait_event(unrecorded)  # <unrecorded>
             unrecorded.record(self.encoding)
@@ -118,15 +118,15 @@ class Gatherer:
             self.wire.wait_event(self.decoding.record_event())
         elif right != "wire does not wait for the encoder":
             self.wire.wait_event(encoded)
-        with runtime.stream(self.wire if right != "swapped streams" else self.decoding):
+        with torch.cuda.stream(self.wire if right != "swapped streams" else self.decoding):
             dist.all_gather_into_tensor(self.staging, slots[self.rank])  # <gather>
         gathered = self.wire.record_event()
         if right != "decoder does not wait for the wire":
             self.decoding.wait_event(gathered)
-        status = new_status(self.device)  # <status>
+        status = no_failure(self.device)  # <status>
         if right != "decoder does not wait for the memory of the caller":
             self.decoding.wait_stream(caller)
-        with runtime.stream(self.decoding):
+        with torch.cuda.stream(self.decoding):
             outs = list(output.view(self.ranks, -1).unbind())
             self.codec.decode_frames(slots, 1024, outs, status)  # <decode>
             decoded = self.decoding.record_event()
@@ -142,14 +142,14 @@ def gathers(rank: int, ranks: int, codec: Any, mistake: str = "", calls: int = 3
     for call in range(calls):
         words = words_of(rank, numel, call).to(gatherer.device)
         words = words * 1  # <words> a kernel of the caller's stream writes what is gathered
-        output = tensors.empty(ranks * numel, torch.bfloat16, gatherer.device)
+        output = torch.empty(ranks * numel, dtype=torch.bfloat16, device=gatherer.device)
         handle = gatherer.gather(words, output)
         if mistake == "input changed in flight":
             words.zero_()  # <change>
         started.append((handle, output if mistake != "buffer freed early" else None))
         if mistake == "buffer freed early":
             del words, output
-            tensors.empty(ranks * numel, torch.bfloat16, gatherer.device).fill_(3)  # <reuse>
+            torch.empty(ranks * numel, dtype=torch.bfloat16, device=gatherer.device).fill_(3)  # <reuse>
     for call, (handle, output) in enumerate(started):
         if mistake != "caller does not wait for the decoder":
             handle.wait()
@@ -162,18 +162,16 @@ def gathers(rank: int, ranks: int, codec: Any, mistake: str = "", calls: int = 3
 def agreement(rank: int, ranks: int, mistake: str = "") -> int:
     """The largest of a word of each rank, on the host: one host wait."""
     device = torch.device("cuda", rank)
-    runtime = devices.runtime(device)
-    assert runtime is not None
-    word = tensors.filled(1, 10 + rank, torch.int64, device)  # <word>
+    word = torch.full((1,), 10 + rank, dtype=torch.int64, device=device)  # <word>
     if mistake == "side stream without wait":
-        side = runtime.Stream(device)
-        with runtime.stream(side):
+        side = torch.cuda.Stream(device)
+        with torch.cuda.stream(side):
             dist.all_reduce(word, dist.ReduceOp.MAX)  # <reduce>
     else:
         dist.all_reduce(word, dist.ReduceOp.MAX)
     pinned = torch.empty(1, dtype=torch.int64, pin_memory=True)
     pinned.copy_(word, non_blocking=True)  # <to host>
-    event = runtime.Event()
+    event = torch.cuda.Event()
     event.record()
     if mistake == "host writes a buffer in flight":
         pinned.zero_()  # <host write>
@@ -188,18 +186,16 @@ def agreement(rank: int, ranks: int, mistake: str = "") -> int:
 def sums(rank: int, ranks: int, codec: Any, mistake: str = "", numel: int = 256) -> None:
     """A coded reduce-scatter: frames of exact size by all-to-all, one host wait for the size; own fp32 order of sums."""
     device = torch.device("cuda", rank)
-    runtime = devices.runtime(device)
-    assert runtime is not None
     part = words_of(rank, ranks * numel).to(device)
     size = slot_bytes(numel)
-    out_slots = tensors.empty(ranks * size, torch.uint8, device).view(ranks, size)
-    in_slots = tensors.empty(ranks * size, torch.uint8, device).view(ranks, size)
+    out_slots = torch.empty(ranks * size, dtype=torch.uint8, device=device).view(ranks, size)
+    in_slots = torch.empty(ranks * size, dtype=torch.uint8, device=device).view(ranks, size)
     codec.encode_frames(list(part.view(ranks, numel).unbind()), "cascade", 1024, list(out_slots.unbind()))
     most = out_slots[:, 24:32].contiguous().view(torch.int64).max()
     dist.all_reduce(most, dist.ReduceOp.MAX)
     pinned = torch.empty(1, dtype=torch.int64, pin_memory=True)
     pinned.copy_(most.view(1), non_blocking=True)
-    event = runtime.Event()
+    event = torch.cuda.Event()
     event.record()
     event.synchronize()
     agreed = -(-int(pinned.item()) // 16) * 16
@@ -209,8 +205,8 @@ def sums(rank: int, ranks: int, codec: Any, mistake: str = "", numel: int = 256)
         sent = [slot[:agreed] for slot in out_slots.unbind()]
     received = [slot[:agreed] for slot in in_slots.unbind()]
     dist.all_to_all(received, sent)  # <all to all>
-    total = tensors.empty(numel, torch.bfloat16, device)
-    status = new_status(device)
+    total = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    status = no_failure(device)
     codec.decode_sum_frames(received, 1024, torch.bfloat16, total, status)
     got = total.cpu()
     wanted = words_of(0, ranks * numel).view(ranks, numel)[rank].float()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sim import device, memory, streams, world
-from sim.launcher import kernel
+from sim.device import kernel
 from sim.mistakes import line, noticed
 from sim.scheduler import Fault
 

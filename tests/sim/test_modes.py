@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from sim import streams, world
-from sim.launcher import kernel
+from sim.device import kernel
 from sim.mistakes import line, noticed
 
 

@@ -21,6 +21,12 @@ def at(marker: str) -> str:
     return line("test_nccl.py", marker)
 
 
+def ended(work: Any) -> None:
+    """Wait for an asynchronous operation."""
+    if work is not None:
+        work.wait()
+
+
 def collectives(rank: int, ranks: int) -> None:
     mine = torch.arange(4.0, device=f"cuda:{rank}") + 10 * rank
     every = [torch.arange(4.0) + 10 * peer for peer in range(ranks)]
@@ -28,38 +34,27 @@ def collectives(rank: int, ranks: int) -> None:
         out = torch.empty(4 * ranks, device=mine.device)
         work = dist.all_gather_into_tensor(out, mine, async_op=async_op)
         assert (work is not None) == async_op
-        if async_op:
-            work.wait()
+        ended(work)
         assert torch.equal(out.cpu(), torch.cat(every))
         part = torch.empty(4, device=mine.device)
-        work = dist.reduce_scatter_tensor(part, out, async_op=async_op)
-        if async_op:
-            work.wait()
+        ended(dist.reduce_scatter_tensor(part, out, async_op=async_op))
         assert torch.equal(part.cpu(), every[rank] * ranks)
         for operation, wanted in (
             (dist.ReduceOp.SUM, sum(every)), (dist.ReduceOp.MAX, every[-1]), (dist.ReduceOp.MIN, every[0]),
             (dist.ReduceOp.AVG, sum(every) / ranks),
         ):  # fmt: skip
             total = mine.clone()
-            work = dist.all_reduce(total, operation, async_op=async_op)
-            if async_op:
-                work.wait()
+            ended(dist.all_reduce(total, operation, async_op=async_op))
             assert torch.equal(total.cpu(), wanted)
         total = mine.clone()
-        work = dist.reduce(total, 1 % ranks, async_op=async_op)
-        if async_op:
-            work.wait()
+        ended(dist.reduce(total, 1 % ranks, async_op=async_op))
         assert torch.equal(total.cpu(), sum(every) if rank == 1 % ranks else every[rank])
         word = mine.clone()
-        work = dist.broadcast(word, ranks - 1, async_op=async_op)
-        if async_op:
-            work.wait()
+        ended(dist.broadcast(word, ranks - 1, async_op=async_op))
         assert torch.equal(word.cpu(), every[-1])
         sent = [mine[:peer] for peer in range(ranks)]  # rank r gets r elements of each; rank 0 gets empty messages
         received = [torch.empty(rank, device=mine.device) for _ in range(ranks)]
-        work = dist.all_to_all(received, sent, async_op=async_op)
-        if async_op:
-            work.wait()
+        ended(dist.all_to_all(received, sent, async_op=async_op))
         assert all(torch.equal(one.cpu(), every[peer][:rank]) for peer, one in enumerate(received))
         whole = torch.cat([mine[:peer] for peer in range(ranks)])
         joined = torch.empty(rank * ranks, device=mine.device)

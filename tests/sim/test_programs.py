@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sim import launcher, programs, world
+from sim import programs, world
 from sim.mistakes import line, noticed
 
 #: Ranks and seeds: a seed for each machine; together a thousand.
@@ -24,17 +24,6 @@ def test_right_programs(ranks: int, seeds: int) -> None:
         world.run(programs.sums, ranks, programs.StubCodec(), **options)
         got = world.run(programs.agreement, ranks, "polled" if seed % 2 else "", **options)
         assert got.values == [9 + ranks] * ranks
-
-
-@pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.full(reason="more seeds"))])
-def test_emulated_kernels(seeds: int) -> None:
-    """The package's own kernels, through the route of CUDA tensors."""
-    codec = launcher.route()
-    for seed in range(seeds):
-        modes = world.Modes(declared=seed % 2 == 0)
-        got = world.run(programs.gathers, 2, codec, seed=seed, modes=modes)
-        assert got.counters[0].launches["zipccl_encode_bf16_cascade"] == 3
-        world.run(programs.sums, 2, codec, seed=seed, modes=modes)
 
 
 RACES = {

@@ -10,7 +10,7 @@ import torch
 from torch.cuda._sanitizer import EventHandler
 
 from sim import world
-from sim.launcher import kernel
+from sim.device import kernel
 from sim.scheduler import Fault
 
 STREAMS, EVENTS, TENSORS = 3, 3, 3

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import hashlib
+import os
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,23 +19,16 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed.nn  # now: it keeps the default group of the moment of its import
-from builds import Binary
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from ds_zipccl import devices, kernels, tensors
-from ds_zipccl.comm.device import streams
-from ds_zipccl.comm.host import side_stream
-from ds_zipccl.kernels import KernelBackend
-from ds_zipccl.kernels.cuda import launches
 from sim import cuda, device
 from sim.communicator import Communicator
 from sim.device import Counters, Gpu
-from sim.launcher import observe
 from sim.nccl import Group
 from sim.scheduler import Fault, Scheduler, Stopped, here
 from sim.store import Store
-from sim.tensor import DeviceTensor, PinnedTensor
+from sim.tensor import PinnedTensor
 
 #: Bytes of GPU memory of a rank.
 ARENA_BYTES = 64 << 20
@@ -145,16 +142,16 @@ def run(
     modes: Modes = Modes(),
     arena_bytes: int = ARENA_BYTES,
     trace: Callable[[str], None] | None = None,
-    route: KernelBackend | None = None,
     timeout: float = 120.0,
+    installed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Outcome:
     """Run ``function(rank, ranks, *arguments)`` on each rank, each with a GPU ``cuda:rank`` and the default group of "nccl".
 
     Args:
         seed: decides every choice of the scheduler.
         trace: gets the name of each operation when it ends.
-        route: the kernels that the package finds for CUDA tensors; see :func:`sim.launcher.route`.
         timeout: seconds until a rank counts as stuck, in a call that is not of the simulator.
+        installed: what a library under test needs for the time of the run.
 
     Raises:
         Fault: the program has a mistake. A rank's own error is raised as it is.
@@ -165,7 +162,7 @@ def run(
     collecting = gc.isenabled()
     gc.disable()  # memory must not be freed by chance
     try:
-        with _installed(machine, route):
+        with _installed(machine), installed():
             threads = [
                 threading.Thread(
                     target=machine.host, args=(rank, function, arguments, values), name=f"rank {rank}", daemon=True
@@ -207,7 +204,7 @@ def _enter_group(machine: Machine, rank: int) -> None:
     c10d._world.default_pg = group
 
 
-class _Constructors:
+class Constructors:
     """torch's constructors, with pinned memory of the simulation."""
 
     def __init__(self, original: Any) -> None:
@@ -230,38 +227,21 @@ class _Constructors:
         return made if device is None else made.to(device)
 
 
-class _Runtime:
-    """The functions of torch.cuda. Each run has its own object, so that state which the package keeps for a runtime, such as streams, does
-    not go from one run to the next."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-
 @contextlib.contextmanager
-def _installed(machine: Machine, route: KernelBackend | None) -> Iterator[None]:
-    """Replace torch.cuda's streams, torch's memory of GPUs, torch.distributed's groups and the package's kernels for GPUs."""
+def _installed(machine: Machine) -> Iterator[None]:
+    """Replace torch.cuda's streams, torch's memory of GPUs and torch.distributed's groups."""
     _guard()
-    constructors = _Constructors(torch._C._VariableFunctions)
+    constructors = Constructors(torch._C._VariableFunctions)
     library = torch.library.Library("aten", "IMPL", "CUDA")
-    traced = tensors.is_traced
-
-    def is_traced(kind: type[torch.Tensor]) -> bool:
-        return traced(torch.Tensor if kind in (DeviceTensor, PinnedTensor) else kind)
-
     replaced = [
-        (tensors, "_original", constructors),
-        (tensors, "is_traced", is_traced),
         (torch, "empty", constructors.empty),
         (torch, "tensor", constructors.tensor),
         (c10d, "_world", multi_threaded_pg.ThreadLocalWorld()),
         (c10d, "default_pg_nccl_timeout", c10d.default_pg_timeout),
-        (launches, "observer", observe),
         (torch.cuda.nccl, "version", lambda: NCCL_VERSION),
         *((torch.cuda, name, getattr(cuda, name)) for name in cuda.REPLACED),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    routes, runtime = kernels.ROUTES["cuda"], _Runtime()
     device._machines.append(machine)
     try:
         library.impl("empty.memory_format", _empty)
@@ -271,19 +251,10 @@ def _installed(machine: Machine, route: KernelBackend | None) -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups are a thread's own
         for owner, name, value in replaced:
             setattr(owner, name, value)
-        devices.RUNTIMES["cuda"] = runtime
-        kernels.ROUTES["cuda"] = {} if route is None else {"simulated": lambda: route}
-        kernels._loaded.pop(("cuda", "simulated"), None)
         yield
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
-        kernels.ROUTES["cuda"] = routes
-        devices.RUNTIMES["cuda"] = torch.cuda
-        # Streams and staging buffers that the package keeps for a runtime hold the machine, and its memory.
-        streams._streams.pop(runtime, None)
-        for key in [key for key in side_stream._idle if key[0] is runtime]:
-            del side_stream._idle[key]
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         library._destroy()
         device._machines.remove(machine)
@@ -321,13 +292,28 @@ def _guard() -> None:
     if torch.backends.cuda.is_built():  # tests/sim/conftest.py keeps away from real GPUs
         torch._C._ensureCUDADeviceGuardSet()
     elif not _guards:
-        folder = Path(torch.__file__).parent
-        include = f"-I{folder / 'include'}"
-        binary = Binary(
-            "device_guard",
-            {"csrc": Path(__file__).parent},
-            {"csrc/guard.cpp": ()},
-            ("-O1", "-std=c++20", "-fPIC", include),
-            ("-shared", f"-L{folder / 'lib'}", "-Wl,--no-as-needed", "-lc10"),
-        )
-        _guards.append(ctypes.CDLL(str(binary.path())))
+        _guards.append(ctypes.CDLL(str(_compiled())))
+
+
+def _compiled() -> Path:
+    """The library of guard.cpp, kept for this source and this torch."""
+    source, folder = Path(__file__).with_name("guard.cpp"), Path(torch.__file__).parent
+    digest = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {folder}".encode()).hexdigest()[:20]
+    kept = Path.home() / ".cache" / "simulated_gpu" / f"guard_{digest}.so"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        options = ("-O1", "-std=c++20", "-fPIC", "-shared", f"-I{folder / 'include'}", f"-L{folder / 'lib'}")
+        with tempfile.TemporaryDirectory(dir=kept.parent) as made:
+            library = Path(made) / kept.name
+            command = [
+                os.environ.get("CXX", "c++"),
+                *options,
+                str(source),
+                "-o",
+                str(library),
+                "-Wl,--no-as-needed",
+                "-lc10",
+            ]
+            subprocess.run(command, check=True)
+            library.replace(kept)
+    return kept

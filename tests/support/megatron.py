@@ -71,10 +71,6 @@ def reduced(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def reduced_in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return reduced(tensor.float()).to(tensor.dtype)
-
-
 def gathered_columns(tensor: torch.Tensor) -> torch.Tensor:
     """The own place in the list is the input itself."""
     places = [torch.empty_like(tensor) for _ in range(tensor_group().size())]
@@ -83,23 +79,16 @@ def gathered_columns(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(places, dim=-1).contiguous()
 
 
-def gathered_rows(tensor: torch.Tensor, name: str = "all_gather_into_tensor") -> torch.Tensor:
+def gathered_rows(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.new_empty(tensor.shape[0] * tensor_group().size(), *tensor.shape[1:])
-    getattr(torch.distributed, name)(whole, tensor.contiguous(), group=tensor_group())
+    torch.distributed.all_gather_into_tensor(whole, tensor.contiguous(), group=tensor_group())
     return whole
 
 
-def scattered_rows(tensor: torch.Tensor, name: str = "_reduce_scatter_base") -> torch.Tensor:
+def scattered_rows(tensor: torch.Tensor) -> torch.Tensor:
     part = tensor.new_empty(tensor.shape[0] // tensor_group().size(), *tensor.shape[1:])
-    getattr(torch.distributed, name)(part, tensor.contiguous(), group=tensor_group())
+    torch.distributed._reduce_scatter_base(part, tensor.contiguous(), group=tensor_group())
     return part
-
-
-def scattered_columns(tensor: torch.Tensor) -> torch.Tensor:
-    parts = [part.contiguous() for part in tensor.chunk(tensor_group().size(), -1)]
-    own = torch.empty_like(parts[0])
-    torch.distributed.reduce_scatter(own, parts, group=tensor_group())
-    return own
 
 
 # ---- the autograd functions

@@ -74,6 +74,12 @@ def _block(rng: random.Random, base: Base) -> tuple[int, int, int] | None:
     return table, blocks, rng.randrange(blocks)
 
 
+def _entry(rng: random.Random, base: Base) -> int | None:
+    """Offset of the entry of a random block: 16 bits, the mode in the upper three."""
+    place = _block(rng, base)
+    return None if place is None else place[0] + place[1] + 2 * place[2]
+
+
 # --- the whole frame
 
 
@@ -218,39 +224,33 @@ def chunk_offset(rng: random.Random, base: Base) -> bytearray | None:
 
 @_kind(BLOCK)
 def unknown_mode(rng: random.Random, base: Base) -> bytearray | None:
-    place = _block(rng, base)
-    if place is None:
+    at = _entry(rng, base)
+    if at is None:
         return None
-    table, blocks, b = place
     frame = bytearray(base.frame)
-    at = table + blocks + 2 * b + 1
     unknown = (5, 6, 7) if base.base is None else (2, 3, 4, 6, 7) if base.bytewise else (6, 7)
-    frame[at] = frame[at] & 0x1F | rng.choice(unknown) << 5
+    frame[at + 1] = frame[at + 1] & 0x1F | rng.choice(unknown) << 5
     return frame
 
 
 @_kind(BLOCK, may_pass=True)
 def another_mode(rng: random.Random, base: Base) -> bytearray | None:
     """Passes only where a short block means something in both modes."""
-    place = _block(rng, base)
-    if place is None:
+    at = _entry(rng, base)
+    if at is None:
         return None
-    table, blocks, b = place
     frame = bytearray(base.frame)
-    at = table + blocks + 2 * b + 1
-    frame[at] = frame[at] & 0x1F | ((frame[at] >> 5) + rng.randrange(1, 5)) % 5 << 5
+    frame[at + 1] = frame[at + 1] & 0x1F | ((frame[at + 1] >> 5) + rng.randrange(1, 5)) % 5 << 5
     return frame
 
 
 @_kind(BLOCK, may_pass=True)
 def tail_bytes(rng: random.Random, base: Base) -> bytearray | None:
     """Passes only where a FILL of zeros becomes a FILL of a word."""
-    place = _block(rng, base)
-    if place is None:
+    at = _entry(rng, base)
+    if at is None:
         return None
-    table, blocks, b = place
     frame = bytearray(base.frame)
-    at = table + blocks + 2 * b
     entry = struct.unpack_from("<H", frame, at)[0]
     tail = rng.choice((entry + rng.choice((-2, -1, 1, 2, 4)), rng.getrandbits(13), 8191)) & 8191
     struct.pack_into("<H", frame, at, entry & 0xE000 | tail)
@@ -260,11 +260,9 @@ def tail_bytes(rng: random.Random, base: Base) -> bytearray | None:
 @_kind(BLOCK)
 def tail_bytes_of_a_coded_block(rng: random.Random, base: Base) -> bytearray | None:
     """The contents say how long a coded tail is, so a table that says otherwise is always refused."""
-    place = _block(rng, base)
-    if place is None:
+    at = _entry(rng, base)
+    if at is None:
         return None
-    table, blocks, b = place
-    at = table + blocks + 2 * b
     if base.frame[at + 1] >> 5 == 0 or base.frame[at : at + 2] == b"\0\xa0":  # FILL, or a CHANGE that changes nothing
         return None
     frame = bytearray(base.frame)

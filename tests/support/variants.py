@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,41 @@ from typing import Any
 import emulation
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import load
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from ds_zipccl.kernels.protocol import ScaledCodec
+
+#: Method of a route -> the arguments that it writes.
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "encode": ("outs",),
+    "decode": ("words",),
+    "decode_add": ("sums",),
+    "add": ("sums",),
+    "encode_delta": ("out",),
+    "round_words": ("out",),
+    "encode_rounded": ("outs",),
+    "decode_rounded": ("words",),
+    "decode_rounded_add": ("sums",),
+    "encode_rounded_rows": ("out",),
+    "decode_rounded_rows": ("words",),
+    "encode_scaled": ("scales", "codes"),
+    "decode_scaled": ("words",),
+    "decode_scaled_add": ("sums",),
+    "project_scaled": ("out",),
+    "encode_zfp": ("codes",),
+    "decode_zfp": ("words",),
+    "decode_zfp_add": ("sums",),
+    "project_zfp": ("out",),
+    "region_hash": (),
+    "find_rows": ("sources", "table"),
+    "row_factors": (),
+    "predict_rows": ("out",),
+    "encode_rows": ("out",),
+    "decode_rows": ("words",),
+    "copy_rows": ("words",),
+}
 
 
 class OnDevice:
@@ -24,174 +55,30 @@ class OnDevice:
     def __init__(self, route: CudaBackend) -> None:
         self.route = route
 
-    def encode(
-        self, segments: Sequence[torch.Tensor], code: str, block: int, outs: Sequence[torch.Tensor]
-    ) -> list[int]:
-        there = [torch.empty_like(out, device="cuda") for out in outs]
-        sizes = self.route.encode([segment.cuda() for segment in segments], code, block, there)
-        for size, out, found in zip(sizes, outs, there, strict=True):
-            out[:size].copy_(found[:size])
-        return sizes
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The method of the route, which gets copies of all tensors on the GPU; what it writes there comes back."""
+        if name not in WRITTEN:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        method = getattr(self.route, name)
+        signature = inspect.signature(method)
 
-    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        there = torch.empty_like(words, device="cuda")
-        self.route.decode(payload.cuda(), block, there)
-        words.copy_(there)
+        def call(*arguments: Any, **named: Any) -> Any:
+            here = signature.bind(*arguments, **named).arguments
+            there = {one: pytree.tree_map_only(torch.Tensor, torch.Tensor.cuda, value) for one, value in here.items()}
+            result = method(**there)
+            for written in WRITTEN[name]:
+                for out, found in zip(
+                    pytree.tree_leaves(here[written]), pytree.tree_leaves(there[written]), strict=True
+                ):
+                    out.copy_(found)
+            return result.cpu() if isinstance(result, torch.Tensor) else result
 
-    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        there = sums.cuda()
-        self.route.decode_add(payload.cuda(), block, dtype, there)
-        sums.copy_(there)
-
-    def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
-        there = sums.cuda()
-        self.route.add(words.cuda(), there)
-        sums.copy_(there)
-
-    def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
-        there = torch.empty_like(out, device="cuda")
-        size = self.route.encode_delta(words.cuda(), base.cuda(), block, there)
-        out[:size].copy_(there[:size])
-        return size
+        return call
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
+        """In place of the base."""
         there = base.cuda()
         self.route.decode_delta(payload.cuda(), there, block, there)
-        words.copy_(there)
-
-    def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
-        there = torch.empty_like(out, device="cuda")
-        self.route.round_words(words.cuda(), mantissa, there)
-        out.copy_(there)
-
-    def encode_rounded(
-        self, segments: Sequence[torch.Tensor], mantissa: int, block: int, outs: Sequence[torch.Tensor]
-    ) -> list[tuple[int, int]]:
-        there = [torch.empty_like(out, device="cuda") for out in outs]
-        sizes = self.route.encode_rounded([segment.cuda() for segment in segments], mantissa, block, there)
-        for (size, _), out, found in zip(sizes, outs, there, strict=True):
-            out[:size].copy_(found[:size])
-        return sizes
-
-    def decode_rounded(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        there = torch.empty_like(words, device="cuda")
-        self.route.decode_rounded(payload.cuda(), block, there)
-        words.copy_(there)
-
-    def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        there = sums.cuda()
-        self.route.decode_rounded_add(payload.cuda(), block, dtype, there)
-        sums.copy_(there)
-
-    def encode_rounded_rows(
-        self,
-        words: torch.Tensor,
-        width: int,
-        head: int,
-        rows: torch.Tensor,
-        mantissa: int,
-        block: int,
-        out: torch.Tensor,
-    ) -> int:
-        there = torch.empty_like(out, device="cuda")
-        size = self.route.encode_rounded_rows(words.cuda(), width, head, rows.cuda(), mantissa, block, there)
-        out[:size].copy_(there[:size])
-        return size
-
-    def decode_rounded_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
-    ) -> None:
-        there = words.cuda()
-        self.route.decode_rounded_rows(payload.cuda(), block, there, width, head, rows.cuda())
-        words.copy_(there)
-
-    def encode_scaled(
-        self, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
-    ) -> int | None:
-        there = [torch.empty_like(out, device="cuda") for out in (scales, codes)]
-        coded = self.route.encode_scaled(words.cuda(), codec, *there)
-        scales.copy_(there[0])
-        codes.copy_(there[1])
-        return coded
-
-    def decode_scaled(self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor) -> None:
-        there = torch.empty_like(words, device="cuda")
-        self.route.decode_scaled(scales.cuda(), codes.cuda(), codec, there)
-        words.copy_(there)
-
-    def decode_scaled_add(
-        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, dtype: torch.dtype, sums: torch.Tensor
-    ) -> None:
-        there = sums.cuda()
-        self.route.decode_scaled_add(scales.cuda(), codes.cuda(), codec, dtype, there)
-        sums.copy_(there)
-
-    def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
-        there = torch.empty_like(out, device="cuda")
-        self.route.project_scaled(words.cuda(), codec, there)
-        out.copy_(there)
-
-    def encode_zfp(self, words: torch.Tensor, rate: int, codes: torch.Tensor) -> bool:
-        there = torch.empty_like(codes, device="cuda")
-        finite = self.route.encode_zfp(words.cuda(), rate, there)
-        codes.copy_(there)
-        return finite
-
-    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
-        there = torch.empty_like(words, device="cuda")
-        self.route.decode_zfp(codes.cuda(), rate, there)
-        words.copy_(there)
-
-    def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        there = sums.cuda()
-        self.route.decode_zfp_add(codes.cuda(), rate, dtype, there)
-        sums.copy_(there)
-
-    def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
-        there = torch.empty_like(out, device="cuda")
-        self.route.project_zfp(words.cuda(), rate, there)
-        out.copy_(there)
-
-    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        return self.route.region_hash(data.cuda(), key)
-
-    def find_rows(
-        self, data: torch.Tensor, row_bytes: int, first: int, sources: torch.Tensor, table: torch.Tensor
-    ) -> int:
-        names, entries = torch.empty_like(sources, device="cuda"), table.cuda()
-        repeats = self.route.find_rows(data.cuda(), row_bytes, first, names, entries)
-        sources.copy_(names)
-        table.copy_(entries)
-        return repeats
-
-    def row_factors(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        return self.route.row_factors(words.cuda(), width, rows.cuda(), sources.cuda()).cpu()
-
-    def predict_rows(
-        self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        there = torch.empty_like(out, device="cuda")
-        self.route.predict_rows(words.cuda(), width, sources.cuda(), factors.cuda(), there)
-        out.copy_(there)
-
-    def encode_rows(
-        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor
-    ) -> int:
-        there = torch.empty_like(out, device="cuda")
-        size = self.route.encode_rows(words.cuda(), width, head, rows.cuda(), code, block, there)
-        out[:size].copy_(there[:size])
-        return size
-
-    def decode_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
-    ) -> None:
-        there = words.cuda()
-        self.route.decode_rows(payload.cuda(), block, there, width, head, rows.cuda())
-        words.copy_(there)
-
-    def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
-        there = words.cuda()
-        self.route.copy_rows(there, width, rows.cuda(), sources.cuda())
         words.copy_(there)
 
 

@@ -10,10 +10,10 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
+from sim.device import mine
 
 from ds_zipccl.telemetry import counters
-from sim import world
-from sim.device import mine
+from on_sim import world
 
 CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
 #: A machine with every property at once.

@@ -16,7 +16,7 @@ from ds_zipccl.comm.bases import in_place, on_device
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
-from sim import world
+from on_sim import world
 
 CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
 #: 16 KiB of bf16 and a little more, odd: the shards of all ranks but one are 2-byte aligned.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from sim import programs
+from sim.device import mine
 
 from ds_zipccl import codecs, devices, tensors
 from ds_zipccl.comm.group_state import group_state
@@ -12,9 +14,8 @@ from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
 from ds_zipccl.kernels.cuda.status import new_status, raise_failure
-from sim import world
-from sim.device import mine
-from sim.mistakes import noticed
+from on_sim import world
+from on_sim.world import noticed
 
 
 def words(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -129,3 +130,13 @@ def test_gathers_of_agreed_sizes(route: CudaBackend, ranks: int) -> None:
         assert world.run(parameters, ranks, route, (300, 17, 1500), True, seed=seed).values == [0] * ranks
     fault = noticed(parameters, ranks, route, (300, 17), False)
     assert fault.kind == "race" and "all_gather" in str(fault) and "zipccl_encode_bf16_cascade" in str(fault)
+
+
+@pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.full(reason="more seeds"))])
+def test_emulated_kernels(route: CudaBackend, seeds: int) -> None:
+    """The package's own kernels, through the route of CUDA tensors."""
+    for seed in range(seeds):
+        modes = world.Modes(declared=seed % 2 == 0)
+        got = world.run(programs.gathers, 2, route, route=route, seed=seed, modes=modes)
+        assert got.counters[0].launches["zipccl_encode_bf16_cascade"] == 3
+        world.run(programs.sums, 2, route, route=route, seed=seed, modes=modes)

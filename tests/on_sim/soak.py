@@ -1,7 +1,7 @@
 """Random programs on the simulated GPU and NCCL, one for each seed and number of ranks; each result is compared.
 
-python tests/sim/soak.py 1000                    # seeds 0 to 999, each on 2, 3, 4 and 8 ranks
-python tests/sim/soak.py --first 77 --ranks 4 1  # seed 77 on 4 ranks
+python tests/on_sim/soak.py 1000                    # seeds 0 to 999, each on 2, 3, 4 and 8 ranks
+python tests/on_sim/soak.py --first 77 --ranks 4 1  # seed 77 on 4 ranks
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_zipccl import kernels
-from sim import launcher, random_programs
+from on_sim import launcher, random_programs
 
 #: Seconds between two lines of progress.
 _PROGRESS_S = 10

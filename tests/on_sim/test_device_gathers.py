@@ -12,7 +12,7 @@ import torch
 
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
-from sim import world
+from on_sim import world
 
 CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
 

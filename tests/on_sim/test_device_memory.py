@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sim import device
 
 from ds_zipccl import comm
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.comm.device.streams import Streams, streams_of
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from sim import device, random_programs, world
+from on_sim import random_programs, world
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0, reduction="fp32")
 PLAIN = ZipcclConfig(enabled=False)

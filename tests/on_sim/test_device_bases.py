@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sim.device import mine
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
@@ -19,9 +20,8 @@ from ds_zipccl.comm.device.streams import Streams
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
-from sim import world
-from sim.device import mine
-from sim.test_device_agreed import CONFIG, SIZES, Model, noise, weights
+from on_sim import world
+from on_sim.test_device_agreed import CONFIG, SIZES, Model, noise, weights
 
 FULL, OTHER = "nothing was gathered there", "a rank holds something else"
 #: Parameters that an optimizer trains; the others are frozen.

@@ -10,13 +10,14 @@ import levels
 import pytest
 import torch
 import torch.distributed as dist
+from sim import device
 
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from sim import device, random_programs, world
-from sim.random_calls import DRAWN, OPERATIONS, SUMS, Desk, Task
+from on_sim import random_programs, world
+from on_sim.random_calls import DRAWN, OPERATIONS, SUMS, Desk, Task
 
 #: Seeds of the short tier, and of the full one.
 SHORT, FULL = range(30), range(30, 60)

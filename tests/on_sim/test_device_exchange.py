@@ -12,6 +12,9 @@ import levels
 import moves
 import pytest
 import torch
+from sim import communicator
+from sim.device import mine
+from sim.mistakes import FEW
 
 from ds_zipccl.comm.device import exchange as on_device
 from ds_zipccl.comm.device import sizes as agreement
@@ -26,9 +29,7 @@ from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.device_rules import DeviceProfile
 from ds_zipccl.telemetry import counters
-from sim import communicator, world
-from sim.device import mine
-from sim.mistakes import FEW
+from on_sim import world
 
 CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
 PAIRS = ((0, 1), (2, 3))

@@ -28,8 +28,8 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import KernelBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
-from sim import world
-from sim.random_calls import DRAWN, MOVES, OPERATIONS, Desk, Task
+from on_sim import world
+from on_sim.random_calls import DRAWN, MOVES, OPERATIONS, Desk, Task
 
 _CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0, reduction="fp32")
 CONFIGS = (_CODED, _CODED, replace(_CODED, codec="wide", block=256), replace(_CODED, codec="raw"))
@@ -217,7 +217,7 @@ def run(
         try:
             outcome = world.run(program, ranks, seed, nodes, strict, names, configs, **options)
         except Exception as error:
-            repeat = f"python tests/sim/soak.py --first {seed} --ranks {ranks} 1"
+            repeat = f"python tests/on_sim/soak.py --first {seed} --ranks {ranks} 1"
             said = f"seed {seed}, nodes {nodes}, {budget} bytes of staging buffers, {modes}; again by: {repeat}"
             raise Failure(f"{type(error).__name__}: {error}\n{said}") from error
     return sum(outcome.values, Counter())

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sim import device
+from sim.scheduler import Fault
 
 from ds_zipccl import comm
 from ds_zipccl.comm import Agreed
@@ -20,8 +22,7 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
-from sim import device, world
-from sim.scheduler import Fault
+from on_sim import world
 
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0)
 #: Elements of a rank's shard of each parameter: no element, raw ones, one frame, odd addresses.

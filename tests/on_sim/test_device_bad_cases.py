@@ -10,6 +10,8 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
+from sim import streams
+from sim.device import mine
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.comm import group_state as states
@@ -18,9 +20,8 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from sim import streams, world
-from sim.cases import CASES, CODED, HARD, every_case, once, prepared, reasons
-from sim.device import mine
+from on_sim import world
+from on_sim.cases import CASES, CODED, HARD, every_case, once, prepared, reasons
 
 # --- moments of the program
 

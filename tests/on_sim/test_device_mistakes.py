@@ -21,7 +21,7 @@ from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.device.streams import Stage, StagingBuffer, Streams
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from sim import mistakes, random_programs
+from on_sim import random_programs, world
 
 RAW = random_programs.CONFIGS[-1]
 #: Seeds within which a mistake must be noticed.
@@ -82,7 +82,7 @@ def orders() -> Iterator[Order]:
 
 
 def noticed(route: CudaBackend, **drawn: Any) -> str:
-    """The text of the first failure; ``drawn`` is of :func:`sim.random_programs.run`."""
+    """The text of the first failure; ``drawn`` is of :func:`on_sim.random_programs.run`."""
     for seed in range(FEW):
         try:
             random_programs.run(seed, route, **drawn)
@@ -219,4 +219,4 @@ def swapped(rank: int, ranks: int, sizes: tuple[int, int]) -> None:
 def test_another_order_on_a_rank(route: CudaBackend, sizes: tuple[int, int]) -> None:
     """NCCL would hang, or words are not those of the call: a rank refuses the frames, or finds other words in them."""
     with pytest.raises((AssertionError, CommError)):
-        mistakes.world.run(swapped, 2, sizes, route=route)
+        world.run(swapped, 2, sizes, route=route)

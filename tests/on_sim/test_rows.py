@@ -11,8 +11,8 @@ import torch
 from ds_zipccl import codecs, frame
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from sim import world
-from sim.mistakes import noticed
+from on_sim import world
+from on_sim.world import noticed
 
 PLAIN = {"shaped": False, "checksum": False}
 WIDTH, ROWS = 96, 40

@@ -16,6 +16,7 @@ import tiers
 import torch
 import torch.distributed as dist
 from levels import Nodes, nodes_of
+from sim import mistakes
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
@@ -26,7 +27,7 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend, Own
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from sim import mistakes, world
+from on_sim import world
 
 pytestmark = pytest.mark.usefixtures("small_frames")
 ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}

@@ -13,6 +13,7 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
+from sim import streams
 
 from ds_zipccl.comm.device import calibration, choice, clock
 from ds_zipccl.comm.device.context import DeviceContext
@@ -23,7 +24,7 @@ from ds_zipccl.policy import step_rules
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.device_rules import DeviceProfile
 from ds_zipccl.telemetry import counters
-from sim import streams, world
+from on_sim import world
 
 AUTO: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "auto"}
 #: 100 Gbit/s a node, and no delays: coding gains at any size.

@@ -11,6 +11,9 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
+from sim import communicator, nccl
+from sim.device import mine
+from sim.scheduler import Fault
 
 from ds_zipccl.comm.device import exchange, gather
 from ds_zipccl.comm.device.reports import Reports
@@ -18,10 +21,8 @@ from ds_zipccl.comm.device.streams import Streams, streams_of
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from sim import communicator, nccl, world
-from sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared
-from sim.device import mine
-from sim.scheduler import Fault
+from on_sim import world
+from on_sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared
 
 # --- frames that are refused
 

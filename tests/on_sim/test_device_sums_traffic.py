@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from levels import Nodes, nodes_of
+from sim.device import machine
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
@@ -25,9 +26,8 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from sim import world
-from sim.device import machine
-from sim.test_device_sums import ALWAYS, AVG, NODES, PLAIN, spread
+from on_sim import world
+from on_sim.test_device_sums import ALWAYS, AVG, NODES, PLAIN, spread
 
 pytestmark = pytest.mark.usefixtures("small_frames")
 AUTO: dict[str, Any] = {**ALWAYS, "mode": "auto"}
