@@ -109,7 +109,8 @@ class _LazyLauncher:
 def install(patch: pytest.MonkeyPatch) -> LazyRuntime:
     """Let CPU tensors be tensors of a lazy device, whose route has the name "auto" alone."""
     runtime, route = LazyRuntime(), emulation.load()
-    route._launcher = _LazyLauncher(runtime, route._launcher)
+    launches = route._launches
+    launches._launcher = _LazyLauncher(runtime, launches._launcher)
     alive: list[
         torch.Tensor
     ] = []  # queued kernels hold addresses, and memory of the device is freed in stream order only
