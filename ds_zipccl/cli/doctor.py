@@ -35,7 +35,6 @@ The exit status is 1 if a hook is missing, or with ``--check`` if a prediction i
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 from typing import Any
@@ -51,9 +50,7 @@ from ds_zipccl.cli.tables import Column
 COLUMNS = (
     Column("what", width=20),
     Column("role", width=10),
-    Column("plain_ms", ".1f", 10),
-    Column("coded_ms", ".1f", 10),
-    Column("ms", ".1f", 10),
+    *tables.alike("plain_ms coded_ms ms", ".1f", 10),
     Column("speedup", ".2f"),
     Column("choice", width=9),
     Column("reason"),
@@ -65,18 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--ds-config", metavar="FILE", help="the DeepSpeed config of the job (none: link, codec and hooks alone)")
     option("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 7e9")
+    option("--trainable", **tables.TRAINABLE)
     option(
-        "--trainable",
-        type=tables.count(1e15),
-        metavar="P",
-        help="parameters that are trained, such as 20e6 with LoRA (all)",
+        "--step-ms", type=tables.positive, metavar="MS", help="milliseconds of a step without communication, measured"
     )
-    option("--step-ms", type=_positive, metavar="MS", help="milliseconds of a step without communication, measured")
     option("--sample", metavar="FILE", help="safetensors or torch file of tensors like the job's (normal values)")
-    option("--delta-ratio", type=_positive, metavar="R", help="ratio of differences of parameters (4)")
+    option("--delta-ratio", type=tables.positive, metavar="R", help="ratio of differences of parameters (4)")
     option("--ranks", type=int, default=2, metavar="N", help="processes on this machine, without a launcher (2)")
     link.add_arguments(parser)
-    option("--timeout", type=_positive, default=30, metavar="S", help="seconds until the doctor gives up (30)")
+    option("--timeout", type=tables.positive, default=30, metavar="S", help="seconds until the doctor gives up (30)")
     option("--json", metavar="FILE", help="write everything here too")
     doctor_check.add_arguments(parser)
 
@@ -138,32 +132,28 @@ def _take_part(args: argparse.Namespace) -> int:
     if not first:
         return int(bool(missing))
     ranks = len(found.reports)
-    about = {name: getattr(profile, name) / 1e9 for name in ("encode", "decode", "add", "copy", "add_raw")}
-    coding = ", ".join(f"{name} {speed:.1f}" for name, speed in about.items())
+    speeds = ("encode", "decode", "add", "copy", "add_raw")
+    coding = ", ".join(f"{name} {getattr(profile, name) / 1e9:.1f}" for name in speeds)
     tables.say(
         f"link:  gloo, {ranks} ranks on {found.nodes} {'node' if found.nodes == 1 else 'nodes'}: "
         f"{8e-6 * profile.bandwidth:.0f} Mbit/s, a small message {1e6 * profile.alpha:.0f} us"
     )
     tables.say(f"codec: {coding} GB/s, one thread")
     tables.say(f"hooks: {len(found.reports[0].hooks)} modules of DeepSpeed known, {len(missing)} missing")
-    for line in missing:
+    for line in (*missing, f"to do: {_remedy(found)}") if missing else ():
         tables.say(f"       {line}")
-    if missing:
-        tables.say(f"       to do: {_remedy(found)}")
     more: dict[str, Any] = {
         "ranks": ranks,
         "nodes": found.nodes,
         "profile": profile.to_json(),
         "hooks": [dict(report.hooks) for report in found.reports],
         "missing": missing,
+        "rows": [],
     }
-    rows: list[dict[str, Any]] = []
     if args.ds_config is not None:
-        predicted = _predict(args, found, profile)
-        rows = predicted.pop("rows")
-        more |= predicted
+        more |= _predict(args, found, profile)
     if args.json:
-        tables.write_json(args.json, rows, args.command, **more)
+        tables.write_json(args.json, more.pop("rows"), args.command, **more)
     return int(bool(missing))
 
 
@@ -230,14 +220,3 @@ def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, 
         "comm_speedup": total["speedup"],
         "step_speedup": speedup,
     }
-
-
-def _positive(text: str) -> float:
-    """A finite number above 0 (argparse type)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0; write 7e9 or 420")
-    return value

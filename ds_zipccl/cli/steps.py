@@ -70,10 +70,7 @@ def rows(path: str, steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
         ratios = [ratio for step in steps if (ratio := step.ratio(role)) is not None]
         row = {"file": path, "role": role, "steps": len(ratios)}
         row |= {"mean": math.fsum(ratios) / len(ratios), "min": min(ratios), "max": max(ratios)}
-        yield row | {name: _ratio_over(part, role) for name, part in parts.items()}
-
-
-def _ratio_over(steps: Sequence[Step], role: str) -> float | None:
-    """All logical bytes / all wire bytes; None if the role sent nothing."""
-    counts = [parts[role] for step in steps if role in (parts := step.parts())]
-    return counters.ratio(*map(sum, zip(*counts, strict=True))) if counts else None
+        for name, part in parts.items():
+            counts = [sent[role] for step in part if role in (sent := step.parts())]
+            row[name] = counters.ratio(*map(sum, zip(*counts, strict=True))) if counts else None
+        yield row

@@ -146,10 +146,7 @@ def step_time(computing: float, communication: float, coding: float, overlap: fl
 WHOLE_COLUMNS = (
     Column("network", width=17),
     Column("variant", width=7),
-    Column("ms", ".1f", 10),
-    Column("codec_ms", ".1f", 10),
-    Column("computing_ms", ".1f", 10),
-    Column("step_ms", ".1f", 10),
+    *tables.alike("ms codec_ms computing_ms step_ms", ".1f", 10),
     Column("exposed", ".0%"),
     Column("tflops", ".1f"),
     Column("step_speedup", ".2f"),
