@@ -144,34 +144,25 @@ def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decis
 
 def open_device_context(request: Request, decision: Decision) -> DeviceContext:
     """Return the context of a request whose frames stay on the device. Every rank calls in program order."""
-    group = resolve_group(request.group)
-    return DeviceContext(
-        request.op,
-        group,
-        request.config,
-        request.role,
-        decision.codec,
-        request.tensor.device,
-        with_base=decision.with_base,
-    )
+    return DeviceContext(*_call(request, decision), with_base=decision.with_base)
 
 
 def open_context(request: Request, decision: Decision) -> OpContext:
     """Return the context of a request, with the next tags of its group. Every rank calls in program order."""
-    group = resolve_group(request.group)
     return OpContext(
-        request.op,
-        group,
-        request.config,
-        request.role,
-        decision.codec,
-        request.tensor.device,
-        nodes=group_nodes(group) if decision.by_node else (),
+        *_call(request, decision),
+        nodes=group_nodes(resolve_group(request.group)) if decision.by_node else (),
         with_base=decision.with_base,
         sums=decision.frames and request.reduce_op is not None,
         rows=row_rules.may_have_rows(request.config, request.op, request.role, decision.codec),
         lossy=decision.lossy,
     )
+
+
+def _call(request: Request, decision: Decision) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str, torch.device]:
+    """Return the arguments that contexts of all kinds have."""
+    group = resolve_group(request.group)
+    return request.op, group, request.config, request.role, decision.codec, request.tensor.device
 
 
 def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_zipccl.comm.host.rows.memory import MapKey, RowBackoff, RowMemory, RowPairs
+from ds_zipccl.comm.host.rows.memory import MapKey, RowMemory, RowPairs
 from ds_zipccl.policy import row_rules
+from ds_zipccl.policy.wire import Backoff
 
 
 def test_backoff() -> None:
-    patient = RowBackoff(patience=2)
+    patient = Backoff(row_rules.UNSEARCHED, patience=2)
     patient.note(False)
     assert not patient.skips()
     patient.note(True)
