@@ -179,9 +179,7 @@ def main(args: argparse.Namespace) -> int:
     tables.say(
         f"fitted:    a GPU computes {fit.tflops:.1f} TFLOPs; {fit.path:.1f} GB/s between network cards and GPUs of a node"
     )
-    table = tables.Table(COLUMNS)
-    for row in found:
-        table.add(row)
+    tables.show(COLUMNS, found)
     tables.say(f"greatest error of the fitted cells: {worst:.1%}, wanted is at most {WITHIN:.0%}")
     if args.json:
         tables.write_json(

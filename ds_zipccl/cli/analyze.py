@@ -108,9 +108,7 @@ def main(args: argparse.Namespace) -> int:
     table.add(rows[-1])
     if lossy:
         tables.say("")
-        second = tables.Table((columns[0], *LOSSY_COLUMNS))
-        for row in lossy:
-            second.add(row)
+        tables.show((columns[0], *LOSSY_COLUMNS), lossy)
     if drawing:
         title = ", ".join(tensors) if args.file == "-" else args.file
         drawing.save(args.plot, title)

@@ -95,9 +95,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.step_ms is not None and args.params is None:
         raise ToolError("--step-ms is for predictions: name --params too, the number of parameters of the model")
     if args.trainable is not None and not args.trainable <= (args.params or 0):
-        raise ToolError(
-            f"--trainable is a part of --params: wanted is at most that, got {args.trainable:g} of {args.params}"
-        )
+        got = f"{args.trainable:g} of {args.params}"
+        raise ToolError(f"--trainable is a part of --params: wanted is at most that, got {got}")
     if args.params is not None and args.ds_config is None:
         raise ToolError("--params is for predictions: name --ds-config too, the DeepSpeed config of the job")
     if args.ranks < 2:
@@ -121,9 +120,8 @@ def _take_part(args: argparse.Namespace) -> int:
     first = os.environ["RANK"] == "0"
     if first:
         tables.complain(f"# waiting for {os.environ['WORLD_SIZE']} ranks, loading DeepSpeed")
-    found = doctor_ranks.meet(
-        lambda: "" if args.ds_config is None else repr(user_job.read(args.ds_config)), args.timeout
-    )
+    config = args.ds_config
+    found = doctor_ranks.meet(lambda: "" if config is None else repr(user_job.read(config)), args.timeout)
     if first:
         tables.complain("# measuring link and codec")
     profile = doctor_ranks.measure()
@@ -150,7 +148,7 @@ def _take_part(args: argparse.Namespace) -> int:
         "missing": missing,
         "rows": [],
     }
-    if args.ds_config is not None:
+    if config is not None:
         more |= _predict(args, found, profile)
     if args.json:
         tables.write_json(args.json, more.pop("rows"), args.command, **more)
@@ -170,10 +168,8 @@ def _missing(found: Ranks) -> list[str]:
 def _remedy(found: Ranks) -> str:
     if any(doctor_ranks.DEEPSPEED in report.hooks for report in found.reports):
         return "pip install deepspeed where it is missing; pip install 'ds-zipccl[deepspeed]' brings one"
-    return (
-        "pip install ds_zipccl where the job runs, or a release of it that knows this DeepSpeed; "
-        "report has the cause in its section activation"
-    )
+    known = "pip install ds_zipccl where the job runs, or a release of it that knows this DeepSpeed"
+    return f"{known}; report has the cause in its section activation"
 
 
 def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, Any]:
@@ -199,18 +195,14 @@ def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, 
     ratios = job_plan.ratios(job.dtype, args.sample, args.delta_ratio)
     tables.say(f"ratio: {ratios.values:.3f}, {ratios.about}")
     rows = job_plan.predict(job, args.params, ranks, profile, ratios, device, args.trainable)
-    table = tables.Table(COLUMNS)
-    for row in rows:
-        table.add(row)
-    total = next(row for row in rows if row["what"] == TOTAL)
+    total = next(row for row in tables.show(COLUMNS, rows) if row["what"] == TOTAL)
     speedup = None if args.step_ms is None else job_plan.step_speedup(total, args.step_ms)
     step = "step not predicted without --step-ms" if speedup is None else f"step {speedup:.2f}x"
     tables.say(f"expected: communication {total['speedup']:.2f}x of gloo's own schedules, {step}")
     if found.nodes == 1:
         shared = f"{ranks} ranks share the cores of one machine{'' if args.link[0] else ' and its loopback'}"
-        notes.append(
-            f"this does not hold here: {shared}, where coding takes time from computing; it is for one rank a node"
-        )
+        why = f"{shared}, where coding takes time from computing"
+        notes.append(f"this does not hold here: {why}; it is for one rank a node")
         tables.say(f"       {notes[-1]}")
     return {
         "rows": rows,

@@ -192,19 +192,14 @@ def main(args: argparse.Namespace) -> int:
 
     groups = _on_nccl(args) if nccl else _on_gloo(args)
     planned = [row for each in groups.found.values() for row in rows.step(each)]
-    table = tables.Table(groups.columns)
-    for row in planned:
-        if (len(groups.found) == 1 or row["what"] == operations.TOTAL) and row["variant"] != OWNERS:
-            table.add(row)
+    shown = (row for row in planned if len(groups.found) == 1 or row["what"] == operations.TOTAL)
+    tables.show(groups.columns, (row for row in shown if row["variant"] != OWNERS))
     for remark in _remarks(args, planned):
         tables.say(remark)
     more = groups.more
     if work is not None:
-        more["steps"] = list(rows.whole_steps(args, planned, work))
         tables.say()
-        table = tables.Table(rows.WHOLE_COLUMNS)
-        for row in more["steps"]:
-            table.add(row)
+        more["steps"] = tables.show(rows.WHOLE_COLUMNS, rows.whole_steps(args, planned, work))
     more["answers"] = [rows.answer(where, each) for where, each in groups.found.items()]
     for line in more["answers"]:
         tables.say(line)

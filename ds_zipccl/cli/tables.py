@@ -75,6 +75,15 @@ class Table:
         say(" ".join(column.align(column.text(row[column.key])) for column in self._columns).rstrip())
 
 
+def show(columns: Sequence[Column], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print rows as a table, each at once, and return them."""
+    table, shown = Table(columns), []
+    for row in rows:
+        table.add(row)
+        shown.append(row)
+    return shown
+
+
 def say(line: str = "") -> None:
     """Print a line on stdout, above a progress bar if there is one."""
     tqdm.write(line, file=sys.stdout)

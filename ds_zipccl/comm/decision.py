@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,6 @@ from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, cost_model, row_rules, send_rules, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason
@@ -189,13 +188,9 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
     if found is None:
         if len(decisions) >= REMEMBERED:
             decisions.clear()
-        message = message_of(
-            request.op,
-            kind,
-            request.numel,
-            state,
-            request.role,
-            name or None,
+        message = replace(
+            _message_of(request.op, kind, request.numel, state, request.role),
+            reduce_op=name or None,
             nodes=len(request.nodes),
             based=request.based,
             plain_sums=request.plain_sums,
@@ -205,20 +200,8 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
     return found[:2]
 
 
-def message_of(
-    op: str,
-    kind: TensorKind,
-    numel: int | None,
-    state: GroupState,
-    role: str,
-    reduce_op: str | None = None,
-    *,
-    nodes: int = 0,
-    based: bool = False,
-    plain_sums: bool = False,
-    lossy: LossyCodec | None = None,
-) -> Message:
-    """Describe ``numel`` elements of tensors of a kind to the policy."""
+def _message_of(op: str, kind: TensorKind, numel: int | None, state: GroupState, role: str) -> Message:
+    """Describe ``numel`` elements of tensors of a kind to the policy; no sum, no base, nothing lossy."""
     return Message(
         op=op,
         dtype=kind.dtype,
@@ -227,11 +210,6 @@ def message_of(
         device=kind.device if kind.layout == torch.strided else f"{kind.device} ({kind.layout})",
         backend=state.backend(kind.device),
         role=role,
-        reduce_op=reduce_op,
-        nodes=nodes,
-        based=based,
-        plain_sums=plain_sums,
-        lossy=lossy,
     )
 
 
@@ -291,7 +269,7 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     """
     if tensors.is_traced(type(tensor)):
         return Decision.passing(PassReason.TRACED)
-    admitted = admission.admit(message_of(op, TensorKind.of(tensor), tensor.numel(), state, role), config)
+    admitted = admission.admit(_message_of(op, TensorKind.of(tensor), tensor.numel(), state, role), config)
     if not admitted.frames:
         return admitted
     _refuse_capture(op, tensor.device)

@@ -57,12 +57,11 @@ def answer(where: str, found: Schedules) -> str:
     based = host_base(args)
     for options in (args, based) if based else (args,):
         ms = totals(options)[CODED]
-        keys = ['"nccl": "on"'] if nccl else []
-        keys += [
-            f'"{key}": "{getattr(options, key)}"'
-            for key, (usual, *_) in SWITCHES.items()
-            if getattr(options, key) != usual
-        ]
+        chosen = {"nccl": "on"} if nccl else {}
+        chosen |= {
+            key: getattr(options, key) for key, (usual, *_) in SWITCHES.items() if getattr(options, key) != usual
+        }
+        keys = [f'"{key}": "{value}"' for key, value in chosen.items()]
         keys += [f"gradients by {args.gradients}"] if args.gradients is not None else []
         if keys and (options is args or best > WORTH * ms):
             parts.append(f"with {' and '.join(keys)} {takes(ms)}")

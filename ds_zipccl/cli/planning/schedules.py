@@ -204,10 +204,6 @@ class DeviceSchedules:
         speed = behind(self.network.reach * self.network.of_node(self.args.gpus_per_node), 1e9 * self.args.path)
         return DeviceProfile(speed, encode=self.codec.encode, decode=self.codec.decode)
 
-    @cached_property
-    def sums(self) -> str:
-        return device_rules.sums_of(self.topology, self.profile)
-
     def lines(self) -> list[StepTraffic]:
         found = step.traffic(self.args)
         if self.args.zero3_base == "auto" and not device_rules.host_bases_gain(self.topology, self.profile):
@@ -286,16 +282,15 @@ class DeviceSchedules:
 
     def _copies(self, nbytes: float) -> float:
         """Seconds of the copies out of the base of ZeRO-3 and back. ZeRO-1 and ZeRO-2 gather onto the base itself."""
-        if (
-            self.args.zero3_base == "host"
-        ):  # read by every rank, read for the proof and written by the ranks of a node together
+        if self.args.zero3_base == "host":
+            # read by every rank, read for the proof and written by the ranks of a node together
             return nbytes / HOST_BUS * (1 + 2 / self.topology.each)
         return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
 
     def _job(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float]:
         """Seconds of one operation as a job chooses its schedules, and those that its kernels take of a GPU; 0 where nothing is coded."""
-        owners = op == line.coded_op
-        if owners and self.sums == "plain":
+        owners, sums = op == line.coded_op, device_rules.sums_of(self.topology, self.profile)
+        if owners and sums == "plain":
             return self._to_owners(nbytes), 0.0
         kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
         seconds = kernels = 0.0
@@ -304,7 +299,7 @@ class DeviceSchedules:
             ours = self._coded(line, kind, nbytes)
             moves = device_rules.moves_may_gain(self.topology, self.profile) and ours < plain
             # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
-            takes = self.sums == "fp32" if kind == SUM or len(kinds) > 1 else moves
+            takes = sums == "fp32" if kind == SUM or len(kinds) > 1 else moves
             seconds += ours if takes else plain
             kernels += self._kernels(line, kind, nbytes) if takes else 0.0
         return seconds, kernels

@@ -70,4 +70,5 @@ def reduce(
         lossy=lossy,
         memory_order=True,
     )
-    return execute(decide(request), request, _ToRoot(root, set_sum(request, op).reduction))
+    reduction = set_sum(request, op).reduction
+    return execute(decide(request), request, _ToRoot(root, reduction))

@@ -80,11 +80,6 @@ class Announcement(NamedTuple):
         return buffer[:ANNOUNCEMENT_BYTES]
 
 
-def is_announcement(part: torch.Tensor) -> bool:
-    """Return whether the bytes that arrived on the caller's tag are an announcement."""
-    return bytes(part[: len(_MAGIC)].numpy()) == _MAGIC
-
-
 def parse_announcement(part: torch.Tensor, dtype: torch.dtype, numel: int) -> Announcement:
     """Return the announcement in the first bytes of ``part``, for a receiver of ``numel`` elements of ``dtype``.
 
@@ -280,7 +275,7 @@ class Incoming:
 
     def _write(self, out: torch.Tensor, source: int, last: torch.Tensor | None) -> None:
         ctx = self._ctx
-        if not is_announcement(self._part):
+        if bytes(self._part[: len(_MAGIC)].numpy()) != _MAGIC:  # no announcement arrived on the caller's tag
             self._coder.decompress(self._part, source, out, last)
         else:
             try:
