@@ -43,9 +43,8 @@ class GroupState:
         self.repeat_memory = RepeatMemory()
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
-        self.profiles: dict[
-            tuple[str, str], LinkProfile
-        ] = {}  # by device and backend: the codec's speed is the device's
+        #: By device and backend: the codec's speed is the device's.
+        self.profiles: dict[tuple[str, str], LinkProfile] = {}
         self.link_corrected = False
         #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
         self.device_sums = "fp32"

@@ -96,9 +96,8 @@ class StepTuner:
     def __init__(self, start: str) -> None:
         self.chosen = self.schedule = start
         self.last = Comparison()
-        self._plan: deque[tuple[str, bool, bool]] = (
-            deque()
-        )  # of coming steps: schedule, whether timed, whether to agree after
+        #: Of coming steps: schedule, whether timed, whether to agree after.
+        self._plan: deque[tuple[str, bool, bool]] = deque()
         self._timed: list[str] = []  # schedules of the steps that count
         self._confirming = True
         self._idle(WARMUP_STEPS - 1)

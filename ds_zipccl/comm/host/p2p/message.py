@@ -177,9 +177,8 @@ class Outgoing:
         if self._factored is not None:
             return Body.FRAME
         uncoded = self._way.uncoded or (self._ctx.codec == "raw" and self._flat.dtype != torch.bool)
-        whole = (
-            uncoded and self._ctx.staging is None and not self._coder.lossy
-        )  # projected values would need memory for all
+        # projected values would need memory for all
+        whole = uncoded and self._ctx.staging is None and not self._coder.lossy
         return Body.BYTES if whole else Body.FRAMES
 
     def _post_rest(self, announcement: Announcement | None) -> None:
@@ -236,9 +235,8 @@ class Incoming:
             else self._coder.recv_buffer(numel, dtype, self._buffers)
         )
         self._handle = ctx.transport.post_recv(self._part, peer, ctx.tag(0))
-        self._body: deque[_Expected] = (
-            deque()
-        )  # an attribute: gloo may still write to the buffers of a body that has failed
+        #: An attribute: gloo may still write to the buffers of a body that has failed.
+        self._body: deque[_Expected] = deque()
 
     @property
     def may_have_body(self) -> bool:
