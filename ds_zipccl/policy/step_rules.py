@@ -122,9 +122,8 @@ class StepTuner:
         switched = better and self._confirming
         if switched:
             self.chosen = other(self.chosen)
-        self._confirming = (
-            better and not switched
-        )  # a probe that finds the other schedule better is followed by a trial
+        # a probe that finds the other schedule better is followed by a trial
+        self._confirming = better and not switched
         if not self._confirming:
             self._idle(steps_to_probe(self.last, self.chosen))
         self._try(TRIAL_WINDOWS if self._confirming else PROBE_WINDOWS)
