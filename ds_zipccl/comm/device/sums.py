@@ -316,9 +316,8 @@ class _Summing:
             with streams.on(Stage.ENCODE):
                 self._encode(words, sizes, sent.split(rooms))
             streams.order(Stage.ENCODE, Stage.WIRE)
-            with streams.on(
-                Stage.WIRE
-            ):  # the own slot travels too, and is not read: summands lie at a regular distance
+            with streams.on(Stage.WIRE):
+                # the own slot travels too, and is not read: summands lie at a regular distance
                 exchange(ctx, self._levels.peers, received, sent, [rooms[me]] * self._nodes, rooms)
             streams.order(Stage.WIRE, Stage.DECODE)
             if own.numel():
