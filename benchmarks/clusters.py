@@ -88,12 +88,10 @@ FITTED = tuple(cell for cell in CELLS if cell.params not in APART)
 COLUMNS = (
     Column("figure", "d"),
     Column("size", width=4),
-    Column("links", "d"),
-    Column("tokens", "d"),
+    *tables.alike("links tokens", "d"),
     Column("measured", ".0f"),
     Column("predicted", ".1f"),
-    Column("off", "+.1%", 7),
-    Column("unseen", "+.1%", 7),
+    *tables.alike("off unseen", "+.1%", 7),
     Column("exposed", ".0%"),
     Column("fewer", ".0f"),
     Column("bytes_alone", ".1f"),
@@ -181,9 +179,7 @@ def main(args: argparse.Namespace) -> int:
     tables.say(
         f"fitted:    a GPU computes {fit.tflops:.1f} TFLOPs; {fit.path:.1f} GB/s between network cards and GPUs of a node"
     )
-    table = tables.Table(COLUMNS)
-    for row in found:
-        table.add(row)
+    tables.show(COLUMNS, found)
     tables.say(f"greatest error of the fitted cells: {worst:.1%}, wanted is at most {WITHIN:.0%}")
     if args.json:
         tables.write_json(

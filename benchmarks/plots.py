@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ds_zipccl.benchmarks.comm import variants
+from ds_zipccl.benchmarks.exponents import MODES, Fields, block_tables, exponent_blocks
 from ds_zipccl.cli import ToolError
-from ds_zipccl.cli.exponents import MODES, Fields, block_tables, exponent_blocks
 from ds_zipccl.kernels.numba.layout import ABOVE, CASCADE, CODE_OF_K, SPARSE, TIER1_BITS, TIERS, WIDE
 
 try:

@@ -37,10 +37,8 @@ COLUMNS = (
     Column("way", width=9),
     Column("ratio", ".1f", 7),
     Column("times", ".2f", 6),
-    Column("pack_gbps", ".2f"),
-    Column("apply_gbps", ".2f"),
-    Column("pack_memcpy", ".3f"),
-    Column("apply_memcpy", ".3f"),
+    *tables.alike("pack_gbps apply_gbps", ".2f"),
+    *tables.alike("pack_memcpy apply_memcpy", ".3f"),
     Column("wrong", "d"),
 )
 

@@ -237,11 +237,9 @@ class Key:
 
     def values(self) -> str:
         """Return the values that the key takes, as text."""
-        return (
-            _values(self.type)
-            if self.bounds is None
-            else f"an integer >= {self.bounds.least} and <= {self.bounds.most}"
-        )
+        if self.bounds is None:
+            return _values(self.type)
+        return f"an integer >= {self.bounds.least} and <= {self.bounds.most}"
 
 
 #: Origins of ``a | b``, by version of Python and kind of ``a``.
@@ -299,9 +297,9 @@ def _problems(section: Mapping[Any, Any]) -> list[str]:
 def _described(key: Any, value: Any) -> str:
     """Return one line for a wrong key."""
     if key not in KEYS:
-        close = difflib.get_close_matches(str(key), KEYS, n=1)
-        hint = f' (did you mean "{close[0]}"?)' if close else ""
-        return f'"{SECTION}.{key}" is not a known key{hint}; known keys: {", ".join(KEYS)}'
+        return (
+            f'"{SECTION}.{key}" is not a known key{role_settings.hint(key, tuple(KEYS))}; known keys: {", ".join(KEYS)}'
+        )
     if isinstance(value, str) and (key, value) in RENAMED_VALUES:
         new = RENAMED_VALUES[key, value]
         return f'"{SECTION}.{key}" is now "{new}", it was "{value}"; write "{new}"'

@@ -32,9 +32,7 @@ def _gloo_all_to_all(ranks: int) -> float:
 def _gloo_broadcast(ranks: int) -> float:
     """A binomial tree: a rank sends to all of its children at once, and these sends share the rank's link."""
 
-    def depth(
-        width: int,
-    ) -> int:  # transfer times of the tensor until all of a subtree of `width` ranks have the tensor
+    def depth(width: int) -> int:  # transfer times of the tensor until a subtree of so many ranks has it
         children = [1 << bit for bit in range(width.bit_length()) if 1 << bit < width]
         return max((len(children) + depth(min(child, width - child)) for child in children), default=0)
 

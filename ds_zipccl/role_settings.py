@@ -139,7 +139,7 @@ def _problems(place: str, role: str, value: dict[str, Any], lossy: bool, mode: s
         yield f'"{place}" names no "codec"; add one of {_list(wanted)}, or write a mode: {_modes()}'
         return
     if codec not in (known := tuple(LOSSY_CODECS)):
-        yield f'"{place}.codec" must be {_list(wanted)}, got {json.dumps(codec)}{_hint(codec, known)}'
+        yield f'"{place}.codec" must be {_list(wanted)}, got {json.dumps(codec)}{hint(codec, known)}'
         return
     if role not in CODEC_ROLES[codec]:
         yield f'"{place}.codec": "{codec}" is for {_list(CODEC_ROLES[codec])}; role "{role}" takes {_list(wanted)}'
@@ -173,7 +173,7 @@ def _of_key(place: str, role: str, codec: str, key: str, got: Any) -> Iterator[s
     elif key not in own and key not in uses:
         known = (*own, *uses, "mode", *(("when",) if role in DIRECTED_ROLES else ()))
         beside = f'keys beside "codec": "{codec}": {", ".join(known)}'
-        yield f'"{place}" is not a known key{_hint(key, known)}; {beside}'
+        yield f'"{place}" is not a known key{hint(key, known)}; {beside}'
     else:
         values = uses[key].values if key in uses else LOSSY_CODECS[codec].wanted[key]
         if not takes(values, got):
@@ -193,6 +193,7 @@ def _modes() -> str:
     return _list((*MODES, "never"))
 
 
-def _hint(got: Any, known: tuple[str, ...]) -> str:
+def hint(got: Any, known: tuple[str, ...]) -> str:
+    """Return a guess at the name that was meant, "" without one."""
     close = difflib.get_close_matches(str(got), known, n=1)
     return f' (did you mean "{close[0]}"?)' if close else ""

@@ -203,10 +203,7 @@ def _columns(sources: list[Source]) -> tuple[Column, ...]:
         Column("numel", ",d", 10),
         Column("ratio", ".3f", 7),
         Column("entropy_ratio", ".3f"),
-        Column("encode_gbps", ".2f"),
-        Column("decode_gbps", ".2f"),
-        Column("memcpy_gbps", ".2f"),
-        Column("encode_memcpy", ".3f"),
-        Column("decode_memcpy", ".3f"),
+        *tables.alike("encode_gbps decode_gbps memcpy_gbps", ".2f"),
+        *tables.alike("encode_memcpy decode_memcpy", ".3f"),
         Column("wrong", "d"),
     )

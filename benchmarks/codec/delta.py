@@ -24,15 +24,9 @@ COLUMNS = (
     Column("data", width=14),
     Column("numel", ",d", 10),
     Column("changed", ".4f"),
-    Column("ratio", ".3f", 8),
-    Column("bound", ".3f", 8),
-    Column("encode_gbps", ".2f"),
-    Column("decode_gbps", ".2f"),
-    Column("in_place_gbps", ".2f"),
-    Column("memcpy_gbps", ".2f"),
-    Column("encode_memcpy", ".3f"),
-    Column("decode_memcpy", ".3f"),
-    Column("in_place_memcpy", ".3f"),
+    *tables.alike("ratio bound", ".3f", 8),
+    *tables.alike("encode_gbps decode_gbps in_place_gbps memcpy_gbps", ".2f"),
+    *tables.alike("encode_memcpy decode_memcpy in_place_memcpy", ".3f"),
     Column("wrong", "d"),
 )
 _TIMED = ("encode", "decode", "in_place")
@@ -127,7 +121,7 @@ def _array(tensor: torch.Tensor) -> Any:
     """The words as a numpy array of unsigned integers, over the same memory."""
     import numpy as np
 
-    from ds_zipccl.cli.exponents import words
+    from ds_zipccl.benchmarks.exponents import words
 
     signed = words(tensor).numpy()
     return signed.view(np.dtype(f"u{signed.itemsize}"))
@@ -195,7 +189,7 @@ def pairs(args: argparse.Namespace) -> list[tuple[data.Pair, str, int]]:
 
 def rows(cases: list[tuple[data.Pair, str, int]], able: list[Coder], repeats: int) -> Iterator[dict[str, Any]]:
     """A row for each case and coder; the words and their base are made once."""
-    from ds_zipccl.cli.exponents import differing
+    from ds_zipccl.benchmarks.exponents import differing
 
     for pair, dtype, numel in cases:
         words, base = pair.make(numel, dtype)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec.trial import IDLE_S, accepted, calls_of, seconds_of, spoil, usable_routes, wrong_of
 from ds_zipccl.cli import ToolError
-from ds_zipccl.cli.tables import Column
+from ds_zipccl.cli.tables import Column, alike
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +32,7 @@ COLUMNS = (
     Column("ratio", ".3f", 7),
     Column("plain_ratio", ".3f"),
     *(Column(f"{name}_gbps", ".2f") for name in (*_STEPS[1:], "memcpy")),
-    Column("encode_plain", ".3f"),
-    Column("decode_plain", ".3f"),
-    Column("encode_memcpy", ".3f"),
-    Column("decode_memcpy", ".3f"),
+    *alike("encode_plain decode_plain encode_memcpy decode_memcpy", ".3f"),
     Column("wrong", "d"),
 )
 

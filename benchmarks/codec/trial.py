@@ -166,7 +166,7 @@ def spoil(back: torch.Tensor, tensor: torch.Tensor) -> None:
     """Fill the output of a trial with the complement of every bit."""
     import torch
 
-    from ds_zipccl.cli.exponents import words
+    from ds_zipccl.benchmarks.exponents import words
 
     torch.bitwise_not(words(tensor), out=words(back))
 
@@ -215,7 +215,7 @@ class FrameTrial:
 
 def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Rows of one tensor, one for each coder; the tensor is made once."""
-    from ds_zipccl.cli.exponents import Fields, exponents
+    from ds_zipccl.benchmarks.exponents import Fields, exponents
 
     tensor = source.load()
     floating = tensor.is_floating_point()
@@ -288,7 +288,7 @@ def run(
 
 def wrong_of(got: torch.Tensor, wanted: torch.Tensor) -> int:
     """Elements whose bits differ; all of them if the sizes differ."""
-    from ds_zipccl.cli.exponents import differing
+    from ds_zipccl.benchmarks.exponents import differing
 
     return differing(got, wanted) if got.numel() == wanted.numel() else wanted.numel()
 

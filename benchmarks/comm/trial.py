@@ -20,9 +20,9 @@ import torch.distributed as dist
 from ds_zipccl import comm, devices, ops
 from ds_zipccl.benchmarks.comm.cases import Calibration, Case, bandwidths, elements
 from ds_zipccl.benchmarks.comm.variants import VARIANTS, Variant
+from ds_zipccl.benchmarks.exponents import differing, words
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.cli.exponents import differing, words
 from ds_zipccl.comm.host import calibration
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules

@@ -35,8 +35,7 @@ COLUMNS = (
     Column("ranks", "d"),
     Column("link", width=8),
     Column("variant"),
-    Column("measured_ms", ".1f"),
-    Column("predicted_ms", ".1f"),
+    *tables.alike("measured_ms predicted_ms", ".1f"),
     Column("off", ".2f", 5),
     Column("ideal_ms", ".1f"),
 )

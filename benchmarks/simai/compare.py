@@ -48,11 +48,9 @@ COLUMNS = (
     Column("gpus", ",d"),
     Column("network", width=9),
     Column("calls", ",d"),
-    Column("simai_ms", ".1f", 9),
-    Column("ours_ms", ".1f", 9),
+    *tables.alike("simai_ms ours_ms", ".1f", 9),
     Column("off", "+.0%"),
-    Column("simai_sizes_ms", ".1f"),
-    Column("ours_hop_ms", ".1f"),
+    *tables.alike("simai_sizes_ms ours_hop_ms", ".1f"),
     Column("off_hop", "+.0%"),
 )
 

@@ -82,7 +82,7 @@ from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
 from ds_zipccl.benchmarks.train.results import ZEROPP, judge, rows
 from ds_zipccl.benchmarks.train.trial import WORKLOADS, Results, Training, find_script, run
 from ds_zipccl.cli import ToolError
-from ds_zipccl.cli.tables import Column, Table, complain, say, write_json
+from ds_zipccl.cli.tables import Column, Table, alike, complain, say, write_json
 from ds_zipccl.config import ConfigError, parse_section
 
 #: Columns of the first stage of a pipeline.
@@ -285,25 +285,20 @@ def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
     experts = (Column("ep_ms", ".1f", 8),) if any(WORKLOADS[name].experts for name in args.workload) else ()
     return (
         Column("workload"),
-        Column("ranks", "d"),
-        Column("nodes", "d"),
+        *alike("ranks nodes", "d"),
         Column("link", width=max(len(link.name(spec)) for spec in args.link)),
         Column("variant", width=max(map(len, args.variants))),
-        Column("step_ms", ".1f", 8),
-        Column("comm_ms", ".1f", 8),
+        *alike("step_ms comm_ms", ".1f", 8),
         Column("exchange_ms", ".1f"),
         Column("quiet_ms", ".1f", 8),
-        Column("of_plain", ".3f"),
-        Column("of_coded", ".3f"),
+        *alike("of_plain of_coded", ".3f"),
         *experts,
         *(Column(key, ".1f") for key in STAGE_TIMES if stages),
-        Column("logical_bytes", ",d", 15),
-        Column("wire_bytes", ",d", 15),
+        *alike("logical_bytes wire_bytes", ",d", 15),
         *more,
         Column("gather_ratio", ".1f"),
         Column("step_m", ".4f"),
         Column("loss_last", ".6f"),
         Column("params_sha256", width=16),
-        Column("speedup", ".3f"),
-        Column("comm_speedup", ".3f"),
+        *alike("speedup comm_speedup", ".3f"),
     )

@@ -34,11 +34,9 @@ COLUMNS = (
     Column("workload", width=8),
     Column("link", width=9),
     Column("comm", ".2f", 6),
-    Column("comm_predicted", ".2f"),
-    Column("comm_off", ".2f"),
+    *tables.alike("comm_predicted comm_off", ".2f"),
     Column("step", ".2f", 6),
-    Column("step_predicted", ".2f"),
-    Column("step_off", ".2f"),
+    *tables.alike("step_predicted step_off", ".2f"),
 )
 
 

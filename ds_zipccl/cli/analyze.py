@@ -86,8 +86,14 @@ def main(args: argparse.Namespace) -> int:
     """Run ``analyze``; 1 if any element came back wrong, else 0."""
     if args.file != "-" and args.data:
         raise ToolError(f"--data is for synthetic data: write - instead of {args.file}")
-    drawing = _drawing(args.block) if args.plot else None
-    tensors = dict(_synthetic(args)) if args.file == "-" else _stored(args.file)
+    from ds_zipccl.cli import files
+
+    drawing = None
+    if args.plot:
+        from ds_zipccl.benchmarks.plots import Histograms
+
+        drawing = Histograms(args.block)
+    tensors = dict(_synthetic(args)) if args.file == "-" else files.tensors(args.file)
     if not tensors:
         raise ToolError(f"{args.file} holds no tensor")
     columns = _columns(max(map(len, tensors)))
@@ -102,9 +108,7 @@ def main(args: argparse.Namespace) -> int:
     table.add(rows[-1])
     if lossy:
         tables.say("")
-        second = tables.Table((columns[0], *LOSSY_COLUMNS))
-        for row in lossy:
-            second.add(row)
+        tables.show((columns[0], *LOSSY_COLUMNS), lossy)
     if drawing:
         title = ", ".join(tensors) if args.file == "-" else args.file
         drawing.save(args.plot, title)
@@ -119,19 +123,12 @@ def _columns(name_width: int) -> tuple[Column, ...]:
         Column("dtype", width=13),
         Column("numel", ",d", 13),
         Column("zeros", ".1%", 6),
-        Column("entropy", ".3f"),
-        Column("block_entropy", ".3f"),
+        *tables.alike("entropy block_entropy", ".3f"),
         Column("bound", ".3f", 6),
         Column("ratio", ".3f", 7),
         Column("wrong", "d"),
         Column("modes"),
     )
-
-
-def _drawing(block: int) -> Histograms:
-    from ds_zipccl.benchmarks.plots import Histograms
-
-    return Histograms(block)
 
 
 def _synthetic(args: argparse.Namespace) -> Iterable[tuple[str, Loader]]:
@@ -142,33 +139,22 @@ def _synthetic(args: argparse.Namespace) -> Iterable[tuple[str, Loader]]:
             yield f"{spec} {dtype}", partial(spec.make, args.numel, dtype)
 
 
-def _stored(path: str) -> dict[str, Loader]:
-    from ds_zipccl.cli.files import tensors
-
-    return tensors(path)
-
-
 def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histograms | None) -> dict[str, Any]:
     """Row of a tensor, which is also counted in ``drawing``. The total adds up the keys without a column."""
     import torch
 
     from ds_zipccl import codecs
-    from ds_zipccl.cli.exponents import MODES, Fields, block_tables, differing, exponents
+    from ds_zipccl.benchmarks.exponents import MODES, Fields, block_tables, differing, exponents
 
     nbytes = tensor.numel() * tensor.element_size()
     row: dict[str, Any] = {
         "name": name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "numel": tensor.numel(),
-        "zeros": None,
-        "entropy": None,
-        "block_entropy": None,
-        "bound": 1.0,
-        "ratio": 1.0,
+        **dict.fromkeys(("zeros", "entropy", "block_entropy")),
+        **dict.fromkeys(("bound", "ratio"), 1.0),
         "wrong": 0,
-        "logical_bytes": nbytes,
-        "bound_bytes": nbytes,
-        "frame_bytes": nbytes,
+        **dict.fromkeys(("logical_bytes", "bound_bytes", "frame_bytes"), nbytes),
         "modes": {},
     }
     if tensor.dtype not in codecs.CODED_DTYPES or tensor.layout != torch.strided or not tensor.numel():
@@ -241,7 +227,7 @@ def _lossy_rows(
 
 def wrong(tensor: torch.Tensor, rounded: torch.Tensor, decoded: torch.Tensor) -> int:
     """Return the number of decoded elements that are not the rounded ones, and of values that were not finite and have changed."""
-    from ds_zipccl.cli.exponents import differing
+    from ds_zipccl.benchmarks.exponents import differing
 
     lost = ~tensor.isfinite().flatten()
     return differing(decoded, rounded) + differing(rounded.flatten()[lost], tensor.flatten()[lost])

@@ -35,7 +35,6 @@ The exit status is 1 if a hook is missing, or with ``--check`` if a prediction i
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 from typing import Any
@@ -51,9 +50,7 @@ from ds_zipccl.cli.tables import Column
 COLUMNS = (
     Column("what", width=20),
     Column("role", width=10),
-    Column("plain_ms", ".1f", 10),
-    Column("coded_ms", ".1f", 10),
-    Column("ms", ".1f", 10),
+    *tables.alike("plain_ms coded_ms ms", ".1f", 10),
     Column("speedup", ".2f"),
     Column("choice", width=9),
     Column("reason"),
@@ -65,18 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--ds-config", metavar="FILE", help="the DeepSpeed config of the job (none: link, codec and hooks alone)")
     option("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 7e9")
+    option("--trainable", **tables.TRAINABLE)
     option(
-        "--trainable",
-        type=tables.count(1e15),
-        metavar="P",
-        help="parameters that are trained, such as 20e6 with LoRA (all)",
+        "--step-ms", type=tables.positive, metavar="MS", help="milliseconds of a step without communication, measured"
     )
-    option("--step-ms", type=_positive, metavar="MS", help="milliseconds of a step without communication, measured")
     option("--sample", metavar="FILE", help="safetensors or torch file of tensors like the job's (normal values)")
-    option("--delta-ratio", type=_positive, metavar="R", help="ratio of differences of parameters (4)")
+    option("--delta-ratio", type=tables.positive, metavar="R", help="ratio of differences of parameters (4)")
     option("--ranks", type=int, default=2, metavar="N", help="processes on this machine, without a launcher (2)")
     link.add_arguments(parser)
-    option("--timeout", type=_positive, default=30, metavar="S", help="seconds until the doctor gives up (30)")
+    option("--timeout", type=tables.positive, default=30, metavar="S", help="seconds until the doctor gives up (30)")
     option("--json", metavar="FILE", help="write everything here too")
     doctor_check.add_arguments(parser)
 
@@ -101,9 +95,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.step_ms is not None and args.params is None:
         raise ToolError("--step-ms is for predictions: name --params too, the number of parameters of the model")
     if args.trainable is not None and not args.trainable <= (args.params or 0):
-        raise ToolError(
-            f"--trainable is a part of --params: wanted is at most that, got {args.trainable:g} of {args.params}"
-        )
+        got = f"{args.trainable:g} of {args.params}"
+        raise ToolError(f"--trainable is a part of --params: wanted is at most that, got {got}")
     if args.params is not None and args.ds_config is None:
         raise ToolError("--params is for predictions: name --ds-config too, the DeepSpeed config of the job")
     if args.ranks < 2:
@@ -127,9 +120,8 @@ def _take_part(args: argparse.Namespace) -> int:
     first = os.environ["RANK"] == "0"
     if first:
         tables.complain(f"# waiting for {os.environ['WORLD_SIZE']} ranks, loading DeepSpeed")
-    found = doctor_ranks.meet(
-        lambda: "" if args.ds_config is None else repr(user_job.read(args.ds_config)), args.timeout
-    )
+    config = args.ds_config
+    found = doctor_ranks.meet(lambda: "" if config is None else repr(user_job.read(config)), args.timeout)
     if first:
         tables.complain("# measuring link and codec")
     profile = doctor_ranks.measure()
@@ -138,32 +130,28 @@ def _take_part(args: argparse.Namespace) -> int:
     if not first:
         return int(bool(missing))
     ranks = len(found.reports)
-    about = {name: getattr(profile, name) / 1e9 for name in ("encode", "decode", "add", "copy", "add_raw")}
-    coding = ", ".join(f"{name} {speed:.1f}" for name, speed in about.items())
+    speeds = ("encode", "decode", "add", "copy", "add_raw")
+    coding = ", ".join(f"{name} {getattr(profile, name) / 1e9:.1f}" for name in speeds)
     tables.say(
         f"link:  gloo, {ranks} ranks on {found.nodes} {'node' if found.nodes == 1 else 'nodes'}: "
         f"{8e-6 * profile.bandwidth:.0f} Mbit/s, a small message {1e6 * profile.alpha:.0f} us"
     )
     tables.say(f"codec: {coding} GB/s, one thread")
     tables.say(f"hooks: {len(found.reports[0].hooks)} modules of DeepSpeed known, {len(missing)} missing")
-    for line in missing:
+    for line in (*missing, f"to do: {_remedy(found)}") if missing else ():
         tables.say(f"       {line}")
-    if missing:
-        tables.say(f"       to do: {_remedy(found)}")
     more: dict[str, Any] = {
         "ranks": ranks,
         "nodes": found.nodes,
         "profile": profile.to_json(),
         "hooks": [dict(report.hooks) for report in found.reports],
         "missing": missing,
+        "rows": [],
     }
-    rows: list[dict[str, Any]] = []
-    if args.ds_config is not None:
-        predicted = _predict(args, found, profile)
-        rows = predicted.pop("rows")
-        more |= predicted
+    if config is not None:
+        more |= _predict(args, found, profile)
     if args.json:
-        tables.write_json(args.json, rows, args.command, **more)
+        tables.write_json(args.json, more.pop("rows"), args.command, **more)
     return int(bool(missing))
 
 
@@ -180,10 +168,8 @@ def _missing(found: Ranks) -> list[str]:
 def _remedy(found: Ranks) -> str:
     if any(doctor_ranks.DEEPSPEED in report.hooks for report in found.reports):
         return "pip install deepspeed where it is missing; pip install 'ds-zipccl[deepspeed]' brings one"
-    return (
-        "pip install ds_zipccl where the job runs, or a release of it that knows this DeepSpeed; "
-        "report has the cause in its section activation"
-    )
+    known = "pip install ds_zipccl where the job runs, or a release of it that knows this DeepSpeed"
+    return f"{known}; report has the cause in its section activation"
 
 
 def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, Any]:
@@ -209,18 +195,14 @@ def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, 
     ratios = job_plan.ratios(job.dtype, args.sample, args.delta_ratio)
     tables.say(f"ratio: {ratios.values:.3f}, {ratios.about}")
     rows = job_plan.predict(job, args.params, ranks, profile, ratios, device, args.trainable)
-    table = tables.Table(COLUMNS)
-    for row in rows:
-        table.add(row)
-    total = next(row for row in rows if row["what"] == TOTAL)
+    total = next(row for row in tables.show(COLUMNS, rows) if row["what"] == TOTAL)
     speedup = None if args.step_ms is None else job_plan.step_speedup(total, args.step_ms)
     step = "step not predicted without --step-ms" if speedup is None else f"step {speedup:.2f}x"
     tables.say(f"expected: communication {total['speedup']:.2f}x of gloo's own schedules, {step}")
     if found.nodes == 1:
         shared = f"{ranks} ranks share the cores of one machine{'' if args.link[0] else ' and its loopback'}"
-        notes.append(
-            f"this does not hold here: {shared}, where coding takes time from computing; it is for one rank a node"
-        )
+        why = f"{shared}, where coding takes time from computing"
+        notes.append(f"this does not hold here: {why}; it is for one rank a node")
         tables.say(f"       {notes[-1]}")
     return {
         "rows": rows,
@@ -230,14 +212,3 @@ def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, 
         "comm_speedup": total["speedup"],
         "step_speedup": speedup,
     }
-
-
-def _positive(text: str) -> float:
-    """A finite number above 0 (argparse type)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0; write 7e9 or 420")
-    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -22,8 +23,6 @@ from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
 from ds_zipccl.cli import ToolError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
     from ds_zipccl.policy.cost_model import LinkProfile
 
 #: Variables by which a launcher tells a process its place.
@@ -181,11 +180,12 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
         mine = RankReport(
             socket.gethostname(), _printable(error), hashlib.sha256(text.encode()).hexdigest(), hooks_found()
         )
-        store.set(_key(rank), mine.to_bytes())
-        reports = tuple(_report(store, peer) for peer in range(ranks))
-        store.set(_read(rank), b"")
+        keys = [f"ds_zipccl/doctor/{peer}" for peer in range(ranks)]
+        store.set(keys[rank], mine.to_bytes())
+        reports = tuple(RankReport.from_bytes(peer, store.get(key)) for peer, key in enumerate(keys))
+        store.set(f"{keys[rank]}/read", b"")
         if not rank:  # the store may be in this process, which may end at once
-            store.wait([_read(peer) for peer in range(ranks)])
+            store.wait([f"{key}/read" for key in keys])
     except ToolError:
         raise
     except (RuntimeError, ValueError, OSError) as problem:
@@ -203,18 +203,6 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
         )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=wait)
     return Ranks(rank, reports)
-
-
-def _key(rank: int) -> str:
-    return f"ds_zipccl/doctor/{rank}"
-
-
-def _read(rank: int) -> str:
-    return f"{_key(rank)}/read"
-
-
-def _report(store: Store, rank: int) -> RankReport:
-    return RankReport.from_bytes(rank, store.get(_key(rank)))
 
 
 def measure() -> LinkProfile:
@@ -263,10 +251,8 @@ def local(words: Sequence[str], ranks: int, network: Network | None, timeout: fl
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
             environment = {**os.environ, **place, **meeting, **interface}
-            if network is None:
-                processes.append(subprocess.Popen(command, env=environment))
-            else:
-                processes.append(network.start(rank, command, env=environment))
+            start = subprocess.Popen if network is None else functools.partial(network.start, rank)
+            processes.append(start(command, env=environment))
         return _first_status(processes, time.monotonic() + timeout)
     finally:
         for process in processes:

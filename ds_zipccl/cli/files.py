@@ -29,9 +29,11 @@ def tensors(path: str) -> dict[str, Loader]:
             head = file.read(16)
     except OSError as error:
         raise ToolError(f"cannot read {path}: {error.strerror}") from error
-    for matches, read in FORMATS:
-        if matches(path, head):
-            return read(path)
+    # a safetensors file begins with a u64 length and a JSON object
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < Path(path).stat().st_size:
+        return _safetensors(path)
+    if head[:2] in (b"PK", b"\x80\x02"):  # a zip archive or, before torch 1.6, a pickle of protocol 2
+        return _torch(path)
     raise ToolError(f"{path} is neither a safetensors file nor a torch file (starts with {head[:8]!r})")
 
 
@@ -69,14 +71,3 @@ def _flatten(prefix: str, node: Any) -> Iterator[tuple[str, Loader]]:
     elif isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
         for index, child in enumerate(node):
             yield from _flatten(f"{prefix}.{index}" if prefix else str(index), child)
-
-
-#: For each format: test of (path, first bytes), and reader. A safetensors file begins with a u64 length and a JSON object. A torch
-#: file is a zip archive or, before torch 1.6, a pickle of protocol 2.
-FORMATS: tuple[tuple[Callable[[str, bytes], bool], Callable[[str], dict[str, Loader]]], ...] = (
-    (
-        lambda path, head: head[8:9] == b"{" and int.from_bytes(head[:8], "little") < Path(path).stat().st_size,
-        _safetensors,
-    ),
-    (lambda path, head: head[:2] in (b"PK", b"\x80\x02"), _torch),
-)

@@ -85,19 +85,8 @@ from ds_zipccl.benchmarks.codec import lossy as lossy_trial
 from ds_zipccl.benchmarks.comm import validate
 from ds_zipccl.benchmarks.links import link
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.planning import rows, speeds
-from ds_zipccl.cli.planning.operations import (
-    CHANGED,
-    COPIED,
-    GRADIENTS,
-    ITEMSIZE,
-    LIVE,
-    LOSSY,
-    SWITCHES,
-    TOTAL,
-    base_memory,
-    traffic,
-)  # fmt: skip
+from ds_zipccl.cli.planning import operations, rows, speeds
+from ds_zipccl.cli.planning.operations import CHANGED, COPIED, LOSSY
 from ds_zipccl.cli.planning.schedules import OWNERS, Coding, DeviceSchedules, HostSchedules, about_lossy, codings
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import DELTA_RATIO
@@ -128,12 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
     option("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
     option("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
-    option(
-        "--trainable",
-        type=tables.count(1e15),
-        metavar="P",
-        help="parameters that are trained, such as 20e6 with LoRA (all)",
-    )
+    option("--trainable", **tables.TRAINABLE)
     option("--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)")
     option(
         "--network", nargs="*", type=speeds.network, metavar="NET",
@@ -148,13 +132,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file of plan --validate --json or bench codec --json with the speeds (this CPU)",
     )
     option("--ratio", type=float, metavar="R", help="ratio of the coding (measured on normal values)")
-    for key, choices in SWITCHES.items():
+    for key, choices in operations.SWITCHES.items():
         about = f"{_ABOUT[key]} ({choices[0]})"
         option(f"--{key.replace('_', '-')}", choices=choices, default=choices[0], help=about)
     option(
         "--live",
-        type=_live,
-        default=LIVE,
+        type=lambda text: 0 if text == "0" else tables.count(1e15)(text),
+        default=operations.LIVE,
         metavar="P",
         help="ZeRO-3: parameters kept from the forward pass for the backward pass: stage3_max_live_parameters and, on top, those of the "
         "last module (1e9)",
@@ -208,19 +192,14 @@ def main(args: argparse.Namespace) -> int:
 
     groups = _on_nccl(args) if nccl else _on_gloo(args)
     planned = [row for each in groups.found.values() for row in rows.step(each)]
-    table = tables.Table(groups.columns)
-    for row in planned:
-        if (len(groups.found) == 1 or row["what"] == TOTAL) and row["variant"] != OWNERS:
-            table.add(row)
+    shown = (row for row in planned if len(groups.found) == 1 or row["what"] == operations.TOTAL)
+    tables.show(groups.columns, (row for row in shown if row["variant"] != OWNERS))
     for remark in _remarks(args, planned):
         tables.say(remark)
     more = groups.more
     if work is not None:
-        more["steps"] = list(rows.whole_steps(args, planned, work))
         tables.say()
-        table = tables.Table(rows.WHOLE_COLUMNS)
-        for row in more["steps"]:
-            table.add(row)
+        more["steps"] = tables.show(rows.WHOLE_COLUMNS, rows.whole_steps(args, planned, work))
     more["answers"] = [rows.answer(where, each) for where, each in groups.found.items()]
     for line in more["answers"]:
         tables.say(line)
@@ -249,7 +228,7 @@ def _on_gloo(args: argparse.Namespace) -> _Groups:
         tables.say(f"        lossy gradients: {about_lossy(args, exponents)}")
     wanted = [*([LOSSY] if args.gradients is not None else []), CHANGED, COPIED]
     coded = codings(args, exponents, wanted)
-    used = {line.coding for line in traffic(args)}
+    used = {line.coding for line in operations.traffic(args)}
     if CHANGED in used:
         tables.say(f"        changed parameters: {_about(coded[CHANGED])}")
     if COPIED in used:
@@ -258,7 +237,7 @@ def _on_gloo(args: argparse.Namespace) -> _Groups:
         tables.say(
             f"        {args.profile} has no speeds of differences and copies: planned as fast as exponents, which flatters them"
         )
-    for line in base_memory(args):
+    for line in operations.base_memory(args):
         tables.say(line)
     where = args.network[0].text if args.network else args.profile
     tables.say(f"network: {where}, gloo: {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU\n")
@@ -276,7 +255,7 @@ def _on_nccl(args: argparse.Namespace) -> _Groups:
     codec = speeds.device_codec(args.gpu_profile, args.dtype)
     tables.say("model of NCCL groups: no GPU has run these schedules yet")
     tables.say(f"codec: {codec.about}")
-    for line in base_memory(args):
+    for line in operations.base_memory(args):
         tables.say(line)
     found: dict[str, rows.Schedules] = {each.text: DeviceSchedules(args, each, codec) for each in networks}
     # "Computed" is the word of the documentation for figures of a model.
@@ -290,10 +269,12 @@ def _about(coding: Coding, *more: str) -> str:
 
 def _remarks(args: argparse.Namespace, planned: Sequence[dict[str, Any]]) -> Iterator[str]:
     if args.backend == "gloo":
-        if args.gradients is not None and any(row["what"] == GRADIENTS and row["speedup"] < 1 for row in planned):
+        if args.gradients is not None and any(
+            row["what"] == operations.GRADIENTS and row["speedup"] < 1 for row in planned
+        ):
             yield 'lossy gradients take longer than plain ones, and "auto" does not pass them: take the codec out'
         return
-    if any(line.coded_op for line in traffic(args)) and not args.round_robin:
+    if any(line.coded_op for line in operations.traffic(args)) and not args.round_robin:
         yield "few ranks own a bucket that is smaller than the model: round_robin_gradients is faster, see --round-robin"
     if args.tflops is None:
         yield "these are times of communication alone; --tflops and --tokens add computing, and a step is sped up less"
@@ -335,8 +316,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ToolError(
             f"wanted are at least two nodes with equally many GPUs, got {got}; inside a node nothing is planned"
         )
-    if args.dtype not in ITEMSIZE:
-        raise ToolError(f"--dtype is one of {', '.join(ITEMSIZE)}, got {args.dtype}")
+    if args.dtype not in operations.ITEMSIZE:
+        raise ToolError(f"--dtype is one of {', '.join(operations.ITEMSIZE)}, got {args.dtype}")
     if args.accumulation < 1:
         raise ToolError(f"--accumulation must be at least 1, got {args.accumulation}")
     if args.zero3_base in ("host", "device") and (args.zero != 3 or args.delta == "off"):
@@ -358,8 +339,3 @@ def _check_gloo(args: argparse.Namespace) -> None:
         raise ToolError("wanted is one --network such as 10gbit/node, or a --profile with the rate of a link")
     if not args.network and not speeds.read(args.profile, args.dtype).link:
         raise ToolError(f"{args.profile} has no rate of the link: add --network")
-
-
-def _live(text: str) -> int:
-    """The argparse type of a number of parameters, which may be 0."""
-    return 0 if text == "0" else tables.count(1e15)(text)

@@ -15,8 +15,12 @@ import os
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.cli import tables
+
+if TYPE_CHECKING:
+    from ds_zipccl.config import ZipcclConfig
 
 ENTRY_GROUP = "torch.backends"
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own; 0 turns every autoload off
@@ -53,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     sections = SECTIONS | {"routes": functools.partial(routes, args.route)}
     found = {name: attempt(section) for name, section in sections.items()}
     for name, lines in {"versions": tables.versions(), **found}.items():
-        tables.say(f"{name}")
+        tables.say(name)
         width = max(map(len, lines), default=0)
         for key, text in lines.items():
             tables.say(f"  {key:{width}}  {text}")
@@ -69,10 +73,8 @@ def main(args: argparse.Namespace) -> int:
         works = any(reason == USABLE or reason.startswith(COMPILES) for reason in found["routes"].values())
         useless = [] if works else [args.route]
     no_route = "no route {} works here" if args.route else "no route for {} tensors works here, so they cannot be coded"
-    for names, said in (
-        (incomplete, "not every route for {} tensors works here, as --require wants"),
-        (useless, no_route),
-    ):
+    not_every = "not every route for {} tensors works here, as --require wants"
+    for names, said in ((incomplete, not_every), (useless, no_route)):
         if names:
             listed = " and ".join(dict.fromkeys(name if name == args.route else name.upper() for name in names))
             tables.say(f"{said.format(listed)}; the reasons are under routes")
@@ -102,39 +104,44 @@ def attempt(section: Callable[[], Mapping[str, str]]) -> dict[str, str]:
         return {"unknown": f"{type(error).__name__}: {error}"}
 
 
+def _told(fact: Callable[[], str]) -> str:
+    """A fact, or the reason why it is unknown."""
+    return attempt(lambda: {"unknown": fact()})["unknown"]
+
+
 def machine() -> Mapping[str, str]:
     facts = tables.machine()
     return {
         "system": facts["system"],
         "processor": f"{facts['processor']}, {facts['processors']} usable",
         "memory": f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown",
-        "C++ compiler": attempt(_compiler).popitem()[1],
-        "CUDA": attempt(_cuda).popitem()[1],
-        "CuPy": attempt(_cupy).popitem()[1],
+        "C++ compiler": _told(_compiler),
+        "CUDA": _told(_cuda),
+        "CuPy": _told(_cupy),
     }
 
 
-def _compiler() -> Mapping[str, str]:
+def _compiler() -> str:
     from ds_zipccl.kernels import build
 
     command = build.compiler()
     answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
-    return {"compiler": f"{shlex.join(command)}: {answer.splitlines()[0]}"}
+    return f"{shlex.join(command)}: {answer.splitlines()[0]}"
 
 
-def _cuda() -> Mapping[str, str]:
+def _cuda() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return {"cuda": "no device" if torch.version.cuda else "this torch is built without it"}
+        return "no device" if torch.version.cuda else "this torch is built without it"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cuda": f"{torch.version.cuda}: {', '.join(names)}"}
+    return f"{torch.version.cuda}: {', '.join(names)}"
 
 
-def _cupy() -> Mapping[str, str]:
+def _cupy() -> str:
     from ds_zipccl.kernels.cuda import cupy_kernels
 
-    return {"cupy": cupy_kernels.version().removeprefix("CuPy ")}
+    return cupy_kernels.version().removeprefix("CuPy ")
 
 
 def routes(only: str | None = None) -> Mapping[str, str]:
@@ -147,11 +154,11 @@ def routes(only: str | None = None) -> Mapping[str, str]:
         for name, reason in kernels.why(device, only).items()
     }
     if only == "cupy" and "cuda" not in _devices():
-        found["cuda cupy"] = attempt(_compiled).popitem()[1]
+        found["cuda cupy"] = _told(_compiled)
     return found
 
 
-def _compiled() -> Mapping[str, str]:
+def _compiled() -> str:
     """Compile the kernels for the devices of users, because there is no device that could run them."""
     from ds_zipccl.kernels.cuda import cupy_kernels
 
@@ -159,7 +166,7 @@ def _compiled() -> Mapping[str, str]:
         name = cupy_kernels.architecture(capability)
         tables.complain(f"# compiling for sm_{name}, {number} of {len(COMPILED)}; half a minute where it is not kept")
         cupy_kernels.cubins(capability)
-    return {"cuda cupy": f"{COMPILES}{', '.join(f'{major}{minor}' for major, minor in COMPILED)}; no device here"}
+    return f"{COMPILES}{', '.join(f'{major}{minor}' for major, minor in COMPILED)}; no device here"
 
 
 def builders() -> Mapping[str, str]:
@@ -183,25 +190,29 @@ def activation() -> Mapping[str, str]:
     return {
         f"entry point in {ENTRY_GROUP}": state,
         "DS_ZIPCCL means": _section(),
-        "on groups that DeepSpeed makes here": attempt(_coverage).popitem()[1],
+        "on groups that DeepSpeed makes here": _told(_coverage),
     }
 
 
-def _coverage() -> Mapping[str, str]:
-    from ds_zipccl.config import DEFAULT, environment_section, parse_section
+def _coverage() -> str:
     from ds_zipccl.integration.start_line import coverage_here
 
+    return coverage_here(_of_environment()[1])
+
+
+def _of_environment() -> tuple[dict[str, Any] | None, ZipcclConfig]:
+    """The section that DS_ZIPCCL stands for, and its config, or None and the default one."""
+    from ds_zipccl.config import DEFAULT, environment_section, parse_section
+
     section = environment_section()
-    return {"coverage": coverage_here(DEFAULT if section is None else parse_section(section))}
+    return section, DEFAULT if section is None else parse_section(section)
 
 
 def _section() -> str:
-    from ds_zipccl.config import ConfigError, environment_section, parse_section
+    from ds_zipccl.config import ConfigError
 
     try:
-        section = environment_section()
-        if section is not None:
-            parse_section(section)
+        section, _ = _of_environment()
     except ConfigError as error:
         return f"invalid: {error}"
     return "nothing, the config file decides" if section is None else str(section)
@@ -210,36 +221,38 @@ def _section() -> str:
 def nccl() -> Mapping[str, str]:
     """NCCL's version, the key that codes NCCL groups, and the variables of :data:`NCCL_VARIABLES`."""
     return {
-        "version": attempt(_nccl_version).popitem()[1],
-        'key "nccl"': attempt(_nccl_key).popitem()[1],
-        **{name: f"{os.environ.get(name) or '(unset)':12}  {effect}" for name, effect in NCCL_VARIABLES.items()},
+        "version": _told(_nccl_version),
+        'key "nccl"': _told(_nccl_key),
+        **_variables(NCCL_VARIABLES),
     }
 
 
-def _nccl_version() -> Mapping[str, str]:
+def _variables(about: Mapping[str, str]) -> dict[str, str]:
+    """Values of environment variables, each with its meaning or effect."""
+    return {name: f"{os.environ.get(name) or '(unset)':12}  {text}" for name, text in about.items()}
+
+
+def _nccl_version() -> str:
     import torch
     import torch.distributed as dist
 
     if not dist.is_nccl_available():
-        return {"version": "this torch is built without it"}
-    return {"version": ".".join(map(str, torch.cuda.nccl.version()))}
+        return "this torch is built without it"
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _nccl_key() -> Mapping[str, str]:
-    from ds_zipccl.config import DEFAULT, environment_section, parse_section
-
-    section = environment_section()
-    value = (DEFAULT if section is None else parse_section(section)).nccl
+def _nccl_key() -> str:
+    section, config = _of_environment()
+    value = config.nccl
     whence = "the default; DS_ZIPCCL is unset, and the config file decides" if section is None else "in DS_ZIPCCL"
     meaning = "NCCL groups are coded" if value == "on" else "NCCL groups pass through uncoded"
-    return {"nccl": f"{value}, {whence}: {meaning}"}
+    return f"{value}, {whence}: {meaning}"
 
 
 def environment() -> Mapping[str, str]:
     from ds_zipccl.config import ENVIRONMENT
 
-    told = {name: meaning for name, meaning in ENVIRONMENT.items() if name not in NCCL_VARIABLES}
-    return {name: f"{os.environ.get(name) or '(unset)':12}  {meaning}" for name, meaning in told.items()}
+    return _variables({name: meaning for name, meaning in ENVIRONMENT.items() if name not in NCCL_VARIABLES})
 
 
 def cache() -> Mapping[str, str]:
@@ -254,12 +267,7 @@ def cache() -> Mapping[str, str]:
     }
 
 
+#: The sections by name, in their order.
 SECTIONS: dict[str, Callable[[], Mapping[str, str]]] = {
-    "machine": machine,
-    "routes": routes,
-    "builders": builders,
-    "activation": activation,
-    "nccl": nccl,
-    "environment": environment,
-    "cache": cache,
+    section.__name__: section for section in (machine, routes, builders, activation, nccl, environment, cache)
 }

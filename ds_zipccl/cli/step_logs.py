@@ -76,20 +76,18 @@ def _parse(line: bytes) -> Step:
     rates = found.get("lr", [])
     if not isinstance(rates, list) or not all(type(rate) in (int, float) and abs(rate) < _MOST for rate in rates):
         raise _Malformed(f'"lr" is {_short(rates)}, wanted a list of finite numbers')
-    sent = {role: _sent(_role(role), counts) for role, counts in _object(found, "roles").items()}
+    from ds_zipccl.config import ROLES
+
+    sent = {}
+    for role, counts in _object(found, "roles").items():
+        if role not in ROLES:
+            raise _Malformed(f"got the role {_short(role)}, wanted one of {', '.join(ROLES)}")
+        sent[role] = _sent(role, counts)
     kinds = {kind: _sent(kind, counts) for kind, counts in _object({"kinds": {}} | found, "kinds").items()}
     differences = _object(found, "differences")
     for reason in differences:
         _count(differences, reason)
     return Step(_count(found, "step"), tuple(map(float, rates)), sent, differences, kinds)
-
-
-def _role(role: str) -> str:
-    from ds_zipccl.config import ROLES
-
-    if role not in ROLES:
-        raise _Malformed(f"got the role {_short(role)}, wanted one of {', '.join(ROLES)}")
-    return role
 
 
 def _sent(role: str, counts: Any) -> tuple[int, int, int]:

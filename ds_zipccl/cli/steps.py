@@ -26,7 +26,7 @@ from ds_zipccl.cli.step_logs import Step, read
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.telemetry import counters
 
-_RATIOS = ("mean", "min", "max", "ratio", "first", "middle", "last")
+_RATIOS = "mean min max ratio first middle last"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,11 +44,8 @@ def main(args: argparse.Namespace) -> int:
         from ds_zipccl.benchmarks import plots  # before reading: matplotlib may be missing
     logs = {path: read(path, args.from_step) for path in args.files}
     columns = (Column("file", width=max(map(len, logs))), Column("role", width=15), Column("steps", ",d", 7))
-    table, found = tables.Table((*columns, *(Column(name, ".3f", 7) for name in _RATIOS))), []
-    for path, steps in logs.items():
-        for row in rows(path, steps):
-            table.add(row)
-            found.append(row)
+    every = (row for path, steps in logs.items() for row in rows(path, steps))
+    found = tables.show((*columns, *tables.alike(_RATIOS, ".3f", 7)), every)
     reasons = {
         path: dict(sum((Counter(step.differences) for step in steps), Counter())) for path, steps in logs.items()
     }
@@ -70,10 +67,7 @@ def rows(path: str, steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
         ratios = [ratio for step in steps if (ratio := step.ratio(role)) is not None]
         row = {"file": path, "role": role, "steps": len(ratios)}
         row |= {"mean": math.fsum(ratios) / len(ratios), "min": min(ratios), "max": max(ratios)}
-        yield row | {name: _ratio_over(part, role) for name, part in parts.items()}
-
-
-def _ratio_over(steps: Sequence[Step], role: str) -> float | None:
-    """All logical bytes / all wire bytes; None if the role sent nothing."""
-    counts = [parts[role] for step in steps if role in (parts := step.parts())]
-    return counters.ratio(*map(sum, zip(*counts, strict=True))) if counts else None
+        for name, part in parts.items():
+            counts = [sent[role] for step in part if role in (sent := step.parts())]
+            row[name] = counters.ratio(*map(sum, zip(*counts, strict=True))) if counts else None
+        yield row

@@ -55,6 +55,11 @@ class Column:
         return text.rjust(width) if self.style else text.ljust(width)
 
 
+def alike(keys: str, style: str, width: int = 0) -> tuple[Column, ...]:
+    """Columns of one style and width; ``keys``: separated by spaces."""
+    return tuple(Column(key, style, width) for key in keys.split())
+
+
 class Table:
     """A table that prints each row at once; the widths of its columns are therefore fixed in advance."""
 
@@ -68,6 +73,15 @@ class Table:
             self._begun = True
             say(" ".join(column.align(column.head) for column in self._columns).rstrip())
         say(" ".join(column.align(column.text(row[column.key])) for column in self._columns).rstrip())
+
+
+def show(columns: Sequence[Column], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print rows as a table, each at once, and return them."""
+    table, shown = Table(columns), []
+    for row in rows:
+        table.add(row)
+        shown.append(row)
+    return shown
 
 
 def say(line: str = "") -> None:
@@ -121,19 +135,40 @@ def _processor() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
+def _number(text: str) -> float:
+    """The number that a text is; NaN where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def positive(text: str) -> float:
+    """A finite number above 0 (argparse type)."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0; write 7e9 or 420")
+    return value
+
+
 def count(most: float) -> Callable[[str], int]:
     """The argparse type of a number from 1 to ``most``, such as 70e9."""
 
     def parsed(text: str) -> int:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+        value = _number(text)
         if not 1 <= value <= most or value != int(value):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:g}; write 1024 or 70e9")
         return int(value)
 
     return parsed
+
+
+#: The option ``--trainable`` of ``plan`` and ``doctor``.
+TRAINABLE: dict[str, Any] = {
+    "type": count(1e15),
+    "metavar": "P",
+    "help": "parameters that are trained, such as 20e6 with LoRA (all)",
+}
 
 
 def check_outputs(args: argparse.Namespace) -> None:

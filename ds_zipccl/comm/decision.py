@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,6 @@ from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, cost_model, row_rules, send_rules, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason
@@ -144,34 +143,25 @@ def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decis
 
 def open_device_context(request: Request, decision: Decision) -> DeviceContext:
     """Return the context of a request whose frames stay on the device. Every rank calls in program order."""
-    group = resolve_group(request.group)
-    return DeviceContext(
-        request.op,
-        group,
-        request.config,
-        request.role,
-        decision.codec,
-        request.tensor.device,
-        with_base=decision.with_base,
-    )
+    return DeviceContext(*_call(request, decision), with_base=decision.with_base)
 
 
 def open_context(request: Request, decision: Decision) -> OpContext:
     """Return the context of a request, with the next tags of its group. Every rank calls in program order."""
-    group = resolve_group(request.group)
     return OpContext(
-        request.op,
-        group,
-        request.config,
-        request.role,
-        decision.codec,
-        request.tensor.device,
-        nodes=group_nodes(group) if decision.by_node else (),
+        *_call(request, decision),
+        nodes=group_nodes(resolve_group(request.group)) if decision.by_node else (),
         with_base=decision.with_base,
         sums=decision.frames and request.reduce_op is not None,
         rows=row_rules.may_have_rows(request.config, request.op, request.role, decision.codec),
         lossy=decision.lossy,
     )
+
+
+def _call(request: Request, decision: Decision) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str, torch.device]:
+    """Return the arguments that contexts of all kinds have."""
+    group = resolve_group(request.group)
+    return request.op, group, request.config, request.role, decision.codec, request.tensor.device
 
 
 def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:
@@ -198,13 +188,9 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
     if found is None:
         if len(decisions) >= REMEMBERED:
             decisions.clear()
-        message = message_of(
-            request.op,
-            kind,
-            request.numel,
-            state,
-            request.role,
-            name or None,
+        message = replace(
+            _message_of(request.op, kind, request.numel, state, request.role),
+            reduce_op=name or None,
             nodes=len(request.nodes),
             based=request.based,
             plain_sums=request.plain_sums,
@@ -214,20 +200,8 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
     return found[:2]
 
 
-def message_of(
-    op: str,
-    kind: TensorKind,
-    numel: int | None,
-    state: GroupState,
-    role: str,
-    reduce_op: str | None = None,
-    *,
-    nodes: int = 0,
-    based: bool = False,
-    plain_sums: bool = False,
-    lossy: LossyCodec | None = None,
-) -> Message:
-    """Describe ``numel`` elements of tensors of a kind to the policy."""
+def _message_of(op: str, kind: TensorKind, numel: int | None, state: GroupState, role: str) -> Message:
+    """Describe ``numel`` elements of tensors of a kind to the policy; no sum, no base, nothing lossy."""
     return Message(
         op=op,
         dtype=kind.dtype,
@@ -236,11 +210,6 @@ def message_of(
         device=kind.device if kind.layout == torch.strided else f"{kind.device} ({kind.layout})",
         backend=state.backend(kind.device),
         role=role,
-        reduce_op=reduce_op,
-        nodes=nodes,
-        based=based,
-        plain_sums=plain_sums,
-        lossy=lossy,
     )
 
 
@@ -300,7 +269,7 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     """
     if tensors.is_traced(type(tensor)):
         return Decision.passing(PassReason.TRACED)
-    admitted = admission.admit(message_of(op, TensorKind.of(tensor), tensor.numel(), state, role), config)
+    admitted = admission.admit(_message_of(op, TensorKind.of(tensor), tensor.numel(), state, role), config)
     if not admitted.frames:
         return admitted
     _refuse_capture(op, tensor.device)

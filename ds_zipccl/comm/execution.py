@@ -137,9 +137,7 @@ def _copy_back(written: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor])
 
 
 def _execute_coded(choice: Choice, request: Request, schedule: Schedule) -> Any:
-    shadow: Shadow | LossyShadow | None = None
-    if request.config.check == "shadow":
-        shadow = _shadow(request, choice.decision.lossy)
+    shadow = _shadow(request, choice.decision.lossy)
     # After the shadow: the context's work on a device follows what is on the caller's stream now, the shadow's copies of tensors that our
     # schedule writes over among it.
     ctx = open_context(request, choice.decision)
@@ -199,8 +197,10 @@ def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
     )
 
 
-def _shadow(request: Request, lossy: LossyCodec | None) -> Shadow | LossyShadow:
-    """Start the plain collective beside a call whose values ``lossy`` changes, if any."""
+def _shadow(request: Request, lossy: LossyCodec | None = None) -> Shadow | LossyShadow | None:
+    """Start the plain collective beside a checked call whose values ``lossy`` changes, if any; None where the call is not checked."""
+    if request.config.check != "shadow":
+        return None
     ranks = group_size(request.group)
     if lossy is None:
         return Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
@@ -211,10 +211,7 @@ def _shadow(request: Request, lossy: LossyCodec | None) -> Shadow | LossyShadow:
 
 def _enqueue(choice: Choice, request: Request, schedule: DeviceSchedule) -> Any:
     """Execute a call on a device: the work is on its streams when the call returns. The current stream waits for a blocking call."""
-    shadow = None
-    if request.config.check == "shadow":
-        ranks = group_size(request.group)
-        shadow = Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
+    shadow = _shadow(request)
     with torch.inference_mode(), tensors.undisturbed():
         ctx = open_device_context(request, choice.decision)
         ctx.kind = request.kind

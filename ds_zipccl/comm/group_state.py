@@ -31,39 +31,20 @@ from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.device_rules import DeviceProfile
 
 
-class RawBackoff:
-    """The backoff of one operation and role: after a frame that did not shrink, the next frames are raw, because compressing them is
-    time lost."""
-
-    def __init__(self) -> None:
-        self._left = 0
-
-    def skips(self) -> bool:
-        """Return whether the next frame is raw."""
-        self._left -= self._left > 0
-        return self._left > 0
-
-    def note(self, logical_bytes: int, wire_bytes: int) -> None:
-        """Record the sizes of a compressed frame."""
-        if wire.incompressible(logical_bytes, wire_bytes):
-            self._left = wire.RAW_FRAMES + 1
-
-
 class GroupState:
     """The state of a group that has this rank. The state lives as long as the group, so that a new group starts afresh on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._backoffs: dict[tuple[str, str, bool], RawBackoff] = {}
+        self._backoffs: dict[tuple[str, str, bool], wire.Backoff] = {}
         self._lossy_numbers: dict[tuple[str, str], Iterator[int]] = {}
         self.row_memory = RowMemory()
         self.repeat_memory = RepeatMemory()
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
-        self.profiles: dict[
-            tuple[str, str], LinkProfile
-        ] = {}  # by device and backend: the codec's speed is the device's
+        #: By device and backend: the codec's speed is the device's.
+        self.profiles: dict[tuple[str, str], LinkProfile] = {}
         self.link_corrected = False
         #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
         self.device_sums = "fp32"
@@ -98,9 +79,10 @@ class GroupState:
         """Return whether the transport of tensors on ``device`` is one in stream order."""
         return self.backend(device) in COLLECTIVE_TRANSPORTS
 
-    def backoff(self, op: str, role: str, lossy: bool) -> RawBackoff:
-        """Return the backoff of an operation's frames. Lossy frames have one of their own: no lossless frame depends on them."""
-        return self._backoffs.setdefault((op, role, lossy), RawBackoff())
+    def backoff(self, op: str, role: str, lossy: bool) -> wire.Backoff:
+        """Return the backoff of an operation's frames: after one that did not shrink, the next ones are raw, because compressing them
+        is time lost. Lossy frames have one of their own: no lossless frame depends on them."""
+        return self._backoffs.setdefault((op, role, lossy), wire.Backoff(wire.RAW_FRAMES))
 
     def lossy_numbers(self, op: str, role: str) -> Iterator[int]:
         """Return the numbers of an operation's lossy frames, from 0 on."""

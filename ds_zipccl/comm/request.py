@@ -13,6 +13,7 @@ from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host.repeats.memory import Places
+from ds_zipccl.comm.reduction_order import Arithmetic, arithmetic
 from ds_zipccl.comm.shadow_check import Plain, Tolerance
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
@@ -132,6 +133,16 @@ class Request:
         peer, also for an empty one.
         """
         return not self.async_op and not OPS[self.op].one_sided
+
+
+def set_sum(request: Request, op: Any) -> Arithmetic:
+    """Set the fields of a request that follow from its sum, and return the arithmetic of the sum. Raises as :func:`arithmetic`."""
+    tensors = request.outputs or request.inputs
+    device = tensors[0].device.type if tensors else ""
+    found = arithmetic(device, op, request.group, request.config, request.role, request.lossy)
+    request.reduce_op, request.tolerance, request.nodes = op, found.tolerance, found.nodes
+    request.plain_sums = found.reduction.plain
+    return found
 
 
 _Lossy = TypeVar("_Lossy")  # a codec, or what makes factors

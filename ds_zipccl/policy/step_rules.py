@@ -96,9 +96,8 @@ class StepTuner:
     def __init__(self, start: str) -> None:
         self.chosen = self.schedule = start
         self.last = Comparison()
-        self._plan: deque[tuple[str, bool, bool]] = (
-            deque()
-        )  # of coming steps: schedule, whether timed, whether to agree after
+        #: Of coming steps: schedule, whether timed, whether to agree after.
+        self._plan: deque[tuple[str, bool, bool]] = deque()
         self._timed: list[str] = []  # schedules of the steps that count
         self._confirming = True
         self._idle(WARMUP_STEPS - 1)
@@ -123,9 +122,8 @@ class StepTuner:
         switched = better and self._confirming
         if switched:
             self.chosen = other(self.chosen)
-        self._confirming = (
-            better and not switched
-        )  # a probe that finds the other schedule better is followed by a trial
+        # a probe that finds the other schedule better is followed by a trial
+        self._confirming = better and not switched
         if not self._confirming:
             self._idle(steps_to_probe(self.last, self.chosen))
         self._try(TRIAL_WINDOWS if self._confirming else PROBE_WINDOWS)

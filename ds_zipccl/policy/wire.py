@@ -23,6 +23,24 @@ RAW_FRAMES, LEAST_RATIO = 15, 1.03
 PIPELINE_DEPTH = 2
 
 
+class Backoff:
+    """The backoff of attempts of one kind: after ``patience`` vain ones, one after the other, the next ``skipped`` ones are left out."""
+
+    def __init__(self, skipped: int, patience: int = 1) -> None:
+        self._skipped, self._patience, self._misses, self._left = skipped, patience, 0, 0
+
+    def skips(self) -> bool:
+        """Return whether the next attempt is left out."""
+        self._left -= self._left > 0
+        return self._left > 0
+
+    def note(self, found: bool) -> None:
+        """Record whether an attempt was of use."""
+        self._misses = 0 if found else self._misses + 1
+        if self._misses >= self._patience:
+            self._left = self._skipped + 1
+
+
 def straight_to_owners(owned: Sequence[int], numel: int) -> bool:
     """Return whether contributions to a sum of ``numel`` elements go straight to the owners. ``owned[r]``: elements that rank r owns.
 

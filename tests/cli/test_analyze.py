@@ -18,7 +18,7 @@ from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import trial
-from ds_zipccl.cli.exponents import Fields, block_tables, differing, entropy, exponents
+from ds_zipccl.benchmarks.exponents import Fields, block_tables, differing, entropy, exponents
 
 
 @pytest.fixture

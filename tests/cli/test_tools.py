@@ -21,7 +21,7 @@ from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import trial as codec_trial
 from ds_zipccl.benchmarks.comm import cases
 from ds_zipccl.benchmarks.comm import trial as comm_trial
-from ds_zipccl.cli.exponents import Fields
+from ds_zipccl.benchmarks.exponents import Fields
 from ds_zipccl.frame import FrameError, FrameErrorCode
 
 CODEC_KEYS = (

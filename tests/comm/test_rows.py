@@ -22,7 +22,7 @@ from ds_zipccl import comm, kernels
 from ds_zipccl.codecs import row_segment
 from ds_zipccl.comm.host import pipeline
 from ds_zipccl.comm.host.frames import FrameCoder
-from ds_zipccl.comm.host.rows.memory import MapKey, RowBackoff, RowMemory, RowPairs
+from ds_zipccl.comm.host.rows.memory import MapKey, RowMemory, RowPairs
 from ds_zipccl.comm.host.rows.sent import SentRows
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
@@ -382,7 +382,7 @@ def test_damaged_row_frames(tmp_path: Path, name: str) -> None:
 
 
 def test_backoff() -> None:
-    patient = RowBackoff(patience=2)
+    patient = Backoff(row_rules.UNSEARCHED, patience=2)
     patient.note(False)
     assert not patient.skips()
     patient.note(True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,9 +39,8 @@ def ratios(dtype: str, sample: str | None, delta_ratio: float | None) -> Ratios:
     Raises:
         ToolError: the file cannot be read, or holds no tensor of the dtype.
     """
-    about = (
-        f"ratio of differences {f'{delta_ratio:g}, --delta-ratio' if delta_ratio else f'{DELTA_RATIO:g}, the default'}"
-    )
+    whence = f"{delta_ratio:g}, --delta-ratio" if delta_ratio else f"{DELTA_RATIO:g}, the default"
+    about = f"ratio of differences {whence}"
     if sample is None:
         return Ratios(speeds.normal_ratio(dtype), delta_ratio, f"default: normal {dtype} values; {about}")
     from ds_zipccl.codecs import compress
@@ -68,24 +66,17 @@ def unpredicted(job: UserJob, device: str, backend: str) -> str:
     """Return the reason why no step is predicted; "" where one is."""
     codec = job.config.lossy_of("zero_grad")
     other = [one.name for one in bypassed.found(bypassed.Facts(job.content)) if one.of_zero]
-    reasons: tuple[tuple[bool, str], ...] = (
-        (
-            codec is not None and not lossy_sizes.known(codec),
-            f"gradients go by {codec}, and the size of its frames depends on the layers of the model",
-        ),
-        (job.stage == 0, "ZeRO stage 0 has no prediction: wanted is stage 1, 2 or 3"),
-        (
-            backend in admission.STREAM_BACKENDS,
-            f"groups of this job use {backend}, and only gloo was measured: plan --network predicts {backend} groups",
-        ),
-        (
-            backend not in admission.CODED_BACKENDS.get(device, ()),
-            PassReason.BACKEND.of(backend) + f" ({device} tensors): nothing will be coded",
-        ),
-        (bool(other), f"no model predicts the traffic of {', '.join(other)}"),
-        (job.config.codec == "raw", 'the codec is "raw": nothing is compressed'),
-    )
-    return next((reason for holds, reason in reasons if holds), "")
+    if codec is not None and not lossy_sizes.known(codec):
+        return f"gradients go by {codec}, and the size of its frames depends on the layers of the model"
+    if job.stage == 0:
+        return "ZeRO stage 0 has no prediction: wanted is stage 1, 2 or 3"
+    if backend in admission.STREAM_BACKENDS:
+        return f"groups of this job use {backend}, and only gloo was measured: plan --network predicts {backend} groups"
+    if backend not in admission.CODED_BACKENDS.get(device, ()):
+        return PassReason.BACKEND.of(backend) + f" ({device} tensors): nothing will be coded"
+    if other:
+        return f"no model predicts the traffic of {', '.join(other)}"
+    return 'the codec is "raw": nothing is compressed' if job.config.codec == "raw" else ""
 
 
 def predict(
@@ -158,17 +149,13 @@ def _chosen(groups: HostSchedules, line: StepTraffic, job: UserJob, device: str)
     plain, coded = groups.plain_row(line), groups.coded_row(line)
     # Mode "auto" passes lossy roles on to no other schedule, because results must not depend on timings; copies have none beside them.
     how = "copies" if line.coding == COPIED else "coded"
-    times = {how: coded["ms"]}
+    times: dict[str, float] = {how: coded["ms"]}
     if role not in config.lossy_roles and how == "coded":
         times["plain"] = plain["ms"]
         if coded["exponents_ms"] < coded["ms"]:
             times["exponents"] = coded["exponents_ms"]
-    choose: dict[str, Callable[[], str]] = {
-        "auto": lambda: min(times, key=times.__getitem__),
-        "always": lambda: how,
-        "never": lambda: "plain",
-    }
-    choice = "plain" if reason else choose[config.mode_of(role)]()
+    choices = {"auto": min(times, key=times.__getitem__), "always": how, "never": "plain"}
+    choice = "plain" if reason else choices[config.mode_of(role)]
     expected = plain["ms"] if choice == "plain" else times[choice]
     if choice == "plain" and not reason:
         reason = PassReason.PLAIN_IS_FASTER.value + ", as predicted"

@@ -19,11 +19,7 @@ PLAIN, CODED = "plain", "coded"
 #: Coding of a line -> the word of the column ``how``.
 HOW = {EXPONENTS: CODED, CHANGED: "differences", COPIED: "copies", LOSSY: LOSSY}
 #: Keys of the section that are options of ``plan``: values, the default first.
-SWITCHES = {
-    "owner_only": ("auto", "off"),
-    "delta": ("auto", "off"),
-    "zero3_base": ("auto", "off", "host", "device"),
-}
+SWITCHES = {"owner_only": ("auto", "off"), "delta": ("auto", "off"), "zero3_base": ("auto", "off", "host", "device")}
 #: Agreements on the copies of a step: before the first one, and before the optimizer step (how-it-works.md).
 _AGREEMENTS = 2
 
@@ -119,14 +115,13 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
     frozen = args.params * (1 - trained(args))
     kept = frozen if args.zero3_base == "auto" else args.params
     size = f"{kept * ITEMSIZE[args.dtype] / 1e9:.4g} GB"
-    auto = f"memory: zero3_base auto keeps {frozen:.4g} frozen parameters: {size} of every node, at most a quarter of its free memory"
-    yield {
-        "auto": auto
-        if frozen
-        else "memory: zero3_base auto keeps frozen parameters; all are trained here, see --trainable",
-        "host": f"memory: zero3_base host takes {size} of every node",
-        "device": f"memory: zero3_base device takes {size} of every GPU",
-    }[args.zero3_base]
+    told = {"host": f"takes {size} of every node", "device": f"takes {size} of every GPU"}
+    told["auto"] = "keeps frozen parameters; all are trained here, see --trainable"
+    if frozen:
+        told["auto"] = (
+            f"keeps {frozen:.4g} frozen parameters: {size} of every node, at most a quarter of its free memory"
+        )
+    yield f"memory: zero3_base {args.zero3_base} {told[args.zero3_base]}"
 
 
 def _crowding(args: argparse.Namespace, buckets: Buckets) -> float:

@@ -57,12 +57,11 @@ def answer(where: str, found: Schedules) -> str:
     based = host_base(args)
     for options in (args, based) if based else (args,):
         ms = totals(options)[CODED]
-        keys = ['"nccl": "on"'] if nccl else []
-        keys += [
-            f'"{key}": "{getattr(options, key)}"'
-            for key, (usual, *_) in SWITCHES.items()
-            if getattr(options, key) != usual
-        ]
+        chosen = {"nccl": "on"} if nccl else {}
+        chosen |= {
+            key: getattr(options, key) for key, (usual, *_) in SWITCHES.items() if getattr(options, key) != usual
+        }
+        keys = [f'"{key}": "{value}"' for key, value in chosen.items()]
         keys += [f"gradients by {args.gradients}"] if args.gradients is not None else []
         if keys and (options is args or best > WORTH * ms):
             parts.append(f"with {' and '.join(keys)} {takes(ms)}")
@@ -146,10 +145,7 @@ def step_time(computing: float, communication: float, coding: float, overlap: fl
 WHOLE_COLUMNS = (
     Column("network", width=17),
     Column("variant", width=7),
-    Column("ms", ".1f", 10),
-    Column("codec_ms", ".1f", 10),
-    Column("computing_ms", ".1f", 10),
-    Column("step_ms", ".1f", 10),
+    *tables.alike("ms codec_ms computing_ms step_ms", ".1f", 10),
     Column("exposed", ".0%"),
     Column("tflops", ".1f"),
     Column("step_speedup", ".2f"),

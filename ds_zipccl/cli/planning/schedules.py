@@ -10,40 +10,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ds_zipccl.cli import ToolError
+from ds_zipccl.cli.planning import operations as step
 from ds_zipccl.cli.planning import speeds
-from ds_zipccl.cli.planning.operations import (
-    CHANGED,
-    CODED,
-    COPIED,
-    EXPONENTS,
-    FROZEN,
-    HOW,
-    ITEMSIZE,
-    LOSSY,
-    PLAIN,
-    Buckets,
-    StepTraffic,
-    operations,
-    traffic,
-    trained,
-)
+from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS, LOSSY, PLAIN, StepTraffic
 from ds_zipccl.cli.planning.speeds import DeviceCodec, Network, behind
 from ds_zipccl.ops import TRAFFIC
+from ds_zipccl.policy import device_rules
 from ds_zipccl.policy.cost_model import LinkProfile, against_base, predict
-from ds_zipccl.policy.device_rules import (
-    GATHER,
-    HOST_BUS,
-    RATIO,
-    SUM,
-    DeviceProfile,
-    Topology,
-    coded_seconds,
-    coding_seconds,
-    host_bases_gain,
-    moves_may_gain,
-    plain_seconds,
-    sums_of,
-)
+from ds_zipccl.policy.device_rules import GATHER, HOST_BUS, SUM, DeviceProfile, Topology
 from ds_zipccl.policy.lossy_sizes import expected
 
 Row = dict[str, Any]
@@ -68,7 +42,7 @@ def codings(args: argparse.Namespace, exponents: Coding, wanted: Iterable[str]) 
     found, profile = {EXPONENTS: exponents}, exponents.profile
     for name in wanted:
         if name == LOSSY:
-            found[name] = Coding(profile, 8 * ITEMSIZE[args.dtype] / _lossy_bits(args, exponents)[0])
+            found[name] = Coding(profile, 8 * step.ITEMSIZE[args.dtype] / _lossy_bits(args, exponents)[0])
         elif name == CHANGED:
             speed = (profile.encode, profile.decode) if args.profile else speeds.measured_differences()
             copies = 2 if args.zero == 3 else 0  # ZeRO-1 and ZeRO-2 gather onto the base itself
@@ -87,7 +61,7 @@ def about_lossy(args: argparse.Namespace, exponents: Coding) -> str:
         ToolError: it sends more than no codec.
     """
     bits, error = _lossy_bits(args, exponents)
-    lossless = 8 * ITEMSIZE[args.dtype] / exponents.ratio
+    lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
     return (
         f"{args.gradients}: {bits:.2f} bits a value instead of {lossless:.2f}, relative L2 error {error:.3g} a rounding; "
         "as fast as exponents"
@@ -96,7 +70,7 @@ def about_lossy(args: argparse.Namespace, exponents: Coding) -> str:
 
 def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, float]:
     """Bits per value and relative error of lossy gradients."""
-    lossless = 8 * ITEMSIZE[args.dtype] / exponents.ratio
+    lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
     found = expected(args.gradients, args.dtype, lossless)
     if found.bits >= lossless:
         raise ToolError(
@@ -113,14 +87,14 @@ class HostSchedules:
     args: argparse.Namespace
     codings: dict[str, Coding]
     plain: str = PLAIN
-    buckets: Buckets | None = None
+    buckets: step.Buckets | None = None
 
     @property
     def names(self) -> Row:
         return {}
 
     def lines(self) -> list[StepTraffic]:
-        return traffic(self.args, self.buckets)
+        return step.traffic(self.args, self.buckets)
 
     def chosen(self, line: StepTraffic) -> dict[str, Row]:
         """As mode "auto" chooses: the fastest schedule, and ``how`` names it. Copies and lossy lines are not chosen by times."""
@@ -135,7 +109,7 @@ class HostSchedules:
     def plain_row(self, line: StepTraffic) -> Row:
         """The schedule of torch."""
         # Gathers of large frozen weights run side by side; gloo then takes no longer than a ring (measured with LoRA on shaped links).
-        schedule = PLAIN if line.what in FROZEN else self.plain
+        schedule = PLAIN if line.what in step.FROZEN else self.plain
         coding = Coding(self.codings[EXPONENTS].profile, 1.0)
         ms = line.times * self._ms(line, line.op, schedule, coding)
         return self._row(line, line.op, PLAIN, 1.0, self._sent(line, line.op, PLAIN), ms, ms)
@@ -146,10 +120,10 @@ class HostSchedules:
         times = line.times * line.slower
         if line.coding == COPIED:
             exponents_ms = times * self._ms(line, op, CODED, coding)
-            return self._row(line, op, HOW[COPIED], None, 0.0, self._copies_ms(line, coding.profile), exponents_ms)
+            return self._row(line, op, step.HOW[COPIED], None, 0.0, self._copies_ms(line, coding.profile), exponents_ms)
         ms, exponents_ms = (times * self._ms(line, op, CODED, one) for one in (coding, self.codings[EXPONENTS]))
         return self._row(
-            line, op, HOW[line.coding], coding.ratio, self._sent(line, op, CODED) / coding.ratio, ms, exponents_ms
+            line, op, step.HOW[line.coding], coding.ratio, self._sent(line, op, CODED) / coding.ratio, ms, exponents_ms
         )
 
     def _row(
@@ -159,7 +133,7 @@ class HostSchedules:
         return {"op": op, "how": how, "ratio": ratio, "wire_gb": wire_gb, "ms": ms, "exponents_ms": exponents_ms}
 
     def _nbytes(self, line: StepTraffic) -> int:
-        return sum(size * count for size, count in operations(self.args, line))
+        return sum(size * count for size, count in step.operations(self.args, line))
 
     def _ranks(self, op: str, schedule: str) -> tuple[int, float, float]:
         """The ranks that share a part of the tensor, this part, and the part of the sent bytes that leaves the node. Plain operations and
@@ -182,12 +156,12 @@ class HostSchedules:
         profile = replace(coding.profile, transfer=points)
         return 1e3 * sum(
             count * predict(op, schedule, size * part, ranks, profile, coding.ratio)
-            for size, count in operations(self.args, line)
+            for size, count in step.operations(self.args, line)
         )
 
     def _copies_ms(self, line: StepTraffic, profile: LinkProfile) -> float:
         """Milliseconds of gathers that copy a base, whose own shard is compared at each copy and at each agreement."""
-        nbytes, calls = self._nbytes(line), line.times * sum(count for _, count in operations(self.args, line))
+        nbytes, calls = self._nbytes(line), line.times * sum(count for _, count in step.operations(self.args, line))
         shard: float = nbytes / self.args.gpus
         comparing = shard / profile.encode
         seconds = calls * profile.call + line.times * (nbytes / profile.copy + comparing)
@@ -230,17 +204,9 @@ class DeviceSchedules:
         speed = behind(self.network.reach * self.network.of_node(self.args.gpus_per_node), 1e9 * self.args.path)
         return DeviceProfile(speed, encode=self.codec.encode, decode=self.codec.decode)
 
-    @cached_property
-    def sums(self) -> str:
-        return sums_of(self.topology, self.profile)
-
-    @cached_property
-    def moves_gain(self) -> bool:
-        return moves_may_gain(self.topology, self.profile)
-
     def lines(self) -> list[StepTraffic]:
-        found = traffic(self.args)
-        if self.args.zero3_base == "auto" and not host_bases_gain(self.topology, self.profile):
+        found = step.traffic(self.args)
+        if self.args.zero3_base == "auto" and not device_rules.host_bases_gain(self.topology, self.profile):
             return [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in found]
         return found
 
@@ -252,7 +218,7 @@ class DeviceSchedules:
         for variant in (PLAIN, *((OWNERS,) if owners else ()), CODED):
             op = line.op if variant == PLAIN else line.coded_op or line.op
             seconds = coding = 0.0
-            for nbytes, count in operations(self.args, line):
+            for nbytes, count in step.operations(self.args, line):
                 busy = 0.0
                 if variant == CODED:
                     one, busy = self._job(line, op, nbytes)
@@ -262,7 +228,7 @@ class DeviceSchedules:
                     one = self._plain(op, nbytes)
                 seconds += line.times * count * (hops + one)
                 coding += line.times * count * busy
-            how = HOW[line.coding] if coding else PLAIN
+            how = step.HOW[line.coding] if coding else PLAIN
             rows[variant] = {"op": op, "how": how, "ms": 1e3 * seconds, "codec_ms": 1e3 * coding}
         return rows
 
@@ -270,31 +236,30 @@ class DeviceSchedules:
         if coding == CHANGED:
             return float(self.args.delta_ratio or speeds.delta_ratio(self.args.dtype))
         return float(
-            self.args.ratio or (RATIO[kind] if self.args.dtype == "bfloat16" else speeds.normal_ratio(self.args.dtype))
+            self.args.ratio
+            or (device_rules.RATIO[kind] if self.args.dtype == "bfloat16" else speeds.normal_ratio(self.args.dtype))
         )
 
     def _plain(self, op: str, nbytes: float) -> float:
-        return sum(plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])
+        return sum(device_rules.plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])
 
     def _to_owners(self, nbytes: float) -> float:
         """Seconds of a sum for its owners by NCCL: a reduce-scatter where all ranks own equally much, otherwise a reduce for each owner,
         whose words pass every node."""
         ring = self._plain("reduce_scatter", nbytes)
         nodes = self.topology.nodes
-        return ring if self._owned(nbytes) >= _EVEN else ring * nodes / (nodes - 1)
-
-    def _owned(self, nbytes: float) -> float:
-        """The part of the ranks that own something of a bucket: all of them with round-robin, otherwise those whose parameters it has."""
-        return 1.0 if self.args.round_robin else min(1.0, nbytes / ITEMSIZE[self.args.dtype] / self._trained())
+        # the part of the ranks that own something of the bucket: without round-robin those whose parameters it has
+        owned = 1.0 if self.args.round_robin else min(1.0, nbytes / step.ITEMSIZE[self.args.dtype] / self._trained())
+        return ring if owned >= _EVEN else ring * nodes / (nodes - 1)
 
     def _trained(self) -> float:
-        return float(self.args.params * trained(self.args))
+        return float(self.args.params * step.trained(self.args))
 
     def _straight(self, nbytes: float) -> bool:
         """Whether our sums go to the owners of a bucket alone; otherwise few nodes own it, and it is all-reduced."""
         from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
 
-        nodes, left = self.topology.nodes, nbytes / ITEMSIZE[self.args.dtype]
+        nodes, left = self.topology.nodes, nbytes / step.ITEMSIZE[self.args.dtype]
         most = left / nodes if self.args.round_robin else self._trained() / nodes
         owned = [int(min(most, max(0.0, left - node * most))) for node in range(nodes)]
         return wire.straight_to_owners(owned, sum(owned))
@@ -309,7 +274,7 @@ class DeviceSchedules:
         if line.coding != EXPONENTS:
             profile = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
             proof = nbytes / HASH + self._copies(nbytes)
-        return proof + coded_seconds(kind, nbytes, self.topology, profile, ratio, waits=waits)
+        return proof + device_rules.coded_seconds(kind, nbytes, self.topology, profile, ratio, waits=waits)
 
     def _copied(self, nbytes: float) -> float:
         """Seconds in which unchanged words come from their base."""
@@ -317,24 +282,24 @@ class DeviceSchedules:
 
     def _copies(self, nbytes: float) -> float:
         """Seconds of the copies out of the base of ZeRO-3 and back. ZeRO-1 and ZeRO-2 gather onto the base itself."""
-        if (
-            self.args.zero3_base == "host"
-        ):  # read by every rank, read for the proof and written by the ranks of a node together
+        if self.args.zero3_base == "host":
+            # read by every rank, read for the proof and written by the ranks of a node together
             return nbytes / HOST_BUS * (1 + 2 / self.topology.each)
         return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
 
     def _job(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float]:
         """Seconds of one operation as a job chooses its schedules, and those that its kernels take of a GPU; 0 where nothing is coded."""
-        owners = op == line.coded_op
-        if owners and self.sums == "plain":
+        owners, sums = op == line.coded_op, device_rules.sums_of(self.topology, self.profile)
+        if owners and sums == "plain":
             return self._to_owners(nbytes), 0.0
         kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
         seconds = kernels = 0.0
         for kind in kinds:
-            plain = plain_seconds(kind, nbytes, self.topology, self.profile)
+            plain = device_rules.plain_seconds(kind, nbytes, self.topology, self.profile)
             ours = self._coded(line, kind, nbytes)
+            moves = device_rules.moves_may_gain(self.topology, self.profile) and ours < plain
             # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
-            takes = self.sums == "fp32" if kind == SUM or len(kinds) > 1 else self.moves_gain and ours < plain
+            takes = sums == "fp32" if kind == SUM or len(kinds) > 1 else moves
             seconds += ours if takes else plain
             kernels += self._kernels(line, kind, nbytes) if takes else 0.0
         return seconds, kernels
@@ -343,5 +308,5 @@ class DeviceSchedules:
         """Seconds of the codec's kernels in one coded operation. Unchanged parameters are copied from the base instead."""
         if line.coding == COPIED:
             return self._copied(nbytes)
-        both = sum(coding_seconds(kind, nbytes, self.topology, self.profile))
+        both = sum(device_rules.coding_seconds(kind, nbytes, self.topology, self.profile))
         return both if line.coding == EXPONENTS else both / BASE_SPEED + nbytes / HASH + self._copies(nbytes)

@@ -25,8 +25,6 @@ CALL_S = 50e-6
 _NUMEL = 1 << 20  # elements of the tensor whose ratio is measured
 #: Deviation of a step / deviation of the weights (seed: bf16 then shrinks by DELTA_RATIO, as measured in trainings).
 _STEP = 0.008
-
-
 #: The networks of a node that ``--network`` without values stands for.
 NETWORKS = (
     "8x400gbit/node", "8x200gbit/node", "8x100gbit/node", "400gbit/node", "200gbit/node", "100gbit/node", "25gbit-tcp/node",
@@ -69,9 +67,6 @@ def read(path: str, dtype: str) -> Speeds:
     return _from_rows(content.get("rows"), path, dtype)
 
 
-_WANTED = "wanted is a profile, or a file of plan --validate --json or bench codec --json"
-
-
 def _from_profile(content: Any, path: str, dtype: str) -> Speeds:
     try:
         profile = LinkProfile.from_json(content)
@@ -84,7 +79,8 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
     """Speeds of the row for cascade and normal data; of several sizes the largest."""
     keys = {"codec", "dtype", "route", "ratio", "encode_gbps", "decode_gbps"}
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) and keys <= set(row) for row in rows):
-        raise ToolError(f"{path} holds no speeds; {_WANTED}")
+        wanted = "wanted is a profile, or a file of plan --validate --json or bench codec --json"
+        raise ToolError(f"{path} holds no speeds; {wanted}")
     fit = [row for row in rows if (row["codec"], row["dtype"], row.get("data", DATA)) == (CODEC, dtype, DATA)]
     if not fit:
         raise ToolError(
@@ -174,13 +170,9 @@ class Network(NamedTuple):
         """Bytes a second each way of a node."""
         return self.rate * (gpus_per_node if self.whose == "gpu" else 1)
 
-    def of_gpu(self, gpus_per_node: int) -> float:
-        """Bytes a second each way of one GPU, which shares its node's network cards with the others."""
-        return self.of_node(gpus_per_node) / gpus_per_node
-
     def points(self, gpus_per_node: int, latency: float) -> Points:
-        """Seconds of a message of one GPU by its bytes; ``latency``: of a small one."""
-        rate = self.of_gpu(gpus_per_node)
+        """Seconds of a message of one GPU, which shares its node's network cards, by its bytes; ``latency``: of a small one."""
+        rate = self.of_node(gpus_per_node) / gpus_per_node
         return tuple((size, latency + size / rate) for size in (1.0, 1e9))
 
 

@@ -18,12 +18,7 @@ STAGES = (0, 1, 2, 3)
 #: Section that switches a half precision on -> torch name of its dtype.
 _HALVES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 #: Key of a config with traffic that depends on the layers of the model -> roles of this traffic.
-_LAYERED = {
-    "tensor_parallel": "tp",
-    "sequence_parallel_size": "sp",
-    "expert_parallel": "ep",
-    "pipeline": "pp",
-}
+_LAYERED = {"tensor_parallel": "tp", "sequence_parallel_size": "sp", "expert_parallel": "ep", "pipeline": "pp"}
 
 
 @dataclass(frozen=True)

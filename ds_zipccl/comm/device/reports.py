@@ -44,9 +44,8 @@ class Reports:
 
     def note_changes(self, name: str, frames: Sequence[str], changed: torch.Tensor) -> None:
         """Report that shards of an operation ``name`` were changed, where the bools of ``changed`` are true. Work of the current stream."""
-        numbers = tensors.filled(len(frames), 1 << 32, torch.int64, changed.device).cumsum(
-            0
-        )  # of the frames, from 1 on
+        # of the frames, from 1 on
+        numbers = tensors.filled(len(frames), 1 << 32, torch.int64, changed.device).cumsum(0)
         values = numbers + (_CHANGED - (1 << 32))
         word = self.word(name, frames)
         found = values.masked_fill_(~changed, NO_FAILURE).amin()

@@ -86,7 +86,9 @@ def exchange_words(
 def _raise_refused(ctx: DeviceContext, failed: bool | int) -> None:
     counters.record_host_wait(ctx.role, ctx.op, kind=ctx.kind)
     if failed:
-        raise ctx.error(f"{_everyones(ctx)}; words of refused frames are NaN; stop the job on all ranks")
+        said = dict.fromkeys(tell(ctx, ctx.reports.describe()))  # a collective: all ranks know that there is a failure
+        everyones = "; ".join([text for text in said if text][:_TEXTS])
+        raise ctx.error(f"{everyones}; words of refused frames are NaN; stop the job on all ranks")
 
 
 def _host(streams: Streams, numel: int) -> torch.Tensor:
@@ -109,12 +111,6 @@ def _to_device(streams: Streams, numbers: Sequence[Sequence[int]]) -> torch.Tens
     there = tensors.empty(words.numel(), torch.int64, streams.device)
     there.copy_(waiting, non_blocking=True)
     return there.view(words.shape)
-
-
-def _everyones(ctx: DeviceContext) -> str:
-    """Return the failures that the ranks of the group report. A collective, after all ranks know that there is a failure."""
-    said = dict.fromkeys(tell(ctx, ctx.reports.describe()))
-    return "; ".join([text for text in said if text][:_TEXTS])
 
 
 @tensors.undisturbed()

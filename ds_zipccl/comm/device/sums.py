@@ -225,17 +225,15 @@ class _Summing:
     def sum(self, begin: int, end: int) -> None:
         """Sum elements ``begin`` to ``end`` of each part, with one agreement."""
         with self._node_sums(begin, end) as sums:
-            step = self._fragment_numel(end - begin)
+            itemsize, numel = self._dtype.itemsize, end - begin
+            taken = self._rows * numel * itemsize if self._packed else 0
+            step = wire.device_sum_fragment(numel, itemsize, self._nodes, self._ctx.budget - taken)
             starts = range(0, end - begin, step)
             words = [[summed[start : start + step] for start in starts] for summed in sums]
             sizes = self._agreed(words)
             for number, start in enumerate(starts):
                 place = self._out.cut(begin + start, min(begin + start + step, end))
                 self._fragment([of_node[number] for of_node in words], [of_node[number] for of_node in sizes], place)
-
-    def _fragment_numel(self, numel: int) -> int:
-        taken = self._rows * numel * self._dtype.itemsize if self._packed else 0
-        return wire.device_sum_fragment(numel, self._dtype.itemsize, self._nodes, self._ctx.budget - taken)
 
     @contextmanager
     def _node_sums(self, begin: int, end: int) -> Iterator[list[torch.Tensor]]:
@@ -318,9 +316,8 @@ class _Summing:
             with streams.on(Stage.ENCODE):
                 self._encode(words, sizes, sent.split(rooms))
             streams.order(Stage.ENCODE, Stage.WIRE)
-            with streams.on(
-                Stage.WIRE
-            ):  # the own slot travels too, and is not read: summands lie at a regular distance
+            with streams.on(Stage.WIRE):
+                # the own slot travels too, and is not read: summands lie at a regular distance
                 exchange(ctx, self._levels.peers, received, sent, [rooms[me]] * self._nodes, rooms)
             streams.order(Stage.WIRE, Stage.DECODE)
             if own.numel():

@@ -100,7 +100,7 @@ class FrameCoder:
                     flat, codec, base=base, out=out, block=self._block, shaped=False, checksum=False, route=self._route
                 )
         if base is None and codec != "raw":
-            self._ctx.backoff.note(flat.nbytes, frame.nbytes)
+            self._ctx.backoff.note(not wire.incompressible(flat.nbytes, frame.nbytes))
         return frame
 
     @property
@@ -153,7 +153,8 @@ class FrameCoder:
                 outs = [buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=block)) for flat in flats]
                 frames = compress_segments(flats, outs, codec, block=block, route=self._route)
         if codec != "raw":
-            self._ctx.backoff.note(sum(flat.nbytes for flat in flats), sum(frame.nbytes for frame in frames))
+            logical, sent = sum(flat.nbytes for flat in flats), sum(frame.nbytes for frame in frames)
+            self._ctx.backoff.note(not wire.incompressible(logical, sent))
         return frames
 
     def _codec(self, nbytes: int) -> str:

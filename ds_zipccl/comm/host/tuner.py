@@ -90,9 +90,8 @@ class Tuner:
             CommError: a rank's measurements did not arrive.
         """
         if self._calls == self._due:
-            ctx = (
-                open_context()
-            )  # by all ranks, because its tags count; used by ranks that have not told their times yet
+            # by all ranks, because its tags count; used by ranks that have not told their times yet
+            ctx = open_context()
             if self._exchange is None:
                 self._tell(ctx)
         elif self._exchange is not None:

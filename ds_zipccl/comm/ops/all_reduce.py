@@ -22,8 +22,8 @@ from ds_zipccl.comm.host.repeats.exchange import gathered_shards, summed_shards
 from ds_zipccl.comm.host.repeats.memory import Places, is_again
 from ds_zipccl.comm.host.replicated import sum_alike
 from ds_zipccl.comm.host.sums import open_adder
-from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.request import Request, lossy_here
+from ds_zipccl.comm.reduction_order import Reduction
+from ds_zipccl.comm.request import Request, lossy_here, set_sum
 from ds_zipccl.comm.shadow_check import Plain
 from ds_zipccl.comm.spans import cut, length
 from ds_zipccl.comm.work import JoinedWork
@@ -167,8 +167,6 @@ def _all_reduce(
     ranks = group_size(group)
     numel = sum(tensor.numel() for tensor in tensors)
     lossy = lossy_here(lossy, next(((one.dtype, one.device) for one in tensors), None), group, name, role)
-    device = tensors[0].device.type if tensors else ""
-    reduction, tolerance, nodes = arithmetic(device, op, group, config, role, lossy)
     request = Request(
         name,
         [],
@@ -181,15 +179,12 @@ def _all_reduce(
         numel=numel,
         sent=2 * numel * (ranks - 1) / ranks,
         uncompressed_call=uncompressed_call,
-        reduce_op=op,
-        tolerance=tolerance,
-        nodes=nodes,
-        plain_sums=reduction.plain,
         memory_order=name == "all_reduce",  # the plain all-reduce of several tensors lays copies end to end
         kind=kind,
         again=is_again(config, role),
         places=lambda ctx: _places(ctx, numel, tensors[0].element_size()),
         lossy=lossy,
     )
+    reduction, _, nodes = set_sum(request, op)
     schedule = ReduceScatterGather(reduction, nodes)
     return execute(decide(request), request, _Replicated(schedule) if kind else schedule)

@@ -14,8 +14,8 @@ from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
 from ds_zipccl.comm.host.sums import reduce_scatter
-from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.request import Request, lossy_here
+from ds_zipccl.comm.reduction_order import Reduction
+from ds_zipccl.comm.request import Request, lossy_here, set_sum
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 
@@ -55,7 +55,6 @@ def reduce(
     root_globally = dist.get_global_rank(resolve_group(group), root)
     adds = dist.get_rank(group) == root
     lossy = lossy_here(lossy, (tensor.dtype, tensor.device), group, "reduce", role)
-    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config, role, lossy)
     request = Request(
         "reduce",
         [] if adds else [tensor],
@@ -68,11 +67,8 @@ def reduce(
         numel=tensor.numel(),
         sent=tensor.numel() * (not adds),
         uncompressed_call=uncompressed_call,
-        reduce_op=op,
-        tolerance=tolerance,
-        nodes=nodes,
-        plain_sums=reduction.plain,
         lossy=lossy,
         memory_order=True,
     )
+    reduction = set_sum(request, op).reduction
     return execute(decide(request), request, _ToRoot(root, reduction))

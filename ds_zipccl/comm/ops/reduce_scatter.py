@@ -20,8 +20,8 @@ from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.host.repeats.exchange import summed_shards
 from ds_zipccl.comm.host.repeats.memory import is_again
 from ds_zipccl.comm.host.sums import reduce_scatter as scatter_sums
-from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.request import Request, lossy_here
+from ds_zipccl.comm.reduction_order import Reduction
+from ds_zipccl.comm.request import Request, lossy_here, set_sum
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
@@ -92,7 +92,6 @@ def reduce_scatter_tensor(
         return pass_small("reduce_scatter_tensor", role, sent_to_peers(input.nbytes, group), call)
     ranks = group_size(group)
     lossy = lossy_here(lossy, (input.dtype, input.device), group, "reduce_scatter_tensor", role)
-    reduction, tolerance, nodes = arithmetic(output.device.type, op, group, config, role, lossy)
     wrong = output.numel() * ranks != input.numel()
     problem = f"input must have {ranks} times {output.numel()} elements of output, got {input.numel()}"
     request = Request(
@@ -108,15 +107,12 @@ def reduce_scatter_tensor(
         sent=input.numel() * (ranks - 1) / ranks,
         uncompressed_call=uncompressed_call,
         problem=problem if wrong else "",
-        reduce_op=op,
-        tolerance=tolerance,
-        nodes=nodes,
-        plain_sums=reduction.plain,
         lossy=lossy,
         flat=True,
         again=is_again(config, role),
         places=lambda ctx: [summed_shards(ctx, [output.numel()] * ctx.size, output.element_size())],
     )
+    reduction, _, nodes = set_sum(request, op)
     return execute(decide(request), request, _EqualShards(reduction, nodes))
 
 
@@ -135,7 +131,6 @@ def reduce_scatter(
     """``torch.distributed.reduce_scatter``: the output of rank r is the sum of ``input_list[r]`` of all ranks. Sizes may differ."""
     ranks, rank = group_size(group), dist.get_rank(group)
     lossy = lossy_here(lossy, (output.dtype, output.device), group, "reduce_scatter", role)
-    reduction, tolerance, nodes = arithmetic(output.device.type, op, group, config, role, lossy)
     sizes = [tensor.numel() for tensor in input_list]
     wrong = len(sizes) != ranks or sizes[rank] != output.numel()
     problem = f"input_list must have {ranks} tensors, the one of this rank of {output.numel()} elements, got {sizes}"
@@ -152,12 +147,9 @@ def reduce_scatter(
         sent=sum(sizes) * (ranks - 1) / ranks,
         uncompressed_call=uncompressed_call,
         problem=problem if wrong else "",
-        reduce_op=op,
-        tolerance=tolerance,
-        nodes=nodes,
-        plain_sums=reduction.plain,
         again=is_again(config, role),
         places=lambda ctx: [summed_shards(ctx, sizes, output.element_size())],
         lossy=lossy,
     )
+    reduction, _, nodes = set_sum(request, op)
     return execute(decide(request), request, _ListedShards(reduction, nodes))

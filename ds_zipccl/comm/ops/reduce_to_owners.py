@@ -25,8 +25,8 @@ from ds_zipccl.comm.group_state import group_size, group_streams, is_member
 from ds_zipccl.comm.host.pipeline import Fragments, SpanView, open_exchange, run_pipeline
 from ds_zipccl.comm.host.sums import open_adder
 from ds_zipccl.comm.ops.all_reduce import ReduceScatterGather
-from ds_zipccl.comm.reduction_order import Reduction, arithmetic
-from ds_zipccl.comm.request import Request, Schedule, lossy_here
+from ds_zipccl.comm.reduction_order import Reduction
+from ds_zipccl.comm.request import Request, Schedule, lossy_here, set_sum
 from ds_zipccl.comm.spans import common, cut, length
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
@@ -218,7 +218,6 @@ def reduce_to_owners(
         return
     own, disjoint = spans[rank], _disjoint(spans)
     lossy = lossy_here(lossy, (tensor.dtype, tensor.device), group, NAME, role)
-    reduction, tolerance, nodes = arithmetic(tensor.device.type, op, group, config, role, lossy)
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         dist.all_reduce(inputs[0], op, group)
@@ -239,14 +238,12 @@ def reduce_to_owners(
         numel=tensor.numel(),
         sent=2 * tensor.numel() * (ranks - 1) / ranks,
         uncompressed_call=uncompressed_call,
-        reduce_op=op,
-        tolerance=tolerance,
-        nodes=nodes,
-        plain_sums=reduction.plain and not (disjoint and group_streams(group, tensor.device.type)),
         memory_order=True,
         sends_less=True,
         lossy=lossy,
     )
+    reduction, _, nodes = set_sum(request, op)
+    request.plain_sums = reduction.plain and not (disjoint and group_streams(group, tensor.device.type))
     execute(decide(request), request, _ToOwners(spans, tensor.numel(), nodes, reduction, disjoint, op))
 
 

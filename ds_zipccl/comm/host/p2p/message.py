@@ -80,11 +80,6 @@ class Announcement(NamedTuple):
         return buffer[:ANNOUNCEMENT_BYTES]
 
 
-def is_announcement(part: torch.Tensor) -> bool:
-    """Return whether the bytes that arrived on the caller's tag are an announcement."""
-    return bytes(part[: len(_MAGIC)].numpy()) == _MAGIC
-
-
 def parse_announcement(part: torch.Tensor, dtype: torch.dtype, numel: int) -> Announcement:
     """Return the announcement in the first bytes of ``part``, for a receiver of ``numel`` elements of ``dtype``.
 
@@ -182,9 +177,8 @@ class Outgoing:
         if self._factored is not None:
             return Body.FRAME
         uncoded = self._way.uncoded or (self._ctx.codec == "raw" and self._flat.dtype != torch.bool)
-        whole = (
-            uncoded and self._ctx.staging is None and not self._coder.lossy
-        )  # projected values would need memory for all
+        # projected values would need memory for all
+        whole = uncoded and self._ctx.staging is None and not self._coder.lossy
         return Body.BYTES if whole else Body.FRAMES
 
     def _post_rest(self, announcement: Announcement | None) -> None:
@@ -241,9 +235,8 @@ class Incoming:
             else self._coder.recv_buffer(numel, dtype, self._buffers)
         )
         self._handle = ctx.transport.post_recv(self._part, peer, ctx.tag(0))
-        self._body: deque[_Expected] = (
-            deque()
-        )  # an attribute: gloo may still write to the buffers of a body that has failed
+        #: An attribute: gloo may still write to the buffers of a body that has failed.
+        self._body: deque[_Expected] = deque()
 
     @property
     def may_have_body(self) -> bool:
@@ -280,7 +273,7 @@ class Incoming:
 
     def _write(self, out: torch.Tensor, source: int, last: torch.Tensor | None) -> None:
         ctx = self._ctx
-        if not is_announcement(self._part):
+        if bytes(self._part[: len(_MAGIC)].numpy()) != _MAGIC:  # no announcement arrived on the caller's tag
             self._coder.decompress(self._part, source, out, last)
         else:
             try:

@@ -31,6 +31,7 @@ import torch
 
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import repeat_rules
+from ds_zipccl.policy.wire import Backoff
 from ds_zipccl.telemetry import counters
 
 
@@ -135,24 +136,6 @@ class _Window:
         return tuple(reversed(self._segments.values()))
 
 
-class _Misses:
-    """The messages of one kind in backward passes that have repeated nothing, one after the other."""
-
-    def __init__(self) -> None:
-        self._misses = self._left = 0
-
-    def skips(self) -> bool:
-        """Return whether the next message is not hashed."""
-        self._left -= self._left > 0
-        return self._left > 0
-
-    def note(self, found: bool) -> None:
-        """Record whether a hashed message has repeated a segment."""
-        self._misses = 0 if found else self._misses + 1
-        if self._misses >= repeat_rules.MISSES:
-            self._left = repeat_rules.UNHASHED + 1
-
-
 _memories: WeakSet[RepeatMemory] = WeakSet()
 _making = threading.Lock()
 _peak = 0
@@ -165,7 +148,8 @@ class RepeatMemory:
         self._lock = threading.Lock()
         self._sent: defaultdict[int, _Window] = defaultdict(_Window)
         self._received: defaultdict[int, _Window] = defaultdict(_Window)
-        self._misses: defaultdict[str, _Misses] = defaultdict(_Misses)
+        #: By kind, the messages in backward passes: after some that have repeated nothing, the next ones are not hashed.
+        self._misses = defaultdict[str, Backoff](lambda: Backoff(repeat_rules.UNHASHED, repeat_rules.MISSES))
         self.tally = _Tally()
         with _making:
             _memories.add(self)
@@ -230,7 +214,7 @@ class Repeats:
     """
 
     def __init__(
-        self, memory: RepeatMemory, misses: _Misses, words: Words, again: bool, hashing: bool, seconds: float
+        self, memory: RepeatMemory, misses: Backoff, words: Words, again: bool, hashing: bool, seconds: float
     ) -> None:
         self._memory, self._misses, self._words, self._seconds = memory, misses, words, seconds
         self.again, self.hashing = again, hashing

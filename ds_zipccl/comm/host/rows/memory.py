@@ -16,24 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ds_zipccl.policy import row_rules
-
-
-class RowBackoff:
-    """The backoff of one search in messages of one kind: after misses, the next messages are not searched."""
-
-    def __init__(self, patience: int) -> None:
-        self._patience, self._misses, self._left = patience, 0, 0
-
-    def skips(self) -> bool:
-        """Return whether the next message is not searched."""
-        self._left -= self._left > 0
-        return self._left > 0
-
-    def note(self, found: bool) -> None:
-        """Record the result of the search in a whole message, all of its segments."""
-        self._misses = 0 if found else self._misses + 1
-        if self._misses >= self._patience:
-            self._left = row_rules.UNSEARCHED + 1
+from ds_zipccl.policy.wire import Backoff
 
 
 class MapKey(NamedTuple):
@@ -60,17 +43,17 @@ class RowMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._backoffs: dict[tuple[str, str], RowBackoff] = {}
+        self._backoffs: dict[tuple[str, str], Backoff] = {}
         self._maps: dict[int, tuple[MapKey, RowPairs]] = {}  # by number, the oldest first
         self._numbers: defaultdict[MapKey, list[int]] = defaultdict(list)
         self._issued = count()
         self._nbytes = 0
 
-    def backoff(self, search: str, kind: str) -> RowBackoff:
-        """Return the backoff of a search in messages of ``kind``."""
+    def backoff(self, search: str, kind: str) -> Backoff:
+        """Return the backoff of a search in messages of ``kind``. The result in a whole message counts, all of its segments."""
         patience = row_rules.MISSES if kind else row_rules.MISSES_OF_UNKNOWN
         with self._lock:
-            return self._backoffs.setdefault((search, kind), RowBackoff(patience))
+            return self._backoffs.setdefault((search, kind), Backoff(row_rules.UNSEARCHED, patience))
 
     def remember(self, key: MapKey, pairs: RowPairs) -> None:
         """Keep a map. The oldest maps go where there are too many."""
