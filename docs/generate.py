@@ -25,7 +25,6 @@ import release_tables
 import torch
 import trained
 from measured import ROOT, table
-from pass_reasons import MEANINGS
 
 from ds_zipccl.__main__ import COMMANDS, PROGRAM
 from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS, ZipcclConfig
@@ -203,7 +202,7 @@ def commands(page: Path) -> str:
 
 def reasons(page: Path) -> str:
     """Every reason for which a message passes through: its text, its meaning and its remedy."""
-    rows = ((f"`{one.of('...')}`", *MEANINGS[one]) for one in PassReason)
+    rows = ((f"`{one.of('...')}`", one.meaning, one.remedy) for one in PassReason)
     return table(("reason in the table", "meaning", "remedy"), rows)
 
 

@@ -32,7 +32,7 @@ BUDGETS = {
     "ds_zipccl/csrc": Budget(10_150, 10_050),
     "ds_zipccl/integration": Budget(4_700, 3_700),
     "ds_zipccl/kernels": Budget(5_420, 5_200),
-    "ds_zipccl/policy": Budget(1_460, 1_350),
+    "ds_zipccl/policy": Budget(1_580, 1_350),
     "ds_zipccl/sync": Budget(1_270, 1_250),
     "ds_zipccl/telemetry": Budget(890, 900),
     "benchmarks": Budget(5_500, 5_500),

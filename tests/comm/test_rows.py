@@ -382,7 +382,7 @@ def test_damaged_row_frames(tmp_path: Path, name: str) -> None:
 
 
 def test_backoff() -> None:
-    patient = Backoff(row_rules.UNSEARCHED, patience=2)
+    patient = wire.Backoff(row_rules.UNSEARCHED, patience=2)
     patient.note(False)
     assert not patient.skips()
     patient.note(True)
