@@ -10,10 +10,10 @@ from ds_zipccl import frame as framing
 from ds_zipccl import tensors
 from ds_zipccl.codecs import memory
 from ds_zipccl.codecs.known import KNOWN, NO_KEY, check_hash, hashed
-from ds_zipccl.codecs.memory import admit, open_frame, write_header
-from ds_zipccl.codecs.registry import BASE_CODECS, codec_spec, spec_for
+from ds_zipccl.codecs.memory import admit, write_header
+from ds_zipccl.codecs.registry import BASE_CODECS, DECODERS, codec_spec, spec_for
 from ds_zipccl.codecs.row_segment import RowSegment
-from ds_zipccl.codecs.spec import CodecSpec, Coded, LossySpec
+from ds_zipccl.codecs.spec import CodecSpec, Coded, LossySpec, PayloadSpec, Tensors, check_payload
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 from ds_zipccl.lossy import LossyCodec
 
@@ -354,6 +354,26 @@ def region_hash(tensor: torch.Tensor, *, key: bytes = NO_KEY, route: str = "auto
         return hashed(memory.flatten(tensor).view(torch.uint8), key, route)
 
 
+def open_frame(frame: torch.Tensor) -> tuple[Header, PayloadSpec]:
+    """The header of ``frame`` (1-D uint8) and the codec that decodes its payload; waits for the device.
+
+    Raises:
+        FrameError: the frame is damaged or foreign, or its payload cannot have that size.
+        TypeError: ``frame`` is not a 1-D contiguous uint8 tensor.
+    """
+    header = _parse(frame)
+    spec = DECODERS[header.codec]
+    check_payload(header, spec)
+    return header, spec
+
+
+def _parse(frame: torch.Tensor) -> Header:
+    if frame.device.type == "cpu" or frame.dim() != 1:
+        return framing.parse(frame)
+    start = frame[: framing.MAX_HEADER_BYTES].cpu()
+    return framing.parse(frame.cpu()) if framing.has_checksum(start) else framing.parse(start, frame.numel())
+
+
 def _spec(codec: str | LossyCodec, dtype: torch.dtype, lossy: bool) -> CodecSpec | LossySpec:
     """The entry of ``codec``, if values may change as it changes them."""
     if isinstance(codec, LossyCodec) and not lossy:
@@ -363,10 +383,10 @@ def _spec(codec: str | LossyCodec, dtype: torch.dtype, lossy: bool) -> CodecSpec
 
 def _encode(
     spec: CodecSpec | LossySpec,
-    segments: Sequence[torch.Tensor],
-    bases: Sequence[torch.Tensor],
+    segments: Tensors,
+    bases: Tensors,
     block: int,
-    outs: Sequence[torch.Tensor],
+    outs: Tensors,
     route: str,
 ) -> list[Coded]:
     if isinstance(spec, LossySpec):

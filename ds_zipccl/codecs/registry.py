@@ -15,12 +15,9 @@ from typing import Any, overload
 
 import torch
 
-from ds_zipccl.codecs.delta import DELTA
-from ds_zipccl.codecs.exponent import CASCADE, WIDE
+from ds_zipccl.codecs.exponent import CASCADE, DELTA, RAW, ROUNDED, WIDE, rounded_spec
 from ds_zipccl.codecs.factors import LOWRANK
 from ds_zipccl.codecs.known import BITS, KNOWN
-from ds_zipccl.codecs.raw import RAW
-from ds_zipccl.codecs.rounded import ROUNDED, rounded_spec
 from ds_zipccl.codecs.rows import ROWS
 from ds_zipccl.codecs.scaled import SCALED, scaled_spec
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, LossySpec, PayloadSpec

@@ -8,11 +8,9 @@ import torch
 from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent, rows
-from ds_zipccl.codecs.delta import DELTA
+from ds_zipccl.codecs.exponent import DELTA, RAW, ROUNDED
 from ds_zipccl.codecs.memory import admit, frame_room, keep_apart, span, write_header
-from ds_zipccl.codecs.raw import RAW
 from ds_zipccl.codecs.registry import spec_for
-from ds_zipccl.codecs.rounded import ROUNDED
 from ds_zipccl.codecs.rows import LITERALS, MOST_ROWS, Literals, RowMap, Scratch, row_list
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, PayloadSpec
 from ds_zipccl.frame import DELTA_WORDS, HEADER_BYTES, CodecId, Header

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -13,8 +12,7 @@ import torch
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
 from ds_zipccl.codecs.exponent import CASCADE
-from ds_zipccl.codecs.raw import RAW
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec, any_size
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec, Tensors, any_size
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header, pad16
 from ds_zipccl.kernels.protocol import ScaledCodec
 from ds_zipccl.lossy import GROUPS, Int, TacoFp8
@@ -64,9 +62,7 @@ def _project(codec: ScaledCodec, words: torch.Tensor, out: torch.Tensor, route: 
     kernels.lossy_route(route, words.device.type, "project_scaled").project_scaled(words, codec, out)
 
 
-def _encode(
-    codec: ScaledCodec, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
-) -> list[Coded]:
+def _encode(codec: ScaledCodec, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
     for words in segments:
         exponent.check_bound(words, _payload_bound(codec, words.numel(), words.dtype, block), exponent.MAX_PAYLOAD)
     return [
@@ -119,12 +115,7 @@ def _scaled(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tens
 
 def _lossless(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> Coded:
     """Write the lossless payload of the decoded values: the smaller one of exponent and raw."""
-    kept = tensors.empty(words.numel(), words.dtype, words.device)
-    _project(codec, words, kept, route)
-    size = CASCADE.encode([kept], (), block, [out], route)[0]
-    if size < words.nbytes:
-        return Coded(CASCADE.frame_id, block, size)
-    return Coded(RAW.frame_id, 0, RAW.encode([kept], (), 0, [out], route)[0])
+    return exponent.encode_lossless(exponent.projected(partial(_project, codec), words, route), block, out, route)
 
 
 def scaled_spec(codec: ScaledCodec) -> LossySpec:
@@ -234,7 +225,6 @@ SCALED = PayloadSpec(
     name="scaled",
     frame_id=CodecId.SCALED,
     dtypes=LOSSY_DTYPES,
-    needs_base=False,
     payload_bound=any_size,
     payload_floor=_payload_floor,
     prove=_prove,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
-from ds_zipccl.codecs.exponent import CASCADE
-from ds_zipccl.codecs.raw import RAW
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec, Tensors
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 from ds_zipccl.lossy import Zfp
 
@@ -36,9 +33,7 @@ def _project(codec: Zfp, words: torch.Tensor, out: torch.Tensor, route: str) -> 
     kernels.lossy_route(route, words.device.type, "project_zfp").project_zfp(words, codec.rate, out)
 
 
-def _encode(
-    codec: Zfp, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
-) -> list[Coded]:
+def _encode(codec: Zfp, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
     return [_encode_one(codec, words, block, out, route) for words, out in zip(segments, outs, strict=True)]
 
 
@@ -50,13 +45,8 @@ def _encode_one(codec: Zfp, words: torch.Tensor, block: int, out: torch.Tensor, 
             fields = bytearray(_FIELDS.pack(codec.rate))
             out[: _FIELDS.size].copy_(tensors.of_buffer(fields))
             return Coded(CodecId.ZFP1, 0, size)
-    kept = tensors.empty(words.numel(), words.dtype, words.device)
-    _project(codec, words, kept, route)
-    exponent.check_size(kept, block)
-    size = CASCADE.encode([kept], (), block, [out], route)[0]
-    if size < words.nbytes:
-        return Coded(CASCADE.frame_id, block, size)
-    return Coded(RAW.frame_id, 0, RAW.encode([kept], (), 0, [out], route)[0])
+    kept = exponent.projected(partial(_project, codec), words, route)
+    return exponent.encode_lossless(kept, block, out, route)
 
 
 def zfp_spec(codec: Zfp) -> LossySpec:
@@ -120,7 +110,6 @@ ZFP1 = PayloadSpec(
     name="zfp1",
     frame_id=CodecId.ZFP1,
     dtypes=LOSSY_DTYPES,
-    needs_base=False,
     payload_bound=_most,
     payload_floor=_floor,
     prove=_prove,
