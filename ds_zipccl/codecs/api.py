@@ -9,6 +9,7 @@ import torch
 from ds_zipccl import frame as framing
 from ds_zipccl import tensors
 from ds_zipccl.codecs import memory
+from ds_zipccl.codecs.exponent import projected
 from ds_zipccl.codecs.known import KNOWN, NO_KEY, check_hash, hashed
 from ds_zipccl.codecs.memory import admit, write_header
 from ds_zipccl.codecs.registry import BASE_CODECS, DECODERS, codec_spec, spec_for
@@ -110,11 +111,7 @@ def compress(
         shape = tuple(tensor.shape) if shaped else None
         payload_at = framing.payload_offset(None if shape is None else len(shape))
         bound = payload_at + spec.payload_bound(words.numel(), words.dtype, unit)
-        if out is None:
-            buffer = tensors.empty(bound, torch.uint8, words.device)
-        else:
-            buffer = memory.frame_room(out, bound, words.device)
-            memory.keep_apart([memory.span(buffer, bound)], list(map(memory.span, (words, *bases))))
+        buffer = memory.frame_buffer(out, bound, words.device, (words, *bases))
         room, size = buffer[payload_at:bound], None
         if row_width is not None and isinstance(spec, CodecSpec):
             size = RowSegment(words, row_width, block=block, route=route).payload(0, words.numel(), room, spec)
@@ -241,7 +238,8 @@ def decompress(
             result = room = out
         words = memory.flat_view(room)
         if against is not None:
-            _same_or_apart(against, words)
+            if 0 < abs(against.data_ptr() - words.data_ptr()) < words.nbytes:
+                raise ValueError("base and out overlap in part; pass the same memory for both, or a clone of the base")
         elif spec.takes_earlier:
             against = memory.earlier_words(earlier, words)
         if spec is KNOWN and against is not None:
@@ -314,9 +312,7 @@ def project(
         spec = spec_for(codec, tensor.dtype)
         words = memory.flatten(tensor)
         if out is None:
-            flat = tensors.empty(words.numel(), words.dtype, words.device)
-            spec.project(words, flat, route)
-            return flat.view(tensor.shape)
+            return projected(spec.project, words, route).view(tensor.shape)
         admit("out", out)
         kind = (tensor.dtype, tensor.shape, tensor.device)
         if (out.dtype, out.shape, out.device) != kind or not out.is_contiguous():
@@ -419,9 +415,3 @@ def _base_words(base: torch.Tensor | None, header: Header, device: torch.device)
     admit("base", base, TypeError)
     memory.decoded_room(base, header, (header.dtype,), device)
     return memory.flat_view(base)
-
-
-def _same_or_apart(base: torch.Tensor, words: torch.Tensor) -> None:
-    """Accept a base that is the memory of ``words``, or apart from it."""
-    if 0 < abs(base.data_ptr() - words.data_ptr()) < words.nbytes:
-        raise ValueError("base and out overlap in part; pass the same memory for both, or a clone of the base")

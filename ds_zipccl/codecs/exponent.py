@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs.spec import CodecSpec, Coded, Encode, LossySpec, PayloadSpec, Project, Tensors
+from ds_zipccl.codecs.spec import CodecSpec, Coded, Encode, PayloadSpec, Project, Tensors
 from ds_zipccl.frame import BLOCK_LOG2, CHUNK_BLOCKS, DELTA_WORDS, DTYPE_IDS, CodecId, pad16
 from ds_zipccl.lossy import Round
 
@@ -252,11 +252,11 @@ def _rounded_bound(numel: int, dtype: torch.dtype, block: int) -> int:
     return raw_bound(numel, dtype.itemsize, _ROUNDED_TABLE, block)
 
 
-def _project_rounded(codec: Round, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
+def project_rounded(codec: Round, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
     kernels.lossy_route(route, words.device.type, "round_words").round_words(words, codec.mantissa, out)
 
 
-def _encode_rounded(codec: Round, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
+def encode_rounded(codec: Round, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
     for words in segments:
         check_bound(words, _rounded_bound(words.numel(), words.dtype, block), MAX_PAYLOAD)
     if not segments:
@@ -272,21 +272,10 @@ def _encode_rounded(codec: Round, segments: Tensors, block: int, outs: Tensors, 
         elif untrimmed <= size and own is CodecId.ROUNDED:
             lossless = CASCADE
         if lossless is not None:
-            kept = projected(partial(_project_rounded, codec), words, route)
+            kept = projected(partial(project_rounded, codec), words, route)
             size = lossless.encode([kept], (), unit, [out], route)[0]
         found.append(Coded(own if lossless is None else lossless.frame_id, unit, size))
     return found
-
-
-def rounded_spec(codec: Round) -> LossySpec:
-    """The entry of ``codec``."""
-    return LossySpec(
-        codec=codec,
-        block=block_size,
-        payload_bound=_rounded_bound,
-        encode=partial(_encode_rounded, codec),
-        project=partial(_project_rounded, codec),
-    )
 
 
 def _decode_rounded(

@@ -104,6 +104,17 @@ def frame_room(out: torch.Tensor, bound: int, device: torch.device) -> torch.Ten
     return out
 
 
+def frame_buffer(
+    out: torch.Tensor | None, bound: int, device: torch.device, inputs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """:func:`frame_room`, apart from ``inputs`` (contiguous), or new memory where ``out`` is None."""
+    if out is None:
+        return tensors.empty(bound, torch.uint8, device)
+    buffer = frame_room(out, bound, device)
+    keep_apart([span(buffer, bound)], list(map(span, inputs)))
+    return buffer
+
+
 def decoded_room(out: torch.Tensor, header: Header, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     """Accept ``out`` if the words of a frame with this header fit in it; ``dtypes``: the ones that ``out`` may have.
 

@@ -12,7 +12,7 @@ import torch
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
 from ds_zipccl.codecs.exponent import CASCADE
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec, Tensors, any_size
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors, any_size
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header, pad16
 from ds_zipccl.kernels.protocol import ScaledCodec
 from ds_zipccl.lossy import GROUPS, Int, TacoFp8
@@ -51,20 +51,20 @@ def _new_scales(codec: ScaledCodec, numel: int, device: torch.device) -> torch.T
 # --- encoding
 
 
-def _payload_bound(codec: ScaledCodec, numel: int, dtype: torch.dtype, block: int) -> int:
+def payload_bound(codec: ScaledCodec, numel: int, dtype: torch.dtype, block: int) -> int:
     """Bytes of a scaled payload with the longest stage 2, or of a lossless one."""
     codes = _groups(numel, codec.group) * codec.group
     scaled = _codes_at(codec, numel) + exponent.payload_bound(codes, torch.float8_e4m3fn, block)
     return max(scaled, exponent.payload_bound(numel, dtype, block))
 
 
-def _project(codec: ScaledCodec, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
+def project(codec: ScaledCodec, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
     kernels.lossy_route(route, words.device.type, "project_scaled").project_scaled(words, codec, out)
 
 
-def _encode(codec: ScaledCodec, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
+def encode(codec: ScaledCodec, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
     for words in segments:
-        exponent.check_bound(words, _payload_bound(codec, words.numel(), words.dtype, block), exponent.MAX_PAYLOAD)
+        exponent.check_bound(words, payload_bound(codec, words.numel(), words.dtype, block), exponent.MAX_PAYLOAD)
     return [
         _scaled(codec, words, block, out, route) or _lossless(codec, words, block, out, route)
         for words, out in zip(segments, outs, strict=True)
@@ -115,18 +115,7 @@ def _scaled(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tens
 
 def _lossless(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> Coded:
     """Write the lossless payload of the decoded values: the smaller one of exponent and raw."""
-    return exponent.encode_lossless(exponent.projected(partial(_project, codec), words, route), block, out, route)
-
-
-def scaled_spec(codec: ScaledCodec) -> LossySpec:
-    """The entry of ``codec``."""
-    return LossySpec(
-        codec=codec,
-        block=exponent.block_size,
-        payload_bound=partial(_payload_bound, codec),
-        encode=partial(_encode, codec),
-        project=partial(_project, codec),
-    )
+    return exponent.encode_lossless(exponent.projected(partial(project, codec), words, route), block, out, route)
 
 
 # --- decoding

@@ -144,7 +144,7 @@ class Project(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LossySpec:
-    """A lossy codec with its settings. Its module makes the entry from a value, :mod:`ds_zipccl.codecs.registry` lists the maker.
+    """A lossy codec with its settings. Its module has the functions, from which :mod:`ds_zipccl.codecs.registry` makes the entry.
 
     It codes tensors of :data:`LOSSY_DTYPES`.
     """

@@ -9,7 +9,7 @@ import torch
 
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec, Tensors
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 from ds_zipccl.lossy import Zfp
 
@@ -25,15 +25,15 @@ def payload_bytes(numel: int, rate: int) -> int:
     return _FIELDS.size + 8 * -(-_BLOCK_VALUES * rate * blocks // 64)
 
 
-def _bound(rate: int, numel: int, dtype: torch.dtype, block: int) -> int:
-    return max(payload_bytes(numel, rate), exponent.payload_bound(numel, dtype, block), numel * dtype.itemsize)
+def payload_bound(codec: Zfp, numel: int, dtype: torch.dtype, block: int) -> int:
+    return max(payload_bytes(numel, codec.rate), exponent.payload_bound(numel, dtype, block), numel * dtype.itemsize)
 
 
-def _project(codec: Zfp, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
+def project(codec: Zfp, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
     kernels.lossy_route(route, words.device.type, "project_zfp").project_zfp(words, codec.rate, out)
 
 
-def _encode(codec: Zfp, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
+def encode(codec: Zfp, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
     return [_encode_one(codec, words, block, out, route) for words, out in zip(segments, outs, strict=True)]
 
 
@@ -45,19 +45,8 @@ def _encode_one(codec: Zfp, words: torch.Tensor, block: int, out: torch.Tensor, 
             fields = bytearray(_FIELDS.pack(codec.rate))
             out[: _FIELDS.size].copy_(tensors.of_buffer(fields))
             return Coded(CodecId.ZFP1, 0, size)
-    kept = exponent.projected(partial(_project, codec), words, route)
+    kept = exponent.projected(partial(project, codec), words, route)
     return exponent.encode_lossless(kept, block, out, route)
-
-
-def zfp_spec(codec: Zfp) -> LossySpec:
-    """The entry of ``codec``."""
-    return LossySpec(
-        codec=codec,
-        block=exponent.block_size,
-        payload_bound=partial(_bound, codec.rate),
-        encode=partial(_encode, codec),
-        project=partial(_project, codec),
-    )
 
 
 def _rate(payload: torch.Tensor, numel: int) -> int:
