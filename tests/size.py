@@ -27,9 +27,9 @@ class Budget(NamedTuple):
 BUDGETS = {
     "ds_zipccl": Budget(1_500, 1_450),
     "ds_zipccl/cli": Budget(3_340, 3_000),
-    "ds_zipccl/codecs": Budget(3_240, 2_900),
+    "ds_zipccl/codecs": Budget(3_060, 2_900),
     "ds_zipccl/comm": Budget(12_060, 9_800),
-    "ds_zipccl/csrc": Budget(10_150, 10_050),
+    "ds_zipccl/csrc": Budget(10_200, 10_050),
     "ds_zipccl/integration": Budget(4_700, 3_700),
     "ds_zipccl/kernels": Budget(5_420, 5_200),
     "ds_zipccl/policy": Budget(1_560, 1_350),

@@ -378,12 +378,7 @@ def _spec(codec: str | LossyCodec, dtype: torch.dtype, lossy: bool) -> CodecSpec
 
 
 def _encode(
-    spec: CodecSpec | LossySpec,
-    segments: Tensors,
-    bases: Tensors,
-    block: int,
-    outs: Tensors,
-    route: str,
+    spec: CodecSpec | LossySpec, segments: Tensors, bases: Tensors, block: int, outs: Tensors, route: str
 ) -> list[Coded]:
     if isinstance(spec, LossySpec):
         return spec.encode(segments, block, outs, route)
