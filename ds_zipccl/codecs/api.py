@@ -9,11 +9,12 @@ import torch
 from ds_zipccl import frame as framing
 from ds_zipccl import tensors
 from ds_zipccl.codecs import memory
+from ds_zipccl.codecs.exponent import projected
 from ds_zipccl.codecs.known import KNOWN, NO_KEY, check_hash, hashed
-from ds_zipccl.codecs.memory import admit, open_frame, write_header
-from ds_zipccl.codecs.registry import BASE_CODECS, codec_spec, spec_for
+from ds_zipccl.codecs.memory import admit, write_header
+from ds_zipccl.codecs.registry import BASE_CODECS, DECODERS, codec_spec, spec_for
 from ds_zipccl.codecs.row_segment import RowSegment
-from ds_zipccl.codecs.spec import CodecSpec, Coded, LossySpec
+from ds_zipccl.codecs.spec import CodecSpec, Coded, LossySpec, PayloadSpec, Tensors, check_payload
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 from ds_zipccl.lossy import LossyCodec
 
@@ -110,11 +111,7 @@ def compress(
         shape = tuple(tensor.shape) if shaped else None
         payload_at = framing.payload_offset(None if shape is None else len(shape))
         bound = payload_at + spec.payload_bound(words.numel(), words.dtype, unit)
-        if out is None:
-            buffer = tensors.empty(bound, torch.uint8, words.device)
-        else:
-            buffer = memory.frame_room(out, bound, words.device)
-            memory.keep_apart([memory.span(buffer, bound)], list(map(memory.span, (words, *bases))))
+        buffer = memory.frame_buffer(out, bound, words.device, (words, *bases))
         room, size = buffer[payload_at:bound], None
         if row_width is not None and isinstance(spec, CodecSpec):
             size = RowSegment(words, row_width, block=block, route=route).payload(0, words.numel(), room, spec)
@@ -241,7 +238,8 @@ def decompress(
             result = room = out
         words = memory.flat_view(room)
         if against is not None:
-            _same_or_apart(against, words)
+            if 0 < abs(against.data_ptr() - words.data_ptr()) < words.nbytes:
+                raise ValueError("base and out overlap in part; pass the same memory for both, or a clone of the base")
         elif spec.takes_earlier:
             against = memory.earlier_words(earlier, words)
         if spec is KNOWN and against is not None:
@@ -314,9 +312,7 @@ def project(
         spec = spec_for(codec, tensor.dtype)
         words = memory.flatten(tensor)
         if out is None:
-            flat = tensors.empty(words.numel(), words.dtype, words.device)
-            spec.project(words, flat, route)
-            return flat.view(tensor.shape)
+            return projected(spec.project, words, route).view(tensor.shape)
         admit("out", out)
         kind = (tensor.dtype, tensor.shape, tensor.device)
         if (out.dtype, out.shape, out.device) != kind or not out.is_contiguous():
@@ -354,6 +350,26 @@ def region_hash(tensor: torch.Tensor, *, key: bytes = NO_KEY, route: str = "auto
         return hashed(memory.flatten(tensor).view(torch.uint8), key, route)
 
 
+def open_frame(frame: torch.Tensor) -> tuple[Header, PayloadSpec]:
+    """The header of ``frame`` (1-D uint8) and the codec that decodes its payload; waits for the device.
+
+    Raises:
+        FrameError: the frame is damaged or foreign, or its payload cannot have that size.
+        TypeError: ``frame`` is not a 1-D contiguous uint8 tensor.
+    """
+    header = _parse(frame)
+    spec = DECODERS[header.codec]
+    check_payload(header, spec)
+    return header, spec
+
+
+def _parse(frame: torch.Tensor) -> Header:
+    if frame.device.type == "cpu" or frame.dim() != 1:
+        return framing.parse(frame)
+    start = frame[: framing.MAX_HEADER_BYTES].cpu()
+    return framing.parse(frame.cpu()) if framing.has_checksum(start) else framing.parse(start, frame.numel())
+
+
 def _spec(codec: str | LossyCodec, dtype: torch.dtype, lossy: bool) -> CodecSpec | LossySpec:
     """The entry of ``codec``, if values may change as it changes them."""
     if isinstance(codec, LossyCodec) and not lossy:
@@ -362,12 +378,7 @@ def _spec(codec: str | LossyCodec, dtype: torch.dtype, lossy: bool) -> CodecSpec
 
 
 def _encode(
-    spec: CodecSpec | LossySpec,
-    segments: Sequence[torch.Tensor],
-    bases: Sequence[torch.Tensor],
-    block: int,
-    outs: Sequence[torch.Tensor],
-    route: str,
+    spec: CodecSpec | LossySpec, segments: Tensors, bases: Tensors, block: int, outs: Tensors, route: str
 ) -> list[Coded]:
     if isinstance(spec, LossySpec):
         return spec.encode(segments, block, outs, route)
@@ -399,9 +410,3 @@ def _base_words(base: torch.Tensor | None, header: Header, device: torch.device)
     admit("base", base, TypeError)
     memory.decoded_room(base, header, (header.dtype,), device)
     return memory.flat_view(base)
-
-
-def _same_or_apart(base: torch.Tensor, words: torch.Tensor) -> None:
-    """Accept a base that is the memory of ``words``, or apart from it."""
-    if 0 < abs(base.data_ptr() - words.data_ptr()) < words.nbytes:
-        raise ValueError("base and out overlap in part; pass the same memory for both, or a clone of the base")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ds_zipccl.codecs import api
-from ds_zipccl.codecs.memory import admit, open_frame
+from ds_zipccl.codecs.memory import admit
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -109,7 +109,7 @@ def _returned(tensor: torch.Tensor, like: Any) -> Any:
 
 def _dtype_in(frame: torch.Tensor) -> torch.dtype:
     admit("frame", frame, TypeError)
-    return open_frame(frame)[0].dtype
+    return api.open_frame(frame)[0].dtype
 
 
 compress = takes_arrays("out")(api.compress)

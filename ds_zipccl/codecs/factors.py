@@ -9,10 +9,9 @@ from typing import NoReturn
 import torch
 
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs import exponent, nested
-from ds_zipccl.codecs.exponent import CASCADE
-from ds_zipccl.codecs.nested import LITERALS, Nested
-from ds_zipccl.codecs.raw import RAW
+from ds_zipccl.codecs import exponent, memory
+from ds_zipccl.codecs.exponent import LITERALS
+from ds_zipccl.codecs.memory import Nested
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, PayloadSpec, any_size
 from ds_zipccl.frame import HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pad16
 
@@ -50,13 +49,9 @@ def encode(p: torch.Tensor, q: torch.Tensor, block: int, out: torch.Tensor, rout
     out[: _FIELDS.size].copy_(tensors.of_buffer(bytearray(fields)))
     at = _FIELDS.size
     for factor in (p, q):
-        flat, room = factor.reshape(-1), out[at + HEADER_BYTES :]
-        exponent.check_size(flat, block)
-        spec, unit, size = CASCADE, block, CASCADE.encode([flat], (), block, [room], route)[0]
-        if size >= flat.nbytes:
-            spec, unit, size = RAW, 0, RAW.encode([flat], (), 0, [room], route)[0]
-        header = Header(spec.frame_id, torch.float32, flat.numel(), HEADER_BYTES + size, unit)
-        at = nested.finish(header, out, at)
+        coded = exponent.encode_lossless(factor.reshape(-1), block, out[at + HEADER_BYTES :], route)
+        header = Header(coded.frame_id, torch.float32, factor.numel(), HEADER_BYTES + coded.size, coded.block)
+        at = memory.finish_nested(header, out, at)
     return at
 
 
@@ -104,7 +99,7 @@ def _parse(payload: torch.Tensor, numel: int) -> _Parsed:
 
 
 def _factor(payload: torch.Tensor, at: int, numel: int) -> Nested:
-    header = nested.header_at(payload, at, FrameErrorCode.RESERVED)
+    header = memory.nested_header(payload, at, FrameErrorCode.RESERVED)
     if header.codec not in LITERALS or header.dtype != torch.float32:
         kind = f"{header.codec.name} frame of {header.dtype}"
         _refuse(
@@ -112,7 +107,7 @@ def _factor(payload: torch.Tensor, at: int, numel: int) -> Nested:
         )
     if header.numel != numel:
         _refuse(FrameErrorCode.SIZE, f"with a factor of {header.numel} elements, wanted {numel}")
-    return nested.part(payload, at, header, LITERALS[header.codec])
+    return memory.nested_part(payload, at, header, LITERALS[header.codec])
 
 
 def _prove(payload: torch.Tensor, header: Header) -> None:
@@ -155,7 +150,6 @@ LOWRANK = PayloadSpec(
     name="lowrank",
     frame_id=CodecId.LOWRANK,
     dtypes=LOSSY_DTYPES,
-    needs_base=False,
     payload_bound=any_size,
     payload_floor=_payload_floor,
     prove=_prove,

@@ -89,7 +89,6 @@ KNOWN = PayloadSpec(
     payload_bound=_payload_bytes,
     payload_floor=_payload_bytes,
     decode=_decode,
-    decode_add=None,
 )
 
 
@@ -131,9 +130,7 @@ BITS = PayloadSpec(
     name="bits",
     frame_id=CodecId.BITS,
     dtypes=(torch.bool,),
-    needs_base=False,
     payload_bound=_bits_bytes,
     payload_floor=_bits_bytes,
     decode=_decode_bits,
-    decode_add=None,
 )

@@ -15,7 +15,7 @@ import torch
 from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import api, exponent, factors, memory
-from ds_zipccl.codecs.spec import LOSSY_DTYPES
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded
 from ds_zipccl.frame import CodecId, Header
 from ds_zipccl.lossy import Round
 
@@ -212,26 +212,14 @@ def compress_factors(
             raise ValueError(f"a shape of {rows * columns} elements is wanted, got {dims}")
         ndim = None if dims is None else len(dims)
         bound = compress_factors_bound(rows, columns, rank, dtype, ndim=ndim, block=exponent.block_size(block))
-        if out is None:
-            buffer = tensors.empty(bound, torch.uint8, p.device)
-        else:
-            buffer = memory.frame_room(out, bound, p.device)
-            memory.keep_apart([memory.span(buffer, bound)], [memory.span(memory.flat_view(one)) for one in (p, q)])
-        at = framing.payload_offset(ndim)
-        size = at + factors.encode(p.detach(), q.detach(), block, buffer[at:], route)
-        if size - at >= rows * columns * dtype.itemsize:
-            values = product(p, q, tensors.empty(rows * columns, dtype, p.device), route=route)
-            values = values if dims is None else values.view(dims)
-            shaped = dims is not None
-            for codec in ("cascade", "raw"):  # raw where exponent coding is no shorter than the words
-                size = api.compress(
-                    values, codec, out=buffer, block=block, shaped=shaped, checksum=checksum, route=route
-                ).numel()
-                if size - at < values.nbytes:
-                    break
-        else:
-            kind = framing.CHECKSUM if checksum else None
-            memory.write_header(Header(CodecId.LOWRANK, dtype, rows * columns, size, 0, dims, kind), buffer)
+        buffer = memory.frame_buffer(out, bound, p.device, (p, q))
+        at, numel = framing.payload_offset(ndim), rows * columns
+        coded = Coded(CodecId.LOWRANK, 0, factors.encode(p.detach(), q.detach(), block, buffer[at:], route))
+        if coded.size >= numel * dtype.itemsize:
+            values = product(p, q, tensors.empty(numel, dtype, p.device), route=route)
+            coded = exponent.encode_lossless(values, block, buffer[at:], route)
+        size, kind = at + coded.size, framing.CHECKSUM if checksum else None
+        memory.write_header(Header(coded.frame_id, dtype, numel, size, coded.block, dims, kind), buffer)
         return buffer[:size].clone() if out is None else buffer[:size]
 
 

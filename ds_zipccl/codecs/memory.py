@@ -1,16 +1,17 @@
-"""The memory around coding: tensors that kernels can read, flat views, room for a frame and its header, overlap of outputs with inputs."""
+"""The memory around coding: tensors that kernels can read, flat views, room for a frame and its header, overlap of outputs with inputs; and
+frames inside of a payload, which are flat, without a checksum, and padded to 16 bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs.registry import DECODERS
 from ds_zipccl.codecs.spec import PayloadSpec, check_payload
-from ds_zipccl.frame import FrameError, FrameErrorCode, Header
+from ds_zipccl.frame import HEADER_BYTES, FrameError, FrameErrorCode, Header, pad16
 
 #: Devices whose tensors are coded.
 DEVICES = tuple(kernels.ROUTES)
@@ -103,6 +104,17 @@ def frame_room(out: torch.Tensor, bound: int, device: torch.device) -> torch.Ten
     return out
 
 
+def frame_buffer(
+    out: torch.Tensor | None, bound: int, device: torch.device, inputs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """:func:`frame_room`, apart from ``inputs`` (contiguous), or new memory where ``out`` is None."""
+    if out is None:
+        return tensors.empty(bound, torch.uint8, device)
+    buffer = frame_room(out, bound, device)
+    keep_apart([span(buffer, bound)], list(map(span, inputs)))
+    return buffer
+
+
 def decoded_room(out: torch.Tensor, header: Header, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     """Accept ``out`` if the words of a frame with this header fit in it; ``dtypes``: the ones that ``out`` may have.
 
@@ -163,26 +175,6 @@ def write_header(header: Header, buffer: torch.Tensor) -> None:
     buffer[: header.payload_at].copy_(host[: header.payload_at])
 
 
-def open_frame(frame: torch.Tensor) -> tuple[Header, PayloadSpec]:
-    """The header of ``frame`` (1-D uint8) and the codec that decodes its payload; waits for the device.
-
-    Raises:
-        FrameError: the frame is damaged or foreign, or its payload cannot have that size.
-        TypeError: ``frame`` is not a 1-D contiguous uint8 tensor.
-    """
-    header = _parse(frame)
-    spec = DECODERS[header.codec]
-    check_payload(header, spec)
-    return header, spec
-
-
-def _parse(frame: torch.Tensor) -> Header:
-    if frame.device.type == "cpu" or frame.dim() != 1:
-        return framing.parse(frame)
-    start = frame[: framing.MAX_HEADER_BYTES].cpu()
-    return framing.parse(frame.cpu()) if framing.has_checksum(start) else framing.parse(start, frame.numel())
-
-
 def earlier_words(earlier: torch.Tensor | None, words: torch.Tensor) -> torch.Tensor | None:
     """``earlier``, flat, if it lies directly in front of ``words`` (flat) in the same memory.
 
@@ -202,3 +194,47 @@ def earlier_words(earlier: torch.Tensor | None, words: torch.Tensor) -> torch.Te
             f"got {earlier.dtype} with strides {earlier.stride()} on {earlier.device}: pass both as slices of one tensor"
         )
     return flat
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A nested frame whose header and size are proven; ``end``: where it ends in the payload, without padding."""
+
+    spec: PayloadSpec
+    block: int
+    payload: torch.Tensor
+    end: int
+
+
+def finish_nested(header: Header, out: torch.Tensor, at: int) -> int:
+    """Write the header of the nested frame at ``at``, and zeros behind the frame; return where the next part begins."""
+    if out.device.type == "cpu":
+        framing.pack(header, out[at:])
+    else:
+        start = tensors.of_buffer(bytearray(HEADER_BYTES))
+        framing.pack(header, start)
+        out[at : at + HEADER_BYTES].copy_(start)
+    end = at + header.frame_bytes
+    if end % 16:
+        out[end : pad16(end)].zero_()
+    return pad16(end)
+
+
+def nested_header(payload: torch.Tensor, at: int, flagged: FrameErrorCode) -> Header:
+    """The header of the frame that begins at ``at``.
+
+    Raises:
+        FrameError: as :func:`ds_zipccl.frame.parse_nested`.
+    """
+    return framing.parse_nested(payload[at : at + HEADER_BYTES].cpu(), payload.numel() - at, flagged)
+
+
+def nested_part(payload: torch.Tensor, at: int, header: Header, spec: PayloadSpec) -> Nested:
+    """The frame with ``header`` that begins at ``at``, of a format that the caller allows.
+
+    Raises:
+        FrameError: it cannot have that size.
+    """
+    check_payload(header, spec)
+    end = at + header.frame_bytes
+    return Nested(spec, header.block, payload[at + HEADER_BYTES : end], end)

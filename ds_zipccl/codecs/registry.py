@@ -1,8 +1,8 @@
 """Which codecs there are: one table, from which names, decoders and dtypes derive.
 
 A new codec is a module that makes a :class:`~ds_zipccl.codecs.spec.CodecSpec`, an entry in :data:`CODEC_SPECS`, and, for a payload format
-of its own, an id in FORMAT.md and :class:`ds_zipccl.frame.CodecId`. A lossy codec is a value (:mod:`ds_zipccl.lossy`), whose module makes a
-:class:`~ds_zipccl.codecs.spec.LossySpec` from it: an entry in :data:`LOSSY_SPECS`. A format whose frames have an
+of its own, an id in FORMAT.md and :class:`ds_zipccl.frame.CodecId`. A lossy codec is a value (:mod:`ds_zipccl.lossy`), whose module has the
+functions of a :class:`~ds_zipccl.codecs.spec.LossySpec`: an entry in :data:`LOSSY_SPECS`. A format whose frames have an
 encoder of their own, with arguments of their own, has no name there: its :class:`~ds_zipccl.codecs.spec.PayloadSpec` is an entry of
 :data:`DECODERS` alone.
 """
@@ -10,21 +10,19 @@ encoder of their own, with arguments of their own, has no name there: its :class
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, overload
+from functools import cache, partial
+from typing import overload
 
 import torch
 
-from ds_zipccl.codecs.delta import DELTA
-from ds_zipccl.codecs.exponent import CASCADE, WIDE
+from ds_zipccl.codecs import exponent, scaled, zfp
+from ds_zipccl.codecs.exponent import CASCADE, DELTA, RAW, ROUNDED, WIDE
 from ds_zipccl.codecs.factors import LOWRANK
 from ds_zipccl.codecs.known import BITS, KNOWN
-from ds_zipccl.codecs.raw import RAW
-from ds_zipccl.codecs.rounded import ROUNDED, rounded_spec
 from ds_zipccl.codecs.rows import ROWS
-from ds_zipccl.codecs.scaled import SCALED, scaled_spec
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, LossySpec, PayloadSpec
-from ds_zipccl.codecs.zfp import ZFP1, zfp_spec
+from ds_zipccl.codecs.scaled import SCALED
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, Coded, LossySpec, PayloadSpec
+from ds_zipccl.codecs.zfp import ZFP1
 from ds_zipccl.frame import DTYPE_IDS, CodecId
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 
@@ -41,12 +39,12 @@ CODED_DTYPES: tuple[torch.dtype, ...] = tuple(
         dtype for spec in CODEC_SPECS.values() if spec is not RAW and not spec.needs_base for dtype in spec.dtypes
     )
 )
-#: Class of a lossy codec -> what makes the entry of a value of it.
-LOSSY_SPECS: dict[type[LossyCodec], Callable[[Any], LossySpec]] = {
-    Round: rounded_spec,
-    TacoFp8: scaled_spec,
-    Int: scaled_spec,
-    Zfp: zfp_spec,
+#: Class of a lossy codec -> ``payload_bound``, ``encode`` and ``project`` of the entry of a value, which is their first argument.
+LOSSY_SPECS: dict[type[LossyCodec], tuple[Callable[..., int], Callable[..., list[Coded]], Callable[..., None]]] = {
+    Round: (lambda codec, *sizes: ROUNDED.payload_bound(*sizes), exponent.encode_rounded, exponent.project_rounded),
+    TacoFp8: (scaled.payload_bound, scaled.encode, scaled.project),
+    Int: (scaled.payload_bound, scaled.encode, scaled.project),
+    Zfp: (zfp.payload_bound, zfp.encode, zfp.project),
 }
 #: Formats that only lossy codecs, :mod:`.lowrank`, :mod:`.row_segment` and :mod:`.known` write.
 _OTHERS: tuple[PayloadSpec, ...] = (ROUNDED, SCALED, LOWRANK, ZFP1, ROWS, KNOWN, BITS)
@@ -96,4 +94,11 @@ def spec_for(codec: str | LossyCodec, dtype: torch.dtype) -> CodecSpec | LossySp
 
 @cache
 def _lossy_spec(codec: LossyCodec) -> LossySpec:
-    return LOSSY_SPECS[type(codec)](codec)
+    bound, encode, project = LOSSY_SPECS[type(codec)]
+    return LossySpec(
+        codec=codec,
+        block=exponent.block_size,
+        payload_bound=partial(bound, codec),
+        encode=partial(encode, codec),
+        project=partial(project, codec),
+    )

@@ -8,11 +8,9 @@ import torch
 from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent, rows
-from ds_zipccl.codecs.delta import DELTA
-from ds_zipccl.codecs.memory import admit, frame_room, keep_apart, span, write_header
-from ds_zipccl.codecs.raw import RAW
+from ds_zipccl.codecs.exponent import DELTA, RAW, ROUNDED
+from ds_zipccl.codecs.memory import admit, frame_buffer, write_header
 from ds_zipccl.codecs.registry import spec_for
-from ds_zipccl.codecs.rounded import ROUNDED
 from ds_zipccl.codecs.rows import LITERALS, MOST_ROWS, Literals, RowMap, Scratch, row_list
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, PayloadSpec
 from ds_zipccl.frame import DELTA_WORDS, HEADER_BYTES, CodecId, Header
@@ -155,8 +153,7 @@ class RowSegment:
         with tensors.undisturbed():
             spec, numel = spec_for(codec, self._words.dtype), end - begin
             bound = HEADER_BYTES + self._form(spec).payload_bound(numel, self._words.dtype, spec.block(self._block))
-            buffer = frame_room(out, bound, self._words.device)
-            keep_apart([span(buffer, bound)], [span(self._words)])
+            buffer = frame_buffer(out, bound, self._words.device, [self._words])
             size = self.payload(begin, end, buffer[HEADER_BYTES:bound], spec)
             if size is None:
                 return None

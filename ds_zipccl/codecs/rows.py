@@ -11,11 +11,9 @@ import numpy as np
 import torch
 
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs import exponent, nested
-from ds_zipccl.codecs.delta import DELTA
-from ds_zipccl.codecs.nested import Nested
-from ds_zipccl.codecs.raw import RAW
-from ds_zipccl.codecs.rounded import ROUNDED
+from ds_zipccl.codecs import exponent, memory
+from ds_zipccl.codecs.exponent import DELTA, RAW, ROUNDED
+from ds_zipccl.codecs.memory import Nested
 from ds_zipccl.codecs.spec import PayloadSpec, any_size
 from ds_zipccl.frame import DELTA_WORDS, DTYPE_IDS, HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pad16
 from ds_zipccl.kernels import row_moves
@@ -24,7 +22,7 @@ from ds_zipccl.kernels.cpp.backend import CppBackend
 #: Gives a flat tensor of so many elements of a dtype on a device, contents undefined.
 Scratch = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 #: Codec byte of a frame of literals -> its format.
-LITERALS: dict[CodecId, PayloadSpec] = {**nested.LITERALS, ROUNDED.frame_id: ROUNDED}
+LITERALS: dict[CodecId, PayloadSpec] = {**exponent.LITERALS, ROUNDED.frame_id: ROUNDED}
 
 
 # --- the fields and the map, as numbers of numpy
@@ -290,7 +288,7 @@ def _encode_literals(
     else:
         exponent.check_bound(words, spec.payload_bound(words.numel(), dtype, block), exponent.MAX_PAYLOAD)
         size = _coded(words, literal, fields, literals, room)
-    return nested.finish(Header(spec.frame_id, dtype, numel, HEADER_BYTES + size, block), out, at)
+    return memory.finish_nested(Header(spec.frame_id, dtype, numel, HEADER_BYTES + size, block), out, at)
 
 
 def _coded(words: torch.Tensor, literal: torch.Tensor, fields: Fields, literals: Literals, room: torch.Tensor) -> int:
@@ -328,7 +326,7 @@ def encode_deltas(
         return None
     if spilled:
         room[:size].copy_(to[:size])
-    return nested.finish(Header(DELTA.frame_id, words.dtype, words.numel(), HEADER_BYTES + size, block), out, at)
+    return memory.finish_nested(Header(DELTA.frame_id, words.dtype, words.numel(), HEADER_BYTES + size, block), out, at)
 
 
 # --- decoding
@@ -347,13 +345,13 @@ def _nested(
     payload: torch.Tensor, at: int, specs: dict[CodecId, PayloadSpec], dtype: torch.dtype, numel: int
 ) -> Nested:
     """The frame that begins at ``at``; it must be of one of ``specs`` and of these elements."""
-    header = nested.header_at(payload, at, FrameErrorCode.ROWS)
+    header = memory.nested_header(payload, at, FrameErrorCode.ROWS)
     if header.codec not in specs or (header.dtype, header.numel) != (dtype, numel):
         raise contradiction(
             f"a nested {header.codec.name} frame of {header.numel} {header.dtype}, wanted {numel} {dtype} "
             f"by {' or '.join(codec.name for codec in specs)}"
         )
-    return nested.part(payload, at, header, specs[header.codec])
+    return memory.nested_part(payload, at, header, specs[header.codec])
 
 
 def _parse(payload: torch.Tensor, earlier: int, numel: int, dtype: torch.dtype) -> _Parsed:
@@ -441,10 +439,6 @@ def _decode_repeats(payload: torch.Tensor, earlier: int, words: torch.Tensor, co
     return True
 
 
-def _block(wanted: int) -> int:
-    return 0
-
-
 def _payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
     return FIELDS_BYTES + HEADER_BYTES
 
@@ -453,11 +447,9 @@ ROWS = PayloadSpec(
     name="rows",
     frame_id=CodecId.ROWS,
     dtypes=tuple(DTYPE_IDS),
-    needs_base=False,
     takes_earlier=True,
     payload_bound=any_size,
     payload_floor=_payload_floor,
     prove=_prove,
     decode=_decode,
-    decode_add=None,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -13,8 +12,7 @@ import torch
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
 from ds_zipccl.codecs.exponent import CASCADE
-from ds_zipccl.codecs.raw import RAW
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec, any_size
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors, any_size
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header, pad16
 from ds_zipccl.kernels.protocol import ScaledCodec
 from ds_zipccl.lossy import GROUPS, Int, TacoFp8
@@ -53,22 +51,20 @@ def _new_scales(codec: ScaledCodec, numel: int, device: torch.device) -> torch.T
 # --- encoding
 
 
-def _payload_bound(codec: ScaledCodec, numel: int, dtype: torch.dtype, block: int) -> int:
+def payload_bound(codec: ScaledCodec, numel: int, dtype: torch.dtype, block: int) -> int:
     """Bytes of a scaled payload with the longest stage 2, or of a lossless one."""
     codes = _groups(numel, codec.group) * codec.group
     scaled = _codes_at(codec, numel) + exponent.payload_bound(codes, torch.float8_e4m3fn, block)
     return max(scaled, exponent.payload_bound(numel, dtype, block))
 
 
-def _project(codec: ScaledCodec, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
+def project(codec: ScaledCodec, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
     kernels.lossy_route(route, words.device.type, "project_scaled").project_scaled(words, codec, out)
 
 
-def _encode(
-    codec: ScaledCodec, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
-) -> list[Coded]:
+def encode(codec: ScaledCodec, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
     for words in segments:
-        exponent.check_bound(words, _payload_bound(codec, words.numel(), words.dtype, block), exponent.MAX_PAYLOAD)
+        exponent.check_bound(words, payload_bound(codec, words.numel(), words.dtype, block), exponent.MAX_PAYLOAD)
     return [
         _scaled(codec, words, block, out, route) or _lossless(codec, words, block, out, route)
         for words, out in zip(segments, outs, strict=True)
@@ -119,23 +115,7 @@ def _scaled(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tens
 
 def _lossless(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> Coded:
     """Write the lossless payload of the decoded values: the smaller one of exponent and raw."""
-    kept = tensors.empty(words.numel(), words.dtype, words.device)
-    _project(codec, words, kept, route)
-    size = CASCADE.encode([kept], (), block, [out], route)[0]
-    if size < words.nbytes:
-        return Coded(CASCADE.frame_id, block, size)
-    return Coded(RAW.frame_id, 0, RAW.encode([kept], (), 0, [out], route)[0])
-
-
-def scaled_spec(codec: ScaledCodec) -> LossySpec:
-    """The entry of ``codec``."""
-    return LossySpec(
-        codec=codec,
-        block=exponent.block_size,
-        payload_bound=partial(_payload_bound, codec),
-        encode=partial(_encode, codec),
-        project=partial(_project, codec),
-    )
+    return exponent.encode_lossless(exponent.projected(partial(project, codec), words, route), block, out, route)
 
 
 # --- decoding
@@ -234,7 +214,6 @@ SCALED = PayloadSpec(
     name="scaled",
     frame_id=CodecId.SCALED,
     dtypes=LOSSY_DTYPES,
-    needs_base=False,
     payload_bound=any_size,
     payload_floor=_payload_floor,
     prove=_prove,

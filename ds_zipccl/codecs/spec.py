@@ -14,6 +14,7 @@ from ds_zipccl.lossy import LossyCodec
 #: dtypes that lossy codecs take.
 LOSSY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+Tensors = Sequence[torch.Tensor]
 #: (elements, dtype, block) -> bytes of a payload.
 PayloadSize = Callable[[int, torch.dtype, int], int]
 
@@ -36,14 +37,7 @@ class Encode(Protocol):
         ValueError: a segment has more elements than a frame holds.
     """
 
-    def __call__(
-        self,
-        segments: Sequence[torch.Tensor],
-        bases: Sequence[torch.Tensor],
-        block: int,
-        outs: Sequence[torch.Tensor],
-        route: str,
-    ) -> list[int]: ...
+    def __call__(self, segments: Tensors, bases: Tensors, block: int, outs: Tensors, route: str) -> list[int]: ...
 
 
 class Decode(Protocol):
@@ -93,7 +87,7 @@ class PayloadSpec:
     #: dtypes that frames of this format hold.
     dtypes: tuple[torch.dtype, ...]
     #: Sender and receiver hold a tensor that the words are coded against.
-    needs_base: bool
+    needs_base: bool = False
     #: The words may refer to words in front of them that the receiver holds.
     takes_earlier: bool = False
     #: The largest payload of so many elements, also the room that an encoder needs.
@@ -104,7 +98,7 @@ class PayloadSpec:
     prove: Prove | None = None
     decode: Decode
     #: None: frames of this format cannot be added.
-    decode_add: DecodeAdd | None
+    decode_add: DecodeAdd | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +111,9 @@ class CodecSpec(PayloadSpec):
     """
 
     #: Every bit pattern arrives as it was sent. A lossy codec is only for a role that names it.
-    lossless: bool
+    lossless: bool = True
     #: The encoder keeps something from one call to the next, so that the order of calls counts.
-    stateful: bool
+    stateful: bool = False
     #: Block size of the header for the block size that the caller wants; raises ValueError for an impossible one.
     block: Callable[[int], int]
     encode: Encode
@@ -139,9 +133,7 @@ class Coded:
 class EncodeLossy(Protocol):
     """As :class:`Encode`, without bases; each payload may be of another format, and is lossless where no other is smaller."""
 
-    def __call__(
-        self, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
-    ) -> list[Coded]: ...
+    def __call__(self, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]: ...
 
 
 class Project(Protocol):
@@ -152,7 +144,7 @@ class Project(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LossySpec:
-    """A lossy codec with its settings. Its module makes the entry from a value, :mod:`ds_zipccl.codecs.registry` lists the maker.
+    """A lossy codec with its settings. Its module has the functions, from which :mod:`ds_zipccl.codecs.registry` makes the entry.
 
     It codes tensors of :data:`LOSSY_DTYPES`.
     """

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
-from ds_zipccl.codecs.exponent import CASCADE
-from ds_zipccl.codecs.raw import RAW
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, LossySpec, PayloadSpec
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 from ds_zipccl.lossy import Zfp
 
@@ -28,17 +25,15 @@ def payload_bytes(numel: int, rate: int) -> int:
     return _FIELDS.size + 8 * -(-_BLOCK_VALUES * rate * blocks // 64)
 
 
-def _bound(rate: int, numel: int, dtype: torch.dtype, block: int) -> int:
-    return max(payload_bytes(numel, rate), exponent.payload_bound(numel, dtype, block), numel * dtype.itemsize)
+def payload_bound(codec: Zfp, numel: int, dtype: torch.dtype, block: int) -> int:
+    return max(payload_bytes(numel, codec.rate), exponent.payload_bound(numel, dtype, block), numel * dtype.itemsize)
 
 
-def _project(codec: Zfp, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
+def project(codec: Zfp, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
     kernels.lossy_route(route, words.device.type, "project_zfp").project_zfp(words, codec.rate, out)
 
 
-def _encode(
-    codec: Zfp, segments: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], route: str
-) -> list[Coded]:
+def encode(codec: Zfp, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
     return [_encode_one(codec, words, block, out, route) for words, out in zip(segments, outs, strict=True)]
 
 
@@ -50,24 +45,8 @@ def _encode_one(codec: Zfp, words: torch.Tensor, block: int, out: torch.Tensor, 
             fields = bytearray(_FIELDS.pack(codec.rate))
             out[: _FIELDS.size].copy_(tensors.of_buffer(fields))
             return Coded(CodecId.ZFP1, 0, size)
-    kept = tensors.empty(words.numel(), words.dtype, words.device)
-    _project(codec, words, kept, route)
-    exponent.check_size(kept, block)
-    size = CASCADE.encode([kept], (), block, [out], route)[0]
-    if size < words.nbytes:
-        return Coded(CASCADE.frame_id, block, size)
-    return Coded(RAW.frame_id, 0, RAW.encode([kept], (), 0, [out], route)[0])
-
-
-def zfp_spec(codec: Zfp) -> LossySpec:
-    """The entry of ``codec``."""
-    return LossySpec(
-        codec=codec,
-        block=exponent.block_size,
-        payload_bound=partial(_bound, codec.rate),
-        encode=partial(_encode, codec),
-        project=partial(_project, codec),
-    )
+    kept = exponent.projected(partial(project, codec), words, route)
+    return exponent.encode_lossless(kept, block, out, route)
 
 
 def _rate(payload: torch.Tensor, numel: int) -> int:
@@ -120,7 +99,6 @@ ZFP1 = PayloadSpec(
     name="zfp1",
     frame_id=CodecId.ZFP1,
     dtypes=LOSSY_DTYPES,
-    needs_base=False,
     payload_bound=_most,
     payload_floor=_floor,
     prove=_prove,

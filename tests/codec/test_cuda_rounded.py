@@ -12,7 +12,7 @@ from cuda_frames import CPU, GUARD, Kernel, NoLauncher, bits, words
 from test_cuda_misaligned import assert_guarded, at_offset, offsets
 
 from ds_zipccl import kernels
-from ds_zipccl.codecs.rounded import payload_bound
+from ds_zipccl.codecs.exponent import ROUNDED
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels.cuda import backend
 from ds_zipccl.kernels.cuda.backend import CudaBackend
@@ -22,7 +22,7 @@ TRIMMED = [corpus.BF16, corpus.FLOATS["fp16"]]
 
 def places_of(segments: Sequence[torch.Tensor], block: int, device: torch.device) -> list[torch.Tensor]:
     """Memory for the rounded payloads of segments."""
-    sizes = [payload_bound(words.numel(), words.dtype, block) for words in segments]
+    sizes = [ROUNDED.payload_bound(words.numel(), words.dtype, block) for words in segments]
     return [torch.full((size,), GUARD, dtype=torch.uint8, device=device) for size in sizes]
 
 
@@ -101,7 +101,7 @@ def test_words_at_any_address(kernel: Kernel, name: str) -> None:
     for place in offsets(kind.dtype):
         segment, _ = at_offset(tensor, place, device, 17 * place & 255)
         out = torch.full(
-            (payload_bound(tensor.numel(), kind.dtype, 1024) + place,), GUARD, dtype=torch.uint8, device=device
+            (ROUNDED.payload_bound(tensor.numel(), kind.dtype, 1024) + place,), GUARD, dtype=torch.uint8, device=device
         )[place:]
         assert route.encode_rounded([segment], 2, 1024, [out])[0][0] == size
         assert torch.equal(out[:size].cpu(), payload), place

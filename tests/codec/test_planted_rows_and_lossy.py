@@ -545,7 +545,8 @@ def test_planted_mistakes_are_noticed(codec: str, name: str, monkeypatch: pytest
     plant, real = PLANTS[codec][name], kernels.lossy_route
 
     def wrong(route: str, device: str, function: str) -> object:
-        return library if hasattr(library, function) else real(route, device, function)
+        own = "zfp" in function if codec == "zfp" else function in ("multiply", "multiply_add", "orthonormalize")
+        return library if own else real(route, device, function)
 
     monkeypatch.setattr(kernels, "lossy_route", wrong)
     library = _library(codec, {})

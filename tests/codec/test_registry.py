@@ -62,10 +62,11 @@ def test_derived_lists() -> None:
 
 
 def test_lossy_codecs_have_an_entry_by_their_value() -> None:
-    for kind, make in registry.LOSSY_SPECS.items():
+    for kind, (_, encode, project) in registry.LOSSY_SPECS.items():
         codec = kind()
         spec = registry.spec_for(codec, torch.bfloat16)
-        assert spec.codec == make(codec).codec == codec and spec is registry.spec_for(kind(), torch.float32)
+        assert spec.codec == codec and spec is registry.spec_for(kind(), torch.float32)
+        assert spec.encode.func is encode and spec.project.func is project and spec.project.args == (codec,)
         assert codec.name in LOSSY_CODECS and codec.name not in registry.CODEC_SPECS
         with pytest.raises(ValueError, match=r"got torch.uint8; send it by a lossless codec"):
             registry.spec_for(codec, torch.uint8)

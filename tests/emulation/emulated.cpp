@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "cpu/denormals.h"
+#include "cpu/lossy/denormals.h"
 #include "cuda/kernels.cuh"
 
 #ifdef __SANITIZE_ADDRESS__

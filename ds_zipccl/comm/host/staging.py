@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from ds_zipccl import codecs, kernels, tensors
-from ds_zipccl.codecs import exponent, memory
+from ds_zipccl.codecs import api, exponent, memory
 from ds_zipccl.codecs.known import hashed
 from ds_zipccl.codecs.registry import spec_for
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
@@ -114,7 +114,7 @@ class HostStaging:
             FrameError: the frame is damaged, or its dtype or number of elements differs from ``out``. A payload that contradicts itself is
                 found later: :meth:`compress` or the end of :meth:`working` then raises what ``refusal`` returns.
         """
-        header, spec = memory.open_frame(frame)
+        header, spec = api.open_frame(frame)
         if spec.needs_base:
             raise FrameError(
                 FrameErrorCode.CODEC, f"a {spec.name} frame needs the base of its encoder; none is on a device"

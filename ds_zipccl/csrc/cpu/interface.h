@@ -94,7 +94,7 @@ void zipccl_squared_error(const void* words, const void* values, uint64_t numel,
 
 // --- cpu/delta/delta.cpp
 // Encodes numel words of `dtype` (1 to 3, or 6: bytes) against as many at `base` to `out`, which must hold payload_bound()
-// (codecs/delta.py) bytes. Returns the payload's bytes.
+// (DELTA of codecs/exponent.py) bytes. Returns the payload's bytes.
 uint64_t zipccl_delta_encode(const void* words, const void* base, uint64_t numel, void* out, int32_t dtype, uint32_t block,
                              int32_t threads);
 // Decodes a payload of `bytes` bytes against numel words of `dtype` (1 to 3, or 6: bytes) at `base` to `words`, which are the same memory
@@ -109,7 +109,7 @@ uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads);
 // Encodes the literals, of `dtype`, with `code` to `out`, which must hold payload_bound() (codecs/exponent.py) bytes. Returns the payload's
 // bytes.
 uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out, int32_t threads);
-// As zipccl_encode_rows, of literals of `dtype` (1 to 3) rounded to `mantissa` bits; `out` must hold payload_bound() of codecs/rounded.py. The
+// As zipccl_encode_rows, of literals of `dtype` (1 to 3) rounded to `mantissa` bits; `out` must hold payload_bound() of ROUNDED. The
 // payload is rounded, of dtype 3 an exponent payload.
 uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, int32_t dtype, uint32_t mantissa, uint32_t block, void* out,
                                     int32_t threads);

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_zipccl.codecs.memory import open_frame
+from ds_zipccl.codecs.api import open_frame
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.frames import FrameCoder

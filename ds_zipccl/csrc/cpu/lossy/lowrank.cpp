@@ -1,7 +1,7 @@
 // The C interface of low-rank payloads on the CPU (FORMAT.md 2.12): products of factors, and orthonormal columns.
 #include "cpu/chunks.h"
 #include "cpu/interface.h"
-#include "cpu/denormals.h"
+#include "cpu/lossy/denormals.h"
 
 using namespace zipccl;
 

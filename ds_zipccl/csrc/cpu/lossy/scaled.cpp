@@ -2,7 +2,7 @@
 // that there are as many codes as the scales say.
 #include "cpu/chunks.h"
 #include "cpu/interface.h"
-#include "cpu/denormals.h"
+#include "cpu/lossy/denormals.h"
 
 using namespace zipccl;
 
