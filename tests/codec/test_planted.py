@@ -180,7 +180,8 @@ def test_planted_mistakes_are_noticed(name: str, tmp_path: Path, monkeypatch: py
     plant = PLANTS[name]
     plant.check()
     wrong = plant.route(tmp_path)
-    monkeypatch.setattr(kernels, "route", lambda name="auto", device="cpu": wrong)
+    for lookup in ("route", "row_route"):
+        monkeypatch.setattr(kernels, lookup, lambda name="auto", device="cpu": wrong)
     with pytest.raises(Exception) as caught:
         plant.check()
     errors = getattr(caught.value, "exceptions", [caught.value])  # hypothesis groups several failures

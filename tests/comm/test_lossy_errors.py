@@ -14,7 +14,7 @@ import corpus
 import lossy_calls
 import pytest
 import ranks as runner
-import test_lossy_calls
+import test_lossy_messages
 import torch
 import torch.distributed as dist
 from lossy_calls import CODECS, api, normal
@@ -291,13 +291,17 @@ PLANTS: dict[str, tuple[Callable[[], None], Callable[[Any], Any], str]] = {
     ),
     "raw frames with exact values": (
         exact_raw_frames,
-        lambda plant: runner.run(test_lossy_calls.by_definition, 2, plant),
+        lambda plant: runner.run(test_lossy_messages.by_definition, 2, plant),
         "words differ",
     ),
-    "one backoff for all frames": (one_backoff, test_lossy_calls.check_neighbours, "frames of lossless calls differ"),
+    "one backoff for all frames": (
+        one_backoff,
+        test_lossy_messages.check_neighbours,
+        "frames of lossless calls differ",
+    ),
     "a call without a hint": (
         unhinted_call,
-        lambda plant: runner.run(test_lossy_calls.unnamed_calls_are_exact, 2, plant),
+        lambda plant: runner.run(test_lossy_messages.unnamed_calls_are_exact, 2, plant),
         "AssertionError: lossy=None",
     ),
 }

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from moves import CODED, colliding
 from test_host_staging import _stage
-from test_rows import in_fragments, posted, rows_like
+from test_rows_in_messages import in_fragments, posted, rows_like
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import compress
