@@ -599,10 +599,14 @@ def killed(rank: int, ranks: int, folder: Path) -> None:
     trainer = Sharded(rank, ranks, "host")
     trainer.gather(0)
     (name,) = mapped(os.getpid())
-    Path(folder, f"{rank}.txt").write_text(f"{os.getpid()} {name}")
-    dist.barrier()
+    Path(folder, f"{rank}.txt").write_text(f"{os.getpid()} {name}\n")
+    other = Path(folder, f"{1 - rank}.txt")
+    while not (
+        other.exists() and other.read_text().endswith("\n")
+    ):  # no barrier: the first to leave it would end the other's
+        time.sleep(0.01)
     if rank == 1:
-        first, _ = Path(folder, "0.txt").read_text().split(maxsplit=1)
+        first, _ = other.read_text().split(maxsplit=1)
         while Path(f"/proc/{first}/maps").exists() and mapped(int(first)):
             time.sleep(0.01)
         assert torch.equal(trainer.kept[0].memory.float(), trainer.masters[0].bfloat16().float())
@@ -615,7 +619,7 @@ def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     with pytest.raises(runner.RankFailure, match="died without a word"):
         runner.run(killed, 2, tmp_path)
     assert (tmp_path / "alive").exists()
-    first, second = ((tmp_path / f"{rank}.txt").read_text().split(maxsplit=1)[1] for rank in range(2))
+    first, second = ((tmp_path / f"{rank}.txt").read_text().split(maxsplit=1)[1].strip() for rank in range(2))
     assert first == second
     left = [file for file in Path("/proc").glob("[0-9]*/maps") if holds(file, first)]
     assert not left and not [
