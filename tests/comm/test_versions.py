@@ -607,7 +607,7 @@ def killed(rank: int, ranks: int, folder: Path) -> None:
         time.sleep(0.01)
     if rank == 1:
         first, _ = other.read_text().split(maxsplit=1)
-        while Path(f"/proc/{first}/maps").exists() and mapped(int(first)):
+        while holds(Path(f"/proc/{first}/maps"), name):
             time.sleep(0.01)
         assert torch.equal(trainer.kept[0].memory.float(), trainer.masters[0].bfloat16().float())
         Path(folder, "alive").touch()
