@@ -6,7 +6,8 @@ docstrings say that they do not. The calls that take whole frames or write hashe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -388,12 +389,16 @@ class CudaBackend:
         self._launches.decode_payload(payload, [base], block, words)
 
     def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        values = tensors.empty(sums.numel(), dtype, sums.device)
-        self.decode(payload, block, values)
-        self.add(values, sums)
+        self._add_decoded(dtype, sums, partial(self.decode, payload, block))
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         add(words, sums)
+
+    def _add_decoded(self, dtype: torch.dtype, sums: torch.Tensor, decode: Callable[[torch.Tensor], None]) -> None:
+        """Add the words of ``dtype`` that ``decode`` writes to ``sums``."""
+        values = tensors.empty(sums.numel(), dtype, sums.device)
+        decode(values)
+        self.add(values, sums)
 
     def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         halves = tensors.empty(2, torch.int64, data.device)
@@ -461,10 +466,7 @@ class CudaBackend:
     def decode_rows(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
     ) -> None:
-        """The literals are copied from one place at last."""
-        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
-        self.decode(payload, block, literals)
-        row_moves.spread(literals, words, width, head, rows)
+        _spread(partial(self.decode, payload, block), words, width, head, rows)
 
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
         """Does not wait."""
@@ -545,9 +547,7 @@ class CudaBackend:
         self._launches.decode_payload(payload, None, block, words, "_rounded")
 
     def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        values = tensors.empty(sums.numel(), dtype, sums.device)
-        self.decode_rounded(payload, block, values)
-        self.add(values, sums)
+        self._add_decoded(dtype, sums, partial(self.decode_rounded, payload, block))
 
     def encode_rounded_rows(
         self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, mantissa: int, block: int, out: torch.Tensor
@@ -557,9 +557,7 @@ class CudaBackend:
     def decode_rounded_rows(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
     ) -> None:
-        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
-        self.decode_rounded(payload, block, literals)
-        row_moves.spread(literals, words, width, head, rows)
+        _spread(partial(self.decode_rounded, payload, block), words, width, head, rows)
 
     # --- scaled payloads (FORMAT.md 2.10)
 
@@ -611,9 +609,7 @@ class CudaBackend:
     def decode_scaled_add(
         self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, dtype: torch.dtype, sums: torch.Tensor
     ) -> None:
-        values = tensors.empty(sums.numel(), dtype, sums.device)
-        self.decode_scaled(scales, codes, codec, values)
-        self.add(values, sums)
+        self._add_decoded(dtype, sums, partial(self.decode_scaled, scales, codes, codec))
 
     def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
         device, job = self._launches.device(words), jobs.scaled_job(words, codec)
@@ -661,9 +657,7 @@ class CudaBackend:
         self._start_zfp("decode", words, job, [codes], [words])
 
     def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        values = tensors.empty(sums.numel(), dtype, sums.device)
-        self.decode_zfp(codes, rate, values)
-        self.add(values, sums)
+        self._add_decoded(dtype, sums, partial(self.decode_zfp, codes, rate))
 
     def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
         device = self._launches.device(words)
@@ -692,3 +686,12 @@ def _gathered(words: torch.Tensor, width: int, head: int, rows: torch.Tensor) ->
     literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
     row_moves.gather(words, width, head, rows, literals)
     return literals
+
+
+def _spread(
+    decode: Callable[[torch.Tensor], None], words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+) -> None:
+    """Copy the literals that ``decode`` writes to one place to their places in ``words``."""
+    literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
+    decode(literals)
+    row_moves.spread(literals, words, width, head, rows)
