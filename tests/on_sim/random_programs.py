@@ -162,14 +162,8 @@ def limits(budget: int) -> Iterator[None]:
         (wire, "FRAGMENT_UNIT", 512), (wire, "DEVICE_FRAGMENT_BYTES", 1 << 12), (wire, "RAW_BELOW_BYTES", 64),
         (streams, "_GRAIN", 1 << 10), (context.DeviceContext, "__init__", open_small), (counters, "record_pass", note),
     ]  # fmt: skip
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
-    try:
-        for owner, name, value in patched:
-            setattr(owner, name, value)
+    with world.replacing(patched):
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 class Failure(AssertionError):

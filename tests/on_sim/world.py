@@ -11,7 +11,7 @@ import torch
 from sim import mistakes, world
 from sim.scheduler import Fault
 from sim.tensor import DeviceTensor, PinnedTensor
-from sim.world import ALL_MODES, Machine, Modes, Outcome
+from sim.world import ALL_MODES, Machine, Modes, Outcome, replacing
 
 from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.comm.device import streams
@@ -20,7 +20,7 @@ from ds_zipccl.kernels import KernelBackend
 from ds_zipccl.kernels.cuda import launches
 from on_sim.launcher import observe
 
-__all__ = ["ALL_MODES", "Fault", "Machine", "Modes", "Outcome", "noticed", "run"]
+__all__ = ["ALL_MODES", "Fault", "Machine", "Modes", "Outcome", "noticed", "replacing", "run"]
 
 
 def run(
@@ -59,18 +59,14 @@ def _installed(route: KernelBackend | None) -> Iterator[None]:
         (tensors, "is_traced", is_traced),
         (launches, "observer", observe),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     routes = kernels.ROUTES["cuda"]
     try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
         devices.RUNTIMES["cuda"] = runtime
         kernels.ROUTES["cuda"] = {} if route is None else {"simulated": lambda: route}
         kernels._loaded.pop(("cuda", "simulated"), None)
-        yield
+        with replacing(replaced):
+            yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
         kernels.ROUTES["cuda"] = routes
         devices.RUNTIMES["cuda"] = torch.cuda
         # Streams and staging buffers that the package keeps for a runtime hold the machine, and its memory.

@@ -228,6 +228,19 @@ class Constructors:
 
 
 @contextlib.contextmanager
+def replacing(replaced: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Have another value in attributes, each (owner, name, value), until the end."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def _installed(machine: Machine) -> Iterator[None]:
     """Replace torch.cuda's streams, torch's memory of GPUs and torch.distributed's groups."""
     _guard()
@@ -241,7 +254,6 @@ def _installed(machine: Machine) -> Iterator[None]:
         (torch.cuda.nccl, "version", lambda: NCCL_VERSION),
         *((torch.cuda, name, getattr(cuda, name)) for name in cuda.REPLACED),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     device._machines.append(machine)
     try:
         library.impl("empty.memory_format", _empty)
@@ -249,12 +261,9 @@ def _installed(machine: Machine) -> Iterator[None]:
         for overload in ("arange", "arange.start", "arange.start_step"):
             library.impl(overload, _arange)
         torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups are a thread's own
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
-        yield
+        with replacing(replaced):
+            yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         library._destroy()
         device._machines.remove(machine)
