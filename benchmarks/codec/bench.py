@@ -171,11 +171,8 @@ def _show(args: argparse.Namespace, columns: tuple[Column, ...], measured: Itera
 
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)  # memcpy's too
-    table, rows = tables.Table(columns), []
     try:
-        for row in tables.progress(measured, "bench codec", count):
-            rows.append(row)
-            table.add(row)
+        rows = tables.show(columns, tables.progress(measured, "bench codec", count))
     finally:
         torch.set_num_threads(threads)
     if args.json:

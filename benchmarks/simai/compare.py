@@ -143,12 +143,8 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
     args = parser.parse_args()
     each_hop = hop(args.checkout)
-    table = tables.Table(COLUMNS)
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for row in compared(built(args.checkout, Path(folder)), each_hop):
-            table.add(row)
-            rows.append(row)
+        rows = tables.show(COLUMNS, compared(built(args.checkout, Path(folder)), each_hop))
     tables.say(f"a further node takes {each_hop:.1f} us an operation by SimAI's table of sizes")
     if args.json:
         files = [

@@ -151,10 +151,15 @@ def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histo
         "name": name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "numel": tensor.numel(),
-        **dict.fromkeys(("zeros", "entropy", "block_entropy")),
-        **dict.fromkeys(("bound", "ratio"), 1.0),
+        "zeros": None,
+        "entropy": None,
+        "block_entropy": None,
+        "bound": 1.0,
+        "ratio": 1.0,
         "wrong": 0,
-        **dict.fromkeys(("logical_bytes", "bound_bytes", "frame_bytes"), nbytes),
+        "logical_bytes": nbytes,
+        "bound_bytes": nbytes,
+        "frame_bytes": nbytes,
         "modes": {},
     }
     if tensor.dtype not in codecs.CODED_DTYPES or tensor.layout != torch.strided or not tensor.numel():

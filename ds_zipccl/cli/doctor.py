@@ -138,20 +138,24 @@ def _take_part(args: argparse.Namespace) -> int:
     )
     tables.say(f"codec: {coding} GB/s, one thread")
     tables.say(f"hooks: {len(found.reports[0].hooks)} modules of DeepSpeed known, {len(missing)} missing")
-    for line in (*missing, f"to do: {_remedy(found)}") if missing else ():
+    for line in missing:
         tables.say(f"       {line}")
+    if missing:
+        tables.say(f"       to do: {_remedy(found)}")
     more: dict[str, Any] = {
         "ranks": ranks,
         "nodes": found.nodes,
         "profile": profile.to_json(),
         "hooks": [dict(report.hooks) for report in found.reports],
         "missing": missing,
-        "rows": [],
     }
+    rows: list[dict[str, Any]] = []
     if config is not None:
-        more |= _predict(args, found, profile)
+        predicted = _predict(args, found, profile)
+        rows = predicted.pop("rows")
+        more |= predicted
     if args.json:
-        tables.write_json(args.json, more.pop("rows"), args.command, **more)
+        tables.write_json(args.json, rows, args.command, **more)
     return int(bool(missing))
 
 

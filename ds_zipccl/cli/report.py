@@ -267,7 +267,8 @@ def cache() -> Mapping[str, str]:
     }
 
 
-#: The sections by name, in their order.
+#: The sections in their order; their names are those of the output and of ``--json``.
 SECTIONS: dict[str, Callable[[], Mapping[str, str]]] = {
-    section.__name__: section for section in (machine, routes, builders, activation, nccl, environment, cache)
-}
+    "machine": machine, "routes": routes, "builders": builders, "activation": activation, "nccl": nccl,
+    "environment": environment, "cache": cache,
+}  # fmt: skip
