@@ -26,7 +26,7 @@ from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.integration import hook_points, moe_calls, start_line, torch_calls
 from ds_zipccl.integration.job import BYPASSED, Bypass, Job, overriding_section
-from ds_zipccl.integration.lossy import calls
+from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy.powersgd import PowerSum
 from ds_zipccl.integration.zero import buckets, gathers, versions
 from ds_zipccl.ops import OPS
@@ -87,7 +87,7 @@ def _collective(name: str) -> Callable[..., Any]:
 def _coded(name: str) -> Callable[..., Any]:
     """Return the coded method for one collective."""
     plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
-    point_to_point, may_have_hint = OPS[name].point_to_point, name in calls.OPERATIONS
+    point_to_point, may_have_hint = OPS[name].point_to_point, name in lossy_calls.OPERATIONS
     own = next((at for at, key in enumerate(parameters) if key.startswith("input")), 0)
 
     @functools.wraps(plain)
@@ -104,12 +104,12 @@ def _coded(name: str) -> Callable[..., Any]:
         if (
             may_have_hint
             and config.lossy_roles
-            and (codec := calls.take_hint(config, role, name, values[own], op)) is not None
+            and (codec := lossy_calls.take_hint(config, role, name, values[own], op)) is not None
         ):
             if isinstance(codec, PowerSum):
                 if not given.get("async_op"):
                     return codec.run(values[0], op, values[2], config, role)
-                calls.stays_exact(role, name, codec.codec, "asynchronous")
+                lossy_calls.stays_exact(role, name, codec.codec, "asynchronous")
             else:
                 more["lossy"] = codec
         if point_to_point:
@@ -236,7 +236,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             else:
                 find_nodes()  # sums depend on the nodes, and must not depend on the mode
         settled = self._settle(config)
-        unhooked = calls.unhooked(config)
+        unhooked = lossy_calls.unhooked(config)
         if torch.distributed.get_rank() == 0:
             nodes = group_nodes(resolve_group(None))
             covered = start_line.coverage(config, settled)

@@ -17,13 +17,15 @@ from deepspeed.comm.torch import TorchBackend
 from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.device.sizes import finish
 from ds_zipccl.comm.device.streams import streams_of
-from ds_zipccl.comm.host.repeats import memory
+from ds_zipccl.comm.host.repeats import memory as repeats
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
 from ds_zipccl.integration import bypassed, hook_points, moe_calls, roles
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.bypassed import Facts
 from ds_zipccl.integration.job import Job, overriding_section
-from ds_zipccl.integration.lossy import calls, checkpoints, fused_embedding, pipeline, powersgd, state
+from ds_zipccl.integration.lossy import calls as lossy_calls
+from ds_zipccl.integration.lossy import checkpoints, fused_embedding, pipeline, powersgd
+from ds_zipccl.integration.lossy import state as lossy_state
 from ds_zipccl.integration.zero import buckets, gathers, versions
 from ds_zipccl.telemetry import comms_log, monitor, table
 
@@ -84,10 +86,8 @@ def watch_comms_logger(module: ModuleType) -> None:
         module: ``deepspeed.comm.comm``.
     """
     logger = getattr(module, "comms_logger", None)
-    log_all, reset_data = (
-        hook_points.fitting("comms_logger.log_all", logger),
-        hook_points.fitting("comms_logger.reset_data", logger),
-    )
+    log_all = hook_points.fitting("comms_logger.log_all", logger)
+    reset_data = hook_points.fitting("comms_logger.reset_data", logger)
     if logger is None or log_all is None or reset_data is None or hasattr(log_all, "ds_zipccl"):
         return
     signature = inspect.signature(log_all)
@@ -117,7 +117,7 @@ def watch_comms_logger(module: ModuleType) -> None:
 def adopt_engine(module: ModuleType) -> None:
     """Surround the methods of ``DeepSpeedEngine``, and of its subclass the pipeline engine, that :data:`_AROUND` names."""
     _surround(module, "DeepSpeedEngine", _AROUND)
-    calls.watch(module)
+    lossy_calls.watch(module)
     fused_embedding.watch_reductions(module)
 
 
@@ -133,7 +133,7 @@ def adopt_stage3(module: ModuleType) -> None:
     versions.watch_optimizer(optimizer)
     versions.watch_passes(getattr(module, "DeepSpeedZeRoOffload", None))
     roles.watch_muon(optimizer, "DeepSpeedZeroOptimizer_Stage3._apply_muon_to_accumulated_grads")
-    calls.watch(module)
+    lossy_calls.watch(module)
 
 
 def adopt_zero12(module: ModuleType) -> None:
@@ -141,18 +141,18 @@ def adopt_zero12(module: ModuleType) -> None:
     optimizer = getattr(module, "DeepSpeedZeroOptimizer", None)
     buckets.watch_buckets(optimizer)
     roles.watch_muon(optimizer, "DeepSpeedZeroOptimizer._apply_muon_updates_cpu_offload")
-    calls.watch(module)
+    lossy_calls.watch(module)
 
 
 def adopt_auto_tp(module: ModuleType) -> None:
     """Learn the sums of AutoTP's layers from ``deepspeed.module_inject.layers``."""
-    calls.watch(module)
+    lossy_calls.watch(module)
 
 
 def adopt_pipeline(module: ModuleType) -> None:
     """Learn the sends between the stages of a pipeline, and its batches, from ``deepspeed.runtime.pipe.engine``."""
     _surround(module, "PipelineEngine", _AROUND_PIPELINE)
-    calls.watch(module)
+    lossy_calls.watch(module)
     fused_embedding.watch(module)
 
 
@@ -253,10 +253,10 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     # Read before the step: at its end the scheduler sets the rates of the next step.
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
     try:
-        with job.step(engine.zero_optimization_stage()), state.stepping(engine, job.config.lossy_roles):
+        with job.step(engine.zero_optimization_stage()), lossy_state.stepping(engine, job.config.lossy_roles):
             result = original()
     finally:  # also where the step fails on this rank alone: the other ranks forget too
-        memory.forget()
+        repeats.forget()
     choice.end_step(engine)
     if job.step_log is not None:
         job.step_log.write(engine.global_steps, rates)
@@ -323,12 +323,12 @@ def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
 def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
     """Free the bases and the kept messages with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
     a device."""
-    memory.forget()
+    repeats.forget()
     versions.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
     if getattr(engine, "ds_zipccl_bases", None):
         finish(streams_of(engine.device))
     engine.ds_zipccl_bases = None
-    state.forget(engine)
+    lossy_state.forget(engine)
     return original()
 
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_zipccl.integration import hook_points
-from ds_zipccl.integration.lossy import calls
+from ds_zipccl.integration.lossy import calls as lossy_calls
 
 #: Kinds of the exchanges in the forward of a MoE layer, in the order of DeepSpeed's calls.
 _FORWARD = ("dispatch", "combine")
@@ -93,13 +93,13 @@ def _watch_exchange(exchanges: Any) -> None:
         with _running(f"{found}.bwd" if found else "", None), _hint(found, "backward"):
             return backward(ctx, *args)
 
-    exchanges.forward = staticmethod(calls.marked(watched_forward))
-    exchanges.backward = staticmethod(calls.marked(watched_backward))
+    exchanges.forward = staticmethod(lossy_calls.marked(watched_forward))
+    exchanges.backward = staticmethod(lossy_calls.marked(watched_backward))
 
 
 def _hint(found: str, direction: str) -> AbstractContextManager[None]:
     """Give lossy codecs a hint of the exchange of a kind, if the kind is known."""
-    return calls.exchange(direction) if found else nullcontext()
+    return lossy_calls.exchange(direction) if found else nullcontext()
 
 
 @contextmanager
