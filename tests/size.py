@@ -30,7 +30,7 @@ BUDGETS = {
     "ds_zipccl/codecs": Budget(3_060, 2_900),
     "ds_zipccl/comm": Budget(11_960, 9_800),
     "ds_zipccl/csrc": Budget(10_200, 10_050),
-    "ds_zipccl/integration": Budget(4_640, 3_700),
+    "ds_zipccl/integration": Budget(4_420, 3_700),
     "ds_zipccl/kernels": Budget(4_960, 5_200),
     "ds_zipccl/policy": Budget(1_580, 1_350),
     "ds_zipccl/sync": Budget(1_260, 1_250),

@@ -94,7 +94,7 @@ def hooks_found() -> dict[str, str]:
         "torch did not load the package before DeepSpeed",
     )
     found = {}
-    for name in autoload.HOOKS:
+    for name in (*autoload.ADJUSTED, *autoload.OPTIONAL):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -17,21 +17,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: DeepSpeed module -> function of ds_zipccl.integration.hooks that adjusts it.
-HOOKS = {
-    "deepspeed.comm.comm": "adopt_comm",
-    "deepspeed.runtime.zero.partition_parameters": "adopt_zero3",
-    "deepspeed.runtime.zero.stage_1_and_2": "adopt_zero12",
-    "deepspeed.runtime.zero.stage3": "adopt_stage3",
-    "deepspeed.runtime.engine": "adopt_engine",
-    "deepspeed.runtime.pipe.engine": "adopt_pipeline",
-    "deepspeed.module_inject.layers": "adopt_auto_tp",
-    "deepspeed.moe.sharded_moe": "adopt_moe",
-    "deepspeed.module_inject.auto_ep_layer": "adopt_auto_ep",
-    "deepspeed.moe.ep_tp_dispatch": "adopt_folded_rows",
-    "deepspeed.module_inject.auto_ep_folding": "adopt_folding",
-}
-#: Modules that a job need not load, and that a DeepSpeed may lack.
+#: DeepSpeed's modules that ds_zipccl.integration.hooks adjusts.
+ADJUSTED = (
+    "deepspeed.comm.comm",
+    "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.engine",
+)
+#: Further ones, which a job need not load, and which a DeepSpeed may lack.
 OPTIONAL = (
     "deepspeed.runtime.pipe.engine",
     "deepspeed.module_inject.layers",
@@ -82,19 +76,17 @@ def install(section: Mapping[str, Any] | None = None) -> None:
 
     if section is not None:
         job.install_section(section)
-    for name, hook in HOOKS.items():
-        if name in OPTIONAL:
-            continue  # watch() adjusts them, where they are loaded
-        getattr(hooks, hook)(importlib.import_module(name))
+    for name in ADJUSTED:
+        hooks.adopt(importlib.import_module(name))
         OUTCOMES[name] = ""
-    watch()
+    watch()  # adjusts the optional ones, where they are loaded
 
 
 def watch() -> None:
     """Adjust DeepSpeed's modules, those that are loaded now, the others after their execution. Repeating the call does nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for name in HOOKS:
+    for name in (*ADJUSTED, *OPTIONAL):
         module = sys.modules.get(name)
         # A module in execution is not ready. Its loader will adjust it.
         if module is not None and not getattr(module.__spec__, "_initializing", False):
@@ -112,7 +104,7 @@ def _adjust(module: ModuleType) -> None:
     try:
         from ds_zipccl.integration import hooks
 
-        getattr(hooks, HOOKS[module.__name__])(module)
+        hooks.adopt(module)
         hooks.say_late()
         OUTCOMES[module.__name__] = ""
     except Exception as error:
@@ -134,7 +126,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in HOOKS and fullname not in _BEHIND:
+        if fullname not in (*ADJUSTED, *OPTIONAL, *_BEHIND):
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)

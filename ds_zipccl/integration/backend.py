@@ -25,6 +25,7 @@ from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.integration import hook_points, moe_calls, start_line, torch_calls
+from ds_zipccl.integration.hook_points import HookPoint
 from ds_zipccl.integration.job import BYPASSED, Bypass, Job, overriding_section
 from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy.powersgd import PowerSum
@@ -35,6 +36,19 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters, table
 from ds_zipccl.telemetry.step_log import StepLog
 
+hook_points.declare(
+    *(
+        HookPoint("deepspeed.comm.torch", f"TorchBackend.{name}", f"{name} stays plain", first=("self", *op.parameters))
+        for name, op in OPS.items()
+        if name != reduce_to_owners.NAME  # no backend of DeepSpeed has it
+    ),
+    HookPoint(
+        "deepspeed.comm.torch",
+        "TorchBackend.batch_isend_irecv",
+        "batches of sends stay plain",
+        first=("self", "p2p_op_list"),
+    ),
+)
 #: The collectives that this DeepSpeed has: name -> operation.
 _OFFERED = {
     name: op

@@ -1,7 +1,8 @@
-"""The names of DeepSpeed and torch that this package replaces or wraps, and the parameters that it relies on.
+"""Hook points: names of DeepSpeed and torch that this package wraps, and the parameters that it relies on. The tables of points are in
+:mod:`.hooks`, :mod:`.backend` and :mod:`.torch_calls`; the places that a lossy codec needs are in :data:`.lossy.calls.SITES`.
 
 A name that is missing, or that takes other parameters, is left as it is. The traffic that the name stands for then stays as DeepSpeed sends
-it, and rank 0 says so in a line at the start. The places that a lossy codec needs are in :data:`.lossy.calls.SITES`.
+it, and rank 0 says so in a line at the start.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from ds_zipccl.ops import OPS
-
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: The own collective of this package, which no backend of DeepSpeed has.
-_OWN = "reduce_to_owners"
+#: Attribute of a function that this package has put in place of another.
+MARK = "ds_zipccl"
 _ABSENT = object()
 _NO_GRAPH = (
     "ds_zipccl codes collectives outside of compiled graphs: compile without fullgraph=True, or run with DS_ZIPCCL=0"
@@ -33,177 +34,35 @@ _skipping = False
 
 @dataclass(frozen=True)
 class HookPoint:
-    """A name that this package replaces or wraps.
+    """A name that this package reads, replaces or wraps.
 
     ``owner``: the module of the name. ``name``: a function, "Class.method", or "Class.TABLE.Key" for an entry of a dict whose keys are
-    classes. ``without``: the traffic that stays plain without the name, a clause. ``first``: names of the leading parameters; ``named``:
-    names of further parameters. ``guards``: features that are off without the name, see :func:`lacking`. ``optional``: some versions do
-    without the name, and without the change that the name stands for.
+    classes. ``without``: the traffic that stays plain without the name, a clause. ``around``: called in place of the function, with the
+    function as its first argument; None: the function is not wrapped. ``first``: names of the leading parameters; ``named``: names of
+    further parameters. ``guards``: features that are off without the name, see :func:`lacking`. ``optional``: some versions do without
+    the name, and without the change that the name stands for. ``together``: points with one value are wrapped all or none. ``copies``:
+    modules that may have copied the name. ``untraced``: torch.compile does not trace ``around``, see :func:`untraced_frame`.
     """
 
     owner: str
     name: str
     without: str
+    around: Callable[..., Any] | None = None
     first: tuple[str, ...] = ("self",)
     named: tuple[str, ...] = ()
     guards: tuple[str, ...] = ()
     optional: bool = False
+    together: str = ""
+    copies: tuple[str, ...] = ()
+    untraced: bool = False
 
-
-_COMM = "deepspeed.comm.comm"
-_ENGINE = "deepspeed.runtime.engine"
-_PARTITION = "deepspeed.runtime.zero.partition_parameters"
-_ZERO12 = "deepspeed.runtime.zero.stage_1_and_2"
-_STAGE3 = "deepspeed.runtime.zero.stage3"
-_PIPELINE = "deepspeed.runtime.pipe.engine"
-_MOE = "deepspeed.moe.sharded_moe"
-_AUTO_EP = "deepspeed.module_inject.auto_ep_layer"
-
-_NOTHING = "nothing is coded"
-_NO_SIZES = "gathers of ZeRO-3 are coded without agreed sizes and without differences by versions"
-_NO_FUSING = "no gradients of tied layers are fused"
-_EXACT = "all roles stay exact"
-_NO_KINDS = "exchanges of experts are coded without their kinds"
-_WHOLE = "its sums are coded as sums of different tensors"
-_NO_MUON = "Muon's gathers of gradients and momenta have the roles of other gathers"
 
 #: Features that a name may guard. "versions": agreements on ZeRO-3's parameters, which need to learn of all changes. "bases": bases of
 #: ZeRO-3's gathers. "fused": sums of tied gradients at once. "lossy": lossy codecs.
 GUARDS = ("versions", "bases", "fused", "lossy")
 
-_TABLE = (
-    HookPoint(_COMM, "TorchBackend", _NOTHING, ()),
-    HookPoint(_COMM, "cdb", _NOTHING, ()),
-    HookPoint(_COMM, "configure", _NOTHING, ("deepspeed_config",)),
-    HookPoint(
-        _COMM, "comms_logger.log_all", "its summary has no bytes of coded calls", (), ("print_log", "return_dict")
-    ),
-    HookPoint(_COMM, "comms_logger.reset_data", "its summary has no bytes of coded calls", ()),
-    *(
-        HookPoint("deepspeed.comm.torch", f"TorchBackend.{name}", f"{name} stays plain", ("self", *op.parameters))
-        for name, op in OPS.items()
-        if name != _OWN
-    ),
-    HookPoint(
-        "deepspeed.comm.torch",
-        "TorchBackend.batch_isend_irecv",
-        "batches of sends stay plain",
-        ("self", "p2p_op_list"),
-    ),
-    HookPoint(
-        _ENGINE,
-        "DeepSpeedEngine._configure_distributed_model",
-        "groups of the model's layers have the role of data parallelism, and all roles stay exact",
-        guards=("lossy",),
-    ),
-    HookPoint(
-        _ENGINE,
-        "DeepSpeedEngine._configure_zero_optimizer",
-        "gathers of ZeRO-3 are coded without bases and agreed sizes",
-    ),
-    HookPoint(
-        _ENGINE,
-        "DeepSpeedEngine._take_model_step",
-        "gathers of ZeRO-1 and ZeRO-2 are coded without differences, there are no step log and no events, and all roles stay exact",
-        guards=("lossy",),
-    ),
-    HookPoint(
-        _ENGINE,
-        "DeepSpeedEngine.save_checkpoint",
-        "checkpoints have no state of lossy codecs",
-        ("self", "save_dir", "tag"),
-    ),
-    HookPoint(
-        _ENGINE,
-        "DeepSpeedEngine.load_checkpoint",
-        f"{_NO_SIZES}, and {_EXACT}",
-        ("self", "load_dir", "tag"),
-        guards=("versions", "lossy"),
-    ),
-    HookPoint(
-        _ENGINE,
-        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
-        "a save of weights in one file agrees on bases module by module",
-    ),
-    HookPoint(_ENGINE, "DeepSpeedEngine.destroy", "bases are freed with the process"),
-    HookPoint(
-        _ENGINE,
-        "DeepSpeedEngine._reduce_non_expert_gradients",
-        _NO_FUSING,
-        ("self", "grads"),
-        guards=("fused",),
-    ),
-    HookPoint(
-        _PARTITION,
-        "get_allgather_dtype",
-        _NO_SIZES,
-        ("param", "param_ds_tensor"),
-        guards=("versions", "bases"),
-        optional=True,
-    ),
-    HookPoint(
-        _PARTITION,
-        "Init._convert_to_deepspeed_param",
-        "gathers of ZeRO-3 are coded without bases and agreed sizes",
-        ("self", "param"),
-        guards=("versions", "bases"),
-    ),
-    HookPoint(
-        _PARTITION,
-        "Init._all_gather",
-        "gathers of single parameters of ZeRO-3 are coded without bases and agreed sizes",
-        ("self", "param_list"),
-    ),
-    HookPoint(
-        _PARTITION,
-        "Init._partition",
-        _NO_SIZES,
-        ("self", "param_list", "force", "has_been_updated"),
-        guards=("versions",),
-    ),
-    HookPoint(_PARTITION, "GatheredParameters.__enter__", _NO_SIZES, guards=("versions",)),
-    HookPoint(
-        _STAGE3,
-        "DeepSpeedZeRoOffload.pre_sub_module_forward_function",
-        _NO_SIZES,
-        ("self", "sub_module"),
-        guards=("versions",),
-    ),
-    HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", _NO_SIZES, guards=("versions",)),
-    HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.load_state_dict", _NO_SIZES, guards=("versions",)),
-    HookPoint(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
-        _NO_SIZES,
-        ("self", "value", "param", "optim_state_key"),
-        guards=("versions",),
-        optional=True,
-    ),
-    HookPoint(
-        _ZERO12,
-        "DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks",
-        "sums of gradients of ZeRO-1 and ZeRO-2 go to all ranks, not to their owners only",
-        ("self", "small_bucket"),
-        ("process_group", "bucket_ranks"),
-    ),
-    HookPoint(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._apply_muon_to_accumulated_grads", _NO_MUON, optional=True),
-    HookPoint(_ZERO12, "DeepSpeedZeroOptimizer._apply_muon_updates_cpu_offload", _NO_MUON, optional=True),
-    HookPoint(_PIPELINE, "PipelineEngine.__init__", f"{_NO_FUSING}, and {_EXACT}", guards=("fused", "lossy")),
-    HookPoint(_PIPELINE, "PipelineEngine.train_batch", _EXACT, guards=("lossy",)),
-    HookPoint(_PIPELINE, "PipelineEngine.reset_activation_shape", _EXACT, guards=("lossy",)),
-    HookPoint(_PIPELINE, "PipelineEngine._INSTRUCTION_MAP.ReduceTiedGrads", _NO_FUSING, guards=("fused",)),
-    HookPoint(_PIPELINE, "PipelineEngine._INSTRUCTION_MAP.ReduceGrads", _NO_FUSING, guards=("fused",)),
-    HookPoint(_MOE, "MOELayer.forward", _NO_KINDS),
-    HookPoint(_MOE, "_AllToAll.forward", _NO_KINDS, ("ctx",)),
-    HookPoint(_MOE, "_AllToAll.backward", _NO_KINDS, ("ctx",)),
-    HookPoint(_AUTO_EP, "AutoEPMoELayer.forward", _NO_KINDS),
-    HookPoint(_AUTO_EP, "_AllToAllV.forward", _NO_KINDS, ("ctx",)),
-    HookPoint(_AUTO_EP, "_AllToAllV.backward", _NO_KINDS, ("ctx",)),
-    HookPoint("deepspeed.moe.ep_tp_dispatch", "_AllGatherVariableRows.backward", _WHOLE, ("ctx",)),
-    HookPoint("deepspeed.module_inject.auto_ep_folding", "reduce_autoep_folding_gradient", _WHOLE, ()),
-)
 #: Name -> point.
-POINTS: dict[str, HookPoint] = {point.name: point for point in _TABLE}
+POINTS: dict[str, HookPoint] = {}
 
 _unfit: dict[str, str] = {}  # name of a point -> its problem, such as "has no A.b"
 _said: set[str] = set()
@@ -256,24 +115,91 @@ def lines() -> list[str]:
     ]
 
 
-def running(original: Callable[..., Any], variable: ContextVar[_T], value: _T) -> Callable[..., Any]:
-    """Return the function ``original``, during whose calls ``variable`` has ``value``. The mark ``ds_zipccl`` is on it."""
+def declare(*points: HookPoint) -> None:
+    """Add points to :data:`POINTS`."""
+    POINTS.update({point.name: point for point in points})
+
+
+def adopt(module: Any, owner: str = "") -> None:
+    """Wrap the functions of a module at the points of ``owner``, by default the module's own name. Repeating does nothing."""
+    points = [point for point in POINTS.values() if point.owner == (owner or module.__name__)]
+    incomplete = {point.together for point in points if not fits(point.name, _holder(module, point.name))} - {""}
+    for point in points:
+        if point.together not in incomplete:
+            surround(point.name, _holder(module, point.name))
+
+
+def surround(name: str, holder: Any) -> None:
+    """Wrap the function of ``holder`` at the point ``name``: a module, a class or a subclass, or a dict whose keys are classes. Repeating
+    does nothing, nor does a name that :func:`fitting` refuses."""
+    point, original = POINTS[name], fitting(name, holder)
+    if point.around is None or original is None or hasattr(original, MARK):
+        return
+    last, wrapper = name.rpartition(".")[2], surrounded(original, point.around, untraced=point.untraced)
+    put(holder, last, wrapper)
+    for copy in point.copies:
+        if getattr(sys.modules.get(copy), last, None) is original:
+            setattr(sys.modules[copy], last, wrapper)
+
+
+def surrounded(
+    original: Callable[..., Any], around: Callable[..., Any], *, untraced: bool = False
+) -> Callable[..., Any]:
+    """Return a function that calls ``around`` with ``original`` and its own arguments. :data:`MARK` is on it."""
 
     @functools.wraps(original)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        token = variable.set(value)
-        try:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(method, MARK, True)
+    if untraced:
+        untraced_frame(around)
+        untraced_frame(method)
+    return method
+
+
+def put(holder: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace the member ``name`` of a module, an object or a class, where it may be static, or the entry of a dict whose keys are
+    classes."""
+    if isinstance(holder, dict):
+        holder[next(key for key in holder if key.__name__ == name)] = function
+        return
+    static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
+    setattr(holder, name, staticmethod(function) if static else function)
+
+
+@contextmanager
+def setting(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    """Let ``variable`` have ``value`` in the ``with`` block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def during(variable: ContextVar[_T], value: _T) -> Callable[..., Any]:
+    """Return a function for :attr:`HookPoint.around` during whose calls ``variable`` has ``value``."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with setting(variable, value):
             return original(*args, **kwargs)
-        finally:
-            variable.reset(token)
 
-    noted.ds_zipccl = True  # type: ignore[attr-defined]
-    return untraced_frame(noted)
+    return around
 
 
-def declare(points: Iterable[HookPoint]) -> None:
-    """Add points to :data:`POINTS`: those of a table that another file has."""
-    POINTS.update({point.name: point for point in points})
+_signature = functools.cache(inspect.signature)
+
+
+def arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, defaults included.
+
+    Raises:
+        TypeError: the function does not take these arguments.
+    """
+    given = _signature(function).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
 
 
 def misfit(function: Callable[..., Any], first: tuple[str, ...], named: tuple[str, ...] = ()) -> str:
@@ -302,6 +228,11 @@ def _problem(point: HookPoint, found: Any) -> str:
     got = misfit(found, point.first, point.named) if point.first or point.named else ""
     wanted = ", ".join((*point.first, *point.named))
     return f"has another {point.name}, got the parameters {got}, wanted ({wanted})" if got else ""
+
+
+def _holder(module: Any, name: str) -> Any:
+    """Return the object that has the last part of the name of a point; None where it is missing."""
+    return functools.reduce(lambda found, part: getattr(found, part, None), name.split(".")[:-1], module)
 
 
 def _member(owner: Any, name: str) -> Any:

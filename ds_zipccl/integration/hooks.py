@@ -1,14 +1,11 @@
-"""Hooks into DeepSpeed's modules: each function adjusts one module right after its execution. Repeating a hook does nothing."""
+"""The hooks into DeepSpeed: the functions that are called in place of those of its engine, and the table of all of them."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, pa
 from ds_zipccl.integration import bypassed, hook_points, moe_calls, roles
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.bypassed import Facts
+from ds_zipccl.integration.hook_points import HookPoint
 from ds_zipccl.integration.job import Job, overriding_section
 from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy import checkpoints, fused_embedding, pipeline, powersgd
@@ -29,43 +27,41 @@ from ds_zipccl.integration.lossy import state as lossy_state
 from ds_zipccl.integration.zero import buckets, gathers, versions
 from ds_zipccl.telemetry import comms_log, monitor, table
 
+_COMM = "deepspeed.comm.comm"
+_PARTITION = "deepspeed.runtime.zero.partition_parameters"
 #: DeepSpeed's class, by name, that stands for the optimizer of ZeRO-3 where nothing is trained.
 _WITHOUT_STEPS = "DeepSpeedZeRoOffload"
 
 
-def adopt_comm(module: Any) -> None:
-    """Let ``deepspeed.comm.comm`` build and use our backend, and show the backend every DeepSpeed config."""
-    if not all([hook_points.fits(name, module) for name in ("TorchBackend", "cdb", "configure")]):
+def adopt(module: Any) -> None:
+    """Adjust one of DeepSpeed's modules right after its execution. Repeating does nothing."""
+    hook_points.adopt(module)
+    lossy_calls.watch(module)
+    if module.__name__ == _PARTITION:
+        gathers.learn_dtype(module)
+    if module.__name__ == _COMM:
+        if all([hook_points.fits(name, module) for name in ("TorchBackend", "cdb", "configure")]):
+            module.TorchBackend = ZipcclBackend
+            if type(module.cdb) is TorchBackend:
+                ZipcclBackend.adopt(module.cdb)
+            return
         for line in hook_points.lines():
             warnings.warn(line, RuntimeWarning, stacklevel=2)
-        return
-    module.TorchBackend = ZipcclBackend
-    watch_comms_logger(module)
-    if type(module.cdb) is TorchBackend:
-        ZipcclBackend.adopt(module.cdb)
-    if hasattr(module.configure, "ds_zipccl"):
-        return
-    original = module.configure
 
-    @functools.wraps(original)
-    def configure(deepspeed_config: Any = None, *args: Any, **kwargs: Any) -> None:
-        original(deepspeed_config, *args, **kwargs)
-        param_dict = getattr(deepspeed_config, "_param_dict", None)
-        # Before there are process groups (init_distributed(config=...)) nothing happens: the call of the engine follows.
-        if param_dict is not None and isinstance(module.cdb, ZipcclBackend):
-            misspelled = near_misses(param_dict) if SECTION not in param_dict else []
-            if misspelled:
-                raise ConfigError(f'unknown key "{misspelled[0]}" in the DeepSpeed config: did you mean "{SECTION}"?')
-            module.cdb.configure(param_dict.get(SECTION), bypassed.zero_section(param_dict).get("stage", 0))
-            module.cdb.job.tell(bypassed.lines(Facts(param_dict)))
-        elif param_dict is not None and torch.distributed.is_initialized():
-            _say_not_adopted(module.cdb, param_dict)
 
-    configure.ds_zipccl = True  # type: ignore[attr-defined]
-    module.configure = configure
-    package: Any = importlib.import_module("deepspeed.comm")
-    if getattr(package, "configure", None) is original:  # the package has copied the name already
-        package.configure = configure
+def _configure(original: Callable[..., Any], deepspeed_config: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Show our backend a DeepSpeed config."""
+    original(deepspeed_config, *args, **kwargs)
+    backend, param_dict = _backend(), getattr(deepspeed_config, "_param_dict", None)
+    # Before there are process groups (init_distributed(config=...)) nothing happens: the call of the engine follows.
+    if param_dict is not None and isinstance(backend, ZipcclBackend):
+        misspelled = near_misses(param_dict) if SECTION not in param_dict else []
+        if misspelled:
+            raise ConfigError(f'unknown key "{misspelled[0]}" in the DeepSpeed config: did you mean "{SECTION}"?')
+        backend.configure(param_dict.get(SECTION), bypassed.zero_section(param_dict).get("stage", 0))
+        backend.job.tell(bypassed.lines(Facts(param_dict)))
+    elif param_dict is not None and torch.distributed.is_initialized():
+        _say_not_adopted(backend, param_dict)
 
 
 def _say_not_adopted(backend: Any, param_dict: Mapping[str, Any]) -> None:
@@ -78,139 +74,45 @@ def _say_not_adopted(backend: Any, param_dict: Mapping[str, Any]) -> None:
             print(f"[ds_zipccl] {line}", flush=True)
 
 
-def watch_comms_logger(module: ModuleType) -> None:
-    """Let ``log_summary()`` and ``reset_log()`` of ``deepspeed.comm`` serve :mod:`ds_zipccl.telemetry.comms_log` too: the summary has
-    logical and wire bytes of coded calls. Repeating does nothing.
-
-    Args:
-        module: ``deepspeed.comm.comm``.
-    """
-    logger = getattr(module, "comms_logger", None)
-    log_all = hook_points.fitting("comms_logger.log_all", logger)
-    reset_data = hook_points.fitting("comms_logger.reset_data", logger)
-    if logger is None or log_all is None or reset_data is None or hasattr(log_all, "ds_zipccl"):
-        return
-    signature = inspect.signature(log_all)
-
-    @functools.wraps(log_all)
-    def summarize(*args: Any, **kwargs: Any) -> Any:
-        found = log_all(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        text = comms_log.render() if given.arguments["print_log"] else ""
-        if text:
-            print(text, flush=True)
-        coded = comms_log.summary()
-        if coded and isinstance(found, dict):
-            found[comms_log.KEY] = coded
-        return found
-
-    @functools.wraps(reset_data)
-    def reset(*args: Any, **kwargs: Any) -> Any:
-        comms_log.reset()
-        return reset_data(*args, **kwargs)
-
-    summarize.ds_zipccl = True  # type: ignore[attr-defined]
-    logger.log_all, logger.reset_data = summarize, reset
+def _summarize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Add logical and wire bytes of coded calls to ``deepspeed.comm.log_summary()``."""
+    found = original(*args, **kwargs)
+    text = comms_log.render() if hook_points.arguments(original, *args, **kwargs)["print_log"] else ""
+    if text:
+        print(text, flush=True)
+    coded = comms_log.summary()
+    if coded and isinstance(found, dict):
+        found[comms_log.KEY] = coded
+    return found
 
 
-def adopt_engine(module: ModuleType) -> None:
-    """Surround the methods of ``DeepSpeedEngine``, and of its subclass the pipeline engine, that :data:`_AROUND` names."""
-    _surround(module, "DeepSpeedEngine", _AROUND)
-    lossy_calls.watch(module)
-    fused_embedding.watch_reductions(module)
-
-
-def adopt_zero3(module: ModuleType) -> None:
-    """Learn the parameters of ZeRO-3's gathers, and their changes, from ``deepspeed.runtime.zero.partition_parameters``."""
-    gathers.watch_gathers(module)
-    versions.watch_partitions(getattr(module, "Init", None), getattr(module, "GatheredParameters", None))
-
-
-def adopt_stage3(module: ModuleType) -> None:
-    """Learn of changes of ZeRO-3's parameters, of its gradients and of its passes, from ``deepspeed.runtime.zero.stage3``."""
-    optimizer = getattr(module, "DeepSpeedZeroOptimizer_Stage3", None)
-    versions.watch_optimizer(optimizer)
-    versions.watch_passes(getattr(module, "DeepSpeedZeRoOffload", None))
-    roles.watch_muon(optimizer, "DeepSpeedZeroOptimizer_Stage3._apply_muon_to_accumulated_grads")
-    lossy_calls.watch(module)
-
-
-def adopt_zero12(module: ModuleType) -> None:
-    """Learn the gradient buckets of ZeRO-1 and ZeRO-2, and their owners, from ``deepspeed.runtime.zero.stage_1_and_2``."""
-    optimizer = getattr(module, "DeepSpeedZeroOptimizer", None)
-    buckets.watch_buckets(optimizer)
-    roles.watch_muon(optimizer, "DeepSpeedZeroOptimizer._apply_muon_updates_cpu_offload")
-    lossy_calls.watch(module)
-
-
-def adopt_auto_tp(module: ModuleType) -> None:
-    """Learn the sums of AutoTP's layers from ``deepspeed.module_inject.layers``."""
-    lossy_calls.watch(module)
-
-
-def adopt_pipeline(module: ModuleType) -> None:
-    """Learn the sends between the stages of a pipeline, and its batches, from ``deepspeed.runtime.pipe.engine``."""
-    _surround(module, "PipelineEngine", _AROUND_PIPELINE)
-    lossy_calls.watch(module)
-    fused_embedding.watch(module)
-
-
-def adopt_moe(module: ModuleType) -> None:
-    """Learn the kinds of all-to-alls of DeepSpeed's MoE layer from ``deepspeed.moe.sharded_moe``."""
-    moe_calls.watch_layer(module, "MOELayer", "_AllToAll")
-
-
-def adopt_auto_ep(module: ModuleType) -> None:
-    """Learn the kinds of all-to-alls of AutoEP's MoE layer from ``deepspeed.module_inject.auto_ep_layer``."""
-    moe_calls.watch_layer(module, "AutoEPMoELayer", "_AllToAllV")
-
-
-def adopt_folded_rows(module: ModuleType) -> None:
-    """Learn the sums of equal tensors in ``deepspeed.moe.ep_tp_dispatch``."""
-    moe_calls.watch_rows(module)
-
-
-def adopt_folding(module: ModuleType) -> None:
-    """Learn the sums of equal tensors in ``deepspeed.module_inject.auto_ep_folding``."""
-    moe_calls.watch_gradients(module)
+def _reset_log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    comms_log.reset()
+    return original(*args, **kwargs)
 
 
 def say_late() -> None:
     """Print, on rank 0 of a job that has begun, lines about names of a module that DeepSpeed has loaded since."""
-    backend = getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None)
-    begun = isinstance(backend, ZipcclBackend) and backend.job.config is not None
-    if begun and torch.distributed.get_rank() == 0:
+    job = _job()
+    if job is not None and job.config is not None and torch.distributed.get_rank() == 0:
         for line in hook_points.lines():
             print(line, flush=True)
 
 
-def _surround(module: ModuleType, owner: str, table: Mapping[str, Callable[[Any, Callable[[], Any]], Any]]) -> None:
-    engine = getattr(module, owner, None)
-    for name, around in table.items():
-        original = hook_points.fitting(f"{owner}.{name}", engine)
-        if original is not None and not hasattr(original, "ds_zipccl"):
-            setattr(engine, name, _surrounded(original, around))
-
-
-def _surrounded(original: Callable[..., Any], around: Callable[[Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(self, functools.partial(original, self, *args, **kwargs))
-
-    method.ds_zipccl = True  # type: ignore[attr-defined]
-    return method
+def _backend() -> Any:
+    """Return the backend that DeepSpeed uses now, ours or another; None without one."""
+    return getattr(sys.modules.get(_COMM), "cdb", None)
 
 
 def _job() -> Job | None:
     """Return the job of this process, None while DeepSpeed has no backend of ours."""
-    backend = getattr(importlib.import_module("deepspeed.comm.comm"), "cdb", None)
+    backend = _backend()
     return backend.job if isinstance(backend, ZipcclBackend) else None
 
 
-def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
+def _learn_groups(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Note the groups that the layers hold once the model is in place, and refuse settings that the engine cannot keep."""
-    result = original()
+    result = original(engine, *args, **kwargs)
     job = _job()
     if job is not None:
         job.learn_groups(engine.module)
@@ -221,10 +123,10 @@ def _learn_groups(engine: Any, original: Callable[[], Any]) -> Any:
     return result
 
 
-def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
+def _configure_zero(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Allocate the bases of ZeRO-3's differences after its optimizer is made, if the section asks for bases, and agree on the sizes of
     the frames of its parameters. A collective."""
-    optimizer = original()
+    optimizer = original(engine, *args, **kwargs)
     job = _job()
     config = None if job is None else job.config
     if config is not None and engine.zero_optimization_stage() < 3:
@@ -245,16 +147,16 @@ def _configure_zero(engine: Any, original: Callable[[], Any]) -> Any:
     return optimizer
 
 
-def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
+def _take_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Surround an optimizer step; write the step log, the table and the monitor's events after it."""
     job = _job()
     if job is None or job.config is None:
-        return original()
+        return original(engine, *args, **kwargs)
     # Read before the step: at its end the scheduler sets the rates of the next step.
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
     try:
         with job.step(engine.zero_optimization_stage()), lossy_state.stepping(engine, job.config.lossy_roles):
-            result = original()
+            result = original(engine, *args, **kwargs)
     finally:  # also where the step fails on this rank alone: the other ranks forget too
         repeats.forget()
     choice.end_step(engine)
@@ -269,26 +171,26 @@ def _take_step(engine: Any, original: Callable[[], Any]) -> Any:
     return result
 
 
-def _save_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
+def _save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Save the state of lossy codecs with a checkpoint."""
     if config := _lossy_config():
-        checkpoints.save(engine, config, checkpoints.arguments(original))
-    return original()
+        checkpoints.save(engine, config, hook_points.arguments(original, engine, *args, **kwargs))
+    return original(engine, *args, **kwargs)
 
 
-def _load_checkpoint(engine: Any, original: Callable[[], Any]) -> Any:
+def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Surround the load of a checkpoint, which changes all parameters."""
     with versions.changing(engine.optimizer):
-        found = original()
+        found = original(engine, *args, **kwargs)
     if config := _lossy_config():
-        checkpoints.load(engine, config, checkpoints.arguments(original), found[0] is not None)
+        checkpoints.load(engine, config, hook_points.arguments(original, engine, *args, **kwargs), found[0] is not None)
     return found
 
 
-def _save_weights(engine: Any, original: Callable[[], Any]) -> Any:
+def _save_weights(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Surround a save of ZeRO-3's weights in one file, which gathers them module by module."""
     with versions.saving(engine.optimizer):
-        return original()
+        return original(engine, *args, **kwargs)
 
 
 def _lossy_config() -> ZipcclConfig | None:
@@ -297,30 +199,30 @@ def _lossy_config() -> ZipcclConfig | None:
     return job.config if job is not None and job.config is not None and job.config.lossy_roles else None
 
 
-def _train_batch(engine: Any, original: Callable[[], Any]) -> Any:
+def _train_batch(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Count the micro-batches of a pipeline from 0, also where the batch before has failed; in jobs with lossy roles."""
     if _lossy_config():
         pipeline.begin_batch(engine)
-    return original()
+    return original(engine, *args, **kwargs)
 
 
-def _start_pipeline(engine: Any, original: Callable[[], Any]) -> Any:
+def _start_pipeline(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Make the groups of weights that stages share once the engine is complete. A collective."""
-    original()
+    original(engine, *args, **kwargs)
     job = _job()
     if job is not None:
         job.tell(bypassed.lines(Facts(device=engine.device.type, pipelined=engine.num_stages > 1)))
         fused_embedding.begin(engine, job)
 
 
-def _reset_shapes(engine: Any, original: Callable[[], Any]) -> Any:
+def _reset_shapes(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Forget the state of a pipeline's links: tensors of other shapes follow."""
     if _lossy_config():
         pipeline.forget_shapes(engine)
-    return original()
+    return original(engine, *args, **kwargs)
 
 
-def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
+def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Free the bases and the kept messages with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
     a device."""
     repeats.forget()
@@ -329,22 +231,168 @@ def _destroy(engine: Any, original: Callable[[], Any]) -> Any:
         finish(streams_of(engine.device))
     engine.ds_zipccl_bases = None
     lossy_state.forget(engine)
-    return original()
+    return original(engine, *args, **kwargs)
 
 
-#: Method of DeepSpeedEngine -> function called in its place, with the engine and the original.
-_AROUND: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
-    "_configure_distributed_model": _learn_groups,
-    "_configure_zero_optimizer": _configure_zero,
-    "_take_model_step": _take_step,
-    "save_checkpoint": _save_checkpoint,
-    "load_checkpoint": _load_checkpoint,
-    "_zero3_consolidated_16bit_state_dict": _save_weights,
-    "destroy": _destroy,
-}
-#: The same of PipelineEngine.
-_AROUND_PIPELINE: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
-    "__init__": _start_pipeline,
-    "train_batch": _train_batch,
-    "reset_activation_shape": _reset_shapes,
-}
+_ENGINE = "deepspeed.runtime.engine"
+_ZERO12 = "deepspeed.runtime.zero.stage_1_and_2"
+_STAGE3 = "deepspeed.runtime.zero.stage3"
+_PIPELINE = "deepspeed.runtime.pipe.engine"
+_MOE = "deepspeed.moe.sharded_moe"
+_AUTO_EP = "deepspeed.module_inject.auto_ep_layer"
+
+_NOTHING = "nothing is coded"
+_NO_LOG = "its summary has no bytes of coded calls"
+_NO_BASES = "gathers of ZeRO-3 are coded without bases and agreed sizes"
+_NO_SIZES = "gathers of ZeRO-3 are coded without agreed sizes and without differences by versions"
+_NO_FUSING = "no gradients of tied layers are fused"
+_EXACT = "all roles stay exact"
+_NO_KINDS = "exchanges of experts are coded without their kinds"
+_WHOLE = "its sums are coded as sums of different tensors"
+_NO_MUON = "Muon's gathers of gradients and momenta have the roles of other gathers"
+
+_of_comm = functools.partial(HookPoint, _COMM)
+_of_engine = functools.partial(HookPoint, _ENGINE)
+_of_versions = functools.partial(HookPoint, without=_NO_SIZES, guards=("versions",))
+_of_pipeline = functools.partial(HookPoint, _PIPELINE)
+_of_fusing = functools.partial(HookPoint, without=_NO_FUSING, guards=("fused",))
+_of_layer = functools.partial(HookPoint, without=_NO_KINDS, untraced=True)
+
+#: The points of DeepSpeed's modules, with the functions that are called in place of DeepSpeed's.
+hook_points.declare(
+    _of_comm("TorchBackend", _NOTHING, first=(), together="backend"),
+    _of_comm("cdb", _NOTHING, first=(), together="backend"),
+    _of_comm("configure", _NOTHING, _configure, ("deepspeed_config",), together="backend", copies=("deepspeed.comm",)),
+    _of_comm("comms_logger.log_all", _NO_LOG, _summarize, (), ("print_log", "return_dict"), together="logger"),
+    _of_comm("comms_logger.reset_data", _NO_LOG, _reset_log, (), together="logger"),
+    _of_engine(
+        "DeepSpeedEngine._configure_distributed_model",
+        "groups of the model's layers have the role of data parallelism, and all roles stay exact",
+        _learn_groups,
+        guards=("lossy",),
+    ),
+    _of_engine("DeepSpeedEngine._configure_zero_optimizer", _NO_BASES, _configure_zero),
+    _of_engine(
+        "DeepSpeedEngine._take_model_step",
+        "gathers of ZeRO-1 and ZeRO-2 are coded without differences, there are no step log and no events, and all roles stay exact",
+        _take_step,
+        guards=("lossy",),
+    ),
+    _of_engine(
+        "DeepSpeedEngine.save_checkpoint",
+        "checkpoints have no state of lossy codecs",
+        _save_checkpoint,
+        ("self", "save_dir", "tag"),
+    ),
+    _of_engine(
+        "DeepSpeedEngine.load_checkpoint",
+        f"{_NO_SIZES}, and {_EXACT}",
+        _load_checkpoint,
+        ("self", "load_dir", "tag"),
+        guards=("versions", "lossy"),
+    ),
+    _of_engine(
+        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
+        "a save of weights in one file agrees on bases module by module",
+        _save_weights,
+    ),
+    _of_engine("DeepSpeedEngine.destroy", "bases are freed with the process", _destroy),
+    _of_fusing(
+        _ENGINE,
+        "DeepSpeedEngine._reduce_non_expert_gradients",
+        around=fused_embedding.leave_out,
+        first=("self", "grads"),
+    ),
+    HookPoint(
+        _PARTITION,
+        "get_allgather_dtype",
+        _NO_SIZES,
+        first=("param", "param_ds_tensor"),
+        guards=("versions", "bases"),
+        optional=True,
+    ),
+    HookPoint(
+        _PARTITION,
+        "Init._convert_to_deepspeed_param",
+        _NO_BASES,
+        versions.convert,
+        ("self", "param"),
+        guards=("versions", "bases"),
+    ),
+    HookPoint(
+        _PARTITION,
+        "Init._all_gather",
+        "gathers of single parameters of ZeRO-3 are coded without bases and agreed sizes",
+        gathers.gather_single,
+        ("self", "param_list"),
+    ),
+    _of_versions(
+        _PARTITION,
+        "Init._partition",
+        around=versions.partition,
+        first=("self", "param_list", "force", "has_been_updated"),
+    ),
+    _of_versions(_PARTITION, "GatheredParameters.__enter__", around=versions.enter_gathered),
+    _of_versions(
+        _STAGE3,
+        "DeepSpeedZeRoOffload.pre_sub_module_forward_function",
+        around=versions.fetch,
+        first=("self", "sub_module"),
+    ),
+    _of_versions(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", around=versions.step),
+    _of_versions(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.load_state_dict", around=versions.load),
+    # set_local_hp_param is no call of all ranks: it counts as a write to the shard.
+    _of_versions(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
+        around=versions.set_param,
+        first=("self", "value", "param", "optim_state_key"),
+        optional=True,
+    ),
+    HookPoint(
+        _ZERO12,
+        "DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks",
+        "sums of gradients of ZeRO-1 and ZeRO-2 go to all ranks, not to their owners only",
+        buckets.reduce,
+        ("self", "small_bucket"),
+        ("process_group", "bucket_ranks"),
+    ),
+    *(
+        HookPoint(owner, name, _NO_MUON, roles.in_muon, optional=True, untraced=True)
+        for owner, name in (
+            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._apply_muon_to_accumulated_grads"),
+            (_ZERO12, "DeepSpeedZeroOptimizer._apply_muon_updates_cpu_offload"),
+        )
+    ),
+    _of_pipeline("PipelineEngine.__init__", f"{_NO_FUSING}, and {_EXACT}", _start_pipeline, guards=("fused", "lossy")),
+    _of_pipeline("PipelineEngine.train_batch", _EXACT, _train_batch, guards=("lossy",)),
+    _of_pipeline("PipelineEngine.reset_activation_shape", _EXACT, _reset_shapes, guards=("lossy",)),
+    _of_fusing(_PIPELINE, "PipelineEngine._INSTRUCTION_MAP.ReduceTiedGrads", around=fused_embedding.reduce_tied),
+    _of_fusing(_PIPELINE, "PipelineEngine._INSTRUCTION_MAP.ReduceGrads", around=fused_embedding.reduce_others),
+    *(
+        _of_layer(owner, name, around=around, first=first, together=owner)
+        for owner, layer, exchange in ((_MOE, "MOELayer", "_AllToAll"), (_AUTO_EP, "AutoEPMoELayer", "_AllToAllV"))
+        for name, around, first in (
+            (f"{layer}.forward", moe_calls.forward_layer, ("self",)),
+            (f"{exchange}.forward", moe_calls.forward_exchange, ("ctx",)),
+            (f"{exchange}.backward", moe_calls.backward_exchange, ("ctx",)),
+        )
+    ),
+    HookPoint(
+        "deepspeed.moe.ep_tp_dispatch",
+        "_AllGatherVariableRows.backward",
+        _WHOLE,
+        moe_calls.sum_replicated,
+        ("ctx",),
+        untraced=True,
+    ),
+    HookPoint(
+        "deepspeed.module_inject.auto_ep_folding",
+        "reduce_autoep_folding_gradient",
+        _WHOLE,
+        moe_calls.sum_replicated,
+        (),
+        copies=(_ENGINE,),  # the engine may have copied the name already
+        untraced=True,
+    ),
+)

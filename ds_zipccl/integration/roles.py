@@ -31,6 +31,8 @@ _OF_MPU = {
 }
 #: The role of the calls over data that the running method of DeepSpeed makes, whatever their names; "" in all other methods.
 _of_method: ContextVar[str] = ContextVar("ds_zipccl_role", default="")
+#: Around methods of Muon's update: ZeRO gathers gradients and momenta there, never parameters.
+in_muon = hook_points.during(_of_method, "zero_grad")
 _ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 
@@ -53,19 +55,6 @@ def role_of(name: str, group: Any, with_zero: bool, learned: Mapping[Any, str] |
     if name in ("broadcast", "all_gather", "gather", "scatter") or not with_zero:
         return "dp"
     return "zero_param" if name in _GATHERS else "zero_grad"
-
-
-def watch_muon(optimizer: Any, point: str) -> None:
-    """Give the calls of Muon's update the role ``zero_grad``: ZeRO gathers gradients and momenta there, never parameters. Repeating the
-    call does nothing, nor does a class without the method.
-
-    Args:
-        optimizer: a class of ZeRO.
-        point: the hook point of the method.
-    """
-    original = hook_points.fitting(point, optimizer)
-    if original is not None and not hasattr(original, "ds_zipccl"):
-        setattr(optimizer, point.rpartition(".")[2], hook_points.running(original, _of_method, "zero_grad"))
 
 
 def model_parallel_role(group: Any, learned: Mapping[Any, str]) -> str:

@@ -38,14 +38,16 @@ CALLS = {
     "_reduce_scatter_base": _SCATTER,
 }
 hook_points.declare(
-    HookPoint(
-        "torch.distributed",
-        f"distributed.{name}",
-        f"direct calls of {name} stay plain",
-        parameters,
-        optional=name.startswith("_"),  # former names
+    *(
+        HookPoint(
+            "torch.distributed",
+            f"distributed.{name}",
+            f"direct calls of {name} stay plain",
+            first=parameters,
+            optional=name.startswith("_"),  # former names
+        )
+        for name, (_, parameters) in CALLS.items()
     )
-    for name, (_, parameters) in CALLS.items()
 )
 _DEFAULTS = {"op": dist.ReduceOp.SUM, "group": None, "async_op": False}
 
@@ -78,7 +80,7 @@ def wrap(job: Job) -> None:
     _job = job
     for name in CALLS:
         original = hook_points.fitting(f"distributed.{name}", dist)
-        if original is not None and not hasattr(original, "ds_zipccl"):
+        if original is not None and not hasattr(original, hook_points.MARK):
             setattr(dist, name, _wrapped(name, original))
 
 
@@ -112,7 +114,7 @@ def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         return coded(*args, **kwargs)
 
-    call.ds_zipccl = True  # type: ignore[attr-defined]
+    setattr(call, hook_points.MARK, True)
     return call
 
 

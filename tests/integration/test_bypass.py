@@ -145,7 +145,7 @@ def test_an_engine_that_steps_tells_the_choice(monkeypatch: pytest.MonkeyPatch) 
     engine = SimpleNamespace(zero_optimization_stage=lambda: 3, global_steps=1)
     monkeypatch.setattr(hooks, "_job", lambda: Job(config=ZipcclConfig(enabled=True, log_interval=0)))
     monkeypatch.setattr(hooks.choice, "end_step", said.append)
-    assert hooks._take_step(engine, lambda: said.append("step")) is None
+    assert hooks._take_step(lambda engine: said.append("step"), engine) is None
     assert said == ["step", engine]
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import hook_points, moe_calls, torch_calls
+from ds_zipccl.integration import hook_points, hooks, moe_calls, torch_calls  # noqa: F401  hooks has the table of points
 from ds_zipccl.integration.job import Job
 
 pytestmark = pytest.mark.full(reason="torch's compiler takes seconds to load")
@@ -42,7 +42,7 @@ def layer_of_experts(seen: list[str]) -> torch.nn.Module:
 
     module = types.ModuleType("layers")
     module.MOELayer, module._AllToAll = Layer, Exchange
-    moe_calls.watch_layer(module, "MOELayer", "_AllToAll")
+    hook_points.adopt(module, "deepspeed.moe.sharded_moe")
     return Layer()
 
 

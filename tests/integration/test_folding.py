@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_zipccl.integration import moe_calls
+from ds_zipccl.integration import hook_points, hooks, moe_calls  # noqa: F401  hooks has the table of points
 
 
 def modules() -> tuple[Any, Any, list[bool]]:
@@ -40,9 +40,9 @@ def modules() -> tuple[Any, Any, list[bool]]:
 
 def test_the_backward_of_gathered_rows() -> None:
     rows, _, found = modules()
-    moe_calls.watch_rows(rows)
+    hook_points.adopt(rows, "deepspeed.moe.ep_tp_dispatch")
     before = rows._AllGatherVariableRows.backward
-    moe_calls.watch_rows(rows)
+    hook_points.adopt(rows, "deepspeed.moe.ep_tp_dispatch")
     assert rows._AllGatherVariableRows.backward is before
     rows._AllGatherVariableRows.apply(torch.ones(3, requires_grad=True)).sum().backward()
     assert found == [False, True] and not moe_calls.replicated()
@@ -54,8 +54,8 @@ def test_gradients_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "reduce_autoep_folding_gradient"
     engine = SimpleNamespace(**{name: getattr(gradients, name)})
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", engine)  # type: ignore[arg-type]
-    moe_calls.watch_gradients(gradients)
-    moe_calls.watch_gradients(gradients)
+    hook_points.adopt(gradients, "deepspeed.module_inject.auto_ep_folding")
+    hook_points.adopt(gradients, "deepspeed.module_inject.auto_ep_folding")
     for module in (gradients, engine):
         assert getattr(module, name)(torch.ones(3), tp_group=1) == "sum"
         with pytest.raises(ValueError, match="as planted"):
@@ -65,6 +65,6 @@ def test_gradients_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_deepspeed_without_the_names() -> None:
     empty = ModuleType("empty")
-    moe_calls.watch_rows(empty)
-    moe_calls.watch_gradients(empty)
+    hook_points.adopt(empty, "deepspeed.moe.ep_tp_dispatch")
+    hook_points.adopt(empty, "deepspeed.module_inject.auto_ep_folding")
     assert not {"_AllGatherVariableRows", "reduce_autoep_folding_gradient"} & set(vars(empty))

@@ -14,16 +14,11 @@ import pytest
 import torch
 from backend_programs import succeed
 
-from ds_zipccl.integration import autoload, hook_points
+from ds_zipccl.integration import hook_points, hooks, torch_calls
 from ds_zipccl.integration.hook_points import HookPoint
 from ds_zipccl.ops import OPS
 
-_TORCH_CALLS = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "reduce_scatter", "reduce_scatter_tensor",
-    "_reduce_scatter_base",
-)  # fmt: skip
-NAMES = [*hook_points.POINTS, *(f"distributed.{name}" for name in _TORCH_CALLS)]
-NAMES = list(dict.fromkeys(NAMES))  # another test may have imported the direct calls of torch already
+NAMES = list(hook_points.POINTS)
 
 
 def planted(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +28,7 @@ def planted(this: Any, *args: Any, **kwargs: Any) -> Any:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Nothing is noted, and nothing that a hook replaces stays replaced. The lines of the test go here, by name."""
-    from ds_zipccl.integration import backend, torch_calls
+    from ds_zipccl.integration import backend
 
     monkeypatch.setattr(hook_points, "_unfit", {})
     monkeypatch.setattr(hook_points, "_said", set())
@@ -90,7 +85,7 @@ def execute_again(module: ModuleType) -> ModuleType:
 
 def hook(point: HookPoint) -> tuple[list[str], ModuleType | None]:
     """Hook into the module of a point, as at the start of a job; the lines, and the module with the backend where it was made anew."""
-    from ds_zipccl.integration import backend, hooks, torch_calls
+    from ds_zipccl.integration import backend
     from ds_zipccl.integration.job import Job
 
     again = None
@@ -101,7 +96,7 @@ def hook(point: HookPoint) -> tuple[list[str], ModuleType | None]:
         elif point.owner == "deepspeed.comm.torch":
             again = execute_again(backend)
         else:
-            getattr(hooks, autoload.HOOKS[point.owner])(importlib.import_module(point.owner))
+            hooks.adopt(importlib.import_module(point.owner))
     said = [str(one.message) for one in warned if "[ds_zipccl]" in str(one.message)]
     return [line for text in said for line in text.splitlines()] + hook_points.lines(), again
 
@@ -238,7 +233,7 @@ def test_tied_gradients_are_not_fused_where_a_name_is_missing(
 
 PROGRAM = """
 import importlib, inspect
-from ds_zipccl.integration import autoload, hook_points, hooks
+from ds_zipccl.integration import hook_points, hooks
 from ds_zipccl.telemetry import counters
 
 def unhooked(function):
@@ -265,7 +260,7 @@ for point in engines:
         static = isinstance(inspect.getattr_static(owner, last), staticmethod)
         setattr(owner, last, staticmethod(other) if static else other)
 for point in engines:
-    getattr(hooks, autoload.HOOKS[point.owner])(sys.modules[point.owner])
+    hooks.adopt(sys.modules[point.owner])
 
 def train(section, stage):
     built = engine(section, stage)

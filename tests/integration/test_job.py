@@ -159,11 +159,11 @@ def test_steps_are_seen_logged_and_shown(this: Job, hooks: ModuleType, monkeypat
     shown: list[str] = []
     monkeypatch.setattr(hooks.table, "show", shown.append)
     engine, lines = Engine(this, 2), []
-    assert hooks._take_step(engine, engine.step) == "result" and engine.seen == [0, 0], "coding is off"
+    assert hooks._take_step(Engine.step, engine) == "result" and engine.seen == [0, 0], "coding is off"
     this.config = ZipcclConfig(enabled=True, log_interval=2)
     this.step_log = SimpleNamespace(write=lambda step, rates: lines.append((step, rates)))  # type: ignore[assignment]
     for _ in range(3):
-        assert hooks._take_step(engine, engine.step) == "result"
+        assert hooks._take_step(Engine.step, engine) == "result"
     assert engine.seen == [0, 0, 2, 2, 2] and this.stepping == 0
     assert lines == [(step, [0.5]) for step in (2, 3, 4)]
     assert shown == ["after 2 steps", "after 4 steps"] and len(engine.events) == 2
@@ -174,7 +174,7 @@ def test_another_backend_has_no_job(hooks: ModuleType, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", object())
     engine = Engine(Job(), 2)
-    assert hooks._job() is None and hooks._take_step(engine, engine.step) == "result" and engine.seen == [0, 0]
+    assert hooks._job() is None and hooks._take_step(Engine.step, engine) == "result" and engine.seen == [0, 0]
 
 
 def test_every_backend_has_a_job_of_its_own(backend: ModuleType) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ds_zipccl.config import ZipcclConfig, environment_section, parse_section
-from ds_zipccl.integration import moe_calls
+from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
 from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy import pipeline
 from ds_zipccl.integration.lossy.calls import hint, take_hint
@@ -201,8 +201,8 @@ def test_this_deepspeed_has_all_names() -> None:
     from deepspeed.module_inject import auto_ep_layer
     from deepspeed.moe import sharded_moe
 
-    moe_calls.watch_layer(sharded_moe, "MOELayer", "_AllToAll")
-    moe_calls.watch_layer(auto_ep_layer, "AutoEPMoELayer", "_AllToAllV")
+    hook_points.adopt(sharded_moe, "deepspeed.moe.sharded_moe")
+    hook_points.adopt(auto_ep_layer, "deepspeed.module_inject.auto_ep_layer")
     assert not lossy_calls.missing(config)
     assert not lossy_calls.unhooked(config)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ds_zipccl.integration import moe_calls
+from ds_zipccl.integration import hook_points, hooks, moe_calls  # noqa: F401  hooks has the table of points
 
 FORWARD = ["dispatch", "combine"]
 BACKWARD = ["combine.bwd", "dispatch.bwd"]
@@ -31,8 +31,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     for module in (sharded_moe, auto_ep_layer):
         monkeypatch.setattr(module, "dist", types.SimpleNamespace(all_to_all_single=all_to_all_single))
-    moe_calls.watch_layer(sharded_moe, "MOELayer", "_AllToAll")
-    moe_calls.watch_layer(sharded_moe, "MOELayer", "_AllToAll")  # does nothing
+    hook_points.adopt(sharded_moe, "deepspeed.moe.sharded_moe")
+    hook_points.adopt(sharded_moe, "deepspeed.moe.sharded_moe")  # does nothing
     yield kinds
     assert moe_calls.kind() == ""
 
@@ -144,14 +144,14 @@ def test_counts_between_exchanges_of_auto_ep_have_no_kind(seen: list[str], monke
     monkeypatch.setattr(auto_ep_layer, "_AllToAllV", Exchange)
     module = types.ModuleType("auto_ep")
     module.AutoEPMoELayer, module._AllToAllV = Layer, Exchange  # type: ignore[attr-defined]
-    moe_calls.watch_layer(module, "AutoEPMoELayer", "_AllToAllV")
+    hook_points.adopt(module, "deepspeed.module_inject.auto_ep_layer")
     Layer()(rows()).sum().backward()
     assert seen == ["", *FORWARD, *BACKWARD]
 
 
 def test_a_module_without_these_names_is_left_alone() -> None:
     module = types.ModuleType("older")
-    moe_calls.watch_layer(module, "MOELayer", "_AllToAll")
+    hook_points.adopt(module, "deepspeed.moe.sharded_moe")
     assert set(vars(module)) == {"__name__", "__doc__", "__package__", "__loader__", "__spec__"}
 
     class Exchange(torch.autograd.Function):
@@ -165,5 +165,5 @@ def test_a_module_without_these_names_is_left_alone() -> None:
 
     module.MOELayer, module._AllToAll = Layer, Exchange  # type: ignore[attr-defined]
     kept = Layer.forward, Exchange.forward
-    moe_calls.watch_layer(module, "MOELayer", "_AllToAll")
+    hook_points.adopt(module, "deepspeed.moe.sharded_moe")
     assert (Layer.forward, Exchange.forward) == kept

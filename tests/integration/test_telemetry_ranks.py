@@ -128,12 +128,12 @@ class Logger:
 
 
 def test_the_logger_is_watched_once_and_left_alone_without_coded_calls() -> None:
-    from ds_zipccl.integration import hooks
+    from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
 
     module: Any = SimpleNamespace(comms_logger=Logger())
-    hooks.watch_comms_logger(module)
+    hook_points.adopt(module, "deepspeed.comm.comm")
     once = module.comms_logger.log_all
-    hooks.watch_comms_logger(module)
+    hook_points.adopt(module, "deepspeed.comm.comm")
     assert module.comms_logger.log_all is once and once.__doc__ == "DeepSpeed's method."
     with redirect_stdout(io.StringIO()) as said:
         assert once() is None and once(return_dict=True) == {"summary": {}}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
 from ds_zipccl.integration.zero import buckets
 from ds_zipccl.integration.zero.buckets import Bucket
 
@@ -79,7 +80,7 @@ SMALL_BUCKET = [torch.empty(20, 30), torch.empty(400)]
 @pytest.fixture
 def optimizer() -> Any:
     watched = type("Watched", (Optimizer,), {NAME: getattr(Optimizer, NAME)})
-    buckets.watch_buckets(watched)
+    hook_points.surround(f"DeepSpeedZeroOptimizer.{NAME}", watched)
     return watched()
 
 
@@ -104,11 +105,11 @@ def test_zenflow_keeps_its_sums_whole(optimizer: Any) -> None:
 
 def test_watching_twice_is_watching_once() -> None:
     watched = type("Watched", (Optimizer,), {NAME: getattr(Optimizer, NAME)})
-    buckets.watch_buckets(watched)
+    hook_points.surround(f"DeepSpeedZeroOptimizer.{NAME}", watched)
     once = getattr(watched, NAME)
     assert once is not getattr(Optimizer, NAME) and once.__doc__ == "DeepSpeed's method."
-    buckets.watch_buckets(watched)
+    hook_points.surround(f"DeepSpeedZeroOptimizer.{NAME}", watched)
     assert getattr(watched, NAME) is once
     bare = type("Bare", (), {})
-    buckets.watch_buckets(bare)
+    hook_points.surround(f"DeepSpeedZeroOptimizer.{NAME}", bare)
     assert not hasattr(bare, NAME)

@@ -13,6 +13,7 @@ import torch
 from ds_zipccl.comm import Agreed, CommError
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.policy.admission import STREAM_BACKENDS, PassReason
 
@@ -324,9 +325,9 @@ def test_who_asks_is_watched() -> None:
 
     module = SimpleNamespace(Init=Init)
     before = gathers._gathered_dtype
-    gathers.watch_gathers(module)  # type: ignore[arg-type]
+    hook_points.adopt(module, "deepspeed.runtime.zero.partition_parameters")
     once = Init._convert_to_deepspeed_param
-    gathers.watch_gathers(module)  # type: ignore[arg-type]
+    hook_points.adopt(module, "deepspeed.runtime.zero.partition_parameters")
     assert Init._convert_to_deepspeed_param is once and gathers._gathered_dtype is before
     params = [parameter(number) for number in (3, 1, 2)]
     Init()._convert_to_deepspeed_param(params[0])

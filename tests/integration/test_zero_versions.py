@@ -16,6 +16,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm import Keeper
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.integration.zero import versions as zero_versions
 
@@ -74,7 +75,7 @@ class Init:
         return has_been_updated
 
     def _convert_to_deepspeed_param(self, param: Any) -> None:
-        pass
+        param.all_gather_coalesced = list
 
 
 class GatheredParameters:
@@ -136,9 +137,12 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    zero_versions.watch_optimizer(DeepSpeedZeroOptimizer_Stage3)
-    zero_versions.watch_passes(DeepSpeedZeRoOffload)
-    zero_versions.watch_partitions(Init, GatheredParameters)
+    for owner, classes in (
+        ("stage3", (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeRoOffload)),
+        ("partition_parameters", (Init, GatheredParameters)),
+    ):
+        module = SimpleNamespace(**{one.__name__: one for one in classes})
+        hook_points.adopt(module, f"deepspeed.runtime.zero.{owner}")
     return Ranks(monkeypatch)
 
 

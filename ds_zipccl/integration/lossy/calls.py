@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,8 +34,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Gets the tensor that is about to be sent, and the settings of its role; returns whether the call may be changed, what makes factors of
 #: the tensor, the sum to make in place of the call, or the reason, to be counted, why the call stays exact.
 Ready = Callable[[torch.Tensor, RoleSettings], "bool | str | Factoring | PowerSum"]
-#: Attribute of a function of DeepSpeed that gives a hint of its calls.
-_MARK = "ds_zipccl_lossy"
 
 
 @dataclass(eq=False)
@@ -78,11 +75,8 @@ def hint(
         detail: returns the number of the calls, and a function that is called with the tensor of each call before the call, or None. Calls
             whose tensors are not of :data:`DTYPES`, such as sizes sent ahead, do not count. A job without lossy roles does not ask.
     """
-    token = _hint.set(_Hint(tuple(roles), tuple(ops), direction, detail))
-    try:
+    with hook_points.setting(_hint, _Hint(tuple(roles), tuple(ops), direction, detail)):
         yield
-    finally:
-        _hint.reset(token)
 
 
 def take_hint(
@@ -254,22 +248,18 @@ def _watch(module: ModuleType, site: Site) -> None:
             if getattr(function, "__name__", "") == name and _fits(function, site):
                 table[key] = _hinting(function, site)
         return
-    function = inspect.getattr_static(holder, name, None)
-    static = isinstance(function, staticmethod)
-    function = function.__func__ if isinstance(function, staticmethod) else function
+    function = getattr(holder, name, None)
     if function is not None and _fits(function, site):
-        hinting = _hinting(function, site)
-        setattr(holder, name, staticmethod(hinting) if static else hinting)
+        hook_points.put(holder, name, _hinting(function, site))
 
 
 def _fits(function: Callable[..., Any], site: Site) -> bool:
     """Return whether a function is to give a hint of its calls: not one that does already, nor one with other parameters."""
-    return not hasattr(function, _MARK) and not hook_points.misfit(function, site.first)
+    return not hasattr(function, hook_points.MARK) and not hook_points.misfit(function, site.first)
 
 
 def _hinting(original: Callable[..., Any], site: Site) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def hinting(*args: Any, **kwargs: Any) -> Any:
+    def hinting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def detail() -> tuple[int, Ready | None]:
             ready = site.ready(*args, **kwargs) if site.ready is not None else None
             return site.count(*args, **kwargs), ready
@@ -277,13 +267,7 @@ def _hinting(original: Callable[..., Any], site: Site) -> Callable[..., Any]:
         with hint(site.roles, site.ops, site.direction, detail):
             return original(*args, **kwargs)
 
-    return marked(hinting)
-
-
-def marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, from now on one that gives a hint of its calls."""
-    setattr(function, _MARK, True)
-    return hook_points.untraced_frame(function)
+    return hook_points.surrounded(original, hinting, untraced=True)
 
 
 def missing(config: ZipcclConfig) -> dict[str, list[str]]:
@@ -311,7 +295,7 @@ def _without_hint(module: str, name: str, table: str) -> str:
     found = getattr(found, owner, None) if owner else found
     functions = getattr(found, table, {}).values() if table else [getattr(found, last, None)]
     called = [one for one in functions if one is not None and (not table or one.__name__ == last)]
-    if any(hasattr(one, _MARK) for one in called):
+    if any(hasattr(one, hook_points.MARK) for one in called):
         return ""
     return f"{name} as this package knows it" if called else name
 

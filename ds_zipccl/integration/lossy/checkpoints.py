@@ -6,11 +6,9 @@ all of them start from an empty state: factors of sums over ranks must be equal 
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,14 +36,6 @@ class _Refused(ValueError):
 def file_of(folder: str, tag: str) -> Path:
     """Return the file of this rank in the checkpoint ``tag`` of ``folder``."""
     return Path(folder, tag, f"ds_zipccl_rank{dist.get_rank()}.safetensors")
-
-
-def arguments(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return the arguments of a call of a method of DeepSpeed that is about to be made, by name."""
-    bound = cast("partial[Any]", call)
-    given = inspect.signature(bound.func).bind(*bound.args, **bound.keywords)
-    given.apply_defaults()
-    return given.arguments
 
 
 def save(engine: Any, config: ZipcclConfig, given: dict[str, Any]) -> None:

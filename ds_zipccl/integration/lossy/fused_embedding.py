@@ -7,10 +7,8 @@ lost, but values are added in another order. Published as fused embedding synchr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,8 +23,8 @@ from ds_zipccl.policy.pipeline_rules import sharing_ranks
 KEY = f'"{SECTION}.fused_embedding"'
 #: Role of the sum: that of DeepSpeed's own sum over the stages.
 ROLE = "pp"
-#: Attribute of an engine, and of a function of DeepSpeed that this module has wrapped.
-_ATTRIBUTE, _MARK = "ds_zipccl_fused", "ds_zipccl_fuses"
+#: Attribute of an engine.
+_ATTRIBUTE = "ds_zipccl_fused"
 
 
 @dataclass(eq=False)
@@ -134,54 +132,21 @@ def _say(text: str) -> None:
 # ---- in each step
 
 
-def watch(module: ModuleType) -> None:
-    """Let engines of ``deepspeed.runtime.pipe.engine`` sum at once, by their table of instructions. Repeating does nothing."""
-    table = getattr(getattr(module, "PipelineEngine", None), "_INSTRUCTION_MAP", None)
-    for name, around in _AROUND.items():
-        function = hook_points.fitting(f"PipelineEngine._INSTRUCTION_MAP.{name}", table)
-        if table is not None and function is not None and not hasattr(function, _MARK):
-            instruction = next(key for key in table if key.__name__ == name)
-            table[instruction] = _marked(_around(function, around))
+def leave_out(original: Callable[..., Any], engine: Any, grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Leave gradients out of a reduction that are summed."""
+    fused = getattr(engine, _ATTRIBUTE, None)
+    if fused is not None and fused.summed:
+        grads = [part for gradient in grads for part in _without(gradient, fused.summed)]
+    return original(engine, grads, *args, **kwargs)
 
 
-def watch_reductions(module: ModuleType) -> None:
-    """Let engines of ``deepspeed.runtime.engine`` leave gradients out of a reduction that are summed. Repeating does nothing."""
-    owner = getattr(module, "DeepSpeedEngine", None)
-    original = hook_points.fitting("DeepSpeedEngine._reduce_non_expert_gradients", owner)
-    if owner is None or original is None or hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def reduce(engine: Any, grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        fused = getattr(engine, _ATTRIBUTE, None)
-        if fused is not None and fused.summed:
-            grads = [part for gradient in grads for part in _without(gradient, fused.summed)]
-        return original(engine, grads, *args, **kwargs)
-
-    owner._reduce_non_expert_gradients = _marked(reduce)
-
-
-def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    setattr(function, _MARK, True)
-    return function
-
-
-def _around(original: Callable[..., Any], around: Callable[[Any, Fused, Callable[[], Any]], Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def instruction(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        fused = getattr(engine, _ATTRIBUTE, None)
-        if fused is None:
-            return original(engine, *args, **kwargs)
-        return around(engine, fused, functools.partial(original, engine, *args, **kwargs))
-
-    return instruction
-
-
-def _reduce_tied(engine: Any, fused: Fused, original: Callable[[], Any]) -> Any:
+def reduce_tied(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Sum the gradients of shared weights, in the place of the sum over stages. Their scale, and the dtype of the sum, are those of
     DeepSpeed's sums over data-parallel ranks."""
-    if not engine.pipeline_enable_backward_allreduce:  # another program sums over data-parallel ranks
-        return original()
+    fused = getattr(engine, _ATTRIBUTE, None)
+    # without the flag, another program sums over data-parallel ranks
+    if fused is None or not engine.pipeline_enable_backward_allreduce:
+        return original(engine, *args, **kwargs)
     for weight, group in fused.weights:
         gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
         if gradient is not None:
@@ -190,16 +155,13 @@ def _reduce_tied(engine: Any, fused: Fused, original: Callable[[], Any]) -> Any:
     return None
 
 
-def _reduce_others(engine: Any, fused: Fused, original: Callable[[], Any]) -> Any:
+def reduce_others(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Sum the other gradients over data-parallel ranks, also where that fails."""
     try:
-        return original()
+        return original(engine, *args, **kwargs)
     finally:
-        fused.summed.clear()
-
-
-#: Name of an instruction of DeepSpeed's schedules -> function called in its place, with the engine, its weights and the original.
-_AROUND = {"ReduceTiedGrads": _reduce_tied, "ReduceGrads": _reduce_others}
+        if (fused := getattr(engine, _ATTRIBUTE, None)) is not None:
+            fused.summed.clear()
 
 
 def _without(gradient: Any, summed: Sequence[torch.Tensor]) -> Iterator[Any]:

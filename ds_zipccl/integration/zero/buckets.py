@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +34,8 @@ class Bucket:
 _next: ContextVar[Bucket | None] = ContextVar("ds_zipccl_bucket", default=None)
 
 
-def watch_buckets(optimizer: Any) -> None:
-    """Note the owners of each bucket that ``optimizer``, DeepSpeed's ``DeepSpeedZeroOptimizer``, reduces. Repeating the call does nothing,
-    nor does an optimizer without the method, or None.
+def reduce(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Note the owners of a bucket that ``DeepSpeedZeroOptimizer`` reduces.
 
     ``allreduce_and_copy_with_multiple_ranks`` copies its tensors end to end, in the communication dtype, and all-reduces the copy. Then it
     reads the sums of those tensors whose ``bucket_ranks`` include this rank, adds them to this rank's partition and copies them back.
@@ -50,29 +48,15 @@ def watch_buckets(optimizer: Any) -> None:
     computes its gradient norm over the whole bucket. ZenFlow reads gradients outside of its partition. ``use_multi_rank_bucket_allreduce``
     false needs nothing: it reduces to owners by itself.
     """
-    name = "allreduce_and_copy_with_multiple_ranks"
-    original = hook_points.fitting(f"DeepSpeedZeroOptimizer.{name}", optimizer)
-    if original is None or hasattr(original, "ds_zipccl"):
-        return
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        group, ranks_of_slices = given.get("process_group"), given.get("bucket_ranks")
-        bucket = None
-        if ranks_of_slices is not None and not getattr(self, "zenflow", False):
-            sizes = [tensor.numel() for tensor in given["small_bucket"]]
-            owners = [ranks if isinstance(ranks, frozenset) else frozenset((ranks,)) for ranks in ranks_of_slices]
-            bucket = Bucket(self.dp_process_group if group is None else group, list(zip(sizes, owners, strict=True)))
-        token = _next.set(bucket)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _next.reset(token)
-
-    method.ds_zipccl = True  # type: ignore[attr-defined]
-    setattr(optimizer, name, method)
+    given = hook_points.arguments(original, optimizer, *args, **kwargs)
+    group, ranks_of_slices = given.get("process_group"), given.get("bucket_ranks")
+    bucket = None
+    if ranks_of_slices is not None and not getattr(optimizer, "zenflow", False):
+        sizes = [tensor.numel() for tensor in given["small_bucket"]]
+        owners = [ranks if isinstance(ranks, frozenset) else frozenset((ranks,)) for ranks in ranks_of_slices]
+        bucket = Bucket(optimizer.dp_process_group if group is None else group, list(zip(sizes, owners, strict=True)))
+    with hook_points.setting(_next, bucket):
+        return original(optimizer, *args, **kwargs)
 
 
 def take_owners(tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> tuple[Owners | None, str]:

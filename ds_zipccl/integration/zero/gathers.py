@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -43,65 +42,31 @@ def gathered_dtype(param: Any) -> torch.dtype:
     return _gathered_dtype(param, param.ds_tensor)
 
 
-def watch_gathers(module: ModuleType) -> None:
-    """Note the parameters that DeepSpeed asks for before each gather. Repeating the call does nothing.
-
-    DeepSpeed lays the shards of several parameters end to end and gathers them into new memory, or gathers one after the other.
-
-    Args:
-        module: ``deepspeed.runtime.zero.partition_parameters``.
-    """
+def learn_dtype(module: ModuleType) -> None:
+    """Take DeepSpeed's function for :func:`gathered_dtype` from ``deepspeed.runtime.zero.partition_parameters``."""
     global _gathered_dtype
     _gathered_dtype = hook_points.fitting("get_allgather_dtype", module) or _gathered_dtype
-    init: Any = getattr(module, "Init", None)
-    original = hook_points.fitting("Init._convert_to_deepspeed_param", init)
-    one_by_one = hook_points.fitting("Init._all_gather", init)
-    if original is not None and not hasattr(original, "ds_zipccl"):
-        init._convert_to_deepspeed_param = _noting_coalesced(original)
-    if one_by_one is not None and not hasattr(one_by_one, "ds_zipccl"):
-        init._all_gather = _noting_single(one_by_one)
 
 
-def _noting_coalesced(original: Callable[..., None]) -> Callable[..., None]:
-    """Return the method that converts a parameter, whose gathers of several parameters then note them."""
+def note_coalesced(param: Any) -> None:
+    """Let a converted parameter note the parameters of its gathers. DeepSpeed lays the shards of several parameters end to end and gathers
+    them into new memory, or gathers one after the other."""
+    gather = param.all_gather_coalesced
 
-    @functools.wraps(original)
-    def _convert_to_deepspeed_param(self: Any, param: Any) -> None:
-        original(self, param)
-        gather = param.all_gather_coalesced
+    @functools.wraps(gather)
+    def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        params = list(params)
+        with hook_points.setting(_wanted, sorted(params, key=lambda one: one.ds_id)):
+            return gather(params, *args, **kwargs)
 
-        @functools.wraps(gather)
-        def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-            params = list(params)
-            with _wanting(sorted(params, key=lambda one: one.ds_id)):
-                return gather(params, *args, **kwargs)
-
-        param.all_gather_coalesced = all_gather_coalesced
-
-    _convert_to_deepspeed_param.ds_zipccl = True  # type: ignore[attr-defined]
-    return _convert_to_deepspeed_param
+    param.all_gather_coalesced = all_gather_coalesced
 
 
-def _noting_single(one_by_one: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method that gathers one parameter after the other, and that notes them."""
-
-    @functools.wraps(one_by_one)
-    def _all_gather(self: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        params = list(param_list)
-        with _wanting([param for param in params if param.ds_status.name == "NOT_AVAILABLE"]):
-            return one_by_one(self, params, *args, **kwargs)
-
-    _all_gather.ds_zipccl = True  # type: ignore[attr-defined]
-    return _all_gather
-
-
-@contextlib.contextmanager
-def _wanting(params: list[Any]) -> Iterator[None]:
-    token = _wanted.set(params)
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+def gather_single(original: Callable[..., Any], init: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    """Note the parameters that ``Init._all_gather`` gathers, one after the other."""
+    params = list(param_list)
+    with hook_points.setting(_wanted, [param for param in params if param.ds_status.name == "NOT_AVAILABLE"]):
+        return original(init, params, *args, **kwargs)
 
 
 def allocate_bases(

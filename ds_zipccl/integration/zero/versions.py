@@ -17,7 +17,6 @@ lines on all ranks. A rank may make more calls that gather nothing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -191,7 +190,8 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
         _drop(param)  # what an earlier engine of the module has left
     known = type(optimizer).__name__ in _KNOWN and not getattr(optimizer, "zenflow", False)
     if known and hasattr(optimizer, "step"):
-        watch_optimizer(type(optimizer))  # SuperOffload has a step of its own
+        for method in ("step", "load_state_dict", "set_full_hp_param"):  # SuperOffload has a step of its own
+            hook_points.surround(f"DeepSpeedZeroOptimizer_Stage3.{method}", type(optimizer))
     if not known or hook_points.lacking("versions"):
         return
 
@@ -299,40 +299,31 @@ def saving(optimizer: Any) -> Iterator[None]:
         versions.saving = False
 
 
-def watch_partitions(init: Any, gathered: Any) -> None:
-    """Let partitions of changed parameters, such as those of ``GatheredParameters``, and conversions to partitioned parameters end
-    versions. Where a program gets gathered parameters to read or to save, all their frames were accepted.
+def partition(original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a partition of changed parameters, such as one of ``GatheredParameters``, end their versions."""
+    if kwargs.get("has_been_updated", args[1] if len(args) > 1 else False):
+        forget(param_list)
+    return original(init, param_list, *args, **kwargs)
 
-    Repeating the call does nothing.
 
-    Args:
-        init: ``deepspeed.zero.Init``.
-        gathered: ``deepspeed.zero.GatheredParameters``.
-    """
+def convert(original: Callable[..., Any], init: Any, param: Any) -> None:
+    """Surround the conversion of a parameter to a partitioned one."""
+    _drop(param)
+    original(init, param)
+    gathers.note_coalesced(param)
 
-    def partition(original: Callable[..., Any], self: Any, param_list: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("has_been_updated", args[1] if len(args) > 1 else False):
-            forget(param_list)
-        return original(self, param_list, *args, **kwargs)
 
-    def convert(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
-        _drop(param)
-        return original(self, param, *args, **kwargs)
-
-    def enter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        params = self.params if self.enabled else ()
-        for one in params:  # a program that reads parameters gets the words that are there now
-            kept = getattr(one, _KEPT, None)
-            if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, _VERSIONS).saving:
-                kept.refresh()
-        result = original(self, *args, **kwargs)
-        for some in _by_versions(params):
-            getattr(some[0], _VERSIONS).check_frames(some)
-        return result
-
-    _surround("GatheredParameters.__enter__", gathered, enter)
-    _surround("Init._partition", init, partition)
-    _surround("Init._convert_to_deepspeed_param", init, convert)
+def enter_gathered(original: Callable[..., Any], gathered: Any) -> Any:
+    """Surround ``GatheredParameters.__enter__``. Where a program gets parameters to read or to save, all their frames were accepted."""
+    params = gathered.params if gathered.enabled else ()
+    for one in params:  # a program that reads parameters gets the words that are there now
+        kept = getattr(one, _KEPT, None)
+        if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, _VERSIONS).saving:
+            kept.refresh()
+    result = original(gathered)
+    for some in _by_versions(params):
+        getattr(some[0], _VERSIONS).check_frames(some)
+    return result
 
 
 def _by_versions(params: Iterable[Any]) -> Iterable[Sequence[Any]]:
@@ -344,64 +335,39 @@ def _by_versions(params: Iterable[Any]) -> Iterable[Sequence[Any]]:
     return found.values()
 
 
-def watch_passes(offload: Any) -> None:
-    """Note forward passes in ``DeepSpeedZeRoOffload``, whose methods fetch the parameters of modules. Repeating the call does nothing."""
-
-    def fetch(original: Callable[..., Any], self: Any, sub_module: Any, *args: Any, **kwargs: Any) -> Any:
-        versions = getattr(self, _VERSIONS, None)
-        if versions is not None:
-            versions.enter(sub_module)
-        return original(self, sub_module, *args, **kwargs)
-
-    _surround("DeepSpeedZeRoOffload.pre_sub_module_forward_function", offload, fetch)
+def fetch(original: Callable[..., Any], offload: Any, sub_module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Note a forward pass in ``DeepSpeedZeRoOffload``, which fetches the parameters of a module."""
+    versions = getattr(offload, _VERSIONS, None)
+    if versions is not None:
+        versions.enter(sub_module)
+    return original(offload, sub_module, *args, **kwargs)
 
 
-def watch_optimizer(kind: Any) -> None:
-    """Let the methods of ZeRO-3's optimizer that change parameters end versions. Repeating the call does nothing.
-
-    Args:
-        kind: ``DeepSpeedZeroOptimizer_Stage3``, or its subclass.
-    """
-
-    def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        versions = getattr(self, _VERSIONS, None)
-        if versions is None:
-            return original(self, *args, **kwargs)
-        versions.check()
-        trained = [param for group in self.fp16_groups for param in group]
-        forget(trained)  # the step itself gathers parameters that stay gathered
-        result = original(self, *args, **kwargs)
-        forget(trained)
-        versions.agree()
-        return result
-
-    def load(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        with changing(self):
-            return original(self, *args, **kwargs)
-
-    def set_param(
-        original: Callable[..., Any], self: Any, value: Any, param: Any, optim_state_key: Any = None, **kwargs: Any
-    ) -> Any:
-        # The optimizer's copy has 32 bits. A shard of 16 bits changes with the next step; one of 32 bits is that copy.
-        if optim_state_key is None and param.ds_tensor.dtype is torch.float32:
-            forget([param])
-        return original(self, value, param, optim_state_key, **kwargs)
-
-    _surround("DeepSpeedZeroOptimizer_Stage3.step", kind, step)
-    _surround("DeepSpeedZeroOptimizer_Stage3.load_state_dict", kind, load)
-    # set_local_hp_param is no call of all ranks: it counts as a write to the shard.
-    _surround("DeepSpeedZeroOptimizer_Stage3.set_full_hp_param", kind, set_param)
+def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Surround a step of ZeRO-3's optimizer, which changes parameters."""
+    versions = getattr(optimizer, _VERSIONS, None)
+    if versions is None:
+        return original(optimizer, *args, **kwargs)
+    versions.check()
+    trained = [param for group in optimizer.fp16_groups for param in group]
+    forget(trained)  # the step itself gathers parameters that stay gathered
+    result = original(optimizer, *args, **kwargs)
+    forget(trained)
+    versions.agree()
+    return result
 
 
-def _surround(point: str, kind: Any, around: Callable[..., Any]) -> None:
-    """Let ``around`` be called in place of the method of ``kind`` at a hook point, with the method as its first argument."""
-    original = hook_points.fitting(point, kind)
-    if original is None or hasattr(original, "ds_zipccl_versions"):
-        return
+def load(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Surround a load of the optimizer's state."""
+    with changing(optimizer):
+        return original(optimizer, *args, **kwargs)
 
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(original, self, *args, **kwargs)
 
-    method.ds_zipccl_versions = True  # type: ignore[attr-defined]
-    setattr(kind, point.rpartition(".")[2], method)
+def set_param(
+    original: Callable[..., Any], optimizer: Any, value: Any, param: Any, optim_state_key: Any = None, **kwargs: Any
+) -> Any:
+    """Surround a write to a parameter. The optimizer's copy has 32 bits: a shard of 16 bits changes with the next step, and one of 32 bits
+    is that copy."""
+    if optim_state_key is None and param.ds_tensor.dtype is torch.float32:
+        forget([param])
+    return original(optimizer, value, param, optim_state_key, **kwargs)
