@@ -117,10 +117,10 @@ def compress(
             size = RowSegment(words, row_width, block=block, route=route).payload(0, words.numel(), room, spec)
         rows = None if size is None else Coded(CodecId.ROWS, 0, size)
         coded = rows or _encode(spec, [words], bases, unit, [room], route)[0]
-        size = payload_at + coded.size
-        kind = framing.CHECKSUM if checksum else None
-        write_header(Header(coded.frame_id, words.dtype, words.numel(), size, coded.block, shape, kind), buffer)
-        return buffer[:size].clone() if out is None else buffer[:size]
+        size, kind = payload_at + coded.size, framing.CHECKSUM if checksum else None
+        header = Header(coded.frame_id, words.dtype, words.numel(), size, coded.block, shape, kind)
+        frame = write_header(header, buffer)
+        return frame.clone() if out is None else frame
 
 
 def compress_segments(
@@ -176,12 +176,10 @@ def compress_segments(
         ]
         memory.keep_apart(list(map(memory.span, buffers, bounds)), list(map(memory.span, flats)))
         payloads = _encode(spec, flats, (), block, [buffer[at:] for buffer in buffers], route)
-        frames = []
-        for flat, buffer, payload in zip(flats, buffers, payloads, strict=True):
-            size = at + payload.size
-            write_header(Header(payload.frame_id, dtype, flat.numel(), size, payload.block), buffer)
-            frames.append(buffer[:size])
-        return frames
+        return [
+            write_header(Header(payload.frame_id, dtype, flat.numel(), at + payload.size, payload.block), buffer)
+            for flat, buffer, payload in zip(flats, buffers, payloads, strict=True)
+        ]
 
 
 def decompress(

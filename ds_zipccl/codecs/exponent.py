@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs.spec import CodecSpec, Coded, Encode, PayloadSpec, Project, Tensors
+from ds_zipccl.codecs.spec import CodecSpec, Coded, Encode, PayloadSpec, Project, Tensors, decoders
 from ds_zipccl.frame import BLOCK_LOG2, CHUNK_BLOCKS, DELTA_WORDS, DTYPE_IDS, CodecId, pad16
 from ds_zipccl.lossy import Round
 
@@ -244,10 +244,6 @@ DELTA = CodecSpec(
 # --- rounded words
 
 
-def _rounded_floor(numel: int, dtype: torch.dtype, block: int) -> int:
-    return index_and_tables(numel, _ROUNDED_TABLE, block)
-
-
 def _rounded_bound(numel: int, dtype: torch.dtype, block: int) -> int:
     return raw_bound(numel, dtype.itemsize, _ROUNDED_TABLE, block)
 
@@ -278,23 +274,15 @@ def encode_rounded(codec: Round, segments: Tensors, block: int, outs: Tensors, r
     return found
 
 
-def _decode_rounded(
-    payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str
-) -> None:
-    kernels.lossy_route(route, words.device.type, "decode_rounded").decode_rounded(payload, block, words)
-
-
-def _decode_rounded_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-    kernel = kernels.lossy_route(route, sums.device.type, "decode_rounded_add")
-    kernel.decode_rounded_add(payload, block, dtype, sums)
-
-
+_decode_rounded, _decode_rounded_add = decoders(
+    lambda payload, numel, block, route: ("decode_rounded", (payload, block))
+)
 ROUNDED = PayloadSpec(
     name="rounded",
     frame_id=CodecId.ROUNDED,
     dtypes=(torch.bfloat16, torch.float16),
     payload_bound=_rounded_bound,
-    payload_floor=_rounded_floor,
+    payload_floor=lambda numel, dtype, block: index_and_tables(numel, _ROUNDED_TABLE, block),
     decode=_decode_rounded,
     decode_add=_decode_rounded_add,
 )

@@ -40,10 +40,6 @@ def known_frame(dtype: torch.dtype, numel: int, digest: bytes, out: torch.Tensor
     return frame
 
 
-def _payload_bytes(numel: int, dtype: torch.dtype, block: int) -> int:
-    return HASH_BYTES
-
-
 def key_words(key: bytes) -> tuple[int, int]:
     """Return a key as kernels take it: two u64.
 
@@ -86,8 +82,8 @@ KNOWN = PayloadSpec(
     frame_id=CodecId.KNOWN,
     dtypes=tuple(DTYPE_IDS),
     needs_base=True,
-    payload_bound=_payload_bytes,
-    payload_floor=_payload_bytes,
+    payload_bound=lambda numel, dtype, block: HASH_BYTES,
+    payload_floor=lambda numel, dtype, block: HASH_BYTES,
     decode=_decode,
 )
 

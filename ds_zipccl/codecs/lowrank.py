@@ -7,20 +7,29 @@ iteration, warm-started by the Q before (PowerSGD, Vogels et al. 2019). Who send
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
 
 from ds_zipccl import frame as framing
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs import api, exponent, factors, memory
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded
-from ds_zipccl.frame import CodecId, Header
+from ds_zipccl.codecs import exponent, memory
+from ds_zipccl.codecs.exponent import LITERALS
+from ds_zipccl.codecs.memory import Nested
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, any_size, decoders
+from ds_zipccl.frame import HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pad16
 from ds_zipccl.lossy import Round
 
 #: Mantissa bits of sent factors: an error of 0.7%, where leaving out the other directions costs a half.
 FACTOR_BITS = 5
+#: n, m, r, zero
+_FIELDS = struct.Struct("<4I")
+#: Sums of factors stay below it, with room for their roundings.
+_LIMIT = 2.0**127
 
 
 def factor_rank(rows: int, columns: int, rank: int) -> int:
@@ -108,9 +117,13 @@ def power_step(matrix: torch.Tensor, q: torch.Tensor, *, route: str = "auto") ->
 
 
 def round_factors(p: torch.Tensor, q: torch.Tensor, *, route: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors rounded to :data:`FACTOR_BITS` mantissa bits, as frames should carry them: new tensors; blocks."""
-    codec = Round(FACTOR_BITS)
-    return api.project(p, codec, route=route), api.project(q, codec, route=route)
+    """Factors, contiguous float32, rounded to :data:`FACTOR_BITS` mantissa bits, as frames should carry them: new tensors; blocks."""
+    with tensors.undisturbed():
+        _matrix("p", p)
+        _matrix("q", q)
+        by = partial(exponent.project_rounded, Round(FACTOR_BITS))
+        p, q = (exponent.projected(by, memory.flat_view(one), route).view(one.shape) for one in (p, q))
+        return p, q
 
 
 def product(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor, *, route: str = "auto") -> torch.Tensor:
@@ -148,7 +161,11 @@ def product(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor, *, route: str =
 def bounded(p: torch.Tensor, q: torch.Tensor) -> bool:
     """Return whether factors have a frame: all values are finite, and no sum of their product is beyond float32."""
     with tensors.undisturbed():
-        return factors.bounded(p.detach(), q.detach())
+        return p.shape[1] * _largest(p.detach()) * _largest(q.detach()) < _LIMIT
+
+
+def _largest(factor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(factor, float("inf"))) if factor.numel() else 0.0
 
 
 def compress_factors_bound(
@@ -161,8 +178,10 @@ def compress_factors_bound(
     block: int = 1024,
 ) -> int:
     """Largest frame of factors with ``rank`` columns of a matrix, in bytes; ``ndim`` None is a flat frame."""
-    lossless = api.compress_bound(rows * columns, dtype, ndim=ndim, block=block)
-    return max(framing.payload_offset(ndim) + factors.payload_bound(rows, columns, rank, block), lossless)
+    lossless = exponent.payload_bound(rows * columns, dtype, exponent.block_size(block))
+    sizes = (exponent.payload_bound(count * rank, torch.float32, block) for count in (rows, columns))
+    nested = _FIELDS.size + sum(pad16(HEADER_BYTES + size) for size in sizes)
+    return framing.payload_offset(ndim) + max(nested, lossless)
 
 
 def compress_factors(
@@ -214,13 +233,13 @@ def compress_factors(
         bound = compress_factors_bound(rows, columns, rank, dtype, ndim=ndim, block=exponent.block_size(block))
         buffer = memory.frame_buffer(out, bound, p.device, (p, q))
         at, numel = framing.payload_offset(ndim), rows * columns
-        coded = Coded(CodecId.LOWRANK, 0, factors.encode(p.detach(), q.detach(), block, buffer[at:], route))
+        coded = Coded(CodecId.LOWRANK, 0, _encode(p.detach(), q.detach(), block, buffer[at:], route))
         if coded.size >= numel * dtype.itemsize:
             values = product(p, q, tensors.empty(numel, dtype, p.device), route=route)
             coded = exponent.encode_lossless(values, block, buffer[at:], route)
         size, kind = at + coded.size, framing.CHECKSUM if checksum else None
-        memory.write_header(Header(coded.frame_id, dtype, numel, size, coded.block, dims, kind), buffer)
-        return buffer[:size].clone() if out is None else buffer[:size]
+        frame = memory.write_header(Header(coded.frame_id, dtype, numel, size, coded.block, dims, kind), buffer)
+        return frame.clone() if out is None else frame
 
 
 def _matrix(name: str, tensor: torch.Tensor) -> None:
@@ -240,5 +259,88 @@ def _pair(p: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(
             f"factors have equally many columns, one or more, got {tuple(p.shape)} on {p.device} and {tuple(q.shape)} on {q.device}"
         )
-    if not factors.bounded(p.detach(), q.detach()):
+    if not bounded(p, q):
         raise ValueError("factors, and the sums of their products, must be finite; send the matrix itself")
+
+
+# --- the payload: two factors as nested frames in place of their product
+
+
+def _encode(p: torch.Tensor, q: torch.Tensor, block: int, out: torch.Tensor, route: str) -> int:
+    """Write the payload of contiguous factors (float32, [n, r] and [m, r]) to ``out``, flat uint8; return its bytes; blocks."""
+    fields = _FIELDS.pack(len(p), len(q), p.shape[1], 0)
+    out[: _FIELDS.size].copy_(tensors.of_buffer(bytearray(fields)))
+    at = _FIELDS.size
+    for factor in (p, q):
+        coded = exponent.encode_lossless(factor.reshape(-1), block, out[at + HEADER_BYTES :], route)
+        header = Header(coded.frame_id, torch.float32, factor.numel(), HEADER_BYTES + coded.size, coded.block)
+        at = memory.finish_nested(header, out, at)
+    return at
+
+
+def _refuse(code: FrameErrorCode, reason: str) -> NoReturn:
+    raise FrameError(code, f"a low-rank payload {reason}")
+
+
+def _parse(payload: torch.Tensor, numel: int) -> tuple[int, tuple[tuple[int, Nested], tuple[int, Nested]]]:
+    """The rank of a payload of ``numel`` elements, and the rows and the nested frame of each factor, proven.
+
+    Raises:
+        FrameError: they contradict each other.
+    """
+    rows, columns, rank, zero = _FIELDS.unpack(payload[: _FIELDS.size].cpu().numpy().tobytes())
+    if zero:
+        _refuse(FrameErrorCode.RESERVED, "with a reserved field that is not zero")
+    if rows * columns != numel:
+        _refuse(FrameErrorCode.BLOCK, f"of {rows} by {columns} elements in a frame of {numel}")
+    if not 1 <= rank <= min(rows, columns) or rank * (rows + columns) > numel:
+        _refuse(FrameErrorCode.BLOCK, f"of rank {rank} for {rows} by {columns} elements")
+    p = _factor(payload, _FIELDS.size, rows * rank)
+    q = _factor(payload, pad16(p.end), columns * rank)
+    if pad16(q.end) != payload.numel():
+        _refuse(FrameErrorCode.SIZE, f"of {payload.numel()} bytes, whose parts have {pad16(q.end)}")
+    if any(bool(payload[one.end : pad16(one.end)].any()) for one in (p, q)):
+        _refuse(FrameErrorCode.RESERVED, "with padding that is not zero")
+    return rank, ((rows, p), (columns, q))
+
+
+def _factor(payload: torch.Tensor, at: int, numel: int) -> Nested:
+    header = memory.nested_header(payload, at, FrameErrorCode.RESERVED)
+    if header.codec not in LITERALS or header.dtype != torch.float32:
+        kind = f"{header.codec.name} frame of {header.dtype}"
+        _refuse(
+            FrameErrorCode.CODEC, f"with a {kind}, wanted {' or '.join(one.name for one in LITERALS)} of torch.float32"
+        )
+    if header.numel != numel:
+        _refuse(FrameErrorCode.SIZE, f"with a factor of {header.numel} elements, wanted {numel}")
+    return memory.nested_part(payload, at, header, LITERALS[header.codec])
+
+
+def _factors(payload: torch.Tensor, numel: int, route: str) -> tuple[torch.Tensor, ...]:
+    """The two factors of a payload of ``numel`` elements.
+
+    Raises:
+        FrameError: the payload contradicts itself, or a value of the product might not be finite.
+    """
+    rank, parts = _parse(payload, numel)
+    found = []
+    for rows, part in parts:
+        values = tensors.empty(rows * rank, torch.float32, payload.device)
+        part.spec.decode(part.payload, None, part.block, values, route)
+        found.append(values.view(rows, rank))
+    if not bounded(*found):
+        _refuse(FrameErrorCode.BLOCK, "whose factors, or sums of their products, are not finite")
+    return tuple(found)
+
+
+_decode, _decode_add = decoders(lambda payload, numel, block, route: ("multiply", _factors(payload, numel, route)))
+LOWRANK = PayloadSpec(
+    name="lowrank",
+    frame_id=CodecId.LOWRANK,
+    dtypes=LOSSY_DTYPES,
+    payload_bound=any_size,
+    payload_floor=lambda numel, dtype, block: _FIELDS.size + 2 * HEADER_BYTES,
+    prove=lambda payload, header: _parse(payload, header.numel),
+    decode=_decode,
+    decode_add=_decode_add,
+)

@@ -162,17 +162,18 @@ def keep_apart(outputs: Sequence[Span], inputs: Sequence[Span]) -> None:
             read_to = max(read_to, end)
 
 
-def write_header(header: Header, buffer: torch.Tensor) -> None:
-    """Write ``header`` to the start of ``buffer`` (1-D uint8), which holds the payload already.
+def write_header(header: Header, buffer: torch.Tensor) -> torch.Tensor:
+    """Write ``header`` to the start of ``buffer`` (1-D uint8), which holds the payload already; return the frame, a view of ``buffer``.
 
     From CUDA, the header goes by way of the host, with a checksum the whole frame does; that waits for the device.
     """
     if buffer.device.type == "cpu":
         framing.pack(header, buffer)
-        return
-    host = buffer[: header.payload_at if header.checksum is None else header.frame_bytes].cpu()
-    framing.pack(header, host)
-    buffer[: header.payload_at].copy_(host[: header.payload_at])
+    else:
+        host = buffer[: header.payload_at if header.checksum is None else header.frame_bytes].cpu()
+        framing.pack(header, host)
+        buffer[: header.payload_at].copy_(host[: header.payload_at])
+    return buffer[: header.frame_bytes]
 
 
 def earlier_words(earlier: torch.Tensor | None, words: torch.Tensor) -> torch.Tensor | None:

@@ -17,8 +17,8 @@ import torch
 
 from ds_zipccl.codecs import exponent, scaled, zfp
 from ds_zipccl.codecs.exponent import CASCADE, DELTA, RAW, ROUNDED, WIDE
-from ds_zipccl.codecs.factors import LOWRANK
 from ds_zipccl.codecs.known import BITS, KNOWN
+from ds_zipccl.codecs.lowrank import LOWRANK
 from ds_zipccl.codecs.rows import ROWS
 from ds_zipccl.codecs.scaled import SCALED
 from ds_zipccl.codecs.spec import LOSSY_DTYPES, CodecSpec, Coded, LossySpec, PayloadSpec

@@ -157,8 +157,7 @@ class RowSegment:
             size = self.payload(begin, end, buffer[HEADER_BYTES:bound], spec)
             if size is None:
                 return None
-            write_header(Header(CodecId.ROWS, self._words.dtype, numel, HEADER_BYTES + size), buffer)
-            return buffer[: HEADER_BYTES + size]
+            return write_header(Header(CodecId.ROWS, self._words.dtype, numel, HEADER_BYTES + size), buffer)
 
     def payload(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec) -> int | None:
         """Write the payload of :meth:`frame` to ``out``, the bound of an ordinary payload of ``spec``; return its bytes, or None."""
@@ -172,17 +171,18 @@ class RowSegment:
             size = self._in_one_call(begin, end, out, spec, compiled)
             if size != RowFrames.RAW:
                 return size or None
-        if not self._has_some(first, last):
+        self._find(last)
+        if first >= last or not (self.repeats or self._candidates is not None):
             return None
         if compiled is not None and self._candidates is None:
-            return self._repeats_alone(begin, end, out, RAW, compiled)
+            return self._raw_repeats(begin, end, out, compiled)
         rows_of, factors = self._map(first, last, spec)
         fields = rows.fields_of(rows_of, end - begin, self._width, first * self._width - begin)
         if fields.literal_numel * self._words.itemsize < self._raw_below:
             spec = RAW
         if not self._worth(first, rows_of, fields, spec):
             return None
-        at = rows.encode(self._words[begin:end], rows_of, fields, factors, self._literals(spec), out)
+        at = rows.encode(self._words[begin:end], rows_of, fields, self._literals(spec), out, factors)
         if at is not None and fields.scaled:
             there, base = self._against(rows_of.scaled + first, rows_of.scaled_sources + first, factors)
             nested = Literals(spec, self._block, self._route)  # a raw spec has no block
@@ -196,11 +196,6 @@ class RowSegment:
 
     def _literals(self, spec: CodecSpec) -> Literals:
         return Literals(self._form(spec), spec.block(self._block), self._route, spec.name, self._rounded)
-
-    def _has_some(self, first: int, last: int) -> bool:
-        """Whether rows of a frame with the whole rows ``first`` to ``last`` may be repeated or scaled."""
-        self._find(last)
-        return first < last and (self.repeats > 0 or self._candidates is not None)
 
     def _in_one_call(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: CppBackend) -> int:
         """:meth:`payload` where no row has a candidate, and literals are coded; 0 for None. ``RowFrames.RAW``: they are to be raw."""
@@ -221,9 +216,7 @@ class RowSegment:
         size, self._known, self.repeats = self._frames[1].payload(begin, end - begin, out, self._known, self.repeats)
         return size
 
-    def _repeats_alone(
-        self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: CppBackend
-    ) -> int | None:
+    def _raw_repeats(self, begin: int, end: int, out: torch.Tensor, compiled: CppBackend) -> int | None:
         """:meth:`payload` where no row has a candidate and literals are raw, by the C++ backend."""
         width = self._width
         first, last = -(-begin // width), end // width
@@ -234,7 +227,7 @@ class RowSegment:
         fields = rows.Fields(end - begin, width, first * width - begin, repeats, 0, bits, 0)
         if not self._saves(fields, repeats):
             return None
-        return rows.encode_repeats(self._words[begin:end], literal, fields, self._literals(spec), out)
+        return rows.encode(self._words[begin:end], literal, fields, self._literals(RAW), out)
 
     def _find(self, end: int) -> None:
         """Look at the rows before ``end`` that no frame has looked at."""

@@ -83,13 +83,13 @@ def contradiction(complaint: str) -> FrameError:
     return FrameError(FrameErrorCode.ROWS, complaint)
 
 
-def read_fields(data: bytes, numel: int, dtype: torch.dtype, payload_bytes: int) -> Fields:
-    """The fields in the first bytes of a payload of ``payload_bytes``.
+def read_fields(payload: torch.Tensor, numel: int, dtype: torch.dtype) -> Fields:
+    """The fields in the first bytes of a payload.
 
     Raises:
         FrameError: they contradict each other or the header, or the payload has no room for the map, the factors and a nested header.
     """
-    *numbers, rest = _FIELDS.unpack(data)
+    *numbers, rest = _FIELDS.unpack(payload[:FIELDS_BYTES].cpu().numpy().tobytes())
     width, head, repeats, scaled, repeat_bits, scaled_bits = numbers
     if width == 0 or head >= width or head > numel or any(rest):
         raise contradiction(f"rows of {width} elements, of which the first begins at element {head} of {numel}")
@@ -100,8 +100,8 @@ def read_fields(data: bytes, numel: int, dtype: torch.dtype, payload_bytes: int)
         )
     if scaled and dtype not in DELTA_WORDS:
         raise contradiction(f"{scaled} scaled rows of {dtype}")
-    if fields.literals_at + HEADER_BYTES > payload_bytes:
-        raise contradiction(f"{payload_bytes} bytes of payload hold no map of {fields.map_bits} bits")
+    if fields.literals_at + HEADER_BYTES > payload.numel():
+        raise contradiction(f"{payload.numel()} bytes of payload hold no map of {fields.map_bits} bits")
     return fields
 
 
@@ -224,57 +224,38 @@ class Literals:
 
 
 def encode(
-    words: torch.Tensor, rows: RowMap, fields: Fields, factors: torch.Tensor, literals: Literals, out: torch.Tensor
+    words: torch.Tensor,
+    rows: RowMap | torch.Tensor,
+    fields: Fields,
+    literals: Literals,
+    out: torch.Tensor,
+    factors: torch.Tensor | None = None,
 ) -> int | None:
     """Write the payload of a row frame up to its literals to ``out``; blocks.
 
     Args:
         words: the frame's elements, flat.
-        factors: float32, one for each scaled row.
+        rows: the map; or the literal rows alone, int32 on the CPU, of a map without scaled rows that is in ``out`` already if it fits.
         out: flat uint8, as much as the payload may have.
+        factors: float32, one for each scaled row.
 
     Returns:
         Where the deltas begin, or the payload ends if there are none; None if the payload might not fit in ``out``.
     """
-    if not _fits(fields, literals, words.dtype, out):
+    spec, block, width, head, at = literals.spec, literals.block, fields.width, fields.head, fields.literals_at
+    numel, dtype, room = fields.literal_numel, words.dtype, out[at + HEADER_BYTES :]
+    if pad16(spec.payload_bound(numel, dtype, block)) > out.numel() - at - HEADER_BYTES:
         return None
-    front = np.zeros(fields.literals_at, dtype=np.uint8)
-    front[: fields.factors_at] = write_map(fields, rows)
-    out[: len(front)].copy_(tensors.of_buffer(front))
-    if fields.scaled:
-        out[fields.factors_at : fields.factors_at + 4 * fields.scaled].copy_(factors.view(torch.uint8))
-    return _encode_literals(words, row_list(rows.literals, words.device), fields, literals, out)
-
-
-def encode_repeats(
-    words: torch.Tensor, literal: torch.Tensor, fields: Fields, literals: Literals, out: torch.Tensor
-) -> int | None:
-    """As :func:`encode`, on the CPU, for a frame without scaled rows, whose map is in ``out`` already if it fits there.
-
-    Args:
-        literal: the literal rows, int32, from the frame's first whole row on.
-
-    Returns:
-        Bytes of the payload; None if it might not fit in ``out``.
-    """
-    if not _fits(fields, literals, words.dtype, out):
-        return None
-    out.numpy()[:FIELDS_BYTES] = np.frombuffer(fields.pack(), dtype=np.uint8)
-    return _encode_literals(words, literal, fields, literals, out)
-
-
-def _fits(fields: Fields, literals: Literals, dtype: torch.dtype, out: torch.Tensor) -> bool:
-    """Whether ``out`` has room for the payload up to its deltas, whatever the literals are."""
-    room = out.numel() - fields.literals_at - HEADER_BYTES
-    return pad16(literals.spec.payload_bound(fields.literal_numel, dtype, literals.block)) <= room
-
-
-def _encode_literals(
-    words: torch.Tensor, literal: torch.Tensor, fields: Fields, literals: Literals, out: torch.Tensor
-) -> int:
-    at, numel, dtype = fields.literals_at, fields.literal_numel, words.dtype
-    spec, block, width, head = literals.spec, literals.block, fields.width, fields.head
-    room = out[at + HEADER_BYTES :]
+    if isinstance(rows, RowMap):
+        front = np.zeros(at, dtype=np.uint8)
+        front[: fields.factors_at] = write_map(fields, rows)
+        out[:at].copy_(tensors.of_buffer(front))
+        if factors is not None and fields.scaled:
+            out[fields.factors_at : fields.factors_at + 4 * fields.scaled].copy_(factors.view(torch.uint8))
+        literal = row_list(rows.literals, words.device)
+    else:
+        out.numpy()[:FIELDS_BYTES] = np.frombuffer(fields.pack(), dtype=np.uint8)
+        literal = rows
     size = numel * words.itemsize
     if spec is RAW and literals.mantissa:
         kept = tensors.empty(numel, dtype, words.device)
@@ -332,15 +313,6 @@ def encode_deltas(
 # --- decoding
 
 
-@dataclass(frozen=True)
-class _Parsed:
-    fields: Fields
-    rows: RowMap
-    factors: torch.Tensor
-    literals: Nested
-    deltas: Nested | None
-
-
 def _nested(
     payload: torch.Tensor, at: int, specs: dict[CodecId, PayloadSpec], dtype: torch.dtype, numel: int
 ) -> Nested:
@@ -354,9 +326,11 @@ def _nested(
     return memory.nested_part(payload, at, header, specs[header.codec])
 
 
-def _parse(payload: torch.Tensor, earlier: int, numel: int, dtype: torch.dtype) -> _Parsed:
-    """Every part of a payload, proven; ``earlier``: elements that the receiver holds in front of the frame."""
-    fields = read_fields(payload[:FIELDS_BYTES].cpu().numpy().tobytes(), numel, dtype, payload.numel())
+def _parse(
+    payload: torch.Tensor, earlier: int, numel: int, dtype: torch.dtype
+) -> tuple[Fields, RowMap, torch.Tensor, Nested, Nested | None]:
+    """Fields, map, factors, literals and deltas of a payload, proven; ``earlier``: elements that the receiver holds in front."""
+    fields = read_fields(payload, numel, dtype)
     data = payload[FIELDS_BYTES : fields.factors_at].cpu().numpy()
     rows = read_map(fields, data, (earlier + fields.head) // fields.width)
     factors = payload[fields.factors_at : fields.factors_at + 4 * fields.scaled].clone().view(torch.float32)
@@ -370,11 +344,7 @@ def _parse(payload: torch.Tensor, earlier: int, numel: int, dtype: torch.dtype) 
         end = pad16(deltas.end)
     if end != payload.numel():
         raise contradiction(f"{payload.numel()} bytes of payload, its parts have {end}")
-    return _Parsed(fields, rows, factors, literals, deltas)
-
-
-def _prove(payload: torch.Tensor, header: Header) -> None:
-    _parse(payload, 0, header.numel, header.dtype)
+    return fields, rows, factors, literals, deltas
 
 
 def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
@@ -382,45 +352,45 @@ def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words:
     compiled = kernels.compiled(route, words.device.type)
     if compiled is not None and _decode_repeats(payload, front, words, compiled, route):
         return
-    parsed = _parse(payload, front, words.numel(), words.dtype)
-    fields, rows, literals = parsed.fields, parsed.rows, parsed.literals
-    width, head, device = fields.width, fields.head, words.device
-    literal = row_list(rows.literals, device)
+    fields, rows, factors, literals, deltas = _parse(payload, front, words.numel(), words.dtype)
+    width, device = fields.width, words.device
     kernel = kernels.row_route(route, device.type)
-    if literals.spec is RAW:
-        item = words.itemsize
-        row_moves.spread(literals.payload, words.view(torch.uint8), width * item, head * item, literal)
-    else:
-        _decode_literals(literals, words, fields, literal, route)
+    _decode_literals(literals, words, fields, row_list(rows.literals, device), route)
     reach = rows.reach
-    start = words.storage_offset() + head - reach * width
-    grid = words.as_strided(((reach + fields.rows) * width,), (1,), start)
-    if parsed.deltas is not None:
-        deltas = tensors.empty(fields.scaled * width, words.dtype, device)
-        kernel.predict_rows(grid, width, row_list(rows.scaled_sources + reach, device), parsed.factors, deltas)
-        DELTA.decode(parsed.deltas.payload, deltas, parsed.deltas.block, deltas, route)
+    grid = _from_reach(words, fields, reach)
+    if deltas is not None:
+        made = tensors.empty(fields.scaled * width, words.dtype, device)
+        kernel.predict_rows(grid, width, row_list(rows.scaled_sources + reach, device), factors, made)
+        DELTA.decode(deltas.payload, made, deltas.block, made, route)
         scaled = row_list(rows.scaled + reach, device).long()
-        row_moves.matrix(grid, width).index_copy_(0, scaled, row_moves.matrix(deltas, width))
+        row_moves.matrix(grid, width).index_copy_(0, scaled, row_moves.matrix(made, width))
     if fields.repeats:
         repeated, sources = (row_list(some + reach, device) for some in (rows.repeated, rows.repeat_sources))
         kernel.copy_rows(grid, width, repeated, sources)
 
 
 def _decode_literals(literals: Nested, words: torch.Tensor, fields: Fields, literal: torch.Tensor, route: str) -> None:
-    """Decode literals that are not raw; a refusal is before any other word is written."""
+    """Decode literals to their places; a refusal is before any other word is written."""
     where = literals.payload, literals.block, words, fields.width, fields.head, literal
-    if literals.spec is ROUNDED:
+    if literals.spec is RAW:
+        item = words.itemsize
+        row_moves.spread(literals.payload, words.view(torch.uint8), fields.width * item, fields.head * item, literal)
+    elif literals.spec is ROUNDED:
         kernels.lossy_route(route, words.device.type, "decode_rounded_rows").decode_rounded_rows(*where)
     else:
         kernels.row_route(route, words.device.type).decode_rows(*where)
 
 
+def _from_reach(words: torch.Tensor, fields: Fields, reach: int) -> torch.Tensor:
+    """The whole rows of a frame and the ``reach`` rows in front of them."""
+    start = words.storage_offset() + fields.head - reach * fields.width
+    return words.as_strided(((reach + fields.rows) * fields.width,), (1,), start)
+
+
 def _decode_repeats(payload: torch.Tensor, earlier: int, words: torch.Tensor, compiled: CppBackend, route: str) -> bool:
     """Decode a payload without scaled rows, and with a literal frame that is not raw, if nothing in it contradicts itself."""
-    start = payload[:FIELDS_BYTES].numpy().tobytes()
-    fields = read_fields(start, words.numel(), words.dtype, payload.numel())
-    width, head, at = fields.width, fields.head, fields.literals_at
-    reach = min((earlier + head) // width, MOST_ROWS)
+    fields = read_fields(payload, words.numel(), words.dtype)
+    reach = min((earlier + fields.head) // fields.width, MOST_ROWS)
     if fields.scaled:
         return False
     numbers = compiled.unpack_repeats(payload[FIELDS_BYTES:], fields.rows, fields.repeats, fields.repeat_bits, reach)
@@ -428,19 +398,13 @@ def _decode_repeats(payload: torch.Tensor, earlier: int, words: torch.Tensor, co
         raise contradiction(
             f"the map does not mark {fields.repeats} repeated rows, or the source of one is not held or itself repeated"
         )
-    literals = _nested(payload, at, LITERALS, words.dtype, fields.literal_numel)
+    literals = _nested(payload, fields.literals_at, LITERALS, words.dtype, fields.literal_numel)
     if literals.spec is RAW or pad16(literals.end) != payload.numel():
         return False
     literal, repeated, sources = numbers
     _decode_literals(literals, words, fields, literal, route)
-    front = words.storage_offset() + head - reach * width
-    grid = words.as_strided(((reach + fields.rows) * width,), (1,), front)
-    compiled.copy_rows(grid, width, repeated, sources)
+    compiled.copy_rows(_from_reach(words, fields, reach), fields.width, repeated, sources)
     return True
-
-
-def _payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
-    return FIELDS_BYTES + HEADER_BYTES
 
 
 ROWS = PayloadSpec(
@@ -449,7 +413,7 @@ ROWS = PayloadSpec(
     dtypes=tuple(DTYPE_IDS),
     takes_earlier=True,
     payload_bound=any_size,
-    payload_floor=_payload_floor,
-    prove=_prove,
+    payload_floor=lambda numel, dtype, block: FIELDS_BYTES + HEADER_BYTES,
+    prove=lambda payload, header: _parse(payload, 0, header.numel, header.dtype),
     decode=_decode,
 )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
 from ds_zipccl.codecs.exponent import CASCADE
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors, any_size
-from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header, pad16
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors, any_size, decoders
+from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, pad16
 from ds_zipccl.kernels.protocol import ScaledCodec
 from ds_zipccl.lossy import GROUPS, Int, TacoFp8
 
@@ -65,8 +65,10 @@ def project(codec: ScaledCodec, words: torch.Tensor, out: torch.Tensor, route: s
 def encode(codec: ScaledCodec, segments: Tensors, block: int, outs: Tensors, route: str) -> list[Coded]:
     for words in segments:
         exponent.check_bound(words, payload_bound(codec, words.numel(), words.dtype, block), exponent.MAX_PAYLOAD)
+    lossy = partial(project, codec)
     return [
-        _scaled(codec, words, block, out, route) or _lossless(codec, words, block, out, route)
+        _scaled(codec, words, block, out, route)
+        or exponent.encode_lossless(exponent.projected(lossy, words, route), block, out, route)
         for words, out in zip(segments, outs, strict=True)
     ]
 
@@ -113,11 +115,6 @@ def _scaled(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tens
     return Coded(CodecId.SCALED, block, size)
 
 
-def _lossless(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tensor, route: str) -> Coded:
-    """Write the lossless payload of the decoded values: the smaller one of exponent and raw."""
-    return exponent.encode_lossless(exponent.projected(partial(project, codec), words, route), block, out, route)
-
-
 # --- decoding
 
 
@@ -138,8 +135,6 @@ def _refuse(code: FrameErrorCode, reason: str) -> NoReturn:
 
 def _parse(payload: torch.Tensor, numel: int, block: int) -> _Parsed:
     """Every part of a payload, proven except for the codes themselves; ``block``: of the header."""
-    if payload.numel() < FIELDS.size:
-        _refuse(FrameErrorCode.SIZE, f"of {payload.numel()} bytes, its fields alone have {FIELDS.size}")
     kind, bits, log2, flags, zeros, code_bytes = FIELDS.unpack(payload[: FIELDS.size].cpu().numpy().tobytes())
     staged = bool(flags & _STAGE_2)
     if flags & ~(_HADAMARD | (_STAGE_2 if kind == E4M3 else 0)) or zeros or staged != bool(block):
@@ -182,41 +177,21 @@ def _codes(parsed: _Parsed, block: int, route: str) -> torch.Tensor:
     return codes.view(torch.uint8)
 
 
-def _prove(payload: torch.Tensor, header: Header) -> None:
-    _parse(payload, header.numel, header.block)
+def _kernel_call(payload: torch.Tensor, numel: int, block: int, route: str) -> tuple[str, tuple[Any, ...]]:
+    parsed = _parse(payload, numel, block)
+    if parsed.staged and kernels.compiled(route, payload.device.type):
+        return "decode_scaled_staged", (parsed.scales, parsed.codes, block, parsed.codec)
+    return "decode_scaled", (parsed.scales, _codes(parsed, block, route), parsed.codec)
 
 
-def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
-    parsed = _parse(payload, words.numel(), block)
-    fused = kernels.compiled(route, words.device.type) if parsed.staged else None
-    if fused:
-        fused.decode_scaled_staged(parsed.scales, parsed.codes, block, parsed.codec, words)
-        return
-    kernel = kernels.lossy_route(route, words.device.type, "decode_scaled")
-    kernel.decode_scaled(parsed.scales, _codes(parsed, block, route), parsed.codec, words)
-
-
-def _decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-    parsed = _parse(payload, sums.numel(), block)
-    fused = kernels.compiled(route, sums.device.type) if parsed.staged else None
-    if fused:
-        fused.decode_scaled_staged_add(parsed.scales, parsed.codes, block, parsed.codec, dtype, sums)
-        return
-    kernel = kernels.lossy_route(route, sums.device.type, "decode_scaled_add")
-    kernel.decode_scaled_add(parsed.scales, _codes(parsed, block, route), parsed.codec, dtype, sums)
-
-
-def _payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
-    return FIELDS.size + pad16(_groups(numel, GROUPS[-1]))
-
-
+_decode, _decode_add = decoders(_kernel_call)
 SCALED = PayloadSpec(
     name="scaled",
     frame_id=CodecId.SCALED,
     dtypes=LOSSY_DTYPES,
     payload_bound=any_size,
-    payload_floor=_payload_floor,
-    prove=_prove,
+    payload_floor=lambda numel, dtype, block: FIELDS.size + pad16(_groups(numel, GROUPS[-1])),
+    prove=lambda payload, header: _parse(payload, header.numel, header.block),
     decode=_decode,
     decode_add=_decode_add,
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from ds_zipccl import kernels
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
 from ds_zipccl.lossy import LossyCodec
 
@@ -62,7 +63,7 @@ class Prove(Protocol):
         FrameError: it has not.
     """
 
-    def __call__(self, payload: torch.Tensor, header: Header) -> None: ...
+    def __call__(self, payload: torch.Tensor, header: Header) -> object: ...
 
 
 class DecodeAdd(Protocol):
@@ -75,6 +76,27 @@ class DecodeAdd(Protocol):
     def __call__(
         self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str
     ) -> None: ...
+
+
+def decoders(
+    kernel_call: Callable[[torch.Tensor, int, int, str], tuple[str, tuple[Any, ...]]],
+) -> tuple[Decode, DecodeAdd]:
+    """``decode`` and ``decode_add`` of a lossy format, by a call of its kernels and the call with "_add" behind the name.
+
+    Args:
+        kernel_call: (payload, elements, block, route) -> the call, and its arguments in front of the words, or of the dtype and the sums.
+    """
+
+    def decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+        name, given = kernel_call(payload, words.numel(), block, route)
+        getattr(kernels.lossy_route(route, words.device.type, name), name)(*given, words)
+
+    def decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
+        name, given = kernel_call(payload, sums.numel(), block, route)
+        name += "_add"
+        getattr(kernels.lossy_route(route, sums.device.type, name), name)(*given, dtype, sums)
+
+    return decode, decode_add
 
 
 @dataclass(frozen=True, kw_only=True)

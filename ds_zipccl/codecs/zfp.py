@@ -9,8 +9,8 @@ import torch
 
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors
-from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors, decoders
+from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode
 from ds_zipccl.lossy import Zfp
 
 #: Rates of a payload, in bits of a value.
@@ -26,7 +26,7 @@ def payload_bytes(numel: int, rate: int) -> int:
 
 
 def payload_bound(codec: Zfp, numel: int, dtype: torch.dtype, block: int) -> int:
-    return max(payload_bytes(numel, codec.rate), exponent.payload_bound(numel, dtype, block), numel * dtype.itemsize)
+    return max(payload_bytes(numel, codec.rate), exponent.payload_bound(numel, dtype, block))
 
 
 def project(codec: Zfp, words: torch.Tensor, out: torch.Tensor, route: str) -> None:
@@ -56,8 +56,6 @@ def _rate(payload: torch.Tensor, numel: int) -> int:
         FrameError: it holds another number of them, or its fields are wrong.
     """
     fields = payload[: _FIELDS.size].cpu().numpy().tobytes()
-    if len(fields) < _FIELDS.size:
-        raise FrameError(FrameErrorCode.SIZE, f"{len(fields)} bytes of payload, its fields alone have {_FIELDS.size}")
     (rate,) = _FIELDS.unpack(fields)
     if any(fields[4:]):
         raise FrameError(FrameErrorCode.RESERVED, "a reserved field of the payload is not zero")
@@ -71,37 +69,16 @@ def _rate(payload: torch.Tensor, numel: int) -> int:
     return int(rate)
 
 
-def _prove(payload: torch.Tensor, header: Header) -> None:
-    _rate(payload, header.numel)
-
-
-def _floor(numel: int, dtype: torch.dtype, block: int) -> int:
-    return payload_bytes(numel, _LEAST_RATE)
-
-
-def _most(numel: int, dtype: torch.dtype, block: int) -> int:
-    return payload_bytes(numel, _MOST_RATE)
-
-
-def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
-    rate = _rate(payload, words.numel())
-    kernel = kernels.lossy_route(route, words.device.type, "decode_zfp")
-    kernel.decode_zfp(payload[_FIELDS.size :], rate, words)
-
-
-def _decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-    rate = _rate(payload, sums.numel())
-    kernel = kernels.lossy_route(route, sums.device.type, "decode_zfp_add")
-    kernel.decode_zfp_add(payload[_FIELDS.size :], rate, dtype, sums)
-
-
+_decode, _decode_add = decoders(
+    lambda payload, numel, block, route: ("decode_zfp", (payload[_FIELDS.size :], _rate(payload, numel)))
+)
 ZFP1 = PayloadSpec(
     name="zfp1",
     frame_id=CodecId.ZFP1,
     dtypes=LOSSY_DTYPES,
-    payload_bound=_most,
-    payload_floor=_floor,
-    prove=_prove,
+    payload_bound=lambda numel, dtype, block: payload_bytes(numel, _MOST_RATE),
+    payload_floor=lambda numel, dtype, block: payload_bytes(numel, _LEAST_RATE),
+    prove=lambda payload, header: _rate(payload, header.numel),
     decode=_decode,
     decode_add=_decode_add,
 )

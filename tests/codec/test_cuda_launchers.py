@@ -259,7 +259,7 @@ def test_launches_without_work_do_nothing() -> None:
 
 @pytest.mark.full(reason="compiles the emulation anew")
 def test_a_kernel_that_works_on_nothing_is_noticed() -> None:
-    change = ("if (jobs.block) zipccl::decode<zipccl::F, true>(jobs)", "zipccl::decode<zipccl::F, true>(jobs)")
+    change = ("DecodeJobs, block, decode<F, true>", "DecodeJobs, block + 1, decode<F, true>")
     assert run_empty({"cuda/kernels.cuh": (change,)}) == "zipccl_decode_bf16_delta"
 
 

@@ -52,17 +52,16 @@ def test_the_bounds_of_the_kernels() -> None:
     sources = (build.CSRC / "cuda/kernels.cuh").read_text()
     itemsizes = {kind: dtype.itemsize for dtype, kind in DTYPES.items()}
     found: dict[str, dict[int, set[int]]] = {"encode": {}, "decode": {}, "decode_sum": {}}
-    codecs = re.findall(r"^ZIPCCL_CODEC\((\w+), \w+, (\d+), (\d+)\)", sources, re.MULTILINE)
-    lossy = (build.CSRC / "cuda/lossy/lossy_kernels.cuh").read_text()
-    for what, macro in (("encode", r"ZIPCCL_ROUNDED\((\w+), \w+, .*"), ("decode", r"ZIPCCL_TRIMMED\((\w+), \w+")):
-        for kind, bound in re.findall(rf"^{macro}, (\d+)\)$", lossy, re.MULTILINE):
+    codecs = re.findall(r"ZIPCCL_CODEC\(each, (\w+), \w+, (\d+), (\d+)\)", sources)
+    for what, macro in (("encode", "ROUNDED"), ("decode", "TRIMMED")):
+        for kind, bound in re.findall(rf"ZIPCCL_{macro}\(each, (\w+), [^()]*, (\d+)\)", sources):
             found[what].setdefault(itemsizes[kind], set()).add(int(bound))
     assert {kind for kind, _, _ in codecs} == set(itemsizes)
     for kind, encode, decode in codecs:
         found["encode"].setdefault(itemsizes[kind], set()).add(int(encode))
         found["decode"].setdefault(itemsizes[kind], set()).add(int(decode))
-    (sums,) = re.findall(r"ZIPCCL_KERNEL\((\d+)\) zipccl_decode_sum_##type", sources)
-    for kind in re.findall(r"^ZIPCCL_SUM\((\w+), \w+\)", sources, re.MULTILINE):
+    (sums,) = re.findall(r"each\((\d+), zipccl_decode_sum_##type", sources)
+    for kind in re.findall(r"(?<!#define )ZIPCCL_SUMS_AND_ROWS\(each, (\w+), \w+\)", sources):
         found["decode_sum"].setdefault(itemsizes[kind], set()).add(int(sums))
     wanted = {kernel: {size: {bound} for size, bound in each.items()} for kernel, each in waves.RESIDENT.items()}
     assert found == wanted

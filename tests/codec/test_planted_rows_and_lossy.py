@@ -28,7 +28,7 @@ from builds import Binary, Change
 from corpus import assert_same_bits
 
 from ds_zipccl import codecs, kernels
-from ds_zipccl.codecs import factors, lowrank
+from ds_zipccl.codecs import lowrank
 from ds_zipccl.codecs import rows as row_codec
 from ds_zipccl.frame import FrameError
 from ds_zipccl.kernels import build
@@ -351,7 +351,7 @@ FACTORS: dict[str, tuple[object, str, object, Callable[[], None]]] = {
         lambda q, route: torch.linalg.qr(lowrank.first_factor(len(q), q.shape[1], 7)).Q.contiguous(),
         lambda: test_lowrank.test_errors_lie_near_the_tail_of_the_singular_values(0),
     ),
-    "any factor is bounded": (factors, "bounded", lambda p, q: True, _refused),
+    "any factor is bounded": (lowrank, "bounded", lambda p, q: True, _refused),
 }  # fmt: skip
 
 

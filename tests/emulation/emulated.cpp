@@ -168,7 +168,7 @@ template <typename Params, void (*kKernel)(Params)>
 void run_one(const void* params) {
   kKernel(*static_cast<const Params*>(params));
 }
-#define ZIPCCL_ENTRY(kernel, Params) {#kernel, run_one<zipccl::Params, kernel>},
+#define ZIPCCL_ENTRY(blocks, kernel, Params, ...) {#kernel, run_one<zipccl::Params, kernel>},
 const Kernel kKernels[] = {ZIPCCL_EACH_KERNEL(ZIPCCL_ENTRY)};
 
 uint64_t seed = 0;

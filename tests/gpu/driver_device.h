@@ -66,7 +66,7 @@ Stream new_stream() {
 void finish() { MUST(cudaDeviceSynchronize()); }
 void open_device(const char*) { MUST(cudaFree(nullptr)); }
 int32_t run_kernel(const char* name, uint32_t x, uint32_t y, uint32_t shared, const void* params, Stream stream) {
-#define ZIPCCL_ENTRY(kernel, Params) {#kernel, reinterpret_cast<const void*>(kernel)},
+#define ZIPCCL_ENTRY(blocks, kernel, ...) {#kernel, reinterpret_cast<const void*>(kernel)},
   static const std::map<std::string, const void*> kernels = {ZIPCCL_EACH_KERNEL(ZIPCCL_ENTRY)};
   const auto found = kernels.find(name);
   if (found == kernels.end()) stop(std::string("no kernel ") + name);

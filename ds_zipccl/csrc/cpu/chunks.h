@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/interface.h"
 #include "cpu/level.h"
 #include "common/change_list.cuh"
 
@@ -66,6 +67,15 @@ void on_threads(int32_t threads, Work work) {
   }
   work();
   for (std::thread& thread : others) thread.join();
+}
+
+// Threads call each(first, n) for parts of `part` of `count` things, which are `bytes` bytes all together.
+template <typename Each>
+void each_part(uint64_t count, uint64_t part, uint64_t bytes, int32_t threads, Each each) {
+  std::atomic<uint64_t> ticket{0};
+  on_threads(useful_threads(threads, bytes), [&] {
+    for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < count;) each(first, std::min(part, count - first));
+  });
 }
 
 // Copies the parts of a chunk of `bytes` bytes to one place; returns their end.
@@ -140,6 +150,18 @@ struct ChunkPlaces {
   }
 };
 
+// encode_segments of words in one place, by the function of a level; `rounding`: the argument that it takes behind `block`, if any.
+template <typename Function, typename... Rounding>
+void encode_words(ZipcclSegment* segments, uint32_t count, ZipcclType type, uint32_t block, int32_t threads, Function* encode_chunk,
+                  Rounding... rounding) {
+  const uint64_t chunk_bytes = uint64_t(block) * kChunkBlocks * kItemsize[type];
+  encode_segments(segments, count, type, block, threads,
+                  [&](const ZipcclSegment& segment, uint64_t at, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
+                    const ChunkPlaces places(static_cast<const uint8_t*>(segment.words) + at, chunk_bytes);
+                    return encode_chunk(places.blocks, numel, block, rounding..., workspace, parts, soon, places.next);
+                  });
+}
+
 // Calls decode_chunk(chunk, its bytes, first element, elements, flag) for every chunk of a payload; `flag_bit` is the flag's bit in the
 // entries of the index, or zero. The first chunk's failure in order wins.
 template <uint32_t flag_bit, typename DecodeChunk>
@@ -173,10 +195,12 @@ int32_t each_chunk(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint3
   return failure.load() == ~0ull ? int32_t(OK) : int32_t(failure.load() & 255);
 }
 
-// Decodes a payload to numel words of `itemsize` bytes each. Returns 0 or a FrameErrorCode; the words are then undefined.
-int32_t decode_payload(ZipcclLevel::Decode* decode_chunk, const void* payload, uint64_t bytes, void* words, uint64_t numel,
-                       uint32_t itemsize, uint32_t block, int32_t threads) {
-  const uint64_t total = numel * itemsize;
+// Decodes a payload to numel words of `dtype`. Returns 0 or a FrameErrorCode; the words are then undefined.
+int32_t decode_payload(ZipcclLevel::Decode* const* of_types, const void* payload, uint64_t bytes, void* words, uint64_t numel,
+                       int32_t dtype, uint32_t block, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::Decode* const decode_chunk = of_types[type];
+  const uint64_t itemsize = kItemsize[type], total = numel * itemsize;
   return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
                        [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
                          uint8_t *const to = static_cast<uint8_t*>(words) + first * itemsize, *blocks[kChunkBlocks];
@@ -185,11 +209,13 @@ int32_t decode_payload(ZipcclLevel::Decode* decode_chunk, const void* payload, u
                        });
 }
 
-// Decodes a payload of words of `itemsize` bytes each and adds them to numel sums: of their type, or floats if `fp32_sums`.
-int32_t add_payload(ZipcclLevel::Add* add_chunk, const void* payload, uint64_t bytes, void* sums, uint64_t numel, uint32_t itemsize,
+// Decodes a payload of words of `dtype` and adds them to numel sums: of their type, or floats if `fp32_sums`.
+int32_t add_payload(ZipcclLevel::Add* const (*of_types)[2], const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype,
                     uint32_t block, int32_t fp32_sums, int32_t threads) {
-  const uint32_t sum_size = fp32_sums ? 4 : itemsize;
-  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * itemsize,
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::Add* const add_chunk = of_types[type][fp32_sums != 0];
+  const uint64_t sum_size = fp32_sums ? 4 : kItemsize[type];
+  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * kItemsize[type],
                        [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
                          return add_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(sums) + first * sum_size);
                        });

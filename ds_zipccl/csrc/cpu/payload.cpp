@@ -6,36 +6,24 @@ using namespace zipccl;
 
 void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  ZipcclLevel::Encode* const encode_chunk = zipccl_chosen().encode[type][code];
-  const uint64_t chunk_bytes = uint64_t(block) * kChunkBlocks * kItemsize[type];
-  encode_segments(segments, count, type, block, threads,
-                  [&](const ZipcclSegment& segment, uint64_t at, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
-                    const ChunkPlaces places(static_cast<const uint8_t*>(segment.words) + at, chunk_bytes);
-                    return encode_chunk(places.blocks, numel, block, workspace, parts, soon, places.next);
-                  });
+  encode_words(segments, count, type, block, threads, zipccl_chosen().encode[type][code]);
 }
 
 int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block, int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  return decode_payload(zipccl_chosen().decode[type], payload, bytes, words, numel, kItemsize[type], block, threads);
+  return decode_payload(zipccl_chosen().decode, payload, bytes, words, numel, dtype, block, threads);
 }
 
 int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block, int32_t fp32_sums,
                           int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  return add_payload(zipccl_chosen().add[type][fp32_sums != 0], payload, bytes, sums, numel, kItemsize[type], block, fp32_sums, threads);
+  return add_payload(zipccl_chosen().add, payload, bytes, sums, numel, dtype, block, fp32_sums, threads);
 }
 
 void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t fp32_sums, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][fp32_sums != 0];
-  const uint64_t itemsize = kItemsize[type], sum_size = fp32_sums ? 4 : itemsize, part = kBytesPerThread / itemsize;
-  std::atomic<uint64_t> ticket{0};
-  on_threads(useful_threads(threads, numel * itemsize), [&] {
-    for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;) {
-      const uint64_t n = std::min(numel - first, part);
-      add_words(static_cast<const uint8_t*>(words) + first * itemsize, n, static_cast<uint8_t*>(sums) + first * sum_size);
-    }
+  const uint64_t itemsize = kItemsize[type], sum_size = fp32_sums ? 4 : itemsize;
+  each_part(numel, kBytesPerThread / itemsize, numel * itemsize, threads, [&](uint64_t first, uint64_t n) {
+    add_words(static_cast<const uint8_t*>(words) + first * itemsize, n, static_cast<uint8_t*>(sums) + first * sum_size);
   });
 }
 
@@ -44,11 +32,9 @@ void zipccl_squared_error(const void* words, const void* values, uint64_t numel,
   ZipcclLevel::AddSquaredError* const add_squared_error = zipccl_chosen().add_squared_error[type];
   const uint64_t itemsize = kItemsize[type], part = kBytesPerThread / itemsize;
   std::vector<double> parts(2 * ((numel + part - 1) / part));
-  std::atomic<uint64_t> ticket{0};
-  on_threads(useful_threads(threads, numel * itemsize), [&] {
-    for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;)
-      add_squared_error(static_cast<const uint8_t*>(words) + first * itemsize, static_cast<const uint8_t*>(values) + first * itemsize,
-                  std::min(numel - first, part), &parts[2 * (first / part)]);
+  each_part(numel, part, numel * itemsize, threads, [&](uint64_t first, uint64_t n) {
+    add_squared_error(static_cast<const uint8_t*>(words) + first * itemsize, static_cast<const uint8_t*>(values) + first * itemsize, n,
+                      &parts[2 * (first / part)]);
   });
   sums[0] = sums[1] = 0;
   for (uint64_t i = 0; i < parts.size(); ++i) sums[i % 2] += parts[i];

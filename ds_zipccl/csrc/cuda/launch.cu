@@ -24,7 +24,7 @@ namespace {
 
 using namespace zipccl_launch;
 
-#define ZIPCCL_ENTRY(kernel, Params) {#kernel, reinterpret_cast<const void*>(kernel)},
+#define ZIPCCL_ENTRY(blocks, kernel, ...) {#kernel, reinterpret_cast<const void*>(kernel)},
 const Kernel kKernels[] = {ZIPCCL_EACH_KERNEL(ZIPCCL_ENTRY)};
 const struct Listed : Part {
   Listed() : Part{kKernels, kKernels + sizeof kKernels / sizeof *kKernels, parts} { parts = this; }

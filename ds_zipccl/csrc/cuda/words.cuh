@@ -61,15 +61,59 @@ struct Survey {
 template <typename F, typename Word = typename F::Word>
 struct Octet;
 
+// What octets of all words have; an octet hides what it does faster.
 template <typename F>
-struct Octet<F, uint16_t> {
+struct AnyOctet {
+  using Word = typename F::Word;
+  static constexpr uint32_t kBytes = 8 * sizeof(Word), kAligned = kBytes < 16 ? kBytes : 16;
+  ZIPCCL_DEVICE Octet<F>& own() { return static_cast<Octet<F>&>(*this); }
+  ZIPCCL_DEVICE const Octet<F>& own() const { return static_cast<const Octet<F>&>(*this); }
+
+  // A bit for each word that is not the other octet's.
+  ZIPCCL_DEVICE uint32_t differing(const Octet<F>& other) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (own().word(i) != other.word(i)) bits |= 1u << i;
+    return bits;
+  }
+  ZIPCCL_DEVICE void survey(Survey& all) const {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t magnitude = own().word(i) & Word(~F::negative_zero);
+      all.smallest = least(all.smallest, magnitude);
+      all.largest = magnitude > all.largest ? magnitude : all.largest;
+    }
+  }
+  // The magnitude in a number of a survey.
+  static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t one) { return one; }
+  static ZIPCCL_DEVICE uint32_t largest_of(uint32_t one) { return one; }
+
+  // The first `length` words from and to any address of a word; `pad` stands for the others.
+  ZIPCCL_DEVICE void load(const Word* from, uint32_t length, Word pad) {
+    if (length == 8) {
+      if (reinterpret_cast<uintptr_t>(from) % kAligned) return own().load_shifted(from);
+      return own().load_whole(reinterpret_cast<const uint8_t*>(from));
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) own().set(i, i < length ? from[i] : pad);
+  }
+  ZIPCCL_DEVICE void store(Word* to, uint32_t length) const {
+    if (length == 8 && reinterpret_cast<uintptr_t>(to) % kAligned == 0) return own().store_whole(reinterpret_cast<uint8_t*>(to), kBytes);
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      if (i < length) to[i] = own().word(i);
+  }
+};
+
+template <typename F>
+struct Octet<F, uint16_t> : AnyOctet<F> {
   uint32_t pair[4];
 
   ZIPCCL_DEVICE uint16_t word(uint32_t i) const { return uint16_t(pair[i / 2] >> 16 * (i % 2)); }
   ZIPCCL_DEVICE void set(uint32_t i, uint16_t w) {
     pair[i / 2] = i % 2 ? (pair[i / 2] & 0xffffu) | uint32_t(w) << 16 : (pair[i / 2] & 0xffff0000u) | w;
   }
-  // A bit for each word that is not the other octet's.
   ZIPCCL_DEVICE uint32_t differing(const Octet& other) const {
     uint32_t bits = 0;
 #pragma unroll
@@ -157,36 +201,14 @@ struct Octet<F, uint16_t> {
       pair[3] = c >> 16 | uint32_t(from[7]) << 16;
     }
   }
-
-  // The first `length` words from and to any address of a word; `pad` stands for the others.
-  ZIPCCL_DEVICE void load(const uint16_t* from, uint32_t length, uint16_t pad) {
-    if (length == 8)
-      return reinterpret_cast<uintptr_t>(from) % 16 ? load_shifted(from) : load_whole(reinterpret_cast<const uint8_t*>(from));
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
-  }
-  ZIPCCL_DEVICE void store(uint16_t* to, uint32_t length) const {
-    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint16_t));
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i)
-      if (i < length) to[i] = word(i);
-  }
 };
 
 template <typename F>
-struct Octet<F, uint32_t> {
-  static constexpr uint32_t kMagnitude = ~F::negative_zero;
+struct Octet<F, uint32_t> : AnyOctet<F> {
   uint32_t w[8];
 
   ZIPCCL_DEVICE uint32_t word(uint32_t i) const { return w[i]; }
   ZIPCCL_DEVICE void set(uint32_t i, uint32_t word) { w[i] = word; }
-  ZIPCCL_DEVICE uint32_t differing(const Octet& other) const {
-    uint32_t bits = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i)
-      if (w[i] != other.w[i]) bits |= 1u << i;
-    return bits;
-  }
   ZIPCCL_DEVICE Bytes8 exponents() const {
     return {{pack4(F::exponent(w[0]), F::exponent(w[1]), F::exponent(w[2]), F::exponent(w[3])),
              pack4(F::exponent(w[4]), F::exponent(w[5]), F::exponent(w[6]), F::exponent(w[7]))}};
@@ -203,14 +225,6 @@ struct Octet<F, uint32_t> {
     for (uint32_t i = 0; i < 8; ++i)
       w[i] = F::join((parts[0].byte(i) | parts[1].byte(i) << 8 | parts[2].byte(i) << 16) << trim, e.byte(i));
   }
-  ZIPCCL_DEVICE void survey(Survey& all) const {
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
-      const uint32_t magnitude = w[i] & kMagnitude;
-      all.smallest = least(all.smallest, magnitude);
-      all.largest = magnitude > all.largest ? magnitude : all.largest;
-    }
-  }
   ZIPCCL_DEVICE uint32_t any() const {
     uint32_t bits = 0;
 #pragma unroll
@@ -222,8 +236,6 @@ struct Octet<F, uint32_t> {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) w[i] = change(w[i]);
   }
-  static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t one) { return one; }
-  static ZIPCCL_DEVICE uint32_t largest_of(uint32_t one) { return one; }
 
   ZIPCCL_DEVICE void load_whole(const uint8_t* from) {
     const uint4 x = reinterpret_cast<const uint4*>(from)[0], y = reinterpret_cast<const uint4*>(from)[1];
@@ -239,37 +251,16 @@ struct Octet<F, uint32_t> {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) w[i] = from[i];
   }
-
-  // The first `length` words from and to any address of a word; `pad` stands for the others.
-  ZIPCCL_DEVICE void load(const uint32_t* from, uint32_t length, uint32_t pad) {
-    if (length == 8)
-      return reinterpret_cast<uintptr_t>(from) % 16 ? load_shifted(from) : load_whole(reinterpret_cast<const uint8_t*>(from));
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
-  }
-  ZIPCCL_DEVICE void store(uint32_t* to, uint32_t length) const {
-    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint32_t));
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i)
-      if (i < length) to[i] = word(i);
-  }
 };
 
 template <typename F>
-struct Octet<F, uint8_t> {
+struct Octet<F, uint8_t> : AnyOctet<F> {
   static constexpr uint32_t kSign = 0x80808080u, kMantissa = ((1u << F::M) - 1) * kEachByte;
   uint32_t quad[2];
 
   ZIPCCL_DEVICE uint8_t word(uint32_t i) const { return uint8_t(quad[i / 4] >> 8 * (i % 4)); }
   ZIPCCL_DEVICE void set(uint32_t i, uint8_t w) {
     quad[i / 4] = (quad[i / 4] & ~(255u << 8 * (i % 4))) | uint32_t(w) << 8 * (i % 4);
-  }
-  ZIPCCL_DEVICE uint32_t differing(const Octet& other) const {
-    uint32_t bits = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i)
-      if (word(i) != other.word(i)) bits |= 1u << i;
-    return bits;
   }
   ZIPCCL_DEVICE Bytes8 exponents() const {
     return {{quad[0] >> F::M & F::exponent_mask * kEachByte, quad[1] >> F::M & F::exponent_mask * kEachByte}};
@@ -282,16 +273,6 @@ struct Octet<F, uint8_t> {
     for (uint32_t i = 0; i < 2; ++i)
       quad[i] = (parts[0].half[i] << F::E & kSign) | (e.half[i] << F::M & ~kSign & ~kMantissa) | (parts[0].half[i] & kMantissa);
   }
-  ZIPCCL_DEVICE void survey(Survey& all) const {
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
-      const uint32_t magnitude = word(i) & 0x7f;
-      all.smallest = least(all.smallest, magnitude);
-      all.largest = magnitude > all.largest ? magnitude : all.largest;
-    }
-  }
-  static ZIPCCL_DEVICE uint32_t smallest_of(uint32_t one) { return one; }
-  static ZIPCCL_DEVICE uint32_t largest_of(uint32_t one) { return one; }
 
   ZIPCCL_DEVICE void load_whole(const uint8_t* from) {
     const uint2 x = *reinterpret_cast<const uint2*>(from);
@@ -313,20 +294,6 @@ struct Octet<F, uint8_t> {
     for (uint32_t i = 0; i < head; ++i) before |= uint32_t(from[i]) << 8 * (phase + i);
     for (uint32_t i = 0; i < phase; ++i) after |= uint32_t(from[head + 4 + i]) << 8 * i;
     quad[0] = __funnelshift_r(before, middle[0], 8 * phase), quad[1] = __funnelshift_r(middle[0], after, 8 * phase);
-  }
-
-  // The first `length` words from and to any address of a word; `pad` stands for the others.
-  ZIPCCL_DEVICE void load(const uint8_t* from, uint32_t length, uint8_t pad) {
-    if (length == 8)
-      return reinterpret_cast<uintptr_t>(from) % 8 ? load_shifted(from) : load_whole(reinterpret_cast<const uint8_t*>(from));
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) set(i, i < length ? from[i] : pad);
-  }
-  ZIPCCL_DEVICE void store(uint8_t* to, uint32_t length) const {
-    if (length == 8 && reinterpret_cast<uintptr_t>(to) % 8 == 0) return store_whole(reinterpret_cast<uint8_t*>(to), 8 * sizeof(uint8_t));
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i)
-      if (i < length) to[i] = word(i);
   }
 };
 

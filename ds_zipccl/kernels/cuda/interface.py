@@ -20,7 +20,7 @@ SIGNATURES: Signatures = {
     "zipccl_cuda_start": (I32, (POINTER, U32, U32, U32, U32, POINTER, POINTER)),
     "zipccl_cuda_error": (TEXT, (I32,)),
 }
-#: kernel -> itemsize -> bytes of shared memory; cuda/kernels.cuh and cuda/lossy/lossy_kernels.cuh assert that they suffice.
+#: kernel -> itemsize -> bytes of shared memory; cuda/kernels.cuh asserts that they suffice.
 SHARED_BYTES: dict[str, Mapping[int, int]] = {
     "encode": {1: 30720, 2: 47104, 4: 79872},
     "decode": {1: 25088, 2: 33280, 4: 49664},

@@ -10,15 +10,6 @@ namespace {
 constexpr uint64_t kRows = 64;      // rows that a thread takes at a time
 constexpr uint64_t kColumns = 512;  // columns of a row that are made at a time where they are added
 
-// Threads call each(first row, rows) for parts of n rows of `row_bytes` bytes.
-template <typename Each>
-void each_rows(uint64_t n, uint64_t row_bytes, int32_t threads, Each each) {
-  std::atomic<uint64_t> ticket{0};
-  on_threads(useful_threads(threads, n * row_bytes), [&] {
-    for (uint64_t first; (first = ticket.fetch_add(kRows, std::memory_order_relaxed)) < n;) each(first, std::min(n - first, kRows));
-  });
-}
-
 }  // namespace
 
 void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
@@ -26,7 +17,7 @@ void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::Multiply* const multiply = zipccl_chosen().multiply[type];
   const uint64_t row_bytes = m * kItemsize[type];
-  each_rows(n, row_bytes, threads, [&](uint64_t first, uint64_t rows) {
+  each_part(n, kRows, n * row_bytes, threads, [&](uint64_t first, uint64_t rows) {
     const Denormals on;
     multiply(p + first * rank, columns, stride, rank, rows, m, words + first * row_bytes, row_bytes);
   });
@@ -38,7 +29,7 @@ void zipccl_multiply_add(const float* p, const float* columns, uint64_t stride, 
   ZipcclLevel::Multiply* const multiply = zipccl_chosen().multiply[type];
   ZipcclLevel::AddWords* const add = zipccl_chosen().add_words[type][fp32_sums != 0];
   const uint64_t itemsize = kItemsize[type], sum_bytes = fp32_sums ? 4 : itemsize;
-  each_rows(n, m * itemsize, threads, [&](uint64_t first, uint64_t rows) {
+  each_part(n, kRows, n * m * itemsize, threads, [&](uint64_t first, uint64_t rows) {
     alignas(64) uint8_t words[4 * kColumns * sizeof(float)];
     for (uint64_t row = first; row < first + rows; row += 4) {
       const uint64_t count = std::min<uint64_t>(first + rows - row, 4);

@@ -47,25 +47,16 @@ uint64_t untrimmed_bytes(const uint8_t* payload, uint64_t numel, uint32_t block)
 void zipccl_round_words(const void* words, uint64_t numel, int32_t dtype, uint32_t mantissa, void* out, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   ZipcclLevel::RoundWords* const round_words = zipccl_chosen().round_words[type];
-  const uint64_t itemsize = kItemsize[type], part = kBytesPerThread / itemsize;
-  std::atomic<uint64_t> ticket{0};
-  on_threads(useful_threads(threads, numel * itemsize), [&] {
-    for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;)
-      round_words(static_cast<const uint8_t*>(words) + first * itemsize, std::min(numel - first, part), mantissa,
-                  static_cast<uint8_t*>(out) + first * itemsize);
+  const uint64_t itemsize = kItemsize[type];
+  each_part(numel, kBytesPerThread / itemsize, numel * itemsize, threads, [&](uint64_t first, uint64_t n) {
+    round_words(static_cast<const uint8_t*>(words) + first * itemsize, n, mantissa, static_cast<uint8_t*>(out) + first * itemsize);
   });
 }
 
 void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block, uint64_t* untrimmed,
                            int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  ZipcclLevel::EncodeRounded* const encode_chunk = zipccl_chosen().encode_rounded[type];
-  const uint64_t chunk_bytes = uint64_t(block) * kChunkBlocks * kItemsize[type];
-  encode_segments(segments, count, type, block, threads,
-                  [&](const ZipcclSegment& segment, uint64_t at, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon) {
-                    const ChunkPlaces places(static_cast<const uint8_t*>(segment.words) + at, chunk_bytes);
-                    return encode_chunk(places.blocks, numel, block, mantissa, workspace, parts, soon, places.next);
-                  });
+  encode_words(segments, count, type, block, threads, zipccl_chosen().encode_rounded[type], mantissa);
   for (uint32_t s = 0; s < count; ++s) {
     const uint8_t* const out = static_cast<const uint8_t*>(segments[s].out);
     untrimmed[s] = type == ZIPCCL_FP32   ? segments[s].bytes
@@ -76,13 +67,10 @@ void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtyp
 
 int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
                               int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  return decode_payload(zipccl_chosen().decode_rounded[type], payload, bytes, words, numel, kItemsize[type], block, threads);
+  return decode_payload(zipccl_chosen().decode_rounded, payload, bytes, words, numel, dtype, block, threads);
 }
 
 int32_t zipccl_decode_rounded_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
                                   int32_t fp32_sums, int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  return add_payload(zipccl_chosen().add_rounded[type][fp32_sums != 0], payload, bytes, sums, numel, kItemsize[type], block, fp32_sums,
-                     threads);
+  return add_payload(zipccl_chosen().add_rounded, payload, bytes, sums, numel, dtype, block, fp32_sums, threads);
 }

@@ -14,15 +14,6 @@ constexpr uint64_t kPart = 1 << 12;  // elements that are decoded before they ar
 uint64_t group_bytes(const ZipcclScaling& s) { return (uint64_t(s.bits) << s.log2) / 8; }
 uint64_t scale_bytes(const ZipcclScaling& s) { return s.integers ? 2 : 1; }
 
-// Calls work(first element, elements) for every tile, on as many threads as so many bytes are worth.
-template <typename Work>
-void each_tile(uint64_t numel, uint64_t bytes, int32_t threads, Work work) {
-  std::atomic<uint64_t> ticket{0};
-  on_threads(useful_threads(threads, bytes), [&] {
-    for (uint64_t first; (first = ticket.fetch_add(kTile, std::memory_order_relaxed)) < numel;) work(first, std::min(kTile, numel - first));
-  });
-}
-
 // Number of scales that are not zero.
 uint64_t coded_groups(const uint8_t* scales, uint64_t groups, const ZipcclScaling& s) {
   uint64_t coded = 0;
@@ -38,7 +29,7 @@ uint64_t groups_of(uint64_t elements, const ZipcclScaling& s) { return (elements
 
 // Calls part(scales, codes, first element, elements) for every tile, and returns the worst of their statuses.
 template <typename Part>
-int32_t each_part(const uint8_t* scales, const uint8_t* codes, uint64_t numel, uint64_t bytes, const ZipcclScaling& s, int32_t threads,
+int32_t each_tile(const uint8_t* scales, const uint8_t* codes, uint64_t numel, uint64_t bytes, const ZipcclScaling& s, int32_t threads,
                   Part part) {
   std::vector<uint64_t> starts;  // of each tile: groups with codes in front of it
   uint64_t coded = 0;
@@ -47,7 +38,7 @@ int32_t each_part(const uint8_t* scales, const uint8_t* codes, uint64_t numel, u
     coded += coded_groups(scales + groups_of(first, s) * scale_bytes(s), groups_of(std::min(kTile, numel - first), s), s);
   }
   std::atomic<int32_t> status{OK};
-  each_tile(numel, bytes, threads, [&](uint64_t first, uint64_t n) {
+  each_part(numel, kTile, bytes, threads, [&](uint64_t first, uint64_t n) {
     const uint8_t* const from = scales + groups_of(first, s) * scale_bytes(s);
     if (const int32_t failed = part(from, codes + starts[first / kTile] * group_bytes(s), first, n)) status = failed;
   });
@@ -145,7 +136,7 @@ uint64_t zipccl_scaled_encode(const uint8_t* words, uint64_t numel, int32_t dtyp
   const uint64_t itemsize = kItemsize[type], tile_codes = (kTile >> s.log2) * group_bytes(s), tile_scales = (kTile >> s.log2) * scale_bytes(s);
   std::vector<uint64_t> coded((numel + kTile - 1) / kTile);
   std::atomic<bool> stays{false};
-  each_tile(numel, numel * itemsize, threads, [&](uint64_t first, uint64_t n) {
+  each_part(numel, kTile, numel * itemsize, threads, [&](uint64_t first, uint64_t n) {
     if (stays.load(std::memory_order_relaxed)) return;
     const Denormals on;
     const uint64_t tile = first / kTile;
@@ -191,14 +182,14 @@ uint64_t zipccl_scaled_encode_staged(const uint8_t* words, uint64_t numel, int32
 int32_t zipccl_scaled_decode(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
                              uint8_t* words, int32_t threads) {
   const Decoder decoder(*scaling, dtype, false, words);
-  return each_part(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
+  return each_tile(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
                    [&](auto... part) { return decoder.words(part...); });
 }
 
 int32_t zipccl_scaled_add(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
                           uint8_t* sums, int32_t fp32_sums, int32_t threads) {
   const Decoder decoder(*scaling, dtype, fp32_sums != 0, sums);
-  return each_part(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
+  return each_tile(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
                    [&](auto... part) { return decoder.sums(part...); });
 }
 
@@ -221,7 +212,7 @@ void zipccl_scaled_project(const uint8_t* words, uint64_t numel, int32_t dtype, 
   const ZipcclType type = type_of(dtype);
   const uint64_t itemsize = kItemsize[type];
   ZipcclLevel::ProjectScaled* const project = zipccl_chosen().project_scaled[type];
-  each_tile(numel, numel * itemsize, threads, [&](uint64_t first, uint64_t n) {
+  each_part(numel, kTile, numel * itemsize, threads, [&](uint64_t first, uint64_t n) {
     const Denormals on;
     project(words + first * itemsize, n, *scaling, out + first * itemsize);
   });

@@ -92,62 +92,31 @@ inline void hadamard(float* v, uint32_t g) {
 
 // --- one group: 32-bit numbers and bytes
 
+#if defined(__AVX2__)
+using Ints = uint32_t __attribute__((vector_size(sizeof(Floats))));
+using Signed = int32_t __attribute__((vector_size(sizeof(Floats))));
+inline Ints bits_of(Floats v) { return reinterpret_cast<Ints>(v); }
+inline Floats float_of(Ints x) { return reinterpret_cast<Floats>(x); }
+#else
+using Ints = uint32_t;
+using Signed = int32_t;
+inline Ints bits_of(Floats v) { return as_bits(v); }
+inline Floats float_of(Ints x) { return as_float(x); }
+#endif
+inline Ints largest_of(Ints a, Ints b) { return a > b ? a : b; }
+// For each lane whether a < b, both below 2^31: x, otherwise y.
+inline Ints if_less(Ints a, uint32_t b, Ints x, Ints y) { return Signed(a) < int32_t(b) ? x : y; }
+
 #if defined(__AVX512F__)
-using Ints = __m512i;
-inline Ints all(uint32_t x) { return _mm512_set1_epi32(int(x)); }
-inline Ints bits_of(Floats v) { return _mm512_castps_si512(v); }
-inline Floats float_of(Ints x) { return _mm512_castsi512_ps(x); }
-inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
-inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
-inline Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
-template <int kBy>
-Ints left(Ints a) { return _mm512_slli_epi32(a, kBy); }
-template <int kBy>
-Ints right(Ints a) { return _mm512_srli_epi32(a, kBy); }
-inline Ints largest_of(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
-// For each lane whether a < b, below 2^31: x, otherwise y.
-inline Ints if_less(Ints a, Ints b, Ints x, Ints y) { return _mm512_mask_mov_epi32(y, _mm512_cmplt_epi32_mask(a, b), x); }
-inline Floats floats(float f) { return _mm512_set1_ps(f); }
-inline Ints load_bytes(const uint8_t* from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
-inline void store_bytes(uint8_t* to, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x)); }
+inline Ints load_bytes(const uint8_t* from) { return Ints(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))); }
+inline void store_bytes(uint8_t* to, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(__m512i(x))); }
 #elif defined(__AVX2__)
-using Ints = __m256i;
-inline Ints all(uint32_t x) { return _mm256_set1_epi32(int(x)); }
-inline Ints bits_of(Floats v) { return _mm256_castps_si256(v); }
-inline Floats float_of(Ints x) { return _mm256_castsi256_ps(x); }
-inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-inline Ints subtract(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
-inline Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
-inline Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
-template <int kBy>
-Ints left(Ints a) { return _mm256_slli_epi32(a, kBy); }
-template <int kBy>
-Ints right(Ints a) { return _mm256_srli_epi32(a, kBy); }
-inline Ints largest_of(Ints a, Ints b) { return _mm256_max_epu32(a, b); }
-inline Ints if_less(Ints a, Ints b, Ints x, Ints y) { return _mm256_blendv_epi8(y, x, _mm256_cmpgt_epi32(b, a)); }
-inline Floats floats(float f) { return _mm256_set1_ps(f); }
-inline Ints load_bytes(const uint8_t* from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))); }
+inline Ints load_bytes(const uint8_t* from) { return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))); }
 inline void store_bytes(uint8_t* to, Ints x) {
-  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(__m256i(x)), _mm256_extracti128_si256(__m256i(x), 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
 }
 #else
-using Ints = uint32_t;
-inline Ints all(uint32_t x) { return x; }
-inline Ints bits_of(Floats v) { return as_bits(v); }
-inline Floats float_of(Ints x) { return as_float(x); }
-inline Ints add(Ints a, Ints b) { return a + b; }
-inline Ints subtract(Ints a, Ints b) { return a - b; }
-inline Ints both(Ints a, Ints b) { return a & b; }
-inline Ints either(Ints a, Ints b) { return a | b; }
-template <int kBy>
-Ints left(Ints a) { return a << kBy; }
-template <int kBy>
-Ints right(Ints a) { return a >> kBy; }
-inline Ints largest_of(Ints a, Ints b) { return a > b ? a : b; }
-inline Ints if_less(Ints a, Ints b, Ints x, Ints y) { return a < b ? x : y; }
-inline Floats floats(float f) { return f; }
 inline Ints load_bytes(const uint8_t* from) { return *from; }
 inline void store_bytes(uint8_t* to, Ints x) { *to = uint8_t(x); }
 #endif
@@ -161,33 +130,31 @@ inline uint32_t largest_lane(Ints x) {
 
 // The largest magnitude of g values, as the bits of a float.
 inline uint32_t largest_magnitude(const float* v, uint32_t g) {
-  Ints most = all(0);
-  for (uint32_t i = 0; i < g; i += kFloats) most = largest_of(most, both(bits_of(load_floats(v + i)), all(kMagnitude)));
+  Ints most = {};
+  for (uint32_t i = 0; i < g; i += kFloats) most = largest_of(most, bits_of(load_floats(v + i)) & kMagnitude);
   return largest_lane(most);
 }
 
 // float8_e4m3fn codes of g values times 2^-(scale - 127).
 inline void put_e4m3(const float* v, uint32_t g, uint32_t scale, uint8_t* codes) {
-  const Floats factor = floats(as_float((254 - scale) << 23)), shift = floats(16384.0f);  // its last bit is worth 2^-9, the least code
+  const float factor = as_float((254 - scale) << 23), shift = 16384.0f;  // its last bit is worth 2^-9, the least code
   for (uint32_t i = 0; i < g; i += kFloats) {
-    const Ints bits = bits_of(load_floats(v + i) * factor), size = both(bits, all(kMagnitude));
-    const Ints half = add(all(0x7ffff), both(right<20>(size), all(1)));
-    const Ints normal = subtract(right<20>(add(size, half)), all(960));
-    const Ints subnormal = subtract(bits_of(float_of(size) + shift), bits_of(shift));
-    const Ints sign = both(right<24>(bits), all(128));
-    store_bytes(codes + i, either(if_less(size, all(121u << 23), subnormal, normal), sign));
+    const Ints bits = bits_of(load_floats(v + i) * factor), size = bits & kMagnitude;
+    const Ints normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - 960u;
+    const Ints subnormal = bits_of(float_of(size) + shift) - as_bits(shift);
+    store_bytes(codes + i, if_less(size, 121u << 23, subnormal, normal) | (bits >> 24 & 128u));
   }
 }
 
 // Values of codes; returns whether all are numbers.
 inline bool get_e4m3(const uint8_t* codes, uint32_t g, uint32_t scale, float* v) {
-  const Ints bias = all(120u << 23), least = all(121u << 23);
-  const Floats factor = floats(as_float(scale << 23));
-  Ints most = all(0);
+  constexpr uint32_t bias = 120u << 23, least = 121u << 23;
+  const float factor = as_float(scale << 23);
+  Ints most = {};
   for (uint32_t i = 0; i < g; i += kFloats) {
-    const Ints code = load_bytes(codes + i), size = both(code, all(127)), high = left<20>(size);
-    const Ints subnormal = bits_of(float_of(add(high, least)) - float_of(least));
-    const Ints bits = either(if_less(size, all(8), subnormal, add(high, bias)), left<24>(both(code, all(128))));
+    const Ints code = load_bytes(codes + i), size = code & 127u, high = size << 20;
+    const Ints subnormal = bits_of(float_of(high + least) - as_float(least));
+    const Ints bits = if_less(size, 8, subnormal, high + bias) | (code & 128u) << 24;
     most = largest_of(most, size);
     store_floats(v + i, float_of(bits) * factor);
   }

@@ -128,14 +128,10 @@ constexpr Functions kFunctions[] = {functions<Bf16>(), functions<Fp16>(), functi
 
 // Threads call each(first word, words, bytes of the codes in front of them) for parts of numel words; only the last has a part of a unit.
 template <typename Each>
-void each_part(uint64_t numel, uint32_t itemsize, uint32_t rate, int32_t threads, Each each) {
-  const uint64_t part = kBytesPerThread / itemsize;
+void each_units(uint64_t numel, uint32_t itemsize, uint32_t rate, int32_t threads, Each each) {
   static_assert(kBytesPerThread / 4 % kUnit == 0, "parts begin with a unit");
-  std::atomic<uint64_t> ticket{0};
-  on_threads(useful_threads(threads, numel * itemsize), [&] {
-    for (uint64_t first; (first = ticket.fetch_add(part, std::memory_order_relaxed)) < numel;)
-      each(first, std::min(numel - first, part), first / kUnit * rate * 8);
-  });
+  each_part(numel, kBytesPerThread / itemsize, numel * itemsize, threads,
+            [&](uint64_t first, uint64_t n) { each(first, n, first / kUnit * rate * 8); });
 }
 
 }  // namespace
@@ -143,7 +139,7 @@ void each_part(uint64_t numel, uint32_t itemsize, uint32_t rate, int32_t threads
 int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads) {
   const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
   std::atomic<bool> finite{true};
-  each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
+  each_units(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
     if (!kFunctions[type].encode(words + first * itemsize, n, rate, out + bytes)) finite.store(false, std::memory_order_relaxed);
   });
   return finite.load();
@@ -151,7 +147,7 @@ int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, u
 
 void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads) {
   const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
-  each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
+  each_units(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
     kFunctions[type].decode(codes + bytes, n, rate, words + first * itemsize);
   });
 }
@@ -160,7 +156,7 @@ void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, 
                            int32_t threads) {
   const uint32_t type = type_of(dtype), itemsize = kItemsize[type], sum_size = fp32_sums ? 4 : itemsize;
   ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][fp32_sums != 0];
-  each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
+  each_units(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
     uint8_t values[4 * kAdded];
     for (uint64_t at = 0; at < n; at += kAdded) {
       const uint64_t count = std::min<uint64_t>(n - at, kAdded);
@@ -172,7 +168,7 @@ void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, 
 
 void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads) {
   const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
-  each_part(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t) {
+  each_units(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t) {
     kFunctions[type].project(words + first * itemsize, n, rate, out + first * itemsize);
   });
 }

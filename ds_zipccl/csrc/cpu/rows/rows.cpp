@@ -106,10 +106,8 @@ void each_row(uint64_t n, uint64_t row_bytes, int32_t threads, Each each) {
     for (uint64_t i = 0; i < n; ++i) each(i);
     return;
   }
-  std::atomic<uint64_t> ticket{0};
-  on_threads(threads, [&] {
-    for (uint64_t at; (at = ticket.fetch_add(kTile, std::memory_order_relaxed)) < n;)
-      for (uint64_t i = at; i < std::min(n, at + kTile); ++i) each(i);
+  each_part(n, kTile, n * row_bytes, threads, [&](uint64_t first, uint64_t count) {
+    for (uint64_t i = first; i < first + count; ++i) each(i);
   });
 }
 
@@ -159,11 +157,11 @@ class Layout {
   const uint64_t rest_, numel_;
 };
 
-// Encodes the literals, of `type`, to `out`, by encode_chunk(blocks, numel, workspace, parts, soon, next). Returns the payload's bytes. A
-// block whose words do not lie side by side is gathered in the cache first.
-template <typename EncodeChunk>
+// Encodes the literals, of `type`, to `out`, by a function as for encode_words. Returns the payload's bytes. A block whose words do not lie
+// side by side is gathered in the cache first.
+template <typename Function, typename... Rounding>
 uint64_t encode_literals(const ZipcclLiterals& literals, ZipcclType type, uint32_t block, void* out, int32_t threads,
-                         EncodeChunk encode_chunk) {
+                         Function* encode_chunk, Rounding... rounding) {
   const uint32_t itemsize = kItemsize[type];
   const Layout layout(literals, itemsize);
   struct {
@@ -187,16 +185,18 @@ uint64_t encode_literals(const ZipcclLiterals& literals, ZipcclType type, uint32
         to += bytes;
       });
     }
-    return encode_chunk(blocks, numel, workspace, parts, soon, next);
+    return encode_chunk(blocks, numel, block, rounding..., workspace, parts, soon, next);
   };
   encode_segments(&one, 1, type, block, threads, encode);
   return one.bytes;
 }
 
-// Decodes a payload of `bytes` bytes by `decode_chunk` to the places of the literals, of `type`. Returns 0 or a FrameErrorCode; the literals
+// Decodes a payload of `bytes` bytes to the places of the literals, of `dtype`. Returns 0 or a FrameErrorCode; the literals
 // are then undefined, all other words as before.
-int32_t decode_literals(ZipcclLevel::Decode* decode_chunk, const void* payload, uint64_t bytes, const ZipcclLiterals& literals,
-                        ZipcclType type, uint32_t block, int32_t threads) {
+int32_t decode_literals(ZipcclLevel::Decode* const* of_types, const void* payload, uint64_t bytes, const ZipcclLiterals& literals,
+                        int32_t dtype, uint32_t block, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  ZipcclLevel::Decode* const decode_chunk = of_types[type];
   const uint32_t itemsize = kItemsize[type];
   const Layout layout(literals, itemsize);
   const uint64_t numel = Layout::numel(literals), total = numel * itemsize;
@@ -263,31 +263,23 @@ uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads) {
 
 uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out, int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  ZipcclLevel::Encode* const encode_chunk = zipccl_chosen().encode[type][code];
-  return encode_literals(*literals, type, block, out, threads,
-                         [&](const uint8_t** blocks, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon,
-                             const uint8_t** next) { return encode_chunk(blocks, numel, block, workspace, parts, soon, next); });
+  return encode_literals(*literals, type, block, out, threads, zipccl_chosen().encode[type][code]);
 }
 
 uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, int32_t dtype, uint32_t mantissa, uint32_t block, void* out,
                                     int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  ZipcclLevel::EncodeRounded* const encode_chunk = zipccl_chosen().encode_rounded[type];
-  return encode_literals(*literals, type, block, out, threads,
-                         [&](const uint8_t** blocks, uint32_t numel, void* workspace, ZipcclPart* parts, const uint8_t* soon,
-                             const uint8_t** next) { return encode_chunk(blocks, numel, block, mantissa, workspace, parts, soon, next); });
+  return encode_literals(*literals, type, block, out, threads, zipccl_chosen().encode_rounded[type], mantissa);
 }
 
 int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
                            int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  return decode_literals(zipccl_chosen().decode[type], payload, bytes, *literals, type, block, threads);
+  return decode_literals(zipccl_chosen().decode, payload, bytes, *literals, dtype, block, threads);
 }
 
 int32_t zipccl_decode_rounded_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
                                    int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  return decode_literals(zipccl_chosen().decode_rounded[type], payload, bytes, *literals, type, block, threads);
+  return decode_literals(zipccl_chosen().decode_rounded, payload, bytes, *literals, dtype, block, threads);
 }
 
 void zipccl_copy_rows(uint8_t* data, uint64_t row_bytes, const int32_t* rows, const int32_t* sources, uint64_t count, int32_t threads) {
